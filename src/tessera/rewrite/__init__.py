@@ -4,9 +4,9 @@
 
     optimize ─► variants ─► inductor (torch.compile, with `passes` before it) ─► compilation
                    │                                                                  │
-         program, compare, state                        before_after (kernel_times, program_cost)
+         program, compare, state                                savings (kernel_times, program_cost)
       (run, check, put back), measure                                                 │
-                                                                              savings ─► Rewrite
+                                                                                   Rewrite
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from .eager_ops import EagerOp, make_spec
 
 _DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 _SMALL = 1 / 64  # of the largest operand
+# What tells one attention from another.
+_ATTENTION_SHAPE = ("batch", "heads", "q_len", "kv_len", "head_dim")
 # A fused kernel costs what its heaviest part costs with all its operands: products first, then what needs whole rows.
 _HEAVY = ("gemm", "conv", "softmax", "norm", "batch_norm", "reduce", "pool")
 
@@ -57,7 +59,8 @@ class Compilation:
 
     A program is several of Dynamo's graphs, counted in `graphs`. Each is an aten graph with a number of its own, which
     stands before the names of its nodes ("0/addmm"); `graph_of` maps it to Dynamo's. `ran` are the graphs of Dynamo's
-    that ran since it was cleared.
+    that ran since it was cleared. `replaced` maps nodes that our passes put there to what they stand for, where `ops`
+    has the operators from before (`put_back_replaced`).
     """
 
     observe: bool = True
@@ -67,6 +70,7 @@ class Compilation:
     kernels: list[InductorKernel] = field(default_factory=list)
     remaining_nodes: set[str] = field(default_factory=set)
     replacements: list[Replacement] = field(default_factory=list)
+    replaced: dict[str, Replacement] = field(default_factory=dict)
     lowered: list[tuple[int, Any]] = field(default_factory=list)
     reused_bytes: list[tuple[int, float]] = field(default_factory=list)
     graphs: int = 0
@@ -91,6 +95,30 @@ class Compilation:
             reused_bytes=[r for r in self.reused_bytes if str(r[0]) in numbers],
         )
 
+    def put_back_replaced(self) -> Compilation:
+        """Return the same with the operators that our passes replaced, as eager torch runs them.
+
+        They get the nodes of those that took their place. What is not found in the program stays in `replacements`.
+        """
+        free = [i for i, op in enumerate(self.ops) if op.launches]
+        originals: dict[int, list[EagerOp]] = {}
+        replaced, left = dict[str, Replacement](), list[Replacement]()
+        for n, each in enumerate(self.replacements):
+            places: list[int] = []
+            for op in each.ops_after:
+                places += [i for i in free if i not in places and _is_same_attention(self.ops[i], op)][:1]
+            if not places or not each.ops_before or len(places) < len(each.ops_after):
+                left.append(each)
+                continue
+            free = [i for i in free if i not in places]
+            for i in places:
+                here = self.ops[i]
+                own = [op for op in each.ops_before if op.backward == here.backward]
+                originals[i] = [replace(_prefix_memory(op, f"replaced {n}"), nodes=here.nodes) for op in own]
+                replaced |= dict.fromkeys(here.nodes, each)
+        ops = [op for i, here in enumerate(self.ops) for op in originals.get(i, [here])]
+        return replace(self, ops=ops, replacements=left, replaced=replaced)
+
     def note_missing(self, what: str, why: BaseException | str) -> None:
         """Note something Inductor did not tell."""
         reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
@@ -114,6 +142,10 @@ class Compilation:
                 vanished.append(i)
         return owned, _group_connected(self.ops, vanished)
 
+    def list_launching_ops(self) -> dict[int, list[int]]:
+        """Return the operators each kernel computes for which eager torch launches something."""
+        return {k: [i for i in own if self.ops[i].launches] for k, own in self.assign_ops()[0].items()}
+
     def list_ops_after(self) -> list[EagerOp]:
         """Return one operator for every kernel, in the order they run."""
         owned, _ = self.assign_ops()
@@ -121,6 +153,17 @@ class Compilation:
             kernel.call or _describe_kernel(kernel, [self.ops[i] for i in owned.get(k, [])])
             for k, kernel in enumerate(self.kernels)
         ]
+
+
+def _is_same_attention(a: EagerOp, b: EagerOp) -> bool:
+    shapes = [tuple(op.params.get(key) for key in _ATTENTION_SHAPE) for op in (a, b)]
+    return (a.kind, a.backward) == (b.kind, b.backward) and shapes[0] == shapes[1]
+
+
+def _prefix_memory(op: EagerOp, prefix: str) -> EagerOp:
+    """Tell memory names apart: each replacement was traced alone, and all have their own mul_1."""
+    reads, writes = (tuple((f"{prefix}/{name}", t) for name, t in side) for side in (op.reads, op.writes))
+    return replace(op, reads=reads, writes=writes)
 
 
 def _group_connected(ops: Sequence[EagerOp], chosen: Sequence[int]) -> list[list[int]]:

@@ -17,6 +17,7 @@ what is known here stays true for the compiled code.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -191,9 +192,11 @@ def _list_ops_before(match: AttentionMatch, train: bool) -> tuple[EagerOp, ...]:
 
     try:
         with FakeTensorMode(), torch.set_grad_enabled(train):
-            return tuple(list_eager_ops(make_fx(run)(*(make_fake(value_of(n)) for n in outside)).graph))
+            ops = list_eager_ops(make_fx(run)(*(make_fake(value_of(n)) for n in outside)).graph)
     except PRIVATE_ERRORS:  # something that is not a tensor, or not traced
         return ()
+    turn = next((i for i, op in enumerate(ops) if op.name == "aten.ones_like"), len(ops))  # the gradient that comes in
+    return (*ops[:turn], *(replace(op, backward=True) for op in ops[turn + 1 :]))
 
 
 def _list_ops_after(match: AttentionMatch, k: Any, v: Any, causal: bool, mask: Any, train: bool) -> tuple[EagerOp, ...]:

@@ -1,29 +1,39 @@
 """From what was observed of a compilation to rewrites: which eager operators became which kernel, and what that saves.
 
-Both programs are priced (`before_after.py`): as eager torch launches it, and as Inductor does. Each kernel gets the
-operators it replaced; what it saves is their cost less its own. What the device no longer waits for the host is one
-more line, and whatever the two totals differ by beyond all lines is the line "rest", so that the lines add up to the
-difference of the totals.
+Both programs are priced, as eager torch launches it and as Inductor does: by the model alone, or with the seconds and
+joules that were measured. Each kernel gets the operators it replaced; what it saves is their cost less its own. What
+the device no longer waits for the host is one more line, and whatever the two totals differ by beyond all lines is the
+line "rest", so that the lines add up to the difference of the totals.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..graph.rewrites import Rewrite
-from .before_after import TIMED, BeforeAfter, price_by_model, price_by_profile
 from .compilation import Compilation, InductorKernel, Replacement
 from .eager_ops import EagerOp
-from .program_cost import HostWork, OpCost, ProgramCost, add_up, count_flops
+from .kernel_times import KernelProfile, group_by_kernel, group_by_operator
+from .program_cost import (
+    HostWork,
+    OpCost,
+    ProgramCost,
+    add_up,
+    count_flops,
+    estimate_program,
+    set_kernel_times,
+    share_measured_joules,
+)
 
 if TYPE_CHECKING:
     from ..device import Device
-    from .kernel_times import KernelProfile
 
+TIMED = "timed"
+"""The basis of savings whose seconds were measured kernel by kernel, and whose joules are shared out by the model."""
 _CASTS = frozenset({"aten._to_copy"})
 _COPIES = frozenset({"aten.clone", "aten.contiguous", "aten.copy"})
 _LABEL_PARTS = 6
@@ -66,35 +76,94 @@ def trace_rewrites(
     if not compilation.complete:
         rewrites = [replacement_to_rewrite(r) for r in compilation.replacements]
         return RewriteTrace(rewrites=rewrites, notes=tuple(compilation.missing))
+    compilation = compilation.put_back_replaced()
     after = compilation.list_ops_after()
     if device is None:
         return _trace_bytes(compilation, after)
-    host = host or HostWork()
+    host, ours = host or HostWork(), [(each, _price_replacement(each, device)) for each in compilation.replacements]
     if profiles is not None:
-        both = price_by_profile(compilation, after, device, host, replayed, profiles)
+        basis, extra = TIMED, OpCost()
+        old, new = price_by_profile(compilation, after, device, host, replayed, profiles)
+        launched = new
     else:
-        both = price_by_model(compilation, after, device, host, replayed, eager_s)
+        basis, extra = "modelled", add_up(saved for _, saved in ours)  # what the program lacks as our passes came first
+        old, launched = estimate_program(compilation.ops, device, host), estimate_program(after, device)
+        old = old if eager_s is None else old.set_time(eager_s)
+        new = estimate_program(after, device, replayed=True) if replayed else launched
     lines = [
-        *_list_fusions(compilation, both.before.costs, both.launched.costs, timed=both.basis == TIMED),
-        _make_launch_line(both, replayed),
+        *_list_fusions(compilation, old.costs, launched.costs, timed=basis == TIMED),
+        _make_launch_line(old, launched, new, replayed, timed=basis == TIMED),
         *_list_reused_memory(compilation),
     ]
-    lines = [replace(r, basis=both.basis) for r in lines] + _list_ours(compilation, both)
-    before_s, before_j = both.before.time_s + both.extra.time_s, both.before.energy_j + both.extra.energy_j
-    lines += _list_rest(lines, before_s - both.after.time_s, before_j - both.after.energy_j, before_j, both.basis)
+    lines = [replace(r, basis=basis) for r in lines] + _list_ours(ours)
+    before_s, before_j = old.time_s + extra.time_s, old.energy_j + extra.energy_j
+    lines += _list_rest(lines, before_s - new.time_s, before_j - new.energy_j, before_j, basis)
     lines = [replace(r, device=device.id) for r in lines]
     return RewriteTrace(
         rewrites=sorted(lines, key=lambda r: -(r.saved_j or 0.0)),
         before_s=before_s,
         before_j=before_j,
-        after_s=both.after.time_s,
-        after_j=both.after.energy_j,
-        launches_before=both.before.launches,
-        launches_after=both.after.launches,
+        after_s=new.time_s,
+        after_j=new.energy_j,
+        launches_before=old.launches,
+        launches_after=new.launches,
         device=device.id,
-        basis=both.basis,
+        basis=basis,
         notes=tuple(compilation.missing),
     )
+
+
+def _price_replacement(replacement: Replacement, device: Device) -> OpCost:
+    """Return what a pass of ours saved: the operators it replaced against those it put there, each alone."""
+    if replacement.saved_j is not None:
+        return OpCost(replacement.saved_s or 0.0, replacement.saved_j, 0.5 * abs(replacement.saved_j))
+    if not replacement.ops_before or not replacement.ops_after:
+        return OpCost()
+    sides = (replacement.ops_before, replacement.ops_after)
+    old, new = (add_up(estimate_program(ops, device, replayed=True).costs) for ops in sides)
+    return old - new
+
+
+def price_by_profile(
+    compilation: Compilation,
+    after: Sequence[EagerOp],
+    device: Device,
+    host: HostWork,
+    replayed: bool,
+    profiles: tuple[KernelProfile, KernelProfile],
+) -> tuple[ProgramCost, ProgramCost]:
+    """Price both programs with the seconds their kernels took, and the measured joules shared out among them."""
+    old_profile, new_profile = profiles
+    old = set_kernel_times(
+        estimate_program(compilation.ops, device, host),
+        group_by_operator(dict(enumerate(compilation.ops)), old_profile.kernels),
+        old_profile.iteration_s,
+    )
+    new = set_kernel_times(
+        estimate_program(after, device, replayed=replayed),
+        group_by_kernel(compilation.kernels, compilation.ops, new_profile.kernels, replayed=replayed),
+        new_profile.iteration_s,
+    )
+    single = {k: own[0] for k, own in compilation.list_launching_ops().items() if len(own) == 1}
+    new = _copy_work(compilation, single, old, new)
+    same = [
+        (i, k)
+        for k, i in single.items()
+        if (call := compilation.kernels[k].call) and call.channels_last == compilation.ops[i].channels_last
+    ]  # called as before
+    return share_measured_joules(old, new, same, old_profile.iteration_j, new_profile.iteration_j)
+
+
+def _copy_work(
+    compilation: Compilation, single: Mapping[int, int], before: ProgramCost, after: ProgramCost
+) -> ProgramCost:
+    """Give a generated kernel of one operator that operator's work: the model knows only the kernel's bytes."""
+    costs = list(after.costs)
+    for k, i in single.items():
+        if compilation.kernels[k].call is None:
+            same = before.costs[i].set_seconds(costs[k].time_s, after.limit_w)
+            costs[k] = replace(same, nbytes=costs[k].nbytes)
+    return replace(after, costs=tuple(costs))
 
 
 # -- lines ---------------------------------------------------------------------------------------------------------
@@ -107,10 +176,16 @@ def _list_fusions(
 
     One operator that another kernel computes is a change only where both were `timed`: the model has one rate for both.
     """
-    owned, vanished = compilation.assign_ops()
+    owned, (_, vanished) = compilation.list_launching_ops(), compilation.assign_ops()
     sums: dict[tuple[str, str, str], list[OpCost]] = defaultdict(list)
+    ours: dict[tuple[str, str, str], list[OpCost]] = defaultdict(list)
     for k, kernel in enumerate(compilation.kernels):
-        own = [i for i in owned.get(k, []) if compilation.ops[i].launches]
+        own = owned.get(k, [])
+        replacement = compilation.replaced.get(kernel.call.nodes[0]) if kernel.call is not None else None
+        if replacement is not None:
+            key = (replacement.rule, replacement.before, replacement.after)
+            ours[key].append(add_up(before[i] for i in own) - after[k])
+            continue
         for rule, label, result, saved in _explain_kernel(compilation, kernel, own, before, after[k]):
             sums[rule, label, result].append(saved)
         if timed and kernel.call is None and len(own) == 1:
@@ -120,8 +195,9 @@ def _list_fusions(
         ops = [compilation.ops[i] for i in group]
         rule, result = _explain_vanished(ops)
         sums[rule, make_label(ops), result].append(add_up(before[i] for i in group) - spent)
-    for (rule, label, result), costs in sums.items():
-        yield _make_line(rule, label, result, costs)
+    for by, lines in (("inductor", sums), ("tessera", ours)):
+        for (rule, label, result), costs in lines.items():
+            yield _make_line(rule, label, result, costs, by=by)
 
 
 def _make_line(rule: str, before: str, after: str, costs: Sequence[OpCost], by: str = "inductor") -> Rewrite:
@@ -220,10 +296,11 @@ def _explain_vanished(ops: Sequence[EagerOp]) -> tuple[str, str]:
     return "fold", "nothing"
 
 
-def _make_launch_line(both: BeforeAfter, replayed: bool) -> Rewrite:
+def _make_launch_line(
+    before: ProgramCost, launched: ProgramCost, after: ProgramCost, replayed: bool, *, timed: bool
+) -> Rewrite:
     """Return what the device no longer waits for the host, and in a replay no longer idles between two kernels."""
-    before, after, timed = both.before, both.after, both.basis == TIMED
-    gaps = add_up(both.launched.costs) - add_up(after.costs)
+    gaps = add_up(launched.costs) - add_up(after.costs)
     saved_s = before.wait_s - after.wait_s + gaps.time_s
     saved_j = before.wait_j - after.wait_j + gaps.energy_j
 
@@ -237,15 +314,14 @@ def _make_launch_line(both: BeforeAfter, replayed: bool) -> Rewrite:
     return replace(_make_line(rule, describe(before), result, [saved]), why=why)
 
 
-def _list_ours(compilation: Compilation, both: BeforeAfter) -> list[Rewrite]:
-    """Return the rewrites of our own passes, equal ones on one line."""
-    sums: dict[tuple[str, str, str, str, str], list[OpCost]] = defaultdict(list)
-    for n, (each, saved) in enumerate(zip(compilation.replacements, both.ours, strict=True)):
-        basis = TIMED if n in both.ours_timed else "modelled"
-        sums[each.rule, each.before, each.after, each.why, basis].append(saved)
+def _list_ours(ours: Iterable[tuple[Replacement, OpCost]]) -> list[Rewrite]:
+    """Return the rewrites of our own passes that no kernel stands for, equal ones on one line."""
+    sums: dict[tuple[str, str, str, str], list[OpCost]] = defaultdict(list)
+    for each, saved in ours:
+        sums[each.rule, each.before, each.after, each.why].append(saved)
     return [
-        replace(_make_line(rule, before, after, costs, by="tessera"), why=why, basis=basis)
-        for (rule, before, after, why, basis), costs in sums.items()
+        replace(_make_line(rule, before, after, costs, by="tessera"), why=why)
+        for (rule, before, after, why), costs in sums.items()
     ]
 
 
