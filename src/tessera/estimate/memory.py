@@ -202,92 +202,67 @@ def round_size(nbytes: int) -> int:
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
 
 
-@dataclass(slots=True, eq=False)
-class _AllocatorBlock:
-    size: int
-    address: int
-    small: bool
-    before: _AllocatorBlock | None = None
-    after: _AllocatorBlock | None = None
-    free: bool = False
-
-
 class Allocator:
     """Allocations by key; `allocated` and `reserved` are bytes now. Segments are never returned to the device."""
 
     def __init__(self) -> None:
         self.allocated = 0
         self.reserved = 0
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._by_address: dict[int, _AllocatorBlock] = {}
-        self._in_use: dict[int, _AllocatorBlock] = {}
+        self._in_use: dict[int, tuple[bool, int, int]] = {}  # small, size and address, by key
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # size and address, in order
+        self._sizes: dict[int, int] = {}  # of free blocks, by address
+        self._starts: dict[int, int] = {}  # of free blocks, by their end
         self._next_address = 0
 
     def allocate(self, key: int, nbytes: int) -> int:
         """Allocate a block and return its size: 0 for an empty tensor, or for a key that has a block."""
         if nbytes <= 0 or key in self._in_use:
             return 0
-        size = round_size(nbytes)
-        block = self._best_fit(size) or self._segment(size)
-        rest = block.size - size
-        if rest >= MIN_BLOCK if block.small else rest > SMALL:
-            self._split(block, size)
-        block.free = False
-        self._in_use[key] = block
-        self.allocated += block.size
-        return block.size
+        wanted = round_size(nbytes)
+        small = wanted <= SMALL
+        best = bisect_left(self._free[small], (wanted, -1))
+        if best < len(self._free[small]):
+            size, address = self._free[small][best]
+            self._unlist(small, size, address)
+        else:
+            size, address = self._make_segment(wanted)
+        rest = size - wanted
+        if rest >= MIN_BLOCK if small else rest > SMALL:
+            self._list(small, rest, address + wanted)
+            size = wanted
+        self._in_use[key] = (small, size, address)
+        self.allocated += size
+        return size
 
     def release(self, key: int) -> None:
         """Free a block; it merges with free neighbours of its segment."""
-        block = self._in_use.pop(key, None)
-        if block is None:
+        if key not in self._in_use:
             return
-        self.allocated -= block.size
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                block = self._merge(block, other)
-        block.free = True
-        insort(self._free[block.small], (block.size, block.address))
+        small, size, address = self._in_use.pop(key)
+        self.allocated -= size
+        before, after = self._starts.get(address), self._sizes.get(address + size)
+        if after is not None:
+            self._unlist(small, after, address + size)
+            size += after
+        if before is not None:
+            self._unlist(small, address - before, before)
+            size, address = size + address - before, before
+        self._list(small, size, address)
 
-    def _best_fit(self, size: int) -> _AllocatorBlock | None:
-        small = size <= SMALL
-        free = self._free[small]
-        at = bisect_left(free, (size, -1))
-        if at == len(free):
-            return None
-        return self._by_address[free.pop(at)[1]]
-
-    def _segment(self, size: int) -> _AllocatorBlock:
-        small = size <= SMALL
-        if small:
-            whole = _SMALL_SEGMENT
-        else:
-            whole = _LARGE_SEGMENT if size < _LARGE_REQUEST else -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        block = _AllocatorBlock(whole, self._next_address, small)
-        self._by_address[block.address] = block
+    def _make_segment(self, size: int) -> tuple[int, int]:
+        large = _LARGE_SEGMENT if size < _LARGE_REQUEST else -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        whole, address = _SMALL_SEGMENT if size <= SMALL else large, self._next_address
         self._next_address += whole + 1  # segments are never neighbours
         self.reserved += whole
-        return block
+        return whole, address
 
-    def _split(self, block: _AllocatorBlock, size: int) -> None:
-        rest = _AllocatorBlock(block.size - size, block.address + size, block.small, block, block.after, free=True)
-        if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
-        self._by_address[rest.address] = rest
-        insort(self._free[rest.small], (rest.size, rest.address))
+    def _list(self, small: bool, size: int, address: int) -> None:
+        insort(self._free[small], (size, address))
+        self._sizes[address], self._starts[address + size] = size, address
 
-    def _merge(self, block: _AllocatorBlock, other: _AllocatorBlock) -> _AllocatorBlock:
-        """Merge a block with a neighbour from the free list."""
-        free = self._free[other.small]
-        free.pop(bisect_left(free, (other.size, other.address)))
-        first, second = (other, block) if other.address < block.address else (block, other)
-        first.size += second.size
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        del self._by_address[second.address]
-        return first
+    def _unlist(self, small: bool, size: int, address: int) -> None:
+        self._free[small].pop(bisect_left(self._free[small], (size, address)))
+        del self._sizes[address], self._starts[address + size]
 
 
 # -- the replay --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -225,7 +226,8 @@ def sweep(
     failures: list[CaptureError] = []
     titles: list[str] = []
     graphs: dict[tuple[str | None, int | None], Graph | CaptureError] = {}
-    capture = import_capture()
+    replay = launch == "graph"
+    capture = partial(import_capture(), model, inputs, mode=mode, optimizer=optimizer, replay=replay, name=name)
     for done, (batch, precision, chip) in enumerate(points):
         if progress:
             progress(done, len(points), _label(chip.id, precision, batch))
@@ -233,16 +235,7 @@ def sweep(
         if key not in graphs:
             graphs = {k: g for k, g in graphs.items() if k[1] == batch}  # those of the last batch are not needed again
             try:
-                graphs[key] = capture(
-                    model,
-                    inputs,
-                    mode=mode,
-                    precision=key[0],
-                    batch=batch,
-                    optimizer=optimizer,
-                    replay=launch == "graph",
-                    name=name,
-                )
+                graphs[key] = capture(precision=key[0], batch=batch)
             except CaptureError as exc:
                 graphs[key] = exc
         graph = graphs[key]

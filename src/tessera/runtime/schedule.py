@@ -74,9 +74,8 @@ def schedule(
 
     * `policy`: "latency", "throughput_per_watt", "energy" or "peak_power".
     * `max_slowdown`, `max_temp_c`, `error_tolerance`: what the chosen setting must keep.
-    * `budget_s`: how long the search may take. `search` adds arguments of the function with their values; `per` names
-      the one that says how much work a call does. `compile_modes=False` tries no torch.compile. `cache=False` neither
-      reads nor stores plans.
+    * `budget_s`: the longest search. `search` adds arguments of the function with their values; `per` names the one
+      that says how much work a call does. `compile_modes=False`: no torch.compile; `cache=False`: no plans are kept.
 
     Hardware and kernels: `dvfs` shapes clocks ("auto", "shape:sm_down_200MHz@flash_attention"). `cp_async_depth` and
     `warp_mma_concurrency` are hints for Tessera's own kernels. `dry_run` prints what would be done, and does nothing.
