@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tessera import units
 from tessera.errors import UnitError
-from tessera.units import ScopedPower, parse_range, parse_scoped_power
+from tessera.units import ScopedPower, format_energy_error, format_error, parse_range, parse_scoped_power
 
 PARSERS = {
     "power": (units.parse_power, units._POWER),
@@ -371,3 +371,24 @@ def test_large_energies_are_kilowatt_hours_as_people_say(joules, text):
 
 def test_the_error_has_the_unit_of_its_energy():
     assert units.format_energy_error(4.32e9, 3.6e8) == "1.20 ± 0.10 MWh"
+
+
+@pytest.mark.parametrize(
+    ("energy_j", "error_j", "text"),
+    [
+        (0.516, 0.595, "0 to 1.1 J"),
+        (0.0, 0.002, "0 to 2 mJ"),
+        (1.0, 1.0, "1.0 ± 1.0 J"),
+        (-0.5, 0.6, "-500 ± 600 mJ"),
+    ],
+)
+def test_an_energy_is_not_below_zero(energy_j: float, error_j: float, text: str) -> None:
+    assert format_energy_error(energy_j, error_j) == text
+    assert "±" in format_energy_error(energy_j, error_j, signed=True)
+
+
+def test_no_power_is_below_zero() -> None:
+    assert format_error(4.2, 5.1, "W") == "0 to 9.3 W"
+    assert format_error(4.2, 5.1, "W", signed=True) == "4.2 ± 5.1 W"
+    assert format_error(400.0, 711.0, "W") == "0 to 1111 W"
+    assert format_error(0.001, 0.002) == "0 to 0.0030"

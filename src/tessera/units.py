@@ -302,25 +302,37 @@ def format_si(value: float | None, unit: str = "", digits: int = 4, *, submultip
     return f"{value / factor:.{digits}g} {prefix}{unit}".rstrip() if unit else f"{value / factor:.{digits}g}{prefix}"
 
 
-def format_error(value: float, error: float | None, unit: str = "") -> str:
-    """A value with as many digits as its error allows: "412.3 ± 1.8 W"."""
+def format_error(value: float, error: float | None, unit: str = "", *, signed: bool = False) -> str:
+    """A value with as many digits as its error allows: "412.3 ± 1.8 W".
+
+    Energy, power and time are never below zero: where the error is larger than the value, this is "0 to 7.4 W".
+    `signed` is for differences, which may be.
+    """
     space = f" {unit}" if unit else ""
     if error is None or not error > 0:
         return f"{value:.4g}{space}"
+    if 0 <= value < error and not signed:
+        top = value + error
+        return f"0 to {top:.{max(0, 1 - math.floor(math.log10(top)))}f}{space}"
     digits = min(max(0, 1 - int(f"{error:e}".split("e")[1])), 9)
     return f"{value:.{digits}f} ± {error:.{digits}f}{space}"
 
 
-def format_energy_error(energy_j: float, error_j: float | None) -> str:
-    """Joules with their error, in the unit of the larger: "1.20 ± 0.31 mJ"; "unknown J" where they are NaN."""
+def format_energy_error(energy_j: float, error_j: float | None, *, signed: bool = False) -> str:
+    """Joules with their error, in the unit of the larger: "1.20 ± 0.31 mJ"; "unknown J" where they are NaN.
+
+    Joules that may be none at all are "0 to 1.1 J", unless they are a difference (`signed`).
+    """
     if math.isnan(energy_j):
         return "unknown J"
     error = 0.0 if error_j is None or math.isnan(error_j) else error_j
     if not (math.isfinite(error) and math.isfinite(energy_j)):
         return format_energy(energy_j)
+    if 0 <= energy_j < error and not signed:
+        return f"0 to {format_energy(energy_j + error, 2)}"
     unit = format_energy(max(abs(energy_j), error)).split()[1]
     factor = _ENERGY.units[unit]
-    return format_error(energy_j / factor, error / factor, unit)
+    return format_error(energy_j / factor, error / factor, unit, signed=signed)
 
 
 def format_duration_error(duration_s: float, error_s: float | None = None) -> str:

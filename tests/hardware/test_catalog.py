@@ -571,6 +571,13 @@ def test_show_names_the_users_file(user):
     )
 
 
+def test_a_board_is_found_by_its_drivers_name_and_never_taken_for_another():
+    assert lookup("H100-SXM5-80GB").id == "h100"
+    with pytest.raises(ArgumentError, match="did you mean 'h100-") as caught:
+        lookup("H100-SXM5-40GB")
+    assert "a100" not in caught.value.what
+
+
 def test_a_wrong_name_exits_2_with_the_nearest(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["hardware", "show", "mi300"])

@@ -81,7 +81,7 @@ def command(
     process, as a debugger may. Power and activity are those of the whole device. --gpu --mem --tc --collectives
     choose what to show. [default: all]
 
-    Exit code: 1 if the process could not be traced, 2 for a wrong option.
+    Exit code: 1 if --export was given and the process could not be traced, 2 for a wrong option.
     """
     from ..profile.attach import SECTIONS, AttachOptions, What, attach
 
@@ -108,8 +108,7 @@ def command(
         attached = attach(pid, options, wait=quit_.wait, tell=tell)
     _write_files(attached, files)
     _print_answer(attached, files, as_json)
-    wanted = options.trace and attached.kineto_state.state in ("ready", "starting", "unreachable")
-    return int(wanted and attached.kineto is None and not attached.stopped)
+    return int(options.trace and attached.kineto is None and not attached.stopped)
 
 
 @contextlib.contextmanager

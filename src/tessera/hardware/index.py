@@ -6,6 +6,7 @@ exists, replaces just the figures it gives. Such a figure names its file in its 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -38,6 +39,9 @@ def lookup(name: str) -> Device:
     for device in devices.values():
         if wanted == device.id or wanted in device.aliases:
             return device.at(point) if point else device
+    with contextlib.suppress(ArgumentError):  # a board's name as its driver gives it
+        device = identify_board(wanted)
+        return device.at(point) if point else device
     raise _unknown(name, devices)
 
 
@@ -47,6 +51,10 @@ def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
 
     wanted = name.strip().lower().partition("@")[0]
     names = [n for d in devices.values() for n in (d.id, *d.aliases)]
+    model = next(
+        iter(_plain_name(wanted).split()), ""
+    )  # an H100 of another memory is nearer to an H100 than to an A100
+    names = [n for n in names if model in n] or names
     near = difflib.get_close_matches(wanted, devices, n=_NEAREST, cutoff=0.4)
     nearest = f"nearest: {', '.join(near)}; " if near else ""
     return ArgumentError(

@@ -105,7 +105,9 @@ def quantity(value: float, error: float, unit: str, *, signed: bool = False) -> 
     largest = max(abs(value), 0.0 if math.isnan(error) else error)
     word = show(largest, 3).split()[-1]
     scale = parse(f"1{word}")
-    text = format_error(value / scale, error / scale, word) if error > 0 else f"{value / scale:.3g} {word}"
+    text = (
+        format_error(value / scale, error / scale, word, signed=signed) if error > 0 else f"{value / scale:.3g} {word}"
+    )
     zero = float(text.split()[0]) == 0.0
     return text.removeprefix("-") if zero else f"+{text}" if signed and value > 0 else text
 

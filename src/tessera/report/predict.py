@@ -266,7 +266,7 @@ def format_rate(value: float) -> str:
 
 def saving_text(o: Advice) -> str:
     """What an opportunity saves: "saves 1.2 ± 0.3 mJ/sample (12%)"."""
-    return f"saves {format_energy_error(o.saves_j, o.error_j)}/{o.unit} ({o.saves_share:.0%})"
+    return f"saves {format_energy_error(o.saves_j, o.error_j, signed=True)}/{o.unit} ({o.saves_share:.0%})"
 
 
 def chip_name(device: str) -> str:
