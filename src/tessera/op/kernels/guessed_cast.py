@@ -1,4 +1,4 @@
-"""One launch that casts both operands of an fp8 product by a guessed scale, and one that repairs what did not fit.
+"""One launch that casts an operand of an fp8 product by a guessed scale, and one that repairs what did not fit.
 
 A scale from the largest value needs a whole read of the matrix before the cast. But e4m3 is a floating format: between
 2^-6, its smallest normal value, and 448, its largest, it does not matter where a value lies. So the scale is guessed
@@ -8,13 +8,12 @@ their own (`fp8_row`) would keep. The cast notes the largest magnitude of each t
 where one is beyond 448, or an eighth of the tiles hold nothing above 1/4 (the sample was not like the rest), it casts
 the matrix again by its largest finite value, as `quantize` does; else it does nothing.
 
-Bytes of an n x n bf16 matrix: 2n^2 read, n^2 written, either layout; two launches for one matrix or two.
+Bytes of an n x n bf16 matrix: 2n^2 read, n^2 written, either layout; two launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 
@@ -77,47 +76,29 @@ def _centre(x, rows, cols, stride_row, stride_col, ACROSS: tl.constexpr, CHUNK: 
 
 
 @triton.jit
-def _first_cast(
-    x, y, note, guess, tile, rows, cols, stride_row, stride_col, y_rows, y_cols,
+def guessed_cast(
+    x, y, notes, guess, rows, cols, stride_row, stride_col, y_rows, y_cols,
     ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):
+    """A tile by the guessed scale; its largest magnitude is noted."""
+    tile = tl.program_id(0)
     row, col = locate_tile(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
     value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
     exponent = _centre(x, rows, cols, stride_row, stride_col, ACROSS, CHUNK, CHUNKS)
     scaled = value * power_of_two(exponent)
     store_tile(y, to_bits(scaled, True), row, col, y_rows, y_cols)
-    tl.store(note, tl.max(tl.abs(value)))
+    tl.store(notes + tile, tl.max(tl.abs(value)))
     if tile == 0:
         tl.store(guess, exponent)
 
 
-@triton.jit(do_not_specialize=["count_a"])
-def guessed_cast(
-    a, ya, rows_a, cols_a, a_row, a_col, ya_rows, ya_cols, b, yb, rows_b, cols_b, b_row, b_col, yb_rows, yb_cols,
-    notes, guesses, count_a,
-    A_ACROSS: tl.constexpr, A_ROWS: tl.constexpr, A_COLS: tl.constexpr,
-    B_ACROSS: tl.constexpr, B_ROWS: tl.constexpr, B_COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-):
-    """A tile of one matrix or the other, by the guessed scale; its largest magnitude is noted."""
-    at = tl.program_id(0)
-    if at < count_a:
-        _first_cast(
-            a, ya, notes + at, guesses, at, rows_a, cols_a, a_row, a_col, ya_rows, ya_cols,
-            A_ACROSS, A_ROWS, A_COLS, CHUNK, CHUNKS,
-        )
-    else:
-        _first_cast(
-            b, yb, notes + at, guesses + 1, at - count_a, rows_b, cols_b, b_row, b_col, yb_rows, yb_cols,
-            B_ACROSS, B_ROWS, B_COLS, CHUNK, CHUNKS,
-        )
-
-
-@triton.jit
-def _repair(
+@triton.jit(do_not_specialize=["count"])
+def repair_cast(
     x, y, descale, notes, guess, count, rows, cols, stride_row, stride_col, y_rows, y_cols,
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
     ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr,
 ):
+    """What the guessed scale did not fit, cast again; and the scale."""
     exponent = tl.load(guess)
     scale = power_of_two(exponent)
     over, small, strange, largest = 0, 0, 0, 0.0
@@ -144,72 +125,32 @@ def _repair(
         tl.store(descale, power_of_two(-exponent))
 
 
-@triton.jit(do_not_specialize=["count_a", "count"])
-def repair_cast(
-    a, ya, descale_a, rows_a, cols_a, a_row, a_col, ya_rows, ya_cols,
-    b, yb, descale_b, rows_b, cols_b, b_row, b_col, yb_rows, yb_cols, notes, guesses, count_a, count,
-    TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
-    A_ACROSS: tl.constexpr, A_ROWS: tl.constexpr, A_COLS: tl.constexpr,
-    B_ACROSS: tl.constexpr, B_ROWS: tl.constexpr, B_COLS: tl.constexpr, READ: tl.constexpr,
-):
-    """What the guessed scales did not fit, cast again; and the scales."""
-    _repair(
-        a, ya, descale_a, notes, guesses, count_a, rows_a, cols_a, a_row, a_col, ya_rows, ya_cols,
-        TOP, THRESHOLD, LARGEST, EIGHT, A_ACROSS, A_ROWS, A_COLS, READ,
-    )
-    if count > count_a:
-        _repair(
-            b, yb, descale_b, notes + count_a, guesses + 1, count - count_a, rows_b, cols_b, b_row, b_col, yb_rows,
-            yb_cols, TOP, THRESHOLD, LARGEST, EIGHT, B_ACROSS, B_ROWS, B_COLS, READ,
-        )
-
-
-class _CastOperand(NamedTuple):
-    """A matrix, where it goes, and how it is cut."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-    descale: torch.Tensor
-    across: bool
-    tile: tuple[int, int]
-
-    @property
-    def programs(self) -> int:
-        rows, cols = (int(size) for size in self.y.shape)
-        return -(-rows // self.tile[0]) * -(-cols // self.tile[1])
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return (*self.x.shape, *self.x.stride(), *self.y.shape)
-
-
 def cast_by_guess(
     matrices: Sequence[torch.Tensor], pad: tuple[int, int] = (1, 1)
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One or two matrices in fp8, each with `(y, descale)` as `quantize` gives them; no matrix may be empty."""
-    operands = [_operand(x, pad) for x in matrices]
-    first, second = operands[0], operands[-1]
-    count_a = first.programs
-    count = sum(each.programs for each in operands)
-    device = first.x.device
-    notes = torch.empty((count,), device=device, dtype=torch.float32)
-    guesses = torch.empty((2,), device=device, dtype=torch.int32)
-    cut: dict[str, Any] = {"num_warps": WARPS}
-    for side, each in (("A", first), ("B", second)):
-        cut |= {f"{side}_ACROSS": each.across, f"{side}_ROWS": each.tile[0], f"{side}_COLS": each.tile[1]}
-    with torch.cuda.device_of(first.x):  # Triton launches on the current device
-        guessed_cast[(count,)](
-            first.x, first.y, *first.sizes, second.x, second.y, *second.sizes, notes, guesses, count_a,
-            **cut, CHUNK=CHUNK, CHUNKS=CHUNKS, maxnreg=REGISTERS,
-        )
-        announce(count)
-        programs = min(REPAIR_PROGRAMS, count)
-        repair_cast[(programs,)](
-            first.x, first.y, first.descale, *first.sizes, second.x, second.y, second.descale, *second.sizes,
-            notes, guesses, count_a, count, **format_constants("fp8"), **cut, READ=_READ,
-        )
-        announce(programs)
-    return [(each.y.view(FORMATS["fp8"].dtype), each.descale) for each in operands]
+    """Matrices in fp8, each with `(y, descale)` as `quantize` gives them; no matrix may be empty."""
+    with torch.cuda.device_of(matrices[0]):  # Triton launches on the current device
+        return [_cast_one(x, pad) for x in matrices]
+
+
+def _cast_one(x: torch.Tensor, pad: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.stride() == (1, 1):  # Triton 3.6 left the padding of such a matrix unwritten on an H200
+        x = _separate_strides(x)
+    shape = [-(-size // to) * to for size, to in zip(x.shape, pad, strict=True)]
+    y = torch.empty(shape, device=x.device, dtype=torch.uint8)
+    descale = torch.empty((1,), device=x.device, dtype=torch.float32)
+    across = x.stride(1) > x.stride(0)
+    rows, cols = ACROSS if across else ALONG
+    count = -(-shape[0] // rows) * -(-shape[1] // cols)
+    notes = torch.empty((count,), device=x.device, dtype=torch.float32)
+    guess = torch.empty((1,), device=x.device, dtype=torch.int32)
+    sizes, cut = (*x.shape, *x.stride(), *shape), {"ACROSS": across, "ROWS": rows, "COLS": cols, "num_warps": WARPS}
+    guessed_cast[(count,)](x, y, notes, guess, *sizes, **cut, CHUNK=CHUNK, CHUNKS=CHUNKS, maxnreg=REGISTERS)
+    announce(count)
+    programs = min(REPAIR_PROGRAMS, count)
+    repair_cast[(programs,)](x, y, descale, notes, guess, count, *sizes, **format_constants("fp8"), **cut, READ=_READ)
+    announce(programs)
+    return y.view(FORMATS["fp8"].dtype), descale
 
 
 def _separate_strides(x: torch.Tensor) -> torch.Tensor:
@@ -218,13 +159,3 @@ def _separate_strides(x: torch.Tensor) -> torch.Tensor:
     if cols == 1:
         return x.as_strided(x.shape, (1, max(2, rows)))
     return x.as_strided(x.shape, (max(2, cols), 1)) if rows == 1 else x.contiguous()
-
-
-def _operand(x: torch.Tensor, pad: tuple[int, int]) -> _CastOperand:
-    shape = tuple(-(-size // to) * to for size, to in zip(x.shape, pad, strict=True))
-    if x.stride() == (1, 1):  # Triton 3.6 left the padding of such a matrix unwritten on an H200
-        x = _separate_strides(x)
-    y: Any = torch.empty(shape, device=x.device, dtype=torch.uint8)
-    descale = torch.empty((1,), device=x.device, dtype=torch.float32)
-    across = x.stride(1) > x.stride(0)
-    return _CastOperand(x, y, descale, across, ACROSS if across else ALONG)
