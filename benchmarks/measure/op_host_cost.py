@@ -92,8 +92,9 @@ def without_a_gpu() -> None:
     for module, names in ((row_ops, ("softmax", "norm", "norm_backward")), (attention_ops, ("attention",))):
         for name in names:
             getattr(module, f"{name}_op").register_kernel("cpu")(getattr(module, f"_{name}_cuda"))
-    every = normalize.RowRule(least_cols=1, most_cols=normalize.MAX_COLS, least_rows=1)
-    normalize.RULES.update(dict.fromkeys(normalize.RULES, (every,)))
+    kinds = [(dtype, training) for dtype in normalize.KERNEL_DTYPES for training in (False, True)]
+    every = tuple(normalize.RowRule(1, normalize.MAX_COLS, *kind, least_rows=1) for kind in kinds)
+    normalize.RULES.update(dict.fromkeys(normalize.RULES, every))
 
 
 def kernel_calls() -> dict[str, Callable[[], Any]]:

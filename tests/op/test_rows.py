@@ -253,7 +253,7 @@ def test_no_rows_and_rows_of_minus_infinity_are_as_in_torch():
 
 def test_the_rule_chooses(monkeypatch):
     """A rule sends rows to our operator (here its CPU side), and only the rows that it covers."""
-    rule = normalize.RowRule(least_cols=8, most_cols=16, least_rows=2, dtypes=(torch.float32,), training=False)
+    rule = normalize.RowRule(8, 16, torch.float32, training=False, least_rows=2)
     monkeypatch.setattr(normalize, "RULES", dict.fromkeys(normalize.RULES, (rule,)))
     monkeypatch.setattr(normalize, "can_run_kernel", lambda x, cols: True)
     covered, short, few = torch.randn(4, 8), torch.randn(4, 7), torch.randn(1, 8)

@@ -10,8 +10,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - as torch's own documents write it
@@ -22,53 +21,48 @@ from . import arguments
 from .dispatch import in_transform
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRule:
-    """Rows for which our kernel runs: between two lengths, of these dtypes, at least so many of them."""
+class RowRule(NamedTuple):
+    """Rows for which our kernel runs: between two lengths, of a dtype, with or without a backward pass to come."""
 
     least_cols: int
     most_cols: int
+    dtype: torch.dtype
+    training: bool
     least_rows: int = 1024
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-    training: bool | None = None  # only with, or only without, a backward pass to come
 
     def covers(self, rows: int, cols: int, dtype: torch.dtype, training: bool) -> bool:
         """Whether the rule is for such rows."""
-        return (
-            self.least_cols <= cols <= self.most_cols
-            and rows >= self.least_rows
-            and dtype in self.dtypes
-            and self.training in (None, training)
-        )
+        fits = self.least_cols <= cols <= self.most_cols and rows >= self.least_rows
+        return fits and dtype is self.dtype and training is self.training
 
 
-_BF16, _FP16, _FP32 = (torch.bfloat16,), (torch.float16,), (torch.float32,)
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 # Where our kernels took at most 0.98 of torch's time and joules, as `benchmarks/device/ops_rows.py` printed it: 59
 # cases in CUDA graphs on an H200, 2026-11-15, torch 2.11 (benchmarks/results/ops_rows.json: "kernels", "rules").
 # Intervals end at widths that were measured; one that did not win (softmax of 197 columns, RMS norm of 5,120) divides
 # them. They leave the host's time out ("host" there; benchmarks/measure/op_host_cost.py).
 RULES: dict[str, tuple[RowRule, ...]] = {
     "softmax": (
-        RowRule(least_cols=128, most_cols=128, dtypes=_BF16, training=False),
-        RowRule(least_cols=512, most_cols=32768, dtypes=_BF16, training=False),
-        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP16, training=False),
-        RowRule(least_cols=8192, most_cols=8192, dtypes=_FP32, training=False),
-        RowRule(least_cols=1024, most_cols=4096, dtypes=_BF16, training=True),
+        RowRule(128, 128, _BF16, False),
+        RowRule(512, 32768, _BF16, False),
+        RowRule(4096, 4096, _FP16, False),
+        RowRule(8192, 8192, _FP32, False),
+        RowRule(1024, 4096, _BF16, True),
     ),
     "layer_norm": (
-        RowRule(least_cols=384, most_cols=16384, dtypes=_BF16, training=False),
-        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP16, training=False),
-        RowRule(least_cols=1024, most_cols=4096, dtypes=_FP32, training=False),
-        RowRule(least_cols=768, most_cols=4096, dtypes=_BF16, training=True),
-        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP32, training=True),
+        RowRule(384, 16384, _BF16, False),
+        RowRule(4096, 4096, _FP16, False),
+        RowRule(1024, 4096, _FP32, False),
+        RowRule(768, 4096, _BF16, True),
+        RowRule(4096, 4096, _FP32, True),
     ),
     "rms_norm": (
-        RowRule(least_cols=384, most_cols=4096, dtypes=_BF16, training=False),
-        RowRule(least_cols=8192, most_cols=16384, dtypes=_BF16, training=False),
-        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP16, training=False),
-        RowRule(least_cols=1024, most_cols=4096, dtypes=_FP32, training=False),
-        RowRule(least_cols=768, most_cols=4096, dtypes=_BF16, training=True),
-        RowRule(least_cols=4096, most_cols=4096, dtypes=_FP32, training=True),
+        RowRule(384, 4096, _BF16, False),
+        RowRule(8192, 16384, _BF16, False),
+        RowRule(4096, 4096, _FP16, False),
+        RowRule(1024, 4096, _FP32, False),
+        RowRule(768, 4096, _BF16, True),
+        RowRule(4096, 4096, _FP32, True),
     ),
 }
 
@@ -144,11 +138,7 @@ def _softmax(x: Any, dim: int, dtype: Any) -> Any:
     written = dtype is None or dtype in KERNEL_DTYPES
     if written and x.ndim and dim in (-1, x.ndim - 1) and _uses_kernel("softmax", x, x.shape[-1]):
         return softmax_rows(x, dtype)
-    try:
-        return torch.softmax(x, dim, dtype=dtype)
-    except NotImplementedError as e:
-        arguments.explain_dtype("softmax", "x", x, e)
-        raise
+    return torch.softmax(x, dim, dtype=dtype)
 
 
 def softmax_rows(x: Any, dtype: Any = None) -> Any:
@@ -264,12 +254,8 @@ def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: 
     if alone or _uses_kernel(op, x, cols):
         return norm_rows(op, x, weight, bias, eps, residual, cols)
     run = _norm_in_widest if mixed else _norm_by_torch
-    try:
-        summed = x if residual is None else x + residual
-        y = run(op, summed, shape, weight, bias, eps)
-    except NotImplementedError as e:
-        arguments.explain_dtype(op, "x", x, e)
-        raise
+    summed = x if residual is None else x + residual
+    y = run(op, summed, shape, weight, bias, eps)
     return y if residual is None else (y, summed)
 
 
