@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DEVICE_RESULTS = (
     "ops_gemm", "ops_rows", "ops_precision", "ops_streams", "optimize", "checkpointing", "schedule_caps", "tune",
-    "overhead_profile", "dropout",
+    "overhead_profile",
 )  # fmt: skip
 H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
 
@@ -141,15 +141,6 @@ def test_turns_are_averaged_and_not_taken_for_shapes(pages: dict[str, ModuleType
     )
 
 
-def test_dropout_is_the_best_launch_over_torchs(pages: dict[str, ModuleType], tmp_path: Path) -> None:
-    shape = {
-        "torch_us": {"forward, dropout": 100.0, "backward, dropout": 100.0, "forward, no dropout": 1.0},
-        "ours_us": {"forward (64, 64, 2, 4)": 80.0, "forward (128, 64, 2, 4)": 70.0, "backward (64, 64, 2, 4)": 130.0},
-    }
-    write(tmp_path, "dropout", {"shapes": [shape], **H200})
-    assert rows_of(pages["operators"], "with dropout")[0].reached == "0.70 (0.70) / 1.30 (1.30), 1 shapes"
-
-
 def test_precision_and_whole_models(pages: dict[str, ModuleType], tmp_path: Path) -> None:
     joules = {"bf16": "bf16 operands", "fp8": "bf16 operands, both cast"}
     found = [
@@ -265,7 +256,6 @@ READ = {
         " capped at ", " free",
     ),
     "tune": ("saved_pct", "speedup", "below_best_mode_pct", "regret_pct", "best_mode", "again"),
-    "dropout": ("shapes", "torch_us", "ours_us", "numerics", "errors", "forward, ", "backward, "),
     "overhead_profile": ("over_pct", "low_pct", "high_pct", "beside_ms", "sampling", "timeline"),
 }  # fmt: skip
 

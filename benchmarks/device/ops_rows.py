@@ -74,12 +74,12 @@ TINY_ROWS, TINY_ATTENTION = (
     [(1, 2, 2, 16, 16, True, True), (1, 4, 2, 9, 16, False, False)],
 )
 NUMERIC_COLS = [17, 100, 257, 768, 1023, 2048, 4096, 5000, 20000]
-# batch, heads, key heads, queries, keys, dim, causal, mask
+# batch, heads, key heads, queries, keys, dim, causal
 NUMERIC_ATTENTION = [
-    (2, 4, 4, 128, 128, 64, True, None), (1, 4, 2, 197, 197, 64, False, None), (2, 2, 1, 333, 77, 64, True, None),
-    (1, 8, 2, 513, 513, 128, True, None), (2, 4, 4, 100, 259, 128, False, None), (1, 2, 2, 129, 129, 80, True, None),
-    (1, 2, 2, 200, 200, 256, True, None), (1, 2, 2, 67, 67, 32, False, None), (1, 2, 1, 130, 70, 64, False, "bool"),
-    (1, 2, 2, 130, 190, 128, True, "add"), (1, 1, 1, 1, 1, 64, False, None), (3, 2, 2, 64, 1000, 64, False, None),
+    (2, 4, 4, 128, 128, 64, True), (1, 4, 2, 197, 197, 64, False), (2, 2, 1, 333, 77, 64, True),
+    (1, 8, 2, 513, 513, 128, True), (2, 4, 4, 100, 259, 128, False), (1, 2, 2, 129, 129, 80, True),
+    (1, 2, 2, 200, 200, 256, True), (1, 2, 2, 67, 67, 32, False), (1, 2, 1, 130, 70, 64, False),
+    (1, 2, 2, 130, 190, 128, True), (1, 1, 1, 1, 1, 64, False), (3, 2, 2, 64, 1000, 64, False),
 ]  # fmt: skip
 
 
@@ -305,26 +305,14 @@ def numeric_rows(cols: int, rows: int) -> Iterator[tuple[str, dict[str, float]]]
         yield f"{name} {'with residual ' if residual is not None else ''}{rows}x{cols}", errors
 
 
-def numeric_attention(
-    b: int, h: int, hk: int, sq: int, sk: int, d: int, causal: bool, kind: str | None
-) -> dict[str, float]:
+def numeric_attention(b: int, h: int, hk: int, sq: int, sk: int, d: int, causal: bool) -> dict[str, float]:
     q, k, v = (rand(b, n, s, d, grad=True) for n, s in ((h, sq), (hk, sk), (hk, sk)))
-    mask = None
-    if kind == "bool":
-        mask = torch.rand(sq, sk, device=device) > 0.4
-        mask[0] = False
-    elif kind == "add":
-        mask = rand(b, 1, sq, sk)
-    out = op.flash_attention(q, k, v, causal=causal, attn_mask=mask, enable_gqa=True, tile_shape=(64, 64))
+    out = op.flash_attention(q, k, v, causal=causal, enable_gqa=True, tile_shape=(64, 64))
     leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
     scores = leaves[0] @ leaves[1].repeat_interleave(h // hk, 1).mT / math.sqrt(d)
     if causal:
         scores = scores.masked_fill(~torch.ones(sq, sk, dtype=torch.bool, device=device).tril(), -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if kind == "bool" else scores + mask.double()
-    blind = scores.isneginf().all(-1, keepdim=True)
-    weights = torch.where(blind, 0.0, scores.masked_fill(blind, 0.0).softmax(-1))
-    true = weights @ leaves[2].repeat_interleave(h // hk, 1)
+    true = scores.softmax(-1) @ leaves[2].repeat_interleave(h // hk, 1)
     dout = torch.randn_like(out)
     pairs = zip(
         torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(true, leaves, dout.double()), strict=True
@@ -523,15 +511,7 @@ def row_rules(bench: Bench, name: str) -> list[normalize.RowRule]:
                 widths = sorted(c for c, wins in known.items() if wins)
                 for group in runs(widths, [all(known[c]) and c not in covered for c in widths]):
                     covered.update(group)
-                    rules.append(
-                        normalize.RowRule(
-                            least_cols=group[0],
-                            most_cols=group[-1],
-                            least_rows=least,
-                            dtypes=(exact,),
-                            training=training,
-                        )
-                    )
+                    rules.append(normalize.RowRule(group[0], group[-1], exact, training, least))
     return rules
 
 
@@ -588,7 +568,6 @@ def blind_rows(bench: Bench) -> None:
     mask[3] = False
     calls: dict[str, Step] = {
         "bool mask": lambda: op.flash_attention(q, q, q, attn_mask=mask)[:, :, 3],
-        "tile, bool mask": lambda: op.flash_attention(q, q, q, attn_mask=mask, tile_shape=(64, 64))[:, :, 3],
         "no keys": lambda: op.flash_attention(q, none, none),
         "tile, no keys": lambda: op.flash_attention(q, none, none, tile_shape=(64, 64)),
     }

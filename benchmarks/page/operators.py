@@ -21,10 +21,10 @@ Ratio = tuple[str, float, float]  # what, time, joules
 
 
 def goals() -> list[Goal]:
-    g, r, d = load_device("ops_gemm"), load_device("ops_rows"), load_device("dropout")
+    g, r = load_device("ops_gemm"), load_device("ops_rows")
     return [
-        *against_torch(g, r), *tiles(g), attention_tiles(r), dropout(d), wins(g, r), host_cost(load("op_host_cost"), r), *tolerance(load("error_bounds"), load_device("ops_precision")),
-        *optimize_goals(load_device("optimize")), trace_goal(load_device("trace_lines")), convolutions(load_device("fused_conv")), checkpointing(load_device("checkpointing")), numerics(g, r, d), *streams(load_device("ops_streams")),
+        *against_torch(g, r), *tiles(g), attention_tiles(r), wins(g, r), host_cost(load("op_host_cost"), r), *tolerance(load("error_bounds"), load_device("ops_precision")),
+        *optimize_goals(load_device("optimize")), trace_goal(load_device("trace_lines")), convolutions(load_device("fused_conv")), checkpointing(load_device("checkpointing")), numerics(g, r), *streams(load_device("ops_streams")),
     ]  # fmt: skip
 
 
@@ -139,24 +139,6 @@ def attention_tiles(r: dict[str, Any] | None) -> Goal:
                 command=ROWS)  # fmt: skip
 
 
-def dropout(d: dict[str, Any] | None) -> Goal:
-    """Not among the goals: why a plain call with dropout stays torch's."""
-    what = "our attention kernel with dropout 0.1, the best launch tried, against torch's: time of forward / backward, geometric mean (worst shape)"
-    command = f"{DEVICE}/dropout.py benchmarks/results/dropout.json"
-    if d is None:
-        return Goal(what=what, command=command)
-    said = []
-    for part in ("forward", "backward"):
-        found = [
-            min(us for name, us in s["ours_us"].items() if name.startswith(f"{part} "))
-            / s["torch_us"][f"{part}, dropout"]
-            for s in d["shapes"]
-        ]
-        said.append(f"{geometric(found):.2f} ({max(found):.2f})")
-    return Goal(what=what, reached=f"{' / '.join(said)}, {len(d['shapes'])} shapes", beside="torch is 1",
-                where=where("dropout", H200), command=command)  # fmt: skip
-
-
 def wins(g: dict[str, Any] | None, r: dict[str, Any] | None) -> Goal:
     what, goal = "named wins of 10% in joules over what torch does (shapes)", ">= 3"
     command = f"{GEMM}; {ROWS}"
@@ -263,7 +245,7 @@ def checkpointing(c: dict[str, Any] | None) -> Goal:
     return Goal(what=what, goal=goal, reached=said, met=met, where=where("checkpointing"), command=CHECKPOINT)
 
 
-def numerics(g: dict[str, Any] | None, r: dict[str, Any] | None, d: dict[str, Any] | None) -> Goal:
+def numerics(g: dict[str, Any] | None, r: dict[str, Any] | None) -> Goal:
     what = (
         "bf16 numerics of every Triton kernel against float64, odd shapes: worst relative error, elements not written"
     )
@@ -273,7 +255,7 @@ def numerics(g: dict[str, Any] | None, r: dict[str, Any] | None, d: dict[str, An
     n = g["numerics"]
     kinds = ("matmul", "conv2d", "padding")
     found = [(n[f"{kind}_worst"][0], f"{kind} {n[f'{kind}_worst'][1]}") for kind in kinds if n.get(f"{kind}_worst")]
-    others = r["numerics"] + (d or {}).get("numerics", [])
+    others = r["numerics"]
     found += [(e, f"{row['case']} {part}") for row in others for part, e in row.get("errors", {}).items()]
     failed = len(n["failed"]) + sum("error" in row for row in others)
     broken = sum(not math.isfinite(e) for e, _ in found)
@@ -343,7 +325,7 @@ NOTES = [
     "  turn and 1.13 in the other, because of the order and the board's power limit, not of the kernel.",
     "- 'No shape over 1.05' holds for all five operators, in time and in joules.",
     "- The eight candidates with dropout in attention do not count as wins: they take 0.95 to 1.33 of the joules (in",
-    "  training, with an earlier launch configuration of the backward kernels than in the row on dropout).",
+    "  training, by a kernel of our own that has since been removed).",
     "- The host: a launch of our row kernels costs it 17 µs more than torch's, a launch of our attention 64 µs (122 and 126",
     "  before the dispatcher was bypassed). In a CUDA graph this costs nothing; in an eager program that waits for its host",
     "  it may cost more than the kernel saves (not measured).",

@@ -59,10 +59,10 @@ def test_our_attention_is_counted_as_torch_s(causal: bool, kv_heads: int, dtype:
     def tensors() -> list[Any]:
         return [tensor(8, heads, 2048, 64, dtype=dtype) for heads in (16, kv_heads, kv_heads)]
 
-    options = (0.125, causal, 64, 32, 2, 4, None, 0.0, "ieee")
+    options = (0.125, causal, 64, 32, 2, 4, "ieee")
     gqa = kv_heads < 16
     attended(
-        graph_of(lambda *qkv: attention(*qkv, None, *options)[0], *tensors()),
+        graph_of(lambda *qkv: attention(*qkv, *options), *tensors()),
         graph_of(lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=causal, enable_gqa=gqa), *tensors()),
         ["forward"],
     )
@@ -80,8 +80,8 @@ def test_tf32_attention_runs_on_the_matrix_units() -> None:
 
     q, model, found = tensor(2, 8, 1024, 64, dtype=torch.float32), OpModel(lookup("h200")), {}
     for fp32 in ("ieee", "tf32"):
-        given = (None, 0.125, False, 64, 32, 2, 4, None, 0.0, fp32)
-        graph = graph_of(lambda x, given=given: attention(x, x, x, *given)[0], q)
+        given = (0.125, False, 64, 32, 2, 4, fp32)
+        graph = graph_of(lambda x, given=given: attention(x, x, x, *given), q)
         [one] = [o for o in graph.kernels if o.kind == "attention"]
         found[fp32] = (one.precision, one.unit, model.time(one).seconds)
     assert found["ieee"][:2] == ("fp32", "vector") and found["tf32"][:2] == ("tf32", "matrix")
@@ -127,7 +127,7 @@ def test_a_tiled_convolution_is_counted_as_torch_s(groups: int) -> None:
         return tensor(8, 64, 28, 28, grad=True), tensor(128, 64 // groups, 3, 3, grad=True)
 
     sides = ([1, 1], [1, 1], [1, 1], groups, [64, 32, 32], 2, 4)
-    ours = graph_of(lambda x, w: tiled_conv2d(x, w, None, *sides), *tensors(), train=True)
+    ours = graph_of(lambda x, w: tiled_conv2d(x, w, *sides), *tensors(), train=True)
     theirs = graph_of(lambda x, w: F.conv2d(x, w, padding=1, groups=groups), *tensors(), train=True)
     a, b = (cost(g, ("conv",)) for g in (ours, theirs))
     assert a[0] == b[0] > 0 and a[1] == pytest.approx(b[1], rel=0.02) and a[2] == b[2] == ["forward", "backward"]

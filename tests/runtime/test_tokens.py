@@ -96,10 +96,10 @@ Driver.launcher_cls = lambda self, source, made: (
 
 tile = Tile(128, 64, 32)
 matmul.launch_matmul(rand(3, 300, 96), rand(3, 96, 200), rand(3, 300, 200), tile=tile, stages=3, warps=8)
-matmul.launch_conv(rand(2, 9, 9, 64), rand(64, 3, 3, 32), None, rand(2, 9, 9, 64), stride=(1, 1), padding=(1, 1),
+matmul.launch_conv(rand(2, 9, 9, 64), rand(64, 3, 3, 32), rand(2, 9, 9, 64), stride=(1, 1), padding=(1, 1),
             dilation=(1, 1), groups=2, tile=Tile(64, 32, 32), stages=4, warps=4)
 q, k = rand(2, 4, 130, 64), rand(2, 2, 130, 64)
-attention.run_attention(q, k, k, None, rand(2, 4, 130, 64), 0.1, True, attention.AttentionLaunch(64, 32, 2, 4))
+attention.run_attention(q, k, k, rand(2, 4, 130, 64), scale=0.1, causal=True, tile=(64, 32), stages=2, warps=4)
 x, w = rand(1000, 512), rand(512)
 rows.softmax_backward(x, rows.softmax_forward(x, torch.bfloat16), torch.bfloat16)
 y, summed, mean, rstd = rows.norm_forward(x, x, w, w, eps=1e-5, centered=True)

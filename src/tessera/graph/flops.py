@@ -133,8 +133,8 @@ def params_of_ours(short: str, args: Sequence[Any]) -> dict[str, Any]:
     """The same for operators of `tessera.op`, under the names that torch's operators have."""
     match short:
         case "attention":
-            q, k, v, mask, _, causal = args[:6]
-            return attention_params(q, k, v, mask, causal, dropout=args[-2], tf32=args[-1] == "tf32")
+            q, k, v, _, causal = args[:5]
+            return attention_params(q, k, v, None, causal, tf32=args[-1] == "tf32")
         case "softmax" | "softmax_backward":
             return {"dim": 1}  # rows of a matrix
         case "norm":
@@ -142,7 +142,7 @@ def params_of_ours(short: str, args: Sequence[Any]) -> dict[str, Any]:
         case "norm_backward":
             return {"normalized": (args[2].shape[1],), "centered": bool(args[6])}
         case "tiled_conv2d":
-            geometry = zip(("stride", "padding", "dilation", "groups"), args[3:7], strict=True)
+            geometry = zip(("stride", "padding", "dilation", "groups"), args[2:6], strict=True)
             return {**dict(geometry), "transposed": False}
     return {}
 

@@ -80,13 +80,6 @@ def _dtype(op: str, name: str, value: Any, why: str, fix: str) -> ArgumentError:
     return ArgumentError(f"op.{op}: {name} is {value.dtype}", why=why, fix=fix)
 
 
-def explain_dtype(op: str, name: str, value: Any, refused: NotImplementedError) -> None:
-    """Raise the error that names an argument whose dtype torch has no kernel for; return where it is something else."""
-    if "not implemented for '" in str(refused):
-        why = f"torch has no such kernel for {value.device.type} tensors"
-        raise _dtype(op, name, value, why, f"{name}.float()") from refused
-
-
 def check_product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> None:
     """`a` and `b` can be multiplied as torch.matmul would: one device, one dtype, the inner dimensions agree."""
     # The usual case, in as few calls as possible: this runs before every product of a program.
@@ -164,12 +157,6 @@ def check_choice(op: str, name: str, value: Any, choices: Iterable[str]) -> None
         )
 
 
-def check_broadcast(op: str, name: str, value: Any, to: tuple[int, ...]) -> None:
-    """`value` broadcasts to a shape."""
-    if not can_broadcast(value, to):
-        raise shape_error(op, name, value, f"the result is {'x'.join(map(str, to)) or 'a scalar'}", f"reshape {name}")
-
-
 def can_broadcast(value: Any, to: tuple[int, ...]) -> bool:
     """Whether a tensor expands to a shape."""
     short = len(to) - value.ndim
@@ -186,7 +173,8 @@ def check_addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
     except AttributeError:
         pass
     check_tensors(op, one_dtype=not is_autocast(a), floating=False, a=a, c=c)
-    check_broadcast(op, "c", c, to)
+    if not can_broadcast(c, to):
+        raise shape_error(op, "c", c, f"the result is {'x'.join(map(str, to)) or 'a scalar'}", "reshape c")
 
 
 def check_factors(op: str, a: Any, **named: Any) -> list[Any]:

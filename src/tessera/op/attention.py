@@ -1,7 +1,7 @@
 """`flash_attention`: torch's best backend, or with a tile our Triton kernel of that tile.
 
-Layouts and meaning are those of `torch.nn.functional.scaled_dot_product_attention`. With a tile, a query that sees no
-key gets zeros; a plain call gives what torch's backend gives (on an H200, torch 2.11, a boolean mask: not zeros).
+Layouts and meaning are those of `torch.nn.functional.scaled_dot_product_attention`. What our kernel cannot do (masks,
+dropout, broadcasting) torch's does, and a warning says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from .kernels import pad_head
 DTYPE_OF = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_TILE = (128, 64)  # used where a precision needs our kernel and no tile is given
 MOST_DIM = 256
-SEEDS = 1 << 62  # of dropout; drawn from the device's generator, so that torch.manual_seed repeats it
 
 
 def flash_attention(
@@ -49,23 +48,29 @@ def flash_attention(
 
     Raises TileError for a tile that does not fit the chip, ArgumentError for any other argument that does not fit.
     """
-    _check(q, k, v, attn_mask, dropout_p, enable_gqa)
+    _check(q, k, v, attn_mask, dropout_p, scale, enable_gqa)
     if not torch.compiler.is_compiling():  # torch.compile cannot trace a context variable: hints do not apply there
         asked = hints.current()
         tile_shape = tile_shape or asked.tiles.get("flash_attention")
         precision = precision or asked.precisions.get("flash_attention")
     with arguments.use_stream(stream, q, k, v, attn_mask):
-        if precision is None:
-            if tile_shape is not None:
-                q, k, v = arguments.cast_like_autocast(q, k, v)
-            return _attend(q, k, v, causal, scale, attn_mask, dropout_p, enable_gqa, tile_shape, "ieee")
-        dtype = q.dtype
-        q, k, v, attn_mask = _cast(q, k, v, attn_mask, precision)
+        dtype, autocast = q.dtype, arguments.use_stream(None)
+        if precision is not None:
+            q, k, v, attn_mask = _cast(q, k, v, attn_mask, precision)
+            autocast = arguments.without_autocast(q)
         if precision == "tf32" and tile_shape is None and q.is_cuda:  # torch multiplies fp32 heads as fp32
             tile_shape = DEFAULT_TILE
-        fp32 = "tf32" if precision == "tf32" else "ieee"
-        with arguments.without_autocast(q):
-            return _attend(q, k, v, causal, scale, attn_mask, dropout_p, enable_gqa, tile_shape, fp32).to(dtype)
+        refused = tile_shape is not None and _why_without_tile(q, k, v, attn_mask, dropout_p)
+        if refused:
+            tile.warn_once(f"op.flash_attention: tile_shape={tile_shape} is not used: {refused}; torch's kernel runs")
+        with autocast:
+            if tile_shape is None or refused or not k.shape[-2]:
+                out = _attend(q, k, v, causal, scale, attn_mask, dropout_p, enable_gqa)
+            else:
+                q, k, v = arguments.cast_like_autocast(q, k, v)
+                fp32 = "tf32" if precision == "tf32" else "ieee"
+                out = attend_by_tile(q, k, v, causal, scale, tile_shape, fp32)
+            return out if precision is None else out.to(dtype)
 
 
 def _is_self_attention(q: Any, k: Any, v: Any) -> bool:
@@ -82,12 +87,11 @@ def _is_self_attention(q: Any, k: Any, v: Any) -> bool:
         return False
 
 
-def _check(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, enable_gqa: bool) -> None:
-    if attn_mask is None and not dropout_p and not enable_gqa and _is_self_attention(q, k, v):
+def _check(q: Any, k: Any, v: Any, mask: Any, dropout_p: Any, scale: Any, enable_gqa: bool) -> None:
+    usual = mask is None and not dropout_p and scale is None and not enable_gqa
+    if usual and _is_self_attention(q, k, v):
         return
     arguments.check_tensors("flash_attention", one_dtype=not arguments.is_autocast(q), real=True, q=q, k=k, v=v)
-    if attn_mask is not None:
-        arguments.check_tensors("flash_attention", one_dtype=False, q=q, attn_mask=attn_mask)
     for name, value in (("q", q), ("k", k), ("v", v)):
         if value.ndim < 2:
             raise _wrong(name, value, "attention is over (..., sequence, dim)", "add the missing dimensions")
@@ -95,14 +99,36 @@ def _check(q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, enable_gqa: b
         raise _wrong("k", k, f"q is {arguments.format_shape(q)}: their last dimensions are multiplied", "one head size")
     if k.shape[-2] != v.shape[-2]:
         raise _wrong("v", v, f"k is {arguments.format_shape(k)}: each key has a value", "one sequence length for both")
-    if q.ndim > 2 and not enable_gqa and k.ndim == q.ndim and k.shape[-3] not in (q.shape[-3], 1) and q.shape[-3] != 1:
-        why = f"q is {arguments.format_shape(q)}"
-        raise _wrong("k", k, why, "enable_gqa=True shares a head of k among several of q")
-    if enable_gqa and (q.ndim < 3 or k.ndim < 3 or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3] or v.ndim < 3):
+    if enable_gqa and (min(q.ndim, k.ndim, v.ndim) < 3 or k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
         why = f"q is {arguments.format_shape(q)}: its heads must be a multiple of k's"
         raise _wrong("k", k, why, "repeat heads, or drop some")
+    lead = q.shape[:-2]
+    for name, x in (("k", k), ("v", v)):
+        grouped = (*x.shape[:-3], q.shape[-3]) if enable_gqa else x.shape[:-2]
+        try:
+            lead = torch.broadcast_shapes(lead, grouped)
+        except RuntimeError as e:
+            why = f"q is {arguments.format_shape(q)}: batches and heads are equal, or 1"
+            raise _wrong(name, x, why, f"expand {name}, or enable_gqa=True") from e
     if dropout_p is None or isinstance(dropout_p, str) or not 0.0 <= dropout_p < 1.0:
         raise ArgumentError(f"op.flash_attention: dropout_p={dropout_p!r}", fix="from 0 up to, not including, 1")
+    if not (scale is None or torch.compiler.is_compiling() or isinstance(scale, numbers.Real)):
+        raise ArgumentError(f"op.flash_attention: scale={scale!r}", fix="a number, or None for 1/sqrt(dim)")
+    if mask is not None:
+        _check_mask(q, mask, (*lead, q.shape[-2], k.shape[-2]))
+
+
+def _check_mask(q: Any, mask: Any, scores: tuple[int, ...]) -> None:
+    arguments.check_tensors("flash_attention", one_dtype=False, q=q, attn_mask=mask)
+    if mask.dtype not in (torch.bool, q.dtype, torch.float32) and not arguments.is_autocast(q):
+        raise ArgumentError(
+            f"op.flash_attention: attn_mask is {mask.dtype}",
+            why=f"q is {q.dtype}: a mask is bool (True: visible), or added to the scores in q's dtype or fp32",
+            fix=f"attn_mask.bool() or attn_mask.to({q.dtype})",
+        )
+    if mask.ndim < 2 or not arguments.can_broadcast(mask, scores):
+        why = f"the scores are {'x'.join(map(str, scores))}"
+        raise _wrong("attn_mask", mask, why, "a mask of (queries, keys), or one that broadcasts to the scores")
 
 
 def _wrong(name: str, value: Any, why: str, fix: str) -> ArgumentError:
@@ -120,57 +146,31 @@ def _cast(q: Any, k: Any, v: Any, mask: Any, precision: str) -> tuple[Any, Any, 
     return q.to(dtype), k.to(dtype), v.to(dtype), mask
 
 
-def _attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    causal: bool,
-    scale: float | None,
-    mask: Any,
-    dropout_p: float,
-    gqa: bool,
-    tile_shape: Any,
-    fp32: str,
-) -> Any:
-    if tile_shape is not None:
-        return attend_by_tile(q, k, v, causal, scale, mask, dropout_p, tile_shape, fp32)
+def _attend(q: Any, k: Any, v: Any, causal: bool, scale: float | None, mask: Any, dropout_p: float, gqa: bool) -> Any:
     if k.shape[-2] == 0:  # no key at all: zeros; torch's backends differ there
         if gqa:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
         return (q @ k.mT) @ v
-    try:
-        if mask is not None:
-            mask = level_mask(mask, q, k, v, causal)
-        extra = {"enable_gqa": True} if gqa else {}  # the keyword came with torch 2.5
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
-    except NotImplementedError as e:
-        arguments.explain_dtype("flash_attention", "q", q, e)
-        raise
-    except (RuntimeError, TypeError, IndexError) as e:
-        _explain(e, q, k, v, scale, mask, gqa)
-        raise
+    if mask is not None:
+        mask = level_mask(mask, q, k, v, causal)
+    extra = {"enable_gqa": True} if gqa else {}  # the keyword came with torch 2.5
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, **extra)
 
 
-def attend_by_tile(
-    q: Any, k: Any, v: Any, causal: bool, scale: float | None, mask: Any, dropout_p: float, tile_shape: Any, fp32: str
-) -> Any:
+def attend_by_tile(q: Any, k: Any, v: Any, causal: bool, scale: float | None, tile_shape: Any, fp32: str) -> Any:
     """Attention by our kernel of a tile, or by torch with the same meaning where there is no CUDA device."""
     from . import attention_ops
 
     bm, bn = _to_tile(tile_shape, q)
-    _check_tiled(q, k, v, mask, scale)
-    if mask is not None:
-        mask = level_mask(mask, q, k, v, causal).expand(*(q.shape[:-1]), k.shape[-2])
     stages = warps = 0
     if not torch.compiler.is_compiling():
         stages, warps = attention_ops.pipeline(bm, bn, q.shape[-1])
-        attention_ops.check_tile(q.dtype, q.device, q.shape[-1], mask is not None, bm, bn, stages, warps)
+        attention_ops.check_tile(q.dtype, q.device, q.shape[-1], bm, bn, stages, warps)
         dtype = torch.float32 if q.dtype == torch.float64 else q.dtype
         tile.advise("flash_attention", tile.Tile(bm, bn, pad_head(q.shape[-1])), dtype)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    seed = torch.randint(SEEDS, (1,), device=q.device) if dropout_p else None
-    options = (factor, causal, bm, bn, stages, warps, seed, float(dropout_p), fp32)
-    return attention_ops.attention(q, k, v, mask, *options)[0]
+    return attention_ops.attention(q, k, v, factor, causal, bm, bn, stages, warps, fp32)
 
 
 def _to_tile(tile_shape: Any, q: Any) -> tuple[int, int]:
@@ -184,84 +184,17 @@ def _to_tile(tile_shape: Any, q: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _check_tiled(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> None:
-    """Refuse what torch's backends can do and our kernel cannot."""
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise _wrong("q", q, "a tile is of (batch, heads, sequence, dim) tensors", "unsqueeze the missing dimensions")
-    if k.shape[0] != q.shape[0] or v.shape[:3] != k.shape[:3] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        shapes = f"q is {arguments.format_shape(q)}, k {arguments.format_shape(k)}"
-        raise _wrong("v", v, f"{shapes}: tiles do not broadcast", "expand k and v")
-    if v.shape[-1] != q.shape[-1] or not 0 < q.shape[-1] <= MOST_DIM:
-        raise _wrong("v", v, f"with a tile all heads have one dimension, at most {MOST_DIM}", "leave tile_shape out")
-    _check_scale(scale)
-    if mask is not None:
-        _check_mask_dtype(q, mask, tiled=True)
-        if mask.requires_grad:
-            raise ArgumentError(
-                "op.flash_attention: attn_mask requires a gradient",
-                why="our kernel computes the gradients of q, k and v only",
-                fix="leave tile_shape out",
-            )
-        _check_mask_shape(mask, (*q.shape[:-1], k.shape[-2]), least=0)
-    if q.dtype == torch.float64 and q.is_cuda:
-        why = "our kernel is for fp32, bf16, fp16"
-        raise ArgumentError("op.flash_attention: q is torch.float64", why=why, fix="leave tile_shape out")
-
-
-# -- errors that torch raises without naming the argument -----------------------------------------------------------
-
-
-def _explain(refused: Exception, q: Any, k: Any, v: Any, scale: Any, mask: Any, gqa: bool) -> None:
-    """Raise the error that names the argument torch refused; return where none is found."""
-    try:
-        _check_scale(scale)
-        lead = _broadcast_heads("k", k, q, gqa)
-        _broadcast_heads("v", v, q, gqa)
-        if mask is not None:
-            _check_mask_dtype(q, mask)
-            _check_mask_shape(mask, (*lead, q.shape[-2], k.shape[-2]))
-    except ArgumentError as e:
-        raise e from refused
-
-
-def _check_scale(scale: Any) -> None:
-    if scale is None or torch.compiler.is_compiling() or isinstance(scale, numbers.Real):
-        return
-    raise ArgumentError(f"op.flash_attention: scale={scale!r}", fix="a number, or None for 1/sqrt(dim)")
-
-
-def _check_mask_dtype(q: Any, mask: Any, *, tiled: bool = False) -> None:
-    """The mask is boolean or floating, and without a tile of a dtype that torch takes."""
-    if mask.dtype is torch.bool or mask.dtype in (q.dtype, torch.float32) or arguments.is_autocast(q):
-        return
-    if tiled and mask.is_floating_point():
-        return
-    raise ArgumentError(
-        f"op.flash_attention: attn_mask is {mask.dtype}",
-        why=f"q is {q.dtype}: a mask is bool (True: the key is visible), or added to the scores in q's dtype or fp32",
-        fix=f"attn_mask.bool() or attn_mask.to({q.dtype})",
-    )
-
-
-def _check_mask_shape(mask: Any, scores: tuple[int, ...], least: int = 2) -> None:
-    """The mask broadcasts to the scores, and has the dimensions that torch needs."""
-    if mask.ndim < least or not arguments.can_broadcast(mask, scores):
-        raise _wrong(
-            "attn_mask",
-            mask,
-            f"the scores are {'x'.join(map(str, scores))}",
-            "a mask of (queries, keys), or one that broadcasts to the scores",
-        )
-
-
-def _broadcast_heads(name: str, x: Any, q: Any, gqa: bool) -> tuple[int, ...]:
-    """What the leading dimensions of q and another tensor broadcast to; with grouped heads those of q."""
-    lead = (*x.shape[:-3], q.shape[-3]) if gqa and x.ndim > 2 and x.shape[-3] else x.shape[:-2]
-    try:
-        return tuple(torch.broadcast_shapes(q.shape[:-2], lead))
-    except RuntimeError as e:
-        why = f"q is {arguments.format_shape(q)}: batches and heads are equal, or 1"
-        raise _wrong(name, x, why, f"expand {name}, or enable_gqa=True") from e
+def _why_without_tile(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) -> str:
+    """What torch's kernels can do and ours cannot; empty where ours can."""
+    if mask is not None or dropout_p:
+        return f"our kernel has no {'dropout' if mask is None else 'masks'}"
+    if q.ndim != 4 or k.shape != v.shape or v.ndim != 4:
+        return "our kernel takes (batch, heads, sequence, dim) tensors, k and v of one shape"
+    if k.shape[0] != q.shape[0] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        return "our kernel does not broadcast batches and heads"
+    if not 0 < q.shape[-1] <= MOST_DIM or (q.dtype == torch.float64 and q.is_cuda):
+        return f"our kernel takes heads of up to {MOST_DIM} in fp32, bf16 and fp16"
+    return ""
 
 
 # -- added masks far below zero -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from .tile import Tile
 from .tiled_matmul import check_dtype, dtype_to_check
 
 _SCHEMA = (
-    "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, "
+    "(Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation, int groups, "
     "int[] tile_shape, int stages, int warps) -> Tensor"
 )
 
@@ -59,38 +59,17 @@ def conv2d(
         if tile_shape is None and not torch.compiler.is_compiling():
             tile_shape = hints.current().tiles.get("conv2d")  # type: ignore[assignment]  # a tile of three
         if tile_shape is None:
-            try:
-                return torch.nn.functional.conv2d(x, weight, bias, steps[0], padding, steps[1], groups)
-            except NotImplementedError as e:
-                arguments.explain_dtype("conv2d", "x", x, e)
-                raise
-            except RuntimeError as e:
-                try:
-                    _pad_images(x, weight, steps[0], padding, steps[1])
-                except ArgumentError as explained:
-                    raise explained from e
-                raise
+            return torch.nn.functional.conv2d(x, weight, bias, steps[0], padding, steps[1], groups)
         x, weight, bias = arguments.cast_like_autocast(x, weight, bias)
         check_dtype("conv2d", "x", x)
-        return _convolve_by_tile(x, weight, bias, steps[0], padding, steps[1], groups, Tile.of("conv2d", tile_shape))
-
-
-def _convolve_by_tile(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    stride: tuple[int, int],
-    padding: Any,
-    dilation: tuple[int, int],
-    groups: int,
-    shape: Tile,
-) -> Any:
-    stages = warps = 0  # under torch.compile the fake checks, and the launch decides
-    if not torch.compiler.is_compiling():
-        stages, warps = tile.plan_launch("conv2d", shape, dtype_to_check(x.dtype), x.device)
-    images, padding = _pad_images(x, weight, stride, padding, dilation)
-    out = _convolution(images, weight, bias, stride, padding, dilation, groups, list(shape.sides), stages, warps)
-    return out.squeeze(0) if x.ndim == 3 else out
+        shape, (stride, dilation) = Tile.of("conv2d", tile_shape), steps
+        stages = warps = 0  # under torch.compile the fake checks, and the launch decides
+        if not torch.compiler.is_compiling():
+            stages, warps = tile.plan_launch("conv2d", shape, dtype_to_check(x.dtype), x.device)
+        images, padding = _pad_images(x, weight, stride, padding, dilation)
+        out = _convolution(images, weight, stride, padding, dilation, groups, list(shape.sides), stages, warps)
+        out = out if bias is None else out + bias[:, None, None]
+        return out.squeeze(0) if x.ndim == 3 else out
 
 
 def _pad_images(
@@ -104,7 +83,7 @@ def _pad_images(
     if padding == "valid":
         padding = (0, 0)
     elif padding == "same":
-        if stride != (1, 1):
+        if stride != (1, 1):  # as torch says it
             raise ArgumentError(f"op.conv2d: padding='same' with stride={stride}", fix="stride=1, or padding in pixels")
         whole = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
         if any(pixels % 2 for pixels in whole):
@@ -125,14 +104,13 @@ def _size(x: Any, weight: Any, stride: Any, padding: Any, dilation: Any) -> tupl
 
 
 @torch.library.custom_op("tessera::tiled_conv2d", mutates_args=(), schema=_SCHEMA)
-def tiled_conv2d(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+def tiled_conv2d(x: Any, weight: Any, *options: Any) -> Any:
     """The convolution as torch sees it; the result has the image's memory format."""
     stride, padding, dilation, groups, tile_shape, stages, warps = options
     if not x.is_cuda:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-        parts = (None if part is None else part.to(wide) for part in (x, weight, bias))
         with arguments.without_autocast(x):
-            out = torch.nn.functional.conv2d(*parts, stride, padding, dilation, groups)
+            out = torch.nn.functional.conv2d(x.to(wide), weight.to(wide), None, stride, padding, dilation, groups)
         return out.to(x.dtype).contiguous(memory_format=_memory_format(x))
     from .kernels.matmul import launch_conv
 
@@ -144,7 +122,6 @@ def tiled_conv2d(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
         launch_conv(
             x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1),
             weight.permute(0, 2, 3, 1).contiguous(),
-            None if bias is None else bias.contiguous(),
             out,
             stride=tuple(stride),
             padding=tuple(padding),
@@ -165,7 +142,7 @@ def _memory_format(x: Any) -> Any:
 
 
 @tiled_conv2d.register_fake
-def _(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
+def _(x: Any, weight: Any, *options: Any) -> Any:
     stride, padding, dilation, _groups, tile_shape, stages, _warps = options
     if not stages:
         tile.plan_launch("conv2d", Tile(*tile_shape), dtype_to_check(x.dtype), x.device, warn=False)
@@ -174,19 +151,16 @@ def _(x: Any, weight: Any, bias: Any, *options: Any) -> Any:
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs[:7]
+    x, weight, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs[:6]
     ctx.save_for_backward(x, weight)
-    ctx.bias_sizes = None if bias is None else list(bias.shape)
 
 
 def _backward(ctx: Any, g: Any) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     steps = (list(ctx.stride), list(ctx.padding), list(ctx.dilation))
-    wanted = list(ctx.needs_input_grad[:3])
-    gradients = torch.ops.aten.convolution_backward(
-        g, x, weight, ctx.bias_sizes, *steps, False, [0, 0], ctx.groups, wanted
-    )
-    return (*gradients, *(None,) * 7)
+    wanted = [*ctx.needs_input_grad[:2], False]
+    gradients = torch.ops.aten.convolution_backward(g, x, weight, None, *steps, False, [0, 0], ctx.groups, wanted)
+    return (*gradients[:2], *(None,) * 7)
 
 
 tiled_conv2d.register_autograd(_backward, setup_context=_save)

@@ -31,6 +31,10 @@ try:
 except AttributeError:  # a torch that cannot be asked: every call takes the dispatcher
     KNOWN = False
 
+# Operators that wait for values cannot run while a CUDA graph is captured. With this tag Inductor leaves them out of
+# its graphs. Older torch has no such tag.
+READS_VALUES: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+
 
 def may_skip_dispatcher(x: Any, *others: Any) -> bool:
     """Whether a call with these tensors (None is ignored) may go straight to its CUDA kernel."""

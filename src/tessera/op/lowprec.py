@@ -155,7 +155,7 @@ def _multiply_fp8(a: torch.Tensor, b: torch.Tensor, precision: str, accumulate: 
         return _unscale_rows(c, left_scale, right_scale, m, n, out)
     else:
         exact = torch.bfloat16 if a.device.type == "cuda" else torch.float32  # both hold every e4m3 value
-        c = _multiply_wide(left.to(exact), right.mT.to(exact), torch.float32)
+        c = multiply_wide(left.to(exact), right.mT.to(exact), torch.float32)
         if by_row:
             return _unscale_rows(c, left_scale, right_scale, m, n, out)
         c = c * (left_scale * right_scale)
@@ -225,7 +225,7 @@ def _multiply_on_cuda(
     scale = None if left_scale is None or right_scale is None else left_scale * right_scale
     written = out if scale is None and out in (torch.bfloat16, torch.float16) else torch.float32
     with force_fp32_sums(precision) if accumulate == "fp32" else contextlib.nullcontext():
-        c = _multiply_wide(left, right, written)
+        c = multiply_wide(left, right, written)
     return (c if scale is None else c * scale).to(out)
 
 
@@ -234,7 +234,7 @@ def _has_wide_results() -> bool:
     return hasattr(torch.ops.aten.mm, "dtype")
 
 
-def _multiply_wide(left: torch.Tensor, right: torch.Tensor, out: torch.dtype) -> torch.Tensor:
+def multiply_wide(left: torch.Tensor, right: torch.Tensor, out: torch.dtype) -> torch.Tensor:
     """A product of 16-bit operands whose fp32 sums are not rounded where `out` is wider and torch can write them."""
     if left.device.type != "cuda":
         return torch.matmul(left.float(), right.float()).to(out)

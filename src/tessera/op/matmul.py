@@ -13,35 +13,25 @@ import torch
 
 from ..errors import ArgumentError
 from ..stream import Stream
-from . import arguments, hints, padding, tiled_matmul
-from .arguments import HALVES, PRECISION_OF
-from .dispatch import is_unobserved, needs_gradient
+from . import arguments, hints, lowprec, padding, tiled_matmul
+from .arguments import HALVES
+from .casting import FULL, PRECISIONS
+from .dispatch import needs_gradient
 from .tile import Tile
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+"""What `linear` may end with; "gelu" is the exact one, as torch's default."""
 
 _FUSED = {"relu": False, "gelu_tanh": True}  # what cuBLASLt's epilogue does, and torch's name for it (use_gelu)
 
 
 class _Plan(NamedTuple):
-    """How a product runs: all None is torch's way.
-
-    `tolerance` is set where the product chooses its precision when it runs: under torch.compile, and where gradients
-    are bounded as well.
-    """
+    """How a product runs: all None is torch's way. With a `tolerance` the precision is chosen when it runs."""
 
     tile_shape: Any = None
     precision: str | None = None
     accumulate: str | None = None
     tolerance: float | None = None
-
-    @property
-    def keeps_operands(self) -> bool:
-        """Whether the operands are multiplied as they are."""
-        return self.precision is None and self.tolerance is None
-
-    @property
-    def has_tile(self) -> bool:
-        """Whether our kernel of a tile runs, in a precision that is known."""
-        return self.tile_shape is not None and self.tolerance is None
 
 
 _PLAIN = _Plan()
@@ -68,15 +58,7 @@ def matmul(
     arguments.check_product("matmul", a, b)
     with arguments.use_stream(stream, a, b):
         plan = _plan("matmul", a, b, tile_shape, precision, accumulate, error_tolerance)
-        if not plan.keeps_operands:
-            a, b = _unify_dtypes(a, b)
-        if plan.has_tile:
-            return tiled_matmul.multiply_by_tile("matmul", a, b, plan.tile_shape, precision=plan.precision or "")
-        try:
-            return _multiply(a, b, plan)
-        except NotImplementedError as e:
-            arguments.explain_dtype("matmul", "a", a, e)
-            raise
+        return _multiply("matmul", a, b, plan)
 
 
 def gemm(
@@ -101,29 +83,16 @@ def gemm(
         alpha, beta = arguments.check_factors("gemm", a, alpha=alpha, beta=beta)
     with arguments.use_stream(stream, a, b, c):
         plan = _plan("gemm", a, b, tile_shape, precision, accumulate, error_tolerance)
-        if not plan.keeps_operands:
-            a, b = _unify_dtypes(a, b)
-        try:
-            return _multiply_add(a, b, c, alpha, beta, plan, full)
-        except NotImplementedError as e:
-            arguments.explain_dtype("gemm", "a", a, e)
-            raise
-
-
-def _multiply_add(a: Any, b: Any, c: Any, alpha: Any, beta: Any, plan: _Plan, full: tuple[int, ...]) -> Any:
-    if plan == _PLAIN and c is not None and a.ndim == b.ndim and a.ndim in (2, 3):
-        if a.ndim == 2:
-            return torch.addmm(c, a, b, alpha=alpha, beta=beta)
-        if a.shape[0] == b.shape[0]:
-            return torch.baddbmm(c.expand(full), a, b, alpha=alpha, beta=beta)
-    if beta == 0 and c is not None:  # as in torch: what is multiplied by zero does not count, not even NaN
-        c = torch.where(c.isfinite(), c, 0) if needs_gradient(c) else None
-    if plan.has_tile:
-        epilogue = {"residual": c, "alpha": alpha, "beta": beta}
-        return tiled_matmul.multiply_by_tile("gemm", a, b, plan.tile_shape, precision=plan.precision or "", **epilogue)
-    out = _multiply(a, b, plan)
-    out = out if alpha == 1.0 else alpha * out
-    return out if c is None else torch.add(out, c if c.dtype is out.dtype else c.to(out.dtype), alpha=beta)
+        if plan == _PLAIN and c is not None and a.ndim == b.ndim:
+            if a.ndim == 2:
+                return torch.addmm(c, a, b, alpha=alpha, beta=beta)
+            if a.ndim == 3 and a.shape[0] == b.shape[0]:
+                return torch.baddbmm(c.expand(full), a, b, alpha=alpha, beta=beta)
+        out = _multiply("gemm", a, b, plan)
+        out = out if alpha == 1.0 else alpha * out
+        if beta == 0 and c is not None:  # as in torch: what is multiplied by zero does not count, not even NaN
+            c = torch.where(c.isfinite(), c, 0) if needs_gradient(c) else None
+        return out if c is None else torch.add(out, c.to(out.dtype), alpha=beta)
 
 
 def linear(
@@ -146,11 +115,23 @@ def linear(
     _check_linear(x, weight, bias, activation)
     with arguments.use_stream(stream, x, weight, bias):
         plan = _plan("linear", x, weight, tile_shape, precision, accumulate, error_tolerance)
-        try:
-            return _linear(x, weight, bias, activation or "none", plan)
-        except NotImplementedError as e:
-            arguments.explain_dtype("linear", "x", x, e)
-            raise
+        if plan != _PLAIN:
+            out = _multiply("linear", x, weight.mT, plan)
+            return _activate(out if bias is None else out + bias.to(out.dtype), activation)
+        if activation in _FUSED and _can_fuse(x, weight, bias):
+            flat = x.reshape(-1, x.shape[-1])
+            out = torch._addmm_activation(bias, flat, weight.t(), use_gelu=_FUSED[activation])
+            return out.unflatten(0, x.shape[:-1])
+        return _activate(padding.linear(x, weight, bias), activation)
+
+
+def _activate(x: Any, activation: str | None) -> Any:
+    functional = torch.nn.functional
+    if activation is None:
+        return x
+    if activation in ("gelu", "gelu_tanh"):
+        return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return torch.relu(x) if activation == "relu" else functional.silu(x)
 
 
 def _check_linear(x: Any, weight: Any, bias: Any, activation: str | None) -> None:
@@ -170,7 +151,7 @@ def _check_linear(x: Any, weight: Any, bias: Any, activation: str | None) -> Non
                 "linear", "bias", bias, f"weight has {weight.shape[0]} rows", "one value for each row of weight"
             )
     if activation is not None:
-        arguments.check_choice("linear", "activation", activation, tiled_matmul.ACTIVATIONS)
+        arguments.check_choice("linear", "activation", activation, ACTIVATIONS)
 
 
 def _result_shape(a: Any, b: Any) -> tuple[int, ...]:
@@ -178,24 +159,6 @@ def _result_shape(a: Any, b: Any) -> tuple[int, ...]:
         return a.shape[0], b.shape[1]
     lead = arguments.broadcast_batches("gemm", a, b) if a.ndim > 1 and b.ndim > 1 else (*a.shape[:-2], *b.shape[:-2])
     return (*lead, *a.shape[-2:-1], *(b.shape[-1:] if b.ndim > 1 else ()))
-
-
-def _linear(x: Any, weight: Any, bias: Any, activation: str, plan: _Plan) -> Any:
-    if plan.tile_shape is None and plan.keeps_operands:
-        if activation in _FUSED and _can_fuse(x, weight, bias):
-            flat = x.reshape(-1, x.shape[-1])
-            out = torch._addmm_activation(bias, flat, weight.t(), use_gelu=_FUSED[activation])
-            return out.unflatten(0, x.shape[:-1])
-        return tiled_matmul.activate(padding.linear(x, weight, bias), activation)
-    if not plan.keeps_operands:
-        x, weight = _unify_dtypes(x, weight)
-    if plan.has_tile:
-        fused = "none" if needs_gradient(x, weight, bias) else activation
-        epilogue = {"precision": plan.precision or "", "bias": bias, "activation": fused}
-        out = tiled_matmul.multiply_by_tile("linear", x, weight.mT, plan.tile_shape, **epilogue)
-        return out if fused == activation else tiled_matmul.activate(out, activation)
-    out = _multiply(x, weight.mT, plan)
-    return tiled_matmul.activate(out if bias is None else out + bias.to(out.dtype), activation)
 
 
 def _can_fuse(x: Any, weight: Any, bias: Any) -> bool:
@@ -210,14 +173,6 @@ def _can_fuse(x: Any, weight: Any, bias: Any) -> bool:
         and not arguments.is_autocast(x)
         and not needs_gradient(x, weight, bias)
     )
-
-
-def _unify_dtypes(a: Any, b: Any) -> tuple[Any, Any]:
-    """Both operands in the wider of their dtypes; autocast, which would make them one, does not apply here."""
-    if a.dtype is b.dtype:
-        return a, b
-    wide = torch.promote_types(a.dtype, b.dtype)
-    return a.to(wide), b.to(wide)
 
 
 def _plan(
@@ -238,105 +193,52 @@ def _plan(
     if precision is None and tolerance is None and accumulate is None:
         return _PLAIN if tile_shape is None else _Plan(tile_shape)
     _check_words(op, a, precision, accumulate, tile_shape)
-    if precision is None and tolerance is None:
-        if not (accumulate == "fp32" and tile_shape is None and a.dtype in HALVES and a.dtype is b.dtype):
-            return _Plan(tile_shape)
-        precision = PRECISION_OF[a.dtype]  # whose sums a library may split and round to 16 bits, unless it is told
-    if tolerance is not None and _chooses_late(a, b, tolerance, tile_shape):
+    if tolerance is not None:
+        from .bounded import check_tolerance
+
+        check_tolerance(tolerance)
         sides = None if tile_shape is None else Tile.of(op, tile_shape).sides
-        return _Plan(sides, precision, accumulate, float(tolerance))
-    a, b = _unify_dtypes(a, b.mT if op == "linear" else b)
-    return _choose(op, a, b, tile_shape, precision, accumulate, tolerance)
-
-
-def _chooses_late(a: Any, b: Any, tolerance: Any, tile_shape: Any) -> bool:
-    """Whether the product chooses when it runs: graphs and maps have values only then; gradients are bounded too.
-
-    With a tile only graphs do: its gradients are products in the operands' own type.
-    """
-    if not arguments.is_number(tolerance):
-        return False
-    if tile_shape is not None:
-        return bool(torch.compiler.is_compiling())
-    return not is_unobserved(a, b) or needs_gradient(a, b)
+        return _Plan(sides, precision, accumulate or ("fp32" if sides else None), float(tolerance))
+    # A promised fp32 is named, since torch's own path may be switched to tf32. So is what autocast would change, and
+    # 16 bits whose sums a library may split and round unless it is told not to.
+    own = FULL[torch.promote_types(a.dtype, b.dtype)]
+    if precision is None and accumulate == "fp32" and tile_shape is None and a.dtype is b.dtype and a.dtype in HALVES:
+        precision = own
+    named = precision == "fp32" or precision != own or arguments.is_autocast(a)
+    named = named or (accumulate == "fp32" and tile_shape is None and a.dtype in HALVES)
+    return _Plan(tile_shape, precision if named else None, accumulate or "fp32")
 
 
 def _check_words(op: str, a: Any, precision: str | None, accumulate: str | None, tile_shape: Any) -> None:
-    from .casting import FULL, PRECISIONS
-    from .lowprec import ACCUMULATES
-
-    if precision is not None and (precision not in PRECISIONS or tile_shape is not None):
-        arguments.check_choice(op, "precision", precision, _precisions(tile_shape))
+    if precision is not None:
+        arguments.check_choice(
+            op, "precision", precision, PRECISIONS if tile_shape is None else tiled_matmul.PRECISIONS
+        )
     if accumulate is not None:
-        arguments.check_choice(op, "accumulate", accumulate, ACCUMULATES if tile_shape is None else ("fp32",))
+        arguments.check_choice(op, "accumulate", accumulate, lowprec.ACCUMULATES if tile_shape is None else ("fp32",))
     if a.dtype not in FULL:
         name = "x" if op == "linear" else "a"
         why = "precision, accumulate and error_tolerance are for fp64, fp32, fp16 and bf16"
         raise ArgumentError(f"op.{op}: {name} is {a.dtype}", why=why, fix=f"{name}.float(), or leave them out")
 
 
-def _precisions(tile_shape: Any) -> tuple[str, ...]:
-    """The precisions that may be asked for: our kernel has no scales for rows, and sums in fp32."""
-    from .casting import PRECISIONS
-
-    return tuple(p for p in PRECISIONS if tile_shape is None or p not in ("fp8_row", "fp64"))
-
-
-def _choose(
-    op: str,
-    a: Any,
-    b: Any,
-    tile_shape: Any,
-    precision: str | None,
-    accumulate: str | None,
-    tolerance: float | None,
-) -> _Plan:
-    """The precision and sums that run; precision None is the operands' own, which needs no rounding."""
-    from .casting import FULL
-
-    # Sums in fp32 were asked for, or the check found them within the tolerance: a library's own may be coarser.
-    sums = tile_shape is None and a.dtype in HALVES and (accumulate == "fp32" or tolerance is not None)
-    if accumulate is None and (tolerance is None or tile_shape is not None):
-        accumulate = "fp32"
-    if tolerance is not None:
-        from .bounded import choose
-
-        # An explicit precision is tried first: where it does not hold, the next finer one does.
-        choice = choose(
-            a,
-            b,
-            tolerance=tolerance,
-            allowed=None if tile_shape is None else _precisions(tile_shape),
-            first=precision,
-            accumulate=accumulate,
-            tile=None if tile_shape is None else (op, Tile.of(op, tile_shape).sides),
-        )
-        precision, accumulate = choice.precision, choice.accumulate
-    # A promised fp32 is named, since torch's own path may be switched to tf32; so is all that autocast would change.
-    named = precision == "fp32" or precision != FULL[a.dtype] or arguments.is_autocast(a)
-    named = named or (sums and accumulate != "fast")
-    return _Plan(tile_shape, precision if named else None, accumulate or "fp32")
-
-
-def _multiply(a: Any, b: Any, plan: _Plan) -> Any:
-    if plan.keeps_operands:
+def _multiply(op: str, a: Any, b: Any, plan: _Plan) -> Any:
+    tile_shape, precision, accumulate, tolerance = plan
+    if tile_shape is None and precision is None and tolerance is None:
         return padding.matmul(a, b)
+    if (precision or tolerance) and a.dtype is not b.dtype:  # autocast, which would make them one, does not apply here
+        wide = torch.promote_types(a.dtype, b.dtype)
+        a, b = a.to(wide), b.to(wide)
     left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b
-    if plan.tolerance is not None:
+    if tolerance is not None:
         from .bounded import bounded_mm
 
-        out = bounded_mm(
-            left,
-            right,
-            tolerance=plan.tolerance,
-            allowed=None if plan.tile_shape is None else _precisions(plan.tile_shape),
-            first=plan.precision,
-            accumulate=plan.accumulate,
-            tile=None if plan.tile_shape is None else ("matmul", plan.tile_shape),
-        )
+        allowed, tile = (None, None) if tile_shape is None else (tiled_matmul.PRECISIONS, (op, tile_shape))
+        limits: Any = {"tolerance": tolerance, "allowed": allowed, "tile": tile}
+        out = bounded_mm(left, right, first=precision, accumulate=accumulate, **limits)
+    elif tile_shape is not None:
+        out = tiled_matmul.multiply_by_tile(op, left, right, tile_shape, precision=precision or "")
     else:
-        from .lowprec import mm
-
-        out = mm(left, right, plan.precision or "", plan.accumulate or "fp32")
+        out = lowprec.mm(left, right, precision or "", accumulate or "fp32")
     out = out.squeeze(-2) if a.ndim == 1 else out
     return out.squeeze(-1) if b.ndim == 1 else out

@@ -31,7 +31,7 @@ from .arguments import (
     is_integer,
     without_autocast,
 )
-from .dispatch import with_transforms
+from .dispatch import READS_VALUES, with_transforms
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 RowProduct = Callable[[Any, Any], Any]
@@ -184,10 +184,6 @@ def _one_by_one(sizes: list[int]) -> RowProduct:
 
 # -- products as operators that read the numbers of rows when they run: a compiled graph stays one graph -------------
 
-# They wait for the numbers, which is impossible while a CUDA graph is captured: Inductor leaves them out of its graphs.
-# Older torch has no such tag.
-_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
-
 
 def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
     """The experts that have rows, and which ones."""
@@ -198,7 +194,7 @@ def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
-@torch.library.custom_op("tessera::expert_products", mutates_args=(), **_TAGS)
+@torch.library.custom_op("tessera::expert_products", mutates_args=(), **READS_VALUES)
 def expert_products(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Rows (r, d), sorted by expert, by the transposed weights (e, h, d): (r, h). `ends` is where each expert's end."""
     out = rows.new_empty((rows.shape[0], w.shape[1]))
@@ -213,7 +209,7 @@ def _(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty((rows.shape[0], w.shape[1]))
 
 
-@torch.library.custom_op("tessera::expert_weights", mutates_args=(), **_TAGS)
+@torch.library.custom_op("tessera::expert_weights", mutates_args=(), **READS_VALUES)
 def expert_weights(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """The gradient of the weights, (e, h, d): each expert's g^T (r, h) by its rows (r, d), zeros where it has none."""
     out = rows.new_zeros((ends.shape[0], g.shape[1], rows.shape[1]))

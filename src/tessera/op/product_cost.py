@@ -1,10 +1,6 @@
 """What a product costs in each precision, by the energy model of `predict`; and the precisions, cheapest first.
 
-Casts are counted in passes over memory, each with a launch: the largest value of a matrix, the cast by its scale, and,
-where the product cannot multiply by the scales of its rows and columns itself, the result by them. A pass is bound by
-the bytes that cross device memory and the cache, at the rates fitted for products (`h200_gemm.json`), times what an
-H200 took more (`_MORE`). With that, casts of 4096 and 8192 come within 3% of their joules there; the product by rows
-itself costs what the one by matrices does (within 6%).
+A cast is a pass over its matrix, counted as `predict` counts elementwise kernels, times what it took on an H200.
 """
 
 from __future__ import annotations
@@ -19,8 +15,10 @@ import torch
 
 from ..device import Device
 from ..errors import ArgumentError
+from ..estimate.cache import CACHE_SHARE
+from ..estimate.data_movement import DataMovement, movement_time
 from ..estimate.gemm import gemm_time
-from ..estimate.kernel_time import ELEMENT_BYTES, Chip, chip, load_fit
+from ..estimate.kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip, load_fit
 from ..estimate.power import DeviceWork, PowerModel
 from ..hardware import lookup
 from . import lowprec
@@ -29,16 +27,11 @@ from .casting import FULL, PRECISIONS, find_prepared, has_fp8_units, multiplies_
 # Without fast accumulation the tensor core's short sums go to fp32 registers every so many products along k: one fp32
 # addition each (DeepSeek-V3 technical report, 2024, 3.3.2: 128 is the least that hides behind the products).
 _PROMOTED_EVERY = 128
-_LAUNCH_S = 1.5e-6  # from the end of a kernel to the work of the next in a CUDA graph, by the casts of 2048 on the H200
-_EXPONENT = 3.0  # of device memory against cache, as in `estimate/data_movement.py`
-# fp32 operations on an element: its magnitude, whether it is finite, the maximum; and then the scale, two clamps, the
-# comparison, the choice and the conversion.
-_AMAX_FLOPS, _CAST_FLOPS = 3.0, 6.0
-# Measured joules of casts alone over those of their passes, the mean of 4096 and 8192 (H200, 2026-11-16,
-# ops_precision.py), by (a scale a row?, does it transpose?). What transposes goes through shared memory, and by rows
-# reads short runs for the largest values. Under one: the operations above are those of a value that is looked at
-# closely, and most are not since.
-_MORE = {(False, False): 0.97, (False, True): 1.13, (True, False): 0.95, (True, True): 1.34}
+# Joules of casts over those of one elementwise pass, by precision and whether they transpose: the mean of 4096 and
+# 8192, H200, 2026-11-16 (benchmarks/device/ops_precision.py; fp16 and bf16 by their passes). A row that lies along
+# memory waits in registers for its scale; where columns do it is read twice.
+_CASTS = {"fp8": (0.80, 0.93), "fp8_row": (0.77, 1.60), "fp16": (1.40, 1.40), "bf16": (0.80, 0.80)}
+_UNSCALE = 0.82  # the same for a result that is multiplied by the scales of its rows and columns
 
 
 class PricedPrecision(NamedTuple):
@@ -62,7 +55,8 @@ def order_candidates(
     """The precisions of a product, cheapest first; full precision is the last.
 
     `accumulate` None tries fp8 with fast sums too, where the device has them. `costs` replaces the predicted joules of
-    a precision, and of "fp8 fast" where it has that.
+    a precision, and of "fp8 fast" where it has that. Without it only `first` may be narrower than full where that would
+    be emulated.
     """
     full = FULL[a.dtype]
     for name in allowed or ():
@@ -71,6 +65,8 @@ def order_candidates(
     names = [p for p in PRECISIONS if p == full or (_is_useful(p, a, full) and (allowed is None or p in allowed))]
     if first is not None:
         names = names[names.index(first) :] if first in names else [full]
+    if costs is None and not saves_energy(a.device):
+        names = [name for name in names if name in (first, full)]
     candidates = []
     for name in names:
         both = accumulate is None and name in ("fp8", "fp8_row") and multiplies_fp8(a.device)
@@ -78,6 +74,11 @@ def order_candidates(
             candidates.append(PricedPrecision(name, sums, _price(a, b, out, name, sums, costs or {})))
     candidates.sort(key=lambda candidate: (candidate.precision != first, candidate.energy_j))
     return candidates[: [candidate.precision for candidate in candidates].index(full) + 1]
+
+
+def saves_energy(device: torch.device) -> bool:
+    """Whether narrower formats can be cheaper on a device; a CPU emulates them, which is slower."""
+    return bool(device.type != "cpu")
 
 
 def _price(a: Any, b: Any, out: Any, precision: str, sums: str, costs: Mapping[str, float]) -> float:
@@ -160,9 +161,14 @@ def predict_energy_j(
     work = _product(device, name, m, n, k, batch, out_bytes, layout)
     lossless = FULL[dtype] == name or (name == "tf32" and dtype == torch.float32)
     if not lossless:
+        along = (layout != "tn", layout == "nt")
+        for count, is_along in list(zip((batch * m * k, batch * n * k), along, strict=True))[: 1 if prepared else 2]:
+            cast = movement(gpu, "elementwise", count, count * dtype.itemsize, count * ELEMENT_BYTES[name])
+            work = work + DeviceWork.of(cast, _CASTS.get(precision, (1.0, 1.0))[not is_along])
         inside = out_dtype == torch.bfloat16 if row_scaling is None else row_scaling
-        unscaled = name == "fp16" or (precision == "fp8_row" and not inside)
-        work = work + _casts(gpu, precision, (m, n, k, batch), (dtype.itemsize, out_bytes), layout, prepared, unscaled)
+        if name == "fp16" or (precision == "fp8_row" and not inside):
+            result = batch * m * n * out_bytes
+            work = work + DeviceWork.of(movement(gpu, "elementwise", batch * m * n, result, result), _UNSCALE)
     joules = model.estimate(work).energy_j
     if name == "fp8" and accumulate == "fast":
         joules -= float(batch) * m * n * k / _PROMOTED_EVERY * model.j_per_flop.get("vector.fp32", 0.0)
@@ -177,82 +183,14 @@ def _product(
     product = gemm_time(device, m, n, k, batch, name, out_bytes=out_bytes, layout=layout)
     if product.unit.startswith("vector"):
         # The formula may take a narrow tile for a large product, whose reads pass what the cache gives in the time.
-        most = _cache_rate(chip(device)) * product.seconds
+        rate = float(load_fit("h200_gemm.json")["constants"]["cache_bytes_per_cycle"])
+        most = rate * chip(device).units * chip(device).clock_hz * product.seconds
         product = replace(product, l2_bytes=min(product.l2_bytes, most))
     return DeviceWork.of(product)
 
 
-def _casts(
-    gpu: Chip, precision: str, sizes: tuple[int, ...], item_bytes: tuple[int, float], layout: str, *flags: bool
-) -> DeviceWork:
-    """The passes before and after a product of rounded operands; `item_bytes` are those of operands and result."""
-    (m, n, k, batch), (size, out_bytes), (prepared, unscaled) = sizes, item_bytes, flags
-    name = precision.removesuffix("_row")
-    narrow, launches = ELEMENT_BYTES[name], batch if name == "fp8" else 1
-    elements = [batch * m * k] if prepared else [batch * m * k, batch * n * k]
-    result = batch * m * n * out_bytes
-    touched = sum(elements) * (size + narrow) + (batch * n * k * narrow if prepared else 0.0) + result
-    uncached = _uncached_share(gpu, touched)
-    scaled = name in ("fp8", "fp16")
-    work = DeviceWork()
-    # One scale is guessed: no pass for the largest value, one launch to repair (`kernels/guessed_cast.py`).
-    guessed = precision == "fp8"
-    for index, count in enumerate(elements):
-        read, written = float(count * size), float(count * narrow)
-        # A row that lies along memory waits in registers for its scale; every other cast reads its matrix again, of
-        # which the cache still holds what it can.
-        along = layout != "tn" if index == 0 else layout == "nt"
-        by_row = precision == "fp8_row"
-        twice = scaled and not guessed and not (by_row and along)
-        passes = DeviceWork()
-        if twice:
-            passes = passes + _pass(gpu, read, read * uncached, _AMAX_FLOPS * count, launches)
-        again = max(0.0, read - _cached_bytes(gpu)) if twice else read * uncached
-        passes = passes + _pass(gpu, read + written, again + written * uncached, _CAST_FLOPS * count, launches)
-        work = work + (_scale(passes, _MORE[by_row, not along]) if name == "fp8" else passes)
-    if guessed:
-        work = work + DeviceWork(fixed_s=launches * _LAUNCH_S * gpu.launch_factor)
-    if unscaled:  # the result is multiplied by its scales
-        fresh = max(0.0, result - _cached_bytes(gpu))
-        work = work + _pass(gpu, 2.0 * result, fresh + result * uncached, 2.0 * batch * m * n, launches)
-    return work
-
-
-def _scale(work: DeviceWork, factor: float) -> DeviceWork:
-    """The same work times a factor."""
-    names = ("clock_s", "fixed_s", "busy_s", "hbm_bytes", "l2_bytes")
-    flops = {unit: factor * value for unit, value in work.flops.items()}
-    return replace(work, flops=flops, **{name: factor * getattr(work, name) for name in names})
-
-
-def _cached_bytes(gpu: Chip) -> float:
-    """Bytes of what was touched last that are still in the cache."""
-    return float(load_fit("h200_gemm.json")["constants"]["cache_kept"]) * gpu.cache_bytes
-
-
-def _uncached_share(gpu: Chip, touched: float) -> float:
-    """The share of what a warm loop touches that is not in the cache when its turn comes again."""
-    c = load_fit("h200_gemm.json")["constants"]
-    return float(min(1.0, max(0.0, (touched / gpu.cache_bytes - c["cache_kept"]) / c["cache_spill"])))
-
-
-def _cache_rate(gpu: Chip) -> float:
-    """Bytes a second between cache and SMs."""
-    return float(load_fit("h200_gemm.json")["constants"]["cache_bytes_per_cycle"]) * gpu.units * gpu.clock_hz
-
-
-def _pass(gpu: Chip, moved: float, crossing: float, flops: float, launches: int) -> DeviceWork:
-    """A kernel that goes over memory once: `moved` bytes through the cache, `crossing` of them from or to memory."""
-    hbm_s = crossing / (load_fit("h200_gemm.json")["constants"]["bandwidth"] * gpu.bandwidth)
-    cache_s = moved / _cache_rate(gpu)
-    whole = hbm_s**_EXPONENT + cache_s**_EXPONENT
-    body_s = whole ** (1 / _EXPONENT)
-    clock_s = body_s * (1.0 - hbm_s**_EXPONENT / whole)
-    return DeviceWork(
-        clock_s=clock_s,
-        fixed_s=launches * _LAUNCH_S * gpu.launch_factor + body_s - clock_s,
-        busy_s=body_s,
-        flops={"vector.fp32": flops},
-        hbm_bytes=crossing,
-        l2_bytes=moved,
-    )
+def movement(gpu: Chip, family: str, elements: float, read: float, written: float) -> KernelTime:
+    """A kernel that reads and writes so many bytes once, in blocks of 1024 elements as torch's."""
+    total = read + written
+    crossing = total if total > CACHE_SHARE * gpu.cache_bytes else 0.0
+    return movement_time(gpu, DataMovement(family, elements, total, crossing, max(1.0, elements / 1024), itemsize=4.0))

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -246,6 +247,7 @@ def _kernel_times(
     device: Device, gpu: Chip, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: tuple[int, int], groups: int
 ) -> list[KernelTime]:
     from ..estimate.gemm import gemm_time
+    from .product_cost import movement
 
     batch, channels, *plane = x
     rows, columns = (fast_size(n + 2 * p) for n, p in zip(plane, pads, strict=True))
@@ -254,9 +256,7 @@ def _kernel_times(
     each = channels // groups
     maps = (batch * channels, w[0] * w[1], batch * w[0])  # planes of x, w and the result
 
-    def move(family: str, elements: float, read: float, written: float) -> KernelTime:
-        return _movement_time(gpu, family, elements, read, written)
-
+    move = functools.partial(movement, gpu)
     kernels = [  # pads of x and w, from their own dtype
         move("copy.constant_pad_nd", n * real, n * area * _BYTES[dtype], n * real * wide)
         for n, area in ((maps[0], math.prod(plane)), (maps[1], w[2] * w[3]))
@@ -277,16 +277,6 @@ def _kernel_times(
     out = maps[2] * math.prod(plane)
     kernels.append(move("copy", out, out * wide, out * _BYTES[dtype]))
     return kernels
-
-
-def _movement_time(gpu: Chip, family: str, elements: float, read: float, written: float) -> KernelTime:
-    from ..estimate.cache import CACHE_SHARE
-    from ..estimate.data_movement import DataMovement, movement_time
-
-    total = read + written
-    crossing = total if total > CACHE_SHARE * gpu.cache_bytes else 0.0
-    # Blocks of 256 threads that take four elements each, as torch's own kernels.
-    return movement_time(gpu, DataMovement(family, elements, total, crossing, max(1.0, elements / 1024), itemsize=4.0))
 
 
 def fast_size(n: int) -> int:

@@ -300,12 +300,19 @@ def advise(op: str, tile: Tile, dtype: Any, arch: int | None = None) -> None:
     rows, instruction = _INSTRUCTION.get(arch, (16, "mma.sync"))
     if tile.bm % rows == 0:
         return
-    text = (
+    warn_once(
         f"op.{op}: tile_shape={format_tile(op, tile)}: BM={tile.bm} is not a multiple of {rows}, the rows of one "
         f"{instruction} fragment of {precision_name(dtype)} on sm_{arch}: slower instructions are used"
     )
-    # At the first frame outside this package. Python's own record of warnings is emptied whenever a module changes the
-    # filters, as torch's do.
+
+
+def warn_once(text: str) -> None:
+    """Warn at the first frame outside this package, once per line there.
+
+    Python's own record of warnings is emptied whenever a module changes the filters, as torch's do.
+    """
+    if sys.modules["torch"].compiler.is_compiling():
+        return
     here, level, frame = str(Path(__file__).parent), 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame, level = frame.f_back, level + 1
