@@ -7,6 +7,7 @@ piece (`fusion.py`), and what stays inside it never crosses device memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -168,25 +169,18 @@ def _to_graph(program: Any, inputs: Any) -> tuple[Graph, frozenset[str]]:
 
 
 def _split(graph: Graph) -> list[Piece]:
-    """Unfused pieces: by fx node (and phase) if operators have one, else by operator."""
-    names = _UniqueNames()
-    if not any(op.node for op in graph.ops):
-        return [(names.add(op.label), (op,)) for op in graph.ops if op.kernels]
-    nodes: dict[tuple[str, str], list[Op]] = {}
+    """Unfused pieces: by fx node (and phase) if operators have one, else by operator; named as fx does: add, add_1."""
+    groups: dict[Any, list[Op]] = {}
+    by_node = any(op.node for op in graph.ops)
     for op in graph.ops:
-        nodes.setdefault((op.node or f"{op.label}#{op.index}", op.phase), []).append(op)
-    return [(names.add(ops[0].label), tuple(ops)) for ops in nodes.values() if any(op.kernels for op in ops)]
-
-
-class _UniqueNames:
-    """Names made unique as fx does it: add, add_1, add_2."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def add(self, name: str) -> str:
-        count = self._counts[name] = self._counts.get(name, -1) + 1
-        return f"{name}_{count}" if count else name
+        groups.setdefault((op.node or f"{op.label}#{op.index}", op.phase) if by_node else op.index, []).append(op)
+    pieces, counts = [], Counter[str]()
+    for ops in groups.values():
+        if any(op.kernels for op in ops):
+            name = ops[0].label
+            pieces.append((f"{name}_{counts[name]}" if counts[name] else name, tuple(ops)))
+            counts[name] += 1
+    return pieces
 
 
 def _join(parts: Sequence[Piece]) -> Piece:

@@ -56,37 +56,28 @@ def value_of(node: Any) -> Any:
 
 
 def find_attention(out: fx.Node) -> AttentionMatch | None:
-    """Return the attention that ends in this product, if it is one."""
-    if name_of(out) not in MATMUL or len(out.args) != 2:
+    """Return the attention that ends in this product, if it is one: go back from v to the softmax, then to q and k."""
+    if name_of(out) not in MATMUL or len(out.args) != 2 or not isinstance(out.args[1], fx.Node):
         return None
-    weights, v = out.args
-    step = _after_softmax(weights)
-    if step is None or not isinstance(v, fx.Node):
-        return None
-    softmax, dropout, nodes, written = step
-    start = AttentionMatch(out, out, out, v, dropout=dropout, nodes=(out, *nodes), written=("matmul", *written))
-    match = _before_softmax(softmax.args[0] if softmax.args else softmax.kwargs.get("input"), start)
-    return match if match is not None and _is_supported(match) else None
-
-
-def _after_softmax(node: Any) -> tuple[fx.Node, float, tuple[fx.Node, ...], tuple[str, ...]] | None:
-    """Go from the product with v back to the softmax; casts and a dropout may lie between."""
-    dropout, nodes, written = 0.0, list[fx.Node](), list[str]()
+    match = AttentionMatch(out, out, out, out.args[1], nodes=(out,), written=("matmul",))
+    node: Any = out.args[0]
+    match_step = _match_weights
     while isinstance(node, fx.Node) and len(node.users) == 1:
         name = name_of(node)
-        nodes.append(node)
-        if name == "softmax":
-            return (node, dropout, tuple(nodes), (*written, "softmax")) if _is_over_last(node) else None
-        if name == "dropout":
-            p = get_argument(node, 1, "p", 0.5)
-            training = get_argument(node, 2, "training", True)
-            if not isinstance(p, float | int) or not isinstance(training, bool):
+        match = replace(match, nodes=(*match.nodes, node), written=(*match.written, name))
+        if match_step is _match_weights and name == "softmax":
+            if not _is_over_last(node):
                 return None
-            dropout = float(p) if training else 0.0
-        elif name not in _CAST | _SAME:
+            match_step = _match_scores
+            node = node.args[0] if node.args else node.kwargs.get("input")
+            continue
+        if match_step is _match_scores and name in MATMUL and len(node.args) == 2:
+            whole = _match_keys(node, match)
+            return whole if whole is not None and _is_supported(whole) else None
+        step = match_step(name, node, match)
+        if step is None:
             return None
-        written.append(name)
-        node = node.args[0]
+        node, match = step
     return None
 
 
@@ -100,22 +91,18 @@ def _is_over_last(softmax: fx.Node) -> bool:
     return value is not None and dim in (-1, value.dim() - 1)
 
 
-def _before_softmax(node: Any, match: AttentionMatch) -> AttentionMatch | None:
-    """Go from the softmax back to the product of q and k: at most one mask, and before it a scale."""
-    while isinstance(node, fx.Node) and len(node.users) == 1:
-        name = name_of(node)
-        match = replace(match, nodes=(*match.nodes, node), written=(*match.written, name))
-        if name in MATMUL and len(node.args) == 2:
-            return _match_keys(node, match)
-        step = _match_step(name, node, match)
-        if step is None:
-            return None
-        node, match = step
-    return None
+def _match_weights(name: str, node: fx.Node, match: AttentionMatch) -> tuple[Any, AttentionMatch] | None:
+    """Match one operation on the weights, a cast or a dropout, and return the node before it; None for another."""
+    if name in _CAST | _SAME:
+        return node.args[0], match
+    p, training = get_argument(node, 1, "p", 0.5), get_argument(node, 2, "training", True)
+    if name != "dropout" or not isinstance(p, float | int) or not isinstance(training, bool):
+        return None
+    return node.args[0], replace(match, dropout=float(p) if training else 0.0)
 
 
-def _match_step(name: str, node: fx.Node, match: AttentionMatch) -> tuple[Any, AttentionMatch] | None:
-    """Match one operation on the scores and return the node before it; None for an unknown operation."""
+def _match_scores(name: str, node: fx.Node, match: AttentionMatch) -> tuple[Any, AttentionMatch] | None:
+    """Match one operation on the scores: at most one mask, and before it a scale."""
     args = node.args
     if name in _CAST | _SAME:
         return args[0], match

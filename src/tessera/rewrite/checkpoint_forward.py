@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -144,22 +145,17 @@ class _RepeatableForward:
 
     def __call__(self, *args: Any) -> Any:
         if self._first is None:
-            self._first = (
-                {i: _copy_containers(a) for i, a in enumerate(args) if type(a) in (list, dict)},
-                {name: _copy_containers(a) for name, a in self._kwargs.items()},
-            )
+            lists = {i: a for i, a in enumerate(args) if type(a) in (list, dict)}
+            self._first = _copy_containers((lists, self._kwargs))
             return self._forward(*args, **self._kwargs)
-        lists, kwargs = self._first
-        again = [_copy_containers(lists.get(i, a)) for i, a in enumerate(args)]
+        lists, kwargs = _copy_containers(self._first)
         with freeze_statistics(self._forward.__self__):
-            return self._forward(*again, **_copy_containers(kwargs))
+            return self._forward(*(lists.get(i, a) for i, a in enumerate(args)), **kwargs)
 
 
 def _copy_containers(thing: Any) -> Any:
-    """Make new lists and dicts around the same things."""
-    if type(thing) is list:
-        return [_copy_containers(item) for item in thing]
-    return {key: _copy_containers(item) for key, item in thing.items()} if type(thing) is dict else thing
+    """Make new lists, tuples and dicts around the same things."""
+    return pytree.tree_map(lambda leaf: leaf, thing)
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ class Compilation:
             for i in places:
                 here = self.ops[i]
                 own = [op for op in each.ops_before if op.backward == here.backward]
-                originals[i] = [replace(_prefix_memory(op, f"replaced {n}"), nodes=here.nodes) for op in own]
+                originals[i] = [replace(op.add_prefix(f"replaced {n}"), nodes=here.nodes) for op in own]
                 replaced |= dict.fromkeys(here.nodes, each)
         ops = [op for i, here in enumerate(self.ops) for op in originals.get(i, [here])]
         return replace(self, ops=ops, replacements=left, replaced=replaced)
@@ -158,12 +158,6 @@ class Compilation:
 def _is_same_attention(a: EagerOp, b: EagerOp) -> bool:
     shapes = [tuple(op.params.get(key) for key in _ATTENTION_SHAPE) for op in (a, b)]
     return (a.kind, a.backward) == (b.kind, b.backward) and shapes[0] == shapes[1]
-
-
-def _prefix_memory(op: EagerOp, prefix: str) -> EagerOp:
-    """Tell memory names apart: each replacement was traced alone, and all have their own mul_1."""
-    reads, writes = (tuple((f"{prefix}/{name}", t) for name, t in side) for side in (op.reads, op.writes))
-    return replace(op, reads=reads, writes=writes)
 
 
 def _group_connected(ops: Sequence[EagerOp], chosen: Sequence[int]) -> list[list[int]]:

@@ -39,6 +39,11 @@ class EagerOp:
     params: Mapping[str, Any] = field(default_factory=dict)
     silent: bool = False
 
+    def add_prefix(self, prefix: str) -> EagerOp:
+        """Tell names of several graphs apart: every one has its own mul_1."""
+        reads, writes = (tuple((f"{prefix}/{n}", t) for n, t in side) for side in (self.reads, self.writes))
+        return replace(self, nodes=tuple(f"{prefix}/{n}" for n in self.nodes), reads=reads, writes=writes)
+
     @property
     def kind(self) -> str:
         """The family that decides how it is costed."""

@@ -8,7 +8,7 @@ another version answers otherwise, the compiled program is the same and the `Com
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -30,18 +30,19 @@ def make_backend(
     """Return a backend for `torch.compile`: our passes, then Inductor with `options` (its config by name)."""
 
     def compile_graph(module: Any, inputs: Sequence[Any]) -> Any:
+        from torch._functorch import config as autograd_config
         from torch._inductor.compile_fx import compile_fx
 
-        if compilation.closed:  # other shapes, later: the program was explained for the first
-            apply_passes(module, passes, Compilation())
+        # Other shapes, later: the program was explained for the first.
+        watch = Compilation(observe=False) if compilation.closed else compilation
+        apply_passes(module, passes, watch)
+        if not watch.observe:
             return compile_fx(module, inputs, config_patches=dict(options or {}))
-        apply_passes(module, passes, compilation)
-        if not compilation.observe:
-            return compile_fx(module, inputs, config_patches=dict(options or {}))
-        config = {**(options or {}), **_make_hooks(compilation)}
-        inner = _make_inner_compile(compilation)
-        with _disable_autograd_cache():
-            compiled = compile_fx(module, inputs, inner_compile=inner, config_patches=config)
+        hooks = {**(options or {}), **_make_hooks(compilation)}
+        # A graph that comes out of autograd's cache, where there is one, is not seen.
+        cached = hasattr(autograd_config, "enable_autograd_cache")
+        with autograd_config.patch("enable_autograd_cache", False) if cached else contextlib.nullcontext():
+            compiled = compile_fx(module, inputs, inner_compile=_make_inner_compile(compilation), config_patches=hooks)
         return note_runs(compiled, compilation, compilation.graphs)
 
     return compile_graph
@@ -75,18 +76,6 @@ def list_mode_options(mode: str) -> dict[str, Any]:
     import torch._inductor
 
     return dict(torch._inductor.list_mode_options(mode))
-
-
-@contextlib.contextmanager
-def _disable_autograd_cache() -> Iterator[None]:
-    """Switch autograd's cache off where there is one: a graph that comes out of it is not seen."""
-    from torch._functorch import config
-
-    if not hasattr(config, "enable_autograd_cache"):
-        yield
-        return
-    with config.patch("enable_autograd_cache", False):
-        yield
 
 
 def _make_hooks(compilation: Compilation) -> dict[str, Any]:
@@ -133,19 +122,9 @@ def read_before(compilation: Compilation, graph: Any) -> None:
         compilation.note_missing("what the program was", e)
         return
     number = len(compilation.nodes)
-    compilation.ops += [_prefix_names(op, number) for op in ops]
+    compilation.ops += [op.add_prefix(str(number)) for op in ops]
     compilation.nodes.append(frozenset(f"{number}/{node.name}" for node in graph.nodes))
     compilation.graph_of.append(compilation.graphs)
-
-
-def _prefix_names(op: EagerOp, number: int) -> EagerOp:
-    """Tell the names of several graphs apart: every one has its own mul_1."""
-    return replace(
-        op,
-        nodes=tuple(f"{number}/{n}" for n in op.nodes),
-        reads=tuple((f"{number}/{n}", t) for n, t in op.reads),
-        writes=tuple((f"{number}/{n}", t) for n, t in op.writes),
-    )
 
 
 def _find_graph(compilation: Compilation, names: set[str]) -> int:
@@ -333,4 +312,4 @@ class _KernelReader:
             backward=self.backward,
             params=read_params(origin),
         )
-        return _prefix_names(op, self.number)
+        return op.add_prefix(str(self.number))

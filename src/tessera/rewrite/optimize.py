@@ -145,16 +145,13 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
-            self._prepare(args, kwargs)  # the program's own errors pass through, as in any call of it
+            self.prepare(args, kwargs, wrap_errors=False)  # the program's own errors pass through, as in any call of it
         announce_rewrites(self.rewrites)
         assert self._call is not None
         return self._call(*args, **kwargs)
 
-    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, wrap_errors: bool = True) -> None:
         """Try the variants on these inputs and keep the best; the first call does it if `optimize` had no inputs."""
-        self._prepare(args, kwargs, wrap_errors=True)
-
-    def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, wrap_errors: bool = False) -> None:
         try:
             import torch
             from torch.utils import _pytree as pytree
