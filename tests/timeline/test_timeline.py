@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessera.errors import RecordingError
-from tessera.timeline import Builder, Timeline, intervals, shapes, stream, transfers
+from tessera.timeline import Builder, Timeline, intervals, shapes, source, stream, transfers
 from tessera.timeline.columns import NONE
 from tessera.timeline.intervals import Nesting, Spans, _scan, _tree, latest, single, union
 from tessera.timeline.kineto import read
@@ -216,6 +216,7 @@ def test_chunks_of_any_size(layout, size, monkeypatch):
     events = [*training(), nested, *training()]
     expected = table(read(layout(events, late_base=True)))
     monkeypatch.setattr(stream, "CHUNK_BYTES", size)
+    monkeypatch.setattr(source, "CHUNK_BYTES", size)
     timeline = read(layout(events, late_base=True))
     assert sorted(map(str, table(timeline))) == sorted(map(str, expected))
     assert len(timeline) == 2 * (len(training()) - 6) + 1
@@ -340,6 +341,7 @@ def test_damage_in_the_middle_spoils_one_event(monkeypatch):
     for hole in (b'{"ph": "X", "cat": "ker', b'"', b"}", b"\x00\xfe{{[", b"]]"):
         for size in (1 << 20, 300):
             monkeypatch.setattr(stream, "CHUNK_BYTES", size)
+            monkeypatch.setattr(source, "CHUNK_BYTES", size)
             at = text.index(b'"k20"') - 3
             timeline = read(text[:at] + hole + text[at + 30 :])
             names = {timeline.name(r) for r in range(len(timeline))}

@@ -26,9 +26,11 @@ from ..notes import Note
 from ..record import CODE, KINDS
 from . import stream_names
 from .columns import NONE, Builder, Ints, Launch, Timeline
+from .events import LIMIT_NS, Args, Batch, LateEvent, fit, nanoseconds
 from .shapes import compact
 from .side import NO_TIME, SideEvents
-from .stream import LIMIT_NS, Args, Batch, Events, LateEvent, fit, nanoseconds, pieces
+from .source import open_source, read_pieces
+from .stream import Events
 from .transfers import collective, copy, is_collective
 
 MODULE = "nn.Module: "
@@ -46,6 +48,7 @@ _GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
 _COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
 # What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost.
 _EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead"})
+_MOST_NOTES = 20  # of one sort
 _WALL_CLOCK_NS = 10**18  # September 2001: a time before that is no wall clock's
 
 
@@ -69,8 +72,8 @@ class RowReader:
 
     def __init__(self, *, frames: bool) -> None:
         self.seen = 0
-        self._builder = Builder()
-        self._side = SideEvents(self._builder)
+        self.builder = Builder()
+        self._side = SideEvents(self.builder)
         self._frames = frames
         self._codes = dict(_CATEGORIES)
         self._modules: set[int] = set()
@@ -78,8 +81,8 @@ class RowReader:
         self._left_out: Counter[str] = Counter()
         self._odd: Counter[str] = Counter()
         self._launches = Known(self._launch)
-        self._copies = Known(lambda name: self._builder.intern_launch(copy(name)))
-        self._names = Known(self._builder.intern)
+        self._copies = Known(lambda name: self.builder.intern_launch(copy(name)))
+        self._names = Known(self.builder.intern)
         self._communicates = Known(is_collective)
         self._shapes = Known(self._shape)
         self._threads = Known(self._side.thread)
@@ -126,16 +129,16 @@ class RowReader:
 
     def _frame(self, name: str) -> int:
         if name.startswith(MODULE):
-            self._modules.add(self._builder.intern(name))
+            self._modules.add(self.builder.intern(name))
         elif self._frames:
-            self._frame_names.add(self._builder.intern(name))
+            self._frame_names.add(self.builder.intern(name))
         else:
             self._left_out["python_function"] += 1
             return _UNKNOWN
         return CODE["op"]
 
     def _extend(self, events: Batch, kinds: Ints, starts: Ints, lasting: Ints) -> None:
-        count, first = len(events), len(self._builder)
+        count, first = len(events), len(self.builder)
         self._odd["without a duration, taken as instants"] += int((lasting == NO_TIME).sum())
         backwards = (lasting < 0) & (lasting != NO_TIME)
         self._odd["with a negative duration, taken as instants"] += int(backwards.sum())
@@ -156,7 +159,7 @@ class RowReader:
         device = kinds <= CODE["collective"]
         self._device_rows(np.flatnonzero(device), events, args, columns, first)
         self._host_rows(np.flatnonzero(~device), events, args, columns)
-        self._builder.extend(columns, count)
+        self.builder.extend(columns, count)
 
     def _host_rows(self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]]) -> None:
         index, kinds, threads, shapes = rows.tolist(), columns["kind"], self._threads, self._shapes
@@ -207,13 +210,13 @@ class RowReader:
         if not key.endswith(b","):
             dims, types = msgspec.json.decode(b"[%b]" % key, type=tuple[Raw, Raw]) if key[:1] != b"," else (b"", b"")
         text = compact(dims, types) if dims else ""
-        return self._builder.intern(text) if text else NONE
+        return self.builder.intern(text) if text else NONE
 
     def _launch(self, key: tuple[Any, ...]) -> int:
         grid, block, registers, shared = key
         if all(part is None for part in key):
             return NONE
-        return self._builder.intern_launch(Launch(grid=grid, block=block, registers=registers, shared_bytes=shared))
+        return self.builder.intern_launch(Launch(grid=grid, block=block, registers=registers, shared_bytes=shared))
 
     def finish(self, meta: dict[str, Any], notes: list[str]) -> Timeline:
         """The timeline: collectives completed from their operators, times moved to the wall clock."""
@@ -221,9 +224,9 @@ class RowReader:
         settled = []
         for row, name, args in self._collectives:
             launch = collective(name, args, self._said.get(args.external))
-            settled.append((row, self._builder.intern_launch(launch), launch.collective_bytes))
+            settled.append((row, self.builder.intern_launch(launch), launch.collective_bytes))
         self._side.finish()
-        timeline = self._builder.build(last=True)
+        timeline = self.builder.build(last=True)
         forward_threads = self._side.forward_threads(timeline)
         for row, number, size in settled:
             timeline.columns["launch"][row] = number
@@ -235,11 +238,12 @@ class RowReader:
             timeline.columns[column] += base_ns
         if len(timeline) and timeline.start_ns < _WALL_CLOCK_NS:
             notes.append("times are not those of the wall clock: the trace does not say when it began")
-        odd = {c: n for c, n in sorted(self._left_out.items()) if c not in _EXPECTED}
-        notes += [Note(f"not read: {_events(n)} of category {c!r}", "omission") for c, n in odd.items()]
+        odd = sorted(Counter({c: n for c, n in self._left_out.items() if c not in _EXPECTED}).most_common(_MOST_NOTES))
+        notes += [Note(f"not read: {_events(n)} of category {c[:80]!r}", "omission") for c, n in odd]
         notes += [f"{what}: {_events(n)}" for what, n in sorted(self._odd.items()) if n]
         notes += [f"{what}: {_events(n)}" for what, n in sorted(self._side.odd.items())]
-        notes += [Note(f"not read, {why}: {_events(n)}", "omission") for why, n in sorted(self._side.not_read.items())]
+        left_out = sorted(self._side.not_read.most_common(_MOST_NOTES))
+        notes += [Note(f"not read, {why[:80]}: {_events(n)}", "omission") for why, n in left_out]
         info = meta.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
         timeline.rank = rank if isinstance(rank, int) else None
@@ -299,10 +303,13 @@ def read(
     """
     notes: list[str] = []
     where = "the trace" if isinstance(source, bytes) else str(source)
-    events = Events(pieces(source if isinstance(source, bytes) else Path(source), progress, notes))
+    file = source if isinstance(source, bytes) else Path(source)
+    budget = open_source(file)
+    events = Events(read_pieces(file, budget, notes, progress), budget)
     rows = RowReader(frames=frames)
     for batch, text in events:
         rows.add(batch, text)
+        budget.check_rows(max(rows.seen, len(rows.builder)))  # one counter event may be many rows
     if events.cut and not rows.seen:
         raise RecordingError(
             f"{where} contains no complete event",

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..record import CODE
 from .columns import NONE, Builder, Timeline
-from .stream import Batch, LateEvent, RawArgs, TraceEvent, fit
+from .events import Batch, LateEvent, RawArgs, TraceEvent, fit
 from .stream_names import key as stream_key
 from .stream_names import name_in
 

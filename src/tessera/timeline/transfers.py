@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from .columns import Launch
-from .stream import Args
+from .events import Args
 
 DTYPE_BYTES = {
     "double": 8, "float64": 8, "long": 8, "int64": 8, "uint64": 8, "complexfloat": 8, "complexdouble": 16,

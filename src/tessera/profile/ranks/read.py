@@ -6,7 +6,6 @@ an analysis does not look at is dropped where it is read.
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import multiprocessing
 import os
@@ -23,6 +22,7 @@ from ...errors import ArgumentError, RecordingError
 from ...record import CODE, Kind
 from ...timeline import Timeline, kineto
 from ...timeline.columns import NONE
+from ...timeline.source import open_source, read_pieces
 from ...timeline.transfers import ON_HOST
 from ...units import format_duration
 from ..runfile import RunFile
@@ -34,7 +34,7 @@ MOST_WORKERS = 8
 """More processes than this wait for the disk, not for each other."""
 Progress = Callable[[float], None]
 _RANK = re.compile(r"rank[-_. ]?(\d+)", re.IGNORECASE)
-_HEAD_BYTES = 1 << 16
+_HEAD_PIECES = 64  # of 128 KB or more
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,15 +118,13 @@ def _find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 def _is_trace(file: Path) -> bool:
     """Whether a JSON file is a trace, or too damaged to tell: then reading it says what is wrong."""
     try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as f:
-            head = f.read(_HEAD_BYTES)
-            if b'"traceEvents"' in head or (head.lstrip()[:1] == b"[" and b'"ph"' in head):
-                return True
-            # Kineto writes what it knows of the machine first; a large file is hardly anything else.
-            return len(head) == _HEAD_BYTES and any(
-                b'"traceEvents"' in part for part in iter(lambda: f.read(_HEAD_BYTES), b"")
-            )
-    except OSError:
+        pieces = read_pieces(file, open_source(file), [])
+        head = next(pieces, b"")
+        if b'"traceEvents"' in head or (head.lstrip()[:1] == b"[" and b'"ph"' in head):
+            return True
+        # Kineto writes what it knows of the machine first; a large file is hardly anything else.
+        return any(b'"traceEvents"' in piece for piece in itertools.islice(pieces, _HEAD_PIECES))
+    except RecordingError:
         return True
 
 

@@ -1,0 +1,206 @@
+"""The events of a trace, decoded into types; and mended, where a profiler wrote what is not JSON or has other types.
+
+Profilers write damaged JSON: `inf`, raw control characters, broken UTF-8, single backslashes. It is repaired, or
+skipped and counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Raw, Struct, field
+
+NAN = float("nan")
+
+
+class Args(Struct, frozen=True, gc=False):
+    """The arguments we use; msgspec skips the others without making objects of them."""
+
+    external: int = field(default=-1, name="External id")
+    correlation: int = -1
+    stream: int = -1
+    device: int = -1
+    bytes: int = -1
+    sequence: int = field(default=-1, name="Sequence number")
+    forward_thread: int = field(default=-1, name="Fwd thread id")
+    dims: Raw = field(default=Raw(b""), name="Input Dims")
+    types: Raw = field(default=Raw(b""), name="Input type")
+    grid: tuple[int, ...] | None = None
+    block: tuple[int, ...] | None = None
+    registers: int | None = field(default=None, name="registers per thread")
+    shared: int | None = field(default=None, name="shared memory")
+    collective: str | None = field(default=None, name="Collective name")
+    elements_in: int = field(default=0, name="In msg nelems")
+    elements_out: int = field(default=0, name="Out msg nelems")
+    dtype: str | None = None
+    group: str | None = field(default=None, name="Process Group Name")
+    group_size: int | None = field(default=None, name="Group size")
+    name: str | None = None
+    labels: str | None = None
+    allocated: int | None = field(default=None, name="Total Allocated")
+    device_id: int = field(default=-1, name="Device Id")
+
+
+class _Event(Struct, gc=False):
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    pid: int | str = -1
+    tid: int | str = -1
+    id: int | str = -1
+    args: Args = Args()
+
+
+class TraceEvent(_Event, gc=False):
+    """One event; `ts` and `dur` in microseconds."""
+
+    ts: float = NAN
+    dur: float = NAN
+
+
+class LateEvent(_Event, gc=False):
+    """The same with `ts` and `dur` as text: from 2^43 us on (absolute times) a float does not hold nanoseconds."""
+
+    ts: Raw = Raw(b"")
+    dur: Raw = Raw(b"")
+
+
+Batch = Sequence[TraceEvent | LateEvent]
+
+
+class RawArgs(Struct, gc=False):
+    """An event of which only the free-form arguments matter: counters."""
+
+    args: Raw = Raw(b"{}")
+
+
+FLOAT_HOLDS_US = 2.0**43
+"""Below this a float of microseconds is within 0.49 ns of its text: rounding to a nanosecond is exact."""
+
+LIMIT_NS = 2**61
+"""73 years: the sum of a base, a start and a duration below this fits 64 bits."""
+
+_ARGS: dict[str, tuple[str, Any]] = {f.encode_name: (f.name, f.type) for f in msgspec.structs.fields(Args)}
+_CONTROLS = bytes(32 if b < 32 else b for b in range(256))  # a line break outside a string is as good as a space
+_NOT_A_NUMBER = re.compile(rb'([\w)%]"\s*:\s*)[-+]?(?:nan|inf(?:inity)?)\b', re.IGNORECASE)  # only keys end so: exact
+_REPAIR_TOKEN = re.compile(
+    rb'("[^"\\]*+(?:\\.[^"\\]*+)*+"?)|[-+]?\b(?:nan|inf(?:inity)?)\b|(?<![\w.])-?\d[\d.]*+e\+?\d{3,}',
+    re.IGNORECASE | re.DOTALL,
+)
+_PAIR = rb"u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(rb'\\(?:(["\\/bfnrt]|' + _PAIR + rb"|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})|(u[0-9a-fA-F]{4})|)")
+
+
+def repair_json(text: bytes) -> bytes:
+    """Repair control characters, broken UTF-8 and numbers that are not numbers."""
+    text = text.translate(_CONTROLS).decode("utf-8", "replace").encode()
+    return _NOT_A_NUMBER.sub(rb"\1null", text)
+
+
+def _patch_event(text: bytes) -> bytes:
+    """`repair_json`, and bad escapes and numbers in lists too: slower, for single events."""
+
+    def escape(match: re.Match[bytes]) -> bytes:
+        if match[1]:
+            return match[0]
+        return rb"\ufffd" if match[2] else rb"\\"  # half a surrogate pair; a lone backslash
+
+    text = _ESCAPE.sub(escape, text.translate(_CONTROLS).decode("utf-8", "replace").encode())
+    return _REPAIR_TOKEN.sub(lambda m: m[1] or b"null", text)
+
+
+class Decoder:
+    """Decodes runs of events. `late` turns on by itself when a time does not fit a float; `unreadable` counts."""
+
+    def __init__(self) -> None:
+        self._plain = msgspec.json.Decoder(list[TraceEvent])
+        self._late = msgspec.json.Decoder(list[LateEvent])
+        self.late = False
+        self.unreadable = 0
+
+    def __call__(self, text: bytes) -> Batch | None:
+        """The events of a JSON list; None where it is not sound or not of the expected types."""
+        try:
+            if not self.late:
+                events = self._plain.decode(text)
+                if not (np.abs([e.ts for e in events]) >= FLOAT_HOLDS_US).any():  # NaN is not
+                    return events
+                self.late = True
+            return self._late.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def mend(self, text: bytes) -> tuple[Batch, bytes] | None:
+        """The events of a list that did not decode, and the list as it was mended; None where it is no JSON."""
+        text = repair_json(text)
+        if (events := self(text)) is None:
+            try:
+                parts = msgspec.json.decode(text, type=list[Raw])
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return None
+            events, text = self.join([self.mend_event(part) for part in map(bytes, parts) if part[:1] in b"{["])
+        return events, text
+
+    def mend_event(self, text: bytes) -> bytes:
+        """One event as it can be decoded, with those of its values that can be used; empty where it cannot."""
+        for mend in (bytes, _patch_event, _coerce_event):
+            try:
+                text = mend(text)
+            except (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError):
+                return b""
+            if self(b"[%b]" % text) is not None:
+                return text
+        return b""
+
+    def join(self, texts: Sequence[bytes]) -> tuple[Batch, bytes]:
+        """Mended events as one batch; those that are empty are counted."""
+        kept = [text for text in texts if text]
+        self.unreadable += len(texts) - len(kept)
+        text = b"[%b]" % b",".join(kept)
+        return self(text) or [], text
+
+
+def _coerce_event(text: bytes) -> bytes:
+    """An event whose values have unexpected types, with those that can be used."""
+    event = msgspec.json.decode(text)
+    if not isinstance(event, dict):
+        raise TypeError
+    fields: dict[str, Any] = {}
+    for key in ("ph", "cat", "name", "pid", "tid", "id"):
+        value = event.get(key)
+        if value is not None:
+            number = key in ("pid", "tid", "id") and isinstance(value, int)
+            fields[key] = value if number else str(value)
+    for key in ("ts", "dur"):
+        try:
+            fields[key] = Raw(str(Decimal(str(event[key]))).encode())
+        except (KeyError, ArithmeticError, ValueError):  # no number, too large, or of more digits than Python reads
+            continue
+    raw_args = event.get("args")
+    args: dict[str, Any] = {}
+    for key, value in raw_args.items() if isinstance(raw_args, dict) else ():
+        if key in _ARGS:
+            try:
+                args[key] = msgspec.convert(value, Any if _ARGS[key][1] is Raw else _ARGS[key][1], strict=False)
+            except msgspec.ValidationError:
+                continue
+    return msgspec.json.encode(fields | {"args": args})
+
+
+def nanoseconds(text: Raw | bytes) -> int | None:
+    """Decimal microseconds as nanoseconds, exactly; None where it is no number or no time that can be."""
+    try:
+        ns = Decimal(bytes(text).decode()) * 1000
+        return round(ns) if abs(ns) < LIMIT_NS else None
+    except (ArithmeticError, ValueError):
+        return None
+
+
+def fit(value: int) -> int:
+    """A number as 64 bits with a sign: handles are printed without one."""
+    return value if -(2**63) <= value < 2**63 else (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,95 @@
+"""The bytes of a trace file, decompressed as they are read, within what a file of its size may become."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import RecordingError
+from ..read_limits import ReadBudget
+
+CHUNK_BYTES = 1 << 20
+_GZIP = b"\x1f\x8b"
+
+
+def open_source(source: Path | bytes) -> ReadBudget:
+    """The budget of a file, or of its bytes."""
+    if isinstance(source, bytes):
+        return ReadBudget("the trace", len(source))
+    try:
+        return ReadBudget(str(source), source.stat().st_size)
+    except OSError as error:
+        raise _cannot_read(source, error) from error
+
+
+def read_pieces(
+    source: Path | bytes, budget: ReadBudget, notes: list[str], progress: Callable[[float], None] | None = None
+) -> Iterator[bytes]:
+    """The bytes of a file, decompressed; what is whole of a file that was cut or spoilt."""
+    if isinstance(source, bytes):
+        yield from _unpack((source[i : i + CHUNK_BYTES] for i in range(0, len(source), CHUNK_BYTES)), budget, notes)
+        if progress:
+            progress(1.0)
+        return
+    try:
+        with source.open("rb") as file:
+            yield from _unpack(_read_counted(file, budget.size, progress), budget, notes)
+    except OSError as error:
+        raise _cannot_read(source, error) from error
+
+
+def _cannot_read(source: Path, error: OSError) -> RecordingError:
+    return RecordingError(f"cannot read {source}", why=str(error), fix="check the path and permissions")
+
+
+def _read_counted(file: BinaryIO, size: int, progress: Callable[[float], None] | None) -> Iterator[bytes]:
+    seen = 0
+    # Compressed text grows about tenfold: smaller reads keep the chunks of both kinds of file alike.
+    while piece := file.read(CHUNK_BYTES // 8):
+        yield piece
+        seen += len(piece)
+        if progress:
+            progress(min(1.0, seen / size) if size else 1.0)
+
+
+def _unpack(packed: Iterator[bytes], budget: ReadBudget, notes: list[str]) -> Iterator[bytes]:
+    first = next(packed, b"")
+    if not first.startswith(_GZIP):
+        if first:
+            yield first
+        yield from packed
+        return
+    inflate, rest, inflated = zlib.decompressobj(31), first, 0
+    try:
+        while rest or (rest := next(packed, b"")):
+            if data := inflate.decompress(rest, CHUNK_BYTES):
+                inflated += len(data)
+                budget.check_inflated(inflated)
+                yield data
+            rest = inflate.unconsumed_tail
+            if inflate.eof:  # gzip files may be several, one after the other
+                rest = inflate.unused_data or next(packed, b"")
+                if not rest.startswith(_GZIP):
+                    return
+                inflate = zlib.decompressobj(31)
+        if data := inflate.flush():
+            yield data
+        if not inflate.eof:
+            notes.append("the compressed file was cut: it has no end")
+    except zlib.error as error:
+        notes.append(f"the compressed file is damaged ({error}): what comes before that was read")
+
+
+def join_chunks(source: Iterator[bytes]) -> Iterator[bytes]:
+    """Pieces put together: adding each to what is left over would copy that time and again."""
+    held: list[bytes] = []
+    size = 0
+    for piece in source:
+        held.append(piece)
+        size += len(piece)
+        if size >= CHUNK_BYTES:
+            yield b"".join(held)
+            held, size = [], 0
+    yield b"".join(held)
