@@ -29,7 +29,7 @@ def goals() -> list[Goal]:
         *simulation_goals(load("schedule_plant")),
         node(c),
         *overhead(c, load("schedule_cost")),
-        *faults(load("actuator_faults")),
+        *faults(load("actuator_faults"), load("actuator_moments")),
     ]
 
 
@@ -252,23 +252,25 @@ def overhead(c: dict[str, Any] | None, h: dict[str, Any] | None) -> list[Goal]:
     ]  # fmt: skip
 
 
-def faults(f: dict[str, Any] | None) -> list[Goal]:
-    what, goal = "random schedules against the fake NVML with faults injected, state restored", "every time, 1,000"
-    command = "python benchmarks/measure/actuator_faults.py 1000"
-    if f is None:
-        return [Goal(what=what, goal=goal, command=command)]
-    by = ", ".join(f"{k} {v}" for k, v in f["restored_by"].items())
-    reached = f"{f['restored']:,} of {f['trials']:,} ({f['schedules']:,} schedules, {f['with_faults']} trials with faults; restored by {by})"
-    return [
-        Goal(
-            what=what,
-            goal=goal,
-            reached=reached,
-            met=f["restored"] == f["trials"] >= 1000,
-            where=where("actuator_faults"),
-            command=command,
-        )
-    ]
+def faults(f: dict[str, Any] | None, moments: dict[str, Any] | None) -> list[Goal]:
+    script = "python benchmarks/measure/actuator_faults.py"
+    kinds = [
+        (f, "actuator_faults", 1000, "random schedules against the fake NVML with faults injected, state restored", "1000"),
+        (moments, "actuator_moments", 200, "kill -9, SIGTERM or SIGHUP at a random moment, in two of three trials after "
+         "the journal or its folder was removed, against the fake NVML: limits and clocks restored", "--moments 200"),
+    ]  # fmt: skip
+    rows = []
+    for result, name, count, what, arguments in kinds:
+        row = {"what": what, "goal": f"every time, {count:,}", "command": f"{script} {arguments}"}
+        if result is None:
+            rows.append(Goal(**row))
+            continue
+        by = ", ".join(f"{k} {v}" for k, v in result["restored_by"].items())
+        faulty = f", {result['with_faults']} trials with faults" if result["with_faults"] else ""
+        reached = f"{result['restored']:,} of {result['trials']:,} ({result['schedules']:,} schedules{faulty}; restored by {by})"
+        met = result["restored"] == result["trials"] >= count
+        rows.append(Goal(**row, reached=reached, met=met, where=where(name)))
+    return rows
 
 
 def notes() -> list[str]:
