@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tessera import analyze
 from tessera.analyze.answer import Answer, answer
+from tessera.analyze.diff import diff
 from tessera.analyze.evidence import PREPARING
 from tessera.analyze.rules_host import BESIDE
 from tessera.analyze.slowdown import EVENT_S, FIRST, TRACED, UNTRACED, Slowdown, slowdown_of
@@ -28,6 +29,7 @@ from tessera.report.run_html import page
 from tessera.schema import Domain
 from tessera.timeline import kineto
 from tessera.timeline.columns import Builder
+from tessera.units import format_energy_error
 
 from places import REPOSITORY
 
@@ -160,6 +162,14 @@ def test_the_joules_of_a_step_are_those_of_an_untraced_one(slowed: RunFile) -> N
     assert f"22.2 steps/s (of 26 untraced, {left_out}; 24.1 J traced)" in out
     assert "note tracing made steps 1.44x as long (65 ms, 45 ms untraced): about 40 J of idle" in out
     assert "are the tracer's, which no advice counts" in out
+
+
+def test_a_diff_and_a_report_give_one_step_the_same_joules(slowed: RunFile) -> None:
+    step = said_of(slowed).per_work[0]
+    found = diff(slowed.path, slowed.path)
+    assert found.per == "step" and found.total.before_j == pytest.approx(step.traced_j)
+    spent = format_energy_error(step.energy_j, step.error_j)
+    assert any(f"one without tracing costs {spent}, as `tessera report` shows it" in note for note in found.notes)
 
 
 def test_what_waits_for_the_tracer_is_no_advice(slowed: RunFile) -> None:

@@ -31,10 +31,12 @@ from ..record import KINDS
 from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..timeline.columns import NONE, Timeline
+from ..units import format_energy_error
 from .answer import name_of, work_amounts
 from .mean_step import StepRows, find_step_rows, self_time, wall_s
 from .run_energy import is_partial, whole_of
 from .sides import Cell, DiffSide, Span, errors_of, model_of, watts_error, whole_errors
+from .slowdown import Slowdown, slowdown_of
 
 _NAN = float("nan")
 _HEAD = 4096
@@ -219,13 +221,21 @@ def _of_recording(recording: Recording) -> DiffSide:
         table,
         name,
         work=work,
-        notes=recording.notes,
+        notes=[*_describe_untraced(name, slowdown_of(recording, table)), *recording.notes],
         level=_sensor_level(recording, table),
         span="run" if is_run else "trace",
         whole=whole,
         stepped=find_step_rows(timeline, table, recording.accounted_windows if is_run else ()),
         command=command,
     )
+
+
+def _describe_untraced(name: str, tracing: Slowdown | None) -> list[str]:
+    """Where tracing slowed a run, the report states its untraced steps; rows are known of the traced ones only."""
+    if tracing is None or not tracing.matters or tracing.untraced_step_j is None:
+        return []
+    spent = format_energy_error(tracing.untraced_step_j, tracing.untraced_step_error_j)
+    return [f"{name}: these are traced steps; one without tracing costs {spent}, as `tessera report` shows it"]
 
 
 def _command_of(facts: Facts) -> list[str]:
