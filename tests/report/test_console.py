@@ -13,7 +13,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import tessera
+from tessera.analyze.diff import diff
+from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.report.console import Console, HangingText, TextFlow, label_table, open_table
+from tessera.report.diff import _rows as difference_rows
+from tessera.report.energy import rows_table
 
 SOURCE = Path(tessera.__file__).parent
 MARKUP = [
@@ -84,3 +88,24 @@ def test_nothing_prints_past_our_console() -> None:
                 assert not wrong, f"{path}: {wrong} of rich"
             if isinstance(node, ast.Attribute):
                 assert node.attr not in ("from_markup", "render_markup"), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("width", [50, 60, 70, 80, 100, 120])
+def test_no_column_goes_without_a_word(width: int) -> None:
+    """At every width each heading is in the table, or is named below it."""
+    row = EnergyRow(name="aten::mm", kind="op", calls=7, time_s=1.0, energy_j=12.5, error_j=0.25, share=0.5)
+    screens = {
+        "power per call": rows_table([row], "ops", width=width),
+        "time before after change": difference_rows(diff(table_of(row), table_of(row)), 5, width),
+    }
+    for wanted, screen in screens.items():
+        shown = Console(file=io.StringIO(), width=width).text(screen)
+        assert all(word in shown for word in wanted.split()), shown
+        assert "…" not in shown
+
+
+def table_of(row: EnergyRow) -> EnergyTable:
+    return EnergyTable(
+        energy_j=25.0, error_j=1.0, idle_j=0.0, idle_error_j=0.0, time_s=2.0, busy_s=2.0, kernels=(), ops=[row],
+        source="x", basis="measured", coverage=1.0,
+    )  # fmt: skip

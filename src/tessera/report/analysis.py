@@ -27,7 +27,7 @@ from ..units import (
     format_si,
     format_temperature,
 )
-from .console import open_table, plain_console
+from .console import note_dropped, open_table, plain_console
 from .html import card, card_bar, prose
 
 WIDTH = 100
@@ -240,9 +240,11 @@ def _table(result: Result, rows: Sequence[Mapping[str, Any]], width: int) -> Tab
 
     # A number that is cut is wrong: the widest column of names is cut first (in the middle, since names differ at their
     # ends), then the last columns are dropped.
+    hidden: list[str] = []
     while len(columns) > 2 and total_width() > width + 2:
         last = next(c for c in reversed(columns) if c.key != widest)
         columns.remove(last)
+        hidden.insert(0, last.title)
         del widths[last.key]
     if widest is not None:
         room = max(MIN_NAME, width - sum(w for k, w in widths.items() if k != widest))
@@ -252,7 +254,7 @@ def _table(result: Result, rows: Sequence[Mapping[str, Any]], width: int) -> Tab
         table.add_column(column.title, justify="left" if texts[column.key] else "right", no_wrap=True)
     for line in zip(*(cells[c.key] for c in columns), strict=True):
         table.add_row(*(Text(cell) for cell in line))
-    return table
+    return note_dropped(table, hidden)
 
 
 def _visible_columns(result: Result) -> list[ResultColumn]:

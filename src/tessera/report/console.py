@@ -175,6 +175,13 @@ def dropped_note(headings: str) -> Text:
     return Text(f"not shown: {headings} (use a wider terminal, or --json)", style="dim")
 
 
+def note_dropped(table: Table, headings: Sequence[str]) -> Table:
+    """Say below a table which of its columns a narrow terminal has no room for."""
+    if headings:
+        table.caption, table.caption_justify, table.caption_style = dropped_note(", ".join(headings)), "left", ""
+    return table
+
+
 def build_table(columns: Sequence[TableColumn], gap: int = 1, styles: Sequence[str] = ()) -> Table:
     """A table of these columns; `styles` are those of the rows."""
     table = open_table(gap=gap)

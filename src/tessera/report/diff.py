@@ -26,9 +26,11 @@ from ..units import (
     parse_energy,
     parse_power,
 )
-from .console import label_table, next_line, open_table, plain_console
+from .console import label_table, next_line, note_dropped, open_table, plain_console
 from .energy import TITLES, WIDTH
 
+NARROWEST = 14
+"""Columns that a name needs."""
 TOP = 12
 _FACTOR = 20.0  # a larger change is written as a factor
 _SHOW = {
@@ -258,13 +260,18 @@ def _rows(difference: Difference, top: int, width: int) -> Table:
     shown, names = list(difference.rows)[:top], display_names(difference)
     cells = [_cells(r, timed=timed) for r in shown]
     headings = ("before", "after", "change", "", *(() if timed else ("time",)))
-    wide = sum(max(len(c[i].plain) for c in cells) + 2 for i in range(len(headings)))
-    room = max(14, width - wide - 2)
+    widths = [max(len(h), *(len(c[i].plain) for c in cells)) + 2 for i, h in enumerate(headings)]
+    kept = list(range(len(headings)))
+    for place in (4, 0, 1):  # the change is what it is about
+        if sum(widths[i] for i in kept) + NARROWEST + 2 > width and place in kept:
+            kept.remove(place)
+    room = max(NARROWEST, width - sum(widths[i] for i in kept) - 2)
     count = f" ({len(shown)} of {len(difference.rows)})" if len(difference.rows) > len(shown) else ""
-    table = open_table(f"{TITLES.get(difference.by, difference.by)}{count}", *headings)
+    table = open_table(f"{TITLES.get(difference.by, difference.by)}{count}", *(headings[i] for i in kept))
     for row, line in zip(shown, cells, strict=True):
-        table.add_row(Text(fit(names[row.name], room)), *line, style="" if is_significant(row, timed=timed) else "dim")
-    return table
+        style = "" if is_significant(row, timed=timed) else "dim"
+        table.add_row(Text(fit(names[row.name], room)), *(line[i] for i in kept), style=style)
+    return note_dropped(table, [h for i, h in enumerate(headings) if i not in kept])
 
 
 def is_significant(row: RowChange, *, timed: bool) -> bool:

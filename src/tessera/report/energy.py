@@ -16,7 +16,7 @@ from ..analyze.run_energy import FUNCTION
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..timeline.kineto import MODULE
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
-from .console import open_table, plain_console
+from .console import note_dropped, open_table, plain_console
 from .html import card, card_bar
 
 SUMMARY_NOTE = "Calls are counted while tracing; joules are those of the whole run."
@@ -133,7 +133,8 @@ def rows_table(
     table.add_column(f"{title}{more}", no_wrap=True, overflow="ellipsis")
     if grouped:
         table.add_column("", no_wrap=True)
-    wide = width >= 80 and not any(math.isnan(r.error_j) for r in rows)
+    attributed = not any(math.isnan(r.error_j) for r in rows)
+    wide = width >= 80 and attributed
     headings = ["energy", "share", *(("power", "per call") if wide else ()), "samples" if sampled else "calls"]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -148,7 +149,7 @@ def rows_table(
         name = row.name if row.kind == "idle" else texts[names[row.name]]
         letter = [Text(group_letter(row.group), style="magenta")] if grouped else []
         table.add_row(Text(name), *letter, *cells, style="dim" if row.kind == "idle" else "")
-    return table
+    return note_dropped(table, ("power", "per call") if attributed and not wide else ())
 
 
 def _cells(row: EnergyRow, *, wide: bool) -> list[str]:

@@ -36,6 +36,7 @@ from .console import (
     fit_columns,
     label_table,
     next_line,
+    note_dropped,
     plain_console,
 )
 from .html import capitalize
@@ -167,10 +168,11 @@ def _consumers(report: EnergyReport, top: int) -> WidthDependent:
     ]
 
     def draw(width: int) -> Table:
-        columns, _ = fit_columns([number, *figures], width - _NAME, gap=2)
+        columns, dropped = fit_columns([number, *figures], width - _NAME, gap=2)
         room = max(_NAME, width - sum(c.width + 2 for c in columns))
         names = [c.label if len(c.label) <= room else f"{c.label[: room - 1]}…" for c in rows]
-        return build_table([number, TableColumn(heading="Top consumers", cells=names), *columns[1:]], gap=2)
+        table = build_table([number, TableColumn(heading="Top consumers", cells=names), *columns[1:]], gap=2)
+        return note_dropped(table, [dropped] if dropped else [])
 
     return WidthDependent(draw)
 

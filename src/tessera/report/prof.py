@@ -18,7 +18,7 @@ from ..analyze.run_energy import from_stacks, weigh_stacks
 from ..attribute.table import EnergyRow
 from ..profile.attach import Attached, TraceFigures, TrackSummary
 from ..units import format_bytes, format_duration, format_energy, format_frequency, format_power
-from .console import label_table, open_table
+from .console import TableColumn, WidthDependent, build_table, fit_columns, label_table, note_dropped
 
 MAX_ROWS = 11
 _COMMAND_CELLS = 36
@@ -56,18 +56,26 @@ def _headline(a: Attached) -> Text:
     return line
 
 
-def _figures(metrics: Sequence[TrackSummary]) -> Table:
-    table = open_table("", "mean", "min", "max")
-    table.add_column("scope", style="dim", no_wrap=True)
+def _figures(metrics: Sequence[TrackSummary]) -> WidthDependent:
     shown = _most_telling(metrics)
-    for m in shown:
-        scope = "process" if m.scope == "process" else "whole device"
-        if m.basis != "measured":
-            scope += f", {m.basis}"
-        table.add_row(m.metric.removeprefix("process."), *(_value(v, m.unit) for v in (m.mean, m.min, m.max)), scope)
-    if len(shown) < len(metrics):
-        table.add_row(Text(f"and {len(metrics) - len(shown)} more: --summary perf.csv", style="dim"))
-    return table
+    scopes = ["process" if m.scope == "process" else "whole device" for m in shown]
+    scopes = [s if m.basis == "measured" else f"{s}, {m.basis}" for s, m in zip(scopes, shown, strict=True)]
+    columns = [
+        TableColumn(heading="", cells=[m.metric.removeprefix("process.") for m in shown]),
+        TableColumn(heading="mean", cells=[_value(m.mean, m.unit) for m in shown], right=True),
+        TableColumn(heading="min", cells=[_value(m.min, m.unit) for m in shown], right=True, drop=3),
+        TableColumn(heading="max", cells=[_value(m.max, m.unit) for m in shown], right=True, drop=2),
+        TableColumn(heading="scope", cells=scopes, drop=1, style="dim"),
+    ]
+
+    def draw(width: int) -> Table:
+        fitting, dropped = fit_columns(columns, width, gap=2)
+        table = build_table(fitting, gap=2)
+        if len(shown) < len(metrics):
+            table.add_row(Text(f"and {len(metrics) - len(shown)} more: --summary perf.csv", style="dim"))
+        return note_dropped(table, [dropped] if dropped else [])
+
+    return WidthDependent(draw)
 
 
 def _most_telling(metrics: Sequence[TrackSummary]) -> list[TrackSummary]:
