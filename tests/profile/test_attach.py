@@ -853,7 +853,7 @@ def test_samples_of_py_spy_end_when_its_file_was_written():
     }
     rows = stacks.parse_speedscope({"shared": {"frames": frames}, "profiles": [thread]}, 10**9)
     assert [row.epoch_ns for row in rows] == [850_000_000, 900_000_000, 950_000_000]
-    assert rows[-1] == (950_000_000, 12, "b/train.py:9 main;b/train.py:3 step", 1)
+    assert rows[-1] == (950_000_000, 12, "/a/b/train.py:9 main;/a/b/train.py:3 step", 1)
 
 
 def test_a_process_that_ends_meanwhile():

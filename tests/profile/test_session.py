@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 
 from tessera import monitor, profile
+from tessera.analyze.answer import answer
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.monitor import Monitor
 from tessera.profile import region as region_class
+from tessera.profile import sampling
 from tessera.profile.kineto_collector import drop_unasked
 from tessera.profile.options import SessionOptions
 from tessera.profile.region import current
@@ -737,6 +739,29 @@ def test_stacks_keep_to_their_budget():
     sampler = StackSampler(0.001)
     sampler._recent_s = 1e-4
     assert sampler.period_s == pytest.approx(1e-4 / BUDGET) and sampler.is_stretched
+
+
+def test_frames_of_the_users_own_code_can_be_told_from_libraries(tmp_path):
+    here = Path.cwd()
+    assert sampling.name_frame(f"{here}/src/train.py", 3, "step") == "./src/train.py:3 step"
+    assert sampling.name_frame("/elsewhere/my;train.py", 3, "step") == "/elsewhere/my,train.py:3 step"
+    assert (
+        sampling.name_frame("/x/site-packages/torch/nn/modules/linear.py", 134, "forward")
+        == "modules/linear.py:134 forward"
+    )
+    assert sampling.name_frame(threading.__file__, 5, "wait").endswith("/threading.py:5 wait")
+    assert sampling.name_frame(sampling.__file__, 5, "x") == "profile/sampling.py:5 x"
+    assert sampling.name_frame("<frozen importlib._bootstrap>", 1, "x") == "<frozen importlib._bootstrap>:1 x"
+
+
+def test_a_trace_with_stacks_has_sampled_lines_too(path, power):
+    torch = pytest.importorskip("torch")
+    with profile.session(mode="timeline", with_stack=True, sample_interval_ms=1, path=path) as sess:
+        until = time.monotonic() + 10
+        while sess._stacks.samples < 5 and time.monotonic() < until:
+            torch.ones(64, 64) @ torch.ones(64, 64)
+    found = answer(sess.recording())
+    assert any(__file__ in row.name or "tests/profile/test_session.py" in row.name for row in found.lines)
 
 
 def test_gpu_activity_in_sampling_mode_is_explained(path):

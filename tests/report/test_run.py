@@ -627,6 +627,31 @@ def test_a_sampled_run_is_shared_out_by_stacks(tmp_path: Path) -> None:
     assert re.search(r">train</td><td class='n' data-v='500'>500 J<", rendered)  # measured, and not shared out
 
 
+def test_joules_by_line_of_the_users_own_code(tmp_path: Path) -> None:
+    writer = record(tmp_path / "s.tessera", Builder().build(), mode="sampling")
+    half, pid = START_NS + 500_000_000, os.getpid()
+    stacks = {
+        "profile/launch.py:1 main;./train.py:3 load;modules/linear.py:134 forward": 30,
+        "profile/launch.py:1 main;./train.py:3 load;threading.py:5 wait": 10,
+        "profile/launch.py:1 main;./train.py:9 step;/home/me/mine.py:2 helper": 40,
+        "profile/launch.py:1 main;python3.11/typing.py:5 x": 20,
+    }
+    writer.add_stacks([(half, pid, stack, count) for stack, count in stacks.items()])
+    writer.close()
+    with RunFile(tmp_path / "s.tessera") as run:
+        out, rendered, spent = both(run)
+        alone = text_of(text(with_table(run, spent), by="lines"))
+    for screen in (out, alone):
+        assert re.search(r"/home/me/mine\.py:2 helper +~24\d J +40\.0% +40", screen)
+        assert re.search(r"train\.py:3 load +~24\d J +40\.0% +40", screen)
+        assert re.search(r"not in your code +~12\d J +20\.0%", screen)
+        assert "a line includes what it calls" in " ".join(screen.split())
+    assert "Your lines (2)" in rendered
+    record(tmp_path / "none.tessera", Builder().build(), mode="sampling").close()
+    with RunFile(tmp_path / "none.tessera") as run:
+        assert "no lines were recorded: use tessera run --stack" in text_of(text(run.recording(), by="lines"))
+
+
 def test_a_summarised_run_is_shared_out_by_time(tmp_path: Path) -> None:
     kernels = [
         {"name": synthetic_run.GEMM, "kind": "kernel", "calls": 100, "time_s": 0.6},

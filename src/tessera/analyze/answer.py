@@ -32,6 +32,7 @@ from .run_energy import (
     RunTotals,
     TimeShares,
     Whole,
+    find_own_lines,
     from_stacks,
     from_summary,
     is_partial,
@@ -90,7 +91,8 @@ class Answer:
     that part, as the table does; it has `traced_steps` of the steps, and `limited` says that a time limit ended it. The
     part and what is `outside` sum to the whole, with what only the energy counter saw in a gap of the samples. `ops`
     and `kernels` are all rows, most joules first. Where nothing was attributed (a sampled or summarised run),
-    `shared_by` says how the joules were shared out instead: those rows have no error, and `rest_j` is in no row. `cut`
+    `shared_by` says how the joules were shared out instead: those rows have no error, and `rest_j` is in no row.
+    `lines` are those of the user's own code with what they call, of the whole run, where stacks were sampled. `cut`
     says why the file ends early, where it does. `scope` says whether CPU joules are those of the program and its
     children, or of everything on the machine. `tracing` is what tracing did to the program.
     """
@@ -127,6 +129,7 @@ class Answer:
     kernels: Sequence[EnergyRow] = ()
     regions: Sequence[EnergyRow] = ()
     modules: Sequence[EnergyRow] = ()
+    lines: Sequence[EnergyRow] = ()
     steps: StepSpread | None = None
     shared_by: str | None = None
     advice: Sequence[Advice] = ()
@@ -211,6 +214,7 @@ def answer(recording: Recording) -> Answer:
         kernels=_most_first(spent.kernels),
         regions=_most_first([r for r in table.regions or (shared.regions if shared else ()) if r.name not in steps]),
         modules=_most_first(table.modules),
+        lines=find_own_lines(stacks_of(recording, whole.energy_j), whole.energy_j),
         steps=_spread(table.steps),
         shared_by=shared.by if shared else None,
         advice=find_advice(

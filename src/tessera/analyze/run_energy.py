@@ -28,6 +28,8 @@ FULLY = 0.98
 """A run of which this much was traced is called traced."""
 FUNCTION = "function"
 """The kind of a row that is a Python function of sampled stacks; its calls are samples."""
+BY_STACKS = "the watts at each sampled Python stack"
+"""How joules are shared out among functions and lines."""
 OLDER = "this summary has no time in each operator alone, so no operator has joules of its own: record it again"
 _STEPS = re.compile(r"ProfilerStep#N|(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*N", re.IGNORECASE)
 _NAN = float("nan")
@@ -286,7 +288,17 @@ def from_stacks(stacks: Sequence[tuple[str, int, float]], total_j: float) -> Tim
         )
         for leaf, joules in spent.items()
     ]
-    return TimeShares(by="the watts at each sampled Python stack", ops=rows)
+    return TimeShares(by=BY_STACKS, ops=rows)
+
+
+def find_own_lines(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
+    """Rows by the innermost line of the user's own code in each stack, most joules first: what it calls is in it."""
+    own = [
+        (next((f for f in reversed(stack.split(";")) if f.startswith(("./", "/"))), ""), count, joules)
+        for stack, count, joules in stacks
+    ]
+    shares = from_stacks([line for line in own if line[0]], total_j)
+    return sorted(shares.ops, key=lambda r: r.energy_j, reverse=True) if shares else []
 
 
 def _with_names(rows: Any) -> list[Mapping[str, Any]]:

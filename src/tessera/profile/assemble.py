@@ -36,7 +36,7 @@ def assemble(session: Session) -> None:
             _tracing(session, undo)
         elif any(a in options.enabled_activities for a in ON_DEVICE):
             session.notes.append("sampling mode traces nothing: devices are seen by their power and telemetry only")
-        if "stack" in options.enabled_activities:
+        if "stack" in options.enabled_activities or options.with_stack:
             from .sampling import StackSampler
 
             session._stacks = StackSampler(options.interval_ms * 1e-3)

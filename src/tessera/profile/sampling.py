@@ -6,10 +6,11 @@ until it is at most `BUDGET` of the time.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import CodeType, FrameType
 
 # Of the half percent that sampling mode may cost; the file, the feed and the power sampler take the rest.
@@ -20,6 +21,7 @@ OWN = "tessera-"
 """How the names of our own threads begin."""
 # Names are made once for each line of code; a program that makes code for ever must not make names for ever.
 MAX_NAMES = 100_000
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", f"{Path(__file__).parents[1]}/")
 Key = tuple[int, tuple[CodeType | int, ...]]
 """A thread, and the code objects of its stack with the place in each, innermost first."""
 Stacks = list[tuple[int, int | str, str, int]]
@@ -40,6 +42,7 @@ class StackSampler:
         self._since_ns = time.time_ns()
         self._stopping = False
         self._thread: threading.Thread | None = None
+        _first_folder()
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="tessera-stacks", daemon=True)
@@ -123,7 +126,32 @@ class StackSampler:
 
 
 def _name(code: CodeType, at: int) -> str:
-    """`train.py:31 step`. A semicolon would end it."""
     line = next((n for start, end, n in code.co_lines() if start <= at < end and n), code.co_firstlineno)
-    path = PurePath(code.co_filename)
-    return f"{path.parent.name}/{path.name}:{line} {code.co_qualname}".lstrip("/").replace(";", ",")
+    return name_frame(code.co_filename, line, code.co_qualname)
+
+
+def name_frame(file: str, line: int, function: str) -> str:
+    """`./train.py:31 step` of the user's own code, `modules/linear.py:134 forward` of a library."""
+    path = PurePath(file)
+    if is_library(file):
+        where = f"{path.parent.name}/{path.name}".lstrip("/")
+    else:
+        folder = _first_folder()
+        where = f"./{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
+    # A semicolon would end the name.
+    return f"{where}:{line} {function}".replace(";", ",")
+
+
+@functools.cache
+def _first_folder() -> Path:
+    """The working folder at first: a script may go elsewhere later."""
+    try:
+        return Path.cwd()
+    except OSError:  # it was deleted
+        return Path("/dev/null")
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+    """Whether a file is not the user's: of Python, of an installed package, of Tessera, or no file at all."""
+    return not file.endswith(".py") or any(part in file for part in _LIBRARIES)

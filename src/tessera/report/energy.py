@@ -29,6 +29,7 @@ TITLES = {
     "regions": "region",
     "modules": "module",
     "steps": "step",
+    "lines": "your line",
     "groups": "group",
 }
 """What a row of each view is."""
@@ -74,7 +75,7 @@ def headline(table: EnergyTable) -> Text:
 
 def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
     """Idle as a row: kernels and idle sum to the total. Steps and regions include their idle time already."""
-    if view in ("steps", "regions") or not table.idle_j > 0:
+    if view in ("steps", "regions", "lines") or not table.idle_j > 0:
         return None
     return EnergyRow(
         name="idle",
@@ -89,6 +90,8 @@ def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
 
 def rest_row(answer: Answer, view: str) -> EnergyRow | None:
     """What the rows of a run without attribution leave: imports, and time between operators."""
+    if view == "lines":
+        return _outside_lines(answer)
     if view not in ("ops", "kernels") or not answer.rest_j > 0:
         return None
     return EnergyRow(
@@ -99,6 +102,18 @@ def rest_row(answer: Answer, view: str) -> EnergyRow | None:
         energy_j=answer.rest_j,
         error_j=math.nan,
         share=answer.rest_j / answer.energy_j if answer.energy_j > 0 else 0.0,
+    )
+
+
+def _outside_lines(answer: Answer) -> EnergyRow | None:
+    """What was used while no line of the user's own code was on the stack."""
+    own_j = math.fsum(r.energy_j for r in answer.lines)
+    rest_j = answer.whole.energy_j - own_j
+    if not answer.lines or rest_j <= 0.001 * answer.whole.energy_j:
+        return None
+    share = rest_j / answer.whole.energy_j
+    return EnergyRow(
+        name="not in your code", kind="idle", calls=0, time_s=0.0, energy_j=rest_j, error_j=math.nan, share=share
     )
 
 
@@ -129,7 +144,7 @@ def rows_table(
     more = f" ({len(rows)} of {total})" if total is not None and total > len(rows) else ""
     grouped = any(r.group is not None for r in rows)
     sampled = bool(rows) and rows[0].kind == FUNCTION
-    title = FUNCTION if sampled else TITLES.get(view, view)
+    title = FUNCTION if sampled and view != "lines" else TITLES.get(view, view)
     table.add_column(f"{title}{more}", no_wrap=True, overflow="ellipsis")
     if grouped:
         table.add_column("", no_wrap=True)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..analyze.answer import Answer, answer
 from ..analyze.kernel_names import fit, region_name
-from ..analyze.run_energy import Outside
+from ..analyze.run_energy import BY_STACKS, Outside
 from ..attribute.table import EnergyTable
 from ..config import find_cost
 from ..notes import kind_of
@@ -32,6 +32,11 @@ _PLACES = {
     "after": "after tracing ended",
     "unsampled": "while no sensor was read (from the energy counter)",
 }
+LINES_NOTE = (
+    f"~ joules of the whole run, divided by {BY_STACKS}: a line includes what it calls, "
+    "and a line that waits for a GPU includes what the GPU does"
+)
+"""How joules of lines are to be read."""
 MODES = {
     "timeline": "every kernel",
     "sampling": "sampled, no kernels",
@@ -210,13 +215,14 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
     if by is not None:
         rows = table.top(top or 20, by) if by == "steps" else list(result.rows(by)[: top or 20])
         if not rows:
-            hint = ": use tessera run --modules" if by == "modules" else ""
+            hint = {"modules": ": use tessera run --modules", "lines": ": use tessera run --stack"}.get(by, "")
             return [Text(f"no {by} were recorded{hint}", style="yellow")]
         total, idle = (
             len(table.steps if by == "steps" else result.rows(by)),
             idle_row(table, by) or rest_row(result, by),
         )
-        return [Text(""), rows_table(rows, by, width=width, total=total, idle=idle), *legend(rows)]
+        about = [Text(LINES_NOTE, style="yellow")] if by == "lines" else legend(rows)
+        return [Text(""), rows_table(rows, by, width=width, total=total, idle=idle), *about]
     for view in ("ops", "kernels"):
         all_rows = result.rows(view)
         if not all_rows:
@@ -228,6 +234,10 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
         rows = list(result.modules[: top or 2 * TOP])
         inside = Text("a module includes the modules inside it, and its backward pass", style="dim")
         parts += [Text(""), rows_table(rows, "modules", width=width, total=len(result.modules)), inside]
+    if result.lines:
+        rows, rest = list(result.lines[: top or TOP]), rest_row(result, "lines")
+        parts += [Text(""), rows_table(rows, "lines", width=width, total=len(result.lines), idle=rest)]
+        parts.append(Text(LINES_NOTE, style="yellow"))
     if shared and (result.ops or result.kernels):
         parts.append(
             Text(f"~ divided by {result.shared_by}: a model, without an interval. {SUMMARY_NOTE}", style="yellow")
@@ -262,7 +272,7 @@ def _next_command(
     """The next command: a view that was not shown yet."""
     path = shlex.quote(str(file or "RUN"))
     views = [view for view in ("kernels", "ops", "regions", "modules") if result.rows(view)]
-    views += ["steps"] if table.steps else []
+    views += [view for view in ("steps",) if table.steps] + [view for view in ("lines",) if result.lines]
     at = views.index(by) + 1 if by in views else 0
     if html is None:
         command = f"tessera report {path} --open"

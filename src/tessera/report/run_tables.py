@@ -18,7 +18,14 @@ from .html import table as html_table
 ROWS = 250
 FOLDED = 15
 """Rows that are shown at first; the same number is in run.css."""
-_TABS = {"ops": "Operators", "kernels": "Kernels", "regions": "Regions", "modules": "Modules", "steps": "Steps"}
+_TABS = {
+    "ops": "Operators",
+    "kernels": "Kernels",
+    "regions": "Regions",
+    "modules": "Modules",
+    "steps": "Steps",
+    "lines": "Your lines",
+}
 _COLUMNS = [("energy", True), ("", False), *((n, True) for n in ("share", "power", "per call", "calls", "time"))]
 _CHART = (1200, 130)
 _BARS = 120
@@ -34,7 +41,7 @@ def tables(table: EnergyTable, answer: Answer) -> str:
     for i, (view, title) in enumerate(views):
         rows = _rows(table, answer, view)
         state = "aria-selected='true' tabindex='0'" if i == 0 else "aria-selected='false' tabindex='-1'"
-        name = "Functions" if rows[0].kind == FUNCTION else title
+        name = "Functions" if rows[0].kind == FUNCTION and view != "lines" else title
         heads.append(
             f"<button type='button' role='tab' id='tab-{view}' aria-controls='panel-{view}' {state}>"
             f"{name} ({len(rows):,})</button>"
@@ -67,7 +74,7 @@ def _panel(table: EnergyTable, answer: Answer, view: str, title: str, *, shown: 
     most = max((r.energy_j + _error(r) for r in lines), default=0.0) or 1.0
     body = "".join(_row(r, names[r.name], most, view) for r in lines)
     sampled = bool(rows) and rows[0].kind == FUNCTION
-    first = FUNCTION if sampled else TITLES[view]
+    first = FUNCTION if sampled and view != "lines" else TITLES[view]
     columns = [("samples" if sampled and name == "calls" else name, number) for name, number in _COLUMNS]
     rest = format_energy(sum(r.energy_j for r in all_rows[ROWS:]), 3)
     hidden = len(all_rows) - ROWS

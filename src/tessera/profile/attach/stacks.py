@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
 from ...recording import Stack
+from ..sampling import name_frame
 
 RATE_HZ = 20
 _STOP_S = 10.0
@@ -79,7 +80,7 @@ class PySpy:
 
 def parse_speedscope(profile: dict[str, Any], end_ns: int) -> list[Stack]:
     """The samples of all threads. They have no times: the last was taken at `end_ns`, each lasts its weight."""
-    frames = [_name_frame(frame) for frame in profile["shared"]["frames"]]
+    frames = [name_frame(f["file"], f["line"], f["name"]) for f in profile["shared"]["frames"]]
     stacks = []
     for thread in profile["profiles"]:
         number = int(thread["name"].split()[1])  # "Thread 4711 "MainThread""
@@ -89,9 +90,3 @@ def parse_speedscope(profile: dict[str, Any], end_ns: int) -> list[Stack]:
             time_ns = end_ns - round((thread["endValue"] - at_s) * 1e9)
             stacks.append(Stack(time_ns, number, ";".join(frames[i] for i in sample), 1))
     return stacks[::-1]
-
-
-def _name_frame(frame: dict[str, Any]) -> str:
-    """As stacks that are sampled in the process have it: `folder/train.py:31 step`."""
-    path = PurePath(frame["file"])
-    return f"{path.parent.name}/{path.name}:{frame['line']} {frame['name']}".lstrip("/").replace(";", ",")
