@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .eager_ops import EagerOp, make_graph
 from .kernel_times import KernelGroup
 
@@ -240,20 +242,15 @@ def _fit_factors(
 
     None where there are none, or none within `FACTORS`.
     """
-    a, b = (alike[i] ** 2 + apart[i] ** 2 for i in (0, 1))
-    both = alike[0] * alike[1] + COMMON_ERROR * apart[0] * apart[1]
-    size = a * b - both**2
-    if size <= 1e-9 * a * b:
+    rows = np.array([[alike[0], apart[0], 0.0], [alike[1], 0.0, apart[1]]])
+    covariance = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, COMMON_ERROR], [0.0, COMMON_ERROR, 1.0]])
+    system = rows @ covariance @ rows.T
+    if np.linalg.det(system) <= 1e-9 * system[0, 0] * system[1, 1]:
         return None
-    push = ((b * lacking[0] - both * lacking[1]) / size, (a * lacking[1] - both * lacking[0]) / size)
-    shift = [apart[i] * push[i] for i in (0, 1)]
-    factors = (
-        1.0 + alike[0] * push[0] + alike[1] * push[1],
-        1.0 + shift[0] + COMMON_ERROR * shift[1],
-        1.0 + shift[1] + COMMON_ERROR * shift[0],
-    )
+    common, own_before, own_after = (1.0 + covariance @ rows.T @ np.linalg.solve(system, lacking)).tolist()
     low, high = FACTORS
-    return factors if all(low <= factor <= high for factor in factors) else None
+    in_range = low <= min(common, own_before, own_after) and max(common, own_before, own_after) <= high
+    return (common, own_before, own_after) if in_range else None
 
 
 def _scale_all(program: ProgramCost, factor: float) -> ProgramCost:

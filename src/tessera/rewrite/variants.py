@@ -37,8 +37,6 @@ _REPLAYED = frozenset({"reduce-overhead", REPLAYED_EAGER})
 _AUTOTUNE_S = 350.0
 # Torch warms a CUDA graph up with the first call and records it with the second: the third is the first replay.
 _CALLS_TO_REPLAY = 3
-# What Dynamo, Inductor or a C++ compiler raise for programs they cannot take: such a variant is dropped.
-_COMPILE_ERRORS = (*PRIVATE_ERRORS, ImportError, OSError)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,12 +131,13 @@ def _copy_results(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _list_compile_errors() -> tuple[type[Exception], ...]:
-    """Return also Triton's own error class, where Triton is installed."""
-    try:
+    """Return what Dynamo, Inductor, Triton or a C++ compiler raise for programs they cannot take: those are dropped."""
+    errors = (*PRIVATE_ERRORS, ImportError, OSError)
+    with contextlib.suppress(ImportError):
         from triton.errors import TritonError
-    except ImportError:
-        return _COMPILE_ERRORS
-    return (*_COMPILE_ERRORS, TritonError)
+
+        return (*errors, TritonError)
+    return errors
 
 
 @dataclass(slots=True, kw_only=True)
