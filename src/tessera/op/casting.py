@@ -30,7 +30,6 @@ STORED_AS = {
     "fp64": torch.float64,
 }
 _E4M3_MAX = 448.0
-_AT_ONCE = 16384  # elements of a row that one program holds (`kernels/quantize.py`, HELD)
 
 
 def unknown_precision(name: str, precision: Any) -> ArgumentError:
@@ -69,10 +68,6 @@ def cast(a: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor | 
 
 def cast_each(stack: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A stack of matrices in fp8 or fp16, and their scales: (batch,) of them."""
-    size = stack.shape[1:].numel()
-    if size <= _AT_ONCE or not stack.is_cuda:  # a matrix is a row here, which one program casts whole
-        values, scale = quantize(stack.reshape(len(stack), size), precision, True, (1, 1))
-        return values.reshape(stack.shape), scale
     each = [quantize(matrix, precision, False, (1, 1)) for matrix in stack]
     bits = torch.uint8 if precision == "fp8" else torch.int16  # autocast would cast a stack of fp8
     values = torch.stack([y.view(bits) for y, _ in each]).view(STORED_AS[precision])

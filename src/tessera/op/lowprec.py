@@ -152,28 +152,17 @@ def _multiply_fp8(a: torch.Tensor, b: torch.Tensor, precision: str, accumulate: 
         one = torch.ones((), device=a.device, dtype=torch.float32)
         # A row's scale could overflow an fp16 result before it is put right, so those come out wider.
         c = _scaled_mm(left, right, one, one, accumulate, torch.float32 if out == torch.float16 else written)
-        return _unscale_rows(c, left_scale, right_scale, m, n, out)
+        c = c[:m, :n] * left_scale[:m, None] * right_scale[None, :n]
     else:
         exact = torch.bfloat16 if a.device.type == "cuda" else torch.float32  # both hold every e4m3 value
         c = multiply_wide(left.to(exact), right.mT.to(exact), torch.float32)
-        if by_row:
-            return _unscale_rows(c, left_scale, right_scale, m, n, out)
-        c = c * (left_scale * right_scale)
+        c = c * (left_scale[:, None] if by_row else left_scale) * right_scale
     return c[:m, :n].to(out).contiguous()
 
 
 def _scaled_mm(left: Any, right: Any, left_scale: Any, right_scale: Any, accumulate: str, out: torch.dtype) -> Any:
     fast = accumulate == "fast"
     return torch._scaled_mm(left, right.mT, scale_a=left_scale, scale_b=right_scale, out_dtype=out, use_fast_accum=fast)
-
-
-def _unscale_rows(c: torch.Tensor, by_row: Any, by_col: Any, m: int, n: int, out: torch.dtype) -> torch.Tensor:
-    if c.device.type == "cuda" and out != torch.float64:
-        with contextlib.suppress(MissingExtra):
-            from .kernels.quantize import unscale
-
-            return unscale(c, by_row, by_col, m, n, out)
-    return (c[:m, :n] * by_row[:m, None] * by_col[None, :n]).to(out).contiguous()
 
 
 def _cast_operands(a: torch.Tensor, b: torch.Tensor, by_row: bool, native: bool) -> list[Any]:

@@ -238,20 +238,6 @@ def row_cast(
     tl.store(descale + row, power_of_two(-exponent), mask=row < y_rows)
 
 
-@triton.jit
-def row_unscale(
-    c, row_scale, col_scale, y, rows, cols, stride_row, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """A product brought back by the scales of its rows and columns, in one pass, without its padding."""
-    row, col, _ = _place(rows, cols, False, ROWS, COLS)
-    value = load_tile(c, row, col, rows, cols, stride_row, 1)
-    left = tl.load(row_scale + row, mask=row < rows, other=0.0)
-    right = tl.load(col_scale + col, mask=col < cols, other=0.0)
-    inside = (row < rows)[:, None] & (col < cols)[None, :]
-    at = row.to(tl.int64)[:, None] * cols + col[None, :]
-    tl.store(y + at, value * left[:, None] * right[None, :], mask=inside)
-
-
 def quantize(x: torch.Tensor, name: str, *, by_row: bool, pad: tuple[int, int] = (1, 1)) -> Any:
     """`(y, descale)` with x = y x descale up to rounding; y is contiguous, its sizes multiples of `pad`."""
     rows, cols = x.shape
@@ -320,16 +306,3 @@ def _grid_of_cast(x: torch.Tensor, y: torch.Tensor) -> tuple[int, dict[str, Any]
     tile = TILES["columns" if transposing else "rows"]
     programs = triton.cdiv(y.shape[0], tile[0]) * triton.cdiv(y.shape[1], tile[1])
     return programs, {"DOWN_FIRST": transposing, "ROWS": tile[0], "COLS": tile[1], "num_warps": WARPS}
-
-
-def unscale(c: torch.Tensor, by_row: torch.Tensor, by_col: torch.Tensor, rows: int, cols: int, dtype: Any) -> Any:
-    """`c[:rows, :cols] * by_row[:, None] * by_col[None, :]` in a type of its own."""
-    y = torch.empty((rows, cols), device=c.device, dtype=dtype)
-    tile = TILES["rows"]
-    programs = triton.cdiv(rows, tile[0]) * triton.cdiv(cols, tile[1])
-    with torch.cuda.device_of(c):
-        row_unscale[(programs,)](
-            c, by_row, by_col, y, rows, cols, c.stride(0), ROWS=tile[0], COLS=tile[1], num_warps=WARPS
-        )
-        announce(programs)
-    return y
