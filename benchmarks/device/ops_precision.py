@@ -491,7 +491,7 @@ def bounded_row(
     row = {**more, "shape": (a.shape[0], b.shape[1], a.shape[1]), "tolerance": tolerance}
     begin = time.perf_counter()
     try:
-        choice = bounded.choose(a, b, tolerance=tolerance, costs=costs, out_dtype=out)
+        _, choice = bounded.multiply_within(a, b, tolerance=tolerance, costs=costs, out_dtype=out)
     except ToleranceError as e:
         return {**row, "chosen": None, "why": e.what}
     took = time.perf_counter() - begin

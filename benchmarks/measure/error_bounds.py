@@ -170,7 +170,7 @@ def case(index: int, rng: Any, joules: dict[str, float]) -> dict[str, Any]:
     bounded.forget()
     row: dict[str, Any] = {"kind": name, "shape": (m, n, k), "tolerance": tolerance, "errors": errors}
     try:
-        choice = bounded.choose(a, b, tolerance=tolerance, costs=joules)
+        _, choice = bounded.multiply_within(a, b, tolerance=tolerance, costs=joules)
     except ToleranceError:
         return {**row, "chosen": None, "true_error": errors["fp32"], "best": best(errors, tolerance, joules)}
     seconds = time.perf_counter() - begin
@@ -219,7 +219,7 @@ def change_data(rows: int = 20, calls: int = 50, seed: int = 3) -> dict[str, Any
             [int(2 ** (float(torch.rand((), generator=rng)) * 3 + 5)) for _ in "mnk"],
         )
         for _ in range(3):
-            bounded.choose(torch.ones(m, k), torch.ones(k, n), tolerance=tolerance, costs=joules)
+            bounded.multiply_within(torch.ones(m, k), torch.ones(k, n), tolerance=tolerance, costs=joules)
         for index in range(calls):
             a, b = KINDS[list(KINDS)[(row + index) % len(KINDS)]](m, n, k, rng)
             a, b = a[:, : min(a.shape[1], b.shape[0])], b[: min(a.shape[1], b.shape[0])]

@@ -76,11 +76,6 @@ _recent: deque[PrecisionChoice] = deque(maxlen=256)
 _lock = threading.Lock()
 
 
-def choose(a: torch.Tensor, b: torch.Tensor, *, tolerance: float, **options: Any) -> PrecisionChoice:
-    """What `multiply_within` runs `a @ b` in; the same options."""
-    return multiply_within(a, b, tolerance=tolerance, **options)[1]
-
-
 def multiply_within(
     a: torch.Tensor,
     b: torch.Tensor,
