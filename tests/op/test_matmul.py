@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: E402
 
 from tessera import op, stream  # noqa: E402
 from tessera.errors import ArgumentError, TileError, ToleranceError  # noqa: E402
-from tessera.op import bounded, hints, padding, tiled_matmul  # noqa: E402
+from tessera.op import bounded, hints, padding, product_cost, tiled_matmul  # noqa: E402
 from tessera.op.conv import tiled_conv2d  # noqa: E402
 
 TILE = (64, 64, 32)
@@ -266,7 +266,7 @@ def test_padding_is_done_where_the_predictor_sees_a_gain(m: int, n: int, k: int,
 
 
 def test_an_unknown_chip_is_judged_as_an_h200() -> None:
-    assert padding._lookup_chip("Some GPU of next year").id == padding._lookup_chip("NVIDIA H200").id == "h200"
+    assert product_cost.lookup_chip("Some GPU of next year").id == product_cost.lookup_chip("NVIDIA H200").id == "h200"
     for chip in ("NVIDIA H100 80GB HBM3", "Tesla T4", "NVIDIA GeForce RTX 4090", "Some GPU of next year"):
         assert padding._is_faster_padded(chip, 8192, 50257, 768, "nt", 0)
 

@@ -176,13 +176,7 @@ def _can_fuse(x: Any, weight: Any, bias: Any) -> bool:
 
 
 def _plan(
-    op: str,
-    a: Any,
-    b: Any,
-    tile_shape: Any,
-    precision: str | None,
-    accumulate: str | None,
-    tolerance: float | None,
+    op: str, a: Any, b: Any, tile_shape: Any, precision: str | None, accumulate: str | None, tolerance: float | None
 ) -> _Plan:
     """What runs: what was asked, else what a schedule hints; hints are not read under torch.compile (see docs)."""
     if not torch.compiler.is_compiling():

@@ -29,6 +29,7 @@ from .arguments import (
     format_shape,
     is_autocast,
     is_integer,
+    shape_error,
     without_autocast,
 )
 from .dispatch import READS_VALUES, with_transforms
@@ -86,32 +87,19 @@ def _check(x: Any, router: Any, w1: Any, w2: Any, w3: Any, top_k: Any, activatio
     if x.ndim < 1:
         raise ArgumentError(f"op.moe: x is {format_shape(x)}", fix="x is (..., D)")
     for name, w in (("w1", w1), ("w2", w2), ("w3", w3)):
-        if w is not None and w.ndim != 3:
-            raise ArgumentError(
-                f"op.moe: {name} is {format_shape(w)}", fix=f"{name} has three dimensions, experts first"
-            )
+        if w is not None and (w.ndim != 3 or not w.shape[0]):
+            raise shape_error("moe", name, w, "weights have three dimensions", "experts first, and at least one")
     experts, hidden, width = w1.shape
-    if not experts:
-        raise ArgumentError(
-            f"op.moe: w1 is {format_shape(w1)}", why="there is no expert", fix="w1 is (E, H, D), E at least 1"
-        )
     if width != x.shape[-1]:
-        fits = w1.shape[1] == x.shape[-1]
-        raise ArgumentError(
-            f"op.moe: w1 is {format_shape(w1)}, x {format_shape(x)}",
-            why="w1 is (E, H, D), x (..., D)",
-            fix="w1.mT would fit" if fits else f"make D of w1 {x.shape[-1]}",
-        )
-    if tuple(w2.shape) != (experts, width, hidden):
-        raise ArgumentError(f"op.moe: w2 is {format_shape(w2)}", fix=f"w2 is (E, D, H): {experts}x{width}x{hidden}")
-    if w3 is not None and w3.shape != w1.shape:
-        raise ArgumentError(f"op.moe: w3 is {format_shape(w3)}", fix=f"w3 is shaped as w1: {format_shape(w1)}")
+        fix = "w1.mT would fit" if w1.shape[1] == x.shape[-1] else f"make D of w1 {x.shape[-1]}"
+        raise shape_error("moe", "w1", w1, f"w1 is (E, H, D), x (..., D): {format_shape(x)}", fix)
+    for name, w, wanted in (("w2", w2, (experts, width, hidden)), ("w3", w3, tuple(w1.shape))):
+        if w is not None and tuple(w.shape) != wanted:
+            raise shape_error("moe", name, w, f"w1 is {format_shape(w1)}", f"{name} is {'x'.join(map(str, wanted))}")
     logits, gate = (*x.shape[:-1], experts), (experts, width)
     if tuple(router.shape) not in (logits, gate):
-        raise ArgumentError(
-            f"op.moe: router is {format_shape(router)}",
-            fix=f"logits for each token, {'x'.join(map(str, logits))}, or the gate's weight, {experts}x{width}",
-        )
+        fix = f"logits for each token, {'x'.join(map(str, logits))}, or the gate's weight, {experts}x{width}"
+        raise shape_error("moe", "router", router, f"x is {format_shape(x)}, w1 {format_shape(w1)}", fix)
     if not is_integer(top_k) or not 1 <= top_k <= experts:
         raise ArgumentError(f"op.moe: top_k={top_k!r}", fix=f"between 1 and the number of experts, {experts}")
 

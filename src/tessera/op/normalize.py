@@ -213,25 +213,20 @@ def _check_norm(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residu
         arguments.check_tensors(op, one_dtype=False, real=real, optional=("weight", "bias", "residual"), **named)
     if normalized is None:
         shape: tuple[int, ...] = x.shape[-1:] if weight is None else weight.shape
+    elif isinstance(normalized, torch.Tensor):  # a weight by position: torch's second argument is the shape too
+        what = f"op.{op}: normalized_shape is a tensor of {arguments.format_shape(normalized)}"
+        raise ArgumentError(what, why="it is an int or several", fix=f"op.{op}(x, weight=w)")
     else:
-        single = isinstance(normalized, int) or not isinstance(normalized, Iterable)
-        shape = (normalized,) if single else tuple(normalized)
+        shape = tuple(normalized) if isinstance(normalized, Iterable) else (normalized,)
     if not shape or x.shape[-len(shape) :] != shape:
-        if isinstance(normalized, torch.Tensor):  # a weight by position: torch's second argument is the shape too
-            what = f"op.{op}: normalized_shape is a tensor of {arguments.format_shape(normalized)}"
-            raise ArgumentError(what, why="it is an int or several", fix=f"op.{op}(x, weight=w)")
         what = "normalized_shape" if normalized is not None or weight is None else "weight"
         size = "x".join(map(str, shape)) or "a scalar"
-        raise ArgumentError(
-            f"op.{op}: {what} is {size}", why=f"x is {arguments.format_shape(x)}", fix="the last dimensions of x"
-        )
+        why = f"x is {arguments.format_shape(x)}"
+        raise ArgumentError(f"op.{op}: {what} is {size}", why=why, fix="the last dimensions of x")
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.shape != shape:
-            raise ArgumentError(
-                f"op.{op}: {name} is {arguments.format_shape(value)}",
-                why=f"the norm is over {'x'.join(map(str, shape))}",
-                fix=f"reshape {name}",
-            )
+            why = f"the norm is over {'x'.join(map(str, shape))}"
+            raise arguments.shape_error(op, name, value, why, f"reshape {name}")
     if residual is not None and (residual.shape != x.shape or residual.dtype is not x.dtype):
         raise ArgumentError(
             f"op.{op}: residual is {arguments.format_shape(residual)} {residual.dtype}",
@@ -253,27 +248,17 @@ def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: 
     alone = alone and can_run_kernel(x, cols) and (mixed or not arguments.is_autocast(x))
     if alone or _uses_kernel(op, x, cols):
         return norm_rows(op, x, weight, bias, eps, residual, cols)
-    run = _norm_in_widest if mixed else _norm_by_torch
     summed = x if residual is None else x + residual
-    y = run(op, summed, shape, weight, bias, eps)
+    # Of several dtypes: everything is computed in the widest and rounded to that of `x`.
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in (weight, bias) if t is not None), x.dtype)
+    value, weight, bias = (t if t is None or not mixed else t.to(wide) for t in (summed, weight, bias))
+    y = F.layer_norm(value, shape, weight, bias, eps) if op == "layer_norm" else F.rms_norm(value, shape, weight, eps)
+    y = y.to(x.dtype) if mixed else y
     return y if residual is None else (y, summed)
 
 
 def _has_other_dtype(x: Any, weight: Any, bias: Any) -> bool:
     return (weight is not None and weight.dtype is not x.dtype) or (bias is not None and bias.dtype is not x.dtype)
-
-
-def _norm_in_widest(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
-    """Of several dtypes: everything is computed in the widest and rounded to that of `x`."""
-    wide = functools.reduce(torch.promote_types, (t.dtype for t in (weight, bias) if t is not None), x.dtype)
-    cast = (None if t is None else t.to(wide) for t in (x, weight, bias))
-    return _norm_by_torch(op, next(cast), shape, next(cast), next(cast), eps).to(x.dtype)
-
-
-def _norm_by_torch(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float) -> Any:
-    if op == "layer_norm":
-        return F.layer_norm(x, shape, weight, bias, eps)
-    return F.rms_norm(x, shape, weight, eps)
 
 
 def norm_rows(op: str, x: Any, weight: Any, bias: Any, eps: float, residual: Any, cols: int) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import ArgumentError, PredictionError
+from ..errors import PredictionError
 from .arguments import HALVES, check_choice
 from .dispatch import in_transform
 
@@ -212,26 +212,16 @@ def is_worth_padding(a: Any, b: Any, chip: str) -> bool:
 def _is_faster_padded(chip: str, m: int, n: int, k: int, layout: str, copied_bytes: int) -> bool:
     """Whether the predictor sees the padded product, copies included, well before the plain one."""
     from ..estimate.gemm import gemm_time
+    from .product_cost import lookup_chip
 
-    device = _lookup_chip(chip)
+    device = lookup_chip(chip)
     try:
         plain_s = gemm_time(device, m, n, k, layout=layout).seconds
     except PredictionError:  # the catalogue lacks a figure of it
-        device = _lookup_chip("")
+        device = lookup_chip("")
         plain_s = gemm_time(device, m, n, k, layout=layout).seconds
     padded_s = gemm_time(device, _round_up(m), _round_up(n), _round_up(k), layout=layout).seconds
     bandwidth = device.memory.bandwidth_bytes_per_s
     if copied_bytes and bandwidth:
         padded_s += 2 * copied_bytes / (_COPY_BANDWIDTH * bandwidth.value) + 2 * _COPY_LAUNCH_S
     return plain_s > max(_GAIN * padded_s, padded_s + _HOST_S)
-
-
-@functools.cache
-def _lookup_chip(chip: str) -> Any:
-    """The catalogue's entry of a chip; the H200's, whose products were measured, where it has none."""
-    from ..hardware import lookup
-
-    try:
-        return lookup(chip)
-    except ArgumentError:
-        return lookup("h200")

@@ -94,7 +94,7 @@ def _price(a: Any, b: Any, out: Any, precision: str, sums: str, costs: Mapping[s
         math.prod(a.shape[:-2]),
         a.dtype,
         out,
-        chip_of(a.device.index if on_cuda else None),
+        lookup_chip(torch.cuda.get_device_name(a.device.index) if on_cuda else "").id,
         accumulate=sums,
         layout=layout_of(a, b),
         prepared=precision in ("fp8", "fp8_row") and find_prepared(b, precision == "fp8_row") is not None,
@@ -115,14 +115,12 @@ def _is_useful(precision: str, a: Any, full: str) -> bool:
 
 
 @functools.cache
-def chip_of(index: int | None) -> str:
-    """The catalogue's name of a CUDA device; an H200 for a CPU, or for a device the catalogue does not have."""
-    if index is not None:
-        try:
-            return lookup(torch.cuda.get_device_name(index)).id
-        except ArgumentError:
-            pass
-    return "h200"
+def lookup_chip(name: str) -> Device:
+    """The catalogue's entry of a chip; the H200's, whose products were measured, where it has none."""
+    try:
+        return lookup(name)
+    except ArgumentError:
+        return lookup("h200")
 
 
 def layout_of(a: torch.Tensor, b: torch.Tensor) -> str:

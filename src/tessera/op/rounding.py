@@ -79,11 +79,7 @@ class StochasticRounding:
     """
 
     def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        *,
-        generator: torch.Generator | None = None,
-        slice_bytes: int = _SLICE_BYTES,
+        self, inner: torch.optim.Optimizer, *, generator: torch.Generator | None = None, slice_bytes: int = _SLICE_BYTES
     ) -> None:
         if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, torch.optim.LBFGS):
             raise ArgumentError(

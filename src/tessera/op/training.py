@@ -351,11 +351,9 @@ def _to_stages(given: Any) -> tuple[PrecisionStage, ...]:
     with contextlib.suppress(TypeError):  # nothing to iterate over, or more than two things in one
         stages = tuple(s if isinstance(s, PrecisionStage) else PrecisionStage(*s) for s in given)
     if not stages or not all(isinstance(s.precision, str) and (s.until is None or is_integer(s.until)) for s in stages):
-        raise ArgumentError(
-            f"stages={given!r}",
-            why="each stage is a precision and the step at which it ends; None means never",
-            fix='"fp32 until 100, then fp8", or [("fp32", 100), ("fp8", None)]',
-        )
+        why = "each stage is a precision and the step at which it ends; None means never"
+        fix = '"fp32 until 100, then fp8", or [("fp32", 100), ("fp8", None)]'
+        raise ArgumentError(f"stages={given!r}", why=why, fix=fix)
     return stages
 
 
