@@ -4,4 +4,6 @@
 
     from tessera.integrations.huggingface import EnergyCallback     # transformers.Trainer(callbacks=[EnergyCallback()])
     from tessera.integrations.lightning import EnergyCallback       # Trainer(callbacks=[EnergyCallback()])
+    from tessera.integrations.wandb import log_energy               # joules of a scope or a recording to W&B
+    from tessera.integrations.mlflow import log_energy              # the same to MLflow
 """
