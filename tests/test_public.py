@@ -14,7 +14,7 @@ import tessera.monitor
 from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
-    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze",
+    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze", "dist",
     "config", "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "optimize", "predict",
     "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
 }  # fmt: skip

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from . import actuators as actuators
     from . import analyze as analyze
     from . import config as config
+    from . import dist as dist
     from . import errors as errors
     from . import estimate as estimate
     from . import event as event
@@ -72,6 +73,7 @@ __all__ = [
     "actuators",
     "analyze",
     "config",
+    "dist",
     "errors",
     "estimate",
     "event",

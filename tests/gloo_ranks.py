@@ -1,0 +1,77 @@
+"""Some ranks of a gloo group as processes that live through a test module and run functions given to them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+import torch
+import torch.distributed as c10d
+
+WAIT_S = 120
+
+
+class GlooRanks:
+    """`run(function, *args)` calls it on every rank as `function(rank, *args)`, and returns what each rank did."""
+
+    def __init__(self, count: int, *, node_size: int | None = None) -> None:
+        self.count = count
+        self._node_size = node_size
+        self._start()
+
+    def _start(self) -> None:
+        fork = multiprocessing.get_context("fork")  # torch is imported once, not by every rank
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(self.count):
+            ours, theirs = fork.Pipe()
+            process = fork.Process(target=_serve, args=(theirs, rank, self.count, port, self._node_size), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(WAIT_S)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        waiting = dict(zip(self._pipes, range(self.count), strict=True))
+        results = [None] * self.count
+        while waiting:
+            for pipe in wait(list(waiting), WAIT_S) or [None]:
+                is_fine, result = pipe.recv() if pipe is not None else (False, f"no answer of ranks {waiting.values()}")
+                if not is_fine:  # the others wait for it in vain: start anew
+                    for process in self.processes:
+                        process.kill()
+                    self._start()
+                    raise AssertionError(result)
+                results[waiting.pop(pipe)] = result
+        return results
+
+
+def _serve(pipe: Connection, rank: int, count: int, port: int, node_size: int | None) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(node_size or count))
+    c10d.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+    while (task := pipe.recv()) is not None:
+        function, args = task
+        try:
+            pipe.send((True, function(rank, *args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    c10d.destroy_process_group()
