@@ -14,9 +14,9 @@ import tessera.monitor
 from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
-    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze", "dist",
-    "config", "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "optimize", "predict",
-    "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
+    "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze",
+    "config", "dist", "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "optimize",
+    "predict", "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
 }  # fmt: skip
 MONITOR = {
     "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",
