@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
 import socket
@@ -19,8 +20,9 @@ WAIT_S = 120
 class GlooRanks:
     """`run(function, *args)` calls it on every rank as `function(rank, *args)`, and returns what each rank did."""
 
-    def __init__(self, count: int, *, node_size: int | None = None) -> None:
+    def __init__(self, count: int, *, node_size: int | None = None, timeout_s: float = 1800.0) -> None:
         self.count = count
+        self._timeout_s = timeout_s
         self._node_size = node_size
         self._start()
 
@@ -33,7 +35,8 @@ class GlooRanks:
         self.processes = []
         for rank in range(self.count):
             ours, theirs = fork.Pipe()
-            process = fork.Process(target=_serve, args=(theirs, rank, self.count, port, self._node_size), daemon=True)
+            args = (theirs, rank, self.count, port, self._node_size, self._timeout_s)
+            process = fork.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._pipes.append(ours)
             self.processes.append(process)
@@ -46,6 +49,18 @@ class GlooRanks:
             pipe.send(None)
         for process in self.processes:
             process.join(WAIT_S)
+
+    def run_without(self, lost: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """As `run`, where one rank never answers: what the others did. Nothing can be run afterwards."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        others = [pipe for rank, pipe in enumerate(self._pipes) if rank != lost]
+        results = [pipe.recv()[1] if pipe.poll(WAIT_S) else "no answer" for pipe in others]
+        for process in self.processes:
+            process.kill()
+            process.join(WAIT_S)
+        self._pipes = []
+        return results
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         for pipe in self._pipes:
@@ -64,10 +79,12 @@ class GlooRanks:
         return results
 
 
-def _serve(pipe: Connection, rank: int, count: int, port: int, node_size: int | None) -> None:
+def _serve(pipe: Connection, rank: int, count: int, port: int, node_size: int | None, timeout_s: float) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(node_size or count))
-    c10d.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    where = f"tcp://127.0.0.1:{port}"
+    c10d.init_process_group("gloo", init_method=where, rank=rank, world_size=count, timeout=timeout)
     while (task := pipe.recv()) is not None:
         function, args = task
         try:
