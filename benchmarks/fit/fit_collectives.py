@@ -21,7 +21,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import make_stamp, write_result
-
 from tessera.dist.cost import KINDS, find_link, mean_figures, sent_share
 from tessera.hardware import lookup
 
@@ -44,7 +43,7 @@ def read(folder: Path) -> dict[tuple[str, str, int], Curve]:
 
 
 def fit(curve: Curve) -> tuple[float, float, float]:
-    """a + b S + c sqrt(S), none negative, with the least relative error: three terms, so all subsets are tried."""
+    """A + b S + c sqrt(S), none negative, with the least relative error: three terms, so all subsets are tried."""
     size, time_s = np.array(curve).T
     columns = np.stack([np.ones_like(size), size, np.sqrt(size)], 1) / time_s[:, None]
     best, least = (0.0, 0.0, 0.0), math.inf
