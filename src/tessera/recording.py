@@ -54,6 +54,27 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CpuUse:
+    """CPU seconds of a program and its children; `children` are their number and seconds by name.
+
+    `cores` may be used, by affinity and quota; `threads` are those of torch's operators; `waited_s` is how long the
+    main thread was ready to run and had no core; `formats` are the narrow ones that the CPU has instructions for.
+    """
+
+    cpu_s: float
+    children: Mapping[str, tuple[int, float]]
+    cores: float
+    threads: int | None = None
+    waited_s: float | None = None
+    formats: Sequence[str] = ()
+
+    @property
+    def children_s(self) -> float:
+        """CPU seconds of all children."""
+        return sum(seconds for _, seconds in self.children.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What is known about a recording beside its rows and samples; None or empty where its source does not say.
 
@@ -79,6 +100,7 @@ class Facts:
     returncode: int | None = None
     work: Any = None
     summary: Mapping[str, Any] | None = None
+    cpu_use: CpuUse | None = None
     version: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()

@@ -21,7 +21,7 @@ from ..profile.open_recording import Progress, open_recording
 from ..record import NEEDS_SHAPES
 from ..recording import Recording
 from ..timeline.columns import NONE, Timeline
-from . import rules_host, rules_kernels
+from . import rules_cpu, rules_host, rules_kernels
 from .devices import busy_spans, explain_no_device, explain_no_power
 from .evidence import RunEvidence, find_host_gaps, group_telemetry
 from .kernels import COMMAND
@@ -50,6 +50,11 @@ RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
     rules_host.check_throttling,
     rules_host.check_spikes,
     rules_host.check_main_operator,
+    rules_cpu.check_data_loading,
+    rules_cpu.check_stragglers,
+    rules_cpu.check_dropout,
+    rules_cpu.check_threads,
+    rules_cpu.check_formats,
 )
 """All rules; the docstring of each says when it speaks and how its saving is computed."""
 _OF_KERNELS = {"fp32", "unaligned", "low tensor use", "accumulators", "low occupancy", "uncoalesced", "divergence"}
@@ -111,6 +116,7 @@ def advise(
             power=recording.power,
             on=on or arch,
             tracing=tracing,
+            cpu_use=recording.facts.cpu_use,
         )
     )
     rows = []

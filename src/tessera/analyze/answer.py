@@ -19,7 +19,7 @@ from ..advice import Advice
 from ..attribute.table import EnergyRow, EnergyTable
 from ..config import find_cost
 from ..notes import order_notes
-from ..recording import Facts, Recording
+from ..recording import CpuUse, Facts, Recording
 from ..schema import Basis, Scope
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy_error
@@ -94,7 +94,8 @@ class Answer:
     `shared_by` says how the joules were shared out instead: those rows have no error, and `rest_j` is in no row.
     `lines` are those of the user's own code with what they call, of the whole run, where stacks were sampled. `cut`
     says why the file ends early, where it does. `scope` says whether CPU joules are those of the program and its
-    children, or of everything on the machine. `tracing` is what tracing did to the program.
+    children, or of everything on the machine; `children_j` are the children's part, by CPU time. `tracing` is what
+    tracing did to the program.
     """
 
     name: str
@@ -135,6 +136,8 @@ class Answer:
     advice: Sequence[Advice] = ()
     gaps: Sequence[HostGap] = ()
     tracing: Slowdown | None = None
+    cpu_use: CpuUse | None = None
+    children_j: float | None = None
     cut: str | None = None
     returncode: int | None = None
     notes: Sequence[str] = ()
@@ -225,8 +228,11 @@ def answer(recording: Recording) -> Answer:
                 timeline=lines,
                 power=power,
                 tracing=tracing,
+                cpu_use=facts.cpu_use,
             )
         ),
+        cpu_use=facts.cpu_use,
+        children_j=_children_j(recording),
         gaps=gaps,
         tracing=tracing,
         cut=_explain_cut(facts),
@@ -239,6 +245,16 @@ def _scope(power: PowerTrace | None) -> Scope:
     """Of the program alone, where any of its power is."""
     domains = power.domains if power is not None else ()
     return "process" if any(d.counted and d.scope == "process" for d in domains) else "machine"
+
+
+def _children_j(recording: Recording) -> float | None:
+    """The CPU joules of what the program started (DataLoader workers); None where they cannot be told from others."""
+    use, power = recording.facts.cpu_use, recording.power
+    if use is None or power is None or not use.cpu_s > 0:
+        return None
+    own = [d.name for d in power.domains if d.counted and d.scope == "process"]
+    joules = sum(power.energy(name).energy_j for name in own)
+    return joules * use.children_s / use.cpu_s if own and joules >= 0 else None
 
 
 def _peak_w(power: PowerTrace | None, table: EnergyTable, whole: Whole) -> float | None:

@@ -17,6 +17,7 @@ from ..attribute.work import OpWork
 from ..device import Device
 from ..errors import TesseraError
 from ..joules import Floats
+from ..recording import CpuUse
 from ..schema import Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Nesting
@@ -54,6 +55,10 @@ SAVES = {
     "power cap": 0.1,
     "thermal": 0.2,
     "one operator": 0.15,
+    "data loading": 0.3,
+    "dropout": 0.5,
+    "threads": 0.1,
+    "formats": 0.3,
 }
 
 
@@ -68,6 +73,7 @@ class RunEvidence:
     power: PowerTrace | None = None
     on: str | Device | None = None
     tracing: Slowdown | None = None
+    cpu_use: CpuUse | None = None
 
     @functools.cached_property
     def device(self) -> Device | None:

@@ -321,6 +321,7 @@ def _print_json(recording: Recording, result: Answer, code: int) -> None:
     data |= recording.energy().to_json()
     data["tracing"] = result.tracing.to_dict() if result.tracing is not None else None
     data["cost"] = find_cost(result.whole.energy_j, result.whole.error_j)
+    data |= {"cpu_use": facts.cpu_use, "children_j": result.children_j, "scope": result.scope}
     if facts.summary:
         data["summary"] = facts.summary
     click.echo(msgspec.json.encode(data).decode())

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..schema import EnergyReport
     from ..timeline.columns import Timeline
     from ..trace import PowerTrace
+    from .cpu_use import CpuUseCounter
     from .export import Exporter
     from .power_feed import PowerFeed
     from .ranks.clocks import ClockReading
@@ -128,6 +129,7 @@ class Session:
         self._ticker: threading.Thread | None = None
         self._recording: Recording | None = None
         self._clock: ClockReading | None = None
+        self._cpu_use: CpuUseCounter | None = None
 
     # -- begin and end ---------------------------------------------------------------------------------------------
 
@@ -147,6 +149,7 @@ class Session:
     def start(self) -> Session:
         """Begin to record; returns self."""
         from .assemble import assemble
+        from .cpu_use import CpuUseCounter
 
         with _lock:
             other = current()
@@ -161,6 +164,7 @@ class Session:
             if os.environ.get(REPLAY) == "1":
                 return self
             assemble(self)
+            self._cpu_use = CpuUseCounter()
             if self.options.align_clocks:
                 self._clock = _compare_clocks()
             install(self)
@@ -285,6 +289,8 @@ class Session:
                 self.notes += filter(None, [self._schedule.describe_missed(self.steps)])
             writer.set("tracing_s", self._tracing.spent_s)
         self.notes = list(dict.fromkeys(self.notes))  # after an interrupt we come here twice
+        if self._cpu_use is not None:
+            writer.set("cpu_use", self._cpu_use.to_fact())
         writer.set("windows", self._windows)
         writer.set("end_ns", self._end_ns)
         writer.set("notes", self.notes)
@@ -317,6 +323,8 @@ class Session:
         while not self._done.wait(PULL_S):
             if self._feed is not None:
                 self._feed.pull()
+            if self._cpu_use is not None:
+                self._cpu_use.poll()
             if self._stacks is not None:
                 writer.add_stacks(self._stacks.take())
             if self._tracing is not None:

@@ -18,7 +18,7 @@ from ..clock import EpochNs
 from ..joules import DomainSamples
 from ..notes import kind_of, restore_kinds
 from ..read_limits import JSON_BYTES
-from ..recording import Facts, Recording, Stack
+from ..recording import CpuUse, Facts, Recording, Stack
 from ..schema import Domain, Gap, Telemetry
 from ..timeline.columns import FLOATS, INTEGERS, Chunk, Launch, Timeline
 from ..trace import PowerTrace
@@ -105,6 +105,7 @@ class RunFile:
             returncode=self.get("returncode"),
             work=self.get("work"),
             summary=self.get("summary"),
+            cpu_use=self._convert(used, CpuUse) if (used := self.get("cpu_use")) is not None else None,
             version=self.about.get("tessera", ""),
             meta=self.meta,
             notes=notes,

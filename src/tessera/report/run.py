@@ -24,6 +24,7 @@ from .measure import SCOPES, describe_exit
 from .predict import format_rate
 
 BAR = 30
+CHILDREN_SHARE = 0.02
 TOP = 5
 REGIONS = 3
 _PLACES = {
@@ -182,7 +183,22 @@ def _facts(result: Answer) -> Table:
         about = "~" if result.shared_by and math.isnan(region.error_j) else ""
         whole = f"{format_energy(region.energy_j, 3)} ({format_share(region.share)}{more})"
         table.add_row("region", Text(f"{region_name(region.name)}: {region.calls:,} x {about}{each} = {about}{whole}"))
+    if children := children_text(result):
+        table.add_row("children", Text(children))
     return table
+
+
+def children_text(result: Answer) -> str:
+    """What the program's children used of the CPUs; "" where that is next to nothing."""
+    use = result.cpu_use
+    if use is None or not use.children_s > CHILDREN_SHARE * use.cpu_s:
+        return ""
+    shown = {name: n for name, (n, s) in use.children.items() if s > CHILDREN_SHARE * use.cpu_s}
+    some = [f"{count} x {name}" if count else name for name, count in shown.items()]
+    more = f" and {len(some) - 2} more" if len(some) > 2 else ""
+    joules = "" if result.children_j is None else f", ~{format_energy(result.children_j, 3)} of the run's joules"
+    share = format_share(use.children_s / use.cpu_s)
+    return f"{', '.join(some[:2])}{more}: {format_duration(use.children_s, 3)} of CPU time ({share}){joules}"
 
 
 def _spread(result: Answer, left_out: str | None) -> str:
@@ -205,7 +221,8 @@ def _split(result: Answer, width: int) -> Text:
     line.append(
         f"{format_energy_error(result.busy_j or 0.0, None)} in {format_duration(result.busy_s or 0.0, 3)} busy, "
     )
-    line.append(f"{format_energy_error(result.idle_j or 0.0, result.idle_error_j)} ({format_share(share)}) idle")
+    waiting = "while only children ran, or idle" if children_text(result) else "idle"
+    line.append(f"{format_energy_error(result.idle_j or 0.0, result.idle_error_j)} ({format_share(share)}) {waiting}")
     return line
 
 

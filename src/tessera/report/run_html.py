@@ -22,7 +22,7 @@ from .energy import SUMMARY_NOTE
 from .html import THEME_BUTTON, capitalize, document, note, prose, tile
 from .measure import describe_exit
 from .predict import format_rate
-from .run import basis_text, limit_cut, mode_text, outside_text, traced_text
+from .run import basis_text, children_text, limit_cut, mode_text, outside_text, traced_text
 from .run_provenance import find_missing, missing_section, provenance, run_analyses
 from .run_tables import gaps, steps, tables
 from .run_timeline import payload
@@ -104,6 +104,8 @@ def _warnings(result: Answer) -> str:
         lines.append(SUMMARY_NOTE)
     if result.tracing is not None and result.tracing.text:
         lines.append(f"{capitalize(result.tracing.text)}.")
+    if children := children_text(result):
+        lines.append(f"Child processes: {children}.")
     if result.returncode:
         lines.append(f"The program {describe_exit(result.returncode)}; the energy is up to then.")
     return "".join(f"<p class='warn' role='note'>{prose(line)}</p>" for line in lines)

@@ -1,0 +1,195 @@
+"""Rules about programs that run on the CPU: data loading, slow steps, dropout, threads, narrow formats.
+
+They speak only where nothing ran on a GPU: there `rules_host.check_idle` says what the device waits for.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from ..advice import Advice
+from ..timeline.columns import NONE, Timeline
+from ..units import format_duration
+from .evidence import SAVES, RunEvidence
+from .kernel_names import op_name, region_name
+from .mean_step import find_expensive
+
+# Shares of the time or the joules below which advice is not worth a user's time: chosen, not measured.
+LOADING_SHARE = 0.15
+STRAGGLER_SHARE = 0.08
+DROPOUT_SHARE = 0.10
+WAITED_SHARE = 0.10
+PRODUCTS_SHARE = 0.4
+# A program that uses this much of its cores keeps its own threads waiting; below that, its neighbours do.
+SATURATED = 0.7
+STEPS = 8
+WORKER = "pt_data_worker"
+"""What torch calls the processes of a DataLoader."""
+_LOADER = re.compile(r"enumerate\(DataLoader\)#(?P<kind>\w+)\.__next__")
+_DROPOUT = ("aten::bernoulli_", "aten::native_dropout")
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution", "aten::_slow_conv2d")
+
+
+def _is_on_host(run: RunEvidence) -> bool:
+    return run.timeline is not None and not len(run.timeline.device_rows) and bool(run.table.ops)
+
+
+def check_data_loading(run: RunEvidence) -> Advice | None:
+    """The main thread is in the DataLoader's next for 15% of the traced time or more. At best all of it is hidden."""
+    if not _is_on_host(run) or run.timeline is None:
+        return None
+    timeline = run.timeline
+    loaders = {i: m["kind"] for i, name in enumerate(timeline.names) if (m := _LOADER.fullmatch(name))}
+    rows = np.flatnonzero(np.isin(timeline["name"], list(loaders)))
+    if not len(rows):
+        return None
+    waited_s = float((timeline["end_ns"][rows] - timeline["start_ns"][rows]).sum()) * 1e-9
+    share = waited_s / run.table.time_s if run.table.time_s > 0 else 0.0
+    if share < LOADING_SHARE:
+        return None
+    each = format_duration(waited_s / len(rows), 3)
+    in_workers = any("MultiProcessing" in kind for kind in loaders.values())
+    evidence = f"the main thread is in the DataLoader's next for {share:.0%} of the time, {each} a batch"
+    joules = share * run.table.energy_j
+    saves = (SAVES["data loading"] * joules, waited_s)
+    action = _advise_workers(run) if in_workers else _add_workers(run)
+    return run.advise("data loading", joules, evidence, action, saves=saves, by="experience", confidence="medium")
+
+
+def _add_workers(run: RunEvidence) -> str:
+    cores = run.cpu_use.cores if run.cpu_use is not None else 0.0
+    if 0 < cores < 2:
+        return f"it loads in the main process, and may use {cores:g} core: make the transforms cheaper, or cache them"
+    return "it loads in the main process: num_workers=2 or more loads the next batches meanwhile"
+
+
+def _advise_workers(run: RunEvidence) -> str:
+    """More workers where they are the limit and cores are left; cheaper loading where none are."""
+    use = run.cpu_use
+    count, seconds = use.children.get(WORKER, (0, 0.0)) if use is not None else (0, 0.0)
+    if use is None or not count:
+        return "raise num_workers or prefetch_factor, or make the transforms cheaper"
+    share = f"{count} workers have {seconds / use.cpu_s:.0%} of the CPU time" if use.cpu_s > 0 else f"{count} workers"
+    if count + 1 <= use.cores - 1:
+        return f"{share}, of {use.cores:g} cores: raise num_workers and prefetch_factor, or make the transforms cheaper"
+    return (
+        f"{share}, and {use.cores:g} cores are all in use: make the transforms cheaper (decode once, cache, smaller "
+        "images); more num_workers or prefetch_factor would not help"
+    )
+
+
+def check_stragglers(run: RunEvidence) -> Advice | None:
+    """Up to a quarter of the steps take half as long again as the median one, 8% of the time or more; and what ran."""
+    timeline = run.timeline
+    if timeline is None or not _is_on_host(run):
+        return None
+    counted = {row.name for row in run.table.steps}
+    steps = [s for s in timeline.linked.steps if s.name in counted][1:]  # the first one warms up
+    if len(steps) < STEPS:
+        return None
+    lengths = np.array([(s.end_ns - s.start_ns) * 1e-9 for s in steps])
+    slow = find_expensive(lengths)
+    median_s = float(np.median(lengths))
+    extra_s = float((lengths[slow] - median_s).sum())
+    if not slow.any() or slow.sum() > len(steps) // 4 or extra_s < STRAGGLER_SHARE * lengths.sum():
+        return None
+    worst = steps[int(np.argmax(lengths))]
+    cause = _find_cause(timeline, [(s.start_ns, s.end_ns) for s in steps], slow, extra_s)
+    evidence = (
+        f"{int(slow.sum())} of {len(steps)} steps take {format_duration(extra_s, 3)} more than the median one "
+        f"({worst.name}: {lengths.max() / median_s:.1f} times); {cause or 'no traced operator accounts for it'}"
+    )
+    action = (
+        "do it less often, or beside the steps"
+        if cause
+        else "see what the program itself does then (saving, garbage collection), and who else uses the machine"
+    )
+    joules = extra_s / run.table.time_s * run.table.energy_j
+    saves = (SAVES["outliers"] * joules, extra_s)
+    return run.advise("stragglers", joules, evidence, action, saves=saves, by="experience", confidence="low")
+
+
+def _find_cause(timeline: Timeline, steps: list[tuple[int, int]], slow: np.ndarray, extra_s: float) -> str | None:
+    """The region or operator that has most of the slow steps' extra time; None where none has half of it."""
+    links = timeline.linked
+    ops = timeline.rows("op")
+    own = {s.row for s in links.steps}
+    rows = np.union1d(links.top_op[ops][links.top_op[ops] != NONE], timeline.rows("region"))
+    rows = rows[~np.isin(rows, list(own))]
+    begins, ends = (np.array([step[side] for step in steps]) for side in (0, 1))
+    step = np.searchsorted(begins, timeline["start_ns"][rows], side="right") - 1
+    inside = (step >= 0) & (timeline["start_ns"][rows] < ends[step])
+    rows, step = rows[inside], step[inside]
+    if not len(rows):
+        return None
+    names, which = np.unique(timeline["name"][rows], return_inverse=True)
+    seconds = np.zeros((len(names), len(steps)))
+    np.add.at(seconds, (which, step), (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9)
+    more_s = (seconds[:, slow] - np.median(seconds[:, ~slow], axis=1, keepdims=True)).sum(axis=1)
+    most = int(np.argmax(more_s))
+    if more_s[most] < 0.5 * extra_s:
+        return None
+    name = timeline.names[int(names[most])]
+    return f"{format_duration(float(more_s[most]), 3)} of it in {region_name(op_name(name))}"
+
+
+def check_dropout(run: RunEvidence) -> Advice | None:
+    """The random numbers of dropout take 10% of the joules or more."""
+    if not _is_on_host(run):
+        return None
+    rows = [r for r in run.table.ops if r.name in _DROPOUT]
+    joules = sum(r.energy_j for r in rows)
+    if run.share(joules) < DROPOUT_SHARE:
+        return None
+    calls = sum(r.calls for r in rows)
+    evidence = f"drawing the random numbers of dropout takes {run.format_amount(joules)} in {calls:,} calls"
+    action = "drop whole channels (Dropout1d and Dropout2d draw one number for each), or set p=0 where it is not needed"
+    saves = (SAVES["dropout"] * joules, SAVES["dropout"] * sum(r.time_s for r in rows))
+    return run.advise("dropout", joules, evidence, action, saves=saves, by="experience", confidence="medium")
+
+
+def check_threads(run: RunEvidence) -> Advice | None:
+    """More threads and workers than cores, which are all busy, and the main thread waited for one: 10% of the run."""
+    use = run.cpu_use
+    if use is None or use.threads is None or use.waited_s is None or run.power is None or not _is_on_host(run):
+        return None
+    workers = use.children.get(WORKER, (0, 0.0))[0]
+    seconds = run.power.seconds
+    share = use.waited_s / seconds if seconds > 0 else 0.0
+    saturated = use.cpu_s >= SATURATED * use.cores * seconds
+    if use.threads + workers <= use.cores or share < WAITED_SHARE or not saturated:
+        return None
+    beside = f" beside {workers} DataLoader workers" if workers else ""
+    evidence = (
+        f"{use.threads} x torch thread{beside} on {use.cores:g} cores, and the main thread waited for a core "
+        f"{share:.0%} of the time"
+    )
+    fewer = max(1, int(use.cores) - workers)
+    action = "use fewer num_workers" if fewer >= use.threads else f"torch.set_num_threads({fewer}) or fewer num_workers"
+    joules = share * run.table.energy_j
+    saves = (SAVES["threads"] * joules, None)
+    return run.advise("threads", joules, evidence, action, saves=saves, by="experience", confidence="medium")
+
+
+def check_formats(run: RunEvidence) -> Advice | None:
+    """Products in fp32 take 40% of the joules or more, and this CPU has instructions for bf16."""
+    use, timeline = run.cpu_use, run.timeline
+    if use is None or "bf16" not in use.formats or timeline is None or not _is_on_host(run):
+        return None
+    joules = sum(r.energy_j for r in run.table.ops if r.name in _PRODUCTS)
+    if run.share(joules) < PRODUCTS_SHARE:
+        return None
+    ops = timeline.rows("op")
+    mine = np.isin(timeline["name"][ops], [i for i, name in enumerate(timeline.names) if name in _PRODUCTS])
+    shapes = np.unique(timeline["shapes"][ops[mine]])
+    texts = [timeline.names[int(i)] for i in shapes if i != NONE]
+    if not texts or any("bf16" in text or "f32" not in text for text in texts):
+        return None
+    evidence = f"products and convolutions in fp32 take {run.format_amount(joules)}; this CPU has bf16 instructions"
+    action = 'try torch.autocast("cpu", dtype=torch.bfloat16), and measure it: small products gain nothing'
+    if "int8" in use.formats:
+        action += "; for inference also int8 (torch.ao.quantization)"
+    saves = (SAVES["formats"] * joules, None)
+    return run.advise("formats", joules, evidence, action, saves=saves, by="experience", confidence="low")

@@ -1,0 +1,76 @@
+"""What a recorded program and its children use of the CPUs: kept as the fact `cpu_use` of a run file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ..errors import SensorUnavailable
+from ..recording import CpuUse
+from ..sensors.processes import PROC, ProcessTree
+
+CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+FORMATS = {"amx_bf16": "bf16", "avx512_bf16": "bf16", "amx_int8": "int8", "avx512_vnni": "int8", "avx_vnni": "int8"}
+"""Narrow formats that a CPU multiplies faster than fp32, by the flag that Linux shows for them."""
+
+
+class CpuUseCounter:
+    """Counts from now on; call `poll` now and then, so that children are seen before they end."""
+
+    def __init__(self) -> None:
+        self._tree: ProcessTree | None = None
+        with contextlib.suppress(SensorUnavailable):  # no /proc: nothing is known
+            self._tree = ProcessTree()
+        self._waited_s = _read_wait_s()
+
+    def poll(self) -> None:
+        """Look at the processes."""
+        if self._tree is not None:
+            self._tree.poll()
+
+    def to_fact(self) -> dict[str, object] | None:
+        """What is known by now, as plain data; None where nothing is."""
+        if self._tree is None:
+            return None
+        cpu_s, now_s = self._tree.poll(), _read_wait_s()
+        torch = sys.modules.get("torch")
+        use = CpuUse(
+            cpu_s=cpu_s,
+            children=self._tree.children(),
+            cores=count_cores(),
+            threads=torch.get_num_threads() if torch is not None else None,
+            waited_s=None if now_s is None or self._waited_s is None else now_s - self._waited_s,
+            formats=list_formats(),
+        )
+        fact: dict[str, object] = msgspec.to_builtins(use)
+        return fact
+
+
+def _read_wait_s(file: Path = PROC / "self" / "schedstat") -> float | None:
+    """How long the main thread was ready to run and had no core; None where the kernel does not count it."""
+    try:
+        return int(file.read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def count_cores(quota: Path = CPU_MAX) -> float:
+    """The cores that this process may use: of its affinity, and of its cgroup's quota."""
+    cores = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError):
+        most, period = quota.read_text().split()
+        return cores if most == "max" else min(cores, int(most) / int(period))
+    return cores
+
+
+def list_formats(cpuinfo: Path = PROC / "cpuinfo") -> list[str]:
+    """The narrow formats that this CPU multiplies faster than fp32."""
+    try:
+        flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "").split()
+    except OSError:
+        return []
+    return sorted({FORMATS[flag] for flag in flags if flag in FORMATS})

@@ -1,0 +1,206 @@
+"""Advice for programs on the CPU: each rule speaks on a run that asks for it, and is silent on one that does not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera.analyze.advise import advise
+from tessera.analyze.answer import answer
+from tessera.joules import DomainSamples
+from tessera.recording import CpuUse, Facts, Recording
+from tessera.report.run import children_text
+from tessera.schema import Domain, Hold
+from tessera.timeline import Builder
+from tessera.trace import PowerTrace
+
+T0 = 1_790_000_000_000_000_000
+MS = 1_000_000
+CPU = Domain(name="cpu0", source="modelled", resolution_s=0.1, hold=Hold.MEAN, basis="modelled", scope="process")
+LOADER = "enumerate(DataLoader)#_{}Iter.__next__"
+IN_WORKERS, IN_MAIN = LOADER.format("MultiProcessingDataLoader"), LOADER.format("SingleProcessDataLoader")
+QUIET = CpuUse(cpu_s=1.0, children={}, cores=8, threads=1, waited_s=0.0)
+
+
+class Program:
+    """Steps on the CPU, written operator by operator."""
+
+    def __init__(self) -> None:
+        self.build, self.now, self.steps, self.began = Builder(), T0, 0, T0
+
+    def op(self, name: str, ms: float, shapes: str = "") -> Program:
+        more = {"shapes": self.build.intern(shapes)} if shapes else {}
+        self.build.add("op", name, self.now, self.now + round(ms * MS), thread=1, **more)
+        self.now += round(ms * MS)
+        return self
+
+    def region(self, name: str, ms: float) -> Program:
+        self.build.add("region", name, self.now, self.now + round(ms * MS), thread=1)
+        self.now += round(ms * MS)
+        return self
+
+    def pause(self, ms: float) -> Program:
+        self.now += round(ms * MS)
+        return self
+
+    def step(self) -> Program:
+        self.build.add("region", f"step_{self.steps}", self.began, self.now, thread=1)
+        self.steps, self.began = self.steps + 1, self.now
+        return self
+
+    def recording(self, use: CpuUse | None = QUIET) -> Recording:
+        times = np.arange(T0 - 100 * MS, self.now + 200 * MS, 100 * MS)
+        samples = DomainSamples.of(CPU, times, np.full(len(times), 20.0))
+        power = PowerTrace({"cpu0": samples}, start_ns=T0, end_ns=self.now)
+        facts = Facts(kind="run", span_ns=(T0, self.now), windows=[(T0, self.now)], cpu_use=use)  # type: ignore[arg-type]
+        return Recording(self.build.build(), power, facts=facts)
+
+    def advice(self, use: CpuUse | None = QUIET) -> dict[str, Any]:
+        return {a.kind: a for a in advise(self.recording(use)).advice}
+
+
+def train(load_ms: float, name: str = IN_WORKERS, steps: int = 12) -> Program:
+    program = Program()
+    for _ in range(steps):
+        program.region(name, load_ms).op("aten::mm", 10.0).op("aten::add", 10.0).step()
+    return program
+
+
+WORKERS = {"pt_data_worker": (2, 2.0), "sh": (1, 0.01)}
+
+
+def test_a_loader_bound_program_is_told_to_load_faster() -> None:
+    use = CpuUse(cpu_s=3.4, children=WORKERS, cores=16, threads=1, waited_s=0.0)
+    advice = train(30.0).advice(use)["data loading"]
+    assert "in the DataLoader's next for 60% of the time, 30 ms a batch" in advice.evidence
+    assert "2 workers have 59% of the CPU time, of 16 cores: raise num_workers and prefetch_factor" in advice.action
+    assert advice.saves_s == pytest.approx(12 * 0.03)
+
+
+def test_more_workers_are_not_advised_where_no_core_is_left() -> None:
+    use = CpuUse(cpu_s=3.4, children=WORKERS, cores=2, threads=1, waited_s=0.0)
+    assert "more num_workers or prefetch_factor would not help" in train(30.0).advice(use)["data loading"].action
+
+
+def test_a_loader_in_the_main_process_is_told_to_use_workers() -> None:
+    assert "num_workers=2 or more" in train(30.0, IN_MAIN).advice()["data loading"].action
+    alone = CpuUse(cpu_s=1.0, children={}, cores=1, threads=1, waited_s=0.0)
+    assert "num_workers" not in train(30.0, IN_MAIN).advice(alone)["data loading"].action
+
+
+def test_a_loader_that_keeps_up_gets_no_advice() -> None:
+    assert "data loading" not in train(0.1).advice()
+
+
+def test_a_gpu_that_waits_for_data_has_a_rule_of_its_own() -> None:
+    program = train(30.0)
+    program.build.add("kernel", "gemm", T0, T0 + MS, device=0, stream=7)
+    assert "data loading" not in program.advice()
+
+
+def test_slow_steps_are_explained_by_what_ran_then() -> None:
+    program = Program()
+    for i in range(24):
+        program.op("aten::mm", 10.0)
+        if i in (7, 15):
+            program.region("save checkpoint", 40.0)
+        program.step()
+    evidence = program.advice()["stragglers"].evidence
+    assert "2 of 23 steps take 80 ms more than the median one (step_7: 5.0 times)" in evidence
+    assert "80 ms of it in save checkpoint" in evidence
+
+
+def test_slow_steps_without_a_traced_cause_are_not_blamed_on_an_operator() -> None:
+    program = Program()
+    for i in range(24):
+        program.op("aten::mm", 10.0).pause(40.0 if i in (7, 15) else 0.0).step()
+    advice = program.advice()["stragglers"]
+    assert "no traced operator accounts for it" in advice.evidence
+    assert "who else uses the machine" in advice.action
+
+
+@pytest.mark.parametrize("slow", [{1}, set(range(8, 24))])
+def test_steps_that_warm_up_or_are_mostly_slow_are_no_stragglers(slow: set[int]) -> None:
+    program = Program()
+    for i in range(24):
+        program.op("aten::mm", 14.0 if i in slow else 10.0).step()
+    assert "stragglers" not in program.advice()
+
+
+def test_dropout_that_draws_many_numbers_is_named() -> None:
+    program = Program()
+    for _ in range(12):
+        program.op("aten::mm", 10.0).op("aten::bernoulli_", 10.0).step()
+    advice = program.advice()["dropout"]
+    assert "50%" in advice.evidence and "12 calls" in advice.evidence and "Dropout2d" in advice.action
+
+
+def test_a_little_dropout_and_other_random_numbers_are_not() -> None:
+    program = Program()
+    for _ in range(12):
+        program.op("aten::mm", 20.0).op("aten::bernoulli_", 1.0).op("aten::normal_", 10.0).step()
+    assert "dropout" not in program.advice()
+
+
+def busy(threads: int, *, cores: float = 4, waited_s: float = 0.2, cpu_s: float = 0.9, workers: int = 0) -> CpuUse:
+    children = {"pt_data_worker": (workers, 0.3)} if workers else {}
+    return CpuUse(cpu_s=cpu_s, children=children, cores=cores, threads=threads, waited_s=waited_s)
+
+
+def test_more_threads_than_cores_are_told() -> None:
+    program = train(0.1)  # 0.24 s
+    advice = program.advice(busy(4, workers=3))["threads"]
+    assert "4 x torch thread beside 3 DataLoader workers on 4 cores" in advice.evidence and "83%" in advice.evidence
+    assert "torch.set_num_threads(1)" in advice.action
+    assert program.advice(busy(1, workers=6))["threads"].action == "use fewer num_workers"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        busy(4),  # a thread for each core
+        busy(8, waited_s=0.01),  # nobody waits
+        busy(8, cpu_s=0.1),  # the neighbours use the cores
+        None,
+    ],
+)
+def test_threads_that_do_not_get_in_each_others_way_are_not(use: CpuUse | None) -> None:
+    assert "threads" not in train(0.1).advice(use)
+
+
+def products(dtype: str, formats: list[str], product_ms: float = 10.0) -> dict[str, Any]:
+    program = Program()
+    for _ in range(12):
+        program.op("aten::addmm", product_ms, f"[64,64]{dtype} [64,64]{dtype}").op("aten::add", 5.0).step()
+    return program.advice(CpuUse(cpu_s=1.0, children={}, cores=8, threads=1, waited_s=0.0, formats=formats))
+
+
+def test_fp32_products_are_told_of_bf16_where_the_cpu_has_it() -> None:
+    advice = products("f32", ["bf16", "int8"])["formats"]
+    assert "in fp32 take" in advice.evidence and "torch.autocast" in advice.action and "int8" in advice.action
+    assert "int8" not in products("f32", ["bf16"])["formats"].action
+
+
+@pytest.mark.parametrize(
+    ("dtype", "formats", "ms"), [("f32", [], 10.0), ("bf16", ["bf16"], 10.0), ("f32", ["bf16"], 1.0)]
+)
+def test_products_that_are_narrow_small_or_on_an_older_cpu_are_not(dtype: str, formats: list[str], ms: float) -> None:
+    assert "formats" not in products(dtype, formats, ms)
+
+
+def test_children_are_on_the_screen_with_their_joules() -> None:
+    use = CpuUse(cpu_s=4.0, children=WORKERS | {"(short-lived)": (0, 0.0)}, cores=16)
+    result = answer(train(30.0).recording(use))
+    assert result.children_j == pytest.approx(20.0 * 0.6 * 2.01 / 4.0)
+    assert children_text(result) == "2 x pt_data_worker: 2.01 s of CPU time (50.2%), ~6.03 J of the run's joules"
+    assert result.to_dict()["cpu_use"] == use
+
+
+def test_without_children_there_is_no_such_line() -> None:
+    result = answer(train(30.0).recording())
+    assert children_text(result) == "" and result.children_j == 0.0
+    unknown = answer(train(30.0).recording(None))
+    assert unknown.children_j is None and children_text(unknown) == "" and not math.isnan(unknown.energy_j)

@@ -1,0 +1,50 @@
+"""What a program uses of the CPUs, and DataLoader workers in a recorded run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tessera import profile
+from tessera.profile.cpu_use import count_cores, list_formats
+
+
+class Slow(torch.utils.data.Dataset[torch.Tensor]):
+    """Each item takes 5 ms of CPU time."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        began = time.process_time()
+        while time.process_time() - began < 0.005:
+            pass
+        return torch.ones(4)
+
+
+def test_the_workers_of_a_data_loader_are_in_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.tessera"
+    with profile.session(mode="sampling", path=path):
+        for _ in torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=1):
+            pass
+    use = profile.load(path).facts.cpu_use
+    assert use is not None
+    assert 0.2 <= use.children_s <= use.cpu_s
+    assert use.cores >= 1 and use.threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("max 100000", None), ("50000 100000", 0.5), ("rubbish", None)])
+def test_a_quota_limits_the_cores(tmp_path: Path, text: str, expected: float | None) -> None:
+    quota = tmp_path / "cpu.max"
+    quota.write_text(text)
+    assert count_cores(quota) == (expected or count_cores(tmp_path / "missing"))
+
+
+def test_formats_are_those_of_the_flags(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nflags : fpu avx2 avx512_bf16 amx_int8\n")
+    assert list_formats(cpuinfo) == ["bf16", "int8"]
+    assert list_formats(tmp_path / "missing") == []
