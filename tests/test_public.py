@@ -54,7 +54,7 @@ FLAGS = {
     },
     "doctor": {"--sensor", "--json", "--restore"},
     "selftest": {"--seconds", "--json"},
-    "watch": {"--interval", "--sensor", "--once", "--json", "--duration"},
+    "watch": {"--interval", "--sensor", "--once", "--json", "--duration", "--processes"},
     "metrics": {"--listen", "--sensor", "--once", "--dashboard"},
     "hardware": set(),
     "hardware list": {"--kind", "--json"},

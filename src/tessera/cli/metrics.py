@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from ..errors import ArgumentError, TesseraError
+from ..monitor.process_table import ProcessTable
 from ..monitor.snapshot import PowerWatch
 from ..report import metrics as report
 from ..sensors.discover import discover
@@ -45,6 +46,7 @@ def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) 
       tessera metrics --dashboard > tessera.json     import it in Grafana
       tessera metrics --once | grep joules
 
+    Joules by user, Slurm job and Kubernetes pod (tessera_job_*) are estimates: a CPU's by CPU time, a GPU's by SM time.
     Only this machine can read them unless --listen names another address.
     """
     if dashboard:
@@ -55,7 +57,8 @@ def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) 
         server = None if once else stack.enter_context(_bind_server(Address.parse(listen)))
         available = discover(sensors or None, scope="machine")
         quit_ = stack.enter_context(Quit())
-        watch = stack.enter_context(PowerWatch(available, NEWEST_S))
+        table = ProcessTable.of_this_machine()
+        watch = stack.enter_context(PowerWatch(available, NEWEST_S, processes=table))
         collector = report.SnapshotCollector(watch.take_snapshot, requested=sensors)
         if server is None:
             quit_.wait(ONCE_S)

@@ -18,6 +18,7 @@ from typing import Any, Self
 import click
 
 from ..errors import ArgumentError
+from ..monitor.process_table import ProcessTable
 from ..monitor.snapshot import PowerWatch, Snapshot
 from ..output import remove_controls
 from ..report import watch as report
@@ -54,9 +55,14 @@ def _parse_interval(ctx: click.Context, param: click.Parameter, value: str) -> f
 @sensor_option
 @click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line, instead of a screen.")
+@click.option(
+    "--processes", type=click.IntRange(0), default=8, show_default=True, help="How many processes to list; 0 for none."
+)
 @duration_option("--duration", "Stop after this time, e.g. 5min.")
-def command(interval_s: float, sensors: tuple[str, ...], once: bool, as_json: bool, duration_s: float | None) -> None:
-    """Show power, clocks and temperature live; q or Ctrl-C quits.
+def command(
+    interval_s: float, sensors: tuple[str, ...], once: bool, as_json: bool, processes: int, duration_s: float | None
+) -> None:
+    """Show power, clocks and temperature live, and which processes use them; q or Ctrl-C quits.
 
     \b
     Example:
@@ -64,21 +70,23 @@ def command(interval_s: float, sensors: tuple[str, ...], once: bool, as_json: bo
       tessera watch --interval 100ms                 every value of NVML's sample ring
       tessera watch --json --duration 10s > w.jsonl
 
-    If the output is not a terminal, prints one line of name=value pairs per domain and interval.
+    If the output is not a terminal, prints one line of name=value pairs per domain and interval. The watts of processes
+    are estimates: a CPU's by CPU time, a GPU's by SM time.
     """
     until_s = math.inf if duration_s is None else duration_s
     live = sys.stdout.isatty() and not (once or as_json)
     available = discover(sensors or None, scope="machine")
-    with Quit(keys=live) as quit_, PowerWatch(available, interval_s) as watch:
+    table = ProcessTable.of_this_machine() if processes and (live or once or as_json) else None
+    with Quit(keys=live) as quit_, PowerWatch(available, interval_s, processes=table) as watch:
         if once:
             quit_.wait(ONCE_S)
-            _print(watch.take_snapshot(), as_json)
+            _print(watch.take_snapshot(), as_json, processes)
         elif live:
-            _show_screen(watch, _wait_intervals(quit_, interval_s, until_s))
+            _show_screen(watch, _wait_intervals(quit_, interval_s, until_s), processes)
             print(remove_controls(report.summary(watch.take_snapshot())))
         else:
             for _ in _wait_intervals(quit_, interval_s, until_s):
-                _print(watch.take_snapshot(), as_json)
+                _print(watch.take_snapshot(), as_json, processes)
 
 
 def _wait_intervals(quit_: Quit, interval_s: float, duration_s: float) -> Iterator[None]:
@@ -93,20 +101,20 @@ def _wait_intervals(quit_: Quit, interval_s: float, duration_s: float) -> Iterat
             return
 
 
-def _print(snapshot: Snapshot, as_json: bool) -> None:
+def _print(snapshot: Snapshot, as_json: bool, processes: int) -> None:
     if as_json:
         click.echo(report.json_line(snapshot))
     elif sys.stdout.isatty():
         from ..report.console import Console
 
         console = Console()
-        console.print(report.screen(snapshot, width=console.width, keys=False))
+        console.print(report.screen(snapshot, width=console.width, keys=False, processes=processes))
     else:
         for line in report.plain_lines(snapshot):
             print(remove_controls(line), flush=True)
 
 
-def _show_screen(watch: PowerWatch, intervals: Iterator[None]) -> None:
+def _show_screen(watch: PowerWatch, intervals: Iterator[None], processes: int) -> None:
     from rich.live import Live
 
     from ..report.console import Console
@@ -114,7 +122,8 @@ def _show_screen(watch: PowerWatch, intervals: Iterator[None]) -> None:
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            shown = report.screen(watch.take_snapshot(), width=console.width, height=console.height)
+            look = watch.take_snapshot()
+            shown = report.screen(look, width=console.width, height=console.height, processes=processes)
             live.update(shown, refresh=True)
             if next(intervals, intervals) is intervals:
                 return

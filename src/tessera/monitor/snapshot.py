@@ -17,8 +17,10 @@ import numpy as np
 from ..joules import accumulate, sum_domains, sum_windows
 from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, Telemetry
 from ..sensors.discover import DiscoveredSensors
+from ..sensors.processes import ProcessOwner
 from .core import Monitor, Window
 from .cuda import Edge
+from .process_table import OwnerTotal, ProcessReading, ProcessTable
 from .series import PowerSeries
 
 HISTORY = 60
@@ -75,6 +77,10 @@ class Snapshot:
     basis: Basis
     missing: Mapping[str, str] = field(default_factory=dict)
     sensors: Mapping[str, bool] = field(default_factory=dict)
+    processes: Sequence[ProcessReading] = ()
+    """Who uses the CPUs and GPUs now; their watts are estimates."""
+    owners: Sequence[tuple[ProcessOwner, OwnerTotal]] = ()
+    """The same since the start, by user, job and pod."""
     sampler_cpu_s: float = 0.0
     sampler_bytes: int = 0
     schema_version: int = SCHEMA_VERSION
@@ -132,7 +138,10 @@ def _add_up(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
 class PowerWatch:
     """Takes snapshots of a monitor. Sampling starts when it is entered and stops on the way out."""
 
-    def __init__(self, discovered: DiscoveredSensors, interval_s: float) -> None:
+    def __init__(
+        self, discovered: DiscoveredSensors, interval_s: float, *, processes: ProcessTable | None = None
+    ) -> None:
+        self._processes = processes
         self._monitor = Monitor(discovered.sensors, discovered.missing)
         self._interval_s = interval_s
         self._domains: dict[str, set[str]] = {}
@@ -146,6 +155,8 @@ class PowerWatch:
         self._monitor.start()
         self._begun_ns = time.monotonic_ns()
         self._ledger = EnergyLedger(self._monitor)
+        if self._processes is not None:
+            self._processes.read({})
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,7 +177,11 @@ class PowerWatch:
         counted = [r for r in readings if r.counted]
         time_s = (now_ns - self._begun_ns) * 1e-9
         total = sum_domains([energies[r.domain] for r in counted], time_s)
+        table = self._processes
+        running = table.read({r.domain: (r.source, r.energy_j) for r in counted}) if table is not None else ()
         return Snapshot(
+            processes=running,
+            owners=list(table.totals.items()) if table is not None else (),
             epoch_s=sampler.epoch.to_epoch(now_ns) * 1e-9,
             time_s=time_s,
             readings=readings,

@@ -38,6 +38,10 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "tessera_memory_size_bytes": ("gauge", "Size of the device memory."),
     "tessera_utilization_ratio": ("gauge", "Share of time with work on the device."),
     "tessera_sm_activity_ratio": ("gauge", "Share of the SMs' time with a warp resident."),
+    "tessera_job_energy_joules_total": ("counter", "Estimated energy by user, Slurm job and pod, by CPU or SM time."),
+    "tessera_job_power_watts": ("gauge", "Estimated power by user, Slurm job and pod since the last scrape."),
+    "tessera_job_cpu_seconds_total": ("counter", "CPU time by user, Slurm job and pod, since the start."),
+    "tessera_job_gpu_memory_bytes": ("gauge", "Device memory in use by user, Slurm job and pod."),
     "tessera_sensor_up": ("gauge", "1 while a sensor answers, 0 if it was lost or was requested and is missing."),
     "tessera_gaps_total": ("counter", "Periods without data."),
     "tessera_sampler_cpu_seconds_total": ("counter", "CPU time of the sampling thread."),
@@ -108,6 +112,13 @@ class SnapshotCollector:
         sensors = {name: False for name in self._requested if name in snapshot.missing} | dict(snapshot.sensors)
         for name, up in sensors.items():
             yield "tessera_sensor_up", {"sensor": name}, float(up)
+        for owner, total in snapshot.owners:
+            labels = {"user": owner.user or "", "job": owner.job or "", "pod": owner.pod or ""}
+            yield "tessera_job_energy_joules_total", {**labels, "part": "cpu"}, total.cpu_j
+            yield "tessera_job_energy_joules_total", {**labels, "part": "gpu"}, total.gpu_j
+            yield "tessera_job_power_watts", labels, total.power_w
+            yield "tessera_job_cpu_seconds_total", labels, total.cpu_s
+            yield "tessera_job_gpu_memory_bytes", labels, total.gpu_memory_bytes
         yield "tessera_sampler_cpu_seconds_total", {}, snapshot.sampler_cpu_s
         yield "tessera_sampler_memory_bytes", {}, float(snapshot.sampler_bytes)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from ..monitor.process_table import GpuUse
 from ..monitor.snapshot import DomainReading, Snapshot
 from ..schema import Telemetry
 from ..units import format_duration, format_energy, format_power
@@ -93,8 +94,10 @@ def _quote(text: str) -> str:
 # -- the screen --------------------------------------------------------------------------------------------------
 
 
-def screen(snapshot: Snapshot, *, width: int = 80, height: int | None = None, keys: bool = True) -> Text:
-    """The whole screen, at most `width` columns wide; a low `height` drops details, not the total."""
+def screen(
+    snapshot: Snapshot, *, width: int = 80, height: int | None = None, keys: bool = True, processes: int = 0
+) -> Text:
+    """The whole screen, at most `width` columns wide; a low `height` drops processes and details, not the total."""
     rows = snapshot.counted_readings
     name_w = max([len("total"), *(len(r.domain) for r in rows)])
     cells = _cells(width, name_w)
@@ -102,7 +105,9 @@ def screen(snapshot: Snapshot, *, width: int = 80, height: int | None = None, ke
     foot = [*_total(snapshot, name_w, cells), *_missing(snapshot)]
     room = None if height is None else height - len(head) - len(foot)
     blocks = [[_power_line(r, name_w, cells), *_states(r, name_w), *_details(r, name_w)] for r in rows]
-    lines = [*head, *_fit(blocks, room), *foot]
+    shown = _fit(blocks, room)
+    left = None if room is None else room - len(shown)
+    lines = [*head, *shown, *foot, *_list_processes(snapshot, processes if left is None else min(processes, left - 2))]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines)
@@ -273,6 +278,31 @@ def _total(snapshot: Snapshot, name_w: int, cells: int) -> list[Text]:
     now, mean = _watts(snapshot.power_w), _watts(snapshot.mean_w)
     energy = _joules(snapshot.energy_j, snapshot.error_j)
     return [_columns("total", name_w, now=now, limit="", spark=spark, mean=mean, energy=energy)]
+
+
+def _list_processes(snapshot: Snapshot, count: int) -> list[Text]:
+    """The processes with most watts. The watts are estimates, and so marked."""
+    rows = snapshot.processes[: max(count, 0)]
+    if not rows:
+        return []
+    on_gpus = {r.pid: ", ".join(_describe_gpu(name, use) for name, use in r.gpus.items()) for r in rows}
+    gpu_w = max(map(len, on_gpus.values())) + 2
+    of = f"{'GPU':<{gpu_w}}" if gpu_w > 2 else ""
+    head = f"{'pid':>8} {'user':<10} {'job or pod':<12} {'cores':>6} {'~power':>7}  {of}process (~: estimated)"
+    lines = [Text(), Text(head, style="dim")]
+    for r in rows:
+        gpus = f"{on_gpus[r.pid]:<{gpu_w}}" if of else ""
+        job = (r.owner.job or r.owner.pod or "")[:12]
+        watts = "" if r.power_w is None else _watts(r.power_w)
+        user = (r.owner.user or "?")[:10]
+        lines.append(Text(f"{r.pid:>8} {user:<10} {job:<12} {r.cores:>6.2f} {watts:>7}  {gpus}{r.name}"))
+    return lines
+
+
+def _describe_gpu(name: str, use: GpuUse) -> str:
+    share = "" if use.sm_pct is None else f" SM {use.sm_pct:.0f}%"
+    memory = "" if use.memory_bytes is None else f" {use.memory_bytes / 2**30:.1f} GiB"
+    return f"{name}{share}{memory}"
 
 
 def _missing(snapshot: Snapshot) -> list[Text]:
