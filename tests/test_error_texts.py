@@ -506,7 +506,7 @@ def test_a_file_that_fails_unexpectedly_is_named(
     with pytest.raises(PermissionError if debug else SystemExit):
         main(["--debug", "hardware", "list"] if debug else ["hardware", "list"])
     if not debug:
-        assert capsys.readouterr().err.startswith("error: cannot use /etc/shadow: Permission denied\n")
+        assert capsys.readouterr().err.startswith("error: cannot use /etc/shadow\n  why: Permission denied\n")
 
 
 def test_debug_shows_the_traceback() -> None:
