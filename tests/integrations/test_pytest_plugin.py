@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tessera import monitor
 
 from fakes.sensor import ScriptSensor
+from places import REPOSITORY
 
 pytest_plugins = ["pytester"]
 PLUGIN = ("-p", "no:tessera", "-p", "tessera.pytest_plugin", "-p", "no:cacheprovider")
@@ -109,6 +111,11 @@ def test_a_wrong_marker_is_said(pytester: pytest.Pytester, arguments: str, words
     result, _ = run(pytester, f"@pytest.mark.energy({arguments})\ndef test_x(): pass")
     assert result.ret != 0
     assert words in result.stdout.str()
+
+
+def test_pytest_finds_it_by_its_entry_point() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {"tessera": "tessera.pytest_plugin"}
 
 
 def test_loading_it_imports_nothing_else() -> None:

@@ -67,6 +67,13 @@ def test_drift_cancels_in_the_comparison(machine: FakeMachine) -> None:
     )
 
 
+def test_a_multiple_is_said_as_one(machine: FakeMachine) -> None:
+    machine.spend = lambda name, run: report(100.0 + run % 3, 1.0) if name == "a" else report(420.0 + run % 3, 0.5)
+    (found,) = machine.measure("a", "b").comparisons
+    assert found.text.startswith("B uses 4.1")
+    assert found.text.endswith(" times the joules of A, and takes 50.0 ± 0.0% less time than A")
+
+
 def test_an_interval_holds_the_truth_nine_times_in_ten(machine: FakeMachine) -> None:
     rng = np.random.default_rng(4)
     held = 0

@@ -25,7 +25,7 @@ import numpy as np
 from ..config import find_cost
 from ..joules import Floats
 from ..schema import EnergyReport, Work
-from ..units import format_duration, format_energy
+from ..units import format_duration, format_energy, format_error
 from .benchmark import level_error
 from .command import measure_command
 from .core import Monitor
@@ -145,10 +145,10 @@ class CommandComparison:
         share, time = self.energy_share, self.time_share
         if share.error is None:
             return f"no difference can be told from one run of each: repeat both with --runs {2 * FEWEST}"
-        took = f"takes {_percent(time, 'more', 'less')} time" if _differs(time) else "takes as long within noise"
+        took = f"takes {_compare_amounts(time, 'less', 'time', self.reference)}"
+        took = took if _differs(time) else "takes as long within noise"
         if self.significant:
-            joules = _percent(share, "more", "fewer")
-            return f"{self.label} uses {joules} joules than {self.reference}, and {took}"
+            return f"{self.label} uses {_compare_amounts(share, 'fewer', 'joules', self.reference)}, and {took}"
         seen = f"{self.label} measured {share.value:+.1%}, within ± {share.error:.1%}"
         repeat = f"--runs {4 * self.runs} would show a difference of about {share.error / 2:.1%}"
         return f"no difference in joules can be told: {seen}; {repeat}. {self.label} {took}"
@@ -277,10 +277,14 @@ def _differs(share: Uncertain) -> bool:
     return share.error is not None and abs(share.value) > share.error
 
 
-def _percent(share: Uncertain, more: str, less: str) -> str:
-    size, error = 100 * abs(share.value), 100 * (share.error or 0.0)
-    digits = 1 if error < 10 else 0
-    return f"{size:.{digits}f} ± {error:.{digits}f}% {more if share.value > 0 else less}"
+def _compare_amounts(share: Uncertain, less: str, what: str, reference: str) -> str:
+    """A change as people say it: "12.0 ± 3.0% fewer joules than A", "4.20 ± 0.11 times the joules of A"."""
+    error = share.error or 0.0
+    if share.value > 1:
+        return f"{format_error(1 + share.value, error)} times the {what} of {reference}"
+    digits = 1 if error < 0.1 else 0
+    percent = f"{100 * abs(share.value):.{digits}f} ± {100 * error:.{digits}f}%"
+    return f"{percent} {'more' if share.value > 0 else less} {what} than {reference}"
 
 
 def find_outliers(reports: Sequence[EnergyReport], warmup: int) -> list[RunOutlier]:

@@ -54,10 +54,10 @@ def _columns(commands: Sequence[RepeatedCommand]) -> list[TableColumn]:
     return [
         TableColumn(heading="", cells=[c.label for c in commands], style="bold"),
         TableColumn(heading="energy", cells=energy, right=True),
-        TableColumn(heading="min … max", cells=joules, right=True, drop=3),
+        TableColumn(heading="lowest … highest", cells=joules, right=True, drop=3),
         *work,
         TableColumn(heading="time", cells=time, right=True),
-        TableColumn(heading="min … max", cells=seconds, right=True, drop=4),
+        TableColumn(heading="fastest … slowest", cells=seconds, right=True, drop=4),
         TableColumn(heading="power", cells=power, right=True, drop=2),
         TableColumn(heading="command", cells=[c.name for c in commands], drop=5),
     ]
