@@ -161,12 +161,12 @@ def predict_energy_j(
     if not lossless:
         along = (layout != "tn", layout == "nt")
         for count, is_along in list(zip((batch * m * k, batch * n * k), along, strict=True))[: 1 if prepared else 2]:
-            cast = movement(gpu, "elementwise", count, count * dtype.itemsize, count * ELEMENT_BYTES[name])
+            cast = _movement(gpu, count, count * dtype.itemsize, count * ELEMENT_BYTES[name])
             work = work + DeviceWork.of(cast, _CASTS.get(precision, (1.0, 1.0))[not is_along])
         inside = out_dtype == torch.bfloat16 if row_scaling is None else row_scaling
         if name == "fp16" or (precision == "fp8_row" and not inside):
             result = batch * m * n * out_bytes
-            work = work + DeviceWork.of(movement(gpu, "elementwise", batch * m * n, result, result), _UNSCALE)
+            work = work + DeviceWork.of(_movement(gpu, batch * m * n, result, result), _UNSCALE)
     joules = model.estimate(work).energy_j
     if name == "fp8" and accumulate == "fast":
         joules -= float(batch) * m * n * k / _PROMOTED_EVERY * model.j_per_flop.get("vector.fp32", 0.0)
@@ -187,8 +187,10 @@ def _product(
     return DeviceWork.of(product)
 
 
-def movement(gpu: Chip, family: str, elements: float, read: float, written: float) -> KernelTime:
+def _movement(gpu: Chip, elements: float, read: float, written: float) -> KernelTime:
     """A kernel that reads and writes so many bytes once, in blocks of 1024 elements as torch's."""
     total = read + written
     crossing = total if total > CACHE_SHARE * gpu.cache_bytes else 0.0
-    return movement_time(gpu, DataMovement(family, elements, total, crossing, max(1.0, elements / 1024), itemsize=4.0))
+    return movement_time(
+        gpu, DataMovement("elementwise", elements, total, crossing, max(1.0, elements / 1024), itemsize=4.0)
+    )

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +25,6 @@ from .arguments import HALVES, check_convolution, check_tensors, format_shape, i
 
 if TYPE_CHECKING:
     from ..device import Device
-    from ..estimate.kernel_time import Chip, KernelTime
 
 _NORMS = (None, "forward", "backward", "ortho")
 
@@ -156,12 +154,12 @@ def _products(xs: Any, ws: Any, groups: int) -> torch.Tensor:
 
 # -- whether it is cheaper ------------------------------------------------------------------------------------------
 
-# Both ways on the kernel models of `predict`. The spectral way is counted kernel by kernel as torch runs it: pad, a
-# pass over each direction for every transform, two changes of layout around the products, the products, cut. Transforms
-# are taken as kernels that move their data twice; that was not fitted on a GPU (`benchmarks/device/ops_streams.py`).
 MARGIN = 0.75
-"""Of the direct way's joules and seconds the spectral one must take less than this: its own model is not fitted."""
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Of the direct way's joules and seconds the spectral one must take less than this.
+
+`predict` counts transforms by the bytes they move, which was not fitted on a GPU (`benchmarks/device/ops_streams.py`).
+"""
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SpectralVerdict(NamedTuple):
@@ -195,14 +193,19 @@ def spectral_wins(
     x, w = tuple(map(int, x_shape)), tuple(map(int, w_shape))
     if len(x) != 4 or len(w) != 4 or min(*x, *w) < 1:
         raise ArgumentError(f"op.spectral_wins: x_shape={x}, w_shape={w}", fix="four sizes each: (N, C, H, W)")
-    if dtype not in _BYTES:
-        raise ArgumentError(f"op.spectral_wins: dtype={dtype!r}", fix=f"one of {', '.join(_BYTES)}")
+    if dtype not in _DTYPES:
+        raise ArgumentError(f"op.spectral_wins: dtype={dtype!r}", fix=f"one of {', '.join(_DTYPES)}")
+    from ..estimate.predict import predict
     from ..hardware import lookup
 
     device = lookup(on) if isinstance(on, str) else on
-    pads, holes = (v if isinstance(v, tuple) else (v, v) for v in (padding, dilation))
-    direct_s, direct_j = _predict_direct(device, x, w, dtype, pads, holes, groups)
-    spectral_s, spectral_j = _predict_spectral(device, x, w, dtype, pads, groups)
+    operands = tuple(torch.empty(shape, dtype=_DTYPES[dtype], device="meta") for shape in (x, w))
+    found = []
+    for convolve in (F.conv2d, spectral_conv2d):
+        run = functools.partial(convolve, padding=padding, dilation=dilation, groups=groups)
+        total = predict(run, operands, on=device, launch="graph", check_memory=False).total
+        found += [total.time_s, total.energy_j]
+    direct_s, direct_j, spectral_s, spectral_j = found
     wins = spectral_j < MARGIN * direct_j and spectral_s < MARGIN * direct_s
     reason = (
         f"modelled on {device.id}: conv2d {direct_j * 1e3:.3g} mJ in {direct_s * 1e6:.3g} us, "
@@ -210,73 +213,6 @@ def spectral_wins(
         + ("" if wins else f"; a win is less than {MARGIN:.0%} of both")
     )
     return SpectralVerdict(wins, reason, direct_s, direct_j, spectral_s, spectral_j)
-
-
-def _predict_direct(
-    device: Device, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: Any, holes: Any, groups: int
-) -> tuple[float, float]:
-    from ..estimate.predict import predict
-
-    kind = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    operands = (torch.empty(x, dtype=kind, device="meta"), torch.empty(w, dtype=kind, device="meta"))
-
-    def conv(a: Any, b: Any) -> Any:
-        return torch.nn.functional.conv2d(a, b, padding=pads, dilation=holes, groups=groups)
-
-    total = predict(conv, operands, on=device, launch="graph", check_memory=False).total
-    return total.time_s, total.energy_j
-
-
-def _predict_spectral(
-    device: Device, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: tuple[int, int], groups: int
-) -> tuple[float, float]:
-    from ..estimate.kernel_time import chip
-    from ..estimate.power import DeviceWork, PowerModel
-    from ..estimate.predict import GAP_S, replay_s
-
-    kernels = _kernel_times(device, chip(device), x, w, dtype, pads, groups)
-    gaps_s = len(kernels) * GAP_S["graph"]
-    work = DeviceWork(idle_s=gaps_s + replay_s(gaps_s + sum(kernel.seconds for kernel in kernels)))
-    for kernel in kernels:
-        work = work + DeviceWork.of(kernel)
-    estimate = PowerModel.from_device(device).estimate(work)
-    return estimate.seconds, estimate.energy_j
-
-
-def _kernel_times(
-    device: Device, gpu: Chip, x: tuple[int, ...], w: tuple[int, ...], dtype: str, pads: tuple[int, int], groups: int
-) -> list[KernelTime]:
-    from ..estimate.gemm import gemm_time
-    from .product_cost import movement
-
-    batch, channels, *plane = x
-    rows, columns = (fast_size(n + 2 * p) for n, p in zip(plane, pads, strict=True))
-    real, half = rows * columns, rows * (columns // 2 + 1)
-    wide = 8 if dtype == "fp64" else 4
-    each = channels // groups
-    maps = (batch * channels, w[0] * w[1], batch * w[0])  # planes of x, w and the result
-
-    move = functools.partial(movement, gpu)
-    kernels = [  # pads of x and w, from their own dtype
-        move("copy.constant_pad_nd", n * real, n * area * _BYTES[dtype], n * real * wide)
-        for n, area in ((maps[0], math.prod(plane)), (maps[1], w[2] * w[3]))
-    ]
-    for n in maps:  # a pass along the rows (real on one side), one along the columns
-        kernels.append(move("elementwise", n * real, n * real * wide, n * half * 2 * wide))
-        kernels.append(move("elementwise", n * half, n * half * 2 * wide, n * half * 2 * wide))
-    if each == 1:
-        kernels.append(
-            move("elementwise", maps[2] * half, (maps[0] + maps[1]) * half * 2 * wide, maps[2] * half * 2 * wide)
-        )
-    else:
-        for n in maps:  # frequencies outermost for the products, and back
-            kernels.append(move("copy.transpose", n * half, n * half * 2 * wide, n * half * 2 * wide))
-        # A complex product is four real ones of as many bytes: the same m and n, four times the k.
-        precision = "fp64" if dtype == "fp64" else "fp32"
-        kernels.append(gemm_time(device, batch, w[0] // groups, 4 * each, half * groups, precision, layout="nn"))
-    out = maps[2] * math.prod(plane)
-    kernels.append(move("copy", out, out * wide, out * _BYTES[dtype]))
-    return kernels
 
 
 def fast_size(n: int) -> int:
