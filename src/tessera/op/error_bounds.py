@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from .arguments import without_autocast
-from .dispatch import set_tf32
-from .lowprec import multiply_wide
+from .dispatch import force_fp32_sums, set_tf32
+from .lowprec import has_wide_results, multiply_wide
 
 PROBES = 16
 Z = 4.265  # one in 100,000 of a normal law lies beyond
@@ -169,13 +169,14 @@ def _multiply_columns(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float32:
         with set_tf32(False):
             return (x @ y.float()).double()
-    if x.dtype != torch.bfloat16 or x.dim() > 2:
+    if x.dtype != torch.bfloat16 or x.dim() > 2 or not has_wide_results():
         return _multiply_fp64(x, y)
     parts, rest = [], y
     for _ in range(3):  # three bf16 numbers hold the 24 bits of an fp32
         parts.append(rest.to(x.dtype))
         rest = rest - parts[-1].double()
-    wide = multiply_wide(x, torch.cat(parts, dim=-1), torch.float32).double()
+    with force_fp32_sums("bf16"):
+        wide = multiply_wide(x, torch.cat(parts, dim=-1), torch.float32).double()
     return sum(wide.split(y.shape[-1], dim=-1), torch.zeros((), device=x.device, dtype=torch.float64))
 
 

@@ -208,7 +208,7 @@ def _multiply_on_cuda(
         wide = STORED_AS[precision]
         with set_tf32(precision == "tf32"):
             return torch.matmul(a.to(wide), b.to(wide)).to(out)
-    if precision == "fp16" and a.dtype != torch.float16 and not _has_wide_results():
+    if precision == "fp16" and a.dtype != torch.float16 and not has_wide_results():
         return _multiply_on_cuda(a, b, "tf32", accumulate, out)  # an fp16 result could overflow; tf32 rounds the same
     (left, left_scale), (right, right_scale) = cast(a, precision), cast(b, precision)
     scale = None if left_scale is None or right_scale is None else left_scale * right_scale
@@ -218,7 +218,7 @@ def _multiply_on_cuda(
     return (c if scale is None else c * scale).to(out)
 
 
-def _has_wide_results() -> bool:
+def has_wide_results() -> bool:
     """Whether torch can write the fp32 sums of 16-bit operands: `out_dtype`, from 2.8 on."""
     return hasattr(torch.ops.aten.mm, "dtype")
 
@@ -229,7 +229,7 @@ def multiply_wide(left: torch.Tensor, right: torch.Tensor, out: torch.dtype) -> 
         return torch.matmul(left.float(), right.float()).to(out)
     if left.dtype == out:
         return torch.matmul(left, right)
-    if out == torch.float32 and _has_wide_results():
+    if out == torch.float32 and has_wide_results():
         multiply = torch.mm if left.dim() == 2 else torch.bmm
         return multiply(left, right, out_dtype=torch.float32)
     return torch.matmul(left, right).to(out)
