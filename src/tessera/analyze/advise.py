@@ -58,6 +58,7 @@ RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
 )
 """All rules; the docstring of each says when it speaks and how its saving is computed."""
 _OF_KERNELS = {"fp32", "unaligned", "low tensor use", "accumulators", "low occupancy", "uncoalesced", "divergence"}
+_OF_KERNELS |= {"dropout", "formats"}
 # The numbers first: a narrow screen cuts what comes last.
 _COLUMNS = columns(
     ("kind", "Advice"),

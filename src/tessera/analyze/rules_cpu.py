@@ -90,13 +90,16 @@ def check_stragglers(run: RunEvidence) -> Advice | None:
     if len(steps) < STEPS:
         return None
     lengths = np.array([(s.end_ns - s.start_ns) * 1e-9 for s in steps])
-    slow = find_expensive(lengths)
     median_s = float(np.median(lengths))
+    # Beside real stragglers, what a loaded machine does to a step of a millisecond does not count.
+    slow = find_expensive(lengths) & (lengths - median_s >= 0.25 * (lengths.max() - median_s))
     extra_s = float((lengths[slow] - median_s).sum())
     if not slow.any() or slow.sum() > len(steps) // 4 or extra_s < STRAGGLER_SHARE * lengths.sum():
         return None
     worst = steps[int(np.argmax(lengths))]
     cause = _find_cause(timeline, [(s.start_ns, s.end_ns) for s in steps], slow, extra_s)
+    if cause is None and run.cpu_use is not None and (run.cpu_use.waited_s or 0.0) >= 0.5 * extra_s:
+        return None  # its thread was ready and had no core: that is the neighbours' doing
     evidence = (
         f"{int(slow.sum())} of {len(steps)} steps take {format_duration(extra_s, 3)} more than the median one "
         f"({worst.name}: {lengths.max() / median_s:.1f} times); {cause or 'no traced operator accounts for it'}"
@@ -104,7 +107,7 @@ def check_stragglers(run: RunEvidence) -> Advice | None:
     action = (
         "do it less often, or beside the steps"
         if cause
-        else "see what the program itself does then (saving, garbage collection), and who else uses the machine"
+        else "see what the program itself does then: saving, printing, garbage collection, a slow disk"
     )
     joules = extra_s / run.table.time_s * run.table.energy_j
     saves = (SAVES["outliers"] * joules, extra_s)
