@@ -293,3 +293,18 @@ def test_a_sampler_without_sensors_waits_for_nothing() -> None:
     assert sampler.read_due() > 0
     assert sampler.wait_for(time.monotonic_ns(), 0.1)
     assert sampler.domains == []
+
+
+@pytest.mark.parametrize(("bad_w", "said"), [(4_294_967.295, "4,294,967 W"), (-5.0, "-5 W")])
+def test_a_sample_that_no_board_can_draw_is_a_gap(time_: SimulatedClock, bad_w: float, said: str) -> None:
+    """One reading of 0xFFFFFFFF mW turned 400 J into 86 kJ, a negative one 98 J into 0."""
+    wrong_ns = time_.now_ns + 2 * S
+    sensor = ScriptSensor(
+        lambda t: bad_w if round(t * 1e9) == wrong_ns else 100.0, clock=time_, domain=domain(limit_w=700.0)
+    )
+    sampler = Sampler([sensor], clock=time_.clock)
+    start_ns = time_.now_ns
+    drive(sampler, time_, 4.1)
+    assert joules(sampler, start_ns, start_ns + 4 * S) == pytest.approx(398.0, abs=0.1)
+    (gap,) = sampler.gaps
+    assert said in gap.reason and gap.end_ns == wrong_ns

@@ -307,7 +307,7 @@ class Sampler:
             for gap in batch.gaps:  # before the samples: one that is over already is closed by them
                 self._note_gap(gap)
             for name, samples in batch.samples.items():
-                self.series[name].extend(self._end_gaps(name, samples))
+                self.series[name].extend(self._end_gaps(name, self._drop_impossible(name, samples)))
             silent = self._find_silent()
             for name, ticks in batch.anchors.items():
                 for time_ns, joules in ticks if name in self.anchors else ():
@@ -331,6 +331,20 @@ class Sampler:
             oldest = next((i for i, old in enumerate(self.gaps) if old.end_ns is not None), 0)
             del self.gaps[oldest]
         self.gaps.append(gap)
+
+    def _drop_impossible(self, name: str, samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        """Samples that no board can have drawn are failed readings: gaps, and NaN in the series."""
+        series = self.series[name]
+        most_w, last_ns = series.domain.max_w, series.last_ns
+        kept = []
+        for time_ns, power_w in samples:
+            if power_w < 0.0 or power_w > most_w:
+                reason = f"the sensor read {power_w:,.0f} W, which the board cannot draw (0 to {most_w:,.0f} W)"
+                self._note_gap(Gap(domain=name, start_ns=last_ns or time_ns, end_ns=time_ns, reason=reason))
+                power_w = math.nan  # noqa: PLW2901
+            kept.append((time_ns, power_w))
+            last_ns = time_ns
+        return kept
 
     def _end_gaps(self, domain: str, samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
         """End the open gaps of a domain that has data again, and mark their span as unknown."""

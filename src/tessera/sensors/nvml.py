@@ -138,6 +138,7 @@ class NvidiaGpu:
         self._counter = self._open_counter()
         self._hbm = self._open_hbm()
         self._telemetry = TelemetryReader(nvml, self._handle, self._clock)
+        self._limit_w = _highest_limit(nvml, self._handle)
         self._power_due = self._telemetry_due = self._hbm_due = self._power_read = 0
 
     def _refuse(self, what: str, exc: Exception) -> None:
@@ -167,7 +168,9 @@ class NvidiaGpu:
         note = ""
         if self._visible.mig:
             note = f"MIG: the energy is the whole board's, shared by all its slices (visible: {len(self._visible.mig)})"
-        domains = [self.power.domain(self.label, note)] if self.power else []
+        domains = (
+            [dataclasses.replace(self.power.domain(self.label, note), limit_w=self._limit_w)] if self.power else []
+        )
         if self._hbm:
             hbm = self._hbm.domain(f"{self.label} HBM", "part of the board's power")
             domains.append(dataclasses.replace(hbm, counted=False))
@@ -258,6 +261,14 @@ class NvidiaGpu:
     def close(self) -> None:
         with contextlib.suppress(self._nvml.NVMLError):
             self._telemetry.close()
+
+
+def _highest_limit(nvml: Any, handle: Any) -> float | None:
+    """The highest power limit that a board accepts; None where the driver does not say."""
+    try:
+        return int(nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)[1]) * 1e-3 or None
+    except nvml.NVMLError:
+        return None
 
 
 def _text(nvml: Any, ask: Callable[..., str | bytes], *args: Any) -> str:
