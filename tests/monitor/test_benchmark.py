@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -14,15 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from monitor.test_sampler import SimulatedClock, drive
 from tessera.config import Config
 from tessera.errors import ArgumentError, SensorLost
 from tessera.monitor import EnergyBenchmark, Monitor, benchmark
 from tessera.monitor.benchmark import BenchmarkResult
+from tessera.monitor.core import Window
+from tessera.monitor.cuda import DeviceClocks, Edge
+from tessera.monitor.sampler import Sampler
 from tessera.monitor.steady_state import MeasuredBatch, Uncertain, find_steady_state
 from tessera.schema import Domain, Energy, Telemetry, Work
 from tessera.sensors.base import Batch
 
 from fakes.sensor import ScriptSensor
+
+MS = 1_000_000
 
 # -- figures -------------------------------------------------------------------------------------------------
 
@@ -271,15 +279,18 @@ def test_repeating_is_told_from_the_level(target: float, said: list[str]) -> Non
 def test_a_slow_sensor_that_is_unsure_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """What repeats at once is known after five batches of three samples; no repetition would tell its level."""
     now_s = [0.0]
-    monkeypatch.setattr(benchmark, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(benchmark, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=lambda _: None))
 
     class Slow:
+        scale_error = staticmethod(lambda start, end: 0.0)
+        note_steps = staticmethod(lambda start, end, period_s: [])
         sampler = SimpleNamespace(
             domains=[Domain(name="cpu0", source="script", resolution_s=0.25, gain_error=0.3)], telemetry={}
         )
 
         def open(self, name: str) -> Any:
-            return SimpleNamespace(start=SimpleNamespace(host_ns=0), end=SimpleNamespace(host_ns=1), since=now_s[0])
+            start, end = SimpleNamespace(host_ns=0), SimpleNamespace(host_ns=1)
+            return SimpleNamespace(start=start, end=end, since=now_s[0], settle_again=lambda sampler: None)
 
         def close(self, window: Any) -> None:
             window.seconds = now_s[0] - window.since
@@ -304,6 +315,67 @@ def test_a_slow_sensor_that_is_unsure_is_not_repeated_for_long(monkeypatch: pyte
     assert r.converged and r.calls == 5 * 75
     assert r.energy_per_call_j.relative == pytest.approx(0.3)
     assert r.level_error == 0.3 and "repeats within 2%; the level is known to ±30%" in r.notes[0]
+
+
+class InStepSensor(ScriptSensor):
+    """Looks every 20 ms at a mean of 16 ms, beside a counter. A call begins with 10 ms at 640 W; else it is 110 W."""
+
+    def __init__(self, calls_s: list[float], **kwargs: object) -> None:
+        domain = Domain(
+            name="gpu0", source="ring", resolution_s=0.02, lag_s=0.008, blur_s=0.012, sample_noise=0.012,
+            gain_error=0.005,
+        )  # fmt: skip
+        super().__init__(lambda t: (self.joules(t) - self.joules(t - 0.016)) / 0.016, domain=domain, **kwargs)  # type: ignore[arg-type]
+        self.calls_s = calls_s
+        self._tick_s = 0.0
+
+    def joules(self, until_s: float) -> float:
+        begun = bisect.bisect_right(self.calls_s, until_s)
+        last_s = min(until_s - self.calls_s[begun - 1], 0.01) if begun else 0.0
+        return 110.0 * until_s + 530.0 * (max(begun - 1, 0) * 0.01 + last_s)
+
+    def read(self) -> Batch:
+        batch = super().read()
+        if self.clock() * 1e-9 >= self._tick_s + 1.1:
+            self._tick_s = self.clock() // (100 * MS) / 10
+            batch.anchors["gpu0"] = [(round(self._tick_s * 1e9), self.joules(self._tick_s))]
+        return batch
+
+
+def test_calls_in_step_with_the_sensor_have_the_power_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of 20 ms at 375 W: their samples are all alike, and the benchmark said 304.5 ± 5.6 W of a load of 370 W."""
+    time_, calls_s = SimulatedClock(), list[float]()
+    monkeypatch.setattr(benchmark, "random", random.Random(1))
+    monkeypatch.setattr(
+        benchmark,
+        "time",
+        SimpleNamespace(monotonic=lambda: time_.now_ns * 1e-9, sleep=lambda s: drive(sampler, time_, s)),
+    )
+    monitor = Monitor([])
+    monitor.sampler = sampler = Sampler([InStepSensor(calls_s, clock=time_)], clock=time_.clock)
+
+    def read(window: Window, **_: object) -> dict[str, Energy]:
+        if not window.settle(sampler, DeviceClocks(), ["gpu0"]):
+            drive(sampler, time_, 0.06)
+            window.settle(sampler, DeviceClocks(), ["gpu0"], force=True)
+        return window.energies
+
+    monkeypatch.setattr(monitor, "open", lambda name: Window(name, Edge(time_.now_ns)))
+    monkeypatch.setattr(monitor, "close", lambda window: setattr(window, "end", Edge(time_.now_ns)))
+    monkeypatch.setattr(monitor, "read", read)
+    b = EnergyBenchmark(monitor=monitor)
+
+    @b.measure
+    def work() -> None:
+        calls_s.append(time_.now_ns * 1e-9)
+        time_.now_ns += 20 * MS
+        sampler.read_due()
+
+    work()
+    (r,) = b.results
+    assert r.power_w.error is not None
+    assert abs(r.power_w.value - 375.0) <= r.power_w.error < 20.0
+    assert r.source == "ring+counter"
 
 
 def test_a_dead_sensor_gives_a_result_that_says_what_was_not_seen(bench: Bench) -> None:

@@ -156,17 +156,17 @@ def test_a_session_has_its_sensors_read_before_each_stall(
 
 
 @pytest.mark.parametrize(
-    ("ticks", "source"),
+    ("ticks", "filled_s"),
     [
-        ([(1, 100.0), (9, 2500.0)], "made+counter"),
-        ([(1, 100.0), (5, 20.0), (9, 2500.0)], "made"),  # reset
-        ([(4, 1000.0), (5, 1300.0)], "made"),  # under two seconds
-        ([(5, 1300.0)], "made"),
-        ([], "made"),
-        ([(-3, 0.0), (1, 100.0), (9, 2500.0), (30, 2500.0)], "made+counter"),  # what lies outside says nothing
+        ([(1, 100.0), (9, 2500.0)], 2),
+        ([(1, 100.0), (5, 20.0), (9, 2500.0)], 0),  # reset
+        ([(4, 1000.0), (5, 1300.0)], 1),
+        ([(5, 1300.0)], 0),
+        ([], 0),
+        ([(-3, 0.0), (1, 100.0), (9, 2500.0), (30, 9000.0)], 2),  # what lies outside says nothing
     ],
 )
-def test_only_ticks_that_can_be_subtracted_fill_a_hole(ticks: list[tuple[int, float]], source: str) -> None:
+def test_only_ticks_that_can_be_subtracted_fill_a_hole(ticks: list[tuple[int, float]], filled_s: int) -> None:
     times = np.arange(0, 10 * S + 1, S // 50)
     hole = (times > 4 * S) & (times <= 6 * S)
     column = DomainSamples.of(
@@ -175,11 +175,9 @@ def test_only_ticks_that_can_be_subtracted_fill_a_hole(ticks: list[tuple[int, fl
     at = np.array([t * S for t, _ in ticks], dtype=np.int64)
     counted = dataclasses.replace(column, ticks_ns=at, ticks_j=np.array([j for _, j in ticks], dtype=float))
     found = counted.energy(0, 10 * S, fill_gaps=True)
-    assert found.source == source
-    if source == "made":
-        assert found.joules == pytest.approx(8 * 300.0) and found.coverage == pytest.approx(0.8)
-    else:
-        assert found.joules == pytest.approx(10 * 300.0) and found.coverage == pytest.approx(1.0)
+    assert found.source == ("made+counter" if filled_s else "made")
+    assert found.joules == pytest.approx((8 + filled_s) * 300.0)
+    assert found.coverage == pytest.approx(0.8 + 0.1 * filled_s)
 
 
 def test_whoever_holds_the_lock_is_never_surprised_by_data() -> None:

@@ -74,8 +74,8 @@ def test_a_blocked_sampler_leaves_a_gap_with_its_reason_and_the_counter_fills_it
     assert "ring" in gap.reason
     gap_s = (gap.end_ns - gap.start_ns) * 1e-9
     assert 3.0 < gap_s < 4.5
-    anchors = sampler.anchors["gpu0"]
-    assert len(anchors) > 4
+    anchors = sampler.anchors["gpu0"].history
+    assert len(anchors.anchors) > 4
     first, last = anchors.first_after(0), anchors.last_before(1 << 62)
     seconds = (last.time_ns - first.time_ns) * 1e-9
     assert last.joules - first.joules == pytest.approx(400 * seconds, rel=0.005)
@@ -87,7 +87,7 @@ def test_anchors_lie_at_the_true_energy(fake_nvml: FakeNvml) -> None:
     begin_ns = fake_nvml.monotonic_ns()
     begin_us = fake_nvml.time_us()
     run(fake_nvml, sampler, 12.0)
-    kept = list(sampler.anchors["gpu0"]._anchors)
+    kept = list(sampler.anchors["gpu0"].history.anchors)
     assert len(kept) > 8
     base = None
     for anchor in kept:
@@ -107,7 +107,7 @@ def test_stalls_while_the_ticks_are_sought_cost_no_more_than_their_time(
         fake_nvml.advance(stall_s)
     begun_ns = fake_nvml.monotonic_ns()
     run(fake_nvml, sampler, 8.0)
-    anchors = sampler.anchors["gpu0"]
+    anchors = sampler.anchors["gpu0"].history
     first, last = anchors.first_after(0), anchors.last_before(1 << 62)
     assert first is not None and last is not None and first.time_ns - begun_ns < 3_000_000_000
     seconds = (last.time_ns - first.time_ns) * 1e-9
@@ -117,8 +117,8 @@ def test_stalls_while_the_ticks_are_sought_cost_no_more_than_their_time(
 def test_counter_reset_starts_a_new_epoch(fake_nvml: FakeNvml) -> None:
     _, sampler = start(fake_nvml, Scenario(wave="const:300", counter_reset_at_s=5))
     run(fake_nvml, sampler, 12.0)
-    assert {a.epoch for a in sampler.anchors["gpu0"]._anchors} == {0, 1}
-    first, last = sampler.anchors["gpu0"].first_after(0), sampler.anchors["gpu0"].last_before(1 << 62)
+    assert {a.epoch for a in sampler.anchors["gpu0"].history.anchors} == {0, 1}
+    first, last = sampler.anchors["gpu0"].history.first_after(0), sampler.anchors["gpu0"].history.last_before(1 << 62)
     assert first.epoch != last.epoch
 
 

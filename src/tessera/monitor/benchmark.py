@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +38,9 @@ MIN_BATCHES = 9
 # for the steady state, which would flatter among so few (see steady_state.NEAR_BEST).
 LONG_S = 0.5
 FEW_BATCHES = 5
+# Between batches there is a pause of up to one sample spacing, and no more than this: calls that take as long as the
+# sensor's period would else be met at the same phase in every batch, and no scatter would tell.
+DITHER_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +260,7 @@ class EnergyBenchmark:
         while True:
             if len(windows) == 1 and 2 * windows[0][1] < per_batch:
                 windows.clear()  # the first call alone only served to size the batches: too short for the sensor
+            time.sleep(random.random() * min(_resolution_s(monitor), DITHER_S))
             batch_start = time.monotonic()
             window, value = _run_batch(monitor, call, per_batch)
             took_s = time.monotonic() - batch_start
@@ -288,8 +294,10 @@ class EnergyBenchmark:
     ) -> BenchmarkResult:
         counted = [w for w, _ in windows[steady.skipped :]]
         total = [monitor.total(w) for w in counted]
-        gain = level_error(monitor)
+        start, end = counted[0].start, counted[-1].end or counted[-1].start
+        gain = math.hypot(level_error(monitor), monitor.scale_error(start, end))
         notes = [*steady.notes, *_note_convergence(steady, self.target, gain, spent_s)]
+        notes += monitor.note_steps(start, end, period_s=steady.time_s.value)
         if steady.skipped:
             notes.append(f"{steady.skipped} of {len(windows)} batches were before the steady state and are not counted")
         coverage = min((e.coverage for e in total), default=0.0)
@@ -359,8 +367,13 @@ def _run_batch(monitor: Monitor, call: Callable[[], Any], calls: int) -> tuple[W
     return window, value
 
 
+def _resolution_s(monitor: Monitor) -> float:
+    """The period of the slowest sensor that counts."""
+    return max((d.resolution_s for d in monitor.sampler.domains if d.counted), default=0.0)
+
+
 def _batch_size(monitor: Monitor, call_s: float, target: float, budget_s: float) -> int:
-    slowest = max((d.resolution_s for d in monitor.sampler.domains if d.counted), default=0.0)
+    slowest = _resolution_s(monitor)
     least_s, best_s = LEAST_RESOLUTIONS * slowest, BATCH_RESOLUTIONS * slowest
     room_s = 0.0 if level_error(monitor) > target else budget_s / (FEW_BATCHES + 1)
     return max(1, round(max(BATCH_S, min(best_s, max(least_s, room_s))) / max(call_s, 1e-9)))
@@ -375,6 +388,7 @@ def _find_steady_state(monitor: Monitor, windows: list[tuple[Window, int]], *, w
     batches = []
     for window, calls in windows:
         monitor.read(window)
+        window.settle_again(monitor.sampler)  # early batches by what the counter has shown since
         energy = monitor.total(window)
         batches.append(MeasuredBatch(calls=calls, time_s=energy.time_s, energy_j=energy.energy_j))
     return find_steady_state(batches, warm=warm)

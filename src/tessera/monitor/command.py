@@ -88,7 +88,7 @@ def measure_command(
         gaps=base.gaps,
         missing=base.missing,
         events=list(monitor.sampler.events),
-        notes=[*_notes(trace), *([OVERLAPS] if any(r.overlaps for r in regions) else [])],
+        notes=[*_notes(trace), *base.notes, *([OVERLAPS] if any(r.overlaps for r in regions) else [])],
     )
     telemetry = {name: trace.telemetry(name) for name in trace.columns}
     return CommandRun(report=report, trace=trace, telemetry=telemetry, returncode=returncode)

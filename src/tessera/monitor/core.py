@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ..joules import Anchor, Mark, apply_correction, correct_by_counter, energy_between, sum_domains, sum_windows
+from ..anchors import Anchor, is_in_step
+from ..joules import Mark, sum_domains, sum_windows
 from ..schema import Capability, Domain, Energy, RegionEnergy
 from ..sensors.base import Sensor
 from ..sensors.discover import discover
@@ -96,9 +97,16 @@ class Window:
             self._mark(sampler, self.end, self._ends, names, force)
             for name in names:
                 if name not in self.energies and name in self._starts and name in self._ends:
-                    series = sampler.series[name]
-                    self.energies[name] = self._energy(series, sampler.anchors[name], self.end)
+                    self.energies[name] = self._energy(sampler.series[name].domain, sampler.anchors[name], self.end)
         return self._has(names)
+
+    def settle_again(self, sampler: Sampler) -> None:
+        """Compute the joules anew with the ticks of the counter that have come since."""
+        if self.end is None:
+            return
+        with sampler.lock:
+            for name in self.energies:
+                self.energies[name] = self._energy(sampler.series[name].domain, sampler.anchors[name], self.end)
 
     def _has(self, names: Collection[str]) -> bool:
         return all(n in self.energies for n in names)
@@ -133,22 +141,23 @@ class Window:
                 marks[name] = series.mark(time_ns)
 
     def _find_first_anchors(self, sampler: Sampler) -> None:
+        """Keep the first tick inside a window: the window may outlast the memory of the ticks."""
         for name, anchors in sampler.anchors.items():
             if name not in self._firsts:
-                first = anchors.first_after(self.start.time_ns(on_device(sampler.series[name].domain)))
+                first = anchors.history.first_after(self.start.time_ns(on_device(sampler.series[name].domain)))
                 if first is not None:
                     self._firsts[name] = first
 
-    def _energy(self, series: PowerSeries, anchors: CounterAnchors, end: Edge) -> Energy:
-        """By the samples alone, or with the counter's joules for the span between the first and last anchor."""
-        domain = series.domain
-        device = on_device(domain)
-        seconds = self.seconds(device)
-        start_mark, end_mark = self._starts[domain.name], self._ends[domain.name]
-        correction = correct_by_counter(self._firsts.get(domain.name), anchors.last_before(end.time_ns(device)))
-        if correction is None:
-            return energy_between(domain, start_mark, end_mark, seconds)
-        return apply_correction(start_mark, end_mark, correction, domain, seconds)
+    def _energy(self, domain: Domain, anchors: CounterAnchors, end: Edge) -> Energy:
+        """By the counter between its ticks, by the samples at both ends (see `tessera.anchors`)."""
+        name, device = domain.name, on_device(domain)
+        return anchors.history.energy(
+            self.start.time_ns(device),
+            self._starts[name],
+            end.time_ns(device),
+            self._ends[name],
+            self._firsts.get(name),
+        )
 
 
 class _RegionTotal:
@@ -313,6 +322,30 @@ class Monitor:
         names = [n for n in self.sampler.counted_domains() if n in window.energies]
         gpu = any(on_device(self.sampler.series[n].domain) for n in names)
         return sum_domains([window.energies[n] for n in names], window.seconds(gpu))
+
+    def note_steps(self, start: Edge, end: Edge, period_s: float = 0.0) -> list[str]:
+        """The domains that are in step with what ran: by their counter, or, where there is none, by its period."""
+        notes: list[str | None] = []
+        with self.sampler.lock:
+            for series, anchors in self._counted():
+                domain, device = series.domain, on_device(series.domain)
+                notes.append(anchors.history.note_step(start.time_ns(device), end.time_ns(device)))
+                if not len(anchors) and is_in_step(period_s, domain.resolution_s):
+                    notes.append(
+                        f"{domain.name}: in step with the sensor: it looks every {domain.resolution_s * 1e3:.3g} ms, "
+                        f"and the work repeats every {period_s * 1e3:.3g} ms; its samples may be off, and there is no "
+                        "energy counter to tell"
+                    )
+        return [note for note in notes if note is not None]
+
+    def scale_error(self, start: Edge, end: Edge) -> float:
+        """Relative 90% half-width of what the counters scale all windows between two edges by."""
+        with self.sampler.lock:
+            errors = [a.history.scale_error(start.host_ns, end.host_ns) for _, a in self._counted()]
+        return max(errors, default=0.0)
+
+    def _counted(self) -> list[tuple[PowerSeries, CounterAnchors]]:
+        return [(self.sampler.series[n], self.sampler.anchors[n]) for n in self.sampler.counted_domains()]
 
     # -- what was measured ----------------------------------------------------------------------------------
 

@@ -207,8 +207,16 @@ class EnergyScope:
             domains=sampler.domains,
             gaps=sampler.gaps_between(self.start_ns, self.end_ns),
             missing=self._monitor.missing,
-            notes=[OVERLAPS] if self._window is not None and self._window.overlaps else (),
+            notes=self._notes(),
         )
+
+    def _notes(self) -> list[str]:
+        """What a reader of the joules should know."""
+        window = self._window
+        if window is None or self._monitor is None:
+            return []
+        in_step = self._monitor.note_steps(window.start, window.end) if window.end else []
+        return [*([OVERLAPS] if window.overlaps else []), *in_step]
 
     def __repr__(self) -> str:
         if self._window is None:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..joules import ZERO, Anchor, DomainSamples, Floats, Ints, Mark, Sums, accumulate, mark
+from ..anchors import CounterHistory
+from ..joules import ZERO, DomainSamples, Floats, Ints, Mark, Sums, accumulate, mark
 from ..schema import Domain, Hold
 
 FINE_SAMPLES = 1 << 15
 COARSE_ROWS = 1 << 13
 FINE_SPAN_NS = 660_000_000_000
 COARSE_NS = 1_000_000_000
-KEPT_ANCHORS = 4096
 _FIRST_CAPACITY = 1 << 10
 
 
@@ -187,16 +187,15 @@ def _merge_pairs(rows: Floats) -> Floats:
 
 
 class CounterAnchors:
-    """The last ticks of an energy counter, each placed on the running sums of the samples (see `tessera.joules`)."""
+    """The ticks of an energy counter, each placed on the running sums of the samples when these have reached it."""
 
     def __init__(self, series: PowerSeries) -> None:
         self._series = series
         self._waiting: deque[tuple[int, float]] = deque(maxlen=64)
-        self._anchors: deque[Anchor] = deque(maxlen=KEPT_ANCHORS)
-        self._epoch = 0
+        self.history = CounterHistory(series.domain)
 
     def __len__(self) -> int:
-        return len(self._anchors)
+        return len(self.history.anchors)
 
     def add(self, time_ns: int, joules: float) -> None:
         """Note a tick; it becomes an anchor when the samples have caught up with it."""
@@ -205,27 +204,12 @@ class CounterAnchors:
 
     def restart(self) -> None:
         """The counter may have been reset (a driver restart): later values cannot be compared with earlier ones."""
-        self._epoch += 1
+        self.history.restart()
         self._waiting.clear()
 
     def catch_up(self, force: bool = False) -> None:
         """Place the ticks that the samples have reached by now; all of them when no samples are to come (`force`)."""
+        self.history.domain = self._series.domain
         while self._waiting and (force or self._series.covers(self._waiting[0][0])):
             time_ns, joules = self._waiting.popleft()
-            if self._anchors and self._epoch == self._anchors[-1].epoch and joules < self._anchors[-1].joules:
-                self._epoch += 1
-            if not self._anchors or time_ns > self._anchors[-1].time_ns:
-                self._anchors.append(Anchor(time_ns, joules, self._series.mark(time_ns), self._epoch))
-
-    def first_after(self, time_ns: int) -> Anchor | None:
-        """The first anchor at or after a time."""
-        first = None
-        for anchor in reversed(self._anchors):
-            if anchor.time_ns < time_ns:
-                break
-            first = anchor
-        return first
-
-    def last_before(self, time_ns: int) -> Anchor | None:
-        """The last anchor at or before a time."""
-        return next((anchor for anchor in reversed(self._anchors) if anchor.time_ns <= time_ns), None)
+            self.history.add(time_ns, joules, self._series.mark(time_ns))

@@ -84,7 +84,7 @@ class PowerFeed:
                 else:
                     self._samples(name, series, offset_ns)
             for name, anchors in list(self._sampler.anchors.items()):
-                last = anchors.last_before(self._clock())
+                last = anchors.history.last_before(self._clock())
                 if last is not None and last.time_ns > self._anchored_ns.get(name, 0):
                     self._anchored_ns[name] = last.time_ns
                     self._writer.add_anchors(name, [last.time_ns + offset_ns], [last.joules])

@@ -24,7 +24,9 @@ from ..clock import REAL, Clock
 # On the H200 the counter at tick T holds the energy up to T - 8 ms: it leads the ring's 15 ms by 7 ms
 # (benchmarks/fit/fit_response.py).
 COUNTER_LAG_NS = 8_000_000
-READ_EVERY_NS = 1_000_000_000
+# Not the same pause again and again: what repeats every 0.1, 0.2 or 0.5 s would be met at one phase only, and the
+# counter could not show how late the samples are (tessera.anchors).
+READ_EVERY_NS = (1_000_000_000, 1_100_000_000, 800_000_000, 1_200_000_000, 900_000_000)
 WATCH_EVERY_NS = 15_000_000_000
 LEARN_NS = 3_000_000
 # Give up looking for ticks after so many reads, seconds of them: an idle or odd counter may not tick at all. Tried
@@ -68,11 +70,12 @@ class EnergyCounter:
         self._watch_ns = 0
         self._watching = False
         self._last_mj = -1
+        self._pauses_ns = itertools.cycle(READ_EVERY_NS)
 
     @property
     def learning(self) -> bool:
         """Whether its ticks are not known and it is about to look for them (and not resting from having failed)."""
-        return not self.ticks.is_known and self.due_ns - self._clock.monotonic_ns() < READ_EVERY_NS
+        return not self.ticks.is_known and self.due_ns - self._clock.monotonic_ns() < READ_EVERY_NS[0]
 
     def read(self) -> list[tuple[int, float]]:
         """One read of the counter, if it is due; the anchors it gives."""
@@ -108,7 +111,7 @@ class EnergyCounter:
             before = self.ticks.next_tick_ns(now + 20_000_000)
             self.due_ns = before - round(self.ticks.uncertainty_ns) - 6_000_000
         else:
-            self.due_ns = self.ticks.next_quiet_ns(now + READ_EVERY_NS)
+            self.due_ns = self.ticks.next_quiet_ns(now + next(self._pauses_ns))
 
 
 class TickFinder:

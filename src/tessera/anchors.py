@@ -1,0 +1,371 @@
+"""The energy counter rules: what its ticks say of the joules of a window, and of the power samples beside it.
+
+A counter is exact over long spans and blind between its ticks; samples are the other way round. So the counter gives
+the joules between its first and last tick inside a window, and the samples those of the two ends:
+
+    window        |-----------------------------------|
+    ticks      ^     ^         ^          ^        ^        ^
+    joules        |ss|cccccccccccccccccccccccccccccc|ss|       s: samples, c: counter
+    segments   |--1--|----2----|----3-----|---4----|---5----|
+
+Samples can be wrong all alike: a load whose period is a multiple of the sensor's own is seen at the same phase again
+and again ("in step"). Each segment between two ticks shows by how much. The samples of the ends, and of a window too
+short for a tick, are scaled by what the segments near them show, those at a similar level first
+(`CounterHistory.learn`). How far the segments scatter is in the interval, and so is how well the errors expected of the
+samples explain it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .notes import Note
+from .schema import MAX_BOARD_W, Domain, Energy
+from .sums import SQRT12, Z90, Mark, between_variance, edge_variance, energy_between
+
+KEPT_ANCHORS = 4096
+# The shortest span between ticks that says something of the level: five ticks of an H200's counter, each misplaced by
+# up to `TICK_S`. Ticks closer together (the sensor looks around one now and then) say more of the edges.
+MIN_SPAN_S = 0.5
+# How far counter and samples agreed on ten loads of an H200 over >= 5 s (benchmarks/README.md).
+ANCHOR_GAIN = 0.003
+# What is still uncertain of a tick's time after the sensor has found its phase (half-width).
+TICK_S = 0.003
+# Samples that miss no more than this of a span have seen all of it.
+WHOLE_S = 0.02
+# No board draws less, however idle: a counter that counts less is stuck.
+LEAST_BOARD_W = 1.0
+
+# What follows was chosen on the classes of benchmarks/measure/known_truth.py that are not held out, so that their 90%
+# intervals hold 85-99% of the truths (benchmarks/measure/coverage.py).
+# Segments lose weight with their distance from a window: a program's phases last seconds.
+MEMORY_S = 8.0
+SEGMENTS_BEFORE, SEGMENTS_AFTER = 8, 4
+# Levels this far apart (relative standard deviation) are of different loads, which may be in step or not.
+SAME_LOAD = 0.15
+# What the samples lack is never known better than this share of the variance expected of them.
+LEAST_SHARE = 0.3
+# So many segments' worth of belief in the expected variances, and the least share of them that is left after learning.
+PRIOR_SEGMENTS, LEAST_VARIANCE = 2.0, 0.2
+# Power that swings faster than the samples show moves the edges of a window: at least by this share of the level, and
+# by a multiple of what the samples lack. Of a square wave in step at 20 ms the ring shows an eighth at most.
+UNSEEN_SWING, UNSEEN_PER_OFF = 0.2, 8.0
+# Of the correction of the lag, this share (squared) stays uncertain: a slower sensor is also more blurred.
+LAG_LEFT = 0.3
+# The lag is the sensor's, not the load's: learnt over about so many segments, and believed at two standard errors.
+LAG_SEGMENTS, LAG_SIGMAS = 50.0, 2.5
+# Ring and counter of an H200 agree within 0.7% but for square waves in step, where they differ by up to 3%
+# (docs/design.md, docs/measuring.md): from here on a reader is told.
+IN_STEP = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A tick of the counter: its true time, its joules, and the running sums of the samples at that time."""
+
+    time_ns: int
+    joules: float
+    mark: Mark
+    epoch: int  # anchors of different epochs cannot be subtracted: the counter was reset, or stuck
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The stretch between two anchors: joules by the counter and by the samples, and the variance expected of these."""
+
+    start_ns: int
+    end_ns: int
+    counted_j: float
+    sampled_j: float
+    variance_j2: float
+    rise_w: float
+
+    @property
+    def off(self) -> float:
+        """What the samples lack, as a share of their joules."""
+        return self.counted_j / self.sampled_j - 1.0
+
+    @property
+    def power_w(self) -> float:
+        """Mean power by the samples."""
+        return self.sampled_j / ((self.end_ns - self.start_ns) * 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScale:
+    """How to read the samples of a window: joules times `1 + off`, known to the standard deviation `sd`.
+
+    `scatter` is the variance of `off` from segment to segment, `variance` what the expected variances are to be
+    multiplied by.
+    """
+
+    off: float = 0.0
+    sd: float = 0.0
+    scatter: float = 0.0
+    variance: float = 1.0
+
+
+def is_live(first: Anchor, last: Anchor) -> bool:
+    """Whether the counter counted between two anchors: not reset, not stuck (one epoch), no more than a board draws."""
+    seconds = (last.time_ns - first.time_ns) * 1e-9
+    return first.epoch == last.epoch and 0.0 < last.joules - first.joules < MAX_BOARD_W * seconds
+
+
+class CounterHistory:
+    """The ticks of one counter in bounded memory, and what they show of the samples. Not locked."""
+
+    def __init__(self, domain: Domain) -> None:
+        self.domain = domain
+        self.anchors: list[Anchor] = []
+        self._segments: list[Segment] = []
+        self._begin: Anchor | None = None  # of the segment that is growing
+        self._epoch = 0
+        self._stuck = False
+        self._lag = _LagFit()
+
+    def restart(self) -> None:
+        """The counter may have been reset (a driver restart): later values cannot be compared with earlier ones."""
+        self._epoch += 1
+
+    def add(self, time_ns: int, joules: float, mark: Mark) -> None:
+        """Note a tick. One below the last is a reset; one that is no higher than the last shows that it is stuck."""
+        last = self.anchors[-1] if self.anchors else None
+        if last is not None and time_ns <= last.time_ns:
+            return
+        if last is not None and last.epoch == self._epoch:
+            was_stuck = self._stuck
+            self._stuck = 0.0 <= joules - last.joules < LEAST_BOARD_W * (time_ns - last.time_ns) * 1e-9
+            if self._stuck and not was_stuck:
+                self._forget(last)
+            self._epoch += joules < last.joules or self._stuck or was_stuck
+        anchor = Anchor(time_ns, joules, mark, self._epoch)
+        self.anchors.append(anchor)
+        _trim(self.anchors)
+        self._extend(anchor)
+
+    def _forget(self, last: Anchor) -> None:
+        """A counter found stuck may have been so before its last tick: that one and its segment are not live either."""
+        self._epoch += 1
+        self.anchors[-1] = dataclasses.replace(last, epoch=self._epoch)
+        if self._segments and self._segments[-1].end_ns == last.time_ns:
+            self._segments.pop()
+
+    def _extend(self, anchor: Anchor) -> None:
+        """Complete a segment when it is long enough, and learn from it."""
+        begin = self._begin
+        if begin is None or begin.epoch != anchor.epoch:
+            self._begin = anchor
+            return
+        seconds = (anchor.time_ns - begin.time_ns) * 1e-9
+        if seconds < MIN_SPAN_S:
+            return
+        self._begin = anchor
+        sampled_j = anchor.mark.joules - begin.mark.joules
+        missing_s = seconds - (anchor.mark.covered_s - begin.mark.covered_s)
+        if not is_live(begin, anchor) or missing_s > WHOLE_S or sampled_j <= 0.0:
+            return
+        edges = edge_variance(begin.mark, anchor.mark, self.domain.blur_s / SQRT12)
+        segment = Segment(
+            begin.time_ns, anchor.time_ns, anchor.joules - begin.joules, sampled_j,
+            between_variance(begin.mark, anchor.mark) + edges, anchor.mark.power_w - begin.mark.power_w,
+        )  # fmt: skip
+        self._segments.append(segment)
+        _trim(self._segments)
+        self._lag.add(segment)
+
+    def first_after(self, time_ns: int) -> Anchor | None:
+        """The first anchor at or after a time."""
+        i = bisect.bisect_left(self.anchors, time_ns, key=lambda a: a.time_ns)
+        return self.anchors[i] if i < len(self.anchors) else None
+
+    def last_before(self, time_ns: int) -> Anchor | None:
+        """The last anchor at or before a time."""
+        i = bisect.bisect_right(self.anchors, time_ns, key=lambda a: a.time_ns)
+        return self.anchors[i - 1] if i else None
+
+    def _near(self, start_ns: int, end_ns: int) -> list[Segment]:
+        """The segments that a window overlaps, and some before and after it."""
+        i = bisect.bisect_right(self._segments, start_ns, key=lambda s: s.end_ns)
+        j = bisect.bisect_left(self._segments, end_ns, key=lambda s: s.start_ns)
+        return self._segments[max(i - SEGMENTS_BEFORE, 0) : j + SEGMENTS_AFTER]
+
+    def learn(self, start_ns: int, end_ns: int, power_w: float) -> SampleScale:
+        """What the segments near a window show of its samples, whose mean power is given."""
+        near = self._near(start_ns, end_ns)
+        if not near or power_w <= 0.0:
+            return SampleScale()
+        weights = [math.exp(-_distance_s(s, start_ns, end_ns) / MEMORY_S) for s in near]
+        least = (ANCHOR_GAIN / Z90) ** 2
+        # All of them first, beside one that shows nothing: the best guess for a load that was not seen before.
+        total = sum(weights)
+        mean, scatter = _mean_and_scatter(near, weights)
+        prior = mean * total / (total + 1.0)
+        prior_var = scatter + (mean - prior) ** 2 + least
+        # Then those at the same level.
+        levels = [math.log(s.power_w / power_w) / SAME_LOAD for s in near]
+        weights = [w * math.exp(-0.5 * level**2) for w, level in zip(weights, levels, strict=True)]
+        total = sum(weights)
+        if total < 1e-6:
+            return SampleScale(prior, math.sqrt(prior_var), prior_var)
+        mean, scatter = _mean_and_scatter(near, weights)
+        expected_j2 = sum(w * s.variance_j2 for w, s in zip(weights, near, strict=True)) / total
+        expected = sum(w * (s.variance_j2 / s.sampled_j**2 + least) for w, s in zip(weights, near, strict=True)) / total
+        precise = total / max(scatter, LEAST_SHARE * expected)
+        off = (mean * precise + prior / prior_var) / (precise + 1.0 / prior_var)
+        found_j2 = sum(w * (s.sampled_j * (s.off - off)) ** 2 for w, s in zip(weights, near, strict=True)) / total
+        believed = PRIOR_SEGMENTS * expected_j2
+        variance = (total * found_j2 + believed) / (total * expected_j2 + believed) if expected_j2 > 0.0 else 1.0
+        return SampleScale(off, (precise + 1.0 / prior_var) ** -0.5, scatter, max(variance, LEAST_VARIANCE))
+
+    def energy(self, start_ns: int, start: Mark, end_ns: int, end: Mark, first: Anchor | None = None) -> Energy:
+        """Joules of a window: the counter's between its ticks where it was live, the scaled samples' else.
+
+        `first` is the first anchor inside of a window so long that it was forgotten here.
+        """
+        seconds = max(end_ns - start_ns, 0) * 1e-9
+        first = first or self.first_after(start_ns)
+        last = self.last_before(end_ns)
+        if first is None or last is None or last.time_ns - first.time_ns < MIN_SPAN_S * 1e9 or not is_live(first, last):
+            return self._scale(start_ns, start, end_ns, end)
+        counted_j, span_s = last.joules - first.joules, (last.time_ns - first.time_ns) * 1e-9
+        ticks_j2 = (TICK_S * first.mark.swing_w) ** 2 / 3.0 + (TICK_S * last.mark.swing_w) ** 2 / 3.0
+        ends = [
+            self._scale(start_ns, start, first.time_ns, first.mark),
+            self._scale(last.time_ns, last.mark, end_ns, end),
+        ]
+        known = [part for part in ends if not math.isnan(part.energy_j)]
+        # What was not seen at all of the ends may have drawn what the span did on average.
+        unseen_j = counted_j / span_s * sum(part.time_s for part in ends if math.isnan(part.energy_j))
+        variance_j2 = (ANCHOR_GAIN * counted_j) ** 2 + Z90**2 * ticks_j2 + sum(part.error_j**2 for part in known)
+        return Energy(
+            energy_j=counted_j + sum(part.energy_j for part in known),
+            error_j=math.sqrt(variance_j2) + unseen_j,
+            time_s=seconds,
+            source=f"{self.domain.source}+counter",
+            coverage=min((span_s + sum(part.coverage * part.time_s for part in ends)) / seconds, 1.0),
+            basis=self.domain.basis,
+        )
+
+    def _scale(self, start_ns: int, start: Mark, end_ns: int, end: Mark) -> Energy:
+        """Joules of a window by its samples, read as the counter has shown that they must be."""
+        domain, seconds = self.domain, max(end_ns - start_ns, 0) * 1e-9
+        plain = energy_between(domain, start, end, seconds)
+        if not self._segments or not plain.energy_j > 0.0:  # nothing to learn from, or nothing known
+            return plain
+        power_w = plain.power_w or 0.0
+        scale = self.learn(start_ns, end_ns, power_w)
+        lag_s = self._lag.off_s
+        unseen_w = min(max(UNSEEN_SWING, UNSEEN_PER_OFF * abs(scale.off)), 1.0) * power_w
+        edge_s = math.hypot(domain.blur_s / SQRT12, LAG_LEFT**0.5 * lag_s)
+        between_j2 = between_variance(start, end)
+        # A slow beat scatters by as much in a short window as in a segment, a fast one by more: twice at most.
+        widest_j2 = between_j2 + (2.0 * plain.energy_j) ** 2 * scale.scatter
+        variance_j2 = min(scale.variance * between_j2, widest_j2) + edge_variance(start, end, edge_s, unseen_w)
+        variance_j2 += (scale.sd * plain.energy_j) ** 2
+        joules = plain.energy_j * (1.0 + scale.off) + lag_s * (end.power_w - start.power_w)
+        unseen_j = power_w * (1.0 - plain.coverage) * seconds
+        return dataclasses.replace(
+            plain,
+            energy_j=max(joules, 0.0),
+            error_j=math.hypot(Z90 * math.sqrt(variance_j2), ANCHOR_GAIN * joules) + unseen_j,
+            source=f"{domain.source}+counter",
+        )
+
+    def scale_error(self, start_ns: int, end_ns: int) -> float:
+        """Relative 90% half-width of what the samples of several windows between two times are scaled by alike."""
+        inside = self._inside(start_ns, end_ns)
+        if not inside:
+            return 0.0
+        seconds = sum(s.end_ns - s.start_ns for s in inside) * 1e-9
+        return Z90 * self.learn(start_ns, end_ns, sum(s.sampled_j for s in inside) / seconds).sd
+
+    def _inside(self, start_ns: int, end_ns: int) -> list[Segment]:
+        """The segments that a window overlaps."""
+        return [s for s in self._near(start_ns, end_ns) if s.start_ns < end_ns and s.end_ns > start_ns]
+
+    def note_step(self, start_ns: int, end_ns: int) -> Note | None:
+        """That samples and counter disagree over a window, if they do: then what runs is in step with the sensor."""
+        inside = self._inside(start_ns, end_ns)
+        sampled_j, counted_j = sum(s.sampled_j for s in inside), sum(s.counted_j for s in inside)
+        if sampled_j <= 0.0 or abs(counted_j / sampled_j - 1.0) < IN_STEP:
+            return None
+        less = f"{abs(1.0 - sampled_j / counted_j):.0%} {'less' if sampled_j < counted_j else 'more'}"
+        return Note(
+            f"{self.domain.name}: in step with the sensor: its samples show {less} power than its energy counter, as "
+            "they do when a load repeats at a multiple of their period; the joules are the counter's"
+        )
+
+
+def is_in_step(period_s: float, resolution_s: float) -> bool:
+    """Whether samples see what repeats with a period at the same phase for a second or more.
+
+    That is so where the period, or its half or third (the harmonics that a sensor lets through), goes into the spacing
+    of the samples a whole number of times.
+    """
+    if period_s <= 0.0 or resolution_s <= 0.0:
+        return False
+    turns = [harmonic * resolution_s / period_s for harmonic in (1, 2, 3)]  # of the phase, from sample to sample
+    return any(round(t) >= 1 and abs(t - round(t)) < 0.5 * resolution_s for t in turns)
+
+
+def _trim(kept: list[Any]) -> None:
+    """Forget the older half of twice as many as are kept."""
+    if len(kept) >= 2 * KEPT_ANCHORS:
+        del kept[:-KEPT_ANCHORS]
+
+
+def _distance_s(segment: Segment, start_ns: int, end_ns: int) -> float:
+    """Seconds between a segment and a window; 0 where they overlap."""
+    return max(start_ns - segment.end_ns, segment.start_ns - end_ns, 0) * 1e-9
+
+
+def _mean_and_scatter(segments: Sequence[Segment], weights: Sequence[float]) -> tuple[float, float]:
+    """Weighted mean and variance of what the samples lack; few segments scatter less than many would."""
+    total = sum(weights)
+    mean = sum(w * s.off for w, s in zip(weights, segments, strict=True)) / total
+    scatter = sum(w * (s.off - mean) ** 2 for w, s in zip(weights, segments, strict=True)) / total
+    count = total**2 / sum(w * w for w in weights)
+    return mean, scatter * min(count / max(count - 1.0, 1e-9), 2.0)
+
+
+class _LagFit:
+    """By how much a sensor shows power later than its domain says.
+
+    Samples that come late by d s lack d times the rise of the power over a segment. So what they lack is fitted by a
+    share of the joules (the level, aliasing) and a share of the rise, in running sums that fade.
+    """
+
+    def __init__(self) -> None:
+        self._n = self._jj = self._jr = self._rr = self._jy = self._ry = self._yy = 0.0
+        self.off_s = 0.0
+
+    def add(self, segment: Segment) -> None:
+        joules, rise, lack = segment.sampled_j, segment.rise_w, segment.counted_j - segment.sampled_j
+        keep = 1.0 - 1.0 / LAG_SEGMENTS
+        self._n = keep * self._n + 1.0
+        self._jj, self._jr, self._rr = (
+            keep * self._jj + joules**2,
+            keep * self._jr + joules * rise,
+            keep * self._rr + rise**2,
+        )
+        self._jy, self._ry, self._yy = (
+            keep * self._jy + joules * lack,
+            keep * self._ry + rise * lack,
+            keep * self._yy + lack**2,
+        )
+        self.off_s = self._solve()
+
+    def _solve(self) -> float:
+        """Seconds; 0 until they are known to be different from it."""
+        determinant = self._jj * self._rr - self._jr**2
+        if self._n < 6.0 or determinant <= 1e-9 * self._jj * self._rr:
+            return 0.0
+        level = (self._jy * self._rr - self._ry * self._jr) / determinant
+        late_s = (self._ry * self._jj - self._jy * self._jr) / determinant
+        rest = max(self._yy - level * self._jy - late_s * self._ry, 0.0) / (self._n - 2.0)
+        return late_s if abs(late_s) > LAG_SIGMAS * math.sqrt(rest * self._jj / determinant) else 0.0
