@@ -8,11 +8,12 @@ autocorrelation), so a load that hunts around its power limit gets the wider int
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..joules import Floats, Ints
+from ..joules import Z90, Floats, Ints
 from ..schema import Domain, Hold
 
 # NVML's ring on an H200: of exponentials and boxcars with a dead time those that fit four recorded mixtures of kernels
@@ -20,7 +21,10 @@ from ..schema import Domain, Hold
 # mean delay is well determined (16 ms, +-1), the split between exponential and boxcar is not.
 RING_TAU_S = 0.011
 RING_BOX_S = 0.010
-RING_DELAY_ERROR_S = 0.001
+RING_DELAY_ERROR_S = 0.0025
+# The share of the exponential that a boxcar of the same mean delay may replace (standard deviation): exponentials of 4
+# to 11 ms fit the recordings about equally well (docs/measuring.md).
+SHAPE_ERROR = 0.5
 # Nine tenths of a percent of an edge are still to come after so many time constants: enough for a sum of watts.
 _TAIL = 4.7
 _STEP_S = 0.001
@@ -44,12 +48,23 @@ class Response:
         return self.tau_s + 0.5 * self.box_s + self.dead_s
 
     @property
+    def delay_sd_s(self) -> float:
+        """Standard deviation of the delay."""
+        return self.delay_error_s / Z90
+
+    @property
     def memory_s(self) -> float:
         """How far back a sample looks."""
         return max(self.dead_s + self.box_s + _TAIL * self.tau_s, _STEP_S)
 
     def later(self, seconds: float) -> Response:
         return replace(self, dead_s=self.dead_s + seconds)
+
+    def variants(self) -> list[Response]:
+        """Responses that differ from this one by a standard deviation: one that is later, one of another shape."""
+        later = [self.later(self.delay_sd_s)]
+        moved_s = min(SHAPE_ERROR * self.tau_s, self.tau_s)
+        return [*later, replace(self, tau_s=self.tau_s - moved_s, box_s=self.box_s + 2 * moved_s)] if moved_s else later
 
     def step_response(self, since_s: Floats) -> Floats:
         """The share of a step that is shown so long after it."""
@@ -88,7 +103,7 @@ def response_of(domain: Domain, spacing_s: float) -> Response:
 _NOISE_W, _NOISE_SHARE, _JITTER_S = 4.0, 0.03, 0.0015
 # Consecutive samples see overlapping stretches of the same load: no recording's residuals were less alike than this.
 _ALIKE = 0.2
-_ROUNDS = 3
+_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,22 +162,38 @@ def _merge_overlaps(x: Floats, seconds: Floats) -> tuple[Floats, Floats]:
     return at, np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(at))])
 
 
-def solve(design: Floats, samples_w: Floats, slope: Floats, prior_w: Floats, sd_w: Floats, least_w: float) -> PowerFit:
-    """Watts by class. `slope` is the expected change of the power at each sample (W/s), for the jitter of its stamp."""
-    precision = np.diag(1.0 / sd_w**2)
-    scale, watts = 1.0, prior_w
+def solve(
+    design: Floats, samples_w: Floats, variants: Sequence[Floats], later_s: float, prior_w: Floats, sd_w: Floats,
+    least_w: float,
+) -> PowerFit:  # fmt: skip
+    """Watts by class.
+
+    `variants` are the designs of responses that differ by a standard deviation, the one that is `later_s` later
+    first. How much the sensor differs is solved for beside the watts: in a loop every step shows the same error of the
+    response, so that no number of steps makes it smaller.
+    """
+    classes, extra = len(prior_w), len(variants)
+    precision = np.diag(1.0 / np.concatenate([sd_w, np.ones(extra)]) ** 2)
+    expected = np.concatenate([prior_w, np.zeros(extra)])
+    least = np.concatenate([np.full(classes, least_w), np.full(extra, -np.inf)])
+    scale, found, columns = 1.0, expected, design
     weight = np.ones(len(samples_w))
     for _ in range(_ROUNDS):
-        level = design @ watts
-        sigma = np.sqrt(_NOISE_W**2 + (_NOISE_SHARE * level) ** 2 + (_JITTER_S * slope) ** 2)
+        level = design @ found[:classes]
+        differ = [variant @ found[:classes] - level for variant in variants]
+        columns = np.column_stack([design, *differ])
+        jitter_w = differ[0] * (_JITTER_S / later_s) if differ else 0.0
+        sigma = np.sqrt(_NOISE_W**2 + (_NOISE_SHARE * level) ** 2 + jitter_w**2)
         weight = 1.0 / (scale * sigma) ** 2
-        watts = _solve_bounded(design, samples_w, weight, precision, prior_w, least_w)
-        scale = _scale((samples_w - design @ watts) / sigma, design, weight, precision)
-    hessian = design.T @ (design * weight[:, None]) + precision
-    covariance: Floats = np.linalg.inv(hessian).astype(np.float64)
+        found = _solve_bounded(columns, samples_w, weight, precision, expected, least)
+        scale = _scale((samples_w - columns @ found) / sigma, columns, weight, precision)
+    hessian = columns.T @ (columns * weight[:, None]) + precision
+    covariance: Floats = np.linalg.inv(hessian).astype(np.float64)[:classes, :classes]
     informed = 1.0 - np.clip(np.diag(covariance) / sd_w**2, 0.0, 1.0)
-    noise_w = float(np.sqrt(np.mean((samples_w - design @ watts) ** 2))) if len(samples_w) else 0.0
-    return PowerFit(watts=watts, covariance=covariance, informed=informed, noise_w=noise_w, samples=len(samples_w))
+    noise_w = float(np.sqrt(np.mean((samples_w - columns @ found) ** 2))) if len(samples_w) else 0.0
+    return PowerFit(
+        watts=found[:classes], covariance=covariance, informed=informed, noise_w=noise_w, samples=len(samples_w)
+    )
 
 
 def _scale(residuals: Floats, design: Floats, weight: Floats, precision: Floats) -> float:
@@ -175,11 +206,11 @@ def _scale(residuals: Floats, design: Floats, weight: Floats, precision: Floats)
     variance = float(np.sum(residuals**2)) / max(n - fitted, 0.2 * n)
     alike = float(np.sum(residuals[1:] * residuals[:-1]) / max(np.sum(residuals**2), 1e-12))
     alike = min(max(alike, _ALIKE), 0.9)
-    return float(np.sqrt(max(variance, 0.25) * (1.0 + alike) / (1.0 - alike)))
+    return float(np.sqrt(max(variance, 1.0) * (1.0 + alike) / (1.0 - alike)))
 
 
 def _solve_bounded(
-    design: Floats, samples_w: Floats, weight: Floats, precision: Floats, prior_w: Floats, least_w: float
+    design: Floats, samples_w: Floats, weight: Floats, precision: Floats, prior_w: Floats, least_w: Floats
 ) -> Floats:
     """Least squares with a prior and a lower bound: a class pulled below it is held there, one by one."""
     hessian = design.T @ (design * weight[:, None]) + precision
@@ -187,9 +218,9 @@ def _solve_bounded(
     held = np.zeros(len(prior_w), bool)
     watts: Floats = np.linalg.solve(hessian, right).astype(np.float64)
     while np.any((watts < least_w) & ~held):
-        held[np.argmin(np.where(held, np.inf, watts))] = True
+        held[np.argmin(np.where(held, np.inf, watts - least_w))] = True
         free = ~held
-        watts = np.full(len(prior_w), least_w)
+        watts = np.where(held, least_w, 0.0)
         if free.any():
             rest = right[free] - hessian[np.ix_(free, held)] @ watts[held]
             watts[free] = np.linalg.solve(hessian[np.ix_(free, free)], rest)
