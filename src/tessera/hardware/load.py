@@ -243,7 +243,7 @@ _LADDER = (
     ("fp16", "fp8", 2.1),
     ("fp16", "int8", 4.2),
     ("bf16", "int8", 4.2),
-    ("fp8", "fp4", 2.1),
+    ("fp8", "fp4", 3.1),  # Blackwell Ultra has three times fp8
 )
 
 
