@@ -1,0 +1,55 @@
+"""Sharded programs on PyTorch's own engine: meshes, sharded tensors, and collectives that say what they cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .mesh import Mesh as Mesh
+from .sharding import ShardedTensor as ShardedTensor
+from .sharding import ShardSpec as ShardSpec
+from .sharding import tensor as tensor
+
+if TYPE_CHECKING:
+    from .collectives import CollectiveRecord as CollectiveRecord
+    from .collectives import all_gather as all_gather
+    from .collectives import all_reduce as all_reduce
+    from .collectives import all_to_all as all_to_all
+    from .collectives import broadcast as broadcast
+    from .collectives import record_collectives as record_collectives
+    from .collectives import reduce_scatter as reduce_scatter
+    from .compression import Codec as Codec
+    from .compression import ErrorFeedback as ErrorFeedback
+    from .cost import CollectiveCost as CollectiveCost
+    from .cost import collective_cost as collective_cost
+    from .liveness import CollectiveError as CollectiveError
+    from .modes import dry as dry
+    from .modes import simulate as simulate
+
+_LAZY = {
+    "CollectiveRecord": "collectives",
+    "all_gather": "collectives",
+    "all_reduce": "collectives",
+    "all_to_all": "collectives",
+    "broadcast": "collectives",
+    "record_collectives": "collectives",
+    "reduce_scatter": "collectives",
+    "Codec": "compression",
+    "ErrorFeedback": "compression",
+    "CollectiveCost": "cost",
+    "CollectiveError": "liveness",
+    "collective_cost": "cost",
+    "dry": "modes",
+    "simulate": "modes",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,426 @@
+"""Collectives over torch.distributed: reproducible, by node, paced, compressed or sparse, each saying what it sent."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as c10d
+
+from ..errors import ArgumentError
+from ..stream import Stream
+from ..stream import on as stream_on
+from .compression import Codec, ErrorFeedback, make_codec
+from .liveness import explain_failure
+from .mesh import Mesh
+from .pacing import Pace, Phase
+from .reduction import (
+    COMBINE,
+    MEANS,
+    REDUCE_OP,
+    Sent,
+    combine_in_order,
+    gather_into,
+    reduce_compressed,
+    reduce_flat,
+    reduce_hierarchical,
+    reduce_in_rank_order,
+    reduce_scatter_into,
+    reduce_sparse,
+    reduce_two_step,
+)
+
+Algorithm = Literal["flat", "two_step", "hierarchical"]
+ALGORITHMS = ("flat", "two_step", "hierarchical")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRecord:
+    """One collective of this rank. Bytes are those the rank sent; `error_bound` holds for every element.
+
+    `between_nodes` are the bytes that left the node where that is known, `delay_s` how long it waited for its turn.
+    """
+
+    kind: str
+    algorithm: str
+    ranks: int
+    tensor_bytes: int
+    sent_bytes: float
+    between_nodes: float | None
+    error_bound: float
+    time_s: float
+    delay_s: float
+
+
+_records: ContextVar[list[CollectiveRecord] | None] = ContextVar("tessera_collectives", default=None)
+
+
+@contextlib.contextmanager
+def record_collectives() -> Iterator[list[CollectiveRecord]]:
+    """What collectives of this module did inside the block: `with dist.record_collectives() as records:`."""
+    records: list[CollectiveRecord] = []
+    token = _records.set(records)
+    try:
+        yield records
+    finally:
+        _records.reset(token)
+
+
+@dataclass(slots=True)
+class PendingReduce:
+    """A running all-reduce; `wait` returns the tensor."""
+
+    tensor: torch.Tensor
+    _work: Any = None
+    _buffer: Any = None
+    _divide_by: int = 1
+
+    def wait(self) -> torch.Tensor:
+        """The reduced tensor. On CUDA the current stream waits for it, the host does not. Safe to call twice."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+        if self._divide_by > 1:
+            self._buffer.div_(self._divide_by)
+            self._divide_by = 1
+        if self._buffer is not None and self._buffer is not self.tensor:
+            self.tensor.copy_(self._buffer)
+        self._buffer = None
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reduction:
+    """How to all-reduce: everything but the tensor."""
+
+    op: str
+    group: Any
+    mesh: Mesh | None
+    algorithm: Algorithm
+    deterministic: bool
+    codec: Codec | None
+    feedback: ErrorFeedback | None
+    sparse: bool
+    node_size: int
+    pace: Pace
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Reduce in place."""
+        begun = time.perf_counter()
+        rank, ranks = c10d.get_rank(), c10d.get_world_size(self.group)
+        delay_s = self.pace.wait_to_start(self.mesh, rank, self.node_size, seed=_next_call())
+        dense = x if x.is_contiguous() else x.contiguous()
+        with explain_failure("all_reduce", self.group):
+            sent = self._reduce(dense)
+        if self.op in MEANS:
+            dense.div_(ranks)
+        if dense is not x:
+            x.copy_(dense)
+        _note(
+            "all_reduce", self._name, ranks, x, sent, time_s=time.perf_counter() - begun, delay_s=delay_s
+        )
+        return x
+
+    @property
+    def _name(self) -> str:
+        parts = [self.algorithm, "rank_order" * self.deterministic, self.codec.format if self.codec else ""]
+        return "+".join(p for p in [*parts, "sparse" * self.sparse] if p)
+
+    def _reduce(self, x: torch.Tensor) -> Sent:
+        if self.sparse:
+            return reduce_sparse(x, self.group)
+        flat = x.view(-1)
+        bounds = [round(i * flat.numel() / self.pace.chunks) for i in range(self.pace.chunks + 1)]
+        total = Sent(0.0)
+        for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if number:
+                self.pace.wait_between()
+            total = _add(total, self._reduce_chunk(flat[start:stop]))
+        return total
+
+    def _reduce_chunk(self, x: torch.Tensor) -> Sent:
+        if self.codec is not None:
+            return reduce_compressed(x, self.op, self.group, self.codec, self.feedback)
+        if self.algorithm == "hierarchical":
+            return reduce_hierarchical(x, self.op, self.group, self.node_size, in_order=self.deterministic)
+        if self.deterministic:
+            return reduce_in_rank_order(x, self.op, self.group)
+        return (reduce_two_step if self.algorithm == "two_step" else reduce_flat)(x, self.op, self.group)
+
+
+def _add(a: Sent, b: Sent) -> Sent:
+    between = None if b.between_nodes is None else (a.between_nodes or 0.0) + b.between_nodes
+    return Sent(a.bytes + b.bytes, between, max(a.error_bound, b.error_bound))
+
+
+def _note(kind: str, name: str, ranks: int, x: torch.Tensor, sent: Sent, *, time_s: float, delay_s: float = 0.0) -> None:
+    records = _records.get()
+    if records is not None:
+        records.append(
+            CollectiveRecord(
+                kind=kind,
+                algorithm=name,
+                ranks=ranks,
+                tensor_bytes=x.numel() * x.element_size(),
+                sent_bytes=sent.bytes,
+                between_nodes=sent.between_nodes,
+                error_bound=sent.error_bound,
+                time_s=time_s,
+                delay_s=delay_s,
+            )
+        )
+
+
+_calls = 0
+
+
+def _next_call() -> int:
+    """A number that all ranks have alike, as they call collectives in one order: the seed of their jitter."""
+    global _calls
+    _calls += 1
+    return _calls
+
+
+def all_reduce(
+    x: Any,
+    op: str = "sum",
+    *,
+    group: Any = None,
+    mesh: Mesh | None = None,
+    axis: str | None = None,
+    deterministic: bool = False,
+    algorithm: Algorithm = "flat",
+    compress: str | Codec | None = None,
+    feedback: ErrorFeedback | None = None,
+    sparse: bool = False,
+    phase: str | Phase | None = None,
+    jitter_ms: float = 0.0,
+    chunks: int = 1,
+    gap_ms: float = 0.0,
+    node_size: int | None = None,
+    stream: Stream | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce a tensor over ranks: "sum", "mean" ("avg"), "max", "min" or "prod". One process: itself.
+
+    In place, as torch.distributed has it: `x` is overwritten and returned. A tensor that autograd follows cannot be;
+    for "sum" and "mean" its reduction is a new tensor, and gradients are reduced in the same way. The ranks are those
+    of `group`, or of this rank's group along `axis` of `mesh`. With `stream` the collective runs there, after the work
+    already queued on the current stream; `async_op` (plain reductions only) returns a `PendingReduce` at once.
+
+    `deterministic` adds in the order of the ranks: the same bits on every rank and in every run. `algorithm` is "flat"
+    (the backend's), "two_step" (reduce-scatter, all-gather) or "hierarchical" (inside nodes of `node_size` ranks, then
+    across). `compress` sends "fp16", "bf16", "bf16-stochastic" or "fp8", with `feedback` what rounding took is added at
+    the next call. `sparse` sends only rows that are not zero. `phase="group_offset(tp)"` lets the groups of an axis
+    start one after the other, `jitter_ms` adds chance, `chunks` and `gap_ms` spread the bytes.
+    `dist.record_collectives()` tells what was sent and how large the error can be.
+    """
+    _check(x, op, async_op)
+    if axis is not None and mesh is not None:
+        group = mesh.process_group(axis) if _is_connected() else group
+    plain = not (deterministic or compress or sparse or phase or jitter_ms or chunks > 1) and algorithm == "flat"
+    if algorithm not in ALGORITHMS:
+        raise ArgumentError(f"all_reduce: algorithm={algorithm!r} is not known", fix=f"one of: {', '.join(ALGORITHMS)}")
+    if (compress or sparse) and op not in ("sum", *MEANS):
+        raise ArgumentError(f"all_reduce: op={op!r} cannot be compressed or sparse", fix='op="sum" or "mean"')
+    if compress and not x.is_floating_point():
+        raise ArgumentError(f"all_reduce: compress={compress!r} of {x.dtype}", why="only floats are rounded")
+    with stream_on(stream, x):
+        if count_ranks(group) == 1:
+            return PendingReduce(x) if async_op else x
+        _check_device(x, group)
+        if plain and async_op:
+            return _start(x, op, group)
+        if async_op:
+            raise ArgumentError("all_reduce: async_op works with plain reductions only", fix="give it a stream instead")
+        how = _Reduction(
+            op=op,
+            group=group,
+            mesh=mesh,
+            algorithm=algorithm,
+            deterministic=deterministic,
+            codec=make_codec(compress),
+            feedback=feedback,
+            sparse=sparse,
+            node_size=node_size or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or c10d.get_world_size(),
+            pace=Pace(
+                phase=Phase.parse(phase) if isinstance(phase, str) else phase,
+                jitter_s=jitter_ms * 1e-3,
+                chunks=chunks,
+                gap_s=gap_ms * 1e-3,
+            ),
+        )
+        if x.requires_grad and torch.is_grad_enabled():
+            return _AllReduce.apply(x, how)
+        how.run(x.detach())
+        return x
+
+
+def _check(x: Any, op: str, async_op: bool) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(f"all_reduce: x is a {type(x).__name__}", fix="pass a tensor")
+    if op not in COMBINE:
+        raise ArgumentError(f"all_reduce: op={op!r} is not known", fix=f"one of: {', '.join(COMBINE)}")
+    if op in MEANS and not (x.is_floating_point() or x.is_complex()):
+        raise ArgumentError(f"all_reduce: op={op!r} of {x.dtype}", why="integers have no mean", fix='op="sum"')
+    follows = x.requires_grad and torch.is_grad_enabled()
+    if follows and op not in ("sum", *MEANS):
+        raise ArgumentError(
+            f"all_reduce: op={op!r} of a tensor that requires gradients", fix="x.detach(), or sum or mean"
+        )
+    if follows and async_op:
+        raise ArgumentError("all_reduce: async_op of a tensor that requires gradients", fix="x.detach()")
+
+
+def _check_device(x: torch.Tensor, group: Any) -> None:
+    backend = c10d.get_backend(group)
+    if backend == "nccl" and x.device.type != "cuda":
+        raise ArgumentError(f"x is on {x.device}, and NCCL connects GPUs only", fix="x.cuda(), or a gloo group")
+
+
+def _is_connected() -> bool:
+    return bool(c10d.is_available() and c10d.is_initialized())
+
+
+def count_ranks(group: Any = None) -> int:
+    """How many ranks a group has; 1 where no process group exists. Launched but unconnected ranks are an error."""
+    if not _is_connected():
+        world = os.environ.get("WORLD_SIZE", "1")
+        if world.isdigit() and int(world) > 1:  # a launcher's: reducing nothing would go unseen
+            raise ArgumentError(
+                f"{world} ranks were launched, and none of them is connected",
+                fix="torch.distributed.init_process_group() first",
+            )
+        return 1
+    ranks = int(c10d.get_world_size(group))
+    if ranks < 1:
+        raise ArgumentError("this rank is not in the group", fix="call it on the group's ranks only")
+    return ranks
+
+
+def _start(x: torch.Tensor, op: str, group: Any) -> PendingReduce:
+    buffer = x.detach() if x.is_contiguous() else x.detach().contiguous()  # libraries reduce dense memory only
+    kind, divide_by = getattr(c10d.ReduceOp, REDUCE_OP[op]), count_ranks(group) if op in MEANS else 1
+    return PendingReduce(x, c10d.all_reduce(buffer, op=kind, group=group, async_op=True), buffer, divide_by)
+
+
+class _AllReduce(torch.autograd.Function):
+    """The gradient of a sum over ranks is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, how: _Reduction) -> Any:
+        ctx.how = how
+        return how.run(x.detach().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.how.run(gradients[0].clone(memory_format=torch.contiguous_format)), None
+
+
+def all_gather(x: torch.Tensor, *, group: Any = None) -> torch.Tensor:
+    """The tensors of all ranks, one after the other along the first dimension. Their first sizes may differ."""
+    ranks = count_ranks(group)
+    if ranks == 1:
+        return x.clone()
+    begun = time.perf_counter()
+    with explain_failure("all_gather", group):
+        sizes = _gather_sizes(x.shape[0] if x.dim() else 1, group, x.device)
+        rows = x.reshape(sizes[c10d.get_rank(group)], math.prod(x.shape[1:])).contiguous()
+        most, width = max(sizes), rows.shape[1]
+        own = rows.new_zeros(max(most * width, 1))
+        own[: rows.numel()] = rows.view(-1)
+        whole = own.new_empty(ranks * own.numel())
+        gather_into(whole, own, group)
+    parts = [part[: n * width].view(n, width) for part, n in zip(whole.view(ranks, -1), sizes, strict=True)]
+    sent = Sent((ranks - 1) * own.numel() * x.element_size())
+    _note("all_gather", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
+    return torch.cat(parts).view(sum(sizes), *x.shape[1:])
+
+
+def _gather_sizes(size: int, group: Any, device: torch.device) -> list[int]:
+    own = torch.tensor([size], device=device)
+    sizes = own.new_empty(c10d.get_world_size(group))
+    gather_into(sizes, own, group)
+    return [int(n) for n in sizes.tolist()]
+
+
+def reduce_scatter(
+    x: torch.Tensor, op: str = "sum", *, group: Any = None, deterministic: bool = False
+) -> torch.Tensor:
+    """This rank's part, along the first dimension, of the sum over ranks; the last parts may be shorter or empty."""
+    _check(x, op, async_op=False)
+    ranks = count_ranks(group)
+    if ranks == 1:
+        return x.clone()
+    begun = time.perf_counter()
+    length = -(-x.shape[0] // ranks)
+    rows = x.detach().reshape(x.shape[0], math.prod(x.shape[1:]))
+    padded = rows.new_zeros(max(length, 1) * ranks, rows.shape[1])
+    padded[: x.shape[0]] = rows
+    flat = padded.view(-1)
+    own = flat.new_empty(flat.numel() // ranks)
+    with explain_failure("reduce_scatter", group):
+        if deterministic:
+            received = torch.empty_like(flat)
+            c10d.all_to_all_single(received, flat, group=group)
+            own.copy_(combine_in_order(received.view(ranks, -1), op))
+        else:
+            reduce_scatter_into(own, flat, op, group)
+    if op in MEANS:
+        own.div_(ranks)
+    begin = min(c10d.get_rank(group) * length, x.shape[0])
+    stop = min(begin + length, x.shape[0])
+    sent = Sent(flat.numel() * x.element_size() * (ranks - 1) / ranks)
+    _note("reduce_scatter", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
+    return own.view(max(length, 1), rows.shape[1])[: stop - begin].view(stop - begin, *x.shape[1:])
+
+
+def all_to_all(x: torch.Tensor, counts: Sequence[int], *, group: Any = None) -> tuple[torch.Tensor, list[int]]:
+    """Send `counts[r]` rows to each rank r, in order; returns the rows that arrived, and how many came from each."""
+    ranks = count_ranks(group)
+    if len(counts) != ranks or sum(counts) != x.shape[0]:
+        raise ArgumentError(
+            f"all_to_all: {len(counts)} counts that sum to {sum(counts)}",
+            why=f"there are {ranks} ranks and {x.shape[0]} rows",
+            fix="give one count for each rank; together they are all rows",
+        )
+    if ranks == 1:
+        return x.clone(), list(counts)
+    begun = time.perf_counter()
+    sending = torch.tensor(list(counts), device=x.device)
+    arriving = torch.empty_like(sending)
+    with explain_failure("all_to_all", group):
+        c10d.all_to_all_single(arriving, sending, group=group)
+        received = [int(n) for n in arriving.tolist()]
+        out = x.new_empty(sum(received), *x.shape[1:])
+        c10d.all_to_all_single(out, x.contiguous(), received, list(counts), group=group)
+    own = counts[c10d.get_rank(group)]
+    row_bytes = x.element_size() * (x.numel() // x.shape[0] if x.shape[0] else 0)
+    _note("all_to_all", "flat", ranks, x, Sent((x.shape[0] - own) * row_bytes), time_s=time.perf_counter() - begun)
+    return out, received
+
+
+def broadcast(x: torch.Tensor, source: int = 0, *, group: Any = None) -> torch.Tensor:
+    """Overwrite `x` with that of the group's rank `source`."""
+    ranks = count_ranks(group)
+    if not 0 <= source < ranks:
+        raise ArgumentError(f"broadcast: source={source} of {ranks} ranks", fix=f"0 to {ranks - 1}")
+    if ranks == 1:
+        return x
+    begun = time.perf_counter()
+    dense = x if x.is_contiguous() else x.contiguous()
+    with explain_failure("broadcast", group):
+        c10d.broadcast(dense, c10d.get_global_rank(group or c10d.group.WORLD, source), group=group)
+    if dense is not x:
+        x.copy_(dense)
+    is_source = c10d.get_rank(group) == source
+    sent = Sent(x.numel() * x.element_size() * (ranks - 1) / ranks * is_source)
+    _note("broadcast", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
+    return x

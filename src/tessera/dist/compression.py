@@ -1,0 +1,105 @@
+"""Smaller numbers for the wire: how values are rounded, what that does to them, and how the error is made up for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ..errors import ArgumentError
+
+Format = Literal["fp16", "bf16", "fp8"]
+FORMATS: dict[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+}
+BLOCK = 256
+"""Values that share a scale. fp16 and fp8 have few exponents: each block is scaled to use them."""
+_SCALED = {"fp16": 65504.0, "fp8": 448.0}  # the largest finite number of each
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(slots=True)
+class ErrorFeedback:
+    """What rounding took from one tensor's sums, added back at the next call with the same shape.
+
+    Give each tensor (each gradient bucket) an `ErrorFeedback` of its own. Errors then do not add up over steps: the
+    sum of what was sent follows the sum of what should have been.
+    """
+
+    _residuals: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add_to(self, stage: str, x: torch.Tensor) -> torch.Tensor:
+        """The values with what is still owed to them."""
+        before = self._residuals.get(stage)
+        return x if before is None or before.shape != x.shape else x + before
+
+    def keep(self, stage: str, residual: torch.Tensor) -> None:
+        """Remember what could not be sent."""
+        self._residuals[stage] = residual
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Rounds float32 values to a format: `encode` gives bytes, `decode` the values back. `stochastic`: unbiased."""
+
+    format: Format
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ArgumentError(f"compress={self.format!r} is not known", fix=f"one of: {', '.join(FORMATS)}")
+        if self.stochastic and self.format != "bf16":
+            raise ArgumentError(
+                f"stochastic rounding to {self.format} is not built", fix='compress="bf16", the format it works with'
+            )
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """The bytes of flat float32 values: scales first, where there are any, then the numbers."""
+        if self.format == "bf16":
+            return _to_bf16_stochastic(x) if self.stochastic else x.to(torch.bfloat16).view(torch.uint8)
+        padded = torch.nn.functional.pad(x, (0, _blocks(len(x)) * BLOCK - len(x))).view(-1, BLOCK)
+        scale = padded.abs().amax(1).clamp_min(_TINY) / _SCALED[self.format]
+        scale = torch.where(torch.isfinite(scale), scale, 1.0)  # inf and NaN pass as they are
+        numbers = (padded / scale[:, None]).view(-1)[: len(x)].to(FORMATS[self.format])
+        return torch.cat([scale.view(torch.uint8), numbers.contiguous().view(torch.uint8)])
+
+    def decode(self, payload: torch.Tensor, count: int) -> torch.Tensor:
+        """The float32 values of some bytes."""
+        dtype = FORMATS[self.format]
+        if self.format == "bf16":
+            return payload.clone().view(dtype).float()
+        edge = 4 * _blocks(count)
+        scale = payload[:edge].clone().view(torch.float32)
+        numbers = payload[edge : edge + count * dtype.itemsize].clone().view(dtype).float()
+        return numbers * scale.repeat_interleave(BLOCK)[:count]
+
+
+def make_codec(compress: str | Codec | None) -> Codec | None:
+    """The codec of a name; "bf16-stochastic" rounds up or down by chance."""
+    if compress is None or isinstance(compress, Codec):
+        return compress
+    name, _, how = compress.partition("-")
+    if how not in ("", "stochastic"):
+        raise ArgumentError(f"compress={compress!r} is not known", fix="fp16, bf16, fp8 or bf16-stochastic")
+    return Codec(name, stochastic=how == "stochastic")  # type: ignore[arg-type]
+
+
+def _blocks(count: int) -> int:
+    return -(-count // BLOCK)
+
+
+def _to_bf16_stochastic(x: torch.Tensor) -> torch.Tensor:
+    """Round up or down with the chance that makes the mean right: random bits below the last one kept, then cut."""
+    bits = x.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=x.device)
+    is_finite = torch.isfinite(x)
+    rounded = torch.where(is_finite, bits + noise, bits) & -65536
+    return rounded.view(torch.float32).to(torch.bfloat16).view(torch.uint8)
+
+
+def largest(x: torch.Tensor) -> Any:
+    """The largest magnitude, as a float32 scalar tensor; 0 of nothing."""
+    return x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=x.device)

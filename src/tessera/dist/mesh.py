@@ -1,0 +1,196 @@
+"""`Mesh`: devices arranged along named axes, so that the axis with the most traffic lies on the fastest links.
+
+A mesh is a description: it needs neither torch nor a process group until `device_mesh` is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+from ..errors import ArgumentError
+
+TRAFFIC = ("tp", "cp", "ep", "fsdp", "dp", "pp")
+"""Axes by the bytes they move in a step, most first: neighbours along the first are neighbours in the machine.
+
+Tensor and context parallel exchange activations in every layer, experts twice in every MoE layer, data parallel
+gradients once a step, a pipeline one activation a microbatch.
+"""
+WIDEST_TP = 8
+"""No tensor parallel axis is chosen wider: beyond eight GPUs a layer's slices are too thin (Megatron-LM's advice)."""
+DEEPEST_PP = 4
+
+
+class Mesh:
+    """`Mesh(axes=["tp", "pp", "dp"], devices=range(72))`, or with `shape=(8, 3, 3)`.
+
+    Without a shape, sizes are chosen by `choose_shape`. `devices` are global ranks, in the order of the machine (those
+    of one node together). Axes are placed by `TRAFFIC`; `order` names them from the nearest to the farthest instead.
+    """
+
+    def __init__(
+        self,
+        axes: Sequence[str],
+        devices: Iterable[int] | int,
+        shape: Sequence[int] | None = None,
+        *,
+        order: Sequence[str] | None = None,
+    ) -> None:
+        self.axes = tuple(axes)
+        self.devices = tuple(range(devices) if isinstance(devices, int) else devices)
+        if not self.axes or len(set(self.axes)) < len(self.axes):
+            raise ArgumentError(f"axes={list(axes)} of a mesh", why="each axis needs a name of its own")
+        if not self.devices or len(set(self.devices)) < len(self.devices):
+            raise ArgumentError("the devices of a mesh are missing or named twice", fix="devices=range(8)")
+        self.shape = tuple(shape) if shape is not None else choose_shape(self.axes, len(self.devices))
+        if len(self.shape) != len(self.axes) or math.prod(self.shape) != len(self.devices):
+            raise ArgumentError(
+                f"a mesh of shape {self.shape} over {', '.join(self.axes)} does not have {len(self.devices)} devices",
+                why=f"its sizes multiply to {math.prod(self.shape)}",
+                fix=f"for example shape={choose_shape(self.axes, len(self.devices))}",
+            )
+        self.order = tuple(order) if order is not None else tuple(sorted(self.axes, key=_traffic_rank))
+        if set(self.order) != set(self.axes):
+            raise ArgumentError(f"order={list(self.order)} must name the axes {list(self.axes)}, each once")
+        strides, step = {}, 1
+        for axis in self.order:
+            strides[axis] = step
+            step *= self.size(axis)
+        self._strides = tuple(strides[axis] for axis in self.axes)
+        self._connected: tuple[Any, Any] | None = None
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.shape, strict=True))
+        return f"Mesh({sizes})"
+
+    def size(self, axis: str | None = None) -> int:
+        """Devices along an axis; of the whole mesh without one."""
+        return len(self.devices) if axis is None else self.shape[self.index_of(axis)]
+
+    def index_of(self, axis: str) -> int:
+        """The place of an axis in `axes`."""
+        if axis not in self.axes:
+            raise ArgumentError(f"the mesh has no axis {axis!r}", fix=f"one of: {', '.join(self.axes)}")
+        return self.axes.index(axis)
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """The device at a coordinate, one number for each axis."""
+        return self.devices[sum(c * s for c, s in zip(coordinate, self._strides, strict=True))]
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where a device is: its place along each axis."""
+        if rank not in self._places:
+            raise ArgumentError(f"rank {rank} is not in {self!r}", fix=f"its devices are {_span(self.devices)}")
+        place = self._places[rank]
+        return {
+            axis: place // stride % size
+            for axis, size, stride in zip(self.axes, self.shape, self._strides, strict=True)
+        }
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.devices)}
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """The devices that differ along one axis only, group by group: each is a process group of a collective."""
+        at = self.index_of(axis)
+        others = [range(n) if i != at else range(1) for i, n in enumerate(self.shape)]
+        return [
+            tuple(self.rank_at([*c[:at], k, *c[at + 1 :]]) for k in range(self.shape[at]))
+            for c in itertools.product(*others)
+        ]
+
+    def group_number(self, axis: str, rank: int) -> int:
+        """Which of `groups(axis)` a device is in."""
+        at = self.coordinate(rank)
+        number = 0
+        for name, size in zip(self.axes, self.shape, strict=True):
+            if name != axis:
+                number = number * size + at[name]
+        return number
+
+    def sub(self, axis: str, at: int | Sequence[int]) -> Mesh:
+        """A part of the mesh: one place along an axis (which is gone then), or several (`mesh.sub("ep", range(2))`)."""
+        places = [at] if isinstance(at, int) else list(at)
+        here = self.index_of(axis)
+        if not places or not all(0 <= p < self.shape[here] for p in places):
+            raise ArgumentError(f"{self!r} has no {axis}={at}", fix=f"0 to {self.shape[here] - 1}")
+        devices = sorted((r for r in self.devices if self.coordinate(r)[axis] in places), key=self._places.__getitem__)
+        keep = [i for i, name in enumerate(self.axes) if not (i == here and isinstance(at, int))]
+        sizes = [len(places) if i == here else self.shape[i] for i in keep]
+        names = [self.axes[i] for i in keep]
+        if not names:  # a single device of a mesh with one axis
+            names, sizes = [axis], [1]
+        return Mesh(names, devices, sizes, order=[a for a in self.order if a in names])
+
+    def crossings(self, axis: str, node_size: int) -> float:
+        """The share of an axis's neighbours that are on different nodes: their traffic leaves the node."""
+        pairs = [(a, b) for group in self.groups(axis) for a, b in itertools.pairwise(group)]
+        if not pairs:
+            return 0.0
+        return sum(self._places[a] // node_size != self._places[b] // node_size for a, b in pairs) / len(pairs)
+
+    @property
+    def device_mesh(self) -> Any:
+        """The same as torch's `DeviceMesh`. Needs a process group: torchrun's, or one of `dist.dry` and `dist.simulate`."""
+        from torch.distributed import group, is_initialized
+
+        if not is_initialized():
+            raise ArgumentError(
+                f"{self!r} is only a description here: no process group exists",
+                fix="start the program with torchrun and call torch.distributed.init_process_group(), "
+                f"or use `with dist.dry({max(self.devices) + 1}):`",
+            )
+        if self._connected is None or self._connected[0] is not group.WORLD:
+            self._connected = (group.WORLD, self._make_device_mesh())
+        return self._connected[1]
+
+    def _make_device_mesh(self) -> Any:
+        import torch
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+        from torch.distributed.device_mesh import DeviceMesh
+
+        with unset_fake_temporarily():  # the ranks are numbers, also in a dry run
+            ranks = torch.tensor([self.rank_at(c) for c in itertools.product(*map(range, self.shape))], dtype=torch.int)
+            return DeviceMesh(device_type(), ranks.reshape(self.shape), mesh_dim_names=self.axes)
+
+    def process_group(self, axis: str) -> Any:
+        """The process group of this rank along an axis."""
+        self.index_of(axis)
+        return self.device_mesh.get_group(axis)
+
+
+def device_type() -> str:
+    """Where the tensors of this process group live: "cuda" where NCCL connects it, else "cpu"."""
+    import torch
+
+    backend = torch.distributed.get_backend()
+    return "cuda" if "nccl" in backend or (backend == "fake" and torch.cuda.is_available()) else "cpu"
+
+
+def choose_shape(axes: Sequence[str], count: int) -> tuple[int, ...]:
+    """Sizes for axes where no model is known: tensor parallel up to 8, a pipeline up to 4, the rest data parallel.
+
+    `dist.plan` chooses by cost instead. An axis that has another name takes what is left, the last one first.
+    """
+    sizes, left = dict.fromkeys(axes, 1), count
+    for axis, most in (("tp", WIDEST_TP), ("pp", DEEPEST_PP)):
+        if axis in sizes and (len(axes) > 1 or count <= most):
+            sizes[axis] = max(d for d in range(1, most + 1) if left % d == 0)
+            left //= sizes[axis]
+    rest = [a for a in axes if a not in ("tp", "pp")] or list(axes)
+    taker = "dp" if "dp" in rest else rest[-1]
+    sizes[taker] *= left
+    return tuple(sizes[axis] for axis in axes)
+
+
+def _traffic_rank(axis: str) -> int:
+    return TRAFFIC.index(axis) if axis in TRAFFIC else len(TRAFFIC)
+
+
+def _span(devices: Sequence[int]) -> str:
+    whole = list(devices) == list(range(devices[0], devices[0] + len(devices)))
+    return f"{devices[0]} to {devices[-1]}" if whole and len(devices) > 2 else ", ".join(map(str, devices[:8]))

@@ -1,0 +1,98 @@
+"""Run a sharded program without its cluster: `dry` counts on a process group of any size, `simulate` computes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import ArgumentError
+
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+@dataclass(slots=True)
+class CountedCollectives:
+    """Collectives of one rank in a dry run, by kind: how many, and the bytes of the tensors they were given."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+
+class _Counting(TorchDispatchMode):
+    """Sees every collective that torch dispatches, DTensor's and FSDP's included."""
+
+    def __init__(self, counted: CountedCollectives) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            kind = _KINDS.get(func._overloadpacket.__name__)
+            if kind is not None:
+                self._counted.calls[kind] += 1
+                self._counted.bytes[kind] += _input_bytes(kind, func.namespace, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _input_bytes(kind: str, namespace: str, args: Any) -> int:
+    """Bytes of what a rank hands in. c10d's own calls have (output, input, ...), functional ones the input first."""
+    given = args[1] if namespace == "c10d" and kind in ("all_gather", "reduce_scatter", "all_to_all") else args[0]
+    tensors = given if isinstance(given, (list, tuple)) else [given]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+@contextlib.contextmanager
+def dry(ranks: int, *, rank: int = 0) -> Iterator[CountedCollectives]:
+    """Be one rank of a fake process group of any size: shapes and bytes are exact, and no memory is taken.
+
+    Tensors made inside have shapes but no values (torch's fake tensors); collectives are counted and move nothing.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    counted = CountedCollectives()
+    with _fake_group(ranks, rank), FakeTensorMode(allow_non_fake_inputs=True), _Counting(counted):
+        yield counted
+
+
+@contextlib.contextmanager
+def simulate(ranks: int) -> Iterator[None]:
+    """Be all ranks of a small mesh in one process, with values: a tensor made inside holds each rank's own."""
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    with _fake_group(ranks, 0), LocalTensorMode(ranks):
+        yield
+
+
+@contextlib.contextmanager
+def _fake_group(ranks: int, rank: int) -> Iterator[None]:
+    if c10d.is_initialized():
+        raise ArgumentError(
+            "a process group exists already", why="a dry or simulated run needs one of its own", fix="run it elsewhere"
+        )
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ArgumentError(f"rank {rank} of {ranks} ranks", fix=f"rank=0 to {max(ranks - 1, 0)}")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    c10d.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        c10d.destroy_process_group()

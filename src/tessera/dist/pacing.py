@@ -1,0 +1,70 @@
+"""When a collective starts: groups take turns, chunks leave gaps, and chance keeps racks from moving in step."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from dataclasses import dataclass
+
+from ..errors import ArgumentError
+from ..units import parse_duration
+from .mesh import Mesh
+
+DEFAULT_SLOT_S = 1e-3
+"""How much later each group starts: the shortest of the 1 to 5 ms that smooth a rack's current (docs/guides/energy.md)."""
+_PHASE = re.compile(r"group_offset\(\s*(\w+)\s*(?:,\s*([^)]+))?\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Groups along `axis` start one after the other, `slot_s` apart; "node" is the node of the rank."""
+
+    axis: str
+    slot_s: float = DEFAULT_SLOT_S
+
+    @classmethod
+    def parse(cls, text: str) -> Phase:
+        """`group_offset(tp)`, or `group_offset(tp, 2ms)` with the time between two groups."""
+        match = _PHASE.fullmatch(text.strip())
+        if match is None:
+            raise ArgumentError(f"phase={text!r} is not known", fix='phase="group_offset(tp)" or "group_offset(tp, 2ms)"')
+        return cls(match[1], parse_duration(match[2]) if match[2] else DEFAULT_SLOT_S)
+
+    def delay_s(self, mesh: Mesh | None, rank: int, node_size: int) -> float:
+        """How long a rank waits: its group's number times the slot."""
+        if self.axis == "node":
+            return rank // node_size * self.slot_s
+        if mesh is None:
+            raise ArgumentError(
+                f'phase="group_offset({self.axis})" needs a mesh', fix="pass mesh=, or call it inside `with mesh:`"
+            )
+        return mesh.group_number(self.axis, rank) * self.slot_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How a collective is spread in time: an offset by group, jitter, and chunks with a gap between them."""
+
+    phase: Phase | None = None
+    jitter_s: float = 0.0
+    chunks: int = 1
+    gap_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1 or self.jitter_s < 0 or self.gap_s < 0:
+            raise ArgumentError("chunks must be 1 or more, and jitter and gap not negative")
+
+    def wait_to_start(self, mesh: Mesh | None, rank: int, node_size: int, seed: int) -> float:
+        """Sleep until it is this rank's turn. Ranks of one group wait equally long: `seed` is the group's and call's."""
+        delay_s = self.phase.delay_s(mesh, rank, node_size) if self.phase is not None else 0.0
+        if self.jitter_s:
+            delay_s += random.Random(seed).uniform(0.0, self.jitter_s)
+        if delay_s:
+            time.sleep(delay_s)
+        return delay_s
+
+    def wait_between(self) -> None:
+        """Sleep between two chunks."""
+        if self.gap_s:
+            time.sleep(self.gap_s)

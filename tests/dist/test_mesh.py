@@ -1,0 +1,118 @@
+"""Meshes and shards: sizes, groups and shapes, compared with torch's own on a fake process group."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera import dist
+from tessera.errors import ArgumentError
+
+
+def test_the_seeds_example_is_a_description_on_a_laptop():
+    mesh = dist.Mesh(axes=["tp", "pp", "dp"], devices=range(72))
+    layout = dist.ShardSpec(partition=("row", "col"), mesh_axes=("tp", "pp"))
+    w = dist.tensor(shape=(1_000_000, 1_000_000), layout=layout, mesh=mesh)
+    assert mesh.shape == (8, 3, 3)
+    assert w.nbytes == 4 * 10**12
+    assert w.local_shape(0) == (125_000, 333_334)
+    with pytest.raises(ArgumentError, match="only a description"):
+        _ = w.dtensor
+
+
+def test_tensor_parallel_ranks_are_neighbours():
+    mesh = dist.Mesh(["pp", "dp", "tp"], 32, (2, 4, 4))
+    assert mesh.groups("tp")[0] == (0, 1, 2, 3)
+    assert mesh.crossings("tp", 8) == 0.0
+    assert mesh.crossings("pp", 8) == 1.0
+    assert mesh.groups("dp")[0] == (0, 4, 8, 12)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_groups_part_the_mesh_and_know_their_number(shape):
+    axes = ["tp", "dp", "pp", "other"][: len(shape)]
+    count = 1
+    for n in shape:
+        count *= n
+    mesh = dist.Mesh(axes, count, shape)
+    for axis in axes:
+        groups = mesh.groups(axis)
+        assert sorted(itertools.chain(*groups)) == list(range(count))
+        for number, group in enumerate(groups):
+            assert {mesh.group_number(axis, r) for r in group} == {number}
+            assert [mesh.coordinate(r)[axis] for r in group] == list(range(mesh.size(axis)))
+    for rank in range(count):
+        assert mesh.rank_at(list(mesh.coordinate(rank).values())) == rank
+
+
+def test_experts_are_pinned_to_sub_meshes():
+    mesh = dist.Mesh(["ep", "tp"], 16, (4, 4))
+    second = mesh.sub("ep", 1)
+    assert second.axes == ("tp",) and second.devices == (4, 5, 6, 7)
+    half = mesh.sub("ep", [2, 3])
+    assert half.shape == (2, 4) and half.devices == tuple(range(8, 16))
+    assert half.sub("ep", 0).devices == (8, 9, 10, 11)
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: dist.Mesh(["tp", "dp"], 6, (4, 2)), r"multiply to 8"),
+        (lambda: dist.Mesh(["tp", "tp"], 4), "name of its own"),
+        (lambda: dist.Mesh(["tp"], []), "missing"),
+        (lambda: dist.Mesh(["tp"], 4).size("pp"), "no axis 'pp'"),
+        (lambda: dist.ShardSpec(("row",), ("tp", "dp")), "1 dimensions over 2 axes"),
+        (lambda: dist.tensor((4, 4), dist.ShardSpec(("depth",), ("tp",)), dist.Mesh(["tp"], 4)), "not a dimension"),
+        (lambda: dist.tensor((4,), dist.ShardSpec(("col",), ("tp",)), dist.Mesh(["tp"], 4)), "1 dimensions"),
+        (lambda: dist.tensor((4,), dist.ShardSpec(("row",), ("pp",)), dist.Mesh(["tp"], 4)), "no axis 'pp'"),
+    ],
+)
+def test_wrong_meshes_and_shards(make, part):
+    with pytest.raises(ArgumentError) as caught:
+        make()
+    assert part in str(caught.value)
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([(8,), (2, 4), (2, 2, 2), (3, 2)]), st.tuples(st.integers(1, 20), st.integers(1, 20)), st.data())
+def test_local_shapes_are_torchs(shape, size, data):
+    axes = ["tp", "pp", "dp"][: len(shape)]
+    count = 1
+    for n in shape:
+        count *= n
+    cut = data.draw(st.lists(st.sampled_from(axes), unique=True, max_size=len(axes)))
+    layout = dist.ShardSpec([data.draw(st.sampled_from(["row", "col", -1])) for _ in cut], cut)
+    rank = data.draw(st.integers(0, count - 1))
+    mesh = dist.Mesh(axes, count, shape)
+    with dist.dry(count, rank=rank):
+        w = dist.tensor(size, layout, mesh, fill="empty")
+        assert tuple(w.dtensor.to_local().shape) == w.local_shape(rank)
+
+
+def test_a_dry_run_counts_the_bytes_of_collectives():
+    mesh = dist.Mesh(["tp", "dp"], 1024, (8, 128))
+    with dist.dry(1024) as counted:
+        w = dist.tensor((4096, 8192), dist.ShardSpec(("col",), ("tp",)), mesh, dtype="bfloat16").dtensor
+        x = dist.tensor((512, 4096), dist.ShardSpec(), mesh, dtype="bfloat16").dtensor
+        y = (x @ w).redistribute(placements=dist.ShardSpec().placements(2, mesh))
+        assert y.shape == (512, 8192)
+    assert counted.calls == {"all_gather": 1}
+    assert counted.bytes["all_gather"] == 512 * 1024 * 2, "this rank's part of y: 512 x 8192 / 8 numbers of 2 bytes"
+
+
+def test_a_simulated_run_has_the_values_of_all_ranks():
+    import torch
+
+    mesh = dist.Mesh(["tp", "dp"], 4, (2, 2))
+    torch.manual_seed(0)
+    a, b = torch.randn(6, 8), torch.randn(8, 5)
+    with dist.simulate(4):
+        from torch.distributed.tensor import distribute_tensor
+
+        left = distribute_tensor(a, mesh.device_mesh, dist.ShardSpec(("row", "col"), ("tp", "dp")).placements(2, mesh))
+        right = distribute_tensor(b, mesh.device_mesh, dist.ShardSpec(("row",), ("dp",)).placements(2, mesh))
+        product = (left @ right).full_tensor().reconcile()
+    assert torch.allclose(product, a @ b, atol=1e-5)
