@@ -35,6 +35,10 @@ TRAIN = """
     print("trained")
 """
 
+FUNCTIONS = TRAIN.replace("model(torch.ones(4, 8)).sum()", "helper(model(torch.ones(4, 8)))").replace(
+    "import torch\n", "import torch\n    def helper(x): return x.sum()\n"
+)
+
 
 @pytest.fixture
 def script(tmp_path):
@@ -205,6 +209,16 @@ def test_training_is_traced_by_its_optimizers_steps(tmp_path, script):
         for n, (start, end) in mine.items() if start <= rows["start_ns"][i] < end
     }  # fmt: skip
     assert traced == {"step_3", "step_4"}
+
+
+def test_stacks_have_functions_and_each_module_once(tmp_path, script):
+    code, out, err = run(tmp_path, "--stack", "--modules", "--json", script(FUNCTIONS))
+    assert code == 0, err
+    modules = [row["name"] for row in json.loads(out)["modules"]]
+    assert len(modules) == 1 and "Linear" in modules[0]
+    with RunFile(tmp_path / "runs/script.tessera") as found:
+        rows = found.timeline()
+    assert any(rows.names[i].endswith("helper") for i in rows.meta["frames"])
 
 
 def test_a_script_that_leaves_at_once_is_still_reported(tmp_path, script):

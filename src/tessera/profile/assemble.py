@@ -134,7 +134,7 @@ def _tracing(session: Session, undo: contextlib.ExitStack) -> None:
         lead=not session._begin_tracing,
         before_stall=session._feed.catch_up if session._feed is not None else lambda: None,
     )
-    if options.with_modules:
+    if options.with_modules and not options.with_stack:  # the Python tracer lists them itself
         session._modules = ModuleRanges(lambda: collector.recording)
     if session._begin_tracing:
         try:

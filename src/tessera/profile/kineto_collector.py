@@ -148,7 +148,7 @@ class Finished:
             prof.export_chrome_trace(str(path))
             self._let_go(prof)
             del prof
-            timeline = kineto.read(path)
+            timeline = kineto.read(path, frames=self._options.with_stack)
         add_stream_names(timeline, self._streams)
         _as_sensors_count(timeline)
         return drop_unasked(timeline, self._options)
