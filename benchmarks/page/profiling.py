@@ -114,10 +114,23 @@ def files(e: dict[str, Any], k: dict[str, Any], s: dict[str, Any]) -> list[Goal]
                      f"{p['csv']['seconds']:.2f} s", command="python benchmarks/measure/export_million.py"),
         Goal(what=f"kill -9, {k['kills']} times: seconds of regions, marks, counters and power lost, worst", goal="<= 1",
              reached=f"{k['lost_s']['max']:.2f}", met=k["lost_s"]["max"] <= 1, where=where("kill9"), command="python benchmarks/measure/kill9.py"),
+        fault_goal(load("faults")),
         Goal(what="summary mode, simulated 24 h, 8 GPUs x 50 Hz: memory", goal="flat", met=m["24"] <= 1.1 * m["2"],
              reached=f"{m['2']:.0f} MiB after 2 h, {m['24']:.0f} MiB after 24 h", where=where("summary_24h"),
              command="python benchmarks/measure/summary_24h.py"),
     ]  # fmt: skip
+
+
+def fault_goal(f: dict[str, Any] | None) -> Goal:
+    what = "`tessera run` and `measure` struck at a random moment by a signal, a full disk or a folder that vanishes: the script "
+    what += "ends as without us, what was recorded is kept, the report is printed"
+    goal, command = "every time, 200", "python benchmarks/measure/faults.py"
+    if f is None:
+        return Goal(what=what, goal=goal, command=command)
+    kinds = ", ".join(f"{name} {n}" for name, n in f["faults"].items())
+    reached = f"{f['moments'] - f['wrong']} of {f['moments']} ({kinds})"
+    met = f["wrong"] == 0 and f["moments"] >= 200
+    return Goal(what=what, goal=goal, reached=reached, met=met, where=where("faults"), command=command)
 
 
 def attach(a: dict[str, Any]) -> list[Goal]:

@@ -94,4 +94,4 @@ def test_commands_are_offered_without_importing_them() -> None:
         "print([m for m in sys.modules if m.startswith('tessera.cli.')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['tessera.cli.options', 'tessera.cli.main']"
+    assert done.stdout.strip() == "['tessera.cli.failures', 'tessera.cli.options', 'tessera.cli.main']"

@@ -15,6 +15,7 @@ import pytest
 
 from tessera.cli.measure import command
 from tessera.errors import ArgumentError
+from tessera.output import cannot_write
 from tessera.trace import read_csv
 
 from command_line import invoke
@@ -248,6 +249,16 @@ def test_a_trace_that_cannot_be_written_is_said_before_the_command_runs(path: st
     assert out.returncode == 2
     assert path in out.stderr and "Traceback" not in out.stderr
     assert not marker.exists()
+
+
+def test_no_next_command_for_a_power_log_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, path: Path) -> None:
+        raise cannot_write(path, OSError(28, "No space left on device"))
+
+    monkeypatch.setattr("tessera.trace.PowerTrace.to_csv", full)
+    out = invoke(command, "--sensor", "modelled", "--trace", tmp_path / "p.csv", "--", "true")
+    assert out.code == 0, out.output
+    assert "No space left" in out.stderr and "replay:" not in out.stderr
 
 
 def test_a_modelled_recording_replays_as_modelled(tmp_path: Path) -> None:

@@ -102,14 +102,26 @@ def sent_when_ready(folder: Path, signum: signal.Signals) -> Path:
     return ready
 
 
-def test_sigterm_goes_to_the_command_and_the_report_is_still_made(monitor: Monitor, tmp_path: Path) -> None:
-    old = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    ready = sent_when_ready(tmp_path, signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_goes_to_the_command_and_the_report_is_still_made(
+    monitor: Monitor, tmp_path: Path, number: signal.Signals
+) -> None:
+    old = signal.getsignal(number), signal.getsignal(signal.SIGINT)
+    ready = sent_when_ready(tmp_path, number)
     wait = "for i in $(seq 2000); do sleep 0.01; done"  # not for ever: it may be that nobody tells it
-    run = measure_command(["sh", "-c", f"trap 'exit 7' TERM; touch {ready}; {wait}"], monitor)
+    run = measure_command(["sh", "-c", f"trap 'exit 7' TERM HUP; touch {ready}; {wait}"], monitor)
     assert run.returncode == 7
     assert run.report.total.energy_j > 0
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == old, "handlers are put back"
+    assert (signal.getsignal(number), signal.getsignal(signal.SIGINT)) == old, "handlers are put back"
+
+
+def test_what_we_ignore_the_command_ignores(monitor: Monitor) -> None:
+    """`nohup tessera measure`: a handler of ours would take that from the command."""
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert measure_command(["sh", "-c", "kill -HUP $$; exit 5"], monitor).returncode == 5
+    finally:
+        signal.signal(signal.SIGHUP, old)
 
 
 def test_a_signal_that_comes_while_the_command_starts_goes_to_it(
