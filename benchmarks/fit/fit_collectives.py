@@ -20,9 +20,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tessera.dist.cost import KINDS, find_link, mean_figures, sent_share
-
 from result_file import make_stamp, write_result
+from tessera.dist.cost import KINDS, find_link, mean_figures, sent_share
 from tessera.hardware import lookup
 
 SYSTEMS = {"a100_sxm": "a100", "h100_sxm": "h100", "b200_sxm": "b200", "l40s": "l40s"}
