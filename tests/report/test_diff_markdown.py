@@ -35,7 +35,7 @@ def test_the_summary_goes_to_githubs_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert done.code == 1
     assert "verdict" in done.stdout or "FAILED" in done.stdout, "the screen is printed as well"
     text = summary.read_text()
-    assert text.startswith("before\n### Energy: train") and "❌ failed 10 J (100%) more energy" in text
+    assert text.startswith("before\n### Energy: train") and ":x: failed 10 J (100%) more energy" in text
     assert "| energy | 10" in text and "| +100% | more than noise |" in text
 
 
@@ -44,7 +44,7 @@ def test_elsewhere_it_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     a, b = write(tmp_path / "a", 10.0), write(tmp_path / "b", 10.5)
     done = invoke(command, *a, *b, "--github")
     assert done.code == 0
-    assert done.stdout.startswith("### Energy: ") and "⚠️ Unknown: each was measured once" in done.stdout
+    assert done.stdout.startswith("### Energy: ") and ":warning: Unknown: each was measured once" in done.stdout
 
 
 def test_a_summary_that_cannot_be_written_does_not_change_the_verdict(
@@ -60,7 +60,7 @@ def test_names_are_text_and_never_markup() -> None:
     evil = "</td>|<img src=x>`[a](javascript:x)`\n# x @everyone"
     found = analyze.diff([table({evil: 10.0})] * 3, [table({evil: 20.0})] * 3)
     text = markdown(found, found.verdict())
-    assert "⚠️ 10 J (90.9%) more energy" in text, "worse, but nobody gave a limit"
+    assert ":warning: 10 J (90.9%) more energy" in text, "worse, but nobody gave a limit"
     assert "<img" not in text and "[a](" not in text and "@everyone" not in text
     rows = [line for line in text.splitlines() if "img src" in line]
     assert rows and all(line.count("|") == 6 for line in rows)

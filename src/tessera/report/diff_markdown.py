@@ -16,7 +16,7 @@ TOP = 8
 def markdown(difference: Difference, verdict: DiffVerdict) -> str:
     """The verdict, the totals, and the rows that changed by more than noise."""
     is_worse = verdict.significant and (verdict.share or 0.0) > 0 and verdict.threshold is None
-    mark = "❌ failed" if verdict.failed else "⚠️" if is_worse or not verdict.known else "✅"
+    mark = ":x: failed" if verdict.failed else ":warning:" if is_worse or not verdict.known else ":white_check_mark:"
     lines = [
         f"### Energy: {_cell(difference.before)} → {_cell(difference.after)}",
         f"**{mark} {_cell(capitalize(verdict.text))}.**",
