@@ -313,8 +313,10 @@ def test_two_commands_in_turns_have_a_verdict(gpu: dict[str, str]) -> None:
 
 def test_runs_of_one_command_are_compared_by_diff(gpu: dict[str, str], tmp_path: Path) -> None:
     for name, seconds in (("a", "0.1"), ("b", "0.3")):
-        out = tessera("measure", "--json", "--runs", "3", "--", "sleep", seconds, env=gpu)
+        command = ["sh", "-c", f"echo hello; sleep {seconds}"]
+        out = tessera("measure", "--json", "--runs", "3", "--show-output", "--", *command, env=gpu)
         assert out.returncode == 0, out.stderr
+        assert out.stderr.count("hello") == 3, "JSON is alone on standard output"
         (tmp_path / f"{name}.json").write_text(out.stdout)
     found = tessera("diff", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json", "--fail-above", "5%")
     assert found.returncode == 1, found.stderr

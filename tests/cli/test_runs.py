@@ -13,7 +13,7 @@ import pytest
 from tessera.analyze import run_list
 from tessera.analyze.answer import answer
 from tessera.cli import report, runs
-from tessera.errors import ArgumentError
+from tessera.errors import ArgumentError, MeasurementError
 from tessera.profile.open_recording import open_recording
 
 import synthetic_run
@@ -63,6 +63,15 @@ def test_joules_are_computed_once(folder: Path, monkeypatch: pytest.MonkeyPatch)
     os.utime(folder / "new.tessera", ns=(1, 1))  # changed since: what is kept is of another file
     monkeypatch.setattr(runs, "READ_BYTES", 0)
     assert [r["energy_j"] is None for r in listed(folder)[:3]] == [True, False, False]
+
+
+def test_a_run_whose_joules_cannot_be_computed_is_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise MeasurementError("no power was seen")
+
+    monkeypatch.setattr(run_list, "answer", fail)
+    row = listed(folder)[0]
+    assert (row["state"], row["energy_j"], row["problem"]) == ("ended", None, "no power was seen")
 
 
 def test_a_report_makes_the_list_know(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..clock import boot_id
-from ..errors import RecordingError
+from ..errors import RecordingError, TesseraError
 from ..profile.open_recording import open_recording
 from ..profile.runfile import RunFile
 from ..profile.runfile_format import version
@@ -82,9 +82,12 @@ def describe_run(path: Path, *, read: bool = False) -> ListedRun:
     try:
         with open_recording(path) as recording:
             start_ns, end_ns = recording.span_ns
-            joules = recall_joules(path)
+            joules, problem = recall_joules(path), None
             if joules is None and read:
-                joules = remember_joules(recording, answer(recording))
+                try:
+                    joules = remember_joules(recording, answer(recording))
+                except TesseraError as exc:  # its facts can be read all the same
+                    problem = exc.what
             return ListedRun(
                 path=path,
                 size_bytes=size,
@@ -94,6 +97,7 @@ def describe_run(path: Path, *, read: bool = False) -> ListedRun:
                 start_ns=start_ns,
                 time_s=(end_ns - start_ns) * 1e-9,
                 joules=joules,
+                problem=problem,
             )
     except (RecordingError, OSError) as exc:
         return ListedRun(path=path, size_bytes=size, state="unreadable", problem=str(exc).split("\n")[0])

@@ -60,7 +60,14 @@ def measure_in_turns(
         output = None if show_output else log
         with bar:
             result = measure_repeatedly(
-                commands, monitor, runs=runs, warmup=warmup, work=work, output=output, progress=show_progress
+                commands,
+                monitor,
+                runs=runs,
+                warmup=warmup,
+                work=work,
+                output=output,
+                quiet=as_json,
+                progress=show_progress,
             )
         if result.returncode:
             _print_tail(log)

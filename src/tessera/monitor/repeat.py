@@ -192,12 +192,13 @@ def measure_repeatedly(
     warmup: int = 0,
     work: Sequence[Work] = (),
     output: IO[bytes] | None = None,
+    quiet: bool = False,
     progress: Progress | None = None,
 ) -> RepeatedRuns:
     """Run commands in turns, `runs` times each after `warmup` turns that do not count, and measure every run.
 
     Ends at the first run that fails, or at Ctrl-C, with what was measured until then. `output` takes what the commands
-    print, and contains only the last run's.
+    print, and contains only the last run's; without it, `quiet` sends that to standard error.
     """
     reports: list[list[EnergyReport]] = [[] for _ in commands]
     order = range(len(commands))
@@ -211,7 +212,7 @@ def measure_repeatedly(
             if output:
                 output.seek(0)
                 output.truncate()
-            run = measure_command(commands[i], monitor, work=work, output=output)
+            run = measure_command(commands[i], monitor, work=work, output=output, quiet=quiet)
             returncode = run.returncode
         except KeyboardInterrupt:
             returncode = INTERRUPTED
