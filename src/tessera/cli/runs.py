@@ -17,7 +17,7 @@ from .options import RUNS, duration_option, json_option
 if TYPE_CHECKING:
     from ..analyze.run_list import ListedRun
 
-READ_BYTES = 32 << 20
+READ_BYTES = 8 << 20
 """Runs whose joules are not known yet are read at once up to this size in all: that takes a few seconds."""
 
 
