@@ -72,6 +72,11 @@ def test_every_figure_by_hand() -> None:
     assert pair(r.cost_per_call) == pytest.approx((0.30 * 200 / 3.6e6, 0.30 * 4 / 3.6e6))
 
 
+def test_a_result_is_one_short_line_in_a_repl() -> None:
+    shown = repr(result())
+    assert shown.startswith("<BenchmarkResult ") and " J in " in shown and len(shown) < 120
+
+
 def test_what_was_not_given_is_none_not_zero() -> None:
     r = result(work={}, factors=Config(), nodes=None)
     assert r.tflops is None and r.tflops_per_w is None and r.samples_per_j is None

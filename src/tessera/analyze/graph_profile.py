@@ -101,6 +101,9 @@ class GraphProfile:
         """The same as JSON."""
         return encode_json(self.to_dict())
 
+    def __repr__(self) -> str:
+        return f"<GraphProfile of {self.steps} steps: {len(self.rows)} operators, {len(self.rewrites)} rewrites>"
+
     def __str__(self) -> str:
         from ..report.rewrite import graph_profile_text
 

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from ..config import Config, load
 from ..errors import ArgumentError, MissingExtra
 from ..schema import Basis, Energy, Work, works
-from ..units import J_PER_KWH
+from ..units import J_PER_KWH, format_duration, format_energy_error
 from .core import Monitor, Window, default
 from .scope import synchronize
 from .steady_state import MeasuredBatch, SteadyState, Uncertain, find_steady_state
@@ -66,6 +66,11 @@ class BenchmarkResult:
     """Half-width of the joules per call by scatter alone: two results of one sensor share the rest of the error."""
     level_error: float = 0.0
     """Relative 90% half-width of the sensor's level: part of every ± of joules and watts, but not of `converged`."""
+
+    def __repr__(self) -> str:
+        energy, time_s = self.energy_per_call_j, self.time_per_call_s.value
+        spent = f"{format_energy_error(energy.value, energy.error)} in {format_duration(time_s, 3)}"
+        return f"<BenchmarkResult {self.name}: {spent} a call, {self.basis}; {self.calls} calls>"
 
     def _amount(self, unit: str) -> float | None:
         return self.work[unit].amount if unit in self.work else None
