@@ -51,7 +51,8 @@ os.write(log, b"done\\n")
 sys.exit(7)
 """
 SIGNALS = {s.name: s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)}
-FAULTS = (*SIGNALS, "disk full", "folder gone")
+KILLED = "script killed"
+FAULTS = (*SIGNALS, KILLED, "disk full", "folder gone")
 SLACK_S = 2.0
 """What a kill may cost: a commit every quarter of a second, on a machine with more to do than time."""
 FULL_BYTES, FULL_S = 32_768, 1.0
@@ -94,6 +95,9 @@ def strike(folder: Path, command: str, fault: str, after_s: float) -> Outcome:
 def apply_fault(process: subprocess.Popen[bytes], fault: str, runs: Path) -> None:
     if fault in SIGNALS:
         process.send_signal(SIGNALS[fault])
+    elif fault == KILLED:
+        for pid in children_of(process.pid):
+            os.kill(pid, signal.SIGKILL)
     elif fault == "folder gone":
         shutil.rmtree(runs)
     else:
@@ -130,8 +134,8 @@ def judge(folder: Path, command: str, fault: str, code: int, struck_s: float) ->
     lines = (folder / "own.log").read_text().splitlines()
     done = lines[-1:] == ["done"]
     ended = {int(i): float(at) for i, _, at in (line.partition(" ") for line in lines if line != "done")}
-    number = SIGNALS.get(fault)
-    if number is None or (command == "measure" and number is signal.SIGKILL):
+    number = signal.SIGKILL if fault == KILLED else SIGNALS.get(fault)
+    if number is None or (command == "measure" and fault == "SIGKILL"):
         own_end = done
     else:  # by the signal, unless it came when all was over
         own_end = done or code in (128 + number, -number)
@@ -144,7 +148,7 @@ def judge(folder: Path, command: str, fault: str, code: int, struck_s: float) ->
         missing = [i for i in wanted if i not in found]
         outcome.kept = not missing
         before = [at for i, at in ended.items() if i not in found and at < struck_s]
-        outcome.lost_s = struck_s - min(before) if before and fault == "SIGKILL" else 0.0
+        outcome.lost_s = struck_s - min(before) if before and number is signal.SIGKILL else 0.0
         outcome.about += f", {len(missing)} missing"
     return outcome
 
@@ -200,7 +204,8 @@ def print_counts(outcomes: list[Outcome], took_s: float) -> int:
         print(f"WRONG {o.command} {o.fault}: own end {o.own_end}, kept {o.kept}, answered {o.answered}; {o.about}")
     worst_s = max(o.lost_s for o in outcomes)
     print(
-        f"{len(outcomes)} moments in {took_s:.0f} s, {len(wrong)} wrong; SIGKILL lost {worst_s:.2f} s at most; ", end=""
+        f"{len(outcomes)} moments in {took_s:.0f} s, {len(wrong)} wrong; a kill -9 lost {worst_s:.2f} s at most; ",
+        end="",
     )
     faults = Counter(o.fault for o in outcomes)
     print(", ".join(f"{n} {name}" for name, n in faults.items()))
