@@ -71,6 +71,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/measure/region_cost.py
 	$(BIN)/python benchmarks/measure/summary_24h.py
 	$(BIN)/python benchmarks/measure/kill9.py
+	$(BIN)/python benchmarks/measure/faults.py
 	$(BIN)/python benchmarks/measure/export_million.py
 	$(BIN)/python benchmarks/measure/page_speed.py
 	$(BIN)/python benchmarks/measure/diff_aa.py
