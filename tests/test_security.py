@@ -48,7 +48,7 @@ def _evil(value: Any, evil: str) -> Any:
     return {k: _evil(v, evil) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-KEPT = ("hold", "basis", "kind", "mode")  # of a few words each: others are refused when they are read
+KEPT = ("hold", "basis", "kind", "mode", "scope")  # of a few words each: others are refused when they are read
 
 
 def _evil_json(text: str, evil: str) -> str:
