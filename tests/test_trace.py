@@ -281,7 +281,7 @@ def test_csv_round_trip(tmp_path: Path) -> None:
 def test_a_csv_out_of_order_is_sorted(tmp_path: Path) -> None:
     file = tmp_path / "p.csv"
     file.write_text("watts,epoch_us,domain,extra\n2,20,gpu0,x\n1,10,gpu0,y\n")
-    times, watts = read_csv(file)["gpu0"]
+    times, watts, _ = read_csv(file)["gpu0"]
     assert times.tolist() == [10_000, 20_000]
     assert watts.tolist() == [1.0, 2.0]
 

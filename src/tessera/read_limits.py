@@ -17,7 +17,7 @@ from .errors import RecordingError
 
 JSON_BYTES = 16 << 20
 """The longest JSON that is read without knowing its types: objects take twenty times their text."""
-SECONDS, SECONDS_PER_BYTE = 4.0, 1.6e-7
+SECONDS, SECONDS_PER_BYTE = 3.0, 1.6e-7
 """CPU seconds for what does not read straight through: SQL, and text that has to be repaired."""
 ROWS, BYTES_PER_ROW = 1_000_000, 6
 """Rows of a timeline. A run file and a compressed trace take about 17 bytes for each."""

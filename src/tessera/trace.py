@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from .schema import Basis, Domain, Energy, Gap, Hold, Telemetry
 CSV_COLUMNS = ("epoch_us", "domain", "watts")
 """What every power log has; ours says in a fourth column, `basis`, whether it was measured or modelled."""
 
+MOST_DOMAINS = 4096
+"""Domains of one power log: a rack has some hundreds."""
 MOST_NS, MOST_W = 1 << 62, 1e12
 """What is beyond is damage: times whose differences would not fit into 64 bits, watts beyond any power grid's."""
 
@@ -236,48 +239,68 @@ class PowerTrace:
         return f"<PowerTrace {', '.join(self.columns) or 'empty'}: {count} samples over {self.seconds:.3f} s>"
 
 
-def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats]]:
-    """Epoch nanoseconds and watts by domain from a CSV as `PowerTrace.to_csv` writes it."""
+def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats, Basis | None]]:
+    """Epoch nanoseconds, watts and basis by domain, from a CSV as `PowerTrace.to_csv` writes it.
+
+    The basis is None where the log does not say whether a domain was measured or modelled.
+    """
     source = Path(path)
     rows: dict[str, list[tuple[int, float]]] = {}
-    try:
-        with source.open(newline="") as f:
-            reader = csv.DictReader(f)
-            missing = set(CSV_COLUMNS) - set(reader.fieldnames or ())
-            if missing:
+    said: dict[str, str] = {}
+    with open_csv(source) as reader:
+        head: list[str] = next(reader, [])
+        missing = set(CSV_COLUMNS) - set(head)
+        if missing:
+            raise RecordingError(
+                f"{source} is not a power log: column {sorted(missing)[0]!r} is missing",
+                fix=f"the columns are {', '.join(CSV_COLUMNS)}",
+            )
+        at, name_at, watts_at = (head.index(column) for column in CSV_COLUMNS)
+        basis_at = head.index("basis") if "basis" in head else None
+        for row in filter(None, reader):
+            try:
+                name = row[name_at]
+                sample = _csv_sample(row[at], row[watts_at])
+            except (IndexError, ValueError) as exc:
                 raise RecordingError(
-                    f"{source} is not a power log: column {sorted(missing)[0]!r} is missing",
-                    fix=f"the columns are {', '.join(CSV_COLUMNS)}",
-                )
-            for line, row in enumerate(reader, start=2):
-                try:
-                    rows.setdefault(row["domain"], []).append(_csv_sample(row))
-                except (TypeError, ValueError) as exc:
-                    said = ", ".join(str(row[c])[:40] for c in CSV_COLUMNS)
-                    raise RecordingError(
-                        f"{source}, line {line}: not a sample: {said}", why=str(exc)[:200],
-                        fix="remove the line, or record the log again",
-                    ) from exc  # fmt: skip
-    except (OSError, UnicodeDecodeError, csv.Error) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else str(exc)
-        raise RecordingError(f"cannot read {source}", why=why, fix="give a CSV power log") from exc
+                    f"{source}, line {reader.line_num}: not a sample: {', '.join(row)[:120]}", why=str(exc)[:200],
+                    fix="remove the line, or record the log again",
+                ) from exc  # fmt: skip
+            if name not in rows:
+                check_domain_count(len(rows), source)
+            rows.setdefault(name, []).append(sample)
+            if basis_at is not None and basis_at < len(row):
+                said[name] = row[basis_at]
     out = {}
     for name, pairs in rows.items():
         pairs.sort()
         times, watts = zip(*pairs, strict=True)
-        out[name] = (np.asarray(times, dtype=np.int64), np.asarray(watts, dtype=np.float64))
+        basis = next((basis for basis in BASES if basis == said.get(name)), None)
+        out[name] = (np.asarray(times, dtype=np.int64), np.asarray(watts, dtype=np.float64), basis)
     return out
 
 
-def csv_basis(path: str | Path) -> dict[str, Basis]:
-    """Whether each domain of a power log was measured or modelled; those that do not say are taken as measured."""
-    with Path(path).open(newline="") as f:
-        said = {row["domain"]: row.get("basis") for row in csv.DictReader(f)}
-    return {name: basis for name, text in said.items() for basis in BASES if basis == text}
+@contextlib.contextmanager
+def open_csv(source: Path) -> Iterator[Any]:
+    """A CSV reader of a power log; whatever goes wrong while it is read is a `RecordingError`."""
+    try:
+        with source.open(newline="", encoding="utf-8-sig") as f:
+            yield csv.reader(f, skipinitialspace=True)
+    except (OSError, UnicodeDecodeError, csv.Error) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else str(exc)
+        raise RecordingError(f"cannot read {source}", why=why, fix="give a CSV power log") from exc
 
 
-def _csv_sample(row: Mapping[str, str]) -> tuple[int, float]:
-    time_ns, watts = int(row["epoch_us"]) * 1000, float(row["watts"])
+def check_domain_count(count: int, source: Path) -> None:
+    """Refuse a power log of more domains than any machine has."""
+    if count >= MOST_DOMAINS:
+        raise RecordingError(
+            f"{source} has more than {MOST_DOMAINS} domains", fix="give a log whose column 'domain' names devices"
+        )
+
+
+def _csv_sample(epoch_us: str, power_w: str) -> tuple[int, float]:
+    time_ns, watts = int(epoch_us) * 1000, float(power_w)
     if abs(time_ns) >= MOST_NS or abs(watts) > MOST_W:
         raise ValueError("a time or a power that no sensor can have written")
     return time_ns, watts

@@ -127,3 +127,19 @@ def test_a_difference_knows_no_order_and_nothing_of_what_both_have(a: Any, b: An
     for which in (0, 1):  # each kind all alike, and of a sign, is the widest there is
         widest = sum(e[which] for e in (*a.values(), *b.values()))
         assert wide[which] <= widest * (1 + 1e-9) + 1e-12
+
+
+def test_a_report_that_is_a_bomb_or_cut_is_refused(tmp_path: Path) -> None:
+    import gzip
+
+    from tessera.analyze.compare import _is_json, _read_json
+    from tessera.errors import RecordingError
+
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(b'{"report":' + b" " * (20 << 20)))
+    with pytest.raises(RecordingError, match="bytes of JSON"):
+        _read_json(path)
+    path.write_bytes(path.read_bytes()[:500])
+    assert _is_json(path)  # its start can be read
+    with pytest.raises(RecordingError, match="cannot read"):
+        _read_json(path)

@@ -150,3 +150,12 @@ def test_boards_by_the_names_drivers_give(board: str, device: str) -> None:
 def test_a_sister_board_is_not_taken_for_the_known_one(board: str) -> None:
     with pytest.raises(ArgumentError):
         identify_board(board)
+
+
+@pytest.mark.parametrize("text", ["x = " + "1" * 5000, "x = " + "[" * 5000, "id = " + "{a=" * 3000])
+def test_a_chip_file_that_cannot_be_parsed_names_itself(text: str) -> None:
+    from tessera.errors import BadDevice
+    from tessera.hardware.load import read
+
+    with pytest.raises(BadDevice, match=r"mine\.toml"):
+        read(text, "mine.toml")

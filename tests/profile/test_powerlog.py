@@ -182,3 +182,18 @@ def test_the_name_of_the_board_in_a_log_tells_its_limit(tmp_path):
     assert trace.columns["gpu0"].domain.limit_w == 700.0
     assert trace.peak_w == pytest.approx(539.0)
     assert np.isnan(trace.columns["gpu0"].watts[20])
+
+
+def test_a_log_of_endless_domains_is_refused(tmp_path):
+    path = tmp_path / "p.csv"
+    path.write_text("epoch_us,domain,watts\n" + "".join(f"{i},d{i},1\n" for i in range(5000)))
+    with pytest.raises(RecordingError, match="more than 4096 domains"):
+        read_power(path)
+
+
+@pytest.mark.parametrize("spoilt", [b"\xff\xfe", b'"' + b"x" * 200_000])
+def test_a_log_of_nvidia_smi_spoilt_after_its_first_lines(tmp_path, spoilt):
+    path = smi(tmp_path / "p.csv", "power.draw", [(0.1 * i, 0, "300.25 W") for i in range(2000)])
+    path.write_bytes(path.read_bytes() + spoilt)
+    with pytest.raises(RecordingError, match="cannot read"):
+        read_power(path)

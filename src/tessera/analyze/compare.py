@@ -10,11 +10,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import math
 import re
 import shlex
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from ..record import KINDS
 from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..timeline.columns import NONE, Timeline
+from ..timeline.source import read_json, read_start
 from ..units import format_energy_error
 from .answer import name_of, work_amounts
 from .mean_step import StepRows, find_step_rows, self_time, wall_s
@@ -39,7 +38,6 @@ from .sides import Cell, DiffSide, Span, errors_of, model_of, watts_error, whole
 from .slowdown import Slowdown, slowdown_of
 
 _NAN = float("nan")
-_HEAD = 4096
 _FIRST_KEY = re.compile(rb'\s*\{\s*"(\w+)"')
 
 
@@ -316,19 +314,14 @@ def _is_json(path: Path) -> bool:
     """Whether a file is what one of our commands printed, by its first key: a Kineto trace is JSON too."""
     if path.suffix not in (".json", ".gz") or not path.is_file():
         return False
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as f:
-            first = _FIRST_KEY.match(f.read(_HEAD))
-    except OSError:
-        return False
-    return first is not None and first.group(1).decode() in _OURS
+    first = _FIRST_KEY.match(read_start(path, 1 << 12))
+    return first is not None and first.group(1).decode(errors="replace") in _OURS
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        raw = path.read_bytes()
-        data = msgspec.json.decode(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error, msgspec.DecodeError) as exc:
+        data = msgspec.json.decode(read_json(path))
+    except (ValueError, RecursionError, msgspec.DecodeError) as exc:
         raise RecordingError(
             f"cannot read {path}", why=str(exc), fix="give the --json output of tessera predict, measure or report"
         ) from exc

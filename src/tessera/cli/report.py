@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 SUFFIXES = (".tessera",)
 HOW_TO_RECORD = "record one: tessera run SCRIPT"
 WHAT_A_RUN_IS = "`tessera run` and profile.session write run files (.tessera)"
-GZIP = b"\x1f\x8b"
 SQLITE = b"SQLite format 3"
 """How a run file begins: it is an SQLite database."""
 HEAD_BYTES = 4 << 20
@@ -69,7 +68,9 @@ def check_run(run: Path) -> None:
     """Raise an error that says what to do if there is no such file, or it is not a run file."""
     if not run.is_file():
         raise missing_file(run, SUFFIXES, HOW_TO_RECORD)
-    start = _read_start(run)
+    from ..timeline.source import read_start
+
+    start = read_start(run, HEAD_BYTES).lstrip()
     if not start or start.startswith(SQLITE):
         return  # RunFile checks whether it is complete, and ours
     runs = suggest_files(run, SUFFIXES) or HOW_TO_RECORD
@@ -84,20 +85,6 @@ def check_run(run: Path) -> None:
         )
     why = f"{WHAT_A_RUN_IS}; `tessera diff` reads reports in JSON"
     raise ArgumentError(f"{run} is JSON, not a Tessera run file", why=why, fix=runs)
-
-
-def _read_start(path: Path) -> bytes:
-    """The first bytes of a file, unpacked; empty if they cannot be read."""
-    import gzip
-    import zlib
-
-    with path.open("rb") as file:
-        packed = file.read(2) == GZIP
-    try:
-        with gzip.open(path) if packed else path.open("rb") as file:
-            return file.read(HEAD_BYTES).lstrip()
-    except (OSError, EOFError, zlib.error):
-        return b""
 
 
 def write_page(page: Path, recording: Recording, result: Answer) -> Path | None:

@@ -22,6 +22,7 @@ from .load import Table, bad, build, merge, read
 
 _PACKAGED = "the catalogue"
 _NEAREST = 3
+_MOST_BYTES = 1 << 20  # of a user's file: the longest of the catalogue has 3 KB
 
 
 def catalogue() -> Mapping[str, Device]:
@@ -158,6 +159,8 @@ def _has_key(table: Table, key: str) -> bool:
 
 def _text(path: Path) -> str:
     try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise bad(str(path), "", "is too large for the description of a chip")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise bad(str(path), "", f"cannot be read: {exc}", fix="make it readable, or move it away") from None

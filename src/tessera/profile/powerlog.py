@@ -7,7 +7,7 @@ and both repeat a value until the next one: repeats are not samples.
 
 from __future__ import annotations
 
-import csv
+import itertools
 import math
 import re
 from datetime import datetime
@@ -22,7 +22,7 @@ from ..joules import DomainSamples, Floats, Ints
 from ..schema import Basis, Domain, Hold
 from ..sensors._nvml_power import RING_BLUR_S, RING_GAIN_ERROR, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
 from ..sensors.modelled import MODEL_ERROR
-from ..trace import MOST_NS, MOST_W, PowerTrace, csv_basis, read_csv
+from ..trace import MOST_NS, MOST_W, PowerTrace, check_domain_count, open_csv, read_csv
 
 _RING_SPACING_S = (0.012, 0.030)
 # nvidia-smi's `power.draw` on GPUs since Ampere: a 1 s average, refreshed at 10 Hz (docs/measuring.md).
@@ -37,12 +37,8 @@ _WATTS = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(m?W)?\s*$")
 def read_power(path: str | Path) -> PowerTrace:
     """A power log as a trace in epoch time: columns epoch_us, domain, watts, or those of nvidia-smi's CSV log."""
     source = Path(path)
-    try:
-        with source.open(newline="", encoding="utf-8-sig") as f:
-            head = [c.strip() for c in next(csv.reader(f), [])]
-    except (OSError, UnicodeDecodeError, csv.Error) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else str(exc)
-        raise RecordingError(f"cannot read {source}", why=why, fix="give a CSV power log") from exc
+    with open_csv(source) as reader:
+        head = [c.strip() for c in next(reader, [])]
     columns = _nvidia_smi(source, head) if "timestamp" in head else _own(source)
     if not columns:
         raise RecordingError(f"{source} contains no power sample", fix="record it while the program runs")
@@ -51,13 +47,11 @@ def read_power(path: str | Path) -> PowerTrace:
 
 
 def _own(source: Path) -> dict[str, DomainSamples]:
-    samples = read_csv(source)  # first: it says what a file that is not a power log lacks
-    basis = csv_basis(source)
     columns = {}
-    for name, (logged_ns, logged_w) in samples.items():
+    for name, (logged_ns, logged_w, basis) in read_csv(source).items():
         once = np.append(True, np.diff(logged_ns) > 0)  # a line written twice is one sample
         times_ns, watts = logged_ns[once], logged_w[once]
-        columns[name] = _column(_domain(name, times_ns, basis.get(name)), times_ns, watts)
+        columns[name] = _column(_domain(name, times_ns, basis), times_ns, watts)
     return columns
 
 
@@ -108,16 +102,19 @@ def _nvidia_smi(source: Path, head: list[str]) -> dict[str, DomainSamples]:
     rows: dict[str, list[tuple[int, float]]] = {}
     labels: dict[str, str] = {}
     boards: set[tuple[str, ...]] = set()
-    with source.open(newline="", encoding="utf-8-sig") as f:
-        for line, row in enumerate(csv.DictReader(f, fieldnames=head, skipinitialspace=True), start=1):
-            if line == 1 or row.get("timestamp") in (None, "", "timestamp"):
+    with open_csv(source) as reader:
+        for row in itertools.islice(reader, 1, None):
+            line, cells = reader.line_num, dict(zip(head, row, strict=False))
+            if cells.get("timestamp") in (None, "", "timestamp"):
                 continue
-            name = f"gpu{(row.get('index') or '0').strip()}"
-            boards.add(tuple((row.get(c) or "").strip() for c in _BOARD))
-            watts = _watts(row.get(power), source, line)
+            name = f"gpu{(cells.get('index') or '0').strip()}"
+            boards.add(tuple(cells.get(c, "").strip() for c in _BOARD))
+            watts = _watts(cells.get(power), source, line)
             if watts is not None:
-                rows.setdefault(name, []).append((_stamp_ns(row["timestamp"], source, line), watts))
-                labels.setdefault(name, (row.get("name") or "").strip())
+                if name not in rows:
+                    check_domain_count(len(rows), source)
+                rows.setdefault(name, []).append((_stamp_ns(cells["timestamp"], source, line), watts))
+                labels.setdefault(name, cells.get("name", "").strip())
     if "index" not in head and len(boards) > 1:
         raise RecordingError(
             f"{source} has {len(boards)} GPUs and no index", why="their watts cannot be distinguished by device number",

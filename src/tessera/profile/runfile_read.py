@@ -36,7 +36,7 @@ from .runfile_format import (
     row_count,
     unpack,
 )
-from .runfile_open import DAMAGED_FIX, RunDatabase, bad_file
+from .runfile_open import DAMAGED_FIX, RunDatabase, bad_file, size_with_log
 
 ENERGY = ("energy_j", "energy_error_j")
 _FIRST = itemgetter(0)  # sorted here and not by SQLite, which would keep rows without number
@@ -191,6 +191,7 @@ class RunFile:
         """
         wanted = (*INTEGERS, *FLOATS) if columns is None else tuple(columns)
         self._unpacked = 0
+        self._db.budget.size = size_with_log(self.path)  # a live run grows
         self._db.budget.check_rows(self.rows)
         plain = [c for c in wanted if c not in ENERGY]
         joules = [c for c in wanted if c in ENERGY]

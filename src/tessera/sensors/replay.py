@@ -12,7 +12,7 @@ from ..clock import now_ns
 from ..errors import ArgumentError, RecordingError
 from ..joules import DomainSamples, Floats, Ints
 from ..schema import Basis, Capability, Domain, Gap
-from ..trace import csv_basis, read_csv
+from ..trace import read_csv
 from .base import Batch
 from .modelled import MODEL_ERROR
 
@@ -54,8 +54,8 @@ class ReplaySensor:
     @classmethod
     def from_csv(cls, path: str | Path, *, speed: float | None = 1.0) -> ReplaySensor:
         """Play a CSV as `PowerTrace.to_csv` writes it (epoch_us, domain, watts)."""
-        samples, basis = read_csv(path), csv_basis(path)
-        columns = {n: DomainSamples.of(_describe_column(n, t, basis.get(n)), t, w) for n, (t, w) in samples.items()}
+        samples = read_csv(path).items()
+        columns = {name: DomainSamples.of(_describe_column(name, t, basis), t, w) for name, (t, w, basis) in samples}
         return cls(columns, speed=speed)
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import RecordingError
-from ..read_limits import ReadBudget
+from ..read_limits import JSON_BYTES, ReadBudget
 
 CHUNK_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
@@ -38,6 +38,29 @@ def read_pieces(
             yield from _unpack(_read_counted(file, budget.size, progress), budget, notes)
     except OSError as error:
         raise _cannot_read(source, error) from error
+
+
+def read_start(path: Path, size: int) -> bytes:
+    """The first bytes of a file, decompressed; empty where it cannot be read."""
+    start = b""
+    try:
+        for piece in read_pieces(path, open_source(path), []):
+            start += piece
+            if len(start) >= size:
+                break
+    except RecordingError:
+        return b""
+    return start[:size]
+
+
+def read_json(path: Path) -> bytes:
+    """The whole text of a JSON file, decompressed; what is too long for its objects to be kept is refused."""
+    budget, text = open_source(path), b""
+    for piece in read_pieces(path, budget, []):
+        text += piece
+        if len(text) > JSON_BYTES:
+            raise budget.refuse(f"it has more than {JSON_BYTES:,} bytes of JSON")
+    return text
 
 
 def _cannot_read(source: Path, error: OSError) -> RecordingError:
