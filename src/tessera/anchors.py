@@ -56,9 +56,12 @@ PRIOR_SEGMENTS, LEAST_VARIANCE = 2.0, 0.2
 # by a multiple of what the samples lack. Of a square wave in step at 20 ms the ring shows an eighth at most.
 UNSEEN_SWING, UNSEEN_PER_OFF = 0.2, 8.0
 # Of the correction of the lag, this share (squared) stays uncertain: a slower sensor is also more blurred.
-LAG_LEFT = 0.3
-# The lag is the sensor's, not the load's: learnt over about so many segments, and believed at two standard errors.
-LAG_SEGMENTS, LAG_SIGMAS = 50.0, 2.5
+LAG_LEFT = 0.6
+# The lag is the sensor's, not the load's: it is learnt from so many segments at least and at most (about), and believed
+# at two standard errors; from one and a half on it makes edges less sure.
+LAG_SEGMENTS, LAG_SIGMAS, LAG_DOUBT = (6.0, 50.0), 2.0, 1.5
+# A correction of more than this is a load in step with the ticks: no ring that is known is later than 40 ms in all.
+MOST_LAG_S = 0.03
 # Ring and counter of an H200 agree within 0.7% but for square waves in step, where they differ by up to 3%
 # (docs/design.md, docs/measuring.md): from here on a reader is told.
 IN_STEP = 0.02
@@ -261,11 +264,12 @@ class CounterHistory:
         scale = self.learn(start_ns, end_ns, power_w)
         lag_s = self._lag.off_s
         unseen_w = min(max(UNSEEN_SWING, UNSEEN_PER_OFF * abs(scale.off)), 1.0) * power_w
-        edge_s = math.hypot(domain.blur_s / SQRT12, LAG_LEFT**0.5 * lag_s)
-        between_j2 = between_variance(start, end)
+        edge_s = math.hypot(domain.blur_s / SQRT12, LAG_LEFT**0.5 * self._lag.doubt_s)
+        between_j2, edges_j2 = between_variance(start, end), edge_variance(start, end, edge_s, unseen_w)
+        variance_j2 = min(scale.variance, 1.0) * between_j2 + edges_j2
         # A slow beat scatters by as much in a short window as in a segment, a fast one by more: twice at most.
-        widest_j2 = between_j2 + (2.0 * plain.energy_j) ** 2 * scale.scatter
-        variance_j2 = min(scale.variance * between_j2, widest_j2) + edge_variance(start, end, edge_s, unseen_w)
+        widest_j2 = variance_j2 + (2.0 * plain.energy_j) ** 2 * scale.scatter
+        variance_j2 = min(max(scale.variance, 1.0) * variance_j2, widest_j2)
         variance_j2 += (scale.sd * plain.energy_j) ** 2
         joules = plain.energy_j * (1.0 + scale.off) + lag_s * (end.power_w - start.power_w)
         unseen_j = power_w * (1.0 - plain.coverage) * seconds
@@ -334,7 +338,7 @@ def _mean_and_scatter(segments: Sequence[Segment], weights: Sequence[float]) -> 
 
 
 class _LagFit:
-    """By how much a sensor shows power later than its domain says.
+    """By how much a sensor shows power later than its domain says (`off_s`), and how much of it is doubtful.
 
     Samples that come late by d s lack d times the rise of the power over a segment. So what they lack is fitted by a
     share of the joules (the level, aliasing) and a share of the rise, in running sums that fade.
@@ -342,11 +346,11 @@ class _LagFit:
 
     def __init__(self) -> None:
         self._n = self._jj = self._jr = self._rr = self._jy = self._ry = self._yy = 0.0
-        self.off_s = 0.0
+        self.off_s = self.doubt_s = 0.0
 
     def add(self, segment: Segment) -> None:
         joules, rise, lack = segment.sampled_j, segment.rise_w, segment.counted_j - segment.sampled_j
-        keep = 1.0 - 1.0 / LAG_SEGMENTS
+        keep = 1.0 - 1.0 / LAG_SEGMENTS[1]
         self._n = keep * self._n + 1.0
         self._jj, self._jr, self._rr = (
             keep * self._jj + joules**2,
@@ -358,14 +362,17 @@ class _LagFit:
             keep * self._ry + rise * lack,
             keep * self._yy + lack**2,
         )
-        self.off_s = self._solve()
+        self._solve()
 
-    def _solve(self) -> float:
-        """Seconds; 0 until they are known to be different from it."""
+    def _solve(self) -> None:
+        """Find both; `doubt_s` alone while it is not known to be different from 0."""
         determinant = self._jj * self._rr - self._jr**2
-        if self._n < 6.0 or determinant <= 1e-9 * self._jj * self._rr:
-            return 0.0
+        if self._n < 3.0 or determinant <= 1e-9 * self._jj * self._rr:
+            return
         level = (self._jy * self._rr - self._ry * self._jr) / determinant
         late_s = (self._ry * self._jj - self._jy * self._jr) / determinant
         rest = max(self._yy - level * self._jy - late_s * self._ry, 0.0) / (self._n - 2.0)
-        return late_s if abs(late_s) > LAG_SIGMAS * math.sqrt(rest * self._jj / determinant) else 0.0
+        sigmas = abs(late_s) / max(math.sqrt(rest * self._jj / determinant), 1e-12)
+        late_s = min(max(late_s, -MOST_LAG_S), MOST_LAG_S)
+        self.off_s = late_s if sigmas > LAG_SIGMAS and self._n >= LAG_SEGMENTS[0] else 0.0
+        self.doubt_s = abs(late_s) if sigmas > LAG_DOUBT else 0.0
