@@ -10,6 +10,7 @@ import torch
 
 from tessera import profile
 from tessera.profile.cpu_use import count_cores, list_formats
+from tessera.sensors.processes import ProcessOwner
 
 
 class Slow(torch.utils.data.Dataset[torch.Tensor]):
@@ -34,6 +35,15 @@ def test_the_workers_of_a_data_loader_are_in_the_run(tmp_path: Path) -> None:
     assert use is not None
     assert 0.2 <= use.children_s <= use.cpu_s
     assert use.cores >= 1 and use.threads == torch.get_num_threads()
+
+
+def test_a_run_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = ProcessOwner(user="ada", job="4711")
+    monkeypatch.setattr("tessera.profile.assemble.find_owner", lambda pid: owner)
+    with profile.session(mode="sampling", path=tmp_path / "run.tessera"):
+        pass
+    meta = profile.load(tmp_path / "run.tessera").facts.meta
+    assert (meta["user"], meta["job"]) == ("ada", "4711") and "pod" not in meta
 
 
 @pytest.mark.parametrize(("text", "expected"), [("max 100000", None), ("50000 100000", 0.5), ("rubbish", None)])

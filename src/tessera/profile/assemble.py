@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RecordingError
+from ..sensors.processes import find_owner
 from .options import ON_DEVICE
 from .recorder import wait_for_device
 
@@ -59,6 +60,7 @@ def _writer(session: Session) -> RunWriter:
 
     options = session.options
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    owner = find_owner(os.getpid())
     meta: dict[str, Any] = {
         "mode": options.mode,
         "activities": list(options.enabled_activities),
@@ -69,6 +71,9 @@ def _writer(session: Session) -> RunWriter:
         "scheduled": True if session._schedule is not None and options.mode == "timeline" else None,
         "rank": int(rank) if rank and rank.isdigit() else None,
         "world_size": int(world) if world and world.isdigit() else None,
+        "user": owner.user,
+        "job": owner.job,
+        "pod": owner.pod,
         **session._facts,
     }
     known = {k: v for k, v in meta.items() if v is not None}
