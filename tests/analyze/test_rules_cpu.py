@@ -208,7 +208,7 @@ def test_children_are_on_the_screen_with_their_joules() -> None:
     use = CpuUse(cpu_s=4.0, children=WORKERS | {"(short-lived)": (0, 0.0)}, cores=16)
     result = answer(train(30.0).recording(use))
     assert result.children_j == pytest.approx(20.0 * 0.6 * 2.01 / 4.0)
-    assert children_text(result) == "2 x pt_data_worker: 2.01 s of CPU time (50.2%), ~6.03 J of the run's joules"
+    assert children_text(result) == "2 x pt_data_worker: 2 s of CPU time (50.0%), ~6 J of the run's joules"
     assert result.to_dict()["cpu_use"] == use
 
 

@@ -193,12 +193,14 @@ def children_text(result: Answer) -> str:
     use = result.cpu_use
     if use is None or not use.children_s > CHILDREN_SHARE * use.cpu_s:
         return ""
-    shown = {name: n for name, (n, s) in use.children.items() if s > CHILDREN_SHARE * use.cpu_s}
-    some = [f"{count} x {name}" if count else name for name, count in shown.items()]
-    more = f" and {len(some) - 2} more" if len(some) > 2 else ""
-    joules = "" if result.children_j is None else f", ~{format_energy(result.children_j, 3)} of the run's joules"
-    share = format_share(use.children_s / use.cpu_s)
-    return f"{', '.join(some[:2])}{more}: {format_duration(use.children_s, 3)} of CPU time ({share}){joules}"
+    parts = []
+    for name, (count, seconds) in use.children.items():
+        if seconds > CHILDREN_SHARE * use.cpu_s:
+            part = result.children_j * seconds / use.children_s if result.children_j is not None else None
+            joules = "" if part is None else f", ~{format_energy(part, 3)} of the run's joules"
+            time = f"{format_duration(seconds, 3)} of CPU time ({format_share(seconds / use.cpu_s)})"
+            parts.append(f"{f'{count} x ' if count else ''}{name}: {time}{joules}")
+    return "; ".join(parts[:2]) + (f"; and {len(parts) - 2} more" if len(parts) > 2 else "")
 
 
 def _spread(result: Answer, left_out: str | None) -> str:
