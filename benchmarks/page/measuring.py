@@ -12,7 +12,7 @@ LIMITS = {"50 ms": (5, 12), "100 ms": (2, 5), "200 ms": (1, 3), "1000 ms": (0.5,
 
 def goals() -> list[Goal]:
     a = load("h200_accuracy")
-    return [*scope(a), *steady(a), *waves(a), *whole_runs(a), *host()]
+    return [*scope(a), *steady(a), *waves(a), *whole_runs(a), *coverage(), *host()]
 
 
 def scope(a: dict[str, Any]) -> list[Goal]:
@@ -76,6 +76,23 @@ def whole_runs(a: dict[str, Any]) -> list[Goal]:
         Goal(what="slowdown of GPT-2-small training, scope per step and trace on, %", goal="<= 0.3", reached=slow,
              met=o["slowdown_pct"] <= 0.3, where=where("h200_overhead"), command=f"{DEVICE}/overhead.py OUT.json"),
     ]  # fmt: skip
+
+
+def coverage() -> list[Goal]:
+    """How often 90% intervals held in the worst class of load, with sensors of known truth."""
+    here = {"where": where("coverage"), "command": "python benchmarks/measure/coverage.py"}
+    rows = []
+    for what, classes in load("coverage").items():
+        worst, best = (choose(classes, key=lambda row: row["coverage_pct"]) for choose in (min, max))
+        rows.append(
+            Goal(
+                what=f"90% intervals of {what} that hold the truth, worst of {len(classes)} classes of simulated load, %",
+                goal=">= 85", met=worst["coverage_pct"] >= 85, **here,
+                reached=f"{worst['coverage_pct']:.0f} ({worst['class']}, half-width {worst['half_width_pct']:.1f}%); "
+                        f"up to {best['coverage_pct']:.0f}",
+            )
+        )  # fmt: skip
+    return rows
 
 
 def host() -> list[Goal]:
