@@ -191,8 +191,8 @@ def check_formats(run: RunEvidence) -> Advice | None:
     if not texts or any("bf16" in text or "f32" not in text for text in texts):
         return None
     evidence = f"products and convolutions in fp32 take {run.format_amount(joules)}; this CPU has bf16 instructions"
-    action = 'try torch.autocast("cpu", dtype=torch.bfloat16), and measure it: small products gain nothing'
+    action = 'try torch.autocast("cpu", dtype=torch.bfloat16), and measure it'
     if "int8" in use.formats:
-        action += "; for inference also int8 (torch.ao.quantization)"
+        action += " (for inference also int8)"
     saves = (SAVES["formats"] * joules, None)
     return run.advise("formats", joules, evidence, action, saves=saves, by="experience", confidence="low")

@@ -146,7 +146,7 @@ def _where(part: Outside) -> str:
 
 def basis_text(result: Answer) -> str:
     """That the joules are not measured, and whose they are."""
-    whose = f"joules are those of {SCOPES[result.scope]}; run `tessera doctor` to see which sensors are available"
+    whose = f"joules of {SCOPES[result.scope]}; `tessera doctor` lists the sensors"
     return f"{result.basis.upper()}, not measured: {whose}"
 
 
