@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from .liveness import CollectiveError as CollectiveError
     from .modes import dry as dry
     from .modes import simulate as simulate
+    from .training import TrainingCost as TrainingCost
+    from .training import estimate_training as estimate_training
+    from .training_memory import TrainingMemory as TrainingMemory
+    from .training_model import ModelShape as ModelShape
+    from .training_model import TrainingJob as TrainingJob
 
 _LAZY = {
     "CollectiveRecord": "collectives",
@@ -40,6 +45,11 @@ _LAZY = {
     "collective_cost": "cost",
     "dry": "modes",
     "simulate": "modes",
+    "ModelShape": "training_model",
+    "TrainingCost": "training",
+    "TrainingJob": "training_model",
+    "TrainingMemory": "training_memory",
+    "estimate_training": "training",
 }
 
 

@@ -1,0 +1,217 @@
+"""What a training step takes: FLOPs by hand, published memory, what must never grow, and rows that cannot be scored."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from tessera.dist.training import choose_recompute, estimate_training
+from tessera.dist.training_memory import GIB, estimate_memory
+from tessera.dist.training_model import ModelShape, TrainingJob
+from tessera.errors import ArgumentError
+
+from places import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "benchmarks" / "measure"))
+import published_training as published
+
+GPT3 = ModelShape(hidden=12288, layers=96, heads=96, ffn=49152, vocab=51200, gated=False, tied=True)
+LLAMA_8B = ModelShape(hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256)
+MIXTRAL = ModelShape(
+    hidden=4096, layers=32, heads=32, kv_heads=8, vocab=32000, experts=8, topk=2, moe_ffn=14336, ffn=14336
+)
+DEEPSEEK = ModelShape(
+    hidden=7168,
+    layers=61,
+    heads=128,
+    vocab=129280,
+    ffn=18432,
+    experts=256,
+    topk=8,
+    moe_ffn=2048,
+    shared_experts=1,
+    dense_layers=3,
+    mla=True,
+)
+JOB = TrainingJob(model=LLAMA_8B, on="h100", gpus=8, seq=8192, global_batch=128, tp=2)
+ROW = {
+    "source": "made",
+    "model": "Llama3-8B",
+    "hidden": 4096,
+    "layers": 32,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn": 14336,
+    "vocab": 128256,
+    "gpus": 8,
+    "gpu": "h100-sxm",
+    "precision": "bf16",
+    "seq": 8192,
+    "micro_batch": 1,
+    "global_batch": 128,
+    "tp": 1,
+    "pp": 1,
+    "dp": 8,
+    "step_s": 13.0,
+}
+
+
+def test_flops_of_gpt3_are_those_of_the_published_formula():
+    """Narayanan et al., arXiv 2104.04473: 72 s l h^2 (1 + s / 6h + V / 12lh) without recomputation."""
+    s, layers, h, vocab = 2048, 96, 12288, 51200
+    by_hand = 72 * s * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
+    assert GPT3.training_flops(s, causal=False) == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_flops_with_grouped_keys_and_a_gated_mlp():
+    weights = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
+    scores = 32 * 3 * 4 * 8192**2 * 4096 / 2
+    assert LLAMA_8B.training_flops(8192) == pytest.approx(6 * weights * 8192 + scores, rel=1e-12)
+    assert LLAMA_8B.parameters == pytest.approx(8.03e9, rel=1e-3)
+
+
+def test_flops_of_experts_count_the_chosen_ones_and_parameters_all():
+    token = 32 * (4096 * 6144 + 4096 * 4096 + 4096 * 8 + 2 * 3 * 4096 * 14336) + 4096 * 32000
+    scores = 32 * 3 * 4 * 4096**2 * 4096 / 2
+    assert MIXTRAL.training_flops(4096) == pytest.approx(6 * token * 4096 + scores, rel=1e-12)
+    assert MIXTRAL.parameters == pytest.approx(46.7e9, rel=0.01)
+    assert DEEPSEEK.parameters == pytest.approx(671e9, rel=0.005)
+
+
+def test_memory_of_a_trillion_parameters():
+    """Korthikanti et al., arXiv 2205.05198, figure 1: Megatron 1T on 512 A100s, GiB of states and of activations."""
+    model = ModelShape(hidden=25600, layers=128, heads=160, ffn=102400, vocab=51200, gated=False, tied=True)
+    job = TrainingJob(
+        model=model,
+        on="a100",
+        gpus=512,
+        seq=2048,
+        global_batch=512,
+        tp=8,
+        pp=64,
+        precision="fp16",
+        attention="unfused",
+        sharding="none",
+        sequence_parallel=False,
+    )
+    none = estimate_memory(job, "none")
+    embedding = 18 * 51200 * 25600 / 8 / GIB  # on the first stage, which the paper's mean over stages leaves out
+    assert (none.weights + none.gradients + none.optimizer) / GIB == pytest.approx(32.96 + embedding, rel=0.01)
+    assert none.activations / GIB == pytest.approx(131.25, rel=0.10)
+    selective = estimate_memory(dataclasses.replace(job, sequence_parallel=True), "selective")
+    assert selective.activations / GIB == pytest.approx(26.56, rel=0.05)
+
+
+def test_memory_of_a_measured_run_and_of_one_that_ran_out():
+    """BigScience's prequel on 384 A100 80GB: 54-56 GB were read with tp 8, pp 6; tp 2, pp 6 ran out."""
+    model = ModelShape(hidden=14336, layers=72, heads=64, ffn=57344, vocab=250000, gated=False, tied=True)
+    job = TrainingJob(
+        model=model,
+        on="a100",
+        gpus=384,
+        seq=2048,
+        global_batch=2048,
+        micro_batch=4,
+        tp=8,
+        pp=6,
+        precision="fp16",
+        attention="unfused",
+        recompute="full",
+        sequence_parallel=False,
+        gradient_bytes=2.0,
+        optimizer_bytes=28.0,
+    )
+    assert estimate_memory(job, "full").total / GIB == pytest.approx(55, rel=0.10)
+    assert not estimate_training(dataclasses.replace(job, tp=2, micro_batch=1, shard_ranks=0)).fits
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, GPT3, MIXTRAL, DEEPSEEK])
+@pytest.mark.parametrize("attention", ["flash", "flash2", "unfused"])
+def test_recomputing_never_saves_time_and_never_costs_memory(model, attention):
+    job = TrainingJob(model=model, on="h200", gpus=128, seq=4096, global_batch=128, tp=4, pp=2, attention=attention)
+    costs = [estimate_training(dataclasses.replace(job, recompute=r)) for r in ("none", "selective", "full")]
+    times, memory = [c.step_s for c in costs], [c.memory_bytes for c in costs]
+    assert times == sorted(times)
+    assert memory == sorted(memory, reverse=True)
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("on", ["a100", "h100", "gb300", "mi300x"])
+def test_more_replicas_are_never_slower_at_the_same_batch(sharding, on):
+    job = TrainingJob(model=LLAMA_8B, on=on, gpus=8, seq=4096, global_batch=1024, sharding=sharding, recompute="full")
+    costs = [estimate_training(dataclasses.replace(job, gpus=n, shard_ranks=0)) for n in (8, 16, 64, 256)]
+    times = [c.step_s for c in costs]
+    assert times == sorted(times, reverse=True)
+    if sharding != "none":
+        assert costs[-1].memory_bytes < costs[0].memory_bytes
+
+
+def test_a_faster_network_a_shorter_pipeline_and_more_chunks_are_never_slower():
+    job = TrainingJob(model=GPT3, on="h100", gpus=512, seq=2048, global_batch=256, tp=8, pp=8)
+    times = [
+        estimate_training(dataclasses.replace(job, network_bytes_per_s=speed)).step_s for speed in (5e9, 25e9, 50e9)
+    ]
+    assert times == sorted(times, reverse=True)
+    bubble = [estimate_training(dataclasses.replace(job, vp=vp)).parts["pipeline bubble"] for vp in (1, 2, 6)]
+    assert bubble == sorted(bubble, reverse=True)
+
+
+def test_parts_sum_to_the_step_and_a_tight_memory_asks_for_recomputation():
+    cost = estimate_training(JOB)
+    assert sum(cost.parts.values()) == pytest.approx(cost.step_s)
+    assert 0 < cost.error_s < cost.step_s
+    assert cost.tokens_per_s_per_gpu == pytest.approx(128 * 8192 / cost.step_s / 8)
+    assert json.loads(json.dumps(cost.to_dict()))["energy_j"] == pytest.approx(cost.power_w * cost.step_s)
+    assert choose_recompute(dataclasses.replace(JOB, micro_batch=16)) == "full"
+    assert choose_recompute(dataclasses.replace(JOB, on="b200")) == "none"
+
+
+def test_a_layout_that_does_not_divide_and_unknown_words_are_refused():
+    with pytest.raises(ArgumentError, match="do not divide"):
+        dataclasses.replace(JOB, tp=3)
+    with pytest.raises(ArgumentError, match="sharding 'zero9'"):
+        dataclasses.replace(JOB, sharding="zero9")
+    with pytest.raises(ArgumentError, match="topk"):
+        ModelShape(hidden=64, layers=1, heads=1, vocab=64, experts=8, moe_ffn=64)
+
+
+def test_published_rows_that_lack_something_are_skipped_with_the_reason(tmp_path, capsys, monkeypatch):
+    needed = ("hidden", "heads", "layers", "vocab", "gpus", "gpu", "precision", "seq", "step_s")
+    broken = [{key: value for key, value in ROW.items() if key != name} for name in needed]
+    broken[2]["model"] = "nameless"
+    broken += [{**ROW, "gpu": "abacus"}, {**ROW, "precision": "int3"}, {**ROW, "tp": 3}, {**ROW, "hidden": "many"}]
+    broken += [{**ROW, "gpus": -8}, {**ROW, "seq": float("inf")}, {}, {"model": None, "overlap": ["x"], "network": 4}]
+    lines = [json.dumps(row) for row in broken] + ["not json", "[1, 2]", "", json.dumps(ROW)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    scores, skipped = published.score_file(path)
+    assert len(scores) == 1
+    assert sum(skipped.values()) == len(broken) + 2
+    for reason in ("hidden is missing", "gpu 'abacus' is not in the catalogue", "not a JSON object", "seq is missing"):
+        assert reason in skipped
+    monkeypatch.setattr(sys, "argv", ["published_training.py", str(path), "--json"])
+    published.main()
+    result = json.loads(capsys.readouterr().out)
+    assert {"scored", "skipped", "median_error", "within_30", "memory_median_error", "coverage"} <= set(result)
+    assert result["median_error"] < 0.15
+
+
+def test_a_published_row_keeps_its_own_layout():
+    row = {
+        **ROW,
+        "precision": "mxfp8",
+        "tp": 2,
+        "cp": 2,
+        "dp": 2,
+        "network": "4x100Gb RoCE per node",
+        "gpu_variant": "H100 96GB HBM2e 500W",
+        "sharding": "fsdp2",
+    }
+    job = published.build_job(row)
+    assert (job.precision, job.tp, job.cp, job.dp, job.sharding) == ("fp8", 2, 2, 2, "zero3")
+    assert job.network_bytes_per_s == pytest.approx(4 * 100e9 / 8 / 8)
+    assert job.device.tdp_w is not None
+    assert job.device.tdp_w.value == 500
