@@ -1,6 +1,7 @@
 """Score the cost model of a training step on published runs, each with its own layout.
 
     python benchmarks/measure/published_training.py ../shared/published/training_runs.jsonl.gz --json
+    python benchmarks/measure/published_training.py FILE --write benchmarks/results/published_training.json
 
 Takes any file of that form, plain or gzipped. A row that lacks something is skipped with the reason. Conventions: GB of
 a memory column are GiB (what torch and nvidia-smi print); a TFLOP/s or MFU column without a time counts model FLOPs with
@@ -18,6 +19,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +30,9 @@ from tessera.dist.training import TrainingCost, choose_recompute, estimate_train
 from tessera.dist.training_model import ModelShape, TrainingJob
 from tessera.errors import TesseraError
 from tessera.hardware import lookup
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
 
 Row = dict[str, Any]
 GIB = 1024.0**3
@@ -392,12 +397,29 @@ def score_file(path: Path, half: int | None = None) -> tuple[list[RowScore], Cou
     return scores, skipped
 
 
-def group_by(scores: list[RowScore], key: str) -> dict[str, Any]:
-    """Summaries by a field; precision is the format that was understood."""
-    groups: dict[str, list[RowScore]] = defaultdict(list)
-    for score in scores:
-        groups[score.job.precision if key == "precision" else str(score.row.get(key))].append(score)
-    return {name: summarise(groups[name]) for name in sorted(groups)}
+KEYS = ("source", "gpu", "precision", "kind")
+
+
+def name_group(score: RowScore, key: str) -> str:
+    """The group of a row: a field of it, the format that was understood, or the kind of model."""
+    if key == "precision":
+        return score.job.precision
+    if key == "kind":
+        return "experts" if score.job.model.experts else "LoRA" if score.job.lora else "dense"
+    return str(score.row.get(key))
+
+
+def report_scores(scores: list[RowScore], skipped: Counter[str]) -> dict[str, Any]:
+    """Errors of all rows and by group, and why rows were skipped."""
+    result = summarise(scores)
+    result["skipped"] = {"rows": sum(skipped.values()), "reasons": dict(skipped.most_common())}
+    result["by"] = {}
+    for key in KEYS:
+        groups: dict[str, list[RowScore]] = defaultdict(list)
+        for score in scores:
+            groups[name_group(score, key)].append(score)
+        result["by"][key] = {name: summarise(groups[name]) for name in sorted(groups)}
+    return result
 
 
 def main() -> None:
@@ -407,18 +429,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--half", type=int, choices=(0, 1), help="0: the constants were chosen on it; 1: kept apart")
     parser.add_argument("--rows", action="store_true", help="print every row, worst first")
+    parser.add_argument("--write", type=Path, help="write the errors of both halves to this file")
     args = parser.parse_args()
+    if args.write:
+        sides = {"chosen_on": 0, "kept_apart": 1, "all": None}
+        write_result(args.write, {name: report_scores(*score_file(args.file, half)) for name, half in sides.items()})
+        return
     scores, skipped = score_file(args.file, args.half)
-    result: dict[str, Any] = summarise(scores)
-    result["skipped"] = {"rows": sum(skipped.values()), "reasons": dict(skipped.most_common())}
-    result["by"] = {key: group_by(scores, key) for key in ("source", "gpu", "precision")}
+    result = report_scores(scores, skipped)
     if args.json:
         print(json.dumps(result, indent=1))
         return
     if args.rows:
         for s in sorted(scores, key=lambda s: -abs(s.error or 0.0)):
             print(describe(s))
-    for key in ("source", "gpu", "precision"):
+    for key in KEYS:
         for name, one in result["by"][key].items():
             print(f"{key:10} {name:34} {format_summary(one)}")
     print(f"{'all':45} {format_summary(result)}")
