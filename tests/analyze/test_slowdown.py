@@ -167,9 +167,22 @@ def test_the_joules_of_a_step_are_those_of_an_untraced_one(slowed: RunFile) -> N
 def test_a_diff_and_a_report_give_one_step_the_same_joules(slowed: RunFile) -> None:
     step = said_of(slowed).per_work[0]
     found = diff(slowed.path, slowed.path)
-    assert found.per == "step" and found.total.before_j == pytest.approx(step.traced_j)
+    assert found.per == "step" and found.total.before_j == pytest.approx(step.energy_j)
+    assert found.total.before_error_j == pytest.approx(step.error_j)
+    assert found.total.before_s == pytest.approx(1 / step.rate_per_s)
+    tracing = next(row for row in found.subgraphs if row.name == "added by tracing")
+    assert tracing.before_j == pytest.approx(step.energy_j - step.traced_j)
+    assert sum(row.before_j for row in found.subgraphs) == pytest.approx(step.energy_j, rel=1e-6)
     spent = format_energy_error(step.energy_j, step.error_j)
-    assert any(f"one without tracing costs {spent}, as `tessera report` shows it" in note for note in found.notes)
+    assert any(f"the total is of steps without tracing ({spent})" in note for note in found.notes)
+
+
+def test_a_run_without_untraced_steps_is_compared_by_traced_ones(slowed: RunFile, tmp_path: Path) -> None:
+    step = said_of(slowed).per_work[0]
+    with Program().trace(30, 65.0).write(tmp_path / "all.tessera") as all_traced:
+        found = diff(slowed.path, all_traced.path)
+    assert found.total.before_j == pytest.approx(step.traced_j)
+    assert any("traced steps, as the other side knows no others" in note for note in found.notes)
 
 
 def test_what_waits_for_the_tracer_is_no_advice(slowed: RunFile) -> None:

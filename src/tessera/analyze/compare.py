@@ -30,7 +30,6 @@ from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..timeline.columns import NONE, Timeline
 from ..timeline.source import read_json, read_start
-from ..units import format_energy_error
 from .answer import name_of, work_amounts
 from .mean_step import StepRows, find_step_rows, self_time, wall_s
 from .run_energy import is_partial, whole_of
@@ -165,6 +164,7 @@ def _of_table(
     whole: Cell | None = None,
     stepped: StepRows | None = None,
     command: Sequence[str] = (),
+    untraced: Cell | None = None,
 ) -> DiffSide:
     """A table. `whole` is the run it is a part of, `stepped` its rows by step, `level` its sensors and their error."""
     steps = {s.name for s in table.steps}
@@ -190,6 +190,7 @@ def _of_table(
         work={**({"step": float(len(table.steps))} if table.steps else {}), **(work or {})},
         steps=table.steps,
         stepped=stepped,
+        untraced=untraced,
         span=span,
         views=views,
         notes=[*notes, *(n for n in table.notes if n not in notes)],
@@ -215,11 +216,13 @@ def _of_recording(recording: Recording) -> DiffSide:
     if is_run and is_partial(recording, table):
         run = whole_of(recording, table, True, None)
         whole = Cell(run.energy_j, run.error_j, run.time_s, _NAN, 1, once=True)
+    untraced = _untraced_step(slowdown_of(recording, table))
     return _of_table(
         table,
         name,
         work=work,
-        notes=[*_describe_untraced(name, slowdown_of(recording, table)), *recording.notes],
+        notes=recording.notes,
+        untraced=untraced,
         level=_sensor_level(recording, table),
         span="run" if is_run else "trace",
         whole=whole,
@@ -228,12 +231,14 @@ def _of_recording(recording: Recording) -> DiffSide:
     )
 
 
-def _describe_untraced(name: str, tracing: Slowdown | None) -> list[str]:
-    """Where tracing slowed a run, the report states its untraced steps; rows are known of the traced ones only."""
-    if tracing is None or not tracing.matters or tracing.untraced_step_j is None:
-        return []
-    spent = format_energy_error(tracing.untraced_step_j, tracing.untraced_step_error_j)
-    return [f"{name}: these are traced steps; one without tracing costs {spent}, as `tessera report` shows it"]
+def _untraced_step(tracing: Slowdown | None) -> Cell | None:
+    """A step that was not traced, where tracing slowed the others: what `tessera report` states of the run."""
+    if tracing is None or not tracing.matters or tracing.untraced_step_j is None or not tracing.untraced_steps_per_s:
+        return None
+    error_j, error_s = (
+        _NAN if e is None else e for e in (tracing.untraced_step_error_j, tracing.untraced_step_error_s)
+    )
+    return Cell(tracing.untraced_step_j, error_j, 1.0 / tracing.untraced_steps_per_s, error_s, 1.0)
 
 
 def _command_of(facts: Facts) -> list[str]:

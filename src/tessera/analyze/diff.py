@@ -23,13 +23,13 @@ from typing import Any, Literal
 
 from ..errors import ArgumentError
 from ..schema import EnergyDiff
-from ..units import format_duration, format_energy, format_share
+from ..units import format_duration, format_energy, format_energy_error, format_share
 from .compare import side_of, split_runs
 from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common_error, mean_rows
 from .kernel_names import fit
 from .mean_step import select_steps
 from .result import encode_json, make_frame
-from .sides import UNSTATED, Cell, DiffSide, Span, amount, outside_of, rows_of, span_of, total_of, unit_of
+from .sides import UNSTATED, Cell, DiffSide, Span, amount, choose_steps, outside_of, rows_of, span_of, total_of, unit_of
 
 VIEWS = ("ops", "kernels", "regions", "modules")
 OUTSIDE = "outside these steps"
@@ -164,8 +164,10 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     if by not in VIEWS:
         raise ArgumentError(f"there is no view {by!r}", fix=f"one of: {', '.join(VIEWS)}")
     before, after = _read_sides(a, power_a, "before"), _read_sides(b, power_b, "after")
-    groups, sides, one, two = (before, after), [*before, *after], before[0], after[0]
-    notes = list(dict.fromkeys(n for side in sides for n in side.notes))
+    notes = list(dict.fromkeys(n for side in (*before, *after) for n in side.notes))
+    sides = _choose_steps([*before, *after], notes)
+    before, after = sides[: len(before)], sides[len(before) :]
+    groups, one, two = (before, after), before[0], after[0]
     unit = unit_of(sides, notes)
     span = "run" if unit else span_of(sides)
     view = _choose_view(sides, by, notes)
@@ -216,6 +218,22 @@ def _read_sides(given: Any, power: Any, name: str) -> list[DiffSide]:
     if len({side.is_prediction for side in sides}) > 1:
         raise ArgumentError(f"runs and predictions are mixed in what is {name}", fix="give runs, or one prediction")
     return sides
+
+
+def _choose_steps(sides: Sequence[DiffSide], notes: list[str]) -> list[DiffSide]:
+    """Untraced steps where all runs know them; else traced ones, and a note that a report states another figure."""
+    chosen = choose_steps(sides)
+    for side, used in zip(sides, chosen, strict=True):
+        if side.untraced is None:
+            continue
+        spent = format_energy_error(side.untraced.energy_j, side.untraced.error_j)
+        if used.untraced is None:
+            notes.append(
+                f"{side.name}: traced steps, as the other side knows no others; without tracing one costs {spent}"
+            )
+        else:
+            notes.append(f"{side.name}: the total is of steps without tracing ({spent}), the rows are of traced ones")
+    return chosen
 
 
 def _name(sides: Sequence[DiffSide]) -> str:

@@ -22,6 +22,7 @@ does, its own part being that of operators which only one side launches.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +38,8 @@ from ..schema import Basis, EnergyDescriptor, EnergyReport
 from .mean_step import MeanStep, StepRows, mean_of, mean_step, select_steps, wall_s
 
 Span = Literal["run", "trace", ""]
+TRACING = "added by tracing"
+"""The row that takes the tracer's part from rows of traced steps, where the total is that of untraced ones."""
 OUTSIDE = "outside the trace"
 """The row of what a run spent while nothing was traced."""
 # What both sides have is known no better than this share of it: another program leaves the kernels another clock, and
@@ -155,7 +158,8 @@ class DiffSide:
     `total` is all of it, `traced` the part that its rows cover where that is less than the run, `stepped` its rows step
     by step. `span` says what the whole is: a "run" from its start to its end, a "trace" of a part of one, or "" where
     it is not known. `gain` is the share of the joules by which their level may be off, a part of `total.error_j`; sides
-    of equal `sensors` are off by the same factor. `model` is what predicted it: equal ones have the same errors.
+    of equal `sensors` are off by the same factor. `untraced` is a step that was not traced, where tracing slowed the
+    others. `model` is what predicted it: equal ones have the same errors.
     `command` is what was run, word by word; empty where it is not recorded.
     """
 
@@ -165,6 +169,7 @@ class DiffSide:
     work: Mapping[str, float] = field(default_factory=dict)
     steps: Sequence[EnergyRow] = ()
     stepped: StepRows | None = None
+    untraced: Cell | None = None
     traced: Cell | None = None
     span: Span = ""
     views: Mapping[str, Mapping[str, Cell]] = field(default_factory=dict)
@@ -228,6 +233,11 @@ def total_of(side: DiffSide, unit: str | None, span: Span) -> Cell:
     """One unit's joules and seconds: of steps their mean, with how they scatter; else the whole, divided."""
     if unit != "step" or not side.steps:
         return _whole(side, span).scale(1.0 / amount(side, unit))
+    return side.untraced or _traced_step(side)
+
+
+def _traced_step(side: DiffSide) -> Cell:
+    """The mean of the traced steps."""
     whole = side.traced or side.total
     return _cell(mean_step(_counted_steps(side), whole.error_j / whole.energy_j if whole.energy_j > 0 else 0.0), 1.0)
 
@@ -246,11 +256,33 @@ def rows_of(side: DiffSide, unit: str | None, view: str, span: Span, *, by_step:
     """One unit's rows, which sum to its total. `by_step`: what lies inside steps is known of every side."""
     rows = side.views.get(view) or {}
     if unit == "step" and side.steps:
-        return _inside(side, view) if by_step else _scale_to_step(side, rows)
+        cells = _inside(side, view) if by_step else _scale_to_step(side, rows)
+        if cells and side.untraced is not None and view in ("ops", "kernels"):
+            cells[TRACING] = _subtract_tracing(_traced_step(side), side.untraced)
+        return cells
     cells = {name: cell.scale(1.0 / amount(side, unit)) for name, cell in rows.items()}
     if cells and view in ("ops", "kernels") and side.traced is not None and span == "run":
         cells[OUTSIDE] = (side.total - side.traced).scale(1.0 / amount(side, unit))
     return cells
+
+
+def _subtract_tracing(traced: Cell, untraced: Cell) -> Cell:
+    """What makes the rows of traced steps sum to an untraced one: joules and seconds below zero."""
+    return Cell(
+        untraced.energy_j - traced.energy_j,
+        math.hypot(untraced.error_j, traced.error_j),
+        untraced.seconds - traced.seconds,
+        math.hypot(untraced.error_s, traced.error_s),
+        0.0,
+        "idle",
+    )
+
+
+def choose_steps(sides: Sequence[DiffSide]) -> list[DiffSide]:
+    """The same steps of all runs: untraced ones where every run knows them, as its report states them; else traced."""
+    if all(side.untraced is not None for side in sides if not side.is_prediction):
+        return list(sides)
+    return [dataclasses.replace(side, untraced=None) for side in sides]
 
 
 def _inside(side: DiffSide, view: str) -> dict[str, Cell]:

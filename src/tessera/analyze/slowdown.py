@@ -80,6 +80,7 @@ class Slowdown:
     untraced_step_j: float | None = None
     untraced_step_error_j: float | None = None
     untraced_steps_per_s: float | None = None
+    untraced_step_error_s: float | None = None
     idle_s: float = 0.0
     idle_j: float = 0.0
     reason: str | None = None
@@ -274,6 +275,7 @@ def _add_joules(slowdown: Slowdown, steps: _StepTimes, power: PowerTrace) -> Slo
         untraced_step_j=untraced.energy_j / count,
         untraced_step_error_j=own_j if math.isnan(scatter_j) else math.hypot(own_j, scatter_j),
         untraced_steps_per_s=count / untraced.time_s,
+        untraced_step_error_s=mean_error(steps.seconds[steps.untraced]),
         idle_j=idle_j,
     )
 
