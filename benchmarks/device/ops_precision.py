@@ -346,8 +346,6 @@ def alone(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, str, Step]]:
             counted,
             partial(torch._scaled_mm, xr[0], wr[0].t(), use_fast_accum=fast, **rows),
         )
-    c = torch._scaled_mm(x[0], w[0].t(), use_fast_accum=False, **one)
-    yield "fp8_row", "the result by its scales alone", partial(kernels.unscale, c, xr[1], wr[1], *c.shape, c.dtype)
     yield "fp8", "one cast alone", partial(guessed_cast.cast_by_guess, [a])
     yield "fp8", "one transposing cast alone", partial(guessed_cast.cast_by_guess, [b.mT])
     yield "fp8", "both casts alone", partial(guessed_cast.cast_by_guess, [a, b.mT])
