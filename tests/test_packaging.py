@@ -29,7 +29,7 @@ DATA = (
 HOOK = "import sys; from hatchling.build import build_{0} as b; print(b(sys.argv[1]))"
 
 ROOMS_WITH_EXTRAS = {
-    "estimate", "graph", "op", "rewrite", "runtime", "tensorboard", "integrations", "selftest", "pytest_plugin",
+    "dist", "estimate", "graph", "op", "rewrite", "runtime", "tensorboard", "integrations", "selftest", "pytest_plugin",
 }  # fmt: skip
 
 
