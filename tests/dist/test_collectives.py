@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from gloo_ranks import GlooRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gloo_ranks import GlooRanks
 from tessera import dist
 from tessera.dist.collectives import all_reduce
 from tessera.errors import ArgumentError

@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
-from gloo_ranks import GlooRanks
 
+from gloo_ranks import GlooRanks
 from tessera import dist
 from tessera.dist.liveness import CollectiveError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import time
@@ -115,7 +116,7 @@ class _Reduction:
         """Reduce in place."""
         begun = time.perf_counter()
         rank, ranks = c10d.get_rank(), c10d.get_world_size(self.group)
-        delay_s = self.pace.wait_to_start(self.mesh, rank, self.node_size, seed=_next_call())
+        delay_s = self.pace.wait_to_start(self.mesh, rank, self.node_size, seed=next(_calls))
         dense = x if x.is_contiguous() else x.contiguous()
         with explain_failure("all_reduce", self.group):
             sent = self._reduce(dense)
@@ -123,9 +124,7 @@ class _Reduction:
             dense.div_(ranks)
         if dense is not x:
             x.copy_(dense)
-        _note(
-            "all_reduce", self._name, ranks, x, sent, time_s=time.perf_counter() - begun, delay_s=delay_s
-        )
+        _note("all_reduce", self._name, ranks, x, sent, time_s=time.perf_counter() - begun, delay_s=delay_s)
         return x
 
     @property
@@ -139,7 +138,7 @@ class _Reduction:
         flat = x.view(-1)
         bounds = [round(i * flat.numel() / self.pace.chunks) for i in range(self.pace.chunks + 1)]
         total = Sent(0.0)
-        for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
             if number:
                 self.pace.wait_between()
             total = _add(total, self._reduce_chunk(flat[start:stop]))
@@ -160,7 +159,9 @@ def _add(a: Sent, b: Sent) -> Sent:
     return Sent(a.bytes + b.bytes, between, max(a.error_bound, b.error_bound))
 
 
-def _note(kind: str, name: str, ranks: int, x: torch.Tensor, sent: Sent, *, time_s: float, delay_s: float = 0.0) -> None:
+def _note(
+    kind: str, name: str, ranks: int, x: torch.Tensor, sent: Sent, *, time_s: float, delay_s: float = 0.0
+) -> None:
     records = _records.get()
     if records is not None:
         records.append(
@@ -178,14 +179,8 @@ def _note(kind: str, name: str, ranks: int, x: torch.Tensor, sent: Sent, *, time
         )
 
 
-_calls = 0
-
-
-def _next_call() -> int:
-    """A number that all ranks have alike, as they call collectives in one order: the seed of their jitter."""
-    global _calls
-    _calls += 1
-    return _calls
+_calls = itertools.count()
+"""Numbers that all ranks have alike, as they call collectives in one order: the seeds of their jitter."""
 
 
 def all_reduce(
@@ -351,9 +346,7 @@ def _gather_sizes(size: int, group: Any, device: torch.device) -> list[int]:
     return [int(n) for n in sizes.tolist()]
 
 
-def reduce_scatter(
-    x: torch.Tensor, op: str = "sum", *, group: Any = None, deterministic: bool = False
-) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, op: str = "sum", *, group: Any = None, deterministic: bool = False) -> torch.Tensor:
     """This rank's part, along the first dimension, of the sum over ranks; the last parts may be shorter or empty."""
     _check(x, op, async_op=False)
     ranks = count_ranks(group)

@@ -135,7 +135,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> Any:
-        """The same as torch's `DeviceMesh`. Needs a process group: torchrun's, or one of `dist.dry` and `dist.simulate`."""
+        """The same as torch's `DeviceMesh`. Needs a process group: torchrun's, or that of `dist.dry` or `dist.simulate`."""
         from torch.distributed import group, is_initialized
 
         if not is_initialized():

@@ -12,7 +12,7 @@ from ..units import parse_duration
 from .mesh import Mesh
 
 DEFAULT_SLOT_S = 1e-3
-"""How much later each group starts: the shortest of the 1 to 5 ms that smooth a rack's current (docs/guides/energy.md)."""
+"""How much later each group starts: the least of the 1 to 5 ms that smooth a rack's current (docs/guides/energy.md)."""
 _PHASE = re.compile(r"group_offset\(\s*(\w+)\s*(?:,\s*([^)]+))?\)")
 
 
@@ -28,7 +28,9 @@ class Phase:
         """`group_offset(tp)`, or `group_offset(tp, 2ms)` with the time between two groups."""
         match = _PHASE.fullmatch(text.strip())
         if match is None:
-            raise ArgumentError(f"phase={text!r} is not known", fix='phase="group_offset(tp)" or "group_offset(tp, 2ms)"')
+            raise ArgumentError(
+                f"phase={text!r} is not known", fix='phase="group_offset(tp)" or "group_offset(tp, 2ms)"'
+            )
         return cls(match[1], parse_duration(match[2]) if match[2] else DEFAULT_SLOT_S)
 
     def delay_s(self, mesh: Mesh | None, rank: int, node_size: int) -> float:
@@ -56,7 +58,7 @@ class Pace:
             raise ArgumentError("chunks must be 1 or more, and jitter and gap not negative")
 
     def wait_to_start(self, mesh: Mesh | None, rank: int, node_size: int, seed: int) -> float:
-        """Sleep until it is this rank's turn. Ranks of one group wait equally long: `seed` is the group's and call's."""
+        """Sleep until it is this rank's turn. Ranks of a group wait equally long: `seed` is the group's and call's."""
         delay_s = self.phase.delay_s(mesh, rank, node_size) if self.phase is not None else 0.0
         if self.jitter_s:
             delay_s += random.Random(seed).uniform(0.0, self.jitter_s)

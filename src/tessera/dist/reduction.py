@@ -198,13 +198,13 @@ def pad_to_multiple(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def reduce_scatter_into(own: torch.Tensor, whole: torch.Tensor, op: str, group: Any) -> None:
-    """torch's reduce-scatter under the name that this torch has for it."""
+    """Torch's reduce-scatter under the name that this torch has for it."""
     scatter = getattr(c10d, "reduce_scatter_single", None) or c10d.reduce_scatter_tensor
     scatter(own, whole, op=getattr(c10d.ReduceOp, REDUCE_OP[op]), group=group)
 
 
 def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
-    """torch's all-gather under the name that this torch has for it."""
+    """Torch's all-gather under the name that this torch has for it."""
     gather = getattr(c10d, "all_gather_single", None) or c10d.all_gather_into_tensor
     gather(whole, own, group=group)
 

@@ -109,7 +109,9 @@ class ShardedTensor:
 
         placements = self.layout.placements(len(self.shape), self.mesh)
         make = getattr(dtensors, self._fill if isinstance(self._fill, str) else "empty")
-        whole = make(self.shape, dtype=torch_dtype(self.dtype), device_mesh=self.mesh.device_mesh, placements=placements)
+        whole = make(
+            self.shape, dtype=torch_dtype(self.dtype), device_mesh=self.mesh.device_mesh, placements=placements
+        )
         if callable(self._fill):
             self._fill(whole)
         return whole
