@@ -135,7 +135,7 @@ class Mesh:
 
     @property
     def device_mesh(self) -> Any:
-        """The same as torch's `DeviceMesh`. Needs a process group: torchrun's, or that of `dist.dry` or `dist.simulate`."""
+        """Torch's `DeviceMesh` of it. Needs a process group: that of torchrun, `dist.dry` or `dist.simulate`."""
         from torch.distributed import group, is_initialized
 
         if not is_initialized():
