@@ -316,7 +316,8 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
             table = sess.energy()
         except MeasurementError as exc:
             notes.append(f"no joules: {exc.what}")
-    profile = profile_operators(timeline, steps=steps)
+    taken_s = [(s.end_ns - s.start_ns) * 1e-9 for s in timeline.linked.steps]
+    profile = profile_operators(timeline, steps=steps, step_s=sum(taken_s) / max(len(taken_s), 1))
     reported = [rewrite for program in programs for rewrite in program]
     profile = dataclasses.replace(profile, rewrites=merge_rewrites(profile.rewrites, reported), notes=notes)
     if table is None or not table.steps:
