@@ -109,8 +109,27 @@ def test_slow_steps_are_explained_by_what_ran_then() -> None:
             program.region("save checkpoint", 40.0)
         program.step()
     evidence = program.advice()["stragglers"].evidence
-    assert "2 of 23 steps take 80 ms more than the median one (step_7: 5.0 times)" in evidence
+    assert (
+        "2 of 23 whole traced steps after the first one take 80 ms more than the median one (step_7: 5.0 times)"
+        in evidence
+    )
     assert "80 ms of it in save checkpoint" in evidence
+
+
+@pytest.mark.parametrize("saved_in_train", [False, True])
+def test_only_what_few_steps_do_is_to_be_done_less_often(saved_in_train: bool) -> None:
+    program = Program()
+    for i in range(24):
+        slow, began = i in (7, 15), program.now
+        program.op("autograd::engine::evaluate_function: AddmmBackward0", 50.0 if slow and not saved_in_train else 10.0)
+        if slow and saved_in_train:
+            program.region("save checkpoint", 40.0)
+        program.build.add("region", "train", began, program.now, thread=1)
+        program.step()
+    advice = program.advice()["stragglers"]
+    assert ("less often" in advice.action) is saved_in_train
+    assert ("save checkpoint" in advice.evidence) is saved_in_train
+    assert ("which other steps have too" in advice.evidence and "disturbed" in advice.action) is not saved_in_train
 
 
 def test_short_steps_that_a_loaded_machine_delays_do_not_hide_a_straggler() -> None:
@@ -120,7 +139,7 @@ def test_short_steps_that_a_loaded_machine_delays_do_not_hide_a_straggler() -> N
         if i == 13:
             program.region("save checkpoint", 200.0)
         program.step()
-    assert "1 of 23 steps take 200 ms more" in program.advice()["stragglers"].evidence
+    assert "1 of 23 whole traced steps after the first one take 200 ms more" in program.advice()["stragglers"].evidence
 
 
 def test_slow_steps_without_a_traced_cause_are_not_blamed_on_an_operator() -> None:

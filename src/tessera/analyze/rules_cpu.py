@@ -97,25 +97,32 @@ def check_stragglers(run: RunEvidence) -> Advice | None:
     if not slow.any() or slow.sum() > len(steps) // 4 or extra_s < STRAGGLER_SHARE * lengths.sum():
         return None
     worst = steps[int(np.argmax(lengths))]
-    cause = _find_cause(timeline, [(s.start_ns, s.end_ns) for s in steps], slow, extra_s)
-    if cause is None and run.cpu_use is not None and (run.cpu_use.waited_s or 0.0) >= 0.5 * extra_s:
+    cause, rare = _find_cause(timeline, [(s.start_ns, s.end_ns) for s in steps], slow, extra_s)
+    if not rare and run.cpu_use is not None and (run.cpu_use.waited_s or 0.0) >= 0.5 * extra_s:
         return None  # its thread was ready and had no core: that is the neighbours' doing
     evidence = (
-        f"{int(slow.sum())} of {len(steps)} steps take {format_duration(extra_s, 3)} more than the median one "
-        f"({worst.name}: {lengths.max() / median_s:.1f} times); {cause or 'no traced operator accounts for it'}"
+        f"{int(slow.sum())} of {len(steps)} whole traced steps after the first one take {format_duration(extra_s, 3)} "
+        f"more than the median one ({worst.name}: {lengths.max() / median_s:.1f} times); "
+        f"{cause or 'no traced operator accounts for it'}"
     )
-    action = (
-        "do it less often, or beside the steps"
-        if cause
-        else "see what the program itself does then: saving, printing, garbage collection, a slow disk"
-    )
+    if rare:
+        action = "do it less often, or beside the steps"
+    elif cause:
+        action = "something disturbed these steps: look for other load, lower clocks, or data of another size"
+    else:
+        action = "see what the program itself does then: saving, printing, garbage collection, a slow disk"
     joules = extra_s / run.table.time_s * run.table.energy_j
     saves = (SAVES["outliers"] * joules, extra_s)
     return run.advise("stragglers", joules, evidence, action, saves=saves, by="experience", confidence="low")
 
 
-def _find_cause(timeline: Timeline, steps: list[tuple[int, int]], slow: np.ndarray, extra_s: float) -> str | None:
-    """The region or operator that has most of the slow steps' extra time; None where none has half of it."""
+def _find_cause(
+    timeline: Timeline, steps: list[tuple[int, int]], slow: np.ndarray, extra_s: float
+) -> tuple[str | None, bool]:
+    """What has most of the slow steps' extra time (None: nothing has half of it), and whether other steps lack it.
+
+    A checkpoint within the region of the step is named, not that region, which every step has.
+    """
     links = timeline.linked
     ops = timeline.rows("op")
     own = {s.row for s in links.steps}
@@ -126,16 +133,20 @@ def _find_cause(timeline: Timeline, steps: list[tuple[int, int]], slow: np.ndarr
     inside = (step >= 0) & (timeline["start_ns"][rows] < ends[step])
     rows, step = rows[inside], step[inside]
     if not len(rows):
-        return None
+        return None, False
     names, which = np.unique(timeline["name"][rows], return_inverse=True)
     seconds = np.zeros((len(names), len(steps)))
     np.add.at(seconds, (which, step), (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9)
-    more_s = (seconds[:, slow] - np.median(seconds[:, ~slow], axis=1, keepdims=True)).sum(axis=1)
-    most = int(np.argmax(more_s))
-    if more_s[most] < 0.5 * extra_s:
-        return None
-    name = timeline.names[int(names[most])]
-    return f"{format_duration(float(more_s[most]), 3)} of it in {region_name(op_name(name))}"
+    usual_s = np.median(seconds[:, ~slow], axis=1, keepdims=True)
+    more_s = (seconds[:, slow] - usual_s).sum(axis=1)
+    enough = more_s >= 0.5 * extra_s
+    if not enough.any():
+        return None, False
+    rare = enough & (usual_s[:, 0] == 0)
+    most = int(np.argmax(np.where(rare if rare.any() else enough, more_s, -np.inf)))
+    name = region_name(op_name(timeline.names[int(names[most])]))
+    where = name if rare[most] else f"{name}, which other steps have too"
+    return f"{format_duration(float(more_s[most]), 3)} of it in {where}", bool(rare[most])
 
 
 def check_dropout(run: RunEvidence) -> Advice | None:
