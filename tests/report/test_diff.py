@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,14 @@ def measured(joules: float, *, regions: dict[str, float] = {}, **work: float) ->
 
 
 # -- what changed ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_and_total_of_the_same_run_say_no_change() -> None:
+    one = table({"aten::mm": 6.0, "aten::add": 3.0})
+    found = analyze.diff(one, one)
+    screen = text(found)
+    assert len(re.findall(r"aten::\S+ .* no change", screen)) == 2 and "0% ~" not in screen
+    assert "<td>no change</td>" in page(found) and "<td>noise</td>" not in page(found)
 
 
 def test_the_same_twice_is_noise_and_nothing_changed() -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyze.diff import Difference, DiffVerdict
-from ..analyze.diff_rows import RowChange
+from ..analyze.diff_rows import ROUNDING, RowChange
 from ..analyze.kernel_names import distinct, fit
 from ..notes import order_notes
 from ..units import (
@@ -67,7 +67,7 @@ class DiffFigure:
         """One of "more", "less", "noise", "same", "unsure" (the scatter is unknown) and "unknown"."""
         if math.isnan(self.change):
             return "unknown"
-        if abs(self.change) <= 1e-9 * max(abs(self.before), abs(self.after)):
+        if is_unchanged(self.before, self.after):
             return "same"
         if math.isnan(self.change_error):
             return "unsure"
@@ -279,6 +279,11 @@ def is_significant(row: RowChange, *, timed: bool) -> bool:
     return row.significant_s if timed else row.significant
 
 
+def is_unchanged(before: float, after: float) -> bool:
+    """Whether two figures are the same but for rounding; not where one is unknown (NaN)."""
+    return abs(after - before) <= ROUNDING * max(abs(before), abs(after))
+
+
 def _cells(row: RowChange, *, timed: bool) -> list[Text]:
     if row.state == "unstated":
         sides = (row.before_s, row.after_s) if timed else (row.before_j, row.after_j)
@@ -288,6 +293,8 @@ def _cells(row: RowChange, *, timed: bool) -> list[Text]:
     change = row.change_s if timed else row.change_j
     style = ("red" if change > 0 else "green") if sure else "dim"
     share = percent(row.share_s if timed else row.share_j, state=row.state) + ("" if sure else " ~")
+    if row.state == "both" and is_unchanged(*((row.before_s, row.after_s) if timed else (row.before_j, row.after_j))):
+        share = STATES["same"]
     if timed:
         numbers = [quantity(v, math.nan, "s") for v in (row.before_s, row.after_s)]
         moved = Text(quantity(row.change_s, row.error_s, "s", signed=True), style=style)

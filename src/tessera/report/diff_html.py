@@ -19,6 +19,7 @@ from .diff import (
     display_names,
     headline,
     is_significant,
+    is_unchanged,
     modelled_warning,
     outside_text,
     percent,
@@ -227,6 +228,8 @@ def _row(row: RowChange, name: str, *, timed: bool) -> str:
     sort = math.inf if row.state == "new" else share
     only = {"new": "only after", "vanished": "only before", "unstated": "not stated on both sides"}.get(row.state, "")
     noise = "more than noise" if sure else "unknown" if math.isnan(error) else "noise"
+    if row.state == "both" and is_unchanged(before, after):
+        noise = STATES["same"]
     noise = "" if row.state == "unstated" else noise
     cells = (
         f"<td class='name' title='{escape(fit(row.name, 300))}'>{escape(fit(name, 90))}</td>",
