@@ -153,6 +153,18 @@ def test_the_command(tmp_path):
     assert missing.exit_code == 2
 
 
+def test_the_next_command_shows_another_table(tmp_path):
+    trace = json.loads(write_trace(tmp_path / "t.json").read_text())
+    trace["traceEvents"] = [e | {"dur": 5000.0} for e in trace["traceEvents"] if e["cat"] == "cpu_op"]
+    (tmp_path / "cpu.json").write_text(json.dumps(trace))
+    on = {"t.json": write_own(tmp_path / "g.csv", [400.0] * 110),
+          "cpu.json": write_own(tmp_path / "c.csv", [50.0] * 110, domain="cpu0")}  # fmt: skip
+    said = {name: CliRunner().invoke(cli, ["attribute", str(tmp_path / name), "--power", str(power)]).output
+            for name, power in on.items()}  # fmt: skip
+    assert "--by ops" in said["t.json"]
+    assert "aten::mm" in said["cpu.json"] and "--by ops" not in said["cpu.json"]
+
+
 def test_lines_written_twice_are_one_sample(tmp_path):
     path = write_own(tmp_path / "p.csv", [500.0] * 50)
     head, *lines = path.read_text().splitlines()

@@ -16,7 +16,7 @@ POWER_HELP = "Power log of the same time: epoch_us, domain, watts (power_trace()
 @click.command("attribute")
 @click.argument("trace", type=ExistingPath())
 @click.option("--power", required=True, metavar="FILE", type=ExistingPath(), help=POWER_HELP)
-@click.option("--by", type=WordChoice(VIEWS), default=None, help="What to list. [default: kernels]")
+@click.option("--by", type=WordChoice(VIEWS), default=None, help="What to list. [default: kernels, or ops on a CPU]")
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="How many rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print all rows of all views as JSON.")
 def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -> None:
@@ -34,10 +34,10 @@ def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -
         click.echo(json.dumps(table.to_json(), allow_nan=False, default=float))
         return
     from ..report.console import Console
-    from ..report.energy import renderable
+    from ..report.energy import first_view, renderable
 
     console = Console(highlight=False)
     console.print(renderable(table, by=by, top=top, width=console.width))
-    others = [v for v in VIEWS if table.rows(v) and v != (by or "kernels")]
+    others = [v for v in VIEWS if table.rows(v) and v != (by or first_view(table))]
     if others:
         console.print(f"next  tessera attribute {trace} --power {power} --by {others[0]}", style="dim", soft_wrap=True)

@@ -42,7 +42,7 @@ def text(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int
 
 def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> RenderableType:
     """The same for a terminal: what `tessera attribute` prints."""
-    view = by or next((v for v in ("kernels", "ops", "regions", "modules", "steps") if table.rows(v)), "kernels")
+    view = by or first_view(table)
     parts: list[RenderableType] = [headline(table)]
     rows = table.top(top, view)
     if rows:
@@ -52,6 +52,11 @@ def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, widt
         parts.append(Text(line, style="yellow"))
     parts += [Text(f"note  {note}", style="yellow") for note in list(table.notes)[:3]]
     return Group(*parts)
+
+
+def first_view(table: EnergyTable) -> str:
+    """The view that is shown where none is asked for: the first that has rows."""
+    return next((view for view in VIEWS if table.rows(view)), "kernels")
 
 
 def untraced_text(table: EnergyTable) -> str:
