@@ -59,7 +59,7 @@ _MASS = _Dimension(
 _DURATION = _Dimension(
     name="duration",
     units={**_with_prefixes("s", "m", "u", "µ", "n"), "min": 60.0, "h": 3600.0, "d": 86400.0},
-    example="'60s', '20ms', '5min' or '2h'",
+    example="'60s', '20ms', '5min', '2h' or '30d'",
     show=("s", "ms", "µs", "ns"),
     minimum=0.0,
 )
@@ -170,7 +170,7 @@ def parse_energy(text: str | float) -> float:
 
 
 def parse_duration(text: str | float) -> float:
-    """Seconds of "60s", "20ms", "5min" or a plain number of seconds."""
+    """Seconds of "60s", "20ms", "5min", "30d" or a plain number of seconds."""
     return _parse(text, _DURATION)
 
 

@@ -126,6 +126,7 @@ def test_both_conditions_must_hold(folder: Path) -> None:
 def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "which runs to delete" in str(invoke(runs.command, "prune").code)
+    assert "'30d'" in str(invoke(runs.command, "prune", "--older-than", "1x").code)
     missing = invoke(runs.command, "prun").code
     assert isinstance(missing, ArgumentError) and "did you mean 'prune'" in str(missing)
     assert "no run in" in invoke(runs.command).stderr
