@@ -108,6 +108,11 @@ def test_mistakes_in_the_environment_and_the_option(home: Path, monkeypatch: pyt
     for text in ("puf=1", "pue"):
         with pytest.raises(ArgumentError, match="not a setting"):
             config.set_value(text)
+    monkeypatch.delenv("TESSERA_PUE")
+    for text, words in (("pue=0.5", "^--config: pue = 0.5 is not"), ("pue=x", "^--config pue='x' is not a number")):
+        with pytest.raises(ArgumentError, match=words):
+            config.set_value(text)
+    assert config.load() == config.Config()
 
 
 def test_another_tools_mistake_in_pyproject_is_not_ours(home: Path) -> None:

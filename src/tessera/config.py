@@ -105,11 +105,7 @@ def load(folder: str | Path | None = None) -> Config:
                 raise ArgumentError(
                     f"{where} has an unknown key {key!r}{did_you_mean(key, KEYS)}", fix=f"one of: {', '.join(KEYS)}"
                 )
-        try:
-            Config(**values)
-        except ArgumentError as exc:
-            exc.what = f"{where}: {exc.what}"
-            raise
+        _check_values(where, values)
         stated = {**values, **stated}
     return Config(**stated)
 
@@ -137,7 +133,10 @@ def set_value(text: str) -> None:
         near = did_you_mean(key, KEYS)
         fix = f"write KEY=VALUE, such as price_per_kwh=0.30; keys: {', '.join(KEYS)}"
         raise ArgumentError(f"--config {text!r} is not a setting{near}", fix=fix)
-    os.environ[PREFIX + key.upper()] = value.strip()
+    value = value.strip()
+    if value:
+        _check_values("--config", {key: _parse_value(f"--config {key}", key, value)})
+    os.environ[PREFIX + key.upper()] = value
 
 
 # -- the places -----------------------------------------------------------------------------------------------------
@@ -148,7 +147,8 @@ def _read_places(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for key in KEYS:
         text = os.environ.get(PREFIX + key.upper())
         if text:
-            yield f"${PREFIX}{key.upper()}", {key: text if key == "currency" else _parse_number(key, text)}
+            where = f"${PREFIX}{key.upper()}"
+            yield where, {key: _parse_value(where, key, text)}
     for path in (parent / "pyproject.toml" for parent in (folder.absolute(), *folder.absolute().parents)):
         if path.is_file():
             table = _read_toml(path, "tool.tessera")
@@ -160,11 +160,20 @@ def _read_places(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield str(path), _read_toml(path) or {}
 
 
-def _parse_number(key: str, text: str) -> float:
+def _parse_value(where: str, key: str, text: str) -> float | str:
     try:
-        return float(text)
+        return text if key == "currency" else float(text)
     except ValueError:
-        raise ArgumentError(f"{PREFIX}{key.upper()}={text!r} is not a number", fix="write it as 1.25") from None
+        raise ArgumentError(f"{where}={text!r} is not a number", fix="write it as 1.25") from None
+
+
+def _check_values(where: str, values: Mapping[str, Any]) -> None:
+    """An error about a value names the place that states it."""
+    try:
+        Config(**values)
+    except ArgumentError as exc:
+        exc.what = f"{where}: {exc.what}"
+        raise
 
 
 def _read_toml(path: Path, section: str = "") -> Mapping[str, Any] | None:
