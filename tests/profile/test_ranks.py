@@ -405,6 +405,16 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path) -> None:
         merge([one, two])
 
 
+def test_one_recording_is_not_two_ranks(tmp_path: Path) -> None:
+    run = _span(tmp_path / "a.tessera", T0, T0 + 5 * MS)
+    copy = tmp_path / "rank1.tessera"
+    copy.write_bytes(run.read_bytes())
+    (tmp_path / "link.tessera").symlink_to(run)
+    for other in (run, tmp_path / "link.tessera", copy):
+        with pytest.raises(ArgumentError, match="the same recording"):
+            merge([run, other])
+
+
 def _span(path: Path, start_ns: int, end_ns: int) -> Path:
     with RunWriter(path) as out:
         out.add_row("region", "work", start_ns, end_ns)

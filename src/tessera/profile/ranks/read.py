@@ -41,7 +41,8 @@ _HEAD_PIECES = 64  # of 128 KB or more
 class RankFile:
     """The file of one rank: who wrote it, its rows, and what an exchange of clocks said about it.
 
-    `clock_id` is the same for all ranks that read one clock; "" where the file does not say.
+    `clock_id` is the same for all ranks that read one clock; "" where the file does not say. `run_id` is the same in
+    copies of one run file; "" for a trace.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class RankFile:
     clock_id: str
     timeline: Timeline
     exchanged: Offset | None
+    run_id: str = ""
 
     @property
     def is_run(self) -> bool:
@@ -75,7 +77,9 @@ def read_ranks(
             if files and where
             else "tessera merge rank0.tessera rank1.tessera -o merged.tessera",
         )
+    _refuse_repeats([(f, str(f.resolve())) for f in files])
     ranks = sorted(_read_files(files, kinds, progress, workers), key=lambda one: one.rank)
+    _refuse_repeats([(r.path, r.run_id) for r in ranks if r.run_id])
     for a, b in itertools.pairwise(ranks):
         if a.rank == b.rank:
             raise ArgumentError(
@@ -86,6 +90,19 @@ def read_ranks(
     for one in ranks:
         one.timeline.rank = one.rank
     return ranks, others
+
+
+def _refuse_repeats(files: Sequence[tuple[Path, str]]) -> None:
+    """Refuse two files that are the same one: its joules would count twice."""
+    first: dict[str, Path] = {}
+    for path, identity in files:
+        if identity in first:
+            raise ArgumentError(
+                f"{first[identity]} and {path} are the same recording",
+                why="its joules would count twice",
+                fix="give the file of each rank once",
+            )
+        first[identity] = path
 
 
 def list_names(files: Sequence[Path]) -> str:
@@ -150,6 +167,7 @@ def _read_files(
 
 def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> RankFile:
     """One rank, with its number and host; called in a process of its own."""
+    run_id = ""
     if path.name.endswith(TRACES):
         timeline = kineto.read(path)
         clock, named_host = timeline.meta.get("clock"), timeline.meta.get("host_name")
@@ -158,6 +176,8 @@ def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> Ra
         with RunFile(path) as run:
             timeline, host, clock = run.timeline(), run.about.get("host", ""), run.get("clock")
             clock_id = run.about.get("boot") or host
+            if opened := run.about.get("opened_epoch_ns"):
+                run_id = " ".join((clock_id, run.about.get("pid", ""), opened))
     named = _RANK.search(path.name)
     return RankFile(
         path=path,
@@ -166,6 +186,7 @@ def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> Ra
         clock_id=clock_id,
         timeline=timeline if kinds is None else _keep_kinds(timeline, kinds),
         exchanged=Offset.from_dict(clock) if isinstance(clock, dict) and "offset_ns" in clock else None,
+        run_id=run_id,
     )
 
 
