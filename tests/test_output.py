@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -54,6 +55,40 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
         assert not part.is_symlink()
         part.write_text("joules")
     assert victim.read_text() == "mine" and not target.is_symlink() and target.read_text() == "joules"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_link_to_a_pipe_or_a_device_is_replaced(tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "pipe" if kind == "pipe" else Path("/dev/null")
+    if kind == "pipe":
+        os.mkfifo(victim)
+    target = tmp_path / "q.html"
+    target.symlink_to(victim)
+    with replace_when_written(target) as part:
+        assert part != target, "a link that somebody put beside the run is no choice of the user"
+        part.write_text("joules")
+    assert not target.is_symlink() and target.read_text() == "joules"
+
+
+def test_a_pipe_that_the_user_made_is_written_to(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with replace_when_written(pipe) as part:
+        assert part == pipe
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+
+
+def test_a_disk_or_a_socket_is_never_written_to_or_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path has at most 108 characters
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("s.html")
+        with pytest.raises(ArgumentError, match="a disk or a socket"), replace_when_written(Path("s.html")):
+            pass
+        assert stat.S_ISSOCK(Path("s.html").lstat().st_mode)
+    block, real = os.stat_result((stat.S_IFBLK | 0o660, *(0,) * 9)), Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **how: block if path == Path("/dev/null") else real(path, **how))
+    with pytest.raises(ArgumentError, match="a disk or a socket"), replace_when_written(Path("/dev/null")):
+        pass
 
 
 def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
