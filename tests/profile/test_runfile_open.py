@@ -247,6 +247,54 @@ def test_a_file_without_a_checksum_is_read(tmp_path):
     assert read_all(path) == expected
 
 
+def plant_log(path: Path, folder: Path) -> None:
+    """Put the -wal of another run, which is still written to, beside a run."""
+    writer = RunWriter(folder / "other.tessera")
+    writer.add_row("mark", "of another run", 1, 2)
+    writer.flush()
+    shutil.copy(f"{writer.path}-wal", f"{path}-wal")
+    writer.close()
+
+
+def test_a_log_beside_a_sealed_run_is_not_read(tmp_path):
+    path = write_run(tmp_path / "a.tessera")
+    expected, bytes_before = read_all(path), path.read_bytes()
+    plant_log(path, tmp_path)
+    planted = Path(f"{path}-wal").read_bytes()
+    assert read_all(path) == expected
+    with RunFile(path) as run:
+        assert run.notes == ["a.tessera-wal beside it is not of this run, which is complete: not read"]
+    _copy_run(path, 0, tmp_path / "tb")
+    assert read_all(tmp_path / "tb/plugins/tessera/a.0.tessera") == expected
+    with pytest.raises(RecordingError, match=r"a\.tessera-wal beside it is not of this run") as caught:
+        RunWriter(path, mode="append")
+    assert caught.value.fix == "move a.tessera-wal away"
+    assert (path.read_bytes(), Path(f"{path}-wal").read_bytes()) == (bytes_before, planted)
+
+
+def test_a_journal_beside_a_sealed_run_is_not_read(tmp_path):
+    path = write_run(tmp_path / "a.tessera")
+    expected = read_all(path)
+    write_journal(path, None)
+    with RunFile(path) as run:
+        assert "a.tessera-journal beside it" in run.notes[0]
+    assert read_all(path) == expected
+
+
+def test_a_run_that_somebody_reads_while_it_is_closed_is_whole(tmp_path):
+    """Its end is in the -wal then, so that it has no seal."""
+    path = tmp_path / "a.tessera"
+    writer = RunWriter(path)
+    writer.flush()
+    with closing(sqlite3.connect(path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT count(*) FROM chunks").fetchone() == (0,)
+        writer.add_row("mark", "the last", 1, 2)
+        writer.close()
+        with RunFile(path) as run:
+            assert (run.rows, run.crashed, run.notes) == (1, False, [])
+
+
 def test_a_run_that_is_added_to_is_sealed_again(tmp_path):
     path = write_run(tmp_path / "a.tessera")
     with RunWriter(path, mode="append") as run:

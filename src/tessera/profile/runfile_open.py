@@ -4,7 +4,8 @@ SQLite does what a file says: a view or a trigger is a program, a rollback journ
 deleted, and a row may be listed a million times. So only the tables of `runfile_format` are accepted, word for word;
 only reading them is allowed; and what that costs is limited by the size of the file.
 
-A closed run ends in a seal, a checksum of every byte before it. SQLite does not look behind its last page.
+A closed run ends in a seal, a checksum of every byte before it. SQLite does not look behind its last page. A run is
+sealed when all of it is in the file: what lies beside a sealed file is not its own, and is not read.
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ class RunDatabase:
         if not path.is_file():
             raise RecordingError(f"there is no run file {path}", fix="give a run's .tessera file")
         self.budget = ReadBudget(str(path), size_with_log(path))
-        _check_seal(path)
-        self.log_is_missing = _is_log_missing(path)
+        sealed = _check_seal(path)
+        self.foreign = _list_journals(path) if sealed else []
+        """Names of files beside a sealed run that are not its own, and were not read."""
+        self.log_is_missing = not sealed and _is_log_missing(path)
         try:
-            self.db = self._connect(path, "ro")
+            self.db = self._connect(path, "ro&immutable=1" if self.foreign else "ro")
         except sqlite3.OperationalError as exc:
             if "locked" in str(exc):
                 raise bad_file(path, str(exc), "try again when its writer is done") from exc
@@ -170,6 +173,12 @@ def size_with_log(path: Path) -> int:
     return sum(p.stat().st_size for p in (path, Path(f"{path}-wal")) if p.exists())
 
 
+def _list_journals(path: Path) -> list[str]:
+    """The files beside it from which SQLite would take pages. An empty one stays where a reader was not done."""
+    sides = (Path(f"{path}{side}") for side in ("-wal", "-journal"))
+    return [side.name for side in sides if side.exists() and (not side.is_file() or side.stat().st_size)]
+
+
 def _is_log_missing(path: Path) -> bool:
     """Whether the file says that a -wal belongs to it, and there is none."""
     with path.open("rb") as file:
@@ -220,11 +229,12 @@ def _read_seal(path: Path) -> tuple[int, int] | None:
     return (length, checksum) if magic == _SEAL_MAGIC else None
 
 
-def _check_seal(path: Path) -> None:
+def _check_seal(path: Path) -> bool:
+    """Whether it has a seal; raises where the seal is broken."""
     try:
         stored = _read_seal(path)
         if stored is None:
-            return
+            return False
         length, checksum = stored
         with path.open("rb") as file:
             whole = length == path.stat().st_size - _SEAL.size and _checksum(file, length) == checksum
@@ -233,6 +243,7 @@ def _check_seal(path: Path) -> None:
     if not whole:
         why = "its checksum is wrong: its bytes are not those that were written when the run ended"
         raise bad_file(path, why, DAMAGED_FIX)
+    return True
 
 
 def _checksum(file: Any, size: int) -> int:

@@ -145,7 +145,7 @@ class RunFile:
     @property
     def notes(self) -> list[str]:
         """What a reader should know of this file."""
-        notes = []
+        notes = [f"{name} beside it is not of this run, which is complete: not read" for name in self._db.foreign]
         if self.crashed:
             notes.append(
                 "the file was never closed: its program was killed or is still running; it is complete up to"

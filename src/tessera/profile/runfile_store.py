@@ -7,6 +7,7 @@ import socket
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from .runfile_format import (
     to_json,
     version,
 )
-from .runfile_open import DDL, SIDE_FILES, RunDatabase, check_journal, seal, unseal
+from .runfile_open import DDL, SIDE_FILES, RunDatabase, bad_file, check_journal, seal, unseal
 
 Mode = Literal["new", "claimed", "replace", "append"]
 Row = tuple[Any, ...]
@@ -72,7 +73,10 @@ class Store:
                 Path(f"{self.path}{side}").unlink(missing_ok=True)
         if mode == "append" and exists:
             check_journal(self.path, self.path)
-            RunDatabase(self.path).close()  # refuses what is not ours, and a newer version
+            with closing(RunDatabase(self.path)) as run:  # refuses what is not ours, and a newer version
+                if run.foreign:
+                    why = f"{run.foreign[0]} beside it is not of this run, and would be written into it"
+                    raise bad_file(self.path, why, f"move {run.foreign[0]} away")
             unseal(self.path)
         # Autocommit mode: we say BEGIN and COMMIT ourselves.
         db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
@@ -125,20 +129,21 @@ class Store:
 
     def finish(self, clean: bool) -> None:
         """Close the file, and mark it as closed cleanly where it was; no side files stay."""
+        whole = False
         try:
             if clean:
                 self.db.execute("INSERT OR REPLACE INTO about VALUES ('closed_epoch_ns', ?)", (str(time.time_ns()),))
             # Leaves WAL mode, which deletes the side files. Refused while somebody has the file open: then it is whole
-            # all the same, beside an empty -wal.
+            # all the same, beside an empty -wal. Not whole while somebody reads: no seal then, the -wal belongs to it.
             self.db.execute("PRAGMA busy_timeout=500")
-            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            whole = not self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
             self.db.execute("PRAGMA journal_mode=DELETE")
         except sqlite3.OperationalError as exc:
             if "locked" not in str(exc):
                 raise
         finally:
             self.db.close()
-        if clean:
+        if clean and whole:
             seal(self.path)
 
     def rows(self, rows: Sequence[Row]) -> None:
