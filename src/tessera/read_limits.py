@@ -17,6 +17,8 @@ from .errors import RecordingError
 
 JSON_BYTES = 16 << 20
 """The longest JSON that is read without knowing its types: objects take twenty times their text."""
+TRACE_BYTES = 1 << 30
+"""The longest trace that is taken from a process whole: one of some steps has a few hundred MB."""
 SECONDS, SECONDS_PER_BYTE = 3.0, 1.6e-7
 """CPU seconds for what does not read straight through: SQL, and text that has to be repaired."""
 ROWS, BYTES_PER_ROW = 1_000_000, 6

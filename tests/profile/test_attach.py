@@ -24,7 +24,18 @@ import numpy as np
 import pytest
 
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
-from tessera.profile.attach import AttachOptions, NoProcess, NotYours, TraceFigures, What, attach, process, stacks
+from tessera.profile.attach import (
+    AttachOptions,
+    NoProcess,
+    NotYours,
+    TraceFigures,
+    What,
+    attach,
+    process,
+    request,
+    session,
+    stacks,
+)
 from tessera.profile.attach import process as kineto_module
 from tessera.profile.attach.daemon import (
     BadMessage,
@@ -39,7 +50,7 @@ from tessera.profile.attach.daemon import (
     encode_context,
     encode_request,
 )
-from tessera.profile.attach.process import Target, find, kineto
+from tessera.profile.attach.process import Kineto, Target, find, kineto
 from tessera.profile.attach.request import Folder, config, figures
 from tessera.profile.attach.sampling import ProcessUse
 from tessera.profile.attach.tracks import Track, counters, split, write_summary, write_trace
@@ -372,6 +383,23 @@ def test_a_trace_is_taken_when_it_is_complete(me):
     assert not folder.path.exists()
 
 
+def test_a_trace_that_no_memory_holds_is_not_read(me, monkeypatch):
+    monkeypatch.setattr(session, "kineto", lambda _target: Kineto(state="ready"))
+    with Folder(me) as folder:
+        with (folder.path / "trace_1.json").open("wb") as file:
+            file.truncate(40 << 30)  # takes no room on the disk
+            file.seek(0, os.SEEK_END)
+            file.write(b"}")
+        with pytest.raises(RecordingError, match="the trace is not read to its end") as caught:
+            folder.take()
+        assert "1,073,741,824 are the most" in str(caught.value.why)
+        run = session._Session(me, session.AttachOptions(), lambda _s: False, print, 0.0)
+        assert not run._take(folder)
+    why_not = run._why_not(None, ended=False)
+    assert "are the most that is read" in why_not.reason
+    assert "--steps 1" in why_not.fix
+
+
 def test_root_is_not_led_to_another_file(me, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("{}")
@@ -655,6 +683,17 @@ def test_figures_of_a_trace():
     assert [h.name for h in found.heaviest] == ["gemm", "ncclDevKernel_AllReduce"]
     with pytest.raises(RecordingError):
         figures(b"not a trace")
+
+
+def test_the_heaviest_names_are_found_in_one_pass(monkeypatch):
+    event = '{{"ph": "X", "cat": "kernel", "name": "k{}", "pid": 0, "tid": 7, "ts": {}, "dur": {}}}'
+    events = [event.format(i % 40, 10 * i, 1 + (i % 40) / 10) for i in range(80)]
+    asked = []
+    monkeypatch.setattr(request, "_time_s", lambda _timeline, rows: asked.append(len(rows)) or 0.0)
+    found = figures(f'{{"traceEvents": [{",".join(events)}]}}'.encode()).heaviest
+    assert [(h.name, h.calls) for h in found] == [(f"k{i}", 2) for i in (39, 38, 37, 36, 35)]
+    assert found[0].time_s == pytest.approx(2 * 4.9e-6)
+    assert len(asked) == 2, "of kernels and collectives, not of every name"
 
 
 def test_figures_of_a_trace_with_a_time_that_is_no_number():

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...errors import ArgumentError, MeasurementError
 from ...joules import Ints
+from ...read_limits import TRACE_BYTES, ReadBudget
 from ...timeline import Timeline, kineto
 from ...timeline.columns import NONE
 from .process import PROC, TRACE_VARIABLE, Target, files_as, same_mounts
@@ -116,7 +117,10 @@ class Folder:
             return False
 
     def take(self) -> bytes | None:
-        """The trace, once it is complete. libkineto renames a finished file; an old one writes it in place."""
+        """The trace, once it is complete. libkineto renames a finished file; an old one writes it in place.
+
+        Raises RecordingError for one that is too long to be kept in memory.
+        """
         try:
             names = [n for n in os.listdir(self._fd) if n.endswith(".json")]  # noqa: PTH208
         except OSError:
@@ -137,11 +141,14 @@ class Folder:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != self._target.uid or status.st_nlink != 1:
                 return None
+            if status.st_size > TRACE_BYTES:
+                why = f"it has {status.st_size:,} bytes, and {TRACE_BYTES:,} are the most that is read"
+                raise ReadBudget("the trace", status.st_size).refuse(why)
             f.seek(max(status.st_size - 64, 0))
-            if not f.read().rstrip().endswith(b"}"):
+            if not f.read(64).rstrip().endswith(b"}"):
                 return None
             f.seek(0)
-            return f.read()
+            return f.read(status.st_size)  # it may grow meanwhile
 
 
 _STEP = "Optimizer.step#"
@@ -212,9 +219,9 @@ def _find_heaviest(timeline: Timeline) -> list[Heaviest]:
     """By time on the device; of a trace without one by time in operators (an inner one is in its outer one too)."""
     rows = timeline.device_rows
     rows = rows if len(rows) else timeline.rows("op")
-    names = timeline["name"][rows]
-    by_name = [
-        Heaviest(name=timeline.names[n], calls=int((names == n).sum()), time_s=_time_s(timeline, rows[names == n]))
-        for n in np.unique(names).tolist()
+    used, which, calls = np.unique(timeline["name"][rows], return_inverse=True, return_counts=True)
+    ns = np.bincount(which, weights=timeline["end_ns"][rows] - timeline["start_ns"][rows], minlength=len(used))
+    return [
+        Heaviest(name=timeline.names[int(used[i])], calls=int(calls[i]), time_s=float(ns[i]) * 1e-9)
+        for i in np.argsort(-ns, kind="stable")[:_TOP]
     ]
-    return sorted(by_name, key=lambda h: -h.time_s)[:_TOP]

@@ -129,6 +129,7 @@ class _Session:
         self._notes: list[str] = []
         self._kineto = kineto(target)
         self._data: bytes | None = None
+        self._refusal: RecordingError | None = None
         self._trace_s: float | None = None
         self._stopped = False
         self._daemon: TraceDaemon | None = None
@@ -165,8 +166,8 @@ class _Session:
                 if self._wait(_BEAT_S):
                     self._stopped = True
                     return
-                if folder is not None and self._data is None and folder.has_begun:
-                    self._take(folder)
+                if folder is not None and self._data is None and folder.has_begun and not self._take(folder):
+                    folder = None
                 now = time.monotonic()
                 waiting = folder is not None and self._data is None and now - self._begun < self._options.timeout_s
                 if now - looked >= self._least_s(tracing=folder is not None) and not waiting:
@@ -191,10 +192,15 @@ class _Session:
             return None
         return folder
 
-    def _take(self, folder: Folder) -> None:
-        self._data = folder.take()
+    def _take(self, folder: Folder) -> bool:
+        """Take the trace if it is complete; False where it never can be taken."""
+        try:
+            self._data = folder.take()
+        except RecordingError as exc:
+            self._refusal = exc
         if self._data is not None:
             self._trace_s = time.monotonic() - self._begun
+        return self._refusal is None
 
     def _result(self, power: LiveTrace, sampler: ProcessSampler) -> Attached:
         ended = sampler.ended_ns is not None
@@ -234,6 +240,8 @@ class _Session:
     def _why_not(self, daemon: TraceDaemon, ended: bool) -> Kineto:
         """Why a process that could have been traced was not."""
         state, again = self._kineto.state, f"tessera-prof --pid {self._target.pid}"
+        if self._refusal is not None:
+            return Kineto(state=state, reason=f"{self._refusal.what}: {self._refusal.why}", fix=f"{again} --steps 1")
         if ended:
             return Kineto(state=state, reason="it ended before its trace was written")
         if self._stopped:
