@@ -151,6 +151,32 @@ def test_sigterm_still_reports(gpu: dict[str, str]) -> None:
     assert re.search(r"± [\d.]+ W", err)
 
 
+@pytest.mark.parametrize("words", [("measure", "--sensor", "modelled", "--", sys.executable), ("run",)])
+def test_a_checkpoint_signal_to_the_whole_job_ends_nobody(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Slurm sends SIGUSR1 to every process of a job; the program saves its state, and the wrapper must outlive it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL, 'as without us'\n"
+        "got = []\n"
+        "for number in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(number, lambda n, _: got.append(n))\n"
+        "for number in (signal.SIGUSR1, signal.SIGUSR2): os.killpg(0, number)\n"
+        "while len(got) < 2: time.sleep(0.01)\n"
+        "print('saved', len(got))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tessera", *words, str(script)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "saved 2" in done.stdout and re.search(r"\d [mk]?J\b", done.stdout + done.stderr), done.stderr
+
+
 def test_trace_is_a_csv_that_replays(gpu: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "power.csv"
     first = tessera("measure", "--trace", str(path), *sleeper(1.0), env=gpu)

@@ -82,11 +82,12 @@ def command(
     if runs is not None and trace:
         raise ArgumentError("--trace is for a single run", fix="leave out --runs, or --trace")
     from ..monitor import Monitor
-    from ..monitor.command import CommandNotRun, measure_command
+    from ..monitor.command import CommandNotRun, measure_command, survive_user_signals
     from ..sensors.discover import discover
     from ..sensors.processes import ProcessTree
     from .repeat import measure_in_turns, split_commands
 
+    survive_user_signals()
     commands = split_commands(command) if runs is not None else []
     available = discover(list(sensors) or None, scope=scope, tree=ProcessTree(with_root=False))
     monitor = Monitor(available.sensors, available.missing).start()

@@ -221,10 +221,11 @@ def _run_script(plan: LaunchPlan, quiet: bool, on_closed: Callable[[], None] | N
     """
     import msgspec
 
-    from ..monitor.command import forward_signals
+    from ..monitor.command import forward_signals, survive_user_signals
     from ..profile.launch import LAUNCH
     from ..sensors.discover import SCOPE_VARIABLE
 
+    survive_user_signals()
     env = {**os.environ, SCOPE_VARIABLE: plan.scope} if plan.scope else None
     reader, writer = os.pipe()
     argv = [sys.executable, "-c", LAUNCH, msgspec.json.encode(plan).decode(), str(writer)]

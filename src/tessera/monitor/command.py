@@ -160,6 +160,17 @@ def _terminal_interrupts() -> bool:
     return False
 
 
+def survive_user_signals() -> None:
+    """Do nothing on SIGUSR1 and SIGUSR2 for the rest of this process: Slurm sends them to a whole job for a checkpoint.
+
+    With a handler and not SIG_IGN, which a child would inherit: the child finds them as they were.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, lambda signum, frame: None)
+
+
 @contextmanager
 def forward_signals(
     child: subprocess.Popen[bytes] | None = None,
