@@ -404,6 +404,23 @@ def test_passes_outside_the_window_are_no_calls():
     assert table.regions[0].calls in (50, 51) and table.regions[0].wall_s == pytest.approx(0.5, rel=0.01)
 
 
+def test_a_pass_that_tracing_cut_is_no_call_and_has_no_joules():
+    board = Board(WATTS)
+    board.mixture(LOADS, 2.0)
+    whole = [("train", T0 + i * 100 * MS, T0 + (i + 1) * 100 * MS) for i in range(20)]
+    inner = [("forward", start + 20 * MS, end - 20 * MS) for _, start, end in whole]
+    around = [("main", T0, T0 + 2000 * MS)]
+    window = (T0 + 185 * MS, T0 + 505 * MS)
+    board.rows = [r for r in board.rows if window[0] <= r[1] and r[2] <= window[1]]
+    table = attribute(launched(board, [*around, *whole, *inner]), board.power(), windows=[window])
+    rows = {r.name: r for r in table.regions}
+    assert rows["train"].calls == rows["forward"].calls == 3
+    assert rows["train"].wall_s == pytest.approx(0.3) and rows["forward"].wall_s == pytest.approx(0.18)
+    assert rows["train"].j_per_call > rows["forward"].j_per_call
+    assert rows["train"].energy_j == pytest.approx(table.energy_j * 300 / 320, rel=0.05)
+    assert rows["main"].calls == 1 and rows["main"].energy_j > rows["train"].energy_j, "no pass of it is whole"
+
+
 def test_what_ran_in_a_hole_of_the_samples_has_no_joules_and_the_rest_its_own():
     board = Board(WATTS)
     board.mixture(LOADS, 3.0)

@@ -14,11 +14,10 @@ from ..notes import Note
 from ..schema import Energy
 from ..timeline.columns import NONE, Timeline
 from ..trace import PowerTrace
+from .ledger import WHOLE
 from .solve import attribute
 from .table import EnergyRow, EnergyTable
 
-WHOLE = 0.98
-"""A step of which this much was traced is whole."""
 MOST_PASSES = 20_000
 """Passes through regions that are integrated one by one; of a run with more, the first ones."""
 _NO_POWER = 'no power was recorded, so there are no joules: activities=["gpu", "power"]; see `tessera doctor`'

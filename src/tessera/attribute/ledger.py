@@ -24,6 +24,8 @@ from .share import Share
 from .table import EnergyRow, EnergyTable
 
 NO_OP = "(no operator)"
+WHOLE = 0.98
+"""A step, or a pass through a region, of which this much was traced is whole."""
 
 
 @dataclass(slots=True)
@@ -41,12 +43,16 @@ class _Line:
 
 
 def table(
-    timeline: Timeline, links: Links, parts: Sequence[Share], windows: Sequence[tuple[int, int]], notes: Sequence[str]
-) -> EnergyTable:
-    """The table of all devices; fills `timeline.energy_j` and `energy_error_j`."""
+    timeline: Timeline, links: Links, parts: Sequence[Share], windows: Sequence[tuple[int, int]], notes: Sequence[str],
+    *, is_cut: bool = False,
+) -> EnergyTable:  # fmt: skip
+    """The table of all devices; fills `timeline.energy_j` and `energy_error_j`.
+
+    `is_cut`: the tracer began and ended with the windows, so passes through regions that reach beyond are partial.
+    """
     _fill(timeline, parts)
     total_j = float(sum(p.joules for p in parts))
-    ledger = _Ledger(timeline, links, parts, total_j, windows)
+    ledger = _Ledger(timeline, links, parts, total_j, windows, is_cut)
     on_host = all(p.on_host for p in parts)
     idle = [_idle(p) for p in parts]
     idle_s = sum(i[2] for i in idle)
@@ -118,12 +124,13 @@ class _Ledger:
 
     def __init__(
         self, timeline: Timeline, links: Links, parts: Sequence[Share], total_j: float,
-        windows: Sequence[tuple[int, int]],
+        windows: Sequence[tuple[int, int]], is_cut: bool,
     ) -> None:  # fmt: skip
         self._timeline = timeline
         self._links = links
         self._parts = parts
         self._total_j = total_j
+        self._is_cut = is_cut
         self._windows = np.array(windows, np.int64).reshape(-1, 2)
 
     def kernels(self) -> list[EnergyRow]:
@@ -274,21 +281,24 @@ class _Ledger:
         names = self._timeline["name"]
         lines: dict[int, _Line] = {}
         parent = self._links.parent
-        again = self._again(self._named_rows(kind))
+        passes = self._named_rows(kind)
+        again = self._again(passes)
+        partial = self._find_partial(passes, again)
+        left_out = again | partial
         for p in self._parts:
             level = innermost[p.activity.rows].copy()
             while np.any(level != NONE):
-                keys = np.where((level == NONE) | again[level], NONE, names[level])
+                keys = np.where((level == NONE) | left_out[level], NONE, names[level])
                 self._add(lines, p, keys, p.activity.rows, kind)
                 if kind == "region" and not p.on_host:
                     self._add_gaps_within(lines, p, level, keys)
                 level = np.where(level == NONE, NONE, parent[level])
             if kind == "region" and p.on_host:
-                self._add_gaps_of_host(lines, p, again)
+                self._add_gaps_of_host(lines, p, left_out)
         lines.pop(NONE, None)
-        self._count_calls(lines, self._named_rows(kind), again)
+        self._count_calls(lines, passes[~partial[passes]], again)
         if forward is not None:
-            self._add_later(lines, innermost, forward)
+            self._add_later(lines, innermost, forward, partial)
         rows = [
             self._row(self._timeline.names[k], line, wall=kind == "region", later=forward is not None)
             for k, line in lines.items()
@@ -306,10 +316,10 @@ class _Ledger:
         same = ok & (passes[row] == passes[row - 1]) & (passes[row] != NONE)
         self._give(lines, part, np.where(same, keys[row], NONE), part.gap_start_ns, part.gap_end_ns)
 
-    def _add_gaps_of_host(self, lines: dict[int, _Line], part: Share, again: NDArray[np.bool_]) -> None:
+    def _add_gaps_of_host(self, lines: dict[int, _Line], part: Share, left_out: NDArray[np.bool_]) -> None:
         """A region of the host is where its program is: all idle time from its begin to its end is the region's."""
         rows = self._named_rows("region")
-        rows = rows[~again[rows]]
+        rows = rows[~left_out[rows]]
         if len(rows) == 0 or len(part.gap_cls) == 0:
             return
         origin = int(part.gap_start_ns[0])
@@ -345,6 +355,18 @@ class _Ledger:
             outer = np.where(outer == NONE, NONE, parent[outer])
         return inside_own_name
 
+    def _find_partial(self, rows: Ints, again: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which passes were traced only in part, where others of their name were traced whole: as steps, no calls."""
+        partial = np.zeros(len(self._timeline) + 1, bool)  # one more, for NONE
+        if not self._is_cut:
+            return partial
+        start_ns, end_ns, names = (self._timeline[key][rows] for key in ("start_ns", "end_ns", "name"))
+        seen_s = self._wall_s(start_ns, end_ns)
+        short = seen_s < WHOLE * (end_ns - start_ns) * 1e-9
+        has_whole = np.isin(names, names[~short & (seen_s > 0)])
+        partial[rows] = short & has_whole & ~again[rows]
+        return partial
+
     def _count_calls(self, lines: dict[int, _Line], rows: Ints, again: NDArray[np.bool_]) -> None:
         """Calls of a region are its passes, and their wall time is its own, within the windows of the joules."""
         timeline = self._timeline
@@ -365,7 +387,7 @@ class _Ledger:
             inside += np.maximum(np.minimum(end_ns, stop_ns) - np.maximum(start_ns, begin_ns), 0)
         return np.asarray(inside * 1e-9, np.float64)
 
-    def _add_later(self, lines: dict[int, _Line], innermost: Ints, forward: Ints) -> None:
+    def _add_later(self, lines: dict[int, _Line], innermost: Ints, forward: Ints, partial: NDArray[np.bool_]) -> None:
         """What autograd spent elsewhere on behalf of a region's forward operators."""
         names = self._timeline["name"]
         for p in self._parts:
@@ -378,7 +400,7 @@ class _Ledger:
             for (ahead, here), spent in zip(pairs.tolist(), joules.tolist(), strict=True):
                 # A region around both (the step) has these joules already.
                 around = {int(names[r]) for r in self._links.path(here)}
-                for key in {int(names[r]) for r in self._links.path(ahead)} - around:
+                for key in {int(names[r]) for r in self._links.path(ahead) if not partial[r]} - around:
                     lines.setdefault(key, _Line("region")).later_j += spent
 
     def _row(

@@ -56,7 +56,7 @@ def attribute(
     """
     from .ledger import table
 
-    links = timeline.linked
+    links, is_cut = timeline.linked, bool(windows)
     if windows:
         traced_s = sum(b - a for a, b in windows) * 1e-9
         note = f"{len(windows)} windows were traced, {traced_s:.3g} s in all: joules and seconds are of those"
@@ -84,7 +84,7 @@ def attribute(
             "no joules can be attributed", why="no power sample lies within the trace",
             fix="record power with the trace: tessera run, or --power with a log of the same time",
         )  # fmt: skip
-    spent = table(timeline, links, parts, windows, notes)
+    spent = table(timeline, links, parts, windows, notes, is_cut=is_cut)
     untraced = [power.columns[p.domain.name].energy(*span) for p in parts for span in _list_untraced(power, windows)]
     return dataclasses.replace(
         spent,
