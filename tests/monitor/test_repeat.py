@@ -15,7 +15,7 @@ import pytest
 from tessera.monitor import Monitor, repeat
 from tessera.monitor.command import CommandRun
 from tessera.monitor.repeat import RepeatedRuns, find_outliers, label_of, measure_repeatedly
-from tessera.schema import Energy, EnergyReport
+from tessera.schema import Domain, Energy, EnergyReport
 
 
 def report(energy_j: float, time_s: float = 1.0, coverage: float = 1.0) -> EnergyReport:
@@ -150,6 +150,15 @@ def test_an_outlier_has_a_cause(odd: EnergyReport, at: int, warmup: int, words: 
     (found,) = find_outliers(reports, warmup)
     assert found.run == at + 1 and words in found.cause
     assert find_outliers(reports[: at + 1][-4:], warmup) == []
+
+
+@pytest.mark.parametrize(("energy_j", "word"), [(50.0, "less"), (200.0, "more")])
+def test_an_outlier_that_is_modelled_from_cpu_time_is_not_blamed_on_other_programs(energy_j: float, word: str) -> None:
+    cpu = Domain(name="cpu0", source="modelled", resolution_s=0.1, basis="modelled", scope="process")
+    reports = [dataclasses.replace(report(100.0 + 0.1 * i), domains=[cpu]) for i in range(10)]
+    reports[4] = dataclasses.replace(reports[4], total=report(energy_j).total)
+    (found,) = find_outliers(reports, 0)
+    assert f"used {word} CPU time" in found.cause and "another program" not in found.cause
 
 
 def test_short_and_drifting_commands_are_said(machine: FakeMachine) -> None:

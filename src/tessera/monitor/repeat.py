@@ -326,6 +326,10 @@ def _guess_cause(run: int, report: EnergyReport, medians: tuple[float, float], w
         return f"{usual}; something slowed this run down: another program, a disk, or a hot chip's lower clock"
     if is_slow:
         return f"{usual}; this run ended early: does the command do the same work each time?"
+    counted = [d for d in report.domains if d.counted]
+    if counted and all(d.source == "modelled" and d.scope == "process" for d in counted):
+        cpu = f"{'more' if total.energy_j > energy_j else 'less'} CPU time, from which its joules are modelled"
+        return f"{usual}; this run took about as long and used {cpu}: does the command do the same work each time?"
     other = "another program used power meanwhile, or the chip ran at another clock"
     return f"{usual}; this run took about as long, so {other}"
 
