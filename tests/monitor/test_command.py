@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,9 +20,16 @@ from tessera.errors import SensorLost
 from tessera.monitor import Monitor
 from tessera.monitor.command import CommandNotRun, measure_command
 from tessera.monitor.regions import REGIONS_VARIABLE, merge_regions, read_regions, write_regions
-from tessera.schema import Domain, Energy, RegionEnergy, Work
+from tessera.schema import Device, Domain, Energy, Figure, RegionEnergy, Work
+from tessera.sensors.modelled import ModelledSensor
+from tessera.sensors.processes import ProcessTree
 
 from fakes.sensor import ScriptSensor
+
+CPU = Device(
+    id="cpu", name="A CPU", kind="cpu", vendor="?",
+    tdp_w=Figure(value=8.0, source="its box"), idle_w=Figure(value=2.0, source="a guess"),
+)  # fmt: skip
 
 
 def sensor(power_w: Callable[[float], float] = lambda t: 150.0, name: str = "gpu0", **kwargs: object) -> ScriptSensor:
@@ -56,6 +64,30 @@ def test_the_command_is_measured_and_its_exit_code_passed_on(monitor: Monitor) -
     assert run.report.name == "sh -c sleep 0.1; exit 3"
     assert run.trace.energy_j == pytest.approx(total.energy_j, rel=0.05)
     assert set(run.telemetry) == {"gpu0"}
+
+
+BURN = """
+import sys, time
+until_s = time.process_time() + float(sys.argv[1])
+while time.process_time() < until_s: pass
+"""
+
+
+@pytest.mark.parametrize("spend_s", [0.03, 0.15, 0.4])
+def test_a_command_is_charged_for_all_of_its_cpu_time(spend_s: float) -> None:
+    """Its joules are those of the model at the CPU time that the kernel says it has used, however short it is."""
+    own = Monitor([ModelledSensor(CPU, tree=ProcessTree(with_root=False))]).start()
+    try:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run = measure_command(["sh", "-c", f"{sys.executable} -S -c '{BURN}' {spend_s}; true"], own)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    finally:
+        own.stop()
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert cpu_s >= spend_s
+    full_w = CPU.tdp_w.value  # type: ignore[union-attr]
+    assert run.report.total.energy_j == pytest.approx(full_w * cpu_s / (os.cpu_count() or 1), rel=0.02)
+    assert run.report.peak_w is not None and run.report.peak_w <= full_w * (1 + 1e-9)
 
 
 def test_output_and_environment_are_the_commands_own(monitor: Monitor, tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def test_repeats_and_old_samples_are_dropped_and_counted() -> None:
     assert (series.last_ns, series.last_w) == (30, 3.0)
 
 
+def test_samples_that_replace_others_leave_those_before_them() -> None:
+    series = PowerSeries(domain(hold=Hold.MEAN))
+    series.extend([(0, math.nan), (S, 1.0), (2 * S, 0.0), (3 * S, 0.0)])
+    assert series.extend([(2 * S, 4.0), (3 * S, 4.0), (4 * S, 2.0)], replaces=True) == 3
+    assert [joules(series, 0, k * S) for k in (1, 2, 3, 4)] == pytest.approx([1.0, 5.0, 9.0, 11.0])
+
+
 def test_an_empty_series_knows_nothing() -> None:
     series = PowerSeries(domain())
     assert series.last_ns is None and series.last_w is None

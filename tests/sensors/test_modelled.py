@@ -6,13 +6,16 @@ import dataclasses
 import math
 import os
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera.clock import Clock
 from tessera.device import ASSUMED_ERROR
 from tessera.errors import SensorLost, SensorUnavailable
 from tessera.hardware import host_cpu, lookup
+from tessera.monitor.sampler import Sampler
 from tessera.schema import Device, Domain, Figure, Hold
 from tessera.sensors.base import Sensor
 from tessera.sensors.modelled import (
@@ -251,6 +254,52 @@ def test_a_process_has_its_own_share_whatever_its_neighbours_do(machine, neighbo
     samples = sensor.read().samples
     assert samples["cpu0"][0][1] == pytest.approx(0.25 * 300.0)
     assert samples["cpu0.idle_share"][0][1] == pytest.approx(0.25 * 100.0)
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 0.2), st.floats(0, 1), st.booleans()), min_size=1, max_size=30))
+def test_cpu_time_of_a_process_that_is_seen_late_is_not_lost(steps):
+    machine, tree, unseen_s = Machine(), Tree(), 0.0
+    sensor = machine.sensor(tree=tree)
+    sampler = Sampler([sensor], clock=Clock(lambda: machine.ns, lambda: machine.ns))
+    sampler.read_due()
+    series, start_ns = sampler.series["cpu0"], machine.ns
+    for seconds, share, is_seen in [*steps, (1e-6, 0.0, True)]:
+        machine.run(seconds, 0.0)
+        unseen_s += os.cpu_count() * seconds * share
+        if is_seen:  # the child was found, or has ended
+            tree.cpu_s, unseen_s = tree.cpu_s + unseen_s, 0.0
+        sampler.wait_for(machine.ns)
+    assert series.mark(machine.ns).joules == pytest.approx(300.0 * tree.cpu_s / os.cpu_count(), rel=1e-6, abs=1e-6)
+    column = series.column(start_ns, machine.ns)
+    assert np.nanmax(column.watts) <= 300.0 * (1 + 1e-9)  # the curve's end
+
+
+def test_what_no_sample_has_room_for_is_charged_later(machine):
+    tree = Tree()
+    sensor = machine.sensor(tree=tree)
+    sensor.read()
+    watts = []
+    for cpu_s in (2.5 * os.cpu_count(), 0.0, 0.0, 0.0):
+        tree.cpu_s += cpu_s
+        machine.run(1.0, 0.0)
+        watts += [w for _, w in sensor.read().samples["cpu0"][-1:]]
+    assert watts == pytest.approx([300.0, 300.0, 150.0, 0.0])
+
+
+def test_what_a_sample_of_a_process_covers_is_in_it(machine):
+    """A command that ends while /proc is read: the sample before its end must not claim to cover it."""
+    tree = Tree()
+    sensor = machine.sensor(tree=tree)
+    sensor.read()
+    machine.run(1.0, 0.0)
+    began_ns = machine.ns
+
+    def poll_slowly():
+        machine.run(1.0, 0.0)
+        return tree.cpu_s
+
+    tree.poll = poll_slowly
+    assert sensor.read().samples["cpu0"][-1][0] == began_ns
 
 
 def test_a_process_that_sleeps_is_not_charged_for_a_busy_machine(machine):

@@ -84,6 +84,28 @@ def test_a_child_that_ends_is_counted_once(machine):
     assert machine.look(tree) == 8
 
 
+def test_a_child_is_found_by_the_next_poll_however_soon(machine):
+    tree = machine.tree()
+    machine.run(101, ROOT, own=5)
+    assert round(tree.poll() / TICK_S) == 5
+
+
+def test_a_tree_that_takes_long_to_look_through_is_looked_through_less_often(machine, monkeypatch):
+    def list_slowly(tree, pid):
+        machine.now_s += 0.002
+        return []
+
+    monkeypatch.setattr(ProcessTree, "_list_children", list_slowly)
+    tree = machine.tree()
+    looked_s = machine.now_s
+    tree.poll()
+    assert machine.now_s == looked_s
+    machine.now_s += 100 * looked_s
+    began_s = machine.now_s
+    tree.poll()
+    assert machine.now_s > began_s
+
+
 def test_a_child_between_two_looks_is_counted_when_its_parent_has_waited_for_it(machine):
     tree = machine.tree()
     machine.run(ROOT, 1, own=50, waited=30 + 9)

@@ -28,8 +28,10 @@ from .series import PowerSeries
 # Power before the command starts is its idle level, if the sensor remembers that far back (NVML's ring: 2.4 s).
 IDLE_WINDOW_NS = 600_000_000
 IDLE_LEVEL = 0.1
-# How long a read at the edges of the command may take: RAPL and /proc answer within a millisecond.
+# How long a read at the edges of the command may take: RAPL and /proc answer within a millisecond. The CPU time of the
+# command is all there at its end, and a busy machine may read it late.
 EDGE_S = 0.05
+PROCESS_EDGE_S = 2.0
 EXIT_NOT_FOUND = 127  # as shells do
 EXIT_NOT_EXECUTABLE = 126
 STDERR = 2
@@ -70,8 +72,8 @@ def measure_command(
     with tempfile.TemporaryDirectory(prefix="tessera-") as folder:
         env = {**os.environ, REGIONS_VARIABLE: folder, SCOPE_VARIABLE: "process" if own else "machine"}
         scope = EnergyScope(" ".join(argv), monitor=monitor)
-        _read_means(monitor)
         with power_trace(monitor=monitor) as trace, scope:
+            _read_means(monitor)
             returncode = _run(argv, env, quiet, output)
             _read_means(monitor)
         regions = read_regions(Path(folder))
@@ -96,8 +98,10 @@ def measure_command(
 
 def _read_means(monitor: Monitor) -> None:
     """Have the sensors of means read now: a mean that reaches over an edge would lose a part of a short command."""
-    means = [d.name for d in monitor.sampler.domains if d.hold is Hold.MEAN and d.counted]
-    monitor.sampler.wait_for(time.monotonic_ns(), EDGE_S, means)
+    means = [d for d in monitor.sampler.domains if d.hold is Hold.MEAN and d.counted]
+    own = [d.name for d in means if d.scope == "process"]
+    monitor.sampler.wait_for(time.monotonic_ns(), PROCESS_EDGE_S, own)
+    monitor.sampler.wait_for(time.monotonic_ns(), EDGE_S, [d.name for d in means if d.name not in own])
 
 
 def _notes(trace: PowerTrace) -> list[str]:

@@ -307,7 +307,8 @@ class Sampler:
             for gap in batch.gaps:  # before the samples: one that is over already is closed by them
                 self._note_gap(gap)
             for name, samples in batch.samples.items():
-                self.series[name].extend(self._end_gaps(name, self._drop_impossible(name, samples)))
+                possible = self._end_gaps(name, self._drop_impossible(name, samples))
+                self.series[name].extend(possible, replaces=batch.replaces)
             silent = self._find_silent()
             for name, ticks in batch.anchors.items():
                 for time_ns, joules in ticks if name in self.anchors else ():

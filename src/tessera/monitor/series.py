@@ -68,8 +68,13 @@ class PowerSeries:
         last = self.last_ns
         return last is not None and last >= time_ns + self._lag_ns
 
-    def extend(self, samples: Sequence[tuple[int, float]]) -> int:
-        """Append samples, without repeats: those not newer than the last one. Returns how many were new."""
+    def extend(self, samples: Sequence[tuple[int, float]], *, replaces: bool = False) -> int:
+        """Append samples, without repeats: those not newer than the last one. Returns how many were new.
+
+        With `replaces`, those from the time of the first one on are forgotten before.
+        """
+        if replaces and samples:
+            self._n = int(np.searchsorted(self._times[: self._n], samples[0][0]))
         last = int(self._times[self._n - 1]) if self._n else -(1 << 62)
         fresh = []
         for time_ns, power_w in samples:

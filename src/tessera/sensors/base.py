@@ -21,7 +21,8 @@ class Batch:
     `samples` has, by domain, (time_ns, watts) in increasing time. A sample of NaN watts means "nothing is known
     between the sample before and here": the first sample of a `Hold.MEAN` domain, and the first after a gap.
     `anchors` has (time_ns, joules) of a cumulative energy counter, taken at its ticks and already corrected for
-    its lag; the sampler checks the integral against it.
+    its lag; the sampler checks the integral against it. With `replaces`, the samples take the place of those that were
+    given before from the time of the first one on: a sensor learnt late what had been used.
     """
 
     samples: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class Batch:
     telemetry: list[Telemetry] = field(default_factory=list)
     gaps: list[Gap] = field(default_factory=list)
     events: list[PowerEvent] = field(default_factory=list)
+    replaces: bool = False
 
     def add(self, domain: str, time_ns: int, power_w: float) -> None:
         """Append one power sample."""

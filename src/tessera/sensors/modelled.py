@@ -6,6 +6,9 @@ depend on what its neighbours do, and the processes of a busy machine sum to the
 that comes from it says so (`basis="modelled"`). Its error is that of the two figures, and what a straight line between
 them misses.
 
+CPU time of a process that is seen late, when a child was found or has ended, is never dropped. What does not fit into
+the time since the last read (all CPUs busy) was used before it, and is added to the samples there.
+
 `ProcessShare` divides a measured package among processes by their CPU time.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -33,6 +37,8 @@ LINE_ERROR = 0.15
 MODEL_ERROR = math.hypot(LINE_ERROR, 0.80)
 """The relative error of modelled power whose curve is unknown (a log): that of the catalogue's `generic-cpu`."""
 _RESET_S = 1.0
+KEPT_SPANS = 600
+"""How many samples of a process can still be raised: a minute of them."""
 IDLE_PART, MACHINE_PART = ".idle_share", ".machine"
 """What the names of the domains beside a process's own end in."""
 
@@ -62,6 +68,15 @@ def proc_stat_busy(path: Path = Path("/proc/stat")) -> tuple[float, float]:
     return (total - idle) * tick_s, total * tick_s
 
 
+@dataclasses.dataclass(slots=True)
+class _CpuSpan:
+    """The time up to a sample: the CPU seconds it had on all CPUs, and those that the process used."""
+
+    end_ns: int
+    room_s: float
+    used_s: float = 0.0
+
+
 class ModelledSensor:
     """The host's CPUs by their utilisation, or the share of a process `tree` in them. `device` has the power curve.
 
@@ -82,10 +97,11 @@ class ModelledSensor:
     ) -> None:
         self._device = device
         self._tree = tree
-        self._busy = busy if tree is None else self._read_tree
+        self._busy = busy
         self._clock = clock
         self._name = domain
         self._last: tuple[float, float] | None = None
+        self._spans: deque[_CpuSpan] = deque(maxlen=KEPT_SPANS)
 
     def start(self) -> None:
         """Look up the host's CPU, if no device was given."""
@@ -98,6 +114,7 @@ class ModelledSensor:
                 fix="give ModelledSensor a Device with tdp_w and idle_w",
             )
         self._last = None
+        self._spans.clear()
 
     def domains(self) -> Sequence[Domain]:
         if self._device is None:
@@ -128,14 +145,14 @@ class ModelledSensor:
         return []
 
     def read(self) -> Batch:
-        """Mean power since the last read."""
+        """Mean power since the last read; of a process, the samples that it raises too."""
         assert self._device is not None and self._device.idle_w is not None and self._device.tdp_w is not None
-        batch = Batch()
+        batch = Batch(replaces=self._tree is not None)
+        t = self._clock()  # before the CPU time: what a sample covers is in it
         try:
-            busy_s, total_s = self._busy()
+            busy_s, total_s = self._busy() if self._tree is None else self._read_tree(t)
         except SensorUnavailable as exc:
             raise SensorLost(exc.what, why=exc.why, fix=exc.fix) from exc
-        t = self._clock()
         last, self._last = self._last, (busy_s, total_s)
         # The kernel may take back a few ticks of idle time, not seconds: then the counters began anew (a container
         # that was moved).
@@ -146,19 +163,38 @@ class ModelledSensor:
         if total_s <= last[1]:  # /proc/stat counts in ticks of 10 ms: nothing new yet
             self._last = last
             return batch
-        share = min(max((busy_s - last[0]) / (total_s - last[1]), 0.0), 1.0)
+        used_s, room_s = busy_s - last[0], total_s - last[1]
+        share = min(max(used_s / room_s, 0.0), 1.0)
         idle_w, full_w = self._device.idle_w.value, self._device.tdp_w.value
         if self._tree is None:
             batch.add(self._name, t, idle_w + (full_w - idle_w) * share)
-        else:
-            batch.add(self._name, t, full_w * share)
-            batch.add(self._name + IDLE_PART, t, idle_w * share)
+        for span in self._charge(t, used_s, room_s) if self._tree is not None else ():
+            batch.add(self._name, span.end_ns, full_w * span.used_s / span.room_s)
+            batch.add(self._name + IDLE_PART, span.end_ns, idle_w * span.used_s / span.room_s)
         batch.telemetry.append(Telemetry(time_ns=t, domain=self._name, utilization_pct=100.0 * share))
         return batch
 
-    def _read_tree(self) -> tuple[float, float]:
+    def _charge(self, end_ns: int, used_s: float, room_s: float) -> list[_CpuSpan]:
+        """Charge CPU time to the span that ends now, and what it has no room for to those before; those that changed.
+
+        What none has room for is charged with the next read.
+        """
+        self._spans.append(_CpuSpan(end_ns, room_s))
+        left_s, changed = max(used_s, 0.0), []
+        for span in reversed(self._spans):
+            taken_s = min(left_s, span.room_s - span.used_s)
+            span.used_s += taken_s
+            left_s -= taken_s
+            changed.append(span)
+            if left_s <= 0:
+                break
+        assert self._last is not None
+        self._last = (self._last[0] - left_s, self._last[1])
+        return changed[::-1]
+
+    def _read_tree(self, time_ns: int) -> tuple[float, float]:
         assert self._tree is not None
-        return self._tree.poll(), (os.cpu_count() or 1) * self._clock() / NS_PER_S
+        return self._tree.poll(), (os.cpu_count() or 1) * time_ns / NS_PER_S
 
     def stop(self) -> None:
         """Nothing to release."""

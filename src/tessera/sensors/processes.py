@@ -7,6 +7,7 @@ kernel adds its time to its parent (`cutime` of /proc/PID/stat), and the tree co
 from __future__ import annotations
 
 import functools
+import math
 import os
 import pwd
 import re
@@ -20,7 +21,9 @@ from ..errors import SensorUnavailable
 
 PROC = Path("/proc")
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-# Looking for new children costs a file for each thread (5 us); what ran between two looks is in the parent's `cutime`.
+# Looking for new children costs a file for each thread (5 us), so the next look comes after a hundred times as long.
+# What ran between two looks is in the parent's `cutime`, or is seen late.
+LOOK_EVERY = 100
 LOOK_S = 0.5
 SHORT_LIVED = "(short-lived)"
 """The name of children that began and ended between two looks."""
@@ -83,7 +86,7 @@ class ProcessTree:
         self._with_root = with_root
         self._proc = proc
         self._clock = clock
-        self._looked_s = -LOOK_S
+        self._look_s = -math.inf
         self._members: dict[int, ProcessStat] = {}  # a parent before its children
         self._counted_s: dict[int, float] = {}
         self._ended: dict[str, tuple[int, float]] = {}
@@ -156,9 +159,9 @@ class ProcessTree:
     def _find_members(self) -> list[int]:
         """The root, what it started, and what those started; one whose parent has ended stays."""
         known = list(self._members) or [self.root]
-        if self._clock() - self._looked_s < LOOK_S:
+        began_s = self._clock()
+        if began_s < self._look_s:
             return known
-        self._looked_s = self._clock()
         members = dict.fromkeys(known)
         parents = None if self._list_children(self.root) is not None else self._read_parents()
         queue = list(members)
@@ -167,6 +170,7 @@ class ProcessTree:
             new = [child for child in children if child not in members]
             members |= dict.fromkeys(new)
             queue += new
+        self._look_s = began_s + min(LOOK_EVERY * (self._clock() - began_s), LOOK_S)
         return list(members)
 
     def _list_children(self, pid: int) -> list[int] | None:
