@@ -12,9 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from tessera.cli.main import cli
-from tessera.errors import MeasurementError, RecordingError
+from tessera.errors import ArgumentError, MeasurementError, RecordingError, TesseraError
 from tessera.profile.open_recording import load
 from tessera.profile.powerlog import read_power
+
+import synthetic_run
 
 BASE_NS = 1_790_000_000_000_000_000
 
@@ -151,6 +153,18 @@ def test_the_command(tmp_path):
     assert "next" in text.output
     missing = CliRunner().invoke(cli, ["attribute", str(trace)])
     assert missing.exit_code == 2
+
+
+def test_a_run_with_power_of_its_own_takes_no_log(tmp_path):
+    run = tmp_path / "r.tessera"
+    synthetic_run.make(2).write(run).close()
+    power = write_own(tmp_path / "p.csv", [400.0] * 110)
+    for words in (["attribute", run], ["analyze", "power", run], ["analyze", "kernels", run]):
+        refused = CliRunner().invoke(cli, [*map(str, words), "--power", str(power)]).exception
+        assert isinstance(refused, ArgumentError) and "r.tessera has its own power samples" in refused.what
+        assert f"tessera export {run} --chrome" in refused.fix
+    refused = CliRunner().invoke(cli, ["analyze", "power", str(power), "--power", str(power)]).exception
+    assert isinstance(refused, TesseraError), "a log alone takes no other"
 
 
 def test_the_next_command_shows_another_table(tmp_path):

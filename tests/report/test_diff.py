@@ -573,6 +573,9 @@ def test_power_logs_beside_traces(run: Callable[..., Any], tmp_path: Path) -> No
     found = run(trace, trace, "--by", "kernels", "--power-a", tmp_path / "a.csv", "--power-b", tmp_path / "a.csv")
     assert found.code == 0 and "no change: " in found.output and "--power-a" in found.output
     assert analyze.diff(trace, trace, by="kernels").verdict().metric == "time"
+    for before, said in ((tmp_path / "a.tessera", "its own power samples"), (measured(1.0), "states its joules")):
+        with pytest.raises(ArgumentError, match=said):
+            analyze.diff(before, before, power_a=tmp_path / "a.csv")
 
 
 def test_a_change_is_a_line_of_the_old_kind() -> None:

@@ -56,6 +56,17 @@ _OURS = {f.name for kind in (EnergyReport, EnergyTable) for f in dataclasses.fie
 
 def side_of(given: Any, power: Any = None, name: str = "table") -> DiffSide:
     """Whatever was given, as a `DiffSide`; `power` is the log beside a trace that has none."""
+    side = _of_result(given, name)
+    if side is None:
+        return _of_recording(open_recording(given, power=power))
+    if power is not None:
+        fix = "leave the power log out, or give the trace"
+        raise ArgumentError(f"{side.name} states its joules", why="a power log is for a trace without them", fix=fix)
+    return side
+
+
+def _of_result(given: Any, name: str) -> DiffSide | None:
+    """What was computed before; None for a recording."""
     if isinstance(given, DiffSide):
         return given
     if isinstance(given, EnergyReport):
@@ -70,11 +81,7 @@ def side_of(given: Any, power: Any = None, name: str = "table") -> DiffSide:
         return _of_report(given.report())
     if isinstance(given, CommandRun):
         return _of_report(given.report)
-    if isinstance(power, (str, Path)):
-        from ..profile.powerlog import read_power
-
-        power = read_power(power)
-    return _of_recording(open_recording(given, power=power))
+    return None
 
 
 def split_runs(given: Any) -> list[Any]:

@@ -178,12 +178,8 @@ def _open(
         if power is not None:
             raise ArgumentError("the power is given twice", fix="analyze.power(power_trace), or a trace and power=")
         return None, trace, telemetry, [], False
-    if isinstance(power, (str, Path)):
-        from ..profile.powerlog import read_power
-
-        power = read_power(power)
     recording = open_recording(trace, power=power)
-    log = recording.power if power is None else power
+    log = recording.power
     if log is None or not log.columns:
         raise MeasurementError(
             f"no power was recorded with {recording.facts.name}",

@@ -131,7 +131,7 @@ def read(
 
         kinds = ON_DEVICE if kind in ON_DEVICE_ONLY else None
         return merge(trace, progress=progress, kinds=kinds, workers=None, collectives=False)
-    if kind == "power" and trace.suffix == ".csv":  # a power log without a trace
+    if kind == "power" and trace.suffix == ".csv" and power is None:  # a power log without a trace
         from ..profile.powerlog import read_power
         from ..recording import Facts, Recording
         from ..timeline import Builder

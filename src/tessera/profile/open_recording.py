@@ -32,20 +32,33 @@ def load(
 def open_recording(
     recorded: object, *, power: str | Path | PowerTrace | None = None, progress: Progress | None = None
 ) -> Recording:
-    """A run file, a Kineto trace, a folder of ranks, a session or a timeline as a `Recording`."""
-    recording = _open(recorded, power, progress)
-    if power is not None and recording.power is None:
-        recording.power = _read_power(power)
+    """A run file, a Kineto trace, a folder of ranks, a session or a timeline as a `Recording`.
+
+    `power` is for one that has no power samples of its own.
+    """
+    recording = _open(recorded, progress)
+    if power is None or recording.power is power:
+        return recording
+    if recording.power is not None:
+        fix = "leave the power log out"
+        if path := recording.facts.path:
+            fix += f" (tessera report {path}), or export its trace first: tessera export {path} --chrome trace.json"
+        raise ArgumentError(
+            f"{recording.facts.name} has its own power samples",
+            why="a power log is for a trace without them",
+            fix=fix,
+        )
+    recording.power = _read_power(power)
     return recording
 
 
-def _open(recorded: object, power: str | Path | PowerTrace | None, progress: Progress | None) -> Recording:
+def _open(recorded: object, progress: Progress | None) -> Recording:
     if isinstance(recorded, Recording):
         return recorded
     if isinstance(recorded, Timeline):
         return Recording(recorded)
     if isinstance(recorded, (str, Path)):
-        return _open_path(Path(recorded), power, progress)
+        return _open_path(Path(recorded), progress)
     from .recorder import Session
     from .runfile import RunFile
 
@@ -57,7 +70,7 @@ def _open(recorded: object, power: str | Path | PowerTrace | None, progress: Pro
     )
 
 
-def _open_path(path: Path, power: str | Path | PowerTrace | None, progress: Progress | None) -> Recording:
+def _open_path(path: Path, progress: Progress | None) -> Recording:
     if path.is_dir():
         from .ranks.merge import merge
 
@@ -69,7 +82,7 @@ def _open_path(path: Path, power: str | Path | PowerTrace | None, progress: Prog
         from .runfile import RunFile
 
         return RunFile(path).recording()
-    return load(path, power, progress=progress)
+    return load(path, progress=progress)
 
 
 def _read_power(power: str | Path | PowerTrace | None) -> PowerTrace | None:
