@@ -137,6 +137,12 @@ def test_a_script_may_change_its_directory(tmp_path, script):
     child = launch(tmp_path, name)
     out, err = child.communicate(timeout=60)
     assert out == "import os\n" and "raise KeyError('mine')" in err, "the traceback has the script's lines"
+    name = script("import os; os.makedirs('made'); os.chdir('made')", "hydra.py")
+    code, out, err = run(tmp_path, name)
+    assert code == 0 and "could not be written" not in err and "No such file" not in err, err
+    with RunFile(tmp_path / "runs" / "hydra.tessera") as recorded:
+        assert not recorded.crashed
+    assert not (tmp_path / "made" / "runs").exists()
 
 
 def test_six_runs_at_once_all_run(tmp_path, script):

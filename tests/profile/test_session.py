@@ -695,6 +695,16 @@ def test_run_files_have_names_of_their_own(tmp_path, monkeypatch):
     assert second.path == first.path
 
 
+def test_a_program_may_change_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with profile.session([], path="r.tessera") as session:
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        with profile.region("work"):
+            pass
+    assert names(session, "region") == ["work"]
+
+
 def test_killed_it_leaves_what_it_had(tmp_path):
     path = tmp_path / "killed.tessera"
     script = textwrap.dedent(f"""

@@ -347,8 +347,8 @@ class Session:
 
         if not self._stopped:
             self._writer.flush()
-            return RunFile(self.path).recording()
-        self._recording = RunFile(self.path).recording()
+            return RunFile(self._writer.path).recording()
+        self._recording = RunFile(self._writer.path).recording()
         return self._recording
 
     def timeline(self) -> Timeline:

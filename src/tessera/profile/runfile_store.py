@@ -57,6 +57,7 @@ class Store:
         self._next_row = 0
         self._open_rows: tuple[int, list[Row]] = (0, [])  # the last chunk of live rows and the number of its first
         self.db = self._open(mode)
+        self.path = path.absolute()  # the program may change its directory
         try:
             self._begin(meta)
         except BaseException:

@@ -83,6 +83,7 @@ class RunWriter:
             raise RecordingError(
                 f"cannot write the run file {self.path}", why=str(exc), fix="give a directory you may write to"
             ) from exc
+        self.path = self._store.path
         _OPEN.add(self)
         threading.Thread(target=self._run, name="tessera-runfile", daemon=True).start()
 
@@ -204,7 +205,7 @@ class RunWriter:
         if self.error is not None:
             raise RecordingError(
                 f"part of the run could not be written to {self.path}",
-                why=f"{self.error}; {self._lost} entries are lost" if self._closed else str(self.error),
+                why=f"{self.error}; {self._lost} entries are lost" if self._lost else str(self.error),
                 fix="free space on the disk or write elsewhere; what was committed before can be read",
             ) from self.error
         if self.refused:
