@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -816,7 +817,7 @@ def test_a_real_process_with_an_optimizer_is_traced(short, tmp_path):
     rows = {r["metric"]: r for r in read_rows(perf)}
     assert float(rows["process.cpu"]["mean"]) > 5
     assert rows["process.rss"]["scope"] == "process"
-    assert rows["cpu0.power"]["scope"] == "device"
+    assert rows["cpu0.power"]["scope"] == rows["cpu0.utilization"]["scope"] == "process", "from its CPU time"
     assert rows["cpu0.power"]["basis"] == "modelled"
     assert (tmp_path / "trace.power.csv").read_text().startswith("epoch_us,domain,watts")
     assert not list(Path("/tmp").glob(f"tessera-prof-*/trace_{child.pid}.json"))
@@ -840,7 +841,7 @@ def test_a_process_without_the_variable_is_sampled_and_told_how(tmp_path):
     assert out.returncode == 1, "a trace was asked for, and there is none"
     assert "KINETO_USE_DAEMON=1 " + sys.executable in out.stdout.replace("\n", "")
     assert "rss" in out.stdout
-    assert "whole device" in out.stdout
+    assert re.search(r"cpu0\.power .* process", out.stdout), "it is modelled from the CPU time of the process"
     assert "utilization" not in out.stdout, "--mem alone was asked"
     assert len(out.stdout.splitlines()) <= 24
     assert any(e["ph"] == "C" for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"])

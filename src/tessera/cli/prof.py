@@ -78,8 +78,8 @@ def command(
     To be traced, a process must have been started with KINETO_USE_DAEMON=1 in its environment; no privilege is
     needed. The trace arrives within 8 s, because the process checks for requests every 5 s. Of a process started
     without it, Python functions are shown instead if py-spy is installed (the extra `attach`) and may read the
-    process, as a debugger may. Power and activity are those of the whole device. --gpu --mem --tc --collectives
-    choose what to show. [default: all]
+    process, as a debugger may. Figures of a GPU are those of the whole device, power of the CPU is the share of the
+    process. --gpu --mem --tc --collectives choose what to show. [default: all]
 
     Exit code: 1 if --export was given and the process could not be traced, 2 for a wrong option.
     """

@@ -92,7 +92,7 @@ class Attached:
 
     @property
     def energy(self) -> Mapping[str, Energy]:
-        """Joules of each counted domain while we looked: of the whole device."""
+        """Joules of each counted domain while we looked: of a whole GPU, and of the process's share of the CPU."""
         return {d.name: self.power.energy(d.name) for d in self.power.domains if d.counted}
 
     def export(self, path: Path) -> None:

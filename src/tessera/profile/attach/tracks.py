@@ -131,7 +131,8 @@ def device_tracks(
         for what, unit, section, ask in _OF_DEVICE:
             if section in sections:
                 points = [(t.time_ns, float(v)) for t in readings if (v := ask(t)) is not None]
-                tracks.append(track(f"{domain}.{what}", unit, "device", section, points))
+                scope = _scope(trace.columns[domain].domain) if domain in trace.columns else "device"
+                tracks.append(track(f"{domain}.{what}", unit, scope, section, points))
     return [t for t in tracks if t is not None]
 
 
@@ -148,9 +149,14 @@ def _power(trace: PowerTrace, name: str, column: DomainSamples, section: Section
     if not inside.any():
         return None
     return Track(
-        name=f"{name}.power", unit="W", scope="device", section=section, times_ns=times[inside],
+        name=f"{name}.power", unit="W", scope=_scope(domain), section=section, times_ns=times[inside],
         values=column.watts[inside], basis=domain.basis, mean=trace.energy(name).power_w,
     )  # fmt: skip
+
+
+def _scope(domain: Domain) -> Scope:
+    """Whose the figures of a domain are: those of the CPU are the share of the process."""
+    return "process" if domain.scope == "process" else "device"
 
 
 CATEGORY = "tessera"
