@@ -89,7 +89,18 @@ def test_costs_of_any_size_are_readable(joules: float, text: str) -> None:
         ("currency = 3", "is not a short word"),
         ('currency = "\\u001b[31m"', "is not a short word"),
         ("pue = ", "cannot read"),
+        ("price_per_kwh = true", "price_per_kwh = True is not a number"),
+        ("price_per_kwh = " + "9" * 400, "is not a number of at least 0"),
+        ("price_per_kwh = 0x" + "f" * 5000, "a number of thousands of digits is not a number"),
+        ("price_per_kwh = " + "9" * 5000, "a number in it has thousands of digits"),
+        ("price_per_kwh = nan", "is not a number"),
+        ("price_per_kwh" + ".a" * 1500 + " = 1", "price_per_kwh = {'a': {'a': {"),
+        ("a = " + "[" * 5000, "nested too deeply"),
+        (".".join("a" * 20_000) + " = 1", "its keys have too many parts"),
+        ("k" * 5000 + " = 1", "unknown key"),
+        ("#" * (1 + (1 << 20)), "it is longer than"),
     ],
+    ids=range(16),
 )
 def test_a_mistake_names_its_place(home: Path, text: str, words: str) -> None:
     write_user(home, text)
@@ -119,6 +130,27 @@ def test_another_tools_mistake_in_pyproject_is_not_ours(home: Path) -> None:
     (home / "project" / "src" / "pyproject.toml").write_text("[tool.other\n")
     (home / "project" / "pyproject.toml").write_text("[tool.tessera]\npue = 1.3\n")
     assert config.load().pue == 1.3
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a = " + "[" * 5000, "a = " + "9" * 5000, "\xff", "[tool.tessera]\npue = 9\n" + "#" * (1 << 20)],
+    ids=range(4),
+)
+def test_a_strangers_pyproject_is_not_even_parsed(home: Path, text: str) -> None:
+    (home / "project" / "src" / "pyproject.toml").write_text(text, encoding="latin-1")
+    (home / "project" / "pyproject.toml").write_text("[tool.tessera]\npue = 1.3\n")
+    assert config.load().pue == 1.3
+
+
+def test_a_hostile_section_of_ours_is_one_error(home: Path) -> None:
+    (home / "project" / "pyproject.toml").write_text("[tool.tessera]\npue = " + "[" * 5000)
+    with pytest.raises(ArgumentError, match=r"(?s)cannot read .*pyproject\.toml.*nested too deeply"):
+        config.load()
+
+
+def test_zero_has_no_sign() -> None:
+    assert str(config.Config(price_per_kwh=-0.0).price_per_kwh) == "0.0"
 
 
 def test_the_same_cost_on_the_screen_and_in_json(home: Path) -> None:

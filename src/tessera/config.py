@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ArgumentError, did_you_mean
+from .read_limits import TOML_BYTES, parse_toml
 from .units import J_PER_KWH, format_mass, format_watt_hours
 
 PREFIX = "TESSERA_"
@@ -67,12 +69,19 @@ class Config:
     def __post_init__(self) -> None:
         for name, least, example in (("price_per_kwh", 0, "0.30"), ("gco2e_per_kwh", 0, "380"), ("pue", 1, "1.2")):
             value: Any = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and least <= value < math.inf):
-                what = f"{name} = {value!r} is not a number of at least {least}"
+            if value is None:
+                continue
+            try:
+                number = math.nan if isinstance(value, (bool, str)) else float(value) + 0.0  # -0.0 becomes 0.0
+            except (TypeError, OverflowError):
+                number = math.nan
+            if not least <= number < math.inf:
+                what = f"{name} = {_quote(value)} is not a number of at least {least}"
                 raise ArgumentError(what, fix=f"e.g. {name} = {example}")
+            object.__setattr__(self, name, number)
         word: Any = self.currency  # from a file it may be anything
         if not isinstance(word, str) or not word.isprintable() or len(word) > 8:
-            raise ArgumentError(f"currency = {word!r} is not a short word", fix='e.g. currency = "EUR"')
+            raise ArgumentError(f"currency = {_quote(word)} is not a short word", fix='e.g. currency = "EUR"')
 
     def cost_of(self, energy_j: float, error_j: float | None = None) -> EnergyCost | None:
         """Kilowatt-hours, money and CO2 of some joules; None without a factor, or of unknown joules."""
@@ -102,9 +111,8 @@ def load(folder: str | Path | None = None) -> Config:
     for where, values in _read_places(Path(folder or Path.cwd())):
         for key in values:
             if key not in KEYS:
-                raise ArgumentError(
-                    f"{where} has an unknown key {key!r}{did_you_mean(key, KEYS)}", fix=f"one of: {', '.join(KEYS)}"
-                )
+                near = did_you_mean(key[:80], KEYS)
+                raise ArgumentError(f"{where} has an unknown key {_quote(key)}{near}", fix=f"one of: {', '.join(KEYS)}")
         _check_values(where, values)
         stated = {**values, **stated}
     return Config(**stated)
@@ -150,14 +158,13 @@ def _read_places(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             where = f"${PREFIX}{key.upper()}"
             yield where, {key: _parse_value(where, key, text)}
     for path in (parent / "pyproject.toml" for parent in (folder.absolute(), *folder.absolute().parents)):
-        if path.is_file():
-            table = _read_toml(path, "tool.tessera")
-            if table is not None:
-                yield f"[tool.tessera] of {path}", table
-                break
+        table = _read_section(path)
+        if table is not None:
+            yield f"[tool.tessera] of {path}", table
+            break
     path = user_file()
     if path.is_file():
-        yield str(path), _read_toml(path) or {}
+        yield str(path), _read_toml(path)
 
 
 def _parse_value(where: str, key: str, text: str) -> float | str:
@@ -176,20 +183,33 @@ def _check_values(where: str, values: Mapping[str, Any]) -> None:
         raise
 
 
-def _read_toml(path: Path, section: str = "") -> Mapping[str, Any] | None:
-    """A file, or one section of it; None where it has no such section."""
-    import tomllib
-
+def _read_section(path: Path) -> Mapping[str, Any] | None:
+    """[tool.tessera] of a pyproject.toml; None without one, and whatever else is wrong with the file is not ours."""
     try:
-        text = path.read_text(encoding="utf-8")
-        if section not in text:  # another tool's mistake in its own section is not ours to report
+        if not path.is_file() or path.stat().st_size > TOML_BYTES or b"tool.tessera" not in path.read_bytes():
             return None
-        data: Any = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+    except OSError:
+        return None
+    table: Any = _read_toml(path)
+    for name in ("tool", "tessera"):
+        table = table.get(name) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return parse_toml(file.read(TOML_BYTES + 1))
+    except (OSError, ValueError) as exc:
         raise ArgumentError(f"cannot read {path}", why=str(exc), fix='write lines such as: currency = "EUR"') from exc
-    for name in section.split(".") if section else ():
-        data = data.get(name) if isinstance(data, dict) else None
-    return data if isinstance(data, dict) else None
+
+
+def _quote(value: object) -> str:
+    """A value of a file for an error, however long or deep it is."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _format_money(amount: float) -> str:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import RecordingError
 
@@ -25,6 +26,26 @@ ROWS, BYTES_PER_ROW = 1_000_000, 6
 """Rows of a timeline. A run file and a compressed trace take about 17 bytes for each."""
 INFLATED_BYTES, INFLATION = 64 << 20, 64
 """Bytes that compressed data may become. Traces shrink 10 to 25 times."""
+TOML_BYTES, TOML_DOTS = 1 << 20, 4_000_000
+"""Settings have a few KB. Python keeps every beginning of a dotted key: 40 KB of `a.a.a` would take 2.4 GB."""
+
+
+def parse_toml(data: bytes) -> dict[str, Any]:
+    """The tables of a TOML file; a ValueError says why it is not read, whatever is wrong with it."""
+    import tomllib
+
+    if len(data) > TOML_BYTES:
+        raise ValueError(f"it is longer than {TOML_BYTES:,} bytes")
+    if max(line.count(b".") for line in data.split(b"\n")) * data.count(b".") > TOML_DOTS:
+        raise ValueError("its keys have too many parts (a.b.c...)")
+    try:
+        return tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError as exc:
+        raise ValueError("a number in it has thousands of digits") from exc
+    except (RecursionError, MemoryError) as exc:
+        raise ValueError("its values are nested too deeply") from exc
 
 
 @dataclass(slots=True)
