@@ -501,6 +501,18 @@ def test_the_screen_ends_with_the_verdict() -> None:
     assert all(len(line) <= 60 for line in text(found, width=60).splitlines() if "→" in line)
 
 
+@pytest.mark.parametrize("width", [40, 50, 60, 72, 80])
+def test_no_figure_is_cut_on_a_narrow_screen(width: int) -> None:
+    found = analyze.diff(thrice(table({"mm": 125.0})), thrice(table({"mm": 125.001})))
+    lines = text(found, width=width).splitlines()
+    figures = lines[lines.index("") + 1 :]
+    figures = figures[: figures.index("")]
+    assert not [line for line in figures if "…" in line or "..." in line or len(line) > width], figures
+    told = " ".join(figures).split()
+    assert {"noise:", "within", "interval"} <= set(told)
+    assert "before" in told or any(line.startswith("not shown: before") for line in figures)
+
+
 def test_pages_need_nothing_but_themselves() -> None:
     evil = table({EVIL: 5.0, "aten::add": 1.0}, steps=[3.0] * 4)
     for by in ("ops", "kernels"):

@@ -226,7 +226,7 @@ def renderable(
     parts: list[RenderableType] = [title, Text(about(difference), style="dim")]
     if warning := modelled_warning(difference):
         parts.append(Text(warning, style="yellow"))
-    parts += [Text(""), _figures(difference)]
+    parts += [Text(""), _figures(difference, width)]
     if difference.rows:
         parts += [Text(""), _rows(difference, top, width)]
         parts.append(Text(legend(difference), style="dim"))
@@ -243,16 +243,26 @@ def renderable(
     return Group(*parts)
 
 
-def _figures(difference: Difference) -> Table:
-    table = open_table("", "before", "after", "change", "")
-    table.add_column("")
+def _figures(difference: Difference, width: int) -> Table:
+    lines, states = [], []
     for f in headline(difference):
         style = {"more": "red", "less": "green"}.get(f.state, "dim")
         change = Text(quantity(f.change, f.change_error, f.unit, signed=True), style=style)
-        before, after = quantity(f.before, f.before_error, f.unit), quantity(f.after, f.after_error, f.unit)
-        state = Text(STATES[f.state], style="dim")
-        table.add_row(f.name, before, after, change, Text(percent(f.share), style=style), state)
-    return table
+        sides = (Text(quantity(f.before, f.before_error, f.unit)), Text(quantity(f.after, f.after_error, f.unit)))
+        lines.append([Text(f.name), *sides, change, Text(percent(f.share), style=style)])
+        states.append(Text(STATES[f.state], style="dim"))
+    headings = ("", "before", "after", "change", "")
+    widths = [max(len(h), *(len(line[i].plain) for line in lines)) + 2 for i, h in enumerate(headings)]
+    longest = max(len(word) for state in states for word in state.plain.split())  # a state is folded between words
+    kept = list(range(len(headings)))
+    for place in (1, 2):
+        if sum(widths[i] for i in kept) + longest > width:
+            kept.remove(place)
+    table = open_table(*(headings[i] for i in kept))
+    table.add_column("")
+    for line, state in zip(lines, states, strict=True):
+        table.add_row(*(line[i] for i in kept), state)
+    return note_dropped(table, [h for i, h in enumerate(headings) if i not in kept])
 
 
 def _rows(difference: Difference, top: int, width: int) -> Table:
