@@ -232,6 +232,28 @@ def test_without_meta_the_span_is_that_of_the_data(tmp_path):
     assert math.isnan(back.power().columns["gpu0"].watts[1])
 
 
+@pytest.mark.parametrize("value", [True, -1, {}, [1, None], "x"])
+def test_facts_of_other_types_are_missing(tmp_path, value):
+    with RunWriter(tmp_path / "a.tessera", meta={"mode": value}) as run:
+        run.set("command", value)
+        run.set("tracing_s", value)
+    with RunFile(run.path) as back:
+        facts = back.recording().facts
+    text = value if isinstance(value, str) else None
+    assert (facts.mode, facts.command, facts.tracing_s) == (text, text, -1.0 if value == -1 else None)
+
+
+@pytest.mark.parametrize("column", ["device", "rank"])
+def test_a_device_or_rank_of_an_impossible_number_is_refused(tmp_path, column):
+    with RunWriter(tmp_path / "a.tessera") as run:
+        run.add_row("kernel", "k", 1, 2, **{column: 2**63 - 1})
+    with (
+        RunFile(run.path) as back,
+        pytest.raises(RecordingError, match=f"a {column} of theirs has an impossible number"),
+    ):
+        back.timeline()
+
+
 def test_telemetry_stacks_and_facts(tmp_path):
     path = tmp_path / "a.tessera"
     rows = [

@@ -132,3 +132,12 @@ def test_a_decimal_too_large_is_no_time() -> None:
     assert events.nanoseconds(b"1e999999999999") is None
     assert events.nanoseconds(b"x") is None
     assert events.nanoseconds(b"5.001") == 5001
+
+
+def test_a_device_or_rank_of_an_impossible_number_is_unknown():
+    kernel = '{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 5, "args": {"device": %d}}'
+    events = ",".join(kernel % device for device in (3, 2**63 - 1, 2**64 - 5))
+    timeline = kineto.read(f'{{"distributedInfo": {{"rank": {2**63}}}, "traceEvents": [{events}]}}'.encode())
+    assert timeline["device"].tolist() == [3, -1, -1]
+    assert timeline.rank is None
+    assert "with the number of no device, taken as unknown: 2 events" in timeline.notes

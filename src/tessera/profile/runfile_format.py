@@ -12,7 +12,7 @@ import sqlite3
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from ..notes import NoteKind
 from ..record import KINDS
 from ..schema import Domain
 from ..timeline import stream_names
-from ..timeline.columns import INTEGERS, NONE
+from ..timeline.columns import INTEGERS, MOST_NUMBER, NONE
 from ..trace import MOST_NS
 
 DAMAGE = (
@@ -43,6 +43,7 @@ MOST_FIGURE = 1e6
 MOST = 1e30
 """The largest watts or joules: larger values overflow when they are squared and added."""
 
+_Rank = Annotated[int, msgspec.Meta(ge=NONE, le=MOST_NUMBER)]
 _NOTHING: NDArray[Any] = np.zeros(0, np.int64)
 
 
@@ -51,7 +52,7 @@ class TimelinePart(TypedDict):
 
     first_row: int
     rows: int
-    rank: int | None
+    rank: _Rank | None
     meta: dict[str, Any]
     notes: list[str]
     kinds: NotRequired[dict[str, NoteKind]]
@@ -62,7 +63,7 @@ FACTS: Mapping[str, Any] = {
     "timelines": list[TimelinePart],
     "start_ns": int | None,
     "end_ns": int | None,
-    "rank": int | None,
+    "rank": _Rank | None,
     "asked_ms": float | None,
     "windows": list[tuple[int, int]] | None,
     "notes": list[str] | None,
@@ -100,11 +101,15 @@ def check_domain(domain: Domain) -> Domain:
 
 
 def check_columns(columns: dict[str, NDArray[Any]], *, names: int, launches: int) -> list[str]:
-    """Check kinds, names and times. Other references to missing rows are removed; returns notes about them."""
+    """Check numbers and times. Other references to missing rows are removed; returns notes about them."""
     for column, end in (("kind", len(KINDS)), ("name", names)):
         values = columns.get(column, _NOTHING)
         if len(values) and not 0 <= values.min() <= values.max() < end:
             raise ValueError(f"they point to a {column} that is not there")
+    for column in ("device", "rank"):
+        values = columns.get(column, _NOTHING)
+        if len(values) and not NONE <= values.min() <= values.max() <= MOST_NUMBER:
+            raise ValueError(f"a {column} of theirs has an impossible number")
     for column in ("start_ns", "end_ns"):
         if len(values := columns.get(column, _NOTHING)):
             check_time(int(values.min()), int(values.max()))

@@ -93,13 +93,13 @@ class RunFile:
             path=self.path,
             host=self.about.get("host", ""),
             pid=self.pid,
-            mode=self.get("mode"),
-            command=self.get("command") or self.get("argv"),
+            mode=self._get_as(str, "mode"),
+            command=self._get_as(str | list[str], "command") or self._get_as(list[str], "argv"),
             device=str(self.get("device") or ""),
             span_ns=(EpochNs(start_ns), EpochNs(end_ns)),
             windows=sorted((int(a), int(b)) for a, b in self.get("windows") or ()),
             scheduled=bool(self.get("scheduled")),
-            tracing_s=self.get("tracing_s"),
+            tracing_s=self._get_as(float, "tracing_s"),
             time_limit_reached=any(kind_of(note) == "time_limit" for note in notes),
             crashed=self.crashed,
             returncode=self.get("returncode"),
@@ -117,6 +117,13 @@ class RunFile:
         """A fact kept by `RunWriter.set`, or of the run's meta; the default where there is none."""
         rows = self._db.rows("SELECT value FROM facts WHERE key = ?", key)
         return self._fact(key, rows[0][0]) if rows else self.meta.get(key, default)
+
+    def _get_as(self, kind: Any, key: str) -> Any:
+        """A fact that a program may keep under the same name: None where it is of another type than ours."""
+        try:
+            return msgspec.convert(self.get(key), kind)
+        except msgspec.ValidationError:
+            return None
 
     @cached_property
     def meta(self) -> dict[str, Any]:

@@ -29,6 +29,8 @@ CHUNK_ROWS = 65_536
 """Rows of one chunk."""
 NONE = -1
 """What stands in an integer column where there is nothing."""
+MOST_NUMBER = 2**31 - 1
+"""The largest number of a device or a rank. Of a trace it may be the number of a process."""
 
 
 class Launch(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -25,7 +25,7 @@ from ..errors import RecordingError
 from ..notes import Note
 from ..record import CODE, KINDS
 from . import stream_names
-from .columns import NONE, Builder, Ints, Launch, Timeline
+from .columns import MOST_NUMBER, NONE, Builder, Ints, Launch, Timeline
 from .events import LIMIT_NS, Args, Batch, LateEvent, fit, nanoseconds
 from .shapes import compact
 from .side import NO_TIME, SideEvents
@@ -187,7 +187,10 @@ class RowReader:
             return
         pairs = [(events[i], args[i]) for i in index]
         # Lists, and one assignment a column: an element at a time costs numpy ten times as much.
-        columns["device"][rows] = _ints([a.device if a.device >= 0 else _number(e.pid) for e, a in pairs])
+        devices = _ints([a.device if a.device >= 0 else _number(e.pid) for e, a in pairs])
+        wrong = (devices < NONE) | (devices > MOST_NUMBER)
+        self._odd["with the number of no device, taken as unknown"] += int(wrong.sum())
+        columns["device"][rows] = np.where(wrong, NONE, devices)
         columns["stream"][rows] = _ints([a.stream if a.stream >= 0 else _number(e.tid) for e, a in pairs])
         columns["bytes"][rows] = _ints([a.bytes for _, a in pairs])
         launches, kernel_launches, copies, communicates = [], self._launches, self._copies, self._communicates
@@ -246,7 +249,7 @@ class RowReader:
         notes += [Note(f"not read, {why[:80]}: {_events(n)}", "omission") for why, n in left_out]
         info = meta.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
-        timeline.rank = rank if isinstance(rank, int) else None
+        timeline.rank = rank if isinstance(rank, int) and NONE <= rank <= MOST_NUMBER else None
         timeline.notes = notes
         timeline.meta = meta | {
             "base_ns": base_ns, "threads": self._side.thread_names, "forward_threads": forward_threads,
