@@ -677,6 +677,29 @@ def test_a_summarised_run_is_shared_out_by_time(tmp_path: Path) -> None:
     assert "Where the joules went" in shown_text and "the rest" in shown_text and "~50" in shown_text
 
 
+def record_summary(path: Path) -> None:
+    """Thirty operators, of two seconds in steps; the begin of the first of six steps is not known."""
+    ops = [{"name": f"aten::op{i}", "kind": "op", "calls": 5, "time_s": 0.03, "self_s": 0.03} for i in range(30)]
+    regions = [{"name": "step_N", "kind": "region", "calls": 6, "time_s": 1.0, "min_ns": 0},
+               {"name": "train", "kind": "region", "calls": 6, "time_s": 1.2, "traced": False}]  # fmt: skip
+    summary = {"windows": 3, "traced_s": 1.0, "kernels": [], "ops": ops, "regions": regions, "counters": []}
+    windows = [(START_NS + 1_000_000_000, START_NS + 2_000_000_000)]
+    record(path, Builder().build(), mode="summary", summary=summary, windows=windows, domain=CPU).close()
+
+
+def test_the_table_of_a_summary_sums_to_the_run_and_says_which_step_is_missing(tmp_path: Path) -> None:
+    record_summary(tmp_path / "s.tessera")
+    with RunFile(tmp_path / "s.tessera") as run:
+        out, _, _ = both(run)
+        few = text_of(text(run.recording(), by="ops", top=3))
+    for screen, more in ((out, 20), (few, 27)):
+        assert f"the rest, with {more} more ops" in screen
+        lines = [line for line in screen.splitlines() if line.startswith(("aten::op", "the rest"))]
+        assert len(lines) == 31 - more
+        assert sum(float(re.findall(r"([\d.]+)%", line)[0]) for line in lines) == pytest.approx(100, abs=1)
+    assert re.search(r"per step .* without the first: its begin is\s+not known", out)
+
+
 def test_a_host_alone(tmp_path: Path) -> None:
     b = Builder()
     for i in range(40):

@@ -326,6 +326,7 @@ def _per_work(
             energy_j=shared.steps_j / shared.whole_steps,
             error_j=math.nan,
             rate_per_s=shared.whole_steps / shared.steps_s,
+            left_out=None if shared.steps == shared.whole_steps else "without the first: its begin is not known",
         )
         return [of_steps, *_per_work(work, table, all_of_it, None, tracing)]
     amounts = {unit.removesuffix("s"): n for unit, n in work_amounts(work).items()}

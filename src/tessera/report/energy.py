@@ -93,20 +93,22 @@ def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
     )
 
 
-def rest_row(answer: Answer, view: str) -> EnergyRow | None:
-    """What the rows of a run without attribution leave: imports, and time between operators."""
+def rest_row(answer: Answer, view: str, shown: int | None = None) -> EnergyRow | None:
+    """What the `shown` rows of a run without attribution leave: others, imports, and time between operators."""
     if view == "lines":
         return _outside_lines(answer)
     if view not in ("ops", "kernels") or not answer.rest_j > 0:
         return None
+    others = [] if shown is None else answer.rows(view)[shown:]
+    rest_j = answer.rest_j + math.fsum(r.energy_j for r in others)
     return EnergyRow(
-        name="the rest",
+        name=f"the rest, with {len(others)} more {view}" if others else "the rest",
         kind="idle",
         calls=0,
         time_s=0.0,
-        energy_j=answer.rest_j,
+        energy_j=rest_j,
         error_j=math.nan,
-        share=answer.rest_j / answer.energy_j if answer.energy_j > 0 else 0.0,
+        share=rest_j / answer.energy_j if answer.energy_j > 0 else 0.0,
     )
 
 

@@ -205,11 +205,11 @@ def children_text(result: Answer) -> str:
 
 def _spread(result: Answer, left_out: str | None) -> str:
     """Which steps were left out and why, or else the smallest and the largest step."""
+    if left_out:
+        return f"   {left_out}"
     s = result.steps
     if s is None:
         return ""
-    if left_out:
-        return f"   {left_out}"
     return f"   {format_energy(s.least_j, 3)} ({s.least}) to {format_energy(s.most_j, 3)} ({s.most})"
 
 
@@ -238,7 +238,7 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
             return [Text(f"no {by} were recorded{hint}", style="yellow")]
         total, idle = (
             len(table.steps if by == "steps" else result.rows(by)),
-            idle_row(table, by) or rest_row(result, by),
+            idle_row(table, by) or rest_row(result, by, len(rows)),
         )
         about = [Text(LINES_NOTE, style="yellow")] if by == "lines" else legend(rows)
         return [Text(""), rows_table(rows, by, width=width, total=total, idle=idle), *about]
@@ -247,7 +247,7 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
         if not all_rows:
             continue
         rows = list(all_rows[: top or (TOP if result.ops and result.kernels else 2 * TOP)])
-        lines = rows_table(rows, view, width=width, total=len(all_rows), idle=rest_row(result, view))
+        lines = rows_table(rows, view, width=width, total=len(all_rows), idle=rest_row(result, view, len(rows)))
         parts += [Text(""), lines, *legend(rows)]
     if result.modules:
         rows = list(result.modules[: top or 2 * TOP])
