@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from rich.console import Console, RenderableType
 
 from recordings import with_table
+from tessera import analyze
 from tessera.analyze import kernel_names
 from tessera.analyze.advise import find_advice
 from tessera.analyze.answer import answer
@@ -698,6 +699,20 @@ def test_the_table_of_a_summary_sums_to_the_run_and_says_which_step_is_missing(t
         assert len(lines) == 31 - more
         assert sum(float(re.findall(r"([\d.]+)%", line)[0]) for line in lines) == pytest.approx(100, abs=1)
     assert re.search(r"per step .* without the first: its begin is\s+not known", out)
+
+
+def test_json_and_diff_have_the_rows_that_the_screen_of_a_summary_shows(tmp_path: Path) -> None:
+    record_summary(tmp_path / "s.tessera")
+    path = str(tmp_path / "s.tessera")
+    printed = CliRunner().invoke(command, [path, "--json"])
+    data = json.loads(printed.output)
+    assert len(data["ops"]) == len(data["answer"]["ops"]) == 30
+    assert [r["name"] for r in data["regions"]] == [r["name"] for r in data["answer"]["regions"]] == ["train"]
+    (tmp_path / "s.json").write_text(printed.output)
+    for side in (path, str(tmp_path / "s.json")):
+        found = analyze.diff(path, side, by="regions")
+        assert [(r.name, r.change_j) for r in found.rows] == [("train", pytest.approx(0.0))]
+    assert "idle" not in {r.name for r in analyze.diff(path, path, by="ops").rows}
 
 
 def test_a_host_alone(tmp_path: Path) -> None:

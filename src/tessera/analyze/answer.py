@@ -153,7 +153,7 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without the rows that the table has already."""
-        rows = ("ops", "kernels", "regions", "modules") if self.shared_by is None else ("regions", "modules")
+        rows = ("ops", "kernels", "regions", "modules") if self.shared_by is None else ()
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in rows}
         cost = find_cost(self.whole.energy_j, self.whole.error_j)
         return {**data, "notes": [str(note) for note in self.notes], "cost": cost}
@@ -182,7 +182,7 @@ def answer(recording: Recording) -> Answer:
     windows = recording.accounted_windows
     gaps = find_host_gaps(lines, table, windows[0][0], windows[-1][1], windows=windows) if table.kernels else []
     shared = None if is_attributed else _share_by_time(recording, table)
-    spent = table if shared is None else dataclasses.replace(table, ops=shared.ops, kernels=shared.kernels)
+    spent = table if shared is None else _fill_rows(table, shared)
     seen_s = table.time_s * table.coverage if table.energy_j >= 0 else 0.0
     steps = {s.name for s in table.steps} | {s.name for s in lines.linked.steps}
     error_j = table.error_j
@@ -215,7 +215,7 @@ def answer(recording: Recording) -> Answer:
         per_work=_per_work(facts.work, table, whole, shared, tracing),
         ops=_most_first(spent.ops),
         kernels=_most_first(spent.kernels),
-        regions=_most_first([r for r in table.regions or (shared.regions if shared else ()) if r.name not in steps]),
+        regions=_most_first([r for r in spent.regions if r.name not in steps]),
         modules=_most_first(table.modules),
         lines=find_own_lines(stacks_of(recording, whole.energy_j), whole.energy_j),
         steps=_spread(table.steps),
@@ -411,6 +411,17 @@ def _spread(rows: Sequence[EnergyRow]) -> StepSpread | None:
         most_j=float(spent[high]),
         most=steps[high].name,
     )
+
+
+def find_rows(recording: Recording, table: EnergyTable) -> EnergyTable:
+    """The table with the rows that a screen shows: of a run without attribution, those shared out by time."""
+    shared = None if table.kernels or table.ops else _share_by_time(recording, table)
+    return table if shared is None else _fill_rows(table, shared)
+
+
+def _fill_rows(table: EnergyTable, shared: TimeShares) -> EnergyTable:
+    regions = table.regions or shared.regions
+    return dataclasses.replace(table, ops=shared.ops, kernels=shared.kernels, regions=regions)
 
 
 def _share_by_time(recording: Recording, table: EnergyTable) -> TimeShares | None:

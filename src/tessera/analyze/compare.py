@@ -30,7 +30,7 @@ from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..timeline.columns import NONE, Timeline
 from ..timeline.source import read_json, read_start
-from .answer import name_of, work_amounts
+from .answer import find_rows, name_of, work_amounts
 from .mean_step import StepRows, find_step_rows, self_time, wall_s
 from .run_energy import is_partial, whole_of
 from .sides import Cell, DiffSide, Span, errors_of, model_of, watts_error, whole_errors
@@ -183,7 +183,7 @@ def _of_table(
                 continue
             cell = Cell(r.energy_j, r.error_j, wall_s(r), _NAN, r.calls, r.kind, once=True)
             rows[r.name] = rows[r.name] + cell if r.name in rows else cell
-        if rows and view in ("ops", "kernels") and not table.idle_j <= 0:  # NaN: time is known
+        if rows and view in ("ops", "kernels") and table.busy_s > 0 and not table.idle_j <= 0:  # NaN: time is known
             idle_s = max(table.time_s - table.busy_s, 0.0)
             rows["idle"] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle", once=True)
         views[view] = rows
@@ -225,7 +225,7 @@ def _of_recording(recording: Recording) -> DiffSide:
         whole = Cell(run.energy_j, run.error_j, run.time_s, _NAN, 1, once=True)
     untraced = _untraced_step(slowdown_of(recording, table))
     return _of_table(
-        table,
+        find_rows(recording, table) if is_run else table,
         name,
         work=work,
         notes=recording.notes,

@@ -98,7 +98,9 @@ def write_page(page: Path, recording: Recording, result: Answer) -> Path | None:
 def _print_json(recording: Recording, result: Answer) -> None:
     import msgspec
 
-    table, facts = recording.energy(), recording.facts
+    from ..analyze.answer import find_rows
+
+    table, facts = find_rows(recording, recording.energy()), recording.facts
     about = {"path": str(facts.path), "run": result.whole.to_dict(), "crashed": facts.crashed}
     tracing = result.tracing.to_dict() if result.tracing is not None else None
     data = {**about, **table.to_json(), "tracing": tracing, "answer": result.to_dict()}

@@ -314,12 +314,13 @@ def _add_counters(plan: LaunchPlan) -> None:
 def _print_json(recording: Recording, result: Answer, code: int) -> None:
     import msgspec
 
+    from ..analyze.answer import find_rows
     from ..config import find_cost
 
     sys.stdout.flush()
     facts = recording.facts
     data = {"returncode": code, "path": str(facts.path), "mode": facts.mode, "run": result.whole.to_dict()}
-    data |= recording.energy().to_json()
+    data |= find_rows(recording, recording.energy()).to_json()
     data["tracing"] = result.tracing.to_dict() if result.tracing is not None else None
     data["cost"] = find_cost(result.whole.energy_j, result.whole.error_j)
     data |= {"cpu_use": facts.cpu_use, "children_j": result.children_j, "scope": result.scope}
