@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ArgumentError, did_you_mean
-from .read_limits import TOML_BYTES, parse_toml
+from .read_limits import TOML_BYTES, parse_toml, quote_value
 from .units import J_PER_KWH, format_mass, format_watt_hours
 
 PREFIX = "TESSERA_"
@@ -76,12 +75,12 @@ class Config:
             except (TypeError, OverflowError):
                 number = math.nan
             if not least <= number < math.inf:
-                what = f"{name} = {_quote(value)} is not a number of at least {least}"
+                what = f"{name} = {quote_value(value)} is not a number of at least {least}"
                 raise ArgumentError(what, fix=f"e.g. {name} = {example}")
             object.__setattr__(self, name, number)
         word: Any = self.currency  # from a file it may be anything
         if not isinstance(word, str) or not word.isprintable() or len(word) > 8:
-            raise ArgumentError(f"currency = {_quote(word)} is not a short word", fix='e.g. currency = "EUR"')
+            raise ArgumentError(f"currency = {quote_value(word)} is not a short word", fix='e.g. currency = "EUR"')
 
     def cost_of(self, energy_j: float, error_j: float | None = None) -> EnergyCost | None:
         """Kilowatt-hours, money and CO2 of some joules; None without a factor, or of unknown joules."""
@@ -112,7 +111,9 @@ def load(folder: str | Path | None = None) -> Config:
         for key in values:
             if key not in KEYS:
                 near = did_you_mean(key[:80], KEYS)
-                raise ArgumentError(f"{where} has an unknown key {_quote(key)}{near}", fix=f"one of: {', '.join(KEYS)}")
+                raise ArgumentError(
+                    f"{where} has an unknown key {quote_value(key)}{near}", fix=f"one of: {', '.join(KEYS)}"
+                )
         _check_values(where, values)
         stated = {**values, **stated}
     return Config(**stated)
@@ -202,14 +203,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return parse_toml(file.read(TOML_BYTES + 1))
     except (OSError, ValueError) as exc:
         raise ArgumentError(f"cannot read {path}", why=str(exc), fix='write lines such as: currency = "EUR"') from exc
-
-
-def _quote(value: object) -> str:
-    """A value of a file for an error, however long or deep it is."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:
-        return "a number of thousands of digits"
 
 
 def _format_money(amount: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import reprlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,14 @@ def parse_toml(data: bytes) -> dict[str, Any]:
         raise ValueError("a number in it has thousands of digits") from exc
     except (RecursionError, MemoryError) as exc:
         raise ValueError("its values are nested too deeply") from exc
+
+
+def quote_value(value: object) -> str:
+    """A value of a file for an error, however long or deep it is."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 @dataclass(slots=True)

@@ -159,3 +159,30 @@ def test_a_chip_file_that_cannot_be_parsed_names_itself(text: str) -> None:
 
     with pytest.raises(BadDevice, match=r"mine\.toml"):
         read(text, "mine.toml")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "tdp_w = { value = " + "9" * 400 + ', source = "x" }',
+        "tdp_w = { value = 700, error = " + "9" * 400 + ', source = "x" }',
+        "threads = 0x" + "f" * 5000,
+        "memory" + ".a" * 400 + " = 1",
+        "notes.x = " + "[" * 100 + "]" * 100,
+        "\n".join(f"notes{'.a' * 300}{i} = 1" for i in range(1000)),
+        "name" + ".a" * 1500 + " = 1",
+    ],
+    ids=range(7),
+)
+def test_a_hostile_chip_file_is_one_error_that_names_it(tmp_path, monkeypatch, line: str) -> None:
+    from tessera.errors import BadDevice
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    file = tmp_path / "tessera" / "hardware" / "mine.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        f'id = "mine"\nkind = "gpu"\nvendor = "x"\n{line}\n' + ("" if line[:4] == "name" else 'name = "x"\n')
+    )
+    with pytest.raises(BadDevice, match=r"mine\.toml") as caught:
+        lookup("h200")
+    assert len(str(caught.value)) < 1000

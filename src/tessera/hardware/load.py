@@ -11,18 +11,19 @@ idle power without an error.
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 from ..device import ASSUMED_ERROR, PRECISIONS, Caches, Clocks, Device, Figure, Kind, Link, Memory, OperatingPoint
 from ..errors import ArgumentError, BadDevice, did_you_mean
+from ..read_limits import parse_toml, quote_value
 
 _TEXTS = ("id", "name", "kind", "vendor", "architecture", "compute_capability", "unit_name")
 _FIGURES = ("units", "tdp_w", "idle_w", "idle_context_w")
 _TABLES = ("peaks", "memory", "caches", "clocks", "interconnect", "energy", "notes", "sources")
 _KEYS = (*_TEXTS, "aliases", "threads", *_FIGURES, *_TABLES, "operating_points")
 _FIGURE_KEYS = ("value", "source", "error", "assumed")
+_MOST_LEVELS = 20  # of a key; the deepest of the catalogue has five
 _DIRECTIONS = ("per direction", "total")
 
 Table = dict[str, Any]
@@ -40,8 +41,8 @@ def bad(file: str, key: str, problem: str, fix: str | None = None) -> BadDevice:
 def read(text: str, file: str) -> Table:
     """The table of a device file with its sources expanded and its keys checked; figures are checked by `build`."""
     try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as exc:  # a number of 5,000 digits is a ValueError, and so is what is no TOML
+        raw = parse_toml(text.encode())
+    except ValueError as exc:
         raise bad(file, "", f"not TOML: {exc}") from None
     _check_keys(raw, _KEYS, file, "")
     sources = _table(raw, "sources", file)
@@ -69,7 +70,7 @@ def build(raw: Table, file: str, origin: tuple[str, ...]) -> Device:
             raise bad(file, key, "is missing", fix="id, name, kind and vendor are needed; the rest may be unknown")
     for key in _TEXTS:
         if key in raw and not (isinstance(raw[key], str) and raw[key]):
-            raise bad(file, key, f"must be text, not {raw[key]!r}")
+            raise bad(file, key, f"must be text, not {quote_value(raw[key])}")
     kinds = get_args(Kind)
     if raw["kind"] not in kinds:
         raise bad(file, "kind", f"no kind {raw['kind']!r}{did_you_mean(raw['kind'], kinds)}", f"one of {kinds}")
@@ -108,13 +109,15 @@ def _check_keys(table: Mapping[str, Any], allowed: tuple[str, ...], file: str, w
 def _table(raw: Table, key: str, file: str, where: str | None = None) -> Table:
     table = raw.get(key, {})
     if not isinstance(table, dict):
-        raise bad(file, where or key, f"must be a table, not {table!r}")
+        raise bad(file, where or key, f"must be a table, not {quote_value(table)}")
     return table
 
 
 def _expand(value: Any, sources: Table, file: str, where: str) -> Any:
+    if where.count(".") > _MOST_LEVELS:
+        raise bad(file, where[:40], "is nested too deeply")
     if isinstance(value, list):
-        return [_expand(item, sources, file, where) for item in value]
+        return [_expand(item, sources, file, f"{where}.[]") for item in value]
     if not isinstance(value, dict):
         return value
     expanded = {key: _expand(item, sources, file, f"{where}.{key}" if where else key) for key, item in value.items()}
@@ -137,7 +140,7 @@ def _figure(table: Table, key: str, file: str, where: str) -> Figure | None:
     for name in ("value", "error"):
         number = entry.get(name)
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
-            raise bad(file, f"{where}.{name}", f"must be a number, not {number!r}")
+            raise bad(file, f"{where}.{name}", f"must be a number, not {quote_value(number)}")
     if not isinstance(entry.get("assumed", False), bool):
         raise bad(file, f"{where}.assumed", "must be true or false")
     if not isinstance(entry.get("source"), str):
@@ -150,6 +153,8 @@ def _figure(table: Table, key: str, file: str, where: str) -> Figure | None:
             error=None if error is None else float(error),
             assumed=entry.get("assumed", False),
         )
+    except OverflowError:
+        raise bad(file, where, "the number is too large") from None
     except ArgumentError as exc:
         raise bad(file, where, exc.what) from None
 
@@ -171,7 +176,7 @@ def _part(kind: type[_Part], raw: Table, key: str, file: str) -> _Part:
     values: Table = {name: _figure(entries, name, file, f"{key}.{name}") for name in names if name != "kind"}
     if "kind" in entries:
         if not isinstance(entries["kind"], str):
-            raise bad(file, f"{key}.kind", f"must be text, not {entries['kind']!r}")
+            raise bad(file, f"{key}.kind", f"must be text, not {quote_value(entries['kind'])}")
         values["kind"] = entries["kind"]
     return kind(**values)
 
@@ -215,8 +220,10 @@ def _aliases(raw: Table, file: str) -> tuple[str, ...]:
 
 def _threads(raw: Table, file: str) -> int | None:
     threads = raw.get("threads")
-    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise bad(file, "threads", f"must be a number of hardware threads, not {threads!r}")
+    if threads is not None and (
+        isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads < 1 << 20
+    ):
+        raise bad(file, "threads", f"must be a number of hardware threads, not {quote_value(threads)}")
     return threads
 
 
