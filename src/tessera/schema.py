@@ -100,6 +100,7 @@ class Domain:
     `counted` domains add up to the total; the others (HBM inside a board, a whole chassis) overlap them. `limit_w` is
     the highest power limit that the board accepts, not one that somebody lowered; None where it is not known. `scope`
     says whether it is the power of one process and its children or, as every sensor has it, that of all that ran.
+    `taken_as` is the source whose response a log is taken to have, where the log does not say what recorded it.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Domain:
     note: str = ""
     limit_w: float | None = None
     scope: Scope = "machine"
+    taken_as: str = ""
 
     @property
     def device(self) -> DeviceId:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from tessera.attribute.fit import RING_TAU_S, response_of
 from tessera.cli.main import cli
 from tessera.errors import ArgumentError, MeasurementError, RecordingError, TesseraError
 from tessera.profile.open_recording import load
@@ -48,7 +49,8 @@ def write_trace(path: Path, kernels: int = 200) -> Path:
 def test_a_log_at_20_ms_is_taken_as_the_ring(tmp_path):
     trace = read_power(write_own(tmp_path / "p.csv", [500.0] * 100))
     column = trace.columns["gpu0"]
-    assert column.domain.source == "nvml-samples"
+    assert column.domain.source == "csv", "the log does not say what recorded it"
+    assert response_of(column.domain, 0.02).tau_s == RING_TAU_S
     assert column.domain.lag_s > 0
     assert trace.energy_j == pytest.approx(500 * 0.02 * 99, rel=0.02)
 
@@ -184,7 +186,7 @@ def test_lines_written_twice_are_one_sample(tmp_path):
     head, *lines = path.read_text().splitlines()
     path.write_text("\n".join([head, *(line for line in lines for _ in range(2))]) + "\n")
     column = read_power(path).columns["gpu0"]
-    assert len(column.times_ns) == 50 and column.domain.source == "nvml-samples"
+    assert len(column.times_ns) == 50 and column.domain.taken_as == "nvml-samples"
 
 
 def test_two_gpus_without_their_index_are_not_mixed(tmp_path):

@@ -88,7 +88,7 @@ def _ramp(t: Floats, tau_s: float) -> Floats:
 
 def response_of(domain: Domain, spacing_s: float) -> Response:
     """The response of a domain's sensor: the ring's is fitted, others follow from what the domain says of itself."""
-    if domain.source.startswith("nvml-samples"):
+    if (domain.taken_as or domain.source).startswith("nvml-samples"):
         return Response(tau_s=RING_TAU_S, box_s=RING_BOX_S)
     if domain.hold is Hold.MEAN:  # each sample is the mean since the one before
         return Response(tau_s=0.0, box_s=max(spacing_s, 1e-3), dead_s=max(domain.lag_s, 0.0))

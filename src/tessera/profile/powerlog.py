@@ -72,8 +72,8 @@ def _domain(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
     low, high = _RING_SPACING_S
     if name.startswith("gpu") and low <= spacing_s <= high and stated_basis == "measured":
         return Domain(
-            name=name, source="nvml-samples", resolution_s=RING_RESOLUTION_S, lag_s=RING_LAG_S, blur_s=RING_BLUR_S,
-            sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR, counted=counted,
+            name=name, source="csv", resolution_s=RING_RESOLUTION_S, lag_s=RING_LAG_S, blur_s=RING_BLUR_S,
+            sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR, counted=counted, taken_as="nvml-samples",
             note="taken as NVML's ring: 20 ms apart",
         )  # fmt: skip
     if name.startswith(("cpu", "dram", "package")):  # differences of an energy counter
