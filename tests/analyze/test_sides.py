@@ -143,3 +143,35 @@ def test_a_report_that_is_a_bomb_or_cut_is_refused(tmp_path: Path) -> None:
     assert _is_json(path)  # its start can be read
     with pytest.raises(RecordingError, match="cannot read"):
         _read_json(path)
+
+
+def _set(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    key, _, rest = path.partition(".")
+    return {**data, key: _set(data[key], rest, value) if rest else value}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("run.energy_j", {}),
+        ("run.error_j", []),
+        ("run.time_s", 5e-324),
+        ("answer.name", 5e-324),
+        ("answer.per_work", [{"unit": 1, "amount": "x"}]),
+        ("answer.per_work", [{"unit": "token", "amount": 5e-324}]),
+        ("answer", [1]),
+        ("time_s", 5e-324),
+        ("time_s", -1),
+        ("energy_j", 1e308),
+    ],
+)
+def test_json_of_a_report_with_impossible_values_is_refused(path: str, value: Any) -> None:
+    from tessera.errors import RecordingError
+
+    joules = {"energy_j": 2.0, "error_j": 0.1, "time_s": 1.0}
+    row = {"name": "k", "kind": "kernel", "calls": 1, "share": 1.0, **joules}
+    table = {**joules, "idle_j": 0.0, "idle_error_j": 0.0, "busy_s": 1.0, "kernels": [row]}
+    good = {**table, "run": {**joules, "time_s": 3.0}, "answer": {"name": "python a.py", "per_work": []}}
+    assert analyze.diff(good, good).total.change_j == 0
+    with pytest.raises(RecordingError, match="is not a report"):
+        analyze.diff(good, _set(good, path, value))

@@ -15,7 +15,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
@@ -354,7 +354,7 @@ def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
             if int(report.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
                 raise RecordingError(f"{name} was written by a newer Tessera", fix="update Tessera")
             return _of_report(msgspec.convert(_restore_nan(report), EnergyReport))
-    except (msgspec.ValidationError, TypeError, ValueError, KeyError) as exc:
+    except (msgspec.ValidationError, TypeError, ValueError, KeyError, OverflowError) as exc:
         if isinstance(exc, ArgumentError):
             raise
         raise RecordingError(f"{name} is not a report", why=str(exc), fix="record or predict it again") from exc
@@ -369,21 +369,37 @@ def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
     )
 
 
+class _JsonWork(TypedDict):
+    unit: str
+    amount: float
+
+
+class _JsonAnswer(TypedDict, total=False):
+    name: str | None
+    per_work: list[_JsonWork]
+
+
+class _JsonRun(TypedDict):
+    energy_j: float
+    error_j: float
+    time_s: float
+
+
 def _json_table(data: Mapping[str, Any], name: str) -> DiffSide:
     fields = {f.name for f in dataclasses.fields(EnergyTable)}
     plain = {k: v for k, v in _restore_nan(data).items() if k in fields}
     for view in VIEWS:
         plain[view] = [{**r, "name": r.get("kernel_name", r.get("name"))} for r in plain.get(view, ())]
     table = msgspec.convert(plain, EnergyTable)
-    answer, run = data.get("answer") or {}, data.get("run")
+    answer, run = msgspec.convert(_restore_nan(data.get("answer") or {}), _JsonAnswer), data.get("run")
     work = {p["unit"]: p["amount"] for p in answer.get("per_work", ()) if p["unit"] != "step"}
     shown = answer.get("name") or (Path(str(data["path"])).name if "path" in data else "")
     whole = None
     if isinstance(run, Mapping):
-        values = _restore_nan(run)
+        values = msgspec.convert(_restore_nan(run), _JsonRun)
         whole = Cell(values["energy_j"], values["error_j"], values["time_s"], _NAN, 1, once=True)
         whole = whole if whole.seconds > table.time_s * (1 + 1e-9) else None
-    span: Span = "run" if answer or run else "trace"
+    span: Span = "run" if data.get("answer") or run else "trace"
     command = _words(answer.get("name") or "")
     return _of_table(table, f"{shown} ({name})" if shown else name, work=work, span=span, whole=whole, command=command)
 
@@ -400,6 +416,10 @@ _OLD_NAMES = {
 """Keys of JSON that an older Tessera printed, so that a stored baseline can still be compared."""
 
 
+_MOST, _LEAST = 1e60, 1e-15  # beyond these a ratio or a square may be no number
+_POSITIVE = ("time_s", "wall_s", "amount")
+
+
 def _rename_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_OLD_NAMES.get(key, key): _rename_keys(v) for key, v in value.items()}
@@ -407,9 +427,11 @@ def _rename_keys(value: Any) -> Any:
 
 
 def _restore_nan(value: Any, key: str = "") -> Any:
-    """Null joules and seconds are unknown ones: JSON has no NaN."""
+    """Null joules and seconds are unknown ones: JSON has no NaN. Raises ValueError for impossible numbers."""
     if isinstance(value, Mapping):
         return {k: _restore_nan(v, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_restore_nan(v) for v in value]
+    if isinstance(value, (int, float)) and (abs(value) > _MOST or (key in _POSITIVE and 0 != value < _LEAST)):
+        raise ValueError(f"{key or 'a number'} is {value:g}, which nothing can have taken or spent")
     return _NAN if value is None and key in _NEVER_NULL else value
