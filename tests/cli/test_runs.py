@@ -111,6 +111,44 @@ def test_prune_deletes_only_old_runs_and_their_side_files(folder: Path) -> None:
     assert left == {"new.tessera", "notes.txt", "fake.tessera", "other.tessera", "old.html", "link.tessera"}
 
 
+def test_prune_prints_no_controls_of_a_name(folder: Path) -> None:
+    (folder / "old.tessera").rename(folder / "o\x1b]0;x\x07\n9 of 9 runs.tessera")
+    done = invoke(runs.command, "prune", folder, "--keep", "1")
+    assert "\x1b" not in done.stdout and "\x07" not in done.stdout
+    assert len(done.stdout.splitlines()) == 3 and "9 of 9 runs.tessera (" in done.stdout
+
+
+def test_prune_deletes_no_link_and_no_side_file_of_what_stays(folder: Path) -> None:
+    old, gone, linked = (run_list.describe_run(folder / f"{n}.tessera") for n in ("old", "middle", "new"))
+    (folder / "old.tessera-journal").symlink_to(folder / "notes.txt")
+    gone.path.unlink()
+    linked.path.rename(folder / "moved")
+    linked.path.symlink_to(folder / "moved")
+    for run in (gone, linked):
+        run.path.with_name(f"{run.path.name}-wal").write_bytes(b"another's")
+    freed = run_list.delete_runs([old, gone, linked])
+    left = {p.name for p in folder.iterdir()}
+    assert "old.tessera" not in left
+    assert left >= {"old.tessera-journal", "middle.tessera-wal", "new.tessera-wal", "new.tessera", "moved", "notes.txt"}
+    assert freed == old.size_bytes
+
+
+def test_a_run_that_cannot_be_deleted_keeps_its_side_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = run_list.describe_run(folder / "old.tessera")
+    (folder / "old.tessera-wal").write_bytes(b"x")
+    real = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == old.path:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        real(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(PermissionError):
+        run_list.delete_runs([old])
+    assert (folder / "old.tessera-wal").exists()
+
+
 def test_both_conditions_must_hold(folder: Path) -> None:
     summaries = [run_list.describe_run(p) for p in run_list.find_runs(folder)]
     newest = max(s.start_ns for s in summaries)

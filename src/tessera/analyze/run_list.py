@@ -182,12 +182,16 @@ def choose_old_runs(
 
 
 def delete_runs(runs: Sequence[ListedRun]) -> int:
-    """Delete runs with the files SQLite wrote beside them; return how many bytes that frees. Pages stay."""
+    """Delete runs with the files SQLite wrote beside them; return how many bytes that frees. Pages and links stay."""
     freed = 0
     for run in runs:
+        if run.path.is_symlink() or not run.path.is_file():  # no longer the run that was chosen
+            continue
         with contextlib.suppress(OSError):
             _joules_path(run.path).unlink(missing_ok=True)
-        for file in files_of(run.path):
-            freed += file.stat().st_size
-            file.unlink()
+        for file in files_of(run.path):  # the run first: if it cannot be deleted, its side files stay
+            if not file.is_symlink():
+                size = file.stat().st_size
+                file.unlink()
+                freed += size
     return freed

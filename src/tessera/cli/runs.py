@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError, did_you_mean
+from ..output import remove_controls
 from .diff import command as diff_command
 from .main import NearestGroup
 from .options import RUNS, duration_option, json_option
@@ -106,7 +107,8 @@ def prune(folder: Path | None, keep: int | None, older_than_s: float | None, yes
     runs = [describe_run(path) for path in find_runs(_check_folder(folder))]
     old = choose_old_runs(runs, keep=keep or 0, older_than_s=older_than_s or 0.0, now_ns=time.time_ns())
     for run in old:
-        print(f"{'deleting' if yes else 'would delete'} {run.path} ({format_bytes(run.size_bytes, 3)})")
+        name = remove_controls(str(run.path)).replace("\n", " ")
+        print(f"{'deleting' if yes else 'would delete'} {name} ({format_bytes(run.size_bytes, 3)})")
     size = delete_runs(old) if yes else sum(r.size_bytes for r in old)
     hint = "" if yes or not old else "; add --yes to delete them"
     print(f"{len(old)} of {len(runs)} runs, {format_bytes(size, 3)}{hint}")
