@@ -322,6 +322,29 @@ def test_many_threads_lose_nothing(tmp_path):
         assert mine.tolist() == list(range(5_000))
 
 
+def test_a_run_that_was_not_closed_does_not_claim_to_be_complete(tmp_path):
+    """A full disk leaves the same file as a kill; a stall that ended is in it."""
+    with RunWriter(tmp_path / "a.tessera") as run:
+        run.add_row("mark", "m", T0, T0)
+        run.flush()
+        with run._lock:
+            run._store.db.execute("PRAGMA busy_timeout=1")
+        with contextlib.closing(sqlite3.connect(run.path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            run.add_row("mark", "n", T0, T0)
+            with pytest.raises(RecordingError, match="could not be written"):
+                run.flush()
+            other.execute("ROLLBACK")
+        run.flush()
+        run.flush()
+        with RunFile(run.path) as back:
+            first, stall = back.notes
+    assert "or all since the disk was full" in first
+    assert "complete" not in first
+    assert "the run file could not be written for" in stall
+    assert RunFile(run.path).notes == []
+
+
 def test_it_is_committed_without_being_asked(tmp_path):
     run = RunWriter(tmp_path / "a.tessera")
     run.add_row("mark", "m", T0, T0)

@@ -67,6 +67,7 @@ FACTS: Mapping[str, Any] = {
     "asked_ms": float | None,
     "windows": list[tuple[int, int]] | None,
     "notes": list[str] | None,
+    "write_stalls": list[str] | None,
     "returncode": int | None,
     "summary": dict[str, Any] | None,
     "stack_interval_s": float | None,

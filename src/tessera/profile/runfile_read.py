@@ -155,9 +155,10 @@ class RunFile:
         notes = [f"{name} beside it is not of this run, which is complete: not read" for name in self._db.foreign]
         if self.crashed:
             notes.append(
-                "the file was never closed: its program was killed or is still running; it is complete up to"
-                " half a second before the end"
+                "the file was never closed: its program was killed, is still running, or could not write to the disk;"
+                " the last half second is missing, or all since the disk was full"
             )
+            notes += self.get("write_stalls") or ()
             if self._db.log_is_missing:
                 notes.append(f"{self.path.name}-wal is not beside it: what was recorded last is in that file")
         return notes + [n for part in self.timelines for n in restore_kinds(part["notes"], part.get("kinds") or {})]

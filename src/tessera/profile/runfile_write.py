@@ -253,6 +253,7 @@ class RunWriter:
             lost = f"{self._lost} entries were lost" if self._lost else "nothing was lost"
             stalled_s = time.monotonic() - self._failed_s
             self.stalls.append(f"the run file could not be written for {stalled_s:.1f} s ({self.error}): {lost}")
+            self.set("write_stalls", self.stalls)  # for readers of a run that is killed before its notes are written
             self.error, self._lost = None, 0
 
     def _put_back(self, error: sqlite3.Error) -> None:
