@@ -138,18 +138,21 @@ def sum_domains(parts: Sequence[Energy], seconds: float) -> Energy:
     )
 
 
-def sum_windows(parts: Sequence[Energy]) -> Energy:
+def sum_windows(parts: Sequence[Energy], gain_error: float = 0.0) -> Energy:
     """The sum of one thing over several windows of time, errors in quadrature.
 
+    `gain_error` is the part of them that all windows share (`Domain.gain_error`): it is added up as the joules are.
     Windows of which nothing is known lower the coverage and widen the error by what the others drew.
     """
     known = [p for p in parts if not math.isnan(p.energy_j)]
     seconds, known_s = sum(p.time_s for p in parts), sum(p.time_s for p in known)
     joules = sum(p.energy_j for p in known)
     unknown_j = joules / known_s * (seconds - known_s) if known_s > 0 else 0.0
+    shared = [min(gain_error * abs(p.energy_j), p.error_j) for p in known]
+    variance = sum(shared) ** 2 + sum(p.error_j**2 - s**2 for p, s in zip(known, shared, strict=True))
     return Energy(
         energy_j=joules if known else math.nan,
-        error_j=sum(p.error_j**2 for p in known) ** 0.5 + unknown_j if known else math.nan,
+        error_j=variance**0.5 + unknown_j if known else math.nan,
         time_s=seconds,
         source=parts[-1].source,
         coverage=sum(p.coverage * p.time_s for p in parts) / seconds if seconds > 0 else 0.0,

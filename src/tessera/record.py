@@ -15,6 +15,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 CODE: dict[str, int] = {kind: code for code, kind in enumerate(KINDS)}
 ON_DEVICE: tuple[Kind, ...] = ("kernel", "memcpy", "memset", "collective")
 """The kinds that run on an accelerator and spend its joules."""
+APART = 0.0
+"""The value of a region that is inside no other of its name, whatever their times say: asyncio tasks share a thread."""
 
 NEEDS_NCU = "needs ncu: tessera run --counters"
 NEEDS_POWER = 'needs power samples: activities=["gpu", "power"]'

@@ -214,7 +214,8 @@ class Energy:
 class RegionEnergy:
     """All the passes through one named region of a program, together, from its first start to its last end.
 
-    `overlaps`: regions of other threads were open at the same time, and each contains the joules of all of them.
+    A moment that lies in several passes counts once. `overlaps`: other passes or regions were open at the same time (in
+    other threads or asyncio tasks), and each contains the joules of all of them.
     """
 
     name: str

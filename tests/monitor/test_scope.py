@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from tessera import monitor as tm
 from tessera.clock import Clock
 from tessera.errors import ArgumentError, MeasurementError, SensorLost
 from tessera.monitor import Monitor, core, cuda, energy_scope, power_trace
+from tessera.monitor import regions as regions_module
 from tessera.monitor.core import Window
 from tessera.monitor.cuda import DeviceClocks, Edge
 from tessera.monitor.regions import read_regions
@@ -218,7 +220,7 @@ def test_a_decorated_function_is_a_region_with_every_call(as_default: Monitor) -
     assert region.energy.joules == pytest.approx(100.0 * region.energy.time_s)
 
 
-def test_a_recursive_function_counts_every_call_and_its_joules_once(as_default: Monitor) -> None:
+def test_a_recursive_function_is_one_call_with_all_that_it_calls(as_default: Monitor) -> None:
     @energy_scope("down")
     def down(n: int) -> int:
         time.sleep(0.01)
@@ -229,7 +231,7 @@ def test_a_recursive_function_counts_every_call_and_its_joules_once(as_default: 
     took = time.monotonic() - begun
     as_default.settle_all()
     (region,) = as_default.regions()
-    assert region.calls == 3
+    assert region.calls == 1
     assert 0.03 <= region.energy.time_s <= took
 
 
@@ -248,7 +250,7 @@ def test_a_forgotten_scope_takes_nothing_from_later_ones(as_default: Monitor) ->
     with energy_scope("same"):
         pass
     as_default.settle_all()
-    assert {r.name: r.calls for r in as_default.regions()} == {"same": 3, "other": 1}
+    assert {r.name: r.calls for r in as_default.regions()} == {"same": 2, "other": 1}
 
 
 def test_a_scope_may_be_asynchronous(as_default: Monitor) -> None:
@@ -298,8 +300,28 @@ def test_a_decorated_coroutine_is_measured_until_it_is_done(as_default: Monitor)
     as_default.settle_all()
     regions = {r.name: r for r in as_default.regions()}
     assert regions["fetch"].calls == 3
-    assert regions["fetch"].energy.time_s >= 0.15
-    assert regions["all"].energy.time_s < regions["fetch"].energy.time_s, "they ran at the same time"
+    assert 0.06 <= regions["fetch"].energy.time_s <= regions["all"].energy.time_s, "a moment counts once"
+    assert regions["fetch"].overlaps
+
+
+@pytest.mark.parametrize("kept", [256, 1])
+def test_windows_of_one_name_count_each_moment_once_in_any_order(
+    started: Started, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """Two that overlap in part, one inside both, and one apart; however they settle."""
+    monkeypatch.setattr(regions_module, "MAX_RECENT", kept)
+    m = started()
+    begun = time.monotonic_ns()
+    until(lambda: time.monotonic_ns() > begun + 60 * MS)
+    for order in itertools.permutations([(0, 20), (10, 30), (12, 18), (40, 50)]):
+        for start_ms, end_ms in order:
+            window = Window(str(order), Edge(begun + start_ms * MS))
+            window.end = Edge(begun + end_ms * MS)
+            m.read(window)
+    for region in m.regions():
+        assert region.calls == 4 and region.overlaps
+        assert region.energy.energy_j == pytest.approx(100.0 * region.energy.time_s, rel=0.01)
+        assert region.energy.time_s == pytest.approx(0.04) if kept > 1 else region.energy.time_s < 0.0401
 
 
 # -- domains -------------------------------------------------------------------------------------------------
@@ -974,8 +996,9 @@ def test_a_scope_is_a_region_of_the_session_that_records(started: Started) -> No
 
         def abandon(self) -> None: ...
 
-        def add_region(self, name: str, start_ns: int, end_ns: int, thread: int) -> None:
+        def add_region(self, name: str, start_ns: int, end_ns: int, thread: int, *, is_apart: bool) -> None:
             self.found.append((name, start_ns, end_ns, thread))
+            assert is_apart
 
     monitor, recorder = started(), Recorder()
     early = energy_scope("before", monitor=monitor).__enter__()

@@ -11,12 +11,12 @@ import numpy as np
 from ..errors import MeasurementError
 from ..joules import sum_windows
 from ..notes import Note
-from ..schema import Energy
-from ..timeline.columns import NONE, Timeline
+from ..timeline.columns import APART, NONE, Timeline
+from ..timeline.intervals import union
 from ..trace import PowerTrace
 from .ledger import WHOLE
 from .solve import attribute
-from .table import EnergyRow, EnergyTable
+from .table import EnergyRow, EnergyTable, note_overlaps
 
 MOST_PASSES = 20_000
 """Passes through regions that are integrated one by one; of a run with more, the first ones."""
@@ -98,12 +98,13 @@ def account_samples(
     total = power.energy()
     steps = [(s.name, s.start_ns, s.end_ns) for s in timeline.linked.steps[:MOST_PASSES]]
     step_rows = {s.row for s in timeline.linked.steps}
-    regions = [
+    passes = [
         (timeline.name(r), int(timeline["start_ns"][r]), int(timeline["end_ns"][r]))
         for r in timeline.rows("region")[:MOST_PASSES].tolist()
         if r not in step_rows and not _is_nested(timeline, r)
     ]
     all_steps = [row for step in steps for row in _sum_passes(power, [step], "step", total.energy_j)]
+    regions = [r for r in _sum_passes(power, passes, "region", total.energy_j) if not math.isnan(r.energy_j)]
     rows = [row for row in all_steps if not math.isnan(row.energy_j)]
     if len(rows) < len(all_steps):
         missing = len(all_steps) - len(rows)
@@ -119,14 +120,16 @@ def account_samples(
         source=total.source,
         basis=total.basis,
         coverage=total.coverage,
-        notes=list(notes),
+        notes=[*notes, *note_overlaps(regions)],
         steps=rows,
-        regions=[r for r in _sum_passes(power, regions, "region", total.energy_j) if not math.isnan(r.energy_j)],
+        regions=regions,
     )
 
 
 def _is_nested(timeline: Timeline, row: int) -> bool:
     """Whether a region lies within another of its name, which has its joules already."""
+    if timeline["value"][row] == APART:
+        return False
     parent, names = timeline.linked.parent, timeline["name"]
     above = int(parent[row])
     while above != NONE and names[above] != names[row]:
@@ -137,23 +140,27 @@ def _is_nested(timeline: Timeline, row: int) -> bool:
 def _sum_passes(
     power: PowerTrace, passes: Sequence[tuple[str, int, int]], kind: str, total_j: float
 ) -> list[EnergyRow]:
-    """One row for all passes of one name."""
-    by_name: dict[str, list[Energy]] = {}
+    """One row for all passes of one name. A moment that lies in several of them counts once."""
+    by_name: dict[str, list[tuple[int, int]]] = {}
     for name, start_ns, end_ns in passes:
-        by_name.setdefault(name, []).append(power.energy(None, start_ns, end_ns))
+        by_name.setdefault(name, []).append((start_ns, end_ns))
+    gain_error = max((d.gain_error for d in power.domains if d.counted), default=0.0)
     rows = []
-    for name, parts in by_name.items():
-        energy = sum_windows(parts)
+    for name, windows in by_name.items():
+        covered = union(*np.array(windows, np.int64).T)
+        stretches = list(zip(*(edges.tolist() for edges in covered), strict=True)) or windows[:1]
+        energy = sum_windows([power.energy(None, begin, end) for begin, end in stretches], gain_error)
         rows.append(
             EnergyRow(
                 name=name,
                 kind=kind,
-                calls=len(parts),
+                calls=len(windows),
                 time_s=energy.time_s,
                 energy_j=energy.energy_j,
                 error_j=energy.error_j,
                 share=energy.energy_j / total_j if total_j > 0 else 0.0,
                 wall_s=energy.time_s,
+                overlaps=covered.total_ns < sum(end - start for start, end in windows),
             )
         )
     return rows

@@ -17,11 +17,12 @@ from ..joules import Z90, Floats, Ints, worst_basis
 from ..record import CODE, KINDS
 from ..schema import DeviceId
 from ..timeline import Timeline
-from ..timeline.columns import NONE
+from ..timeline.columns import APART, NONE
+from ..timeline.intervals import union_by_key
 from ..timeline.link import Links
 from .activity import rank_values, sum_by_key
 from .share import Share
-from .table import EnergyRow, EnergyTable
+from .table import EnergyRow, EnergyTable, note_overlaps
 
 NO_OP = "(no operator)"
 WHOLE = 0.98
@@ -36,6 +37,7 @@ class _Line:
     calls: int = 0
     time_s: float = 0.0
     wall_s: float = 0.0
+    overlaps: bool = False
     idle_s: float = 0.0
     seconds: dict[DeviceId, Floats] = field(default_factory=dict)
     later_j: float = 0.0
@@ -56,6 +58,7 @@ def table(
     on_host = all(p.on_host for p in parts)
     idle = [_idle(p) for p in parts]
     idle_s = sum(i[2] for i in idle)
+    regions = ledger.regions()
     return EnergyTable(
         energy_j=total_j,
         error_j=float(np.sqrt(sum(p.error_j**2 for p in parts))),
@@ -65,7 +68,7 @@ def table(
         busy_s=float(sum(p.activity.busy_s for p in parts)),
         kernels=() if on_host else ledger.kernels(),
         ops=ledger.ops(),
-        regions=ledger.regions(),
+        regions=regions,
         modules=ledger.modules(),
         steps=ledger.steps(),
         groups=() if on_host else ledger.sum_groups(),
@@ -73,7 +76,7 @@ def table(
         basis=worst_basis(p.domain.basis for p in parts),
         coverage=min(p.coverage for p in parts),
         idle_w=float(sum(i[0] for i in idle)) / idle_s if idle_s > 0 else None,
-        notes=[*notes, *_fit_notes(parts)],
+        notes=[*notes, *_fit_notes(parts), *note_overlaps(regions)],
     )
 
 
@@ -323,8 +326,9 @@ class _Ledger:
         if len(rows) == 0 or len(part.gap_cls) == 0:
             return
         origin = int(part.gap_start_ns[0])
-        edges = [(self._timeline[key][rows] - origin).astype(np.float64) for key in ("start_ns", "end_ns")]
-        named, where = np.unique(self._timeline["name"][rows], return_inverse=True)
+        keys, covered = union_by_key(*(self._timeline[key][rows] for key in ("name", "start_ns", "end_ns")))
+        edges = [(edge - origin).astype(np.float64) for edge in covered]
+        named, where = np.unique(keys, return_inverse=True)
         inside = np.zeros((len(named), len(part.watts)))
         for cls in np.unique(part.gap_cls).tolist():
             of_class = part.gap_cls == cls
@@ -368,17 +372,26 @@ class _Ledger:
         return partial
 
     def _count_calls(self, lines: dict[int, _Line], rows: Ints, again: NDArray[np.bool_]) -> None:
-        """Calls of a region are its passes, and their wall time is its own, within the windows of the joules."""
+        """Calls of a region are its passes, but for those inside another of its name.
+
+        Their wall time, within the windows of the joules, is its own: a moment that lies in several counts once a rank.
+        """
         timeline = self._timeline
         begun = np.searchsorted(self._windows[:, 0], timeline["end_ns"][rows], side="left")
         over = np.searchsorted(self._windows[:, 1], timeline["start_ns"][rows], side="right")
         rows = rows[begun > over]
+        rows = rows[~again[rows] | (timeline["value"][rows] == APART)]
         names, where = rank_values(timeline["name"][rows])
-        wall_s = np.where(again[rows], 0.0, self._wall_s(timeline["start_ns"][rows], timeline["end_ns"][rows]))
-        calls, wall_s = np.bincount(where, minlength=len(names)), sum_by_key(where, wall_s, len(names))
-        for key, passes, seconds in zip(names.tolist(), calls.tolist(), wall_s.tolist(), strict=True):
+        ranks, rank = rank_values(timeline["rank"][rows])
+        keys, covered = union_by_key(where * len(ranks) + rank, timeline["start_ns"][rows], timeline["end_ns"][rows])
+        calls = np.bincount(where, minlength=len(names))
+        took_s = sum_by_key(where, self._wall_s(timeline["start_ns"][rows], timeline["end_ns"][rows]), len(names))
+        wall_s = sum_by_key(keys // max(len(ranks), 1), self._wall_s(*covered), len(names))
+        overlaps = took_s > wall_s + 1e-9 * calls  # nanoseconds
+        for i, key in enumerate(names.tolist()):
             if key in lines:
-                lines[key].calls, lines[key].wall_s = passes, seconds
+                line = lines[key]
+                line.calls, line.wall_s, line.overlaps = int(calls[i]), float(wall_s[i]), bool(overlaps[i])
 
     def _wall_s(self, start_ns: Ints, end_ns: Ints) -> Floats:
         """Seconds of some stretches that lie in the windows of the joules."""
@@ -416,7 +429,7 @@ class _Ledger:
             name=name, kind=line.kind, calls=line.calls, time_s=line.time_s, energy_j=joules,
             error_j=variance**0.5, share=joules / self._total_j if self._total_j > 0 else 0.0, group=group,
             with_backward_j=joules + line.later_j if later else None, wall_s=line.wall_s if wall else None,
-            idle_s=line.idle_s if wall else None,
+            idle_s=line.idle_s if wall else None, overlaps=wall and line.overlaps,
         )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ class EnergyRow:
     samples cannot tell apart: of those only the sum (`EnergyTable.groups`) is known well. Regions contain the idle
     joules between their own kernels and `with_backward_j` adds what autograd spent later on behalf of what was
     called inside; steps contain the idle joules beside their kernels, so that they sum to the time they took. `idle_s`
-    are the seconds of those idle joules.
+    are the seconds of those idle joules. `overlaps`: its calls overlap in time, and a moment in several counts once.
     """
 
     name: str
@@ -38,6 +38,7 @@ class EnergyRow:
     with_backward_j: float | None = None
     wall_s: float | None = None
     idle_s: float | None = None
+    overlaps: bool = False
 
     @property
     def power_w(self) -> float | None:
@@ -123,6 +124,15 @@ class EnergyTable:
         from ..report.energy import html
 
         return html(self)
+
+
+def note_overlaps(regions: Sequence[EnergyRow]) -> list[str]:
+    """What a reader should know of regions whose calls overlap."""
+    names = [r.name for r in regions if r.overlaps]
+    if not names:
+        return []
+    named = f"{', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+    return [f"the calls of {named} overlap (threads, asyncio tasks): their sum counts each moment once"]
 
 
 def _row(row: EnergyRow) -> dict[str, Any]:

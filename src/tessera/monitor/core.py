@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ..anchors import Anchor, is_in_step
-from ..joules import Mark, sum_domains, sum_windows
+from ..joules import Mark, sum_domains
 from ..schema import Capability, Domain, Energy, RegionEnergy
 from ..sensors.base import Sensor
 from ..sensors.discover import discover
 from .cuda import DeviceClocks, Edge
-from .regions import REGIONS_VARIABLE, sort_regions, write_regions
+from .regions import REGIONS_VARIABLE, RegionTotal, sort_regions, write_regions
 from .sampler import Sampler
 from .series import CounterAnchors, PowerSeries
 
@@ -108,6 +106,32 @@ class Window:
             for name in self.energies:
                 self.energies[name] = self._energy(sampler.series[name].domain, sampler.anchors[name], self.end)
 
+    def join(self, other: Window, sampler: Sampler) -> Window:
+        """From the first start to the last end of two settled windows that overlap."""
+        first, last = (self, other) if self.start.host_ns <= other.start.host_ns else (other, self)
+        if last.end_ns <= first.end_ns:
+            return first
+        both = Window(self.name, first.start)
+        both.end = last.end
+        both._starts, both._firsts, both._ends = first._starts, first._firsts, last._ends
+        both.energies = {name: energy for name, energy in last.energies.items() if name in first.energies}
+        both.settle_again(sampler)
+        return both
+
+    def continue_after(self, before: Window, sampler: Sampler) -> Window:
+        """What is left of a settled window after the end of another."""
+        assert before.end is not None
+        rest = Window(self.name, before.end)
+        rest.end, rest._starts, rest._ends = self.end, before._ends, self._ends
+        rest.energies = {name: energy for name, energy in self.energies.items() if name in before.energies}
+        rest.settle_again(sampler)
+        return rest
+
+    @property
+    def end_ns(self) -> int:
+        """Its end on the host's clock; its start while it is open."""
+        return (self.end or self.start).host_ns
+
     def _has(self, names: Collection[str]) -> bool:
         return all(n in self.energies for n in names)
 
@@ -160,26 +184,6 @@ class Window:
         )
 
 
-class _RegionTotal:
-    """All windows of one name, added up as they settle."""
-
-    __slots__ = ("calls", "end_ns", "energy", "overlaps", "start_ns")
-
-    def __init__(self, energy: Energy, window: Window) -> None:
-        self.calls = 1
-        self.energy = energy
-        self.overlaps = window.overlaps
-        self.start_ns = window.start.host_ns
-        self.end_ns = window.end.host_ns if window.end else self.start_ns
-
-    def add(self, energy: Energy, window: Window) -> None:
-        self.calls += 1
-        self.overlaps |= window.overlaps
-        self.energy = sum_windows([self.energy, energy])
-        self.start_ns = min(self.start_ns, window.start.host_ns)
-        self.end_ns = max(self.end_ns, window.end.host_ns if window.end else 0)
-
-
 class Monitor:
     """Sensors, one sampler thread, and the windows being measured. One per process is enough (`default`)."""
 
@@ -192,8 +196,7 @@ class Monitor:
         self._warned_untracked = False
         self._open_counts: dict[int, int] = {}  # open windows by thread
         self._met = 0  # how often a window was opened beside one of another thread
-        self._regions: dict[str, _RegionTotal] = {}
-        self._nested_calls: Counter[str] = Counter()
+        self._regions: dict[str, RegionTotal] = {}
         self.sampler.on_read(self._after_read)
         _monitors.add(self)
 
@@ -307,21 +310,23 @@ class Monitor:
             window.reported = True
             name = window.name
             if window.nested:
-                self._nested_calls[name] += 1
                 return
             if name not in self._regions and len(self._regions) >= MAX_REGIONS:
                 name = OTHER_REGION
-            energy = self.total(window)
-            if name in self._regions:
-                self._regions[name].add(energy, window)
-            else:
-                self._regions[name] = _RegionTotal(energy, window)
+            if name not in self._regions:
+                self._regions[name] = RegionTotal(window)
+            self._regions[name].add(window, self)
 
     def total(self, window: Window) -> Energy:
         """The counted domains of a settled window, together."""
         names = [n for n in self.sampler.counted_domains() if n in window.energies]
         gpu = any(on_device(self.sampler.series[n].domain) for n in names)
         return sum_domains([window.energies[n] for n in names], window.seconds(gpu))
+
+    @property
+    def gain_error(self) -> float:
+        """The relative error of the level that all windows share."""
+        return max((d.gain_error for d in self.sampler.domains if d.counted), default=0.0)
 
     def note_steps(self, start: Edge, end: Edge, period_s: float = 0.0) -> list[str]:
         """The domains that are in step with what ran: by their counter, or, where there is none, by its period."""
@@ -358,17 +363,17 @@ class Monitor:
                 self._pending.pop(key, None)
 
     def regions(self) -> list[RegionEnergy]:
-        """All settled windows by name, the most joules first. One inside another of its name is only a call more.
+        """All settled windows by name, the most joules first. One inside another of its name is a part of that call.
 
-        The errors of the windows are independent and add in quadrature, down to the level error they all share.
+        Windows of one name that overlap (threads, asyncio tasks) are a call each; a moment in several counts once.
+        The errors of the windows are independent and add in quadrature, but for the level error they all share.
         """
         with self._lock:
-            gain = max((d.gain_error for d in self.sampler.domains if d.counted), default=0.0)
             rows = [
                 RegionEnergy(
                     name=name,
-                    calls=r.calls + self._nested_calls[name],
-                    energy=dataclasses.replace(r.energy, error_j=max(r.energy.error_j, gain * abs(r.energy.energy_j))),
+                    calls=r.calls,
+                    energy=r.energy(self),
                     start_ns=r.start_ns,
                     end_ns=r.end_ns,
                     overlaps=r.overlaps,

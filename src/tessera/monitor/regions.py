@@ -1,4 +1,4 @@
-"""The scopes of a measured program, passed to `tessera measure` in a JSON file per process at its exit."""
+"""The scopes of a program by name, and how they get to `tessera measure`: a JSON file per process, at its exit."""
 
 from __future__ import annotations
 
@@ -7,14 +7,68 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..joules import sum_windows
-from ..schema import SCHEMA_VERSION, RegionEnergy
+from ..schema import SCHEMA_VERSION, Energy, RegionEnergy
+
+if TYPE_CHECKING:
+    from .core import Monitor, Window
 
 REGIONS_VARIABLE = "TESSERA_REGIONS_DIR"
 """Environment variable with the folder; set by `tessera measure` for the command it runs."""
+MAX_RECENT = 256
+"""Stretches of a region that a window which ends later may still overlap: a slow request beside many quick ones."""
+
+
+class RegionTotal:
+    """All windows of one name as they settle, in any order; a moment that lies in several counts once.
+
+    `recent` has the last stretches of time that they cover, in order. The joules of earlier ones are in `_older`, which
+    ends with `_last_older`: of a window that reaches back before that, only the rest after it is added.
+    """
+
+    __slots__ = ("_last_older", "_older", "calls", "end_ns", "overlaps", "recent", "start_ns")
+
+    def __init__(self, window: Window) -> None:
+        self.calls = 0
+        self.overlaps = False
+        self.start_ns = window.start.host_ns
+        self.end_ns = window.end_ns
+        self.recent: list[Window] = []
+        self._older: list[Energy] = []
+        self._last_older: Window | None = None
+
+    def add(self, window: Window, monitor: Monitor) -> None:
+        """Count a settled window, and of its time what no other has counted."""
+        self.calls += 1
+        self.overlaps |= window.overlaps
+        self.start_ns = min(self.start_ns, window.start.host_ns)
+        self.end_ns = max(self.end_ns, window.end_ns)
+        older = self._last_older
+        if older is not None and window.start.host_ns < older.end_ns:
+            self.overlaps = True
+            if window.end_ns <= older.end_ns:
+                return
+            window = window.continue_after(older, monitor.sampler)
+        later = []
+        while self.recent and self.recent[-1].end_ns > window.start.host_ns:
+            last = self.recent.pop()
+            if last.start.host_ns >= window.end_ns:
+                later.append(last)
+            else:
+                self.overlaps = True
+                window = window.join(last, monitor.sampler)
+        self.recent += [window, *reversed(later)]
+        if len(self.recent) > MAX_RECENT:
+            self._last_older = self.recent.pop(0)
+            self._older = [sum_windows([*self._older, monitor.total(self._last_older)], monitor.gain_error)]
+
+    def energy(self, monitor: Monitor) -> Energy:
+        """The joules of all stretches so far."""
+        return sum_windows([*self._older, *map(monitor.total, self.recent)], monitor.gain_error)
 
 
 class RegionsFile(msgspec.Struct, kw_only=True):

@@ -20,16 +20,17 @@ from ..trace import PowerTrace
 from .core import Monitor, Window, default
 
 OVERLAPS = (
-    "scopes of other threads were open at the same time: each contains what all threads of this process did, so their "
-    "joules must not be added"
+    "scopes of other threads or asyncio tasks were open at the same time: each contains what all of this process did, "
+    "so their joules must not be added; the sum of one name counts each moment once"
 )
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _MAX_AROUND = 64  # nobody nests deeper but by mistake
 _around: ContextVar[tuple[weakref.ref[EnergyScope], ...]] = ContextVar("tessera_scopes_around", default=())
-on_close: Callable[[str, int, int], None] | None = None
-"""Called with the name and the two (monotonic) host times of every scope that ends. Set by a recording session."""
+on_close: Callable[[str, int, int, bool], None] | None = None
+"""Called with every scope that ends: its name, its two (monotonic) host times, and whether it was inside another of its
+name. Set by a recording session."""
 
 
 class EnergyScope:
@@ -71,7 +72,7 @@ class EnergyScope:
             window = self._window = self._open.pop()
             self._monitor.close(window)  # type: ignore[union-attr]
             if on_close is not None and window.end is not None:
-                on_close(self.name, window.start.host_ns, window.end.host_ns)
+                on_close(self.name, window.start.host_ns, window.end.host_ns, window.nested)
 
     async def __aenter__(self) -> EnergyScope:
         return self.__enter__()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MeasurementError, RecordingError, TesseraError
+from ..record import APART
 from . import ending
 from .options import SessionOptions
 from .region import current, install
@@ -378,12 +380,12 @@ class Session:
 
     # -- what the program says of itself -----------------------------------------------------------------------------
 
-    def add_region(self, name: str, start_ns: int, end_ns: int, thread: int) -> None:
-        """A region that has ended (epoch nanoseconds, native thread number)."""
+    def add_region(self, name: str, start_ns: int, end_ns: int, thread: int, *, is_apart: bool = False) -> None:
+        """A region that has ended (epoch ns, native thread number). `is_apart`: surely inside no other of its name."""
         if self._summary is not None:
             self._summary.add_row("region", name, end_ns - start_ns)
         elif self._writer is not None:
-            self._writer.add_row("region", name, start_ns, end_ns, thread=thread)
+            self._writer.add_row("region", name, start_ns, end_ns, value=APART if is_apart else math.nan, thread=thread)
         if self._tracing is not None and end_ns >= self._tracing.due_ns:
             self._tracing.boundary(end_ns)
 

@@ -225,13 +225,14 @@ def install(session: Session | None) -> None:
     scope.on_close = None if session is None else _scope_closed
 
 
-def _scope_closed(name: str, start_ns: int, end_ns: int) -> None:
+def _scope_closed(name: str, start_ns: int, end_ns: int, nested: bool) -> None:
     """A `monitor.energy_scope` (monotonic times) is a region too, unless it was entered before the session began."""
     session = _session
     if session is None or start_ns < _since_ns or session.compiling():
         return
     offset_ns = time.time_ns() - time.monotonic_ns()
-    session.add_region(name, start_ns + offset_ns, end_ns + offset_ns, threading.get_native_id())
+    thread = threading.get_native_id()
+    session.add_region(name, start_ns + offset_ns, end_ns + offset_ns, thread, is_apart=not nested)
 
 
 def _after_fork() -> None:

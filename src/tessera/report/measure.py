@@ -92,7 +92,7 @@ def _region_text(region: RegionEnergy, total_j: float) -> str:
     energy, calls = region.energy, region.calls
     share = energy.energy_j / total_j if total_j > 0 else 0.0
     each = format_energy_error(energy.energy_j / calls, energy.error_j / calls)
-    with_others = ", with what other threads' scopes did meanwhile" if region.overlaps else ""
+    with_others = ", with what other scopes did meanwhile" if region.overlaps else ""
     return f"{region.name}: {calls} x {each} = {format_energy(energy.energy_j)} ({format_share(share)}{with_others})"
 
 

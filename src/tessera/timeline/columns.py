@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..joules import Ints as Ints
+from ..record import APART as APART
 from ..record import CODE, KINDS, ON_DEVICE, Kind, Record
 from ..schema import DeviceId
 
@@ -67,7 +68,7 @@ INTEGERS = (
     "unit",  # -> names, of counters
     "rank",  # of rows of a merged timeline; -1: `Timeline.rank` is that of all
 )  # fmt: skip
-FLOATS = ("value",)  # of counters; NaN elsewhere
+FLOATS = ("value",)  # of counters; APART of regions that are; NaN elsewhere
 KINETO_MARKS = {"Iteration Start: PyTorch Profiler": "tracing begins", "Record Window End": "tracing ends"}
 """What Kineto marks by itself, in words that need no knowledge of it."""
 

@@ -41,6 +41,15 @@ def union(start_ns: Ints, end_ns: Ints) -> Spans:
     return Spans(start_ns[first], reach[last])
 
 
+def union_by_key(keys: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Spans]:
+    """What the intervals of each key cover: the key of every span, and the spans, those of one key together."""
+    distinct, where, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    parts = np.split(np.argsort(where, kind="stable"), np.cumsum(counts))[:-1]
+    spans = [EMPTY, *(union(start_ns[part], end_ns[part]) for part in parts)]
+    lengths = np.array([len(s.start_ns) for s in spans[1:]], np.int64)
+    return np.repeat(distinct, lengths), Spans(*(np.concatenate(edges) for edges in zip(*spans, strict=True)))
+
+
 def intersection(a: Spans, b: Spans) -> Spans:
     """What both cover."""
     low = np.searchsorted(b.end_ns, a.start_ns, side="right")

@@ -97,7 +97,8 @@ def _fields(
         "host": None if rank is None else hosts.get(rank),
         "op": name_of(operator), "region": name_of(one["region"]), "module": modules.get(module),
         "shapes": None if shapes == NONE else names[shapes], "bytes": _none_if_missing(one["bytes"]),
-        "value": None if isnan(value) else value, "unit": None if one["unit"] == NONE else names[one["unit"]],
+        "value": None if isnan(value) or code == CODE["region"] else value,
+        "unit": None if one["unit"] == NONE else names[one["unit"]],
         "energy_j": joules, "error_j": one["error_j"],
         "power_w": None if joules is None or lasts_ns <= 0 else joules / lasts_ns * 1e9,
     }  # fmt: skip

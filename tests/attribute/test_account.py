@@ -1,0 +1,75 @@
+"""The joules of a run without kernels: passes that overlap or nest, and the errors that they share."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tessera.attribute.account import account_run, account_samples
+from tessera.joules import DomainSamples, sum_windows
+from tessera.record import APART
+from tessera.schema import Domain, Energy
+from tessera.timeline import Builder, Timeline
+from tessera.trace import PowerTrace
+
+S = 1_000_000_000
+MS = 1_000_000
+T0 = 1_790_000_000 * S
+
+
+def power(gain_error: float = 0.0, name: str = "gpu0") -> PowerTrace:
+    """A steady 100 W for ten seconds."""
+    domain = Domain(name=name, source="script", resolution_s=0.01, basis="modelled", gain_error=gain_error)
+    times = range(T0, T0 + 10 * S + 1, 10 * MS)
+    return PowerTrace({name: DomainSamples.of(domain, times, [100.0] * len(times))}, start_ns=T0, end_ns=T0 + 10 * S)
+
+
+def regions(*passes: tuple[str, float, float, int], value: float = math.nan) -> Timeline:
+    """Regions by name, start, end and thread."""
+    build = Builder()
+    for name, start_s, end_s, thread in passes:
+        build.add("region", name, T0 + round(start_s * S), T0 + round(end_s * S), thread=thread, value=value)
+    return build.build()
+
+
+def test_passes_of_several_threads_count_each_moment_once() -> None:
+    table = account_samples(regions(*(("worker", 1.0 + i, 7.0 + i, i) for i in range(4)), ("alone", 0, 1, 0)), power())
+    rows = {r.name: r for r in table.regions}
+    assert (rows["worker"].calls, rows["worker"].overlaps) == (4, True)
+    assert rows["worker"].energy_j == pytest.approx(900.0) and rows["worker"].share <= 1.0
+    assert rows["worker"].wall_s == pytest.approx(9.0)
+    assert not rows["alone"].overlaps
+    assert [note for note in table.notes if "worker" in note and "overlap" in note and "alone" not in note]
+
+
+def test_tasks_of_one_thread_are_a_call_each_and_nested_passes_are_none() -> None:
+    inside = (("a", 1.0, 6.0, 1), ("a", 2.0, 4.0, 1))
+    (task,) = account_samples(regions(*inside, value=APART), power()).regions
+    (nested,) = account_samples(regions(*inside), power()).regions
+    assert (task.calls, task.overlaps) == (2, True)
+    assert (nested.calls, nested.overlaps) == (1, False)
+    assert task.energy_j == nested.energy_j == pytest.approx(500.0)
+
+
+def test_the_idle_time_of_a_host_is_given_to_overlapping_passes_once() -> None:
+    build = Builder()
+    for thread in range(4):
+        build.add("region", "worker", T0 + S, T0 + 9 * S, thread=thread)
+    build.add("op", "aten::mm", T0 + 4 * S, T0 + 5 * S, thread=1)
+    table = account_run(build.build(), power(name="cpu0"), [(T0, T0 + 10 * S)])
+    (row,) = table.regions
+    assert (row.calls, row.overlaps) == (4, True)
+    assert row.energy_j == pytest.approx(800.0) and row.wall_s == pytest.approx(8.0)
+    assert any("worker" in note and "overlap" in note for note in table.notes)
+
+
+def test_the_error_of_the_level_is_shared_by_all_passes() -> None:
+    (row,) = account_samples(regions(*(("load", i, i + 0.5, 1) for i in range(9))), power(0.81)).regions
+    assert row.error_j == pytest.approx(0.81 * row.energy_j, rel=1e-3)
+
+
+@pytest.mark.parametrize(("gain_error", "expected"), [(0.0, 10.0), (0.03, math.hypot(12.0, 8.0)), (1.0, 20.0)])
+def test_a_sum_adds_shared_errors_linearly_and_the_rest_in_quadrature(gain_error: float, expected: float) -> None:
+    parts = [Energy(energy_j=100.0, error_j=5.0, time_s=1.0, source="x") for _ in range(4)]
+    assert sum_windows(parts, gain_error).error_j == pytest.approx(expected)
