@@ -334,7 +334,7 @@ def test_two_commands_in_turns_have_a_verdict(gpu: dict[str, str]) -> None:
     assert out.returncode == 0, out.stderr
     assert out.stdout == ""
     assert re.search(r"verdict +B uses [\d.]+ ± [\d.]+(% more joules than| times the joules of) A", out.stderr)
-    assert "per sample" in out.stderr and "0.3" in out.stderr  # wide errors of a busy machine fold the command
+    assert "per sample" in out.stderr
 
 
 def test_runs_of_one_command_are_compared_by_diff(gpu: dict[str, str], tmp_path: Path) -> None:
