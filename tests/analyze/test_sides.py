@@ -162,6 +162,7 @@ def _set(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("answer", [1]),
         ("time_s", 5e-324),
         ("time_s", -1),
+        ("time_s", 0),
         ("energy_j", 1e308),
     ],
 )

@@ -391,6 +391,8 @@ def _json_table(data: Mapping[str, Any], name: str) -> DiffSide:
     for view in VIEWS:
         plain[view] = [{**r, "name": r.get("kernel_name", r.get("name"))} for r in plain.get(view, ())]
     table = msgspec.convert(plain, EnergyTable)
+    if not table.time_s > 0:
+        raise ValueError("its time_s is 0: nothing was recorded")
     answer, run = msgspec.convert(_restore_nan(data.get("answer") or {}), _JsonAnswer), data.get("run")
     work = {p["unit"]: p["amount"] for p in answer.get("per_work", ()) if p["unit"] != "step"}
     shown = answer.get("name") or (Path(str(data["path"])).name if "path" in data else "")
