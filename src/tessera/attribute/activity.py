@@ -22,7 +22,7 @@ from ..timeline.link import Links
 # The exponent fits four recorded mixtures on an H200 best (benchmarks/measure/attribution.py --fit: 1 to 2).
 SPEED_EXPONENT = 1.7
 _SPEED_RANGE = 0.2
-# The solver's time grows with the cube of the classes (600: a second a round). Models of fixed shapes have 50 to 300;
+# The solver's time grows with the cube of the classes. Models of fixed shapes have some hundreds of them at the most;
 # one whose shapes change with the data has thousands, most of them seen once.
 MOST_CLASSES = 600
 # A class whose durations scatter more than this is not slowed and sped up by clocks alone.
