@@ -868,6 +868,13 @@ def test_without_py_spy_the_answer_says_how_to_get_it(monkeypatch):
     assert "pip install 'tessera-energy[attach]'" in (spy.why_not or "")
 
 
+def test_a_py_spy_that_cannot_be_started_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(stacks, "find_py_spy", lambda: str(tmp_path))  # a folder
+    with stacks.PySpy(os.getpid()) as spy:
+        pass
+    assert "py-spy cannot be started" in (spy.why_not or "")
+
+
 def test_a_py_spy_that_fails_is_quoted(monkeypatch, tmp_path):
     program = tmp_path / "py-spy"
     program.write_text("#!/bin/sh\necho 'Error: Permission Denied: Try running again as root' >&2\nexit 1\n")

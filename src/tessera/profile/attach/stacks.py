@@ -48,11 +48,13 @@ class PySpy:
             self.why_not = f"py-spy is not installed: {_INSTALL}"
             return self
         options = ["--idle", "--nonblocking", "--rate", str(RATE_HZ), "--format", "speedscope"]
-        with contextlib.suppress(OSError):
+        try:
             self._process = subprocess.Popen(
                 [program, "record", "--pid", str(self._pid), *options, "--output", str(self._output)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             )  # fmt: skip
+        except OSError as exc:
+            self.why_not = f"py-spy cannot be started: {exc}"
         return self
 
     def __exit__(self, *_: object) -> None:
