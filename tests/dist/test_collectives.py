@@ -131,9 +131,10 @@ def test_a_sparse_sum_is_exact_and_sends_only_rows_that_changed(ranks):
 def others(rank: int, count: int) -> None:
     gathered = dist.all_gather(torch.full((rank, 2), float(rank)))
     assert torch.equal(gathered, torch.cat([torch.full((r, 2), float(r)) for r in range(count)]))
-    part = dist.reduce_scatter(torch.arange(7.0).repeat(2, 1).T * (rank + 1), deterministic=rank >= 0)
-    whole = dist.all_gather(part)
-    assert torch.equal(whole, torch.arange(7.0).repeat(2, 1).T * sum(range(1, count + 1)))
+    for deterministic in (False, True):
+        part = dist.reduce_scatter(torch.arange(7.0).repeat(2, 1).T * (rank + 1), deterministic=deterministic)
+        whole = dist.all_gather(part)
+        assert torch.equal(whole, torch.arange(7.0).repeat(2, 1).T * sum(range(1, count + 1)))
     counts = [(rank + r) % 3 for r in range(count)]
     rows = torch.cat([torch.full((n, 2), 10.0 * rank + r) for r, n in enumerate(counts)] or [torch.zeros(0, 2)])
     arrived, from_each = dist.all_to_all(rows, counts)
@@ -199,6 +200,7 @@ def test_one_process_is_itself():
         ({"op": "median"}, "op='median' is not known"),
         ({"algorithm": "magic"}, "algorithm='magic'"),
         ({"compress": "fp8", "op": "max"}, "cannot be compressed"),
+        ({"axis": "tp"}, "axis='tp' without a mesh"),
     ],
 )
 def test_wrong_arguments_say_what_is_right(options, part):

@@ -218,15 +218,10 @@ def all_reduce(
     `dist.record_collectives()` tells what was sent and how large the error can be.
     """
     _check(x, op, async_op)
-    if axis is not None and mesh is not None:
-        group = mesh.process_group(axis) if _is_connected() else group
+    _check_way(x, op, algorithm, compress, sparse)
+    if axis is not None:
+        group = _group_along(mesh, axis)
     plain = not (deterministic or compress or sparse or phase or jitter_ms or chunks > 1) and algorithm == "flat"
-    if algorithm not in ALGORITHMS:
-        raise ArgumentError(f"all_reduce: algorithm={algorithm!r} is not known", fix=f"one of: {', '.join(ALGORITHMS)}")
-    if (compress or sparse) and op not in ("sum", *MEANS):
-        raise ArgumentError(f"all_reduce: op={op!r} cannot be compressed or sparse", fix='op="sum" or "mean"')
-    if compress and not x.is_floating_point():
-        raise ArgumentError(f"all_reduce: compress={compress!r} of {x.dtype}", why="only floats are rounded")
     with stream_on(stream, x):
         if count_ranks(group) == 1:
             return PendingReduce(x) if async_op else x
@@ -272,6 +267,22 @@ def _check(x: Any, op: str, async_op: bool) -> None:
         )
     if follows and async_op:
         raise ArgumentError("all_reduce: async_op of a tensor that requires gradients", fix="x.detach()")
+
+
+def _check_way(x: Any, op: str, algorithm: str, compress: str | Codec | None, sparse: bool) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ArgumentError(f"all_reduce: algorithm={algorithm!r} is not known", fix=f"one of: {', '.join(ALGORITHMS)}")
+    if (compress or sparse) and op not in ("sum", *MEANS):
+        raise ArgumentError(f"all_reduce: op={op!r} cannot be compressed or sparse", fix='op="sum" or "mean"')
+    if compress and not x.is_floating_point():
+        raise ArgumentError(f"all_reduce: compress={compress!r} of {x.dtype}", why="only floats are rounded")
+
+
+def _group_along(mesh: Mesh | None, axis: str) -> Any:
+    """This rank's group along an axis; None, the one process, where no process group exists."""
+    if mesh is None:
+        raise ArgumentError(f"all_reduce: axis={axis!r} without a mesh", fix="pass mesh= too, or group=")
+    return mesh.process_group(axis) if _is_connected() else None
 
 
 def _check_device(x: torch.Tensor, group: Any) -> None:

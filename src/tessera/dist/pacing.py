@@ -38,9 +38,7 @@ class Phase:
         if self.axis == "node":
             return rank // node_size * self.slot_s
         if mesh is None:
-            raise ArgumentError(
-                f'phase="group_offset({self.axis})" needs a mesh', fix="pass mesh=, or call it inside `with mesh:`"
-            )
+            raise ArgumentError(f'phase="group_offset({self.axis})" needs a mesh', fix="pass mesh=")
         return mesh.group_number(self.axis, rank) * self.slot_s
 
 
