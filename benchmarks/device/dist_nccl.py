@@ -75,7 +75,7 @@ class Rank:
     def section(self, name: str, body: Callable[[], None]) -> None:
         try:
             body()
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001
             self.note(name, "error", error=f"{type(exc).__name__}: {exc}", trace=traceback.format_exc()[-1500:])
 
     def check_variants(self) -> None:
@@ -165,7 +165,7 @@ class Rank:
                 graph.replay()
                 torch.cuda.synchronize()
                 found = "right" if bool((x == sum(range(1, self.ranks + 1))).all()) else f"wrong: {x[:3].tolist()}"
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001
                 found = f"refused: {type(exc).__name__}: {str(exc).splitlines()[0][:160]}"
             self.note("graphs", name, found=found, ok=not found.startswith("wrong"))
 
@@ -180,7 +180,7 @@ class Rank:
             try:
                 call()
                 self.note("wrong device", name, ok=False, found="no error")
-            except Exception as exc:
+            except Exception as exc:  # noqa: BLE001
                 self.note("wrong device", name, ok=True, found=f"{type(exc).__name__}: {str(exc).splitlines()[0]}")
 
     def run(self, out: Path, budget_s: float) -> None:
@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--lose", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        return serve(args)
+        serve(args)
     until = time.monotonic() + args.budget_s
     version = None if args.quick else ".".join(map(str, torch.cuda.nccl.version()))
     gpu = "none (CPU)" if args.quick else torch.cuda.get_device_name()
