@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .compression import ErrorFeedback as ErrorFeedback
     from .cost import CollectiveCost as CollectiveCost
     from .cost import collective_cost as collective_cost
+    from .layout import Layout as Layout
     from .liveness import CollectiveError as CollectiveError
     from .modes import dry as dry
     from .modes import simulate as simulate
@@ -43,6 +44,7 @@ _LAZY = {
     "CollectiveCost": "cost",
     "CollectiveError": "liveness",
     "collective_cost": "cost",
+    "Layout": "layout",
     "dry": "modes",
     "simulate": "modes",
     "ModelShape": "training_model",
