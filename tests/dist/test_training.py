@@ -215,3 +215,26 @@ def test_a_published_row_keeps_its_own_layout():
     assert job.network_bytes_per_s == pytest.approx(4 * 100e9 / 8 / 8)
     assert job.device.tdp_w is not None
     assert job.device.tdp_w.value == 500
+
+
+def test_an_optimizer_on_the_host_frees_its_memory_and_waits_for_the_link() -> None:
+    job = TrainingJob(model=LLAMA_8B, on="h100", gpus=8, seq=4096, global_batch=8, recompute="none")
+    speeds = {"host_bytes_per_s": 50e9, "host_memory_bytes_per_s": 75e9}
+    here, there = estimate_training(job), estimate_training(dataclasses.replace(job, offload=("optimizer",), **speeds))
+    assert (there.memory.optimizer, here.parts["host"]) == (0.0, 0.0)
+    assert there.memory_bytes < here.memory_bytes
+    shard = LLAMA_8B.parameters / 8
+    assert there.parts["host"] == pytest.approx(shard * (6 / 50e9 + 34 / 75e9))
+    with pytest.raises(ArgumentError, match="the speed of the host"):
+        dataclasses.replace(job, offload=("optimizer",))
+
+
+def test_a_pipeline_inside_the_domain_sends_over_its_link_and_replicas_then_cross_nodes() -> None:
+    job = TrainingJob(model=LLAMA_8B, on="h100", gpus=64, seq=4096, global_batch=64, tp=2, pp=4, recompute="none")
+    far, near = (
+        estimate_training(dataclasses.replace(job, placement=p)) for p in (job.placement, ("tp", "cp", "pp", "dp"))
+    )
+    assert near.parts["pipeline sends"] < 0.2 * far.parts["pipeline sends"]
+    assert near.parts["data parallel"] > far.parts["data parallel"]
+    one = estimate_training(dataclasses.replace(job, domain_gpus=64))
+    assert one.parts["pipeline sends"] == near.parts["pipeline sends"]

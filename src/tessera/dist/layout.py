@@ -90,13 +90,13 @@ class Layout:
     @classmethod
     def from_job(cls, job: TrainingJob, recompute: str | None = None) -> Layout:
         """The layout of a training job. `recompute` is needed where the job leaves it open."""
-        names = ("tp", "pp", "dp", "cp", "ep", "vp", "micro_batch", "microbatches", "sharding")
+        names = ("tp", "pp", "dp", "cp", "ep", "vp", "micro_batch", "microbatches", "sharding", "offload", "placement")
         sizes = {name: getattr(job, name) for name in names}
         return cls(**sizes, recompute=recompute or job.recompute or "none")
 
     def make_job(self, model: ModelShape, *, on: str | Device, seq: int, **options: Any) -> TrainingJob:
         """The training job of a model with this layout; `options` are those of `TrainingJob` that no layout has."""
-        names = ("tp", "pp", "cp", "ep", "vp", "micro_batch", "sharding", "recompute")
+        names = ("tp", "pp", "cp", "ep", "vp", "micro_batch", "sharding", "recompute", "offload", "placement")
         options |= {name: getattr(self, name) for name in names}
         return TrainingJob(model=model, on=on, gpus=self.gpus, seq=seq, global_batch=self.global_batch, **options)
 

@@ -18,19 +18,13 @@ from ..errors import ArgumentError
 from ..estimate.attention import attention_time
 from ..estimate.gemm import gemm_time
 from ..estimate.power import DeviceWork, PowerModel
-from .cost import collective_cost, find_link, sent_share
+from .training_links import RankLinks
 from .training_memory import TrainingMemory, count_local_parameters, estimate_memory
 from .training_model import RECOMPUTE, MatrixProduct, TrainingJob
 
 # Share of the peak bandwidth that chains of elementwise kernels, norms and optimizers reach (estimate: 0.83-0.87 for
 # one long stream; training runs many of medium size).
 _STREAM = 0.84
-# Share of a network card's line rate that NCCL reaches between nodes: nccl-tests on two of them 0.84 (A100, EFA) and
-# 0.65 (H100, EFA), largest messages (shared/public_comm/multi_node_sweeps).
-_NETWORK = 0.70
-# Of expert exchange by DeepEP, whose tokens go once to each node: 43-58 GB/s over cards of 50 (its readme, 2-8 nodes).
-_EXCHANGE = 0.95
-_NETWORK_LATENCY_S = 20e-6
 # Products in training run on cold operands, between other kernels: their rate over that of a benchmark's loop.
 _IN_SITU = 0.80
 # The same of attention kernels, which the model has at their best of 2025; Ampere's is slower than FlashAttention-2
@@ -44,6 +38,8 @@ _CAST_BYTES = {"fp8": 3.2, "fp4": 12.0}
 _GROUPED = 0.46
 # Seconds that the host needs to launch one layer's kernels, forward and backward (about 100 and 300 of them at 12 us).
 _HOST_DENSE_S, _HOST_MOE_S = 1.2e-3, 5.5e-3
+# Bytes of memory for each parameter that Adam updates: gradient, fp32 weight and two moments read and written, casts.
+_ADAM_BYTES = 34.0
 # What every step adds: gradient norm, checks for overflow, the data loader, logging.
 _STEP_S = 0.04
 # PyTorch's own flash attention is FlashAttention-2, written for Ampere: times longer than the chip's best kernels.
@@ -58,9 +54,6 @@ _LIBRARY = {"cdna3": 0.75, "cdna2": 0.75}
 # software still changes from release to release, models with experts; and of what communication adds.
 _ERROR_DENSE, _ERROR_YOUNG, _ERROR_EXPERTS, _ERROR_EXPOSED = 0.22, 0.27, 0.38, 0.5
 _YOUNG = ("blackwell", "cdna3", "cdna4")
-_NVL72 = ("gb200", "gb300")
-# Gb/s of network per GPU of the usual servers: DGX A100 200, HGX H100 to B200 400, B300 and GB300 800 (ConnectX-8).
-_CARD_GBIT = {"v100": 50, "a100": 200, "a100-40gb-sxm": 200, "a800": 200, "b300": 800, "gb300": 800}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,46 +91,6 @@ class TrainingCost:
         """Plain values, for JSON."""
         derived = ("memory_bytes", "fits", "energy_j")
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
-
-
-@dataclass(frozen=True, slots=True)
-class _Links:
-    """Speeds between ranks: inside the NVLink domain and between its members' network cards."""
-
-    job: TrainingJob
-    domain: int
-    network: float
-
-    @classmethod
-    def of(cls, job: TrainingJob) -> _Links:
-        chip = job.device.id
-        speed = job.network_bytes_per_s or _CARD_GBIT.get(chip, 400) * 1e9 / 8
-        return cls(job, 72 if chip in _NVL72 else job.node_gpus, speed * _NETWORK)
-
-    def collective_s(self, kind: str, nbytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of a collective among ranks `stride` apart, inside first, then between domains."""
-        if ranks < 2 or nbytes <= 0:
-            return 0.0
-        inside = min(ranks, max(1, self.domain // stride))
-        if inside >= ranks:
-            return collective_cost(kind, nbytes, ranks, on=self.job.device).time_s
-        # Reduced inside first, so that every byte crosses once for each other domain; all cards inside share the work.
-        domains = ranks / inside
-        rails = min(self.network * inside, 0.8 * find_link(self.job.device)[1].one_way_bytes_per_s)
-        share = sent_share(kind, 2) * 2.0 * (domains - 1.0) / domains
-        return _NETWORK_LATENCY_S * math.log2(domains + 1.0) + nbytes * share / rails
-
-    def exchange_s(self, nbytes: float, ranks: int, topk: int, stride: int) -> float:
-        """Seconds to send tokens to experts on `ranks`: once to each node that holds one of the token's experts."""
-        if ranks < 2:
-            return 0.0
-        inside = min(ranks, max(1, self.domain // stride))
-        within = collective_cost("all_to_all", nbytes * topk, max(2, inside), on=self.job.device).time_s
-        nodes = ranks / inside
-        if nodes <= 1:
-            return within
-        reached = nodes * (1 - (1 - 1 / nodes) ** topk) * (nodes - 1) / nodes
-        return max(within, _NETWORK_LATENCY_S + nbytes * reached * _NETWORK / (_EXCHANGE * self.network))
 
 
 def _stream(job: TrainingJob, nbytes: float) -> DeviceWork:
@@ -262,7 +215,7 @@ def _time_microbatch(job: TrainingJob, recompute: str) -> _Microbatch:
     )
 
 
-def _tensor_parallel_s(job: TrainingJob, links: _Links, recompute: str) -> float:
+def _tensor_parallel_s(job: TrainingJob, links: RankLinks, recompute: str) -> float:
     """Seconds of the collectives of one stage and microbatch: two gathers and two scatters each way and layer."""
     if job.tp == 1:
         return 0.0
@@ -277,7 +230,7 @@ def _tensor_parallel_s(job: TrainingJob, links: _Links, recompute: str) -> float
     return a_layer * job.model.layers / job.pp
 
 
-def _context_parallel_s(job: TrainingJob, links: _Links, scores_s: float) -> float:
+def _context_parallel_s(job: TrainingJob, links: RankLinks, scores_s: float) -> float:
     """Seconds of keys and values going round, beyond what the attention of a stage hides."""
     if job.cp == 1:
         return 0.0
@@ -289,7 +242,7 @@ def _context_parallel_s(job: TrainingJob, links: _Links, scores_s: float) -> flo
     return max(_CP_SHOWS * total, total - 3.0 * scores_s)
 
 
-def _expert_parallel_s(job: TrainingJob, links: _Links) -> float:
+def _expert_parallel_s(job: TrainingJob, links: RankLinks) -> float:
     """Seconds of sending tokens to experts and back, forward and backward, on one stage."""
     if job.ep == 1 or not job.model.experts:
         return 0.0
@@ -298,12 +251,12 @@ def _expert_parallel_s(job: TrainingJob, links: _Links) -> float:
     return 4.0 * once * job.model.moe_layers / job.pp
 
 
-def _data_parallel_s(job: TrainingJob, links: _Links) -> tuple[float, float]:
+def _data_parallel_s(job: TrainingJob, links: RankLinks) -> tuple[float, float]:
     """Seconds to reduce the gradients and to gather the weights once."""
     parameters, experts, _ = count_local_parameters(job)
     trained = 0.01 if job.lora else 1.0  # adapters
     expert_ranks = max(1, job.gpus // (job.pp * job.ep))
-    each = [(parameters - experts, job.dp * job.cp, job.tp), (experts, expert_ranks, job.ep)]
+    each = [(parameters - experts, job.dp * job.cp, links.group_stride("cp", "dp")), (experts, expert_ranks, job.ep)]
     if job.sharding == "zero3":
         each = each[:1]
     reduce = gather = 0.0
@@ -322,7 +275,7 @@ def _data_parallel_s(job: TrainingJob, links: _Links) -> tuple[float, float]:
     return reduce, gather
 
 
-def _exposed_data_parallel_s(job: TrainingJob, links: _Links, one: _Microbatch, compute_s: float) -> float:
+def _exposed_data_parallel_s(job: TrainingJob, links: RankLinks, one: _Microbatch, compute_s: float) -> float:
     """Seconds of a step's gradient and weight traffic that no compute hides."""
     reduce, gather = _data_parallel_s(job, links)
     if job.sharding == "zero3":  # gathered forward and backward, layer by layer under the compute of the layer before
@@ -336,11 +289,37 @@ def _exposed_data_parallel_s(job: TrainingJob, links: _Links, one: _Microbatch, 
     return late + _DP_SHOWS * (reduce + gather)
 
 
-def _optimizer_s(job: TrainingJob) -> float:
+def _count_updated(job: TrainingJob) -> float:
+    """Parameters that one rank's optimizer updates."""
     parameters, experts, _ = count_local_parameters(job)
     shared = job.shard_ranks if job.sharding != "none" else 1
     count = (parameters - experts) / shared + experts / max(1, min(shared, job.gpus // (job.pp * job.ep)))
-    return _stream(job, 34.0 * count * (0.01 if job.lora else 1.0)).seconds + _STEP_S
+    return count * (0.01 if job.lora else 1.0)
+
+
+def _optimizer_s(job: TrainingJob) -> float:
+    if "optimizer" in job.offload:
+        return _STEP_S
+    return _stream(job, _ADAM_BYTES * _count_updated(job)).seconds + _STEP_S
+
+
+def _host_s(job: TrainingJob) -> float:
+    """Seconds of a step that ranks wait for the host: its optimizer step and what crosses the link to it.
+
+    The optimizer sends gradients, updates in host memory at the speed of that memory, and sends the weights back. The
+    embedding sends the activations of each token and takes their gradients. None of it is taken as hidden.
+    """
+    seconds = 0.0
+    if "optimizer" in job.offload:
+        count = _count_updated(job)
+        seconds += count * (
+            (job.gradient_bytes + 2.0) / job.host_bytes_per_s + _ADAM_BYTES / job.host_memory_bytes_per_s
+        )
+    if "embedding" in job.offload:
+        tokens = job.microbatches * job.micro_batch * job.seq / job.cp
+        rows = 2.0 * 2.0 * tokens * job.model.hidden  # bf16, forward and backward
+        seconds += rows * (1.0 / job.host_bytes_per_s + 1.0 / job.host_memory_bytes_per_s)
+    return seconds
 
 
 def _stage_seconds(job: TrainingJob, one: _Microbatch) -> float:
@@ -378,7 +357,7 @@ def _relative_error(job: TrainingJob, exposed: float) -> float:
 
 def estimate_training(job: TrainingJob) -> TrainingCost:
     """What one step of the job takes, by part, with the memory of the fullest rank and the watts of a GPU."""
-    links = _Links.of(job)
+    links = RankLinks.of(job)
     recompute = choose_recompute(job)
     one = _time_microbatch(job, recompute)
     m = job.microbatches
@@ -388,7 +367,7 @@ def estimate_training(job: TrainingJob) -> TrainingCost:
     ep = _EP_SHOWS * _expert_parallel_s(job, links)
     sends = 2.0 * job.micro_batch * job.seq / job.cp * job.model.hidden / job.tp  # each rank sends its part
     # Plain 1F1B waits for each send, forward and backward; interleaved stages hide nine tenths of theirs.
-    hop = (2.0 if job.vp == 1 else 0.2 * job.vp) * sends / links.network if job.pp > 1 else 0.0
+    hop = (2.0 if job.vp == 1 else 0.2 * job.vp) * sends / links.send_bytes_per_s if job.pp > 1 else 0.0
     dp = _exposed_data_parallel_s(job, links, one, compute)
     each = compute + tp + cp + ep + hop
     parts = {
@@ -400,6 +379,7 @@ def estimate_training(job: TrainingJob) -> TrainingCost:
         "pipeline bubble": (job.pp - 1) / job.vp * each,
         "data parallel": dp,
         "optimizer": _optimizer_s(job),
+        "host": _host_s(job),
     }
     nodes = max(1.0, job.gpus / links.domain)
     parts["waiting"] = _JITTER * math.log2(nodes) * sum(parts.values())

@@ -85,6 +85,8 @@ def estimate_memory(job: TrainingJob, recompute: str) -> TrainingMemory:
     """What the fullest rank holds."""
     model = job.model
     parameters, experts, ends = count_local_parameters(job)
+    if "embedding" in job.offload and job.pp == 1 and not model.tied:  # the projection stays; so does a last stage's
+        parameters -= 0.5 * ends
     shared = job.shard_ranks
     expert_ranks = max(1, job.gpus // (job.pp * min(job.ep, model.experts))) if model.experts else 1
     dense = parameters - experts
@@ -103,6 +105,8 @@ def estimate_memory(job: TrainingJob, recompute: str) -> TrainingMemory:
         weights = (1.0 if job.lora and job.precision in ("fp8", "fp4") else 2.0 + copies) * parameters
         gradients = job.gradient_bytes * (share if job.sharding == "zero2" else parameters) * trained
         optimizer = job.optimizer_bytes * share * trained
+    if "optimizer" in job.offload:
+        optimizer = 0.0
     kept, working = _stage_activations(job, recompute)
     flight = job.pp * (1.0 + (job.pp - 1) / (job.pp * job.vp)) if job.vp > 1 else job.pp
     first = kept * min(flight, job.microbatches) + working

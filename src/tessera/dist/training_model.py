@@ -167,7 +167,9 @@ class TrainingJob:
     `sharding`: what data-parallel ranks share out (zero1: optimizer state, zero2: gradients too, zero3: weights too,
     as FSDP does) over `shard_ranks` of them. `recompute` None takes the least that fits. `network_bytes_per_s` is one
     way and per GPU. `attention`: "flash" (the chip's best kernels), "flash2" (PyTorch's own), or
-    "unfused" (scores in memory, as before flash attention).
+    "unfused" (scores in memory, as before flash attention). `domain_gpus` are joined by the fast link (0: an NVL72's
+    72, else a node), `placement` names the axes from the nearest ranks to the farthest. `offload` names what lies on
+    the host: "optimizer" (its state and its step) or "embedding"; the host's link and memory speeds are one GPU's.
     """
 
     model: ModelShape
@@ -194,6 +196,11 @@ class TrainingJob:
     optimizer_bytes: float = 12.0
     network_bytes_per_s: float | None = None
     node_gpus: int = 8
+    domain_gpus: int = 0
+    placement: tuple[str, ...] = ("tp", "cp", "dp", "pp")
+    offload: tuple[str, ...] = ()
+    host_bytes_per_s: float = 0.0
+    host_memory_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = ("gpus", "seq", "global_batch", "micro_batch", "tp", "pp", "vp", "cp", "ep")
@@ -206,6 +213,11 @@ class TrainingJob:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"no {name} {getattr(self, name)!r}", fix=f"one of: {', '.join(map(str, known))}")
+        if self.offload and not (self.host_bytes_per_s > 0 and self.host_memory_bytes_per_s > 0):
+            raise ArgumentError(
+                f"offload={self.offload} needs the speed of the host",
+                fix="give host_bytes_per_s and host_memory_bytes_per_s, or take them from a cluster: dist.plan",
+            )
         if not self.shard_ranks:
             object.__setattr__(self, "shard_ranks", 1 if self.sharding == "none" else self.dp * self.cp)
 
@@ -218,6 +230,10 @@ class TrainingJob:
     def microbatches(self) -> int:
         """Microbatches of a step on each replica."""
         return max(1, math.ceil(self.global_batch / (self.dp * self.micro_batch)))
+
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours along an axis are, in ranks."""
+        return math.prod(getattr(self, near) for near in self.placement[: self.placement.index(axis)])
 
     @property
     def device(self) -> Device:
