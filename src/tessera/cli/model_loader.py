@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import importlib
 import inspect
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..dist.model_shape import read_config
 from ..errors import ArgumentError, MissingExtra, TesseraError, did_you_mean
 
 FORMS = "a torchvision name (resnet18), timm:NAME, hf:CONFIG.json, hf:'{...}', or mymodule:make_model"
@@ -175,7 +175,7 @@ def _unknown_model(what: str, name: str, names: list[str]) -> ArgumentError:
 
 
 def _load_transformers(text: str, shape: InputShape, training: bool) -> LoadedModel:
-    settings = dict(_read_config(text))
+    settings = dict(read_config(text))
     transformers = import_package("transformers", "a model given as hf:CONFIG")
     transformers.logging.set_verbosity_error()  # it warns about values and weights that are not set
     with contextlib.suppress(MissingExtra):
@@ -202,24 +202,6 @@ def _load_transformers(text: str, shape: InputShape, training: bool) -> LoadedMo
     if training:
         inputs |= _make_labels(model, config, inputs)
     return LoadedModel(name=names[0] if names else type(model).__name__, model=model, inputs=inputs)
-
-
-def _read_config(text: str) -> Mapping[str, Any]:
-    """The JSON object itself, or that of a file."""
-    try:
-        source = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
-        config = json.loads(source)
-    except OSError as e:
-        raise ArgumentError(
-            f"cannot read {text!r}",
-            why=e.strerror,
-            fix="give hf: a file config.json or the JSON itself; nothing is downloaded",
-        ) from e
-    except ValueError as e:
-        raise ArgumentError(f"hf:{text[:40]} is not JSON", why=str(e), fix='hf:\'{"model_type": "llama"}\'') from e
-    if not isinstance(config, dict):
-        raise ArgumentError("the configuration is not a JSON object", fix='hf:\'{"model_type": "llama"}\'')
-    return config
 
 
 def _find_architecture(transformers: Any, name: str) -> Any:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .cost import collective_cost as collective_cost
     from .layout import Layout as Layout
     from .liveness import CollectiveError as CollectiveError
+    from .model_shape import read_model_shape as read_model_shape
     from .modes import dry as dry
     from .modes import simulate as simulate
     from .training import TrainingCost as TrainingCost
@@ -45,6 +46,7 @@ _LAZY = {
     "CollectiveError": "liveness",
     "collective_cost": "cost",
     "Layout": "layout",
+    "read_model_shape": "model_shape",
     "dry": "modes",
     "simulate": "modes",
     "ModelShape": "training_model",

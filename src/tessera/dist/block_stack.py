@@ -1,0 +1,221 @@
+"""The structure of a module: its stack of like blocks, and the matrices of a block that are split in pairs.
+
+Nothing is run. Names are used where sizes leave a doubt (a square matrix may come first or last in its pair).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from ..errors import ArgumentError
+
+# Names that projections back to the hidden size have where their matrix is square: Llama, GPT-2, ViT, BERT, diffusers.
+_BACK = re.compile(r"(^|_)(o|out|wo|proj|dense|output|down|w2|fc2|c_proj|to_out|out_lin)(_?proj)?(\.\d+)?$")
+_ATTENTION = re.compile(r"attn|attention|qkv|(^|[._])[qkv](_|$)|(^|[._])w[qkv]$|query|key|value", re.IGNORECASE)
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixPair:
+    """Matrices of one block that are split together: `columns` read the hidden state, `row` leads back to it.
+
+    `parts` are the widths inside one column that holds several (queries, keys and values; or a gate and its values).
+    """
+
+    kind: Literal["attention", "mlp"]
+    columns: tuple[str, ...]
+    row: str
+    parts: tuple[int, ...] = ()
+    heads: int | None = None
+    key_heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStack:
+    """Where the like blocks of a module are, and the ends of the model around them."""
+
+    path: str
+    blocks: Any
+    embedding: str | None
+    head: str | None
+    tied: bool
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def named_blocks(self) -> list[tuple[str, nn.Module]]:
+        """Blocks with their full names."""
+        prefix = f"{self.path}." if self.path else ""
+        return [(prefix + name, block) for name, block in self.blocks.named_children()]
+
+
+def find_stack(module: nn.Module) -> BlockStack | None:
+    """The container whose like children hold the most parameters; None where nothing is repeated.
+
+    A sequence of unlike children is taken where no like ones hold half as much.
+    """
+    found: list[tuple[float, str, nn.Module]] = []
+    for path, container in module.named_modules():
+        blocks = list(container.children())
+        if isinstance(container, (nn.ModuleList, nn.Sequential)) and len(blocks) > 1:
+            are_like = len({type(b) for b in blocks}) == 1
+            size = sum(p.numel() for p in container.parameters())
+            if size and (are_like or isinstance(container, nn.Sequential)):
+                found.append((size if are_like else size / 2, path, container))
+    if not found:
+        return None
+    _, path, container = max(found, key=lambda f: f[0])
+    embedding, head, tied = _find_ends(module, path)
+    return BlockStack(path=path, blocks=container, embedding=embedding, head=head, tied=tied)
+
+
+def _find_ends(module: nn.Module, path: str) -> tuple[str | None, str | None, bool]:
+    """The names of the word embedding (the widest vocabulary) and of the projection to that vocabulary."""
+    outside = [(n, m) for n, m in module.named_modules() if not path or not n.startswith(f"{path}.")]
+    embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
+    name, words = max(embeddings, key=lambda e: e[1].num_embeddings, default=(None, None))
+    least = 0 if words is None else words.num_embeddings
+    heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and m.out_features >= least]
+    if words is None:
+        return None, heads[-1][0] if heads and path else None, False
+    head = heads[-1] if heads else (None, None)
+    return name, head[0], head[1] is not None and head[1].weight is words.weight
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """A Linear, or GPT-2's Conv1D of transformers, which is a Linear with the matrix transposed."""
+    return isinstance(module, nn.Linear) or (
+        type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+    )
+
+
+def width_of(module: Any) -> tuple[int, int]:
+    """(inputs, outputs) of a matrix."""
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (module.nx, module.nf)
+
+
+def find_pairs(block: nn.Module) -> list[MatrixPair]:
+    """The pairs of a block, from its matrices' sizes and names. Experts are not looked into."""
+    matrices = {n: m for n, m in block.named_modules() if is_matrix(m) and not _is_of_expert(n, block)}
+    if not matrices:
+        return []
+    hidden = find_hidden(block)
+    pairs = []
+    for container, names in _group_by_container(block, matrices):
+        columns: list[str] = []
+        for place, name in enumerate(names):
+            inside, out = width_of(matrices[name])
+            later = [width_of(matrices[n]) for n in names[place + 1 :]]
+            is_back = out == hidden and (
+                inside != hidden or (bool(columns) and (bool(_BACK.search(name)) or not later))
+            )
+            if not is_back:
+                columns += [name] if inside == hidden else []
+            elif columns:
+                # Meta's Llama names the gate w1, the way back w2 and the values w3, in this order.
+                same = [n for n in names[place + 1 :] if width_of(matrices[n]) == (hidden, inside)]
+                columns += same if len(columns) == 1 and len(same) == 1 and same[0] == names[-1] else []
+                pair = _make_pair(block, container, columns, name, matrices)
+                pairs += [pair] if pair else []
+                columns = []
+    return pairs
+
+
+def find_hidden(block: nn.Module) -> int:
+    """The size that most matrices of a block read or write."""
+    sizes = Counter(size for m in block.modules() if is_matrix(m) for size in width_of(m))
+    return sizes.most_common(1)[0][0] if sizes else 0
+
+
+def _group_by_container(block: nn.Module, matrices: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Matrices by the module that calls them: their parent, or the parent of a list or sequence that holds them."""
+    groups: dict[str, list[str]] = {}
+    for name in matrices:
+        parent = name.rpartition(".")[0]
+        while parent:
+            holder = block.get_submodule(parent)
+            is_caller = isinstance(holder, nn.Sequential) and sum(map(is_matrix, holder.children())) > 1
+            if is_caller or not isinstance(holder, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+                break
+            parent = parent.rpartition(".")[0]
+        groups.setdefault(parent, []).append(name)
+    if all(len(names) == 1 for names in groups.values()):  # BERT has `self` and `output`, with matrices in each
+        groups = {"": list(matrices)}
+    yield from groups.items()
+
+
+def _make_pair(
+    block: nn.Module, container: str, columns: list[str], row: str, matrices: dict[str, Any]
+) -> MatrixPair | None:
+    inner = width_of(matrices[row])[0]
+    outs = [width_of(matrices[name])[1] for name in columns]
+    is_attention = bool(_ATTENTION.search(f"{container}.{'.'.join(columns)}"))
+    if not is_attention:
+        if len(columns) == 1 and outs[0] == 2 * inner:
+            return MatrixPair(kind="mlp", columns=tuple(columns), row=row, parts=(inner, inner))
+        return MatrixPair(kind="mlp", columns=tuple(columns), row=row) if set(outs) == {inner} else None
+    owner = block.get_submodule(container) if container else block
+    heads, key_heads = _read_heads(owner, inner)
+    if len(columns) == 1:
+        keys = (outs[0] - inner) // 2
+        if keys < 1 or (outs[0] - inner) % 2 or not heads or (keys * heads) % inner:
+            return None
+        parts = (inner, keys, keys)
+        return MatrixPair(
+            kind="attention", columns=tuple(columns), row=row, parts=parts, heads=heads, key_heads=keys * heads // inner
+        )
+    if heads and inner % heads == 0 and len(columns) == 3:
+        key_heads = min(outs) * heads // inner
+    return MatrixPair(kind="attention", columns=tuple(columns), row=row, heads=heads, key_heads=key_heads)
+
+
+def _read_heads(owner: nn.Module, inner: int) -> tuple[int | None, int | None]:
+    """Heads of queries and of keys, from the attributes that an attention or its configuration has."""
+    sources = [owner, getattr(owner, "config", None), getattr(owner, "cfg", None), getattr(owner, "args", None)]
+    heads = read_first(sources, _HEADS)
+    size = read_first(sources, ("head_dim", "head_size", "d_head"))
+    if heads is None and size and inner % size == 0:
+        heads = inner // size
+    return heads, read_first(sources, _KEY_HEADS) or heads
+
+
+def read_first(sources: list[Any], names: tuple[str, ...]) -> int | None:
+    """The first whole number that one of the objects or mappings has under one of the names."""
+    for source in sources:
+        for name in names:
+            value = source.get(name) if isinstance(source, dict) else getattr(source, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def find_experts(block: nn.Module) -> tuple[str, nn.Module] | None:
+    """The list of like MLPs, or the module with stacked matrices, that holds a block's experts; None without."""
+    for name, part in block.named_modules():
+        if re.search(r"(^|\.)experts$", name) or (isinstance(part, nn.ModuleList) and "expert" in name):
+            return name, part
+    return None
+
+
+def _is_of_expert(name: str, block: nn.Module) -> bool:
+    experts = find_experts(block)
+    return experts is not None and name.startswith(f"{experts[0]}.")
+
+
+def require_stack(module: nn.Module, purpose: str) -> BlockStack:
+    """The stack of a module, or an error that says what was looked for."""
+    stack = find_stack(module)
+    if stack is None:
+        raise ArgumentError(
+            f"{type(module).__name__} has no stack of blocks, which {purpose} needs",
+            why="looked for an nn.ModuleList or nn.Sequential with at least two children of one class",
+            fix="put the repeated layers into an nn.ModuleList",
+        )
+    return stack

@@ -1,0 +1,201 @@
+"""The `ModelShape` of a module or of a configuration of Hugging Face: the sizes that a plan is made from."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ArgumentError
+from .training_model import ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .block_stack import BlockStack
+
+# Keys of configurations, by what they hold; the first that is set counts.
+_KEYS = {
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
+    "vocab": ("vocab_size", "padded_vocab_size"),
+    "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "ffn_embed_dim"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num"),
+    "head_dim": ("head_dim", "kv_channels"),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
+    "topk": ("num_experts_per_tok", "moe_k", "top_k", "moe_topk"),
+    "moe_ffn": ("moe_intermediate_size", "expert_ffn_hidden_size"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+    "dense_layers": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
+}
+# Kinds of transformers whose MLP has two matrices, and those that share the embedding's matrix unless they deny it.
+_TWO_MATRICES = frozenset({
+    "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt",
+    "codegen", "bert", "roberta", "xlm-roberta", "nemotron", "persimmon", "stablelm_epoch", "vit",
+})  # fmt: skip
+_TIED = frozenset({
+    "gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "bert", "roberta", "gemma", "gemma2", "gemma3",
+    "gemma3_text", "cohere", "cohere2", "starcoder2",
+})  # fmt: skip
+
+
+def read_model_shape(model: Any) -> ModelShape:
+    """The sizes of a decoder: an `nn.Module` (also on the meta device), or a configuration of Hugging Face.
+
+    A configuration is an object, a mapping, the JSON itself, or the path of a config.json ("hf:" before it is allowed).
+    """
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, (str, Path)):
+        return _read_config_shape(read_config(str(model).removeprefix("hf:")))
+    if isinstance(model, Mapping):
+        return _read_config_shape(model)
+    config = getattr(model, "config", model)
+    if hasattr(config, "to_dict"):  # a configuration of transformers, or a model that has one
+        return _read_config_shape(config.to_dict())
+    if hasattr(model, "named_modules"):
+        return _read_module_shape(model)
+    raise ArgumentError(
+        f"{type(model).__name__} is not a model",
+        fix="give an nn.Module, a ModelShape, or a configuration of Hugging Face (an object, a mapping, a path)",
+    )
+
+
+def read_config(text: str) -> Mapping[str, Any]:
+    """The configuration of a model: the JSON object itself, or that of a file."""
+    try:
+        source = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        config = json.loads(source)
+    except OSError as e:
+        raise ArgumentError(
+            f"cannot read {text!r}",
+            why=e.strerror,
+            fix="give hf: a file config.json or the JSON itself; nothing is downloaded",
+        ) from e
+    except ValueError as e:
+        raise ArgumentError(f"hf:{text[:40]} is not JSON", why=str(e), fix='hf:\'{"model_type": "llama"}\'') from e
+    if not isinstance(config, dict):
+        raise ArgumentError("the configuration is not a JSON object", fix='hf:\'{"model_type": "llama"}\'')
+    return config
+
+
+def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
+    whole, config = config, config.get("text_config") or config  # the language model of one that also sees
+    if not isinstance(config, Mapping):
+        config = config.to_dict()
+    kind = str(config.get("model_type", ""))
+    sizes: dict[str, Any] = {}
+    for size, names in _KEYS.items():
+        value = next((config[n] for n in names if config.get(n) is not None), None)
+        if value is not None:
+            sizes[size] = int(value)
+    needed = ("hidden", "layers", "heads", "vocab")
+    missing = [size for size in needed if size not in sizes]
+    if missing:
+        raise ArgumentError(
+            f"the configuration of {kind or 'this model'} does not say {' and '.join(missing)}",
+            why=f"looked for {', '.join(n for size in missing for n in _KEYS[size])}",
+            fix="give a ModelShape(hidden=..., layers=..., heads=..., ffn=..., vocab=...)",
+        )
+    sizes.setdefault("ffn", 4 * sizes["hidden"])  # the default of GPT-2, BLOOM, Falcon and MPT, which leave it out
+    if config.get("multi_query") and "kv_heads" not in sizes:
+        sizes["kv_heads"] = 1
+    if sizes.get("experts", 0) > 1:
+        sizes.setdefault("moe_ffn", sizes["ffn"])
+        shared = config.get("shared_expert_intermediate_size")
+        if shared:
+            sizes["shared_experts"] = round(shared / sizes["moe_ffn"])
+    else:
+        for size in ("experts", "topk", "moe_ffn", "shared_experts", "dense_layers"):
+            sizes.pop(size, None)
+    if sizes.get("head_dim") == sizes["hidden"] // sizes["heads"]:
+        del sizes["head_dim"]  # as where it is not said
+    tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", kind in _TIED))
+    sizes |= {"gated": kind not in _TWO_MATRICES, "mla": bool(config.get("kv_lora_rank")), "tied": bool(tied)}
+    return ModelShape(**sizes)
+
+
+def _read_module_shape(module: nn.Module) -> ModelShape:
+    from .block_stack import find_hidden, find_pairs, require_stack, width_of
+
+    stack = require_stack(module, "the shape of a decoder")
+    kinds = Counter(type(block) for _, block in stack.named_blocks() if find_hidden(block))
+    kind = kinds.most_common(1)[0][0] if kinds else None
+    blocks = [block for _, block in stack.named_blocks() if type(block) is kind]
+    block = blocks[0] if blocks else module
+    pairs = find_pairs(block)
+    attention = next((p for p in pairs if p.kind == "attention"), None)
+    mlp = next((p for p in pairs if p.kind == "mlp"), None)
+    vocabulary = _read_vocabulary(module, stack)
+    experts = _read_experts(blocks)
+    lacks = []
+    if attention is None or not attention.heads:
+        lacks.append("an attention with its number of heads (q, k, v or qkv, out; num_heads, n_head or head_dim)")
+    if mlp is None and not experts:
+        lacks.append("an MLP (two or three Linear layers: hidden to ffn and back)")
+    if vocabulary is None:
+        lacks.append("an nn.Embedding of words or a Linear head")
+    if lacks or attention is None or vocabulary is None or attention.heads is None:
+        raise ArgumentError(
+            f"{type(module).__name__} does not look like a decoder",
+            why=f"looked in {stack.path or 'the sequence'} for {'; '.join(lacks)}",
+            fix="give a ModelShape(hidden=..., layers=..., heads=..., ffn=..., vocab=...)",
+        )
+    sizes = dict(experts)
+    if mlp is not None:
+        sizes["ffn"] = width_of(block.get_submodule(mlp.row))[0]
+        sizes["gated"] = len(mlp.columns) == 2 or len(mlp.parts) == 2
+    hidden = find_hidden(block)
+    inner = width_of(block.get_submodule(attention.row))[0]
+    return ModelShape(
+        hidden=hidden,
+        layers=len(blocks),
+        heads=attention.heads,
+        kv_heads=attention.key_heads or 0,
+        head_dim=inner // attention.heads if inner != hidden else 0,
+        vocab=vocabulary,
+        tied=stack.tied,
+        **sizes,
+    )
+
+
+def _read_vocabulary(module: nn.Module, stack: BlockStack) -> int | None:
+    from .block_stack import width_of
+
+    if stack.embedding is not None:
+        return int(module.get_submodule(stack.embedding).num_embeddings)
+    return width_of(module.get_submodule(stack.head))[1] if stack.head is not None else None
+
+
+def _read_experts(blocks: list[nn.Module]) -> dict[str, Any]:
+    """Experts of a block, as ModelShape's arguments; nothing where there are none."""
+    from .block_stack import find_experts, find_hidden, find_pairs, is_matrix, read_first, width_of
+
+    found = [(block, e) for block in blocks if (e := find_experts(block)) is not None]
+    if not found:
+        return {}
+    block, (path, experts) = found[0]
+    owner = block.get_submodule(path.rpartition(".")[0])
+    near = [owner, experts, *(getattr(owner, name, None) for name in ("gate", "router", "config"))]
+    topk = read_first(near, ("top_k", "topk", "num_experts_per_tok", "k", "n_activated_experts"))
+    stacked = [p for p in experts.parameters(recurse=False) if p.dim() == 3]
+    if stacked:
+        hidden, count = find_hidden(block), stacked[0].shape[0]
+        width = min((n for p in stacked for n in p.shape[1:] if n != hidden), default=hidden)
+        matrices = round(sum(p.numel() for p in stacked) / (count * hidden * width))
+    else:
+        count = len(list(experts.children()))
+        expert = next(experts.children())
+        matrices = sum(map(is_matrix, expert.modules()))
+        width = next((width_of(expert.get_submodule(pair.row))[0] for pair in find_pairs(expert)), 0)
+    if topk is None or not width:
+        raise ArgumentError(
+            f"the experts {path} do not say how many of them a token goes to",
+            why="looked for top_k, topk, num_experts_per_tok or k beside them",
+            fix="give a ModelShape(experts=..., topk=..., moe_ffn=..., ...)",
+        )
+    dense = len(blocks) - len(found)
+    return {"experts": count, "topk": topk, "moe_ffn": width, "gated": matrices == 3, "dense_layers": dense}
