@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.joules import ZERO, Mark, accumulate, mark, window_error_j
+from tessera.joules import ZERO, DomainSamples, Mark, accumulate, mark, sum_domains, sum_windows, window_error_j
+from tessera.schema import Domain, Energy, Hold
 
 from brute_force import brute
 
@@ -141,3 +142,29 @@ def test_the_error_covers_the_truth_of_a_random_power() -> None:
         truth = float(np.sum((fine[a:b] + fine[a + 1 : b + 1]) / 2) * 0.4e-3)
         inside += abs(end.joules - start.joules - truth) <= window_error_j(start, end, gain_error=0, blur_s=0.01)
     assert inside >= 0.82 * 400
+
+
+@pytest.mark.parametrize(("common_j", "expected"), [(0.0, 10.0), (3.0, math.hypot(12.0, 8.0)), (5.0, 20.0)])
+def test_a_sum_adds_common_errors_linearly_and_the_rest_in_quadrature(common_j: float, expected: float) -> None:
+    parts = [Energy(energy_j=100.0, error_j=5.0, common_error_j=common_j, time_s=1.0, source="x") for _ in range(4)]
+    whole = sum_windows(parts)
+    assert (whole.error_j, whole.common_error_j) == (pytest.approx(expected), 4 * common_j)
+    assert sum_windows([sum_windows(parts[:2]), sum_windows(parts[2:])]).error_j == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("with_counter", [False, True])
+@pytest.mark.parametrize("hold", [Hold.LINEAR, Hold.MEAN])
+def test_windows_of_one_sensor_are_off_by_its_level_alike(with_counter: bool, hold: Hold) -> None:
+    """However a stretch is cut, the sum of its windows is no surer than the sensor's level."""
+    domain = Domain(name="gpu0", source="ring", resolution_s=0.02, sample_noise=0.01, gain_error=0.05, hold=hold)
+    times = np.arange(EPOCH, EPOCH + 60_000_000_000, 20_000_000)
+    ticks = times[::50] if with_counter else times[:0]
+    watts = np.full(len(times), 300.0)
+    column = DomainSamples(domain, times, watts, watts, ticks, 300.0 * (ticks - EPOCH) * 1e-9)
+    edges = np.linspace(EPOCH + 1_000_000_000, EPOCH + 59_000_000_000, 401).astype(np.int64).tolist()
+    parts = [column.energy(a, b) for a, b in pairwise(edges)]
+    whole = sum_windows([sum_domains([part], part.time_s) for part in parts])
+    level = parts[200].common_error_j / parts[200].energy_j
+    assert 0.003 <= level < 0.006 if with_counter else level == pytest.approx(0.05)
+    assert all(0.0 < p.common_error_j <= p.error_j for p in parts)
+    assert 0.95 * level < whole.error_j / whole.energy_j < 1.2 * level

@@ -244,10 +244,12 @@ class CounterHistory:
         known = [part for part in ends if not math.isnan(part.energy_j)]
         # What was not seen at all of the ends may have drawn what the span did on average.
         unseen_j = counted_j / span_s * sum(part.time_s for part in ends if math.isnan(part.energy_j))
-        variance_j2 = (ANCHOR_GAIN * counted_j) ** 2 + Z90**2 * ticks_j2 + sum(part.error_j**2 for part in known)
+        level_j = ANCHOR_GAIN * counted_j
+        variance_j2 = level_j**2 + Z90**2 * ticks_j2 + sum(part.error_j**2 for part in known)
         return Energy(
             energy_j=counted_j + sum(part.energy_j for part in known),
             error_j=math.sqrt(variance_j2) + unseen_j,
+            common_error_j=math.hypot(level_j, *(part.common_error_j for part in known)),
             time_s=seconds,
             source=f"{self.domain.source}+counter",
             coverage=min((span_s + sum(part.coverage * part.time_s for part in ends)) / seconds, 1.0),
@@ -270,31 +272,22 @@ class CounterHistory:
         # A slow beat scatters by as much in a short window as in a segment, a fast one by more: twice at most.
         widest_j2 = variance_j2 + (2.0 * plain.energy_j) ** 2 * scale.scatter
         variance_j2 = min(max(scale.variance, 1.0) * variance_j2, widest_j2)
-        variance_j2 += (scale.sd * plain.energy_j) ** 2
         joules = plain.energy_j * (1.0 + scale.off) + lag_s * (end.power_w - start.power_w)
         unseen_j = power_w * (1.0 - plain.coverage) * seconds
+        level_j = math.hypot(
+            Z90 * scale.sd * plain.energy_j, ANCHOR_GAIN * joules
+        )  # windows near it have the same scale
         return dataclasses.replace(
             plain,
             energy_j=max(joules, 0.0),
-            error_j=math.hypot(Z90 * math.sqrt(variance_j2), ANCHOR_GAIN * joules) + unseen_j,
+            error_j=math.hypot(Z90 * math.sqrt(variance_j2), level_j) + unseen_j,
+            common_error_j=level_j,
             source=f"{domain.source}+counter",
         )
 
-    def scale_error(self, start_ns: int, end_ns: int) -> float:
-        """Relative 90% half-width of what the samples of several windows between two times are scaled by alike."""
-        inside = self._inside(start_ns, end_ns)
-        if not inside:
-            return 0.0
-        seconds = sum(s.end_ns - s.start_ns for s in inside) * 1e-9
-        return Z90 * self.learn(start_ns, end_ns, sum(s.sampled_j for s in inside) / seconds).sd
-
-    def _inside(self, start_ns: int, end_ns: int) -> list[Segment]:
-        """The segments that a window overlaps."""
-        return [s for s in self._near(start_ns, end_ns) if s.start_ns < end_ns and s.end_ns > start_ns]
-
     def note_step(self, start_ns: int, end_ns: int) -> Note | None:
         """That samples and counter disagree over a window, if they do: then what runs is in step with the sensor."""
-        inside = self._inside(start_ns, end_ns)
+        inside = [s for s in self._near(start_ns, end_ns) if s.start_ns < end_ns and s.end_ns > start_ns]
         sampled_j, counted_j = sum(s.sampled_j for s in inside), sum(s.counted_j for s in inside)
         if sampled_j <= 0.0 or abs(counted_j / sampled_j - 1.0) < IN_STEP:
             return None

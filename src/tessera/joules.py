@@ -131,6 +131,7 @@ def sum_domains(parts: Sequence[Energy], seconds: float) -> Energy:
     return Energy(
         energy_j=math.nan if nothing else float(joules),
         error_j=math.nan if nothing else float(np.sqrt(sum(p.error_j**2 for p in known))) + missing_j,
+        common_error_j=math.hypot(*(p.common_error_j for p in known)),
         time_s=seconds,
         source="+".join(dict.fromkeys(p.source for p in parts)) or "none",
         coverage=min((p.coverage for p in parts), default=0.0),
@@ -138,21 +139,22 @@ def sum_domains(parts: Sequence[Energy], seconds: float) -> Energy:
     )
 
 
-def sum_windows(parts: Sequence[Energy], gain_error: float = 0.0) -> Energy:
-    """The sum of one thing over several windows of time, errors in quadrature.
+def sum_windows(parts: Sequence[Energy]) -> Energy:
+    """The sum of one thing over several windows of time.
 
-    `gain_error` is the part of them that all windows share (`Domain.gain_error`): it is added up as the joules are.
+    What all of them are off by alike (`Energy.common_error_j`) adds up as the joules do, the rest in quadrature.
     Windows of which nothing is known lower the coverage and widen the error by what the others drew.
     """
     known = [p for p in parts if not math.isnan(p.energy_j)]
     seconds, known_s = sum(p.time_s for p in parts), sum(p.time_s for p in known)
     joules = sum(p.energy_j for p in known)
     unknown_j = joules / known_s * (seconds - known_s) if known_s > 0 else 0.0
-    shared = [min(gain_error * abs(p.energy_j), p.error_j) for p in known]
-    variance = sum(shared) ** 2 + sum(p.error_j**2 - s**2 for p, s in zip(known, shared, strict=True))
+    common_j = sum(p.common_error_j for p in known)
+    own_j2 = sum(max(p.error_j**2 - p.common_error_j**2, 0.0) for p in known)
     return Energy(
         energy_j=joules if known else math.nan,
-        error_j=variance**0.5 + unknown_j if known else math.nan,
+        error_j=math.sqrt(common_j**2 + own_j2) + unknown_j if known else math.nan,
+        common_error_j=common_j,
         time_s=seconds,
         source=parts[-1].source,
         coverage=sum(p.coverage * p.time_s for p in parts) / seconds if seconds > 0 else 0.0,

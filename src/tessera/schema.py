@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -183,7 +184,9 @@ class Telemetry:
 class Energy:
     """Joules with their 90% half-width, the source they come from and the share of time that was seen.
 
-    Joules are NaN (null in JSON) when nothing at all was seen: unknown is not zero.
+    Joules are NaN (null in JSON) when nothing at all was seen: unknown is not zero. `common_error_j` is the part of
+    `error_j` (in quadrature) that every window of the same sensor is off by alike: the level, which no repetition
+    averages out. `joules.sum_windows` adds it up, and the rest in quadrature.
     """
 
     energy_j: float
@@ -192,6 +195,7 @@ class Energy:
     source: str
     coverage: float = 1.0
     basis: Basis = "measured"
+    common_error_j: float = 0.0
 
     @property
     def power_w(self) -> float | None:
@@ -322,11 +326,7 @@ class Prediction:
     def __reduce__(self) -> tuple[Any, ...]:
         # `again` holds the model: a report that travels to another process keeps its figures, not that.
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "again"}
-        return _prediction, (values,)
-
-
-def _prediction(values: dict[str, Any]) -> Prediction:
-    return Prediction(**values)
+        return functools.partial(Prediction, **values), ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

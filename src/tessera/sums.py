@@ -158,9 +158,11 @@ def energy_between(domain: Domain, start: Mark, end: Mark, seconds: float) -> En
     unseen_s = (1.0 - coverage) * seconds if coverage < FULL else 0.0
     unknown = coverage <= 0.0 and seconds > 0
     error_j = window_error_j(start, end, gain_error=domain.gain_error, blur_s=domain.blur_s, unseen_s=unseen_s)
+    joules = max(end.joules - start.joules, 0.0)
     return Energy(
-        energy_j=math.nan if unknown else max(end.joules - start.joules, 0.0),
+        energy_j=math.nan if unknown else joules,
         error_j=math.nan if unknown else error_j,
+        common_error_j=0.0 if unknown else domain.gain_error * joules,
         time_s=seconds,
         source=domain.source,
         coverage=coverage,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +87,14 @@ class Program:
         self.step(closing_ms, traced=False)
         return self
 
-    def write(self, path: Path, **facts: Any) -> RunFile:
+    def write(self, path: Path, domain: Domain = GPU, **facts: Any) -> RunFile:
         writer = RunWriter(path, meta={"command": ["python", "train.py"]})
         writer.add_timeline(self.b.build())
         edges = np.array([START_NS, *(t for pair in self.busy for t in pair), self.now], np.int64)
         watts = np.array([IDLE_W, *(w for _ in self.busy for w in (BUSY_W, IDLE_W))])
         sums = np.concatenate([[0.0], np.cumsum(np.diff(edges) * watts)])
         times = np.arange(START_NS, self.now + 1, 5_000_000)
-        writer.add_samples(GPU, times[1:], np.diff(np.interp(times, edges, sums)) / np.diff(times))
+        writer.add_samples(domain, times[1:], np.diff(np.interp(times, edges, sums)) / np.diff(times))
         told = {"start_ns": START_NS, "end_ns": self.now, "windows": self.windows, "tracing_s": 0.5, **facts}
         for key, value in told.items():
             writer.set(key, value)
@@ -137,6 +137,19 @@ def test_untraced_steps_tell(slowed: RunFile) -> None:
     assert found.untraced_steps == (10 - FIRST - 1) + 20
     assert found.idle_s == pytest.approx(20 * 0.020, rel=0.01)
     assert found.idle_j == pytest.approx(20 * 0.020 * IDLE_W, rel=0.02)
+
+
+def test_steps_that_are_apart_are_off_by_the_level_of_the_sensor_alike(tmp_path: Path) -> None:
+    """As `report` has it, and `diff` of two such runs."""
+    program = Program().train(10, 45.0).trace(20, 65.0).train(8, 90.0)
+    for _ in range(25):
+        program.wait(30.0)
+        program.train(1, 45.0)
+    with program.write(tmp_path / "apart.tessera", replace(GPU, gain_error=0.2), tracing_s=1.1) as run:
+        (step,) = said_of(run).per_work
+        change = diff(run, run).total
+    assert step.traced_j is not None and step.error_j == pytest.approx(0.2 * step.energy_j, rel=0.02)
+    assert change.before_error_j == pytest.approx(0.2 * change.before_j, rel=0.02)
 
 
 def test_untraced_steps_scatter_too(slowed: RunFile, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from tessera.attribute.account import account_run, account_samples
-from tessera.joules import DomainSamples, sum_windows
+from tessera.joules import DomainSamples
 from tessera.record import APART
-from tessera.schema import Domain, Energy
+from tessera.schema import Domain
 from tessera.timeline import Builder, Timeline
 from tessera.trace import PowerTrace
 
@@ -67,9 +67,3 @@ def test_the_idle_time_of_a_host_is_given_to_overlapping_passes_once() -> None:
 def test_the_error_of_the_level_is_shared_by_all_passes() -> None:
     (row,) = account_samples(regions(*(("load", i, i + 0.5, 1) for i in range(9))), power(0.81)).regions
     assert row.error_j == pytest.approx(0.81 * row.energy_j, rel=1e-3)
-
-
-@pytest.mark.parametrize(("gain_error", "expected"), [(0.0, 10.0), (0.03, math.hypot(12.0, 8.0)), (1.0, 20.0)])
-def test_a_sum_adds_shared_errors_linearly_and_the_rest_in_quadrature(gain_error: float, expected: float) -> None:
-    parts = [Energy(energy_j=100.0, error_j=5.0, time_s=1.0, source="x") for _ in range(4)]
-    assert sum_windows(parts, gain_error).error_j == pytest.approx(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -448,6 +449,19 @@ def test_between_traced_windows_nothing_is_accounted_for():
     assert table.time_s == pytest.approx(1.2) and any("2 windows" in n for n in table.notes)
     assert table.idle_w == pytest.approx(135.0, abs=40.0)  # not what the kernels drew that nobody traced
     assert table.energy_j == pytest.approx(sum(power.energy(start_ns=a, end_ns=b).energy_j for a, b in windows))
+
+
+def test_windows_of_one_trace_are_off_by_the_level_of_the_sensor_alike():
+    board = Board(WATTS)
+    board.mixture(LOADS, 3.0)
+    column = board.power().columns["gpu0"]
+    domain = dataclasses.replace(RING, gain_error=0.2)
+    power = PowerTrace({"gpu0": DomainSamples.of(domain, column.times_ns, column.watts)}, start_ns=T0, end_ns=board.now)
+    windows = [(T0 + i * 200 * MS, T0 + (i * 200 + 150) * MS) for i in range(15)]
+    board.rows = [r for r in board.rows if any(a <= r[1] and r[2] <= b for a, b in windows)]
+    table = attribute(board.timeline(), power, windows=windows)
+    assert table.error_j == pytest.approx(0.2 * table.energy_j, rel=0.05)
+    assert all(row.error_j >= 0.19 * row.energy_j for row in table.kernels)
 
 
 def test_a_log_of_a_part_of_the_trace_is_said():

@@ -43,12 +43,14 @@ def checked(report: EnergyReport | None, steps: int, samples: int) -> None:
     regions = {r.name: r.energy for r in report.regions}
     assert set(regions) == {"steps", "evaluation", "saving"}
     assert regions["steps"].energy_j == report.total.energy_j
+    for energy in (*regions.values(), *report.by_domain.values()):
+        assert energy.error_j >= 0.2 * energy.energy_j * (1 - 1e-9), "no number of windows makes the level surer"
 
 
 @pytest.fixture
 def watts() -> Iterator[Monitor]:
-    """A monitor of 100 W: joules are 100 times the seconds."""
-    domain = Domain(name="gpu0", source="script", resolution_s=0.005)
+    """A monitor of 100 W: joules are 100 times the seconds, and the sensor's level is known to 20%."""
+    domain = Domain(name="gpu0", source="script", resolution_s=0.005, gain_error=0.2)
     sensor = ScriptSensor(lambda t: 100.0, clock=time.monotonic_ns, step_ms=5.0, period_s=0.02, domain=domain)
     monitor = Monitor([sensor]).start()
     yield monitor

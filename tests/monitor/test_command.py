@@ -285,7 +285,9 @@ def test_one_domain_that_never_answers_does_not_spoil_the_report() -> None:
 
 
 def region(name: str, joules: float, *, calls: int = 1, seconds: float = 1.0, **kwargs: object) -> RegionEnergy:
-    energy = Energy(energy_j=joules, error_j=0.1 * joules, time_s=seconds, source="script", **kwargs)  # type: ignore[arg-type]
+    energy = Energy(
+        energy_j=joules, error_j=0.1 * joules, common_error_j=0.08 * joules, time_s=seconds, source="script", **kwargs
+    )  # type: ignore[arg-type]
     return RegionEnergy(name=name, calls=calls, energy=energy)
 
 
@@ -294,7 +296,7 @@ def test_regions_round_trip_and_add_up(tmp_path: Path) -> None:
     (tmp_path / "99999.json").write_bytes((tmp_path / f"{os.getpid()}.json").read_bytes())
     found = read_regions(tmp_path)
     assert [(r.name, r.calls, r.energy.energy_j) for r in found] == [("a", 4, 60.0), ("b", 2, 10.0)]
-    assert found[0].energy.error_j == pytest.approx(3.0 * 2**0.5)
+    assert found[0].energy.error_j == pytest.approx(math.hypot(2 * 2.4, 1.8 * 2**0.5)), "the level adds up"
     assert found[0].energy.time_s == 2.0
 
 

@@ -18,16 +18,20 @@ from tessera.monitor.repeat import RepeatedRuns, find_outliers, label_of, measur
 from tessera.schema import Domain, Energy, EnergyReport
 
 
-def report(energy_j: float, time_s: float = 1.0, coverage: float = 1.0) -> EnergyReport:
-    total = Energy(energy_j=energy_j, error_j=0.1, time_s=time_s, source="script", coverage=coverage)
+def report(energy_j: float, time_s: float = 1.0, coverage: float = 1.0, level: float = 0.0) -> EnergyReport:
+    common_j = level * energy_j
+    total = Energy(
+        energy_j=energy_j, error_j=0.1 + common_j, common_error_j=common_j, time_s=time_s, source="script",
+        coverage=coverage,
+    )  # fmt: skip
     return EnergyReport(name="x", total=total, by_domain={})
 
 
 class FakeMachine:
     """Runs commands without running them; the joules of each are played from a list."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, level_error: float = 0.0) -> None:
-        domain = SimpleNamespace(counted=True, resolution_s=0.02, gain_error=level_error)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        domain = SimpleNamespace(counted=True, resolution_s=0.02)
         self.monitor: Any = SimpleNamespace(sampler=SimpleNamespace(domains=[domain]))
         self.order: list[str] = []
         self.spend = lambda name, run: report(100.0)
@@ -95,9 +99,8 @@ def test_no_difference_says_how_many_runs_would_show_one(machine: FakeMachine) -
     assert f"--runs 40 would show a difference of about {found.energy_share.error / 2:.1%}" in found.text
 
 
-def test_the_level_of_the_sensor_widens_a_mean_and_not_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = FakeMachine(monkeypatch, level_error=0.5)
-    machine.spend = lambda name, run: report(90.0 if name == "b" else 100.0 + run % 3)
+def test_the_level_of_the_sensor_widens_a_mean_and_not_a_comparison(machine: FakeMachine) -> None:
+    machine.spend = lambda name, run: report(90.0 if name == "b" else 100.0 + run % 3, level=0.5)
     result = machine.measure("a", "b")
     assert result.commands[0].energy_j.error == pytest.approx(0.5 * result.commands[0].energy_j.value, rel=0.01)
     assert result.comparisons[0].significant

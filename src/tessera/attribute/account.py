@@ -144,12 +144,11 @@ def _sum_passes(
     by_name: dict[str, list[tuple[int, int]]] = {}
     for name, start_ns, end_ns in passes:
         by_name.setdefault(name, []).append((start_ns, end_ns))
-    gain_error = max((d.gain_error for d in power.domains if d.counted), default=0.0)
     rows = []
     for name, windows in by_name.items():
         covered = union(*np.array(windows, np.int64).T)
         stretches = list(zip(*(edges.tolist() for edges in covered), strict=True)) or windows[:1]
-        energy = sum_windows([power.energy(None, begin, end) for begin, end in stretches], gain_error)
+        energy = sum_windows([power.energy(None, begin, end) for begin, end in stretches])
         rows.append(
             EnergyRow(
                 name=name,

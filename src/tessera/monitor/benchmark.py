@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from ..config import Config, load
 from ..errors import ArgumentError, MissingExtra
+from ..joules import sum_windows
 from ..schema import Basis, Energy, Work, works
 from ..units import J_PER_KWH, format_duration, format_energy_error
 from .core import Monitor, Window, default
@@ -300,7 +300,7 @@ class EnergyBenchmark:
         counted = [w for w, _ in windows[steady.skipped :]]
         total = [monitor.total(w) for w in counted]
         start, end = counted[0].start, counted[-1].end or counted[-1].start
-        gain = math.hypot(level_error(monitor), monitor.scale_error(start, end))
+        gain = find_level_error(total)
         notes = [*steady.notes, *_note_convergence(steady, self.target, gain, spent_s)]
         notes += monitor.note_steps(start, end, period_s=steady.time_s.value)
         if steady.skipped:
@@ -380,13 +380,15 @@ def _resolution_s(monitor: Monitor) -> float:
 def _batch_size(monitor: Monitor, call_s: float, target: float, budget_s: float) -> int:
     slowest = _resolution_s(monitor)
     least_s, best_s = LEAST_RESOLUTIONS * slowest, BATCH_RESOLUTIONS * slowest
-    room_s = 0.0 if level_error(monitor) > target else budget_s / (FEW_BATCHES + 1)
+    level_error = max((d.gain_error for d in monitor.sampler.domains if d.counted), default=0.0)
+    room_s = 0.0 if level_error > target else budget_s / (FEW_BATCHES + 1)
     return max(1, round(max(BATCH_S, min(best_s, max(least_s, room_s))) / max(call_s, 1e-9)))
 
 
-def level_error(monitor: Monitor) -> float:
-    """Relative 90% half-width of the level of the least certain sensor that counts."""
-    return max((d.gain_error for d in monitor.sampler.domains if d.counted), default=0.0)
+def find_level_error(windows: Sequence[Energy]) -> float:
+    """Relative 90% half-width of the level that all of some windows share."""
+    whole = sum_windows(windows)
+    return whole.common_error_j / whole.energy_j if whole.energy_j > 0 else 0.0
 
 
 def _find_steady_state(monitor: Monitor, windows: list[tuple[Window, int]], *, warm: bool = False) -> SteadyState:
@@ -436,8 +438,5 @@ def _energy_by_domain(monitor: Monitor, windows: list[Window], calls: int) -> di
     for window in windows:
         for name, energy in monitor.read(window, timeout_s=0.0, everything=True).items():
             by_domain.setdefault(name, []).append(energy)
-    return {
-        name: Uncertain(sum(e.energy_j for e in parts) / calls, sum(e.error_j**2 for e in parts) ** 0.5 / calls)
-        for name, parts in by_domain.items()
-        if len(parts) == len(windows)
-    }
+    whole = {name: sum_windows(parts) for name, parts in by_domain.items() if len(parts) == len(windows)}
+    return {name: Uncertain(e.energy_j / calls, e.error_j / calls) for name, e in whole.items()}

@@ -323,11 +323,6 @@ class Monitor:
         gpu = any(on_device(self.sampler.series[n].domain) for n in names)
         return sum_domains([window.energies[n] for n in names], window.seconds(gpu))
 
-    @property
-    def gain_error(self) -> float:
-        """The relative error of the level that all windows share."""
-        return max((d.gain_error for d in self.sampler.domains if d.counted), default=0.0)
-
     def note_steps(self, start: Edge, end: Edge, period_s: float = 0.0) -> list[str]:
         """The domains that are in step with what ran: by their counter, or, where there is none, by its period."""
         notes: list[str | None] = []
@@ -342,12 +337,6 @@ class Monitor:
                         "energy counter to tell"
                     )
         return [note for note in notes if note is not None]
-
-    def scale_error(self, start: Edge, end: Edge) -> float:
-        """Relative 90% half-width of what the counters scale all windows between two edges by."""
-        with self.sampler.lock:
-            errors = [a.history.scale_error(start.host_ns, end.host_ns) for _, a in self._counted()]
-        return max(errors, default=0.0)
 
     def _counted(self) -> list[tuple[PowerSeries, CounterAnchors]]:
         return [(self.sampler.series[n], self.sampler.anchors[n]) for n in self.sampler.counted_domains()]

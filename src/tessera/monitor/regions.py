@@ -64,11 +64,11 @@ class RegionTotal:
         self.recent += [window, *reversed(later)]
         if len(self.recent) > MAX_RECENT:
             self._last_older = self.recent.pop(0)
-            self._older = [sum_windows([*self._older, monitor.total(self._last_older)], monitor.gain_error)]
+            self._older = [sum_windows([*self._older, monitor.total(self._last_older)])]
 
     def energy(self, monitor: Monitor) -> Energy:
         """The joules of all stretches so far."""
-        return sum_windows([*self._older, *map(monitor.total, self.recent)], monitor.gain_error)
+        return sum_windows([*self._older, *map(monitor.total, self.recent)])
 
 
 class RegionsFile(msgspec.Struct, kw_only=True):

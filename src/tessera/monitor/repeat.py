@@ -26,7 +26,7 @@ from ..config import find_cost
 from ..joules import Floats
 from ..schema import EnergyReport, Work
 from ..units import format_duration, format_energy, format_error
-from .benchmark import level_error
+from .benchmark import find_level_error
 from .command import measure_command
 from .core import Monitor
 from .steady_state import Uncertain, find_drift, mean_interval
@@ -237,14 +237,13 @@ def _describe_commands(
     commands: Sequence[Sequence[str]], reports: Sequence[Sequence[EnergyReport]], monitor: Monitor, warmup: int
 ) -> list[RepeatedCommand]:
     """Those that have a run."""
-    level = level_error(monitor)
     resolution_s = max((d.resolution_s for d in monitor.sampler.domains if d.counted), default=0.0)
     return [
         RepeatedCommand(
             label=label_of(i),
             command=tuple(command),
             reports=tuple(own),
-            level_error=level,
+            level_error=find_level_error([r.total for r in own]),
             outliers=find_outliers(own, warmup),
             notes=_find_weak_points(own, resolution_s),
         )

@@ -127,12 +127,11 @@ class EnergyLedger:
 
 
 def _add_up(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
-    """One window after the other. Their errors are mostly the level of one sensor, so they add up here."""
+    """One window after the other, and never less than was shown before; 0 while nothing was seen."""
     whole = sum_windows(links)
-    seen = [e for e in links if not math.isnan(e.energy_j)]
-    joules = max(sum(e.energy_j for e in seen), floor_j)
-    unseen_j = max(whole.error_j - sum(e.error_j**2 for e in seen) ** 0.5, 0.0) if seen else 0.0
-    return dataclasses.replace(whole, energy_j=joules, error_j=sum(e.error_j for e in seen) + unseen_j)
+    if math.isnan(whole.energy_j):
+        return dataclasses.replace(whole, energy_j=floor_j, error_j=0.0)
+    return dataclasses.replace(whole, energy_j=max(whole.energy_j, floor_j))
 
 
 class PowerWatch:
