@@ -3,7 +3,9 @@
     python benchmarks/fit/fit_collectives.py FOLDER        # with a100_sxm_nccl.csv.gz, ... (nccl-tests timings)
 
 Writes src/tessera/dist/data/nccl.json, and prints the errors: of sizes that were kept out of the fit (every second one)
-and of systems that were kept out of it. The model is `tessera.dist.cost`'s.
+and of systems that were kept out of it. Between nodes (multi_node_sweeps.csv.gz) it prints what two constants of the
+network (efficiency of the cards, seconds of a hop) fit best on every second size of a system, the errors on the others,
+and the errors of each system with the constants of the other one. The model is `tessera.dist.cost`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import make_stamp, write_result
-from tessera.dist.cost import KINDS, find_link, mean_figures, sent_share
+from tessera.dist import cost
+from tessera.dist.cost import KINDS, collective_cost, find_link, mean_figures, sent_share, share_pcie
 from tessera.hardware import lookup
 
 SYSTEMS = {"a100_sxm": "a100", "h100_sxm": "h100", "b200_sxm": "b200", "l40s": "l40s"}
@@ -75,6 +78,45 @@ def predict(figures: Sequence[float], chip: str, kind: str, ranks: int, size: fl
     return a + b * size + ramp * math.sqrt(a * b * size)
 
 
+def read_nodes(path: Path) -> dict[str, list[tuple[float, float, int, float]]]:
+    """System -> (bytes, GPUs, nodes, seconds) of all_reduce over several nodes."""
+    systems: dict[str, list[tuple[float, float, int, float]]] = {}
+    with gzip.open(path, "rt") as file:
+        for row in csv.DictReader(file):
+            if row["collective"] == "all_reduce" and int(row["nodes"]) > 1 and row["time_us"] and float(row["bytes"]):
+                found = float(row["bytes"]), float(row["gpus"]), int(row["nodes"]), float(row["time_us"]) * 1e-6
+                systems.setdefault(f"{row['gpu']}, {row['notes']}", []).append(found)
+    return systems
+
+
+def node_errors(
+    system: str, points: list[tuple[float, float, int, float]], efficiency: float, hop_s: float
+) -> list[float]:
+    chip, gbit = ("a100", 400) if system.startswith("a100") else ("h100", 3200)
+    cost.NETWORK_EFFICIENCY = efficiency
+    card = gbit * 1e9 / 8 / 8
+    return [
+        collective_cost("all_reduce", size, int(gpus), on=chip, nodes=nodes, network_bytes_per_s=card, network_hop_s=hop_s).time_s / t - 1
+        for size, gpus, nodes, t in points
+    ]  # fmt: skip
+
+
+def fit_nodes(path: Path) -> dict[str, object]:
+    """Constants of each network and their errors on sizes kept out, and with the constants of the other systems."""
+    systems = {name: points for name, points in read_nodes(path).items() if len(points) > 10}
+    grid = [(e / 100, h * 1e-6) for e in range(50, 100, 2) for h in (5, 7, 10, 14, 20, 28, 40, 56, 80)]
+    best, result = {}, {}
+    for name, points in systems.items():
+        best[name] = min(grid, key=lambda c: float(np.mean(np.abs(node_errors(name, points[::2], *c)))))
+        kept = np.abs(node_errors(name, points[1::2], *best[name]))
+        result[name] = {"efficiency": best[name][0], "hop_s": best[name][1], "kept_out_median": float(np.median(kept)), "kept_out_mean": float(np.mean(kept))}  # fmt: skip
+    for name, points in systems.items():
+        others = [best[other] for other in systems if other != name]
+        mean = tuple(math.exp(float(np.mean([math.log(c[i]) for c in others]))) for i in (0, 1))
+        result[name]["left_out_median"] = float(np.median(np.abs(node_errors(name, points, *mean))))
+    return result
+
+
 def main() -> None:
     curves = read(Path(sys.argv[1]))
     kept_out, left_out = [], {chip: [] for chip in SYSTEMS.values()}
@@ -87,13 +129,15 @@ def main() -> None:
     for chip in SYSTEMS.values():
         for kind in KINDS:
             mean = mean_figures({c: table[c][kind] for c in SYSTEMS.values() if c != chip})
+            mean = share_pcie(mean, "host") if find_link(lookup(chip))[0] == "pcie" else mean
             for ranks, figures in mean.items():
                 points = curves[chip, kind, ranks]
                 left_out[chip] += [abs(predict(figures, chip, kind, ranks, s) / t - 1) for s, t in points]
     errors = {
         "sizes_kept_out": {"median": float(np.median(kept_out)), "mean": float(np.mean(kept_out)), "p90": float(np.quantile(kept_out, 0.9))},
-        "system_left_out": {c: {"median": float(np.median(e)), "p90": float(np.quantile(e, 0.9))} for c, e in left_out.items()},
+        "system_left_out": {c: {"median": float(np.median(e)), "mean": float(np.mean(e)), "p90": float(np.quantile(e, 0.9))} for c, e in left_out.items()},
     }  # fmt: skip
+    errors["between_nodes"] = fit_nodes(Path(sys.argv[1]) / "multi_node_sweeps.csv.gz")
     print(json.dumps(errors, indent=1))
     data = {"source": "NCCL 2.27-2.29, 2 to 8 GPUs of one node", "systems": table, "stamp": make_stamp()}
     (ROOT / "src/tessera/dist/data/nccl.json").write_text(json.dumps(data, indent=1) + "\n")

@@ -238,3 +238,31 @@ def test_a_pipeline_inside_the_domain_sends_over_its_link_and_replicas_then_cros
     assert near.parts["data parallel"] > far.parts["data parallel"]
     one = estimate_training(dataclasses.replace(job, domain_gpus=64))
     assert one.parts["pipeline sends"] == near.parts["pipeline sends"]
+
+
+def test_joules_are_counted_by_part_and_grow_with_what_is_sent_and_offloaded() -> None:
+    job = TrainingJob(model=LLAMA_8B, on="h100", gpus=64, seq=4096, global_batch=64, tp=2, recompute="none")
+    here = estimate_training(job)
+    assert set(here.energy_parts) == {"compute", "memory", "links", "waiting", "host"}
+    assert sum(here.energy_parts.values()) == pytest.approx(here.energy_j)
+    assert 0 < here.error_j < here.energy_j
+    assert here.power_w < 700
+    speeds = {"host_bytes_per_s": 50e9, "host_memory_bytes_per_s": 75e9}
+    there = estimate_training(dataclasses.replace(job, offload=("optimizer",), **speeds))
+    assert there.energy_parts["host"] > here.energy_parts["host"] == 0
+    assert there.energy_parts["waiting"] > here.energy_parts["waiting"]
+    assert there.host_bytes == pytest.approx(16 * LLAMA_8B.parameters / 64, rel=0.01)
+    alone = estimate_training(dataclasses.replace(job, gpus=1, tp=1, global_batch=1, shard_ranks=0))
+    assert alone.energy_parts["links"] == 0 < here.energy_parts["links"]
+
+
+def test_experts_travel_once_to_a_node_and_under_compute_where_the_job_says_so() -> None:
+    job = TrainingJob(model=DEEPSEEK, on="h100", gpus=256, seq=4096, global_batch=512, pp=8, ep=32, recompute="full")
+    once = estimate_training(job)
+    each = estimate_training(dataclasses.replace(job, exchange="all_to_all"))
+    under = estimate_training(dataclasses.replace(job, overlap_experts=True))
+    assert each.parts["expert parallel"] > 1.5 * once.parts["expert parallel"] > 3 * under.parts["expert parallel"]
+    fused = estimate_training(dataclasses.replace(job, fused_experts=True, graphs=True))
+    assert fused.parts["compute"] < once.parts["compute"]
+    with pytest.raises(ArgumentError, match="no exchange 'pigeons'"):
+        dataclasses.replace(job, exchange="pigeons")

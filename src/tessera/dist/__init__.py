@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .compression import Codec as Codec
     from .compression import ErrorFeedback as ErrorFeedback
     from .cost import CollectiveCost as CollectiveCost
+    from .cost import choose_all_reduce as choose_all_reduce
     from .cost import collective_cost as collective_cost
     from .layout import Layout as Layout
     from .liveness import CollectiveError as CollectiveError
@@ -44,6 +45,7 @@ _LAZY = {
     "ErrorFeedback": "compression",
     "CollectiveCost": "cost",
     "CollectiveError": "liveness",
+    "choose_all_reduce": "cost",
     "collective_cost": "cost",
     "Layout": "layout",
     "read_model_shape": "model_shape",

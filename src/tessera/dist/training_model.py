@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from ..device import Device
 from ..errors import ArgumentError
 from ..hardware import lookup
+from .cost import NETWORK_HOP_S
 
 RECOMPUTE = ("none", "selective", "full")
 SHARDINGS = ("none", "zero1", "zero2", "zero3")
-ATTENTIONS = ("flash", "flash2", "unfused")
+ATTENTIONS = ("flash", "flash8", "flash2", "unfused")
+EXCHANGES = ("deduplicated", "all_to_all")
+# Watts of the host's chips for one GPU while they work: two Xeon 8490H (350 W each) for eight GPUs.
+HOST_W = 2 * 350.0 / 8
 
 # Multi-head latent attention as DeepSeek-V2/V3 and Kimi-K2 publish it: ranks of queries and of keys with values, and
 # the sizes of a head's rotary, plain and value parts (arXiv 2412.19437, section 4.2).
@@ -165,11 +169,18 @@ class TrainingJob:
     """A training step: a model, the chips, the batch, and how the work is divided.
 
     `sharding`: what data-parallel ranks share out (zero1: optimizer state, zero2: gradients too, zero3: weights too,
-    as FSDP does) over `shard_ranks` of them. `recompute` None takes the least that fits. `network_bytes_per_s` is one
-    way and per GPU. `attention`: "flash" (the chip's best kernels), "flash2" (PyTorch's own), or
-    "unfused" (scores in memory, as before flash attention). `domain_gpus` are joined by the fast link (0: an NVL72's
-    72, else a node), `placement` names the axes from the nearest ranks to the farthest. `offload` names what lies on
-    the host: "optimizer" (its state and its step) or "embedding"; the host's link and memory speeds are one GPU's.
+    as FSDP does) over `shard_ranks` of them. `recompute` None takes the least that fits. `attention`: "flash" (the
+    chip's best kernels), "flash8" (the same in fp8), "flash2" (PyTorch's own), or "unfused" (scores in memory, as
+    before flash attention).
+
+    The cluster: `network_bytes_per_s` is one way and per GPU, `network_hop_s` what one hop adds; `domain_gpus` are
+    joined by the fast link (0: an NVL72's 72, else a node); `placement` names the axes from the nearest ranks to the
+    farthest. `offload` names what lies on the host: "optimizer" (its state and its step) or "embedding"; the host's
+    link and memory speeds, and its watts while it works, are one GPU's share.
+
+    Experts: tokens travel once to each rank and node that needs them (`exchange` "deduplicated": DeepEP, HybridEP) or
+    once for each expert ("all_to_all": NCCL); `overlap_experts` sends them under the compute of another microbatch;
+    `fused_experts` runs all experts of a rank in one kernel. `graphs`: the whole step is a CUDA graph, no launch waits.
     """
 
     model: ModelShape
@@ -194,13 +205,19 @@ class TrainingJob:
     gradient_bytes: float = 4.0
     shard_weight_bytes: float = 4.0
     optimizer_bytes: float = 12.0
+    exchange: str = "deduplicated"
+    overlap_experts: bool = False
+    fused_experts: bool = False
+    graphs: bool = False
     network_bytes_per_s: float | None = None
+    network_hop_s: float = NETWORK_HOP_S
     node_gpus: int = 8
     domain_gpus: int = 0
     placement: tuple[str, ...] = ("tp", "cp", "dp", "pp")
     offload: tuple[str, ...] = ()
     host_bytes_per_s: float = 0.0
     host_memory_bytes_per_s: float = 0.0
+    host_w: float = HOST_W
 
     def __post_init__(self) -> None:
         sizes = ("gpus", "seq", "global_batch", "micro_batch", "tp", "pp", "vp", "cp", "ep")
@@ -209,7 +226,12 @@ class TrainingJob:
                 raise ArgumentError(f"a training job needs {name} of at least 1, not {getattr(self, name)}")
         if self.gpus % (self.tp * self.pp * self.cp):
             raise ArgumentError(f"{self.gpus} GPUs do not divide into tp {self.tp} x pp {self.pp} x cp {self.cp}")
-        choices = {"recompute": (None, *RECOMPUTE), "sharding": SHARDINGS, "attention": ATTENTIONS}
+        choices = {
+            "recompute": (None, *RECOMPUTE),
+            "sharding": SHARDINGS,
+            "attention": ATTENTIONS,
+            "exchange": EXCHANGES,
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"no {name} {getattr(self, name)!r}", fix=f"one of: {', '.join(map(str, known))}")

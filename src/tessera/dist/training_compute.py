@@ -1,0 +1,190 @@
+"""What a microbatch takes on one GPU: matrix products, attentions, the bytes between them, and the power limit.
+
+Products and attentions are those of tessera.estimate at boost clock, slowed by what a training step loses against a
+benchmark's loop. The constants were chosen on half of the published runs (benchmarks/measure/published_training.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from ..errors import ArgumentError
+from ..estimate.attention import attention_time
+from ..estimate.gemm import gemm_time
+from ..estimate.power import DeviceWork, PowerModel
+from .training_model import MatrixProduct, TrainingJob
+
+# Share of the peak bandwidth that chains of elementwise kernels, norms and optimizers reach (estimate: 0.83-0.87 for
+# one long stream; training runs many of medium size).
+_STREAM = 0.84
+# Products in training run on cold operands, between other kernels: their rate over that of a benchmark's loop.
+_IN_SITU = 0.80
+# The same of attention kernels, which the model has at their best of 2025; Ampere's is slower than FlashAttention-2
+# there already.
+_ATTENTION, _ATTENTION_AMPERE = 0.74, 1.0
+# Bytes that softmax, mask and dropout move for one stored score, forward.
+_SCORE_BYTES = 8.5
+# Bytes that each format's cast reads and writes for an operand, forward and backward, beyond a bf16 product.
+_CAST_BYTES = {"fp8": 3.2, "fp4": 12.0}
+# Products of experts, one after another: uneven groups, padding, and tiles that no full wave fills; and in one fused
+# kernel for all groups with activation and cast (Megatron-Bridge from 26.06 on, by its recipes).
+_GROUPED, _GROUPED_FUSED = 0.46, 0.85
+# PyTorch's own flash attention is FlashAttention-2, written for Ampere: times longer than the chip's best kernels.
+_FLASH2 = {"hopper": 2.0, "blackwell": 3.3}
+_FLASH8 = 0.8  # attention in fp8 against bf16: products twice as fast, the softmax as before
+# Matrix libraries reach less of the peak than NVIDIA's, whose kernels the model of products was fitted to: MI300X 620
+# of 1307 TFLOP/s in bf16 where an H100 reaches 680-720 of 989 (SemiAnalysis, December 2024).
+_LIBRARY = {"cdna3": 0.75, "cdna2": 0.75}
+# Seconds that the host needs to launch one layer's kernels, forward and backward: of a dense layer (about 100 kernels
+# of 12 us), of one with experts, and of each expert on the GPU, whose products and casts are launched one by one.
+_HOST_DENSE_S, _HOST_MOE_S = 1.2e-3, 4.0e-3
+_HOST_EXPERT_S = {"fp8": 0.25e-3, "fp4": 0.25e-3}
+_HOST_EXPERT_WIDE_S = 0.1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchTime:
+    """Seconds of one microbatch on one pipeline stage under the power limit, by part, and joules of a GPU for it."""
+
+    forward_s: float
+    backward_s: float
+    again_s: float
+    head_s: float
+    scores_s: float
+    host_s: float
+    static_j: float
+    compute_j: float
+    memory_j: float
+
+    @property
+    def body_s(self) -> float:
+        """Seconds of the layers: the GPU's or, where it waits for launches, the host's."""
+        return max(self.forward_s + self.backward_s + self.again_s, self.host_s)
+
+
+def stream_work(job: TrainingJob, nbytes: float) -> DeviceWork:
+    """Work that is bound by device memory."""
+    bandwidth = job.device.memory.bandwidth_bytes_per_s
+    if bandwidth is None:
+        raise ArgumentError(f"the memory bandwidth of {job.device.id} is not known")
+    seconds = nbytes / (bandwidth.value * _STREAM)
+    return DeviceWork(fixed_s=seconds, busy_s=0.5 * seconds, hbm_bytes=nbytes)
+
+
+def _scale(work: DeviceWork, factor: float) -> DeviceWork:
+    flops = {unit: n * factor for unit, n in work.flops.items()}
+    numbers = {f.name: getattr(work, f.name) * factor for f in dataclasses.fields(work) if f.name != "flops"}
+    return DeviceWork(**numbers, flops=flops)
+
+
+def _product_work(job: TrainingJob, p: MatrixProduct, tokens: float) -> tuple[DeviceWork, DeviceWork]:
+    """Forward and backward of one product for a microbatch."""
+    wide = p.part in ("vocabulary", "router")
+    precision = "bf16" if wide and job.precision in ("fp8", "fp4") else job.precision
+    m, n, k = (max(1, round(x)) for x in (tokens * p.rows_per_token, p.n, p.k))
+    device = job.device
+    reached = _IN_SITU * _LIBRARY.get(device.architecture or "", 1.0)
+    if p.part == "experts":
+        reached *= _GROUPED_FUSED if job.fused_experts else _GROUPED
+
+    def work(m: int, n: int, k: int, layout: str) -> DeviceWork:
+        kernel = DeviceWork.of(gemm_time(device, m, n, k, p.count, precision, layout=layout))
+        return dataclasses.replace(kernel, clock_s=kernel.clock_s / reached)
+
+    cast = _CAST_BYTES.get(precision, 0.0) * m * p.count
+    forward = work(m, n, k, "nt") + stream_work(job, cast * k)
+    backward = work(m, k, n, "nn") + stream_work(job, cast * n)
+    if not job.lora:
+        backward = backward + work(n, k, m, "tn")
+    return forward, backward
+
+
+def _attention_work(job: TrainingJob) -> tuple[DeviceWork, DeviceWork]:
+    """Forward and backward of one layer's attention for a microbatch; ranks of context share the queries evenly."""
+    model = job.model
+    heads, keys = max(1, model.heads // job.tp), max(1, model.key_heads // job.tp)
+    precision = "fp16" if job.precision == "fp16" else "fp32" if job.precision == "fp32" else "bf16"
+    sizes = (job.micro_batch, heads, min(keys, heads), job.seq, job.seq, model.head_size)
+    if job.attention != "unfused":
+        slower = _FLASH2.get(job.device.architecture or "", 1.0) if job.attention == "flash2" else 1.0
+        slower *= _FLASH8 if job.attention == "flash8" else 1.0
+        slower /= _ATTENTION_AMPERE if job.device.architecture == "ampere" else _ATTENTION
+        both = [attention_time(job.device, *sizes, True, precision, backward=back) for back in (False, True)]
+        forward, backward = (_scale(DeviceWork.of(kernel), slower / job.cp) for kernel in both)
+        return forward, backward
+    # Scores in memory: written, scaled and masked, normalised, dropped out, read again; twice that backward.
+    scores = float(job.micro_batch) * heads * job.seq * job.seq / job.cp
+    two = [
+        gemm_time(job.device, job.seq, job.seq, model.head_size, job.micro_batch * heads, precision),
+        gemm_time(job.device, job.seq, model.head_size, job.seq, job.micro_batch * heads, precision, layout="nn"),
+    ]
+    forward = functools.reduce(lambda a, b: a + b, (DeviceWork.of(k) for k in two)) + stream_work(
+        job, _SCORE_BYTES * scores
+    )
+    return forward, _scale(forward, 2.0)
+
+
+def _layer_work(job: TrainingJob, *, moe: bool) -> tuple[DeviceWork, DeviceWork, DeviceWork]:
+    """Forward and backward of one layer for a microbatch on one rank, and the attention's forward alone."""
+    model, tp = job.model, job.tp
+    tokens = job.micro_batch * job.seq / job.cp
+    outside = tp if job.sequence_parallel else 1
+    scores, scores_back = _attention_work(job)
+    # Norms, residuals and dropout (20 bytes for each element of h), rotary or bias (4), the activation.
+    width = (model.topk + model.shared_experts) * model.moe_ffn if moe else model.ffn
+    gate = 6.0 if model.gated else 4.0
+    routed = 8.0 * model.topk * model.hidden / tp if moe else 0.0  # permuted and back, read and written
+    sizes = 20.0 * model.hidden / outside + 4.0 * (model.heads + model.key_heads) * model.head_size / tp
+    nbytes = tokens * (sizes + gate * width / tp + routed)
+    forward, backward = scores + stream_work(job, nbytes), scores_back + stream_work(job, 1.7 * nbytes)
+    for p in [*model.attention_products(tp), *model.mlp_products(tp, min(job.ep, model.experts or 1), moe=moe)]:
+        ahead, back = _product_work(job, p, tokens)
+        forward, backward = forward + ahead, backward + back
+    return forward, backward, scores
+
+
+def time_microbatch(job: TrainingJob, recompute: str) -> MicrobatchTime:
+    """What one microbatch takes on one stage."""
+    model = job.model
+    kinds = [(model.layers - model.moe_layers, False), (model.moe_layers, True)]
+    zero = DeviceWork()
+    forward = backward = scores = zero
+    for count, moe in kinds:
+        if count:
+            a, b, c = _layer_work(job, moe=moe)
+            part = count / job.pp
+            forward, backward, scores = forward + _scale(a, part), backward + _scale(b, part), scores + _scale(c, part)
+    tokens = job.micro_batch * job.seq / job.cp
+    ahead, back = _product_work(job, model.vocabulary_product(job.tp), tokens)
+    head = ahead + back + stream_work(job, 16.0 * tokens * model.vocab / job.tp)
+    again = zero
+    if recompute == "full":
+        again = forward
+    elif recompute == "selective":
+        again = scores if job.attention == "unfused" else _scale(forward, 0.15)
+    power = PowerModel.from_device(job.device)
+    whole = forward + backward + again + _scale(head, 1.0 / job.pp)
+    run = power.estimate(whole)
+    slower = run.seconds / whole.seconds
+    launches = 0.0 if job.graphs else _host_seconds(job) * (4.0 / 3.0 if recompute == "full" else 1.0)
+    return MicrobatchTime(
+        forward_s=forward.seconds * slower,
+        backward_s=backward.seconds * slower,
+        again_s=again.seconds * slower,
+        head_s=head.seconds * slower,
+        scores_s=scores.seconds * slower,
+        host_s=launches,
+        static_j=run.static_j,
+        compute_j=run.compute_j,
+        memory_j=run.memory_j,
+    )
+
+
+def _host_seconds(job: TrainingJob) -> float:
+    """Seconds that the host needs to launch the layers of one stage, forward and backward."""
+    model = job.model
+    experts = max(1, model.experts // job.ep) if model.experts and not job.fused_experts else 0
+    each = _HOST_MOE_S + experts * _HOST_EXPERT_S.get(job.precision, _HOST_EXPERT_WIDE_S)
+    return ((model.layers - model.moe_layers) * _HOST_DENSE_S + model.moe_layers * each) / job.pp
