@@ -32,6 +32,7 @@ from tessera.profile.sampling import BUDGET, StackSampler
 from tessera.profile.summary_mode import OTHER, RunSummary
 from tessera.profile.torch_hooks import MainThread, inside_torch
 from tessera.profile.tracing_schedule import between
+from tessera.record import APART
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder
 
@@ -267,6 +268,52 @@ def test_nested_threaded_and_recursive_regions(path):
         @profile.region("g")
         def generator():
             yield 1
+
+
+@pytest.mark.parametrize("shares_object", [False, True])
+def test_regions_of_asyncio_tasks_are_a_call_each_with_their_own_times(path, shares_object):
+    shared = profile.region("request")
+
+    async def request(begun, ends):
+        with shared if shares_object else profile.region("request"):
+            begun.set()
+            await ends.wait()
+
+    async def serve():
+        first, second, first_ends, second_ends = (asyncio.Event() for _ in range(4))
+        one = asyncio.create_task(request(first, first_ends))
+        await first.wait()
+        await asyncio.sleep(0.02)
+        two = asyncio.create_task(request(second, second_ends))
+        await second.wait()
+        first_ends.set()
+        await one  # the first to begin is the first to end
+        await asyncio.sleep(0.002)
+        second_ends.set()
+        await two
+
+    with profile.session([], path=path) as sess:
+        asyncio.run(serve())
+    first, second = sorted((r for r in sess.records() if r.kind == "region"), key=lambda r: r.start_ns)
+    assert first.end_ns < second.end_ns
+    timeline = sess.recording().timeline
+    assert timeline["value"][timeline.rows("region")].tolist() == [APART, APART]
+
+
+def test_a_region_inside_one_of_its_name_is_no_call_in_a_task_either(path):
+    async def inner():
+        with profile.region("a"):
+            await asyncio.sleep(0)
+
+    async def outer():
+        with profile.region("a"):
+            await asyncio.gather(inner(), inner())
+
+    with profile.session([], path=path) as sess:
+        asyncio.run(outer())
+    timeline = sess.recording().timeline
+    values = timeline["value"][timeline.rows("region")]
+    assert (len(values), np.count_nonzero(values == APART), np.count_nonzero(np.isnan(values))) == (3, 1, 2)
 
 
 def test_a_region_entered_before_the_session_is_not_in_it(path):

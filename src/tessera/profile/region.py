@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -107,21 +108,43 @@ class Follower(Protocol):
 _follower: Follower | None = None
 
 
+class _Pass:
+    """One pass through a region that has begun. Its session is None once it has ended."""
+
+    __slots__ = ("is_nested", "of", "session", "start_ns", "thread")
+
+    def __init__(self, of: region, session: Session, thread: int, *, is_nested: bool) -> None:
+        self.of, self.thread, self.is_nested = of, thread, is_nested
+        self.start_ns = time.time_ns()
+        self.session: Session | None = session
+
+
+_around: ContextVar[tuple[_Pass, ...]] = ContextVar("tessera_regions_around", default=())
+"""The passes that are open around the code that runs: tasks of asyncio share a thread, but not this."""
+
+
+def _in_task() -> bool:
+    asyncio: Any = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None
+
+
 class region:  # noqa: N801  (used like a function: `with profile.region("forward"):`)
     """A named stretch of the program: a context manager, and a decorator that opens one per call.
 
     >>> with profile.region("forward/attention"):
     ...     y = attention(x)
 
-    Regions nest by time and thread. Outside a session it does nothing.
+    Regions nest by time and thread. In asyncio tasks, regions of one name that are open at the same time are a call
+    each; what is launched meanwhile is in the one that was opened last: nothing tells which task launched it. Outside a
+    session a region does nothing.
     """
 
     __slots__ = ("_open", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # A list once entered: the same object may be entered again inside itself, or on several threads at once.
-        self._open: list[tuple[int, int, Session]] | None = None
+        # A list once entered: the same object may be entered again inside itself, or by several threads and tasks.
+        self._open: list[_Pass] | None = None
 
     def __enter__(self) -> region:
         session = _session
@@ -142,25 +165,30 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
     def _begin(self, session: Session) -> None:
         if session.compiling():
             return  # what torch.compile makes of a function has no regions: put them around it
-        thread = threading.get_native_id()
         if session.push is not None:
             session.push(self.name)
+        around = tuple(p for p in _around.get() if p.session is not None)
+        is_nested = any(p.of.name == self.name for p in around)
+        begun = _Pass(self, session, threading.get_native_id(), is_nested=is_nested)
+        _around.set((*around, begun))
         if self._open is None:
             self._open = []
-        self._open.append((thread, time.time_ns(), session))
+        self._open.append(begun)
 
-    def _end(self, entered: list[tuple[int, int, Session]]) -> None:
+    def _end(self, entered: list[_Pass]) -> None:
         end_ns = time.time_ns()
         thread = threading.get_native_id()
-        for i in range(len(entered) - 1, -1, -1):
-            if entered[i][0] == thread:
-                _, start_ns, session = entered.pop(i)
-                break
-        else:
+        own = [p for p in _around.get() if p.of is self and p.session is not None]
+        own = own or [p for p in entered if p.thread == thread]  # entered in another task
+        if not own:
             return  # entered on this thread before the session began
+        ended = own[-1]
+        entered.remove(ended)
+        session, ended.session = ended.session, None
+        assert session is not None
         if session.pop is not None:
             session.pop()
-        session.add_region(self.name, start_ns, end_ns, thread)
+        session.add_region(self.name, ended.start_ns, end_ns, thread, is_apart=not ended.is_nested and _in_task())
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function or coroutine function: a region of this name around every call."""
