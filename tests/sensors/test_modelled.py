@@ -328,4 +328,27 @@ def test_a_measured_package_is_divided_by_cpu_time(machine):
     assert {w for _, w in samples["cpu0"]} == {20.0}
     machine.ns += 10**8  # no tick of /proc/stat yet
     assert {w for _, w in shared.read().samples["cpu0"]} == {0.0}
+    machine.run(0.1, 0.5)
+    tree.cpu_s += 0.05
+    assert [w for _, w in shared.read().samples["cpu0"]] == pytest.approx([20.0, 20.0]), "that before the tick too"
     shared.stop()
+
+
+@pytest.mark.parametrize("late", [1, 4, 10])
+def test_cpu_time_that_is_seen_late_gets_its_share_of_a_measured_package(machine, late):
+    """A child that uses 1.5 of the 2 CPUs that are busy, and is found or ends only after so many reads."""
+    package = Domain(name="cpu0", source="rapl", resolution_s=0.001, hold=Hold.MEAN)
+    rapl = ScriptSensor(lambda t: 80.0, clock=lambda: machine.ns, step_ms=100.0, period_s=0.1, domain=package)
+    tree = Tree()
+    sampler = Sampler(
+        [ProcessShare(rapl, tree, busy=machine.busy)], clock=Clock(lambda: machine.ns, lambda: machine.ns)
+    )
+    sampler.read_due()
+    begin = sampler.series["cpu0"].mark(machine.ns).joules
+    for i in range(1, 21):
+        machine.run(0.1, 0.5)
+        if i % late == 0:
+            tree.cpu_s += 0.15 * late
+        sampler.wait_for(machine.ns)
+    assert sampler.series["cpu0"].mark(machine.ns).joules - begin == pytest.approx(80.0 * 2.0 * 0.75)
+    assert sampler.series["cpu0.machine"].mark(machine.ns).joules == pytest.approx(160.0)

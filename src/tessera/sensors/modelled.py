@@ -70,11 +70,31 @@ def proc_stat_busy(path: Path = Path("/proc/stat")) -> tuple[float, float]:
 
 @dataclasses.dataclass(slots=True)
 class _CpuSpan:
-    """The time up to a sample: the CPU seconds it had on all CPUs, and those that the process used."""
+    """The time up to a sample: the CPU seconds that the process can have used, and those that it used.
+
+    `samples` has, by domain, what a sensor of the whole machine showed of it.
+    """
 
     end_ns: int
     room_s: float
     used_s: float = 0.0
+    samples: dict[str, list[tuple[int, float]]] = dataclasses.field(default_factory=dict)
+
+
+def _charge_spans(spans: Sequence[_CpuSpan], used_s: float) -> tuple[list[_CpuSpan], float]:
+    """Charge CPU time to the last span, and what it has no room for to those before.
+
+    Returns the spans that changed, and what none had room for: it is to be charged with the next read.
+    """
+    left_s, changed = max(used_s, 0.0), []
+    for span in reversed(spans):
+        taken_s = min(left_s, span.room_s - span.used_s)
+        span.used_s += taken_s
+        left_s -= taken_s
+        changed.append(span)
+        if left_s <= 0:
+            break
+    return changed[::-1], left_s
 
 
 class ModelledSensor:
@@ -168,29 +188,15 @@ class ModelledSensor:
         idle_w, full_w = self._device.idle_w.value, self._device.tdp_w.value
         if self._tree is None:
             batch.add(self._name, t, idle_w + (full_w - idle_w) * share)
-        for span in self._charge(t, used_s, room_s) if self._tree is not None else ():
-            batch.add(self._name, span.end_ns, full_w * span.used_s / span.room_s)
-            batch.add(self._name + IDLE_PART, span.end_ns, idle_w * span.used_s / span.room_s)
+        else:
+            self._spans.append(_CpuSpan(t, room_s))
+            changed, left_s = _charge_spans(self._spans, used_s)
+            self._last = (busy_s - left_s, total_s)
+            for span in changed:
+                batch.add(self._name, span.end_ns, full_w * span.used_s / span.room_s)
+                batch.add(self._name + IDLE_PART, span.end_ns, idle_w * span.used_s / span.room_s)
         batch.telemetry.append(Telemetry(time_ns=t, domain=self._name, utilization_pct=100.0 * share))
         return batch
-
-    def _charge(self, end_ns: int, used_s: float, room_s: float) -> list[_CpuSpan]:
-        """Charge CPU time to the span that ends now, and what it has no room for to those before; those that changed.
-
-        What none has room for is charged with the next read.
-        """
-        self._spans.append(_CpuSpan(end_ns, room_s))
-        left_s, changed = max(used_s, 0.0), []
-        for span in reversed(self._spans):
-            taken_s = min(left_s, span.room_s - span.used_s)
-            span.used_s += taken_s
-            left_s -= taken_s
-            changed.append(span)
-            if left_s <= 0:
-                break
-        assert self._last is not None
-        self._last = (self._last[0] - left_s, self._last[1])
-        return changed[::-1]
 
     def _read_tree(self, time_ns: int) -> tuple[float, float]:
         assert self._tree is not None
@@ -214,6 +220,7 @@ class ProcessShare:
         self._tree = tree
         self._busy = busy
         self._last: tuple[float, float] | None = None
+        self._spans: deque[_CpuSpan] = deque(maxlen=KEPT_SPANS)
         self.name = sensor.name
 
     @property
@@ -224,6 +231,7 @@ class ProcessShare:
         """Start the sensor behind it."""
         self._sensor.start()
         self._last = None
+        self._spans.clear()
 
     def domains(self) -> Sequence[Domain]:
         parts = []
@@ -247,19 +255,27 @@ class ProcessShare:
         return self._sensor.capabilities()
 
     def read(self) -> Batch:
-        """The power of each package since the last read, and the tree's share of it."""
+        """The power of each package since the last read, and the tree's share of it; samples that it raises too."""
         counted = {d.name for d in self._sensor.domains() if d.counted}
         batch = self._sensor.read()
-        now = self._tree.poll(), self._busy()[0]
-        last = self._last or now
-        busy_s = now[1] - last[1]
-        if busy_s > 0 or self._last is None:
-            self._last = now
-        share = min(max((now[0] - last[0]) / busy_s, 0.0), 1.0) if busy_s > 0 else 0.0
+        batch.replaces = True
+        used_s, busy_s = self._tree.poll(), self._busy()[0]
+        last = self._last or (used_s, busy_s)
+        if not self._spans or self._spans[-1].room_s > 0:  # else /proc/stat had no new tick: the span goes on
+            self._spans.append(_CpuSpan(0, 0.0))
+        span = self._spans[-1]
+        span.room_s = max(busy_s - last[1], 0.0)
         for name in counted & batch.samples.keys():
-            samples = batch.samples[name]
-            batch.samples[name + MACHINE_PART] = samples
-            batch.samples[name] = [(t, w * share) for t, w in samples]
+            batch.samples[name + MACHINE_PART] = batch.samples.pop(name)
+            span.samples.setdefault(name, []).extend(batch.samples[name + MACHINE_PART])
+        changed, left_s = [span], used_s - last[0]
+        if span.room_s > 0:
+            changed, left_s = _charge_spans(self._spans, left_s)
+        self._last = (used_s - left_s, busy_s)
+        for span in changed:
+            share = span.used_s / span.room_s if span.room_s > 0 else 0.0
+            for name, samples in span.samples.items():
+                batch.samples.setdefault(name, []).extend((t, w * share) for t, w in samples)
         return batch
 
     def stop(self) -> None:
