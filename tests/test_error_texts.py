@@ -31,7 +31,7 @@ from tessera.cli import prof
 from tessera.cli.main import cli, main
 from tessera.errors import TesseraError
 from tessera.profile.runfile import RunWriter
-from tessera.profile.runfile_open import unseal
+from tessera.profile.runfile_checksum import unseal
 
 from synthetic_run import make
 

@@ -19,7 +19,7 @@ from tessera.joules import DomainSamples
 from tessera.profile.open_recording import open_recording
 from tessera.profile.ranks.merge import merge
 from tessera.profile.runfile import RunWriter
-from tessera.profile.runfile_open import unseal
+from tessera.profile.runfile_checksum import unseal
 from tessera.recording import Facts, Recording
 from tessera.schema import DeviceId, Domain, Hold
 from tessera.timeline import Builder, Launch, Timeline

@@ -25,7 +25,7 @@ from tessera.cli.main import main
 from tessera.errors import ArgumentError, TesseraError
 from tessera.profile.open_recording import open_recording
 from tessera.profile.runfile import RunFile
-from tessera.profile.runfile_open import unseal
+from tessera.profile.runfile_checksum import unseal
 from tessera.recording import Recording
 
 from synthetic_run import make

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tessera.errors import ArgumentError, RecordingError, TesseraError
 from tessera.profile.attach import daemon
 from tessera.profile.runfile import RunFile, RunWriter
-from tessera.profile.runfile_open import unseal
+from tessera.profile.runfile_checksum import unseal
 
 from places import REPOSITORY
 from synthetic_run import make

@@ -26,7 +26,7 @@ from tessera.profile.ranks.align import END_BIAS_NS, fit, line_up, lines
 from tessera.profile.ranks.clocks import read
 from tessera.profile.ranks.merge import STRIDE, select_rank
 from tessera.profile.runfile import RunFile, RunWriter
-from tessera.profile.runfile_open import unseal
+from tessera.profile.runfile_checksum import unseal
 from tessera.schema import Domain, Telemetry
 from tessera.timeline import Builder, Launch, Timeline
 

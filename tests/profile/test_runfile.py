@@ -18,7 +18,8 @@ import pytest
 
 from tessera.errors import ArgumentError, RecordingError
 from tessera.profile.runfile import RunFile, RunWriter
-from tessera.profile.runfile_open import RunDatabase, unseal
+from tessera.profile.runfile_checksum import unseal
+from tessera.profile.runfile_open import RunDatabase
 from tessera.record import KINDS
 from tessera.schema import Domain, Gap, Hold, Telemetry
 from tessera.timeline.columns import INTEGERS, Builder, Launch, Timeline

@@ -20,8 +20,9 @@ import pytest
 from tessera.errors import RecordingError
 from tessera.profile.export.tensorboard import _copy_run
 from tessera.profile.runfile import RunFile, RunWriter
+from tessera.profile.runfile_checksum import seal, unseal
 from tessera.profile.runfile_format import APPLICATION_ID
-from tessera.profile.runfile_open import DDL, unseal
+from tessera.profile.runfile_open import DDL
 from tessera.schema import Domain
 
 T0 = 1_790_000_000_000_000_000
@@ -237,6 +238,166 @@ def test_a_bit_that_flips_is_never_a_wrong_answer(tmp_path):
     assert refused >= 99  # a flip in the seal's own mark leaves a file without a checksum, and right
 
 
+def kill_run(path: Path, most_frames: int = 16_384, flushes: int = 12) -> Path:
+    """A run whose writer is killed; few `most_frames` make it empty its log into the file meanwhile."""
+    script = f"""
+        import os, sys
+        from tessera.profile import runfile_checksum
+        from tessera.profile.runfile import RunWriter
+        from tessera.schema import Domain
+        runfile_checksum.MOST_FRAMES = {most_frames}
+        run = RunWriter({str(path)!r})
+        gpu = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02)
+        run.set("start_ns", {T0})
+        for i in range({flushes}):
+            for j in range(300):
+                start_ns = {T0} + (300 * i + j) * 10**6
+                run.add_row("region", f"step {{j % 7}}", start_ns, start_ns + 900 + j)
+            run.add_samples(gpu, [{T0} + (50 * i + j) * 10**7 for j in range(50)], [300.0 + i + j for j in range(50)])
+            run.flush()
+        os._exit(9)
+    """
+    assert subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False).returncode == 9
+    return path
+
+
+def flip_and_read(path: Path, side: str, bits: list[int]) -> dict[str, int]:
+    """How reading ends after each bit is flipped; nothing but right, refused and said is allowed."""
+    files = {s: Path(f"{path}{s}").read_bytes() for s in ("", "-wal")}
+    expected = read_all(path)
+    ends = {"right": 0, "refused": 0, "said": 0}
+    for bit in bits:
+        for name, whole in files.items():
+            data = bytearray(whole)
+            if name == side:
+                data[bit // 8] ^= 1 << bit % 8
+            Path(f"{path}{name}").write_bytes(data)
+        try:
+            found = read_all(path)
+        except RecordingError as error:
+            assert error.fix
+            ends["refused"] += 1
+            continue
+        with RunFile(path) as run:
+            said = any("-wal is damaged" in note for note in run.notes)
+        assert said or found == expected, (side, bit)
+        ends["said" if said else "right"] += 1
+    for name, whole in files.items():
+        Path(f"{path}{name}").write_bytes(whole)
+    return ends
+
+
+def pick_bits(path: Path, count: int) -> list[int]:
+    rng, size = random.Random(3), path.stat().st_size
+    return [rng.randrange(8 * size) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("tessera.profile.runfile_checksum._PAUSE_S", 0.0)
+
+
+def test_a_flip_in_the_log_of_a_killed_run_is_said(tmp_path):
+    path = kill_run(tmp_path / "a.tessera")
+    log = Path(f"{path}-wal")
+    ends = flip_and_read(path, "-wal", pick_bits(log, 60))
+    assert ends["said"] > 40, ends  # those in the frames of the first commits leave no tables: refused
+    salts = [8 * (log.stat().st_size - 4120 + byte) + 3 for byte in (4, 8, 12, 16, 20)]  # the head of the last frame
+    assert flip_and_read(path, "-wal", salts)["said"] == len(salts)
+    assert flip_and_read(path, "-wal", [8 * byte for byte in range(32)])["refused"] == 32  # the head of the log
+    assert flip_and_read(path, "", pick_bits(path, 20))["said"] == 0
+
+
+def test_a_flip_in_a_killed_run_that_left_its_log_is_refused(tmp_path):
+    path = kill_run(tmp_path / "a.tessera", most_frames=40, flushes=30)
+    pages = path.stat().st_size // 4096
+    assert pages > 20
+    assert flip_and_read(path, "", pick_bits(path, 60))["refused"] > 30  # the others are in the log too
+    ends = flip_and_read(path, "-wal", pick_bits(Path(f"{path}-wal"), 60))
+    assert ends["refused"] == 0, ends  # the file is whole without it
+
+
+def test_a_killed_run_without_checksums_says_so(tmp_path):
+    path = kill_run(tmp_path / "a.tessera", most_frames=40, flushes=30)
+    expected = read_all(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 4096 * 4096])  # as it is while the log is emptied
+    with RunFile(path) as run:
+        assert any("it has no checksums" in note for note in run.notes)
+    assert read_all(path) == expected
+    log = bytearray(Path(f"{path}-wal").read_bytes())
+    log[100] ^= 1
+    Path(f"{path}-wal").write_bytes(log)
+    with pytest.raises(RecordingError, match="not whole without it"):
+        RunFile(path)
+
+
+def test_a_damaged_log_that_is_already_in_the_file_changes_nothing(tmp_path):
+    path = tmp_path / "a.tessera"
+    writer = RunWriter(path)
+    for i in range(2000):
+        writer.add_row("region", f"step {i}", T0 + i, T0 + i + 1)
+    writer.flush()
+    writer._store._checkpointer.empty_log(writer._store.db)
+    copy = Path(shutil.copy(path, tmp_path / "b.tessera"))
+    log = bytearray(Path(f"{path}-wal").read_bytes())
+    log[50] ^= 1
+    Path(f"{copy}-wal").write_bytes(log)
+    expected = read_all(path)
+    assert read_all(copy) == expected
+    with RunFile(copy) as run:
+        assert not any("damaged" in note for note in run.notes)
+    writer.close()
+
+
+def test_a_damaged_run_is_not_added_to(tmp_path):
+    path = kill_run(tmp_path / "a.tessera")
+    log = bytearray(Path(f"{path}-wal").read_bytes())
+    log[-100] ^= 1
+    Path(f"{path}-wal").write_bytes(log)
+    with pytest.raises(RecordingError, match=r"a\.tessera-wal beside it is damaged"):
+        RunWriter(path, mode="append")
+    assert Path(f"{path}-wal").read_bytes() == log
+
+
+def test_a_live_run_is_read_while_its_log_is_emptied(tmp_path, monkeypatch):
+    """Its checksums come and go; what is just being written is not damage."""
+    monkeypatch.setattr("tessera.profile.runfile_checksum.MOST_FRAMES", 8)
+    path = tmp_path / "a.tessera"
+    with RunWriter(path) as writer:
+        for i in range(20):
+            writer.add_row("region", f"step {i}", T0 + i, T0 + i + 1)
+            writer.add_samples(GPU, T0 + np.arange(3000) + 3000 * i, np.full(3000, 300.0))
+            writer.flush()
+            with RunFile(path) as run:
+                assert len(run.samples("gpu0")[0]) == 3000 * (i + 1)
+                assert not any("damaged" in note for note in run.notes)
+    with RunFile(path) as run:
+        assert (run.rows, run.notes) == (20, [])
+
+
+def test_reading_leaves_no_file_behind(tmp_path):
+    path = kill_run(tmp_path / "a.tessera")
+    Path(f"{path}-shm").unlink()  # as where the two others were copied
+    expected = read_all(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tessera", "a.tessera-wal"]
+    for whole in (write_run(tmp_path / "b.tessera"), unsealed(write_run(tmp_path / "c.tessera"))):
+        data = bytearray(whole.read_bytes())
+        data[18:20] = b"\2\2"  # closed while somebody read it
+        whole.write_bytes(data)
+        if whole.name == "b.tessera":
+            unseal(whole)
+            seal(whole)
+        read_all(whole)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.tessera", "a.tessera-wal", "b.tessera", "c.tessera"]
+    assert read_all(path) == expected
+
+
+def unsealed(path: Path) -> Path:
+    unseal(path)
+    return path
+
+
 def test_a_file_without_a_checksum_is_read(tmp_path):
     path = write_run(tmp_path / "a.tessera")
     expected = read_all(path)
@@ -298,7 +459,7 @@ def test_a_run_that_somebody_reads_while_it_is_closed_is_whole(tmp_path):
 def test_a_run_that_is_added_to_is_sealed_again(tmp_path):
     path = write_run(tmp_path / "a.tessera")
     with RunWriter(path, mode="append") as run:
-        assert path.stat().st_size % 4096 == 0
+        assert path.read_bytes()[-20:-12] != b"TESSCRC1"
         run.set("more", 1)
     assert path.stat().st_size % 4096 == 20
     with RunFile(path) as back:

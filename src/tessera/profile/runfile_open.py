@@ -1,11 +1,11 @@
-"""Opens run files as if an enemy had written them, and seals those that are complete.
+"""Opens run files as if an enemy had written them.
 
 SQLite does what a file says: a view or a trigger is a program, a rollback journal may name any file of the user's to be
 deleted, and a row may be listed a million times. So only the tables of `runfile_format` are accepted, word for word;
 only reading them is allowed; and what that costs is limited by the size of the file.
 
-A closed run ends in a seal, a checksum of every byte before it. SQLite does not look behind its last page. A run is
-sealed when all of it is in the file: what lies beside a sealed file is not its own, and is not read.
+A run is sealed (`runfile_checksum`) when all of it is in the file: what lies beside a sealed file is not its own, and
+is not read. Damage is refused, or what it costs is said.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import struct
 import tempfile
 import urllib.parse
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import RecordingError
 from ..read_limits import ReadBudget
+from .runfile_checksum import ChecksumError, OpenRunCheck, check_open_run, check_seal
 from .runfile_format import APPLICATION_ID, INDEXES, RUN_VERSION, TABLES
 
 DAMAGED_FIX = "restore it from a copy, or record the run again"
@@ -35,8 +33,6 @@ DDL = {name: f"CREATE TABLE {name} {columns}" for name, columns in TABLES.items(
 
 _FUNCTIONS = ("coalesce", "sum", "max")
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # ends a journal that names a super-journal (sqlite.org/fileformat)
-_SEAL = struct.Struct("<8sQI")
-_SEAL_MAGIC = b"TESSCRC1"
 _ROW_BYTES = 8  # no row of ours takes less of the file
 _PROGRESS_OPS = 20_000  # of SQLite's virtual machine: under a millisecond
 _PIECE = 1 << 20
@@ -56,12 +52,26 @@ class RunDatabase:
         if not path.is_file():
             raise RecordingError(f"there is no run file {path}", fix="give a run's .tessera file")
         self.budget = ReadBudget(str(path), size_with_log(path))
-        sealed = _check_seal(path)
+        try:
+            sealed = check_seal(path)
+            self.checked = OpenRunCheck() if sealed else check_open_run(path)
+        except ChecksumError as exc:
+            raise bad_file(path, str(exc), DAMAGED_FIX) from exc
+        except OSError as exc:
+            raise bad_file(path, str(exc), "check the path and permissions") from exc
         self.foreign = _list_journals(path) if sealed else []
         """Names of files beside a sealed run that are not its own, and were not read."""
-        self.log_is_missing = not sealed and _is_log_missing(path)
+        has_log, names_log = _find_log(path)
+        self.log_is_missing = not sealed and names_log and not has_log
         try:
-            self.db = self._connect(path, "ro&immutable=1" if self.foreign else "ro")
+            # SQLite would make a -shm beside a file that names a log. Where a writer is alive, there is one.
+            if sealed or not has_log:
+                whole = self.foreign or (names_log and (sealed or not Path(f"{path}-shm").exists()))
+                self.db = self._connect(path, "ro&immutable=1" if whole else "ro")
+            elif self.checked.lost_bytes or not self.checked.uses_log or not Path(f"{path}-shm").exists():
+                self.db = self._connect_copy()
+            else:
+                self.db = self._connect(path, "ro")
         except sqlite3.OperationalError as exc:
             if "locked" in str(exc):
                 raise bad_file(path, str(exc), "try again when its writer is done") from exc
@@ -147,7 +157,8 @@ class RunDatabase:
         self.folder = tempfile.TemporaryDirectory(prefix="tessera-")
         try:
             target = Path(self.folder.name) / "run.tessera"
-            for side in ("", "-wal", "-journal"):  # the -shm is an index of the -wal, made anew
+            log = ("-wal",) if self.checked.uses_log else ()
+            for side in ("", *log, "-journal"):  # the -shm is an index of the -wal, made anew
                 if (source := Path(f"{self.path}{side}")).is_file():
                     shutil.copyfile(source, f"{target}{side}")
             check_journal(target, self.path)
@@ -179,12 +190,12 @@ def _list_journals(path: Path) -> list[str]:
     return [side.name for side in sides if side.exists() and (not side.is_file() or side.stat().st_size)]
 
 
-def _is_log_missing(path: Path) -> bool:
-    """Whether the file says that a -wal belongs to it, and there is none."""
+def _find_log(path: Path) -> tuple[bool, bool]:
+    """Whether there is a -wal with something in it, and whether the file says that a -wal belongs to it."""
     with path.open("rb") as file:
         head = file.read(20)
     log = Path(f"{path}-wal")
-    return head[18:20] == b"\2\2" and (not log.exists() or log.stat().st_size == 0)
+    return log.is_file() and log.stat().st_size > 0, head[18:20] == b"\2\2"
 
 
 def check_journal(at: Path, path: Path) -> None:
@@ -199,61 +210,3 @@ def check_journal(at: Path, path: Path) -> None:
     if tail == _JOURNAL_MAGIC:
         why = f"{path.name}-journal names another file, which would be deleted: Tessera never writes such a journal"
         raise bad_file(path, why, f"do not trust it; without {path.name}-journal the run can be read")
-
-
-# The seal ---------------------------------------------------------------------------------------------------------
-
-
-def seal(path: Path) -> None:
-    """Append the checksum of a complete run file."""
-    with path.open("r+b") as file:
-        size = path.stat().st_size
-        checksum = _checksum(file, size)
-        file.seek(size)
-        file.write(_SEAL.pack(_SEAL_MAGIC, size, checksum))
-
-
-def unseal(path: Path) -> None:
-    """Remove the seal, so that the file may be written to."""
-    if _read_seal(path) is not None:
-        os.truncate(path, path.stat().st_size - _SEAL.size)
-
-
-def _read_seal(path: Path) -> tuple[int, int] | None:
-    size = path.stat().st_size
-    if size < _SEAL.size:
-        return None
-    with path.open("rb") as file:
-        file.seek(size - _SEAL.size)
-        magic, length, checksum = _SEAL.unpack(file.read(_SEAL.size))
-    return (length, checksum) if magic == _SEAL_MAGIC else None
-
-
-def _check_seal(path: Path) -> bool:
-    """Whether it has a seal; raises where the seal is broken."""
-    try:
-        stored = _read_seal(path)
-        if stored is None:
-            return False
-        length, checksum = stored
-        with path.open("rb") as file:
-            whole = length == path.stat().st_size - _SEAL.size and _checksum(file, length) == checksum
-    except OSError as exc:
-        raise bad_file(path, str(exc), "check the path and permissions") from exc
-    if not whole:
-        why = "its checksum is wrong: its bytes are not those that were written when the run ended"
-        raise bad_file(path, why, DAMAGED_FIX)
-    return True
-
-
-def _checksum(file: Any, size: int) -> int:
-    def pieces() -> Iterator[bytes]:
-        left = size
-        while left > 0 and (piece := file.read(min(_PIECE, left))):
-            left -= len(piece)
-            yield piece
-
-    value = 0
-    for piece in pieces():
-        value = zlib.crc32(piece, value)
-    return value

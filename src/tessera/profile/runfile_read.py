@@ -153,6 +153,9 @@ class RunFile:
     def notes(self) -> list[str]:
         """What a reader should know of this file."""
         notes = [f"{name} beside it is not of this run, which is complete: not read" for name in self._db.foreign]
+        if lost := self._db.checked.lost_bytes:
+            lost_text = f"the last {lost / 1024:,.0f} KB of it, and what was recorded in them, are left out"
+            notes.append(f"{self.path.name}-wal is damaged: {lost_text}")
         if self.crashed:
             notes.append(
                 "the file was never closed: its program was killed, is still running, or could not write to the disk;"
@@ -161,6 +164,8 @@ class RunFile:
             notes += self.get("write_stalls") or ()
             if self._db.log_is_missing:
                 notes.append(f"{self.path.name}-wal is not beside it: what was recorded last is in that file")
+            elif not self._db.checked.is_checked:
+                notes.append("it has no checksums, since its writer was killed: damage to it would not be noticed")
         return notes + [n for part in self.timelines for n in restore_kinds(part["notes"], part.get("kinds") or {})]
 
     @property

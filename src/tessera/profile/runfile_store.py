@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from ..errors import ArgumentError, RecordingError
 from ..notes import kinds_by_text
 from ..record import CODE
 from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, NONE, Launch, Timeline
+from .runfile_checksum import PAGE, Checkpointer, seal, unseal
 from .runfile_format import (
     APPLICATION_ID,
     DESCRIPTION,
@@ -31,7 +32,7 @@ from .runfile_format import (
     to_json,
     version,
 )
-from .runfile_open import DDL, SIDE_FILES, RunDatabase, bad_file, check_journal, seal, unseal
+from .runfile_open import DAMAGED_FIX, DDL, SIDE_FILES, RunDatabase, bad_file, check_journal
 
 Mode = Literal["new", "claimed", "replace", "append"]
 Row = tuple[Any, ...]
@@ -55,13 +56,14 @@ class Store:
         self._launches: dict[Launch, int] = {}
         self._domains: dict[str, tuple[int, str]] = {}
         self._next_row = 0
+        self._checkpointer: Checkpointer | None = None
         self._open_rows: tuple[int, list[Row]] = (0, [])  # the last chunk of live rows and the number of its first
         self.db = self._open(mode)
         self.path = path.absolute()  # the program may change its directory
         try:
             self._begin(meta)
         except BaseException:
-            self.db.close()
+            self._close()
             raise
 
     def _open(self, mode: Mode) -> sqlite3.Connection:
@@ -74,19 +76,23 @@ class Store:
                 Path(f"{self.path}{side}").unlink(missing_ok=True)
         if mode == "append" and exists:
             check_journal(self.path, self.path)
-            with closing(RunDatabase(self.path)) as run:  # refuses what is not ours, and a newer version
+            with contextlib.closing(RunDatabase(self.path)) as run:  # refuses what is not ours, and a newer version
                 if run.foreign:
                     why = f"{run.foreign[0]} beside it is not of this run, and would be written into it"
                     raise bad_file(self.path, why, f"move {run.foreign[0]} away")
+                if run.checked.lost_bytes:
+                    raise bad_file(self.path, f"{self.path.name}-wal beside it is damaged", DAMAGED_FIX)
             unseal(self.path)
         # Autocommit mode: we say BEGIN and COMMIT ourselves.
         db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
         # Where the file system cannot share memory (some network mounts) SQLite stays with a rollback journal, which
         # is as safe and a little slower.
-        db.execute("PRAGMA journal_mode=WAL")
+        db.execute(f"PRAGMA page_size={PAGE}")
+        logs = db.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
         db.execute("PRAGMA synchronous=NORMAL")
-        # A checkpoint waits for the disk: seldom, so that the half second can be kept.
-        db.execute("PRAGMA wal_autocheckpoint=16384")
+        if logs and db.execute("PRAGMA page_size").fetchone() == (PAGE,):
+            db.execute("PRAGMA wal_autocheckpoint=0")
+            self._checkpointer = Checkpointer(self.path.absolute())
         return db
 
     def _begin(self, meta: Mapping[str, Any]) -> None:
@@ -128,6 +134,17 @@ class Store:
         self._open_rows = (0, [])
         self._resume()
 
+    def commit(self) -> None:
+        self.db.execute("COMMIT")
+        if self._checkpointer is not None and self._checkpointer.is_due():
+            with contextlib.suppress(sqlite3.Error, OSError):  # a full disk: all is in the log
+                self._checkpointer.empty_log(self.db)
+
+    def _close(self) -> None:
+        self.db.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
     def finish(self, clean: bool) -> None:
         """Close the file, and mark it as closed cleanly where it was; no side files stay."""
         whole = False
@@ -136,6 +153,8 @@ class Store:
                 self.db.execute("INSERT OR REPLACE INTO about VALUES ('closed_epoch_ns', ?)", (str(time.time_ns()),))
             # Leaves WAL mode, which deletes the side files. Refused while somebody has the file open: then it is whole
             # all the same, beside an empty -wal. Not whole while somebody reads: no seal then, the -wal belongs to it.
+            if self._checkpointer is not None:
+                self._checkpointer.remove_sums()
             self.db.execute("PRAGMA busy_timeout=500")
             whole = not self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
             self.db.execute("PRAGMA journal_mode=DELETE")
@@ -143,7 +162,7 @@ class Store:
             if "locked" not in str(exc):
                 raise
         finally:
-            self.db.close()
+            self._close()
         if clean and whole:
             seal(self.path)
 

@@ -296,7 +296,7 @@ class RunWriter:
                     self._run_guarded(partial(self._store.rows, [row]))
 
     def _commit(self) -> None:
-        self._store.db.execute("COMMIT")
+        self._store.commit()
         self._committed_s = time.monotonic()
         self._taken_rows = []
         self._taken_jobs = [] if self._running is None else [self._running]  # a timeline of which this is a part

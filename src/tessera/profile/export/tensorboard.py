@@ -19,7 +19,8 @@ import numpy as np
 from ...errors import ArgumentError
 from ...output import replace_when_written
 from ...record import CODE
-from ..runfile_open import RunDatabase, seal
+from ..runfile_checksum import seal
+from ..runfile_open import RunDatabase
 from .chrome import Chrome
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def _copy_run(run: Path, began_ms: int, directory: Path) -> None:
             with closing(sqlite3.connect(part)) as copy:
                 source.db.backup(copy)
                 copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read where nobody may write
-            seal(Path(part))
+            if not source.checked.lost_bytes:  # a seal says that all is there
+                seal(Path(part))
     except sqlite3.Error as exc:
         raise ArgumentError(
             f"cannot copy the run into {directory}", why=str(exc), fix="give a directory you may write to, with room"
