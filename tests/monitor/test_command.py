@@ -19,8 +19,15 @@ import pytest
 from tessera.errors import SensorLost
 from tessera.monitor import Monitor
 from tessera.monitor.command import CommandNotRun, measure_command
-from tessera.monitor.regions import REGIONS_VARIABLE, merge_regions, read_regions, write_regions
-from tessera.schema import Device, Domain, Energy, Figure, RegionEnergy, Work
+from tessera.monitor.regions import (
+    REGIONS_VARIABLE,
+    ProcessRegions,
+    RegionStretch,
+    merge_regions,
+    read_regions,
+    write_regions,
+)
+from tessera.schema import Device, Domain, Energy, Figure, RegionEnergy, Scope, Work
 from tessera.sensors.modelled import ModelledSensor
 from tessera.sensors.processes import ProcessTree
 
@@ -291,9 +298,18 @@ def region(name: str, joules: float, *, calls: int = 1, seconds: float = 1.0, **
     return RegionEnergy(name=name, calls=calls, energy=energy)
 
 
+def of_process(*regions: RegionEnergy, pid: int = 0, parent_pid: int = 0, scope: Scope = "machine") -> ProcessRegions:
+    """What a process writes of regions that were passed once each."""
+    stretches = {
+        r.name: [RegionStretch(start_ns=r.start_ns, end_ns=r.end_ns, energies={scope: r.energy})] for r in regions
+    }
+    return ProcessRegions(pid=pid, parent_pid=parent_pid, regions=list(regions), stretches=stretches)
+
+
 def test_regions_round_trip_and_add_up(tmp_path: Path) -> None:
-    write_regions(tmp_path, [region("a", 30.0, calls=2), region("b", 5.0)])
-    (tmp_path / "99999.json").write_bytes((tmp_path / f"{os.getpid()}.json").read_bytes())
+    for pid in (7, 8):
+        write_regions(tmp_path, of_process(region("a", 30.0, calls=2), region("b", 5.0), pid=pid))
+        (tmp_path / f"{os.getpid()}.json").rename(tmp_path / f"{pid}.json")
     found = read_regions(tmp_path)
     assert [(r.name, r.calls, r.energy.energy_j) for r in found] == [("a", 4, 60.0), ("b", 2, 10.0)]
     assert found[0].energy.error_j == pytest.approx(math.hypot(2 * 2.4, 1.8 * 2**0.5)), "the level adds up"
@@ -301,22 +317,25 @@ def test_regions_round_trip_and_add_up(tmp_path: Path) -> None:
 
 
 def test_a_torn_file_does_not_lose_the_others(tmp_path: Path) -> None:
-    write_regions(tmp_path, [region("a", 30.0)])
+    write_regions(tmp_path, of_process(region("a", 30.0)))
     (tmp_path / "1.json").write_bytes(b'{"schema_version": 1, "regions": [{"name": "a"')
     (tmp_path / "2.json").write_bytes(msgspec.json.encode({"regions": "no"}))
     assert [r.name for r in read_regions(tmp_path)] == ["a"]
 
 
 def test_nothing_to_write_writes_nothing(tmp_path: Path) -> None:
-    write_regions(tmp_path, [])
-    write_regions(tmp_path / "gone", [region("a", 1.0)])
+    write_regions(tmp_path, of_process())
+    write_regions(tmp_path / "gone", of_process(region("a", 1.0)))
     assert list(tmp_path.iterdir()) == []
     assert read_regions(tmp_path) == []
 
 
 def test_merging_weighs_coverage_by_time_and_keeps_the_worst_basis() -> None:
     (merged,) = merge_regions(
-        [region("a", 1.0, seconds=3.0, coverage=1.0), region("a", 1.0, seconds=1.0, coverage=0.0, basis="modelled")]
+        [
+            of_process(region("a", 1.0, seconds=3.0, coverage=1.0), pid=7),
+            of_process(region("a", 1.0, seconds=1.0, coverage=0.0, basis="modelled"), pid=8),
+        ]
     )
     assert merged.energy.coverage == pytest.approx(0.75)
     assert merged.energy.basis == "modelled"
@@ -325,23 +344,43 @@ def test_merging_weighs_coverage_by_time_and_keeps_the_worst_basis() -> None:
 def test_a_region_of_which_nothing_is_known_keeps_the_others(tmp_path: Path) -> None:
     good = Energy(energy_j=5.0, error_j=0.1, time_s=1.0, source="x")
     lost = Energy(energy_j=math.nan, error_j=math.nan, time_s=1.0, source="x", coverage=0.0)
-    write_regions(
-        tmp_path, [RegionEnergy(name="a", calls=1, energy=good), RegionEnergy(name="b", calls=2, energy=lost)]
-    )
+    regions = [RegionEnergy(name="a", calls=1, energy=good), RegionEnergy(name="b", calls=2, energy=lost)]
+    write_regions(tmp_path, of_process(*regions))
     back = read_regions(tmp_path)
     assert [r.name for r in back] == ["a", "b"]
     assert math.isnan(back[1].energy.energy_j)
 
 
-def test_regions_of_three_ranks_side_by_side_are_not_added(tmp_path: Path) -> None:
-    def rank(joules: float, start: int, end: int) -> RegionEnergy:
-        energy = Energy(energy_j=joules, error_j=0.1, time_s=(end - start) * 1e-9, source="x")
-        return RegionEnergy(name="train", calls=1, energy=energy, start_ns=start, end_ns=end)
+@pytest.mark.parametrize(
+    ("passes", "joules", "seconds"),
+    [
+        pytest.param([(0, 10), (1, 5), (7, 11)], 1100.0, 11.0, id="side by side: each moment once"),
+        pytest.param([(0, 10), (5, 20), (5, 20)], 2000.0, 20.0, id="not only the largest"),
+        pytest.param([(0, 10), (12, 20)], 1800.0, 18.0, id="one after the other"),
+    ],
+)
+def test_a_moment_in_regions_of_several_processes_counts_once(
+    passes: list[tuple[int, int]], joules: float, seconds: float
+) -> None:
+    """Every process measures the same board, of 100 W."""
 
-    (merged,) = merge_regions([rank(100.0, 0, 10), rank(120.0, 1, 5), rank(90.0, 7, 11)])
-    assert merged.energy.energy_j == 120.0
-    (after,) = merge_regions([rank(100.0, 0, 10), rank(90.0, 12, 20)])
-    assert after.energy.energy_j == 190.0
+    def rank(pid: int, start_s: int, end_s: int, scope: Scope, parent_pid: int = 0) -> ProcessRegions:
+        length_s, level_j = end_s - start_s, 20.0 * (end_s - start_s)
+        energy = Energy(energy_j=100.0 * length_s, error_j=level_j, common_error_j=level_j, time_s=length_s, source="x")
+        return of_process(
+            RegionEnergy(name="train", calls=1, energy=energy, start_ns=start_s * 10**9, end_ns=end_s * 10**9),
+            pid=pid, parent_pid=parent_pid, scope=scope,
+        )  # fmt: skip
+
+    (merged,) = merge_regions([rank(pid, *span, "machine") for pid, span in enumerate(passes, 7)])
+    assert (merged.energy.energy_j, merged.energy.time_s) == (pytest.approx(joules), pytest.approx(seconds))
+    assert merged.energy.error_j == pytest.approx(0.2 * joules), "all are off by the level of one sensor"
+    assert merged.calls == len(passes)
+    (own,) = merge_regions([rank(pid, *span, "process") for pid, span in enumerate(passes, 7)])
+    assert own.energy.energy_j == pytest.approx(100.0 * sum(end - start for start, end in passes)), "each its own"
+    assert own.energy.time_s == pytest.approx(seconds)
+    (parent,) = merge_regions([rank(7, *passes[0], "process"), rank(8, *passes[0], "process", parent_pid=7)])
+    assert parent.energy.energy_j == pytest.approx(100.0 * passes[0][1]), "a child's is its parent's too"
 
 
 def test_a_domain_that_drew_nothing_before_the_command_is_no_error() -> None:

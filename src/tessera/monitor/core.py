@@ -13,11 +13,11 @@ from pathlib import Path
 
 from ..anchors import Anchor, is_in_step
 from ..joules import Mark, sum_domains
-from ..schema import Capability, Domain, Energy, RegionEnergy
+from ..schema import Capability, Domain, Energy, RegionEnergy, Scope
 from ..sensors.base import Sensor
 from ..sensors.discover import discover
 from .cuda import DeviceClocks, Edge
-from .regions import REGIONS_VARIABLE, RegionTotal, sort_regions, write_regions
+from .regions import REGIONS_VARIABLE, ProcessRegions, RegionTotal, sort_regions, write_regions
 from .sampler import Sampler
 from .series import CounterAnchors, PowerSeries
 
@@ -319,7 +319,17 @@ class Monitor:
 
     def total(self, window: Window) -> Energy:
         """The counted domains of a settled window, together."""
-        names = [n for n in self.sampler.counted_domains() if n in window.energies]
+        return self._sum_counted(window, [n for n in self.sampler.counted_domains() if n in window.energies])
+
+    def total_by_scope(self, window: Window) -> dict[Scope, Energy]:
+        """The same, what the process uses itself apart from what all on the machine use."""
+        by_scope: dict[Scope, list[str]] = {}
+        for name in self.sampler.counted_domains():
+            if name in window.energies:
+                by_scope.setdefault(self.sampler.series[name].domain.scope, []).append(name)
+        return {scope: self._sum_counted(window, names) for scope, names in by_scope.items()}
+
+    def _sum_counted(self, window: Window, names: Sequence[str]) -> Energy:
         gpu = any(on_device(self.sampler.series[n].domain) for n in names)
         return sum_domains([window.energies[n] for n in names], window.seconds(gpu))
 
@@ -371,6 +381,13 @@ class Monitor:
             ]
         return sort_regions(rows)
 
+    def process_regions(self) -> ProcessRegions:
+        """The regions with their stretches, for whoever merges those of several processes."""
+        regions = self.regions()
+        with self._lock:
+            stretches = {r.name: self._regions[r.name].stretches(self) for r in regions}
+        return ProcessRegions(pid=os.getpid(), parent_pid=os.getppid(), regions=regions, stretches=stretches)
+
 
 _default: Monitor | None = None
 _default_lock = threading.Lock()
@@ -412,7 +429,7 @@ def _at_exit() -> None:
     folder = os.environ.get(REGIONS_VARIABLE)
     if folder:
         _default.settle_all()
-        write_regions(Path(folder), _default.regions())
+        write_regions(Path(folder), _default.process_regions())
     _default.stop()
 
 

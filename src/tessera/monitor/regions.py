@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..joules import sum_windows
-from ..schema import SCHEMA_VERSION, Energy, RegionEnergy
+from ..joules import sum_domains, sum_windows
+from ..schema import SCHEMA_VERSION, Energy, RegionEnergy, Scope
 
 if TYPE_CHECKING:
     from .core import Monitor, Window
@@ -38,7 +38,7 @@ class RegionTotal:
         self.start_ns = window.start.host_ns
         self.end_ns = window.end_ns
         self.recent: list[Window] = []
-        self._older: list[Energy] = []
+        self._older: dict[Scope, Energy] = {}
         self._last_older: Window | None = None
 
     def add(self, window: Window, monitor: Monitor) -> None:
@@ -64,77 +64,143 @@ class RegionTotal:
         self.recent += [window, *reversed(later)]
         if len(self.recent) > MAX_RECENT:
             self._last_older = self.recent.pop(0)
-            self._older = [sum_windows([*self._older, monitor.total(self._last_older)])]
+            for scope, energy in monitor.total_by_scope(self._last_older).items():
+                self._older[scope] = sum_windows([self._older[scope], energy] if scope in self._older else [energy])
+
+    def stretches(self, monitor: Monitor) -> list[RegionStretch]:
+        """The stretches of time that the passes cover; all that are no longer kept one by one are the first."""
+        first, last = self.start_ns, self._last_older
+        older = [] if last is None else [RegionStretch(start_ns=first, end_ns=last.end_ns, energies=self._older)]
+        return older + [
+            RegionStretch(start_ns=w.start.host_ns, end_ns=w.end_ns, energies=monitor.total_by_scope(w))
+            for w in self.recent
+        ]
 
     def energy(self, monitor: Monitor) -> Energy:
         """The joules of all stretches so far."""
-        return sum_windows([*self._older, *map(monitor.total, self.recent)])
+        return _sum_stretches([(stretch, 1.0) for stretch in self.stretches(monitor)])
 
 
-class RegionsFile(msgspec.Struct, kw_only=True):
-    """The regions of one process."""
+class RegionStretch(msgspec.Struct, kw_only=True):
+    """A stretch of time that passes of a region cover, and its joules.
+
+    Those of scope "machine" every process measures alike, those of scope "process" are the process's own.
+    """
+
+    start_ns: int
+    end_ns: int
+    energies: dict[Scope, Energy]
+
+    def without_own(self) -> RegionStretch:
+        """Only what every process measures alike."""
+        shared: dict[Scope, Energy] = {k: v for k, v in self.energies.items() if k == "machine"}
+        return RegionStretch(start_ns=self.start_ns, end_ns=self.end_ns, energies=shared)
+
+
+class ProcessRegions(msgspec.Struct, kw_only=True):
+    """The regions of one process, as it writes them to a file, and the stretches of each."""
 
     schema_version: int = SCHEMA_VERSION
+    pid: int = 0
+    parent_pid: int = 0
     regions: list[RegionEnergy]
+    stretches: dict[str, list[RegionStretch]]
 
 
-def write_regions(folder: Path, regions: Sequence[RegionEnergy]) -> None:
+def write_regions(folder: Path, regions: ProcessRegions) -> None:
     """Write this process's regions, unless the folder was removed by its reader."""
-    if not regions or not folder.is_dir():
-        return
-    (folder / f"{os.getpid()}.json").write_bytes(msgspec.json.encode(RegionsFile(regions=list(regions))))
+    if regions.regions and folder.is_dir():
+        (folder / f"{os.getpid()}.json").write_bytes(msgspec.json.encode(regions))
 
 
 def read_regions(folder: Path) -> list[RegionEnergy]:
     """All regions of all processes, those of one name together, the most joules first."""
-    regions: list[RegionEnergy] = []
+    processes: list[ProcessRegions] = []
     for path in sorted(folder.glob("*.json")):
         try:
-            regions.extend(_decode(path.read_bytes()).regions)
+            processes.append(_decode(path.read_bytes()))
         except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # a process that was killed while writing: the rest still counts
-    return merge_regions(regions)
+    return merge_regions(processes)
 
 
-def _decode(data: bytes) -> RegionsFile:
+def _decode(data: bytes) -> ProcessRegions:
     """JSON has no NaN: joules that are not known were written as null."""
     raw = msgspec.json.decode(data)
-    for region in raw["regions"]:
+    energies = [e for part in raw["stretches"].values() for stretch in part for e in stretch["energies"].values()]
+    for energy in (*energies, *(region["energy"] for region in raw["regions"])):
         for key in ("energy_j", "error_j"):
-            if region["energy"][key] is None:
-                region["energy"][key] = math.nan
-    return msgspec.convert(raw, RegionsFile)
+            if energy[key] is None:
+                energy[key] = math.nan
+    return msgspec.convert(raw, ProcessRegions)
 
 
-def merge_regions(regions: Iterable[RegionEnergy]) -> list[RegionEnergy]:
+def merge_regions(processes: Sequence[ProcessRegions]) -> list[RegionEnergy]:
     """Merge regions of one name, from processes that may have run side by side.
 
-    Every process of a node measures the same boards, so the ranks of one job must not be added up: of regions that
-    overlap in time (all processes share the monotonic clock) the one with the most joules stands for all. Regions one
-    after the other are added.
+    Every process of a node measures the same boards, so a moment that lies in the regions of several (all share the
+    monotonic clock) counts once. What each process uses itself is added up; that of a child is its parent's already.
     """
-    by_name: dict[str, list[RegionEnergy]] = {}
-    for region in sorted(regions, key=lambda r: r.start_ns):
-        apart = by_name.setdefault(region.name, [])
-        if apart and region.start_ns < apart[-1].end_ns:
-            end_ns = max(apart[-1].end_ns, region.end_ns)
-            apart[-1] = dataclasses.replace(sort_regions([apart[-1], region])[0], end_ns=end_ns)
-        else:
-            apart.append(region)
-    return sort_regions([_add_up(name, parts) for name, parts in by_name.items()])
+    by_name: dict[str, dict[int, RegionEnergy]] = {}
+    stretches: dict[str, list[RegionStretch]] = {}
+    for process in processes:
+        for region in process.regions:
+            by_name.setdefault(region.name, {})[process.pid] = region
+    for process in processes:
+        for region in process.regions:
+            above = by_name[region.name].get(process.parent_pid)
+            stretches.setdefault(region.name, []).extend(
+                stretch.without_own() if above and _overlap(stretch, above) else stretch
+                for stretch in process.stretches[region.name]
+            )
+    return sort_regions(
+        [
+            RegionEnergy(
+                name=name,
+                calls=sum(r.calls for r in regions.values()),
+                energy=_sum_stretches(_cover_once(stretches[name])),
+                start_ns=min(r.start_ns for r in regions.values()),
+                end_ns=max(r.end_ns for r in regions.values()),
+                overlaps=any(r.overlaps for r in regions.values()),
+            )
+            for name, regions in by_name.items()
+        ]
+    )
+
+
+def _overlap(one: RegionStretch, two: RegionEnergy) -> bool:
+    return one.start_ns < two.end_ns and two.start_ns < one.end_ns
+
+
+def _cover_once(stretches: Sequence[RegionStretch]) -> list[tuple[RegionStretch, float]]:
+    """Each stretch with the share of it that no stretch before it covers: its power is taken to be even."""
+    covered_ns, parts = 0, []
+    for stretch in sorted(stretches, key=lambda s: (s.start_ns, -s.end_ns)):
+        length_ns = stretch.end_ns - stretch.start_ns
+        rest_ns = min(stretch.end_ns - covered_ns, length_ns)
+        parts.append((stretch, max(rest_ns, 0) / length_ns if length_ns > 0 else 1.0))
+        covered_ns = max(covered_ns, stretch.end_ns)
+    return parts
+
+
+def _sum_stretches(stretches: Sequence[tuple[RegionStretch, float]]) -> Energy:
+    """The joules of some stretches, of which the shares given count; what is a process's own counts whole."""
+    machine = [_scale(s.energies["machine"], share) for s, share in stretches if "machine" in s.energies and share > 0]
+    own = [s.energies["process"] for s, _ in stretches if "process" in s.energies]
+    parts = [sum_windows(part) for part in (machine, own) if part]
+    if machine:
+        return sum_domains(parts, parts[0].time_s)
+    return sum_domains(parts, sum(s.energies["process"].time_s * share for s, share in stretches if s.energies))
+
+
+def _scale(energy: Energy, share: float) -> Energy:
+    """A share of the joules of a window: its errors are shared out alike."""
+    if share == 1.0:
+        return energy
+    joules, error_j, seconds = share * energy.energy_j, share * energy.error_j, share * energy.time_s
+    return dataclasses.replace(energy, energy_j=joules, error_j=error_j, common_error_j=error_j, time_s=seconds)
 
 
 def sort_regions(regions: Sequence[RegionEnergy]) -> list[RegionEnergy]:
     """The most joules first; unknown ones last."""
     return sorted(regions, key=lambda r: math.inf if math.isnan(r.energy.energy_j) else -r.energy.energy_j)
-
-
-def _add_up(name: str, parts: Sequence[RegionEnergy]) -> RegionEnergy:
-    return RegionEnergy(
-        name=name,
-        calls=sum(p.calls for p in parts),
-        energy=sum_windows([p.energy for p in parts]),
-        start_ns=parts[0].start_ns,
-        end_ns=max(p.end_ns for p in parts),
-        overlaps=any(p.overlaps for p in parts),
-    )
