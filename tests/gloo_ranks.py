@@ -50,11 +50,13 @@ class GlooRanks:
         for process in self.processes:
             process.join(WAIT_S)
 
-    def run_without(self, lost: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """As `run`, where one rank never answers: what the others did. Nothing can be run afterwards."""
+    def run_without(
+        self, lost: int, function: Callable[..., Any], *args: Any, wanted: list[int] | None = None
+    ) -> list[Any]:
+        """As `run`, where one rank never answers: what the others (or those `wanted`) did. Nothing can be run after."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        others = [pipe for rank, pipe in enumerate(self._pipes) if rank != lost]
+        others = [self._pipes[rank] for rank in wanted or range(self.count) if rank != lost]
         results = [pipe.recv()[1] if pipe.poll(WAIT_S) else "no answer" for pipe in others]
         for process in self.processes:
             process.kill()

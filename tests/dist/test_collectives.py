@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,17 +10,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._local_tensor import LocalTensor
 
 from gloo_ranks import GlooRanks
-from tessera import dist
+from tessera import dist, op, stream
 from tessera.dist.collectives import all_reduce
+from tessera.dist.mesh import find_mesh
 from tessera.errors import ArgumentError
 
-SIZES = (1, 2, 3, 4, 8)
 
-
-@pytest.fixture(scope="module", params=SIZES[1:])
+@pytest.fixture(scope="module", params=(2, 3, 4, 8))
 def ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
+    with GlooRanks(request.param, node_size=2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module", params=(1, 5, 6, 7))
+def odd_ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
     with GlooRanks(request.param, node_size=2) as pool:
         yield pool
 
@@ -28,7 +35,11 @@ def make(rank: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype, strid
     """The tensor of a rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     x = torch.randn(*shape, generator=generator) * 10.0 ** ((rank * 7 + seed) % 5 - 2)
-    x = (x * 10).to(dtype) if not dtype.is_floating_point else x.to(dtype)
+    if dtype.is_complex:
+        x = torch.complex(x, x.flip(0))
+    elif dtype == torch.bool:
+        x = x > 0
+    x = (x * 10).remainder(50).to(dtype) if dtype in INTEGERS else x.to(dtype)
     return torch.stack([x, x], -1)[..., 0] if strided else x
 
 
@@ -37,11 +48,15 @@ def reduced(rank: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype, st
     with dist.record_collectives() as records:
         out = all_reduce(x, **options)
     assert out is x
-    return out.contiguous(), records[-1]
+    return out.contiguous(), records[-1] if records else None
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.complex128) if x.is_complex() else x.double() if x.is_floating_point() else x
 
 
 def expected(count: int, op: str, *made: Any) -> torch.Tensor:
-    parts = [make(r, *made).double() if made[2].is_floating_point else make(r, *made) for r in range(count)]
+    parts = [widen(make(r, *made)) for r in range(count)]
     total = parts[0].clone()
     for part in parts[1:]:
         total = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul}[
@@ -52,26 +67,92 @@ def expected(count: int, op: str, *made: Any) -> torch.Tensor:
 
 SHAPES = st.sampled_from([(7,), (1,), (64,), (5, 3), (4, 2, 9), (0,), (3, 0), (257,)])
 FLOATS = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16])
-DTYPES = st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64])
+INTEGERS = [torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = st.one_of(FLOATS, st.sampled_from([*INTEGERS, torch.bool, *COMPLEX]))
 ALGORITHMS = st.sampled_from(["flat", "two_step", "hierarchical"])
 
 
+WAYS = st.tuples(
+    st.integers(0, 50), SHAPES, DTYPES, ALGORITHMS, st.booleans(), st.booleans(), st.integers(1, 3), st.integers(0, 3)
+)
+
+
 @settings(max_examples=25)
-@given(st.integers(0, 50), SHAPES, DTYPES, ALGORITHMS, st.booleans(), st.booleans(), st.integers(1, 3), st.data())
-def test_every_way_gives_the_sum(ranks, seed, shape, dtype, algorithm, deterministic, strided, chunks, data):
-    ops = ["sum", "max", "min", *(["mean"] if dtype.is_floating_point else [])]
-    op = data.draw(st.sampled_from(ops))
+@given(WAYS)
+def test_every_way_gives_the_sum(ranks, way):
+    check_one_way(ranks, *way)
+
+
+@settings(max_examples=6)
+@given(WAYS)
+def test_every_way_gives_the_sum_on_odd_numbers_of_ranks(odd_ranks, way):
+    check_one_way(odd_ranks, *way)
+
+
+def check_one_way(ranks, seed, shape, dtype, algorithm, deterministic, strided, chunks, which):
+    ops = ["sum", *(["mean"] if dtype.is_floating_point else []), *([] if dtype.is_complex else ["max", "min"])]
+    op = ops[which % len(ops)]
     options = {"op": op, "algorithm": algorithm, "deterministic": deterministic, "chunks": chunks}
     results = ranks.run(reduced, seed, shape, dtype, strided, options)
     truth = expected(ranks.count, op, seed, shape, dtype, strided)
     for out, _record in results:
         assert out.dtype == dtype and out.shape == truth.shape
-        scale = sum(make(r, seed, shape, dtype).double().abs() for r in range(ranks.count))
-        epsilon = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-        bound = scale * epsilon * (1 if deterministic and algorithm == "flat" else 2 * ranks.count) + 1e-300
-        assert torch.all((out.double() - truth.double()).abs() <= bound)
+        assert_near(out, truth, ranks.count, seed, in_rank_order=deterministic and algorithm == "flat")
     if deterministic:
         assert all(torch.equal(out, results[0][0]) for out, _ in results), "ranks differ"
+
+
+def assert_near(out: torch.Tensor, truth: torch.Tensor, count: int, seed: int, *, in_rank_order: bool) -> None:
+    if not (out.is_floating_point() or out.is_complex()):
+        assert torch.equal(out, truth.to(out.dtype))
+        return
+    scale = sum(widen(make(r, seed, tuple(out.shape), out.dtype)).abs() for r in range(count))
+    bound = scale * torch.finfo(out.dtype).eps * (1 if in_rank_order else 2 * count) + 1e-300
+    assert torch.all((widen(out) - truth).abs() <= bound)
+
+
+SIMULATED = {
+    "flat": {},
+    "two_step": {"algorithm": "two_step"},
+    "rank_order": {"deterministic": True},
+    "hierarchical": {"algorithm": "hierarchical", "node_size": 2},
+    "hierarchical in order": {"algorithm": "hierarchical", "node_size": 2, "deterministic": True},
+    "chunks": {"chunks": 3},
+    "fp16": {"compress": "fp16"},
+    "bf16": {"compress": "bf16"},
+    "fp8": {"compress": "fp8"},
+}
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_every_way_gives_the_sum_in_one_process(count):
+    parts = {r: make(r, 3, (7, 3), torch.float32) for r in range(count)}
+    truth = expected(count, "sum", 3, (7, 3), torch.float32)
+    for name, options in SIMULATED.items():
+        if name.startswith("hierarchical") and count % 2:
+            continue
+        with dist.simulate(count), dist.record_collectives() as records:
+            x = LocalTensor({r: part.clone() for r, part in parts.items()})
+            outs = all_reduce(x, **options)._local_tensors
+        bound = records[-1].error_bound if records else 0.0
+        for out in outs.values():
+            if "compress" in options:
+                assert torch.all((out - truth).abs() <= bound + 1e-4), name
+            else:
+                assert_near(out, truth, count, 3, in_rank_order=name == "rank_order")
+
+
+def test_what_needs_different_shapes_is_refused_in_one_process():
+    with dist.simulate(2):
+        x = LocalTensor({r: torch.ones(5) for r in range(2)})
+        for call in (
+            lambda: all_reduce(x, sparse=True),
+            lambda: dist.reduce_scatter(x),
+            lambda: dist.all_to_all(x, [2, 3]),
+        ):
+            with pytest.raises(ArgumentError, match=r"does not work in dist\.simulate"):
+                call()
 
 
 @settings(max_examples=10)
@@ -148,6 +229,75 @@ def test_gather_scatter_exchange_and_broadcast(ranks):
     ranks.run(others, ranks.count)
 
 
+def test_gather_scatter_exchange_and_broadcast_on_odd_numbers_of_ranks(odd_ranks):
+    odd_ranks.run(others, odd_ranks.count)
+
+
+def move(rank: int, count: int, dtype: torch.dtype) -> None:
+    """What only moves keeps all bits of any type."""
+    parts = [make(r, 1, (6, 2), dtype, strided=True) for r in range(count)]
+    own = parts[rank].as_subclass(torch.Tensor)
+    assert_same(dist.all_gather(own), torch.cat(parts))
+    counts = [6 - (count - 1), *[1] * (count - 1)]
+    starts = [0, *range(6 - (count - 1), 6), 6]
+    arrived, _ = dist.all_to_all(own, counts)
+    assert_same(arrived, torch.cat([part[starts[rank] : starts[rank + 1]] for part in parts]))
+    assert_same(dist.broadcast(own.clone(), count - 1), parts[-1])
+
+
+def assert_same(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.dtype == b.dtype and a.tolist() == b.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float8_e4m3fn, torch.complex64, torch.bfloat16])
+def test_every_type_can_be_moved(odd_ranks, dtype):
+    if odd_ranks.count == 5:
+        odd_ranks.run(move, odd_ranks.count, dtype)
+
+
+def disagree(rank: int, case: str) -> Any:
+    """Rank 1 does something else than the others; the group works afterwards."""
+    odd, x = rank == 1, torch.ones(6, 2)
+    calls = {
+        "shape": lambda: all_reduce(torch.ones(5 if odd else 7), deterministic=True),
+        "type": lambda: all_reduce(x.double() if odd else x),
+        "way": lambda: all_reduce(x, algorithm="two_step" if odd else "flat"),
+        "kind": lambda: dist.broadcast(x) if odd else all_reduce(x),
+        "width": lambda: dist.all_gather(torch.ones(2, 3 if odd else 4)),
+        "source": lambda: dist.broadcast(x, int(odd)),
+        "meta": lambda: all_reduce(x.to("meta") if odd else x),
+        "meta broadcast": lambda: dist.broadcast(x.to("meta") if odd else x),
+        "operation": lambda: dist.reduce_scatter(x, "median" if odd else "sum"),
+        "counts": lambda: dist.all_to_all(x, [7, *[0] * (count - 1)] if odd else [6, *[0] * (count - 1)]),
+    }
+    count = torch.distributed.get_world_size()
+    try:
+        calls[case]()
+    except (dist.CollectiveError, ArgumentError) as exc:
+        all_reduce(x)
+        assert float(x[0, 0]) == count
+        return type(exc).__name__, str(exc)
+    return None
+
+
+@pytest.mark.parametrize("case", ["shape", "type", "way", "kind", "width", "source"])
+def test_ranks_that_call_different_things_are_told_which(ranks, case):
+    for kind, text in ranks.run(disagree, case):
+        assert kind == "CollectiveError"
+        assert "the ranks do not call the same" in text and "rank 0: " in text and "rank 1: " in text
+
+
+@pytest.mark.parametrize("case", ["meta", "meta broadcast", "operation", "counts"])
+def test_a_rank_that_refuses_does_not_let_the_others_wait(ranks, case):
+    results = ranks.run(disagree, case)
+    assert [kind for kind, _ in results] == [
+        "CollectiveError",
+        "ArgumentError",
+        *["CollectiveError"] * (ranks.count - 2),
+    ]
+    assert "refused: " in results[0][1]
+
+
 def bytes_between_nodes(rank: int) -> float | None:
     with dist.record_collectives() as records:
         all_reduce(torch.ones(1000), algorithm="hierarchical")
@@ -189,6 +339,46 @@ def test_groups_of_an_axis_start_one_after_the_other(ranks):
     assert delays == [pytest.approx(0.003 * (rank // 2)) for rank in range(ranks.count)]
 
 
+def call_as_the_seeds_do(rank: int, count: int, how: str) -> Any:
+    x = torch.full((4,), rank + 1.0)
+    mesh = dist.Mesh(["tp", "dp"], count, (2, count // 2))
+    part = mesh.sub("tp", 0)
+    s = stream.create(name="comm", device="cpu")
+    around = {"made": contextlib.nullcontext(), "with": mesh, "torch": mesh.device_mesh}[how]
+    other = dist.Mesh(["tp"], count) if how != "made" else None
+    with around, dist.record_collectives() as records:
+        y = op.all_reduce(x, op="sum", deterministic=True, phase="group_offset(tp)", stream=s)
+        z = op.all_reduce(torch.full((1,), float(rank)), axis="tp")
+    del part, other
+    return float(y[0]), float(z), records[0].delay_s
+
+
+@pytest.mark.parametrize("how", ["made", "with", "torch"])
+def test_a_call_without_a_mesh_takes_the_current_one(ranks, how):
+    if ranks.count % 2:
+        pytest.skip("two by two")
+    for rank, (total, pair, delay_s) in enumerate(ranks.run(call_as_the_seeds_do, ranks.count, how)):
+        assert total == sum(range(1, ranks.count + 1))
+        assert pair == 2 * (rank // 2 * 2) + 1 if how != "torch" else pair is not None
+        assert delay_s == pytest.approx(0.001 * (rank // 2))
+
+
+def jitter(rank: int, count: int) -> list[float]:
+    mesh = dist.Mesh(["tp", "dp"], count, (2, count // 2))
+    with dist.record_collectives() as records:
+        for _ in range(3):
+            all_reduce(torch.ones(1), mesh=mesh, axis="tp", jitter_ms=2)
+    return [record.delay_s for record in records]
+
+
+def test_groups_do_not_jitter_in_step(ranks):
+    if ranks.count % 2:
+        pytest.skip("two by two")
+    delays = ranks.run(jitter, ranks.count)
+    assert all(delays[r] == delays[r + 1] for r in range(0, ranks.count, 2)), "the ranks of a group wait equally long"
+    assert len({tuple(d) for d in delays}) == ranks.count // 2
+
+
 def test_one_process_is_itself():
     x = torch.ones(3)
     assert all_reduce(x, deterministic=True, phase="group_offset(tp)") is x
@@ -200,9 +390,19 @@ def test_one_process_is_itself():
         ({"op": "median"}, "op='median' is not known"),
         ({"algorithm": "magic"}, "algorithm='magic'"),
         ({"compress": "fp8", "op": "max"}, "cannot be compressed"),
-        ({"axis": "tp"}, "axis='tp' without a mesh"),
+        ({"axis": "nowhere"}, "no mesh has an axis 'nowhere'"),
+        ({"op": "max"}, "complex numbers have no order"),
     ],
 )
 def test_wrong_arguments_say_what_is_right(options, part):
     with pytest.raises(ArgumentError, match=part):
-        all_reduce(torch.ones(2), **options)
+        all_reduce(torch.ones(2, dtype=torch.complex64 if "complex" in part else torch.float32), **options)
+
+
+def test_two_meshes_with_an_axis_are_no_current_mesh():
+    one, two = dist.Mesh(["twice"], 2), dist.Mesh(["twice"], 4)
+    with pytest.raises(ArgumentError, match="2 meshes have an axis 'twice'"):
+        all_reduce(torch.ones(2), axis="twice")
+    with two:
+        assert find_mesh(None, "twice") is two
+    assert find_mesh(one, "twice") is one

@@ -11,9 +11,10 @@ import torch
 
 from gloo_ranks import GlooRanks
 from tessera import dist
+from tessera.dist import liveness
 from tessera.dist.liveness import CollectiveError
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 4.0
 
 
 def reduce_until_one_is_lost(rank: int, lost: int, how: int) -> object:
@@ -38,19 +39,45 @@ def test_a_lost_rank_is_named_on_the_others(lost: int, how: signal.Signals) -> N
         assert f"rank {lost} does not answer" in text
 
 
-def come_late(rank: int) -> object:
-    dist.all_reduce(torch.ones(1))
+def come_late(rank: int, calls_before: int) -> object:
+    for _ in range(calls_before):
+        dist.all_reduce(torch.ones(1))
     if rank == 1:
-        time.sleep(2 * TIMEOUT_S)
+        time.sleep(8 * TIMEOUT_S)
     try:
         dist.all_reduce(torch.ones(1))
     except CollectiveError as exc:
+        return exc.missing, exc.late, str(exc)
+    return None
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+def test_a_late_rank_is_named_and_not_called_dead(calls_before: int) -> None:
+    ranks = GlooRanks(2, timeout_s=TIMEOUT_S / 2)
+    ((missing, late, text),) = ranks.run_without(1, come_late, calls_before)
+    assert missing == () and late == (1,)
+    assert "rank 1 did not come" in text
+
+
+def leave_one_by_one(rank: int) -> object:
+    """Rank 1 is killed, rank 2 fails and ends, and rank 0 finds out afterwards."""
+    liveness.ANSWER_S = 1.0
+    dist.all_reduce(torch.ones(10))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait(["tessera/liveness/left/2"])
+    try:
+        dist.all_reduce(torch.ones(10))
+    except CollectiveError as exc:
+        if rank == 2:
+            os._exit(1)
         return exc.missing, str(exc)
     return None
 
 
-def test_a_late_rank_is_not_called_dead() -> None:
-    ranks = GlooRanks(2, timeout_s=TIMEOUT_S / 2)
-    ((missing, text),) = ranks.run_without(1, come_late)
-    assert missing == ()
-    assert "all ranks are alive" in text
+def test_a_rank_that_left_because_of_the_lost_one_is_not_called_lost() -> None:
+    ranks = GlooRanks(3, timeout_s=TIMEOUT_S)
+    missing, text = ranks.run_without(1, leave_one_by_one, wanted=[0])[0]
+    assert missing == (1,), text

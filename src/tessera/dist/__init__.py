@@ -10,12 +10,10 @@ from .sharding import ShardSpec as ShardSpec
 from .sharding import tensor as tensor
 
 if TYPE_CHECKING:
-    from .collectives import CollectiveRecord as CollectiveRecord
     from .collectives import all_gather as all_gather
     from .collectives import all_reduce as all_reduce
     from .collectives import all_to_all as all_to_all
     from .collectives import broadcast as broadcast
-    from .collectives import record_collectives as record_collectives
     from .collectives import reduce_scatter as reduce_scatter
     from .compression import Codec as Codec
     from .compression import ErrorFeedback as ErrorFeedback
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from .model_shape import read_model_shape as read_model_shape
     from .modes import dry as dry
     from .modes import simulate as simulate
+    from .records import CollectiveRecord as CollectiveRecord
+    from .records import record_collectives as record_collectives
     from .training import TrainingCost as TrainingCost
     from .training import estimate_training as estimate_training
     from .training_memory import TrainingMemory as TrainingMemory
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from .training_model import TrainingJob as TrainingJob
 
 _LAZY = {
-    "CollectiveRecord": "collectives",
+    "CollectiveRecord": "records",
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "all_to_all": "collectives",
     "broadcast": "collectives",
-    "record_collectives": "collectives",
+    "record_collectives": "records",
     "reduce_scatter": "collectives",
     "Codec": "compression",
     "ErrorFeedback": "compression",

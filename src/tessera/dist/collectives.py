@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,15 +17,19 @@ import torch.distributed as c10d
 from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
+from .agreement import agree, check_device, count_ranks, describe_call, is_connected, tell_refusal
 from .compression import Codec, ErrorFeedback, make_codec
 from .liveness import explain_failure
-from .mesh import Mesh
+from .mesh import Mesh, find_mesh
 from .pacing import Pace, Phase
+from .records import note
 from .reduction import (
     COMBINE,
     MEANS,
     REDUCE_OP,
+    WIDER,
     Sent,
+    as_movable,
     combine_in_order,
     gather_into,
     reduce_compressed,
@@ -40,38 +43,6 @@ from .reduction import (
 
 Algorithm = Literal["flat", "two_step", "hierarchical"]
 ALGORITHMS = ("flat", "two_step", "hierarchical")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveRecord:
-    """One collective of this rank. Bytes are those the rank sent; `error_bound` holds for every element.
-
-    `between_nodes` are the bytes that left the node where that is known, `delay_s` how long it waited for its turn.
-    """
-
-    kind: str
-    algorithm: str
-    ranks: int
-    tensor_bytes: int
-    sent_bytes: float
-    between_nodes: float | None
-    error_bound: float
-    time_s: float
-    delay_s: float
-
-
-_records: ContextVar[list[CollectiveRecord] | None] = ContextVar("tessera_collectives", default=None)
-
-
-@contextlib.contextmanager
-def record_collectives() -> Iterator[list[CollectiveRecord]]:
-    """What collectives of this module did inside the block: `with dist.record_collectives() as records:`."""
-    records: list[CollectiveRecord] = []
-    token = _records.set(records)
-    try:
-        yield records
-    finally:
-        _records.reset(token)
 
 
 @dataclass(slots=True)
@@ -116,15 +87,18 @@ class _Reduction:
         """Reduce in place."""
         begun = time.perf_counter()
         rank, ranks = c10d.get_rank(), c10d.get_world_size(self.group)
-        delay_s = self.pace.wait_to_start(self.mesh, rank, self.node_size, seed=next(_calls))
-        dense = x if x.is_contiguous() else x.contiguous()
+        delay_s = self.pace.wait_to_start(self.mesh, rank, self.node_size, seed=_seed_jitter(self.group))
+        dense = x.to(WIDER.get(x.dtype, x.dtype)).contiguous()  # itself, where it is so already
         with explain_failure("all_reduce", self.group):
+            line = describe_call("all_reduce", x, self.op, self._name, f"chunks={self.pace.chunks}")
+            agree(line, 0, self.group, x.device)
             sent = self._reduce(dense)
         if self.op in MEANS:
             dense.div_(ranks)
         if dense is not x:
             x.copy_(dense)
-        _note("all_reduce", self._name, ranks, x, sent, time_s=time.perf_counter() - begun, delay_s=delay_s)
+        _calls[(self.group if self.group is not None else c10d.group.WORLD).group_name] += 1
+        note("all_reduce", self._name, ranks, x, sent, time_s=time.perf_counter() - begun, delay_s=delay_s)
         return x
 
     @property
@@ -159,28 +133,14 @@ def _add(a: Sent, b: Sent) -> Sent:
     return Sent(a.bytes + b.bytes, between, max(a.error_bound, b.error_bound))
 
 
-def _note(
-    kind: str, name: str, ranks: int, x: torch.Tensor, sent: Sent, *, time_s: float, delay_s: float = 0.0
-) -> None:
-    records = _records.get()
-    if records is not None:
-        records.append(
-            CollectiveRecord(
-                kind=kind,
-                algorithm=name,
-                ranks=ranks,
-                tensor_bytes=x.numel() * x.element_size(),
-                sent_bytes=sent.bytes,
-                between_nodes=sent.between_nodes,
-                error_bound=sent.error_bound,
-                time_s=time_s,
-                delay_s=delay_s,
-            )
-        )
+_calls: Counter[str] = Counter()
+"""All-reduces of each group that succeeded: all ranks of it count alike, also where one of them refused a call."""
 
 
-_calls = itertools.count()
-"""Numbers that all ranks have alike, as they call collectives in one order: the seeds of their jitter."""
+def _seed_jitter(group: Any) -> str:
+    """Alike on the ranks of a group, which call in one order, and no other group's."""
+    group = group if group is not None else c10d.group.WORLD
+    return f"{c10d.get_process_group_ranks(group)[0]} {group.group_name} {_calls[group.group_name]}"
 
 
 def all_reduce(
@@ -217,35 +177,34 @@ def all_reduce(
     start one after the other, `jitter_ms` adds chance, `chunks` and `gap_ms` spread the bytes.
     `dist.record_collectives()` tells what was sent and how large the error can be.
     """
-    _check(x, op, async_op)
-    _check_way(x, op, algorithm, compress, sparse)
     if axis is not None:
-        group = _group_along(mesh, axis)
-    plain = not (deterministic or compress or sparse or phase or jitter_ms or chunks > 1) and algorithm == "flat"
-    with stream_on(stream, x):
-        if count_ranks(group) == 1:
-            return PendingReduce(x) if async_op else x
-        _check_device(x, group)
-        if plain and async_op:
-            return _start(x, op, group)
-        if async_op:
+        mesh = find_mesh(mesh, axis)
+        group = mesh.process_group(axis) if is_connected() else None
+    with tell_refusal("all_reduce", group):
+        _check(x, op, async_op)
+        _check_way(x, op, algorithm, compress, sparse)
+        codec, pace = make_codec(compress), Pace.make(phase, jitter_ms, chunks, gap_ms)
+        ranks = count_ranks(group)
+        if ranks > 1:
+            check_device(x, group)
+        if async_op and (deterministic or codec or sparse or pace != Pace() or algorithm != "flat"):
             raise ArgumentError("all_reduce: async_op works with plain reductions only", fix="give it a stream instead")
+    with stream_on(stream, x):
+        if ranks == 1:
+            return PendingReduce(x) if async_op else x
+        if async_op:
+            return _start(x, op, group)
         how = _Reduction(
             op=op,
             group=group,
             mesh=mesh,
             algorithm=algorithm,
             deterministic=deterministic,
-            codec=make_codec(compress),
+            codec=codec,
             feedback=feedback,
             sparse=sparse,
             node_size=node_size or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or c10d.get_world_size(),
-            pace=Pace(
-                phase=Phase.parse(phase) if isinstance(phase, str) else phase,
-                jitter_s=jitter_ms * 1e-3,
-                chunks=chunks,
-                gap_s=gap_ms * 1e-3,
-            ),
+            pace=pace,
         )
         if x.requires_grad and torch.is_grad_enabled():
             return _AllReduce.apply(x, how)
@@ -260,6 +219,8 @@ def _check(x: Any, op: str, async_op: bool) -> None:
         raise ArgumentError(f"all_reduce: op={op!r} is not known", fix=f"one of: {', '.join(COMBINE)}")
     if op in MEANS and not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(f"all_reduce: op={op!r} of {x.dtype}", why="integers have no mean", fix='op="sum"')
+    if x.is_complex() and op not in ("sum", *MEANS):
+        raise ArgumentError(f"all_reduce: op={op!r} of {x.dtype}", why="complex numbers have no order", fix='op="sum"')
     follows = x.requires_grad and torch.is_grad_enabled()
     if follows and op not in ("sum", *MEANS):
         raise ArgumentError(
@@ -274,45 +235,22 @@ def _check_way(x: Any, op: str, algorithm: str, compress: str | Codec | None, sp
         raise ArgumentError(f"all_reduce: algorithm={algorithm!r} is not known", fix=f"one of: {', '.join(ALGORITHMS)}")
     if (compress or sparse) and op not in ("sum", *MEANS):
         raise ArgumentError(f"all_reduce: op={op!r} cannot be compressed or sparse", fix='op="sum" or "mean"')
+    if sparse:
+        _refuse_in_simulation(x, "all_reduce(sparse=True)")
     if compress and not x.is_floating_point():
         raise ArgumentError(f"all_reduce: compress={compress!r} of {x.dtype}", why="only floats are rounded")
 
 
-def _group_along(mesh: Mesh | None, axis: str) -> Any:
-    """This rank's group along an axis; None, the one process, where no process group exists."""
-    if mesh is None:
-        raise ArgumentError(f"all_reduce: axis={axis!r} without a mesh", fix="pass mesh= too, or group=")
-    return mesh.process_group(axis) if _is_connected() else None
-
-
-def _check_device(x: torch.Tensor, group: Any) -> None:
-    backend = c10d.get_backend(group)
-    if backend == "nccl" and x.device.type != "cuda":
-        raise ArgumentError(f"x is on {x.device}, and NCCL connects GPUs only", fix="x.cuda(), or a gloo group")
-
-
-def _is_connected() -> bool:
-    return bool(c10d.is_available() and c10d.is_initialized())
-
-
-def count_ranks(group: Any = None) -> int:
-    """How many ranks a group has; 1 where no process group exists. Launched but unconnected ranks are an error."""
-    if not _is_connected():
-        world = os.environ.get("WORLD_SIZE", "1")
-        if world.isdigit() and int(world) > 1:  # a launcher's: reducing nothing would go unseen
-            raise ArgumentError(
-                f"{world} ranks were launched, and none of them is connected",
-                fix="torch.distributed.init_process_group() first",
-            )
-        return 1
-    ranks = int(c10d.get_world_size(group))
-    if ranks < 1:
-        raise ArgumentError("this rank is not in the group", fix="call it on the group's ranks only")
-    return ranks
+def _refuse_in_simulation(x: torch.Tensor, what: str) -> None:
+    """Where one process is all ranks, each step has one shape for all of them."""
+    if type(x).__name__ == "LocalTensor":
+        raise ArgumentError(f"{what} does not work in dist.simulate", fix="use as many Gloo processes")
 
 
 def _start(x: torch.Tensor, op: str, group: Any) -> PendingReduce:
     buffer = x.detach() if x.is_contiguous() else x.detach().contiguous()  # libraries reduce dense memory only
+    if x.dtype in WIDER:
+        raise ArgumentError(f"all_reduce: async_op of {x.dtype}", fix="give it a stream instead")
     kind, divide_by = getattr(c10d.ReduceOp, REDUCE_OP[op]), count_ranks(group) if op in MEANS else 1
     return PendingReduce(x, c10d.all_reduce(buffer, op=kind, group=group, async_op=True), buffer, divide_by)
 
@@ -332,13 +270,14 @@ class _AllReduce(torch.autograd.Function):
 
 def all_gather(x: torch.Tensor, *, group: Any = None) -> torch.Tensor:
     """The tensors of all ranks, one after the other along the first dimension. Their first sizes may differ."""
-    ranks = count_ranks(group)
+    ranks = _count_ranks_for("all_gather", x, group)
     if ranks == 1:
         return x.clone()
     begun = time.perf_counter()
     with explain_failure("all_gather", group):
-        sizes = _gather_sizes(x.shape[0] if x.dim() else 1, group, x.device)
-        rows = x.reshape(sizes[c10d.get_rank(group)], math.prod(x.shape[1:])).contiguous()
+        line = describe_call("all_gather", x, any_first=True)
+        sizes = agree(line, x.shape[0] if x.dim() else 1, group, x.device, sizes_needed=True)
+        rows = x.detach().reshape(sizes[c10d.get_rank(group)], math.prod(x.shape[1:])).contiguous()
         most, width = max(sizes), rows.shape[1]
         own = rows.new_zeros(max(most * width, 1))
         own[: rows.numel()] = rows.view(-1)
@@ -346,31 +285,39 @@ def all_gather(x: torch.Tensor, *, group: Any = None) -> torch.Tensor:
         gather_into(whole, own, group)
     parts = [part[: n * width].view(n, width) for part, n in zip(whole.view(ranks, -1), sizes, strict=True)]
     sent = Sent((ranks - 1) * own.numel() * x.element_size())
-    _note("all_gather", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
+    note("all_gather", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
     return torch.cat(parts).view(sum(sizes), *x.shape[1:])
 
 
-def _gather_sizes(size: int, group: Any, device: torch.device) -> list[int]:
-    own = torch.tensor([size], device=device)
-    sizes = own.new_empty(c10d.get_world_size(group))
-    gather_into(sizes, own, group)
-    return [int(n) for n in sizes.tolist()]
+def _count_ranks_for(kind: str, x: torch.Tensor, group: Any, problem: ArgumentError | None = None) -> int:
+    """The ranks of a group that can move the tensor; a rank that has a problem tells the others."""
+    with tell_refusal(kind, group):
+        ranks = count_ranks(group)
+        if ranks > 1:
+            check_device(x, group)
+        if problem is not None:
+            raise problem
+    return ranks
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", *, group: Any = None, deterministic: bool = False) -> torch.Tensor:
     """This rank's part, along the first dimension, of the sum over ranks; the last parts may be shorter or empty."""
-    _check(x, op, async_op=False)
-    ranks = count_ranks(group)
+    with tell_refusal("reduce_scatter", group):
+        _check(x, op, async_op=False)
+    ranks = _count_ranks_for("reduce_scatter", x, group)
     if ranks == 1:
         return x.clone()
+    if x.shape[0] % ranks:
+        _refuse_in_simulation(x, "reduce_scatter of unequal parts")
     begun = time.perf_counter()
     length = -(-x.shape[0] // ranks)
-    rows = x.detach().reshape(x.shape[0], math.prod(x.shape[1:]))
+    rows = x.detach().reshape(x.shape[0], math.prod(x.shape[1:])).to(WIDER.get(x.dtype, x.dtype))
     padded = rows.new_zeros(max(length, 1) * ranks, rows.shape[1])
     padded[: x.shape[0]] = rows
     flat = padded.view(-1)
     own = flat.new_empty(flat.numel() // ranks)
     with explain_failure("reduce_scatter", group):
+        agree(describe_call("reduce_scatter", x, op, "rank_order" * deterministic), 0, group, x.device)
         if deterministic:
             received = torch.empty_like(flat)
             c10d.all_to_all_single(received, flat, group=group)
@@ -381,50 +328,56 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", *, group: Any = None, deter
         own.div_(ranks)
     begin = min(c10d.get_rank(group) * length, x.shape[0])
     stop = min(begin + length, x.shape[0])
-    sent = Sent(flat.numel() * x.element_size() * (ranks - 1) / ranks)
-    _note("reduce_scatter", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
-    return own.view(max(length, 1), rows.shape[1])[: stop - begin].view(stop - begin, *x.shape[1:])
+    sent = Sent(flat.numel() * flat.element_size() * (ranks - 1) / ranks)
+    note("reduce_scatter", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
+    return own.view(max(length, 1), rows.shape[1])[: stop - begin].view(stop - begin, *x.shape[1:]).to(x.dtype)
 
 
 def all_to_all(x: torch.Tensor, counts: Sequence[int], *, group: Any = None) -> tuple[torch.Tensor, list[int]]:
     """Send `counts[r]` rows to each rank r, in order; returns the rows that arrived, and how many came from each."""
-    ranks = count_ranks(group)
-    if len(counts) != ranks or sum(counts) != x.shape[0]:
-        raise ArgumentError(
+    problem = None
+    if len(counts) != count_ranks(group) or sum(counts) != x.shape[0]:
+        problem = ArgumentError(
             f"all_to_all: {len(counts)} counts that sum to {sum(counts)}",
-            why=f"there are {ranks} ranks and {x.shape[0]} rows",
+            why=f"there are {count_ranks(group)} ranks and {x.shape[0]} rows",
             fix="give one count for each rank; together they are all rows",
         )
+    ranks = _count_ranks_for("all_to_all", x, group, problem)
     if ranks == 1:
         return x.clone(), list(counts)
+    if len(set(counts)) > 1:
+        _refuse_in_simulation(x, "all_to_all of unequal parts")
     begun = time.perf_counter()
     sending = torch.tensor(list(counts), device=x.device)
     arriving = torch.empty_like(sending)
     with explain_failure("all_to_all", group):
+        agree(describe_call("all_to_all", x, any_first=True), 0, group, x.device)
         c10d.all_to_all_single(arriving, sending, group=group)
         received = [int(n) for n in arriving.tolist()]
-        out = x.new_empty(sum(received), *x.shape[1:])
-        c10d.all_to_all_single(out, x.contiguous(), received, list(counts), group=group)
+        rows = as_movable(x.detach().reshape(x.shape[0], math.prod(x.shape[1:])).contiguous())
+        out = rows.new_empty(sum(received), rows.shape[1])
+        c10d.all_to_all_single(out, rows, received, list(counts), group=group)
     own = counts[c10d.get_rank(group)]
     row_bytes = x.element_size() * (x.numel() // x.shape[0] if x.shape[0] else 0)
-    _note("all_to_all", "flat", ranks, x, Sent((x.shape[0] - own) * row_bytes), time_s=time.perf_counter() - begun)
-    return out, received
+    note("all_to_all", "flat", ranks, x, Sent((x.shape[0] - own) * row_bytes), time_s=time.perf_counter() - begun)
+    return out.view(x.dtype).view(sum(received), *x.shape[1:]), received
 
 
 def broadcast(x: torch.Tensor, source: int = 0, *, group: Any = None) -> torch.Tensor:
     """Overwrite `x` with that of the group's rank `source`."""
-    ranks = count_ranks(group)
+    problem, ranks = None, count_ranks(group)
     if not 0 <= source < ranks:
-        raise ArgumentError(f"broadcast: source={source} of {ranks} ranks", fix=f"0 to {ranks - 1}")
-    if ranks == 1:
+        problem = ArgumentError(f"broadcast: source={source} of {ranks} ranks", fix=f"0 to {ranks - 1}")
+    if _count_ranks_for("broadcast", x, group, problem) == 1:
         return x
     begun = time.perf_counter()
-    dense = x if x.is_contiguous() else x.contiguous()
+    dense = x.detach() if x.is_contiguous() else x.detach().contiguous()
     with explain_failure("broadcast", group):
-        c10d.broadcast(dense, c10d.get_global_rank(group or c10d.group.WORLD, source), group=group)
-    if dense is not x:
-        x.copy_(dense)
+        agree(describe_call("broadcast", x, f"source={source}"), 0, group, x.device)
+        c10d.broadcast(as_movable(dense), c10d.get_global_rank(group or c10d.group.WORLD, source), group=group)
+    if not x.is_contiguous():
+        x.detach().copy_(dense)
     is_source = c10d.get_rank(group) == source
     sent = Sent(x.numel() * x.element_size() * (ranks - 1) / ranks * is_source)
-    _note("broadcast", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
+    note("broadcast", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
     return x

@@ -1,14 +1,17 @@
-"""Which rank is missing when a collective fails: every rank has a thread that answers while its process lives.
+"""Why a collective failed: every rank has a thread that answers while its process lives, with what the rank called.
 
-A rank whose collective failed asks through the store of the process group. The threads of living ranks answer within
-a poll, also where their main thread waits in a collective of its own; a rank that was killed or stopped does not.
+A rank whose collective failed asks through the store of the process group. The threads of living ranks answer at once,
+also where their main thread waits in a collective of its own; a rank that was killed or stopped does not. The answers
+tell which rank has not come yet. A rank that leaves with such an error says so: nobody takes it for the lost one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,48 +19,59 @@ import torch.distributed as c10d
 
 from ..errors import TesseraError
 
-POLL_S = 0.25
 ANSWER_S = 3.0
-"""How long to wait for answers: a dozen polls, so that a busy machine is not called dead."""
+"""How long to wait for answers: long, so that a busy machine is not called dead."""
+_LISTEN = datetime.timedelta(hours=1)
 _PREFIX = "tessera/liveness"
 
 
 class CollectiveError(TesseraError):
-    """A collective failed on this rank; `missing` are the ranks that did not answer."""
+    """A collective failed on this rank; `missing` are the ranks that did not answer, `late` those that did not come."""
 
-    def __init__(self, what: str, *, why: str, fix: str, missing: tuple[int, ...]) -> None:
+    def __init__(
+        self, what: str, *, why: str, fix: str, missing: tuple[int, ...] = (), late: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(what, why=why, fix=fix)
-        self.missing = missing
+        self.missing, self.late = missing, late
 
 
 class _Answering:
-    """The thread of one process group: answers "alive" when anybody asks."""
+    """The thread of one process group: says how many collectives of each group this rank has begun, when asked."""
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store, self._rank = store, rank
-        self._thread = threading.Thread(target=self._run, name="tessera-liveness", daemon=True)
-        self._thread.start()
+    def __init__(self) -> None:
+        self.begun: Counter[str] = Counter()
+        self._store, self._rank = _own_store(), c10d.get_rank()
+        self._store.set(f"{_PREFIX}/here/{self._rank}", b"")
+        self._store.delete_key(f"{_PREFIX}/left/{self._rank}")  # that of an earlier group
+        threading.Thread(target=self._run, name="tessera-liveness", daemon=True).start()
 
     def _run(self) -> None:
-        answered = 0
-        with contextlib.suppress(RuntimeError):  # the store is gone: so is the job
-            while True:
-                asked = self._store.add(f"{_PREFIX}/asked", 0)
-                for number in range(answered + 1, asked + 1):  # several ranks may ask at once
-                    self._store.set(f"{_PREFIX}/{number}/{self._rank}", b"alive")
-                answered = asked
-                time.sleep(POLL_S)
+        number = 0
+        while True:
+            try:
+                self._store.wait([f"{_PREFIX}/asked/{number + 1}"], _LISTEN)
+                group = self._store.get(f"{_PREFIX}/asked/{number + 1}").decode()
+                self._store.set(f"{_PREFIX}/answer/{number + 1}/{self._rank}", str(self.begun[group]))
+                number += 1
+            except c10d.DistStoreError as exc:
+                if "timeout" not in str(exc).lower():
+                    return
+            except RuntimeError:  # the store is gone: so is the job
+                return
 
 
 _threads: dict[int, tuple[Any, _Answering]] = {}
 
 
-def start_answering() -> None:
-    """Start this rank's thread, once for each process group."""
+def start_answering() -> _Answering | None:
+    """This rank's thread, started once for each process group. None in a dry or simulated run."""
     world = c10d.group.WORLD
-    if id(world) not in _threads and c10d.get_backend() != "fake":
+    if c10d.get_backend() == "fake":
+        return None
+    if id(world) not in _threads:
         _threads.clear()
-        _threads[id(world)] = (world, _Answering(_own_store(), c10d.get_rank()))
+        _threads[id(world)] = (world, _Answering())
+    return _threads[id(world)][1]
 
 
 def _own_store() -> Any:
@@ -66,42 +80,75 @@ def _own_store() -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
-def find_missing(ranks: list[int]) -> tuple[int, ...]:
-    """The ranks of a list whose threads do not answer. All of them where the store itself does not."""
-    try:
-        store = _own_store()
-        number = store.add(f"{_PREFIX}/asked", 1)
-        waiting, until = set(ranks), time.monotonic() + ANSWER_S
-        while waiting and time.monotonic() < until:
-            waiting -= {r for r in waiting if store.check([f"{_PREFIX}/{number}/{r}"])}
-            time.sleep(0.05)
-    except RuntimeError:  # it lives in rank 0's process, where nobody else (torchrun) keeps it
-        return (0,)
-    return tuple(sorted(waiting))
+def _ask(store: Any, ranks: list[int], group: str) -> dict[int, str | None]:
+    """What each rank answers: how many collectives of the group it has begun, or why it left; None: nothing."""
+    number = store.add(f"{_PREFIX}/questions", 1)
+    for n in range(1, number + 1):  # also those of a rank that was killed while it asked: threads read in order
+        if not store.check([f"{_PREFIX}/asked/{n}"]):
+            store.set(f"{_PREFIX}/asked/{n}", group)
+    answers: dict[int, str | None] = dict.fromkeys(ranks)
+    until = time.monotonic() + ANSWER_S
+    while time.monotonic() < until and None in answers.values():
+        for rank in [r for r, answer in answers.items() if answer is None]:
+            for key in (f"{_PREFIX}/answer/{number}/{rank}", f"{_PREFIX}/left/{rank}"):
+                if answers[rank] is None and store.check([key]):
+                    answers[rank] = store.get(key).decode()
+            if answers[rank] is None and not store.check([f"{_PREFIX}/here/{rank}"]):
+                answers[rank] = "0"  # its thread starts with its first collective
+        time.sleep(0.02)
+    return answers
 
 
 @contextlib.contextmanager
 def explain_failure(kind: str, group: Any) -> Iterator[None]:
     """Turn the backend's error into one that names the rank which is missing, or late."""
-    start_answering()
+    thread = start_answering()
+    if thread is None:
+        yield
+        return
+    group = group if group is not None else c10d.group.WORLD
+    thread.begun[group.group_name] += 1
     try:
         yield
+    except CollectiveError:
+        raise
     except RuntimeError as exc:
-        ranks = c10d.get_process_group_ranks(group if group is not None else c10d.group.WORLD)
-        missing = find_missing(ranks)
-        why = str(exc).split("\n")[0]
-        if missing:
-            names = ", ".join(map(str, missing))
-            raise CollectiveError(
-                f"{kind} failed on rank {c10d.get_rank()}: {'ranks' if len(missing) > 1 else 'rank'} {names} "
-                f"{'do' if len(missing) > 1 else 'does'} not answer",
-                why=why,
-                fix="look at the end of its log (killed, out of memory, stopped?), and start the job again",
-                missing=missing,
-            ) from exc
-        raise CollectiveError(
-            f"{kind} failed on rank {c10d.get_rank()}, though all ranks are alive",
+        error = _explain(kind, group, thread.begun[group.group_name], why=str(exc).split("\n")[0])
+        with contextlib.suppress(RuntimeError):
+            _own_store().set(f"{_PREFIX}/left/{c10d.get_rank()}", str(error).split("\n")[0])
+        raise error from exc
+
+
+def _explain(kind: str, group: Any, number: int, why: str) -> CollectiveError:
+    what = f"{kind} failed on rank {c10d.get_rank()}"
+    try:
+        answers = _ask(_own_store(), c10d.get_process_group_ranks(group), group.group_name)
+    except RuntimeError:  # it lives in rank 0's process, where nobody else (torchrun) keeps it
+        answers = {0: None}
+    missing = tuple(rank for rank, answer in answers.items() if answer is None)
+    if missing:
+        return CollectiveError(
+            f"{what}: {_name(missing)} {'do' if len(missing) > 1 else 'does'} not answer",
             why=why,
-            fix="a rank came too late, or called another collective: compare what the ranks do, or raise the timeout",
-            missing=(),
-        ) from exc
+            fix="look at the end of its log (killed, out of memory, stopped?), and start the job again",
+            missing=missing,
+        )
+    counts = {rank: int(answer) for rank, answer in answers.items() if answer and answer.isdigit()}
+    late = tuple(rank for rank, count in counts.items() if count < number)
+    if late:
+        return CollectiveError(
+            f"{what}: {_name(late)} did not come",
+            why=why,
+            fix="look at what it did meanwhile, or raise the timeout of the process group",
+            late=late,
+        )
+    left = [f" ({answer})" for answer in answers.values() if answer and not answer.isdigit()]
+    return CollectiveError(
+        f"{what}, though all ranks are alive and came",
+        why=why + "".join(left[:1]),
+        fix="a rank came too late, or called another collective: compare what the ranks do, or raise the timeout",
+    )
+
+
+def _name(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

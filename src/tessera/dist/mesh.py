@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+import weakref
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from ..errors import ArgumentError
 
@@ -22,6 +25,8 @@ gradients once a step, a pipeline one activation a microbatch.
 WIDEST_TP = 8
 """No tensor parallel axis is chosen wider: beyond eight GPUs a layer's slices are too thin (Megatron-LM's advice)."""
 DEEPEST_PP = 4
+_entered: ContextVar[tuple[Mesh, ...]] = ContextVar("tessera_meshes", default=())
+_whole_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Mesh:
@@ -29,6 +34,7 @@ class Mesh:
 
     Without a shape, sizes are chosen by `choose_shape`. `devices` are global ranks, in the order of the machine (those
     of one node together). Axes are placed by `TRAFFIC`; `order` names them from the nearest to the farthest instead.
+    Collectives that are given no mesh take that of `with mesh:` around them, or the only one of the program.
     """
 
     def __init__(
@@ -61,6 +67,26 @@ class Mesh:
             step *= self.size(axis)
         self._strides = tuple(strides[axis] for axis in self.axes)
         self._connected: tuple[Any, Any] | None = None
+        _whole_meshes.add(self)
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: Any) -> Mesh:
+        """The same mesh as a torch `DeviceMesh`, which stays its `device_mesh`."""
+        from torch.distributed import group
+
+        names = device_mesh.mesh_dim_names
+        if names is None:
+            raise ArgumentError("the axes of this DeviceMesh have no names", fix='mesh_dim_names=("tp", "dp")')
+        mesh = cls(names, device_mesh.mesh.flatten().tolist(), tuple(device_mesh.mesh.shape), order=names[::-1])
+        mesh._connected = (group.WORLD, device_mesh)
+        return mesh
+
+    def __enter__(self) -> Self:
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _entered.set(_entered.get()[:-1])
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.shape, strict=True))
@@ -124,7 +150,9 @@ class Mesh:
         names = [self.axes[i] for i in keep]
         if not names:  # a single device of a mesh with one axis
             names, sizes = [axis], [1]
-        return Mesh(names, devices, sizes, order=[a for a in self.order if a in names])
+        part = Mesh(names, devices, sizes, order=[a for a in self.order if a in names])
+        _whole_meshes.discard(part)
+        return part
 
     def crossings(self, axis: str, node_size: int) -> float:
         """The share of an axis's neighbours that are on different nodes: their traffic leaves the node."""
@@ -161,6 +189,27 @@ class Mesh:
         """The process group of this rank along an axis."""
         self.index_of(axis)
         return self.device_mesh.get_group(axis)
+
+
+def find_mesh(mesh: Any, axis: str) -> Mesh:
+    """The mesh that a call means: its own, that of `with mesh:`, torch's current one, or the only one with the axis."""
+    if mesh is not None:
+        return mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
+    if _entered.get():
+        return _entered.get()[-1]
+    torch_meshes = getattr(sys.modules.get("torch.distributed.device_mesh"), "_mesh_resources", None)
+    if entered := getattr(torch_meshes, "mesh_stack", None):
+        return Mesh.from_device_mesh(entered[-1])
+    found = {(m.axes, m.shape, m.devices, m.order): m for m in _whole_meshes if axis in m.axes}
+    if len(found) > 1:
+        raise ArgumentError(
+            f"{len(found)} meshes have an axis {axis!r}",
+            why="without mesh= the only mesh of the program is taken",
+            fix="pass mesh=, or call it in `with mesh:`",
+        )
+    if not found:
+        raise ArgumentError(f"no mesh has an axis {axis!r}", fix=f"make one, dist.Mesh([{axis!r}], ...), or pass mesh=")
+    return next(iter(found.values()))
 
 
 def device_type() -> str:

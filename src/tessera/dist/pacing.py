@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import ArgumentError
 from ..units import parse_duration
-from .mesh import Mesh
+from .mesh import Mesh, find_mesh
 
 DEFAULT_SLOT_S = 1e-3
 """How much later each group starts: the least of the 1 to 5 ms that smooth a rack's current (docs/guides/energy.md)."""
@@ -37,9 +37,7 @@ class Phase:
         """How long a rank waits: its group's number times the slot."""
         if self.axis == "node":
             return rank // node_size * self.slot_s
-        if mesh is None:
-            raise ArgumentError(f'phase="group_offset({self.axis})" needs a mesh', fix="pass mesh=")
-        return mesh.group_number(self.axis, rank) * self.slot_s
+        return find_mesh(mesh, self.axis).group_number(self.axis, rank) * self.slot_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +53,13 @@ class Pace:
         if self.chunks < 1 or self.jitter_s < 0 or self.gap_s < 0:
             raise ArgumentError("chunks must be 1 or more, and jitter and gap not negative")
 
-    def wait_to_start(self, mesh: Mesh | None, rank: int, node_size: int, seed: int) -> float:
+    @classmethod
+    def make(cls, phase: str | Phase | None, jitter_ms: float, chunks: int, gap_ms: float) -> Pace:
+        """As `all_reduce` is asked for it."""
+        parsed = Phase.parse(phase) if isinstance(phase, str) else phase
+        return cls(phase=parsed, jitter_s=jitter_ms * 1e-3, chunks=chunks, gap_s=gap_ms * 1e-3)
+
+    def wait_to_start(self, mesh: Mesh | None, rank: int, node_size: int, seed: str) -> float:
         """Sleep until it is this rank's turn. Ranks of a group wait equally long: `seed` is the group's and call's."""
         delay_s = self.phase.delay_s(mesh, rank, node_size) if self.phase is not None else 0.0
         if self.jitter_s:

@@ -34,6 +34,13 @@ COMBINE: dict[str, Combine] = {
 }
 REDUCE_OP = {"sum": "SUM", "mean": "SUM", "avg": "SUM", "max": "MAX", "min": "MIN", "prod": "PRODUCT"}
 MEANS = ("mean", "avg")
+WIDER = {
+    torch.bool: torch.int32,  # Gloo would add 1 and 1 to a "bool" of 2
+    torch.int16: torch.int32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+"""Types that backends do not add: they are added as these, and rounded back."""
 _INDEX_BYTES = 8
 _EPSILON = torch.finfo(torch.float32).eps
 
@@ -83,8 +90,8 @@ def reduce_in_rank_order(x: torch.Tensor, op: str, group: Any) -> Sent:
 
 def combine_in_order(parts: torch.Tensor, op: str) -> torch.Tensor:
     """The rows of a tensor combined, first to last; floats in float64."""
-    if parts.is_floating_point() and parts.dtype != torch.float64:
-        parts = parts.double()
+    if parts.is_floating_point() or parts.is_complex():
+        parts = parts.to(torch.complex128 if parts.is_complex() else torch.float64)
     return reduce(COMBINE[op], parts.unbind(0))
 
 
@@ -93,7 +100,7 @@ def reduce_hierarchical(x: torch.Tensor, op: str, group: Any, node_size: int, *,
     nodes = split_nodes(group, node_size)
     if len(nodes) == 1 or max(map(len, nodes)) == 1:
         return (reduce_in_rank_order if in_order else reduce_flat)(x, op, group)
-    inner, outer = node_groups(group, node_size)
+    inner, outer = node_groups(group if group is not None else c10d.group.WORLD, node_size)
     across = reduce_in_rank_order if in_order else reduce_flat
     if len({len(node) for node in nodes}) > 1:
         return _reduce_by_leaders(x, op, inner, outer, across)
@@ -180,7 +187,7 @@ def reduce_sparse(x: torch.Tensor, group: Any) -> Sent:
     all_numbers, all_values = own.new_empty(ranks * most), rows.new_empty(ranks * most, width)
     gather_into(all_numbers, numbers, group)
     gather_into(all_values.view(-1), values.view(-1), group)
-    wide = torch.float64 if rows.is_floating_point() else rows.dtype
+    wide = torch.float64 if rows.is_floating_point() else torch.complex128 if rows.is_complex() else rows.dtype
     total = torch.zeros(rows.shape, dtype=wide, device=rows.device)
     for rank, count in enumerate(counts.tolist()):  # in the order of the ranks: the same bits in every run
         part = slice(rank * most, rank * most + count)
@@ -206,7 +213,12 @@ def reduce_scatter_into(own: torch.Tensor, whole: torch.Tensor, op: str, group: 
 def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
     """Torch's all-gather under the name that this torch has for it."""
     gather = getattr(c10d, "all_gather_single", None) or c10d.all_gather_into_tensor
-    gather(whole, own, group=group)
+    gather(as_movable(whole), as_movable(own), group=group)
+
+
+def as_movable(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every backend moves."""
+    return x.view(torch.uint8) if x.dtype in WIDER else x
 
 
 def split_nodes(group: Any, node_size: int) -> list[list[int]]:
