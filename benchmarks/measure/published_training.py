@@ -41,14 +41,23 @@ GIB = 1024.0**3
 _HOST_W_PER_GPU = 180.0
 
 
+# Public dimensions of models that tables give by name only (NVIDIA/NeMo, nemo/collections/llm).
+KNOWN_SHAPES: dict[str, Row] = {
+    "gpt3-5b": {"hidden": 4096, "layers": 24, "heads": 32, "ffn": 16384, "vocab": 51200},
+    "nemotron-8b": {"hidden": 4096, "layers": 32, "heads": 32, "ffn": 16384, "vocab": 256000},
+    "nemotron-22b": {"hidden": 6144, "layers": 40, "heads": 48, "ffn": 24576, "vocab": 256000},
+}
+
+
 class RowSkipped(Exception):
     """A row that cannot be scored; the message is the reason."""
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Row | None]]:
     """Rows by line number; None for a line that is not a JSON object."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as lines:
+    with path.open("rb") as file:
+        opener = gzip.open if file.read(2) == b"\x1f\x8b" else open
+    with opener(path, "rt", encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -60,8 +69,13 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row | None]]:
 
 
 def number(row: Row, key: str) -> float | None:
-    """A positive number of a row, or None."""
+    """A positive number of a row, or None; a string may hold one ("8,192")."""
     value = row.get(key)
+    if isinstance(value, str):
+        try:
+            value = float(value.strip().replace(",", "").removesuffix("%"))
+        except ValueError:
+            return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         return None
     return float(value)
@@ -90,6 +104,8 @@ def read_precision(row: Row) -> str:
     text = str(row.get("precision") or "").lower()
     if not text:
         text = "fp4" if setting(row, "FP4") == "True" else "fp8" if setting(row, "FP8") == "True" else ""
+    if not text and str(row.get("source")).startswith("mlperf"):
+        text = "fp8"  # every language model of MLPerf since 2023 on chips that have it; fp4 is stated
     if "fp4" in text:
         return "fp4"
     if "mxfp8 grouped" in text or "mxfp8 linears" in text:
@@ -129,7 +145,9 @@ def read_chip(row: Row) -> Device:
 
 
 def read_model(row: Row) -> ModelShape:
-    """The model's dimensions; what is missing follows from the number of parameters or the family's habit."""
+    """The model's dimensions; what is missing follows from its name, the number of parameters or the family's habit."""
+    known = KNOWN_SHAPES.get(str(row.get("model") or "").lower(), {})
+    row = {**known, **{key: value for key, value in row.items() if value is not None}}
     hidden, heads = count(row, "hidden"), count(row, "heads")
     name = str(row.get("model") or "").lower()
     classic = ("gpt" in name and "oss" not in name) or "megatron" in name or "turing" in name
@@ -165,6 +183,21 @@ def read_model(row: Row) -> ModelShape:
     gates = (False,) if width == 4 * hidden else (True, False)  # four times h is the classic MLP without a gate
     shapes = [ModelShape(**fields, gated=gated, tied=tied) for gated in gates for tied in (False, True)]
     return min(shapes, key=lambda m: abs(m.parameters - stated))
+
+
+def read_sequence(row: Row, model: ModelShape) -> int:
+    """Tokens of a sequence; where only a step and its TFLOP/s are published, the power of two that explains both."""
+    batch, step, rate = number(row, "global_batch"), number(row, "step_s"), number(row, "tflops_per_gpu")
+    if number(row, "seq") or not (batch and step and rate):
+        return count(row, "seq")
+    flops = rate * 1e12 * count(row, "gpus") * step / batch
+    sizes = [512, 1024, 2048, 4096, 8192, 16384]
+
+    def distance(seq: int) -> float:  # of the nearer of both ways to count, with and without recomputation
+        once = model.training_flops(seq, causal=False)
+        return min(abs(math.log(flops / (once * factor))) for factor in (1.0, 4.0 / 3.0))
+
+    return min(sizes, key=distance)
 
 
 def read_network(row: Row, gpus_per_node: int) -> float | None:
@@ -225,10 +258,42 @@ def read_chunks(row: Row, model: ModelShape, pp: int) -> int:
     return model.layers // pp if interleaves else 1
 
 
+def read_release(row: Row) -> tuple[int, int] | None:
+    """Year and month of a Megatron-Bridge release, or None."""
+    found = re.match(r"megatron-bridge-(\d+)\.(\d+)", str(row.get("source")))
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def read_experts(row: Row, chip: str) -> dict[str, Any]:
+    """How tokens reach their experts and how those run, by what a row says or its release's public recipes say.
+
+    Megatron-Bridge (scripts/performance/configs, src/megatron/bridge/perf_recipes at v0.2.0 to v0.6.0): NCCL's
+    all-to-all at first; DeepEP or HybridEP on NVL72 racks from 25.11 on, on others from 26.02 on, but not for
+    Qwen3-235B on HGX; H100s overlap the exchange with compute. From 26.06 on MXFP8 runs on GB200, GB300 and (Qwen)
+    B300 are one CUDA graph with fused experts and an overlapped exchange, from 26.08 on also on other B300s and B200s.
+    """
+    release, model = read_release(row), str(row.get("model")).lower()
+    if release is None:
+        return {}
+    rack, qwen = chip in ("gb200", "gb300"), "qwen" in model
+    large = "235b" in model
+    sends_once = release >= (25, 11) if rack else release >= (26, 2) and not large
+    mx = "mx" in str(row.get("precision")).lower()
+    where = rack or (chip == "b300" and (qwen or release >= (26, 8))) or (chip == "b200" and release >= (26, 8))
+    whole = mx and release >= (26, 6) and where
+    under = whole or (chip == "h100" and release < (26, 6)) or (chip == "h100" and large)
+    return {
+        "exchange": "deduplicated" if sends_once or "deepseek" in model else "all_to_all",
+        "overlap_experts": under or (chip == "b200" and count(row, "ep", 1) > 8),
+        "fused_experts": whole,
+        "graphs": whole,
+    }
+
+
 def build_job(row: Row) -> TrainingJob:
     """The job that a row describes."""
     device, precision, model = read_chip(row), read_precision(row), read_model(row)
-    gpus, seq = count(row, "gpus"), count(row, "seq")
+    gpus, seq = count(row, "gpus"), read_sequence(row, model)
     tp, pp, cp = count(row, "tp", 1), count(row, "pp", 1), count(row, "cp", 1)
     if gpus % (tp * pp * cp):
         raise RowSkipped(f"{gpus} GPUs do not divide into tp {tp} x pp {pp} x cp {cp}")
@@ -252,9 +317,15 @@ def build_job(row: Row) -> TrainingJob:
         and (not old or "sequence" in shape)
         and setting(row, "SP", "SEQ_PARALLEL") not in ("0", "False")
     )
-    library = "megatron" in str(row.get("sharding")) or "TE " in str(row.get("overlap"))  # Transformer Engine's kernels
+    # Transformer Engine's kernels, or AMD's own in Primus, rather than PyTorch's.
+    library = "megatron" in str(row.get("sharding")) or "TE " in str(row.get("overlap")) or "primus" in source
     native = sharding == "zero3" and not library
     pure = row.get("mp_mode") == "PURE"
+    how = read_experts(row, device.id) if model.experts else {}
+    if "1" in (setting(row, "MCORE_CUDA_GRAPH"), setting(row, "LAYER_CUDA_GRAPH")):
+        how["graphs"] = True
+    eights = setting(row, "FP8_DPA") in ("1", "True") or (how.get("fused_experts") and device.id.endswith("300"))
+    attention = "unfused" if old else "flash2" if native else "flash8" if eights else "flash"
     return TrainingJob(
         model=model,
         on=device,
@@ -272,7 +343,7 @@ def build_job(row: Row) -> TrainingJob:
         shard_ranks=ranks,
         recompute=recompute,
         lora="lora" in str(row.get("task") or "").lower(),
-        attention="unfused" if old else "flash2" if native else "flash",
+        attention=attention,
         sequence_parallel=sequence,
         overlap=not old,
         gradient_bytes=read_gradient_bytes(source, precision),
@@ -280,6 +351,7 @@ def build_job(row: Row) -> TrainingJob:
         shard_weight_bytes=2.0 if pure else 4.0,
         network_bytes_per_s=read_network(row, node),
         node_gpus=min(node, gpus) if device.id not in ("gb200", "gb300") else node,
+        **how,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import sys
 
@@ -197,6 +198,35 @@ def test_published_rows_that_lack_something_are_skipped_with_the_reason(tmp_path
     result = json.loads(capsys.readouterr().out)
     assert {"scored", "skipped", "median_error", "within_30", "memory_median_error", "coverage"} <= set(result)
     assert result["median_error"] < 0.15
+
+
+def test_a_published_file_may_be_plain_or_gzipped_under_any_name_with_numbers_as_strings(tmp_path):
+    row = {**ROW, "hidden": "4,096", "gpus": "8", "seq": " 8192 ", "step_s": "13.0", "kv_heads": None, "params": "none"}
+    plain, packed = tmp_path / "rows.gz", tmp_path / "rows.txt"
+    plain.write_text(json.dumps(row) + "\n")
+    packed.write_bytes(gzip.compress(json.dumps(row).encode() + b"\n\xff\xfe\n"))
+    for path, broken in ((plain, 0), (packed, 1)):
+        scores, skipped = published.score_file(path)
+        assert (len(scores), skipped.total()) == (1, broken)
+        assert (scores[0].job.model.hidden, scores[0].job.gpus, scores[0].step_s) == (4096, 8, 13.0)
+
+
+def test_what_a_published_row_leaves_out_follows_from_the_rest():
+    flops = published.build_job(ROW).model.training_flops(8192, causal=False) * 128
+    row = {**ROW, "seq": None, "tflops_per_gpu": flops / 13.0 / 8 / 1e12}
+    assert published.build_job(row).seq == 8192
+    named = {key: ROW[key] for key in ("gpus", "gpu", "precision", "seq", "tp", "pp", "dp", "step_s")}
+    assert published.build_job({**named, "model": "Nemotron-22B", "hidden": None}).model.hidden == 6144
+
+
+def test_the_release_of_a_published_row_says_how_its_experts_run():
+    experts = {"experts": 256, "topk": 8, "moe_ffn": 2048, "gpus": 64, "dp": 64, "ep": 32, "precision": "mxfp8"}
+    row = {**ROW, **experts, "gpu": "gb300", "model": "DeepSeek-V3"}
+    old, new = (published.build_job({**row, "source": f"megatron-bridge-{release}"}) for release in ("26.02", "26.06"))
+    assert (old.exchange, old.graphs, old.overlap_experts) == ("deduplicated", False, False)
+    assert (new.exchange, new.graphs, new.fused_experts, new.attention) == ("deduplicated", True, True, "flash8")
+    qwen = published.build_job({**row, "gpu": "h100", "model": "Qwen3-235B-A22B", "source": "megatron-bridge-26.04"})
+    assert (qwen.exchange, qwen.overlap_experts) == ("all_to_all", True)
 
 
 def test_a_published_row_keeps_its_own_layout():

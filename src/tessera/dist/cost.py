@@ -32,7 +32,7 @@ ERROR_FITTED, ERROR_OTHER = 0.20, 0.45
 _LINKS = ("nvlink", "xgmi", "xe_link", "pcie")
 _SAME_LINK = 0.05  # chips whose links differ by less have the same generation of it
 # Between nodes: share of the cards' line rate, ramp, and seconds of one hop. nccl-tests on two nodes with EFA fit 0.62
-# (H100) and 0.90 (A100) of it (fit_collectives.json) and hops of 28 and 80 us; over InfiniBand a hop is about 9 us
+# (H100) and 0.82 (A100) of it (fit_collectives.json) and hops of 28 and 80 us; over InfiniBand a hop is about 9 us
 # (NVIDIA/nccl issue 949: 39 us for 8 bytes on two nodes; NCCL's own table has 9.6 for a ring).
 NETWORK_EFFICIENCY, NETWORK_RAMP, NETWORK_HOP_S = 0.72, 1.0, 10e-6
 ERROR_NODES = 0.45
@@ -190,13 +190,13 @@ class _Team:
         hops = turns * ((self.ranks - nodes) * _LINK_HOP_S + (nodes - 1) * hop_s)
         if kind == "all_to_all":  # everybody sends to everybody at once, each from a buffer of its own
             leaves, hops = nbytes * sent_share(kind, nodes), hop_s * math.log2(2 * nodes)
-        both["ring"] = (_join(start + hops, leaves / card, inside - start), leaves)
+        both["ring"] = (_join(start, hops, leaves / card, inside - start), leaves)
         if kind == "all_reduce":
             leaves = nbytes * sent_share(kind, nodes) / here
             hops = 2.0 * hop_s * math.log2(nodes) if nodes > 1 else 0.0
-            both["tree"] = (_join(start + hops, leaves / card, inside - start), leaves)
+            both["tree"] = (_join(start, hops, leaves / card, inside - start), leaves)
             # Scattered inside, every rank reduces its part with its peers of other nodes, gathered inside.
-            across = _join(2.0 * (nodes - 1) * hop_s, leaves / card, 0.0)
+            across = _join(0.0, 2.0 * (nodes - 1) * hop_s, leaves / card, 0.0)
             halves = sum(self.inside_s(half, nbytes, here) for half in ("reduce_scatter", "all_gather"))
             both["hierarchical"] = (halves + across, leaves)
             steps = [
@@ -207,10 +207,10 @@ class _Team:
         return both
 
 
-def _join(start_s: float, network_s: float, inside_s: float) -> float:
+def _join(start_s: float, hops_s: float, network_s: float, inside_s: float) -> float:
     """Seconds of a pipeline through links and network: the slower of both, after the start, with the ramp."""
     slowest = max(network_s, inside_s)
-    return start_s + slowest + NETWORK_RAMP * math.sqrt(start_s * slowest)
+    return start_s + hops_s + slowest + NETWORK_RAMP * math.sqrt((start_s + min(hops_s, start_s)) * slowest)
 
 
 def find_link(device: Device) -> tuple[str, Link]:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
+from ..device import Device
 from ..errors import ArgumentError
 from ..estimate.attention import attention_time
 from ..estimate.gemm import gemm_time
@@ -21,9 +22,10 @@ from .training_model import MatrixProduct, TrainingJob
 _STREAM = 0.84
 # Products in training run on cold operands, between other kernels: their rate over that of a benchmark's loop.
 _IN_SITU = 0.80
-# The same of attention kernels, which the model has at their best of 2025; Ampere's is slower than FlashAttention-2
-# there already.
-_ATTENTION, _ATTENTION_AMPERE = 0.74, 1.0
+# The same of attention kernels, which the model has at their best of 2025 and, on chips without data, in Hopper's ratio
+# to the peak; Ampere's is slower than FlashAttention-2 there already, CDNA3's kernels do not reach that ratio.
+_ATTENTION = {"ampere": 1.0, "cdna3": 0.55}
+_ATTENTION_OTHER = 0.74
 # Bytes that softmax, mask and dropout move for one stored score, forward.
 _SCORE_BYTES = 8.5
 # Bytes that each format's cast reads and writes for an operand, forward and backward, beyond a bf16 product.
@@ -31,12 +33,16 @@ _CAST_BYTES = {"fp8": 3.2, "fp4": 12.0}
 # Products of experts, one after another: uneven groups, padding, and tiles that no full wave fills; and in one fused
 # kernel for all groups with activation and cast (Megatron-Bridge from 26.06 on, by its recipes).
 _GROUPED, _GROUPED_FUSED = 0.46, 0.85
-# PyTorch's own flash attention is FlashAttention-2, written for Ampere: times longer than the chip's best kernels.
-_FLASH2 = {"hopper": 2.0, "blackwell": 3.3}
+# PyTorch's own flash attention is FlashAttention-2, written for Ampere: times longer than the chip's best kernels. On
+# AMD's it is AOTriton: 1.2 to 1.6 times longer forward (midiareshadi.github.io/blog/attn-dsl-bench) and four times
+# backward with grouped keys (24% of the best, HipKittens, arXiv 2511.08083).
+_FLASH2 = {"hopper": 2.0, "blackwell": 3.3, "cdna3": 3.0, "cdna4": 3.0}
+# Blackwell Ultra has twice the exponentials a second, which bound attention beside the products (NVIDIA, 2025).
+_ULTRA, _ULTRA_CHIPS = 0.75, ("b300", "gb300")
 _FLASH8 = 0.8  # attention in fp8 against bf16: products twice as fast, the softmax as before
 # Matrix libraries reach less of the peak than NVIDIA's, whose kernels the model of products was fitted to: MI300X 620
-# of 1307 TFLOP/s in bf16 where an H100 reaches 680-720 of 989 (SemiAnalysis, December 2024).
-_LIBRARY = {"cdna3": 0.75, "cdna2": 0.75}
+# of 1307 TFLOP/s in bf16, 990 of 2615 in fp8, where an H100 reaches 680-720 of 989 (SemiAnalysis, December 2024).
+_LIBRARY = {"cdna3": 0.73, "cdna2": 0.73}
 # Seconds that the host needs to launch one layer's kernels, forward and backward: of a dense layer (about 100 kernels
 # of 12 us), of one with experts, and of each expert on the GPU, whose products and casts are launched one by one.
 _HOST_DENSE_S, _HOST_MOE_S = 1.2e-3, 4.0e-3
@@ -109,8 +115,9 @@ def _attention_work(job: TrainingJob) -> tuple[DeviceWork, DeviceWork]:
     sizes = (job.micro_batch, heads, min(keys, heads), job.seq, job.seq, model.head_size)
     if job.attention != "unfused":
         slower = _FLASH2.get(job.device.architecture or "", 1.0) if job.attention == "flash2" else 1.0
+        slower *= _ULTRA if job.device.id in _ULTRA_CHIPS else 1.0
         slower *= _FLASH8 if job.attention == "flash8" else 1.0
-        slower /= _ATTENTION_AMPERE if job.device.architecture == "ampere" else _ATTENTION
+        slower /= _ATTENTION.get(job.device.architecture or "", _ATTENTION_OTHER)
         both = [attention_time(job.device, *sizes, True, precision, backward=back) for back in (False, True)]
         forward, backward = (_scale(DeviceWork.of(kernel), slower / job.cp) for kernel in both)
         return forward, backward
@@ -126,8 +133,24 @@ def _attention_work(job: TrainingJob) -> tuple[DeviceWork, DeviceWork]:
     return forward, _scale(forward, 2.0)
 
 
-def _layer_work(job: TrainingJob, *, moe: bool) -> tuple[DeviceWork, DeviceWork, DeviceWork]:
+# What the work of a layer depends on: a planner asks for the same layer in many pipelines and shardings.
+_LAYER_KEYS = ("model", "micro_batch", "seq", "cp", "tp", "ep", "precision", "attention", "sequence_parallel", "lora")
+_Works = tuple[DeviceWork, DeviceWork, DeviceWork]
+_layers: dict[tuple[object, ...], tuple[Device, _Works]] = {}  # the chip is kept, so that its id is not used again
+
+
+def _layer_work(job: TrainingJob, *, moe: bool) -> _Works:
     """Forward and backward of one layer for a microbatch on one rank, and the attention's forward alone."""
+    device = job.device
+    key = (id(device), moe, job.fused_experts, *(getattr(job, name) for name in _LAYER_KEYS))
+    if key not in _layers:
+        if len(_layers) > 10_000:
+            _layers.clear()
+        _layers[key] = device, _count_layer_work(job, moe=moe)
+    return _layers[key][1]
+
+
+def _count_layer_work(job: TrainingJob, *, moe: bool) -> _Works:
     model, tp = job.model, job.tp
     tokens = job.micro_batch * job.seq / job.cp
     outside = tp if job.sequence_parallel else 1
