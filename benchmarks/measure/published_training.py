@@ -319,7 +319,7 @@ def build_job(row: Row) -> TrainingJob:
     )
     # Transformer Engine's kernels, or AMD's own in Primus, rather than PyTorch's.
     library = "megatron" in str(row.get("sharding")) or "TE " in str(row.get("overlap")) or "primus" in source
-    native = sharding == "zero3" and not library
+    native = (sharding == "zero3" and not library) or "nanotron" in source  # FlashAttention-2 in both
     pure = row.get("mp_mode") == "PURE"
     how = read_experts(row, device.id) if model.experts else {}
     if "1" in (setting(row, "MCORE_CUDA_GRAPH"), setting(row, "LAYER_CUDA_GRAPH")):

@@ -296,3 +296,13 @@ def test_experts_travel_once_to_a_node_and_under_compute_where_the_job_says_so()
     assert fused.parts["compute"] < once.parts["compute"]
     with pytest.raises(ArgumentError, match="no exchange 'pigeons'"):
         dataclasses.replace(job, exchange="pigeons")
+
+
+def test_experts_that_are_shared_out_are_gathered_and_gradients_of_zero2_leave_after_each_microbatch() -> None:
+    job = TrainingJob(model=MIXTRAL, on="h100", gpus=64, seq=4096, global_batch=512, ep=8, recompute="full")
+    job = dataclasses.replace(job, sharding="zero3", shard_ranks=0)
+    shared, whole = (estimate_training(dataclasses.replace(job, ep=ep)) for ep in (4, 8))
+    assert shared.energy_parts["links"] > whole.energy_parts["links"]
+    once, often = (estimate_training(dataclasses.replace(job, sharding=s, shard_ranks=0)) for s in ("zero1", "zero2"))
+    assert often.parts["data parallel"] > 1.5 * once.parts["data parallel"]
+    assert often.memory_bytes < once.memory_bytes

@@ -148,10 +148,8 @@ def _data_parallel_s(job: TrainingJob, traffic: Traffic) -> tuple[float, float]:
     expert_ranks = max(1, job.gpus // (job.pp * job.ep))
     each = [(parameters - experts, job.dp * job.cp, traffic.group_stride("cp", "dp")), (experts, expert_ranks, job.ep)]
     full = job.sharding == "zero3"
-    if full:
-        each = each[:1]
     reduce = gather = 0.0
-    times = job.microbatches if full and job.pp == 1 else 1
+    times = job.microbatches if (full and job.pp == 1) or job.sharding == "zero2" else 1
     for count, ranks, stride in each:
         # FSDP sends gradients in bf16, and gathers frozen weights too.
         gradients = (2.0 if full else job.gradient_bytes) * count * trained
@@ -179,8 +177,10 @@ def data_parallel_s(job: TrainingJob, traffic: Traffic, one: MicrobatchTime, com
         wire = 2.0 * gather + reduce
         times = job.microbatches if job.pp == 1 else 1  # in a pipeline weights stay gathered for the step
         return times * (max(0.0, wire - compute_s) + _FSDP_SHOWS * min(wire, compute_s))
+    # Gradients that are shared out (zero2) leave after each microbatch, others after the last.
+    many = job.microbatches if job.sharding == "zero2" else 1
     if not job.overlap:
-        return reduce + gather
+        return many * reduce + gather
     last = min(job.microbatches, job.pp) if job.vp > 1 else 1  # chunks of layers finish one after another
-    late = max(0.0, reduce - last * (one.backward_s + one.again_s)) + max(0.0, gather - last * one.forward_s)
-    return late + _DP_SHOWS * (reduce + gather)
+    late = max(0.0, reduce - last * (one.backward_s + one.again_s))
+    return many * (late + _DP_SHOWS * reduce) + max(0.0, gather - last * one.forward_s) + _DP_SHOWS * gather
