@@ -13,6 +13,7 @@ from tessera.report.metrics import SnapshotCollector, format_metrics
 from tessera.report.watch import screen
 from tessera.schema import Domain
 from tessera.sensors.discover import DiscoveredSensors
+from tessera.sensors.gpu_processes import GpuProcessReader
 
 from fakes.sensor import ScriptSensor
 
@@ -26,10 +27,14 @@ class NoSamples(Exception):
 class Nvml:
     """One GPU; what each process has of it."""
 
-    NVMLError = NoSamples
+    NVMLError = NVMLError_NotFound = NoSamples
+    NVMLError_NotSupported = NVMLError_FunctionNotFound = NVMLError_NoPermission = NVMLError_InvalidArgument = KeyError
 
     def __init__(self, sm: dict[int, float] | None) -> None:
         self.sm = sm
+
+    def nvmlInit(self) -> None:
+        pass
 
     def nvmlDeviceGetCount(self) -> int:
         return 1
@@ -43,7 +48,10 @@ class Nvml:
     def nvmlDeviceGetProcessUtilization(self, handle: int, since_us: int) -> list[types.SimpleNamespace]:
         if self.sm is None:
             raise NoSamples
-        return [types.SimpleNamespace(pid=pid, smUtil=pct, timeStamp=since_us + 1) for pid, pct in self.sm.items()]
+        return [
+            types.SimpleNamespace(pid=pid, smUtil=pct, memUtil=0, timeStamp=since_us + 1)
+            for pid, pct in self.sm.items()
+        ]
 
 
 @pytest.fixture
@@ -91,7 +99,7 @@ def test_modelled_watts_are_those_of_measure(machine, monkeypatch):
 
 
 def test_a_board_is_divided_by_sm_time(machine):
-    processes = table(machine, nvml=Nvml({101: 60.0, 102: 20.0}))
+    processes = table(machine, gpus=GpuProcessReader(Nvml({101: 60.0, 102: 20.0})))
     pass_second(machine)
     readings = processes.read({"gpu0": ("nvml-samples", 400.0)})
     assert {r.pid: r.gpus["gpu0"] for r in readings} == {
@@ -101,7 +109,7 @@ def test_a_board_is_divided_by_sm_time(machine):
 
 
 def test_without_utilisation_no_watts_are_made_up(machine):
-    processes = table(machine, nvml=Nvml(None))
+    processes = table(machine, gpus=GpuProcessReader(Nvml(None)))
     pass_second(machine)
     readings = processes.read({"gpu0": ("nvml-samples", 400.0)})
     assert [(r.pid, r.power_w, r.gpus["gpu0"].memory_bytes) for r in readings] == [

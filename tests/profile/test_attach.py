@@ -55,6 +55,7 @@ from tessera.profile.attach.process import Kineto, Target, find, kineto
 from tessera.profile.attach.request import Folder, config, figures
 from tessera.profile.attach.sampling import ProcessUse
 from tessera.profile.attach.tracks import Track, counters, split, write_summary, write_trace
+from tessera.sensors.gpu_processes import GpuProcess, GpuProcessReader
 
 LOOP = """
 import sys, time, torch
@@ -617,11 +618,9 @@ def sample(pid, at_us, sm, mem=0):
 def test_a_processs_use_of_each_gpu():
     later_us = int(time.time() * 1e6) + 10_000_000
     nvml = FakeProcessNvml([{7: 1000, 8: 50}, {8: 5}], [[sample(7, later_us, 60, 20), sample(8, later_us, 9)], []])
-    use = ProcessUse(nvml, [7])
-    (here,) = use.read()
-    assert (here.gpu, here.memory_bytes, here.sm_pct, here.memory_pct) == ("gpu0", 1000, 60.0, 20.0)
-    (again,) = use.read()
-    assert again.sm_pct is None, "no new sample is not 0 %"
+    use = ProcessUse(GpuProcessReader(nvml), [7])
+    assert use.read() == {"gpu0": GpuProcess(memory_bytes=1000, sm_pct=60.0, memory_pct=20.0)}
+    assert use.read()["gpu0"].sm_pct is None, "no new sample is not 0 %"
     assert use.others
     assert use.found
     use.close()
@@ -637,8 +636,8 @@ def test_what_nvml_does_not_support_is_said_once():
         raise FakeProcessNvml.NVMLError_NotSupported("Not Supported")
 
     nvml.nvmlDeviceGetProcessUtilization = refused  # type: ignore[method-assign]
-    use = ProcessUse(nvml, [7])
-    assert use.read() == use.read() == []
+    use = ProcessUse(GpuProcessReader(nvml), [7])
+    assert use.read() == use.read() == {}
     assert use.missing == {"utilisation per process": "Not Supported"}
     assert len(calls) == 1
 

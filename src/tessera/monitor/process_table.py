@@ -6,15 +6,14 @@ time that NVML reports for each process. Both are estimates, and everything that
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..hardware import host_cpu
+from ..sensors.gpu_processes import GpuProcessReader
 from ..sensors.processes import PROC, ProcessOwner, ProcessStat, find_owner, list_processes
 
 LEAST_CORES = 0.005
@@ -60,39 +59,31 @@ class OwnerTotal:
 
 
 class ProcessTable:
-    """Reads all processes again and again. `nvml` is pynvml, or None on a machine without it."""
+    """Reads all processes again and again; those on GPUs too where there is NVML."""
 
     def __init__(
         self,
         *,
         proc: Path = PROC,
-        nvml: Any = None,
+        gpus: GpuProcessReader | None = None,
         clock: Callable[[], float] = time.monotonic,
         full_w: float | None = None,
     ) -> None:
         self._proc = proc
-        self._nvml = nvml
+        self._gpus = gpus
         self._clock = clock
         self._full_w = full_w
         self._processes: dict[int, ProcessStat] = {}
         self._owners: dict[tuple[int, int], ProcessOwner] = {}
         self._energies: dict[str, float] = {}
-        self._seen_us = 0
         self._read_s = 0.0
         self.totals: dict[ProcessOwner, OwnerTotal] = {}
 
     @classmethod
     def of_this_machine(cls) -> ProcessTable:
         """With NVML where it can be loaded, and the power of the host's CPU."""
-        nvml = None
-        with contextlib.suppress(ImportError):
-            import pynvml
-
-            with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlInit()
-                nvml = pynvml
         tdp = host_cpu().tdp_w
-        return cls(nvml=nvml, full_w=tdp.value if tdp is not None else None)
+        return cls(gpus=GpuProcessReader.open(), full_w=tdp.value if tdp is not None else None)
 
     def read(self, energies: Mapping[str, tuple[str, float]]) -> list[ProcessReading]:
         """Every process that runs, most watts first; [] at the first call, which only begins the interval.
@@ -150,29 +141,14 @@ class ProcessTable:
 
     def _read_gpus(self, spent_j: Mapping[str, float], took_s: float) -> dict[int, dict[str, GpuUse]]:
         """What NVML says of each process on each GPU, and the share of the board's watts by its SM time."""
-        nvml = self._nvml
         found: dict[int, dict[str, GpuUse]] = {}
-        if nvml is None:
-            return {}
-        since_us, self._seen_us = self._seen_us or round((time.time() - 1.0) * 1e6), round(time.time() * 1e6)
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle, gpu = nvml.nvmlDeviceGetHandleByIndex(index), f"gpu{index}"
-            memory: dict[int, int | None] = {}
-            sm_pct: dict[int, float] = {}
-            with contextlib.suppress(nvml.NVMLError):
-                memory = {p.pid: p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-            with contextlib.suppress(nvml.NVMLError):  # nothing ran, or it is not supported
-                samples: dict[int, list[float]] = {}
-                for sample in nvml.nvmlDeviceGetProcessUtilization(handle, since_us):
-                    samples.setdefault(sample.pid, []).append(float(sample.smUtil))
-                sm_pct = {pid: sum(values) / len(values) for pid, values in samples.items()}
-            all_pct, joules = sum(sm_pct.values()), spent_j.get(gpu)
-            for pid in memory.keys() | sm_pct.keys():
+        for gpu, running in (self._gpus.read() if self._gpus is not None else {}).items():
+            all_pct, joules = sum(p.sm_pct or 0.0 for p in running.values()), spent_j.get(gpu)
+            for pid, on in running.items():
                 power_w = None
                 if joules is not None and all_pct > 0 and took_s > 0:
-                    power_w = joules * sm_pct.get(pid, 0.0) / all_pct / took_s
-                use = GpuUse(memory_bytes=memory.get(pid), sm_pct=sm_pct.get(pid), power_w=power_w)
-                found.setdefault(pid, {})[gpu] = use
+                    power_w = joules * (on.sm_pct or 0.0) / all_pct / took_s
+                found.setdefault(pid, {})[gpu] = GpuUse(memory_bytes=on.memory_bytes, sm_pct=on.sm_pct, power_w=power_w)
         return found
 
     def _add_up(self, readings: Sequence[ProcessReading], took_s: float) -> None:

@@ -12,114 +12,59 @@ import threading
 import time
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self, TypeVar
 
 from ...monitor.sampler import Sampler
 from ...schema import Telemetry
-from ...sensors._nvml_power import absent_errors
+from ...sensors.gpu_processes import GpuProcess, GpuProcessReader
 from .process import CpuReader, MemoryReader, Target
 from .tracks import Section, Track, track
 
-# The driver has a new utilisation sample about six times a second.
-PERIOD_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
-    """One process's use of one GPU at a moment. None: NVML did not say."""
-
-    gpu: str
-    memory_bytes: int | None = None
-    sm_pct: float | None = None
-    memory_pct: float | None = None
-
 
 class ProcessUse:
-    """Asks NVML about some PIDs; what it does not support is noted in `missing` and not asked again."""
+    """The use that some PIDs together make of each GPU."""
 
-    def __init__(self, nvml: Any, pids: Collection[int]) -> None:
-        self._nvml = nvml
+    def __init__(self, gpus: GpuProcessReader, pids: Collection[int]) -> None:
+        self._gpus = gpus
         self._pids = frozenset(pids)
-        nvml.nvmlInit()
-        self._handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        self._seen_us = dict.fromkeys(range(len(self._handles)), int(time.time() * 1e6))
-        self.missing: dict[str, str] = {}
         self.others = False
         """Whether NVML lists processes, but not ours: in a container it may list the host's PIDs."""
         self.found = False
 
-    def read(self) -> list[Use]:
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """What NVML does not tell, and why."""
+        return self._gpus.missing
+
+    def read(self) -> dict[str, GpuProcess]:
         """The GPUs the process is on, now."""
-        uses = []
-        for index, handle in enumerate(self._handles):
-            memory_bytes = self._memory(handle)
-            sm_pct, memory_pct = self._shares(index, handle)
-            if memory_bytes is not None or sm_pct:
+        uses = {}
+        for gpu, running in self._gpus.read().items():
+            ours = [use for pid, use in running.items() if pid in self._pids]
+            self.others |= len(ours) < len(running)
+            use = GpuProcess(
+                memory_bytes=_sum_known([u.memory_bytes for u in ours]),
+                sm_pct=_sum_known([u.sm_pct for u in ours]),
+                memory_pct=_sum_known([u.memory_pct for u in ours]),
+            )
+            if use.memory_bytes is not None or use.sm_pct:
                 self.found = True
-                uses.append(Use(gpu=f"gpu{index}", memory_bytes=memory_bytes, sm_pct=sm_pct, memory_pct=memory_pct))
+                uses[gpu] = use
         return uses
 
     def close(self) -> None:
-        with contextlib.suppress(self._nvml.NVMLError):
-            self._nvml.nvmlShutdown()
-
-    def _memory(self, handle: Any) -> int | None:
-        what = "memory per process"
-        if what in self.missing:
-            return None
-        try:
-            running = self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        except self._nvml.NVMLError as exc:
-            self._note(what, exc)
-            return None
-        ours = [p.usedGpuMemory for p in running if p.pid in self._pids]
-        self.others |= len(ours) < len(running)
-        sizes = [int(m) for m in ours if m is not None]
-        return sum(sizes) if sizes else None
-
-    def _shares(self, index: int, handle: Any) -> tuple[float | None, float | None]:
-        """Percent of the time since the last look; 0 where NVML has samples of others only, None where it has none."""
-        what = "utilisation per process"
-        if what in self.missing:
-            return None, None
-        try:
-            samples = self._nvml.nvmlDeviceGetProcessUtilization(handle, self._seen_us[index])
-        except self._nvml.NVMLError_NotFound:  # nothing new, or nothing ran
-            return None, None
-        except self._nvml.NVMLError as exc:
-            self._note(what, exc)
-            return None, None
-        fresh = [s for s in samples if s.timeStamp > self._seen_us[index]]
-        if not fresh:
-            return None, None
-        self._seen_us[index] = max(s.timeStamp for s in fresh)
-        ours = [s for s in fresh if s.pid in self._pids]
-        return _sum(ours, "smUtil"), _sum(ours, "memUtil")
-
-    def _note(self, what: str, exc: Exception) -> None:
-        if isinstance(exc, absent_errors(self._nvml)):
-            self.missing[what] = str(exc)
+        self._gpus.close()
 
 
-def _sum(samples: list[Any], field: str) -> float:
-    """The newest sample of each PID, added up."""
-    newest = {s.pid: s for s in sorted(samples, key=lambda s: s.timeStamp)}
-    return float(sum(getattr(s, field) for s in newest.values()))
+_Number = TypeVar("_Number", int, float)
 
 
-def open_use(pids: Collection[int]) -> ProcessUse | None:
-    """A reader, or None on a machine without NVML."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        return ProcessUse(pynvml, pids)
-    except pynvml.NVMLError:
-        return None
+def _sum_known(values: Sequence[_Number | None]) -> _Number | None:
+    known = [v for v in values if v is not None]
+    return sum(known) if known else None
 
 
+# The driver has a new utilisation sample about six times a second.
 _TELEMETRY_S = 0.1
 # An hour at 10 ms. Beyond it every second sample is dropped and the beat doubled, so that memory stays bounded.
 MAX_SAMPLES = 400_000
@@ -136,7 +81,8 @@ class ProcessSampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tessera-process", daemon=True)
         self._times_ns, self._cpu_s, self._rss = array("q"), array("d"), array("q")
-        self._uses: list[tuple[int, Use]] = []
+        self._uses: dict[str, list[tuple[int, GpuProcess]]] = {}
+        self._looks = 0
         self.telemetry: dict[str, list[Telemetry]] = {}
         self.ended_ns: int | None = None
         """When the process was seen to have ended."""
@@ -192,9 +138,10 @@ class ProcessSampler:
 
     def _slow(self) -> None:
         self._collect()
-        if self._use is not None and len(self._uses) < MAX_SAMPLES:
-            now_ns = time.monotonic_ns()
-            self._uses += [(now_ns, use) for use in self._use.read()]
+        if self._use is not None and self._looks < MAX_SAMPLES:
+            now_ns, self._looks = time.monotonic_ns(), self._looks + 1
+            for gpu, use in self._use.read().items():
+                self._uses.setdefault(gpu, []).append((now_ns, use))
 
     def _collect(self) -> None:
         for domain, readings in list(self._sampler.telemetry.items()):
@@ -218,8 +165,7 @@ class ProcessSampler:
         if "mem" in sections:
             points = [(t, float(v)) for t, v in zip(self._times_ns, self._rss, strict=True)]
             tracks.append(track("process.rss", "B", "process", "mem", points))
-        for gpu in sorted({u.gpu for _, u in self._uses}):
-            here = [(t, u) for t, u in self._uses if u.gpu == gpu]
+        for gpu, here in sorted(self._uses.items()):
             if "gpu" in sections:
                 sm = [(t, u.sm_pct) for t, u in here if u.sm_pct is not None]
                 tracks.append(track(f"process.{gpu}.sm_utilization", "%", "process", "gpu", sm))

@@ -20,11 +20,12 @@ from ...recording import Stack
 from ...schema import Energy
 from ...sensors.base import Sensor
 from ...sensors.discover import DiscoveredSensors, discover
+from ...sensors.gpu_processes import GpuProcessReader
 from ...sensors.processes import ProcessTree
 from .daemon import TraceDaemon
 from .process import Kineto, NoProcess, Target, descendants, find, kineto
 from .request import Folder, TraceFigures, What, figures
-from .sampling import ProcessSampler, open_use
+from .sampling import ProcessSampler, ProcessUse
 from .stacks import PySpy
 from .tracks import SECTIONS, Section, Track, TrackSummary, device_tracks, write_summary, write_trace
 
@@ -141,7 +142,8 @@ class _Session:
         monitor = Monitor(sensors.sensors, sensors.missing).start()
         try:
             pids = [target.pid] if target.torch else [target.pid, *descendants(target.pid)]
-            use = open_use(pids)
+            gpus = GpuProcessReader.open()
+            use = None if gpus is None else ProcessUse(gpus, pids)
             with (
                 power_trace(interval_ms=options.sample_s * 1e3, monitor=monitor) as power,
                 ProcessSampler(target, options.sample_s, monitor.sampler, use) as sampler,
