@@ -86,8 +86,9 @@ def checks(answer: Any, bench: Bench) -> list[tuple[str, Callable[[], str | None
 
     def compare() -> str | None:
         rows = answer.compare({name: bench.implementation(name) for name in COSTS}, SAMPLES, 0.6)
-        if [row.name for row in rows] != ["frugal", "quick", "slow"]:
-            return f"cheapest first is frugal, quick, slow; you have {[row.name for row in rows]}"
+        joules = [row.joules_per_sample for row in rows]
+        if {row.name for row in rows} != set(COSTS) or joules != sorted(joules):
+            return f"one row each of {', '.join(COSTS)}, the cheapest first; you have {[row.name for row in rows]}"
         for row in rows:
             took_s = bench.took_s[row.name]
             wanted_j = sum(took_s) / len(took_s) * COSTS[row.name][1] / SAMPLES
