@@ -397,6 +397,30 @@ def test_a_region_inside_its_own_name_counts_once_at_any_depth():
     assert rows["f"].calls == 1 and rows["f"].wall_s == pytest.approx(rows["g"].wall_s, rel=1e-3)
 
 
+def test_idle_time_between_kernels_of_different_depth_is_the_outer_regions():
+    board = Board({"a": 500.0})
+    for _ in range(20):
+        board.run("a", 4000, 1)
+        board.pause(6)
+    begin, end = T0 - MS, board.now
+    inner = [(f"inner{i}", start - MS, stop) for i, (_, start, stop) in enumerate(board.rows) if i % 2]
+    rows = {r.name: r for r in attribute(launched(board, [("outer", begin, end), *inner]), board.power()).regions}
+    assert rows["outer"].idle_s == pytest.approx(19 * 6e-3, rel=0.02)
+    assert rows["inner1"].idle_s == 0.0
+
+
+def test_regions_thousands_deep_have_what_is_inside_them():
+    """Tasks that wait for each other nest as deep as there are tasks; each level was one pass over all rows."""
+    board = Board({"a": 500.0})
+    board.run("a", 4000, 20)
+    deep = [(f"task {i}", T0 - 2 * MS - (3000 - i), board.now + (3000 - i)) for i in range(3000)]
+    table = attribute(launched(board, deep), board.power())
+    rows = {r.name: r for r in table.regions}
+    assert len(rows) == 3000
+    assert rows["task 0"].energy_j == pytest.approx(rows["task 2999"].energy_j)
+    assert rows["task 0"].energy_j == pytest.approx(sum(k.energy_j for k in table.kernels), rel=0.05)
+
+
 def test_passes_outside_the_window_are_no_calls():
     board = Board(WATTS)
     board.mixture(LOADS, 2.0)

@@ -99,7 +99,8 @@ def select_steps(steps: Sequence[EnergyRow]) -> CountedSteps:
     else:
         high = find_expensive(np.array([steps[i].energy_j for i in measured]))
     begin = min(int(np.argmin(high)), max(SETTLES, len(high) // 10)) if len(high) else 0
-    unseen = [s for i, s in enumerate(steps) if i not in set(measured)]
+    seen = set(measured)
+    unseen = [s for i, s in enumerate(steps) if i not in seen]
     return CountedSteps(measured[begin:], [steps[i] for i in measured[:begin]], unseen)
 
 

@@ -18,7 +18,7 @@ from ..record import CODE, KINDS
 from ..schema import DeviceId
 from ..timeline import Timeline
 from ..timeline.columns import APART, NONE
-from ..timeline.intervals import union_by_key
+from ..timeline.intervals import Forest, union_by_key
 from ..timeline.link import Links
 from .activity import rank_values, sum_by_key
 from .share import Share
@@ -280,25 +280,18 @@ class _Ledger:
         line.idle_s += float(seconds.sum())
 
     def _sum_nested(self, innermost: Ints, kind: str, forward: Ints | None) -> list[EnergyRow]:
-        """Lines by name over all levels of nesting: level by level, each row of a device counts for its ancestors."""
-        names = self._timeline["name"]
+        """Lines by name over all levels of nesting: each row of a device counts for everything around it."""
         lines: dict[int, _Line] = {}
-        parent = self._links.parent
         passes = self._named_rows(kind)
-        again = self._again(passes)
+        start_ns, end_ns = (self._timeline[key][passes] for key in ("start_ns", "end_ns"))
+        forest = Forest(passes[np.lexsort((passes, -end_ns, start_ns))], self._links.parent)
+        again = self._again(forest)
         partial = self._find_partial(passes, again)
         left_out = again | partial
         for p in self._parts:
-            level = innermost[p.activity.rows].copy()
-            while np.any(level != NONE):
-                keys = np.where((level == NONE) | left_out[level], NONE, names[level])
-                self._add(lines, p, keys, p.activity.rows, kind)
-                if kind == "region" and not p.on_host:
-                    self._add_gaps_within(lines, p, level, keys)
-                level = np.where(level == NONE, NONE, parent[level])
+            self._add_held(lines, p, kind, forest, innermost, left_out)
             if kind == "region" and p.on_host:
                 self._add_gaps_of_host(lines, p, left_out)
-        lines.pop(NONE, None)
         self._count_calls(lines, passes[~partial[passes]], again)
         if forward is not None:
             self._add_later(lines, innermost, forward, partial)
@@ -308,16 +301,29 @@ class _Ledger:
         ]
         return _sort_by_energy(rows)
 
-    def _add_gaps_within(self, lines: dict[int, _Line], part: Share, level: Ints, keys: Ints) -> None:
-        """Idle stretches between two kernels of one pass through a region are the region's."""
-        if len(part.activity.rows) < 2:
-            return  # nothing is between one kernel and itself
-        passes = np.where(keys == NONE, NONE, level)
-        after = np.searchsorted(part.activity.start_ns, part.gap_end_ns, side="left")
-        ok = (after < len(passes)) & (after > 0)
-        row = np.where(ok, after, 1)
-        same = ok & (passes[row] == passes[row - 1]) & (passes[row] != NONE)
-        self._give(lines, part, np.where(same, keys[row], NONE), part.gap_start_ns, part.gap_end_ns)
+    def _add_held(
+        self, lines: dict[int, _Line], part: Share, kind: str, forest: Forest, innermost: Ints,
+        left_out: NDArray[np.bool_],
+    ) -> None:  # fmt: skip
+        """Give every pass, and all around it, its rows of a device and the idle stretches between two of those."""
+        activity, classes = part.activity, len(part.watts)
+        time, idle, calls = classes, classes + 1, classes + 2  # further columns, behind the seconds by class
+        at = forest.place[innermost[activity.rows]]
+        entries = [(at, activity.cls, part.seconds), (at, time, activity.share_s), (at, calls, 1.0)]
+        if kind == "region" and not part.on_host and len(at) > 1:
+            after = np.searchsorted(activity.start_ns, part.gap_end_ns, side="left")
+            between = (after < len(at)) & (after > 0)
+            within = forest.find_common(at[after[between] - 1], at[after[between]])
+            gap_s = (part.gap_end_ns[between] - part.gap_start_ns[between]) * 1e-9
+            entries += [(within, part.gap_cls[between], gap_s), (within, idle, gap_s)]
+        for place, sums in forest.sum_upwards(entries, classes + 3):
+            row = int(forest.rows[place])
+            if not left_out[row]:
+                line = lines.setdefault(int(self._timeline["name"][row]), _Line(kind))
+                line.seconds[part.device] = line.seconds.get(part.device, 0.0) + sums[:classes]
+                line.time_s += float(sums[time])
+                line.idle_s += float(sums[idle])
+                line.calls += int(sums[calls])
 
     def _add_gaps_of_host(self, lines: dict[int, _Line], part: Share, left_out: NDArray[np.bool_]) -> None:
         """A region of the host is where its program is: all idle time from its begin to its end is the region's."""
@@ -349,14 +355,14 @@ class _Ledger:
         modules = np.isin(timeline["name"], list(timeline.meta.get("modules", ())))
         return np.flatnonzero((timeline["kind"] == CODE["op"]) & modules)
 
-    def _again(self, rows: Ints) -> NDArray[np.bool_]:
+    def _again(self, forest: Forest) -> NDArray[np.bool_]:
         """Which rows lie inside one of their own name, at any depth: what they hold is the outer one's already."""
-        names, parent = self._timeline["name"], self._links.parent
         inside_own_name = np.zeros(len(self._timeline) + 1, bool)  # one more, for NONE
-        outer = parent[rows]
-        while np.any(outer != NONE):
-            inside_own_name[rows] |= (outer != NONE) & (names[outer] == names[rows])
-            outer = np.where(outer == NONE, NONE, parent[outer])
+        names = self._timeline["name"][forest.rows]
+        order = np.argsort(names, kind="stable")
+        first = names[order] * (len(order) + 1)  # so that no name reaches into the next
+        reach = np.maximum.accumulate(first + forest.end[order])
+        inside_own_name[forest.rows[order[1:]]] = (first + order)[1:] < reach[:-1]
         return inside_own_name
 
     def _find_partial(self, rows: Ints, again: NDArray[np.bool_]) -> NDArray[np.bool_]:

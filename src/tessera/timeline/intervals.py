@@ -5,11 +5,12 @@ An interval holds its start and not its end. A `Spans` is sorted and disjoint, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .columns import NONE, Ints
 
@@ -192,6 +193,71 @@ def _scan(rows: list[int], starts: list[int], ends: list[int]) -> tuple[Ints, In
         times.append(closing)
         tops.append(open_rows[-1])
     return np.array(parents, np.int64), np.array(times, np.int64), np.array(tops, np.int64)
+
+
+class Forest:
+    """Rows one inside the other, each at a place: a row comes before what it holds, with nothing else in between.
+
+    By place: `rows`, `parent` (a place, or `NONE`), `end` (behind the last that a row holds). By row: `place`.
+    """
+
+    def __init__(self, rows: Ints, parent: Ints) -> None:
+        """`rows` are in an order in which every parent comes before what it holds; `parent` is by row."""
+        count = len(rows)
+        at = np.full(len(parent) + 1, NONE, np.int64)  # one more, for NONE
+        at[rows] = np.arange(count)
+        above = at[parent[rows]].tolist()
+        held = [1] * count
+        for i in range(count - 1, -1, -1):
+            if above[i] != NONE:
+                held[above[i]] += held[i]
+        places, free, depths, roots = [0] * count, [0] * count, [0] * count, 0
+        for i, up in enumerate(above):
+            if up == NONE:
+                places[i], roots = roots, roots + held[i]
+            else:
+                places[i], free[up], depths[i] = free[up], free[up] + held[i], depths[up] + 1
+            free[i] = places[i] + 1
+        place = np.array(places, np.int64)
+        self.place = np.full(len(parent) + 1, NONE, np.int64)
+        self.place[rows] = place
+        self.rows, self.parent, self.end, self._depth = (np.empty(count, np.int64) for _ in range(4))
+        self.rows[place], self._depth[place], self.end[place] = rows, depths, place + np.array(held, np.int64)
+        self.parent[place] = self.place[parent[rows]]
+
+    def find_common(self, a: Ints, b: Ints) -> Ints:
+        """The innermost place that holds both of two places (or is one of them), or `NONE`."""
+        common = np.where(a == b, a, NONE)
+        asked = np.flatnonzero((a != b) & (a != NONE) & (b != NONE))
+        low, high = np.minimum(a[asked], b[asked]), np.maximum(a[asked], b[asked])
+        size = np.frexp(high - low)[1] - 1  # two stretches of 2**size places cover all behind the first
+        least = self._depth * (len(self.rows) + 1) + np.arange(len(self.rows))
+        for doubled in range(int(size.max(initial=-1)) + 1):
+            some = np.flatnonzero(size == doubled)
+            shallow = np.minimum(least[low[some] + 1], least[high[some] - (1 << doubled) + 1])
+            common[asked[some]] = self.parent[shallow % (len(self.rows) + 1)]
+            least = np.minimum(least[: -(1 << doubled)], least[1 << doubled :])
+        return common
+
+    def sum_upwards(
+        self, entries: Sequence[tuple[Ints, Ints | int, NDArray[np.float64] | float]], columns: int
+    ) -> Iterator[tuple[int, NDArray[np.float64]]]:
+        """Each place with the sums of the entries (place, column, value) at it and at all it holds; innermost first."""
+        spread = [np.broadcast_arrays(*entry) for entry in entries]
+        at, column, value = (np.concatenate([part[i] for part in spread]) for i in range(3))
+        order = np.argsort(at, kind="stable")
+        edges = np.searchsorted(at[order], np.arange(len(self.rows) + 1)).tolist()
+        column, value, parent = column[order], value[order], self.parent.tolist()
+        waiting: dict[int, NDArray[np.float64]] = {}
+        for place in range(len(parent) - 1, -1, -1):
+            sums, own = waiting.pop(place, None), slice(edges[place], edges[place + 1])
+            if own.stop > own.start:
+                added = np.bincount(column[own], value[own], minlength=columns)
+                sums = added if sums is None else sums + added
+            if sums is not None:
+                yield place, sums
+                if (up := parent[place]) != NONE:
+                    waiting[up] = waiting[up] + sums if up in waiting else sums
 
 
 def climb(up: Ints) -> Ints:
