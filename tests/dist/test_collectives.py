@@ -16,6 +16,7 @@ from gloo_ranks import GlooRanks
 from tessera import dist, op, stream
 from tessera.dist.collectives import all_reduce
 from tessera.dist.mesh import find_mesh
+from tessera.dist.reduction import node_groups
 from tessera.errors import ArgumentError
 
 
@@ -296,6 +297,32 @@ def test_a_rank_that_refuses_does_not_let_the_others_wait(ranks, case):
         *["CollectiveError"] * (ranks.count - 2),
     ]
     assert "refused: " in results[0][1]
+
+
+def scatter_compressed(rank: int, count: int, compress: str) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    x = make(rank, 1, (4 * count, 300), torch.float32)
+    exact = dist.reduce_scatter(x, deterministic=True)
+    with dist.record_collectives() as records:
+        return exact, dist.reduce_scatter(x, compress=compress), records[-1]
+
+
+@pytest.mark.parametrize("compress", ["bf16", "fp8"])
+def test_a_compressed_reduce_scatter_states_its_error(ranks, compress):
+    for exact, out, record in ranks.run(scatter_compressed, ranks.count, compress):
+        error = float((exact - out).abs().max())
+        assert 0 < error <= record.error_bound < 100 * error
+        assert record.sent_bytes < 0.55 * record.tensor_bytes * (ranks.count - 1) / ranks.count
+
+
+def timeouts_of_node_groups(rank: int) -> list[float]:
+    groups = [g for g in node_groups(None, 2) if g is not None]
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+
+
+def test_groups_of_nodes_have_the_timeout_of_the_job():
+    """Torch gives a new group 30 minutes: a rank that is stopped was waited for that long."""
+    with GlooRanks(4, node_size=2, timeout_s=77.0) as pool:
+        assert pool.run(timeouts_of_node_groups) == [[77.0, 77.0]] * 4
 
 
 def bytes_between_nodes(rank: int) -> float | None:

@@ -39,6 +39,7 @@ from .reduction import (
     reduce_scatter_into,
     reduce_sparse,
     reduce_two_step,
+    scatter_compressed,
 )
 
 Algorithm = Literal["flat", "two_step", "hierarchical"]
@@ -300,10 +301,20 @@ def _count_ranks_for(kind: str, x: torch.Tensor, group: Any, problem: ArgumentEr
     return ranks
 
 
-def reduce_scatter(x: torch.Tensor, op: str = "sum", *, group: Any = None, deterministic: bool = False) -> torch.Tensor:
+def reduce_scatter(
+    x: torch.Tensor,
+    op: str = "sum",
+    *,
+    group: Any = None,
+    deterministic: bool = False,
+    compress: str | Codec | None = None,
+    feedback: ErrorFeedback | None = None,
+) -> torch.Tensor:
     """This rank's part, along the first dimension, of the sum over ranks; the last parts may be shorter or empty."""
     with tell_refusal("reduce_scatter", group):
         _check(x, op, async_op=False)
+        _check_way(x, op, "flat", compress, sparse=False)
+        codec = make_codec(compress)
     ranks = _count_ranks_for("reduce_scatter", x, group)
     if ranks == 1:
         return x.clone()
@@ -316,9 +327,15 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", *, group: Any = None, deter
     padded[: x.shape[0]] = rows
     flat = padded.view(-1)
     own = flat.new_empty(flat.numel() // ranks)
+    sent = Sent(flat.numel() * flat.element_size() * (ranks - 1) / ranks)
+    way = codec.format if codec else "rank_order" * deterministic
     with explain_failure("reduce_scatter", group):
-        agree(describe_call("reduce_scatter", x, op, "rank_order" * deterministic), 0, group, x.device)
-        if deterministic:
+        agree(describe_call("reduce_scatter", x, op, way), 0, group, x.device)
+        if codec is not None:
+            total, bound, sent_bytes = scatter_compressed(flat.float(), group, codec, feedback)
+            own.copy_(total)
+            sent = Sent(sent_bytes, error_bound=float(bound))
+        elif deterministic:
             received = torch.empty_like(flat)
             c10d.all_to_all_single(received, flat, group=group)
             own.copy_(combine_in_order(received.view(ranks, -1), op))
@@ -328,8 +345,7 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", *, group: Any = None, deter
         own.div_(ranks)
     begin = min(c10d.get_rank(group) * length, x.shape[0])
     stop = min(begin + length, x.shape[0])
-    sent = Sent(flat.numel() * flat.element_size() * (ranks - 1) / ranks)
-    note("reduce_scatter", "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
+    note("reduce_scatter", way or "flat", ranks, x, sent, time_s=time.perf_counter() - begun)
     return own.view(max(length, 1), rows.shape[1])[: stop - begin].view(stop - begin, *x.shape[1:]).to(x.dtype)
 
 

@@ -131,32 +131,40 @@ def _reduce_by_leaders(x: torch.Tensor, op: str, inner: Any, outer: Any, across:
 def reduce_compressed(x: torch.Tensor, op: str, group: Any, codec: Codec, feedback: ErrorFeedback | None) -> Sent:
     """Rounded values travel; sums are float32. The bound holds for every element of the sum."""
     ranks = c10d.get_world_size(group)
-    values = pad_to_multiple(x.float(), ranks)
-    if feedback is not None:
-        values = feedback.add_to("sent", values)
-    parts, error = _encode_parts(values.view(ranks, -1), codec)
-    if feedback is not None:
-        feedback.keep("sent", values - torch.cat([codec.decode(p, values.numel() // ranks) for p in parts]))
-    received = torch.empty_like(outgoing := _with_bound(parts, error))
-    c10d.all_to_all_single(received, outgoing, group=group)
-    count = values.numel() // ranks
-    arrived = [_split_bound(part, codec, count) for part in received.view(ranks, -1)]
-    total = reduce(torch.add, [part for part, _ in arrived])
+    total, bound, _ = scatter_compressed(pad_to_multiple(x.float(), ranks), group, codec, feedback)
+    count = len(total)
     if feedback is not None:
         total = feedback.add_to("summed", total)
     own = codec.encode(total)
     rounded = codec.decode(own, count)
     if feedback is not None:
         feedback.keep("summed", total - rounded)
-    bound = torch.stack([b for _, b in arrived]).sum(0) + largest(total - rounded)
-    # Adding itself rounds, too: once a rank, by no more than the sum of the magnitudes times float32's precision.
-    bound = bound + ranks * _EPSILON * torch.stack([largest(part) for part, _ in arrived]).sum(0)
-    message = torch.cat([own, bound.view(torch.uint8)])
+    message = torch.cat([own, (bound + largest(total - rounded)).view(torch.uint8)])
     gathered = message.new_empty(ranks * message.numel())
     gather_into(gathered, message, group)
     results = [_split_bound(part, codec, count) for part in gathered.view(ranks, -1)]
     x.copy_(torch.cat([part for part, _ in results])[: x.numel()])
     return Sent(2.0 * (ranks - 1) * message.numel(), error_bound=max(float(b) for _, b in results))
+
+
+def scatter_compressed(
+    values: torch.Tensor, group: Any, codec: Codec, feedback: ErrorFeedback | None
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """This rank's part of the sum of flat float32 values, the bound of its error, and the bytes this rank sent."""
+    ranks = c10d.get_world_size(group)
+    count = values.numel() // ranks
+    if feedback is not None:
+        values = feedback.add_to("sent", values)
+    parts, error = _encode_parts(values.view(ranks, -1), codec)
+    if feedback is not None:
+        feedback.keep("sent", values - torch.cat([codec.decode(p, count) for p in parts]))
+    received = torch.empty_like(outgoing := _with_bound(parts, error))
+    c10d.all_to_all_single(received, outgoing, group=group)
+    arrived = [_split_bound(part, codec, count) for part in received.view(ranks, -1)]
+    # Adding itself rounds, too: once a rank, by no more than the sum of the magnitudes times float32's precision.
+    adding = ranks * _EPSILON * torch.stack([largest(part) for part, _ in arrived]).sum(0)
+    bound = torch.stack([b for _, b in arrived]).sum(0) + adding
+    return reduce(torch.add, [part for part, _ in arrived]), bound, outgoing.numel() * (ranks - 1) / ranks
 
 
 def _encode_parts(parts: torch.Tensor, codec: Codec) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -204,10 +212,10 @@ def pad_to_multiple(x: torch.Tensor, parts: int) -> torch.Tensor:
     return padded
 
 
-def reduce_scatter_into(own: torch.Tensor, whole: torch.Tensor, op: str, group: Any) -> None:
-    """Torch's reduce-scatter under the name that this torch has for it."""
+def reduce_scatter_into(own: torch.Tensor, whole: torch.Tensor, op: Any, group: Any) -> None:
+    """Torch's reduce-scatter under the name that this torch has for it; `op` is a name, or torch's."""
     scatter = getattr(c10d, "reduce_scatter_single", None) or c10d.reduce_scatter_tensor
-    scatter(own, whole, op=getattr(c10d.ReduceOp, REDUCE_OP[op]), group=group)
+    scatter(own, whole, op=getattr(c10d.ReduceOp, REDUCE_OP[op]) if isinstance(op, str) else op, group=group)
 
 
 def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
@@ -234,9 +242,16 @@ def node_groups(group: Any, node_size: int) -> tuple[Any, Any]:
     """This rank's group inside its node, and across nodes: those at its place, or all firsts where sizes differ."""
     nodes = split_nodes(group, node_size)
     here = next(node for node in nodes if c10d.get_rank() in node)
-    inner = c10d.new_group(here, use_local_synchronization=True)
+    inner = make_group(here, like=group)
     even = len({len(node) for node in nodes}) == 1
     place = here.index(c10d.get_rank()) if even else 0
     across = [node[place] for node in nodes]
-    outer = c10d.new_group(across, use_local_synchronization=True) if c10d.get_rank() in across else None
+    outer = make_group(across, like=group) if c10d.get_rank() in across else None
     return inner, outer
+
+
+def make_group(ranks: list[int], *, like: Any) -> Any:
+    """A process group of some ranks, which alone call this, with the timeout of another (torch takes 30 minutes)."""
+    pg = like if like is not None else c10d.group.WORLD
+    options = getattr(pg._get_backend(pg._device_types[0]), "options", None)
+    return c10d.new_group(ranks, timeout=getattr(options, "_timeout", None), use_local_synchronization=True)
