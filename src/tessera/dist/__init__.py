@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from .cost import CollectiveCost as CollectiveCost
     from .cost import choose_all_reduce as choose_all_reduce
     from .cost import collective_cost as collective_cost
+    from .gradient_report import GradientReport as GradientReport
+    from .gradient_sync import GradientSync as GradientSync
     from .layout import Layout as Layout
     from .liveness import CollectiveError as CollectiveError
     from .model_shape import read_model_shape as read_model_shape
     from .modes import dry as dry
     from .modes import simulate as simulate
+    from .overlap import overlap_gradients as overlap_gradients
     from .records import CollectiveRecord as CollectiveRecord
     from .records import record_collectives as record_collectives
     from .training import TrainingCost as TrainingCost
@@ -46,11 +49,14 @@ _LAZY = {
     "CollectiveCost": "cost",
     "CollectiveError": "liveness",
     "choose_all_reduce": "cost",
+    "GradientReport": "gradient_report",
+    "GradientSync": "gradient_sync",
     "collective_cost": "cost",
     "Layout": "layout",
     "read_model_shape": "model_shape",
     "dry": "modes",
     "simulate": "modes",
+    "overlap_gradients": "overlap",
     "ModelShape": "training_model",
     "TrainingCost": "training",
     "TrainingJob": "training_model",
