@@ -46,6 +46,8 @@ KNOWN_SHAPES: dict[str, Row] = {
     "gpt3-5b": {"hidden": 4096, "layers": 24, "heads": 32, "ffn": 16384, "vocab": 51200},
     "nemotron-8b": {"hidden": 4096, "layers": 32, "heads": 32, "ffn": 16384, "vocab": 256000},
     "nemotron-22b": {"hidden": 6144, "layers": 40, "heads": 48, "ffn": 24576, "vocab": 256000},
+    "llama4-scout": {"hidden": 5120, "layers": 48, "heads": 40, "kv_heads": 8, "ffn": 16384, "vocab": 202048}
+    | {"experts": 16, "topk": 1, "moe_ffn": 8192, "shared_experts": 1, "head_dim": 128},
 }
 
 
@@ -146,7 +148,7 @@ def read_chip(row: Row) -> Device:
 
 def read_model(row: Row) -> ModelShape:
     """The model's dimensions; what is missing follows from its name, the number of parameters or the family's habit."""
-    known = KNOWN_SHAPES.get(str(row.get("model") or "").lower(), {})
+    known = KNOWN_SHAPES.get(str(row.get("model") or "").lower().split(" (")[0], {})
     row = {**known, **{key: value for key, value in row.items() if value is not None}}
     hidden, heads = count(row, "hidden"), count(row, "heads")
     name = str(row.get("model") or "").lower()
@@ -265,26 +267,27 @@ def read_release(row: Row) -> tuple[int, int] | None:
 
 
 def read_experts(row: Row, chip: str) -> dict[str, Any]:
-    """How tokens reach their experts and how those run, by what a row says or its release's public recipes say.
+    """How tokens reach their experts and how those run, by what its release's public recipes say.
 
     Megatron-Bridge (scripts/performance/configs, src/megatron/bridge/perf_recipes at v0.2.0 to v0.6.0): NCCL's
     all-to-all at first; DeepEP or HybridEP on NVL72 racks from 25.11 on, on others from 26.02 on, but not for
-    Qwen3-235B on HGX; H100s overlap the exchange with compute. From 26.06 on MXFP8 runs on GB200, GB300 and (Qwen)
-    B300 are one CUDA graph with fused experts and an overlapped exchange, from 26.08 on also on other B300s and B200s.
+    Qwen3-235B; H100s overlap the exchange with compute until 26.04 and for that model after, B200s where it leaves the
+    node. MXFP8 runs of Qwen, DeepSeek and GPT-OSS on racks are one CUDA graph with fused experts and an overlapped
+    exchange from 26.06 on, as is Qwen3-30B on B300, and from 26.08 on the rest of Qwen and DeepSeek on B300, Qwen on
+    B200.
     """
     release, model = read_release(row), str(row.get("model")).lower()
     if release is None:
         return {}
-    rack, qwen = chip in ("gb200", "gb300"), "qwen" in model
-    large = "235b" in model
-    sends_once = release >= (25, 11) if rack else release >= (26, 2) and not large
-    mx = "mx" in str(row.get("precision")).lower()
-    where = rack or (chip == "b300" and (qwen or release >= (26, 8))) or (chip == "b200" and release >= (26, 8))
-    whole = mx and release >= (26, 6) and where
-    under = whole or (chip == "h100" and release < (26, 6)) or (chip == "h100" and large)
+    rack, qwen, large = chip in ("gb200", "gb300"), "qwen" in model, "235b" in model
+    late = {"b300": qwen or "deepseek" in model, "b200": qwen}.get(chip, False)
+    where = (rack and "kimi" not in model) or (chip == "b300" and qwen and not large) or (release >= (26, 8) and late)
+    whole = "mx" in str(row.get("precision")).lower() and release >= (26, 6) and where
+    once = whole or "deepseek" in model or (release >= (25, 11) if rack else release >= (26, 2) and not large)
+    under = chip == "h100" and (large or release < (26, 6))
     return {
-        "exchange": "deduplicated" if sends_once or "deepseek" in model else "all_to_all",
-        "overlap_experts": under or (chip == "b200" and count(row, "ep", 1) > 8),
+        "exchange": "deduplicated" if once else "all_to_all",
+        "overlap_experts": whole or under or (chip == "b200" and count(row, "ep", 1) > 8),
         "fused_experts": whole,
         "graphs": whole,
     }

@@ -38,10 +38,11 @@ NETWORK_EFFICIENCY, NETWORK_RAMP, NETWORK_HOP_S = 0.72, 1.0, 10e-6
 ERROR_NODES = 0.45
 _LINK_HOP_S = 1.9e-6  # between neighbours of a ring inside a node (NCCL's table: NVLink, LL128)
 # Boxes without NVLink, of PCIe's rate. Through the host, without peer access: all pairs share what one pair reaches,
-# 10 of 31.5 GB/s (A40, NVIDIA/nccl-tests issue 74: 20 GB/s both ways with P2P disabled). Through switches or well tuned
-# host bridges: 35 of 63 GB/s on four GPUs, 28 on eight (RTX 5090, NVIDIA/nccl issue 1639).
+# 10 of 31.5 GB/s (A40, NVIDIA/nccl-tests issue 74: 20 GB/s both ways with P2P disabled), and eight sit on two sockets,
+# between which less goes (40 instead of 50 GB/s, there). Through switches or well tuned host bridges: 35 of 63 GB/s on
+# four GPUs, 28 on eight (RTX 5090, NVIDIA/nccl issue 1639).
 PATHS = ("host", "switch")
-_HOST_SHARE, _SWITCH_SHARE = 0.32, {4: 0.56, 8: 0.44}
+_PCIE_SHARE = {"host": {4: 0.32 / 2, 8: 0.8 * 0.32 / 4}, "switch": {4: 35 / 63, 8: 28 / 63}}
 ERROR_PCIE = 0.6
 # Gb/s of network per GPU of the usual servers: DGX A100 200, HGX H100 to B200 400, B300 and GB300 800 (ConnectX-8).
 _CARD_GBIT = {"v100": 50, "a100": 200, "a100-40gb-sxm": 200, "a800": 200, "b300": 800, "gb300": 800}
@@ -256,8 +257,7 @@ def _figures(system: str | None, kind: str, ranks: int, path: str | None) -> Seq
 
 def share_pcie(figures: Mapping[int, Sequence[float]], path: str) -> dict[int, list[float]]:
     """The same over PCIe: a pair reaches as much of its link as others do of theirs, more GPUs share a path."""
-    shares = {n: 2.0 * _HOST_SHARE / n if path == "host" else _SWITCH_SHARE[n] for n in figures if n > 2}
-    return {n: [f[0], shares.get(n, f[1]), f[2]] for n, f in figures.items()}
+    return {n: [f[0], _PCIE_SHARE[path].get(n, f[1]), f[2]] for n, f in figures.items()}
 
 
 def mean_figures(tables: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[int, list[float]]:

@@ -43,6 +43,9 @@ _FLASH8 = 0.8  # attention in fp8 against bf16: products twice as fast, the soft
 # Matrix libraries reach less of the peak than NVIDIA's, whose kernels the model of products was fitted to: MI300X 620
 # of 1307 TFLOP/s in bf16, 990 of 2615 in fp8, where an H100 reaches 680-720 of 989 (SemiAnalysis, December 2024).
 _LIBRARY = {"cdna3": 0.73, "cdna2": 0.73}
+# The same of PyTorch's own stack (cuBLAS by its defaults, torch.compile) on chips that are new to it, against NVIDIA's
+# frameworks: two groups of torchao's runs of 2025 on B200, dense and with experts.
+_LIBRARY_NATIVE = {"blackwell": 0.55}
 # Seconds that the host needs to launch one layer's kernels, forward and backward: of a dense layer (about 100 kernels
 # of 12 us), of one with experts, and of each expert on the GPU, whose products and casts are launched one by one.
 _HOST_DENSE_S, _HOST_MOE_S = 1.2e-3, 4.0e-3
@@ -92,6 +95,8 @@ def _product_work(job: TrainingJob, p: MatrixProduct, tokens: float) -> tuple[De
     m, n, k = (max(1, round(x)) for x in (tokens * p.rows_per_token, p.n, p.k))
     device = job.device
     reached = _IN_SITU * _LIBRARY.get(device.architecture or "", 1.0)
+    if job.attention == "flash2":  # PyTorch's own kernels
+        reached *= _LIBRARY_NATIVE.get(device.architecture or "", 1.0)
     if p.part == "experts":
         reached *= _GROUPED_FUSED if job.fused_experts else _GROUPED
 

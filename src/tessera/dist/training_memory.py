@@ -94,7 +94,7 @@ def estimate_memory(job: TrainingJob, recompute: str) -> TrainingMemory:
     trained = 0.02 if job.lora else 1.0  # adapters of rank 16 hold under 1%, with their states
     layers = model.layers / job.pp
     if job.sharding == "zero3":
-        biggest = max(parameters / layers, ends)
+        biggest = max(parameters / layers, model.vocab * model.hidden / job.tp)  # gathered at once: a layer, a matrix
         weights = job.shard_weight_bytes * share + 2.0 * 2.0 * biggest
         gradients = job.shard_weight_bytes * share * trained + 2.0 * biggest * trained
         optimizer = (job.optimizer_bytes - min(job.shard_weight_bytes, 4.0)) * share * trained
