@@ -13,6 +13,7 @@ from gloo_ranks import GlooRanks
 from tessera import dist
 from tessera.dist import liveness
 from tessera.dist.liveness import CollectiveError
+from tessera.dist.reduction import node_groups
 
 TIMEOUT_S = 4.0
 
@@ -81,3 +82,14 @@ def test_a_rank_that_left_because_of_the_lost_one_is_not_called_lost() -> None:
     ranks = GlooRanks(3, timeout_s=TIMEOUT_S)
     missing, text = ranks.run_without(1, leave_one_by_one, wanted=[0])[0]
     assert missing == (1,), text
+
+
+def read_timeouts(rank: int) -> list[float]:
+    mesh = dist.Mesh(["tp", "dp"], 4, (2, 2))
+    groups = [mesh.process_group("tp"), mesh.process_group("dp"), *node_groups(torch.distributed.group.WORLD, 2)]
+    return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
+
+
+def test_groups_of_a_mesh_have_the_timeout_of_the_world() -> None:
+    with GlooRanks(4, timeout_s=17.0) as ranks:
+        assert ranks.run(read_timeouts) == [[17.0] * 4] * 4

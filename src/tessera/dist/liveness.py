@@ -23,6 +23,7 @@ ANSWER_S = 3.0
 """How long to wait for answers: long, so that a busy machine is not called dead."""
 _LISTEN = datetime.timedelta(hours=1)
 _PREFIX = "tessera/liveness"
+_OUTSIDE = "outside"
 
 
 class CollectiveError(TesseraError):
@@ -36,10 +37,14 @@ class CollectiveError(TesseraError):
 
 
 class _Answering:
-    """The thread of one process group: says how many collectives of each group this rank has begun, when asked."""
+    """The thread of one process group: says, when asked, how many collectives of a group this rank has begun.
+
+    And whether it is in one: `inside` counts the threads that are, or ask why theirs failed.
+    """
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
+        self.inside = 0
         self._store, self._rank = _own_store(), c10d.get_rank()
         self._store.set(f"{_PREFIX}/here/{self._rank}", b"")
         self._store.delete_key(f"{_PREFIX}/left/{self._rank}")  # that of an earlier group
@@ -51,7 +56,8 @@ class _Answering:
             try:
                 self._store.wait([f"{_PREFIX}/asked/{number + 1}"], _LISTEN)
                 group = self._store.get(f"{_PREFIX}/asked/{number + 1}").decode()
-                self._store.set(f"{_PREFIX}/answer/{number + 1}/{self._rank}", str(self.begun[group]))
+                answer = f"{self.begun[group]} {'inside' if self.inside else _OUTSIDE}"
+                self._store.set(f"{_PREFIX}/answer/{number + 1}/{self._rank}", answer)
                 number += 1
             except c10d.DistStoreError as exc:
                 if "timeout" not in str(exc).lower():
@@ -81,7 +87,7 @@ def _own_store() -> Any:
 
 
 def _ask(store: Any, ranks: list[int], group: str) -> dict[int, str | None]:
-    """What each rank answers: how many collectives of the group it has begun, or why it left; None: nothing."""
+    """What each rank answers: how many collectives of the group it has begun, whether it is in one, or why it left."""
     number = store.add(f"{_PREFIX}/questions", 1)
     for n in range(1, number + 1):  # also those of a rank that was killed while it asked: threads read in order
         if not store.check([f"{_PREFIX}/asked/{n}"]):
@@ -94,7 +100,7 @@ def _ask(store: Any, ranks: list[int], group: str) -> dict[int, str | None]:
                 if answers[rank] is None and store.check([key]):
                     answers[rank] = store.get(key).decode()
             if answers[rank] is None and not store.check([f"{_PREFIX}/here/{rank}"]):
-                answers[rank] = "0"  # its thread starts with its first collective
+                answers[rank] = f"0 {_OUTSIDE}"  # its thread starts with its first collective
         time.sleep(0.02)
     return answers
 
@@ -108,6 +114,7 @@ def explain_failure(kind: str, group: Any) -> Iterator[None]:
         return
     group = group if group is not None else c10d.group.WORLD
     thread.begun[group.group_name] += 1
+    thread.inside += 1
     try:
         yield
     except CollectiveError:
@@ -117,6 +124,8 @@ def explain_failure(kind: str, group: Any) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):
             _own_store().set(f"{_PREFIX}/left/{c10d.get_rank()}", str(error).split("\n")[0])
         raise error from exc
+    finally:
+        thread.inside -= 1
 
 
 def _explain(kind: str, group: Any, number: int, why: str) -> CollectiveError:
@@ -133,8 +142,9 @@ def _explain(kind: str, group: Any, number: int, why: str) -> CollectiveError:
             fix="look at the end of its log (killed, out of memory, stopped?), and start the job again",
             missing=missing,
         )
-    counts = {rank: int(answer) for rank, answer in answers.items() if answer and answer.isdigit()}
-    late = tuple(rank for rank, count in counts.items() if count < number)
+    states = {rank: answer.split() for rank, answer in answers.items() if answer and answer[0].isdigit()}
+    outside = tuple(rank for rank, (_, where) in states.items() if where == _OUTSIDE)
+    late = outside or tuple(rank for rank, (count, _) in states.items() if int(count) < number)
     if late:
         return CollectiveError(
             f"{what}: {_name(late)} did not come",
@@ -142,7 +152,7 @@ def _explain(kind: str, group: Any, number: int, why: str) -> CollectiveError:
             fix="look at what it did meanwhile, or raise the timeout of the process group",
             late=late,
         )
-    left = [f" ({answer})" for answer in answers.values() if answer and not answer.isdigit()]
+    left = [f" ({answer})" for rank, answer in answers.items() if rank not in states]
     return CollectiveError(
         f"{what}, though all ranks are alive and came",
         why=why + "".join(left[:1]),

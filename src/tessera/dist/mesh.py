@@ -183,7 +183,11 @@ class Mesh:
 
         with unset_fake_temporarily():  # the ranks are numbers, also in a dry run
             ranks = torch.tensor([self.rank_at(c) for c in itertools.product(*map(range, self.shape))], dtype=torch.int)
-            return DeviceMesh(device_type(), ranks.reshape(self.shape), mesh_dim_names=self.axes)
+            made = DeviceMesh(device_type(), ranks.reshape(self.shape), mesh_dim_names=self.axes)
+        if made.get_coordinate() is not None:
+            for axis in self.axes:
+                copy_timeout(made.get_group(axis))
+        return made
 
     def process_group(self, axis: str) -> Any:
         """The process group of this rank along an axis."""
@@ -210,6 +214,17 @@ def find_mesh(mesh: Any, axis: str) -> Mesh:
     if not found:
         raise ArgumentError(f"no mesh has an axis {axis!r}", fix=f"make one, dist.Mesh([{axis!r}], ...), or pass mesh=")
     return next(iter(found.values()))
+
+
+def copy_timeout(group: Any) -> Any:
+    """Give a group the timeout of `init_process_group`: torch gives it half an hour. Returns the group."""
+    import torch.distributed as c10d
+
+    world: Any = c10d.group.WORLD
+    if c10d.get_backend() != "fake":
+        backend = world._get_backend(world._device_types[0])
+        c10d.distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+    return group
 
 
 def device_type() -> str:
