@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -198,3 +200,27 @@ def save_page(page: Path, text: str) -> bool:
         print_error(exc)
         return False
     return True
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page that was asked for, and say where."""
+    with replace_when_written(path) as part:
+        part.write_text(text, encoding="utf-8")
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def retype_command(command: str, **changes: Any) -> str:
+    """What the user typed after `tessera COMMAND`, with some options changed (None: left out)."""
+    words: list[str] = []
+    typed = iter(sys.argv[sys.argv.index(command) + 1 :] if command in sys.argv else [])
+    for word in typed:
+        flag, equals, _ = word.partition("=")
+        if flag.startswith("--") and flag[2:].replace("-", "_") in changes:
+            if not equals:
+                next(typed, None)
+        else:
+            words.append(word)
+    for name, value in changes.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(["tessera", command, *words])

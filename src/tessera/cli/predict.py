@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
-from ..output import remove_controls, replace_when_written
-from .options import FILE, check_writable, choice_option, complete_devices, json_option
+from ..output import remove_controls
+from .options import FILE, check_writable, choice_option, complete_devices, json_option, retype_command, write_page
 
 if TYPE_CHECKING:
     from ..estimate.search import Sweep
@@ -155,7 +154,7 @@ def _predict_one(
     if html:
         from ..report.predict_html import page
 
-        _write_page(html, page(report, opportunities=savings))
+        write_page(html, page(report, opportunities=savings))
     if as_json:
         from ..report.predict import report_json
 
@@ -174,7 +173,7 @@ def _predict_several(loaded: LoadedModel, options: dict[str, Any], as_json: bool
     if html:
         from ..report.predict_html import page
 
-        _write_page(html, page(sweep))
+        write_page(html, page(sweep))
     if as_json:
         click.echo(sweep.to_json())
     else:
@@ -210,37 +209,14 @@ def _next_after_report(report: EnergyReport) -> str:
     """Without the host where the host limits it, else with a larger batch, else on other chips."""
     of = report.prediction
     if of is not None and of.bound == "host":
-        return _typed_command(launch="graph")
+        return retype_command("predict", launch="graph")
     if of is not None and of.batch and of.batch < 64:
-        return _typed_command(batch=f"{of.batch},{of.batch * 4},{of.batch * 16}")
-    return _typed_command(on="a100,h200,b200", html="report.html")
+        return retype_command("predict", batch=f"{of.batch},{of.batch * 4},{of.batch * 16}")
+    return retype_command("predict", on="a100,h200,b200", html="report.html")
 
 
 def _next_after_sweep(sweep: Sweep) -> str | None:
     best = sweep.best_batch()
     if best is None:
         return None
-    return _typed_command(on=best.on, precision=best.precision, batch=best.batch, html=None)
-
-
-def _typed_command(**changes: Any) -> str:
-    """What the user typed, with some options changed (None: left out)."""
-    words: list[str] = []
-    typed = iter(sys.argv[sys.argv.index("predict") + 1 :] if "predict" in sys.argv else [])
-    for word in typed:
-        flag, equals, _ = word.partition("=")
-        if flag.startswith("--") and flag[2:].replace("-", "_") in changes:
-            if not equals:
-                next(typed, None)
-        else:
-            words.append(word)
-    for name, value in changes.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(["tessera", "predict", *words])
-
-
-def _write_page(path: Path, text: str) -> None:
-    with replace_when_written(path) as part:
-        part.write_text(text, encoding="utf-8")
-    print(f"wrote {path}", file=sys.stderr)
+    return retype_command("predict", on=best.on, precision=best.precision, batch=best.batch, html=None)

@@ -10,6 +10,8 @@ from .sharding import ShardSpec as ShardSpec
 from .sharding import tensor as tensor
 
 if TYPE_CHECKING:
+    from .cluster import Cluster as Cluster
+    from .cluster import load_cluster as load_cluster
     from .collectives import all_gather as all_gather
     from .collectives import all_reduce as all_reduce
     from .collectives import all_to_all as all_to_all
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
     from .modes import dry as dry
     from .modes import simulate as simulate
     from .overlap import overlap_gradients as overlap_gradients
+    from .plan_cost import PlanCandidate as PlanCandidate
+    from .plan_neighbours import PlanNeighbour as PlanNeighbour
+    from .plan_timeline import StepTimeline as StepTimeline
+    from .planner import ParallelPlan as ParallelPlan
+    from .planner import plan as plan
     from .records import CollectiveRecord as CollectiveRecord
     from .records import record_collectives as record_collectives
     from .training import TrainingCost as TrainingCost
@@ -38,6 +45,13 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "CollectiveRecord": "records",
+    "Cluster": "cluster",
+    "load_cluster": "cluster",
+    "ParallelPlan": "planner",
+    "PlanCandidate": "plan_cost",
+    "PlanNeighbour": "plan_neighbours",
+    "StepTimeline": "plan_timeline",
+    "plan": "planner",
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "all_to_all": "collectives",

@@ -10,10 +10,8 @@ from typing import Any
 from ..device import Device
 from ..errors import ArgumentError, did_you_mean
 from .mesh import Mesh
-from .training_model import RECOMPUTE, SHARDINGS, ModelShape, TrainingJob
+from .training_model import AXES, RECOMPUTE, SHARDINGS, ModelShape, TrainingJob
 
-AXES = ("tp", "cp", "dp", "pp")
-"""The axes whose sizes multiply to the number of GPUs, in their usual placement: nearest ranks first."""
 SCHEDULES = ("1f1b", "interleaved", "gpipe")
 OFFLOADS = ("optimizer", "embedding")
 """What may lie on the host: the optimizer's state with its step, and the embedding."""

@@ -32,7 +32,7 @@ _STEP_S, _STEP_GRAPH_S = 0.04, 0.025
 _JITTER = 0.009  # of a step, for each doubling of the number of nodes: the slowest rank sets the pace
 # Half-widths of 90% of the published steps that the constants were chosen on: dense models, those on chips whose
 # software still changes from release to release, models with experts; and of what communication adds.
-_ERROR_DENSE, _ERROR_YOUNG, _ERROR_EXPERTS, _ERROR_EXPOSED = 0.22, 0.28, 0.28, 0.5
+_ERROR_DENSE, _ERROR_YOUNG, _ERROR_EXPERTS, ERROR_EXPOSED = 0.22, 0.28, 0.28, 0.5
 _YOUNG = ("blackwell", "cdna3", "cdna4")
 # Watts of a GPU that waits in a collective, over those of one whose clocks are up and whose SMs are idle: its NCCL
 # kernels spin on a few SMs (H200: 127 W always, 130-165 W in steps that wait for launches).
@@ -115,7 +115,7 @@ def _capacity(job: TrainingJob) -> float:
 
 def _relative_error(job: TrainingJob, exposed: float) -> float:
     base = _ERROR_YOUNG if job.device.architecture in _YOUNG else _ERROR_DENSE
-    return math.hypot(_ERROR_EXPERTS if job.model.experts else base, _ERROR_EXPOSED * exposed)
+    return math.hypot(_ERROR_EXPERTS if job.model.experts else base, ERROR_EXPOSED * exposed)
 
 
 def _energy_parts(

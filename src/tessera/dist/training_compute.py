@@ -144,15 +144,26 @@ _Works = tuple[DeviceWork, DeviceWork, DeviceWork]
 _layers: dict[tuple[object, ...], tuple[Device, _Works]] = {}  # the chip is kept, so that its id is not used again
 
 
-def _layer_work(job: TrainingJob, *, moe: bool) -> _Works:
-    """Forward and backward of one layer for a microbatch on one rank, and the attention's forward alone."""
+def _find_work(job: TrainingJob, part: str) -> _Works:
+    """Forward and backward of a "dense" layer, one with "experts" or the "vocabulary" for a microbatch on one rank.
+
+    The third is the forward of a layer's attention alone, of the vocabulary its loss.
+    """
     device = job.device
-    key = (id(device), moe, job.fused_experts, *(getattr(job, name) for name in _LAYER_KEYS))
+    key = (id(device), part, job.fused_experts, *(getattr(job, name) for name in _LAYER_KEYS))
     if key not in _layers:
         if len(_layers) > 10_000:
             _layers.clear()
-        _layers[key] = device, _count_layer_work(job, moe=moe)
+        moe = part == "experts"
+        work = _count_vocabulary_work(job) if part == "vocabulary" else _count_layer_work(job, moe=moe)
+        _layers[key] = device, work
     return _layers[key][1]
+
+
+def _count_vocabulary_work(job: TrainingJob) -> _Works:
+    tokens = job.micro_batch * job.seq / job.cp
+    ahead, back = _product_work(job, job.model.vocabulary_product(job.tp), tokens)
+    return ahead, back, stream_work(job, 16.0 * tokens * job.model.vocab / job.tp)
 
 
 def _count_layer_work(job: TrainingJob, *, moe: bool) -> _Works:
@@ -176,17 +187,16 @@ def _count_layer_work(job: TrainingJob, *, moe: bool) -> _Works:
 def time_microbatch(job: TrainingJob, recompute: str) -> MicrobatchTime:
     """What one microbatch takes on one stage."""
     model = job.model
-    kinds = [(model.layers - model.moe_layers, False), (model.moe_layers, True)]
+    kinds = {"dense": model.layers - model.moe_layers, "experts": model.moe_layers}
     zero = DeviceWork()
     forward = backward = scores = zero
-    for count, moe in kinds:
+    for kind, count in kinds.items():
         if count:
-            a, b, c = _layer_work(job, moe=moe)
+            a, b, c = _find_work(job, kind)
             part = count / job.pp
             forward, backward, scores = forward + _scale(a, part), backward + _scale(b, part), scores + _scale(c, part)
-    tokens = job.micro_batch * job.seq / job.cp
-    ahead, back = _product_work(job, model.vocabulary_product(job.tp), tokens)
-    head = ahead + back + stream_work(job, 16.0 * tokens * model.vocab / job.tp)
+    ahead, back, loss = _find_work(job, "vocabulary")
+    head = ahead + back + loss
     again = zero
     if recompute == "full":
         again = forward

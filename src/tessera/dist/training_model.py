@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from ..errors import ArgumentError
 from ..hardware import lookup
 from .cost import NETWORK_HOP_S
 
+AXES = ("tp", "cp", "dp", "pp")
+"""The axes whose sizes multiply to the number of GPUs, in their usual placement: nearest ranks first."""
 RECOMPUTE = ("none", "selective", "full")
 SHARDINGS = ("none", "zero1", "zero2", "zero3")
 ATTENTIONS = ("flash", "flash8", "flash2", "unfused")
@@ -131,8 +134,7 @@ class ModelShape:
 
     def expert_parameters(self) -> float:
         """Parameters that are shared out by expert parallelism, of the whole model."""
-        products = self.mlp_products(moe=True) if self.experts else []
-        return self.moe_layers * sum(p.n * p.k * p.count for p in products if p.part == "experts")
+        return _count_parameters(self)[1]
 
     @property
     def embedding_parameters(self) -> float:
@@ -142,11 +144,7 @@ class ModelShape:
     @property
     def parameters(self) -> float:
         """All parameters."""
-        dense = self.layers - self.moe_layers
-        body = dense * self.layer_parameters() if dense else 0.0
-        if self.moe_layers:
-            body += self.moe_layers * self.layer_parameters(moe=True)
-        return body + self.embedding_parameters
+        return _count_parameters(self)[0]
 
     def forward_flops(self, seq: int, *, causal: bool = True) -> dict[str, float]:
         """FLOPs of one sequence's forward pass by part; causal attention computes half of the scores."""
@@ -162,6 +160,18 @@ class ModelShape:
     def training_flops(self, seq: int, *, causal: bool = True) -> float:
         """FLOPs of one sequence's forward and backward pass, without recomputation: what an MFU counts."""
         return 3.0 * sum(self.forward_flops(seq, causal=causal).values())
+
+
+@functools.lru_cache(maxsize=256)
+def _count_parameters(model: ModelShape) -> tuple[float, float]:
+    """All parameters, and those of experts; a planner asks for them thousands of times."""
+    dense = model.layers - model.moe_layers
+    body = dense * model.layer_parameters() if dense else 0.0
+    if not model.moe_layers:
+        return body + model.embedding_parameters, 0.0
+    body += model.moe_layers * model.layer_parameters(moe=True)
+    experts = sum(p.n * p.k * p.count for p in model.mlp_products(moe=True) if p.part == "experts")
+    return body + model.embedding_parameters, model.moe_layers * experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +223,7 @@ class TrainingJob:
     network_hop_s: float = NETWORK_HOP_S
     node_gpus: int = 8
     domain_gpus: int = 0
-    placement: tuple[str, ...] = ("tp", "cp", "dp", "pp")
+    placement: tuple[str, ...] = AXES
     offload: tuple[str, ...] = ()
     host_bytes_per_s: float = 0.0
     host_memory_bytes_per_s: float = 0.0

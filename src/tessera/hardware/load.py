@@ -44,9 +44,9 @@ def read(text: str, file: str) -> Table:
         raw = parse_toml(text.encode())
     except ValueError as exc:
         raise bad(file, "", f"not TOML: {exc}") from None
-    _check_keys(raw, _KEYS, file, "")
+    check_keys(raw, _KEYS, file, "")
     sources = _table(raw, "sources", file)
-    expanded: Table = _expand(raw, sources, file, "")
+    expanded: Table = expand_sources(raw, sources, file, "")
     expanded.pop("sources", None)
     if not isinstance(raw.get("id"), str):
         raise bad(file, "id", "is missing", fix='give it an id of its own: id = "my-chip"')
@@ -75,9 +75,9 @@ def build(raw: Table, file: str, origin: tuple[str, ...]) -> Device:
     if raw["kind"] not in kinds:
         raise bad(file, "kind", f"no kind {raw['kind']!r}{did_you_mean(raw['kind'], kinds)}", f"one of {kinds}")
     peaks = _table(raw, "peaks", file)
-    _check_keys(peaks, ("vector", "matrix"), file, "peaks")
+    check_keys(peaks, ("vector", "matrix"), file, "peaks")
     texts: Table = {key: raw[key] for key in _TEXTS if key in raw}
-    figures: Table = {key: _figure(raw, key, file, key) for key in _FIGURES}
+    figures: Table = {key: read_figure(raw, key, file, key) for key in _FIGURES}
     device = Device(
         **texts,
         **figures,
@@ -99,7 +99,8 @@ def build(raw: Table, file: str, origin: tuple[str, ...]) -> Device:
     return device
 
 
-def _check_keys(table: Mapping[str, Any], allowed: tuple[str, ...], file: str, where: str) -> None:
+def check_keys(table: Mapping[str, Any], allowed: tuple[str, ...], file: str, where: str) -> None:
+    """Refuse a key that is not known, with the nearest one."""
     for key in table:
         if key not in allowed:
             path = f"{where}.{key}" if where else key
@@ -113,14 +114,17 @@ def _table(raw: Table, key: str, file: str, where: str | None = None) -> Table:
     return table
 
 
-def _expand(value: Any, sources: Table, file: str, where: str) -> Any:
+def expand_sources(value: Any, sources: Table, file: str, where: str) -> Any:
+    """The value with each "@name" of a source replaced by what [sources] has for it."""
     if where.count(".") > _MOST_LEVELS:
         raise bad(file, where[:40], "is nested too deeply")
     if isinstance(value, list):
-        return [_expand(item, sources, file, f"{where}.[]") for item in value]
+        return [expand_sources(item, sources, file, f"{where}.[]") for item in value]
     if not isinstance(value, dict):
         return value
-    expanded = {key: _expand(item, sources, file, f"{where}.{key}" if where else key) for key, item in value.items()}
+    expanded = {
+        key: expand_sources(item, sources, file, f"{where}.{key}" if where else key) for key, item in value.items()
+    }
     source = expanded.get("source")
     if isinstance(source, str) and source.startswith("@"):
         name, _, rest = source[1:].partition(" ")
@@ -130,13 +134,14 @@ def _expand(value: Any, sources: Table, file: str, where: str) -> Any:
     return expanded
 
 
-def _figure(table: Table, key: str, file: str, where: str) -> Figure | None:
+def read_figure(table: Table, key: str, file: str, where: str) -> Figure | None:
+    """The figure of a key, or None if the table has none."""
     entry = table.get(key)
     if entry is None:
         return None
     if not isinstance(entry, dict) or "value" not in entry:
         raise bad(file, where, "a figure is { value = ..., source = ... }")
-    _check_keys(entry, _FIGURE_KEYS, file, where)
+    check_keys(entry, _FIGURE_KEYS, file, where)
     for name in ("value", "error"):
         number = entry.get(name)
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
@@ -164,16 +169,16 @@ def _figures(
 ) -> dict[str, Figure]:
     entries = _table(table, key, file, where)
     if allowed is not None:
-        _check_keys(entries, allowed, file, where)
-    figures = {name: _figure(entries, name, file, f"{where}.{name}") for name in entries}
+        check_keys(entries, allowed, file, where)
+    figures = {name: read_figure(entries, name, file, f"{where}.{name}") for name in entries}
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def _part(kind: type[_Part], raw: Table, key: str, file: str) -> _Part:
     entries = _table(raw, key, file)
     names = tuple(entry.name for entry in dataclasses.fields(kind))
-    _check_keys(entries, names, file, key)
-    values: Table = {name: _figure(entries, name, file, f"{key}.{name}") for name in names if name != "kind"}
+    check_keys(entries, names, file, key)
+    values: Table = {name: read_figure(entries, name, file, f"{key}.{name}") for name in names if name != "kind"}
     if "kind" in entries:
         if not isinstance(entries["kind"], str):
             raise bad(file, f"{key}.kind", f"must be text, not {quote_value(entries['kind'])}")
@@ -188,7 +193,7 @@ def _links(raw: Table, file: str) -> dict[str, Link]:
         if not isinstance(entry, dict) or entry.get("direction") not in _DIRECTIONS:
             raise bad(file, f"{where}.direction", f"must be one of {_DIRECTIONS}", fix="state how the source counts")
         figure = {key: value for key, value in entry.items() if key != "direction"}
-        bytes_per_s = _figure({name: figure}, name, file, where)
+        bytes_per_s = read_figure({name: figure}, name, file, where)
         assert bytes_per_s is not None
         links[name] = Link(bytes_per_s=bytes_per_s, direction=entry["direction"])
     return links
@@ -202,11 +207,11 @@ def _points(raw: Table, file: str) -> tuple[OperatingPoint, ...]:
     names = tuple(f.name for f in dataclasses.fields(OperatingPoint))
     for i, entry in enumerate(entries):
         where = f"operating_points[{i}]"
-        _check_keys(entry, names, file, where)
-        power_w = _figure(entry, "power_w", file, f"{where}.power_w")
+        check_keys(entry, names, file, where)
+        power_w = read_figure(entry, "power_w", file, f"{where}.power_w")
         if power_w is None or not isinstance(entry.get("name"), str):
             raise bad(file, where, "needs a name and power_w")
-        rest = {n: _figure(entry, n, file, f"{where}.{n}") for n in names if n not in ("name", "power_w")}
+        rest = {n: read_figure(entry, n, file, f"{where}.{n}") for n in names if n not in ("name", "power_w")}
         points.append(OperatingPoint(name=entry["name"], power_w=power_w, **rest))
     return tuple(points)
 

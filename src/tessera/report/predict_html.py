@@ -24,7 +24,7 @@ from .predict import (
 )
 from .sweep import component_bar, sweep_section
 
-_STYLE = """
+STYLE = """
 .tessera{--c:#2f9e6e;--m:#2b8fc4;--s:#e0a02c;--line:rgba(128,128,128,.28);--soft:rgba(128,128,128,.10);
 font:14px/1.45 system-ui,sans-serif;color:inherit;font-variant-numeric:tabular-nums}
 .tessera h2{font-size:20px;margin:0 0 2px}.tessera h3{font-size:15px;margin:26px 0 8px}
@@ -58,7 +58,7 @@ font:14px/1.45 system-ui,sans-serif;color:inherit;font-variant-numeric:tabular-n
 .tessera dt{opacity:.68}.tessera dd{margin:0}
 """
 # In addition to the style of all pages.
-_PAGE_STYLE = """
+PAGE_STYLE = """
 main{max-width:1120px}.tessera #theme{float:right}.tessera .dim,.tessera .tile span{opacity:1}
 section+section{border-top:1px solid rgba(128,128,128,.28);margin-top:34px;padding-top:26px}
 """
@@ -66,7 +66,7 @@ section+section{border-top:1px solid rgba(128,128,128,.28);margin-top:34px;paddi
 
 def card(report: EnergyReport) -> str:
     """A report for a notebook: the key numbers, the components, the five most expensive subgraphs."""
-    return f"<style>{_STYLE}</style><div class='tessera'>{_report(report, top=5)}</div>"
+    return f"<style>{STYLE}</style><div class='tessera'>{_report(report, top=5)}</div>"
 
 
 def page(
@@ -81,7 +81,7 @@ def page(
         sections = [_report(report, top=20, kind="sort", opportunities=opportunities) for report in reports]
     body = "".join(f"<section>{section}</section>" for section in sections)
     frame = f"<div class='tessera'>{THEME_BUTTON}{body}</div>"
-    return document(f"{title} - tessera predict", frame, style=_STYLE + _PAGE_STYLE)
+    return document(f"{title} - tessera predict", frame, style=STYLE + PAGE_STYLE)
 
 
 def _report(report: EnergyReport, *, top: int, kind: str = "", opportunities: Sequence[Advice] | None = None) -> str:

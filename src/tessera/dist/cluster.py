@@ -1,0 +1,213 @@
+"""`Cluster`: nodes of one kind, the links in and between them, and what the host draws; each figure with its source.
+
+The package's `clusters/*.toml` hold the usual ones. A file of one's own (TOML, YAML or JSON) has the same keys; a plain
+number is taken as given by that file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..device import Device, Figure
+from ..errors import ArgumentError, did_you_mean
+from ..hardware import lookup
+from ..hardware.load import bad, check_keys, expand_sources, read_figure
+from ..read_limits import TOML_BYTES, parse_toml
+
+# Shares that copies reach of the line rate to the host (50-55 of 63 GB/s, PCIe 5) and a CPU's update of its memory's.
+_HOST_LINK, _HOST_MEMORY = 0.8, 0.8
+_TEXTS = ("id", "name", "chip", "link", "host_link")
+_FIGURES = (
+    "node_gpus",
+    "domain_gpus",
+    "network_bytes_per_s",
+    "host_memory_bytes",
+    "host_memory_bytes_per_s",
+    "host_w",
+    "host_cpu_w",
+)
+_NEEDED = ("chip", "node_gpus")
+_ENDINGS = (".toml", ".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes. Speeds are one way and of one GPU; `host_...` figures are those of a node; None: not known.
+
+    `domain_gpus` GPUs are joined by the fast `link` (None: all of a node). `host_w` is what the node draws besides its
+    GPUs while they train, `host_cpu_w` what its CPUs draw in addition while they compute.
+    """
+
+    id: str
+    name: str
+    device: Device
+    nodes: int
+    link: str
+    host_link: str
+    node_gpus: Figure
+    domain_gpus: Figure | None = None
+    network_bytes_per_s: Figure | None = None
+    host_memory_bytes: Figure | None = None
+    host_memory_bytes_per_s: Figure | None = None
+    host_w: Figure | None = None
+    host_cpu_w: Figure | None = None
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all nodes."""
+        return self.nodes * round(self.node_gpus.value)
+
+    @property
+    def domain(self) -> int:
+        """GPUs that the fast link joins."""
+        return round((self.domain_gpus or self.node_gpus).value)
+
+    def list_figures(self) -> dict[str, Figure]:
+        """The figures that are known, by name."""
+        known = {name: getattr(self, name) for name in _FIGURES}
+        return {name: figure for name, figure in known.items() if figure is not None}
+
+    def job_options(self) -> dict[str, Any]:
+        """The options of a `TrainingJob` that the cluster gives."""
+        options: dict[str, Any] = {"on": self.device, "node_gpus": round(self.node_gpus.value)}
+        options["domain_gpus"] = self.domain
+        if self.network_bytes_per_s is not None:
+            options["network_bytes_per_s"] = self.network_bytes_per_s.value
+        if self.can_offload:
+            assert self.host_memory_bytes_per_s is not None
+            options["host_bytes_per_s"] = _HOST_LINK * self.device.interconnect[self.host_link].one_way_bytes_per_s
+            memory = self.host_memory_bytes_per_s.value / self.node_gpus.value
+            options["host_memory_bytes_per_s"] = _HOST_MEMORY * memory
+            if self.host_cpu_w is not None:
+                options["host_w"] = self.host_cpu_w.value / self.node_gpus.value
+        return options
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether the speeds of the host are known."""
+        return self.host_memory_bytes_per_s is not None and self.host_link in self.device.interconnect
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values with their sources, for JSON."""
+        texts = {"id": self.id, "name": self.name, "chip": self.device.id, "nodes": self.nodes, "gpus": self.gpus}
+        return {**texts, "figures": {name: dataclasses.asdict(f) for name, f in self.list_figures().items()}}
+
+
+def load_cluster(name: str) -> Cluster:
+    """The cluster "dgx-h200" (one node), "dgx-h200:4" (four), or of a file of one's own: "my.yaml", "my.toml:16"."""
+    wanted, _, count = name.strip().rpartition(":") if name.strip().rpartition(":")[2].isdecimal() else (name, "", "1")
+    wanted = wanted.strip()
+    if len(count) > 6 or not int(count):
+        raise ArgumentError(f"no cluster of {count[:20]} nodes", fix=f"{wanted}:4")
+    if wanted.lower().endswith(_ENDINGS):
+        return _build_cluster(_read_file(Path(wanted)), wanted, int(count), own=True)
+    tables = list_clusters()
+    for key, table in tables.items():
+        if wanted.lower() in (key, *table.get("aliases", [])):
+            return _build_cluster(table, f"{key}.toml", int(count), own=False)
+    names = [n for key, table in tables.items() for n in (key, *table.get("aliases", []))]
+    raise ArgumentError(
+        f"no cluster {wanted!r}{did_you_mean(wanted.lower(), names)}",
+        fix=f"one of: {', '.join(tables)}; `:4` after it for four nodes; or the path of a file (.toml, .yaml, .json)",
+    )
+
+
+@functools.cache
+def list_clusters() -> Mapping[str, dict[str, Any]]:
+    """The tables of the package's clusters by id."""
+    folder = resources.files(__package__) / "clusters"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    tables = [parse_toml(f.read_bytes()) for f in files]
+    return {table["id"]: table for table in tables}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(TOML_BYTES + 1)
+    except OSError as error:
+        fix = "give the path of a file, or a name of `tessera plan --cluster list`"
+        raise ArgumentError(f"cannot read the cluster {str(path)!r}", why=error.strerror, fix=fix) from None
+    if len(data) > TOML_BYTES:
+        raise bad(str(path), "", f"is longer than {TOML_BYTES:,} bytes", fix=_EXAMPLE)
+    try:
+        table = _parse(path, data)
+    except (ValueError, RecursionError) as error:
+        raise bad(str(path), "", f"cannot be read: {error}", fix=_EXAMPLE) from None
+    if not isinstance(table, dict):
+        raise bad(str(path), "", "is not a table of figures", fix=_EXAMPLE)
+    return table
+
+
+_EXAMPLE = "for example: chip = 'h200', node_gpus = 8, network_bytes_per_s = 50e9, host_w = 1450"
+
+
+def _parse(path: Path, data: bytes) -> Any:
+    ending = path.suffix.lower()
+    if ending == ".toml":
+        return parse_toml(data)
+    if ending == ".json":
+        return json.loads(data)
+    try:
+        import yaml
+    except ImportError:
+        raise ArgumentError(
+            f"{path} is YAML, and no package reads it here",
+            why="PyYAML is not installed",
+            fix="write the same keys as TOML (my.toml), or: pip install pyyaml",
+        ) from None
+    try:
+        return yaml.safe_load(data)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _build_cluster(raw: Mapping[str, Any], file: str, nodes: int, *, own: bool) -> Cluster:
+    check_keys(raw, (*_TEXTS, "nodes", "aliases", *_FIGURES, "sources"), file, "")
+    table = dict(raw)
+    if own:
+        for key in _FIGURES:
+            if isinstance(table.get(key), (int, float)) and not isinstance(table[key], bool):
+                table[key] = {"value": table[key], "source": f"given in {file}"}
+        given = table.get("nodes", 1)
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise bad(file, "nodes", "must be a whole number of at least 1", fix=_EXAMPLE)
+        nodes *= given
+    sources = table.pop("sources", {})
+    table = expand_sources(table, sources if isinstance(sources, dict) else {}, file, "")
+    for key in _NEEDED:
+        if key not in table:
+            raise bad(file, key, "is missing", fix=_EXAMPLE)
+    for key in _TEXTS:
+        if not isinstance(table.get(key, ""), str):
+            raise bad(file, key, "must be text", fix=_EXAMPLE)
+    device = lookup(table["chip"])
+    link = table.get("link") or next(iter(device.interconnect), "")
+    for key, value in (("link", link), ("host_link", table.get("host_link", link))):
+        if value not in device.interconnect:
+            known = list(device.interconnect)
+            problem = f"{device.id} has no link {value!r}{did_you_mean(value, known)}"
+            raise bad(file, key, problem, fix=f"one of: {', '.join(known)}")
+    figures: dict[str, Any] = {key: read_figure(table, key, file, key) for key in _FIGURES}
+    for key in ("node_gpus", "domain_gpus"):
+        figure = figures[key]
+        if figure is not None and figure.value != round(figure.value):
+            raise bad(file, key, "must be a whole number", fix=_EXAMPLE)
+    # Only the link that joins the GPUs and that to the host: an H100 PCIe has NVLink in the catalogue, for a bridge.
+    kept = {name: device.interconnect[name] for name in (link, table.get("host_link", link))}
+    return Cluster(
+        id=table.get("id") or Path(file).stem,
+        name=table.get("name") or Path(file).stem,
+        device=dataclasses.replace(device, interconnect=kept),
+        nodes=nodes,
+        link=link,
+        host_link=table.get("host_link", link),
+        **figures,
+    )

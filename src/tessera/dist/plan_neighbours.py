@@ -1,0 +1,140 @@
+"""Why the neighbours of a layout lost: each differs in one setting, and is slower, costs more, or does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .layout import Layout
+from .plan_cost import PlanCandidate, evaluate_layout
+from .plan_search import (
+    PlanProblem,
+    SearchState,
+    count_over_bytes,
+    evaluate_variants,
+    list_divisions,
+    list_variants,
+)
+from .training_model import RECOMPUTE
+
+Verdict = Literal["does not fit", "worse", "too slow", "as good", "better"]
+_AS_GOOD = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanNeighbour:
+    """A layout with one setting changed, the rest chosen again where the setting is an axis.
+
+    `change` is relative, in the goal; `part` is the part that grew most, by `part_change` seconds or joules.
+    """
+
+    setting: str
+    value: str
+    verdict: Verdict
+    layout: Layout
+    change: float | None = None
+    part: str | None = None
+    part_change: float | None = None
+    over_bytes: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+def list_neighbours(
+    problem: PlanProblem, best: PlanCandidate, metric: str, most_time_s: float
+) -> Iterator[PlanNeighbour]:
+    """What happens to the best layout when one setting changes."""
+    yield from _other_divisions(problem, best, metric, most_time_s)
+    layout = best.layout
+    for variant in list_variants(problem, layout):
+        changed = [name for name in ("vp", "sharding", "placement", "offload") if _differ(variant, layout, name)]
+        if len(changed) != 1:
+            continue
+        setting = changed[0]
+        trial = dataclasses.replace(variant, recompute=layout.recompute)
+        yield _compare(problem, best, trial, setting, metric, most_time_s)
+    for recompute in RECOMPUTE:
+        if recompute != layout.recompute:
+            trial = dataclasses.replace(layout, recompute=recompute)
+            yield _compare(problem, best, trial, "recompute", metric, most_time_s)
+
+
+def _differ(one: Layout, other: Layout, name: str) -> bool:
+    return bool(getattr(one, name) != getattr(other, name))
+
+
+def _other_divisions(
+    problem: PlanProblem, best: PlanCandidate, metric: str, most_time_s: float
+) -> Iterator[PlanNeighbour]:
+    """The best layout with an axis, or the microbatch, doubled or halved; data parallel takes what is left."""
+    layout = best.layout
+    settings = ("tp", "pp", "cp", "ep", "micro_batch")
+    wanted = {}
+    for setting in settings:
+        for value in (getattr(layout, setting) * 2, getattr(layout, setting) / 2):
+            sizes = {name: getattr(layout, name) for name in settings} | {setting: value}
+            wanted[tuple(sizes.values())] = (setting, value)
+    for base in list_divisions(dataclasses.replace(problem, gpus=layout.gpus)):
+        found = wanted.get(tuple(getattr(base, name) for name in settings))
+        if found is None:
+            continue
+        tried = list(evaluate_variants(problem, base, SearchState()))
+        if tried:
+            chosen = min(tried, key=lambda c: (c.time_s > most_time_s, getattr(c, metric)))
+            yield _judge(best, chosen, found[0], metric, most_time_s)
+            continue
+        frugal = max(list_variants(problem, base), key=lambda v: (v.sharding, len(v.offload)))
+        trial = dataclasses.replace(frugal, recompute="full")
+        yield _compare(problem, best, trial, found[0], metric, most_time_s)
+
+
+def _compare(
+    problem: PlanProblem, best: PlanCandidate, trial: Layout, setting: str, metric: str, most_time_s: float
+) -> PlanNeighbour:
+    over = count_over_bytes(problem, trial)
+    if over > 0:
+        value = _describe(trial, setting)
+        return PlanNeighbour(setting=setting, value=value, verdict="does not fit", layout=trial, over_bytes=over)
+    return _judge(best, evaluate_layout(problem, trial), setting, metric, most_time_s)
+
+
+def find_growth(best: PlanCandidate, other: PlanCandidate, metric: str) -> tuple[str, float]:
+    """The part of the step, or of its joules, that is most larger than the best's, and by how much."""
+    name = "parts" if metric == "time_s" else "energy_parts"
+    mine, theirs = getattr(best, name), getattr(other, name)
+    growth = {part: theirs.get(part, 0.0) - mine.get(part, 0.0) for part in {**mine, **theirs}}
+    part = max(growth, key=growth.__getitem__)
+    return part, growth[part]
+
+
+def _judge(best: PlanCandidate, other: PlanCandidate, setting: str, metric: str, most_time_s: float) -> PlanNeighbour:
+    change = getattr(other, metric) / getattr(best, metric) - 1.0
+    part, grown = find_growth(best, other, "time_s" if other.time_s > most_time_s else metric)
+    verdict: Verdict = "worse" if change > 0 else "better"
+    if abs(change) < _AS_GOOD:
+        verdict = "as good"
+    if other.time_s > most_time_s:
+        verdict = "too slow"
+        change = other.time_s / best.time_s - 1.0
+    return PlanNeighbour(
+        setting=setting,
+        value=_describe(other.layout, setting),
+        verdict=verdict,
+        layout=other.layout,
+        change=change,
+        part=part if grown > 0 else None,
+        part_change=grown if grown > 0 else None,
+    )
+
+
+def _describe(layout: Layout, setting: str) -> str:
+    value = getattr(layout, setting)
+    if setting == "placement":
+        return "-".join(value)
+    if setting == "offload":
+        return "+".join(value) or "nothing"
+    return str(value)

@@ -1,0 +1,248 @@
+"""The space of layouts and the search in it: what divides, what fits, and bounds that spare most of the evaluations.
+
+The space: GPUs are all of the cluster's, or the largest power of two of them. tp divides heads, width and MLP and stays
+inside the fast domain; cp leaves at least 1,024 tokens to a rank; pp and vp divide the layers, or the layers and up to
+three more (5%), since the vocabulary takes the place of layers then; ep divides the experts and a stage's ranks; dp and
+the microbatch, a power of two, divide the batch. An interleaved pipeline takes microbatches in groups of pp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..estimate.power import PowerModel
+from .cluster import Cluster
+from .layout import Layout
+from .plan_cost import PlanCandidate, evaluate_layout, make_job
+from .training import estimate_training
+from .training_memory import estimate_memory
+from .training_model import AXES, RECOMPUTE, SHARDINGS, ModelShape, TrainingJob
+
+_LEAST_CHUNK = 1024  # tokens of a rank under context parallelism
+_MOST_MISSING, _MISSING_SHARE = 3, 0.05  # layers that may lack for stages of equal size
+_MOST_CHUNKS = 16
+_NEAR_PP = ("tp", "cp", "pp", "dp")
+# Parts of a step that no choice of sharding, chunks, placement or offload makes shorter.
+_FIXED_PARTS = ("compute", "tensor parallel", "context parallel", "expert parallel", "pipeline bubble", "optimizer")
+_LISTED, _WORTH = 8, 1.25  # divisions that the result lists at most, and how much worse they may be
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanProblem:
+    """What is planned: a model and its batch on a cluster; plans may fill `memory_limit` of a GPU's memory."""
+
+    model: ModelShape
+    cluster: Cluster
+    seq: int
+    global_batch: int
+    precision: str = "bf16"
+    memory_limit: float = 0.95
+    gpus: int | None = None
+    offload: bool = True
+
+    def count_gpus(self) -> list[int]:
+        """How many GPUs are tried."""
+        if self.gpus is not None:
+            return [self.gpus]
+        whole = self.cluster.gpus
+        return sorted({whole, 1 << (whole.bit_length() - 1)}, reverse=True)
+
+
+@dataclass(slots=True)
+class SearchState:
+    """What a search has seen: evaluations, the best of each division, the nearest miss of each that does not fit."""
+
+    evaluations: int = 0
+    best: dict[tuple[int, ...], PlanCandidate] = field(default_factory=dict)
+    over_bytes: dict[tuple[int, ...], tuple[float, Layout]] = field(default_factory=dict)
+    fitting: set[tuple[int, ...]] = field(default_factory=set)
+
+
+def list_divisors(n: int, most: int | None = None) -> list[int]:
+    """Divisors in order, up to `most`."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    both = sorted({*small, *(n // d for d in small)})
+    return [d for d in both if most is None or d <= most]
+
+
+def list_divisions(problem: PlanProblem) -> Iterator[Layout]:
+    """Every tp, cp, pp, ep, dp and microbatch of the space, with the other settings at their plainest."""
+    model, batch = problem.model, problem.global_batch
+    for gpus in problem.count_gpus():
+        for tp in list_divisors(gpus, problem.cluster.domain):
+            if not _divides_model(model, tp):
+                continue
+            for pp in list_divisors(gpus // tp, model.layers):
+                if not _is_balanced(model.layers, pp):
+                    continue
+                for cp in list_divisors(gpus // (tp * pp)):
+                    if cp > 1 and (problem.seq % (2 * cp) or problem.seq < cp * _LEAST_CHUNK):
+                        continue
+                    dp = gpus // (tp * pp * cp)
+                    if batch % dp:
+                        continue
+                    for micro in (2**n for n in range(5) if batch // dp % 2**n == 0):
+                        for ep in list_divisors(math.gcd(model.experts, tp * cp * dp)) if model.experts else [1]:
+                            many = batch // dp // micro
+                            yield Layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, micro_batch=micro, microbatches=many)
+
+
+def _divides_model(model: ModelShape, tp: int) -> bool:
+    keys = model.key_heads
+    whole = all(size % tp == 0 for size in (model.heads, model.hidden, model.ffn))
+    return whole and (keys % tp == 0 or tp % keys == 0)
+
+
+def _is_balanced(layers: int, stages: int) -> bool:
+    return -layers % stages <= min(_MOST_MISSING, _MISSING_SHARE * layers)
+
+
+def list_chunks(layout: Layout, model: ModelShape) -> list[int]:
+    """The numbers of chunks of layers that each stage may hold."""
+    if layout.pp == 1 or layout.microbatches % layout.pp:
+        return [1]
+    most = min(_MOST_CHUNKS, model.layers // layout.pp)
+    return [vp for vp in range(1, most + 1) if vp == 1 or _is_balanced(model.layers, layout.pp * vp)]
+
+
+def list_variants(problem: PlanProblem, base: Layout) -> Iterator[Layout]:
+    """The choices of chunks, sharding, placement and offload of a division; recompute is left at its plainest."""
+    far = base.gpus > problem.cluster.domain
+    near = far and base.pp > 1 and base.dp > 1 and base.ep == 1
+    placements = [AXES, _NEAR_PP] if near else [AXES]
+    for vp, sharding, placement in itertools.product(
+        list_chunks(base, problem.model), list_shardings(base), placements
+    ):
+        for offload in list_offloads(problem, base):
+            yield dataclasses.replace(base, vp=vp, schedule="", sharding=sharding, placement=placement, offload=offload)
+
+
+def list_shardings(base: Layout) -> list[str]:
+    """What data-parallel ranks may share out."""
+    return list(SHARDINGS) if base.dp * base.cp > 1 else ["none"]
+
+
+def list_offloads(problem: PlanProblem, base: Layout) -> list[tuple[str, ...]]:
+    """What may be on the host, least first."""
+    if not (problem.offload and problem.cluster.can_offload):
+        return [()]
+    some: list[tuple[str, ...]] = [(), ("optimizer",)]
+    if base.pp == 1 and not problem.model.tied:
+        some += [("embedding",), ("optimizer", "embedding")]
+    return some
+
+
+def count_over_bytes(problem: PlanProblem, layout: Layout, job: TrainingJob | None = None) -> float:
+    """Bytes by which the fullest rank, or a node's host, is too small for a layout; negative where there is room."""
+    job = job or make_job(problem, layout)
+    capacity = problem.cluster.device.memory.capacity_bytes
+    assert capacity is not None  # estimate_training says so before
+    total = estimate_memory(job, layout.recompute).total
+    over = total - problem.memory_limit * capacity.value
+    host = problem.cluster.host_memory_bytes
+    if layout.offload and host is not None:
+        moved = estimate_memory(dataclasses.replace(job, offload=()), layout.recompute).total - total
+        node = min(layout.gpus, problem.cluster.node_gpus.value)
+        over = max(over, moved * node - problem.memory_limit * host.value)
+    return over
+
+
+def find_least_recompute(problem: PlanProblem, layout: Layout) -> Layout | None:
+    """The layout with the least recomputation that fits, or None. More of it costs time and joules, never less."""
+    job = make_job(problem, layout)
+    for recompute in RECOMPUTE:
+        trial = dataclasses.replace(layout, recompute=recompute)
+        if count_over_bytes(problem, trial, dataclasses.replace(job, recompute=recompute)) <= 0:
+            return trial
+    return None
+
+
+def search_layouts(problem: PlanProblem, metric: str, state: SearchState, most_time_s: float = math.inf) -> None:
+    """Evaluate what may be among the best by a metric ("time_s" or "energy_j"), with bounds for the rest."""
+    queue: list[tuple[float, int, Layout]] = []
+    for number, base in enumerate(list_divisions(problem)):
+        if not _may_fit(problem, base, state):
+            continue
+        bounds = _bound(problem, base)
+        state.evaluations += 1
+        if bounds["time_s"] <= most_time_s:
+            queue.append((bounds[metric], number, base))
+    heapq.heapify(queue)
+    while queue:
+        bound, _, base = heapq.heappop(queue)
+        if bound > _worst_worth(state, metric, most_time_s):
+            return
+        for candidate in evaluate_variants(problem, base, state):
+            if candidate.time_s <= most_time_s:
+                key = _division(candidate.layout)
+                known = state.best.get(key)
+                if known is None or known.time_s > most_time_s or getattr(candidate, metric) < getattr(known, metric):
+                    state.best[key] = candidate
+
+
+def _division(layout: Layout) -> tuple[int, ...]:
+    return (layout.tp, layout.cp, layout.pp, layout.ep, layout.dp)
+
+
+def _worst_worth(state: SearchState, metric: str, most_time_s: float) -> float:
+    """The metric above which a division would not be listed."""
+    values: list[float] = sorted(getattr(c, metric) for c in state.best.values() if c.time_s <= most_time_s)
+    if not values:
+        return math.inf
+    return min(values[:_LISTED][-1] if len(values) >= _LISTED else math.inf, _WORTH * values[0])
+
+
+def _may_fit(problem: PlanProblem, base: Layout, state: SearchState) -> bool:
+    """Whether the most frugal variant fits; else notes by how much it does not."""
+    offload = list_offloads(problem, base)[-1]
+    shardings = list_shardings(base)
+    frugal = [dataclasses.replace(base, sharding=s, recompute="full", offload=offload) for s in shardings]
+    over, layout = min(((count_over_bytes(problem, f), f) for f in frugal), key=lambda pair: pair[0])
+    if over > 0 and offload:  # the host may be what is too small
+        layouts = [dataclasses.replace(f, offload=()) for f in frugal]
+        over, layout = min(((count_over_bytes(problem, f), f) for f in layouts), key=lambda pair: pair[0])
+    key = _division(base)
+    if over <= 0:
+        state.fitting.add(key)
+        state.over_bytes.pop(key, None)
+        return True
+    if key not in state.fitting and (key not in state.over_bytes or over < state.over_bytes[key][0]):
+        state.over_bytes[key] = (over, layout)
+    return False
+
+
+def _bound(problem: PlanProblem, base: Layout) -> dict[str, float]:
+    """Seconds and joules that no variant of a division is below: no recomputation, the smallest bubble."""
+    chunks = max(list_chunks(base, problem.model))
+    best = dataclasses.replace(base, vp=chunks, schedule="", sharding="zero1" if base.dp * base.cp > 1 else "none")
+    cost = estimate_training(make_job(problem, best))
+    jitter = cost.step_s / (cost.step_s - cost.parts["waiting"])  # a share of the rest
+    seconds = jitter * sum(cost.parts[part] for part in _FIXED_PARTS)
+    static_w = PowerModel.from_device(problem.cluster.device).static_w
+    spent = sum(joules for part, joules in cost.energy_parts.items() if part != "waiting")
+    waiting = max(0.0, cost.energy_parts["waiting"] - 2.0 * static_w * (cost.step_s - seconds))  # at most twice static
+    joules = base.gpus * (spent + waiting)
+    if problem.cluster.host_w is not None:
+        joules += problem.cluster.nodes * problem.cluster.host_w.value * seconds
+    return {"time_s": seconds, "energy_j": joules}
+
+
+def evaluate_variants(problem: PlanProblem, base: Layout, state: SearchState) -> Iterator[PlanCandidate]:
+    """The variants of a division that fit, each with the least recomputation."""
+    plain: dict[tuple[object, ...], bool] = {}
+    for variant in list_variants(problem, base):
+        key = (variant.vp, variant.sharding, variant.placement)
+        if plain.get(key):  # it fits without recomputation and without the host: the host would only add to it
+            continue
+        layout = find_least_recompute(problem, variant)
+        if layout is None:
+            continue
+        if not layout.offload and layout.recompute == "none":
+            plain[key] = True
+        state.evaluations += 1
+        yield evaluate_layout(problem, layout)

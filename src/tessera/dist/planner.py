@@ -1,0 +1,272 @@
+"""`plan`: how to divide a training step over a cluster, by the cost model: what it chose, and why no neighbour."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..errors import ArgumentError, DoesNotFit, did_you_mean
+from .cluster import Cluster, load_cluster
+from .layout import Layout
+from .model_shape import read_model_shape
+from .plan_cost import PlanCandidate
+from .plan_neighbours import PlanNeighbour, list_neighbours
+from .plan_search import PlanProblem, SearchState, search_layouts
+from .plan_timeline import StepTimeline, draw_timeline
+from .training import ERROR_EXPOSED
+from .training_model import ModelShape
+
+_METRICS = {"time": "time_s", "energy": "energy_j"}
+_AS_GOOD = 1.005  # a layout with fewer axes is preferred to one that is better by less than this
+_DEFAULT_TOKENS = 2**22  # of a step, where no batch is given: Llama 2 was trained with 4 million
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastSure:
+    """The figure that adds most to the error of the goal: `error` is its share of it, in seconds or joules."""
+
+    name: str
+    error: float
+    unit: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanMisfit:
+    """A division that does not fit, its most frugal layout, and the bytes that lack."""
+
+    layout: Layout
+    over_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """The layouts that were found for a model on a cluster, best first, and what speaks against the others."""
+
+    problem: PlanProblem
+    goal: str
+    candidates: tuple[PlanCandidate, ...]
+    neighbours: tuple[PlanNeighbour, ...]
+    misfits: tuple[PlanMisfit, ...]
+    least_sure: LeastSure
+    evaluations: int
+    search_s: float
+
+    @property
+    def best(self) -> PlanCandidate:
+        """The layout to take."""
+        return self.candidates[0]
+
+    @property
+    def metric(self) -> str:
+        """The attribute of a candidate that the goal makes small: "time_s" or "energy_j"."""
+        return _METRICS[self.goal.partition(",")[0]]
+
+    @cached_property
+    def timeline(self) -> StepTimeline:
+        """One step of the best layout: stages over time."""
+        return draw_timeline(self.best.layout, self.best.parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        problem = self.problem
+        given = {"seq": problem.seq, "global_batch": problem.global_batch, "precision": problem.precision}
+        return {
+            "goal": self.goal,
+            "model": dataclasses.asdict(problem.model) | {"parameters": problem.model.parameters},
+            "cluster": problem.cluster.to_dict(),
+            **given,
+            "memory_limit": problem.memory_limit,
+            "best": self.best.to_dict(),
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+            "neighbours": [neighbour.to_dict() for neighbour in self.neighbours],
+            "misfits": [dataclasses.asdict(misfit) for misfit in self.misfits],
+            "least_sure": dataclasses.asdict(self.least_sure),
+            "timeline": self.timeline.to_dict(),
+            "evaluations": self.evaluations,
+            "search_s": self.search_s,
+        }
+
+    def __str__(self) -> str:
+        from ..report.plan import plan_text
+
+        return plan_text(self)
+
+
+def plan(
+    model: Any,
+    inputs: Any = None,
+    cluster: str | Cluster = "dgx-h200",
+    goal: str = "time",
+    *,
+    seq: int | None = None,
+    global_batch: int | None = None,
+    precision: str = "bf16",
+    gpus: int | None = None,
+    offload: bool = True,
+    memory_limit: float = 0.95,
+) -> ParallelPlan:
+    """The best division of a training step over a cluster, by the cost model of `estimate_training`.
+
+    `model`: an `nn.Module` (also on the meta device), a `ModelShape`, its sizes as a mapping, or a configuration of
+    Hugging Face ("hf:config.json"). `inputs`: token ids of one step (batch x tokens), or give `seq` and
+    `global_batch`; without a batch it is about 4 million tokens. `cluster`: "gb200-nvl72", "dgx-h200:4" (four nodes)
+    or the path of a file. `goal`: "time", "energy", or "energy, time<=1.05" (the fewest joules among layouts that take
+    at most 5% longer than the fastest). `gpus` takes fewer than the cluster has. `memory_limit` is the share of a
+    GPU's memory that a layout may fill.
+    """
+    where = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    metric, slack = _parse_goal(goal)
+    batch, tokens = _read_batch(inputs)
+    seq = seq or tokens
+    if seq is None:
+        raise ArgumentError("the number of tokens in a sequence is missing", fix="give seq=8192, or inputs")
+    used = gpus or where.gpus
+    if not 1 <= used <= where.gpus:
+        raise ArgumentError(f"gpus={gpus} of a cluster of {where.gpus}", fix=f"1 to {where.gpus}")
+    if not 0.0 < memory_limit <= 1.0:
+        raise ArgumentError(f"memory_limit={memory_limit} is not a share of the memory", fix="0.95")
+    problem = PlanProblem(
+        model=_read_shape(model),
+        cluster=where,
+        seq=seq,
+        global_batch=global_batch or batch or _default_batch(seq, used),
+        precision=precision,
+        memory_limit=memory_limit,
+        gpus=gpus,
+        offload=offload,
+    )
+    return _search(problem, goal, metric, slack)
+
+
+def _read_shape(model: Any) -> ModelShape:
+    if isinstance(model, Mapping) and "hidden" in model:
+        return ModelShape(**model)
+    return read_model_shape(model)
+
+
+def _default_batch(seq: int, gpus: int) -> int:
+    return max(1, round(_DEFAULT_TOKENS / seq / gpus)) * gpus
+
+
+def _parse_goal(goal: str) -> tuple[str, float | None]:
+    """The metric of a goal, and how much longer than the fastest a step may take."""
+    match = re.fullmatch(r"(\w+)(?:\s*,\s*time\s*<=\s*(\d+(?:\.\d+)?))?", goal.strip().lower())
+    word = match[1] if match else goal.partition(",")[0]
+    if match is None or word not in _METRICS or (match[2] and word == "time"):
+        raise ArgumentError(
+            f"no goal {goal!r}{did_you_mean(word, _METRICS)}", fix='"time", "energy", or "energy, time<=1.05"'
+        )
+    slack = float(match[2]) if match[2] else None
+    if slack is not None and slack < 1.0:
+        raise ArgumentError(f"time<={slack:g} is faster than the fastest", fix="energy, time<=1.05")
+    return _METRICS[word], slack
+
+
+def _read_batch(inputs: Any) -> tuple[int | None, int | None]:
+    """Sequences and tokens of example inputs: the sizes of the first tensor with two axes."""
+    for value in _walk(inputs):
+        shape = tuple(getattr(value, "shape", ()))
+        if len(shape) >= 2:
+            return int(shape[0]), int(shape[1])
+    return None, None
+
+
+def _walk(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _walk(item)
+    else:
+        yield value
+
+
+def _search(problem: PlanProblem, goal: str, metric: str, slack: float | None) -> ParallelPlan:
+    start = time.perf_counter()
+    state, most_s = SearchState(), math.inf
+    if slack is not None:
+        search_layouts(problem, "time_s", state)
+        most_s = slack * min((c.time_s for c in state.best.values()), default=math.inf)
+    search_layouts(problem, metric, state, most_s)
+    allowed = [c for c in state.best.values() if c.time_s <= most_s]
+    if not allowed:
+        raise _nothing_fits(problem, state)
+    ranked = sorted(allowed, key=lambda c: _value(c, metric))
+    good = [c for c in ranked if _value(c, metric) <= _AS_GOOD * _value(ranked[0], metric)]
+    best = min(good, key=lambda c: (_count_axes(c.layout), _value(c, metric)))
+    ranked = [best, *(c for c in ranked if c is not best)]
+    neighbours = list_neighbours(problem, best, metric, most_s)
+    misfits = sorted(state.over_bytes.values(), key=lambda pair: pair[0])
+    return ParallelPlan(
+        problem=problem,
+        goal=goal.strip().lower(),
+        candidates=tuple(ranked[:10]),
+        neighbours=tuple(neighbours),
+        misfits=tuple(PlanMisfit(layout=layout, over_bytes=over) for over, layout in misfits),
+        least_sure=find_least_sure(problem, best, metric),
+        evaluations=state.evaluations,
+        search_s=time.perf_counter() - start,
+    )
+
+
+def _value(candidate: PlanCandidate, metric: str) -> float:
+    value: float = getattr(candidate, metric)
+    return value
+
+
+def _count_axes(layout: Layout) -> int:
+    sizes = (layout.tp, layout.cp, layout.pp, layout.ep, layout.vp)
+    return sum(size > 1 for size in sizes) + len(layout.offload)
+
+
+def _nothing_fits(problem: PlanProblem, state: SearchState) -> DoesNotFit | ArgumentError:
+    cluster, billions = problem.cluster, problem.model.parameters / 1e9
+    if not state.over_bytes:
+        return ArgumentError(
+            f"no layout divides {cluster.gpus} GPUs and a batch of {problem.global_batch}",
+            why="the data-parallel ranks must divide the batch, and tp the heads of the model",
+            fix=f"give a batch that is a multiple of {cluster.gpus}, or gpus= a power of two",
+        )
+    over, layout = min(state.over_bytes.values(), key=lambda pair: pair[0])
+    return DoesNotFit(
+        f"a model of {billions:.1f} billion parameters does not fit on {cluster.name} x {cluster.nodes}",
+        why=f"the most frugal layout ({layout}, {layout.sharding}, everything recomputed) lacks {over / 2**30:.1f} GiB "
+        "on each GPU",
+        fix="take more nodes, shorter sequences, or a smaller model",
+    )
+
+
+def find_least_sure(problem: PlanProblem, best: PlanCandidate, metric: str) -> LeastSure:
+    """The figure that adds most to the error of the metric."""
+    scale = 1.0 if metric == "time_s" else best.energy_j / best.time_s
+    unit = "s" if metric == "time_s" else "J"
+    exposed = 1.0 - best.parts["compute"] / best.time_s
+    hidden = math.sqrt(max(0.0, (best.error_s / best.time_s) ** 2 - (ERROR_EXPOSED * exposed) ** 2))
+    waits = {part: s for part, s in best.parts.items() if part not in ("compute", "optimizer")}
+    largest = max(waits, key=waits.__getitem__)
+    known = [
+        LeastSure(
+            name="the speed of products and attention in training",
+            error=hidden * best.time_s * scale,
+            unit=unit,
+            why="published runs of one model on one chip differ by this between frameworks and releases",
+        ),
+        LeastSure(
+            name=f"what compute does not hide, most of it {largest}",
+            error=ERROR_EXPOSED * exposed * best.time_s * scale,
+            unit=unit,
+            why="overlap follows the framework, and no network was measured",
+        ),
+    ]
+    host = problem.cluster.host_w
+    if metric == "energy_j" and host is not None and host.error is not None:
+        error = host.error * problem.cluster.nodes * best.time_s
+        known.append(LeastSure(name="the watts of the host", error=error, unit=unit, why=host.source))
+    return max(known, key=lambda figure: figure.error)
