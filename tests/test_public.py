@@ -47,6 +47,18 @@ FLAGS = {
         "--top", "--json",
     },
     "diff": _DIFF,
+    "plan": {
+        "model",
+        "--cluster",
+        "--goal",
+        "--seq",
+        "--global-batch",
+        "--precision",
+        "--gpus",
+        "--no-offload",
+        "--json",
+        "--html",
+    },
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},
     "predict": {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",
