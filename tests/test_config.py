@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -143,10 +144,31 @@ def test_a_strangers_pyproject_is_not_even_parsed(home: Path, text: str) -> None
     assert config.load().pue == 1.3
 
 
-def test_a_hostile_section_of_ours_is_one_error(home: Path) -> None:
-    (home / "project" / "pyproject.toml").write_text("[tool.tessera]\npue = " + "[" * 5000)
-    with pytest.raises(ArgumentError, match=r"(?s)cannot read .*pyproject\.toml.*nested too deeply"):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("pue = " + "[" * 5000, "nested too deeply"), ("pue = 0", "pue = 0 is not a number"), ("puf = 2", "unknown key")],
+    ids=range(3),
+)
+def test_a_broken_section_that_was_merely_found_is_one_line(home: Path, text: str, words: str) -> None:
+    (home / "pyproject.toml").write_text("[tool.tessera]\npue = 1.3\n")
+    (home / "project" / "pyproject.toml").write_text(f"[tool.tessera]\n{text}\n")
+    config._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=r"(?s)project/pyproject\.toml is ignored: .*" + words) as said:
+        assert config.load().pue == 1.3
         config.load()
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+    config._warn_once.cache_clear()
+    assert invoke(main.cli, "completion", "bash").code in (0, None)
+
+
+def test_the_pyproject_of_another_user_is_not_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "project" / "pyproject.toml").write_text("[tool.tessera]\npue = 1.3\n")
+    assert config.load().pue == 1.3
+    if os.geteuid() == 0:
+        os.chown(home / "project" / "pyproject.toml", 12345, -1)
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: 12345)
+    assert config.load().pue is None
 
 
 def test_zero_has_no_sign() -> None:

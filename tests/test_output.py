@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tessera.cli.options import check_writable
 from tessera.errors import ArgumentError
 from tessera.output import escape_formula, remove_controls, replace_when_written
 
@@ -70,24 +71,39 @@ def test_a_link_to_a_pipe_or_a_device_is_replaced(tmp_path: Path, kind: str) -> 
     assert not target.is_symlink() and target.read_text() == "joules"
 
 
-def test_a_pipe_that_the_user_made_is_written_to(tmp_path: Path) -> None:
+def test_a_pipe_with_a_name_is_refused_instead_of_waiting_for_a_reader(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with replace_when_written(pipe) as part:
-        assert part == pipe
+    with pytest.raises(ArgumentError, match="a pipe, not a file"), replace_when_written(pipe):
+        pass
+    with pytest.raises(ArgumentError, match="a pipe, not a file"):
+        check_writable(pipe)
     assert stat.S_ISFIFO(pipe.lstat().st_mode)
+
+
+def test_what_this_process_has_open_is_written_to() -> None:
+    reader, writer = os.pipe()
+    try:
+        path = Path(f"/dev/fd/{writer}")
+        check_writable(path)
+        with replace_when_written(path) as part:
+            part.write_text("joules")
+        assert os.read(reader, 100) == b"joules"
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def test_a_disk_or_a_socket_is_never_written_to_or_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's path has at most 108 characters
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("s.html")
-        with pytest.raises(ArgumentError, match="a disk or a socket"), replace_when_written(Path("s.html")):
+        with pytest.raises(ArgumentError, match="a disk, a socket"), replace_when_written(Path("s.html")):
             pass
         assert stat.S_ISSOCK(Path("s.html").lstat().st_mode)
     block, real = os.stat_result((stat.S_IFBLK | 0o660, *(0,) * 9)), Path.stat
     monkeypatch.setattr(Path, "stat", lambda path, **how: block if path == Path("/dev/null") else real(path, **how))
-    with pytest.raises(ArgumentError, match="a disk or a socket"), replace_when_written(Path("/dev/null")):
+    with pytest.raises(ArgumentError, match="a disk, a socket"), replace_when_written(Path("/dev/null")):
         pass
 
 

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import warnings
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ArgumentError, did_you_mean
-from .read_limits import TOML_BYTES, parse_toml, quote_value
+from .read_limits import TOML_BYTES, parse_toml, quote_value, read_bytes
 from .units import J_PER_KWH, format_mass, format_watt_hours
 
 PREFIX = "TESSERA_"
@@ -108,12 +109,6 @@ def load(folder: str | Path | None = None) -> Config:
     """The settings in force in a folder (the current one): each key from the first place that states it."""
     stated: dict[str, Any] = {}
     for where, values in _read_places(Path(folder or Path.cwd())):
-        for key in values:
-            if key not in KEYS:
-                near = did_you_mean(key[:80], KEYS)
-                raise ArgumentError(
-                    f"{where} has an unknown key {quote_value(key)}{near}", fix=f"one of: {', '.join(KEYS)}"
-                )
         _check_values(where, values)
         stated = {**values, **stated}
     return Config(**stated)
@@ -159,10 +154,16 @@ def _read_places(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             where = f"${PREFIX}{key.upper()}"
             yield where, {key: _parse_value(where, key, text)}
     for path in (parent / "pyproject.toml" for parent in (folder.absolute(), *folder.absolute().parents)):
-        table = _read_section(path)
-        if table is not None:
-            yield f"[tool.tessera] of {path}", table
-            break
+        where = f"[tool.tessera] of {path}"
+        try:
+            table = _read_section(path)
+            if table is not None:
+                _check_values(where, table)
+                yield where, table
+                break
+        except ArgumentError as exc:  # nobody named this file: it may be anybody's, above the folder
+            why = exc.what if exc.why is None else f"{exc.what} ({exc.why})"
+            _warn_once(f"{where} is ignored: {' '.join(why.split())}")
     path = user_file()
     if path.is_file():
         yield str(path), _read_toml(path)
@@ -175,8 +176,17 @@ def _parse_value(where: str, key: str, text: str) -> float | str:
         raise ArgumentError(f"{where}={text!r} is not a number", fix="write it as 1.25") from None
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=5)
+
+
 def _check_values(where: str, values: Mapping[str, Any]) -> None:
-    """An error about a value names the place that states it."""
+    """An error about a key or a value names the place that states it."""
+    for key in values:
+        if key not in KEYS:
+            what = f"{where} has an unknown key {quote_value(key)}{did_you_mean(key[:80], KEYS)}"
+            raise ArgumentError(what, fix=f"one of: {', '.join(KEYS)}")
     try:
         Config(**values)
     except ArgumentError as exc:
@@ -185,11 +195,14 @@ def _check_values(where: str, values: Mapping[str, Any]) -> None:
 
 
 def _read_section(path: Path) -> Mapping[str, Any] | None:
-    """[tool.tessera] of a pyproject.toml; None without one, and whatever else is wrong with the file is not ours."""
+    """[tool.tessera] of a pyproject.toml; None without one, and whatever else is wrong with the file is not ours.
+
+    A file of another user is not read: anybody can put one into /tmp.
+    """
     try:
-        if not path.is_file() or path.stat().st_size > TOML_BYTES or b"tool.tessera" not in path.read_bytes():
+        if path.stat().st_uid not in (0, os.geteuid()) or b"tool.tessera" not in read_bytes(path, TOML_BYTES):
             return None
-    except OSError:
+    except (OSError, ValueError):
         return None
     table: Any = _read_toml(path)
     for name in ("tool", "tessera"):
@@ -199,8 +212,7 @@ def _read_section(path: Path) -> Mapping[str, Any] | None:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            return parse_toml(file.read(TOML_BYTES + 1))
+        return parse_toml(read_bytes(path, TOML_BYTES))
     except (OSError, ValueError) as exc:
         raise ArgumentError(f"cannot read {path}", why=str(exc), fix='write lines such as: currency = "EUR"') from exc
 

@@ -22,14 +22,14 @@ def replace_when_written(path: Path, *, make_folder: bool = False) -> Iterator[P
     """A path to write to, which takes its name once all is written: no reader finds half a file, nor an empty one.
 
     The path is new and its name cannot be guessed, so that nobody has put a link there. A link that has the final name
-    is replaced, not followed. A pipe, a terminal, and what is named under /dev or /proc (/dev/stdout, /dev/fd/3) are
-    written to as they are; a disk never is.
+    is replaced, not followed. What is named under /dev or /proc (/dev/stdout, /dev/null, /dev/fd/3) is written to as it
+    is. A disk or a socket never is, nor a pipe with a name, which would wait for a reader that may never come.
     """
     part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.part")
     try:
         if make_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
-        if _is_stream(path):
+        if is_stream(path):
             yield path
             return
         os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
@@ -42,16 +42,16 @@ def replace_when_written(path: Path, *, make_folder: bool = False) -> Iterator[P
             part.unlink(missing_ok=True)
 
 
-def _is_stream(path: Path) -> bool:
-    """Whether to write to what is there rather than to replace it. Raises OSError for a disk or a socket."""
+def is_stream(path: Path) -> bool:
+    """Whether to write to what is there rather than to replace it. Raises OSError for a disk, a socket or a pipe."""
     if not path.exists() and not path.is_symlink():
         return False
     named = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow the link
     system = named.is_relative_to("/proc") or (named.is_relative_to("/dev") and not named.is_relative_to("/dev/shm"))
     mode = (path.stat() if system else path.lstat()).st_mode
-    if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
-        raise OSError(errno.EINVAL, "it is a disk or a socket, not a file")
-    return system or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+    if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode) or (stat.S_ISFIFO(mode) and not system):
+        raise OSError(errno.EINVAL, "it is a disk, a socket or a pipe, not a file")
+    return system or stat.S_ISCHR(mode)
 
 
 def cannot_write(path: Path, error: OSError) -> ArgumentError:

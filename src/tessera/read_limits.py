@@ -8,12 +8,16 @@ what any file needs that a profiler wrote.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
 import reprlib
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from .errors import RecordingError
 
@@ -21,6 +25,8 @@ JSON_BYTES = 16 << 20
 """The longest JSON that is read without knowing its types: objects take twenty times their text."""
 TRACE_BYTES = 1 << 30
 """The longest trace that is taken from a process whole: one of some steps has a few hundred MB."""
+COUNTER_BYTES = 256 << 20
+"""The longest table of hardware counters: a kernel has a few KB."""
 SECONDS, SECONDS_PER_BYTE = 3.0, 1.6e-7
 """CPU seconds for what does not read straight through: SQL, and text that has to be repaired."""
 ROWS, BYTES_PER_ROW = 1_000_000, 6
@@ -29,6 +35,35 @@ INFLATED_BYTES, INFLATION = 64 << 20, 64
 """Bytes that compressed data may become. Traces shrink 10 to 25 times."""
 TOML_BYTES, TOML_DOTS = 1 << 20, 4_000_000
 """Settings have a few KB. Python keeps every beginning of a dotted key: 40 KB of `a.a.a` would take 2.4 GB."""
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading. An OSError refuses pipes and devices, which may keep a reader waiting for ever.
+
+    A pipe that is open already (/dev/stdin, or what a shell passes for `<(command)`) has somebody who writes to it.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # refuses a folder
+    mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and is_descriptor(path)):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+    os.set_blocking(file.fileno(), True)
+    return file
+
+
+def is_descriptor(path: Path) -> bool:
+    """Whether a path means something that this process has open: /dev/stdout, /dev/fd/3, /proc/self/fd/3."""
+    named = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow the link
+    return named.startswith(("/dev/fd/", "/dev/std", "/proc/"))
+
+
+def read_bytes(path: Path, most: int = JSON_BYTES) -> bytes:
+    """All of a file; a ValueError where it is longer than `most`."""
+    with open_file(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it is longer than {most:,} bytes")
+    return data
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:

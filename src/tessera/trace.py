@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from .clock import EpochNs
 from .errors import MeasurementError, MissingExtra, RecordingError, did_you_mean
 from .joules import BASES, DomainSamples, Floats, Ints, sum_domains, worst_basis
 from .output import replace_when_written
+from .read_limits import open_file
 from .schema import Basis, Domain, Energy, Gap, Hold, Telemetry
 
 CSV_COLUMNS = ("epoch_us", "domain", "watts")
@@ -284,7 +286,7 @@ def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats, Basis | None]]:
 def open_csv(source: Path) -> Iterator[Any]:
     """A CSV reader of a power log; whatever goes wrong while it is read is a `RecordingError`."""
     try:
-        with source.open(newline="", encoding="utf-8-sig") as f:
+        with io.TextIOWrapper(open_file(source), newline="", encoding="utf-8-sig") as f:
             yield csv.reader(f, skipinitialspace=True)
     except (OSError, UnicodeDecodeError, csv.Error) as exc:
         why = exc.strerror if isinstance(exc, OSError) else str(exc)

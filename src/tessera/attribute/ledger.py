@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,8 +177,7 @@ class _Ledger:
             self._add(lines, p, step, p.activity.rows, "step")
             self._add_gaps(lines, p, step)
         steps = self._links.steps
-        edges = np.array([(s.start_ns, s.end_ns) for s in steps], np.int64).reshape(-1, 2)
-        wall_s = self._wall_s(edges[:, 0], edges[:, 1])
+        wall_s = self._wall_s(*np.array([(s.start_ns, s.end_ns) for s in steps], np.int64).reshape(-1, 2).T)
         rows = []
         for index, line in sorted(lines.items()):
             if index != NONE:
@@ -236,12 +236,8 @@ class _Ledger:
         flat = np.bincount(where * classes + part.activity.cls, part.seconds, minlength=len(distinct_keys) * classes)
         by_key = flat.reshape(len(distinct_keys), classes)
         time_s = sum_by_key(where, part.activity.share_s, len(distinct_keys))
-        on_device = not part.on_host  # there every row is one interval
-        counts = (
-            np.bincount(where, minlength=len(distinct_keys))
-            if on_device
-            else _distinct(where, rows, len(distinct_keys))
-        )
+        count = len(distinct_keys)  # on a device every row is one interval
+        counts = _distinct(where, rows, count) if part.on_host else np.bincount(where, minlength=count)
         for i, key in enumerate(distinct_keys.tolist()):
             line = lines.setdefault(key, _Line(kind))
             line.calls += int(counts[i])
@@ -309,6 +305,7 @@ class _Ledger:
         activity, classes = part.activity, len(part.watts)
         time, idle, calls = classes, classes + 1, classes + 2  # further columns, behind the seconds by class
         at = forest.place[innermost[activity.rows]]
+        entries: list[tuple[Ints, Ints | int, NDArray[np.floating[Any]] | float]]
         entries = [(at, activity.cls, part.seconds), (at, time, activity.share_s), (at, calls, 1.0)]
         if kind == "region" and not part.on_host and len(at) > 1:
             after = np.searchsorted(activity.start_ns, part.gap_end_ns, side="left")

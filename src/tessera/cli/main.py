@@ -9,6 +9,7 @@ import codecs
 import importlib
 import io
 import sys
+import warnings
 from collections.abc import Sequence
 
 import click
@@ -101,7 +102,11 @@ def cli(settings: tuple[str, ...]) -> None:
 
     for setting in settings:
         config.set_value(setting)
-    config.load()  # a mistake in a file is told before the work
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        config.load()  # a mistake in a file is told before the work
+    for warning in said:
+        click.echo(f"warning: {warning.message}", err=True)
 
 
 @cli.command("completion")

@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..errors import ArgumentError, TesseraError, UnitError, did_you_mean
-from ..output import cannot_write, replace_when_written
+from ..output import cannot_write, is_stream, replace_when_written
 from .failures import print_error
 
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -183,6 +183,8 @@ def _neighbours(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
 def check_writable(path: Path) -> None:
     """Fail before the work rather than after it. Leaves no empty file."""
     try:
+        if is_stream(path):
+            return
         existed = path.exists()
         path.open("ab" if existed else "xb").close()
         if not existed:

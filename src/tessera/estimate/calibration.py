@@ -25,6 +25,7 @@ import msgspec
 
 from ..errors import ArgumentError, RecordingError
 from ..output import replace_when_written
+from ..read_limits import read_bytes
 
 if TYPE_CHECKING:
     from .host import HostModel
@@ -231,7 +232,7 @@ class _Version(msgspec.Struct):
 @functools.lru_cache(maxsize=16)
 def _read(path: Path, _mtime_ns: int, _size: int, _inode: int) -> Calibration:
     try:
-        text = path.read_bytes()
+        text = read_bytes(path)
         version = msgspec.json.decode(text, type=_Version).schema_version
         if version > SCHEMA:
             raise RecordingError(

@@ -27,6 +27,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ..read_limits import open_file
+
 PAGE = 4096
 """Bytes of a page in our files."""
 MOST_FRAMES = 16_384
@@ -128,7 +130,7 @@ def _weights(count: int) -> NDArray[np.uint32]:
 def read_log(path: Path) -> RunLog | None:
     """The log beside a run; None where there is none, or it is empty."""
     try:
-        with Path(f"{path}-wal").open("rb") as file:
+        with open_file(Path(f"{path}-wal")) as file:
             head = file.read(_LOG_HEAD)
             return _read_frames(file, head) if len(head) == _LOG_HEAD else None
     except FileNotFoundError:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import RecordingError
-from ..read_limits import ReadBudget
+from ..read_limits import ReadBudget, open_file
 from .runfile_checksum import ChecksumError, OpenRunCheck, check_open_run, check_seal
 from .runfile_format import APPLICATION_ID, INDEXES, RUN_VERSION, TABLES
 
@@ -201,7 +201,7 @@ def _find_log(path: Path) -> tuple[bool, bool]:
 def check_journal(at: Path, path: Path) -> None:
     """Refuse a rollback journal that names another file: SQLite deletes that file when it recovers this one."""
     try:
-        with Path(f"{at}-journal").open("rb") as file:
+        with open_file(Path(f"{at}-journal")) as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - len(_JOURNAL_MAGIC)))
             tail = file.read()

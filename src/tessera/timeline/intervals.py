@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -240,7 +240,7 @@ class Forest:
         return common
 
     def sum_upwards(
-        self, entries: Sequence[tuple[Ints, Ints | int, NDArray[np.float64] | float]], columns: int
+        self, entries: Sequence[tuple[Ints, Ints | int, NDArray[np.floating[Any]] | float]], columns: int
     ) -> Iterator[tuple[int, NDArray[np.float64]]]:
         """Each place with the sums of the entries (place, column, value) at it and at all it holds; innermost first."""
         spread = [np.broadcast_arrays(*entry) for entry in entries]
@@ -252,7 +252,7 @@ class Forest:
         for place in range(len(parent) - 1, -1, -1):
             sums, own = waiting.pop(place, None), slice(edges[place], edges[place + 1])
             if own.stop > own.start:
-                added = np.bincount(column[own], value[own], minlength=columns)
+                added = np.bincount(column[own], value[own], minlength=columns).astype(np.float64, copy=False)
                 sums = added if sums is None else sums + added
             if sums is not None:
                 yield place, sums

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import RecordingError
-from ..read_limits import JSON_BYTES, ReadBudget
+from ..read_limits import JSON_BYTES, ReadBudget, open_file
 
 CHUNK_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
@@ -34,7 +34,7 @@ def read_pieces(
             progress(1.0)
         return
     try:
-        with source.open("rb") as file:
+        with open_file(source) as file:
             yield from _unpack(_read_counted(file, budget.size, progress), budget, notes)
     except OSError as error:
         raise _cannot_read(source, error) from error

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...errors import RecordingError
+from ...read_limits import COUNTER_BYTES, read_bytes
 from ...record import Record
 
 FIELDS = frozenset(Record.__struct_fields__)
@@ -149,9 +150,10 @@ def number(text: str) -> float | None:
 def text_of(path: str | Path) -> str:
     """The text of a counter file."""
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as exc:
-        raise RecordingError(f"cannot read {path}", why=exc.strerror, fix="give the CSV the profiler wrote") from exc
+        return read_bytes(Path(path), COUNTER_BYTES).decode("utf-8", "replace")
+    except (OSError, ValueError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else str(exc)
+        raise RecordingError(f"cannot read {path}", why=why, fix="give the CSV the profiler wrote") from exc
 
 
 def dimensions(text: str) -> tuple[int, ...] | None:

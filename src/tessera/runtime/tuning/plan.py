@@ -18,6 +18,7 @@ import msgspec
 
 from ...errors import ArgumentError, RecordingError
 from ...output import replace_when_written
+from ...read_limits import read_bytes
 
 if TYPE_CHECKING:
     from .parts import FunctionParts
@@ -101,7 +102,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Read what `save` wrote."""
         fix = "give a file that plan.save(path) wrote"
         try:
-            raw = msgspec.json.decode(Path(path).read_bytes())
+            raw = msgspec.json.decode(read_bytes(Path(path)))
             if isinstance(raw, dict) and raw.get("schema", 1) == 1:
                 raw |= {"schema": SCHEMA, "trials": [_rename(t) for t in raw.get("trials", ())]}
             plan = msgspec.convert(raw, type=cls)
