@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from tessera import selftest
 from tessera.cli.main import cli
+from tessera.cli.selftest import command as selftest_command
 from tessera.errors import MeasurementError
 from tessera.monitor import Monitor
 from tessera.report.console import Console
@@ -47,6 +49,7 @@ def test_a_check_that_breaks_is_a_failure_with_its_reason() -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "SCOPE_US", 1e6)  # a busy machine is not what is tested here
     monkeypatch.setattr(selftest, "SAMPLER_PCT", 100.0)
+    monkeypatch.setattr("tessera.cli.selftest.MOST", 1000)
     result = CliRunner().invoke(cli, ["selftest", "--seconds", "5", "--json"], standalone_mode=False)
     told = json.loads(result.output.splitlines()[-1])
     by = {c["name"]: c for c in told["checks"]}
@@ -86,6 +89,45 @@ def test_a_board_without_a_counter_is_not_waited_for_long(fake_nvml: FakeNvml, m
     begun_ns = fake_nvml.monotonic_ns()
     selftest._find_ticks(Monitor([]))
     assert fake_nvml.monotonic_ns() == begun_ns, "nobody waits where there is no board"
+
+
+def test_progress_is_told_before_anything_is_loaded_and_no_check_begins_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, told = [0.0], []
+
+    def pass_time(seconds: float) -> None:
+        now_s[0] += seconds
+
+    monkeypatch.setattr(selftest, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(selftest, "_warm_up", lambda: pass_time(40.0))  # CUDA of a cold machine
+    for name in ("scope", "simulated", "integral", "sampler", "mixture", "prediction"):
+        made = selftest.judge(name, name, 0.0, 1.0)
+        monkeypatch.setattr(selftest, f"check_{name}", lambda *_, made=made: (pass_time(12.0), made)[1])
+    checks = selftest.run_checks(
+        budget_s=45.0, limit_s=90.0, progress=lambda *step: told.append((now_s[0], *step)), monitor=Monitor([])
+    )
+    assert told[0] == (0.0, 0, selftest.STEPS, "loading torch and the sensors")
+    assert [step for _, step, *_ in told] == list(range(selftest.STEPS))
+    assert [c.verdict for c in checks] == ["pass"] * 4 + ["skipped"] * 2
+    assert "--seconds 90" in checks[-1].why
+    assert now_s[0] <= 90.0
+
+
+def test_the_command_says_at_once_how_long_it_takes_and_each_step_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def run_checks(*, budget_s: float, limit_s: float, progress: selftest.Progress) -> list[selftest.SelfCheck]:
+        seen.append(sys.stderr.getvalue())  # type: ignore[attr-defined]
+        progress(3, 7, "integral, about 14 s")
+        return [selftest.judge("scope", "x", 1.0, 2.0)]
+
+    monkeypatch.setattr(selftest, "run_checks", run_checks)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr("tessera.cli.selftest._describe_machine", lambda: "here")
+    selftest_command.callback(seconds=45.0, as_json=False)  # type: ignore[misc]
+    assert "about 45 s" in seen[0] and "90 s" in seen[0]
+    assert "4/7 integral, about 14 s ...\n" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 def test_torch_is_loaded_before_the_counters_ticks_are_sought(monkeypatch: pytest.MonkeyPatch) -> None:

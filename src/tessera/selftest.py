@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import platform
 import random
 import statistics
@@ -47,6 +48,9 @@ SCOPE_US, SAMPLER_PCT, INTEGRAL_PCT, SIMULATED_PCT, MIXTURE_PCT, PREDICTION_PCT 
 _SCOPES = 2000
 # NVML's counter is read densely until its ticks are found (sensors/_nvml_counter.py): half a second of reads in peace.
 _TICKS_S = 4.0
+_SAMPLER_S = 3.0
+STEPS = 7
+"""The six checks, and what is loaded before them."""
 _ALONE_S = 1.2
 _KERNEL_GROUPS = ("gemm.bf16", "attention", "copy", "norm")  # groups of estimate.calibration_kernels that are measured
 
@@ -90,25 +94,33 @@ def skip(name: str, what: str, why: str) -> SelfCheck:
 
 
 def run_checks(
-    *, budget_s: float = 45.0, progress: Progress | None = None, monitor: Monitor | None = None
-) -> list[SelfCheck]:
-    """Run all checks in about `budget_s` seconds."""
+    *, budget_s: float = 45.0, limit_s: float = math.inf, progress: Progress | None = None,
+    monitor: Monitor | None = None,
+) -> list[SelfCheck]:  # fmt: skip
+    """Run all checks in about `budget_s` seconds; one that would end after `limit_s` is skipped.
+
+    `progress` is told of each step before it begins: its number from 0 on, how many there are, and its name.
+    """
+    tell, until_s = progress or (lambda *_: None), time.monotonic() + limit_s
+    integral_s, mixture_s, prediction_s = max(4.0, 0.3 * budget_s), max(6.0, 0.3 * budget_s), max(4.0, 0.25 * budget_s)
+    tell(0, STEPS, "loading torch and the sensors")
     _warm_up()
     own = monitor or default()
     _find_ticks(own)
-    checks: Sequence[tuple[str, Callable[[], SelfCheck]]] = (
-        ("scope", lambda: check_scope(own)),
-        ("simulated", check_simulated),
-        ("integral", lambda: check_integral(own, max(4.0, 0.3 * budget_s))),
-        ("sampler", lambda: check_sampler(own)),
-        ("mixture", lambda: check_mixture(own, max(6.0, 0.3 * budget_s))),
-        ("prediction", lambda: check_prediction(max(4.0, 0.25 * budget_s))),
+    checks: Sequence[tuple[str, float, Callable[[], SelfCheck]]] = (
+        ("scope", 1.0, lambda: check_scope(own)),
+        ("simulated", 2.0, check_simulated),
+        ("integral", integral_s, lambda: check_integral(own, integral_s)),
+        ("sampler", _SAMPLER_S, lambda: check_sampler(own)),
+        ("mixture", mixture_s + 6 * _ALONE_S, lambda: check_mixture(own, mixture_s)),
+        ("prediction", prediction_s, lambda: check_prediction(prediction_s)),
     )
     results = []
-    for at, (name, check) in enumerate(checks):
-        if progress:
-            progress(at, len(checks), name)
-        results.append(_run_check(name, check))
+    for at, (name, lasts_s, check) in enumerate(checks, 1):
+        tell(at, STEPS, f"{name}, about {lasts_s:.0f} s")
+        late = time.monotonic() + lasts_s > until_s
+        why = f"there was no time left: --seconds {2 * budget_s:.0f} gives it more"
+        results.append(skip(name, name, why) if late else _run_check(name, check))
     return results
 
 
@@ -153,7 +165,7 @@ def check_scope(monitor: Monitor) -> SelfCheck:
 def check_sampler(monitor: Monitor) -> SelfCheck:
     """What the sampling thread takes of one core."""
     start, cpu_s = time.monotonic(), monitor.sampler.cpu_time_s
-    time.sleep(3.0)
+    time.sleep(_SAMPLER_S)
     share = 100 * (monitor.sampler.cpu_time_s - cpu_s) / (time.monotonic() - start)
     return judge("sampler", "of one core, for sampling", share, SAMPLER_PCT)
 

@@ -6,6 +6,9 @@ import sys
 
 import click
 
+MOST = 2
+"""No check begins that would end later than so many times `--seconds`: loading CUDA alone may take half a minute."""
+
 
 @click.command("selftest")
 @click.option("--seconds", type=click.FloatRange(min=5), default=45.0, show_default=True, help="About how long.")
@@ -21,9 +24,14 @@ def command(seconds: float, as_json: bool) -> int:
     predictions with measurements, and shows what measuring costs. Checks that this machine cannot do are listed. Exit
     code 1 if a check fails.
     """
+    click.echo(
+        f"six checks take about {seconds:.0f} s; none begins that would end after {MOST * seconds:.0f} s", err=True
+    )
     from ..selftest import run_checks, to_dict
 
-    checks = run_checks(budget_s=seconds, progress=None if as_json else _print_progress)
+    checks = run_checks(budget_s=seconds, limit_s=MOST * seconds, progress=_print_progress)
+    if sys.stderr.isatty():
+        print("\r\033[K", file=sys.stderr, end="", flush=True)
     if as_json:
         import msgspec
 
@@ -37,8 +45,9 @@ def command(seconds: float, as_json: bool) -> int:
 
 
 def _print_progress(done: int, total: int, name: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{done + 1}/{total} {name}", file=sys.stderr, end="", flush=True)
+    """One line that is written over on a terminal; a line each in a log."""
+    begin, end = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{begin}{done + 1}/{total} {name} ...", file=sys.stderr, end=end, flush=True)
 
 
 def _describe_machine() -> str:
