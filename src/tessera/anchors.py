@@ -54,7 +54,7 @@ LEAST_SHARE = 0.3
 PRIOR_SEGMENTS, LEAST_VARIANCE = 2.0, 0.2
 # Power that swings faster than the samples show moves the edges of a window: at least by this share of the level, and
 # by a multiple of what the samples lack. Of a square wave in step at 20 ms the ring shows an eighth at most.
-UNSEEN_SWING, UNSEEN_PER_OFF = 0.2, 8.0
+UNSEEN_SWING, UNSEEN_PER_OFF = 0.25, 8.0
 # Of the correction of the lag, this share (squared) stays uncertain: a slower sensor is also more blurred.
 LAG_LEFT = 0.6
 # The lag is the sensor's, not the load's: it is learnt from so many segments at least and at most (about), and believed
