@@ -32,12 +32,13 @@ from .run_energy import (
     RunTotals,
     TimeShares,
     Whole,
+    find_own_functions,
     find_own_lines,
     from_stacks,
     from_summary,
     is_partial,
     outside,
-    weigh_stacks,
+    stacks_of,
     whole_of,
 )
 from .slowdown import FIRST, Slowdown, slowdown_of
@@ -92,10 +93,10 @@ class Answer:
     part and what is `outside` sum to the whole, with what only the energy counter saw in a gap of the samples. `ops`
     and `kernels` are all rows, most joules first. Where nothing was attributed (a sampled or summarised run),
     `shared_by` says how the joules were shared out instead: those rows have no error, and `rest_j` is in no row.
-    `lines` are those of the user's own code with what they call, of the whole run, where stacks were sampled. `cut`
-    says why the file ends early, where it does. `scope` says whether CPU joules are those of the program and its
-    children, or of everything on the machine; `children_j` are the children's part, by CPU time. `tracing` is what
-    tracing did to the program.
+    `functions` and `lines` are those of the user's own code with what they call, of the whole run, where stacks were
+    sampled. `cut` says why the file ends early, where it does. `scope` says whether CPU joules are those of the program
+    and its children, or of everything on the machine; `children_j` are the children's part, by CPU time. `tracing` is
+    what tracing did to the program.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Answer:
     kernels: Sequence[EnergyRow] = ()
     regions: Sequence[EnergyRow] = ()
     modules: Sequence[EnergyRow] = ()
+    functions: Sequence[EnergyRow] = ()
     lines: Sequence[EnergyRow] = ()
     steps: StepSpread | None = None
     shared_by: str | None = None
@@ -177,7 +179,6 @@ def _busy_and_idle(table: EnergyTable, boards: int, is_attributed: bool) -> dict
 def answer(recording: Recording) -> Answer:
     """Everything the screen and the page say."""
     table, lines, power, facts = recording.energy(), recording.timeline, recording.power, recording.facts
-    telemetry = group_telemetry(recording.telemetry)
     is_attributed = bool(table.kernels or table.ops)
     windows = recording.accounted_windows
     gaps = find_host_gaps(lines, table, windows[0][0], windows[-1][1], windows=windows) if table.kernels else []
@@ -189,6 +190,11 @@ def answer(recording: Recording) -> Answer:
     partial = is_partial(recording, table)
     tracing = slowdown_of(recording, table)
     whole = whole_of(recording, table, partial, shared)
+    stacks = stacks_of(recording, whole.energy_j)
+    evidence = RunEvidence(
+        table=spent, telemetry=group_telemetry(recording.telemetry), gaps=gaps, timeline=lines, power=power,
+        tracing=tracing, cpu_use=facts.cpu_use,
+    )  # fmt: skip
     notes = [*([shared.note] if shared and shared.note else []), *_notes(recording, table)]
     return Answer(
         name=name_of(recording),
@@ -217,20 +223,11 @@ def answer(recording: Recording) -> Answer:
         kernels=_most_first(spent.kernels),
         regions=_most_first([r for r in spent.regions if r.name not in steps]),
         modules=_most_first(table.modules),
-        lines=find_own_lines(stacks_of(recording, whole.energy_j), whole.energy_j),
+        functions=find_own_functions(stacks, whole.energy_j),
+        lines=find_own_lines(stacks, whole.energy_j),
         steps=_spread(table.steps),
         shared_by=shared.by if shared else None,
-        advice=find_advice(
-            RunEvidence(
-                table=spent,
-                telemetry=telemetry,
-                gaps=gaps,
-                timeline=lines,
-                power=power,
-                tracing=tracing,
-                cpu_use=facts.cpu_use,
-            )
-        ),
+        advice=find_advice(evidence),
         cpu_use=facts.cpu_use,
         children_j=_children_j(recording),
         gaps=gaps,
@@ -440,10 +437,3 @@ def _share_by_time(recording: Recording, table: EnergyTable) -> TimeShares | Non
         traced_s=traced.time_s if is_seen else 0.0,
     )
     return from_summary(recording.facts.summary, spent) or from_stacks(stacks_of(recording, spent_j), spent_j)
-
-
-def stacks_of(recording: Recording, total_j: float) -> list[tuple[str, int, float]]:
-    """The sampled stacks of the main thread with their joules; [] where none were recorded."""
-    if recording.power is None:
-        return []
-    return weigh_stacks(recording.stacks, recording.power, total_j, recording.facts.pid)

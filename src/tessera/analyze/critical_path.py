@@ -57,7 +57,7 @@ Segment = tuple[int, int, str, str, str]
 
 
 def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = None) -> Result:
-    """What the recording waited for, by operator on the host and kernel on the device: seconds and share.
+    """What the traced part of a run waited for, by operator on the host and kernel on the device: seconds and share.
 
     Parts are disjoint and sum to the length, which is the time from where the path begins to the last event's end.
     `facts["segments"]` has the longest pieces of the path in time order: [start, end (s since the trace began), on,
@@ -83,7 +83,12 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
         share_pct = 100.0 * ns / length_ns
         figures = {"segments": times, "time_s": ns / 1e9, "ns": ns, "share_pct": share_pct}
         rows.append({"on": on, "kind": kind, "name": name, **figures})
-    facts: dict[str, Any] = {"length_s": length_ns / 1e9, "span_s": (timeline.end_ns - timeline.start_ns) / 1e9}
+    begun_ns, ended_ns = recording.span_ns
+    facts: dict[str, Any] = {
+        "length_s": length_ns / 1e9,
+        "traced_s": (timeline.end_ns - timeline.start_ns) / 1e9,
+        "recorded_s": (ended_ns - begun_ns) / 1e9,
+    }
     for on in ("host", "device", "gap"):
         ns = sum(r["ns"] for r in rows if r["on"] == on)
         facts |= {f"{on}_s": ns / 1e9, f"{on}_pct": 100.0 * ns / length_ns if length_ns else None}

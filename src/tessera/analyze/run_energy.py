@@ -32,6 +32,7 @@ BY_STACKS = "the watts at each sampled Python stack"
 """How joules are shared out among functions and lines."""
 OLDER = "this summary has no time in each operator alone, so no operator has joules of its own: record it again"
 _STEPS = re.compile(r"ProfilerStep#N|(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*N", re.IGNORECASE)
+_LINE = re.compile(r":\d+ ")
 _NAN = float("nan")
 
 
@@ -266,6 +267,13 @@ def weigh_stacks(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid
     return [(stack, count, j) for (_, stack, count), j in zip(samples, joules.tolist(), strict=True)]
 
 
+def stacks_of(recording: Recording, total_j: float) -> list[tuple[str, int, float]]:
+    """The sampled stacks of the main thread with their joules; [] where none were recorded."""
+    if recording.power is None:
+        return []
+    return weigh_stacks(recording.stacks, recording.power, total_j, recording.facts.pid)
+
+
 def from_stacks(stacks: Sequence[tuple[str, int, float]], total_j: float) -> TimeShares | None:
     """Rows by the innermost function of weighted stacks."""
     if not stacks:
@@ -293,11 +301,23 @@ def from_stacks(stacks: Sequence[tuple[str, int, float]], total_j: float) -> Tim
 
 def find_own_lines(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
     """Rows by the innermost line of the user's own code in each stack, most joules first: what it calls is in it."""
-    own = [
-        (next((f for f in reversed(stack.split(";")) if f.startswith(("./", "/"))), ""), count, joules)
-        for stack, count, joules in stacks
-    ]
-    shares = from_stacks([line for line in own if line[0]], total_j)
+    own = [(_own_frames(stack), count, joules) for stack, count, joules in stacks]
+    return _most_first([(frames[-1], count, joules) for frames, count, joules in own if frames], total_j)
+
+
+def find_own_functions(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
+    """Rows by function of the user's own code, most joules first: a function includes all that it calls."""
+    # Each counts once in a stack, without its line: "./train.py:31 step" is "./train.py step".
+    own = [({_LINE.sub(" ", f) for f in _own_frames(stack)}, count, joules) for stack, count, joules in stacks]
+    return _most_first([(name, count, joules) for names, count, joules in own for name in names], total_j)
+
+
+def _own_frames(stack: str) -> list[str]:
+    return [frame for frame in stack.split(";") if frame.startswith(("./", "/"))]
+
+
+def _most_first(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
+    shares = from_stacks(stacks, total_j)
     return sorted(shares.ops, key=lambda r: r.energy_j, reverse=True) if shares else []
 
 

@@ -21,7 +21,7 @@ SQLITE = b"SQLite format 3"
 """How a run file begins: it is an SQLite database."""
 HEAD_BYTES = 4 << 20
 """Where `traceEvents` begins, at the latest: Kineto writes the devices and process groups of a job before it."""
-VIEWS = ("ops", "kernels", "regions", "modules", "steps", "lines")
+VIEWS = ("ops", "kernels", "regions", "modules", "steps", "functions", "lines")
 
 
 @click.command("report")

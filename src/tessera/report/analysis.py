@@ -73,7 +73,8 @@ FACTS = {
     },
     "critical_path": {
         "length_s": "length",
-        "span_s": "recording",
+        "traced_s": "traced",
+        "recorded_s": "recorded",
         "host_s": "on the host",
         "device_s": "on the device",
         "gap_s": "gaps",

@@ -29,10 +29,13 @@ TITLES = {
     "regions": "region",
     "modules": "module",
     "steps": "step",
+    "functions": "your function",
     "lines": "your line",
     "groups": "group",
 }
 """What a row of each view is."""
+OWN = ("functions", "lines")
+"""The views of the user's own code, by sampled stacks."""
 
 
 def text(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> str:
@@ -80,7 +83,7 @@ def headline(table: EnergyTable) -> Text:
 
 def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
     """Idle as a row: kernels and idle sum to the total. Steps and regions include their idle time already."""
-    if view in ("steps", "regions", "lines") or not table.idle_j > 0:
+    if view in ("steps", "regions", "functions", "lines") or not table.idle_j > 0:
         return None
     return EnergyRow(
         name="idle",
@@ -151,7 +154,7 @@ def rows_table(
     more = f" ({len(rows)} of {total})" if total is not None and total > len(rows) else ""
     grouped = any(r.group is not None for r in rows)
     sampled = bool(rows) and rows[0].kind == FUNCTION
-    title = FUNCTION if sampled and view != "lines" else TITLES.get(view, view)
+    title = FUNCTION if sampled and view not in OWN else TITLES.get(view, view)
     table.add_column(f"{title}{more}", no_wrap=True, overflow="ellipsis")
     if grouped:
         table.add_column("", no_wrap=True)

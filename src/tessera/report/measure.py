@@ -17,6 +17,7 @@ from ..sensors.modelled import IDLE_PART, MACHINE_PART
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import Console, label_table
 
+REGIONS = 5
 SCOPES = {"process": "the program and its children", "machine": "everything on the machine"}
 """Whose power a domain is, in words."""
 
@@ -47,8 +48,10 @@ def answer(
         table.add_row(f"per {unit}", format_energy_error(joules, error))
     if cost := find_cost(report.total.energy_j, report.total.error_j):
         table.add_row("cost", cost.text)
-    for region in report.regions[:5]:
+    for region in report.regions[:REGIONS]:
         table.add_row("region", _region_text(region, report.total.energy_j))
+    if (more := len(report.regions) - REGIONS) > 0:
+        table.add_row("", Text(f"and {more} more regions: --json lists them", style="dim"))
     for name, energy in sorted(report.by_domain.items(), key=lambda kv: -kv[1].energy_j):
         table.add_row(name, _domain_text(report, name, energy))
     if report.idle_w is not None and report.total.time_s > 0:

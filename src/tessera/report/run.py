@@ -19,7 +19,7 @@ from ..notes import kind_of
 from ..recording import Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import label_table, next_line
-from .energy import SUMMARY_NOTE, WIDTH, idle_row, legend, rest_row, rows_table
+from .energy import OWN, SUMMARY_NOTE, WIDTH, idle_row, legend, rest_row, rows_table
 from .measure import SCOPES, describe_exit
 from .predict import format_rate
 
@@ -34,10 +34,10 @@ _PLACES = {
     "unsampled": "while no sensor was read (from the energy counter)",
 }
 LINES_NOTE = (
-    f"~ joules of the whole run, divided by {BY_STACKS}: a line includes what it calls, "
-    "and a line that waits for a GPU includes what the GPU does"
+    f"~ joules of the whole run, divided by {BY_STACKS}: a function or line includes what it calls, "
+    "and one that waits for a GPU includes what the GPU does"
 )
-"""How joules of lines are to be read."""
+"""How joules of functions and lines are to be read."""
 MODES = {
     "timeline": "every kernel",
     "sampling": "sampled, no kernels",
@@ -64,7 +64,7 @@ def text(
         *_traced_lines(result),
         *_warnings(result),
     ]
-    parts.append(_facts(result))
+    parts.append(_facts(result, recording.facts.path))
     if result.idle_share is not None:
         parts.append(_split(result, wide))
     parts += _tables(result, table, wide, by, top)
@@ -161,7 +161,7 @@ def _warnings(result: Answer) -> list[RenderableType]:
     return [Text(line, style="yellow") for line in lines]
 
 
-def _facts(result: Answer) -> Table:
+def _facts(result: Answer, path: Path | None) -> Table:
     table = label_table()
     if cost := find_cost(result.whole.energy_j, result.whole.error_j):
         table.add_row("cost", cost.text)
@@ -183,6 +183,9 @@ def _facts(result: Answer) -> Table:
         about = "~" if result.shared_by and math.isnan(region.error_j) else ""
         whole = f"{format_energy(region.energy_j, 3)} ({format_share(region.share)}{more})"
         table.add_row("region", Text(f"{region_name(region.name)}: {region.calls:,} x {about}{each} = {about}{whole}"))
+    if (hidden := len(result.regions) - REGIONS) > 0:
+        command = f"tessera report {shlex.quote(str(path or 'RUN'))} --by regions"
+        table.add_row("", Text(f"and {hidden} more: {command}", style="dim"))
     if children := children_text(result):
         table.add_row("children", Text(children))
     return table
@@ -234,13 +237,15 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
     if by is not None:
         rows = table.top(top or 20, by) if by == "steps" else list(result.rows(by)[: top or 20])
         if not rows:
-            hint = {"modules": ": use tessera run --modules", "lines": ": use tessera run --stack"}.get(by, "")
+            hint = {"modules": ": use tessera run --modules", **dict.fromkeys(OWN, ": use tessera run --stack")}.get(
+                by, ""
+            )
             return [Text(f"no {by} were recorded{hint}", style="yellow")]
         total, idle = (
             len(table.steps if by == "steps" else result.rows(by)),
             idle_row(table, by) or rest_row(result, by, len(rows)),
         )
-        about = [Text(LINES_NOTE, style="yellow")] if by == "lines" else legend(rows)
+        about = [Text(LINES_NOTE, style="yellow")] if by in OWN else legend(rows)
         return [Text(""), rows_table(rows, by, width=width, total=total, idle=idle), *about]
     for view in ("ops", "kernels"):
         all_rows = result.rows(view)
@@ -253,9 +258,11 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
         rows = list(result.modules[: top or 2 * TOP])
         inside = Text("a module includes the modules inside it, and its backward pass", style="dim")
         parts += [Text(""), rows_table(rows, "modules", width=width, total=len(result.modules)), inside]
+    for view in OWN if result.lines else ():
+        rows = list(result.rows(view)[: top or TOP])
+        total = len(result.rows(view))
+        parts += [Text(""), rows_table(rows, view, width=width, total=total, idle=rest_row(result, view))]
     if result.lines:
-        rows, rest = list(result.lines[: top or TOP]), rest_row(result, "lines")
-        parts += [Text(""), rows_table(rows, "lines", width=width, total=len(result.lines), idle=rest)]
         parts.append(Text(LINES_NOTE, style="yellow"))
     if shared and (result.ops or result.kernels):
         parts.append(
@@ -291,7 +298,7 @@ def _next_command(
     """The next command: a view that was not shown yet."""
     path = shlex.quote(str(file or "RUN"))
     views = [view for view in ("kernels", "ops", "regions", "modules") if result.rows(view)]
-    views += [view for view in ("steps",) if table.steps] + [view for view in ("lines",) if result.lines]
+    views += [view for view in ("steps",) if table.steps] + [view for view in OWN if result.lines]
     at = views.index(by) + 1 if by in views else 0
     if html is None:
         command = f"tessera report {path} --open"

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from html import escape
 
-from ..analyze.answer import Answer, answer, stacks_of
+from ..analyze.answer import Answer, answer
 from ..analyze.correlate import Correlation, correlate_recording
 from ..analyze.evidence import group_telemetry
 from ..analyze.kernel_names import CATEGORIES, category, fit
 from ..analyze.overview import EnergyNode, build_energy_tree, build_stack_tree, overview
 from ..analyze.result import Result
+from ..analyze.run_energy import stacks_of
 from ..analyze.spikes import format_level
 from ..config import find_cost
 from ..recording import Recording

@@ -11,7 +11,7 @@ from ..analyze.kernel_names import CATEGORIES, category, fit, fit_all, region_na
 from ..analyze.run_energy import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
-from .energy import TITLES, display_names, group_letter, idle_row, rest_row
+from .energy import OWN, TITLES, display_names, group_letter, idle_row, rest_row
 from .html import number_cell
 from .html import table as html_table
 
@@ -24,6 +24,7 @@ _TABS = {
     "regions": "Regions",
     "modules": "Modules",
     "steps": "Steps",
+    "functions": "Your functions",
     "lines": "Your lines",
 }
 _COLUMNS = [("energy", True), ("", False), *((n, True) for n in ("share", "power", "per call", "calls", "time"))]
@@ -41,7 +42,7 @@ def tables(table: EnergyTable, answer: Answer) -> str:
     for i, (view, title) in enumerate(views):
         rows = _rows(table, answer, view)
         state = "aria-selected='true' tabindex='0'" if i == 0 else "aria-selected='false' tabindex='-1'"
-        name = "Functions" if rows[0].kind == FUNCTION and view != "lines" else title
+        name = "Functions" if rows[0].kind == FUNCTION and view not in OWN else title
         heads.append(
             f"<button type='button' role='tab' id='tab-{view}' aria-controls='panel-{view}' {state}>"
             f"{name} ({len(rows):,})</button>"
@@ -74,7 +75,7 @@ def _panel(table: EnergyTable, answer: Answer, view: str, title: str, *, shown: 
     most = max((r.energy_j + _error(r) for r in lines), default=0.0) or 1.0
     body = "".join(_row(r, names[r.name], most, view) for r in lines)
     sampled = bool(rows) and rows[0].kind == FUNCTION
-    first = FUNCTION if sampled and view != "lines" else TITLES[view]
+    first = FUNCTION if sampled and view not in OWN else TITLES[view]
     columns = [("samples" if sampled and name == "calls" else name, number) for name, number in _COLUMNS]
     rest = format_energy(sum(r.energy_j for r in all_rows[ROWS:]), 3)
     hidden = len(all_rows) - ROWS
