@@ -10,6 +10,7 @@ from .sharding import ShardSpec as ShardSpec
 from .sharding import tensor as tensor
 
 if TYPE_CHECKING:
+    from .apply import apply_layout as apply_layout
     from .cluster import Cluster as Cluster
     from .cluster import load_cluster as load_cluster
     from .collectives import all_gather as all_gather
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .modes import dry as dry
     from .modes import simulate as simulate
     from .overlap import overlap_gradients as overlap_gradients
+    from .parallel_module import ParallelModule as ParallelModule
     from .plan_cost import PlanCandidate as PlanCandidate
     from .plan_neighbours import PlanNeighbour as PlanNeighbour
     from .plan_timeline import StepTimeline as StepTimeline
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from .planner import plan as plan
     from .records import CollectiveRecord as CollectiveRecord
     from .records import record_collectives as record_collectives
+    from .tensor_parallel import ModuleSplit as ModuleSplit
     from .training import TrainingCost as TrainingCost
     from .training import estimate_training as estimate_training
     from .training_memory import TrainingMemory as TrainingMemory
@@ -52,6 +55,9 @@ _LAZY = {
     "PlanNeighbour": "plan_neighbours",
     "StepTimeline": "plan_timeline",
     "plan": "planner",
+    "apply_layout": "apply",
+    "ParallelModule": "parallel_module",
+    "ModuleSplit": "tensor_parallel",
     "all_gather": "collectives",
     "all_reduce": "collectives",
     "all_to_all": "collectives",

@@ -15,9 +15,11 @@ from torch import nn
 
 from ..errors import ArgumentError
 
-# Names that projections back to the hidden size have where their matrix is square: Llama, GPT-2, ViT, BERT, diffusers.
-_BACK = re.compile(r"(^|_)(o|out|wo|proj|dense|output|down|w2|fc2|c_proj|to_out|out_lin)(_?proj)?(\.\d+)?$")
+# Names of projections back to the hidden size where the matrix is square: Llama, GPT-2, ViT, BERT, diffusers.
+_BACK = re.compile(r"(^|\.)((([oc]|out|down|attn)_)?(proj|lin)|wo|w2|o|fc2|dense|to_out|out|output)(\.\d+)?$")
 _ATTENTION = re.compile(r"attn|attention|qkv|(^|[._])[qkv](_|$)|(^|[._])w[qkv]$|query|key|value", re.IGNORECASE)
+# Queries, keys and values of a head lie together (GPT-NeoX, BLOOM, Falcon), so the matrix can be cut as it is.
+_BY_HEADS = "query_key_value"
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 
@@ -79,14 +81,17 @@ def find_stack(module: nn.Module) -> BlockStack | None:
 def _find_ends(module: nn.Module, path: str) -> tuple[str | None, str | None, bool]:
     """The names of the word embedding (the widest vocabulary) and of the projection to that vocabulary."""
     outside = [(n, m) for n, m in module.named_modules() if not path or not n.startswith(f"{path}.")]
-    embeddings = [(n, m) for n, m in outside if isinstance(m, nn.Embedding)]
-    name, words = max(embeddings, key=lambda e: e[1].num_embeddings, default=(None, None))
-    least = 0 if words is None else words.num_embeddings
-    heads = [(n, m) for n, m in outside if isinstance(m, nn.Linear) and m.out_features >= least]
-    if words is None:
-        return None, heads[-1][0] if heads and path else None, False
-    head = heads[-1] if heads else (None, None)
-    return name, head[0], head[1] is not None and head[1].weight is words.weight
+    embeddings = {n: m for n, m in outside if isinstance(m, nn.Embedding)}
+    heads = {n: m for n, m in outside if isinstance(m, nn.Linear) and path}
+    for name, words in embeddings.items():
+        for head, matrix in heads.items():
+            if matrix.weight is words.weight:
+                return name, head, True
+    counts = {n: m.num_embeddings for n, m in embeddings.items()}
+    both = [(n, h) for n, m in embeddings.items() for h, x in heads.items() if x.out_features == m.num_embeddings]
+    if both:
+        return *both[0], False
+    return max(counts, key=counts.__getitem__, default=None), None if embeddings or not heads else [*heads][-1], False
 
 
 def is_matrix(module: nn.Module) -> bool:
@@ -104,28 +109,29 @@ def width_of(module: Any) -> tuple[int, int]:
 def find_pairs(block: nn.Module) -> list[MatrixPair]:
     """The pairs of a block, from its matrices' sizes and names. Experts are not looked into."""
     matrices = {n: m for n, m in block.named_modules() if is_matrix(m) and not _is_of_expert(n, block)}
-    if not matrices:
-        return []
     hidden = find_hidden(block)
-    pairs = []
+    found = []
     for container, names in _group_by_container(block, matrices):
         columns: list[str] = []
-        for place, name in enumerate(names):
+        early = None  # a way back that is declared before its columns, as in Phi-3
+        for name in names:
             inside, out = width_of(matrices[name])
-            later = [width_of(matrices[n]) for n in names[place + 1 :]]
-            is_back = out == hidden and (
-                inside != hidden or (bool(columns) and (bool(_BACK.search(name)) or not later))
-            )
-            if not is_back:
+            is_square_back = inside == hidden and (_BACK.search(name) or (columns and name == names[-1]))
+            if not (out == hidden and (inside != hidden or is_square_back)):
                 columns += [name] if inside == hidden else []
-            elif columns:
+            elif not columns:
+                early = name
+            else:
                 # Meta's Llama names the gate w1, the way back w2 and the values w3, in this order.
-                same = [n for n in names[place + 1 :] if width_of(matrices[n]) == (hidden, inside)]
-                columns += same if len(columns) == 1 and len(same) == 1 and same[0] == names[-1] else []
-                pair = _make_pair(block, container, columns, name, matrices)
-                pairs += [pair] if pair else []
+                last = names[-1]
+                if len(columns) == 1 and width_of(matrices[last]) == (hidden, inside) and last not in (name, *columns):
+                    columns.append(last)
+                found.append((container, columns, name))
                 columns = []
-    return pairs
+        if columns and early is not None:
+            found.append((container, columns, early))
+    pairs = [_make_pair(block, container, columns, row, matrices) for container, columns, row in found]
+    return [pair for pair in pairs if pair is not None]
 
 
 def find_hidden(block: nn.Module) -> int:
@@ -163,7 +169,7 @@ def _make_pair(
         return MatrixPair(kind="mlp", columns=tuple(columns), row=row) if set(outs) == {inner} else None
     owner = block.get_submodule(container) if container else block
     heads, key_heads = _read_heads(owner, inner)
-    if len(columns) == 1:
+    if len(columns) == 1 and not columns[0].endswith(_BY_HEADS):
         keys = (outs[0] - inner) // 2
         if keys < 1 or (outs[0] - inner) % 2 or not heads or (keys * heads) % inner:
             return None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as c10d
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ArgumentError
@@ -25,6 +26,7 @@ _KINDS = {
     "all_to_all_single": "all_to_all",
     "alltoall_base": "all_to_all",
     "broadcast": "broadcast",
+    "send": "send",
 }
 
 
@@ -45,11 +47,19 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-            kind = _KINDS.get(func._overloadpacket.__name__)
+            kind = _KINDS.get(func._overloadpacket.__name__.rstrip("_"))  # c10d's own end in "_": they write in place
             if kind is not None:
                 self._counted.calls[kind] += 1
                 self._counted.bytes[kind] += _input_bytes(kind, func.namespace, args)
+        elif all(type(a) is torch.Tensor for a in args if isinstance(a, torch.Tensor)) and _is_of_ranks(args):
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _is_of_ranks(args: Any) -> bool:
+    """Whether an operation is on whole numbers that exist: those of a DeviceMesh, whose values torch needs."""
+    return bool(args) and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point()
 
 
 def _input_bytes(kind: str, namespace: str, args: Any) -> int:
