@@ -39,7 +39,8 @@ _GROUPED, _GROUPED_FUSED = 0.46, 0.85
 _FLASH2 = {"hopper": 2.0, "blackwell": 3.3, "cdna3": 3.0, "cdna4": 3.0}
 # Blackwell Ultra has twice the exponentials a second, which bound attention beside the products (NVIDIA, 2025).
 _ULTRA, _ULTRA_CHIPS = 0.75, ("b300", "gb300")
-_FLASH8 = 0.8  # attention in fp8 against bf16: products twice as fast, the softmax as before
+# Attention in fp8 against bf16: products twice as fast, the softmax as before. Hopper's gain nothing in training.
+_FLASH8 = {"blackwell": 0.8, "cdna4": 0.8}
 # Matrix libraries reach less of the peak than NVIDIA's, whose kernels the model of products was fitted to: MI300X 620
 # of 1307 TFLOP/s in bf16, 990 of 2615 in fp8, where an H100 reaches 680-720 of 989 (SemiAnalysis, December 2024).
 _LIBRARY = {"cdna3": 0.73, "cdna2": 0.73}
@@ -121,7 +122,7 @@ def _attention_work(job: TrainingJob) -> tuple[DeviceWork, DeviceWork]:
     if job.attention != "unfused":
         slower = _FLASH2.get(job.device.architecture or "", 1.0) if job.attention == "flash2" else 1.0
         slower *= _ULTRA if job.device.id in _ULTRA_CHIPS else 1.0
-        slower *= _FLASH8 if job.attention == "flash8" else 1.0
+        slower *= _FLASH8.get(job.device.architecture or "", 1.0) if job.attention == "flash8" else 1.0
         slower /= _ATTENTION.get(job.device.architecture or "", _ATTENTION_OTHER)
         both = [attention_time(job.device, *sizes, True, precision, backward=back) for back in (False, True)]
         forward, backward = (_scale(DeviceWork.of(kernel), slower / job.cp) for kernel in both)
