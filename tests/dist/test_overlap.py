@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from gloo_ranks import GlooRanks
 from tessera import dist
+from tessera.dist.gradient_report import WAIT_RANGE
 from tessera.errors import ArgumentError
 
 
@@ -95,8 +98,10 @@ def compare(a: dict[str, torch.Tensor | None], b: dict[str, torch.Tensor | None]
     return max(float((g.double() - b[n].double()).abs().max()) for n, g in a.items() if g is not None)
 
 
-@pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "defer"),
+    [(torch.float32, False), (torch.float32, True), (torch.float64, False), (torch.bfloat16, True)],
+)
 def test_gradients_equal_those_reduced_after_backward(ranks: GlooRanks, dtype: torch.dtype, defer: bool) -> None:
     for worst, report in ranks.run(compare_steps, {"defer": defer}, dtype):
         assert worst <= 100 * torch.finfo(dtype).eps
@@ -238,6 +243,36 @@ def test_training_ends_with_the_same_weights(two_ranks: GlooRanks, options: dict
     for weights in two_ranks.run(train, options, late_step):
         for a, b in zip(expected, weights, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def reduce_along_an_axis(rank: int) -> tuple[float, tuple[int, ...], Any]:
+    mesh = dist.Mesh(axes=["tp", "dp"], devices=range(4), shape=(2, 2))
+    module = nn.Linear(3, 1, bias=False)
+    with dist.overlap_gradients(module, mesh=mesh, axis="dp", phase="group_offset(dp)") as sync:
+        module(torch.full((1, 3), float(rank))).sum().backward()
+        return module.weight.grad[0, 0].item(), mesh.groups("dp")[mesh.group_number("dp", rank)], sync.report()
+
+
+def test_a_mesh_axis_has_means_of_its_own_ranks() -> None:
+    with GlooRanks(4) as pool:
+        for mean, group, report in pool.run(reduce_along_an_axis):
+            assert mean == sum(group) / 2 and len(group) == 2
+            assert report.steps == 1
+
+
+def profile_a_step(rank: int) -> tuple[dict[str, int], Any]:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with dist.overlap_gradients(module, bucket_mb=0.01) as sync:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            module(torch.ones(2, 64)).sum().backward()
+        names = [e.name for e in profile.events()]
+        return {name: names.count(name) for name in ("gloo:all_reduce", WAIT_RANGE)}, sync.report(last_step=True)
+
+
+def test_a_profile_shows_the_reductions_and_the_waiting(two_ranks: GlooRanks) -> None:
+    for counts, report in two_ranks.run(profile_a_step):
+        assert counts["gloo:all_reduce"] == report.reductions + 1, "one more: who has a gradient"
+        assert counts[WAIT_RANGE] == report.reductions + 1
 
 
 def sum_with_feedback(rank: int, feedback: bool) -> tuple[float, Any]:
@@ -384,6 +419,16 @@ def unfrozen_later(rank: int) -> None:
         backward(rank, module, 0)
 
 
+def tensor_parallel(rank: int) -> None:
+    module = nn.Linear(4, 4)
+    plan = ColwiseParallel()
+    dist.overlap_gradients(parallelize_module(module, init_device_mesh("cpu", (2,)), plan))
+
+
+def test_parameters_that_are_dtensors_are_refused(two_ranks: GlooRanks) -> None:
+    assert all("DTensors" in text for text in two_ranks.run(catch, tensor_parallel))
+
+
 def test_ranks_with_other_parameters_are_refused(two_ranks: GlooRanks) -> None:
     assert all("other parameters" in text for text in two_ranks.run(catch, different_modules))
     assert all("frozen" in text for text in two_ranks.run(catch, unfrozen_later))
@@ -417,6 +462,10 @@ def test_wrong_arguments_are_refused() -> None:
         dist.overlap_gradients(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ArgumentError, match="PowerSGD"):
         dist.overlap_gradients(nn.Linear(2, 2), power_sgd_rank=2, compress="fp8")
+    with pytest.raises(ArgumentError, match="sparse=True"):
+        dist.overlap_gradients(nn.Embedding(4, 4, sparse=True))
+    with pytest.raises(ArgumentError, match="less than 2"):
+        dist.overlap_gradients(nn.Linear(2, 2), power_sgd_rank=1, power_sgd_start=1)
     with pytest.raises(ArgumentError, match="bucket_mb"):
         dist.overlap_gradients(nn.Linear(2, 2), bucket_mb=0)
 

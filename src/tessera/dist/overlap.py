@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ArgumentError
@@ -70,6 +71,18 @@ def _check_module(module: nn.Module, bucket_mb: float) -> None:
             "overlap_gradients: the module is on the meta device",
             why="its parameters have no values, and get new tensors later",
             fix="module.to_empty(device=...) and initialise it first",
+        )
+    if any(getattr(m, "sparse", False) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)):
+        raise ArgumentError(
+            "overlap_gradients: an embedding with sparse=True",
+            why="its gradient is not a dense tensor",
+            fix="sparse=False",
+        )
+    if not is_sharded(module) and any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ArgumentError(
+            "overlap_gradients: the module has parameters that are DTensors",
+            why="their gradients may be parts of sums over another axis",
+            fix="fully_shard(module, mesh=...) over the data parallel axis, then overlap_gradients",
         )
     if bucket_mb <= 0:
         raise ArgumentError(f"overlap_gradients: bucket_mb={bucket_mb} is not positive", fix="bucket_mb=25")
