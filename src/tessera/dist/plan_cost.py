@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
-    """One layout: what a step takes on the whole cluster, and the memory of the fullest rank.
+    """One layout: what a step takes on the whole cluster, the memory of the fullest rank, and of a node's host.
 
     `parts` are seconds and sum to `time_s`; `energy_parts` are joules and sum to `energy_j`: those of `TrainingCost`
     for all GPUs, GPUs that the layout leaves "idle", and the "host" with its CPUs, cards, fans and switches. Without
@@ -34,6 +34,7 @@ class PlanCandidate:
     tokens: int
     memory: TrainingMemory
     capacity_bytes: float
+    host_bytes: float
     parts: dict[str, float]
     energy_parts: dict[str, float]
 
@@ -98,6 +99,7 @@ def evaluate_layout(problem: PlanProblem, layout: Layout) -> PlanCandidate:
         tokens=problem.global_batch * problem.seq,
         memory=cost.memory,
         capacity_bytes=cost.capacity_bytes,
+        host_bytes=cost.host_bytes * min(layout.gpus, cluster.node_gpus.value),
         parts=cost.parts,
         energy_parts=joules,
     )

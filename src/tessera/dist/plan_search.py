@@ -22,6 +22,7 @@ from .plan_cost import PlanCandidate, evaluate_layout, make_job
 from .training import estimate_training
 from .training_memory import estimate_memory
 from .training_model import AXES, RECOMPUTE, SHARDINGS, ModelShape, TrainingJob
+from .training_offload import estimate_host
 
 _LEAST_CHUNK = 1024  # tokens of a rank under context parallelism
 _MOST_MISSING, _MISSING_SHARE = 3, 0.05  # layers that may lack for stages of equal size
@@ -142,13 +143,11 @@ def count_over_bytes(problem: PlanProblem, layout: Layout, job: TrainingJob | No
     job = job or make_job(problem, layout)
     capacity = problem.cluster.device.memory.capacity_bytes
     assert capacity is not None  # estimate_training says so before
-    total = estimate_memory(job, layout.recompute).total
-    over = total - problem.memory_limit * capacity.value
+    over = estimate_memory(job, layout.recompute).total - problem.memory_limit * capacity.value
     host = problem.cluster.host_memory_bytes
     if layout.offload and host is not None:
-        moved = estimate_memory(dataclasses.replace(job, offload=()), layout.recompute).total - total
         node = min(layout.gpus, problem.cluster.node_gpus.value)
-        over = max(over, moved * node - problem.memory_limit * host.value)
+        over = max(over, estimate_host(job).held_bytes * node - problem.memory_limit * host.value)
     return over
 
 

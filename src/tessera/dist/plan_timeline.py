@@ -8,7 +8,7 @@ from typing import Any
 
 from .layout import Layout
 
-_MOST_SPANS = 4000  # of a timeline; with more, microbatches in the middle of the step are left out
+_MOST_SPANS = 6000  # of a timeline; with more, microbatches in the middle of the step are left out
 _LAST_PARTS = ("data parallel", "optimizer", "host", "waiting")
 _STAGE_PARTS = ("compute", "tensor parallel", "context parallel", "expert parallel", "pipeline sends")
 # Backward over forward: two products for each one; a forward pass again where everything is recomputed.
@@ -62,10 +62,12 @@ def draw_timeline(layout: Layout, parts: dict[str, float]) -> StepTimeline:
     ]
     pipeline = max(ends.values())
     clock = pipeline
-    for part in _LAST_PARTS:
-        if parts[part] > 0:
-            spans += [StageSpan(stage, part, clock, clock + parts[part]) for stage in range(stages)]
-            clock += parts[part]
+    # The waiting for the slowest rank is spread over the step: of fewer microbatches it is less.
+    last = {part: parts[part] * (shown / layout.microbatches if part == "waiting" else 1.0) for part in _LAST_PARTS}
+    for part, seconds in last.items():
+        if seconds > 0:
+            spans += [StageSpan(stage, part, clock, clock + seconds) for stage in range(stages)]
+            clock += seconds
     return StepTimeline(
         stages=stages,
         microbatches=shown,

@@ -169,8 +169,10 @@ def describe_neighbour(plan: ParallelPlan, neighbour: PlanNeighbour) -> str:
     """Why a neighbour lost."""
     if neighbour.over_bytes is not None:
         return f"does not fit: {format_bytes(neighbour.over_bytes, 3)} too much"
+    if not neighbour.change:
+        return "no difference"
     metric = "time_s" if neighbour.verdict == "too slow" else plan.metric
-    change = format_share(neighbour.change or 0.0, signed=True)
+    change = format_share(neighbour.change, signed=True)
     words = f"{change} {'time' if metric == 'time_s' else 'energy'}"
     if neighbour.verdict == "too slow":
         words += ", over the limit"

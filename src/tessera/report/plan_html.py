@@ -39,6 +39,7 @@ _COLOURS = {
 }
 _STYLE = """
 .tessera .steps text{font-size:11px;fill:currentColor}.tessera .steps .lane{fill:var(--soft)}
+.tessera td.name{min-width:240px}
 .tessera .steps rect{shape-rendering:geometricPrecision}.tessera .steps rect.second{fill-opacity:.62}
 """
 _WIDTH, _LEFT, _LANE, _GAP, _MOST_LANES = 1040, 70, 22, 5, 24
@@ -126,7 +127,7 @@ def _draw_span(span: StageSpan, scale: float) -> str:
     title = f"{what}: {format_duration(span.end_s - span.start_s, 3)}"
     second = " class='second'" if span.microbatch is not None and (span.microbatch + (span.chunk or 0)) % 2 else ""
     left, top = _LEFT + span.start_s * scale, _lane_top(span.stage)
-    shape = f"x='{left:.2f}' y='{top}' width='{width:.2f}' height='{_LANE}' fill='{_COLOURS[span.kind]}'{second}"
+    shape = f"x='{left:.2f}' y='{top}' width='{width:.2f}' height='{_LANE}' style='fill:{_COLOURS[span.kind]}'{second}"
     room = width > 14 and span.microbatch is not None
     label = (
         f"<text x='{left + width / 2:.1f}' y='{top + 15}' text-anchor='middle'>{span.microbatch}</text>" if room else ""
@@ -138,7 +139,7 @@ def _explain(plan: ParallelPlan) -> str:
     timeline, layout = plan.timeline, plan.best.layout
     words = (
         f"Communication that compute does not hide is {timeline.exposed:.1%} of the microbatches' time and is inside "
-        f"them; the pipeline waits {timeline.bubble:.1%} of its time."
+        f"them; the pipeline waits {plan.best.parts['pipeline bubble'] / plan.best.time_s:.1%} of the step."
     )
     if timeline.microbatches < layout.microbatches:
         words += f" {timeline.microbatches} of {layout.microbatches} microbatches are drawn."
@@ -150,7 +151,7 @@ def _explain(plan: ParallelPlan) -> str:
 def _ranking(plan: ParallelPlan) -> str:
     rows = "".join(
         f"<tr{' class=front' if row is plan.best else ''}><td>{escape(str(row.layout))}</td>"
-        f"<td>{escape(describe_layout(row.layout))}</td>"
+        f"<td class='name'>{escape(describe_layout(row.layout))}</td>"
         f"{number_cell(format_duration_error(row.time_s, row.error_s), row.time_s)}"
         f"{number_cell(format_energy_error(row.energy_j, row.error_j), row.energy_j)}"
         f"{number_cell(format_power(row.power_w, 3), row.power_w)}"
