@@ -173,6 +173,13 @@ def test_what_cannot_be_divided_is_refused_with_a_reason(settings, make, message
             apply_layout(module, layout)
 
 
+def test_a_plan_is_applied():
+    model = make_gpt()
+    plan = dist.plan(model, cluster="dgx-h200", gpus=4, seq=8, global_batch=8)
+    with dist.dry(4):
+        assert plan.apply(make_gpt()).layout == plan.best.layout
+
+
 def test_a_layout_needs_its_ranks():
     with pytest.raises(ArgumentError, match="this process is alone"):
         apply_layout(make_gpt(), Layout(dp=2))

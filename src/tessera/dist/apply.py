@@ -207,4 +207,4 @@ def _shard_parameters(module: nn.Module, blocks: Sequence[nn.Module], layout: La
         options["offload_policy"] = CPUOffloadPolicy()
     for part in (*blocks, module):
         fully_shard(part, **options)
-    return [ModuleSplit(module=type(module).__name__, how=layout.sharding, axis="dp")]
+    return [ModuleSplit(module=type(module).__name__.removeprefix("FSDP"), how=layout.sharding, axis="dp")]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, DoesNotFit, did_you_mean
 from .cluster import Cluster, load_cluster
@@ -21,6 +21,11 @@ from .plan_search import PlanProblem, SearchState, search_layouts
 from .plan_timeline import StepTimeline, draw_timeline
 from .training import ERROR_EXPOSED
 from .training_model import ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .parallel_module import ParallelModule
 
 _METRICS = {"time": "time_s", "energy": "energy_j"}
 _AS_GOOD = 1.005  # a layout with fewer axes is preferred to one that is better by less than this
@@ -72,6 +77,12 @@ class ParallelPlan:
     def timeline(self) -> StepTimeline:
         """One step of the best layout: stages over time."""
         return draw_timeline(self.best.layout, self.best.parts)
+
+    def apply(self, module: nn.Module, *, example_inputs: Any = None) -> ParallelModule:
+        """Divide a module over the ranks that torchrun started, as the best layout says: `dist.apply_layout`."""
+        from .apply import apply_layout
+
+        return apply_layout(module, self.best.layout, example_inputs=example_inputs)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
