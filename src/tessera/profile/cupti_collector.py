@@ -1,0 +1,157 @@
+"""Every kernel, copy and set of a process, for the whole run: CUPTI's buffers kept as they are, names beside them.
+
+::
+
+    launching thread ─► CUPTI ─► buffer full ─► deque ─► `take`: bytes + names of new kernels ─► run file
+                                     ▲                      on the session's thread, a few times a second
+                          empty ones ┘
+
+Nothing else happens in the program. `cupti_records` makes arrays of the bytes, in another process or later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import RecordingError
+from .cupti_library import KINDS, Cupti, CuptiError, open_cupti
+from .cupti_records import find_names, sizes_of_version, split_records
+
+BUFFER_BYTES = 1 << 20
+"""5,000 kernels: a buffer that still has a running kernel in it is not handed over, so they must not be too long."""
+MOST_WAITING = 256
+"""Buffers that nobody has taken. Beyond that CUPTI gets none and drops records, which is said."""
+_EMPTY = (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordBytes:
+    """One buffer of records, and the names that its kernels point to. `sizes`: bytes of a record by kind."""
+
+    data: bytes
+    names: Mapping[int, str]
+    sizes: Mapping[int, int]
+
+    def split(self) -> dict[int, NDArray[Any]]:
+        """Arrays by kind (`cupti_records.FIELDS`)."""
+        return split_records(np.frombuffer(self.data, np.uint8), self.sizes)
+
+
+class CuptiCollector:
+    """Keeps CUPTI's records from `start` to `stop`. `take` may be called from any one thread meanwhile."""
+
+    def __init__(self, cupti: Cupti | None = None, *, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self._cupti = cupti or open_cupti()
+        self._buffer_bytes = buffer_bytes
+        self._lent: dict[int, NDArray[np.uint8]] = {}
+        self._empty: deque[NDArray[np.uint8]] = deque()
+        self._full: deque[tuple[NDArray[np.uint8], int]] = deque()
+        self._lock = threading.Lock()  # of `take`, which is called by the session and once more at the end
+        self._sizes = sizes_of_version(self._cupti.version)
+        self._is_checked = False
+        self._running = False
+        self.dropped = 0
+        self.clock_offset_ns = 0
+        """Epoch minus CUPTI's clock; nothing from CUDA 12 on."""
+
+    @property
+    def running(self) -> bool:
+        """Whether records are being kept."""
+        return self._running
+
+    def start(self) -> None:
+        """Keep records from now on; also after another client (Kineto) has had CUPTI in between."""
+        self._cupti.register(self._give, self._take)
+        enabled: list[int] = []
+        try:
+            for kind in KINDS:
+                self._cupti.enable(kind)
+                enabled.append(kind)
+        except CuptiError:
+            for kind in enabled:
+                self._cupti.disable(kind)
+            raise
+        before_ns = time.time_ns()
+        stamp_ns = self._cupti.timestamp_ns()
+        offset_ns = (before_ns + time.time_ns()) // 2 - stamp_ns
+        self.clock_offset_ns = offset_ns if abs(offset_ns) > 1_000_000 else 0
+        self._running = True
+
+    def stop(self) -> None:
+        """Keep no more. What was launched and has not ended is not in the records: synchronise the device before."""
+        if not self._running:
+            return
+        self._running = False
+        for kind in KINDS:
+            self._cupti.disable(kind)
+        self._cupti.flush(forced=True)
+        self.dropped += self._cupti.count_dropped()
+
+    def flush(self) -> None:
+        """Have CUPTI hand over what is complete."""
+        if self._running:
+            self._cupti.flush()
+            self.dropped += self._cupti.count_dropped()
+
+    def take(self) -> list[RecordBytes]:
+        """What has been handed over since the last call."""
+        taken: list[RecordBytes] = []
+        with self._lock:
+            while self._full:
+                buffer, used = self._full.popleft()
+                if used:
+                    taken.append(self._keep(buffer, used))
+                self._empty.append(buffer)
+        return taken
+
+    # -- called by CUPTI, on its own thread or on one that launches a kernel ----------------------------------------
+
+    def _give(self) -> tuple[int, int]:
+        if len(self._full) > MOST_WAITING:
+            return _EMPTY
+        try:
+            buffer = self._empty.popleft()
+        except IndexError:
+            buffer = np.empty(self._buffer_bytes, np.uint8)
+        address = buffer.ctypes.data
+        self._lent[address] = buffer
+        return address, len(buffer)
+
+    def _take(self, address: int, used: int) -> None:
+        buffer = self._lent.pop(address, None)
+        if buffer is not None:
+            self._full.append((buffer, used))
+
+    # -- bytes and names -------------------------------------------------------------------------------------------
+
+    def _keep(self, buffer: NDArray[np.uint8], used: int) -> RecordBytes:
+        if not self._is_checked:
+            self._check_layout(buffer, used)
+        # Read anew for each buffer: a module that was unloaded may have given its address to another name.
+        addresses = find_names(buffer[:used], self._sizes)
+        names = {address: ctypes.string_at(address).decode(errors="replace") for address in addresses}
+        return RecordBytes(data=buffer[:used].tobytes(), names=names, sizes=dict(self._sizes))
+
+    def _check_layout(self, buffer: NDArray[np.uint8], used: int) -> None:
+        """Compare with how CUPTI itself walks the first buffer, and learn lengths that no header of ours has."""
+        walked = list(self._cupti.walk(buffer.ctypes.data, used))
+        for (kind, at), (_, following) in itertools.pairwise(walked):
+            self._sizes[kind] = following - at
+        split = split_records(buffer[:used], self._sizes)
+        if sum(map(len, split.values())) != len(walked):
+            raise RecordingError(
+                f"CUPTI {self._cupti.version} writes records in a way that is not known",
+                why=f"it reads {len(walked)} records where {sum(map(len, split.values()))} are found",
+                fix="record it with mode='timeline', and report this version",
+            )
+        self._is_checked = True

@@ -1,0 +1,177 @@
+"""CUPTI's records through a fake libcupti: layouts of all releases, buffers handed over, names, and what is lost."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera.errors import RecordingError
+from tessera.profile.cupti_collector import CuptiCollector
+from tessera.profile.cupti_library import CONCURRENT_KERNEL, MEMCPY, MEMSET, Cupti, CuptiError, open_cupti
+from tessera.profile.cupti_records import split_records
+
+SOURCE = Path(__file__).parents[1] / "fakes" / "fake_cupti.c"
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed: no fake can be compiled")
+
+# (CUPTI_API_VERSION, bytes of a kernel's, a copy's, a set's record) as the headers of CUDA 11.8 to 13.4 have them.
+RELEASES = [
+    (18, 200, 88, 88),
+    (18, 208, 88, 88),
+    (24, 208, 88, 88),
+    (28, 208, 96, 88),
+    (130001, 216, 96, 88),
+    (130202, 224, 96, 88),
+    (130301, 232, 96, 88),
+    (130401, 248, 112, 104),
+    (140000, 264, 120, 112),  # one that nobody has seen: learnt from CUPTI's own walk
+]
+NAMES = [ctypes.create_string_buffer(b"_Z4gemmPf"), ctypes.create_string_buffer(b"softmax")]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("cupti") / "libcupti.so.13"
+    flags = ["-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run(["gcc", *flags, str(SOURCE), "-o", str(path)], check=True)
+    return str(path)
+
+
+@pytest.fixture
+def fake(library: str) -> Iterator[Any]:
+    fake = ctypes.CDLL(library)
+    launch_shape = ctypes.POINTER(ctypes.c_int32)
+    fake.fake_kernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint64] * 2, launch_shape, ctypes.c_uint64]
+    fake.fake_copy.argtypes = [*[ctypes.c_uint64] * 3, ctypes.c_int]
+    fake.fake_set.argtypes = [ctypes.c_uint64] * 3
+    fake.fake_reset.argtypes = [ctypes.c_uint32, *[ctypes.c_size_t] * 3]
+    fake.fake_time.argtypes = [ctypes.c_uint64]
+    fake.fake_reset(130001, 216, 96, 88)
+    fake.fake_time(time.time_ns())
+    yield fake
+    fake.fake_reset(130001, 216, 96, 88)
+
+
+def launch(fake: Any, number: int, name: int = 0) -> None:
+    shape = (ctypes.c_int32 * 6)(number + 1, 2, 1, 128, 1, 1)
+    fake.fake_kernel(ctypes.addressof(NAMES[name]), 1000 + 10 * number, 1005 + 10 * number, shape, 0)
+
+
+@pytest.mark.parametrize(("version", "kernel", "copy", "memset"), RELEASES)
+def test_records_of_every_release_are_read(
+    fake: Any, library: str, version: int, kernel: int, copy: int, memset: int
+) -> None:
+    fake.fake_reset(version, kernel, copy, memset)
+    collector = CuptiCollector(Cupti(library), buffer_bytes=1 << 14)
+    collector.start()
+    for number in range(500):
+        launch(fake, number, name=number % 2)
+        if number % 7 == 3:
+            fake.fake_copy(5000 + number, 5002 + number, 4096 + number, 1)
+        if number % 11 == 5:
+            fake.fake_set(9000 + number, 9001 + number, 64)
+    collector.stop()
+    taken = collector.take()
+    assert len(taken) > 3  # several buffers
+    parts = [piece.split() for piece in taken]
+    kernels = np.concatenate([p[CONCURRENT_KERNEL] for p in parts if CONCURRENT_KERNEL in p])
+    copies = np.concatenate([p[MEMCPY] for p in parts if MEMCPY in p])
+    sets = np.concatenate([p[MEMSET] for p in parts if MEMSET in p])
+    assert kernels["grid"][:, 0].tolist() == list(range(1, 501))
+    assert set(kernels["block"][:, 0].tolist()) == {128}
+    assert kernels["start"].tolist() == [1000 + 10 * n for n in range(500)]
+    assert set((kernels["end"] - kernels["start"]).tolist()) == {5}
+    assert copies["bytes"].tolist() == [4096 + n for n in range(500) if n % 7 == 3]
+    assert len(sets) == sum(n % 11 == 5 for n in range(500))
+    names = {k: v for piece in taken for k, v in piece.names.items()}
+    assert [names[p] for p in kernels["name"][:2].tolist()] == ["_Z4gemmPf", "softmax"]
+
+
+def test_a_buffer_with_a_running_kernel_comes_later(fake: Any, library: str) -> None:
+    collector = CuptiCollector(Cupti(library))
+    collector.start()
+    launch(fake, 0)
+    fake.fake_pending(1)
+    collector.flush()
+    assert collector.take() == []
+    fake.fake_pending(0)
+    collector.flush()
+    (piece,) = collector.take()
+    assert len(piece.split()[CONCURRENT_KERNEL]) == 1
+    collector.stop()
+
+
+def test_buffers_that_nobody_takes_are_bounded_and_the_loss_is_counted(
+    fake: Any, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tessera.profile.cupti_collector.MOST_WAITING", 2)
+    collector = CuptiCollector(Cupti(library), buffer_bytes=2160)  # ten kernels
+    collector.start()
+    for number in range(100):
+        launch(fake, number)
+    collector.stop()
+    kept = sum(len(piece.split()[CONCURRENT_KERNEL]) for piece in collector.take())
+    assert 0 < kept < 100
+    assert kept + collector.dropped == 100
+
+
+def test_buffers_are_used_again(fake: Any, library: str) -> None:
+    collector = CuptiCollector(Cupti(library), buffer_bytes=2160)
+    collector.start()
+    for number in range(1000):
+        launch(fake, number)
+        if number % 50 == 0:
+            assert collector.take() is not None
+    collector.stop()
+    collector.take()
+    assert len(collector._empty) < 10
+
+
+def test_a_layout_that_contradicts_cupti_is_refused(fake: Any, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = CuptiCollector(Cupti(library))
+    collector.start()
+    for number in range(3):
+        launch(fake, number)
+    monkeypatch.setattr(Cupti, "walk", lambda *_: iter([(CONCURRENT_KERNEL, 0), (CONCURRENT_KERNEL, 4096)]))
+    collector.stop()
+    with pytest.raises(RecordingError, match="not known"):
+        collector.take()
+
+
+def test_records_of_an_unknown_kind_are_refused() -> None:
+    data = np.zeros(64, np.uint8)
+    data[:4].view("<u4")[0] = 77
+    with pytest.raises(RecordingError, match="kind 77"):
+        split_records(data, {CONCURRENT_KERNEL: 216})
+
+
+def test_a_clock_that_is_not_the_wall_clock_is_noticed(fake: Any, library: str) -> None:
+    fake.fake_time(123_456)  # CUDA 11: since the machine started
+    collector = CuptiCollector(Cupti(library))
+    collector.start()
+    assert collector.clock_offset_ns == pytest.approx(time.time_ns() - 123_456, abs=60e9)
+    collector.stop()
+
+
+def test_another_profiler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_INJECTION64_PATH", "/opt/nsight/libToolsInjection64.so")
+    with pytest.raises(CuptiError, match="another profiler"):
+        open_cupti()
+
+
+def test_a_kind_that_cannot_be_recorded_leaves_nothing_enabled(fake: Any, library: str) -> None:
+    fake.fake_reset(130001, 0, 96, 88)  # kernels are refused
+    collector = CuptiCollector(Cupti(library))
+    with pytest.raises(CuptiError, match="cuptiActivityEnable"):
+        collector.start()
+    assert not collector.running
+    fake.fake_copy(1, 2, 3, 1)
+    collector._cupti.flush(forced=True)
+    assert collector.take() == []
