@@ -146,7 +146,7 @@ def test_a_layout_that_contradicts_cupti_is_refused(fake: Any, library: str, mon
 
 
 def test_records_of_an_unknown_kind_are_refused() -> None:
-    data = np.zeros(64, np.uint8)
+    data = np.zeros(216, np.uint8)
     data[:4].view("<u4")[0] = 77
     with pytest.raises(RecordingError, match="kind 77"):
         split_records(data, {CONCURRENT_KERNEL: 216})

@@ -44,7 +44,7 @@ class RecordBytes:
 
     def split(self) -> dict[int, NDArray[Any]]:
         """Arrays by kind (`cupti_records.FIELDS`)."""
-        return split_records(np.frombuffer(self.data, np.uint8), self.sizes)
+        return split_records(self.data, self.sizes)
 
 
 class CuptiCollector:
