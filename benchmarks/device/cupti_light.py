@@ -1,23 +1,23 @@
-"""What keeping every kernel costs: CUPTI's raw buffers beside torch.profiler, on four programs, on the GPU at hand.
+"""What keeping every kernel costs: `profile.session(mode="kernels")` beside torch.profiler, on four programs.
 
-    PYTHONPATH=src:.carry/site python benchmarks/device/cupti_light.py RESULTS.json [--budget-s 200] [--buffer-kib 1024]
+    PYTHONPATH=src:.carry/site python benchmarks/device/cupti_light.py RESULTS.json [--budget-s 240]
 
-Ways: "plain"; "cupti" (profile.cupti_collector, a thread that flushes, takes, compresses and writes four times a
-second, as a session does); "kernels" (torch.profiler, CUDA only); "operators" (torch.profiler, CPU and CUDA, shapes).
-Blocks of each way take turns with plain ones, the order turned round; the median of the ratios stands. Kernels that
-CUPTI kept are compared with those that torch.profiler saw in the same number of steps.
+Ways: "session" (mode="kernels": CUPTI's raw buffers, power samples, the run file); "kernels" (torch.profiler, CUDA only);
+"operators" (torch.profiler, CPU and CUDA, shapes). Each program and way has a process of its own, since Kineto leaves
+the host slower and noisier than it was; in it blocks of the way take turns with plain ones, the order turned round, and
+the median of the ratios stands. Kernels that CUPTI kept are counted beside those that torch.profiler saw.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics as st
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,14 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity
 
-from tessera.profile.cupti_collector import BUFFER_BYTES, CuptiCollector
-from tessera.profile.cupti_library import CONCURRENT_KERNEL
+from tessera import monitor, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
 
 Step = Callable[[], None]
 DEVICE, DTYPE = "cuda", torch.bfloat16
+WAYS = {"session": 2, "kernels": 1, "operators": 1}  # and the share of the time that each gets
 
 
 class Block(nn.Module):
@@ -160,51 +160,6 @@ PROGRAMS: dict[str, tuple[Callable[[], Step], int]] = {
 }
 
 
-class Keeper:
-    """A collector and the thread that takes its records to a file, as a session would."""
-
-    def __init__(self, folder: Path, buffer_bytes: int) -> None:
-        self.collector = CuptiCollector(buffer_bytes=buffer_bytes)
-        self.raw = self.stored = self.kernels = self.buffers = 0
-        self.names: set[str] = set()
-        self.pieces: list[Any] = []
-        self._file = (folder / "records.bin").open("wb")
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._loop, daemon=True)
-        self.thread_cpu_s = 0.0
-
-    def start(self) -> None:
-        self.collector.start()
-        self._thread.start()
-
-    def _loop(self) -> None:
-        while not self._done.wait(0.25):
-            self.collector.flush()
-            self._store()
-        self.thread_cpu_s = time.thread_time()
-
-    def _store(self) -> None:
-        for piece in self.collector.take():
-            small = zlib.compress(piece.data, 1)
-            self._file.write(small)
-            self.raw, self.stored = self.raw + len(piece.data), self.stored + len(small)
-            self.buffers += 1
-            self.pieces.append(piece)
-            self.names.update(piece.names.values())
-
-    def stop(self) -> float:
-        """Seconds of the program's thread."""
-        t0 = time.perf_counter()
-        self.collector.stop()
-        took = time.perf_counter() - t0
-        self._done.set()
-        self._thread.join()
-        self._store()
-        self._file.close()
-        self.kernels = sum(len(p.split().get(CONCURRENT_KERNEL, ())) for p in self.pieces)
-        return took
-
-
 def timed(step: Step, steps: int) -> float:
     for _ in range(3):
         step()
@@ -216,91 +171,94 @@ def timed(step: Step, steps: int) -> float:
     return (time.perf_counter() - t0) / steps * 1e3
 
 
-def run_block(way: str, step: Step, steps: int, folder: Path, buffer_bytes: int) -> dict[str, float]:
-    """Milliseconds a step, and what stopping took."""
+def run_block(way: str, step: Step, steps: int, folder: Path) -> dict[str, Any]:
+    """Milliseconds a step, and what starting and stopping took."""
     if way == "plain":
         return {"ms": timed(step, steps)}
-    if way == "cupti":
-        keeper = Keeper(folder, buffer_bytes)
-        keeper.start()
-        ms = timed(step, steps)
-        stop_s = keeper.stop()
-        return {
-            "ms": ms,
-            "stop_s": stop_s,
-            "kernels": keeper.kernels,
-            "buffers": keeper.buffers,
-            "names": len(keeper.names),
-            "dropped": keeper.collector.dropped,
-            "raw_bytes": keeper.raw,
-            "stored_bytes": keeper.stored,
-            "thread_cpu_s": keeper.thread_cpu_s,
-            "clock_offset_ns": keeper.collector.clock_offset_ns,
-        }
-    kinds = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * (way == "operators")
-    prof = torch.profiler.profile(activities=kinds, record_shapes=way == "operators")
-    prof.start()
-    ms = timed(step, steps)
     t0 = time.perf_counter()
+    if way == "session":
+        sess = profile.session(mode="kernels", path=folder / f"{time.time_ns()}.tessera").start()
+    else:
+        kinds = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * (way == "operators")
+        prof = torch.profiler.profile(activities=kinds, record_shapes=way == "operators")
+        prof.start()
+    t1 = time.perf_counter()
+    ms = timed(step, steps)
+    t2 = time.perf_counter()
+    if way == "session":
+        sess.stop()
+        t3 = time.perf_counter()
+        rows = len(sess.timeline().rows("kernel"))
+        more = {"file_bytes": sess.path.stat().st_size, "energy_j": sess.power().energy_j, "notes": sess.notes}
+        monitor.use(None)
+        return {"ms": ms, "start_s": t1 - t0, "stop_s": t3 - t2, "kernels": rows, **more}
     prof.stop()
-    stop_s = time.perf_counter() - t0
+    t3 = time.perf_counter()
     events = prof.profiler.kineto_results.events()
     kernels = sum(1 for e in events if str(e.device_type()).endswith("CUDA") and not e.name().startswith("Mem"))
-    return {"ms": ms, "stop_s": stop_s, "kernels": kernels}
+    return {"ms": ms, "start_s": t1 - t0, "stop_s": t3 - t2, "kernels": kernels}
 
 
-def measure(name: str, budget_s: float, folder: Path, buffer_bytes: int) -> dict[str, Any]:
-    make, steps = PROGRAMS[name]
+def measure(program: str, way: str, budget_s: float) -> dict[str, Any]:
+    make, steps = PROGRAMS[program]
     step = make()
-    for _ in range(8):
+    for _ in range(10):
         step()
     torch.cuda.synchronize()
-    blocks: dict[str, list[dict[str, float]]] = {}
-    ratios: dict[str, list[float]] = {}
-    until, turn = time.perf_counter() + budget_s, 0
-    ways = ["cupti", "cupti", "kernels", "cupti", "operators"]
-    while time.perf_counter() < until or turn < len(ways):
-        way = ways[turn % len(ways)]
-        pair = ("plain", way) if turn % 2 else (way, "plain")
-        found = {}
-        for each in pair:
-            found[each] = run_block(each, step, steps, folder, buffer_bytes)
-            gc.collect()
-            blocks.setdefault(each, []).append(found[each])
-        ratios.setdefault(way, []).append(found[way]["ms"] / found["plain"]["ms"])
-        turn += 1
-    row: dict[str, Any] = {"plain_ms": st.median(b["ms"] for b in blocks["plain"]), "steps": steps}
-    for way, many in ratios.items():
-        keys = [k for k in blocks[way][0] if k != "ms"]
-        row[way] = {
-            "over_pct": 100 * (st.median(many) - 1),
-            "each_pct": [round(100 * (r - 1), 2) for r in many],
-            **{k: st.median(b[k] for b in blocks[way]) for k in keys},
-        }
-    return row
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    ratios: list[float] = []
+    plain: list[float] = []
+    blocks: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        until = time.perf_counter() + budget_s
+        while time.perf_counter() < until or len(ratios) < 3:
+            before = run_block("plain", step, steps, Path(name))["ms"]
+            blocks.append(run_block(way, step, steps, Path(name)))
+            if len(ratios) % 4 == 3:
+                gc.collect()
+            after = run_block("plain", step, steps, Path(name))["ms"]
+            plain += [before, after]
+            ratios.append(blocks[-1]["ms"] / st.mean([before, after]))
+    middle = {k: st.median(b[k] for b in blocks) for k, v in blocks[0].items() if isinstance(v, (int, float))}
+    return {
+        "over_pct": 100 * (st.median(ratios) - 1),
+        "each_pct": [round(100 * (r - 1), 2) for r in ratios],
+        "plain_ms": st.median(plain),
+        **middle,
+        "notes": blocks[0].get("notes", []),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--budget-s", type=float, default=200.0)
-    parser.add_argument("--buffer-kib", type=int, default=BUFFER_BYTES >> 10)
+    parser.add_argument("--budget-s", type=float, default=240.0)
+    parser.add_argument("--one", nargs=2, metavar=("PROGRAM", "WAY"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(*args.one, args.budget_s)))
+        return
     rows: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "programs": {}}
-    with tempfile.TemporaryDirectory() as name:
-        for program in PROGRAMS:
-            row = measure(program, args.budget_s / len(PROGRAMS), Path(name), args.buffer_kib << 10)
-            rows["programs"][program] = row
-            write_result(args.out, rows)
-            print(f"{program}: plain {row['plain_ms']:.2f} ms")
-            for way in ("cupti", "kernels", "operators"):
-                r = row[way]
-                print(
-                    f"  {way:10} {r['over_pct']:+6.1f}%  stop {r['stop_s']:.3f} s  {r['kernels']:.0f} kernels  {r['each_pct']}"
-                )
-            print("  ", {k: v for k, v in row["cupti"].items() if k not in ("each_pct",)}, flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
+    share_s = args.budget_s / (len(PROGRAMS) * sum(WAYS.values()))
+    for program in PROGRAMS:
+        found = rows["programs"][program] = {}
+        for way, weight in WAYS.items():
+            budget = str(max(weight * share_s - 7.0, 4.0))  # a process needs about seven seconds to begin
+            call = [sys.executable, __file__, str(args.out), "--budget-s", budget, "--one", program, way]
+            done = subprocess.run(call, check=False, capture_output=True, text=True, timeout=120)
+            try:
+                row = found[way] = json.loads(done.stdout.strip().splitlines()[-1])
+            except (IndexError, ValueError):
+                print(program, way, "failed:", done.stderr[-2000:])
+                continue
+            print(
+                f"{program:36} {way:10} {row['over_pct']:+6.1f}% of {row['plain_ms']:.2f} ms  stop {row['stop_s']:.3f} s  "
+                f"{row['kernels']:.0f} kernels  {row['each_pct']} {row['notes']}",
+                flush=True,
+            )
+        write_result(args.out, rows)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 typedef void (*request_fn)(uint8_t **, size_t *, size_t *);
 typedef void (*complete_fn)(void *, uint32_t, uint8_t *, size_t, size_t);
@@ -16,8 +17,9 @@ static uint64_t now_ns;
 
 void fake_reset(uint32_t v, size_t kernel, size_t copy, size_t set) {
     version = v; sizes[10] = kernel; sizes[1] = copy; sizes[2] = set;
-    request = 0; complete = 0; enabled = 0; buffer = 0; space = used = dropped = pending = 0;
+    request = 0; complete = 0; enabled = 0; buffer = 0; space = used = dropped = pending = 0; now_ns = 0;
 }
+// 0: the wall clock, as CUDA 12 has it.
 void fake_time(uint64_t ns) { now_ns = ns; }
 // The last record is of a kernel that still runs: the buffer stays here until it is forced out or the kernel ends.
 void fake_pending(int is_pending) { pending = is_pending; }
@@ -71,7 +73,12 @@ void fake_set(uint64_t start, uint64_t end, uint64_t bytes) {
 }
 
 int cuptiGetVersion(uint32_t *v) { *v = version; return 0; }
-int cuptiGetTimestamp(uint64_t *t) { *t = now_ns; return 0; }
+int cuptiGetTimestamp(uint64_t *t) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    *t = now_ns ? now_ns : (uint64_t)now.tv_sec * 1000000000u + now.tv_nsec;
+    return 0;
+}
 int cuptiGetResultString(int status, const char **text) { *text = status == 15 ? "CUPTI_ERROR_NOT_INITIALIZED" : "?"; return 0; }
 int cuptiActivityRegisterCallbacks(request_fn r, complete_fn c) { request = r; complete = c; return 0; }
 int cuptiActivityEnable(uint32_t kind) {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,6 @@ def fake(library: str) -> Iterator[Any]:
     fake.fake_reset.argtypes = [ctypes.c_uint32, *[ctypes.c_size_t] * 3]
     fake.fake_time.argtypes = [ctypes.c_uint64]
     fake.fake_reset(130001, 216, 96, 88)
-    fake.fake_time(time.time_ns())
     yield fake
     fake.fake_reset(130001, 216, 96, 88)
 
@@ -149,15 +147,37 @@ def test_records_of_an_unknown_kind_are_refused() -> None:
     data = np.zeros(216, np.uint8)
     data[:4].view("<u4")[0] = 77
     with pytest.raises(RecordingError, match="kind 77"):
-        split_records(data, {CONCURRENT_KERNEL: 216})
+        split_records(data.tobytes(), {CONCURRENT_KERNEL: 216})
 
 
-def test_a_clock_that_is_not_the_wall_clock_is_noticed(fake: Any, library: str) -> None:
-    fake.fake_time(123_456)  # CUDA 11: since the machine started
+@pytest.mark.parametrize(("begin", "ticks_per_ns"), [(1, 1.0), (123_456, 2.1), (-1, 1.0)])
+def test_times_are_those_of_the_wall_clock_whatever_cupti_counts(
+    fake: Any, library: str, begin: int, ticks_per_ns: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA 12 tells the wall clock (-1 here); after Kineto has run, CUPTI counts ticks of the processor."""
+    started_ns = 1_790_000_000_000_000_000
+    now_ns = [started_ns]
+    monkeypatch.setattr("tessera.profile.cupti_collector.time.time_ns", lambda: now_ns[0])
+
+    def tick(elapsed_ns: int) -> int:
+        now_ns[0] = started_ns + elapsed_ns
+        ticks = now_ns[0] if begin < 0 else begin + int(elapsed_ns * ticks_per_ns)
+        fake.fake_time(ticks)
+        return ticks
+
+    tick(0)
     collector = CuptiCollector(Cupti(library))
     collector.start()
-    assert collector.clock_offset_ns == pytest.approx(time.time_ns() - 123_456, abs=60e9)
+    middle = tick(500_000_000)
+    shape = (ctypes.c_int32 * 6)(1, 1, 1, 32, 1, 1)
+    fake.fake_kernel(ctypes.addressof(NAMES[0]), middle, middle + int(1000 * ticks_per_ns), shape, 0)
+    tick(1_000_000_000)
     collector.stop()
+    (piece,) = collector.take()
+    kernels = piece.split()[CONCURRENT_KERNEL]
+    start_ns, end_ns = (int(piece.to_epoch_ns(kernels[edge])[0]) for edge in ("start", "end"))
+    assert start_ns - started_ns == pytest.approx(500_000_000, abs=5)
+    assert end_ns - start_ns == pytest.approx(1000, abs=5)
 
 
 def test_another_profiler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,9 @@ def _parse_seconds(_ctx: click.Context, param: click.Parameter, value: float | N
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
 @choice_option(
     "--mode",
-    ["timeline", "sampling", "summary"],
-    "Record every kernel; or only power, clocks and stacks; or totals by name, for runs of days.",
+    ["timeline", "kernels", "sampling", "summary"],
+    "Record operators and kernels; or every kernel of the whole run, by CUPTI; or only power, clocks and stacks; or "
+    "totals by name, for runs of days.",
 )
 @click.option(
     "--steps",

@@ -128,6 +128,14 @@ def _tracing(session: Session, undo: contextlib.ExitStack) -> None:
         session.notes.append("torch is not installed: there are no operators or kernels to trace")
         return
     options = session.options
+    if options.mode == "kernels":
+        from .kernel_tracing import KernelTracing
+
+        session._tracing = KernelTracing(session.deliver)
+        if session._begin_tracing:
+            session.begin_tracing()
+        undo.callback(session._tracing.end)
+        return
     collector = KinetoCollector(options)
     session._tracing = Tracing(
         collector,

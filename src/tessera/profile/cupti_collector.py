@@ -32,19 +32,35 @@ BUFFER_BYTES = 1 << 20
 MOST_WAITING = 256
 """Buffers that nobody has taken. Beyond that CUPTI gets none and drops records, which is said."""
 _EMPTY = (0, 0)
+_SAME_CLOCK_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordBytes:
-    """One buffer of records, and the names that its kernels point to. `sizes`: bytes of a record by kind."""
+    """One buffer of records, and the names that its kernels point to. `sizes`: bytes of a record by kind.
+
+    `clock` has two moments as (CUPTI's time, epoch ns). CUPTI tells the time of the wall clock, unless Kineto has run
+    in the process: from then on it counts ticks of the processor.
+    """
 
     data: bytes
     names: Mapping[int, str]
     sizes: Mapping[int, int]
+    clock: tuple[tuple[int, int], tuple[int, int]]
 
     def split(self) -> dict[int, NDArray[Any]]:
         """Arrays by kind (`cupti_records.FIELDS`)."""
         return split_records(self.data, self.sizes)
+
+    def to_epoch_ns(self, times: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Times of records as nanoseconds of the wall clock."""
+        (first, first_ns), (last, last_ns) = self.clock
+        elapsed = times.astype(np.int64) - first
+        if last == first or abs(last - last_ns) < _SAME_CLOCK_NS:
+            return elapsed + first
+        rate = (last_ns - first_ns) / (last - first)
+        found: NDArray[np.int64] = first_ns + np.rint(elapsed * rate).astype(np.int64)
+        return found
 
 
 class CuptiCollector:
@@ -60,9 +76,8 @@ class CuptiCollector:
         self._sizes = sizes_of_version(self._cupti.version)
         self._is_checked = False
         self._running = False
+        self._clock_began = self._clock_now = (0, 0)
         self.dropped = 0
-        self.clock_offset_ns = 0
-        """Epoch minus CUPTI's clock; nothing from CUDA 12 on."""
 
     @property
     def running(self) -> bool:
@@ -81,10 +96,7 @@ class CuptiCollector:
             for kind in enabled:
                 self._cupti.disable(kind)
             raise
-        before_ns = time.time_ns()
-        stamp_ns = self._cupti.timestamp_ns()
-        offset_ns = (before_ns + time.time_ns()) // 2 - stamp_ns
-        self.clock_offset_ns = offset_ns if abs(offset_ns) > 1_000_000 else 0
+        self._clock_began = self._clock_now = self._read_clock()
         self._running = True
 
     def stop(self) -> None:
@@ -94,14 +106,22 @@ class CuptiCollector:
         self._running = False
         for kind in KINDS:
             self._cupti.disable(kind)
-        self._cupti.flush(forced=True)
-        self.dropped += self._cupti.count_dropped()
+        self._flush(forced=True)
 
     def flush(self) -> None:
         """Have CUPTI hand over what is complete."""
         if self._running:
-            self._cupti.flush()
-            self.dropped += self._cupti.count_dropped()
+            self._flush(forced=False)
+
+    def _flush(self, *, forced: bool) -> None:
+        self._clock_now = self._read_clock()
+        self._cupti.flush(forced=forced)
+        self.dropped += self._cupti.count_dropped()
+
+    def _read_clock(self) -> tuple[int, int]:
+        """CUPTI's time and that of the wall clock, at one moment."""
+        before_ns = time.time_ns()
+        return self._cupti.timestamp_ns(), (before_ns + time.time_ns()) // 2
 
     def take(self) -> list[RecordBytes]:
         """What has been handed over since the last call."""
@@ -138,16 +158,17 @@ class CuptiCollector:
         if not self._is_checked:
             self._check_layout(buffer, used)
         # Read anew for each buffer: a module that was unloaded may have given its address to another name.
-        addresses = find_names(buffer[:used], self._sizes)
+        addresses = find_names(buffer[:used].data, self._sizes)
         names = {address: ctypes.string_at(address).decode(errors="replace") for address in addresses}
-        return RecordBytes(data=buffer[:used].tobytes(), names=names, sizes=dict(self._sizes))
+        clock = (self._clock_began, self._clock_now)
+        return RecordBytes(data=buffer[:used].tobytes(), names=names, sizes=dict(self._sizes), clock=clock)
 
     def _check_layout(self, buffer: NDArray[np.uint8], used: int) -> None:
         """Compare with how CUPTI itself walks the first buffer, and learn lengths that no header of ours has."""
         walked = list(self._cupti.walk(buffer.ctypes.data, used))
         for (kind, at), (_, following) in itertools.pairwise(walked):
             self._sizes[kind] = following - at
-        split = split_records(buffer[:used], self._sizes)
+        split = split_records(buffer[:used].data, self._sizes)
         if sum(map(len, split.values())) != len(walked):
             raise RecordingError(
                 f"CUPTI {self._cupti.version} writes records in a way that is not known",

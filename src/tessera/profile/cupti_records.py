@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..errors import RecordingError
 from .cupti_library import CONCURRENT_KERNEL, MEMCPY, MEMCPY_PEER, MEMSET
 
+Buffer = bytes | memoryview
 _COMMON = {"start": ("<u8", 16), "end": ("<u8", 24)}
 FIELDS: Mapping[int, Mapping[str, tuple[Any, int]]] = {
     CONCURRENT_KERNEL: {
@@ -46,6 +47,7 @@ FIELDS: Mapping[int, Mapping[str, tuple[Any, int]]] = {
     },
     MEMSET: {
         **_COMMON,
+        "target": ("<u2", 50),
         "bytes": ("<u8", 8),
         "device": ("<u4", 32),
         "stream": ("<u4", 40),
@@ -84,7 +86,7 @@ def sizes_of_version(version: int) -> dict[int, int]:
     return dict(zip((CONCURRENT_KERNEL, MEMCPY, MEMSET, MEMCPY_PEER), sizes, strict=True))
 
 
-def split_records(data: bytes | NDArray[np.uint8], sizes: Mapping[int, int]) -> dict[int, NDArray[Any]]:
+def split_records(data: Buffer, sizes: Mapping[int, int]) -> dict[int, NDArray[Any]]:
     """The records of a buffer by kind, each kind as one structured array with the names of `FIELDS`."""
     whole = np.frombuffer(data, np.uint8)
     return {
@@ -93,7 +95,7 @@ def split_records(data: bytes | NDArray[np.uint8], sizes: Mapping[int, int]) -> 
     }
 
 
-def find_names(data: bytes | NDArray[np.uint8], sizes: Mapping[int, int]) -> list[int]:
+def find_names(data: Buffer, sizes: Mapping[int, int]) -> list[int]:
     """The addresses of the names of a buffer's kernels, each once: all that must be looked at in the process itself."""
     places = find_places(data, sizes).get(CONCURRENT_KERNEL, [])
     words = np.frombuffer(data, "<u8", count=len(data) // 8)
@@ -101,7 +103,7 @@ def find_names(data: bytes | NDArray[np.uint8], sizes: Mapping[int, int]) -> lis
     return [address for address in found.tolist() if address]
 
 
-def find_places(data: bytes | NDArray[np.uint8], sizes: Mapping[int, int]) -> dict[int, list[int]]:
+def find_places(data: Buffer, sizes: Mapping[int, int]) -> dict[int, list[int]]:
     """Where the records of each kind begin.
 
     They lie one after the other, and how long one is depends on its kind. A loop in Python takes 0.2 us a record: numpy

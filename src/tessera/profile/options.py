@@ -10,12 +10,13 @@ from typing import Any, Literal, get_args
 from ..errors import ArgumentError, did_you_mean
 
 Activity = Literal["cpu", "gpu", "memcpy", "collective", "power", "stack", "memory"]
-Mode = Literal["timeline", "sampling", "summary"]
+Mode = Literal["timeline", "kernels", "sampling", "summary"]
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 MODES: tuple[Mode, ...] = get_args(Mode)
 ON_DEVICE: tuple[Activity, ...] = ("gpu", "memcpy", "collective")
 DEFAULT: dict[Mode, tuple[Activity, ...]] = {
     "timeline": ("cpu", "gpu", "memcpy", "collective", "power"),
+    "kernels": ("gpu", "memcpy", "collective", "power"),
     "summary": ("cpu", "gpu", "memcpy", "collective", "power"),
     "sampling": ("power", "stack"),
 }

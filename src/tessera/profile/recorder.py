@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ..trace import PowerTrace
     from .cpu_use import CpuUseCounter
     from .export import Exporter
+    from .kernel_tracing import KernelTracing
     from .power_feed import PowerFeed
     from .ranks.clocks import ClockReading
     from .region import Pop, Push
@@ -120,7 +121,7 @@ class Session:
         self._feed: PowerFeed | None = None
         self._stacks: StackSampler | None = None
         self._summary: RunSummary | None = None
-        self._tracing: Tracing | None = None
+        self._tracing: Tracing | KernelTracing | None = None
         self._modules: ModuleRanges | None = None
         self._windows: list[tuple[int, int]] = []
         self._marks: dict[str, int] = {}
@@ -134,9 +135,6 @@ class Session:
         self._cpu_use: CpuUseCounter | None = None
 
     # -- begin and end ---------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Session:
-        return self.start()
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -176,6 +174,8 @@ class Session:
         if self._stacks is not None:
             self._stacks.start()
         return self
+
+    __enter__ = start
 
     def begin_tracing(self) -> None:
         """Start Kineto now, where the session was made to wait for it."""
@@ -342,9 +342,7 @@ class Session:
         if self._recording is not None:
             return self._recording
         if self._writer is None:
-            raise MeasurementError(
-                "this session was never started", fix="use it as: with profile.session(...) as sess:"
-            )
+            raise MeasurementError("this session was never started", fix="with profile.session(...) as sess:")
         from .runfile import RunFile
 
         if not self._stopped:
@@ -438,6 +436,8 @@ class Session:
             self._writer.add_timeline(timeline)
             if self._modules is not None:
                 self._writer.add_timeline(self._modules.take())
+        if self._windows and self._windows[-1][0] == start_ns:
+            self._windows.pop()  # it goes on
         bisect.insort(self._windows, (start_ns, end_ns))  # a long window may be read after a short one that came later
         self._writer.set("windows", self._windows)
         if self._summary is not None and len(self._windows) > MAX_WINDOWS:

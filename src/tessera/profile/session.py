@@ -53,8 +53,9 @@ def session(
     ...     step()
     >>> print(sess.energy())
 
-    `mode` "timeline" keeps every event, "sampling" traces nothing (power, clocks and Python stacks only), "summary"
-    adds up what each name took and forgets the events. See `SessionOptions` for the rest. The run file is `path`, or
+    `mode` "timeline" keeps every event, "kernels" only what runs on an NVIDIA GPU, by CUPTI and at a small part of the
+    cost, "sampling" traces nothing (power, clocks and Python stacks only), "summary" adds up what each name took and
+    forgets the events. See `SessionOptions` for the rest. The run file is `path`, or
     one in `runs/`, and is written as the run happens.
     """
     if unknown:

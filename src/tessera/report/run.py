@@ -40,6 +40,7 @@ LINES_NOTE = (
 """How joules of functions and lines are to be read."""
 MODES = {
     "timeline": "every kernel",
+    "kernels": "every kernel, no operators",
     "sampling": "sampled, no kernels",
     "summary": "totals by name",
 }
