@@ -213,7 +213,7 @@ def measure(program: str, way: str, budget_s: float) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         until = time.perf_counter() + budget_s
-        while time.perf_counter() < until or len(ratios) < 3:
+        while time.perf_counter() < until or len(ratios) < 2:
             before = run_block("plain", step, steps, Path(name))["ms"]
             blocks.append(run_block(way, step, steps, Path(name)))
             if len(ratios) % 4 == 3:
@@ -235,24 +235,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--budget-s", type=float, default=240.0)
+    parser.add_argument("--programs", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--one", nargs=2, metavar=("PROGRAM", "WAY"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(*args.one, args.budget_s)))
         return
     rows: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "programs": {}}
-    share_s = args.budget_s / (len(PROGRAMS) * sum(WAYS.values()))
-    for program in PROGRAMS:
+    if args.out.exists():  # of other programs
+        rows["programs"] = json.loads(args.out.read_text())["programs"]
+    share_s = args.budget_s / (len(args.programs) * sum(WAYS.values()))
+    for program in args.programs:
         found = rows["programs"][program] = {}
         for way, weight in WAYS.items():
             budget = str(max(weight * share_s - 7.0, 4.0))  # a process needs about seven seconds to begin
             call = [sys.executable, __file__, str(args.out), "--budget-s", budget, "--one", program, way]
-            done = subprocess.run(call, check=False, capture_output=True, text=True, timeout=120)
             try:
-                row = found[way] = json.loads(done.stdout.strip().splitlines()[-1])
-            except (IndexError, ValueError):
-                print(program, way, "failed:", done.stderr[-2000:])
+                done = subprocess.run(call, check=True, capture_output=True, text=True, timeout=weight * share_s + 40)
+            except subprocess.SubprocessError as exc:
+                print(program, way, "failed:", exc, str(getattr(exc, "stderr", ""))[-2000:])
                 continue
+            row = found[way] = json.loads(done.stdout.strip().splitlines()[-1])
             print(
                 f"{program:36} {way:10} {row['over_pct']:+6.1f}% of {row['plain_ms']:.2f} ms  stop {row['stop_s']:.3f} s  "
                 f"{row['kernels']:.0f} kernels  {row['each_pct']} {row['notes']}",

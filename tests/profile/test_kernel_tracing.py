@@ -85,6 +85,24 @@ def test_rows_come_to_the_file_while_the_program_runs(
     assert len(sess.recording().facts.windows) == 1
 
 
+def test_a_session_may_begin_within_the_start_of_cuda(
+    fake: Any,  # noqa: F811
+    cuda: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `tessera run` does: torch holds a lock then, for which `_lazy_call` would wait for ever."""
+
+    def wait_for_ever(call: Any) -> None:
+        raise AssertionError("torch.cuda._lazy_call within torch.cuda._lazy_init")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_call", wait_for_ever)
+    monkeypatch.setattr(torch.cuda._tls, "is_initializing", True, raising=False)
+    with profile.session(mode="kernels", path=tmp_path / "a.tessera") as sess:
+        launch(fake, 0, time.time_ns(), 1_000)
+    assert len(sess.timeline().rows("kernel")) == 1
+
+
 def test_records_without_a_time_are_left_out_and_said(fake: Any, library: str) -> None:  # noqa: F811
     collector = CuptiCollector(Cupti(library))
     collector.start()

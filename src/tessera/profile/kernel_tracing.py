@@ -49,6 +49,8 @@ class KernelTracing:
         self._begun = True
         if torch.version.cuda is None:
             self._say_why_nothing("this torch has no CUDA")
+        elif getattr(torch.cuda._tls, "is_initializing", False):
+            self._start()  # `tessera run` begins within CUDA's own start, whose lock `_lazy_call` would wait for
         else:  # asking for a GPU here would initialise CUDA, after which the program may not fork
             torch.cuda._lazy_call(self._start)
 
