@@ -68,7 +68,7 @@ def choose_layout(text: str, model: nn.Module, batch: int, cluster: str) -> dist
     """The layout that the user typed, or the planner's."""
     if text:
         settings = dict(part.split("=") for part in text.split(","))
-        return dist.Layout(**{k: int(v) if v.isdigit() else v for k, v in settings.items()})
+        return dist.Layout.from_dict({k: int(v) if v.isdigit() else v for k, v in settings.items()})
     ranks = c10d.get_world_size()
     return dist.plan(model, cluster=cluster, gpus=ranks, seq=SEQ, global_batch=batch).best.layout
 
