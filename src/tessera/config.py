@@ -114,13 +114,18 @@ def load(folder: str | Path | None = None) -> Config:
     return Config(**stated)
 
 
-def find_cost(energy_j: float, error_j: float | None = None) -> EnergyCost | None:
-    """What joules cost by the settings in force. Settings that cannot be read give a warning, not an error."""
+def load_or_warn() -> Config:
+    """The settings in force. Those that cannot be read give a warning: a screen is worth more than a price."""
     try:
-        return load().cost_of(energy_j, error_j)
-    except ArgumentError as exc:  # a screen at the end of a long run is worth more than a price
-        warnings.warn(str(exc), stacklevel=2)
-        return None
+        return load()
+    except ArgumentError as exc:
+        warnings.warn(str(exc), stacklevel=3)
+        return Config()
+
+
+def find_cost(energy_j: float, error_j: float | None = None) -> EnergyCost | None:
+    """What joules cost by the settings in force; None where no factor is set."""
+    return load_or_warn().cost_of(energy_j, error_j)
 
 
 def user_file() -> Path:

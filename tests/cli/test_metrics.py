@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cli.test_watch import board, here, shot, tessera, throttled
 from tessera.cli.metrics import Address
+from tessera.config import Config
 from tessera.errors import ArgumentError, MissingExtra, SensorLost
 from tessera.monitor.snapshot import PowerWatch, Snapshot
 from tessera.report import metrics as report
@@ -69,6 +70,13 @@ def test_units_are_si():
         {"domain": "gpu0", "source": "nvml-samples", "basis": "measured", "label": "NVIDIA H200"}.items()
     ))  # fmt: skip
     assert found[key] == 20_913.0
+
+
+def test_money_and_co2_are_counted_where_factors_are_configured():
+    cost = Config(price_per_kwh=0.3, currency="EUR", gco2e_per_kwh=380).cost_of(3.6e6)
+    found = exposed(shot([board()], cost=cost))
+    assert found["tessera_energy_cost_total", frozenset({"currency": "EUR"}.items())] == pytest.approx(0.3)
+    assert found["tessera_emissions_grams_total", frozenset()] == pytest.approx(380.0)
 
 
 def test_what_is_missing_is_absent():
@@ -136,7 +144,8 @@ def test_once_prints_every_metric_of_a_gpu():
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found = parse(done.stdout)
     estimates = {"tessera_job_energy_joules_total", "tessera_job_power_watts", "tessera_job_gpu_memory_bytes"}
-    assert {name for name, _ in found} | estimates == set(report.METRICS), "nobody uses the GPUs: no estimates"
+    costs = {"tessera_energy_cost_total", "tessera_emissions_grams_total"}
+    assert {name for name, _ in found} | estimates | costs == set(report.METRICS), "nobody uses the GPUs: no estimates"
     for power_w in named(found, "tessera_power_watts").values():
         assert power_w == pytest.approx(300, rel=0.05)
     assert named(found, "tessera_energy_joules_total") == pytest.approx({"gpu0": 360, "gpu1": 360}, rel=0.25)

@@ -19,14 +19,14 @@ import pytest
 from rich.cells import cell_len
 
 from tessera.cli.main import main
-from tessera.monitor.snapshot import (
-    DomainReading,
-    Snapshot,
-)
-from tessera.report.watch import plain_lines, screen, sparkline, summary
-from tessera.schema import Telemetry
+from tessera.config import Config
+from tessera.monitor.snapshot import DomainReading, PowerWatch, Snapshot
+from tessera.report.watch import json_line, plain_lines, screen, sparkline, summary
+from tessera.schema import Domain, Telemetry
+from tessera.sensors.discover import DiscoveredSensors
 
 from fakes.nvml import Scenario, fake_env, missing_compiler
+from fakes.sensor import ScriptSensor
 
 needs_fake = pytest.mark.skipif(missing_compiler() is not None, reason=str(missing_compiler()))
 SECOND = 1_000_000_000
@@ -132,6 +132,26 @@ def test_a_lost_gpu_says_why_and_the_total_says_without():
     text = screen(shot([board(), gone, board(2, gaps=2, coverage=0.9)])).plain
     assert "no data for 3.2 s: GPU is lost" in text and "without gpu1" in text
     assert "2 gaps, 90.0% of the time covered" in text
+
+
+def test_money_and_co2_are_shown_where_factors_are_configured():
+    cost = Config(price_per_kwh=0.3, currency="EUR", gco2e_per_kwh=380).cost_of(41_826.0)
+    whole = shot([board(), board(1)], cost=cost)
+    assert "cost" not in screen(shot([board()]), width=100).plain
+    assert re.search(r"\ncost +11\.6\d* Wh   0\.0035 EUR   4\.4\d* g CO2e", screen(whole, width=100).plain)
+    assert list(plain_lines(whole))[-1].endswith(" cost kwh=0.0116183 cost=0.0034855 gco2e=4.41497 currency=EUR")
+    assert "0.0035 EUR" in summary(whole)
+    assert json.loads(json_line(whole))["cost"]["cost"] == pytest.approx(0.0034855)
+
+
+def test_the_watch_takes_the_factors_from_the_settings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TESSERA_PRICE_PER_KWH", "0.5")
+    sensor = ScriptSensor(clock=time.monotonic_ns, domain=Domain(name="gpu0", source="script", resolution_s=0.02))
+    with PowerWatch(DiscoveredSensors([sensor], []), 1.0) as watch:
+        deadline = time.monotonic() + 10.0
+        while (found := watch.take_snapshot()).energy_j == 0.0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert found.cost is not None and found.cost.cost == pytest.approx(0.5 * found.energy_j / 3.6e6)
 
 
 def test_plain_lines_are_pairs():

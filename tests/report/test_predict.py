@@ -156,6 +156,18 @@ def test_real_opportunities_are_shown(report: EnergyReport) -> None:
     assert out.count("✓") == len(found)
 
 
+def test_a_sweep_says_what_a_million_samples_cost(found: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "1M samples" not in text_of(sweeps.comparison(found), width=120)
+    monkeypatch.setenv("TESSERA_PRICE_PER_KWH", "0.3")
+    monkeypatch.setenv("TESSERA_CURRENCY", "EUR")
+    best = found.best_batch()
+    assert best is not None and best.million_cost is not None and best.energy_per_sample_j is not None
+    assert best.million_cost.cost == pytest.approx(0.3 * 1e6 * best.energy_per_sample_j / 3.6e6)
+    assert f"1M samples: {best.million_cost.text}" in text_of(sweeps.comparison(found), width=120)
+    assert f"1M samples: {best.million_cost.text}" in sweeps.sweep_section(found)
+    assert best.to_dict()["million_cost"]["currency"] == "EUR"
+
+
 def test_a_sweep_marks_the_frontier_and_says_what_cannot_be(found: Sweep) -> None:
     out = text_of(sweeps.comparison(found, next_command="tessera predict y"), width=120)
     assert "6 of 8 combinations are possible" in out

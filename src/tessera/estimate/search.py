@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..config import EnergyCost, find_cost
 from ..device import PRECISIONS, Device
 from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError, TesseraError, did_you_mean
 from ..graph.ir import Graph
@@ -79,10 +80,16 @@ class SweepRow:
         """Samples per second."""
         return self.samples / self.time_s if self.time_s else None
 
+    @property
+    def million_cost(self) -> EnergyCost | None:
+        """What a million samples cost by the user's factors: one costs too little to read."""
+        return None if self.energy_j is None else find_cost(1e6 * self.energy_j / self.samples)
+
     def to_dict(self) -> dict[str, Any]:
         """Every field and derived figure by name."""
         names = ("energy_per_sample_j", "error_per_sample_j", "throughput_per_s")
-        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in names}}
+        cost = None if self.million_cost is None else dataclasses.asdict(self.million_cost)
+        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in names}, "million_cost": cost}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

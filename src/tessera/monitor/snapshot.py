@@ -14,6 +14,7 @@ from typing import Self
 
 import numpy as np
 
+from ..config import EnergyCost, load_or_warn
 from ..joules import accumulate, sum_domains, sum_windows
 from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, Telemetry
 from ..sensors.discover import DiscoveredSensors
@@ -75,6 +76,8 @@ class Snapshot:
     energy_j: float
     error_j: float
     basis: Basis
+    cost: EnergyCost | None = None
+    """Of the energy so far, by the user's factors."""
     missing: Mapping[str, str] = field(default_factory=dict)
     sensors: Mapping[str, bool] = field(default_factory=dict)
     processes: Sequence[ProcessReading] = ()
@@ -151,6 +154,7 @@ class PowerWatch:
         self._newest_gap_ns: dict[str, int] = {}
 
     def __enter__(self) -> Self:
+        self._settings = load_or_warn()
         self._monitor.start()
         self._begun_ns = time.monotonic_ns()
         self._ledger = EnergyLedger(self._monitor)
@@ -189,6 +193,7 @@ class PowerWatch:
             energy_j=total.energy_j,
             error_j=total.error_j,
             basis=total.basis,
+            cost=self._settings.cost_of(total.energy_j, total.error_j),
             missing={c.name: c.reason or "" for c in self._monitor.missing},
             sensors={n: not domains <= open_gaps.keys() for n, domains in self._domains.items()},
             sampler_cpu_s=sampler.cpu_time_s,

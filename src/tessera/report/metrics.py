@@ -26,6 +26,11 @@ from ..schema import Telemetry
 METRICS: Mapping[str, tuple[str, str]] = {
     "tessera_energy_joules_total": ("counter", "Energy since the start of the domains that may be summed."),
     "tessera_energy_error_joules": ("gauge", "Half-width of the 90% interval of the energy so far."),
+    "tessera_energy_cost_total": ("counter", "Price of the energy since the start, by the configured factors."),
+    "tessera_emissions_grams_total": (
+        "counter",
+        "CO2 equivalent of the energy since the start, by the configured factors.",
+    ),
     "tessera_power_watts": ("gauge", "Mean power over the newest second of data."),
     "tessera_overlapping_energy_joules_total": ("counter", "Energy of domains inside or around counted ones."),
     "tessera_overlapping_power_watts": ("gauge", "Power of domains inside or around counted ones."),
@@ -109,6 +114,9 @@ class SnapshotCollector:
             if r.telemetry is not None and r.lost is None:
                 yield from _state(r.telemetry)
                 yield from self._throttle(r.telemetry)
+        if (cost := snapshot.cost) is not None:
+            yield "tessera_energy_cost_total", {"currency": cost.currency}, cost.cost
+            yield "tessera_emissions_grams_total", {}, cost.gco2e
         sensors = {name: False for name in self._requested if name in snapshot.missing} | dict(snapshot.sensors)
         for name, up in sensors.items():
             yield "tessera_sensor_up", {"sensor": name}, float(up)

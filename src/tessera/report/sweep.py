@@ -55,6 +55,8 @@ def comparison(sweep: Sweep, *, next_command: str | None = None, width: int = 10
         energy = f"{row_name(row)}: {format_energy(row.energy_per_sample_j or 0.0, 3)} per sample"
         rate = f"{format_rate(row.throughput_per_s or 0.0)} samples/s"
         ending.add_row(label, TextFlow(energy, format_duration(row.time_s or 0.0, 3), rate, between=", "))
+        if cost := row.million_cost:
+            ending.add_row("", Text(f"1M samples: {cost.text}", style="dim"))
     for sentence in ties(sweep):
         ending.add_row("note", Text(sentence, style="yellow"))
     return Group(*parts, Text(""), ending, *([next_line(next_command)] if next_command else []))
@@ -183,6 +185,7 @@ def _choice_tiles(sweep: Sweep) -> str:
         energy = f"{format_energy(row.energy_per_sample_j or 0.0, 3)} per sample"
         rate = f"{row.throughput_per_s or 0:,.0f} samples/s"
         detail = f"{', '.join(labels)}: {energy}, {format_duration(row.time_s or 0.0, 3)}, {rate}"
+        detail += f", 1M samples: {row.million_cost.text}" if row.million_cost else ""
         tiles.append(tile(row_name(row), detail))
     return f"<div class='tiles wide'>{''.join(tiles)}</div>"
 

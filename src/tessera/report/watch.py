@@ -55,6 +55,10 @@ def plain_lines(snapshot: Snapshot) -> Iterator[str]:
         figures = ("power_w", "mean_w", "energy_j", "error_j")
         total = {name: _number(getattr(snapshot, name)) for name in figures} | {"basis": snapshot.basis}
         yield f"{stamp} total " + " ".join(f"{k}={v}" for k, v in total.items() if v is not None)
+    if (cost := snapshot.cost) is not None:
+        spent = {"kwh": cost.kwh, "cost": cost.cost, "gco2e": cost.gco2e}
+        pairs = {k: f"{v:.6g}" for k, v in spent.items() if v is not None} | {"currency": _quote(cost.currency)}
+        yield f"{stamp} cost " + " ".join(f"{k}={v}" for k, v in pairs.items() if v)
 
 
 def _pairs(r: DomainReading) -> dict[str, str | None]:
@@ -102,7 +106,8 @@ def screen(
     name_w = max([len("total"), *(len(r.domain) for r in rows)])
     cells = _cells(width, name_w)
     head = [_title(snapshot, width, keys), *_sources(snapshot), Text(), _header(snapshot, name_w, cells)]
-    foot = [*_total(snapshot, name_w, cells), *_missing(snapshot)]
+    cost = [] if snapshot.cost is None else [Text(f"{'cost':<{name_w}}{_INDENT}{snapshot.cost.text}")]
+    foot = [*_total(snapshot, name_w, cells), *cost, *_missing(snapshot)]
     room = None if height is None else height - len(head) - len(foot)
     blocks = [[_power_line(r, name_w, cells), *_states(r, name_w), *_details(r, name_w)] for r in rows]
     shown = _fit(blocks, room)
@@ -319,4 +324,5 @@ def summary(snapshot: Snapshot) -> str:
         return f"no data in {span}"
     total = f"{format_energy(snapshot.energy_j)} ± {format_energy(snapshot.error_j, 2)}"
     basis = "" if snapshot.basis == "measured" else f" ({snapshot.basis}, not measured)"
-    return f"{total} in {span}, {format_power(snapshot.mean_w)} on average{basis}"
+    cost = "" if snapshot.cost is None else f"   {snapshot.cost.text}"
+    return f"{total} in {span}, {format_power(snapshot.mean_w)} on average{basis}{cost}"
