@@ -6,7 +6,8 @@
 Takes any file of that form, plain or gzipped. A row that lacks something is skipped with the reason. Conventions: GB of
 a memory column are GiB (what torch and nvidia-smi print); a TFLOP/s or MFU column without a time counts model FLOPs with
 all scores, and recomputation where the row has an HFU. The constants of the model were chosen on half of the (model,
-GPU, source) groups of that file, by a hash; `--half` scores one half.
+GPU, source) groups of that file, by a hash; `--half` scores one half. The other half is not blind any more: its results
+by group said where to look (docs/distributed.md).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import analysing
 import first_hour
+import many_gpus
 import measuring
 import operators
 import predicting
@@ -26,6 +27,7 @@ PARTS: dict[str, tuple[list[Goal], list[str]]] = {
     "Analysing": (analysing.goals(), analysing.NOTES),
     "Operators": (operators.goals(), operators.NOTES),
     "Schedules": (schedules.goals(), schedules.notes()),
+    "Many GPUs": (many_gpus.goals(), many_gpus.NOTES),
     "The first hour": (first_hour.goals(), first_hour.notes()),
 }
 

@@ -40,7 +40,7 @@ _LINK_HOP_S = 1.9e-6  # between neighbours of a ring inside a node (NCCL's table
 # Boxes without NVLink, of PCIe's rate. Through the host, without peer access: all pairs share what one pair reaches,
 # 10 of 31.5 GB/s (A40, NVIDIA/nccl-tests issue 74: 20 GB/s both ways with P2P disabled), and eight sit on two sockets,
 # between which less goes (40 instead of 50 GB/s, there). Through switches or well tuned host bridges: 35 of 63 GB/s on
-# four GPUs, 28 on eight (RTX 5090, NVIDIA/nccl issue 1639).
+# four GPUs, 28 on eight (RTX 5090, NVIDIA/nccl issue 1639). The form of the first was chosen with the L40S in view.
 PATHS = ("host", "switch")
 _PCIE_SHARE = {"host": {4: 0.32 / 2, 8: 0.8 * 0.32 / 4}, "switch": {4: 35 / 63, 8: 28 / 63}}
 ERROR_PCIE = 0.6
