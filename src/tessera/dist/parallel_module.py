@@ -63,9 +63,8 @@ class ParallelModule:
         counts = Counter((s.axis, s.how) for s in self.splits if s.reason is None)
         told = [f"{axis}: {n} x {how}" if n > 1 else f"{axis}: {how}" for (axis, how), n in counts.items()]
         left = [f"left whole: {s.module} ({s.reason})" for s in self.splits if s.reason is not None]
-        return "\n".join(
-            [f"{type(self.module).__name__.removeprefix('FSDP')} as {self.layout} on {self.mesh!r}", *told, *left[:8]]
-        )
+        name = type(self.module).__name__.removeprefix("FSDP")
+        return "\n".join([f"{name} as {self.layout} on {self.mesh!r}", *told, *left[:8]])
 
     @property
     def module(self) -> nn.Module:
