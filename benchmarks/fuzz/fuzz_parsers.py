@@ -464,7 +464,7 @@ def _report_seeds() -> list[bytes]:
 def _regions_seeds() -> list[bytes]:
     import msgspec
 
-    from tessera.monitor.regions import RegionsFile
+    from tessera.monitor.regions import ProcessRegions, RegionStretch
     from tessera.schema import Energy, RegionEnergy
 
     energy = Energy(energy_j=1.0, error_j=0.1, time_s=1.0, source="x")
@@ -472,7 +472,11 @@ def _regions_seeds() -> list[bytes]:
         RegionEnergy(name=n, calls=2, energy=energy, start_ns=s, end_ns=s + 5)
         for n, s in (("a", 0), ("a", 3), ("b", 9))
     ]
-    return [msgspec.json.encode(RegionsFile(regions=regions))]
+    stretches = {
+        r.name: [RegionStretch(start_ns=0, end_ns=10**9, energies={"machine": r.energy, "process": r.energy})]
+        for r in regions
+    }
+    return [msgspec.json.encode(ProcessRegions(regions=regions, stretches=stretches))]
 
 
 def _journal_seeds() -> list[bytes]:

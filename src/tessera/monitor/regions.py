@@ -132,7 +132,11 @@ def _decode(data: bytes) -> ProcessRegions:
         for key in ("energy_j", "error_j"):
             if energy[key] is None:
                 energy[key] = math.nan
-    return msgspec.convert(raw, ProcessRegions)
+    found = msgspec.convert(raw, ProcessRegions)
+    for region in found.regions:
+        if not found.stretches.get(region.name) or not all(s.energies for s in found.stretches[region.name]):
+            raise ValueError(f"{region.name} has no joules")
+    return found
 
 
 def merge_regions(processes: Sequence[ProcessRegions]) -> list[RegionEnergy]:
