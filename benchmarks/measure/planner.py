@@ -10,17 +10,20 @@ Problems (model, cluster, batch, goal, how much of the memory may be filled) fol
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
 import random
+import statistics
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tessera.dist.cluster import load_cluster
+from tessera.device import Figure
+from tessera.dist.cluster import Cluster, load_cluster
 from tessera.dist.layout import Layout
 from tessera.dist.plan_cost import PlanCandidate, evaluate_layout
 from tessera.dist.plan_search import PlanProblem
@@ -207,12 +210,82 @@ def compare(problem: PlanProblem, goal: str) -> dict[str, Any]:
     return row
 
 
+def compare_published(path: Path, most: int) -> list[dict[str, Any]]:
+    """The layouts that experts chose against the planner's, both by the cost model, each on the row's own cluster.
+
+    One row of each model, chip, number of GPUs and batch. A published layout that is called twice as slow as ours would
+    mean that the cost model, or the memory, misses what the experts knew.
+    """
+    import published_training as published
+
+    rows: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    for _, row in published.read_rows(path):
+        if row is None or row.get("oom") is True:
+            continue
+        try:
+            score = published.score_row(row)
+        except published.RowSkipped:
+            continue
+        job = score.job
+        if score.step_s and score.error is not None and abs(score.error) < 0.3 and not job.lora and job.gpus > 1:
+            key = (job.model, job.device.id, job.gpus, job.precision, job.seq, job.global_batch)
+            known = rows.get(key)
+            if known is None or score.step_s < known[1].step_s:  # the best of those that were tried
+                rows[key] = (row, score)
+    chosen = sorted(rows.values(), key=lambda pair: hashlib.sha256(repr(pair[0]).encode()).hexdigest())[:most]
+    return [compare_row(row, score) for row, score in chosen]
+
+
+def compare_row(row: Any, score: Any) -> dict[str, Any]:
+    """One published layout against the planner's for the same job."""
+    job = score.job
+    nodes = -(-job.gpus // job.node_gpus)
+    figure = {"source": "the published row"}
+    cluster = Cluster(
+        id="published",
+        name="published",
+        device=job.device,
+        nodes=nodes,
+        link=next(iter(job.device.interconnect)),
+        host_link="",
+        node_gpus=Figure(value=job.gpus / nodes, **figure),
+        domain_gpus=Figure(value=72 if job.device.id in ("gb200", "gb300") else job.node_gpus, **figure),
+        network_bytes_per_s=Figure(value=job.network_bytes_per_s, **figure) if job.network_bytes_per_s else None,
+    )
+    names = ("attention", "sequence_parallel", "overlap", "gradient_bytes", "shard_weight_bytes", "optimizer_bytes")
+    names += ("exchange", "overlap_experts", "fused_experts", "graphs")
+    try:
+        found = plan(
+            job.model,
+            cluster=cluster,
+            seq=job.seq,
+            global_batch=job.global_batch,
+            precision=job.precision,
+            gpus=job.gpus,
+            memory_limit=1.0,
+            options={name: getattr(job, name) for name in names},
+        )
+    except TesseraError as error:
+        return {"source": row.get("source"), "model": row.get("model"), "why": str(error).splitlines()[0]}
+    return {
+        "source": row.get("source"),
+        "model": row.get("model"),
+        "gpus": f"{job.gpus} {job.device.id}",
+        "published": f"{Layout.from_job(job, score.cost.recompute)} mb{job.micro_batch} {job.sharding} {score.cost.recompute}",
+        "planned": f"{found.best.layout} mb{found.best.layout.micro_batch} {found.best.layout.sharding} "
+        f"{found.best.layout.recompute}",
+        "published_over_planned": score.cost.step_s / found.best.time_s,
+    }
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--problems", type=int, default=20)
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--published", type=Path, help="also compare with the layouts of this file")
+    parser.add_argument("--most", type=int, default=60, help="published layouts to compare with")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     rows = []
@@ -222,8 +295,10 @@ def main() -> None:
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     large = {}
     for name, (model, cluster, seq, batch) in LARGE.items():
+        start = time.process_time()  # of the processor: the machine may be shared
         found = plan(MODELS[model], cluster=cluster, seq=seq, global_batch=batch)
-        large[name] = {"layout": str(found.best.layout), "seconds": found.search_s, "evaluations": found.evaluations}
+        seconds = time.process_time() - start
+        large[name] = {"layout": str(found.best.layout), "cpu_s": seconds, "evaluations": found.evaluations}
     scored = [row["excess"] for row in rows if row["fits"]]
     result = {
         "seed": args.seed,
@@ -237,9 +312,24 @@ def main() -> None:
         "rows": rows,
         "large": large,
     }
+    if args.published:
+        against = compare_published(args.published, args.most)
+        ratios = sorted(row["published_over_planned"] for row in against if "published_over_planned" in row)
+        result["published"] = {
+            "layouts": len(ratios),
+            "median_ratio": statistics.median(ratios),
+            "highest_ratio": ratios[-1],
+            "above_1.5": sum(ratio > 1.5 for ratio in ratios),
+            "below_0.98": sum(ratio < 0.98 for ratio in ratios),
+            "rows": against,
+        }
+        for row in against:
+            print(json.dumps(row), file=sys.stderr)
     if args.write:
         write_result(args.write, result)
-    print(json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1))
+    print(json.dumps({key: value for key, value in result.items() if key not in ("rows", "published")}, indent=1))
+    if args.published:
+        print(json.dumps({key: value for key, value in result["published"].items() if key != "rows"}, indent=1))
 
 
 if __name__ == "__main__":

@@ -133,6 +133,8 @@ def test_sizes_may_be_a_mapping() -> None:
         ({"gpus": 9}, "of a cluster of 8"),
         ({"memory_limit": 1.5}, "not a share"),
         ({"cluster": "dgx-h10"}, "did you mean"),
+        ({"options": {"atention": "flash2"}}, "did you mean 'attention'"),
+        ({"options": {"tp": 2}}, "no option 'tp'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, object], words: str) -> None:

@@ -70,7 +70,7 @@ class PlanCandidate:
 
 def make_job(problem: PlanProblem, layout: Layout) -> TrainingJob:
     """The training job of a layout on the problem's cluster."""
-    options = problem.cluster.job_options()
+    options = {**problem.cluster.job_options(), **problem.options}
     return layout.make_job(problem.model, seq=problem.seq, precision=problem.precision, **options)
 
 

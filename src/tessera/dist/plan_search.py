@@ -12,8 +12,9 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..estimate.power import PowerModel
 from .cluster import Cluster
@@ -35,7 +36,10 @@ _LISTED, _WORTH = 8, 1.25  # divisions that the result lists at most, and how mu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProblem:
-    """What is planned: a model and its batch on a cluster; plans may fill `memory_limit` of a GPU's memory."""
+    """What is planned: a model and its batch on a cluster; plans may fill `memory_limit` of a GPU's memory.
+
+    `options` are settings of `TrainingJob` that neither a layout nor a cluster has.
+    """
 
     model: ModelShape
     cluster: Cluster
@@ -45,6 +49,7 @@ class PlanProblem:
     memory_limit: float = 0.95
     gpus: int | None = None
     offload: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def count_gpus(self) -> list[int]:
         """How many GPUs are tried."""

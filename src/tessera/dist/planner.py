@@ -20,7 +20,7 @@ from .plan_neighbours import PlanNeighbour, list_neighbours
 from .plan_search import PlanProblem, SearchState, search_layouts
 from .plan_timeline import StepTimeline, draw_timeline
 from .training import ERROR_EXPOSED
-from .training_model import ModelShape
+from .training_model import ModelShape, TrainingJob
 
 if TYPE_CHECKING:
     from torch import nn
@@ -122,6 +122,7 @@ def plan(
     gpus: int | None = None,
     offload: bool = True,
     memory_limit: float = 0.95,
+    options: Mapping[str, Any] | None = None,
 ) -> ParallelPlan:
     """The best division of a training step over a cluster, by the cost model of `estimate_training`.
 
@@ -130,7 +131,8 @@ def plan(
     `global_batch`; without a batch it is about 4 million tokens. `cluster`: "gb200-nvl72", "dgx-h200:4" (four nodes)
     or the path of a file. `goal`: "time", "energy", or "energy, time<=1.05" (the fewest joules among layouts that take
     at most 5% longer than the fastest). `gpus` takes fewer than the cluster has. `memory_limit` is the share of a
-    GPU's memory that a layout may fill.
+    GPU's memory that a layout may fill. `options` are settings of `TrainingJob` that no layout has, such as
+    {"attention": "flash2", "lora": True}.
     """
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     metric, slack = _parse_goal(goal)
@@ -152,6 +154,7 @@ def plan(
         memory_limit=memory_limit,
         gpus=gpus,
         offload=offload,
+        options=_check_options(options or {}),
     )
     return _search(problem, goal, metric, slack)
 
@@ -160,6 +163,16 @@ def _read_shape(model: Any) -> ModelShape:
     if isinstance(model, Mapping) and "hidden" in model:
         return ModelShape(**model)
     return read_model_shape(model)
+
+
+def _check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Refuse what a job does not have, or what the search or the cluster sets."""
+    taken = {f.name for f in dataclasses.fields(Layout)} | {"model", "on", "gpus", "seq", "global_batch", "precision"}
+    known = [f.name for f in dataclasses.fields(TrainingJob) if f.name not in taken]
+    for name in options:
+        if name not in known:
+            raise ArgumentError(f"no option {name!r}{did_you_mean(name, known)}", fix=f"one of: {', '.join(known)}")
+    return options
 
 
 def _default_batch(seq: int, gpus: int) -> int:

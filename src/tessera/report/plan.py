@@ -176,9 +176,12 @@ def describe_neighbour(plan: ParallelPlan, neighbour: PlanNeighbour) -> str:
     words = f"{change} {'time' if metric == 'time_s' else 'energy'}"
     if neighbour.verdict == "too slow":
         words += ", over the limit"
-    if neighbour.part is None or neighbour.part_change is None:
-        return words
-    return f"{words}: {neighbour.part} {_format_more(metric, neighbour.part_change)}"
+    if neighbour.part is not None and neighbour.part_change is not None:
+        words += f": {neighbour.part} {_format_more(metric, neighbour.part_change)}"
+    recompute = neighbour.layout.recompute
+    if neighbour.setting != "recompute" and recompute != plan.best.layout.recompute:
+        words += f", with {recompute} recomputation" if recompute != "none" else ", without recomputation"
+    return words
 
 
 def describe_least_sure(plan: ParallelPlan) -> str:
