@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from decoders import GPT
 from tessera import dist
 from tessera.dist.plan_cost import evaluate_layout
 from tessera.dist.plan_search import PlanProblem, count_over_bytes
@@ -116,6 +117,19 @@ def test_the_batch_is_that_of_the_inputs_or_about_four_million_tokens() -> None:
     assert (problem.global_batch, problem.seq) == (16, 2048)
     problem = dist.plan(SMALL, cluster="dgx-h100", seq=4096).problem
     assert problem.global_batch * problem.seq == 2**22
+
+
+def test_what_is_planned_for_a_module_can_be_applied_to_it() -> None:
+    module = GPT("experts", width=512, heads=8)
+    plan = dist.plan(module, cluster="pcie-a100:2", seq=4096, global_batch=16)
+    assert plan.problem.applicable
+    assert len(plan.candidates) > 3
+    for candidate in plan.candidates:
+        layout = candidate.layout
+        assert layout.cp == layout.ep == 1
+        assert layout.microbatches >= layout.pp
+    with pytest.raises(ArgumentError, match="this process is alone"):
+        plan.apply(module)
 
 
 def test_sizes_may_be_a_mapping() -> None:

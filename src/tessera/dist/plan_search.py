@@ -38,7 +38,8 @@ _LISTED, _WORTH = 8, 1.25  # divisions that the result lists at most, and how mu
 class PlanProblem:
     """What is planned: a model and its batch on a cluster; plans may fill `memory_limit` of a GPU's memory.
 
-    `options` are settings of `TrainingJob` that neither a layout nor a cluster has.
+    `options` are settings of `TrainingJob` that neither a layout nor a cluster has. `applicable`: only what
+    `apply_layout` carries out, which is neither cp nor ep, nor the embedding on the host.
     """
 
     model: ModelShape
@@ -50,6 +51,7 @@ class PlanProblem:
     gpus: int | None = None
     offload: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    applicable: bool = False
 
     def count_gpus(self) -> list[int]:
         """How many GPUs are tried."""
@@ -86,16 +88,25 @@ def list_divisions(problem: PlanProblem) -> Iterator[Layout]:
             for pp in list_divisors(gpus // tp, model.layers):
                 if not _is_balanced(model.layers, pp):
                     continue
-                for cp in list_divisors(gpus // (tp * pp)):
+                for cp in list_divisors(gpus // (tp * pp), 1 if problem.applicable else None):
                     if cp > 1 and (problem.seq % (2 * cp) or problem.seq < cp * _LEAST_CHUNK):
                         continue
                     dp = gpus // (tp * pp * cp)
                     if batch % dp:
                         continue
                     for micro in (2**n for n in range(5) if batch // dp % 2**n == 0):
-                        for ep in list_divisors(math.gcd(model.experts, tp * cp * dp)) if model.experts else [1]:
-                            many = batch // dp // micro
+                        many = batch // dp // micro
+                        if problem.applicable and many < pp:
+                            continue
+                        for ep in list_expert_ranks(problem, tp * cp * dp):
                             yield Layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, micro_batch=micro, microbatches=many)
+
+
+def list_expert_ranks(problem: PlanProblem, ranks: int) -> list[int]:
+    """Over how many of a stage's ranks the experts may be shared out."""
+    if problem.applicable or not problem.model.experts:
+        return [1]
+    return list_divisors(math.gcd(problem.model.experts, ranks))
 
 
 def _divides_model(model: ModelShape, tp: int) -> bool:
@@ -125,6 +136,8 @@ def list_variants(problem: PlanProblem, base: Layout) -> Iterator[Layout]:
         list_chunks(base, problem.model), list_shardings(base), placements
     ):
         for offload in list_offloads(problem, base):
+            if problem.applicable and offload and sharding == "none":
+                continue
             yield dataclasses.replace(base, vp=vp, schedule="", sharding=sharding, placement=placement, offload=offload)
 
 
@@ -138,7 +151,7 @@ def list_offloads(problem: PlanProblem, base: Layout) -> list[tuple[str, ...]]:
     if not (problem.offload and problem.cluster.can_offload):
         return [()]
     some: list[tuple[str, ...]] = [(), ("optimizer",)]
-    if base.pp == 1 and not problem.model.tied:
+    if base.pp == 1 and not problem.model.tied and not problem.applicable:
         some += [("embedding",), ("optimizer", "embedding")]
     return some
 

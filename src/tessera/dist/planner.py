@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
     from .parallel_module import ParallelModule
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .parallel_module import ParallelModule
+
 _METRICS = {"time": "time_s", "energy": "energy_j"}
 _AS_GOOD = 1.005  # a layout with fewer axes is preferred to one that is better by less than this
 _DEFAULT_TOKENS = 2**22  # of a step, where no batch is given: Llama 2 was trained with 4 million
@@ -123,6 +128,7 @@ def plan(
     offload: bool = True,
     memory_limit: float = 0.95,
     options: Mapping[str, Any] | None = None,
+    applicable: bool | None = None,
 ) -> ParallelPlan:
     """The best division of a training step over a cluster, by the cost model of `estimate_training`.
 
@@ -132,7 +138,8 @@ def plan(
     or the path of a file. `goal`: "time", "energy", or "energy, time<=1.05" (the fewest joules among layouts that take
     at most 5% longer than the fastest). `gpus` takes fewer than the cluster has. `memory_limit` is the share of a
     GPU's memory that a layout may fill. `options` are settings of `TrainingJob` that no layout has, such as
-    {"attention": "flash2", "lora": True}.
+    {"attention": "flash2", "lora": True}. `applicable`: only layouts that `apply_layout` carries out (no context
+    parallelism, no expert parallelism); without it, that is so where `model` is a module.
     """
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     metric, slack = _parse_goal(goal)
@@ -155,6 +162,7 @@ def plan(
         gpus=gpus,
         offload=offload,
         options=_check_options(options or {}),
+        applicable=hasattr(model, "named_modules") if applicable is None else applicable,
     )
     return _search(problem, goal, metric, slack)
 
