@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
     from .parallel_module import ParallelModule
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from .parallel_module import ParallelModule
-
 _METRICS = {"time": "time_s", "energy": "energy_j"}
 _AS_GOOD = 1.005  # a layout with fewer axes is preferred to one that is better by less than this
 _DEFAULT_TOKENS = 2**22  # of a step, where no batch is given: Llama 2 was trained with 4 million
