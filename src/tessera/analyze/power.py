@@ -123,13 +123,7 @@ def power(
     name = domain or find_only_gpu(log)
     running = timeline if timeline is not None and len(timeline.device_rows) > 0 else None
     window = _Window(log, running)
-    focus = window.study(name)
-    rows = [
-        focus,
-        *(window.study(d.name) for d in log.domains if d.name != focus.curve.domain and _has_two(log, d.name)),
-    ]
-    if name is not None and sum(d.counted for d in log.domains) > 1:
-        rows.append(window.study(None))
+    focus, *others = window.study_all(name)
     readings = sort_telemetry(given if given is not None else read_telemetry(log))
     missing: dict[str, str] = {}
     correlation: Correlation | None = None
@@ -158,7 +152,7 @@ def power(
         kind="power",
         title=f"Power of {focus.curve.domain}{', from the first kernel to the last' if running is not None else ''}",
         columns=COLUMNS,
-        rows=[r.row() for r in rows],
+        rows=[r.row() for r in (focus, *others)],
         facts=facts,
         notes=[*focus.notes(), *notes],
         missing=missing,
@@ -166,7 +160,7 @@ def power(
         spikes=spikes,
         correlation=correlation,
         throttled=throttled,
-        spectra={r.label: r.spectrum for r in rows if r.spectrum is not None},
+        spectra={r.label: r.spectrum for r in (focus, *others) if r.spectrum is not None},
     )
 
 
@@ -221,6 +215,13 @@ class _Window:
     def study(self, domain: str | None) -> _DomainStudy:
         """One domain, or all counted ones together."""
         return _DomainStudy(self, domain, make_curve(self.log, domain, self.start_ns, self.end_ns))
+
+    def study_all(self, first: str | None) -> list[_DomainStudy]:
+        """The domain asked for first, then the others that have a curve, then the sum of the counted ones."""
+        focus, names = self.study(first), [d.name for d in self.log.domains]
+        others = [self.study(name) for name in names if name != focus.curve.domain and _has_two(self.log, name)]
+        several = first is not None and sum(d.counted for d in self.log.domains) > 1
+        return [focus, *others, *([self.study(None)] if several else [])]
 
 
 class _DomainStudy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,9 @@ from .failures import print_error, report_failure
 from .options import FILE, check_writable, scope_option, sensor_option
 
 if TYPE_CHECKING:
+    from ..monitor import Monitor
     from ..monitor.command import CommandRun
-    from ..schema import Scope
+    from ..schema import Scope, Work
 
 _AMOUNT = click.FloatRange(min=0, min_open=True)
 
@@ -67,28 +69,58 @@ def command(
     run that fails. That run ends the measurement, and its exit code is passed on; otherwise the exit code is 0. In a
     command that needs a -- of its own, quote it: sh -c 'git log -- file'.
     """
+    amounts = {"step": steps, "sample": samples, "token": tokens}
+    work_done = _check_work(command, amounts, work, unit)
+    _check_runs(runs, trace, needs_runs=bool(warmup or show_output))
+    from ..monitor.command import CommandNotRun, measure_command, survive_user_signals
+    from .repeat import measure_in_turns, split_commands
+
+    survive_user_signals()
+    commands = split_commands(command) if runs is not None else []
+    monitor = _start_monitor(sensors, scope, as_json)
+    try:
+        if runs is not None:
+            return measure_in_turns(
+                commands, monitor, runs=runs, warmup=warmup, work=work_done, as_json=as_json, show_output=show_output
+            )
+        run = measure_command(command, monitor, work=work_done, quiet=as_json)
+    except CommandNotRun as exc:
+        return report_failure(exc, exc.exit_code, as_json=as_json)
+    finally:
+        monitor.stop()
+    _print_report(run, _write_trace(run, trace), as_json)
+    return run.returncode
+
+
+def _check_work(
+    command: Sequence[str], amounts: Mapping[str, float | None], work: float | None, unit: str | None
+) -> list[Work]:
+    """The work that the command is said to do."""
     if not command or not command[0].strip():
         raise ArgumentError("no command to measure was given", fix="e.g. tessera measure -- python train.py")
     from ..schema import works
 
     if work is not None and unit is None:
         raise ArgumentError("--work needs --unit", fix="e.g. --work 5000 --unit image")
-    amounts = {"step": steps, "sample": samples, "token": tokens}
-    work_done = list(works(amounts, work, unit, "e.g. --work 5000 --unit image").values())
+    return list(works(amounts, work, unit, "e.g. --work 5000 --unit image").values())
+
+
+def _check_runs(runs: int | None, trace: Path | None, *, needs_runs: bool) -> None:
+    """Refuse options that do not go together, before anything runs."""
     if trace:
         check_writable(trace)
-    if runs is None and (warmup or show_output):
+    if runs is None and needs_runs:
         raise ArgumentError("--warmup and --show-output need --runs", fix="e.g. --runs 10 --warmup 2")
     if runs is not None and trace:
         raise ArgumentError("--trace is for a single run", fix="leave out --runs, or --trace")
+
+
+def _start_monitor(sensors: Sequence[str], scope: Scope | None, as_json: bool) -> Monitor:
+    """Start sampling for a command that this process starts, and say what is measured."""
     from ..monitor import Monitor
-    from ..monitor.command import CommandNotRun, measure_command, survive_user_signals
     from ..sensors.discover import discover
     from ..sensors.processes import ProcessTree
-    from .repeat import measure_in_turns, split_commands
 
-    survive_user_signals()
-    commands = split_commands(command) if runs is not None else []
     available = discover(list(sensors) or None, scope=scope, tree=ProcessTree(with_root=False))
     monitor = Monitor(available.sensors, available.missing).start()
     if not as_json:
@@ -96,30 +128,18 @@ def command(
         from ..report.measure import sensors_line
 
         Console(stderr=True, highlight=False).print(sensors_line(monitor.sampler.domains))
+    return monitor
+
+
+def _write_trace(run: CommandRun, trace: Path | None) -> Path | None:
+    """Write the samples to a file; None where none was asked for, or the disk filled up: the report is worth having."""
+    if trace is None:
+        return None
     try:
-        if runs is not None:
-            return measure_in_turns(
-                commands,
-                monitor,
-                runs=runs,
-                warmup=warmup,
-                work=work_done,
-                as_json=as_json,
-                show_output=show_output,
-            )
-        run = measure_command(command, monitor, work=work_done, quiet=as_json)
-    except CommandNotRun as exc:
-        return report_failure(exc, exc.exit_code, as_json=as_json)
-    finally:
-        monitor.stop()
-    if trace:
-        try:
-            run.trace.to_csv(trace)
-        except ArgumentError as exc:  # the disk filled up meanwhile: the report is still worth having
-            print_error(exc)
-            trace = None
-    _print_report(run, trace, as_json)
-    return run.returncode
+        return run.trace.to_csv(trace)
+    except ArgumentError as exc:
+        print_error(exc)
+        return None
 
 
 def _print_report(run: CommandRun, trace: Path | None, as_json: bool) -> None:
