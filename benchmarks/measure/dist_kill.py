@@ -1,24 +1,24 @@
-"""A rank is killed, stopped or late at a random moment: are the others told which one, in time, and does all end.
+"""A rank is killed, stopped or late at a random moment: the others are told which one in time, and end.
 
     python benchmarks/measure/dist_kill.py [TRIALS] [--seed 0]        (50 by default, about five minutes)
 
-Each trial starts 2 to 4 Gloo ranks that do collectives of all kinds and ways, in one random order. The store is in this
-process, as torchrun has it. At a random moment one rank gets SIGKILL, SIGSTOP, or a signal after which it sleeps before
-its next collective for longer than the timeout. Every other rank must raise an error that names this rank and no other, within the timeout of
-the group and the seconds in which ranks are asked; it leaves with that error like any program, and nothing of the trial
-may run afterwards.
+Each trial starts 2 to 4 Gloo ranks that do collectives of all kinds and ways, in one random order. The store is in a
+process of its own, as torchrun has it. At a random moment one rank gets SIGKILL, SIGSTOP, or a signal after which it
+sleeps before its next collective for longer than the timeout. Every other rank must raise an error that names this rank
+and no other, within the timeout of the group and the seconds in which ranks are asked; it leaves with that error like
+any program, and nothing of the trial may run afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import datetime
 import json
 import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -39,6 +39,8 @@ OUT = Path(__file__).parents[1] / "results" / "dist_kill.json"
 TIMEOUT_S = 4.0
 BUSY_S = 6.0
 """Beyond the timeout and the wait for answers: other work on a loaded machine."""
+END_S = 60.0
+"""For the end of a process after its error: unloading torch takes seconds of CPU time."""
 WAYS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "late": signal.SIGUSR1}
 CALLS: dict[str, Callable[[torch.Tensor, int], object]] = {
     "flat": lambda x, n: dist.all_reduce(x),
@@ -79,19 +81,31 @@ def work(rank: int, count: int, port: int, seed: int, write: int) -> None:
         raise
 
 
-def run_trial(number: int, seed: int) -> dict[str, Any]:
+def start_store() -> tuple[int, int]:
+    """The store in a process of its own, which has threads: ranks are forked from one that has none."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, f"{store.port}\n".encode())
+        signal.pause()
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        return pid, int(pipe.readline())
+
+
+def run_trial(number: int, seed: int, folder: Path) -> dict[str, Any]:
     choose = random.Random(seed)
     count, way = choose.randint(2, 4), list(WAYS)[number % len(WAYS)]
     victim = choose.randrange(count)
-    server = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store_pid, port = start_store()
     pids, pipes = [], []
     for rank in range(count):
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(server))  # its end would wait for the parent's thread
-            work(rank, count, server.port, seed, write)
+            os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            work(rank, count, port, seed, write)
         os.close(write)
         pids.append(pid)
         pipes.append(os.fdopen(read, "rb"))
@@ -102,9 +116,9 @@ def run_trial(number: int, seed: int) -> dict[str, Any]:
     os.kill(pids[victim], WAYS[way])
     limit_s = liveness.ANSWER_S + BUSY_S + (0.0 if way == "killed" else TIMEOUT_S)
     others = [rank for rank in range(count) if rank != victim]
-    ended = wait_for_end([pids[rank] for rank in others], struck + limit_s + 5.0)
+    ended = wait_for_end([pids[rank] for rank in others], struck + limit_s + END_S)
     told = [json.loads(line) if (pids[r] in ended and (line := pipes[r].readline())) else None for r in others]
-    for pid in pids:  # the victim; and what hangs, which is a fault that the row shows
+    for pid in [*pids, store_pid]:  # the victim, the store; and what hangs, which is a fault that the row shows
         if pid not in ended:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -115,7 +129,11 @@ def run_trial(number: int, seed: int) -> dict[str, Any]:
         "way": way, "ranks": count, "victim": victim, "named": all(right), "hung": len(others) - len(ended & {*pids}),
         "seconds": max(seconds, default=None), "in_time": len(seconds) == len(others) and max(seconds) <= limit_s,
         "calls": sorted({t["call"] for t in told if t}), "left_running": count_children(),
-        "texts": [t and t["text"] for t in told if not (t and t[named] == [victim])],
+        "texts": [
+            t["text"] if t else (folder / str(rank)).read_text()[-600:]
+            for rank, t, is_right in zip(others, told, right, strict=True)
+            if not is_right
+        ],
     }  # fmt: skip
 
 
@@ -140,9 +158,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    _ = dist.all_reduce  # imported here, not by every rank
+    rows, folder = [], Path(tempfile.mkdtemp())
     for number in range(args.trials):
-        rows.append(row := run_trial(number, args.seed * 1000 + number))
+        rows.append(row := run_trial(number, args.seed * 1000 + number, folder))
         good = row["named"] and row["in_time"] and not row["hung"] and not row["left_running"]
         print(f"{number:3} {'ok' if good else 'NOT OK':7}{row['way']:8} {row['ranks']} ranks, "
               f"{row['seconds'] or 0:.1f} s, {', '.join(row['calls'])} {row['texts'] or ''}", flush=True)  # fmt: skip

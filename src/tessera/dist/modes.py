@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,20 +14,29 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ArgumentError
+from .mesh import Mesh
 
 _KINDS = {
     "all_reduce": "all_reduce",
     "allreduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
     "allgather": "all_gather",
     "_allgather_base": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
     "_reduce_scatter_base": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "alltoall_base": "all_to_all",
+    "alltoall": "all_to_all",
     "broadcast": "broadcast",
     "send": "send",
+    "recv": "receive",
 }
+"""Torch's names of collectives, functional ones and those of c10d (which end with an underscore: in place)."""
+_OUTPUT_FIRST = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(slots=True)
@@ -36,6 +45,23 @@ class CountedCollectives:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    _by_group: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+
+    def add(self, kind: str, nbytes: int, ranks: Sequence[int]) -> None:
+        """Count one call on a group."""
+        self.calls[kind] += 1
+        self.bytes[kind] += nbytes
+        self._by_group[kind, *_size_and_stride(ranks)] += nbytes
+
+    def bytes_along(self, mesh: Mesh, axis: str) -> dict[str, int]:
+        """Bytes by kind, of collectives on the groups of an axis alone."""
+        group = _size_and_stride(mesh.groups(axis)[0])
+        return {kind: nbytes for (kind, *of), nbytes in self._by_group.items() if tuple(of) == group}
+
+
+def _size_and_stride(ranks: Sequence[int]) -> tuple[int, int]:
+    """What tells the groups of one axis from those of another: meshes are regular."""
+    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
 
 
 class _Counting(TorchDispatchMode):
@@ -47,10 +73,11 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-            kind = _KINDS.get(func._overloadpacket.__name__.rstrip("_"))  # c10d's own end in "_": they write in place
+            kind = _KINDS.get(func._overloadpacket.__name__.removesuffix("_"))
             if kind is not None:
-                self._counted.calls[kind] += 1
-                self._counted.bytes[kind] += _input_bytes(kind, func.namespace, args)
+                is_c10d = func.namespace == "c10d"
+                given = args[1] if is_c10d and kind in _OUTPUT_FIRST else args[0]
+                self._counted.add(kind, _count_bytes(given), _find_ranks([*args, *(kwargs or {}).values()]))
         elif all(type(a) is torch.Tensor for a in args if isinstance(a, torch.Tensor)) and _is_of_ranks(args):
             with unset_fake_temporarily():
                 return func(*args, **(kwargs or {}))
@@ -62,11 +89,20 @@ def _is_of_ranks(args: Any) -> bool:
     return bool(args) and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point()
 
 
-def _input_bytes(kind: str, namespace: str, args: Any) -> int:
-    """Bytes of what a rank hands in. c10d's own calls have (output, input, ...), functional ones the input first."""
-    given = args[1] if namespace == "c10d" and kind in ("all_gather", "reduce_scatter", "all_to_all") else args[0]
-    tensors = given if isinstance(given, (list, tuple)) else [given]
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+def _count_bytes(given: Any) -> int:
+    """Bytes of what a rank hands in, lists of tensors included."""
+    if isinstance(given, (list, tuple)):
+        return sum(map(_count_bytes, given))
+    return given.numel() * given.element_size() if isinstance(given, torch.Tensor) else 0
+
+
+def _find_ranks(args: Sequence[Any]) -> list[int]:
+    """The ranks of the group among the arguments of a collective: an object, or a name at the end."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().qualified_name():
+            return list(c10d.get_process_group_ranks(c10d.ProcessGroup.unbox(arg)))
+    name = next(arg for arg in reversed(args) if isinstance(arg, str))
+    return list(c10d.get_process_group_ranks(c10d.distributed_c10d._resolve_process_group(name)))
 
 
 @contextlib.contextmanager
