@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import tessera
 from tessera import analyze
+from tessera.analyze import compare
 from tessera.analyze.sides import SMALLEST_ERROR, PredictionErrors, difference_errors
 from tessera.estimate.prediction_report import SHARED
 from tessera.report.predict import report_json
@@ -176,3 +177,8 @@ def test_json_of_a_report_with_impossible_values_is_refused(path: str, value: An
     assert analyze.diff(good, good).total.change_j == 0
     with pytest.raises(RecordingError, match="is not a report"):
         analyze.diff(good, _set(good, path, value))
+
+
+def test_a_command_of_half_a_megabyte_is_not_copied_for_each_letter(monkeypatch):
+    monkeypatch.setattr("shlex.split", lambda text: pytest.fail(f"{len(text)} letters"))
+    assert compare._words("python " + "x" * 500_000) == ["python", "x" * 500_000]

@@ -37,6 +37,7 @@ from .sides import Cell, DiffSide, Span, errors_of, model_of, watts_error, whole
 from .slowdown import Slowdown, slowdown_of
 
 _NAN = float("nan")
+_LONGEST_COMMAND = 20_000
 _FIRST_KEY = re.compile(rb'\s*\{\s*"(\w+)"')
 
 
@@ -258,7 +259,8 @@ def _command_of(facts: Facts) -> list[str]:
 def _words(command: str) -> list[str]:
     """A command as it was typed, word by word; empty where it is only a name."""
     try:
-        words = shlex.split(command)
+        # shlex copies a word for each of its letters: a command of 500 KB would take a minute.
+        words = shlex.split(command) if len(command) <= _LONGEST_COMMAND else command.split()
     except ValueError:  # a quote that is never closed: somebody's own name of a run
         return []
     return words if len(words) > 1 else []
