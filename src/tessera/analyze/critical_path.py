@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from typing import Any
 
@@ -153,14 +154,23 @@ class PathWalk:
         ).stretches()
         self._lanes: dict[int, tuple[list[int], list[int], list[int]]] = {}
         threads = t["thread"][stretch_rows]
-        for thread in np.unique(threads).tolist():
-            own = np.flatnonzero(threads == thread)
-            own = own[np.argsort(starts[own], kind="stable")]
-            self._lanes[thread] = (starts[own].tolist(), ends[own].tolist(), stretch_rows[own].tolist())
+        order = np.lexsort((starts, threads))
+        for own in np.split(order, np.flatnonzero(np.diff(threads[order])) + 1):
+            if len(own):
+                self._lanes[int(threads[own[0]])] = (
+                    starts[own].tolist(),
+                    ends[own].tolist(),
+                    stretch_rows[own].tolist(),
+                )
         waiting = np.array([is_blocking_call(n) for n in t.names] or [False])
         calls = rows[(t["kind"][rows] == CODE["runtime"])]
         self._waits = set(calls[waiting[t["name"][calls]]].tolist())
         self._rank_of = {thread: int(t["rank"][lane[2][0]]) for thread, lane in self._lanes.items()}
+        self._host_ends: dict[int, list[tuple[int, int]]] = {rank: [] for rank in self._rank_of.values()}
+        for thread, lane in self._lanes.items():
+            self._host_ends[self._rank_of[thread]] += [(end, thread) for end in lane[1]]
+        for ended in self._host_ends.values():
+            ended.sort()
 
     def walk(self) -> list[Segment]:
         """The segments in time order; those that touch and have one name are one."""
@@ -261,12 +271,14 @@ class PathWalk:
     def _find_waker(self, thread: int, at: int, until: int | None) -> tuple[int, tuple[int, int] | None]:
         """A pause of a thread that ends at `at`: whoever of its process was last busy in it, else itself."""
         best: tuple[int, int] | None = None
-        for other, (starts, ends, _) in self._lanes.items():
-            if other == thread or self._rank_of[other] != self._rank_of.get(thread, NONE):
-                continue
-            place = bisect_left(starts, at) - 1  # the last stretch that began before
-            if place >= 0 and ends[place] <= at and ends[place] > (NONE if until is None else until):
-                best = max(best or (ends[place], other), (ends[place], other))
+        ended = self._host_ends.get(self._rank_of.get(thread, NONE), [])
+        place = bisect_right(ended, (at, math.inf)) - 1
+        while best is None and place >= 0 and ended[place][0] > (NONE if until is None else until):
+            other = ended[place][1]
+            starts, ends, _ = self._lanes[other]
+            if other != thread and ends[bisect_left(starts, at) - 1] <= at:  # else it is still busy
+                best = ended[place]
+            place -= 1
         if best is not None and (until is None or at - until > PAUSE_NS):
             self._add(best[0], at, "host", "op", BETWEEN)
             return best[0], (NONE, best[1])

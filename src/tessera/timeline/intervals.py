@@ -5,6 +5,7 @@ An interval holds its start and not its end. A `Spans` is sorted and disjoint, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -95,103 +96,107 @@ class Nesting:
     """
 
     def __init__(self, rows: Ints, threads: Ints, starts: Ints, ends: Ints) -> None:
+        ends = np.maximum(starts, ends)
         order = np.lexsort((rows, -ends, starts, threads))
         self.rows = rows
-        self.parent = np.full(len(rows), NONE, np.int64)
-        self._threads, first = np.unique(threads[order], return_index=True)
-        self._times: list[Ints] = []
-        self._tops: list[Ints] = []
-        edges = [*first.tolist(), len(rows)]
-        for begin, end in pairwise(edges):
-            part = order[begin:end]
-            of_thread = rows[part], starts[part], ends[part]
-            parents, times, tops = _tree(*of_thread) or _scan(*(values.tolist() for values in of_thread))
-            self.parent[part] = parents
-            self._times.append(times)
-            self._tops.append(tops)
+        self._threads, lanes = np.unique(threads[order], return_inverse=True)
+        self._edges = np.unique(np.concatenate((starts, ends)))
+        self._width = len(self._edges) + 1
+        # Thread and time as one number: threads follow each other in it, so that none of them costs a turn.
+        begins, stops = (lanes * self._width + np.searchsorted(self._edges, times[order]) for times in (starts, ends))
+        parent, self._changes, tops = _tree(begins, stops)
+        crossing = np.unique(lanes[(parent != NONE) & (stops > stops[parent])])
+        if len(crossing):
+            some = np.flatnonzero(np.isin(lanes, crossing))
+            parent[some], at, innermost = _scan(lanes[some].tolist(), starts[order[some]], ends[order[some]])
+            parent[some] = np.where(parent[some] == NONE, NONE, some[parent[some]])
+            keep = ~np.isin(self._changes // self._width, crossing)
+            scanned = np.where(at % 2, stops[some[at // 2]], begins[some[at // 2]])
+            self._changes = np.concatenate((self._changes[keep], scanned))
+            tops = np.concatenate((tops[keep], np.where(innermost == NONE, NONE, some[innermost])))
+            by_time = np.argsort(self._changes, kind="stable")
+            self._changes, tops = self._changes[by_time], tops[by_time]
+        named = np.append(rows[order], NONE)  # the last is that of NONE
+        self.parent = np.empty(len(rows), np.int64)
+        self.parent[order], self._tops = named[parent], named[tops]
 
     def at(self, threads: Ints, times: Ints) -> Ints:
         """The innermost row open on each thread at each time, or `NONE`."""
-        innermost = np.full(len(times), NONE, np.int64)
-        for thread, changes, tops in zip(self._threads, self._times, self._tops, strict=True):
-            asked = np.flatnonzero(threads == thread)
-            if asked.size:
-                index = np.searchsorted(changes, times[asked], side="right") - 1
-                innermost[asked] = np.where(index >= 0, tops[index], NONE)
-        return innermost
+        if not len(self._changes):
+            return np.full(len(times), NONE, np.int64)
+        lanes = np.searchsorted(self._threads, threads).clip(max=len(self._threads) - 1)
+        asked = lanes * self._width + np.searchsorted(self._edges, times, side="right") - 1
+        index = np.searchsorted(self._changes, asked, side="right") - 1  # before all of a thread, that before has ended
+        return np.where((index >= 0) & (self._threads[lanes] == threads), self._tops[index], NONE)
 
     def stretches(self) -> tuple[Ints, Ints, Ints]:
         """Row, start and end of every stretch in which a row is the innermost of its thread: its self time."""
-        rows, starts, ends = [], [], []
-        for times, tops in zip(self._times, self._tops, strict=True):
-            real = (np.diff(times) > 0) & (tops[:-1] != NONE)
-            rows.append(tops[:-1][real])
-            starts.append(times[:-1][real])
-            ends.append(times[1:][real])
-        none = np.zeros(0, np.int64)
-        return tuple(np.concatenate([none, *part]) for part in (rows, starts, ends))  # type: ignore[return-value]
+        real = np.flatnonzero((np.diff(self._changes) > 0) & (self._tops[:-1] != NONE))
+        starts, ends = (self._edges[self._changes[at] % self._width] for at in (real, real + 1))
+        return self._tops[real], starts, ends
 
 
-def _tree(rows: Ints, starts: Ints, ends: Ints) -> tuple[Ints, Ints, Ints] | None:
-    """What `_scan` finds, in a quarter of its time, where all that begins in another ends in it; None where not.
+def _tree(starts: Ints, ends: Ints) -> tuple[Ints, Ints, Ints]:
+    """What `_scan` finds, in a quarter of its time, where all that begins in another ends in it.
 
     How many are open when one begins is its depth, and the last one before it that is less deep by one holds it.
     """
     lasting = np.flatnonzero(ends > starts)  # the others hold nothing, and are never the innermost for any time
-    if not len(lasting) or np.any(ends < starts):
-        return None
     late = ends[lasting[::-1]]
     closing = np.argsort(late, kind="stable")  # of those that close together the outermost is the last
     closed = late[closing]
     begun: Ints = np.cumsum(ends > starts) - (ends > starts)  # before each
     depth = begun - np.searchsorted(closed, starts, side="right")
-    parent = np.full(len(rows), NONE, np.int64)
+    parent = np.full(len(starts), NONE, np.int64)
     by_depth = np.split(np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth))[:-1])
     for outer, inner in pairwise(by_depth):
         parent[inner] = outer[np.searchsorted(outer, inner) - 1]
-    if np.any((parent != NONE) & (ends > ends[parent])):
-        return None
-    parent = np.where(parent == NONE, NONE, rows[parent])
     # Where each opening and each closing comes in the order of all: what closes at a time comes before what opens then.
     opened, place = starts[lasting], np.arange(len(lasting))
     opening_at = place + np.searchsorted(closed, opened, side="right")
     closing_at = place + np.searchsorted(opened, closed, side="left")
     times, tops = np.empty((2, 2 * len(lasting)), np.int64)
-    times[opening_at], tops[opening_at] = opened, rows[lasting]
+    times[opening_at], tops[opening_at] = opened, lasting
     times[closing_at], tops[closing_at] = closed, parent[lasting[::-1][closing]]
     return parent, times, tops
 
 
-def _scan(rows: list[int], starts: list[int], ends: list[int]) -> tuple[Ints, Ints, Ints]:
-    """Parents of one thread's rows, and when the innermost one changes to which."""
+def _scan(lanes: list[int], start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, Ints]:
+    """Parents of the rows of some threads; and when the innermost one changes to which.
+
+    A time is given as twice the number of the row that begins then, or one more where it ends.
+    """
+    origin = int(start_ns.min())
+    span = int(end_ns.max()) - origin + 1  # Python's numbers: no product of them is too large
+    starts = [lane * span + start - origin for lane, start in zip(lanes, start_ns.tolist(), strict=True)]
+    ends = [lane * span + end - origin for lane, end in zip(lanes, end_ns.tolist(), strict=True)]
     parents: list[int] = []
     times: list[int] = []
     tops: list[int] = []
     open_rows: list[int] = [NONE]
-    open_ends: list[int] = [2**63 - 1]  # stays below everything, so that the stack is never empty
-    for row, start, end in zip(rows, starts, ends, strict=True):
-        while (closing := open_ends[-1]) <= start:
-            # One that closed earlier below it (they overlapped) must not come up again.
-            while open_ends[-1] <= closing:
-                open_ends.pop()
-                open_rows.pop()
-            times.append(closing)
-            tops.append(open_rows[-1])
+    open_ends: list[float] = [math.inf]  # stays below everything, so that the stack is never empty
+
+    def close_last() -> None:
+        closing, row = open_ends[-1], open_rows[-1]
+        while open_ends[-1] <= closing:  # one that closed earlier below it (they overlapped) must not come up again
+            open_ends.pop()
+            open_rows.pop()
+        times.append(2 * row + 1)
+        tops.append(open_rows[-1])
+
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        while open_ends[-1] <= start:
+            close_last()
         inside = len(open_rows) - 1
         while open_ends[inside] <= start or 2 * (open_ends[inside] - start) < end - start:
             inside -= 1
         parents.append(open_rows[inside])
         open_rows.append(row)
         open_ends.append(end)
-        times.append(start)
+        times.append(2 * row)
         tops.append(row)
     while len(open_ends) > 1:
-        closing = open_ends[-1]
-        while open_ends[-1] <= closing:
-            open_ends.pop()
-            open_rows.pop()
-        times.append(closing)
-        tops.append(open_rows[-1])
+        close_last()
     return np.array(parents, np.int64), np.array(times, np.int64), np.array(tops, np.int64)
 
 
