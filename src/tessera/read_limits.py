@@ -17,9 +17,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .errors import RecordingError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 JSON_BYTES = 16 << 20
 """The longest JSON that is read without knowing its types: objects take twenty times their text."""
@@ -29,8 +33,10 @@ COUNTER_BYTES = 256 << 20
 """The longest table of hardware counters: a kernel has a few KB."""
 SECONDS, SECONDS_PER_BYTE = 3.0, 1.6e-7
 """CPU seconds for what does not read straight through: SQL, and text that has to be repaired."""
-ROWS, BYTES_PER_ROW = 1_000_000, 6
+ROWS, BYTES_PER_ROW = 500_000, 6
 """Rows of a timeline. A run file and a compressed trace take about 17 bytes for each."""
+DEVICES = 4096
+"""Devices of one recording; ranks that are merged have their own each."""
 INFLATED_BYTES, INFLATION = 64 << 20, 64
 """Bytes that compressed data may become. Traces shrink 10 to 25 times."""
 TOML_BYTES, TOML_DOTS = 1 << 20, 4_000_000
@@ -105,6 +111,15 @@ class ReadBudget:
         """Refuse so many rows in all."""
         if rows > ROWS + self.size / BYTES_PER_ROW:
             raise self.refuse(f"it has {rows:,} rows, more than a recording of {self.size:,} bytes can hold")
+
+    def check_devices(self, numbers: NDArray[np.int64]) -> None:
+        """Refuse devices of more numbers than any machine has."""
+        if len(numbers) and int(numbers.max()) - int(numbers.min()) > DEVICES:  # else there cannot be so many
+            import numpy as np
+
+            count = len(np.unique(numbers))
+            if count > DEVICES:
+                raise self.refuse(f"it has {count:,} devices, more than any machine")
 
     def check_inflated(self, count: int) -> None:
         """Refuse so many bytes out of the compressed ones of the file."""

@@ -141,3 +141,13 @@ def test_a_device_or_rank_of_an_impossible_number_is_unknown():
     assert timeline["device"].tolist() == [3, -1, -1]
     assert timeline.rank is None
     assert "with the number of no device, taken as unknown: 2 events" in timeline.notes
+
+
+def test_a_trace_of_more_devices_than_any_machine_has_is_refused() -> None:
+    kernel = b'{"ph":"X","cat":"kernel","name":"k","pid":%d,"tid":7,"ts":%d,"dur":1,"args":{"device":%d,"stream":7}}'
+    text = b",".join(kernel % (i, 10 * i, i) for i in range(5000))
+    with pytest.raises(RecordingError, match="5,000 devices"):
+        kineto.read(b'{"traceEvents":[' + text + b"]}")
+    few = b",".join(kernel % (i % 3, 10 * i, 10_000 * (i % 3)) for i in range(30))
+    timeline = kineto.read(b'{"traceEvents":[' + few + b"]}")
+    assert [len(rows) for rows in timeline.by_device().values()] == [10, 10, 10]

@@ -248,6 +248,7 @@ class RunFile:
         self._lost = []
         chunks = list(self.chunks(wanted))
         columns = {c: np.concatenate([k[c] for k in chunks]) if chunks else _empty(c) for c in wanted}
+        self._db.budget.check_devices(columns["device"])
         firsts = np.array([c.first_row for c in chunks], np.int64)
         counts = np.array([len(c) for c in chunks], np.int64)
         starts = np.cumsum(counts) - counts

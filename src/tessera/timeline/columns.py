@@ -143,8 +143,11 @@ class Timeline:
         for rank in np.unique(ranks).tolist() if hosts else [NONE]:
             own = rows[ranks == rank] if hosts else rows
             numbers = self.columns["device"][own]
-            for index in np.unique(numbers).tolist():
-                parts[DeviceId(hosts.get(rank, ""), "gpu", int(index))].append(own[numbers == index])
+            order = np.argsort(numbers, kind="stable")
+            for part in np.split(own[order], np.flatnonzero(np.diff(numbers[order])) + 1):
+                if len(part):
+                    index = int(self.columns["device"][part[0]])
+                    parts[DeviceId(hosts.get(rank, ""), "gpu", index)].append(part)
         return {device: np.sort(np.concatenate(parts[device])) for device in sorted(parts)}
 
     @property

@@ -328,4 +328,6 @@ def read(
         notes.append(Note(f"the trace was cut: {events.cut_bytes} bytes at its end are not a whole event", "omission"))
     if events.decoder.unreadable:
         notes.append(Note(f"not read: {events.decoder.unreadable} events that cannot be decoded", "omission"))
-    return rows.finish(events.meta, notes)
+    timeline = rows.finish(events.meta, notes)
+    budget.check_devices(timeline["device"])
+    return timeline
