@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from ..errors import ArgumentError
 from .block_stack import BlockStack
 from .layout import Layout
 from .mesh import Mesh
+from .overlap import overlap_gradients
 from .pipeline_stages import Batch, StackTracer, StagePart, make_stage_forward
 from .tensor_parallel import ModuleSplit, SplitLinear
 
@@ -32,7 +34,8 @@ class ParallelModule:
     """A module divided over the ranks of a mesh; made by `apply_layout`.
 
     `module` is this rank's part (`modules` are several where a pipeline interleaves), `mesh` has the axes that are
-    larger than 1, `splits` say which module was split how.
+    larger than 1, `splits` say which module was split how. `gradient_sync` is that of `overlap_gradients` where data
+    parallel is the only axis and nothing is sharded.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class ParallelModule:
         self._tracer = tracer
         self._loss_fn: LossFunction | None = None
         self._schedules: dict[Any, Any] = {}
+        is_plain = layout.dp > 1 and layout.sharding == "none" and layout.tp == layout.pp == 1
+        self.gradient_sync = overlap_gradients(self.module, mesh=mesh) if is_plain else None
         self._ends_group = self._connect_ends() if parts[0].shared else None
         if layout.pp > 1:
             for part in parts:
@@ -103,15 +108,23 @@ class ParallelModule:
         `inputs` are a tensor, a tuple of positional or a dict of named arguments; `loss_fn(output, targets)` returns
         the mean of a microbatch. All ranks return the mean loss of all replicas, and gradients are those of that mean.
         """
+        loss = self._run(inputs, targets, loss_fn)
+        self._finish_gradients()
+        return self._average_loss(loss)
+
+    def evaluate(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> torch.Tensor:
+        """The mean loss of all replicas, as in `step`, without gradients."""
+        with torch.no_grad():
+            return self._average_loss(self._run(inputs, targets, loss_fn))
+
+    def _run(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> torch.Tensor:
         batch = pack_inputs(inputs)
         for value in pytree.tree_leaves((batch, targets)):
             if isinstance(value, torch.Tensor):
                 _check_divides(value, self.layout.microbatches, "microbatches")
         self._loss_fn = loss_fn
         with implicit_replication():  # masks and tables that the module makes are the same on all ranks
-            loss = self._run_pipeline(batch, targets) if self.layout.pp > 1 else self._run_microbatches(batch, targets)
-        self._finish_gradients()
-        return self._average_loss(loss)
+            return self._run_pipeline(batch, targets) if self.layout.pp > 1 else self._run_microbatches(batch, targets)
 
     def _compute_loss(self, forward: Callable[..., Any], inputs: Batch, targets: Any) -> torch.Tensor:
         output = forward(*inputs[0], **inputs[1])
@@ -123,13 +136,16 @@ class ParallelModule:
         _, chunks = split_args_kwargs_into_chunks((), {"inputs": batch, "targets": targets}, count)
         total = torch.zeros((), device=self.device)
         for number, chunk in enumerate(chunks):
+            is_last = number == count - 1
             if isinstance(module, FSDPModule):
-                is_last = number == count - 1
                 module.set_is_last_backward(is_last)
                 module.set_reshard_after_backward(is_last or self.layout.sharding == "zero3")
                 module.set_requires_gradient_sync(is_last or self.layout.sharding != "zero1")
-            loss = self._compute_loss(module, chunk["inputs"], chunk["targets"])
-            loss.backward()
+            sync = None if is_last else self.gradient_sync
+            with sync.no_sync() if sync is not None else contextlib.nullcontext():
+                loss = self._compute_loss(module, chunk["inputs"], chunk["targets"])
+                if torch.is_grad_enabled():
+                    loss.backward()
             total += loss.detach()
         return total
 
@@ -139,7 +155,8 @@ class ParallelModule:
         numbers = torch.zeros(count, device=self.device)
         losses: list[torch.Tensor] = []
         first = (numbers,) if any(part.index == 0 for part in self._parts) else ()
-        schedule.step(*first, target=numbers, losses=losses, return_outputs=False, inputs=batch, targets=targets)
+        run = schedule.step if torch.is_grad_enabled() else schedule.eval
+        run(*first, target=numbers, losses=losses, return_outputs=False, inputs=batch, targets=targets)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
 
     def _find_schedule(self, batch: Batch) -> Any:
@@ -192,7 +209,7 @@ class ParallelModule:
                     held = dict(part.module.named_parameters(remove_duplicate=False)).get(name)
                     if held is not None:
                         self._sum_over_ends(held)
-        if self.layout.dp > 1 and self.layout.sharding == "none":
+        if self.layout.dp > 1 and self.layout.sharding == "none" and self.gradient_sync is None:
             self._average_gradients()
 
     def _average_gradients(self) -> None:
@@ -248,6 +265,24 @@ class ParallelModule:
         for parameter in self.parameters():  # one operation cannot take DTensors of several meshes
             groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
         return kind([{"params": parameters} for parameters in groups.values()], **options)
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before that."""
+        total = torch.zeros((), device=self.device)
+        shared = set(self._parts[0].shared)
+        for part in self._parts:
+            skip = {id(p) for n, p in part.module.named_parameters() if part.index and n in shared}  # counted once
+            for p in part.module.parameters():
+                if p.grad is not None and id(p) not in skip:
+                    square = p.grad.detach().float().square().sum()
+                    total += square.full_tensor() if isinstance(square, DTensor) else square
+        if self.layout.pp > 1:
+            c10d.all_reduce(total, group=self.mesh.process_group("pp"))
+        norm = total.sqrt()
+        for p in self.parameters():
+            if p.grad is not None:
+                _to_local(p.grad).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole and under the names of the original module, on every rank."""

@@ -78,9 +78,12 @@ def _split_block(name: str, block: nn.Module, mesh: Any) -> list[ModuleSplit]:
         if container := _common_parent(pair):
             _replicate_rest(block.get_submodule(container), mesh)
     experts = find_experts(block)
-    if experts is not None:
-        splits.append(_leave(f"{name}.{experts[0]}", "experts are not split by tensor parallel here"))
-    if not pairs and experts is None:
+    if experts is not None and isinstance(experts[1], nn.ModuleList):
+        for number, expert in enumerate(experts[1]):
+            splits += _split_block(f"{name}.{experts[0]}.{number}", expert, mesh)
+    elif experts is not None:
+        splits.append(_leave(f"{name}.{experts[0]}", "matrices of all experts in one parameter are not split"))
+    elif not pairs:
         splits.append(_leave(name, "no pair of matrices was found in it (hidden to inner and back)"))
     return splits
 
