@@ -96,6 +96,8 @@ def text() -> list[str]:
 
 COMMANDS = [
     "- `make bench`: everything that needs no GPU, then this page",
+    "- `python benchmarks/measure/dist_compressed_gpt.py`: a small GPT on four ranks, compressed gradients against plain ones",
+    "- `python benchmarks/measure/dist_overlap.py`: a step with gradients reduced beside the backward pass, after it, by DDP",
     "- First `pip install --target .carry/site msgspec` and `pip install --target .carry/zeus zeus`, if the GPU's Python",
     "  lacks them; git ignores `.carry`",
     f"- `{DEVICE}/sitting.py FOLDER --until-s 590`: the scripts of all goals that are still open, one after the other",
