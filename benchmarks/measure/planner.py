@@ -233,7 +233,11 @@ def compare_published(path: Path, most: int) -> list[dict[str, Any]]:
             if known is None or score.step_s < known[1].step_s:  # the best of those that were tried
                 rows[key] = (row, score)
     chosen = sorted(rows.values(), key=lambda pair: hashlib.sha256(repr(pair[0]).encode()).hexdigest())[:most]
-    return [compare_row(row, score) for row, score in chosen]
+    compared = []
+    for row, score in chosen:
+        compared.append(compare_row(row, score))
+        print(json.dumps(compared[-1]), file=sys.stderr, flush=True)
+    return compared
 
 
 def compare_row(row: Any, score: Any) -> dict[str, Any]:
@@ -323,8 +327,6 @@ def main() -> None:
             "below_0.98": sum(ratio < 0.98 for ratio in ratios),
             "rows": against,
         }
-        for row in against:
-            print(json.dumps(row), file=sys.stderr)
     if args.write:
         write_result(args.write, result)
     print(json.dumps({key: value for key, value in result.items() if key not in ("rows", "published")}, indent=1))
