@@ -52,9 +52,25 @@ def training(t: dict[str, Any]) -> list[Goal]:
     ]  # fmt: skip
 
 
+def planner(p: dict[str, Any]) -> list[Goal]:
+    command = "python benchmarks/measure/planner.py --published FILE --write benchmarks/results/planner.json"
+    here = {"where": where("planner"), "command": command}
+    large = p["large"]["Llama 3 405B on 16,384 H100"]
+    tried = f"{p['evaluations']:,} evaluations against {p['brute_evaluations']:,}"
+    experts = p["published"]
+    return [
+        Goal(what=f"planner against every layout of its space, {p['that_fit']} small problems: worst excess over the best, %", goal="<= 2",
+             reached=f"{100 * p['worst_excess']:.2f} ({tried})", met=p["worst_excess"] <= 0.02, **here),
+        Goal(what="planning Llama 3 405B on 16,384 H100, seconds of a processor", goal="seconds",
+             reached=f"{large['cpu_s']:.1f} ({large['evaluations']:,} evaluations)", met=large["cpu_s"] < 60, **here),
+        Goal(what=f"{experts['layouts']} published layouts by the cost model, over the planned one's time: median (highest)",
+             reached=f"{experts['median_ratio']:.2f} ({experts['highest_ratio']:.2f})", **here),
+    ]  # fmt: skip
+
+
 def goals() -> list[Goal]:
     """All of them."""
-    return [*collectives(load("fit_collectives")), *training(load("published_training"))]
+    return [*collectives(load("fit_collectives")), *training(load("published_training")), *planner(load("planner"))]
 
 
 NOTES = [

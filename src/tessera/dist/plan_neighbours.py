@@ -11,7 +11,6 @@ from .layout import Layout
 from .plan_cost import PlanCandidate, evaluate_layout
 from .plan_search import (
     PlanProblem,
-    SearchState,
     count_over_bytes,
     evaluate_variants,
     list_divisions,
@@ -82,9 +81,10 @@ def _other_divisions(
         found = wanted.get(tuple(getattr(base, name) for name in settings))
         if found is None:
             continue
-        tried = list(evaluate_variants(problem, base, SearchState()))
+        tried = list(evaluate_variants(problem, base))
         if tried:
-            chosen = min(tried, key=lambda c: (c.time_s > most_time_s, getattr(c, metric)))
+            allowed = [c for c in tried if c.time_s <= most_time_s]
+            chosen = min(allowed or tried, key=lambda c: getattr(c, metric if allowed else "time_s"))
             yield _judge(best, chosen, found[0], metric, most_time_s)
             continue
         frugal = max(list_variants(problem, base), key=lambda v: (v.sharding, len(v.offload)))

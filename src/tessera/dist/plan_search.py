@@ -31,7 +31,7 @@ _MOST_CHUNKS = 16
 _NEAR_PP = ("tp", "cp", "pp", "dp")
 # Parts of a step that no choice of sharding, chunks, placement or offload makes shorter.
 _FIXED_PARTS = ("compute", "tensor parallel", "context parallel", "expert parallel", "pipeline bubble", "optimizer")
-_LISTED, _WORTH = 8, 1.25  # divisions that the result lists at most, and how much worse they may be
+_LISTED, _WORTH = 6, 1.25  # divisions that the result lists at most, and how much worse they may be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +63,17 @@ class PlanProblem:
 
 @dataclass(slots=True)
 class SearchState:
-    """What a search has seen: evaluations, the best of each division, the nearest miss of each that does not fit."""
+    """What a search has seen: the best of each division, the nearest miss of those that do not fit, evaluations.
+
+    A second search, by another metric, evaluates nothing again.
+    """
 
     evaluations: int = 0
     best: dict[tuple[int, ...], PlanCandidate] = field(default_factory=dict)
     over_bytes: dict[tuple[int, ...], tuple[float, Layout]] = field(default_factory=dict)
     fitting: set[tuple[int, ...]] = field(default_factory=set)
+    bounds: dict[Layout, dict[str, float]] = field(default_factory=dict)
+    variants: dict[Layout, list[PlanCandidate]] = field(default_factory=dict)
 
 
 def list_divisors(n: int, most: int | None = None) -> list[int]:
@@ -185,8 +190,10 @@ def search_layouts(problem: PlanProblem, metric: str, state: SearchState, most_t
     for number, base in enumerate(list_divisions(problem)):
         if not _may_fit(problem, base, state):
             continue
-        bounds = _bound(problem, base)
-        state.evaluations += 1
+        if base not in state.bounds:
+            state.bounds[base] = _bound(problem, base)
+            state.evaluations += 1
+        bounds = state.bounds[base]
         if bounds["time_s"] <= most_time_s:
             queue.append((bounds[metric], number, base))
     heapq.heapify(queue)
@@ -194,7 +201,10 @@ def search_layouts(problem: PlanProblem, metric: str, state: SearchState, most_t
         bound, _, base = heapq.heappop(queue)
         if bound > _worst_worth(state, metric, most_time_s):
             return
-        for candidate in evaluate_variants(problem, base, state):
+        if base not in state.variants:
+            state.variants[base] = list(evaluate_variants(problem, base))
+            state.evaluations += len(state.variants[base])
+        for candidate in state.variants[base]:
             if candidate.time_s <= most_time_s:
                 key = _division(candidate.layout)
                 known = state.best.get(key)
@@ -249,7 +259,7 @@ def _bound(problem: PlanProblem, base: Layout) -> dict[str, float]:
     return {"time_s": seconds, "energy_j": joules}
 
 
-def evaluate_variants(problem: PlanProblem, base: Layout, state: SearchState) -> Iterator[PlanCandidate]:
+def evaluate_variants(problem: PlanProblem, base: Layout) -> Iterator[PlanCandidate]:
     """The variants of a division that fit, each with the least recomputation."""
     plain: dict[tuple[object, ...], bool] = {}
     for variant in list_variants(problem, base):
@@ -261,5 +271,4 @@ def evaluate_variants(problem: PlanProblem, base: Layout, state: SearchState) ->
             continue
         if not layout.offload and layout.recompute == "none":
             plain[key] = True
-        state.evaluations += 1
         yield evaluate_layout(problem, layout)
