@@ -160,6 +160,37 @@ def test_a_script_that_never_began_leaves_no_file(tmp_path, script):
     assert code == 1 and "SyntaxError" in err and not list((tmp_path / "runs").iterdir())
 
 
+def test_a_script_runs_where_its_run_cannot_be_written(tmp_path, script):
+    name = script("print('trained'); raise SystemExit(3)")
+    limit = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (16384, 16384)); "  # as a disk that is nearly full
+    words = [sys.executable, "-P", "-c", limit + CLI, "run", name]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (3, "trained\n"), done.stderr
+    assert "the script runs, and nothing is recorded" in done.stderr and done.stderr.count("\n") == 1
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_script_outlives_a_killed_tessera_run(tmp_path, script):
+    name = script(
+        """
+        import os, time
+        from tessera import profile
+        os.kill(os.getppid(), 9)
+        while os.getppid() == int(os.environ["OBSERVER"]):
+            time.sleep(0.01)
+        with profile.region("later"):
+            time.sleep(0.05)
+        print("trained", flush=True)
+        """
+    )
+    words = [sys.executable, "-P", "-c", "import os; os.environ['OBSERVER'] = str(os.getpid()); " + CLI, "run", name]
+    env = {key: value for key, value in os.environ.items() if key != "RANK"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (-9, "trained\n"), done.stderr
+    with RunFile(tmp_path / "runs" / "script.tessera") as found:
+        assert not found.crashed and found.get("returncode") == 0 and found.rows == 1
+
+
 def test_its_exit_code_and_traceback_are_its_own(tmp_path, script):
     child = launch(tmp_path, script("import sys; sys.exit(3)"))
     child.communicate(timeout=60)

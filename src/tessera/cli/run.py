@@ -178,7 +178,7 @@ def _run_and_report(
 
     code = _run_script(plan, as_json, None if counters else read_early)
     if not _is_written(plan):
-        return code or 1  # the script's process has printed why
+        return code  # the script's process has printed why
     try:
         if counters:
             _add_counters(plan)

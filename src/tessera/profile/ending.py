@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import math
 import os
 import signal
@@ -99,3 +100,9 @@ class Patience:
         if self._say:
             with contextlib.suppress(OSError):
                 os.write(STDERR, f"\ntessera: {line}\n".encode())
+
+
+def end_with_parent() -> None:
+    """Ask Linux for a SIGTERM when `tessera run` is killed: a launcher of ranks takes a killed rank for ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG (linux/prctl.h)

@@ -13,7 +13,6 @@ does, nor CUDA touched: a script may still set CUDA_VISIBLE_DEVICES or OMP_NUM_T
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.abc
 import importlib.util
 import io
@@ -31,11 +30,12 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ArgumentError, TesseraError
+from ..errors import ArgumentError, RecordingError, TesseraError
 from ..schema import Scope
-from .ending import DROPPED, Patience
+from .ending import DROPPED, Patience, end_with_parent
 from .options import DEFAULT, Mode, SessionOptions
 from .recorder import Session
+from .runfile_open import SIDE_FILES
 from .torch_hooks import ModuleCalls, OptimizerSteps
 from .tracing_schedule import between
 
@@ -208,19 +208,17 @@ def main() -> None:
     """Run the plan given as the first argument."""
     plan = msgspec.json.decode(sys.argv[1], type=LaunchPlan)
     tell = _teller(int(sys.argv[2]) if len(sys.argv) > 2 else None)
-    _end_with_parent()
+    if "RANK" in os.environ:  # else the script outlives `tessera run`, and its run is written all the same
+        end_with_parent()
     code, program = load(plan)
-    try:
-        session = _session(plan)
-        session.start()
-    except TesseraError as exc:
-        sys.stderr.write(f"error: {exc}\n")
-        sys.exit(1)
-    steps = ScriptSteps(session, by_modules=plan.steps is not None)
-    steps.install()
+    session = _start_session(plan)
+    steps = None if session is None else ScriptSteps(session, by_modules=plan.steps is not None)
+    if steps is not None:
+        steps.install()
     sys.modules["__main__"] = program
     outcome: BaseException | None = None
-    patience = Patience(lambda: session.notes.append(DROPPED), say=os.environ.get("RANK", "0") == "0")
+    notes = [] if session is None else session.notes
+    patience = Patience(lambda: notes.append(DROPPED), say=os.environ.get("RANK", "0") == "0")
     try:
         try:
             with _terminable():
@@ -234,9 +232,10 @@ def main() -> None:
         if isinstance(exc, KeyboardInterrupt):
             patience.is_new_interrupt()
         _show(outcome)
-    tell(ENDED)
-    _finish(session, steps, exit_code(outcome), patience)
-    tell(CLOSED)
+    if session is not None and steps is not None:
+        tell(ENDED)
+        _finish(session, steps, exit_code(outcome), patience)
+        tell(CLOSED)
     if not isinstance(outcome, KeyboardInterrupt):
         patience.release()
     _leave(outcome)
@@ -261,26 +260,28 @@ def _teller(pipe: int | None) -> Callable[[bytes], None]:
     return tell
 
 
-def _end_with_parent() -> None:
-    """Ask Linux for a SIGTERM when `tessera run` is killed: a script must not go on unseen, and the run is written."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG (linux/prctl.h)
-
-
-def _session(plan: LaunchPlan) -> Session:
+def _start_session(plan: LaunchPlan) -> Session | None:
+    """The session, begun; None, with a line that says so, where its file cannot be written: the script runs anyway."""
     options = SessionOptions(
         mode=plan.mode, activities=(*DEFAULT[plan.mode], "memory") if plan.memory else None,
         record_shapes=plan.shapes, with_stack=plan.stack, with_modules=plan.modules,
         flush_s=plan.flush_s, limit_s=plan.limit_s,
     )  # fmt: skip
-    return Session(
-        options,
-        path=Path(plan.path),
-        claimed=plan.claimed,
-        schedule=between(*plan.steps) if plan.steps else None,
-        facts={"command": plan.command, "steps": plan.steps},
-        begin_tracing=False,
-    )
+    schedule = between(*plan.steps) if plan.steps else None
+    facts = {"command": plan.command, "steps": plan.steps}
+    path = Path(plan.path)
+    try:
+        return Session(
+            options, path=path, claimed=plan.claimed, schedule=schedule, facts=facts, begin_tracing=False
+        ).start()
+    except RecordingError as exc:
+        sys.stderr.write(f"tessera: {exc.what}: {exc.why or exc.fix}; the script runs, and nothing is recorded\n")
+        for side in ("", *SIDE_FILES):  # what was begun is no run
+            Path(f"{path}{side}").unlink(missing_ok=True)
+        return None
+    except TesseraError as exc:
+        sys.stderr.write(f"error: {exc}\n")
+        sys.exit(1)
 
 
 # -- the script as Python would have run it --------------------------------------------------------------------------
