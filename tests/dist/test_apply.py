@@ -136,6 +136,22 @@ def test_a_stack_of_mlps(two, settings):
         assert "columns" in how or how[0].startswith("stage")
 
 
+def step_with_dropout(rank: int) -> tuple[float, float]:
+    torch.manual_seed(100 + rank)
+    model = make_gpt()
+    torch.manual_seed(200 + rank)  # as in a program that seeds nothing
+    for block in model.blocks:
+        block.mlp.append(nn.Dropout(0.5))
+    parallel = apply_layout(model, Layout(tp=2))
+    loss = parallel.step(make_words(4), make_words(4), next_word_loss)
+    return loss.item(), model.norm.weight.grad.sum().item()
+
+
+def test_ranks_of_tensor_parallel_draw_the_same_dropout(two):
+    first, second = two.run(step_with_dropout)
+    assert first == second
+
+
 class Ladder(nn.Module):
     """Every block also gets the embedding, which a pipeline would have to send along."""
 

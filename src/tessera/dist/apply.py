@@ -50,6 +50,7 @@ def apply_layout(
     if any(p.device != device and not p.is_meta for p in module.parameters()):
         module.to(device)
     _copy_from_first_rank(module)
+    _share_seed(mesh, device)
     splits: list[ModuleSplit] = []
     tracer = None
     if layout.pp > 1:
@@ -147,6 +148,16 @@ def _copy_from_first_rank(module: nn.Module) -> None:
                 "the module is on the meta device", why="its parameters have no values", fix="build it on the host"
             )
         c10d.broadcast(value.detach(), src=0)
+
+
+def _share_seed(mesh: Mesh, device: torch.device) -> None:
+    """Ranks that hold parts of the same activations must draw the same dropout; replicas draw their own."""
+    if "tp" not in mesh.axes or c10d.get_backend() == "fake":
+        return
+    seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=device)
+    c10d.broadcast(seed, src=0)
+    at = mesh.coordinate(c10d.get_rank())
+    torch.manual_seed(int(seed.item()) + sum(place for axis, place in at.items() if axis != "tp"))
 
 
 def _choose_inputs(module: nn.Module, stack: BlockStack, inputs: Any, device: torch.device) -> Batch:

@@ -18,6 +18,7 @@ from ..errors import ArgumentError
 # Names of projections back to the hidden size where the matrix is square: Llama, GPT-2, ViT, BERT, diffusers.
 _BACK = re.compile(r"(^|\.)((([oc]|out|down|attn)_)?(proj|lin)|wo|w2|o|fc2|dense|to_out|out|output)(\.\d+)?$")
 _ATTENTION = re.compile(r"attn|attention|qkv|(^|[._])[qkv](_|$)|(^|[._])w[qkv]$|query|key|value", re.IGNORECASE)
+_READS = re.compile(r"^w?[qkv](_|$)|query|key|value|_[qkv]$", re.IGNORECASE)
 # Queries, keys and values of a head lie together (GPT-NeoX, BLOOM, Falcon), so the matrix can be cut as it is.
 _BY_HEADS = "query_key_value"
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
@@ -110,13 +111,15 @@ def find_pairs(block: nn.Module) -> list[MatrixPair]:
     """The pairs of a block, from its matrices' sizes and names. Experts are not looked into."""
     matrices = {n: m for n, m in block.named_modules() if is_matrix(m) and not _is_of_expert(n, block)}
     hidden = find_hidden(block)
-    found = []
+    found: list[tuple[str, list[str], str]] = []
+    waiting: tuple[str, list[str]] | None = None  # columns whose way back is in the next container, as in BERT
     for container, names in _group_by_container(block, matrices):
         columns: list[str] = []
         early = None  # a way back that is declared before its columns, as in Phi-3
         for name in names:
             inside, out = width_of(matrices[name])
-            is_square_back = inside == hidden and (_BACK.search(name) or (columns and name == names[-1]))
+            is_end = bool(columns) and name == names[-1] and not _READS.search(name.rpartition(".")[2])
+            is_square_back = inside == hidden and (_BACK.search(name) or is_end)
             if not (out == hidden and (inside != hidden or is_square_back)):
                 columns += [name] if inside == hidden else []
             elif not columns:
@@ -128,8 +131,10 @@ def find_pairs(block: nn.Module) -> list[MatrixPair]:
                     columns.append(last)
                 found.append((container, columns, name))
                 columns = []
-        if columns and early is not None:
-            found.append((container, columns, early))
+        if early is not None and (columns or waiting):
+            found.append((container, columns, early) if columns or not waiting else (*waiting, early))
+            columns = []
+        waiting = (container, columns) if columns else None
     pairs = [_make_pair(block, container, columns, row, matrices) for container, columns, row in found]
     return [pair for pair in pairs if pair is not None]
 
@@ -152,8 +157,6 @@ def _group_by_container(block: nn.Module, matrices: dict[str, Any]) -> Iterator[
                 break
             parent = parent.rpartition(".")[0]
         groups.setdefault(parent, []).append(name)
-    if all(len(names) == 1 for names in groups.values()):  # BERT has `self` and `output`, with matrices in each
-        groups = {"": list(matrices)}
     yield from groups.items()
 
 

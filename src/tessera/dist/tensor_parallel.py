@@ -129,7 +129,7 @@ def check_heads(pair: MatrixPair, ranks: int, name: str) -> None:
 
 
 def _common_parent(pair: MatrixPair) -> str:
-    parents = [name.split(".")[:-1] for name in (*pair.columns, pair.row)]
+    parents = [name.split(".")[:-1] for name in pair.columns]
     same: list[str] = []
     for names in zip(*parents, strict=False):
         if len(set(names)) > 1:
