@@ -101,6 +101,12 @@ def check_domain(domain: Domain) -> Domain:
     return domain
 
 
+def points_beyond(columns: Mapping[str, NDArray[Any]], *, names: int, launches: int) -> bool:
+    """Whether a row points to a name or launch beyond so many."""
+    ends = {**dict.fromkeys(TEXTS, names), "launch": launches}
+    return any(int(columns[c].max(initial=NONE)) >= end for c, end in ends.items() if c in columns)
+
+
 def check_columns(columns: dict[str, NDArray[Any]], *, names: int, launches: int) -> list[str]:
     """Check numbers and times. Other references to missing rows are removed; returns notes about them."""
     for column, end in (("kind", len(KINDS)), ("name", names)):

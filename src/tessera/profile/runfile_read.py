@@ -32,6 +32,7 @@ from .runfile_format import (
     check_time,
     let_go,
     merge_meta,
+    points_beyond,
     renumber_rows,
     row_count,
     unpack,
@@ -208,12 +209,15 @@ class RunFile:
         self._db.budget.check_rows(self.rows)
         plain = [c for c in wanted if c not in ENERGY]
         joules = [c for c in wanted if c in ENERGY]
+        names, launches = self._count("names"), self._count("launches")
         # One query each: a cursor held open would keep a live writer from checkpointing.
         for (first,) in self._db.rows("SELECT first_row FROM chunks ORDER BY first_row"):
             ((rows, heads, data),) = self._db.rows("SELECT rows, columns, data FROM chunks WHERE first_row = ?", first)
             with self._reading(f"the rows from {first} on are"):
                 values = unpack(heads, data, row_count(rows), plain)
-                self._lost += check_columns(values, names=self._count("names"), launches=self._count("launches"))
+                if points_beyond(values, names=names, launches=launches):  # a live writer has added some
+                    names, launches = self._count("names"), self._count("launches")
+                self._lost += check_columns(values, names=names, launches=launches)
                 if joules:
                     values |= self._energy(first, rows, joules)
                 extra = self._db.rows("SELECT row, value FROM extra WHERE row >= ? AND row < ?", first, first + rows)
@@ -374,7 +378,7 @@ class RunFile:
     # SQLite -----------------------------------------------------------------------------------------------------
 
     def _count(self, table: str) -> int:
-        """How many names or launches there are by now: a live writer adds them before the rows that point to them."""
+        """How many names or launches there are by now: a writer adds them before the rows that point to them."""
         return int(self._db.rows(f"SELECT coalesce(max(id) + 1, 0) FROM {table}")[0][0])
 
     def _decode(self, text: str, kind: Any) -> Any:
