@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from .cost import CollectiveCost as CollectiveCost
     from .cost import choose_all_reduce as choose_all_reduce
     from .cost import collective_cost as collective_cost
+    from .experts import DispatchedTokens as DispatchedTokens
+    from .experts import combine_tokens as combine_tokens
+    from .experts import dispatch_tokens as dispatch_tokens
+    from .fourier import fft as fft
+    from .fourier import ifft as ifft
     from .gradient_report import GradientReport as GradientReport
     from .gradient_sync import GradientSync as GradientSync
     from .layout import Layout as Layout
@@ -74,7 +79,12 @@ _LAZY = {
     "collective_cost": "cost",
     "Layout": "layout",
     "read_model_shape": "model_shape",
+    "DispatchedTokens": "experts",
+    "combine_tokens": "experts",
+    "dispatch_tokens": "experts",
     "dry": "modes",
+    "fft": "fourier",
+    "ifft": "fourier",
     "simulate": "modes",
     "overlap_gradients": "overlap",
     "ModelShape": "training_model",

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Self
 
 from ..errors import ArgumentError
@@ -67,6 +67,7 @@ class Mesh:
             step *= self.size(axis)
         self._strides = tuple(strides[axis] for axis in self.axes)
         self._connected: tuple[Any, Any] | None = None
+        self._parent: Mesh | None = None
         _whole_meshes.add(self)
 
     @classmethod
@@ -151,6 +152,7 @@ class Mesh:
         if not names:  # a single device of a mesh with one axis
             names, sizes = [axis], [1]
         part = Mesh(names, devices, sizes, order=[a for a in self.order if a in names])
+        part._parent = self
         _whole_meshes.discard(part)
         return part
 
@@ -190,9 +192,22 @@ class Mesh:
         return made
 
     def process_group(self, axis: str) -> Any:
-        """The process group of this rank along an axis."""
-        self.index_of(axis)
-        return self.device_mesh.get_group(axis)
+        """The process group of this rank along an axis. A part of a mesh has those of the mesh where they are whole."""
+        if self._parent is None:
+            self.index_of(axis)
+            return self.device_mesh.get_group(axis)
+        if self.size(axis) == self._parent.size(axis):
+            return self._parent.process_group(axis)
+        return self._make_part_of_a_group(axis)
+
+    @cache  # noqa: B019  (a mesh lives as long as its groups)
+    def _make_part_of_a_group(self, axis: str) -> Any:
+        """A group of some places along an axis: only its own ranks make it."""
+        import torch.distributed as c10d
+
+        here = self.coordinate(c10d.get_rank())
+        ranks = [self.rank_at([*{**here, axis: k}.values()]) for k in range(self.size(axis))]
+        return copy_timeout(c10d.new_group(ranks, use_local_synchronization=True))
 
 
 def find_mesh(mesh: Any, axis: str) -> Mesh:
