@@ -198,6 +198,15 @@ def test_a_plan_is_applied():
         assert plan.apply(make_gpt()).layout == plan.best.layout
 
 
+def test_one_rank_needs_no_torchrun():
+    words = make_words(2)
+    try:
+        loss = apply_layout(make_gpt(), Layout(microbatches=2)).step(words, words, next_word_loss)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert loss.item() == pytest.approx(next_word_loss(make_gpt()(words), words).item(), rel=1e-5)
+
+
 def test_a_layout_needs_its_ranks():
     with pytest.raises(ArgumentError, match="this process is alone"):
         apply_layout(make_gpt(), Layout(dp=2))

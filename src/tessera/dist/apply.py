@@ -77,7 +77,9 @@ def apply_layout(
 
 
 def _check_ranks(layout: Layout) -> None:
-    if not c10d.is_initialized():
+    if not c10d.is_initialized() and layout.gpus == 1:
+        c10d.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
+    elif not c10d.is_initialized():
         if "RANK" not in os.environ:
             raise ArgumentError(
                 f"{layout} needs {layout.gpus} ranks, and this process is alone",
