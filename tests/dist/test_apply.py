@@ -35,7 +35,7 @@ def compare(rank: int, settings: dict[str, Any], kind: str, options: dict[str, A
     whole, words = make_gpt(kind, **options), make_words(8)
     expected = next_word_loss(whole(words), words)
     expected.backward()
-    parallel = apply_layout(make_gpt(kind, **options), layout)
+    parallel = apply_layout(make_gpt(kind, **options), layout, split_logits=kind == "grouped")
     mine = parallel.local_batch(words)
     loss = parallel.step(mine, mine, next_word_loss)
     gradients = parallel.gradients()
@@ -77,7 +77,7 @@ def test_pipeline(two, tied):
     ids=lambda s: "-".join(f"{k}{v}" for k, v in s.items() if k != "microbatches"),
 )
 def test_two_axes(four, settings):
-    check(four, options={"tied": True}, **settings)
+    check(four, "grouped" if "pp" in settings else "fused", {"tied": True}, **settings)
 
 
 def compare_steps(rank: int, settings: dict[str, Any]) -> list[float]:

@@ -34,11 +34,13 @@ def apply_layout(
     *,
     example_inputs: Any = None,
     device: torch.device | str | None = None,
+    split_logits: bool = False,
 ) -> ParallelModule:
     """Divide a module over the ranks of the process group. Every rank calls this with the same whole module.
 
     Rank 0's parameters are taken by all. A pipeline needs `example_inputs` (a tensor, a tuple or a dict of one small
-    batch) where they are not words: nothing is computed with them. The module itself is changed.
+    batch) where they are not words: nothing is computed with them. With `split_logits` each rank of `tp` keeps its part
+    of the vocabulary, and the loss must be a cross entropy (torch's `loss_parallel`). The module itself is changed.
     """
     _check_ranks(layout)
     stack = find_stack(module)
@@ -67,7 +69,7 @@ def apply_layout(
     for part in parts:
         own = restrict_stack(stack, part.module) if stack is not None else None
         if layout.tp > 1 and own is not None:
-            splits += split_tensors(part.module, own, mesh.device_mesh["tp"])
+            splits += split_tensors(part.module, own, mesh.device_mesh["tp"], split_logits=split_logits)
         blocks = [block for _, block in own.named_blocks() if any(True for _ in block.parameters())] if own else []
         _recompute_blocks(blocks, layout.recompute)
         splits += _shard_parameters(part.module, blocks, layout, mesh)

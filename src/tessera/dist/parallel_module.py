@@ -16,6 +16,7 @@ from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
@@ -123,13 +124,14 @@ class ParallelModule:
             if isinstance(value, torch.Tensor):
                 _check_divides(value, self.layout.microbatches, "microbatches")
         self._loss_fn = loss_fn
-        with implicit_replication():  # masks and tables that the module makes are the same on all ranks
+        with implicit_replication(), loss_parallel():  # masks that the module makes are the same on all ranks
             return self._run_pipeline(batch, targets) if self.layout.pp > 1 else self._run_microbatches(batch, targets)
 
     def _compute_loss(self, forward: Callable[..., Any], inputs: Batch, targets: Any) -> torch.Tensor:
         output = forward(*inputs[0], **inputs[1])
         assert self._loss_fn is not None
-        return self._loss_fn(output, targets) / self.layout.microbatches
+        loss = self._loss_fn(output, targets) / self.layout.microbatches
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
     def _run_microbatches(self, batch: Batch, targets: Any) -> torch.Tensor:
         count, module = self.layout.microbatches, self.module

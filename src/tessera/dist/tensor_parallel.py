@@ -32,7 +32,7 @@ class ModuleSplit:
     reason: str | None = None
 
 
-def split_tensors(module: nn.Module, stack: BlockStack, mesh: Any) -> list[ModuleSplit]:
+def split_tensors(module: nn.Module, stack: BlockStack, mesh: Any, *, split_logits: bool = False) -> list[ModuleSplit]:
     """Split the blocks, the embedding and the head of a module over a mesh with the one axis `tp`."""
     _teach_cpu_attention()
     splits: list[ModuleSplit] = []
@@ -41,7 +41,8 @@ def split_tensors(module: nn.Module, stack: BlockStack, mesh: Any) -> list[Modul
     if stack.embedding is not None:
         splits += _split_end(module, stack.embedding, RowwiseParallel(input_layouts=Replicate()), mesh)
     if stack.head is not None:
-        splits += _split_end(module, stack.head, ColwiseParallel(output_layouts=Replicate()), mesh)
+        kept = {"use_local_output": False} if split_logits else {"output_layouts": Replicate()}
+        splits += _split_end(module, stack.head, ColwiseParallel(**kept), mesh)
     if stack.tied and stack.embedding and stack.head and len(splits):
         module.get_submodule(stack.head).weight = module.get_submodule(stack.embedding).weight
     return splits
@@ -52,7 +53,8 @@ def _split_end(module: nn.Module, name: str, style: Any, mesh: Any) -> list[Modu
     if not any(True for _ in end.parameters()):  # it is on another stage of the pipeline
         return []
     parallelize_module(end, mesh, style)
-    end.register_forward_hook(_own_output)
+    if style.use_local_output:
+        end.register_forward_hook(_own_output)
     return [ModuleSplit(module=name, how="vocabulary", axis="tp")]
 
 
