@@ -56,6 +56,8 @@ def test_a_file_of_ones_own_gives_plain_numbers(tmp_path, suffix: str) -> None:
         ("chip = 'h200'\nnode_gpus = 8\nnodes = 0", "at least 1"),
         ("chip = 3\nnode_gpus = 8", "must be text"),
         ("chip = ", "cannot be read"),
+        ("chip = 'jetson-orin'\nnode_gpus = 8", "no link between chips"),
+        ("chip = 'h200'\nnode_gpus = 8\nhost_w = -3", "positive number"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(tmp_path, text: str, words: str) -> None:

@@ -135,6 +135,8 @@ def test_what_is_planned_for_a_module_can_be_applied_to_it() -> None:
 def test_sizes_may_be_a_mapping() -> None:
     sizes = {"hidden": 1024, "layers": 4, "heads": 8, "ffn": 4096, "vocab": 32000}
     assert dist.plan(sizes, cluster="dgx-h100", seq=1024, global_batch=8).best.layout.gpus == 8
+    with pytest.raises(ArgumentError, match="not the sizes of a model"):
+        dist.plan({"hidden": 1024, "depth": 3}, cluster="dgx-h100", seq=1024)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +149,11 @@ def test_sizes_may_be_a_mapping() -> None:
         ({"gpus": 9}, "of a cluster of 8"),
         ({"memory_limit": 1.5}, "not a share"),
         ({"cluster": "dgx-h10"}, "did you mean"),
+        ({"precision": "fp4"}, "h100 does not train in 'fp4'"),
+        ({"precision": "bf61"}, "did you mean 'bf16'"),
+        ({"global_batch": 0}, "a step of 0 x 4096 tokens"),
+        ({"seq": 0}, "a step of 8 x 0 tokens"),
+        ({"gpus": 0}, "of a cluster of 8"),
         ({"options": {"atention": "flash2"}}, "did you mean 'attention'"),
         ({"options": {"tp": 2}}, "no option 'tp'"),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..device import Device, Figure
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError, BadDevice, did_you_mean
 from ..hardware import lookup
 from ..hardware.load import bad, check_keys, expand_sources, read_figure
 from ..read_limits import TOML_BYTES, parse_toml
@@ -189,25 +189,42 @@ def _build_cluster(raw: Mapping[str, Any], file: str, nodes: int, *, own: bool) 
         if not isinstance(table.get(key, ""), str):
             raise bad(file, key, "must be text", fix=_EXAMPLE)
     device = lookup(table["chip"])
-    link = table.get("link") or next(iter(device.interconnect), "")
-    for key, value in (("link", link), ("host_link", table.get("host_link", link))):
-        if value not in device.interconnect:
-            known = list(device.interconnect)
-            problem = f"{device.id} has no link {value!r}{did_you_mean(value, known)}"
-            raise bad(file, key, problem, fix=f"one of: {', '.join(known)}")
-    figures: dict[str, Any] = {key: read_figure(table, key, file, key) for key in _FIGURES}
-    for key in ("node_gpus", "domain_gpus"):
-        figure = figures[key]
-        if figure is not None and figure.value != round(figure.value):
-            raise bad(file, key, "must be a whole number", fix=_EXAMPLE)
+    link, host_link = _find_links(table, device, file)
     # Only the link that joins the GPUs and that to the host: an H100 PCIe has NVLink in the catalogue, for a bridge.
-    kept = {name: device.interconnect[name] for name in (link, table.get("host_link", link))}
+    kept = {name: device.interconnect[name] for name in (link, host_link)}
     return Cluster(
         id=table.get("id") or Path(file).stem,
         name=table.get("name") or Path(file).stem,
         device=dataclasses.replace(device, interconnect=kept),
         nodes=nodes,
         link=link,
-        host_link=table.get("host_link", link),
-        **figures,
+        host_link=host_link,
+        **_read_figures(table, file),
     )
+
+
+def _find_links(table: Mapping[str, Any], device: Device, file: str) -> tuple[str, str]:
+    """The names of the link between GPUs and of that to the host."""
+    known = list(device.interconnect)
+    if not known:
+        fix = "take another chip, or add [interconnect] to its file (docs/howto/hardware.md)"
+        raise bad(file, "chip", f"{device.id} has no link between chips in the catalogue", fix=fix)
+    link = table.get("link", known[0])
+    links = {"link": link, "host_link": table.get("host_link", link)}
+    for key, value in links.items():
+        if value not in known:
+            problem = f"{device.id} has no link {value!r}{did_you_mean(value, known)}"
+            raise bad(file, key, problem, fix=f"one of: {', '.join(known)}")
+    return links["link"], links["host_link"]
+
+
+def _read_figures(table: dict[str, Any], file: str) -> dict[str, Any]:
+    try:
+        figures = {key: read_figure(table, key, file, key) for key in _FIGURES}
+    except BadDevice as error:
+        raise BadDevice(error.what, fix=_EXAMPLE) from None
+    for key in ("node_gpus", "domain_gpus"):
+        figure = figures[key]
+        if figure is not None and figure.value != round(figure.value):
+            raise bad(file, key, "must be a whole number", fix=_EXAMPLE)
+    return figures

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from .parallel_module import ParallelModule
 
+_PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "tf32", "fp32")
 _METRICS = {"time": "time_s", "energy": "energy_j"}
 _AS_GOOD = 1.005  # a layout with fewer axes is preferred to one that is better by less than this
 _DEFAULT_TOKENS = 2**22  # of a step, where no batch is given: Llama 2 was trained with 4 million
@@ -139,19 +140,24 @@ def plan(
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     metric, slack = _parse_goal(goal)
     batch, tokens = _read_batch(inputs)
-    seq = seq or tokens
+    seq = tokens if seq is None else seq
     if seq is None:
         raise ArgumentError("the number of tokens in a sequence is missing", fix="give seq=8192, or inputs")
-    used = gpus or where.gpus
+    used = where.gpus if gpus is None else gpus
     if not 1 <= used <= where.gpus:
         raise ArgumentError(f"gpus={gpus} of a cluster of {where.gpus}", fix=f"1 to {where.gpus}")
+    if global_batch is None:
+        global_batch = batch or _default_batch(max(1, seq), used)
+    if seq < 1 or global_batch < 1:
+        raise ArgumentError(f"a step of {global_batch} x {seq} tokens", fix="at least one sequence of one token")
+    _check_precision(precision, where)
     if not 0.0 < memory_limit <= 1.0:
         raise ArgumentError(f"memory_limit={memory_limit} is not a share of the memory", fix="0.95")
     problem = PlanProblem(
         model=_read_shape(model),
         cluster=where,
         seq=seq,
-        global_batch=global_batch or batch or _default_batch(seq, used),
+        global_batch=global_batch,
         precision=precision,
         memory_limit=memory_limit,
         gpus=gpus,
@@ -163,9 +169,24 @@ def plan(
 
 
 def _read_shape(model: Any) -> ModelShape:
-    if isinstance(model, Mapping) and "hidden" in model:
+    if not (isinstance(model, Mapping) and "hidden" in model):
+        return read_model_shape(model)
+    try:
         return ModelShape(**model)
-    return read_model_shape(model)
+    except TypeError as error:
+        known = ", ".join(f.name for f in dataclasses.fields(ModelShape))
+        raise ArgumentError("these are not the sizes of a model", why=str(error), fix=f"known: {known}") from None
+
+
+def _check_precision(precision: str, cluster: Cluster) -> None:
+    """Refuse a format that the chip has no units for."""
+    device = cluster.device
+    known = [name for name in _PRECISIONS if device.peak(name) is not None]
+    if precision not in known:
+        raise ArgumentError(
+            f"{device.id} does not train in {precision!r}{did_you_mean(precision, known)}",
+            fix=f"one of: {', '.join(known)}",
+        )
 
 
 def _check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
