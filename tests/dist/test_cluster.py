@@ -42,6 +42,7 @@ def test_a_file_of_ones_own_gives_plain_numbers(tmp_path, suffix: str) -> None:
     assert cluster.network_bytes_per_s is not None
     assert cluster.network_bytes_per_s.source == f"given in {path}"
     assert cluster.host_w is None
+    assert (cluster.link, cluster.host_link, cluster.can_offload) == ("nvlink", "pcie", False)
 
 
 @pytest.mark.parametrize(

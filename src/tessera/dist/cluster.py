@@ -33,6 +33,7 @@ _FIGURES = (
     "host_w",
     "host_cpu_w",
 )
+_HOST_LINKS = ("c2c", "pcie")
 _NEEDED = ("chip", "node_gpus")
 _ENDINGS = (".toml", ".yaml", ".yml", ".json")
 
@@ -191,7 +192,7 @@ def _build_cluster(raw: Mapping[str, Any], file: str, nodes: int, *, own: bool) 
     device = lookup(table["chip"])
     link, host_link = _find_links(table, device, file)
     # Only the link that joins the GPUs and that to the host: an H100 PCIe has NVLink in the catalogue, for a bridge.
-    kept = {name: device.interconnect[name] for name in (link, host_link)}
+    kept = {name: device.interconnect[name] for name in (link, host_link) if name}
     return Cluster(
         id=table.get("id") or Path(file).stem,
         name=table.get("name") or Path(file).stem,
@@ -210,9 +211,10 @@ def _find_links(table: Mapping[str, Any], device: Device, file: str) -> tuple[st
         fix = "take another chip, or add [interconnect] to its file (docs/howto/hardware.md)"
         raise bad(file, "chip", f"{device.id} has no link between chips in the catalogue", fix=fix)
     link = table.get("link", known[0])
-    links = {"link": link, "host_link": table.get("host_link", link)}
+    to_host = next((name for name in _HOST_LINKS if name in known), "")
+    links = {"link": link, "host_link": table.get("host_link", to_host)}
     for key, value in links.items():
-        if value not in known:
+        if value and value not in known:
             problem = f"{device.id} has no link {value!r}{did_you_mean(value, known)}"
             raise bad(file, key, problem, fix=f"one of: {', '.join(known)}")
     return links["link"], links["host_link"]
