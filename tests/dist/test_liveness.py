@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -93,3 +96,33 @@ def read_timeouts(rank: int) -> list[float]:
 def test_groups_of_a_mesh_have_the_timeout_of_the_world() -> None:
     with GlooRanks(4, timeout_s=17.0) as ranks:
         assert ranks.run(read_timeouts) == [[17.0] * 4] * 4
+
+
+ENDING = """
+import os, sys, torch, torch.distributed as c10d
+from tessera import dist
+c10d.init_process_group("gloo")
+dist.all_reduce(torch.ones(3))
+if sys.argv[1] == "destroy":
+    c10d.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("how", ["destroy", "leave"])
+def test_ranks_end_as_they_should_after_a_collective(how: str) -> None:
+    """A thread that came back from the store while the interpreter ended made one exit of six a SIGABRT."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDING, how],
+            env={**os.environ, **place, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], said

@@ -7,6 +7,7 @@ tell which rank has not come yet. A rank that leaves with such an error says so:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import threading
@@ -21,7 +22,7 @@ from ..errors import TesseraError
 
 ANSWER_S = 3.0
 """How long to wait for answers: long, so that a busy machine is not called dead."""
-_LISTEN = datetime.timedelta(hours=1)
+_LISTEN, _GLANCE, _FAREWELL = (datetime.timedelta(seconds=s) for s in (3600, 1, 5))
 _PREFIX = "tessera/liveness"
 _OUTSIDE = "outside"
 
@@ -46,19 +47,35 @@ class _Answering:
         self.begun: Counter[str] = Counter()
         self.inside = 0
         self._store, self._rank = _own_store(), c10d.get_rank()
+        # A store that cannot be cloned has one connection: whoever waits on it keeps others from ringing.
+        self._bell = _own_store() if hasattr(self._store, "clone") else None
+        if self._bell is not None:
+            self._bell.set_timeout(_FAREWELL)
+        self._ended = False
         self._store.set(f"{_PREFIX}/here/{self._rank}", b"")
         self._store.delete_key(f"{_PREFIX}/left/{self._rank}")  # that of an earlier group
-        threading.Thread(target=self._run, name="tessera-liveness", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="tessera-liveness", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, before the interpreter does: a thread that comes back from C++ then ends in SIGABRT."""
+        self._ended = True
+        with contextlib.suppress(RuntimeError):  # the store is gone: the thread notices that, too
+            if self._bell is not None:
+                _ring(self._bell, self._rank, "")
+        self._thread.join(2 * _FAREWELL.total_seconds())
 
     def _run(self) -> None:
-        number = 0
-        while True:
+        number = 1
+        while not self._ended:
+            key = f"{_PREFIX}/inbox/{self._rank}/{number}"
             try:
-                self._store.wait([f"{_PREFIX}/asked/{number + 1}"], _LISTEN)
-                group = self._store.get(f"{_PREFIX}/asked/{number + 1}").decode()
-                answer = f"{self.begun[group]} {'inside' if self.inside else _OUTSIDE}"
-                self._store.set(f"{_PREFIX}/answer/{number + 1}/{self._rank}", answer)
+                self._store.wait([key], _GLANCE if self._bell is None else _LISTEN)
+                question, _, group = self._store.get(key).decode().partition(" ")
                 number += 1
+                if question:
+                    answer = f"{self.begun[group]} {'inside' if self.inside else _OUTSIDE}"
+                    self._store.set(f"{_PREFIX}/answer/{question}/{self._rank}", answer)
             except c10d.DistStoreError as exc:
                 if "timeout" not in str(exc).lower():
                     return
@@ -75,9 +92,15 @@ def start_answering() -> _Answering | None:
     if c10d.get_backend() == "fake":
         return None
     if id(world) not in _threads:
-        _threads.clear()
+        _stop_answering()
         _threads[id(world)] = (world, _Answering())
     return _threads[id(world)][1]
+
+
+@atexit.register
+def _stop_answering() -> None:
+    while _threads:
+        _threads.popitem()[1][1].stop()
 
 
 def _own_store() -> Any:
@@ -86,12 +109,19 @@ def _own_store() -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
+def _ring(store: Any, rank: int, message: str) -> None:
+    """Put a message into a rank's inbox."""
+    newest = store.add(f"{_PREFIX}/rung/{rank}", 1)
+    for n in range(1, newest + 1):  # also in place of a rank's that was killed before: threads read in order
+        if not store.check([f"{_PREFIX}/inbox/{rank}/{n}"]):
+            store.set(f"{_PREFIX}/inbox/{rank}/{n}", message)
+
+
 def _ask(store: Any, ranks: list[int], group: str) -> dict[int, str | None]:
     """What each rank answers: how many collectives of the group it has begun, whether it is in one, or why it left."""
     number = store.add(f"{_PREFIX}/questions", 1)
-    for n in range(1, number + 1):  # also those of a rank that was killed while it asked: threads read in order
-        if not store.check([f"{_PREFIX}/asked/{n}"]):
-            store.set(f"{_PREFIX}/asked/{n}", group)
+    for rank in ranks:
+        _ring(store, rank, f"{number} {group}")
     answers: dict[int, str | None] = dict.fromkeys(ranks)
     until = time.monotonic() + ANSWER_S
     while time.monotonic() < until and None in answers.values():
