@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ..anchors import Anchor, is_in_step
+from ..job_rank import find_rank
 from ..joules import Mark, sum_domains
 from ..schema import Capability, Domain, Energy, RegionEnergy, Scope
 from ..sensors.base import Sensor
@@ -400,7 +401,9 @@ def default() -> Monitor:
         with _default_lock:
             if _default is None:
                 discovered = discover()
-                if discovered.modelled_only and REGIONS_VARIABLE not in os.environ:  # `tessera measure` warns itself
+                me = find_rank()
+                is_first = me is None or me.rank == 0  # one of all ranks says it
+                if discovered.modelled_only and is_first and REGIONS_VARIABLE not in os.environ:  # `measure` says it
                     _log.warning("no power sensor is readable here: joules are MODELLED (see `tessera doctor`)")
                 _default = Monitor(discovered.sensors, discovered.missing).start()
     return _default

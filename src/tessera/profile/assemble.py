@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RecordingError
+from ..job_rank import find_rank
 from ..sensors.processes import find_owner
 from .options import ON_DEVICE
 from .recorder import wait_for_device
@@ -59,7 +60,7 @@ def _writer(session: Session) -> RunWriter:
     from .runfile import RunWriter
 
     options = session.options
-    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    me = find_rank()
     owner = find_owner(os.getpid())
     meta: dict[str, Any] = {
         "mode": options.mode,
@@ -69,8 +70,9 @@ def _writer(session: Session) -> RunWriter:
         "python": platform.python_version(),
         "asked_ms": options.sample_interval_ms,
         "scheduled": True if session._schedule is not None and options.mode == "timeline" else None,
-        "rank": int(rank) if rank and rank.isdigit() else None,
-        "world_size": int(world) if world and world.isdigit() else None,
+        "rank": me.rank if me else None,
+        "world_size": me.world_size if me else None,
+        "local_rank": me.local_rank if me else None,
         "user": owner.user,
         "job": owner.job,
         "pod": owner.pod,

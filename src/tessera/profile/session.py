@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Never
 
 from ..errors import ArgumentError
+from ..job_rank import find_rank
 from .options import ACTIVITIES, Activity, Mode, SessionOptions, check_keywords
 from .recorder import Session
 from .tracing_schedule import TracingSchedule
@@ -16,18 +16,32 @@ if TYPE_CHECKING:
     from .export import Exporter
 
 
-def default_path(name: str = "session") -> Path:
-    """`runs/NAME.tessera`, or the first of NAME-2, NAME-3 ... that is free; `.rankN` in it where there are ranks."""
+def default_path(name: str = "session", *, folder: bool = False) -> Path:
+    """`runs/NAME.tessera`, or the first of NAME-2, NAME-3 ... that is free; `.rankN` in it where there are ranks.
+
+    With `folder` ranks share one: runs/NAME/rankN.tessera, or runs/NAME.JOB/rankN.tessera where the job has a name.
+    """
+    me = find_rank() if folder else None
+    job = f".{me.job}" if me is not None and me.job else ""
     number = 1
-    while (path := with_rank(Path("runs", f"{name}.tessera" if number == 1 else f"{name}-{number}.tessera"))).exists():
+    while True:
+        base = Path("runs", (name if number == 1 else f"{name}-{number}") + job)
+        path = rank_path(base) if me is not None else with_rank(base.with_name(f"{base.name}.tessera"))
+        if not path.exists():
+            return path
         number += 1
-    return path
 
 
 def with_rank(path: Path) -> Path:
     """NAME.rankN.tessera for NAME.tessera, where a launcher says that this process is rank N of a job."""
-    rank = os.environ.get("RANK", "")
-    return path.with_suffix(f".rank{rank}{path.suffix}") if rank.isdigit() else path
+    me = find_rank()
+    return path.with_suffix(f".rank{me.rank}{path.suffix}") if me is not None else path
+
+
+def rank_path(folder: Path) -> Path:
+    """The file of this rank in the folder of its job."""
+    me = find_rank()
+    return folder / f"rank{me.rank if me is not None else 0}.tessera"
 
 
 def session(

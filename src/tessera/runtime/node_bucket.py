@@ -28,6 +28,7 @@ import msgspec
 from ..actuators.guard import process_start
 from ..actuators.journal import runtime_folder
 from ..errors import ScheduleError
+from ..job_rank import find_rank
 from .controller import Cap, PaceCommand
 
 # A process without a beat for this long is stopped or dying: it neither leads nor counts. Beats come every 20 ms while
@@ -94,9 +95,10 @@ class NodeView:
 def job_key(environ: Mapping[str, str] | None = None) -> str:
     """The job of this rank, from the variables of torch's launchers; empty where it is alone."""
     env = os.environ if environ is None else environ
-    if int(env.get("WORLD_SIZE") or "1") < 2:
+    me = find_rank(env)
+    if me is None or (me.world_size or 1) < 2:
         return ""
-    return "/".join(env.get(k, "") for k in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+    return "/".join((me.job, env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")))
 
 
 class NodeBucket:
