@@ -306,12 +306,13 @@ def _collectives() -> Result:
             "overlap_pct": None if size < 2**14 else min(100.0, float(rng.uniform(4, 10) * np.log2(size / 2**14))),
             "start_s": 0.001 * i,
         })  # fmt: skip
-    kinds = {
-        kind: {"count": 40, "bytes": 3e9, "time_s": 0.014 + 0.003 * i, "bytes_per_s": 2.1e11,
-               "bus_bytes_per_s": 3.6e11, "overlap_pct": 55.0, "wait_s": 0.002}
-        for i, kind in enumerate(("all_gather", "reduce_scatter", "all_reduce"))
-    }  # fmt: skip
-    return _result("collectives", rows, facts={"count": 120, "by_kind": kinds})
+    groups = [
+        {"name": name, "count": 40, "bytes": 3e9, "time_s": 0.014 + 0.003 * i, "latency_s": 4e-4, "bytes_per_s": 2.1e11,
+         "bus_bytes_per_s": 3.6e11, "overlap_pct": 55.0, "wait_s": 0.002, "path": "within a node",
+         "algorithm": "ring LL"}
+        for i, name in enumerate(("AllGather[dp]", "ReduceScatter[dp]", "AllReduce[tp]"))
+    ]  # fmt: skip
+    return _result("collectives", rows, facts={"count": 120, "by_group": groups})
 
 
 def _memory(made: Made) -> Result:

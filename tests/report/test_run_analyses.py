@@ -110,11 +110,11 @@ def test_collectives_are_binned_whole(html: str, made: Made) -> None:
     heat = html.partition("class='heat'")[2].partition("</svg>")[0]
     counts = [int(n.replace(",", "")) for n in re.findall(r"<text class='in[^>]*>([\d,]+)<", heat)]
     assert sum(counts) == len(results(made)["collectives"].rows)
-    assert "overlap with kernels: unknown" in heat
-    assert "all reduce" in html
+    assert "overlap with compute: unknown" in heat
+    assert "AllReduce[tp]" in html and "ring LL" in html
     same = [{"kind": "all_reduce", "bytes": 1024, "time_s": 1e-5, "overlap_pct": None}] * 3
-    kind = {"count": 3, "bytes": None, "time_s": 3e-5}
-    alone = Result(kind="c", title="c", columns=(), rows=same, facts={"by_kind": {"all_reduce": kind}})
+    group = {"name": "AllReduce[dp]", "count": 3, "bytes": None, "time_s": 3e-5}
+    alone = Result(kind="c", title="c", columns=(), rows=same, facts={"by_group": [group]})
     assert sections.collectives(alone).count("<rect") == 1
 
 
@@ -261,4 +261,4 @@ def test_collectives_and_memory_of_recorded_ranks(tmp_path: Path) -> None:
         rendered = page(run.recording())
     parser = checked(rendered)
     assert {"collectives", "memory"} <= set(parser.ids)
-    assert "every operator" in rendered and "all reduce" in rendered and "rank 1" in rendered
+    assert "every operator" in rendered and "AllReduce[0, 1]" in rendered and "rank 1" in rendered

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..advice import Advice
 from ..attribute.table import EnergyRow, EnergyTable
 from ..config import find_cost
@@ -25,8 +23,9 @@ from ..trace import PowerTrace
 from ..units import format_duration, format_energy_error
 from .advise import find_advice
 from .evidence import HostGap, RunEvidence, find_host_gaps, group_telemetry
+from .job_summary import JobSummary, summarize_job
 from .kernel_names import CATEGORIES, category
-from .mean_step import mean_step, select_steps
+from .mean_step import StepSpread, mean_step, select_steps, spread_steps
 from .run_energy import (
     Outside,
     RunTotals,
@@ -63,19 +62,6 @@ class PerWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSpread:
-    """How the steps differ: the middle one and the extremes."""
-
-    count: int
-    first_j: float
-    median_j: float
-    least_j: float
-    least: str
-    most_j: float
-    most: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CategoryShare:
     """What one sort of work spent of the whole run: matrix products, attention, copies, idle."""
 
@@ -96,7 +82,7 @@ class Answer:
     `functions` and `lines` are those of the user's own code with what they call, of the whole run, where stacks were
     sampled. `cut` says why the file ends early, where it does. `scope` says whether CPU joules are those of the program
     and its children, or of everything on the machine; `children_j` are the children's part, by CPU time. `tracing` is
-    what tracing did to the program.
+    what tracing did to the program, `job` what each rank and collective of several ranks took.
     """
 
     name: str
@@ -140,6 +126,7 @@ class Answer:
     tracing: Slowdown | None = None
     cpu_use: CpuUse | None = None
     children_j: float | None = None
+    job: JobSummary | None = None
     cut: str | None = None
     returncode: int | None = None
     notes: Sequence[str] = ()
@@ -158,7 +145,8 @@ class Answer:
         rows = ("ops", "kernels", "regions", "modules") if self.shared_by is None else ()
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in rows}
         cost = find_cost(self.whole.energy_j, self.whole.error_j)
-        return {**data, "notes": [str(note) for note in self.notes], "cost": cost}
+        job = self.job.to_dict() if self.job is not None else None
+        return {**data, "notes": [str(note) for note in self.notes], "cost": cost, "job": job}
 
 
 def _busy_and_idle(table: EnergyTable, boards: int, is_attributed: bool) -> dict[str, Any]:
@@ -225,11 +213,12 @@ def answer(recording: Recording) -> Answer:
         modules=_most_first(table.modules),
         functions=find_own_functions(stacks, whole.energy_j),
         lines=find_own_lines(stacks, whole.energy_j),
-        steps=_spread(table.steps),
+        steps=spread_steps(table.steps),
         shared_by=shared.by if shared else None,
         advice=find_advice(evidence),
         cpu_use=facts.cpu_use,
         children_j=_children_j(recording),
+        job=summarize_job(recording),
         gaps=gaps,
         tracing=tracing,
         cut=_explain_cut(facts),
@@ -391,23 +380,6 @@ def work_amounts(work: Any) -> dict[str, float]:
     else:
         return {}
     return {str(unit): float(n) for unit, n in pairs if unit and isinstance(n, (int, float)) and n > 0}
-
-
-def _spread(rows: Sequence[EnergyRow]) -> StepSpread | None:
-    steps = [s for s in rows if not math.isnan(s.energy_j)]
-    if len(steps) < 2:
-        return None
-    spent = np.array([s.energy_j for s in steps])
-    low, high = int(np.argmin(spent)), int(np.argmax(spent))
-    return StepSpread(
-        count=len(steps),
-        first_j=steps[0].energy_j,
-        median_j=float(np.median(spent)),
-        least_j=float(spent[low]),
-        least=steps[low].name,
-        most_j=float(spent[high]),
-        most=steps[high].name,
-    )
 
 
 def find_rows(recording: Recording, table: EnergyTable) -> EnergyTable:

@@ -11,7 +11,7 @@ others wait, and nothing moves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,31 +19,28 @@ import numpy as np
 from ..errors import ArgumentError
 from ..profile.open_recording import Progress, open_recording
 from ..profile.ranks.clocks import Offset
-from ..profile.ranks.collectives import Meeting, measure_overlap, meetings, summarize
+from ..profile.ranks.collectives import Meeting, describe, host_rows, measure_overlap, meetings, summarize
 from ..recording import Recording
-from ..timeline import Launch, Timeline
+from ..timeline import Timeline
 from ..timeline.columns import NONE
-from ..timeline.shapes import parse
-from ..timeline.transfers import ON_HOST, collective_type
+from ..timeline.transfers import collective_algorithm
 from ..units import format_bytes
 from .devices import explain_no_device, list_devices, split_ranks
 from .result import Result, columns
 
 MIN_BYTES = 64 << 20
-"""How the annotations of backends begin that run on the host."""
 NEEDS_HOSTS = 'which hosts the ranks ran on is not in the trace: merge .tessera runs, or traces with "host_name"'
 _HALF = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _WHOLE = ("broadcast", "reduce", "send", "recv", "send_recv")
-_DTYPE_BYTES = {"f64": 8, "i64": 8, "c64": 8, "f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i16": 2}  # others: 1
 _COLUMNS = columns(
     ("start_s", "at", "since the start of the trace"),
-    ("kind", "kind"),
+    ("name", "collective", "what it is, and its process group"),
     ("ranks", "ranks"),
     ("bytes", "bytes"),
     ("time_s", "time"),
     ("bytes_per_s", "algorithm"),
     ("bus_bytes_per_s", "bus"),
-    ("overlap_pct", "overlaps kernels"),
+    ("overlap_pct", "overlaps compute"),
     ("skew_s", "skew"),
     ("straggler", "last rank"),
     ("wait_s", "waited"),
@@ -66,7 +63,7 @@ def bus_factor(kind: str | None, ranks: int | None) -> float | None:
 def collectives(
     trace: Any, *, power: Any = None, min_bytes: int = MIN_BYTES, progress: Progress | None = None
 ) -> Result:
-    """Each collective of at least so many bytes; `facts["by_kind"]` sums all of them, of any size.
+    """Each collective of at least so many bytes; `facts` sums all of them, `by_kind` and `by_group`.
 
     Of a folder of ranks one row is one collective on all of them: `skew_s` is the latest start less the earliest,
     `straggler` the rank that came last (None where the clocks are not known so well), `wait_s` what the others waited.
@@ -79,9 +76,9 @@ def collectives(
     timeline = recording.timeline
     met = find_meetings(recording)
     overlaps = measure_overlap(timeline, met)
-    rows = _device_rows(timeline, met, overlaps, _hosts(recording)) or _host_rows(timeline)
+    rows = list_collectives(recording, met, overlaps)
     listed = [r for r in rows if not min_bytes or (r["bytes"] is not None and r["bytes"] >= min_bytes)]
-    unsized = sum(r["bytes"] is None for r in rows)
+    unsized = sum(r["bytes"] is None and r["kind"] != "barrier" for r in rows)
     notes, missing = list(recording.notes), {}
     if smaller := len(rows) - len(listed) - (unsized if min_bytes else 0):
         size = format_bytes(min_bytes)
@@ -90,8 +87,8 @@ def collectives(
         )
     if unsized:
         missing["bytes"] = f"{unsized} collectives do not record their bytes: use a newer PyTorch (>= 2.4)"
-    if rows and rows[0]["on"] == "host":
-        notes.append("these ran on the host: a row is what one thread of the backend took, waiting included")
+    if any(r["on"] == "host" and r["skew_s"] is None for r in rows):
+        notes.append("what ran on the host of one rank alone is what a thread took, waiting for others included")
     if not rows:
         has_devices = bool(list_devices(timeline))
         missing["collectives"] = "the trace has no collectives" if has_devices else explain_no_device(recording)
@@ -99,7 +96,7 @@ def collectives(
         missing["path"] = NEEDS_HOSTS
     if rows and not met:
         missing["skew_s"] = "skew and stragglers need the traces of two or more ranks: give their folder"
-    facts: dict[str, Any] = {"count": len(rows), "by_kind": _sum_by_kind(rows)}
+    facts: dict[str, Any] = {"count": len(rows), "by_kind": _sum_by_kind(rows), "by_group": sum_by_group(rows)}
     if met:
         facts["across_ranks"] = summarize(met, overlaps)
     return Result(
@@ -134,52 +131,54 @@ def _hosts(recording: Recording) -> dict[int, str]:
     return {int(m["rank"]): m["host"] for m in ranks if isinstance(m, Mapping) and m.get("host")}
 
 
-def _device_rows(
-    timeline: Timeline, met: Sequence[Meeting], overlaps: Mapping[int, float], hosts: Mapping[int, str]
+def list_collectives(
+    recording: Recording, met: Sequence[Meeting], overlaps: Mapping[int, float]
 ) -> list[dict[str, Any]]:
-    """One row for each meeting, and for each collective that only one rank has."""
-    single = set(timeline.rows("collective").tolist()) - {r for m in met for r in m.rows}
+    """One row for each meeting, and for each collective that only one rank has, in order of time."""
+    timeline, hosts = recording.timeline, _hosts(recording)
+    on_host = set(host_rows(timeline).tolist())
+    single = (set(timeline.rows("collective").tolist()) | on_host) - {r for m in met for r in m.rows}
+    info = timeline.meta.get("distributedInfo")
+    world_size = info.get("world_size") if isinstance(info, dict) else None
     rows = []
     for m in met:
-        launch = _launch(timeline, m.rows[0])
+        launch, first = describe(timeline, m.rows[0]), m.rows[0]
         ns = max(m.end_ns - m.ready_ns, 0)
         shares = [overlaps[r] for r in m.rows if r in overlaps]
         row = _row(timeline, m.start_ns, m.kind, m.bytes, ns, launch.group_size or len(m.ranks))
         row |= {"group": m.group, "overlap_pct": sum(shares) / len(shares) if shares else None}
         row |= {"skew_s": m.skew_s, "straggler": m.straggler, "wait_s": m.wait_s, "recorded_by": list(m.ranks)}
-        rows.append(row | {"path": _path(m.ranks, launch.group_size, hosts), "dtype": launch.dtype})
+        row |= {"path": _path(m.ranks, launch.group_size, hosts), "dtype": launch.dtype}
+        rows.append(row | _describe_rows(timeline, m.rows, m.kind, m.group, first in on_host))
     for number in sorted(single):
-        launch = _launch(timeline, number)
+        launch = describe(timeline, number)
         start_ns, end_ns, rank = (int(timeline[c][number]) for c in ("start_ns", "end_ns", "rank"))
-        size, ns = launch.collective_bytes, end_ns - start_ns
-        row = _row(timeline, start_ns, launch.collective_type, size, ns, launch.group_size)
-        row |= {"group": launch.group, "overlap_pct": overlaps.get(number), "dtype": launch.dtype}
+        ranks = launch.group_size or (world_size if number in on_host and isinstance(world_size, int) else None)
+        row = _row(timeline, start_ns, launch.collective_type, launch.collective_bytes, end_ns - start_ns, ranks)
+        group = launch.group_label or launch.group
+        row |= {"group": group, "overlap_pct": overlaps.get(number), "dtype": launch.dtype}
+        row |= _describe_rows(timeline, [number], launch.collective_type, group, number in on_host)
         rows.append(row | {"recorded_by": [] if rank == NONE else [rank]})
     return sorted(rows, key=lambda r: r["start_s"])
 
 
-def _launch(timeline: Timeline, row: int) -> Launch:
-    number = int(timeline["launch"][row])
-    return Launch() if number == NONE else timeline.launches[number]
+def _describe_rows(
+    timeline: Timeline, rows: Sequence[int], kind: str | None, group: str | None, on_host: bool
+) -> dict[str, Any]:
+    """Where it ran, by which algorithm, and the joules of its rows where they were attributed."""
+    found: dict[str, Any] = {"on": "host" if on_host else "device", "name": name_collective(kind, group)}
+    found["algorithm"] = None if on_host else collective_algorithm(timeline.name(rows[0]))
+    spent, unsure = timeline.energy_j, timeline.error_j
+    if spent is not None and unsure is not None and not np.isnan(spent[list(rows)]).all():
+        # One class of rows: their errors are common, and add up as the joules do.
+        found |= {"energy_j": float(np.nansum(spent[list(rows)])), "error_j": float(np.nansum(unsure[list(rows)]))}
+    return found
 
 
-def _host_rows(timeline: Timeline) -> list[dict[str, Any]]:
-    """Collectives of backends that run on the host: their annotations, with bytes from the shapes."""
-    ops = timeline.rows("op")
-    named = np.array([n.startswith(ON_HOST) for n in timeline.names] or [False])
-    info = timeline.meta.get("distributedInfo")
-    world_size = info.get("world_size") if isinstance(info, dict) else None
-    rows = []
-    for number in ops[named[timeline["name"][ops]]].tolist():
-        kind, shapes = collective_type(timeline.name(number).partition(":")[2]), timeline.text("shapes", number)
-        tensors = parse(shapes) if shapes else []
-        size = sum(int(np.prod(dims, dtype=object)) * _DTYPE_BYTES.get(dtype, 1) for dims, dtype in tensors)
-        start_ns, end_ns, rank = (int(timeline[c][number]) for c in ("start_ns", "end_ns", "rank"))
-        ranks = world_size if isinstance(world_size, int) else None
-        row = _row(timeline, start_ns, kind, size if tensors else None, end_ns - start_ns, ranks)
-        row |= {"dtype": tensors[0][1] if tensors else None, "recorded_by": [] if rank == NONE else [rank]}
-        rows.append(row | {"on": "host"})
-    return sorted(rows, key=lambda r: r["start_s"])
+def name_collective(kind: str | None, group: str | None) -> str:
+    """AllReduce[dp]: what it is, and its process group."""
+    words = (kind or "other").split("_")
+    return f"{''.join(word.capitalize() for word in words)}[{group or 'world'}]"
 
 
 def _row(
@@ -191,7 +190,7 @@ def _row(
     bus = None if rate is None or factor is None else rate * factor
     row: dict[str, Any] = {"kind": kind or "other", "ranks": ranks, "bytes": size, "time_s": ns / 1e9, "ns": ns}
     row |= {"bytes_per_s": rate, "bus_bytes_per_s": bus, "start_s": (start_ns - timeline.start_ns) / 1e9}
-    return row | dict.fromkeys(("group", "overlap_pct", *_OF_SEVERAL_RANKS, "path", "dtype")) | {"on": "device"}
+    return row | dict.fromkeys(("group", "overlap_pct", *_OF_SEVERAL_RANKS, "path", "dtype", "energy_j", "error_j"))
 
 
 def _path(ranks: Sequence[int], size: int | None, hosts: Mapping[int, str]) -> str | None:
@@ -215,6 +214,40 @@ def _sum_by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         sums[kind] |= {"overlap_pct": _mean_by_time(same, "overlap_pct")}
         sums[kind] |= {"wait_s": sum(r["wait_s"] or 0.0 for r in same)}
     return sums
+
+
+def sum_by_group(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each kind and group, most time first. `latency_s` and `skew_s` are medians, `time_s` the sum."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["name"], []).append(row)
+    sums = [_sum_group(name, same) for name, same in groups.items()]
+    return sorted(sums, key=lambda r: -r["time_s"])
+
+
+def _sum_group(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first, sized = rows[0], [r for r in rows if r["bytes_per_s"] is not None]
+    ns, moved = sum(r["ns"] for r in sized), sum(r["bytes"] for r in sized)
+    skews = [r["skew_s"] for r in rows if r["skew_s"] is not None]
+    known = [r for r in rows if r["energy_j"] is not None]
+    return {
+        "name": name, "kind": first["kind"], "group": first["group"], "count": len(rows),
+        "ranks": max((r["ranks"] for r in rows if r["ranks"]), default=None),
+        "time_s": sum(r["ns"] for r in rows) * 1e-9, "latency_s": float(np.median([r["time_s"] for r in rows])),
+        "bytes": moved if sized else None, "bytes_per_s": moved / ns * 1e9 if ns else None,
+        "bus_bytes_per_s": _mean_by_time(rows, "bus_bytes_per_s"),
+        "path": _join_words(r["path"] for r in rows), "algorithm": _join_words(r["algorithm"] for r in rows),
+        "skew_s": float(np.median(skews)) if skews else None, "worst_skew_s": max(skews, default=None),
+        "wait_s": sum(r["wait_s"] or 0.0 for r in rows) if skews else None,
+        "overlap_pct": _mean_by_time(rows, "overlap_pct"),
+        "energy_j": sum(r["energy_j"] for r in known) if known else None,
+        "error_j": sum(r["error_j"] for r in known) if known else None,
+    }  # fmt: skip
+
+
+def _join_words(words: Iterable[str | None]) -> str | None:
+    """Each word once; None where there is none."""
+    return ", ".join(dict.fromkeys(word for word in words if word)) or None
 
 
 def _mean_by_time(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -210,7 +210,7 @@ def make_label(name: str, kind: str, op: str | None, launch: Launch) -> str:
     """MatMul[128x128x64], AllReduce[dp], FusedOp[FlashAttn], Softmax ...: what it is, and its tile."""
     if kind == "collective":
         what = (launch.collective_type or re.sub(r"nccl(DevKernel)?_?|_.*|\(.*", "", name) or "collective").strip("_")
-        return f"{_camel(what)}[{launch.group or 'world'}]"
+        return f"{_camel(what)}[{launch.group_label or launch.group or 'world'}]"
     if kind in ("memcpy", "memset"):
         return f"Memcpy[{launch.memcpy_dir}]" if kind == "memcpy" and launch.memcpy_dir else kind.capitalize()
     if _FUSED.search(name):

@@ -38,6 +38,19 @@ FEWEST = 3
 BLOCKS = 5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpread:
+    """How the steps differ: the middle one and the extremes."""
+
+    count: int
+    first_j: float
+    median_j: float
+    least_j: float
+    least: str
+    most_j: float
+    most: str
+
+
 @dataclass(frozen=True, slots=True)
 class CountedSteps:
     """The steps that count, by their places; `first` are left out as expensive, `unseen` as unmeasured.
@@ -292,3 +305,21 @@ def self_time(timeline: Timeline) -> tuple[Ints, Floats]:
     for own in timeline.by_device(rows).values():
         seconds[np.searchsorted(rows, own)] = shares(timeline["start_ns"][own], timeline["end_ns"][own])
     return rows, seconds
+
+
+def spread_steps(rows: Sequence[EnergyRow]) -> StepSpread | None:
+    """How some steps differ; None where there are not two of them."""
+    steps = [s for s in rows if not math.isnan(s.energy_j)]
+    if len(steps) < 2:
+        return None
+    spent = np.array([s.energy_j for s in steps])
+    low, high = int(np.argmin(spent)), int(np.argmax(spent))
+    return StepSpread(
+        count=len(steps),
+        first_j=steps[0].energy_j,
+        median_j=float(np.median(spent)),
+        least_j=float(spent[low]),
+        least=steps[low].name,
+        most_j=float(spent[high]),
+        most=steps[high].name,
+    )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..attribute.table import EnergyTable
 from ..joules import Floats
+from ..profile.ranks.collectives import host_rows
 from ..record import ON_DEVICE
 from ..schema import DeviceId, Telemetry
 from ..timeline import stream_names
@@ -34,6 +35,8 @@ WHOLE = 8_000
 LANES = 10
 REGIONS = 3000
 """Bars of one lane of regions that are drawn each on its own."""
+RANKS = 16
+"""Ranks with a band of their own."""
 MARKS = 400
 SMALLEST = 0.0015
 """Share of all joules below which branches of one parent become one: narrower than two pixels."""
@@ -219,19 +222,28 @@ def _one(timeline: Timeline) -> tuple[int, int] | None:
 
 
 def _first_view(timeline: Timeline, start_ns: int, span_ns: int) -> tuple[int, int]:
-    """The timeline with a margin, where the power trace is much longer; else everything."""
-    length = timeline.end_ns - timeline.start_ns if len(timeline.device_rows) else 0
+    """The timeline with a margin, where the power trace is much longer; the steps of ranks without a device."""
+    first_ns, last_ns = timeline.start_ns, timeline.end_ns
+    steps = timeline.linked.steps
+    if not len(timeline.device_rows) and steps and len(np.unique(timeline["rank"])) > 1:
+        first_ns, last_ns = steps[0].start_ns, max(s.end_ns for s in steps)
+    elif not len(timeline.device_rows):
+        return 0, span_ns
+    length = last_ns - first_ns
     if not 0 < length < 0.7 * span_ns:
         return 0, span_ns
     margin = round(0.08 * length)
-    begin, end = timeline.start_ns - start_ns - margin, timeline.end_ns - start_ns + margin
-    return max(begin, 0), min(end, span_ns)
+    return max(first_ns - start_ns - margin, 0), min(last_ns - start_ns + margin, span_ns)
 
 
 def _region_lanes(timeline: Timeline, start_ns: int, span_ns: int, names: dict[str, int]) -> list[Lane]:
-    """Steps in a lane of their own, other regions by how deep they are nested."""
+    """Steps in a lane of their own, other regions by how deep they are nested; of several ranks, a band for each."""
     links, rows = timeline.linked, timeline.rows("region")
     steps = np.array([s.row for s in links.steps if s.row != NONE], np.int64)
+    if ranks := [rank for rank in np.unique(timeline["rank"]).tolist() if rank != NONE][:RANKS]:
+        bands = (("rank {} steps", "step", steps), ("collectives", "region", host_rows(timeline)))
+        own = [(w.format(r), kind, rows[timeline["rank"][rows] == r]) for r in ranks for w, kind, rows in bands]
+        return [_region_lane(timeline, rows, w, k, start_ns, span_ns, names) for w, k, rows in own if len(rows)]
     lanes = [_region_lane(timeline, steps, "steps", "step", start_ns, span_ns, names)] if len(steps) else []
     rows = np.setdiff1d(rows, steps)
     depth = np.zeros(len(rows), np.int64)

@@ -113,6 +113,8 @@ def _unbegun(recording: Recording, steps: Sequence[Step]) -> int:
     """
     if recording.facts.meta.get("command") is None or not steps or steps[0].name != "step_1":
         return 0
+    ranks = recording.timeline["rank"]
+    steps = [s for s in steps if ranks[s.row] == ranks[steps[0].row]]
     return int(all(a.end_ns == b.start_ns for a, b in pairwise(steps[:3])))
 
 

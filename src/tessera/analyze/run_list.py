@@ -136,7 +136,7 @@ def remember_joules(recording: Recording, result: Answer) -> RunJoules:
         basis=result.basis,
     )
     path = recording.facts.path
-    if path is not None and not recording.facts.crashed:
+    if path is not None and path.is_file() and not recording.facts.crashed:
         with contextlib.suppress(OSError):
             target = _joules_path(path)
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from ..record import CODE
 from ..stream import names
 from ..timeline.columns import NONE, Timeline
 from ..timeline.stream_names import KEY, key
+from .flight_record import FlightCall, group_sizes, name_groups, read_calls
 from .options import ON_DEVICE, SessionOptions
 
 # Kineto writes CUPTI's stream id, which is neither torch's id nor the driver's pointer. CUPTI itself gives it for a
@@ -133,10 +134,18 @@ class Finished:
     process_ends: ClassVar[bool] = False
     """Set when nothing but the end of the process is to come: its memory is then given back at once, not piecemeal."""
 
-    def __init__(self, prof: Any, options: SessionOptions, streams: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        prof: Any,
+        options: SessionOptions,
+        streams: Mapping[str, str] | None = None,
+        calls: Sequence[FlightCall] = (),
+        sizes: dict[str, int] | None = None,
+    ) -> None:
         self._prof = prof
         self._options = options
         self._streams = streams or {}
+        self._calls, self._group_sizes = calls, sizes
 
     def timeline(self) -> Timeline:
         """Export, read and forget. Exporting holds the interpreter's lock, 2 to 3 us an event."""
@@ -150,6 +159,7 @@ class Finished:
             del prof
             timeline = kineto.read(path, frames=self._options.with_stack)
         add_stream_names(timeline, self._streams)
+        name_groups(timeline, self._calls, self._group_sizes)
         _as_sensors_count(timeline)
         return drop_unasked(timeline, self._options)
 
@@ -250,7 +260,7 @@ class KinetoCollector:
         prof, self._prof = self._prof, None
         streams = name_streams()
         prof.stop_trace()
-        return Finished(prof, self._options, streams)
+        return Finished(prof, self._options, streams, read_calls(), group_sizes())
 
     def cancel(self) -> None:
         prof, self._prepared = self._prepared, None

@@ -20,6 +20,7 @@ from ..recording import Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import label_table, next_line
 from .energy import OWN, SUMMARY_NOTE, WIDTH, idle_row, legend, rest_row, rows_table
+from .job import job_text
 from .measure import SCOPES, describe_exit
 from .predict import format_rate
 
@@ -68,6 +69,8 @@ def text(
     parts.append(_facts(result, recording.facts.path))
     if result.idle_share is not None:
         parts.append(_split(result, wide))
+    if result.job is not None and by is None:
+        parts += job_text(result.job, wide)
     parts += _tables(result, table, wide, by, top)
     parts.append(_ending(result, html, wide))
     return Group(*parts, *_next_command(recording.facts.path, result, table, html, by))

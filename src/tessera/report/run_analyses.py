@@ -14,6 +14,7 @@ from ..analyze.overview import TrackLine
 from ..analyze.result import Result
 from ..units import format_bytes, format_duration, format_energy, format_si
 from .html import note, number_cell, prose, table
+from .job import groups_table
 from .plots import RooflinePoint, roofline_plot
 
 STALLS = (
@@ -76,13 +77,13 @@ def _stall_row(row: Mapping[str, Any]) -> str:
 
 
 def collectives(result: Result) -> str:
-    """A heat map of bytes and duration, coloured by overlap with kernels, and the sums by kind."""
+    """A heat map of bytes and duration, coloured by overlap with compute, and the sums by kind and group."""
     if not result.rows:
         return ""
     sized = [r for r in result.rows if r.get("bytes") and r.get("time_s")]
     return (
         f"<section id='collectives'><h2>Collectives</h2>{_heat(sized) if sized else ''}"
-        f"{_kinds(result.facts.get('by_kind') or {})}{''.join(note(n) for n in result.notes[-1:])}</section>"
+        f"{groups_table(result.facts.get('by_group') or [])}{''.join(note(n) for n in result.notes[-1:])}</section>"
     )
 
 
@@ -115,8 +116,8 @@ def _heat(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"<figure class='plot scroll'><svg class='heat' viewBox='0 0 {width} {height}' role='group' tabindex='0' "
         f"style='width:{width}px' aria-label='{escape(label)}'>{''.join(out)}</svg></figure>"
-        "<ul class='legend'><li><i style='background:var(--power)'></i>exposed: no kernel ran at the same time</li>"
-        "<li><i style='background:var(--c4)'></i>overlaps kernels</li>"
+        "<ul class='legend'><li><i style='background:var(--power)'></i>exposed: nothing was computed meanwhile</li>"
+        "<li><i style='background:var(--c4)'></i>overlaps compute</li>"
         "<li><i style='background:var(--idle)'></i>unknown</li></ul>"
     )
 
@@ -130,7 +131,7 @@ def _cell(x: int, y: int, wide: int, high: int, members: Sequence[Mapping[str, A
     kinds = ", ".join(sorted({str(r["kind"]) for r in members}))
     moved = sum(float(r["bytes"]) for r in members)
     rate = f"{format_bytes(moved, 3)} in {format_duration(seconds, 3)}: {format_si(moved / seconds, 'B/s', 3)}"
-    overlap = f"{hidden:.0f}% overlaps kernels" if hidden is not None else "overlap with kernels: unknown"
+    overlap = f"{hidden:.0f}% overlaps compute" if hidden is not None else "overlap with compute: unknown"
     title = f"{len(members):,} x {kinds}"
     middle = f"x='{86 + (x + 0.5) * wide - 2:.0f}' y='{(y + 0.5) * high + 3:.0f}'"
     return (
@@ -139,27 +140,6 @@ def _cell(x: int, y: int, wide: int, high: int, members: Sequence[Mapping[str, A
         f"width='{wide - 3}' height='{high - 3}' style='fill:{fill}'/>"
         f"<text class='{'in' if hidden is not None else 'in dark'}' {middle}>{len(members):,}</text></g>"
     )
-
-
-def _kinds(by_kind: Mapping[str, Mapping[str, Any]]) -> str:
-    numbers = ("calls", "time", "bytes", "algorithm", "bus", "overlaps kernels", "waited")
-    rows = sorted(by_kind.items(), key=lambda kv: -float(kv[1]["time_s"]))
-    body = "".join(_kind_row(kind, r) for kind, r in rows)
-    columns = [("kind", False), *((name, True) for name in numbers)]
-    return table(columns, body, caption="Collectives by kind", sorted_by="time")
-
-
-def _kind_row(kind: str, row: Mapping[str, Any]) -> str:
-    moved, hidden, waited = row.get("bytes"), row.get("overlap_pct"), row.get("wait_s")
-    cells = [
-        number_cell(f"{row['count']:,}", row["count"]),
-        number_cell(format_duration(row["time_s"], 3), row["time_s"]),
-        number_cell(format_bytes(moved, 3) if moved else "-", moved),
-        *(number_cell(format_si(row.get(key), "B/s", 3), row.get(key)) for key in ("bytes_per_s", "bus_bytes_per_s")),
-        number_cell(f"{hidden:.0f}%" if hidden is not None else "-", hidden),
-        number_cell(format_duration(waited, 3) if waited else "-", waited),
-    ]
-    return f"<tr><td>{escape(kind.replace('_', ' '))}</td>{''.join(cells)}</tr>"
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ..units import format_duration, format_energy, format_energy_error, format_
 from . import run_analyses as analyses
 from .energy import SUMMARY_NOTE
 from .html import THEME_BUTTON, capitalize, document, note, prose, tile
+from .job import job_section
 from .measure import describe_exit
 from .predict import format_rate
 from .run import basis_text, children_text, limit_cut, mode_text, outside_text, traced_text
@@ -60,6 +61,7 @@ def page(
     parts = [
         _header(result),
         _advice(result),
+        job_section(result.job) if result.job is not None else "",
         _timeline(view.rows, view.merged, bool(view.power or view.lanes), view.one is not None, result),
         _tree(build_stack_tree(stacks) if stacks else build_energy_tree(lines, table), bool(stacks), bool(view.rows)),
         tables(table, result),

@@ -48,6 +48,7 @@ class Launch(msgspec.Struct, frozen=True, omit_defaults=True):
     group: str | None = None
     group_size: int | None = None
     dtype: str | None = None
+    group_label: str | None = None
 
 
 INTEGERS = (
@@ -57,7 +58,7 @@ INTEGERS = (
     "device",  # -1: the host
     "stream",  # of device rows
     "thread",  # of host rows
-    "correlation",  # ties a device row to the runtime call that launched it
+    "correlation",  # ties a device row to the call that launched it; of a host's collective: its number in its group
     "external",  # ties device and runtime rows to the operator that made them (Kineto's External id)
     "parent",  # -> row: the operator a device/runtime row comes from, or the one an operator is inside; -1
     "sequence",  # autograd's sequence number of an operator; ties backward to forward

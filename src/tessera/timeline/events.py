@@ -39,6 +39,7 @@ class Args(Struct, frozen=True, gc=False):
     elements_out: int = field(default=0, name="Out msg nelems")
     dtype: str | None = None
     group: str | None = field(default=None, name="Process Group Name")
+    group_description: str | None = field(default=None, name="Process Group Description")
     group_size: int | None = field(default=None, name="Group size")
     name: str | None = None
     labels: str | None = None

@@ -15,6 +15,9 @@ DTYPE_BYTES = {
 }  # fmt: skip
 ON_HOST = ("gloo:", "mpi:", "ucc:")
 """How the rows of collectives begin that run on the host."""
+_ALGORITHM = re.compile(
+    r"_(RING|TREE|NVLS_TREE|NVLS|COLLNET_DIRECT|COLLNET_CHAIN|PAT)_(LL128|LL|SIMPLE)(?![A-Z0-9])", re.IGNORECASE
+)
 _DIRECTION = re.compile(r"\b([HDPAM])(?:to|2)([HDPAM])\b", re.IGNORECASE)
 _DIRECTION_IN_WORDS = re.compile(r"Copy(Host|Device)To(Host|Device)")
 _COLLECTIVES = (
@@ -49,8 +52,21 @@ def collective(name: str, args: Args, op_args: Args | None) -> Launch:
         grid=args.grid, block=args.block, registers=args.registers, shared_bytes=args.shared,
         collective_type=collective_type(source.collective or "") or collective_type(name.partition("(")[0]),
         collective_bytes=collective_bytes(source), group=source.group, group_size=source.group_size,
-        dtype=source.dtype,
+        dtype=source.dtype, group_label=group_label(source.group_description),
     )  # fmt: skip
+
+
+def group_label(description: str | None) -> str | None:
+    """What people call a process group: `dp` for DeviceMesh's "mesh_dp", `world` for the default one; None: no name."""
+    if not description or description == "undefined":
+        return None
+    return "world" if description == "default_pg" else description.removeprefix("mesh_")
+
+
+def collective_algorithm(name: str) -> str | None:
+    """Of NCCL's kernel ncclDevKernel_AllReduce_Sum_f32_RING_LL128: "ring LL128". None where the name does not say."""
+    match = _ALGORITHM.search(name.partition("(")[0])
+    return f"{match[1].lower().replace('_', ' ')} {match[2]}" if match else None
 
 
 def copy(name: str) -> Launch:

@@ -60,8 +60,14 @@ def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, CollectiveSe
             together=np.array([k[2] for k in kinds], dtype=bool)[launches],
             starts=timeline["start_ns"][picked],
             ends=timeline["end_ns"][picked],
+            label=_label(timeline, launches),
         )
     return {group: line for group, line in found.items() if len(line.rows)}
+
+
+def _label(timeline: Timeline, launches: Ints) -> str | None:
+    """What people call the group of some rows; None where nobody named it."""
+    return timeline.launches[int(launches[0])].group_label if len(launches) and launches[0] != NONE else None
 
 
 def _members(timeline: Timeline) -> dict[str, tuple[int, ...]]:
@@ -74,6 +80,18 @@ def _members(timeline: Timeline) -> dict[str, tuple[int, ...]]:
         if isinstance(name, str) and isinstance(ranks, list) and ranks:
             found[name] = tuple(ranks)
     return found
+
+
+def place(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = None) -> tuple[Ints, Ints, int] | None:
+    """Places of a's and b's collectives in one numbering, and in how many ways they fit; None: in none.
+
+    By the numbers that torch gave them; without those by `line_up`.
+    """
+    if a.numbers is not None and b.numbers is not None:
+        return a.numbers, b.numbers, 1
+    if (lined := line_up(a, b, times)) is None:
+        return None
+    return np.arange(len(a.rows)), np.arange(len(b.rows)) + lined[0], lined[1]
 
 
 def line_up(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = None) -> tuple[int, int] | None:
@@ -209,15 +227,13 @@ def _align_rank(a: dict[Key, CollectiveSequence], b: dict[Key, CollectiveSequenc
     for group in a.keys() & b.keys():
         one, two = a[group], b[group]
         ends = known.apply(one.ends)
-        if (lined := line_up(one, two, ends)) is None:
+        if (placed := place(one, two, ends)) is None:
             continue
-        shift, fits = lined
-        i, j = max(shift, 0), max(-shift, 0)
-        count = min(len(one.rows) - i, len(two.rows) - j)
-        use = one.together[i : i + count]
-        theirs.append((known.apply(one.starts[i : i + count][use]), ends[i : i + count][use]))
-        ours.append((two.starts[j : j + count][use], two.ends[j : j + count][use]))
-        ways = max(ways, fits)
+        _, i, j = np.intersect1d(placed[0], placed[1], return_indices=True)
+        i, j = i[one.together[i]], j[one.together[i]]
+        theirs.append((known.apply(one.starts[i]), ends[i]))
+        ours.append((two.starts[j], two.ends[j]))
+        ways = max(ways, placed[2])
     if not sum(len(ends) for _, ends in ours):
         note = f"rank {rank} ran other collectives than the rest: its clock is taken as it is"
         return Offset(rank=rank, notes=(note,))

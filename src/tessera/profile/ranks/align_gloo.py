@@ -5,10 +5,12 @@
     rank 0   ──[ waits ······ ]──      nobody leaves a collective before all have begun it:
     rank 1   ────────[ moves  ]──      end(0) >= start(1) and end(1) >= start(0), by one clock
 
-torch.profiler writes a row "gloo:all_reduce" on the thread that runs it. Its ends scatter with the scheduling of the
-host, by far more than those of a GPU's kernels, so a line through them is only half of the answer. The other half needs
-no statistics: each collective bounds the offset from both sides, and the line is kept within all those bounds. Ranks
-that are late in turn have narrow bounds; behind a rank that is always the last one side is as wide as it is late.
+torch.profiler writes a row "gloo:all_reduce" on the thread that runs it; its group and its number in the group come
+from torch's flight recorder (`profile.flight_record`), and without that all must be of one group. Its ends scatter with
+the scheduling of the host, by far more than those of a GPU's kernels, so a line through them is only half of the
+answer. The other half needs no statistics: each collective bounds the offset from both sides, and the line is kept
+within all those bounds. Ranks that are late in turn have narrow bounds; behind a rank that is always the last one side
+is as wide as it is late.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 
 from ...timeline.columns import Ints, Timeline
 from ...timeline.transfers import collective_type
-from .sequences import ONE_TO_ONE, TOGETHER, ClockFit, CollectiveSequence, Key
+from .sequences import ONE_TO_ONE, STRIDE, TOGETHER, ClockFit, CollectiveSequence, Key
 
 PREFIX = "gloo:"
 # Ends of two ranks differ in the median by up to this, whichever is late: two processes over loopback on two busy
@@ -37,28 +39,42 @@ _SIZE = re.compile(r"\[[\d, ]*\]")  # of "[1000]f32", and of a list of tensors, 
 
 
 def host_lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, CollectiveSequence]:
-    """The host's collectives of a rank, in the order they were issued; none where groups cannot be told apart.
+    """The host's collectives of a rank by process group, in the order they were issued.
 
-    A row does not say its process group, so there must be one set of members only. `numbers` is shared by all ranks.
+    Where torch did not tell the groups there must be one set of members only. `numbers` is shared by all ranks.
     """
     kinds = {i: collective_type(n) for i, n in enumerate(timeline.names) if n.startswith(PREFIX)}
     kinds = {i: kind for i, kind in kinds.items() if kind and kind not in ONE_TO_ONE}
-    groups = _groups(timeline)
-    if not kinds or len(groups) > 1:
-        return {}
-    rows = _as_issued(timeline, np.flatnonzero(np.isin(timeline["name"], list(kinds))))
+    rows = np.flatnonzero(np.isin(timeline["name"], list(kinds)))
+    groups = np.array([launch.group or "" for launch in timeline.launches] + [""])[timeline["launch"][rows]]
+    found: dict[Key, CollectiveSequence] = {}
+    for group in np.unique(groups[groups != ""]).tolist():
+        own = rows[groups == group]
+        own = own[np.argsort(timeline["correlation"][own], kind="stable")]
+        label = timeline.launches[int(timeline["launch"][own[0]])].group_label
+        found[PREFIX, group] = dataclasses.replace(
+            _sequence(timeline, own, kinds, numbers), numbers=timeline["correlation"][own] % STRIDE, label=label
+        )
+    members = _groups(timeline)
+    if found or len(members) > 1 or not len(rows):
+        return found
+    return {(PREFIX, *members): _sequence(timeline, _as_issued(timeline, rows), kinds, numbers)}
+
+
+def _sequence(
+    timeline: Timeline, rows: Ints, kinds: dict[int, str | None], numbers: dict[Key, int]
+) -> CollectiveSequence:
     names, shapes = timeline["name"][rows], timeline["shapes"][rows]
     what = []
     for name, shape in zip(names.tolist(), shapes.tolist(), strict=True):
         # Sizes tell collectives apart; an uneven all-to-all has others on every rank.
         size = None if shape < 0 or kinds[name] == "all_to_all" else timeline.names[shape]
         what.append(numbers.setdefault((PREFIX, kinds[name], size), len(numbers)))
-    key: Key = (PREFIX, *groups)
-    return {key: CollectiveSequence(
+    return CollectiveSequence(
         rows=rows, what=np.array(what, dtype=np.int64),
         together=np.array([kinds[n] in TOGETHER for n in names.tolist()], dtype=bool),
         starts=timeline["start_ns"][rows], ends=timeline["end_ns"][rows], on_host=True,
-    )} if len(rows) else {}  # fmt: skip
+    )  # fmt: skip
 
 
 def _as_issued(timeline: Timeline, rows: Ints) -> Ints:

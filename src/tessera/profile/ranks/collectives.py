@@ -15,12 +15,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ...timeline.columns import NONE, Timeline
-from ...timeline.intervals import covered_ns, union
-from .align import line_up, lines
+from ...record import CODE
+from ...timeline.columns import NONE, Ints, Launch, Timeline
+from ...timeline.intervals import Spans, covered_ns, difference, union
+from ...timeline.shapes import parse
+from ...timeline.transfers import ON_HOST, collective_type
+from .align import lines, place
+from .align_gloo import PREFIX, host_lines
 from .clocks import Offset
 from .sequences import CollectiveSequence, Key
+
+CALLS = ("c10d::", "_c10d_functional", "c10d_functional")
+"""How the operators begin that start collectives or wait for them."""
+_DTYPE_BYTES = {"f64": 8, "i64": 8, "c64": 8, "f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i16": 2}  # others: 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +37,7 @@ class Meeting:
     """One collective on all the ranks that recorded it, on the reference clock.
 
     `rows` are those of the merged timeline, in the order of `ranks`. `straggler` is None when the ranks start closer
-    together than their clocks are known. `wait_s` is what all ranks together waited for the last one.
+    together than their clocks are known. `waits_s` are what each rank waited for the last one.
     """
 
     group: str
@@ -40,7 +49,12 @@ class Meeting:
     ready_ns: int
     end_ns: int
     straggler: int | None
-    wait_s: float
+    waits_s: tuple[float, ...]
+
+    @property
+    def wait_s(self) -> float:
+        """What all ranks together waited."""
+        return sum(self.waits_s)
 
     @property
     def skew_s(self) -> float:
@@ -56,7 +70,7 @@ class Meeting:
 def meetings(timelines: Sequence[Timeline], offsets: Sequence[Offset], first_rows: Sequence[int]) -> list[Meeting]:
     """The collectives that at least two ranks recorded, in time order. `first_rows`: where each rank's rows begin."""
     numbers: dict[Key, int] = {}
-    mine = [lines(t, numbers) for t in timelines]
+    mine = [lines(t, numbers) | host_lines(t, numbers) for t in timelines]
     found: list[Meeting] = []
     for group in dict.fromkeys(g for one in mine for g in one):
         members = [i for i, one in enumerate(mine) if group in one]
@@ -73,20 +87,21 @@ def _match_group(
     first_rows: Sequence[int],
 ) -> list[Meeting]:
     reference = offsets[members[0]].apply(own[0].ends)
-    placed: list[tuple[int, CollectiveSequence, int]] = [(members[0], own[0], 0)]
-    for i, line in zip(members[1:], own[1:], strict=True):
-        if (lined := line_up(own[0], line, reference)) is not None:
-            placed.append((i, line, lined[0]))
+    # Each rank's places in the numbering of the first.
+    placed: list[tuple[int, CollectiveSequence, Ints]] = []
+    for i, line in zip(members, own, strict=True):
+        if (found := place(own[0], line, reference)) is not None:
+            placed.append((i, line, found[1]))
     if len(placed) < 2:
         return []
-    low = min(shift for _, _, shift in placed)
-    width = max(shift + len(line.rows) for _, line, shift in placed) - low
+    low = min(int(places.min()) for _, _, places in placed)
+    width = max(int(places.max()) for _, _, places in placed) + 1 - low
     starts, ends, rows = (np.full((len(placed), width), NONE, dtype=np.int64) for _ in range(3))
-    for k, (i, line, shift) in enumerate(placed):
-        here = slice(shift - low, shift - low + len(line.rows))
+    for k, (i, line, places) in enumerate(placed):
+        here = places - low
         starts[k, here], ends[k, here] = offsets[i].apply(line.starts), offsets[i].apply(line.ends)
         rows[k, here] = line.rows
-    name = next((t for t in group if isinstance(t, str)), None) or ", ".join(map(str, _ranks_in(group))) or "default"
+    name = own[0].label or name_group(group)
     out = []
     for at in np.flatnonzero((rows != NONE).sum(axis=0) >= 2):
         there = np.flatnonzero(rows[:, at] != NONE)
@@ -96,48 +111,93 @@ def _match_group(
         unsure = [offsets[who[k]].error_ns for k in (last, soonest)]
         margin = math.inf if None in unsure else sum(u or 0.0 for u in unsure)
         ready = int(begun[last])
-        launch = int(timelines[who[0]]["launch"][rows[there[0], at]])
-        what = timelines[who[0]].launches[launch] if launch != NONE else None
+        what = describe(timelines[who[0]], int(rows[there[0], at]))
         out.append(
             Meeting(
                 group=name,
-                kind=what.collective_type if what else None,
-                bytes=what.collective_bytes if what else None,
+                kind=what.collective_type,
+                bytes=what.collective_bytes,
                 ranks=tuple(offsets[i].rank for i in who),
                 rows=tuple(int(rows[k, at]) + first_rows[i] for k, i in zip(there, who, strict=True)),
                 start_ns=int(begun[soonest]),
                 ready_ns=ready,
                 end_ns=int(ends[there, at].max()),
                 straggler=offsets[who[last]].rank if ready - int(begun[soonest]) > margin else None,
-                wait_s=float((ready - begun).sum()) * 1e-9,
+                waits_s=tuple(((ready - begun) * 1e-9).tolist()),
             )
         )
     return out
 
 
-def _ranks_in(group: Key) -> tuple[Any, ...]:
-    return next((part for part in group if isinstance(part, tuple)), ())
+def name_group(group: Key) -> str:
+    """A group that nobody named: by its number, else by its ranks."""
+    name = next((part for part in group if isinstance(part, str) and part != PREFIX), None)
+    ranks = next((part for part in group if isinstance(part, tuple)), ())
+    return name or ", ".join(map(str, ranks)) or "default"
+
+
+def describe(timeline: Timeline, row: int) -> Launch:
+    """Kind, bytes and group of a collective; of one on the host that torch did not tell, from its name and shapes."""
+    number = int(timeline["launch"][row])
+    if number != NONE:
+        return timeline.launches[number]
+    name, shapes = timeline.name(row), timeline.text("shapes", row)
+    if not name.startswith(ON_HOST):
+        return Launch()
+    tensors = parse(shapes) if shapes else []
+    size = sum(math.prod(dims) * _DTYPE_BYTES.get(dtype, 1) for dims, dtype in tensors)
+    return Launch(
+        collective_type=collective_type(name.partition(":")[2]), collective_bytes=size if tensors else None,
+        dtype=tensors[0][1] if tensors else None,
+    )  # fmt: skip
+
+
+def host_rows(timeline: Timeline) -> Ints:
+    """The collectives that ran on threads of the host."""
+    ops = timeline.rows("op")
+    rows: Ints = ops[_named(timeline, ON_HOST)[timeline["name"][ops]]]
+    return rows
+
+
+def computing_spans(timeline: Timeline, rows: Ints) -> Spans:
+    """When some rows of a rank computed on the host: inside operators, but not inside those that communicate."""
+    rows = rows[np.isin(rows, timeline.rows("op"))]
+    starts, ends, names = timeline["start_ns"], timeline["end_ns"], timeline["name"]
+    work = rows[~_named(timeline, ON_HOST)[names[rows]]]
+    calls = work[_named(timeline, CALLS)[names[work]]]
+    return difference(union(starts[work], ends[work]), union(starts[calls], ends[calls]))
+
+
+def _named(timeline: Timeline, begins: tuple[str, ...]) -> NDArray[np.bool_]:
+    """Of each name, whether it begins so."""
+    return np.array([n.startswith(begins) for n in timeline.names] or [False])
 
 
 def measure_overlap(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, float]:
-    """How much of each collective's bytes moved while a kernel of the same rank and device ran, 0 to 100.
+    """How much of each collective's bytes moved while the same rank computed, 0 to 100.
 
-    A rank that waits for the last one seems to overlap with its own compute: that time moves nothing and is left out.
+    Of one on a device: while a kernel ran on it; of one on the host: while an operator did. A rank that waits for the
+    last one seems to overlap with its own compute: that time moves nothing and is left out.
     """
     ready = np.full(len(timeline), NONE, dtype=np.int64)
     for meeting in met:
         ready[list(meeting.rows)] = meeting.ready_ns
-    rows, kernels = timeline.rows("collective"), timeline.rows("kernel")
     ends = timeline["end_ns"]
     starts = np.where(ready < ends, np.maximum(timeline["start_ns"], ready), timeline["start_ns"])
-    rows = rows[ends[rows] > starts[rows]]
     # One number for rank and device, both from -1.
     places = (timeline["rank"] + 1) * (int(timeline["device"].max(initial=0)) + 2) + timeline["device"] + 1
     found: dict[int, float] = {}
-    for place in np.unique(places[rows]):
-        asked, busy = rows[places[rows] == place], kernels[places[kernels] == place]
-        beside = covered_ns(union(timeline["start_ns"][busy], ends[busy]), starts[asked], ends[asked])
-        found |= dict(zip(asked.tolist(), (100.0 * beside / (ends[asked] - starts[asked])).tolist(), strict=True))
+    for rows in (timeline.rows("collective"), host_rows(timeline)):
+        asked = rows[ends[rows] > starts[rows]]
+        for where in np.unique(places[asked]):
+            here, beside = asked[places[asked] == where], np.flatnonzero(places == where)
+            kernels = beside[timeline["kind"][beside] == CODE["kernel"]]
+            on_device = timeline["device"][here[0]] != NONE
+            busy = (
+                union(timeline["start_ns"][kernels], ends[kernels]) if on_device else computing_spans(timeline, beside)
+            )
+            shared_ns = covered_ns(busy, starts[here], ends[here])
+            found |= dict(zip(here.tolist(), (100.0 * shared_ns / (ends[here] - starts[here])).tolist(), strict=True))
     return found
 
 

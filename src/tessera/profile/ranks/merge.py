@@ -13,32 +13,38 @@ from numpy.typing import NDArray
 
 from ...clock import EpochNs
 from ...errors import ArgumentError
-from ...joules import DomainSamples
 from ...record import Kind
-from ...recording import Facts, Recording, Stack
-from ...schema import Gap, Telemetry
+from ...recording import Facts, Recording
 from ...timeline import stream_names
 from ...timeline.columns import FLOATS, INTEGERS, NONE, Ints, Launch, Timeline
-from ...trace import PowerTrace
 from ..runfile import RunFile, RunWriter
 from .align import align
 from .clocks import Offset
 from .collectives import Meeting, measure_overlap, meetings, summarize
+from .power import PowerParts, read_power
 from .read import Progress, RankFile, list_names, read_ranks
+from .sequences import STRIDE
 
-# Numbers that tie rows together count from 0 on every rank: each rank gets a range of its own.
-STRIDE = 1 << 48
 _NUMBERS = ("thread", "correlation", "external", "sequence")
 # Ping-pong and collectives that differ by more than this many times what both allow: one of them is wrong.
 DISAGREE = 3.0
+EXIT_SIGNAL = 128
+"""Exit codes above this are those of a signal."""
 
 
 class MergedRecording(Recording):
     """Several ranks as one recording: what was done to their clocks, and their collectives side by side."""
 
-    def __init__(self, files: Sequence[RankFile], offsets: Sequence[Offset], timeline: Timeline, name: str) -> None:
+    def __init__(
+        self,
+        files: Sequence[RankFile],
+        offsets: Sequence[Offset],
+        timeline: Timeline,
+        name: str,
+        path: Path | None = None,
+    ) -> None:
         self.files, self.offsets = files, offsets
-        self._power_parts: _PowerParts | None = None
+        self._power_parts: PowerParts | None = None
         self.meetings: Sequence[Meeting] = ()
         self.collectives: dict[str, Any] = {}
         moved = [_move(f.timeline, o) for f, o in zip(files, offsets, strict=True)]
@@ -46,33 +52,38 @@ class MergedRecording(Recording):
             timeline,
             lambda: self._parts().power,
             lambda: self._parts().telemetry,
-            self._facts(timeline, name),
+            self._facts(timeline, name, path),
             stacks=lambda: self._parts().stacks,
             ranks=[Recording(t, facts=Facts(name=f"rank {t.rank}")) for t in moved],
         )
 
-    def _parts(self) -> _PowerParts:
+    def _parts(self) -> PowerParts:
         if self._power_parts is None:
-            self._power_parts = _read_power(self.files, self.offsets)
+            self._power_parts = read_power(self.files, self.offsets, self.span_ns)
         return self._power_parts
 
-    def _facts(self, timeline: Timeline, name: str) -> Facts:
+    def _facts(self, timeline: Timeline, name: str, path: Path | None) -> Facts:
         """From the first start of a rank's run to the last end; traced where any rank was."""
         spans = [(timeline.start_ns, timeline.end_ns)] if len(timeline) else []
         windows: list[tuple[int, int]] = []
-        for file, offset in zip(self.files, self.offsets, strict=True):
-            if file.is_run:
-                with RunFile(file.path) as run:
-                    facts = run.recording().facts
-                spans += [_move_span(run.span_ns, offset)]
-                windows += [_move_span(window, offset) for window in facts.accounted_windows if facts.windows]
+        recorded = [(f.facts, o) for f, o in zip(self.files, self.offsets, strict=True) if f.facts is not None]
+        for facts, offset in recorded:
+            spans += [_move_span(facts.span_ns, offset)] if facts.span_ns is not None else []
+            windows += [_move_span(window, offset) for window in facts.accounted_windows if facts.windows]
         start_ns, end_ns = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
+        first = recorded[0][0] if recorded else Facts()
         return Facts(
             name=name,
-            kind="run" if all(f.is_run for f in self.files) else "trace",
+            path=path,
+            kind="run" if len(recorded) == len(self.files) else "trace",
             span_ns=(EpochNs(start_ns), EpochNs(end_ns)),
             windows=_join_windows(windows),
             scheduled=True,
+            mode=first.mode,
+            command=first.command,
+            time_limit_reached=any(facts.time_limit_reached for facts, _ in recorded),
+            returncode=_find_job_code([facts for facts, _ in recorded]),
+            meta={"command": first.meta["command"]} if "command" in first.meta else {},
         )
 
     def match_collectives(self, first_rows: Sequence[int]) -> None:
@@ -98,7 +109,8 @@ class MergedRecording(Recording):
         target = Path(path)
         if any(target.exists() and target.samefile(f.path) for f in self.files):
             raise ArgumentError(f"{target} is one of the files to merge", fix="give another name for the merged one")
-        meta = {"ranks": self.timeline.meta["ranks"]}
+        meta = {"ranks": self.timeline.meta["ranks"], "command": self.facts.command, "mode": self.facts.mode}
+        meta = {key: value for key, value in meta.items() if value is not None}
         with RunWriter(target, meta=meta, mode="replace" if replace else "new") as out:
             out.add_timeline(self.timeline)
             out.set("collectives", self.collectives)
@@ -114,6 +126,7 @@ class MergedRecording(Recording):
                 out.set("end_ns", end_ns)
                 out.set("windows", self.facts.windows)
                 out.set("scheduled", self.facts.scheduled)
+                out.set("returncode", self.facts.returncode)
         return RunFile(target)
 
 
@@ -138,18 +151,34 @@ def merge(
     counts = [len(t) for t in timelines]
     first_rows = [sum(counts[:i]) for i in range(len(counts))]
     timeline = _concatenate(timelines, offsets, first_rows)
-    timeline.notes += [f"rank {f.rank}: {n}" for f in files for n in f.timeline.notes]
+    timeline.notes += _join_notes(files)
     timeline.notes += [n for o in offsets for n in o.notes]
     if others:
         timeline.notes.append(f"not traces, and skipped: {list_names(others)}")
     timeline.meta["ranks"] = [
-        {**o.to_dict(), "path": str(f.path), "host": f.host} for f, o in zip(files, offsets, strict=True)
+        {**o.to_dict(), "path": str(f.path), "host": f.host, **f.own} for f, o in zip(files, offsets, strict=True)
     ]
     name = listed[0].resolve().name if len(listed) == 1 else f"{len(files)} ranks"
-    merged = MergedRecording(files, offsets, timeline, name)
+    merged = MergedRecording(files, offsets, timeline, name, listed[0] if listed[0].is_dir() else None)
     if collectives:
         merged.match_collectives(first_rows)
     return merged
+
+
+def _find_job_code(ranks: Sequence[Facts]) -> int | None:
+    """The exit code of a job: that of the rank that failed first, before those that its launcher ended by a signal."""
+    known = [(facts.returncode, facts.span_ns or (0, 0)) for facts in ranks if facts.returncode is not None]
+    failed = sorted((code > EXIT_SIGNAL, end_ns, code) for code, (_, end_ns) in known if code)
+    return (failed[0][2] if failed else 0) if known else None
+
+
+def _join_notes(files: Sequence[RankFile]) -> list[str]:
+    """What all ranks say, once; what only some of them say, with the rank."""
+    by_rank = [f.timeline.notes for f in files]
+    common = [n for n in by_rank[0] if all(n in notes for notes in by_rank[1:])]
+    return common + [
+        f"rank {f.rank}: {n}" for f, notes in zip(files, by_rank, strict=True) for n in notes if n not in common
+    ]
 
 
 def _join_windows(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -339,86 +368,4 @@ def select_rank(timeline: Timeline, rank: int) -> Timeline:
         energy_j=joules[0],
         error_j=joules[1],
         extra={int(number[row]): fields for row, fields in timeline.extra.items() if keep[row]},
-    )
-
-
-# -- Power ------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(slots=True)
-class _PowerParts:
-    power: PowerTrace
-    telemetry: list[Telemetry]
-    stacks: list[Stack]
-
-
-def _read_power(files: Sequence[RankFile], offsets: Sequence[Offset]) -> _PowerParts:
-    """Power, telemetry and stacks of the ranks' run files, on the common clock.
-
-    Ranks of one host see the same boards: each domain is kept once, from the rank that recorded most of it. What is the
-    power of each rank's own processes is added up.
-    """
-    several = len({f.host for f in files}) > 1
-    columns: dict[str, DomainSamples] = {}
-    readings: dict[str, list[Telemetry]] = {}
-    gaps: dict[str, list[Gap]] = {}
-    stacks: list[Stack] = []
-    spans: list[tuple[int, int]] = []
-    for place, (file, offset) in enumerate(zip(files, offsets, strict=True)):
-        if not file.is_run:
-            continue
-        with RunFile(file.path) as run:
-            recording = run.recording()
-            power, shift_ns = run.power(), round(offset.offset_ns)
-            spans.append((power.start_ns + shift_ns, power.end_ns + shift_ns))
-            told: dict[str, list[Telemetry]] = {}
-            for reading in recording.telemetry:
-                told.setdefault(reading.domain, []).append(reading)
-            for name in dict.fromkeys((*power.columns, *told)):
-                full = f"{file.host}.{name}" if several else name
-                samples = power.columns.get(name)
-                if samples is not None and samples.domain.scope == "process" and full in columns:
-                    columns[full] = _add_samples(columns[full], _move_samples(samples, full, offset))
-                    continue
-                if _count(samples, told.get(name)) <= _count(columns.get(full), readings.get(full)):
-                    continue
-                if samples is not None:
-                    columns[full] = _move_samples(samples, full, offset)
-                    gaps[full] = [
-                        dataclasses.replace(g.shift(shift_ns), domain=full) for g in power.gaps if g.domain == name
-                    ]
-                readings[full] = [
-                    dataclasses.replace(t, domain=full, time_ns=t.time_ns + shift_ns) for t in told.get(name, ())
-                ]
-            for t, thread, stack, count in recording.stacks:
-                number = thread + place * STRIDE if isinstance(thread, int) else thread
-                stacks.append(Stack(t + shift_ns, number, stack, count))
-    start_ns, end_ns = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
-    trace = PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, gaps=[g for part in gaps.values() for g in part])
-    telemetry = sorted((t for part in readings.values() for t in part), key=lambda t: t.time_ns)
-    return _PowerParts(trace, telemetry, sorted(stacks, key=lambda s: s.epoch_ns))
-
-
-def _count(samples: DomainSamples | None, readings: Sequence[Telemetry] | None) -> int:
-    return (0 if samples is None else len(samples.times_ns)) + len(readings or ())
-
-
-def _add_samples(one: DomainSamples, other: DomainSamples) -> DomainSamples:
-    """The power of two ranks on one host together: means, each until the next sample of either; 0 before and after."""
-    times_ns = np.union1d(one.times_ns, other.times_ns)
-    watts = np.zeros(len(times_ns))
-    for part in (one, other):
-        place = np.searchsorted(part.times_ns, times_ns)
-        inside = (place > 0) & (place < len(part.times_ns))
-        watts[inside] += part.watts[place[inside]]
-    watts[0] = np.nan  # nothing is known before
-    return dataclasses.replace(one, times_ns=times_ns, watts=watts, peaks_w=watts)
-
-
-def _move_samples(samples: DomainSamples, name: str, offset: Offset) -> DomainSamples:
-    return dataclasses.replace(
-        samples,
-        domain=dataclasses.replace(samples.domain, name=name),
-        times_ns=offset.apply(samples.times_ns),
-        ticks_ns=offset.apply(samples.ticks_ns),
     )

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from ...errors import ArgumentError, RecordingError
 from ...record import CODE, Kind
+from ...recording import Facts
 from ...timeline import Timeline, kineto
 from ...timeline.columns import NONE
 from ...timeline.source import open_source, read_pieces
@@ -27,6 +28,7 @@ from ...timeline.transfers import ON_HOST
 from ...units import format_duration
 from ..runfile import RunFile
 from .clocks import Offset
+from .facts import describe_rank
 
 TRACES = (".json", ".json.gz", ".json.gzip")
 RUNS = (".tessera",)
@@ -42,7 +44,7 @@ class RankFile:
     """The file of one rank: who wrote it, its rows, and what an exchange of clocks said about it.
 
     `clock_id` is the same for all ranks that read one clock; "" where the file does not say. `run_id` is the same in
-    copies of one run file; "" for a trace.
+    copies of one run file; "" for a trace. `facts` and `own` (`describe_rank`) are of a run file only.
     """
 
     path: Path
@@ -52,6 +54,8 @@ class RankFile:
     timeline: Timeline
     exchanged: Offset | None
     run_id: str = ""
+    facts: Facts | None = None
+    own: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_run(self) -> bool:
@@ -167,7 +171,7 @@ def _read_files(
 
 def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> RankFile:
     """One rank, with its number and host; called in a process of its own."""
-    run_id = ""
+    run_id, facts, own = "", None, {}
     if path.name.endswith(TRACES):
         timeline = kineto.read(path)
         clock, named_host = timeline.meta.get("clock"), timeline.meta.get("host_name")
@@ -175,7 +179,7 @@ def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> Ra
     else:
         with RunFile(path) as run:
             timeline, host, clock = run.timeline(), run.about.get("host", ""), run.get("clock")
-            clock_id = run.about.get("boot") or host
+            clock_id, facts, own = run.about.get("boot") or host, run.recording().facts, describe_rank(run, timeline)
             if opened := run.about.get("opened_epoch_ns"):
                 run_id = " ".join((clock_id, run.about.get("pid", ""), opened))
     named = _RANK.search(path.name)
@@ -187,6 +191,8 @@ def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> Ra
         timeline=timeline if kinds is None else _keep_kinds(timeline, kinds),
         exchanged=Offset.from_dict(clock) if isinstance(clock, dict) and "offset_ns" in clock else None,
         run_id=run_id,
+        facts=facts,
+        own=own,
     )
 
 

@@ -12,6 +12,8 @@ from ...timeline.columns import Ints
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that nobody leaves before all have given their part; the root of a broadcast may."""
 ONE_TO_ONE = ("send", "recv", "send_recv")
+STRIDE = 1 << 48
+"""Numbers that tie rows together count from 0 on every rank: in a merged timeline each rank has a range of its own."""
 Key = tuple[object, ...]
 
 
@@ -19,7 +21,8 @@ Key = tuple[object, ...]
 class CollectiveSequence:
     """The collectives of one group on one rank, in the order they ran. `what` numbers type and bytes.
 
-    `on_host`: they ran on a thread of the host, not as kernels.
+    `on_host`: they ran on a thread of the host, not as kernels. `numbers` are theirs in the group, the same on all its
+    ranks, where torch told them.
     """
 
     rows: Ints
@@ -28,6 +31,8 @@ class CollectiveSequence:
     starts: Ints
     ends: Ints
     on_host: bool = False
+    numbers: Ints | None = None
+    label: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

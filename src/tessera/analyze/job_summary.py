@@ -1,0 +1,150 @@
+"""A job of several ranks: what each rank spent, computed and waited, and what each kind of collective took.
+
+::
+
+    rank 0   ──compute──[ waits ····· ][ moves ]──      busy: operators or kernels that compute
+    rank 1   ──compute (longer)───────[ moves ]──      waiting: from its own start until the last rank has come
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..profile.ranks.collectives import Meeting, computing_spans, measure_overlap
+from ..record import CODE, ON_DEVICE
+from ..recording import Recording
+from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.intervals import covered_ns
+from ..timeline.link import Step
+from .collectives import find_meetings, list_collectives, sum_by_group
+from .devices import busy_spans
+
+STRAGGLES = 0.05
+"""A rank is called the straggler if the others together wait for it this share of the time, and most for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRow:
+    """One rank. Shares are of `watched_s`: its traced steps, or all that was traced; None where nothing was.
+
+    `last` is how often it came last to a collective, and `delays_s` how long the others waited for it then, all
+    together. `energy_j` is None where its joules cannot be told from other ranks'; `no_energy` says why.
+    """
+
+    rank: int
+    host: str = ""
+    energy_j: float | None = None
+    error_j: float | None = None
+    no_energy: str | None = None
+    time_s: float | None = None
+    watched_s: float = 0.0
+    busy_share: float | None = None
+    wait_s: float | None = None
+    wait_share: float | None = None
+    steps: int | None = None
+    steps_per_s: float | None = None
+    last: int = 0
+    delays_s: float = 0.0
+    straggler: bool = False
+    returncode: int | None = None
+    crashed: bool = False
+
+    @property
+    def power_w(self) -> float | None:
+        """Mean watts over its time."""
+        return self.energy_j / self.time_s if self.energy_j is not None and self.time_s else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSummary:
+    """The ranks of a job and its collectives by kind and group (`analyze.collectives`: `by_group`).
+
+    `missing` are the ranks that have no recording, where the number of ranks is known.
+    """
+
+    ranks: Sequence[RankRow]
+    collectives: Sequence[Mapping[str, Any]]
+    missing: Sequence[int] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        ranks = [{**dataclasses.asdict(row), "power_w": row.power_w} for row in self.ranks]
+        return {"ranks": ranks, "collectives": list(self.collectives), "missing_ranks": list(self.missing)}
+
+
+def summarize_job(recording: Recording) -> JobSummary | None:
+    """The summary of a merged recording; None where it is of one rank."""
+    timeline = recording.timeline
+    told = [m for m in timeline.meta.get("ranks") or () if isinstance(m, Mapping) and isinstance(m.get("rank"), int)]
+    if len(told) < 2:
+        return None
+    met = find_meetings(recording)
+    rows = list_collectives(recording, met, measure_overlap(timeline, met))
+    ranks = _mark_straggler([_describe(timeline, rank, met) for rank in sorted(told, key=lambda m: m["rank"])])
+    sizes = [m["world_size"] for m in told if isinstance(m.get("world_size"), int)]
+    seen = {row.rank for row in ranks}
+    missing = [r for r in range(min(max(sizes, default=0), 1 << 16)) if r not in seen]
+    return JobSummary(ranks=ranks, collectives=sum_by_group(rows), missing=missing)
+
+
+def _mark_straggler(rows: Sequence[RankRow]) -> list[RankRow]:
+    """The rows, with the rank marked that the others wait for most, if they wait for it more than for all the rest."""
+    worst = max(rows, key=lambda row: row.delays_s)
+    lost_s, watched_s = sum(row.delays_s for row in rows), max(row.watched_s for row in rows)
+    is_straggler = worst.delays_s > max(0.5 * lost_s, STRAGGLES * watched_s)
+    return [dataclasses.replace(row, straggler=is_straggler and row is worst) for row in rows]
+
+
+def _describe(timeline: Timeline, told: Mapping[str, Any], met: Sequence[Meeting]) -> RankRow:
+    number = int(told["rank"])
+    rows = np.flatnonzero(timeline["rank"] == number)
+    steps = [s for s in timeline.linked.steps if s.row != NONE and timeline["rank"][s.row] == number]
+    start_ns, end_ns = _watched_span(timeline, rows, steps)
+    seconds = (end_ns - start_ns) * 1e-9
+    own = [m for m in met if number in m.ranks and start_ns <= m.start_ns <= end_ns]
+    late = [m for m in own if m.straggler == number]
+    wait_s = sum(m.waits_s[m.ranks.index(number)] for m in own) if own else None
+    delays_s = sum(m.wait_s for m in late)
+    stepped_s = sum(s.end_ns - s.start_ns for s in steps) * 1e-9
+    return RankRow(
+        rank=number,
+        host=str(told.get("host") or ""),
+        energy_j=told.get("energy_j"),
+        error_j=told.get("energy_error_j"),
+        no_energy=told.get("no_energy"),
+        time_s=told.get("time_s"),
+        watched_s=seconds,
+        busy_share=_busy_s(timeline, rows, start_ns, end_ns) / seconds if seconds > 0 else None,
+        wait_s=wait_s,
+        wait_share=wait_s / seconds if wait_s is not None and seconds > 0 else None,
+        steps=len(steps) or None,
+        steps_per_s=len(steps) / stepped_s if stepped_s > 0 else None,
+        last=len(late),
+        delays_s=delays_s,
+        returncode=told.get("returncode"),
+        crashed=bool(told.get("crashed")),
+    )
+
+
+def _watched_span(timeline: Timeline, rows: Ints, steps: Sequence[Step]) -> tuple[int, int]:
+    """From the first to the last row that a tracer made; of those in steps, where there are any: setup is no work."""
+    traced = rows[np.isin(timeline["kind"][rows], [CODE[kind] for kind in (*ON_DEVICE, "op", "runtime")])]
+    if not len(traced):
+        return 0, 0
+    start_ns, end_ns = int(timeline["start_ns"][traced].min()), int(timeline["end_ns"][traced].max())
+    if not steps:
+        return start_ns, end_ns
+    first, last = max(start_ns, steps[0].start_ns), min(end_ns, max(s.end_ns for s in steps))
+    return (first, last) if first < last else (start_ns, end_ns)
+
+
+def _busy_s(timeline: Timeline, rows: Ints, start_ns: int, end_ns: int) -> float:
+    """While kernels of its device ran; of a rank without one, operators that compute."""
+    kernels = rows[timeline["kind"][rows] == CODE["kernel"]]
+    busy = busy_spans(timeline, kernels) if len(kernels) else computing_spans(timeline, rows)
+    return float(covered_ns(busy, np.array([start_ns]), np.array([end_ns]))[0]) * 1e-9

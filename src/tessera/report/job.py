@@ -1,0 +1,187 @@
+"""A job of several ranks: a row for each rank, and one for each kind and group of collectives; terminal and page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ..analyze.job_summary import JobSummary, RankRow
+from ..units import (
+    format_bytes,
+    format_duration,
+    format_energy_error,
+    format_power,
+    format_share,
+    format_si,
+)
+from .console import HangingText, TableColumn, build_table, dropped_note, fit_columns
+from .html import note, number_cell, table
+from .measure import describe_exit
+
+RANKS = 16
+"""Rows of ranks on a screen: the first, and those that stand out."""
+GROUPS = 8
+_INDENT = 4
+
+
+def job_text(job: JobSummary, width: int) -> list[RenderableType]:
+    """The ranks as a table, the collectives as lines."""
+    shown = _choose(job.ranks)
+    columns, dropped = fit_columns(_columns(shown, several=len({r.host for r in job.ranks}) > 1), width, gap=2)
+    styles = ["yellow" if r.straggler or r.returncode or r.crashed else "" for r in shown]
+    parts: list[RenderableType] = [Text(""), build_table(columns, gap=2, styles=styles)]
+    parts += [dropped_note(dropped)] if dropped else []
+    if len(shown) < len(job.ranks):
+        parts.append(Text(f"{len(shown)} of {len(job.ranks)} ranks (--json has all)", style="dim"))
+    parts += [Text(line, style="yellow") for line in job_notes(job)]
+    parts.append(Text(""))
+    if not job.collectives:
+        parts.append(Text("no collective was traced", style="dim"))
+    for row in job.collectives[:GROUPS]:
+        parts.append(HangingText(describe_collective(row), _INDENT))
+    if len(job.collectives) > GROUPS:
+        parts.append(Text(f"and {len(job.collectives) - GROUPS} more (--json has all)", style="dim"))
+    return parts
+
+
+def job_notes(job: JobSummary) -> list[str]:
+    """What went wrong: ranks without a recording, that failed, whose joules are not known, that the others wait for."""
+    lines = []
+    if job.missing:
+        lines.append(f"no recording of {_name_numbers(job.missing)}: its joules are not in the sums")
+    endings: dict[str, list[RankRow]] = {}
+    for row in job.ranks:
+        if row.crashed:
+            endings.setdefault("was killed, its file ends early", []).append(row)
+        elif row.returncode:
+            endings.setdefault(describe_exit(row.returncode), []).append(row)
+    # What ended all of them is said of the program.
+    lines += [f"{_name_ranks(rows)} {how}" for how, rows in endings.items() if len(rows) < len(job.ranks)]
+    for reason in dict.fromkeys(r.no_energy for r in job.ranks if r.no_energy):
+        lines.append(f"{_name_ranks([r for r in job.ranks if r.no_energy == reason])} has no joules: {reason}")
+    for row in job.ranks:
+        if row.straggler:
+            waited = format_duration(row.delays_s, 3)
+            lines.append(
+                f"rank {row.rank} is the straggler: last {row.last:,} times, the others waited {waited} for it"
+            )
+    return lines
+
+
+def _name_ranks(rows: Sequence[RankRow]) -> str:
+    return _name_numbers([r.rank for r in rows])
+
+
+def _name_numbers(ranks: Sequence[int]) -> str:
+    """Some ranks, the first eight of them."""
+    return f"rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
+
+
+def _choose(rows: Sequence[RankRow]) -> list[RankRow]:
+    """At most `RANKS`: those that stand out, and the first of the others."""
+    if len(rows) <= RANKS:
+        return list(rows)
+    chosen = sorted(rows, key=lambda r: (not (r.straggler or r.returncode or r.crashed), -r.delays_s, r.rank))[:RANKS]
+    return sorted(chosen, key=lambda r: r.rank)
+
+
+def _columns(rows: Sequence[RankRow], *, several: bool) -> list[TableColumn]:
+    def right(heading: str, cells: Sequence[str], drop: int) -> TableColumn:
+        return TableColumn(heading=heading, cells=cells, right=True, drop=drop)
+
+    columns = [TableColumn(heading="rank", cells=[str(r.rank) for r in rows])]
+    if several:
+        columns.append(TableColumn(heading="host", cells=[r.host or "-" for r in rows], drop=2))
+    return [
+        *columns,
+        right("energy", [_energy(r.energy_j, r.error_j) for r in rows], 0),
+        right("power", ["-" if r.power_w is None else format_power(r.power_w, 3) for r in rows], 4),
+        right("busy", [_share(r.busy_share) for r in rows], 0),
+        right("waiting", [_share(r.wait_share) for r in rows], 0),
+        right("steps/s", ["-" if r.steps_per_s is None else f"{r.steps_per_s:.3g}" for r in rows], 1),
+        right("last", [f"{r.last:,}" for r in rows], 3),
+        right("others waited", [format_duration(r.delays_s, 3) if r.last else "-" for r in rows], 3),
+    ]
+
+
+def describe_collective(row: Mapping[str, Any]) -> str:
+    """`AllReduce[dp] latency=15 µs bandwidth=1.6 TB/s`, and what else is known of a kind and group."""
+    rate = "" if row["bytes_per_s"] is None else f"   bandwidth={format_si(row['bytes_per_s'], 'B/s', 3)}"
+    size = "" if row["bytes"] is None else f", {format_bytes(row['bytes'], 3)}"
+    parts = [f"{row['count']:,} call{'' if row['count'] == 1 else 's'}{size} in {format_duration(row['time_s'], 3)}"]
+    if row["skew_s"] is not None:
+        parts.append(f"skew {format_duration(row['skew_s'], 3)} (worst {format_duration(row['worst_skew_s'], 3)})")
+    if row["overlap_pct"] is not None:
+        parts.append(f"{row['overlap_pct']:.0f}% overlaps compute")
+    parts += [str(row[key]) for key in ("path", "algorithm") if row[key]]
+    if row["energy_j"] is not None:
+        parts.append(_energy(row["energy_j"], row["error_j"]))
+    head = f"{row['name']:<16} latency={format_duration(row['latency_s'], 3)}{rate}"
+    return f"{head}   {', '.join(parts)}"
+
+
+def _energy(joules: float | None, error: float | None) -> str:
+    return "-" if joules is None else format_energy_error(joules, error)
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else format_share(share)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def job_section(job: JobSummary) -> str:
+    """The ranks as a section of the page."""
+    headings = ("energy", "power", "busy", "waiting", "steps/s", "last", "others waited")
+    body = "".join(_rank_row(row) for row in job.ranks)
+    ranks = table([("rank", True), ("host", False), *((name, True) for name in headings)], body, caption="Ranks",
+                  sorted_by="rank")  # fmt: skip
+    notes = "".join(note(f"{line[:1].upper()}{line[1:]}.") for line in job_notes(job))
+    return f"<section id='ranks'><h2>Ranks</h2>{ranks}{notes}</section>"
+
+
+def _rank_row(row: RankRow) -> str:
+    cells = [
+        number_cell(str(row.rank), row.rank),
+        f"<td>{escape(row.host or '-')}</td>",
+        number_cell(_energy(row.energy_j, row.error_j), row.energy_j),
+        number_cell("-" if row.power_w is None else format_power(row.power_w, 3), row.power_w),
+        number_cell(_share(row.busy_share), row.busy_share),
+        number_cell(_share(row.wait_share), row.wait_share),
+        number_cell("-" if row.steps_per_s is None else f"{row.steps_per_s:.3g}", row.steps_per_s),
+        number_cell(f"{row.last:,}", row.last),
+        number_cell(format_duration(row.delays_s, 3) if row.last else "-", row.delays_s),
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def groups_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The collectives by kind and group, as a table of the page."""
+    numbers = ("calls", "latency", "time", "bytes", "bandwidth", "bus", "overlap", "skew", "waited", "energy")
+    columns = [("collective", False), *((name, True) for name in numbers), ("path", False), ("algorithm", False)]
+    body = "".join(map(_group_row, rows))
+    return table(columns, body, caption="Collectives by kind and group", sorted_by="time")
+
+
+def _group_row(row: Mapping[str, Any]) -> str:
+    moved, hidden = row.get("bytes"), row.get("overlap_pct")
+    cells = [
+        number_cell(f"{row['count']:,}", row["count"]),
+        *(_time_cell(row.get(key)) for key in ("latency_s", "time_s")),
+        number_cell(format_bytes(moved, 3) if moved else "-", moved),
+        *(number_cell(format_si(row.get(key), "B/s", 3), row.get(key)) for key in ("bytes_per_s", "bus_bytes_per_s")),
+        number_cell(f"{hidden:.0f}%" if hidden is not None else "-", hidden),
+        *(_time_cell(row.get(key)) for key in ("skew_s", "wait_s")),
+        number_cell(_energy(row.get("energy_j"), row.get("error_j")), row.get("energy_j")),
+        *(f"<td>{escape(str(row.get(key) or '-'))}</td>" for key in ("path", "algorithm")),
+    ]
+    return f"<tr><td>{escape(str(row['name']))}</td>{''.join(cells)}</tr>"
+
+
+def _time_cell(seconds: float | None) -> str:
+    return number_cell(format_duration(seconds, 3) if seconds else "-", seconds)
