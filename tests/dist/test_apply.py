@@ -152,6 +152,43 @@ def test_ranks_of_tensor_parallel_draw_the_same_dropout(two):
     assert first == second
 
 
+class UnusualGPT(nn.Module):
+    """Places as a parameter of the root, a look at an attribute of a block, a frozen embedding that is the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(64, 32)
+        self.places = nn.Parameter(torch.randn(64, 32))
+        self.h = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(3))
+        self.wte.weight.requires_grad_(False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.wte(words) + self.places[: words.shape[1]] * self.h[0].norm1.eps
+        for block in self.h:
+            x = block(x)
+        return x @ self.wte.weight.T
+
+
+def compare_unusual(rank: int, settings: dict[str, Any]) -> float:
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return UnusualGPT()
+
+    whole, words = make(), make_words(4)
+    next_word_loss(whole(words), words).backward()
+    parallel = apply_layout(make(), Layout(**settings))
+    parallel.step(words, words, next_word_loss)
+    gradients = parallel.gradients()
+    wanted = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    assert set(gradients) == set(wanted), set(gradients) ^ set(wanted)
+    return max(float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in wanted.items())
+
+
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2, "microbatches": 2}])
+def test_an_unusual_module(two, settings):
+    assert max(two.run(compare_unusual, settings)) < 1e-4
+
+
 class Ladder(nn.Module):
     """Every block also gets the embedding, which a pipeline would have to send along."""
 

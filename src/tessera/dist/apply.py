@@ -73,9 +73,7 @@ def apply_layout(
         blocks = [block for _, block in own.named_blocks() if any(True for _ in block.parameters())] if own else []
         _recompute_blocks(blocks, layout.recompute)
         splits += _shard_parameters(part.module, blocks, layout, mesh)
-    return ParallelModule(
-        parts=parts, layout=layout, mesh=mesh, device=device, splits=tuple(splits), stack=stack, tracer=tracer
-    )
+    return ParallelModule(parts=parts, layout=layout, mesh=mesh, device=device, splits=tuple(splits), tracer=tracer)
 
 
 def _check_ranks(layout: Layout) -> None:

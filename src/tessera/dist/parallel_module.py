@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError
-from .block_stack import BlockStack
 from .layout import Layout
 from .mesh import Mesh
 from .overlap import overlap_gradients
@@ -47,13 +46,11 @@ class ParallelModule:
         mesh: Mesh,
         device: torch.device,
         splits: tuple[ModuleSplit, ...],
-        stack: BlockStack | None,
         tracer: StackTracer | None,
     ) -> None:
         self.layout, self.mesh, self.device, self.splits = layout, mesh, device, splits
         self.modules = [part.module for part in parts]
         self._parts = parts
-        self._path = stack.path if stack is not None else ""
         self._tracer = tracer
         self._loss_fn: LossFunction | None = None
         self._schedules: dict[Any, Any] = {}
@@ -62,8 +59,7 @@ class ParallelModule:
         self._ends_group = self._connect_ends() if parts[0].shared else None
         if layout.pp > 1:
             for part in parts:
-                container = part.module.get_submodule(self._path)
-                part.module.forward = make_stage_forward(part, container, self._compute_loss)
+                part.module.forward = make_stage_forward(part, self._compute_loss)
 
     def __str__(self) -> str:
         counts = Counter((s.axis, s.how) for s in self.splits if s.reason is None)
@@ -209,7 +205,7 @@ class ParallelModule:
             for name in self._parts[0].shared[:1]:
                 for part in self._parts:
                     held = dict(part.module.named_parameters(remove_duplicate=False)).get(name)
-                    if held is not None:
+                    if held is not None and held.requires_grad:
                         self._sum_over_ends(held)
         if self.layout.dp > 1 and self.layout.sharding == "none" and self.gradient_sync is None:
             self._average_gradients()

@@ -45,7 +45,8 @@ class StackTracer:
         tensors = list(itertools.chain(module.parameters(), module.buffers()))
         found = detect_fake_mode(tensors)
         self._mode = found or FakeTensorMode(allow_non_fake_inputs=True)
-        twins = {id(t): t if found else self._mode.from_tensor(t) for t in tensors}
+        with self._mode:
+            twins = {id(t): _make_twin(t if found else self._mode.from_tensor(t)) for t in tensors}
         self._twin = copy.deepcopy(module, twins)
         self._blocks = list(self._twin.get_submodule(stack.path).children())
         self._path = stack.path
@@ -110,6 +111,11 @@ class StackTracer:
         return frozenset(name for name, p in named.items() if id(p) in used)
 
 
+def _make_twin(value: torch.Tensor) -> torch.Tensor:
+    """The same, with a gradient also where the parameter is frozen: gradients tell where it is used."""
+    return nn.Parameter(value.detach()) if isinstance(value, nn.Parameter) and value.is_floating_point() else value
+
+
 def _is_real(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and detect_fake_mode(x) is None
 
@@ -144,17 +150,14 @@ class _StageEnd(BaseException):
         self.hidden = hidden
 
 
-class _AbsentBlock(nn.Module):
-    """Stands where a block of another stage was."""
+class AbsentBlock:
+    """What a block of another stage does: pass on what comes, or what was received; or end the forward."""
 
-    def __init__(self, tuple_size: int | None) -> None:
-        super().__init__()
-        self.tuple_size = tuple_size
-        self.ends = False
+    def __init__(self, tuple_size: int | None, *, ends: bool) -> None:
+        self.tuple_size, self.ends = tuple_size, ends
         self.received: torch.Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass on what comes, or what was received; or end the forward of this stage."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = find_hidden_state(args, kwargs)
         if self.ends:
             raise _StageEnd(hidden)
@@ -171,6 +174,7 @@ class StagePart:
     first: int
     last: int
     shared: tuple[str, ...]
+    entry: AbsentBlock | None = None
 
 
 def choose_bounds(costs: Sequence[float], stages: int, *, end_cost: float = 0.0) -> list[int]:
@@ -208,13 +212,15 @@ def cut_stages(
     parts = []
     for index in indices:
         part = module if len(indices) == 1 else copy.deepcopy(module, dict(keep))
-        _remove_blocks(part.get_submodule(stack.path), bounds[index], bounds[index + 1], trace.tuple_size)
+        first, last = bounds[index], bounds[index + 1]
+        absent = _remove_blocks(part.get_submodule(stack.path), first, last, trace.tuple_size)
         used = (trace.before if index == 0 else frozenset()) | (trace.after if index == stages - 1 else frozenset())
         lost = (trace.before | trace.after) - used
         if index:  # what no gradient reaches stays on the first stage
             lost |= {name for name in named if name not in trace.before | trace.after and not _is_in(name, stack.path)}
         _remove_parameters(part, lost)
-        parts.append(StagePart(module=part, index=index, first=bounds[index], last=bounds[index + 1], shared=shared))
+        entry = absent.get(first - 1)
+        parts.append(StagePart(module=part, index=index, first=first, last=last, shared=shared, entry=entry))
     return parts
 
 
@@ -222,12 +228,15 @@ def _is_in(name: str, path: str) -> bool:
     return not path or name.startswith(f"{path}.")
 
 
-def _remove_blocks(container: nn.Module, first: int, last: int, tuple_size: int | None) -> None:
-    for number, name in enumerate(list(container._modules)):
+def _remove_blocks(container: nn.Module, first: int, last: int, tuple_size: int | None) -> dict[int, AbsentBlock]:
+    """Take the parameters of other stages' blocks away. Their attributes stay, at which a forward may look."""
+    absent = {}
+    for number, block in enumerate(container.children()):
         if not first <= number < last:
-            absent = _AbsentBlock(tuple_size)
-            absent.ends = number == last
-            container._modules[name] = absent
+            absent[number] = AbsentBlock(tuple_size, ends=number == last)
+            block.forward = absent[number]
+            _remove_parameters(block, frozenset(name for name, _ in block.named_parameters(remove_duplicate=False)))
+    return absent
 
 
 def _remove_parameters(module: nn.Module, names: frozenset[str]) -> None:
@@ -241,24 +250,23 @@ def _remove_parameters(module: nn.Module, names: frozenset[str]) -> None:
             holder.register_buffer(leaf, zeros, persistent=False)
 
 
-def make_stage_forward(part: StagePart, container: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+def make_stage_forward(part: StagePart, run: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a stage: (received, inputs, targets) to what the next stage gets, or to the loss.
 
     `run(module_forward, inputs, targets)` computes the loss of a microbatch.
     """
-    before = list(container.children())[part.first - 1] if part.first else None
     forward = part.module.forward
 
     def run_stage(received: torch.Tensor, inputs: Batch, targets: Any) -> Any:
-        if isinstance(before, _AbsentBlock):
-            before.received = received
+        if part.entry is not None:
+            part.entry.received = received
         try:
             return run(forward, inputs, targets)
         except _StageEnd as end:
             return end.hidden
         finally:
-            if isinstance(before, _AbsentBlock):
-                before.received = None
+            if part.entry is not None:
+                part.entry.received = None
 
     return run_stage
 

@@ -38,7 +38,9 @@ def split_tensors(module: nn.Module, stack: BlockStack, mesh: Any, *, split_logi
     splits: list[ModuleSplit] = []
     for name, block in stack.named_blocks():
         splits += _split_block(name, block, mesh) if any(True for _ in block.parameters()) else []
-    if stack.embedding is not None:
+    if stack.embedding is not None and stack.head is None:
+        splits.append(_leave(stack.embedding, "no Linear head was found: the forward may use its matrix otherwise"))
+    elif stack.embedding is not None:
         splits += _split_end(module, stack.embedding, RowwiseParallel(input_layouts=Replicate()), mesh)
     if stack.head is not None:
         kept = {"use_local_output": False} if split_logits else {"output_layouts": Replicate()}
