@@ -156,14 +156,8 @@ def _parse(path: Path, data: bytes) -> Any:
         return parse_toml(data)
     if ending == ".json":
         return json.loads(data)
-    try:
-        import yaml
-    except ImportError:
-        raise ArgumentError(
-            f"{path} is YAML, and no package reads it here",
-            why="PyYAML is not installed",
-            fix="write the same keys as TOML (my.toml), or: pip install pyyaml",
-        ) from None
+    import yaml
+
     try:
         return yaml.safe_load(data)
     except yaml.YAMLError as error:
