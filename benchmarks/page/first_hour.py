@@ -12,7 +12,7 @@ LINES, COLUMNS = 45, 100  # one screen
 
 def goals() -> list[Goal]:
     f = load("first_hour")
-    return [*first_screen(f), selftest(f), fuzz(load("fuzz_parsers")), *soak(load("soak"))]
+    return [*first_screen(f), selftest(f), fuzz(load("fuzz_parsers")), fuzz_files(load("fuzz_files")), *soak(load("soak"))]
 
 
 def first_screen(f: dict[str, Any] | None) -> list[Goal]:
@@ -47,6 +47,16 @@ def fuzz(f: dict[str, Any] | None) -> Goal:
     failed = f["failures"]
     return Goal(what=what, goal=goal, reached=f"{failed} of {f['cases']:,}", met=failed == 0 and f["cases"] >= 100_000,
                 where=where("fuzz_parsers"), command=command)  # fmt: skip
+
+
+def fuzz_files(f: dict[str, Any] | None) -> Goal:
+    what = "hostile and damaged files that are neither refused nor right, or take over 5 s + 2 s for 10 MB of CPU or 1 GB"
+    goal, command = "0 of 10,000", "python benchmarks/fuzz/fuzz_files.py 10000"
+    if f is None:
+        return Goal(what=what, goal=goal, command=command)
+    failed = sum(f["bad"].values())
+    return Goal(what=what, goal=goal, reached=f"{failed} of {f['cases']:,}", met=failed == 0 and f["cases"] >= 10_000,
+                where=where("fuzz_files"), command=command)  # fmt: skip
 
 
 def soak(s: dict[str, Any] | None) -> list[Goal]:
