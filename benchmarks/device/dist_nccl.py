@@ -133,6 +133,14 @@ class Rank:
         same = bool((dist.broadcast(x, self.ranks - 1) == self.ranks - 1).all())
         self.note("others", "broadcast", ok=same)
 
+    def check_fft(self) -> None:
+        whole = torch.randn(2, 5 * self.ranks**2, generator=torch.Generator().manual_seed(0))
+        part = whole.chunk(self.ranks, -1)[self.rank].to(self.device)
+        y = dist.fft(part)
+        truth = torch.fft.fft(whole).chunk(self.ranks, -1)[self.rank]
+        self.note("fft", "fft", ok=bool(torch.allclose(y.cpu(), truth, atol=1e-3)))
+        self.note("fft", "ifft", ok=bool(torch.allclose(dist.ifft(y).real, part, atol=1e-4)))
+
     def check_streams(self) -> None:
         s = stream.create("comm", device=self.device)
         mesh = dist.Mesh(["tp", "dp"], self.ranks, (1, self.ranks))
@@ -189,6 +197,7 @@ class Rank:
         for name, body in {
             "variants": self.check_variants,
             "others": self.check_others,
+            "fft": self.check_fft,
             "streams": self.check_streams,
             "wrong device": self.check_wrong_device,
             "graphs": self.check_graphs,

@@ -68,9 +68,56 @@ def planner(p: dict[str, Any]) -> list[Goal]:
     ]  # fmt: skip
 
 
+def lost_ranks(k: dict[str, Any]) -> list[Goal]:
+    good = sum(r["named"] and r["in_time"] and not r["hung"] and not r["left_running"] for r in k["rows"])
+    slowest = ", ".join(f"{way} {found['slowest_s']:.1f}" for way, found in k["ways"].items())
+    return [
+        Goal(what="a rank killed, stopped or late at a random moment: named on all others in time, nothing hangs or is left running",
+             goal=f"every time, {k['trials']}", reached=f"{good} of {k['trials']}; slowest, s (timeout {k['timeout_s']:g}): {slowest}",
+             met=good == k["trials"], where=where("dist_kill"), command="python benchmarks/measure/dist_kill.py"),
+    ]  # fmt: skip
+
+
+def links(f: dict[str, Any]) -> list[Goal]:
+    flat, ways = f["ways"]["flat"], f["ways"]
+    said = ", ".join(
+        f"{name} {flat['seconds'] / row['seconds']:.2f} ({row['between_nodes_bytes'] / 2**20:.1f})"
+        for name, row in ways.items()
+        if name != "flat"
+    )
+    where_links = f"{f['nodes']} nodes of {f['ranks_per_node']} Gloo ranks, {f['mbit_per_s']:g} Mbit/s between them, {f['mib']} MiB"
+    return [
+        Goal(what=f"all-reduce over slowed links, {where_links}: times as fast as flat (MiB between nodes)", goal="hierarchical > 1",
+             reached=said, met=ways["hierarchical"]["seconds"] < flat["seconds"],
+             beside=f"flat {flat['seconds']:.2f} s ({flat['between_nodes_bytes'] / 2**20:.1f})", where=where("dist_links"),
+             command="python benchmarks/measure/dist_links.py"),
+    ]  # fmt: skip
+
+
+def dry_runs(d: dict[str, Any]) -> list[Goal]:
+    here = {"where": where("dist_dry"), "command": "python benchmarks/measure/dist_dry.py"}
+    rows, equal = d["rows"], sum(r["equal"] for r in d["rows"])
+    peak, most = max(r["peak_bytes"] for r in rows), max(r["cpu_seconds"] for r in rows)
+    seconds = ", ".join(f"{r['name']} {r['cpu_seconds']:.1f}" for r in rows)
+    return [
+        Goal(what="dry runs of a step of Llama 3 405B, and of a chain of 1M x 1M products: seconds of a processor", goal="seconds",
+             reached=seconds, met=most < 60, **here),
+        Goal(what="the same: peak memory, GiB", goal="< 2", reached=f"{peak / 2**30:.2f}", met=peak < 2 * 2**30, **here),
+        Goal(what="the same: bytes of every collective equal to formulas by hand", goal=f"all {len(rows)}",
+             reached=f"{equal} of {len(rows)}", met=equal == len(rows), **here),
+    ]  # fmt: skip
+
+
 def goals() -> list[Goal]:
     """All of them."""
-    return [*collectives(load("fit_collectives")), *training(load("published_training")), *planner(load("planner"))]
+    return [
+        *collectives(load("fit_collectives")),
+        *training(load("published_training")),
+        *planner(load("planner")),
+        *lost_ranks(load("dist_kill")),
+        *links(load("dist_links")),
+        *dry_runs(load("dist_dry")),
+    ]
 
 
 NOTES = [
