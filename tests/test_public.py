@@ -32,7 +32,7 @@ FLAGS = {
     },
     "run": {
         "-m", "--mode", "--steps", "--limit", "--flush", "--shapes", "--stack", "--modules", "--memory", "--counters",
-        "--scope", "--out", "--html", "--json", "target", "arguments",
+        "--scope", "--out", "--html", "--json", "--nproc", "--torchrun", "target", "arguments",
     },
     "report": {"run", "--html", "--by", "--top", "--json", "--open"},
     "runs": set(),

@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from tessera.cli.run import _parse_steps, command
 from tessera.errors import ArgumentError
 from tessera.profile import RunFile
-from tessera.profile.launch import LAUNCH, AfterImport, LaunchPlan, exit_code
+from tessera.profile.launch import LAUNCH, LaunchPlan, exit_code
+from tessera.profile.script_steps import AfterImport
 from tessera.profile.torch_hooks import ModuleCalls, OptimizerSteps, model_runs
 
 CLI = "import sys; from tessera.cli import main as m; m.COMMANDS.setdefault('run', ('run', '')); m.main(sys.argv[1:])"

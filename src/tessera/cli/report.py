@@ -39,9 +39,10 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
       tessera report runs/train.tessera
       tessera report runs/train.tessera --by kernels --top 30
       tessera report runs/train.tessera --json | jq .answer
+      tessera report runs/train/
 
-    Prints one screen and writes one HTML page that needs no network: runs/train.html. The file of a killed run is
-    readable up to half a second before its end.
+    RUN is a run file, or the folder of a job with the file of each rank. Prints one screen and writes one HTML page
+    that needs no network: runs/train.html. The file of a killed run is readable up to half a second before its end.
     """
     from ..analyze.answer import answer
     from ..analyze.run_list import remember_joules
@@ -51,7 +52,8 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
     with open_recording(run) as recording:
         result = answer(recording)
         remember_joules(recording, result)
-        page = html or (None if as_json else run.with_suffix(".html"))
+        beside = run.with_name(f"{run.name}.html") if run.is_dir() else run.with_suffix(".html")
+        page = html or (None if as_json else beside)
         written = write_page(page, recording, result) if page else None
         if as_json:
             _print_json(recording, result)
@@ -66,6 +68,8 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
 
 def check_run(run: Path) -> None:
     """Raise an error that says what to do if there is no such file, or it is not a run file."""
+    if run.is_dir() and any(run.glob("*rank*.tessera")):
+        return  # of a job: reading its ranks says what is wrong
     if not run.is_file():
         raise missing_file(run, SUFFIXES, HOW_TO_RECORD)
     from ..timeline.source import read_start

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import ArgumentError, RecordingError, TesseraError
+from ..job_rank import find_rank
 from ..output import cannot_write
 from .failures import report_failure
 from .options import FILE, check_writable, choice_option, scope_option
+from .run_report import print_progress, report_run
 
 if TYPE_CHECKING:
-    from ..analyze.answer import Answer
     from ..profile.launch import LaunchPlan
     from ..recording import Recording
-    from ..schema import Scope
 
-STDERR = 2
-EXIT_SIGNAL = 128
 # GPT-2's training makes 240 000 events a second, and each costs 10 us and 1 KB until it is in the file: five seconds
 # are a hundred steps, 12 s of reading and a gigabyte.
 LIMIT_S = 5.0
@@ -96,25 +95,20 @@ def _parse_seconds(_ctx: click.Context, param: click.Parameter, value: float | N
 @click.option("--out", type=FILE, help="The run file. [default: runs/NAME.tessera]")
 @click.option("--html", type=FILE, help="Where to write the page. [default: next to the run file]")
 @click.option("--json", "as_json", is_flag=True, help="Print the joules as JSON, on standard output.")
+@click.option("--nproc", metavar="N", help="Start N ranks with torchrun, and report the whole job.")
+@click.option("--torchrun", "launcher", metavar="OPTIONS", help="With --nproc: more options of torchrun, in quotes.")
 @click.argument("target", metavar="SCRIPT")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
-    module: bool,
-    mode: str,
-    steps: tuple[int, int] | None,
-    limit_s: float,
-    flush_s: float | None,
-    shapes: bool,
-    stack: bool,
-    modules: bool,
-    memory: bool,
     counters: bool,
-    scope: Scope | None,
     out: Path | None,
     html: Path | None,
     as_json: bool,
+    nproc: str | None,
+    launcher: str | None,
     target: str,
     arguments: tuple[str, ...],
+    **recording: Any,
 ) -> int:
     """Run a Python script unchanged, and show which kernels, operators and steps used its energy.
 
@@ -123,52 +117,67 @@ def command(
       tessera run train.py --epochs 1
       tessera run --steps 10:20 --html report.html train.py
       tessera run -m package.train
-      torchrun --nproc-per-node 8 --no-python tessera run train.py
+      tessera run --nproc 4 train.py
+      srun tessera run train.py
 
     Steps are those of the script's optimizer or, with --steps, the calls of its model. Its output is not changed, its
     exit code is passed on, and Ctrl-C still prints the report. Everything is written to one file while it happens.
-    Under torchrun each rank writes its own file, and rank 0 prints.
+    With --nproc, or under torchrun or srun, each rank writes a file of its own into one folder, and one answer is
+    printed for all of them.
     """
-    from ..profile.launch import LaunchPlan
-    from ..profile.options import MODES
-
-    if not module and not Path(target).exists():
+    if not recording["module"] and not Path(target).exists():
         raise ArgumentError(f"there is no script {target!r}", fix="give a Python file, or -m and the name of a module")
     for path in (out, html):
         if path is not None:
             check_writable(path)
+    with contextlib.ExitStack() as stack:
+        if nproc is not None or launcher is not None:
+            from .run_ranks import run_ranks
+
+            check_nproc(nproc, counters)
+            plan = _make_plan(target, arguments, claim_job(out, target, recording["module"]), ranks=True, **recording)
+            return run_ranks(plan, str(nproc), launcher, html, as_json, stack)
+        plan = _make_plan(target, arguments, _claim_path(out, target, recording["module"]), **recording)
+        me = find_rank()
+        if me is None:
+            return _run_and_report(plan, counters, html, as_json, stack)
+        from .run_ranks import report_rank
+
+        return report_rank(plan, me, _run_script(plan, as_json, None), html, as_json, stack)
+
+
+def _make_plan(
+    target: str, arguments: Sequence[str], path: Path, *, module: bool, mode: str, steps: tuple[int, int] | None,
+    limit_s: float, flush_s: float | None, ranks: bool = False, **recorded: Any,
+) -> LaunchPlan:  # fmt: skip
+    """What the script's process is to record; `recorded` are options that mean there what they mean here."""
+    from ..profile.launch import LaunchPlan
+    from ..profile.options import MODES
+
     chosen = next(m for m in MODES if m == mode)
-    plan = LaunchPlan(
-        target=target,
-        module=module,
-        argv=list(arguments),
-        path=str(_claim_path(out, target, module)),
-        claimed=True,
-        mode=chosen,
-        command=["python", *(["-m"] if module else []), target, *arguments],
-        shapes=shapes,
-        stack=stack,
-        modules=modules,
-        memory=memory,
-        steps=steps,
-        flush_s=flush_s or None,
-        limit_s=None if steps or chosen == "summary" else limit_s or None,
-        scope=scope,
-    )
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        code = _run_script(plan, as_json, None)
-        if _is_written(plan):
-            print(f"tessera: rank {rank} wrote {plan.path}", file=sys.stderr)
-        return code
-    with contextlib.ExitStack() as stack_:
-        return _run_and_report(plan, counters, html, as_json, stack_)
+    return LaunchPlan(
+        target=target, module=module, argv=list(arguments), path=str(path), claimed=not ranks, ranks=ranks, mode=chosen,
+        command=["python", *(["-m"] if module else []), target, *arguments], steps=steps, flush_s=flush_s or None,
+        limit_s=None if steps or chosen == "summary" else limit_s or None, **recorded,
+    )  # fmt: skip
+
+
+def check_nproc(nproc: str | None, counters: bool) -> None:
+    """Refuse a number of ranks that torchrun would refuse, before anything is started."""
+    if nproc is None:
+        raise ArgumentError("--torchrun was given without --nproc", fix="add --nproc, the number of ranks on this node")
+    if counters:
+        raise ArgumentError("--counters works with one process only", fix="leave --counters or --nproc out")
+    if nproc not in ("auto", "gpu", "cpu") and not (nproc.isdecimal() and int(nproc) > 0):
+        raise ArgumentError(f"--nproc {nproc} is not a number of ranks", fix="give a number, such as 4, or gpu")
 
 
 def _run_and_report(
     plan: LaunchPlan, counters: bool, html: Path | None, as_json: bool, stack: contextlib.ExitStack
 ) -> int:
     """Run the script and report its energy; `stack` closes the run file at the end."""
+    from ..profile.runfile_store import is_written
+
     read: list[Recording] = []
 
     def read_early() -> None:
@@ -177,12 +186,12 @@ def _run_and_report(
             read.append(_read_run(plan, stack))
 
     code = _run_script(plan, as_json, None if counters else read_early)
-    if not _is_written(plan):
+    if not is_written(Path(plan.path)):
         return code  # the script's process has printed why
     try:
         if counters:
             _add_counters(plan)
-        _report(read[0] if read else _read_run(plan, stack), code, html, as_json)
+        report_run(read[0] if read else _read_run(plan, stack), code, html, as_json)
     except TesseraError as exc:
         return report_failure(exc, code or 1, as_json=as_json)
     return code
@@ -194,8 +203,7 @@ def _claim_path(out: Path | None, target: str, module: bool) -> Path:
     from ..profile.session import default_path, with_rank
 
     while True:
-        name = target.replace(".", "-") if module else Path(target).stem or "run"
-        path = default_path(name) if out is None else with_rank(out)
+        path = default_path(_name_run(target, module), folder=True) if out is None else with_rank(out)
         try:
             claim(path)
         except RecordingError as exc:
@@ -207,12 +215,28 @@ def _claim_path(out: Path | None, target: str, module: bool) -> Path:
         return path
 
 
-def _is_written(plan: LaunchPlan) -> bool:
-    """Whether a run was recorded; the empty file of one that never began is removed."""
-    path = Path(plan.path)
-    if path.exists() and not path.stat().st_size:
-        path.unlink()
-    return path.exists()
+def claim_job(out: Path | None, target: str, module: bool) -> Path:
+    """The folder of a job's ranks, made at once: NAME/ beside NAME.tessera, the merged run that is written last."""
+    for number in itertools.count(1):
+        name = _name_run(target, module)
+        path = out or Path("runs", f"{name}.tessera" if number == 1 else f"{name}-{number}.tessera")
+        folder = path.with_suffix("")
+        try:
+            if not path.exists():
+                folder.mkdir(parents=True)
+                return folder
+        except FileExistsError:
+            pass
+        except OSError as exc:
+            raise cannot_write(folder, exc) from exc
+        if out is not None:
+            taken = path if path.exists() else folder
+            raise ArgumentError(f"{taken} already exists", fix="delete it, or give --out another name")
+    raise AssertionError
+
+
+def _name_run(target: str, module: bool) -> str:
+    return target.replace(".", "-") if module else Path(target).stem or "run"
 
 
 def _run_script(plan: LaunchPlan, quiet: bool, on_closed: Callable[[], None] | None) -> int:
@@ -222,17 +246,15 @@ def _run_script(plan: LaunchPlan, quiet: bool, on_closed: Callable[[], None] | N
     """
     import msgspec
 
-    from ..monitor.command import forward_signals, survive_user_signals
+    from ..monitor.command import EXIT_SIGNAL, STDERR, forward_signals, survive_user_signals
     from ..profile.launch import LAUNCH
-    from ..sensors.discover import SCOPE_VARIABLE
 
     survive_user_signals()
-    env = {**os.environ, SCOPE_VARIABLE: plan.scope} if plan.scope else None
     reader, writer = os.pipe()
     argv = [sys.executable, "-c", LAUNCH, msgspec.json.encode(plan).decode(), str(writer)]
     with forward_signals() as started:
         try:
-            child = subprocess.Popen(argv, env=env, stdout=STDERR if quiet else None, pass_fds=(writer,))
+            child = subprocess.Popen(argv, env=plan.environment, stdout=STDERR if quiet else None, pass_fds=(writer,))
         finally:
             os.close(writer)
         started(child)
@@ -279,26 +301,10 @@ def _read_run(plan: LaunchPlan, stack: contextlib.ExitStack) -> Recording:
     from ..profile.open_recording import open_recording
 
     recording = stack.enter_context(open_recording(plan.path))
-    _print_progress("reading events")
-    _print_progress(f"attributing joules to {len(recording.timeline):,} events")
+    print_progress("reading events")
+    print_progress(f"attributing joules to {len(recording.timeline):,} events")
     recording.energy()
     return recording
-
-
-def _report(recording: Recording, code: int, html: Path | None, as_json: bool) -> None:
-    from ..analyze.answer import answer
-    from ..analyze.run_list import remember_joules
-    from .report import print_answer, write_page
-
-    result, path = answer(recording), recording.facts.path
-    remember_joules(recording, result)
-    page = html or (None if as_json or path is None else path.with_suffix(".html"))
-    written = write_page(page, recording, result) if page else None
-    _print_progress("")
-    if as_json:
-        _print_json(recording, result, code)
-    else:
-        print_answer(recording, result, written, stderr=True)
 
 
 def _add_counters(plan: LaunchPlan) -> None:
@@ -307,31 +313,6 @@ def _add_counters(plan: LaunchPlan) -> None:
     from ..profile.runfile import RunWriter
 
     argv = [sys.executable, *(["-m"] if plan.module else []), plan.target, *plan.argv]
-    counters = replay(argv, progress=lambda s: _print_progress(f"replaying under ncu, {s:.0f} s"))
+    counters = replay(argv, progress=lambda s: print_progress(f"replaying under ncu, {s:.0f} s"))
     with RunWriter(plan.path, mode="append") as writer:
         writer.set("counters", list(counters))
-
-
-def _print_json(recording: Recording, result: Answer, code: int) -> None:
-    import msgspec
-
-    from ..analyze.answer import find_rows
-    from ..config import find_cost
-
-    sys.stdout.flush()
-    facts = recording.facts
-    data = {"returncode": code, "path": str(facts.path), "mode": facts.mode, "run": result.whole.to_dict()}
-    data |= find_rows(recording, recording.energy()).to_json()
-    data["tracing"] = result.tracing.to_dict() if result.tracing is not None else None
-    data["cost"] = find_cost(result.whole.energy_j, result.whole.error_j)
-    data |= {"cpu_use": facts.cpu_use, "children_j": result.children_j, "scope": result.scope}
-    if facts.summary:
-        data["summary"] = facts.summary
-    click.echo(msgspec.json.encode(data).decode())
-
-
-def _print_progress(text: str, width: int = 60) -> None:
-    """One line on a terminal, overwritten by the next; nothing elsewhere."""
-    if sys.stderr.isatty():
-        line = "\r" + f"tessera: {text}".ljust(width) if text else "\r" + " " * width + "\r"
-        print(line, file=sys.stderr, end="", flush=True)

@@ -13,17 +13,14 @@ does, nor CUDA touched: a script may still set CUDA_VISIBLE_DEVICES or OMP_NUM_T
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
 import importlib.util
 import io
-import logging
 import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from collections.abc import Callable, Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -31,139 +28,17 @@ from typing import Any
 import msgspec
 
 from ..errors import ArgumentError, RecordingError, TesseraError
+from ..job_rank import find_rank
 from ..schema import Scope
+from ..sensors.discover import SCOPE_VARIABLE
+from . import flight_record
 from .ending import DROPPED, Patience, end_with_parent
 from .options import DEFAULT, Mode, SessionOptions
 from .recorder import Session
 from .runfile_open import SIDE_FILES
-from .torch_hooks import ModuleCalls, OptimizerSteps
+from .script_steps import ScriptSteps
+from .session import rank_path
 from .tracing_schedule import between
-
-_log = logging.getLogger("tessera")
-
-
-class ScriptSteps:
-    """Begins tracing and counts steps: by the optimizer, or, in a script without one, by outermost module calls.
-
-    Module calls are only counted where steps were asked for (`by_modules`): the hooks cost two microseconds a module.
-    """
-
-    def __init__(self, session: Session, *, by_modules: bool) -> None:
-        self._session = session
-        self._by_modules = by_modules
-        self._optimizer = OptimizerSteps(self._optimizer_stepped)
-        self._modules: ModuleCalls | None = None
-        self._finder = AfterImport("torch", self._torch_came)
-        self._begun = False
-        self._calls = 0
-        self._called_ns = 0  # start and end of the last outermost call
-        self._returned_ns = 0
-        self._optimized = False
-
-    def install(self) -> None:
-        if "torch" in sys.modules:
-            self._torch_came(sys.modules["torch"])
-        else:
-            sys.meta_path.insert(0, self._finder)
-
-    def remove(self) -> None:
-        """Leave Python and torch as they were, and close the last step of a script without an optimizer."""
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        self._optimizer.remove()
-        if self._modules is not None:
-            self._modules.remove()
-        if self._session.options.traces and "torch" in sys.modules and not self._session.tracing:
-            self._session.notes.append(
-                "nothing was traced: the script came neither to a GPU nor to an optimizer step; steps of a model on "
-                "the CPU are found with --steps"
-            )
-        if self._by_modules and not self._optimized and self._returned_ns > self._called_ns > 0:
-            self._session.end_step(self._returned_ns)
-
-    # -- torch ---------------------------------------------------------------------------------------------------
-
-    def _torch_came(self, torch: Any) -> None:
-        self._session.compiling = torch.compiler.is_compiling
-        self._optimizer.install()
-        if self._by_modules:
-            # Until the end: hooks that go away make torch.compile compile anew.
-            self._modules = ModuleCalls(self._module_called, self._module_returned)
-            self._modules.install()
-        else:
-            self._session.first_step_begins(None)
-        devices = [torch.cuda] + ([torch.xpu] if hasattr(torch, "xpu") else [])
-        if not self._session.sees_gpu:
-            self._begin()
-            return
-        for device in devices:
-            # Runs once the device is initialised: asking for it now would fix CUDA_VISIBLE_DEVICES, and forbid forks.
-            if hasattr(device, "_lazy_call"):
-                device._lazy_call(self._begin)
-
-    def _begin(self) -> None:
-        if self._begun or threading.current_thread() is not threading.main_thread():
-            return  # Kineto belongs to the thread that starts it; the main thread has more to show
-        self._begun = True
-        try:
-            self._session.begin_tracing()
-        except (TesseraError, RuntimeError) as exc:
-            self._session.notes.append(f"nothing was traced: {exc}")
-
-    # -- steps ---------------------------------------------------------------------------------------------------
-
-    def _module_called(self) -> None:
-        now_ns = time.time_ns()
-        self._calls += 1
-        if self._calls == 1:
-            self._begin()  # a script that runs on the CPU of a machine with GPUs never comes to use them
-            self._session.first_step_begins(now_ns)
-        elif not self._optimized:
-            self._session.end_step(now_ns)
-        self._called_ns = now_ns
-
-    def _module_returned(self) -> None:
-        self._returned_ns = time.time_ns()
-
-    def _optimizer_stepped(self) -> None:
-        self._optimized = True
-        self._begin()
-        self._session.end_step(time.time_ns())
-
-
-class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls something with a module right after it was imported, once."""
-
-    def __init__(self, name: str, call: Callable[[Any], None]) -> None:
-        self._name = name
-        self._call = call
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Of our module: what the other finders say, with a loader that calls us back."""
-        if fullname != self._name:
-            return None
-        # We stay until the module is executed: many libraries only ask whether torch is there, and import it later.
-        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
-        spec = next((s for f in others if (s := f.find_spec(fullname, path, target)) is not None), None)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def then_call(module: ModuleType) -> None:
-            execute(module)
-            if self not in sys.meta_path:
-                return  # called before, or nobody waits any more
-            sys.meta_path.remove(self)
-            try:
-                self._call(module)
-            except Exception:  # noqa: BLE001  (the program's import has succeeded, and is to stay so)
-                _log.exception("tessera cannot follow %s", self._name)
-
-        spec.loader.exec_module = then_call  # type: ignore[method-assign]
-        return spec
-
 
 LAUNCH = """import sys
 if not sys.flags.safe_path:
@@ -177,13 +52,14 @@ MISSING = 2
 
 
 class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """What `tessera run` asks for."""
+    """What `tessera run` asks for. With `ranks`, `path` is a folder, where each rank writes a file of its own."""
 
     target: str
     module: bool = False
     argv: list[str] = []
     path: str
     claimed: bool = False
+    ranks: bool = False
     command: list[str] = []
     mode: Mode = "timeline"
     shapes: bool = True
@@ -194,6 +70,11 @@ class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     flush_s: float | None = None
     limit_s: float | None = None
     scope: Scope | None = None
+
+    @property
+    def environment(self) -> dict[str, str] | None:
+        """Of the script's process: ours, which None stands for, with whose power is to be measured."""
+        return {**os.environ, SCOPE_VARIABLE: self.scope} if self.scope else None
 
 
 class Terminated(SystemExit):
@@ -208,8 +89,11 @@ def main() -> None:
     """Run the plan given as the first argument."""
     plan = msgspec.json.decode(sys.argv[1], type=LaunchPlan)
     tell = _teller(int(sys.argv[2]) if len(sys.argv) > 2 else None)
-    if "RANK" in os.environ:  # else the script outlives `tessera run`, and its run is written all the same
+    me = find_rank()
+    if me is not None:  # else the script outlives `tessera run`, and its run is written all the same
         end_with_parent()
+        flight_record.enable()
+    is_first = me is None or me.rank == 0
     code, program = load(plan)
     session = _start_session(plan)
     steps = None if session is None else ScriptSteps(session, by_modules=plan.steps is not None)
@@ -218,7 +102,7 @@ def main() -> None:
     sys.modules["__main__"] = program
     outcome: BaseException | None = None
     notes = [] if session is None else session.notes
-    patience = Patience(lambda: notes.append(DROPPED), say=os.environ.get("RANK", "0") == "0")
+    patience = Patience(lambda: notes.append(DROPPED), say=is_first)
     try:
         try:
             with _terminable():
@@ -234,7 +118,7 @@ def main() -> None:
         _show(outcome)
     if session is not None and steps is not None:
         tell(ENDED)
-        _finish(session, steps, exit_code(outcome), patience)
+        _finish(session, steps, exit_code(outcome), patience, show=is_first and sys.stderr.isatty())
         tell(CLOSED)
     if not isinstance(outcome, KeyboardInterrupt):
         patience.release()
@@ -269,7 +153,7 @@ def _start_session(plan: LaunchPlan) -> Session | None:
     )  # fmt: skip
     schedule = between(*plan.steps) if plan.steps else None
     facts = {"command": plan.command, "steps": plan.steps}
-    path = Path(plan.path)
+    path = rank_path(Path(plan.path)) if plan.ranks else Path(plan.path)
     try:
         return Session(
             options, path=path, claimed=plan.claimed, schedule=schedule, facts=facts, begin_tracing=False
@@ -402,15 +286,14 @@ def _show(outcome: BaseException) -> None:
     sys.excepthook(type(outcome), outcome.with_traceback(trace), trace)
 
 
-def _finish(session: Session, steps: ScriptSteps, code: int, patience: Patience) -> None:
+def _finish(session: Session, steps: ScriptSteps, code: int, patience: Patience, *, show: bool) -> None:
     """End the session. Whoever will not wait for its trace may drop it (`Patience`)."""
-    terminal = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
     if "torch" in sys.modules:
         from .kineto_collector import Finished
 
         Finished.process_ends = True
     line = "tessera: reading the trace"
-    if terminal:
+    if show:
         sys.stderr.write(line)
         sys.stderr.flush()
     try:
@@ -426,7 +309,7 @@ def _finish(session: Session, steps: ScriptSteps, code: int, patience: Patience)
     except Exception as exc:  # noqa: BLE001  (the script's exit code is not ours to change)
         sys.stderr.write(f"\ntessera: the run could not be written whole: {exc}\n")
     finally:
-        if terminal:
+        if show:
             sys.stderr.write("\r" + " " * len(line) + "\r")
 
 

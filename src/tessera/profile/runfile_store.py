@@ -47,6 +47,13 @@ def claim(path: Path) -> None:
         raise RecordingError(f"{path} already exists", fix="give another name") from exc
 
 
+def is_written(path: Path) -> bool:
+    """Whether a run was recorded; the empty file of one that was claimed and never began is removed."""
+    if path.exists() and not path.stat().st_size:
+        path.unlink()
+    return path.exists()
+
+
 class Store:
     """An open run file, with what was interned in it and the number of the next row."""
 

@@ -1,0 +1,57 @@
+"""What `tessera run` prints of a run, or of a job of several ranks, when it has ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from ..analyze.answer import Answer
+    from ..recording import Recording
+
+
+def report_run(recording: Recording, code: int, html: Path | None, as_json: bool) -> None:
+    """Print the answer, on standard error, or as JSON; write the page beside the run unless it is JSON."""
+    from ..analyze.answer import answer
+    from ..analyze.run_list import remember_joules
+    from .report import print_answer, write_page
+
+    result, path = answer(recording), recording.facts.path
+    remember_joules(recording, result)
+    page = html or (None if as_json or path is None else path.with_suffix(".html"))
+    written = write_page(page, recording, result) if page else None
+    print_progress("")
+    if as_json:
+        _print_json(recording, result, code)
+    else:
+        print_answer(recording, result, written, stderr=True)
+
+
+def _print_json(recording: Recording, result: Answer, code: int) -> None:
+    import msgspec
+
+    from ..analyze.answer import find_rows
+    from ..config import find_cost
+
+    sys.stdout.flush()
+    facts = recording.facts
+    data = {"returncode": code, "path": str(facts.path), "mode": facts.mode, "run": result.whole.to_dict()}
+    data |= find_rows(recording, recording.energy()).to_json()
+    data["tracing"] = result.tracing.to_dict() if result.tracing is not None else None
+    data["cost"] = find_cost(result.whole.energy_j, result.whole.error_j)
+    data |= {"cpu_use": facts.cpu_use, "children_j": result.children_j, "scope": result.scope}
+    if result.job is not None:
+        data["job"] = result.job.to_dict()
+    if facts.summary:
+        data["summary"] = facts.summary
+    click.echo(msgspec.json.encode(data).decode())
+
+
+def print_progress(text: str, width: int = 60) -> None:
+    """One line on a terminal, overwritten by the next; nothing elsewhere."""
+    if sys.stderr.isatty():
+        line = "\r" + f"tessera: {text}".ljust(width) if text else "\r" + " " * width + "\r"
+        print(line, file=sys.stderr, end="", flush=True)

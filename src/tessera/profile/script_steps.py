@@ -1,0 +1,142 @@
+"""The steps of a script that `tessera run` runs unchanged, found when torch comes: by its optimizer or its modules."""
+
+from __future__ import annotations
+
+import importlib.abc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ..errors import TesseraError
+from .recorder import Session
+from .torch_hooks import ModuleCalls, OptimizerSteps
+
+_log = logging.getLogger("tessera")
+
+
+class ScriptSteps:
+    """Begins tracing and counts steps: by the optimizer, or, in a script without one, by outermost module calls.
+
+    Module calls are only counted where steps were asked for (`by_modules`): the hooks cost two microseconds a module.
+    """
+
+    def __init__(self, session: Session, *, by_modules: bool) -> None:
+        self._session = session
+        self._by_modules = by_modules
+        self._optimizer = OptimizerSteps(self._optimizer_stepped)
+        self._modules: ModuleCalls | None = None
+        self._finder = AfterImport("torch", self._torch_came)
+        self._begun = False
+        self._calls = 0
+        self._called_ns = 0  # start and end of the last outermost call
+        self._returned_ns = 0
+        self._optimized = False
+
+    def install(self) -> None:
+        if "torch" in sys.modules:
+            self._torch_came(sys.modules["torch"])
+        else:
+            sys.meta_path.insert(0, self._finder)
+
+    def remove(self) -> None:
+        """Leave Python and torch as they were, and close the last step of a script without an optimizer."""
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        self._optimizer.remove()
+        if self._modules is not None:
+            self._modules.remove()
+        if self._session.options.traces and "torch" in sys.modules and not self._session.tracing:
+            self._session.notes.append(
+                "nothing was traced: the script came neither to a GPU nor to an optimizer step; steps of a model on "
+                "the CPU are found with --steps"
+            )
+        if self._by_modules and not self._optimized and self._returned_ns > self._called_ns > 0:
+            self._session.end_step(self._returned_ns)
+
+    # -- torch ---------------------------------------------------------------------------------------------------
+
+    def _torch_came(self, torch: Any) -> None:
+        self._session.compiling = torch.compiler.is_compiling
+        self._optimizer.install()
+        if self._by_modules:
+            # Until the end: hooks that go away make torch.compile compile anew.
+            self._modules = ModuleCalls(self._module_called, self._module_returned)
+            self._modules.install()
+        else:
+            self._session.first_step_begins(None)
+        devices = [torch.cuda] + ([torch.xpu] if hasattr(torch, "xpu") else [])
+        if not self._session.sees_gpu:
+            self._begin()
+            return
+        for device in devices:
+            # Runs once the device is initialised: asking for it now would fix CUDA_VISIBLE_DEVICES, and forbid forks.
+            if hasattr(device, "_lazy_call"):
+                device._lazy_call(self._begin)
+
+    def _begin(self) -> None:
+        if self._begun or threading.current_thread() is not threading.main_thread():
+            return  # Kineto belongs to the thread that starts it; the main thread has more to show
+        self._begun = True
+        try:
+            self._session.begin_tracing()
+        except (TesseraError, RuntimeError) as exc:
+            self._session.notes.append(f"nothing was traced: {exc}")
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _module_called(self) -> None:
+        now_ns = time.time_ns()
+        self._calls += 1
+        if self._calls == 1:
+            self._begin()  # a script that runs on the CPU of a machine with GPUs never comes to use them
+            self._session.first_step_begins(now_ns)
+        elif not self._optimized:
+            self._session.end_step(now_ns)
+        self._called_ns = now_ns
+
+    def _module_returned(self) -> None:
+        self._returned_ns = time.time_ns()
+
+    def _optimizer_stepped(self) -> None:
+        self._optimized = True
+        self._begin()
+        self._session.end_step(time.time_ns())
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls something with a module right after it was imported, once."""
+
+    def __init__(self, name: str, call: Callable[[Any], None]) -> None:
+        self._name = name
+        self._call = call
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Of our module: what the other finders say, with a loader that calls us back."""
+        if fullname != self._name:
+            return None
+        # We stay until the module is executed: many libraries only ask whether torch is there, and import it later.
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+        spec = next((s for f in others if (s := f.find_spec(fullname, path, target)) is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def then_call(module: ModuleType) -> None:
+            execute(module)
+            if self not in sys.meta_path:
+                return  # called before, or nobody waits any more
+            sys.meta_path.remove(self)
+            try:
+                self._call(module)
+            except Exception:  # noqa: BLE001  (the program's import has succeeded, and is to stay so)
+                _log.exception("tessera cannot follow %s", self._name)
+
+        spec.loader.exec_module = then_call  # type: ignore[method-assign]
+        return spec
