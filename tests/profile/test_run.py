@@ -270,8 +270,8 @@ def test_ranks_write_their_own_files_and_one_prints(tmp_path, script):
     name = script("import time; time.sleep(0.6)")
     code, out, err = run(tmp_path, name, env={"RANK": "1", "WORLD_SIZE": "2"})
     assert code == 0 and out == "" and "tessera report" not in err
-    assert "tessera: rank 1 wrote runs/script.rank1.tessera" in err
-    with RunFile(tmp_path / "runs/script.rank1.tessera") as found:
+    assert "tessera: rank 1 wrote runs/script/rank1.tessera" in err
+    with RunFile(tmp_path / "runs/script/rank1.tessera") as found:
         assert found.get("rank") == 1 and found.get("world_size") == 2
 
 

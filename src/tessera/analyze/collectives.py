@@ -176,9 +176,9 @@ def _describe_rows(
 
 
 def name_collective(kind: str | None, group: str | None) -> str:
-    """AllReduce[dp]: what it is, and its process group."""
-    words = (kind or "other").split("_")
-    return f"{''.join(word.capitalize() for word in words)}[{group or 'world'}]"
+    """AllReduce[dp]: what it is, and its process group; without it where that is not known."""
+    name = "".join(word.capitalize() for word in (kind or "other").split("_"))
+    return f"{name}[{group}]" if group else name
 
 
 def _row(

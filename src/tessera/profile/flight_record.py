@@ -22,7 +22,7 @@ import numpy as np
 
 from ..timeline.columns import NONE, Launch, Timeline
 from ..timeline.shapes import parse
-from ..timeline.transfers import DTYPE_BYTES, ON_HOST, collective_type, group_label
+from ..timeline.transfers import DTYPE_BYTES, ON_HOST, UNEVEN, collective_type, group_label
 
 SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 MOST_CALLS = "10000"
@@ -48,7 +48,8 @@ class FlightCall(msgspec.Struct, frozen=True):
     @property
     def kind(self) -> _Kind:
         """What Kineto's row of it says too: the type, and how many elements each tensor has."""
-        return collective_type(self.profiling_name), tuple(math.prod(s) for s in self.input_sizes)
+        kind = collective_type(self.profiling_name)
+        return kind, () if kind in UNEVEN else tuple(math.prod(s) for s in self.input_sizes)
 
     @property
     def bytes(self) -> int | None:
@@ -118,9 +119,8 @@ def name_groups(timeline: Timeline, calls: Sequence[FlightCall], sizes: dict[str
 
 
 def _kind_of(timeline: Timeline, row: int) -> _Kind:
-    shapes = timeline.text("shapes", row)
-    elements = tuple(math.prod(dims) for dims, _ in parse(shapes)) if shapes else ()
-    return collective_type(timeline.name(row).partition(":")[2]), elements
+    kind, shapes = collective_type(timeline.name(row).partition(":")[2]), timeline.text("shapes", row)
+    return kind, tuple(math.prod(dims) for dims, _ in parse(shapes)) if shapes and kind not in UNEVEN else ()
 
 
 def _queue_of(groups: dict[str, deque[FlightCall]], group: str | None, start_ns: int) -> deque[FlightCall] | None:

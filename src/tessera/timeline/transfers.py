@@ -15,6 +15,8 @@ DTYPE_BYTES = {
 }  # fmt: skip
 ON_HOST = ("gloo:", "mpi:", "ucc:")
 """How the rows of collectives begin that run on the host."""
+UNEVEN = ("scatter", "gather", "all_to_all", "barrier")
+"""Collectives whose ranks may state different tensors: the root's alone, or those of one side."""
 _ALGORITHM = re.compile(
     r"_(RING|TREE|NVLS_TREE|NVLS|COLLNET_DIRECT|COLLNET_CHAIN|PAT)_(LL128|LL|SIMPLE)(?![A-Z0-9])", re.IGNORECASE
 )

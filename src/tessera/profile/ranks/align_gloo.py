@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...timeline.columns import Ints, Timeline
-from ...timeline.transfers import collective_type
+from ...timeline.transfers import UNEVEN, collective_type
 from .sequences import ONE_TO_ONE, STRIDE, TOGETHER, ClockFit, CollectiveSequence, Key
 
 PREFIX = "gloo:"
@@ -68,7 +68,7 @@ def _sequence(
     what = []
     for name, shape in zip(names.tolist(), shapes.tolist(), strict=True):
         # Sizes tell collectives apart; an uneven all-to-all has others on every rank.
-        size = None if shape < 0 or kinds[name] == "all_to_all" else timeline.names[shape]
+        size = None if shape < 0 or kinds[name] in UNEVEN else timeline.names[shape]
         what.append(numbers.setdefault((PREFIX, kinds[name], size), len(numbers)))
     return CollectiveSequence(
         rows=rows, what=np.array(what, dtype=np.int64),
