@@ -153,20 +153,20 @@ def test_ranks_of_tensor_parallel_draw_the_same_dropout(two):
 
 
 class UnusualGPT(nn.Module):
-    """Places as a parameter of the root, a look at an attribute of a block, a frozen embedding that is the head too."""
+    """Places of the root used at both ends, a look at an attribute of a block, a frozen embedding that is the head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wte = nn.Embedding(64, 32)
+        self.embedding = nn.Embedding(64, 32)
         self.places = nn.Parameter(torch.randn(64, 32))
         self.h = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(3))
-        self.wte.weight.requires_grad_(False)
+        self.embedding.weight.requires_grad_(False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.wte(words) + self.places[: words.shape[1]] * self.h[0].norm1.eps
+        x = self.embedding(words) + self.places[: words.shape[1]] * (1 + self.h[0].norm1.eps)
         for block in self.h:
             x = block(x)
-        return x @ self.wte.weight.T
+        return (x + self.places[: words.shape[1]]) @ self.embedding.weight.T
 
 
 def compare_unusual(rank: int, settings: dict[str, Any]) -> float:

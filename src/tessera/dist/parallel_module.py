@@ -202,11 +202,11 @@ class ParallelModule:
             if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
         if self._ends_group is not None:
-            for name in self._parts[0].shared[:1]:
-                for part in self._parts:
-                    held = dict(part.module.named_parameters(remove_duplicate=False)).get(name)
-                    if held is not None and held.requires_grad:
-                        self._sum_over_ends(held)
+            for part in self._parts:
+                named = dict(part.module.named_parameters(remove_duplicate=False))
+                held = {id(p): p for name in part.shared if (p := named.get(name)) is not None and p.requires_grad}
+                for parameter in held.values():  # in the order of their names, which is that of the other end
+                    self._sum_over_ends(parameter)
         if self.layout.dp > 1 and self.layout.sharding == "none" and self.gradient_sync is None:
             self._average_gradients()
 
