@@ -69,27 +69,37 @@ def _differ(one: Layout, other: Layout, name: str) -> bool:
 def _other_divisions(
     problem: PlanProblem, best: PlanCandidate, metric: str, most_time_s: float
 ) -> Iterator[PlanNeighbour]:
-    """The best layout with an axis, or the microbatch, doubled or halved; data parallel takes what is left."""
-    layout = best.layout
-    settings = ("tp", "pp", "cp", "ep", "micro_batch")
-    wanted = {}
-    for setting in settings:
+    """The best layout with an axis, or the microbatch, doubled or halved; data parallel takes what is left.
+
+    With another axis the microbatch is chosen again, as in the table of candidates: both say the same of a layout.
+    """
+    layout, axes = best.layout, ("tp", "pp", "cp", "ep")
+    bases = list(list_divisions(dataclasses.replace(problem, gpus=layout.gpus)))
+    for setting in (*axes, "micro_batch"):
+        kept = [name for name in axes if name != setting]
         for value in (getattr(layout, setting) * 2, getattr(layout, setting) / 2):
-            sizes = {name: getattr(layout, name) for name in settings} | {setting: value}
-            wanted[tuple(sizes.values())] = (setting, value)
-    for base in list_divisions(dataclasses.replace(problem, gpus=layout.gpus)):
-        found = wanted.get(tuple(getattr(base, name) for name in settings))
-        if found is None:
-            continue
-        tried = list(evaluate_variants(problem, base))
-        if tried:
-            allowed = [c for c in tried if c.time_s <= most_time_s]
-            chosen = min(allowed or tried, key=lambda c: getattr(c, metric if allowed else "time_s"))
-            yield _judge(best, chosen, found[0], metric, most_time_s)
-            continue
-        frugal = max(list_variants(problem, base), key=lambda v: (v.sharding, len(v.offload)))
-        trial = dataclasses.replace(frugal, recompute="full")
-        yield _compare(problem, best, trial, found[0], metric, most_time_s)
+            near = [
+                base
+                for base in bases
+                if getattr(base, setting) == value and not any(_differ(base, layout, name) for name in kept)
+            ]
+            if near:
+                yield _compare_best(problem, best, near, setting, metric, most_time_s)
+
+
+def _compare_best(
+    problem: PlanProblem, best: PlanCandidate, bases: list[Layout], setting: str, metric: str, most_time_s: float
+) -> PlanNeighbour:
+    """The best that can be made of some divisions; the most frugal one where none fits."""
+    tried = [candidate for base in bases for candidate in evaluate_variants(problem, base)]
+    if tried:
+        allowed = [c for c in tried if c.time_s <= most_time_s]
+        chosen = min(allowed or tried, key=lambda c: getattr(c, metric if allowed else "time_s"))
+        return _judge(best, chosen, setting, metric, most_time_s)
+    smallest = min(bases, key=lambda base: base.micro_batch)
+    frugal = max(list_variants(problem, smallest), key=lambda v: (v.sharding, len(v.offload)))
+    trial = dataclasses.replace(frugal, recompute="full")
+    return _compare(problem, best, trial, setting, metric, most_time_s)
 
 
 def _compare(
