@@ -108,6 +108,7 @@ COMMANDS = [
     "  `python benchmarks/measure/attribution.py [FOLDER/*.json.gz]`; `--fit` for the response and the speed exponent",
     f"- `{DEVICE}/check_counters.py OUT.json`, `check_calibrate.py OUT.json` (on the GPU)",
     "- `python benchmarks/measure/analyze_trace.py` needs HolisticTraceAnalysis from PyPI in `.bench/hta`, `page_speed.py` Chromium",
+    "- `python benchmarks/measure/rank_overhead.py`: a step of two Gloo ranks under `tessera run --nproc 2` against torchrun; on a quiet machine",
 ]
 
 
