@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from operator import itemgetter
@@ -20,7 +21,7 @@ from ..notes import kind_of, restore_kinds
 from ..read_limits import JSON_BYTES
 from ..recording import CpuUse, Facts, Recording, Stack
 from ..schema import Domain, Gap, Telemetry
-from ..timeline.columns import FLOATS, INTEGERS, Chunk, Launch, Timeline
+from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, Chunk, Launch, Timeline
 from ..trace import PowerTrace
 from .runfile_format import (
     DAMAGE,
@@ -210,19 +211,36 @@ class RunFile:
         plain = [c for c in wanted if c not in ENERGY]
         joules = [c for c in wanted if c in ENERGY]
         names, launches = self._count("names"), self._count("launches")
-        # One query each: a cursor held open would keep a live writer from checkpointing.
-        for (first,) in self._db.rows("SELECT first_row FROM chunks ORDER BY first_row"):
-            ((rows, heads, data),) = self._db.rows("SELECT rows, columns, data FROM chunks WHERE first_row = ?", first)
+        # A query for a few: a cursor held open would keep a live writer from checkpointing.
+        for low, high in self._group_chunks():
+            sql = "SELECT first_row, rows, columns, data FROM chunks WHERE first_row BETWEEN ? AND ? ORDER BY first_row"
+            stored = self._db.rows(sql, low, high)
+            end = max((first + row_count(rows) for first, rows, *_ in stored), default=low)
+            extra = self._db.rows("SELECT row, value FROM extra WHERE row >= ? AND row < ? ORDER BY row", low, end)
+            for first, rows, heads, data in stored:
+                with self._reading(f"the rows from {first} on are"):
+                    values = unpack(heads, data, rows, plain)
+                    if points_beyond(values, names=names, launches=launches):  # a live writer has added some
+                        names, launches = self._count("names"), self._count("launches")
+                    self._lost += check_columns(values, names=names, launches=launches)
+                    if joules:
+                        values |= self._energy(first, rows, joules)
+                    own = extra[bisect_left(extra, (first,)) : bisect_left(extra, (first + rows,))]
+                    fields = {row - first: msgspec.json.decode(text, type=dict[str, Any]) for row, text in own}
+                yield Chunk(first, values, fields)
+
+    def _group_chunks(self) -> Iterator[tuple[int, int]]:
+        """The first rows of the first and last of some chunks that follow each other, as many as one may have rows."""
+        low, held, last = None, 0, 0
+        for first, rows in self._db.rows("SELECT first_row, rows FROM chunks ORDER BY first_row"):
             with self._reading(f"the rows from {first} on are"):
-                values = unpack(heads, data, row_count(rows), plain)
-                if points_beyond(values, names=names, launches=launches):  # a live writer has added some
-                    names, launches = self._count("names"), self._count("launches")
-                self._lost += check_columns(values, names=names, launches=launches)
-                if joules:
-                    values |= self._energy(first, rows, joules)
-                extra = self._db.rows("SELECT row, value FROM extra WHERE row >= ? AND row < ?", first, first + rows)
-                fields = {row - first: msgspec.json.decode(text, type=dict[str, Any]) for row, text in extra}
-            yield Chunk(first, values, fields)
+                if low is None or held + row_count(rows) > CHUNK_ROWS:
+                    if low is not None:
+                        yield low, last
+                    low, held = first, 0
+                held, last = held + rows, first
+        if low is not None:
+            yield low, last
 
     def _energy(self, first: int, rows: int, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
         out = {c: np.full(rows, np.nan) for c in columns}
