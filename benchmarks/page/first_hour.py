@@ -12,7 +12,13 @@ LINES, COLUMNS = 45, 100  # one screen
 
 def goals() -> list[Goal]:
     f = load("first_hour")
-    return [*first_screen(f), selftest(f), fuzz(load("fuzz_parsers")), fuzz_files(load("fuzz_files")), *soak(load("soak"))]
+    return [
+        *first_screen(f),
+        selftest(f),
+        fuzz(load("fuzz_parsers")),
+        fuzz_files(load("fuzz_files")),
+        *soak(load("soak")),
+    ]
 
 
 def first_screen(f: dict[str, Any] | None) -> list[Goal]:
@@ -50,7 +56,9 @@ def fuzz(f: dict[str, Any] | None) -> Goal:
 
 
 def fuzz_files(f: dict[str, Any] | None) -> Goal:
-    what = "hostile and damaged files that are neither refused nor right, or take over 5 s + 2 s for 10 MB of CPU or 1 GB"
+    what = (
+        "hostile and damaged files that are neither refused nor right, or take over 5 s + 2 s for 10 MB of CPU or 1 GB"
+    )
     goal, command = "0 of 10,000", "python benchmarks/fuzz/fuzz_files.py 10000"
     if f is None:
         return Goal(what=what, goal=goal, command=command)
