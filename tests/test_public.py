@@ -15,7 +15,7 @@ from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
     "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze",
-    "config", "dist", "errors", "estimate", "event", "graph", "hardware", "memcpy", "monitor", "op", "optimize",
+    "config", "dist", "errors", "estimate", "event", "fleet", "graph", "hardware", "memcpy", "monitor", "op", "optimize",
     "predict", "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
 }  # fmt: skip
 MONITOR = {

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from . import errors as errors
     from . import estimate as estimate
     from . import event as event
+    from . import fleet as fleet
     from . import graph as graph
     from . import hardware as hardware
     from . import memcpy as memcpy
@@ -77,6 +78,7 @@ __all__ = [
     "errors",
     "estimate",
     "event",
+    "fleet",
     "graph",
     "hardware",
     "memcpy",

@@ -1,0 +1,20 @@
+"""Power of many jobs, nodes and racks: simulate it, shape it, govern it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_LAZY: dict[str, str] = {}
+
+__all__ = sorted(_LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module 'tessera.fleet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
