@@ -15,8 +15,8 @@ from tessera.cli.main import COMMANDS, cli
 
 PUBLIC = {
     "Energy", "EnergyBenchmark", "EnergyReport", "PowerTrace", "TesseraError", "__version__", "actuators", "analyze",
-    "config", "dist", "errors", "estimate", "event", "fleet", "graph", "hardware", "memcpy", "monitor", "op", "optimize",
-    "predict", "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
+    "config", "dist", "errors", "estimate", "event", "fleet", "graph", "hardware", "memcpy", "monitor", "op",
+    "optimize", "predict", "profile", "rewrite", "schedule", "schema", "sensors", "stream", "units",
 }  # fmt: skip
 MONITOR = {
     "BenchmarkResult", "EnergyBenchmark", "EnergyScope", "LiveTrace", "Monitor", "default", "energy_scope",

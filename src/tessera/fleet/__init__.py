@@ -7,8 +7,6 @@ from typing import Any
 
 _LAZY: dict[str, str] = {}
 
-__all__ = sorted(_LAZY)
-
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
@@ -17,4 +15,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted(_LAZY)
