@@ -225,6 +225,12 @@ def _scheduled(**options: Any) -> Any:
     return tessera.schedule(**options)
 
 
+def _policy() -> Any:
+    from tessera.policy import load_policies
+
+    return load_policies("policy.yaml")
+
+
 def _block() -> None:
     with _scheduled(policy="energy"):
         pass
@@ -312,6 +318,7 @@ CALLS = [
     Case("an error that nothing keeps", lambda: _op("matmul", (8, 8), (8, 8), error_tolerance=1e-30), "tolerance"),
     Case("a cap that is none", lambda: _scheduled(power_cap="275"), "unit"),
     Case("a policy for a block", _block, "@schedule"),
+    Case("a power policy with a wrong key", _policy, "did you mean 'jitter_ms'"),
     Case("a policy that is none", lambda: _scheduled(policy="enrgy"), "did you mean 'energy'"),
 ]  # fmt: skip
 ALL = [*USAGE, *OURS, *CALLS]
@@ -357,6 +364,7 @@ def prepare(folder: Path) -> None:
         "notes.json": '{"total_j": "none"}', "a.json": '{"total_j": "none"}', "b.json": "{}",
         "trace.json": json.dumps(TRACE), "columns.csv": "epoch_us,domain\n1,gpu0\n",
         "line.csv": "epoch_us,domain,watts\n1,gpu0,5\nnow,gpu0,5\n",
+        "policy.yaml": "power_shaper: {jiter_ms: [1, 5]}\n",
         "smi.csv": "timestamp, index\n2026/11/15 09:30:00, 0\n",
         "early.csv": "epoch_us,domain,watts\n" + "".join(f"{20_000 * i},gpu0,300\n" for i in range(20)),
     }  # fmt: skip

@@ -6,6 +6,7 @@
     ├── ArgumentError            a wrong argument (also a ValueError)
     │   ├── UnitError            a quantity that cannot be parsed; shows the position
     │   ├── BadDevice            a device file that cannot be used; names the file and the key
+    │   ├── PolicyError          a policy that cannot be used; names the file and the key
     │   ├── TileError            a tile that cannot work; names the nearest one that does
     │   └── ToleranceError       an error bound that no precision meets
     ├── SensorError              something about a sensor
@@ -82,6 +83,10 @@ class UnitError(ArgumentError):
 
 class BadDevice(ArgumentError):
     """A device file that cannot be used; `what` names the file and the key."""
+
+
+class PolicyError(ArgumentError):
+    """A power policy that cannot be used; `what` names the file and the key."""
 
 
 class TileError(ArgumentError):

@@ -42,6 +42,9 @@ INFLATED_BYTES, INFLATION = 64 << 20, 64
 TOML_BYTES, TOML_DOTS = 1 << 20, 4_000_000
 """Settings have a few KB. Python keeps every beginning of a dotted key: 40 KB of `a.a.a` would take 2.4 GB."""
 
+YAML_BYTES, YAML_VALUES = 256 << 10, 100_000
+"""A policy has a few hundred bytes and a data centre some tens of KB. Values are counted with aliases written out."""
+
 
 def open_file(path: Path) -> BinaryIO:
     """Open a file for reading. An OSError refuses pipes and devices, which may keep a reader waiting for ever.
@@ -88,6 +91,60 @@ def parse_toml(data: bytes) -> dict[str, Any]:
         raise ValueError("a number in it has thousands of digits") from exc
     except (RecursionError, MemoryError) as exc:
         raise ValueError("its values are nested too deeply") from exc
+
+
+def parse_yaml(data: bytes) -> Any:
+    """The values of a YAML file; a ValueError says why it is not read, whatever is wrong with it.
+
+    A key that stands twice is refused: YAML's own readers keep the last one and say nothing.
+    """
+    import yaml
+
+    if len(data) > YAML_BYTES:
+        raise ValueError(f"it is longer than {YAML_BYTES:,} bytes")
+    try:
+        loader = yaml.SafeLoader(data)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _check_yaml(node, {})
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as exc:
+        raise ValueError(" ".join(str(exc).split())) from exc
+    except UnicodeDecodeError as exc:
+        raise ValueError("it is not UTF-8 text") from exc
+    except (RecursionError, MemoryError) as exc:
+        raise ValueError("its values are nested too deeply") from exc
+    except (TypeError, OverflowError) as exc:
+        raise ValueError(f"a value in it has no meaning: {exc}") from exc
+
+
+def _check_yaml(node: Any, counts: dict[int, int]) -> int:
+    """How many values a node has, aliases written out; a ValueError for too many, a loop or a key that stands twice."""
+    known = counts.get(id(node))
+    if known is not None:
+        if known < 0:
+            raise ValueError("a value in it contains itself")
+        return known
+    counts[id(node)] = -1
+    total = 1
+    if isinstance(node.value, list):
+        pairs = [pair if isinstance(pair, tuple) else (pair,) for pair in node.value]
+        seen: set[str] = set()
+        for key in (pair[0] for pair in pairs if len(pair) == 2 and isinstance(pair[0].value, str)):
+            if key.value in seen:
+                raise ValueError(
+                    f"the key {quote_value(key.value)} stands twice, again in line {key.start_mark.line + 1}"
+                )
+            seen.add(key.value)
+        total += sum(_check_yaml(child, counts) for pair in pairs for child in pair)
+    if total > YAML_VALUES:
+        raise ValueError(f"it has more than {YAML_VALUES:,} values")
+    counts[id(node)] = total
+    return total
 
 
 def quote_value(value: object) -> str:

@@ -44,6 +44,16 @@ _POWER = _Dimension(
     show=("MW", "kW", "W", "mW", "µW"),
     minimum=0.0,
 )
+_POWER_RATE = _Dimension(
+    name="power ramp",
+    units={
+        **{f"{unit}/s": factor for unit, factor in _with_prefixes("W", "k", "M").items()},
+        **{f"{unit}/min": factor / 60.0 for unit, factor in _with_prefixes("W", "k", "M").items()},
+    },
+    example="'200W/s', '10MW/s' or '5MW/min'",
+    show=("MW/s", "kW/s", "W/s"),
+    minimum=0.0,
+)
 J_PER_KWH = 3.6e6
 _WATT_HOURS = {unit: 3600.0 * factor for unit, factor in _with_prefixes("Wh", "m", "k", "M", "G").items()}
 _ENERGY = _Dimension(
@@ -152,6 +162,11 @@ def parse_power(text: str | float) -> float:
     return _parse(text, _POWER)
 
 
+def parse_power_rate(text: str | float) -> float:
+    """Watts a second of "200W/s", "10MW/s", "5MW/min" or a plain number of watts a second."""
+    return _parse(text, _POWER_RATE)
+
+
 def parse_scoped_power(text: str | float, default: str = "gpu") -> ScopedPower:
     """Scope and watts of "node:1.2kW"; a bare "275W" has the default scope."""
     prefix = _SCOPE.match(text) if isinstance(text, str) else None
@@ -240,6 +255,11 @@ def _format(value: float, dim: _Dimension, digits: int) -> str:
 def format_power(power_w: float, digits: int = 4) -> str:
     """Watts for people: 1200 -> "1.2 kW"."""
     return _format(power_w, _POWER, digits)
+
+
+def format_power_rate(rate_w_per_s: float, digits: int = 4) -> str:
+    """Watts a second for people: 1e7 -> "10 MW/s"."""
+    return _format(rate_w_per_s, _POWER_RATE, digits)
 
 
 def format_energy(energy_j: float, digits: int = 4) -> str:

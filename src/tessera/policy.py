@@ -1,0 +1,426 @@
+"""The power policies of a YAML file: what to shape, to govern, to keep cool, and what the utility asks for.
+
+::
+
+    power_shaper:        {jitter_ms: [1, 5], phase_shift: {dp_groups: auto, pp_stages: round_robin}, cap_rate: 0.85}
+    rack_power_governor: {rack_cap_kw: 20, soft_start: 60s, per_rack_jitter_ms: [10, 50], breaker_margin: 0.8}
+    thermal_policy:      {hotspot_threshold: 85C, prefer_cool_nodes: true, cooling_budget_kw: {aisle1: 120}}
+    utility_spec:        {ramp_mw_per_s: 10, dynamic_range_mw: 15, band_hz: [0.1, 20], band_share: 0.2}
+
+One file may hold any of them. Every quantity has a unit: in its key (`rack_cap_kw: 20`) or in its text
+(`rack_cap: 20kW`). Read, all of them are SI: `policies.rack_power_governor.rack_cap_w == 20000.0`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+from .errors import ArgumentError, PolicyError, did_you_mean
+from .read_limits import YAML_BYTES, parse_yaml, quote_value, read_bytes
+from .units import (
+    parse_duration,
+    parse_fraction,
+    parse_frequency,
+    parse_power,
+    parse_power_rate,
+    parse_temperature,
+)
+
+Range: TypeAlias = tuple[float, float]
+GroupShift: TypeAlias = Literal["auto", "round_robin"] | float | None
+"""How groups are shifted against each other. "auto": as few phases as cancel the swing of the job. "round_robin": a
+phase for each group, over the whole period. A number: seconds between two groups. None: not at all."""
+GROUP_SHIFTS = ("auto", "round_robin")
+_SHIFT_FIX = '"auto", "round_robin", "off", or the time between two groups such as "2ms"'
+_NO_RANGE: Range = (0.0, 0.0)
+# Of each field the least and the most; a range is a pair of such values. Shares are above zero: none of it would mean
+# that nothing may run. The hottest silicon works at 150 °C.
+_LIMITS: dict[str, tuple[float, float]] = {
+    "jitter_s": (0.0, 60.0),
+    "per_rack_jitter_s": (0.0, 3600.0),
+    "cap_rate": (1e-3, 1.0),
+    "psu_limit_w": (1.0, 1e9),
+    "power_floor_w": (0.0, 1e9),
+    "max_ramp_w_per_s": (1e-3, 1e12),
+    "rack_cap_w": (1.0, 1e12),
+    "soft_start_s": (0.0, 86400.0),
+    "breaker_margin": (1e-3, 1.0),
+    "hotspot_threshold_c": (0.0, 150.0),
+    "cooling_budget_w": (0.0, 1e12),
+    "ramp_w_per_s": (1e-3, 1e12),
+    "dynamic_range_w": (0.0, 1e12),
+    "band_hz": (0.0, 1e6),
+    "band_share": (0.0, 1.0),
+    "crest_factor": (1.0, 1e3),
+    "dp_groups": (0.0, 3600.0),
+    "tp_groups": (0.0, 3600.0),
+    "pp_stages": (0.0, 3600.0),
+}
+
+
+def _check_number(name: str, value: Any, limits: tuple[float, float]) -> float:
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not limits[0] <= number <= limits[1]:
+        raise PolicyError(f"{name} = {quote_value(value)} is not from {limits[0]:g} to {limits[1]:g}")
+    return float(number)
+
+
+def _check_range(name: str, value: Any, limits: tuple[float, float]) -> Range:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise PolicyError(f"{name} = {quote_value(value)} is not a pair of numbers", fix="[low, high], such as [1, 5]")
+    low, high = (_check_number(name, v, limits) for v in value)
+    if low > high:
+        raise PolicyError(f"{name} = [{low:g}, {high:g}] begins above its end", fix=f"[{high:g}, {low:g}]")
+    return low, high
+
+
+def _check_shift(name: str, value: Any) -> GroupShift:
+    if value is None or value in GROUP_SHIFTS:
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, str):
+        raise PolicyError(
+            f"{name} = {quote_value(value)} is not a way to shift groups{did_you_mean(value[:40], GROUP_SHIFTS)}",
+            fix=_SHIFT_FIX,
+        )
+    return _check_number(name, value, _LIMITS[name])
+
+
+class _Checked:
+    """Checks every field of a policy when it is made."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if value is not None and item.name in _LIMITS:
+                object.__setattr__(self, item.name, _check_field(item.name, value))
+
+
+def _check_field(name: str, value: Any) -> Any:
+    if name in ("dp_groups", "tp_groups", "pp_stages"):
+        return _check_shift(name, value)
+    if name in ("jitter_s", "per_rack_jitter_s", "band_hz"):
+        return _check_range(name, value, _LIMITS[name])
+    if name == "cooling_budget_w":
+        checked = {aisle: _check_number(f"{name}.{aisle}", w, _LIMITS[name]) for aisle, w in value.items()}
+        return MappingProxyType(checked)
+    return _check_number(name, value, _LIMITS[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseShift(_Checked):
+    """How the groups of a job are shifted in time: data-parallel, tensor-parallel, and pipeline stages."""
+
+    dp_groups: GroupShift = None
+    tp_groups: GroupShift = None
+    pp_stages: GroupShift = None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is shifted."""
+        return self.dp_groups is None and self.tp_groups is None and self.pp_stages is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerShaper(_Checked):
+    """How a job smooths its own power.
+
+    `jitter_s`: a wait at each microbatch, drawn from this range. `cap_rate`: the share of `psu_limit_w`, at which a
+    node's power supplies switch off, that the node may draw. `power_floor_w` and `max_ramp_w_per_s` are for one GPU:
+    work without a result keeps its power from falling below the first, or faster than the second.
+    """
+
+    jitter_s: Range = _NO_RANGE
+    phase_shift: PhaseShift = PhaseShift()
+    cap_rate: float | None = None
+    psu_limit_w: float | None = None
+    power_floor_w: float | None = None
+    max_ramp_w_per_s: float | None = None
+
+    @property
+    def node_cap_w(self) -> float | None:
+        """What a node may draw; None without a `cap_rate`, or where the limit of its power supplies is not known."""
+        return None if self.cap_rate is None or self.psu_limit_w is None else self.cap_rate * self.psu_limit_w
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RackPowerGovernor(_Checked):
+    """The power that the jobs of a rack share.
+
+    `breaker_margin` is the share of `rack_cap_w` that is given out, `soft_start_s` how long a job takes to its full
+    power, and `per_rack_jitter_s` how much later each rack begins, by chance.
+    """
+
+    rack_cap_w: float
+    soft_start_s: float = 0.0
+    per_rack_jitter_s: Range = _NO_RANGE
+    breaker_margin: float = 0.8  # the guide's own example, and what codes ask of a continuous load (NEC 210.20)
+
+    @property
+    def usable_w(self) -> float:
+        """What jobs may draw together."""
+        return self.rack_cap_w * self.breaker_margin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThermalPolicy(_Checked):
+    """Where jobs go and when they leave, by temperature. `cooling_budget_w` is the heat that each aisle can take."""
+
+    hotspot_threshold_c: float | None = None
+    redistribute: bool = False
+    prefer_cool_nodes: bool = False
+    migration_on_overheat: bool = False
+    cooling_budget_w: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UtilitySpec(_Checked):
+    """What the utility allows at the feed: how fast and how far power may change, and how much of it may oscillate.
+
+    `band_share` is the share of the power's variance that may lie within `band_hz`, as `analyze.power` computes it.
+    """
+
+    ramp_w_per_s: float | None = None
+    dynamic_range_w: float | None = None
+    band_hz: Range | None = None
+    band_share: float | None = None
+    crest_factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policies:
+    """The policies of one file; None for one that it does not have."""
+
+    power_shaper: PowerShaper | None = None
+    rack_power_governor: RackPowerGovernor | None = None
+    thermal_policy: ThermalPolicy | None = None
+    utility_spec: UtilitySpec | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain SI values, for JSON; policies that are absent are left out."""
+        return {
+            item.name: _plain(getattr(self, item.name))
+            for item in dataclasses.fields(self)
+            if getattr(self, item.name) is not None
+        }
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+# -- keys of the file ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """One key of a file: the field that it fills, and how its value becomes SI."""
+
+    field: str
+    read: Callable[[Any], Any]
+
+
+def _number_in(factor: float) -> Callable[[Any], Any]:
+    """Reads a number whose unit is in its key."""
+
+    def read(value: Any) -> float:
+        try:
+            # YAML takes 1e3 for text: it wants 1.0e+3
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise PolicyError(f"{quote_value(value)} is not a number", why="the key already has the unit")
+        return number * factor
+
+    return read
+
+
+def _text_by(parse: Callable[[str], float], example: str) -> Callable[[Any], Any]:
+    """Reads text with a unit. A bare number is refused: nobody knows whether 60 is seconds or minutes."""
+
+    def read(value: Any) -> float:
+        if not isinstance(value, str):
+            raise PolicyError(f"{quote_value(value)} has no unit", fix=f"write it with its unit, such as {example}")
+        return parse(value)
+
+    return read
+
+
+def _pair_of(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read_pair(value: Any) -> list[Any]:
+        if not isinstance(value, list) or len(value) != 2:
+            raise PolicyError(f"{quote_value(value)} is not a pair", fix="[low, high], such as [1, 5]")
+        return [read(item) for item in value]
+
+    return read_pair
+
+
+def _map_of(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read_map(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise PolicyError(f"{quote_value(value)} is not a value for each aisle", fix="{aisle1: 120}")
+        return {str(name): read(item) for name, item in value.items()}
+
+    return read_map
+
+
+def _quantity(
+    base: str,
+    name: str,
+    parse: Callable[[str], float],
+    example: str,
+    suffixes: Mapping[str, float],
+    many: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] = lambda read: read,
+) -> dict[str, _Key]:
+    """The keys of one quantity: `rack_cap` with its unit in the text, `rack_cap_kw` with its unit in the key."""
+    keys = {base: _Key(name, many(_text_by(parse, example)))}
+    return keys | {f"{base}_{end}": _Key(name, many(_number_in(factor))) for end, factor in suffixes.items()}
+
+
+def _read_bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise PolicyError(f"{quote_value(value)} is not true or false")
+    return value
+
+
+def _read_share(value: Any) -> float:
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return parse_fraction(value)
+    raise PolicyError(f"{quote_value(value)} is not a share", fix="0.85 or 85%")
+
+
+def _read_shift(value: Any) -> GroupShift:
+    if value is False or value == "off":  # YAML reads a bare off as false
+        return None
+    if isinstance(value, str) and value[:1].isdigit():
+        return parse_duration(value)
+    if isinstance(value, str):
+        return value  # type: ignore[return-value]  # checked when the policy is made
+    raise PolicyError(
+        f"{quote_value(value)} is not a way to shift groups",
+        fix='"auto", "round_robin", "off", or a time such as "2ms"',
+    )
+
+
+def _read_phase_shift(value: Any) -> PhaseShift:
+    keys = {name: _Key(name, _read_shift) for name in ("dp_groups", "tp_groups", "pp_stages")}
+    return PhaseShift(**_read_section(value, keys))
+
+
+_WATTS = {"w": 1.0, "kw": 1e3, "mw": 1e6}  # a key in lower case means megawatts: nobody plans a rack in milliwatts
+_WATTS_PER_S = {f"{unit}_per_s": factor for unit, factor in _WATTS.items()}
+_SECONDS = {"ms": 1e-3, "s": 1.0}
+_SECTIONS: dict[str, tuple[type[Any], dict[str, _Key]]] = {
+    "power_shaper": (
+        PowerShaper,
+        {
+            **_quantity("jitter", "jitter_s", parse_duration, "[1ms, 5ms]", _SECONDS, _pair_of),
+            "phase_shift": _Key("phase_shift", _read_phase_shift),
+            "cap_rate": _Key("cap_rate", _read_share),
+            **_quantity("psu_limit", "psu_limit_w", parse_power, "12kW", _WATTS),
+            **_quantity("power_floor", "power_floor_w", parse_power, "400W", _WATTS),
+            **_quantity("max_ramp", "max_ramp_w_per_s", parse_power_rate, "200W/s", _WATTS_PER_S),
+        },
+    ),
+    "rack_power_governor": (
+        RackPowerGovernor,
+        {
+            **_quantity("rack_cap", "rack_cap_w", parse_power, "20kW", _WATTS),
+            **_quantity("soft_start", "soft_start_s", parse_duration, "60s", _SECONDS),
+            **_quantity("per_rack_jitter", "per_rack_jitter_s", parse_duration, "[10ms, 50ms]", _SECONDS, _pair_of),
+            "breaker_margin": _Key("breaker_margin", _read_share),
+        },
+    ),
+    "thermal_policy": (
+        ThermalPolicy,
+        {
+            **_quantity("hotspot_threshold", "hotspot_threshold_c", parse_temperature, "85C", {"c": 1.0}),
+            **{n: _Key(n, _read_bool) for n in ("redistribute", "prefer_cool_nodes", "migration_on_overheat")},
+            **_quantity("cooling_budget", "cooling_budget_w", parse_power, "{aisle1: 120kW}", _WATTS, _map_of),
+        },
+    ),
+    "utility_spec": (
+        UtilitySpec,
+        {
+            **_quantity("ramp", "ramp_w_per_s", parse_power_rate, "10MW/s", _WATTS_PER_S),
+            **_quantity("dynamic_range", "dynamic_range_w", parse_power, "15MW", _WATTS),
+            **_quantity("band", "band_hz", parse_frequency, "[0.1Hz, 20Hz]", {"hz": 1.0}, _pair_of),
+            "band_share": _Key("band_share", _read_share),
+            "crest_factor": _Key("crest_factor", _number_in(1.0)),
+        },
+    ),
+}
+POLICIES = tuple(_SECTIONS)
+"""The names of the policies that a file may hold."""
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+def _check_known(key: Any, known: Iterable[str], shown: Iterable[str]) -> None:
+    if key not in known:
+        near = did_you_mean(key[:80], known) if isinstance(key, str) else ""
+        raise PolicyError(f"unknown key {quote_value(key)}{near}", fix=f"one of: {', '.join(shown)}")
+
+
+def _read_section(table: Any, keys: Mapping[str, _Key]) -> dict[str, Any]:
+    shown = list({made.field: key for key, made in list(keys.items())[::-1]}.values())[::-1]  # one spelling of each
+    if not isinstance(table, dict):
+        raise PolicyError(f"{quote_value(table)} is not a table of settings", fix=f"keys: {', '.join(shown)}")
+    values: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    for key, value in table.items():
+        _check_known(key, keys, shown)
+        name = keys[key].field
+        if name in said:
+            raise PolicyError(f"{said[name]} and {key} say the same thing", fix="leave one of them out")
+        said[name] = key
+        try:
+            read = keys[key].read(value)
+            values[name] = _check_field(name, read) if name in _LIMITS and read is not None else read
+        except ArgumentError as error:
+            raise PolicyError(f"{key}: {error.what}", why=error.why, fix=error.fix) from None
+    return values
+
+
+def parse_policies(table: Any, where: str = "the policy") -> Policies:
+    """The policies of a table as YAML or JSON gives it; errors begin with `where`."""
+    made: dict[str, Any] = {}
+    try:
+        if not isinstance(table, dict):
+            raise PolicyError("has no policies", fix=f"one or more of: {', '.join(POLICIES)}")  # noqa: TRY301
+        for name, section in table.items():
+            _check_known(name, POLICIES, POLICIES)
+            kind, keys = _SECTIONS[name]
+            try:
+                values = _read_section(section, keys)
+                if kind is RackPowerGovernor and "rack_cap_w" not in values:
+                    raise PolicyError("rack_cap is missing", fix="rack_cap_kw: 20")  # noqa: TRY301
+                made[name] = kind(**values)
+            except PolicyError as error:
+                raise PolicyError(f"{name}: {error.what}", why=error.why, fix=error.fix) from None
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error.what}", why=error.why, fix=error.fix) from None
+    return Policies(**made)
+
+
+def load_policies(path: str | Path) -> Policies:
+    """The policies of a YAML (or JSON) file."""
+    fix = "write it as docs/howto/shape-power.md shows"
+    try:
+        table = parse_yaml(read_bytes(Path(path), YAML_BYTES))
+    except OSError as error:
+        raise PolicyError(f"cannot read the policy {str(path)!r}", why=error.strerror, fix="check the path") from None
+    except ValueError as error:
+        raise PolicyError(f"cannot read the policy {str(path)!r}", why=str(error), fix=fix) from None
+    return parse_policies(table, str(path))
