@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_LAZY: dict[str, str] = {}
+if TYPE_CHECKING:
+    from .node_floor import NodeShare as NodeShare
+    from .node_floor import PlacementJob as PlacementJob
+    from .node_floor import PlacementNode as PlacementNode
+    from .packing import PackingSavings as PackingSavings
+    from .packing import compare_packing as compare_packing
+    from .placement import Placement as Placement
+    from .placement import place_jobs as place_jobs
+    from .relief import ReliefPlan as ReliefPlan
+    from .relief import plan_moves as plan_moves
+
+_LAZY: dict[str, str] = {
+    "NodeShare": "node_floor",
+    "PackingSavings": "packing",
+    "Placement": "placement",
+    "PlacementJob": "node_floor",
+    "PlacementNode": "node_floor",
+    "ReliefPlan": "relief",
+    "compare_packing": "packing",
+    "place_jobs": "placement",
+    "plan_moves": "relief",
+}
 
 
 def __getattr__(name: str) -> Any:

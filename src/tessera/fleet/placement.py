@@ -1,0 +1,79 @@
+"""Which node a job runs on: cool nodes first, cooling budgets of aisles, no new hot spots, moves away from old ones.
+
+::
+
+    nodes (temperature, watts, free GPUs) ─┐
+    jobs (GPUs, watts)                     ├──► place_jobs ──► Placement: who runs where and why; who waits and why
+    ThermalPolicy                          ┘    plan_moves ──► ReliefPlan: hot spots, moves, watts to shed
+
+Decisions only: no clock, no sensor, no random numbers. The same input gives the same answer, so the simulator runs the
+code that an operator's command runs. A node's temperature after a change is taken as T + c_per_w x added watts (a
+steady state); without `c_per_w` only the present temperature counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..policy import ThermalPolicy
+from .node_floor import AisleLoad, NodeFloor, NodeLoad, NodeShare, Order, PlacementJob, PlacementNode, Refusal, Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedJob:
+    """A job with its nodes, by which rule they were taken, and the better ones that were refused."""
+
+    job: str
+    on: tuple[NodeShare, ...]
+    rule: Rule
+    expected_c: float | None
+    refused: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingJob:
+    """A job that no node may take now."""
+
+    job: str
+    refused: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Who runs where, who waits, and what that does to nodes and aisles."""
+
+    placed: tuple[PlacedJob, ...]
+    waiting: tuple[WaitingJob, ...]
+    nodes: tuple[NodeLoad, ...]
+    aisles: tuple[AisleLoad, ...]
+
+    @property
+    def power_w(self) -> float:
+        """Watts of all nodes."""
+        return sum(n.power_w for n in self.nodes)
+
+
+def place_jobs(
+    nodes: Sequence[PlacementNode],
+    jobs: Sequence[PlacementJob],
+    policy: ThermalPolicy | None = None,
+    *,
+    order: Order = "cool",
+) -> Placement:
+    """Place the queued jobs (those that run stay), the important and large ones first."""
+    policy = policy or ThermalPolicy(prefer_cool_nodes=True)
+    floor = NodeFloor(nodes, jobs, policy)
+    placed, waiting = [], []
+    for job in sorted((j for j in jobs if not j.on), key=lambda j: (-j.priority, -j.power_w, -j.gpus, j.name)):
+        rule, ranks = floor.rank(job, order)
+        on, refused = floor.find_room(job, ranks)
+        if on:
+            floor.add(job, on)
+            known = [c for c in (floor.expected_c(s.node) for s in on) if c is not None]
+            placed.append(
+                PlacedJob(job=job.name, on=on, rule=rule, expected_c=max(known, default=None), refused=refused)
+            )
+        else:
+            waiting.append(WaitingJob(job=job.name, refused=refused))
+    return Placement(placed=tuple(placed), waiting=tuple(waiting), nodes=floor.node_loads(), aisles=floor.aisle_loads())

@@ -1,0 +1,131 @@
+"""Which running jobs leave a hot node, and for where: redistribution on overheat. Decisions only, as in `placement`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..policy import ThermalPolicy
+from .node_floor import MARGIN_C, NodeFloor, NodeShare, PlacementJob, PlacementNode
+
+Unmoved = Literal["", "redistribute is off", "migration is off", "no job can migrate", "no cool node has room"]
+"""Why nothing (more) moves away from a hot spot; empty where enough does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A running job leaves GPUs of one node for those of others. It needs a checkpoint (`fleet.migratable`)."""
+
+    job: str
+    gpus: int
+    power_w: float
+    leaves: str
+    takes: tuple[NodeShare, ...]
+    expected_c: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotSpot:
+    """A node above the threshold, or in an aisle above its budget, and the watts it still has to shed after the moves.
+
+    `shed_w` is None where `c_per_w` is not known. `unmoved` says why not enough moves away.
+    """
+
+    node: str
+    aisle: str
+    temperature_c: float | None
+    over_c: float
+    over_w: float
+    shed_w: float | None
+    unmoved: Unmoved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliefPlan:
+    """What to do about hot spots now."""
+
+    hot_spots: tuple[HotSpot, ...]
+    moves: tuple[Move, ...]
+
+
+def plan_moves(
+    nodes: Sequence[PlacementNode], jobs: Sequence[PlacementJob], policy: ThermalPolicy | None = None
+) -> ReliefPlan:
+    """Hot spots, hottest first, and which running jobs should leave them for which nodes.
+
+    Of several jobs the smallest that cools the node enough leaves; where none does, the largest, then the next.
+    """
+    policy = policy or ThermalPolicy()
+    floor = NodeFloor(nodes, jobs, policy)
+    moves: list[Move] = []
+    spots = []
+    for i in floor.hot_nodes():
+        before_c, over_c, over_w = floor.temperature_c[i], floor.over_c(i), floor.over_w(i)
+        if over_c == 0 and over_w == 0:  # its aisle was relieved by a node before it
+            continue
+        unmoved: Unmoved
+        if not policy.redistribute:
+            unmoved = "redistribute is off"
+        elif not policy.migration_on_overheat:
+            unmoved = "migration is off"
+        else:
+            found, unmoved = _relieve(floor, i)
+            moves += found
+        spots.append(
+            HotSpot(
+                node=nodes[i].name,
+                aisle=nodes[i].aisle,
+                temperature_c=None if np.isnan(before_c) else float(before_c),
+                over_c=over_c,
+                over_w=over_w,
+                shed_w=floor.excess_w(i),
+                unmoved=unmoved,
+            )
+        )
+    return ReliefPlan(hot_spots=tuple(spots), moves=tuple(moves))
+
+
+def _relieve(floor: NodeFloor, i: int) -> tuple[list[Move], Unmoved]:
+    """Move jobs away from a node until it is cool enough, or nothing more can."""
+    moves: list[Move] = []
+    stuck: set[str] = set()
+    while (excess_w := floor.excess_w(i)) is None or excess_w > 0:
+        here = [(j, s) for j, s in floor.jobs_on(i) if j.can_migrate and j.name not in stuck]
+        if not here:
+            return moves, "no cool node has room" if stuck else "no job can migrate"
+        watts = [j.power_w * s.gpus / j.gpus for j, s in here]
+        enough = [k for k, w in enumerate(watts) if excess_w is not None and w >= excess_w]
+        names = [j.name for j, _ in here]
+        pick = (
+            min(enough, key=lambda k: (watts[k], names[k]))
+            if enough
+            else max(range(len(here)), key=lambda k: (watts[k], names[k]))
+        )
+        job, share = here[pick]
+        part = PlacementJob(name=job.name, gpus=share.gpus, power_w=watts[pick])
+        _, ranks = floor.rank(part, "cool")
+        # An aisle above its budget is not relieved by its own nodes, nor a hot spot by itself.
+        banned = floor.aisle == floor.aisle[i] if floor.over_w(i) > 0 else np.arange(len(floor.nodes)) == i
+        on, _ = floor.find_room(part, ranks[~banned[ranks]], margin_c=MARGIN_C)
+        if not on:
+            stuck.add(job.name)
+            continue
+        floor.remove(job, share)
+        floor.add(part, on, stays=False)
+        known = [c for c in (floor.expected_c(s.node) for s in on) if c is not None]
+        moves.append(
+            Move(
+                job=job.name,
+                gpus=share.gpus,
+                power_w=watts[pick],
+                leaves=share.node,
+                takes=on,
+                expected_c=max(known, default=None),
+            )
+        )
+        if excess_w is None:  # how much one job cools it is not known: look again after the first
+            return moves, ""
+    return moves, ""
