@@ -91,7 +91,8 @@ def compare_packing(
         if job.duration_s is None or not job.duration_s > 0:
             raise ArgumentError(f"job {job.name!r} has no duration", fix="joules need one: duration: 2h")
     cop = cooling_cop(supply_c)
-    placements = {order: place_jobs(nodes, jobs, policy, order=order) for order in ("pack", "spread")}
+    orders: tuple[Order, ...] = ("pack", "spread")
+    placements = {order: place_jobs(nodes, jobs, policy, order=order) for order in orders}
     ends = {order: _end_times(placement, jobs, sharing_slowdown) for order, placement in placements.items()}
     until_s = max((s for times in ends.values() for s in times.values()), default=0.0)
     energy = {
