@@ -7,4 +7,5 @@
                   │            └── launches (where points go) ── pacer ── wait_kernel (the wait in the stream)
                   ├──► driver_limits, dvfs (by the driver, with permission)
                   └──► tuning (choices by measured joules)
+    shaping: what a power shaper decides (phases, jitter, floor, ramp): pure, also for the simulator
 """

@@ -1,0 +1,202 @@
+"""What a power shaper decides: when groups start, how long a microbatch waits, how much ballast is added.
+
+Pure arithmetic: no clock, no thread, no device. The shaper of a real job and the simulator call the same functions.
+Where it makes sense they take numpy arrays as well, one value for each device.
+
+::
+
+    power of one group   ▄▄▄▄▄▄__▄▄▄▄▄▄__      high for `duty` of a period
+    a second one later   __▄▄▄▄▄▄__▄▄▄▄▄▄      where groups x duty is a whole number, as many groups are high at
+    a third ...                                 every moment: the sum is flat. Else it swings by one group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError
+from ..policy import GroupShift, PhaseShift
+
+Watts = TypeVar("Watts", float, NDArray[np.float64])
+WHOLE = 0.02
+"""Groups x duty counts as a whole number when it is this near to one: nobody knows a duty better than by a percent."""
+LOSS = 0.05
+"""The share of a period that waiting may cost a job whose groups wait for each other: the guide's 2-5%."""
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlace:
+    """Where a rank is: its replica, its tensor-parallel group (of all those of the job) and its pipeline stage."""
+
+    replica: int = 0
+    replicas: int = 1
+    tp_group: int = 0
+    tp_groups: int = 1
+    stage: int = 0
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        for at, of in ((self.replica, self.replicas), (self.tp_group, self.tp_groups), (self.stage, self.stages)):
+            if not 0 <= at < of:
+                raise ArgumentError(f"group {at} of {of} does not exist", fix=f"0 to {of - 1}")
+
+    @property
+    def jitter_unit(self) -> int:
+        """Ranks with the same number wait equally long: those of a tensor-parallel group meet in every layer."""
+        return self.tp_group if self.tp_groups > 1 else self.replica * self.stages + self.stage
+
+
+# -- phases ---------------------------------------------------------------------------------------------------------
+
+
+def choose_phases(groups: int, duty: float | None) -> int:
+    """How many different phases flatten the sum of this many groups: the fewest that do, or one for each group.
+
+    With fewer phases the last group starts less late. Without a known duty every group has its own.
+    """
+    if duty is not None:
+        for phases in range(2, groups):
+            if groups % phases == 0 and is_whole(phases * duty):
+                return phases
+    return groups
+
+
+def is_whole(value: float) -> bool:
+    """Whether a number of groups that are high at a time is a whole number (and not zero)."""
+    return round(value) >= 1 and abs(value - round(value)) <= WHOLE
+
+
+def group_offsets(groups: int, shift: GroupShift, period_s: float, duty: float | None = None) -> NDArray[np.float64]:
+    """How much later than the first each group starts, in seconds."""
+    number = np.arange(groups, dtype=np.float64)
+    if shift is None or groups <= 1:
+        return number * 0.0
+    if not isinstance(shift, str):
+        return number * shift
+    phases = choose_phases(groups, duty) if shift == "auto" else groups
+    return (number % phases) / phases * period_s
+
+
+def rank_offset_s(
+    shift: PhaseShift, place: GroupPlace, period_s: float, duty: float | None = None, *, most_s: float = math.inf
+) -> float:
+    """How much later than the first this rank starts, in seconds.
+
+    Stages divide the time between two replicas among themselves; tensor-parallel groups are numbered over the whole
+    job, so that their shift stands for all. Offsets of the whole job shrink alike so that none exceeds `most_s`: the
+    groups of a synchronous job wait for each other, and a later start is a later end.
+    """
+    offset_s, largest_s = 0.0, 0.0
+    if shift.tp_groups is not None:
+        offsets = group_offsets(place.tp_groups, shift.tp_groups, period_s, duty)
+        offset_s, largest_s = float(offsets[place.tp_group]), float(offsets.max())
+    else:
+        slot_s = period_s
+        for at, of, how in (
+            (place.replica, place.replicas, shift.dp_groups),
+            (place.stage, place.stages, shift.pp_stages),
+        ):
+            offsets = group_offsets(of, how, slot_s, duty if slot_s == period_s else None)
+            offset_s, largest_s = offset_s + float(offsets[at]), largest_s + float(offsets.max())
+            if how is not None and of > 1:
+                slot_s = float(np.unique(offsets)[1]) if offsets.any() else slot_s
+    return offset_s * min(1.0, most_s / largest_s) if largest_s > 0 else 0.0
+
+
+def phase_wait_s(now_s: float, offset_s: float, period_s: float, most_s: float) -> float:
+    """How long a group that starts its step at `now_s` waits, so that it stays at its offset of a shared clock.
+
+    A group that is early waits, at most `most_s` at a time. One that is late does not: the shared period is a little
+    longer than its own, and it catches up by itself.
+    """
+    if period_s <= 0:
+        return 0.0
+    late_s = (now_s - offset_s + period_s / 2) % period_s - period_s / 2  # -period/2 (early) to period/2 (late)
+    return min(max(-late_s, 0.0), most_s)
+
+
+def count_high(duty: float, phases: Sequence[float]) -> tuple[int, int]:
+    """The least and the most groups that are high at a time; `phases` are their starts as shares of a period."""
+    edges = sorted({p % 1.0 for p in phases} | {(p + duty) % 1.0 for p in phases})
+    middles = [(a + b) / 2 for a, b in zip(edges, [*edges[1:], edges[0] + 1.0], strict=True) if b - a > 1e-12]
+    counts = [sum((at - p) % 1.0 < duty for p in phases) for at in middles or [0.0]]
+    return min(counts), max(counts)
+
+
+# -- jitter ---------------------------------------------------------------------------------------------------------
+
+
+def draw_jitter_s(jitter_s: tuple[float, float], seed: int, unit: Any, microbatch: Any) -> Any:
+    """The wait of a unit before a microbatch: uniform in the range, and always the same for the same three numbers.
+
+    A hash, not a generator: ranks need not have drawn the same number of times, and numpy arrays (uint64) of units or
+    microbatches give what single numbers give.
+    """
+    low_s, high_s = jitter_s
+    mixed = _mix(_mix(_mix(seed & _MASK) + unit & _MASK) + microbatch & _MASK)
+    return low_s + (high_s - low_s) * ((mixed >> 11) * 2.0**-53)
+
+
+def _mix(x: Any) -> Any:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+# -- floor, ramp and cap --------------------------------------------------------------------------------------------
+
+
+def hold_power(
+    load_w: Watts,
+    before_w: Watts,
+    dt_s: float,
+    *,
+    floor_w: float | None = None,
+    max_ramp_w_per_s: float | None = None,
+    most_w: float = math.inf,
+) -> Watts:
+    """The power that ballast should hold: not below the floor, and not falling faster than the ramp.
+
+    `before_w` is what this returned `dt_s` ago. What is above `load_w` is ballast, which can bring a device to at most
+    `most_w`. Ballast cannot slow a rise: that is a cap's work.
+    """
+    wanted: Any = load_w
+    if floor_w is not None:
+        wanted = np.maximum(wanted, floor_w)
+    if max_ramp_w_per_s is not None:
+        wanted = np.maximum(wanted, before_w - max_ramp_w_per_s * dt_s)
+    return cast("Watts", np.maximum(load_w, np.minimum(wanted, most_w)))
+
+
+def pace_duty(load_w: Watts, idle_w: float, cap_w: float) -> Watts:
+    """The share of its time that a load may work so that its mean is at the cap (controller.py has the derivation).
+
+    One where it is below the cap anyway; zero where even idling is above it.
+    """
+    above = np.maximum(load_w - idle_w, 1e-9)
+    return cast("Watts", np.where(load_w <= cap_w, 1.0, np.clip((cap_w - idle_w) / above, 0.0, 1.0))[()])
+
+
+def soften_wave(duty: float, spread: float) -> tuple[float, float]:
+    """The lowest and the highest mean of many lockstep groups, as shares of the swing of one.
+
+    Their starts scatter uniformly over `spread` of a period. Until the scatter is as long as the high or the low part
+    of a period, there is a moment in which all are high and one in which all are low: nothing is gained.
+    """
+    if spread <= 0:
+        return 0.0, 1.0
+    whole, part = divmod(spread, 1.0)  # whole periods of scatter see the mean, whatever the phase
+
+    def overlap(length: float) -> float:
+        return (whole * length + min(part, length)) / spread
+
+    return 1.0 - overlap(1.0 - duty), overlap(duty)
