@@ -538,6 +538,21 @@ def test_a_damaged_file_says_so(tmp_path):
             RunFile(path).timeline()
 
 
+def test_rows_that_are_other_than_they_were_listed_are_refused(tmp_path):
+    """A damaged index finds other rows than the list of them has; here a second program changes the file."""
+    path = tmp_path / "a.tessera"
+    with RunWriter(path) as run:
+        run.add_timeline(make_timeline(150_000))
+    unseal(path)
+    with RunFile(path) as run:
+        chunks = run.chunks()
+        next(chunks)
+        with contextlib.closing(sqlite3.connect(path)) as db, db:
+            db.execute("UPDATE chunks SET rows = -4611686018427387904 WHERE first_row > 0")
+        with pytest.raises(RecordingError, match="the rows from 65536 on are"):
+            next(chunks)
+
+
 def test_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordingError, match="cannot write") as caught:

@@ -215,7 +215,8 @@ class RunFile:
         for low, high in self._group_chunks():
             sql = "SELECT first_row, rows, columns, data FROM chunks WHERE first_row BETWEEN ? AND ? ORDER BY first_row"
             stored = self._db.rows(sql, low, high)
-            end = max((first + row_count(rows) for first, rows, *_ in stored), default=low)
+            with self._reading(f"the rows from {low} on are"):  # a damaged index finds others than were listed
+                end = max((first + row_count(rows) for first, rows, *_ in stored), default=low)
             extra = self._db.rows("SELECT row, value FROM extra WHERE row >= ? AND row < ? ORDER BY row", low, end)
             for first, rows, heads, data in stored:
                 with self._reading(f"the rows from {first} on are"):
