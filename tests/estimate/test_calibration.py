@@ -62,8 +62,8 @@ def test_found_again_without_reading_until_it_changes(monkeypatch: pytest.Monkey
     path = calibration.save(make_calibration())
     first = calibration.find("h200")
     reads: list[Path] = []
-    real = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda p: (reads.append(p), real(p))[1])
+    real = calibration.read_bytes
+    monkeypatch.setattr(calibration, "read_bytes", lambda p: (reads.append(p), real(p))[1])
     assert calibration.find("h200") is first
     assert reads == []
     calibration.save(make_calibration(board="another"))

@@ -46,10 +46,11 @@ ASCII_ERRORS = "tessera-ascii"
 
 _BARS = dict(zip("▁▂▃▄▅▆▇█░▏▎▍▌▋▊▉", "_.:=+*%#.:::####", strict=True))
 _LINES = dict.fromkeys("─━═╴╶╸╺–—−", "-") | dict.fromkeys("│┃║╵╷", "|")
-_SIGNS = {"±": "+-", "µ": "u", "μ": "u", "°": "", "×": "x", "·": "-", "•": "*", "✓": "+", "★": "*", "→": "->"}
+_SIGNS = {"±": "+-", "µ": "u", "μ": "u", "°": "", "×": "x", "·": "-", "•": "*", "✓": "+", "★": "*"}
+_ARROWS = {"→": "->", "←": "<-", "►": ">"}
 _EMOJI = {"✅": "+", "❌": "x", "⚠": "!", "\ufe0f": ""}
-_QUOTES = {"←": "<-", "‘": "'", "’": "'", "“": '"', "”": '"'}
-_ASCII = {**_BARS, **_LINES, **_SIGNS, **_EMOJI, **_QUOTES}
+_QUOTES = {"‘": "'", "’": "'", "“": '"', "”": '"'}
+_ASCII = {**_BARS, **_LINES, **_SIGNS, **_ARROWS, **_EMOJI, **_QUOTES}
 
 
 class NearestGroup(click.Group):

@@ -24,6 +24,7 @@ def default_path(name: str = "session", *, folder: bool = False) -> Path:
     me = find_rank() if folder else None
     job = f".{me.job}" if me is not None and me.job else ""
     number = 1
+    name = name if name.strip(".") else "run"  # a name of dots would be another folder
     while True:
         base = Path("runs", (name if number == 1 else f"{name}-{number}") + job)
         path = rank_path(base) if me is not None else with_rank(base.with_name(f"{base.name}.tessera"))

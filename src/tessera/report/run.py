@@ -66,7 +66,7 @@ def text(
         *_traced_lines(result),
         *_warnings(result),
     ]
-    parts.append(_facts(result, recording.facts.path))
+    parts.append(_facts(result, recording.facts.path, by))
     if result.idle_share is not None:
         parts.append(_split(result, wide))
     if result.job is not None and by is None:
@@ -165,7 +165,7 @@ def _warnings(result: Answer) -> list[RenderableType]:
     return [Text(line, style="yellow") for line in lines]
 
 
-def _facts(result: Answer, path: Path | None) -> Table:
+def _facts(result: Answer, path: Path | None, by: str | None) -> Table:
     table = label_table()
     if cost := find_cost(result.whole.energy_j, result.whole.error_j):
         table.add_row("cost", cost.text)
@@ -187,7 +187,7 @@ def _facts(result: Answer, path: Path | None) -> Table:
         about = "~" if result.shared_by and math.isnan(region.error_j) else ""
         whole = f"{format_energy(region.energy_j, 3)} ({format_share(region.share)}{more})"
         table.add_row("region", Text(f"{region_name(region.name)}: {region.calls:,} x {about}{each} = {about}{whole}"))
-    if (hidden := len(result.regions) - REGIONS) > 0:
+    if (hidden := len(result.regions) - REGIONS) > 0 and by != "regions":
         command = f"tessera report {shlex.quote(str(path or 'RUN'))} --by regions"
         table.add_row("", Text(f"and {hidden} more: {command}", style="dim"))
     if children := children_text(result):
