@@ -59,6 +59,11 @@ FLAGS = {
         "--json",
         "--html",
     },
+    "policy": set(),
+    "policy check": {
+        "file", "--period", "--duty", "--high", "--low", "--gpus", "--node-gpus", "--replicas", "--stages",
+        "--microbatches", "--independent", "--json",
+    },
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},
     "predict": {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",

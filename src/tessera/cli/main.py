@@ -33,6 +33,7 @@ COMMANDS = {
     "diff": "Compare two runs, and show whether the difference is more than noise.",
     "predict": "Predict latency, energy and memory of a model on a chip, before it runs there.",
     "plan": "Choose how to divide training over many GPUs: tp, pp, dp ..., time, joules, memory, why.",
+    "policy": "Explain power policies, and find what in them cannot work.",
     "calibrate": "Measure this machine's GPU and host, so that predictions match them.",
     "doctor": "Show every sensor of this machine, what is missing, and how to fix it.",
     "selftest": "Check Tessera's accuracy on this machine, in a minute.",

@@ -1,0 +1,77 @@
+"""`tessera policy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..units import parse_fraction, parse_power
+from .main import NearestGroup
+from .options import ExistingPath, duration_option, json_option, parse_option
+
+
+def _power_option(name: str, default: str, help: str) -> Callable[[Any], Any]:
+    return click.option(
+        name,
+        f"{name.removeprefix('--')}_w",
+        metavar="POWER",
+        default=default,
+        show_default=True,
+        callback=parse_option(parse_power),
+        help=help,
+    )
+
+
+@click.group("policy", cls=NearestGroup)
+def command() -> None:
+    """Explain power policies (shaper, rack governor, heat, utility), and find what cannot work.
+
+    \b
+    Example:
+      tessera policy check policy.yaml
+    """
+
+
+@command.command("check")
+@click.argument("file", type=ExistingPath())
+@duration_option("--period", "How long a step of the job takes.", "2s")
+@click.option("--duty", metavar="SHARE", default="75%", show_default=True, callback=parse_option(parse_fraction),
+              help="The share of a step in which its GPUs work.")  # fmt: skip
+@_power_option("--high", "650W", "What a GPU draws while it works.")
+@_power_option("--low", "200W", "What it draws while it waits or communicates.")
+@click.option("--gpus", default=64, show_default=True, help="GPUs of the job.")
+@click.option("--node-gpus", default=8, show_default=True, help="GPUs of a node.")
+@click.option("--replicas", default=8, show_default=True, help="Data-parallel groups.")
+@click.option("--stages", default=1, show_default=True, help="Pipeline stages of a replica.")
+@click.option("--microbatches", default=4, show_default=True, help="Microbatches of a step: jitter comes at each.")
+@click.option("--independent", is_flag=True, help="The replicas do not wait for each other at every step.")
+@json_option
+def check(file: Path, as_json: bool, independent: bool, **job: Any) -> int:
+    """Explain each policy of a YAML file for one job, and flag what cannot work, by computing it.
+
+    \b
+    Examples:
+      tessera policy check policy.yaml
+      tessera policy check policy.yaml --period 1.2s --duty 60% --gpus 512 --replicas 16 --independent
+
+    The job is a wave: its GPUs draw the high power for a share of each step, then the low power, all at the same time.
+    Exit code: 0 if everything can work, 1 if something cannot, 2 if the file cannot be read.
+    """
+    from ..fleet.lockstep import LockstepJob
+    from ..fleet.policy_check import check_policies
+    from ..policy import load_policies
+
+    found = check_policies(load_policies(file), LockstepJob(**job, synchronous=not independent))
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.encode(found.to_dict()).decode())
+    else:
+        from ..report.console import open_console
+        from ..report.policy import print_policy_check
+
+        print_policy_check(found, str(file), open_console())
+    return 0 if found.works else 1

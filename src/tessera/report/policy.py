@@ -1,0 +1,63 @@
+"""`tessera policy check` in the terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.text import Text
+
+from ..fleet.lockstep import LockstepJob, ShapedWave
+from ..fleet.policy_check import PolicyCheck, PolicyFinding
+from ..units import format_duration, format_power, format_power_rate
+from .console import Console, HangingText
+
+_MARKS = {
+    "ok": ("✓", "green", ""),
+    "costs": ("✓", "green", ""),
+    "unclear": ("?", "yellow", ""),
+    "cannot": ("✗", "red", "cannot work: "),
+}
+
+
+def print_policy_check(check: PolicyCheck, file: str, console: Console) -> None:
+    """The conclusion, each finding with its fix, the job's power before and after, the next command."""
+    wrong = sum(finding.verdict == "cannot" for finding in check.findings)
+    conclusion = f"{wrong} of {len(check.findings)} findings cannot work" if wrong else "everything in it can work"
+    console.print(HangingText(Text(f"{file}: {conclusion}", style="bold red" if wrong else "bold"), 2))
+    console.print(HangingText(Text(_describe_job(check.job), style="dim"), 2))
+    for policy, findings in groupby(check.findings, key=lambda finding: finding.policy):
+        console.print(Text(f"\n{policy}", style="bold"))
+        for finding in findings:
+            _print_finding(finding, console)
+    console.print()
+    for name, wave in (("without the shaper", check.before), ("with it", check.after)):
+        console.print(HangingText(f"{name:<19} {_describe_wave(wave, check.job)}", 20))
+    console.print(Text("next: tessera simulate cluster.yaml", style="cyan"), soft_wrap=True)
+
+
+def _print_finding(finding: PolicyFinding, console: Console) -> None:
+    mark, style, verdict = _MARKS[finding.verdict]
+    line = Text(f"  {mark} ", style=style).append(f"{finding.setting}: ", style="bold")
+    console.print(HangingText(line.append(verdict, style=style).append(finding.text, style=""), 6))
+    if finding.fix:
+        console.print(HangingText(Text(f"    fix: {finding.fix}", style="cyan"), 9))
+
+
+def _describe_job(job: LockstepJob) -> str:
+    wait = "wait for each other at every step" if job.synchronous else "do not wait for each other"
+    return (
+        f"for a job of {job.gpus:,} GPUs that draw {format_power(job.high_w)} for {job.duty:.0%} of "
+        f"{format_duration(job.period_s)} and {format_power(job.low_w)} for the rest, together; its {job.replicas} "
+        f"replicas {wait} (--period, --duty, --high, --low, --gpus, --replicas, --independent: your own)"
+    )
+
+
+def _describe_wave(wave: ShapedWave, job: LockstepJob) -> str:
+    low_w, high_w = (float(w) * job.gpus for w in (wave.power_w.min(), wave.power_w.max()))
+    parts = [f"{format_power(low_w)} to {format_power(high_w)}", f"crest factor {wave.crest_factor:.3g}"]
+    parts.append(f"ramp {format_power_rate(wave.ramp_w_per_s * job.gpus, 3)}")
+    if wave.wait_s:
+        parts.append(f"throughput {-wave.loss:+.1%}")
+    if wave.ballast_w:
+        parts.append(f"joules {wave.ballast_w / job.mean_w:+.1%}")
+    return "   ".join(parts)

@@ -1,0 +1,152 @@
+"""What `tessera policy check` computes: each flag comes and goes with the job's figures, not with words in the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera.cli.policy import command
+from tessera.errors import ArgumentError
+from tessera.fleet.lockstep import LockstepJob, shape_wave
+from tessera.fleet.policy_check import PolicyFinding, check_policies
+from tessera.policy import PhaseShift, Policies, PowerShaper, RackPowerGovernor, ThermalPolicy, UtilitySpec
+
+from command_line import invoke
+
+FREE = LockstepJob(synchronous=False)
+SYNC = LockstepJob()
+
+
+def find(policies: Policies, job: LockstepJob, part: str) -> PolicyFinding:
+    return next(f for f in check_policies(policies, job).findings if part in f.setting)
+
+
+def shaper(**options: object) -> Policies:
+    return Policies(power_shaper=PowerShaper(**options))  # type: ignore[arg-type]
+
+
+def test_jitter_alone_does_not_reduce_a_lockstep_swing_unless_it_is_as_long_as_the_pause() -> None:
+    short = find(shaper(jitter_s=(0.0, 0.005)), FREE, "jitter")
+    assert short.verdict == "cannot" and "100% of the swing" in short.text
+    fast = LockstepJob(period_s=0.02, microbatches=1, synchronous=False)  # starts scatter over more than its pauses
+    assert find(shaper(jitter_s=(0.0, 0.01)), fast, "jitter").verdict != "ok"
+    assert shape_wave(fast, PowerShaper(jitter_s=(0.0, 0.01))).swing_w < 0.8 * shape_wave(fast, PowerShaper()).swing_w
+
+
+def test_jitter_beside_a_shift_is_not_flagged_and_its_common_part_is() -> None:
+    both = shaper(jitter_s=(0.001, 0.005), phase_shift=PhaseShift(dp_groups="auto"))
+    found = [f for f in check_policies(both, FREE).findings if "jitter" in f.setting]
+    assert [f.verdict for f in found] == ["costs", "costs"]
+    assert found[1].fix is not None and "[0, 4] saves 4 ms" in found[1].fix
+
+
+def test_jitter_that_costs_more_than_may_be_lost_cannot_work() -> None:
+    found = find(shaper(jitter_s=(0.0, 0.2)), SYNC, "jitter")
+    assert found.verdict == "cannot" and "may be lost" in found.text
+
+
+@pytest.mark.parametrize(
+    ("replicas", "duty", "verdict"), [(8, 0.75, "ok"), (8, 0.5, "ok"), (8, 0.7, "costs"), (3, 0.5, "costs")]
+)
+def test_a_shift_cancels_only_when_groups_times_duty_is_whole(replicas: int, duty: float, verdict: str) -> None:
+    job = LockstepJob(replicas=replicas, duty=duty, synchronous=False)
+    found = find(shaper(phase_shift=PhaseShift(dp_groups="auto")), job, "dp_groups")
+    assert found.verdict == verdict
+    assert ("not a whole number" in found.text) is (verdict == "costs")
+
+
+def test_a_synchronous_job_cannot_be_shifted_against_itself() -> None:
+    found = find(shaper(phase_shift=PhaseShift(dp_groups="auto")), SYNC, "dp_groups")
+    assert found.verdict == "cannot" and "synchronous" in found.text
+    assert find(shaper(phase_shift=PhaseShift(dp_groups="auto")), FREE, "dp_groups").verdict == "ok"
+    lost = shape_wave(SYNC, PowerShaper(phase_shift=PhaseShift(dp_groups="auto"))).loss
+    assert lost == pytest.approx(0.05 / 1.05)
+
+
+def test_a_floor_costs_its_joules_and_takes_its_part_of_the_swing() -> None:
+    found = find(shaper(power_floor_w=425.0), SYNC, "power_floor")
+    assert found.verdict == "costs" and "50% of the swing" in found.text
+    wave = shape_wave(SYNC, PowerShaper(power_floor_w=425.0))
+    assert wave.ballast_w == pytest.approx(0.25 * 225.0, rel=1e-3)
+    assert find(shaper(power_floor_w=150.0), SYNC, "power_floor").verdict == "cannot"
+    assert find(shaper(power_floor_w=700.0), SYNC, "power_floor").verdict == "cannot"
+
+
+def test_a_ramp_slower_than_the_period_is_a_floor() -> None:
+    slow = find(shaper(max_ramp_w_per_s=100.0), SYNC, "max_ramp")  # 450 W take 4.5 s, a step 2 s
+    assert slow.verdict == "cannot" and "never gets down" in slow.text
+    assert shape_wave(SYNC, PowerShaper(max_ramp_w_per_s=100.0)).power_w.min() == pytest.approx(600.0, abs=1.0)
+    assert find(shaper(max_ramp_w_per_s=5000.0), SYNC, "max_ramp").verdict == "costs"
+
+
+def test_caps_that_contradict_each_other_or_the_machine() -> None:
+    both = Policies(
+        power_shaper=PowerShaper(cap_rate=0.85, psu_limit_w=10e3), rack_power_governor=RackPowerGovernor(rack_cap_w=8e3)
+    )
+    assert find(both, SYNC, "rack_cap and cap_rate").verdict == "cannot"
+    below_idle = Policies(power_shaper=PowerShaper(cap_rate=0.5, psu_limit_w=3e3))
+    assert find(below_idle, SYNC, "cap_rate").verdict == "cannot"
+    floor = shaper(cap_rate=0.5, psu_limit_w=6e3, power_floor_w=400.0)
+    assert "contradict" in find(floor, SYNC, "cap_rate").text
+    assert find(shaper(cap_rate=0.85), SYNC, "cap_rate").verdict == "unclear"
+    slows = find(shaper(cap_rate=0.8, psu_limit_w=6e3), SYNC, "cap_rate")
+    # 5.2 kW at work, 1.6 kW waiting, 4.8 kW allowed: each second of work owes 0.4/3.2 of one
+    assert slows.verdict == "costs" and "+9%" in slows.text
+
+
+def test_start_heat_and_utility_are_compared_with_the_jobs_figures() -> None:
+    big = LockstepJob(gpus=100_000, synchronous=False)
+    rack, utility = (
+        RackPowerGovernor(rack_cap_w=20e3, soft_start_s=5.0),
+        UtilitySpec(ramp_w_per_s=10e6, crest_factor=1.1),
+    )
+    policies = Policies(rack_power_governor=rack, utility_spec=utility)
+    assert find(policies, big, "soft_start").verdict == "cannot"  # 65 MW in 5 s
+    assert find(policies, LockstepJob(gpus=64), "soft_start").verdict == "ok"
+    assert find(policies, big, "crest_factor").verdict == "cannot"
+    shifted = Policies(power_shaper=PowerShaper(phase_shift=PhaseShift(dp_groups="auto")), utility_spec=utility)
+    assert find(shifted, big, "crest_factor").verdict == "ok"
+    hot = Policies(thermal_policy=ThermalPolicy(redistribute=True, cooling_budget_w={"a": 10e3}))
+    assert find(hot, SYNC, "redistribute").verdict == "cannot"
+    assert find(hot, SYNC, "cooling_budget").verdict == "cannot"
+    assert find(hot, LockstepJob(gpus=8), "cooling_budget").verdict == "ok"
+
+
+def test_the_band_of_a_square_wave_is_that_of_its_harmonics() -> None:
+    wave = shape_wave(SYNC, PowerShaper())
+    first = 2 * (np.sin(np.pi * 0.75) / np.pi) ** 2 / (0.75 * 0.25)  # 0.5 Hz, of the variance of a square wave
+    assert wave.band_share(0.4, 0.6) == pytest.approx(first, rel=0.01)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.floats(0.1, 0.9), st.integers(1, 9), st.floats(0.0, 0.3), st.none() | st.floats(0.0, 800.0))
+def test_shaping_never_changes_the_work_nor_widens_the_swing(
+    duty: float, replicas: int, jitter_s: float, floor_w: float | None
+) -> None:
+    job = LockstepJob(duty=duty, replicas=replicas, synchronous=False)
+    shaped = PowerShaper(jitter_s=(0.0, jitter_s), phase_shift=PhaseShift(dp_groups="auto"), power_floor_w=floor_w)
+    before, after = shape_wave(job, PowerShaper()), shape_wave(job, shaped)
+    assert after.power_w.mean() - after.ballast_w == pytest.approx(before.power_w.mean(), rel=0.01)
+    assert after.swing_w <= before.swing_w + 1e-6
+    assert after.crest_factor <= before.crest_factor + 1e-6
+
+
+def test_impossible_jobs_are_refused() -> None:
+    for wrong in ({"duty": 1.0}, {"period_s": 0.0}, {"low_w": 700.0}, {"gpus": 0}):
+        with pytest.raises(ArgumentError):
+            LockstepJob(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_command_exits_1_where_something_cannot_work(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("power_shaper: {phase_shift: {dp_groups: auto}}\n")
+    said = invoke(command, "check", file)
+    assert said.code == 1 and "cannot work" in said.output and "next: tessera" in said.output
+    free = invoke(command, "check", file, "--independent", "--json")
+    table = json.loads(free.output)
+    assert free.code == 0 and table["works"] and table["after"]["peak_w"] < table["before"]["peak_w"]
