@@ -23,6 +23,8 @@
     ├── ActuatorError            hardware that cannot be controlled
     │   └── ActuatorPermission   it could be, but this user may not
     ├── ScheduleError            a schedule that cannot be held
+    ├── GovernorError            a governor that cannot be reached, or that cannot work
+    │   └── GovernorRefusal      it says no; `code` says why
     └── MissingExtra             an optional dependency is needed (also an ImportError)
 
 Every message says what happened, why, and what to do. The parts are attributes, so that a renderer can lay them out and
@@ -151,6 +153,18 @@ class ActuatorPermission(ActuatorError):
 
 class ScheduleError(TesseraError):
     """A schedule that cannot be held."""
+
+
+class GovernorError(TesseraError):
+    """A governor that cannot be reached, or that cannot work."""
+
+
+class GovernorRefusal(GovernorError):
+    """A governor says no. `code` is for programs: unknown_node, unknown_job, too_large, conflict, busy ..."""
+
+    def __init__(self, code: str, what: str, *, why: str | None = None, fix: str | None = None) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.code = code
 
 
 class MissingExtra(TesseraError, ImportError):
