@@ -6,6 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .budget import Budget as Budget
+    from .leases import BudgetPolicy as BudgetPolicy
+    from .leases import CapGrant as CapGrant
+    from .leases import PowerRequest as PowerRequest
+    from .node_cap import CapHolder as CapHolder
     from .node_floor import NodeShare as NodeShare
     from .node_floor import PlacementJob as PlacementJob
     from .node_floor import PlacementNode as PlacementNode
@@ -17,6 +22,11 @@ if TYPE_CHECKING:
     from .relief import plan_moves as plan_moves
 
 _LAZY: dict[str, str] = {
+    "Budget": "budget",
+    "BudgetPolicy": "leases",
+    "CapGrant": "leases",
+    "CapHolder": "node_cap",
+    "PowerRequest": "leases",
     "NodeShare": "node_floor",
     "PackingSavings": "packing",
     "Placement": "placement",
