@@ -83,7 +83,7 @@ class BudgetPolicy:
         return cls(
             cap_w=rack.rack_cap_w,
             soft_start_s=rack.soft_start_s,
-            start_jitter_s=rack.per_rack_jitter_s or (0.0, 0.0),
+            start_jitter_s=rack.per_rack_jitter_s,
             breaker_margin=rack.breaker_margin,
         )
 
