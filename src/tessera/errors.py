@@ -25,6 +25,7 @@
     ├── ScheduleError            a schedule that cannot be held
     ├── GovernorError            a governor that cannot be reached, or that cannot work
     │   └── GovernorRefusal      it says no; `code` says why
+    ├── MigrationError           a job that cannot be saved, or not go on from what was saved
     └── MissingExtra             an optional dependency is needed (also an ImportError)
 
 Every message says what happened, why, and what to do. The parts are attributes, so that a renderer can lay them out and
@@ -165,6 +166,10 @@ class GovernorRefusal(GovernorError):
     def __init__(self, code: str, what: str, *, why: str | None = None, fix: str | None = None) -> None:
         super().__init__(what, why=why, fix=fix)
         self.code = code
+
+
+class MigrationError(TesseraError):
+    """A job that cannot be saved, or cannot go on from what was saved."""
 
 
 class MissingExtra(TesseraError, ImportError):

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from .leases import BudgetPolicy as BudgetPolicy
     from .leases import CapGrant as CapGrant
     from .leases import PowerRequest as PowerRequest
+    from .migration import MigratableJob as MigratableJob
+    from .migration import Migration as Migration
+    from .migration import migratable as migratable
     from .node_cap import CapHolder as CapHolder
     from .node_floor import NodeShare as NodeShare
     from .node_floor import PlacementJob as PlacementJob
@@ -27,6 +30,8 @@ _LAZY: dict[str, str] = {
     "CapGrant": "leases",
     "CapHolder": "node_cap",
     "PowerRequest": "leases",
+    "MigratableJob": "migration",
+    "Migration": "migration",
     "NodeShare": "node_floor",
     "PackingSavings": "packing",
     "Placement": "placement",
@@ -34,6 +39,7 @@ _LAZY: dict[str, str] = {
     "PlacementNode": "node_floor",
     "ReliefPlan": "relief",
     "compare_packing": "packing",
+    "migratable": "migration",
     "place_jobs": "placement",
     "plan_moves": "relief",
 }

@@ -1,0 +1,137 @@
+"""Why a job is told to move: a file, a signal, a temperature, or any function that is asked again and again.
+
+`OrderWatch` asks in a thread of its own, so that a step pays for nothing but reading a flag.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import TesseraError
+from .job_state import OrderKind, read_json, write_json
+
+_log = logging.getLogger("tessera")
+POLL_S = 1.0
+# Assumed: a temperature above the threshold for this long is not a moment of a fan that has just not caught up.
+HOLD_S = 10.0
+
+Source = Callable[[], OrderKind | None]
+"""Asked again and again; None: no order."""
+
+
+class OverheatSource:
+    """Orders a move once a temperature has been above the threshold for `hold_s` without a break."""
+
+    def __init__(
+        self,
+        read_temperature_c: Callable[[], float | None],
+        threshold_c: float,
+        *,
+        hold_s: float = HOLD_S,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read, self._threshold_c, self._hold_s, self._clock_s = read_temperature_c, threshold_c, hold_s, clock_s
+        self._since_s: float | None = None
+
+    def __call__(self) -> OrderKind | None:
+        """Look once. A temperature that is not known is neither hot nor cool."""
+        temperature_c = self._read()
+        if temperature_c is None:
+            return None
+        if temperature_c <= self._threshold_c:
+            self._since_s = None
+            return None
+        now_s = self._clock_s()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        return "overheat" if now_s - self._since_s >= self._hold_s else None
+
+
+def read_hottest_c() -> float | None:
+    """The hottest device of this machine, by the process's own monitor; None where no sensor says."""
+    from ..monitor.core import default
+
+    sampler = default().sampler
+    readings = [t for t in (sampler.latest(d.name) for d in sampler.domains) if t is not None]
+    parts = [c for t in readings for c in (t.temperature_c, t.memory_temperature_c) if c is not None]
+    return max(parts, default=None)
+
+
+class OrderFile:
+    """`order.json` in the job's folder: {"ranks": 2, "node": "n7"}; both may be missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "order.json"
+
+    def __call__(self) -> OrderKind | None:
+        """Look once."""
+        return "request" if self.path.exists() else None
+
+    def write(self, *, ranks: int | None = None, node: str | None = None) -> None:
+        """Order a move."""
+        write_json(self.path, {"ranks": ranks, "node": node})
+
+    def take(self) -> dict[str, Any]:
+        """The order, which is then gone; empty where there is none."""
+        content = read_json(self.path) or {}
+        self.path.unlink(missing_ok=True)
+        return content
+
+
+class OrderWatch:
+    """Asks the sources until one orders a move. Signals order one at once."""
+
+    def __init__(
+        self, sources: Sequence[Source], signals: Sequence[signal.Signals] = (), poll_s: float = POLL_S
+    ) -> None:
+        self._sources, self._signals, self._poll_s = sources, signals, poll_s
+        self._ended = threading.Event()
+        self._order: OrderKind | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def order(self) -> OrderKind | None:
+        """The first order that came, for ever."""
+        return self._order
+
+    def request(self, kind: OrderKind = "request") -> None:
+        """Order a move; an earlier order stays."""
+        self._order = self._order or kind
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Ask, and heed signals, inside the `with`. Handlers of signals can be set from the main thread only."""
+        with contextlib.ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                for number in self._signals:
+                    old = signal.signal(number, lambda *_: self.request("signal"))
+                    stack.callback(signal.signal, number, old)
+            if self._sources:
+                self._thread = threading.Thread(target=self._ask, name="tessera-orders", daemon=True)
+                self._thread.start()
+                stack.callback(self._stop)
+            yield
+
+    def _ask(self) -> None:
+        while self._order is None:
+            for source in self._sources:
+                try:
+                    kind = source()
+                except (TesseraError, OSError) as error:  # a governor that is away orders nothing
+                    _log.debug("a source of orders failed: %s", error)
+                    continue
+                if kind is not None:
+                    self.request(kind)
+            if self._ended.wait(self._poll_s):
+                return
+
+    def _stop(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()

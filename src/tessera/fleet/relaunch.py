@@ -1,0 +1,86 @@
+"""Starts a migratable job again wherever it moves to, until it is done: the part of a migration that moves it.
+
+The command may have {node} and {ranks} in it: `ssh {node} torchrun --nproc-per-node {ranks} train.py`. What the order
+says (`tessera fleet migrate`) replaces them; what it does not say stays.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError, MigrationError
+from .job_state import read_json
+
+# A job that moves more often than this gets nothing done: its orders come faster than its steps.
+MOST_MOVES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One start of the job: its command and where it went."""
+
+    number: int
+    command: tuple[str, ...]
+    node: str | None
+    ranks: int | None
+
+
+def run_until_done(
+    command: Sequence[str],
+    folder: str | Path,
+    *,
+    node: str | None = None,
+    ranks: int | None = None,
+    choose_node: Callable[[str | None], str | None] | None = None,
+    run: Callable[[Sequence[str]], int] = lambda command: subprocess.run(command, check=False).returncode,
+) -> Iterator[Launch]:
+    """Start the command, and again after each move. Yields before each start; a failure raises `MigrationError`.
+
+    `choose_node` is asked for a node where the order names none: it gets the node that the job left.
+    """
+    check_placeholders(command, node=node, ranks=ranks)
+    status_path = Path(folder) / "status.json"
+    for number in range(1, MOST_MOVES + 1):
+        filled = tuple(fill_command(command, node=node, ranks=ranks))
+        yield Launch(number=number, command=filled, node=node, ranks=ranks)
+        status_path.unlink(missing_ok=True)  # what an earlier run said must not pass for the answer of this one
+        code = run(filled)
+        status = read_json(status_path) or {}
+        if code != 0:
+            raise MigrationError(
+                f"the job ended with exit code {code} at step {status.get('step', 'unknown')}",
+                fix="see its output above; run the same command again to go on from its last checkpoint",
+            )
+        if status.get("phase") == "done":
+            return
+        if status.get("phase") != "moved":
+            raise MigrationError(
+                "the job ended without saying whether it is done",
+                why=f"{status_path} has no phase 'done' or 'moved'",
+                fix="train with `for step in fleet.migratable(..., folder=...).steps(total)`, with this folder",
+            )
+        order: dict[str, Any] = status.get("order") or {}
+        ranks = order.get("ranks") or ranks
+        node = order.get("node") or (choose_node(node) if choose_node else None) or node
+    raise MigrationError(
+        f"the job moved {MOST_MOVES} times", why="it is ordered away wherever it goes", fix="look at the orders"
+    )
+
+
+def fill_command(command: Sequence[str], *, node: str | None, ranks: int | None) -> Iterator[str]:
+    """The command with its placeholders replaced."""
+    for word in command:
+        yield word.replace("{node}", node or "").replace("{ranks}", "" if ranks is None else str(ranks))
+
+
+def check_placeholders(command: Sequence[str], *, node: str | None, ranks: int | None) -> None:
+    """Raise where a placeholder has no value to begin with."""
+    if not command:
+        raise ArgumentError("there is no command to start", fix="tessera fleet run FOLDER -- torchrun train.py")
+    for name, value in (("node", node), ("ranks", ranks)):
+        if value is None and any(f"{{{name}}}" in word for word in command):
+            raise ArgumentError(f"the command has {{{name}}}, and no value for it", fix=f"give --{name} as well")
