@@ -20,7 +20,7 @@ MOST_MOVES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class JobLaunch:
     """One start of the job: its command and where it went."""
 
     number: int
@@ -37,7 +37,7 @@ def run_until_done(
     ranks: int | None = None,
     choose_node: Callable[[str | None], str | None] | None = None,
     run: Callable[[Sequence[str]], int] = lambda command: subprocess.run(command, check=False).returncode,
-) -> Iterator[Launch]:
+) -> Iterator[JobLaunch]:
     """Start the command, and again after each move. Yields before each start; a failure raises `MigrationError`.
 
     `choose_node` is asked for a node where the order names none: it gets the node that the job left.
@@ -46,7 +46,7 @@ def run_until_done(
     status_path = Path(folder) / "status.json"
     for number in range(1, MOST_MOVES + 1):
         filled = tuple(fill_command(command, node=node, ranks=ranks))
-        yield Launch(number=number, command=filled, node=node, ranks=ranks)
+        yield JobLaunch(number=number, command=filled, node=node, ranks=ranks)
         status_path.unlink(missing_ok=True)  # what an earlier run said must not pass for the answer of this one
         code = run(filled)
         status = read_json(status_path) or {}
