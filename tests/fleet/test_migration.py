@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gloo_ranks import GlooRanks
 from tessera.errors import ArgumentError, MigrationError
-from tessera.fleet.job_state import find_newest
+from tessera.fleet.job_checkpoint import find_newest
 from tessera.fleet.migration import MigratableJob, Migration, migratable, read_status
 from tessera.fleet.migration_order import OrderFile, OrderWatch, OverheatSource
 from tessera.fleet.relaunch import run_until_done

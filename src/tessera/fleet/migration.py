@@ -28,7 +28,7 @@ from torch import nn
 
 from ..errors import ArgumentError
 from ..policy import ThermalPolicy
-from .job_state import JobPhase, JobState, Manifest, OrderKind, Stateful, find_newest, read_json, write_json
+from .job_checkpoint import JobCheckpoint, JobPhase, Manifest, OrderKind, Stateful, find_newest, read_json, write_json
 from .migration_order import HOLD_S, OrderFile, OrderWatch, OverheatSource, Source, read_hottest_c
 
 _ORDERS: tuple[OrderKind, ...] = ("request", "signal", "overheat")
@@ -50,7 +50,7 @@ class Migration:
 class MigratableJob:
     """A job that saves itself and goes on; made by `migratable`."""
 
-    def __init__(self, state: JobState, folder: Path, watch: OrderWatch, *, seed: int, every: int | None) -> None:
+    def __init__(self, state: JobCheckpoint, folder: Path, watch: OrderWatch, *, seed: int, every: int | None) -> None:
         self.folder, self.seed, self.step = folder, seed, 0
         self.migration: Migration | None = None
         self._state, self._watch, self._every = state, watch, every
@@ -205,7 +205,7 @@ def migratable(
     if c10d.is_available() and c10d.is_initialized() and c10d.get_world_size() > 1:
         # Of its own: votes must not queue behind gradients, and NCCL cannot send host memory.
         group = c10d.new_group(backend="gloo")
-    state = JobState(model, optimizer, states or {}, group)
+    state = JobCheckpoint(model, optimizer, states or {}, group)
     sources: list[Source] = list(orders)
     if state.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TesseraError
-from .job_state import OrderKind, read_json, write_json
+from .job_checkpoint import OrderKind, read_json, write_json
 
 _log = logging.getLogger("tessera")
 POLL_S = 1.0

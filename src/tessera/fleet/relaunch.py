@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, MigrationError
-from .job_state import read_json
+from .job_checkpoint import read_json
 
 # A job that moves more often than this gets nothing done: its orders come faster than its steps.
 MOST_MOVES = 100

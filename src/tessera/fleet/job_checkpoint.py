@@ -107,7 +107,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         part.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-class JobState:
+class JobCheckpoint:
     """The parts of a job, and how they are written and read. `group` is a process group that can send host memory."""
 
     def __init__(
