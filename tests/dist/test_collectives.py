@@ -194,6 +194,23 @@ def test_with_error_feedback_rounding_does_not_add_up(ranks):
     assert fed < 0.2 * plain
 
 
+def reduce_overflow(rank: int, compress: str) -> Any:
+    feedback = dist.ErrorFeedback()
+    x = torch.ones(300)
+    if rank == 0:
+        x[7] = torch.inf
+    first = all_reduce(x, compress=compress, feedback=feedback)
+    return first, all_reduce(torch.ones(300), compress=compress, feedback=feedback)
+
+
+@pytest.mark.parametrize("compress", ["fp16", "bf16", "fp8"])
+def test_an_overflow_is_seen_by_all_and_gone_in_the_next_step(ranks, compress):
+    for first, second in ranks.run(reduce_overflow, compress):
+        assert not torch.isfinite(first[7]), "a loss scaler looks for it"
+        assert torch.allclose(first[8:], torch.full((292,), float(ranks.count)))
+        assert torch.allclose(second, torch.full((300,), float(ranks.count)))
+
+
 def sparse_rows(rank: int, rows: int, every: int) -> Any:
     x = torch.zeros(rows, 5)
     x[rank::every] = torch.arange(5.0) + rank

@@ -37,8 +37,8 @@ class ErrorFeedback:
         return x if before is None or before.shape != x.shape else x + before
 
     def keep(self, stage: str, residual: torch.Tensor) -> None:
-        """Remember what could not be sent."""
-        self._residuals[stage] = residual
+        """Remember what could not be sent; what is not finite is forgotten, or no later sum would be."""
+        self._residuals[stage] = torch.nan_to_num(residual, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,9 @@ class Codec:
         if self.format == "bf16":
             return _to_bf16_stochastic(x) if self.stochastic else x.to(torch.bfloat16).view(torch.uint8)
         padded = torch.nn.functional.pad(x, (0, _blocks(len(x)) * BLOCK - len(x))).view(-1, BLOCK)
-        scale = padded.abs().amax(1).clamp_min(_TINY) / _SCALED[self.format]
-        scale = torch.where(torch.isfinite(scale), scale, 1.0)  # inf and NaN pass as they are
+        finite = torch.isfinite(padded)
+        scale = torch.where(finite, padded, 0.0).abs().amax(1).clamp_min(_TINY) / _SCALED[self.format]
+        padded = torch.where(finite, padded, torch.nan)  # fp8 has no infinity, and would send its largest number
         numbers = (padded / scale[:, None]).view(-1)[: len(x)].to(FORMATS[self.format])
         return torch.cat([scale.view(torch.uint8), numbers.contiguous().view(torch.uint8)])
 
