@@ -116,3 +116,24 @@ def test_a_simulated_run_has_the_values_of_all_ranks():
         right = distribute_tensor(b, mesh.device_mesh, dist.ShardSpec(("row",), ("dp",)).placements(2, mesh))
         product = (left @ right).full_tensor().reconcile()
     assert torch.allclose(product, a @ b, atol=1e-5)
+
+
+@pytest.mark.parametrize("fill", ["rand", "randn"])
+def test_copies_of_a_random_part_are_equal_and_other_parts_are_not(fill):
+    import torch
+
+    mesh = dist.Mesh(["tp", "dp"], 4, (2, 2))
+    with dist.simulate(4):
+        w = dist.tensor((4, 6), dist.ShardSpec(("row",), ("tp",)), mesh, fill=fill).dtensor.to_local()
+        other = dist.tensor((4, 6), dist.ShardSpec(("row",), ("tp",)), mesh, fill=fill, seed=1).dtensor.to_local()
+    parts, others = w._local_tensors, other._local_tensors
+    by_place = {mesh.coordinate(rank)["tp"]: part for rank, part in parts.items()}
+    assert all(torch.equal(part, by_place[mesh.coordinate(rank)["tp"]]) for rank, part in parts.items())
+    assert not torch.equal(by_place[0], by_place[1]) and not torch.equal(parts[0], others[0])
+
+
+@pytest.mark.parametrize(("devices", "part"), [(range(72), "the job has 4 ranks"), (range(1, 3), "rank 0 is not in")])
+def test_a_mesh_of_other_ranks_is_refused(devices, part):
+    mesh = dist.Mesh(["tp"], devices)
+    with dist.dry(4, rank=0), pytest.raises(ArgumentError, match=part):
+        mesh.process_group("tp")

@@ -166,13 +166,18 @@ class Mesh:
     @property
     def device_mesh(self) -> Any:
         """Torch's `DeviceMesh` of it. Needs a process group: that of torchrun, `dist.dry` or `dist.simulate`."""
-        from torch.distributed import group, is_initialized
+        from torch.distributed import get_world_size, group, is_initialized
 
         if not is_initialized():
             raise ArgumentError(
                 f"{self!r} is only a description here: no process group exists",
                 fix="start the program with torchrun and call torch.distributed.init_process_group(), "
                 f"or use `with dist.dry({max(self.devices) + 1}):`",
+            )
+        if max(self.devices) >= get_world_size():
+            raise ArgumentError(
+                f"{self!r} has devices up to {max(self.devices)}, and the job has {get_world_size()} ranks",
+                fix=f"start {max(self.devices) + 1} ranks, or make a mesh of devices=range({get_world_size()})",
             )
         if self._connected is None or self._connected[0] is not group.WORLD:
             self._connected = (group.WORLD, self._make_device_mesh())
@@ -195,7 +200,12 @@ class Mesh:
         """The process group of this rank along an axis. A part of a mesh has those of the mesh where they are whole."""
         if self._parent is None:
             self.index_of(axis)
-            return self.device_mesh.get_group(axis)
+            connected = self.device_mesh
+            if connected.get_coordinate() is None:
+                from torch.distributed import get_rank
+
+                self.coordinate(get_rank())  # raises: it is not in the mesh
+            return connected.get_group(axis)
         if self.size(axis) == self._parent.size(axis):
             return self._parent.process_group(axis)
         return self._make_part_of_a_group(axis)

@@ -79,9 +79,11 @@ class ShardSpec:
 class ShardedTensor:
     """A tensor over a mesh. Nothing is allocated until `dtensor` is asked for, and then this rank's part alone."""
 
-    def __init__(self, shape: Sequence[int], layout: ShardSpec, mesh: Mesh, dtype: str, fill: _Fill) -> None:
+    def __init__(
+        self, shape: Sequence[int], layout: ShardSpec, mesh: Mesh, dtype: str, fill: _Fill, seed: int = 0
+    ) -> None:
         self.shape, self.layout, self.mesh, self.dtype = tuple(shape), layout, mesh, dtype
-        self._fill = fill
+        self._fill, self._seed = fill, seed
         layout.cuts(len(self.shape))
         for axis in layout.mesh_axes:
             mesh.index_of(axis)
@@ -108,17 +110,41 @@ class ShardedTensor:
         from torch.distributed import tensor as dtensors
 
         placements = self.layout.placements(len(self.shape), self.mesh)
-        make = getattr(dtensors, self._fill if isinstance(self._fill, str) else "empty")
+        make = getattr(dtensors, self._fill if self._fill in ("zeros", "ones") else "empty")
         whole = make(
             self.shape, dtype=torch_dtype(self.dtype), device_mesh=self.mesh.device_mesh, placements=placements
         )
         if callable(self._fill):
             self._fill(whole)
+        elif self._fill in _RANDOM:
+            self._draw(whole.to_local())
         return whole
+
+    def _draw(self, part: Any) -> None:
+        """Random numbers that copies of a part have alike. DTensor's own are for GPUs only."""
+        import torch
+
+        if type(part).__name__ == "LocalTensor":  # all ranks in one process
+            from torch.distributed._local_tensor import tensor_map
+
+            part.copy_(tensor_map(part, lambda rank, own: self._draw_part(own.clone(), rank)))
+        else:
+            self._draw_part(part, torch.distributed.get_rank())
+
+    def _draw_part(self, part: Any, rank: int) -> Any:
+        import torch
+
+        at, place = self.mesh.coordinate(rank), 0
+        for axis in self.mesh.axes:
+            if axis in self.layout.mesh_axes:
+                place = place * self.mesh.size(axis) + at[axis]
+        source = torch.Generator(part.device).manual_seed((self._seed * 0x9E3779B1 + place) % 2**63)
+        return part.uniform_(generator=source) if self._fill == "rand" else part.normal_(generator=source)
 
 
 _Fill = str | Callable[[Any], object]
-_FILLS = ("empty", "zeros", "ones", "rand", "randn")
+_RANDOM = ("rand", "randn")
+_FILLS = ("empty", "zeros", "ones", *_RANDOM)
 
 
 def tensor(
@@ -128,15 +154,17 @@ def tensor(
     *,
     dtype: str = "float32",
     fill: _Fill = "zeros",
+    seed: int = 0,
 ) -> ShardedTensor:
     """A tensor cut over a mesh, described only: 4 TB are no bytes until a rank asks for its part (`.dtensor`).
 
-    `fill` is "zeros", "ones", "empty", "rand", "randn", or a function that is given the DTensor and fills it.
+    `fill` is "zeros", "ones", "empty", "rand", "randn", or a function that is given the DTensor and fills it. Random
+    numbers follow from `seed` and the place of the part in the mesh; copies of a part are equal.
     """
     if isinstance(fill, str) and fill not in _FILLS:
         raise ArgumentError(f"fill={fill!r}", fix=f"one of {', '.join(_FILLS)}, or a function")
     bytes_of(dtype)
-    return ShardedTensor(shape, layout, mesh, dtype, fill)
+    return ShardedTensor(shape, layout, mesh, dtype, fill, seed)
 
 
 _SIZES = {
