@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils import _pytree as pytree
@@ -266,14 +266,18 @@ class ParallelModule:
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before that."""
-        total = torch.zeros((), device=self.device)
+        squares: dict[Any, torch.Tensor] = {}  # of this rank's shards, by how they are spread: one sum each over ranks
         shared = set(self._parts[0].shared)
         for part in self._parts:
             skip = {id(p) for n, p in part.module.named_parameters() if part.index and n in shared}  # counted once
             for p in part.module.parameters():
                 if p.grad is not None and id(p) not in skip:
-                    square = p.grad.detach().float().square().sum()
-                    total += square.full_tensor() if isinstance(square, DTensor) else square
+                    spread = (p.grad.device_mesh, p.grad.placements) if isinstance(p.grad, DTensor) else None
+                    square = _to_local(p.grad.detach()).float().square().sum().to(self.device)
+                    squares[spread] = squares.get(spread, torch.zeros_like(square)) + square
+        total = torch.zeros((), device=self.device)
+        for spread, square in squares.items():
+            total += square if spread is None else _sum_over_shards(square, *spread)
         if self.layout.pp > 1:
             c10d.all_reduce(total, group=self.mesh.process_group("pp"))
         norm = total.sqrt()
@@ -330,6 +334,12 @@ def _skip_vote(schedule: Any, stages: list[PipelineStage]) -> None:
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
     schedule._warmup_p2p = lambda *args: None
+
+
+def _sum_over_shards(square: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:
+    """The sum over ranks that hold different parts; those that hold the same count once."""
+    parts = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
+    return DTensor.from_local(square, mesh, parts).full_tensor()
 
 
 def _to_local(value: Any) -> torch.Tensor:
