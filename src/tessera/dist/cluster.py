@@ -18,7 +18,7 @@ from typing import Any
 from ..device import Device, Figure
 from ..errors import ArgumentError, BadDevice, did_you_mean
 from ..hardware import lookup
-from ..hardware.load import bad, check_keys, expand_sources, read_figure
+from ..hardware.load import bad, check_keys, expand_sources, quote_value, read_figure
 from ..read_limits import TOML_BYTES, parse_toml
 
 # Shares that copies reach of the line rate to the host (50-55 of 63 GB/s, PCIe 5) and a CPU's update of its memory's.
@@ -169,6 +169,8 @@ def _build_cluster(raw: Mapping[str, Any], file: str, nodes: int, *, own: bool) 
     table = dict(raw)
     if own:
         for key in _FIGURES:
+            if isinstance(table.get(key), str):
+                table[key] = _read_number(table[key], file, key)
             if isinstance(table.get(key), (int, float)) and not isinstance(table[key], bool):
                 table[key] = {"value": table[key], "source": f"given in {file}"}
         given = table.get("nodes", 1)
@@ -196,6 +198,14 @@ def _build_cluster(raw: Mapping[str, Any], file: str, nodes: int, *, own: bool) 
         host_link=host_link,
         **_read_figures(table, file),
     )
+
+
+def _read_number(text: str, file: str, key: str) -> float:
+    """A number that YAML takes for text: it reads 50e+9, and 50e9 is a word to it."""
+    try:
+        return float(text)
+    except ValueError:
+        raise bad(file, key, f"must be a number in SI units, not {quote_value(text)}", fix=_EXAMPLE) from None
 
 
 def _find_links(table: Mapping[str, Any], device: Device, file: str) -> tuple[str, str]:
