@@ -21,10 +21,13 @@ import math
 import re
 import statistics
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tessera.device import Device, Figure
 from tessera.dist.training import TrainingCost, choose_recompute, estimate_training
@@ -40,6 +43,8 @@ GIB = 1024.0**3
 # AC at the wall over the GPUs' own watts: CPUs, fans, network cards, and the conversion of power (DGX H100: 10.2 kW
 # for 5.6 kW of GPUs at most; a typical load is nearer to 1.35).
 _HOST_W_PER_GPU = 180.0
+LARGEST = 1e15
+"""No figure of a training run is larger; a larger one counts as missing."""
 
 
 # Public dimensions of models that tables give by name only (NVIDIA/NeMo, nemo/collections/llm).
@@ -66,7 +71,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row | None]]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 row = None
             yield number, row if isinstance(row, dict) else None
 
@@ -79,7 +84,7 @@ def number(row: Row, key: str) -> float | None:
             value = float(value.strip().replace(",", "").removesuffix("%"))
         except ValueError:
             return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST:  # nor NaN
         return None
     return float(value)
 
@@ -413,12 +418,15 @@ def score_row(row: Row) -> RowScore:
         job = build_job(row)
         # The run did run: where its policy is not stated, take the least that fits within the model's own error.
         job = dataclasses.replace(job, recompute=choose_recompute(job, room=1.15))
-        cost = estimate_training(job)
+        with np.errstate(over="raise", invalid="raise"):
+            cost = estimate_training(job)
+        step = read_step(row, job)
     except TesseraError as error:
         raise RowSkipped(str(error).splitlines()[0]) from error
-    except (ArithmeticError, ValueError, TypeError) as error:
+    except (ArithmeticError, ValueError, TypeError, LookupError) as error:
         raise RowSkipped(f"cannot be computed: {error}") from error
-    step = read_step(row, job)
+    if not all(map(math.isfinite, (cost.step_s, cost.error_s, cost.memory_bytes, cost.power_w))):
+        raise RowSkipped("cannot be computed: sizes beyond all that exists")
     memory = number(row, "memory_gib") or number(row, "memory_gb_published")
     oom = row.get("oom") is True
     if step is None and memory is None and not oom:
@@ -460,7 +468,11 @@ def summarise(scores: Iterable[RowScore]) -> dict[str, Any]:
 def score_file(path: Path, half: int | None = None) -> tuple[list[RowScore], Counter[str]]:
     """Scores of a file's rows and the reasons of those that were skipped."""
     scores, skipped = [], Counter[str]()
-    for _, row in read_rows(path):
+    try:
+        rows = list(read_rows(path))
+    except (OSError, EOFError, zlib.error) as error:
+        raise SystemExit(f"cannot read {path}: {error}") from None
+    for _, row in rows:
         if row is None:
             skipped["not a JSON object"] += 1
             continue
@@ -469,7 +481,7 @@ def score_file(path: Path, half: int | None = None) -> tuple[list[RowScore], Cou
         try:
             scores.append(score_row(row))
         except RowSkipped as reason:
-            skipped[str(reason)] += 1
+            skipped[str(reason)[:120]] += 1
     return scores, skipped
 
 
