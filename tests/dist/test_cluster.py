@@ -53,7 +53,7 @@ def test_a_file_of_ones_own_gives_plain_numbers(tmp_path, suffix: str) -> None:
         ("chip = 'h2000'\nnode_gpus = 8", "no device 'h2000'"),
         ("chip = 'h200'\nnode_gpus = 8\nlink = 'nvlnk'", "did you mean 'nvlink'"),
         ("chip = 'h200'\nnode_gpus = 2.5", "whole number"),
-        ("chip = 'h200'\nnode_gpus = 'eight'", "a figure is"),
+        ("chip = 'h200'\nnode_gpus = 'eight'", "must be a number"),
         ("chip = 'h200'\nnode_gpus = 8\nnodes = 0", "at least 1"),
         ("chip = 3\nnode_gpus = 8", "must be text"),
         ("chip = ", "cannot be read"),
