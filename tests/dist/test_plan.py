@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -9,7 +10,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+import tessera
 from decoders import GPT
 from tessera import dist
 from tessera.dist.plan_cost import evaluate_layout
@@ -93,6 +97,38 @@ def test_a_model_that_is_too_large_says_by_how_much() -> None:
     with pytest.raises(DoesNotFit, match=r"70\.6 billion") as caught:
         dist.plan(LLAMA_70B, cluster="pcie-l40s", seq=8192, global_batch=8)
     assert "GiB" in str(caught.value.why)
+
+
+def test_what_is_too_large_is_told_how_many_nodes_are_enough() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        dist.plan(LLAMA_70B, cluster="dgx-h100", seq=8192, global_batch=8, offload=False)
+    nodes = int(str(caught.value.fix).partition("dgx-h100:")[2].partition(")")[0])
+    assert dist.plan(LLAMA_70B, cluster=f"dgx-h100:{nodes}", seq=8192, global_batch=8 * nodes, offload=False).best
+
+
+def make_mlps() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)))
+
+
+def test_a_module_that_is_no_decoder_is_divided_by_data_parallelism() -> None:
+    inputs = torch.zeros(4096, 256)
+    found = dist.plan(make_mlps(), inputs, cluster="dgx-h100:2", precision="fp32")
+    best = found.best
+    assert str(best.layout) == "dp16" and best.layout.global_batch == 4096
+    assert sum(best.parts.values()) == pytest.approx(best.time_s) and best.parts["data parallel"] > 0
+    alone = tessera.predict(
+        make_mlps(), inputs, on="h100", precision="fp32", mode="train", optimizer="adamw", batch=best.layout.micro_batch
+    )
+    whole = evaluate_layout(found.problem, dataclasses.replace(best.layout, sharding="none"))
+    assert best.layout.microbatches == 1
+    assert whole.parts["compute"] + whole.parts["optimizer"] == pytest.approx(alone.total_latency_s)
+    assert "data parallelism" in found.notes[0] and "per sample" in str(found)
+    json.dumps(found.to_dict())
+    frugal = dataclasses.replace(best.layout, sharding="zero3")
+    assert evaluate_layout(found.problem, frugal).memory.weights < best.memory.weights
+    with pytest.raises(ArgumentError, match="does not look like a decoder") as caught:
+        dist.plan(make_mlps(), cluster="dgx-h100")
+    assert "inputs" in str(caught.value.fix)
 
 
 def test_a_rack_of_72_uses_64_where_the_batch_does_not_divide_by_nine() -> None:

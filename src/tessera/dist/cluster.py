@@ -18,8 +18,8 @@ from typing import Any
 from ..device import Device, Figure
 from ..errors import ArgumentError, BadDevice, did_you_mean
 from ..hardware import lookup
-from ..hardware.load import bad, check_keys, expand_sources, quote_value, read_figure
-from ..read_limits import TOML_BYTES, parse_toml
+from ..hardware.load import bad, check_keys, expand_sources, read_figure
+from ..read_limits import TOML_BYTES, parse_toml, quote_value
 
 # Shares that copies reach of the line rate to the host (50-55 of 63 GB/s, PCIe 5) and a CPU's update of its memory's.
 _HOST_LINK, _HOST_MEMORY = 0.8, 0.8

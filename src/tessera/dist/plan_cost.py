@@ -76,7 +76,8 @@ def make_job(problem: PlanProblem, layout: Layout) -> TrainingJob:
 
 def evaluate_layout(problem: PlanProblem, layout: Layout) -> PlanCandidate:
     """Seconds, joules and memory of a layout, whether it fits or not."""
-    cost = estimate_training(make_job(problem, layout))
+    job = make_job(problem, layout)
+    cost = estimate_training(job) if problem.work is None else problem.work.estimate(job)
     cluster, seconds = problem.cluster, cost.step_s
     joules = {part: layout.gpus * value for part, value in cost.energy_parts.items()}
     error_j = layout.gpus * cost.error_j

@@ -16,7 +16,6 @@ from .plan_search import (
     list_divisions,
     list_variants,
 )
-from .training_model import RECOMPUTE
 
 Verdict = Literal["does not fit", "worse", "too slow", "as good", "better"]
 _AS_GOOD = 0.005
@@ -56,7 +55,7 @@ def list_neighbours(
         setting = changed[0]
         trial = dataclasses.replace(variant, recompute=layout.recompute)
         yield _compare(problem, best, trial, setting, metric, most_time_s)
-    for recompute in RECOMPUTE:
+    for recompute in problem.recomputes:
         if recompute != layout.recompute:
             trial = dataclasses.replace(layout, recompute=recompute)
             yield _compare(problem, best, trial, "recompute", metric, most_time_s)
@@ -77,7 +76,7 @@ def _other_divisions(
     bases = list(list_divisions(dataclasses.replace(problem, gpus=layout.gpus)))
     for setting in (*axes, "micro_batch"):
         kept = [name for name in axes if name != setting]
-        for value in (getattr(layout, setting) * 2, getattr(layout, setting) / 2):
+        for value in _list_near(problem, layout, setting):
             near = [
                 base
                 for base in bases
@@ -85,6 +84,15 @@ def _other_divisions(
             ]
             if near:
                 yield _compare_best(problem, best, near, setting, metric, most_time_s)
+
+
+def _list_near(problem: PlanProblem, layout: Layout, setting: str) -> list[float]:
+    """Twice and half of a setting; of the microbatch, the sizes above and below that are tried."""
+    own = getattr(layout, setting)
+    if setting != "micro_batch":
+        return [own * 2, own / 2]
+    sizes = problem.micro_batches
+    return [*[n for n in sizes if n > own][:1], *[n for n in sizes if n < own][-1:]]
 
 
 def _compare_best(
@@ -98,7 +106,7 @@ def _compare_best(
         return _judge(best, chosen, setting, metric, most_time_s)
     smallest = min(bases, key=lambda base: base.micro_batch)
     frugal = max(list_variants(problem, smallest), key=lambda v: (v.sharding, len(v.offload)))
-    trial = dataclasses.replace(frugal, recompute="full")
+    trial = dataclasses.replace(frugal, recompute=problem.recomputes[-1])
     return _compare(problem, best, trial, setting, metric, most_time_s)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from ..estimate.power import PowerModel
 from .cluster import Cluster
 from .layout import Layout
+from .module_work import ModuleWork
 from .plan_cost import PlanCandidate, evaluate_layout, make_job
 from .training import estimate_training
 from .training_memory import estimate_memory
@@ -28,6 +29,8 @@ from .training_offload import estimate_host
 _LEAST_CHUNK = 1024  # tokens of a rank under context parallelism
 _MOST_MISSING, _MISSING_SHARE = 3, 0.05  # layers that may lack for stages of equal size
 _MOST_CHUNKS = 16
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MICRO_BATCHES_OF_MODULES = (1, 4, 16, 64, 256, 1024)  # samples are small, and each size is a prediction of its own
 _NEAR_PP = ("tp", "cp", "pp", "dp")
 # Parts of a step that no choice of sharding, chunks, placement or offload makes shorter.
 _FIXED_PARTS = ("compute", "tensor parallel", "context parallel", "expert parallel", "pipeline bubble", "optimizer")
@@ -39,7 +42,8 @@ class PlanProblem:
     """What is planned: a model and its batch on a cluster; plans may fill `memory_limit` of a GPU's memory.
 
     `options` are settings of `TrainingJob` that neither a layout nor a cluster has. `applicable`: only what
-    `apply_layout` carries out, which is neither cp nor ep, nor the embedding on the host.
+    `apply_layout` carries out, which is neither cp nor ep, nor the embedding on the host. `work` is that of a module
+    which is no decoder: only data parallel ranks, microbatches and shardings are tried then.
     """
 
     model: ModelShape
@@ -52,6 +56,7 @@ class PlanProblem:
     offload: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     applicable: bool = False
+    work: ModuleWork | None = None
 
     def count_gpus(self) -> list[int]:
         """How many GPUs are tried."""
@@ -59,6 +64,16 @@ class PlanProblem:
             return [self.gpus]
         whole = self.cluster.gpus
         return sorted({whole, 1 << (whole.bit_length() - 1)}, reverse=True)
+
+    @property
+    def recomputes(self) -> tuple[str, ...]:
+        """What may be recomputed, least first."""
+        return RECOMPUTE if self.work is None else RECOMPUTE[:1]
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """The sizes of a microbatch that are tried."""
+        return _MICRO_BATCHES if self.work is None else _MICRO_BATCHES_OF_MODULES
 
 
 @dataclass(slots=True)
@@ -99,7 +114,7 @@ def list_divisions(problem: PlanProblem) -> Iterator[Layout]:
                     dp = gpus // (tp * pp * cp)
                     if batch % dp:
                         continue
-                    for micro in (2**n for n in range(5) if batch // dp % 2**n == 0):
+                    for micro in (n for n in problem.micro_batches if batch // dp % n == 0):
                         many = batch // dp // micro
                         if problem.applicable and many < pp:
                             continue
@@ -153,7 +168,7 @@ def list_shardings(base: Layout) -> list[str]:
 
 def list_offloads(problem: PlanProblem, base: Layout) -> list[tuple[str, ...]]:
     """What may be on the host, least first."""
-    if not (problem.offload and problem.cluster.can_offload):
+    if problem.work is not None or not (problem.offload and problem.cluster.can_offload):
         return [()]
     some: list[tuple[str, ...]] = [(), ("optimizer",)]
     if base.pp == 1 and not problem.model.tied and not problem.applicable:
@@ -166,7 +181,8 @@ def count_over_bytes(problem: PlanProblem, layout: Layout, job: TrainingJob | No
     job = job or make_job(problem, layout)
     capacity = problem.cluster.device.memory.capacity_bytes
     assert capacity is not None  # estimate_training says so before
-    over = estimate_memory(job, layout.recompute).total - problem.memory_limit * capacity.value
+    memory = estimate_memory(job, layout.recompute) if problem.work is None else problem.work.estimate_memory(job)
+    over = memory.total - problem.memory_limit * capacity.value
     host = problem.cluster.host_memory_bytes
     if layout.offload and host is not None:
         node = min(layout.gpus, problem.cluster.node_gpus.value)
@@ -177,7 +193,7 @@ def count_over_bytes(problem: PlanProblem, layout: Layout, job: TrainingJob | No
 def find_least_recompute(problem: PlanProblem, layout: Layout) -> Layout | None:
     """The layout with the least recomputation that fits, or None. More of it costs time and joules, never less."""
     job = make_job(problem, layout)
-    for recompute in RECOMPUTE:
+    for recompute in problem.recomputes:
         trial = dataclasses.replace(layout, recompute=recompute)
         if count_over_bytes(problem, trial, dataclasses.replace(job, recompute=recompute)) <= 0:
             return trial
@@ -188,7 +204,7 @@ def search_layouts(problem: PlanProblem, metric: str, state: SearchState, most_t
     """Evaluate what may be among the best by a metric ("time_s" or "energy_j"), with bounds for the rest."""
     queue: list[tuple[float, int, Layout]] = []
     for number, base in enumerate(list_divisions(problem)):
-        if not _may_fit(problem, base, state):
+        if not may_fit(problem, base, state):
             continue
         if base not in state.bounds:
             state.bounds[base] = _bound(problem, base)
@@ -224,11 +240,13 @@ def _worst_worth(state: SearchState, metric: str, most_time_s: float) -> float:
     return min(values[:_LISTED][-1] if len(values) >= _LISTED else math.inf, _WORTH * values[0])
 
 
-def _may_fit(problem: PlanProblem, base: Layout, state: SearchState) -> bool:
+def may_fit(problem: PlanProblem, base: Layout, state: SearchState) -> bool:
     """Whether the most frugal variant fits; else notes by how much it does not."""
     offload = list_offloads(problem, base)[-1]
     shardings = list_shardings(base)
-    frugal = [dataclasses.replace(base, sharding=s, recompute="full", offload=offload) for s in shardings]
+    frugal = [
+        dataclasses.replace(base, sharding=s, recompute=problem.recomputes[-1], offload=offload) for s in shardings
+    ]
     over, layout = min(((count_over_bytes(problem, f), f) for f in frugal), key=lambda pair: pair[0])
     if over > 0 and offload:  # the host may be what is too small
         layouts = [dataclasses.replace(f, offload=()) for f in frugal]
@@ -245,6 +263,8 @@ def _may_fit(problem: PlanProblem, base: Layout, state: SearchState) -> bool:
 
 def _bound(problem: PlanProblem, base: Layout) -> dict[str, float]:
     """Seconds and joules that no variant of a division is below: no recomputation, the smallest bubble."""
+    if problem.work is not None:  # few layouts: all are evaluated
+        return {"time_s": 0.0, "energy_j": 0.0}
     chunks = max(list_chunks(base, problem.model))
     best = dataclasses.replace(base, vp=chunks, schedule="", sharding="zero1" if base.dp * base.cp > 1 else "none")
     cost = estimate_training(make_job(problem, best))

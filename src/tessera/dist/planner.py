@@ -15,9 +15,10 @@ from ..errors import ArgumentError, DoesNotFit, did_you_mean
 from .cluster import Cluster, load_cluster
 from .layout import Layout
 from .model_shape import read_model_shape
+from .module_work import ModuleWork
 from .plan_cost import PlanCandidate
 from .plan_neighbours import PlanNeighbour, list_neighbours
-from .plan_search import PlanProblem, SearchState, search_layouts
+from .plan_search import PlanProblem, SearchState, list_divisions, may_fit, search_layouts
 from .plan_timeline import StepTimeline, draw_timeline
 from .training import ERROR_EXPOSED
 from .training_model import ModelShape, TrainingJob
@@ -63,6 +64,7 @@ class ParallelPlan:
     least_sure: LeastSure
     evaluations: int
     search_s: float
+    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> PlanCandidate:
@@ -103,6 +105,7 @@ class ParallelPlan:
             "timeline": self.timeline.to_dict(),
             "evaluations": self.evaluations,
             "search_s": self.search_s,
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -129,32 +132,34 @@ def plan(
     """The best division of a training step over a cluster, by the cost model of `estimate_training`.
 
     `model`: an `nn.Module` (also on the meta device), a `ModelShape`, its sizes as a mapping, or a configuration of
-    Hugging Face ("hf:config.json"). `inputs`: token ids of one step (batch x tokens), or give `seq` and
-    `global_batch`; without a batch it is about 4 million tokens. `cluster`: "gb200-nvl72", "dgx-h200:4" (four nodes)
-    or the path of a file. `goal`: "time", "energy", or "energy, time<=1.05" (the fewest joules among layouts that take
-    at most 5% longer than the fastest). `gpus` takes fewer than the cluster has. `memory_limit` is the share of a
-    GPU's memory that a layout may fill. `options` are settings of `TrainingJob` that no layout has, such as
+    Hugging Face ("hf:config.json"). `inputs`: token ids of one step (batch x tokens), or give `seq` and `global_batch`;
+    without a batch it is about 4 million tokens. A module that is no decoder needs `inputs`: it is divided by data
+    parallelism alone, with what `tessera.predict` says of its compute. `cluster`: "gb200-nvl72", "dgx-h200:4" (four
+    nodes) or the path of a file. `goal`: "time", "energy", or "energy, time<=1.05" (the fewest joules among layouts
+    that take at most 5% longer than the fastest). `gpus` takes fewer than the cluster has. `memory_limit` is the share
+    of a GPU's memory that a layout may fill. `options` are settings of `TrainingJob` that no layout has, such as
     {"attention": "flash2", "lora": True}. `applicable`: only layouts that `apply_layout` carries out (no context
     parallelism, no expert parallelism); without it, that is so where `model` is a module.
     """
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     metric, slack = _parse_goal(goal)
+    _check_precision(precision, where)
+    shape, work, notes = _read_shape(model, inputs, where, precision)
     batch, tokens = _read_batch(inputs)
-    seq = tokens if seq is None else seq
+    seq = 1 if work is not None else tokens if seq is None else seq
     if seq is None:
         raise ArgumentError("the number of tokens in a sequence is missing", fix="give seq=8192, or inputs")
     used = where.gpus if gpus is None else gpus
     if not 1 <= used <= where.gpus:
         raise ArgumentError(f"gpus={gpus} of a cluster of {where.gpus}", fix=f"1 to {where.gpus}")
     if global_batch is None:
-        global_batch = batch or _default_batch(max(1, seq), used)
+        global_batch = batch or (used if work is not None else _default_batch(max(1, seq), used))
     if seq < 1 or global_batch < 1:
         raise ArgumentError(f"a step of {global_batch} x {seq} tokens", fix="at least one sequence of one token")
-    _check_precision(precision, where)
     if not 0.0 < memory_limit <= 1.0:
         raise ArgumentError(f"memory_limit={memory_limit} is not a share of the memory", fix="0.95")
     problem = PlanProblem(
-        model=_read_shape(model),
+        model=shape,
         cluster=where,
         seq=seq,
         global_batch=global_batch,
@@ -162,13 +167,31 @@ def plan(
         memory_limit=memory_limit,
         gpus=gpus,
         offload=offload,
-        options=_check_options(options or {}),
-        applicable=hasattr(model, "named_modules") if applicable is None else applicable,
+        options=_check_options(options or {}) if work is None else work.options,
+        applicable=hasattr(model, "named_modules") if applicable is None or work is not None else applicable,
+        work=work,
     )
-    return _search(problem, goal, metric, slack)
+    return dataclasses.replace(_search(problem, goal, metric, slack), notes=notes)
 
 
-def _read_shape(model: Any) -> ModelShape:
+def _read_shape(
+    model: Any, inputs: Any, cluster: Cluster, precision: str
+) -> tuple[ModelShape, ModuleWork | None, tuple[str, ...]]:
+    """The sizes of a decoder; of another module, what a microbatch of it takes, and a note that says so."""
+    try:
+        return _read_sizes(model), None, ()
+    except ArgumentError as error:
+        if not hasattr(model, "named_modules"):
+            raise
+        if inputs is None:
+            fix = "give inputs (a batch of them): other modules are divided by data parallelism; or a ModelShape"
+            raise ArgumentError(error.what, why=error.why, fix=fix) from None
+        work = ModuleWork(model, inputs, cluster.device, precision)
+        note = f"only data parallelism was tried: {error.what}, {error.why}"
+        return work.shape, work, (note,)
+
+
+def _read_sizes(model: Any) -> ModelShape:
     if not (isinstance(model, Mapping) and "hidden" in model):
         return read_model_shape(model)
     try:
@@ -283,12 +306,24 @@ def _nothing_fits(problem: PlanProblem, state: SearchState) -> DoesNotFit | Argu
             fix=f"give a batch that is a multiple of {cluster.gpus}, or gpus= a power of two",
         )
     over, layout = min(state.over_bytes.values(), key=lambda pair: pair[0])
+    nodes = _count_needed_nodes(problem)
+    more = f"take {nodes} nodes ({cluster.id}:{nodes})" if nodes else "take more nodes"
     return DoesNotFit(
-        f"a model of {billions:.1f} billion parameters does not fit on {cluster.name} x {cluster.nodes}",
+        f"a model of {billions:.1f} billion parameters does not fit on {cluster.nodes} x {cluster.name}",
         why=f"the most frugal layout ({layout}, {layout.sharding}, everything recomputed) lacks {over / 2**30:.1f} GiB "
         "on each GPU",
-        fix="take more nodes, shorter sequences, or a smaller model",
+        fix=f"{more}, shorter sequences, or a smaller model",
     )
+
+
+def _count_needed_nodes(problem: PlanProblem) -> int | None:
+    """The smallest multiple of the cluster, by powers of two, on which something fits; None: not even 64 times it."""
+    for times in (2, 4, 8, 16, 32, 64):
+        larger = dataclasses.replace(problem.cluster, nodes=times * problem.cluster.nodes)
+        trial = dataclasses.replace(problem, cluster=larger, gpus=None, global_batch=times * problem.global_batch)
+        if any(may_fit(trial, base, SearchState()) for base in list_divisions(trial)):
+            return larger.nodes
+    return None
 
 
 def find_least_sure(problem: PlanProblem, best: PlanCandidate, metric: str) -> LeastSure:
@@ -301,10 +336,12 @@ def find_least_sure(problem: PlanProblem, best: PlanCandidate, metric: str) -> L
     largest = max(waits, key=waits.__getitem__)
     known = [
         LeastSure(
-            name="the speed of products and attention in training",
+            name="the speed of products and attention in training" if problem.work is None else "the time of kernels",
             error=hidden * best.time_s * scale,
             unit=unit,
-            why="published runs of one model on one chip differ by this between frameworks and releases",
+            why="published runs of one model on one chip differ by this between frameworks and releases"
+            if problem.work is None
+            else "it is predicted, with the waiting for their launches",
         ),
         LeastSure(
             name=f"what compute does not hide, most of it {largest}",

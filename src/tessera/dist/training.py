@@ -118,7 +118,12 @@ def _relative_error(job: TrainingJob, exposed: float) -> float:
     return math.hypot(_ERROR_EXPERTS if job.model.experts else base, ERROR_EXPOSED * exposed)
 
 
-def _energy_parts(
+def count_waiting_s(job: TrainingJob, traffic: Traffic, step_s: float) -> float:
+    """Seconds in which a rank waits for the slowest one, in a step of so many."""
+    return _JITTER * math.log2(max(1.0, job.gpus / traffic.domain)) * step_s
+
+
+def split_energy(
     job: TrainingJob, one: MicrobatchTime, traffic: Traffic, host: HostCost, step_s: float
 ) -> dict[str, float]:
     """Joules of one GPU's step: its work, the bytes it sends, and the time in which it waits."""
@@ -161,10 +166,9 @@ def estimate_training(job: TrainingJob) -> TrainingCost:
         "optimizer": _optimizer_s(job),
         "host": host.time_s,
     }
-    nodes = max(1.0, job.gpus / traffic.domain)
-    parts["waiting"] = _JITTER * math.log2(nodes) * sum(parts.values())
+    parts["waiting"] = count_waiting_s(job, traffic, sum(parts.values()))
     step = sum(parts.values())
-    energy = _energy_parts(job, one, traffic, host, step)
+    energy = split_energy(job, one, traffic, host, step)
     error = _relative_error(job, 1.0 - parts["compute"] / step)
     return TrainingCost(
         step_s=step,

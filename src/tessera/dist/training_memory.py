@@ -14,7 +14,7 @@ from .training_model import TrainingJob
 
 GIB = 1024.0**3
 # The CUDA context, NCCL's channels and cuBLAS workspaces: what a rank holds before the first weight.
-_CONTEXT_BYTES = 2.5 * GIB
+CONTEXT_BYTES = 2.5 * GIB
 # The caching allocator holds blocks that no tensor fills; PyTorch's reserved memory over its allocated one.
 _FRAGMENTATION = 1.05
 _LOGIT_BYTES = 8.0  # of one logit: bf16, its softmax in fp32, the gradient in bf16
@@ -119,7 +119,7 @@ def estimate_memory(job: TrainingJob, recompute: str) -> TrainingMemory:
         optimizer=optimizer,
         activations=activations,
         logits=logits,
-        other=_CONTEXT_BYTES + (_FRAGMENTATION - 1.0) * (activations + logits),
+        other=CONTEXT_BYTES + (_FRAGMENTATION - 1.0) * (activations + logits),
     )
 
 

@@ -46,7 +46,8 @@ def plan_screen(plan: ParallelPlan, *, next_command: str | None = None) -> Rende
     """One screen: the best layout and its figures, the ranked others, why the neighbours lost, what to type next."""
     best = plan.best
     figures = [format_duration_error(best.time_s, best.error_s), format_energy_error(best.energy_j, best.error_j)]
-    figures += [format_power(best.power_w, 3), f"{format_energy(best.energy_per_token_j, 3)} per token"]
+    each = f"{format_energy(best.energy_per_token_j, 3)} per {name_unit(plan)}"
+    figures += [format_power(best.power_w, 3), each]
     facts = label_table()
     for name, text in list_facts(plan):
         facts.add_row(name, text)
@@ -55,6 +56,8 @@ def plan_screen(plan: ParallelPlan, *, next_command: str | None = None) -> Rende
         ending.add_row(f"not {name_setting(neighbour.setting)} {neighbour.value}", describe_neighbour(plan, neighbour))
     ending.add_row("least sure", describe_least_sure(plan))
     ending.add_row("searched", Text(describe_search(plan), style="dim"))
+    for text in plan.notes:
+        ending.add_row("note", text)
     return Group(
         TextFlow(Text(describe_title(plan), style="bold"), Text(describe_problem(plan), style="dim")),
         TextFlow(*(Text(figure, style="bold") for figure in figures), Text("a step, 90% intervals", style="dim")),
@@ -71,19 +74,28 @@ def describe_title(plan: ParallelPlan) -> str:
     """The model and the cluster."""
     cluster, model = plan.problem.cluster, plan.problem.model
     nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
-    return f"{model.parameters / 1e9:.3g} billion parameters on {nodes}{cluster.name}"
+    count = model.parameters
+    size = f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
+    return f"{size} parameters on {nodes}{cluster.name}"
+
+
+def name_unit(plan: ParallelPlan) -> str:
+    """What a batch is counted in."""
+    return "token" if plan.problem.work is None else "sample"
 
 
 def describe_problem(plan: ParallelPlan) -> str:
     """The batch, the format and the goal."""
     problem = plan.problem
-    batch = f"{problem.global_batch} x {problem.seq} tokens"
+    batch = (
+        f"{problem.global_batch} x {problem.seq} tokens" if problem.work is None else f"{problem.global_batch} samples"
+    )
     return f"{plan.best.layout.gpus} of {problem.cluster.gpus} GPUs, {batch}, {problem.precision}, goal: {plan.goal}"
 
 
 def describe_layout(layout: Layout) -> str:
     """The settings of a layout besides its axes."""
-    words = [f"{layout.microbatches} microbatches of {layout.micro_batch}"]
+    words = [f"{layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.micro_batch}"]
     words.append({"none": "nothing sharded"}.get(layout.sharding, layout.sharding))
     words.append({"none": "no recomputation"}.get(layout.recompute, f"{layout.recompute} recomputation"))
     if layout.pp > 1:
@@ -147,7 +159,8 @@ def describe_loss(plan: ParallelPlan, row: PlanCandidate) -> str:
     part, grown = find_growth(plan.best, row, plan.metric)
     change = getattr(row, plan.metric) / getattr(plan.best, plan.metric) - 1.0
     if change < 0:
-        return f"{format_share(change, signed=True)}, but more axes"
+        reason = "but uses the host" if len(row.layout.offload) > len(plan.best.layout.offload) else "but more axes"
+        return f"{format_share(change, signed=True)}, {reason}"
     return f"{format_share(change, signed=True)}: {part} {_format_more(plan.metric, grown)}"
 
 

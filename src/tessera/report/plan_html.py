@@ -26,6 +26,7 @@ from .plan import (
     list_facts,
     list_sources,
     name_setting,
+    name_unit,
 )
 from .predict_html import PAGE_STYLE, STYLE
 
@@ -61,6 +62,7 @@ def plan_page(plan: ParallelPlan) -> str:
     sources = [
         ("least sure", describe_least_sure(plan)),
         ("searched", describe_search(plan)),
+        *(("note", text) for text in plan.notes),
         *list_sources(plan.problem.cluster),
     ]
     parts.append(
@@ -77,8 +79,8 @@ def _tiles(plan: ParallelPlan) -> str:
         tile(format_duration_error(best.time_s, best.error_s), "a step, 90% interval"),
         tile(format_energy_error(best.energy_j, best.error_j), "a step, all GPUs and hosts"),
         tile(format_power(best.power_w, 3), "average of the cluster"),
-        tile(format_energy(best.energy_per_token_j, 3), "per token"),
-        tile(f"{best.tokens_per_s / best.layout.gpus:,.0f}", "tokens/s for each GPU"),
+        tile(format_energy(best.energy_per_token_j, 3), f"per {name_unit(plan)}"),
+        tile(f"{best.tokens_per_s / best.layout.gpus:,.0f}", f"{name_unit(plan)}s/s for each GPU"),
         tile(format_bytes(best.memory_bytes, 3), f"fullest GPU, {share}"),
     ]
     return f"<div class='tiles'>{''.join(tiles)}</div>"
