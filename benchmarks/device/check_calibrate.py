@@ -362,7 +362,7 @@ def _recorded_model(
         if view == "shipped" and not replay and not busy_us and p.device_s <= p.host_s:
             return None
         guesses[view] = Guess(
-            before_s=before.total.time_s, after_s=then.total.time_s, before_j=before.total.joules,
+            before_s=before.total.time_s, after_s=then.total.time_s, before_j=before.total.energy_j,
             after_j=then.total.energy_j, before_error=p.error_s / before.total.time_s,
             after_error=q.error_s / then.total.time_s,
         )  # fmt: skip

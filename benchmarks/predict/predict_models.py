@@ -149,7 +149,7 @@ def row_of(r: dict[str, Any], graph: Any, report: Any, took: float) -> Row:
     bound_by_device = busy >= 0.8e3 * r["ms"] if busy else p.device_s > p.host_s
     kind = "device" if replay or bound_by_device else "host"
     return Row(
-        r["name"] + (" graph" if replay else ""), kind, r["ms"], r["J"], report.total.seconds * 1e3, report.total.joules,
+        r["name"] + (" graph" if replay else ""), kind, r["ms"], r["J"], report.total.time_s * 1e3, report.total.energy_j,
         p.error_s * 1e3, report.total.error_j, roofline_ms(graph), r.get("peak_bytes"), p.peak_memory_bytes or 0, p.bound, took,
     )  # fmt: skip
 
