@@ -74,6 +74,11 @@ class Conv:
         return (prod(self.x) + prod(self.out)) * ELEMENT_BYTES.get(self.precision, 2.0)
 
     @property
+    def weight_bytes(self) -> float:
+        """Bytes of the weight, which every pass reads or writes."""
+        return prod(self.w) * ELEMENT_BYTES.get(self.precision, 2.0)
+
+    @property
     def in_turn(self) -> bool:
         """Whether cuDNN runs the groups one after another: it has grouped kernels for widths of 4, 8, 16, ... only."""
         width = min(self.x[1], self.out[1]) // self.groups
@@ -144,8 +149,11 @@ def pass_time(device: Device, conv: Conv, hbm_bytes: float | None) -> KernelTime
     # The multiple of the floor was learned on the H200, and is the same elsewhere.
     factor = _multiple(conv)
     seconds = here.seconds * factor
-    io = conv.io_bytes
-    crossing = min(io, 0.0 if hbm_bytes is None and io < of.cache_bytes else io if hbm_bytes is None else hbm_bytes)
+    io, moved = conv.io_bytes, conv.io_bytes + conv.weight_bytes
+    if hbm_bytes is None:
+        hbm_bytes = moved if moved >= of.cache_bytes else 0.0
+    crossing = min(moved, hbm_bytes)
+    # The multiple was learned with small weights: a small batch of wide layers waits for its weights.
     extra = max(0.0, crossing / (0.85 * of.bandwidth) - seconds)
     product, native = of.peak("fp32", "vector")[1:] if conv.depthwise else of.peak(conv.precision)[1:]
     width = float(load_fit(DATA)["relative_error"]) * (1.0 if of.calibrated else 1.8) * (1.0 if native else 1.5)

@@ -122,6 +122,14 @@ class Chip:
         peak *= self.boost_over_quoted if unit.startswith("matrix") else 1.0
         return max(flops / peak, hbm_bytes / self.bandwidth)
 
+    def least_s(self, flops: float, unit: str) -> float:
+        """The least seconds of FLOPs on a unit ("matrix.bf16") at the boost clock."""
+        kind, _, name = unit.partition(".")
+        peak = next((v for n, v, k in self.peaks if (n, k) == (name, kind)), None)
+        if not flops or peak is None:
+            return 0.0
+        return flops / (peak * (self.boost_over_quoted if kind == "matrix" else 1.0))
+
     @property
     def launch_factor(self) -> float:
         """A launch's time over the H200's: half of its latencies follow the SM clock, half have their own clocks."""

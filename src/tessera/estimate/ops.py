@@ -16,10 +16,11 @@ from ..errors import ArgumentError, PredictionError, did_you_mean
 from ..graph.ir import DTYPE_BYTES, WHAT_IFS, Op, TensorSpec
 from ..graph.op_kinds import MATRIX_KINDS
 from .attention import attention_time
+from .cache import CACHE_SHARE
 from .conv import add_kernels, conv_time
 from .data_movement import DataMovement, movement_of, movement_time, power_family
 from .gemm import gemm_time
-from .kernel_time import ELEMENT_BYTES, KernelTime, chip, correction_chip, load_fit
+from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip, correction_chip, load_fit
 
 QUANTISED = ("fp8", "int8")
 """What-if precisions in which the matrix products run while everything between them stays in 16 bits."""
@@ -56,8 +57,8 @@ class OpModel:
         time, data = self._time(op, hbm_bytes), load_fit("h200_models.json")
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
         level = level_of(data["level"], op) if correction_chip(self.chip) is not None else 1.0
-        # No correction makes a kernel faster than the memory: a fill of gigabytes was learned from small ones.
-        seconds = max(time.seconds * level, time.hbm_bytes / self.chip.bandwidth)
+        # Nothing learned makes a kernel faster than the chip: a fill of gigabytes was learned from small ones.
+        seconds = max(time.seconds * level, self.chip.least_s(op.flops, time.unit), time.hbm_bytes / self.chip.bandwidth)
         time = replace(time, seconds=seconds, clock_s=min(seconds, time.clock_s * level), draw=draw)
         if not is_unmodelled(op):
             return time
@@ -207,7 +208,8 @@ def rnn_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) ->
     width, batch, steps = p["gates"] * p["hidden"], max(1, p["batch"]), max(1, p["steps"])
     seconds = busy_s = flops_s = 0.0
     out = p.get("out", p["hidden"])
-    step = gemm_time(device, batch, width, out, 1, precision, hbm_bytes=0.0)
+    again = _reread_bytes(width * out * ELEMENT_BYTES[precision] * p["directions"], chip(device)) / p["directions"]
+    step = gemm_time(device, batch, width, out, 1, precision, hbm_bytes=again)
     if out != p["hidden"]:  # a projection: one more product in every step
         step = add_kernels([step, gemm_time(device, batch, out, p["hidden"], 1, precision, hbm_bytes=0.0)])
     for layer in range(p["layers"]):
@@ -220,8 +222,9 @@ def rnn_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) ->
     times = (RNN_BACKWARD if p.get("backward") else 1.0) * (RNN_BOTH_WAYS if p["directions"] == 2 else 1.0)
     weights = p["layers"] * p["directions"] * width * out * ELEMENT_BYTES[precision]
     moved = float(sum(t.nbytes for t in (*op.inputs, *op.outputs))) if hbm_bytes is None else hbm_bytes
+    moved += (steps - 1) * p["layers"] * p["directions"] * again
     return KernelTime(
-        seconds=seconds * times,
+        seconds=max(seconds * times, moved / chip(device).bandwidth),
         overhead_s=RNN_STEP_S * steps * p["layers"] * times,
         compute_s=flops_s * times,
         memory_s=moved / chip(device).bandwidth,
@@ -234,6 +237,12 @@ def rnn_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) ->
         relative_error=0.4,
         provenance="products and a time per step, from ten rows on an H200",
     )
+
+
+def _reread_bytes(nbytes: float, of: Chip) -> float:
+    """Bytes of recurrent weights that every step reads again: those of one layer, less what the cache kept of them."""
+    kept = CACHE_SHARE * of.cache_bytes
+    return nbytes - kept * kept / nbytes if nbytes > kept else 0.0
 
 
 # -- number formats ---------------------------------------------------------------------------------------------

@@ -1,0 +1,206 @@
+"""No kernel is faster than its bytes and its FLOPs allow: every family of operators, on every chip of the catalogue."""
+
+from math import prod
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tessera.device import Device
+from tessera.estimate.ops import OpModel
+from tessera.graph.flops import work_of
+from tessera.graph.ir import DTYPE_BYTES, Op, TensorSpec
+from tessera.hardware import catalogue, lookup
+
+DEVICES = [d for d in catalogue().values() if d.memory.bandwidth_bytes_per_s is not None]
+MODELS = {device.id: OpModel(device) for device in DEVICES}
+some = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+dtypes = st.sampled_from(["fp32", "bf16", "fp16"])
+sizes = st.sampled_from([1, 7, 64, 200, 1024, 4096])
+# Kernels that only move data, by the name that decides their rates.
+MOVERS = {
+    "elementwise": ("neg", "add", "gelu", "silu_backward", "hardswish"),
+    "copy": ("clone", "cat", "_to_copy", "roll"),
+    "fill": ("fill_",),
+    "softmax": ("_softmax", "_log_softmax"),
+    "norm": ("native_layer_norm", "rms_norm"),
+    "reduce": ("sum", "amax"),
+    "random": ("native_dropout",),
+    "sort": ("sort",),
+    "foreach": ("_foreach_add_", "_fused_adamw_"),
+    "resample": ("upsample_bilinear2d",),
+}
+
+
+def tensor(storage: int, shape: tuple[int, ...], dtype: str) -> TensorSpec:
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return TensorSpec(storage, shape, stride, dtype, int(prod(shape) * DTYPE_BYTES[dtype]))
+
+
+def make_op(name: str, kind: str, inputs: list[TensorSpec], outputs: list[TensorSpec], **params: object) -> Op:
+    work = work_of(name, kind, inputs, outputs, params, tf32=False)
+    return Op(
+        0,
+        name,
+        kind,
+        "",
+        "forward",
+        tuple(inputs),
+        tuple(outputs),
+        work.flops,
+        work.precision,
+        work.unit,
+        work.kernels,
+        work.params,
+    )
+
+
+def check(op: Op, least_bytes: float) -> None:
+    """Cold: every chip moves at least these bytes, at no more than its bandwidth. Warm: nothing beats the FLOPs."""
+    for device in DEVICES:
+        of = MODELS[device.id].chip
+        for crossing in (float(op.bytes_in + op.bytes_out), 0.0, None):
+            kernel = MODELS[device.id].time(op, crossing)
+            told = device.id, op.name, crossing, kernel
+            assert kernel.seconds >= kernel.hbm_bytes / of.bandwidth * (1 - 1e-9), told
+            assert kernel.clock_s <= kernel.seconds * (1 + 1e-9), told
+            if crossing:
+                assert kernel.seconds >= 0.999 * least_bytes / of.bandwidth, told
+            if op.flops:
+                assert kernel.seconds >= op.flops / peak_of(device, kernel.unit) * (1 - 1e-9), told
+
+
+def peak_of(device: Device, unit: str) -> float:
+    kind, _, name = unit.partition(".")
+    table = device.matrix if kind == "matrix" else device.vector
+    return table[name].value * (MODELS[device.id].chip.boost_over_quoted if kind == "matrix" else 1.0)
+
+
+@some
+@given(m=sizes, n=sizes, k=sizes, batch=st.sampled_from([1, 3, 32]), dtype=dtypes)
+def test_products(m: int, n: int, k: int, batch: int, dtype: str) -> None:
+    a, b, out = tensor(0, (batch, m, k), dtype), tensor(1, (batch, k, n), dtype), tensor(2, (batch, m, n), dtype)
+    op = make_op("aten.bmm", "gemm", [a, b], [out])
+    check(op, a.nbytes + b.nbytes + out.nbytes)
+
+
+@some
+@given(
+    batch=st.sampled_from([1, 8, 64]),
+    cin=st.sampled_from([3, 64, 512, 4096]),
+    cout=st.sampled_from([64, 512, 4096]),
+    kernel=st.sampled_from([1, 3, 7]),
+    side=st.sampled_from([1, 7, 56]),
+    depthwise=st.booleans(),
+    backward=st.booleans(),
+    dtype=dtypes,
+)
+def test_convolutions(batch, cin, cout, kernel, side, depthwise, backward, dtype) -> None:
+    cout = cin if depthwise else cout
+    x, out = tensor(0, (batch, cin, side, side), dtype), tensor(2, (batch, cout, side, side), dtype)
+    w = tensor(1, (cout, 1 if depthwise else cin, kernel, kernel), dtype)
+    geometry = {"stride": (1, 1), "dilation": (1, 1), "groups": cin if depthwise else 1}
+    if backward:
+        grads = [tensor(3, x.shape, dtype), tensor(4, w.shape, dtype)]
+        op = make_op("aten.convolution_backward", "conv", [out, x, w], grads, **geometry)
+        # Both gradients read that of the output, one the weight, the other the input: at least once.
+        check(op, out.nbytes + x.nbytes + w.nbytes)
+    else:
+        check(make_op("aten.convolution", "conv", [x, w], [out], **geometry), x.nbytes + w.nbytes + out.nbytes)
+
+
+@some
+@given(
+    batch=st.sampled_from([1, 8]),
+    heads=st.sampled_from([8, 32]),
+    group=st.sampled_from([1, 8]),
+    q=st.sampled_from([1, 128, 1000]),
+    more=st.sampled_from([0, 4096]),
+    dim=st.sampled_from([64, 128]),
+    backward=st.booleans(),
+    dtype=dtypes,
+)
+def test_attention(batch, heads, group, q, more, dim, backward, dtype) -> None:
+    kv_heads = heads // group
+    queries = tensor(0, (batch, heads, q, dim), dtype)
+    keys, values = (tensor(i, (batch, kv_heads, q + more, dim), dtype) for i in (1, 2))
+    params = dict(batch=batch, heads=heads, kv_heads=kv_heads, q_len=q, kv_len=q + more, head_dim=dim, v_dim=dim)
+    params |= {"causal": False, "mask": False, "dropout": 0.0, "backward": backward}
+    op = make_op("tessera.sdpa", "attention", [queries, keys, values], [tensor(3, queries.shape, dtype)], **params)
+    check(op, 2 * queries.nbytes + keys.nbytes + values.nbytes)
+
+
+@some
+@given(
+    hidden=st.sampled_from([64, 1024, 4096]),
+    batch=st.sampled_from([1, 32]),
+    steps=st.sampled_from([1, 20]),
+    layers=st.sampled_from([1, 2]),
+    directions=st.sampled_from([1, 2]),
+    cell=st.sampled_from([("lstm", 4), ("gru", 3)]),
+    dtype=dtypes,
+)
+def test_recurrent_layers(hidden, batch, steps, layers, directions, cell, dtype) -> None:
+    name, gates = cell
+    x, out = (tensor(i, (steps, batch, hidden * d), dtype) for i, d in ((0, 1), (1, directions)))
+    weights = []
+    for layer in range(layers):
+        wide = hidden if layer == 0 else hidden * directions
+        for d in range(directions):
+            at = 10 + 4 * layer + 2 * d
+            weights += [tensor(at, (gates * hidden, wide), dtype), tensor(at + 1, (gates * hidden, hidden), dtype)]
+    params = dict(gates=gates, cell=name, hidden=hidden, input=hidden, layers=layers, directions=directions)
+    op = make_op("tessera.rnn", "rnn", [x, *weights], [out], **params, steps=steps, batch=batch, out=hidden)
+    check(op, x.nbytes + out.nbytes + sum(w.nbytes for w in weights))
+    # Recurrent weights larger than the cache come from memory in every step.
+    recurrent = gates * hidden * hidden * DTYPE_BYTES[dtype] * directions
+    for device in DEVICES:
+        of = MODELS[device.id].chip
+        beyond = max(0.0, recurrent - of.cache_bytes)
+        kernel = MODELS[device.id].time(op, 0.0)
+        assert kernel.seconds >= (steps - 1) * layers * beyond / of.bandwidth, (device.id, kernel)
+
+
+@some
+@given(
+    which=st.sampled_from([(kind, name) for kind, names in MOVERS.items() for name in names]),
+    rows=st.sampled_from([1, 64, 4096, 65536]),
+    width=st.sampled_from([1, 96, 1024, 8192]),
+    dtype=dtypes,
+)
+def test_kernels_that_move_data(which: tuple[str, str], rows: int, width: int, dtype: str) -> None:
+    kind, name = which
+    shape = (1, rows, width, 1) if kind == "resample" else (rows, width)
+    x, out = tensor(0, shape, dtype), tensor(1, (rows, 1) if kind == "reduce" else shape, dtype)
+    inputs = [] if kind == "fill" else [x]
+    op = make_op(f"aten.{name}", kind, inputs, [out], **({"dim": -1} if kind in ("softmax", "reduce") else {}))
+    check(op, sum(t.nbytes for t in (*inputs, out)))
+
+
+@some
+@given(rows=st.sampled_from([1, 8, 4096, 100_000]), width=st.sampled_from([4, 64, 4096]), dtype=dtypes)
+def test_rows_looked_up_and_written(rows: int, width: int, dtype: str) -> None:
+    table, ids, out = tensor(0, (200_000, width), dtype), tensor(1, (rows,), "int64"), tensor(2, (rows, width), dtype)
+    check(make_op("aten.embedding", "gather", [table, ids], [out]), 2 * out.nbytes)
+    grad = make_op("aten.embedding_dense_backward", "scatter", [out, ids], [table])
+    check(grad, out.nbytes + table.nbytes)
+
+
+def test_weights_of_a_wide_convolution_come_from_memory() -> None:
+    x, w = tensor(0, (1, 8192, 1, 1), "fp16"), tensor(1, (8192, 8192, 1, 1), "fp16")
+    op = make_op("aten.convolution", "conv", [x, w], [tensor(2, x.shape, "fp16")], stride=(1, 1), groups=1)
+    kernel = OpModel(lookup("t4")).time(op, float(op.bytes_in + op.bytes_out))
+    assert kernel.hbm_bytes == pytest.approx(w.nbytes, rel=0.001)
+    assert kernel.seconds > 419e-6
+
+
+def test_recurrent_weights_are_read_at_every_step() -> None:
+    hidden, steps = 8192, 100
+    x = tensor(0, (steps, 1, hidden), "fp16")
+    weights = [tensor(1 + i, (4 * hidden, hidden), "fp16") for i in (0, 1)]
+    params = dict(gates=4, cell="lstm", hidden=hidden, input=hidden, layers=1, directions=1, steps=steps, batch=1)
+    op = make_op("tessera.rnn", "rnn", [x, *weights], [tensor(9, x.shape, "fp16")], **params, out=hidden)
+    kernel = OpModel(lookup("h200")).time(op, float(op.bytes_in + op.bytes_out))
+    assert kernel.seconds > 0.99 * steps * weights[1].nbytes / 4.8e12
+    small = OpModel(lookup("h200")).time(op, 0.0)
+    assert small.hbm_bytes > 0.9 * (steps - 1) * weights[1].nbytes
