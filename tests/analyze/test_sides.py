@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tessera
 from tessera import analyze
 from tessera.analyze import compare
-from tessera.analyze.sides import SMALLEST_ERROR, PredictionErrors, difference_errors
+from tessera.estimate.prediction_errors import SMALLEST_ERROR, PredictionErrors, difference_errors
 from tessera.estimate.prediction_report import SHARED
 from tessera.report.predict import report_json
 from tessera.schema import EnergyReport

@@ -124,7 +124,15 @@ def test_attention(batch, heads, group, q, more, dim, backward, dtype) -> None:
     kv_heads = heads // group
     queries = tensor(0, (batch, heads, q, dim), dtype)
     keys, values = (tensor(i, (batch, kv_heads, q + more, dim), dtype) for i in (1, 2))
-    params = dict(batch=batch, heads=heads, kv_heads=kv_heads, q_len=q, kv_len=q + more, head_dim=dim, v_dim=dim)
+    params = {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "q_len": q,
+        "kv_len": q + more,
+        "head_dim": dim,
+        "v_dim": dim,
+    }
     params |= {"causal": False, "mask": False, "dropout": 0.0, "backward": backward}
     op = make_op("tessera.sdpa", "attention", [queries, keys, values], [tensor(3, queries.shape, dtype)], **params)
     check(op, 2 * queries.nbytes + keys.nbytes + values.nbytes)
@@ -149,7 +157,14 @@ def test_recurrent_layers(hidden, batch, steps, layers, directions, cell, dtype)
         for d in range(directions):
             at = 10 + 4 * layer + 2 * d
             weights += [tensor(at, (gates * hidden, wide), dtype), tensor(at + 1, (gates * hidden, hidden), dtype)]
-    params = dict(gates=gates, cell=name, hidden=hidden, input=hidden, layers=layers, directions=directions)
+    params = {
+        "gates": gates,
+        "cell": name,
+        "hidden": hidden,
+        "input": hidden,
+        "layers": layers,
+        "directions": directions,
+    }
     op = make_op("tessera.rnn", "rnn", [x, *weights], [out], **params, steps=steps, batch=batch, out=hidden)
     check(op, x.nbytes + out.nbytes + sum(w.nbytes for w in weights))
     # Recurrent weights larger than the cache come from memory in every step.
@@ -198,7 +213,16 @@ def test_recurrent_weights_are_read_at_every_step() -> None:
     hidden, steps = 8192, 100
     x = tensor(0, (steps, 1, hidden), "fp16")
     weights = [tensor(1 + i, (4 * hidden, hidden), "fp16") for i in (0, 1)]
-    params = dict(gates=4, cell="lstm", hidden=hidden, input=hidden, layers=1, directions=1, steps=steps, batch=1)
+    params = {
+        "gates": 4,
+        "cell": "lstm",
+        "hidden": hidden,
+        "input": hidden,
+        "layers": 1,
+        "directions": 1,
+        "steps": steps,
+        "batch": 1,
+    }
     op = make_op("tessera.rnn", "rnn", [x, *weights], [tensor(9, x.shape, "fp16")], **params, out=hidden)
     kernel = OpModel(lookup("h200")).time(op, float(op.bytes_in + op.bytes_out))
     assert kernel.seconds > 0.99 * steps * weights[1].nbytes / 4.8e12

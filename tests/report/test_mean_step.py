@@ -14,8 +14,8 @@ from report.test_diff import measured, predicted, table
 from tessera import analyze
 from tessera.analyze.answer import answer
 from tessera.analyze.mean_step import find_expensive, mean_of, mean_step, select_steps
-from tessera.analyze.sides import watts_error
 from tessera.attribute.table import EnergyRow, EnergyTable
+from tessera.estimate.prediction_errors import watts_error
 from tessera.profile.runfile import RunFile
 from tessera.report.console import Console
 from tessera.report.diff import headline, text

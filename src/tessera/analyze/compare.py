@@ -22,6 +22,7 @@ import numpy as np
 
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..errors import ArgumentError, RecordingError
+from ..estimate.prediction_errors import errors_of, model_of, watts_error, whole_errors
 from ..monitor.command import CommandRun
 from ..monitor.scope import EnergyScope
 from ..profile.open_recording import open_recording
@@ -33,7 +34,7 @@ from ..timeline.source import read_json, read_start
 from .answer import find_rows, name_of, work_amounts
 from .mean_step import StepRows, find_step_rows, self_time, wall_s
 from .run_energy import is_partial, whole_of
-from .sides import Cell, DiffSide, Span, errors_of, model_of, watts_error, whole_errors
+from .sides import Cell, DiffSide, Span
 from .slowdown import Slowdown, slowdown_of
 
 _NAN = float("nan")

@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..estimate.prediction_errors import SMALLEST_ERROR, difference_error_w, difference_errors
 from ..graph.op_kinds import KINDS, kind_of
 from ..monitor.steady_state import t90
 from ..schema import DiffRow
 from ..units import format_share
 from .mean_step import independent_error, standard_error
-from .sides import SMALLEST_ERROR, UNSTATED, ZERO, Cell, DiffSide, RunScatter, difference_error_w, difference_errors
+from .sides import UNSTATED, ZERO, Cell, DiffSide, RunScatter
 
 ROUNDING = 1e-9
 """As a share: less is no change."""

@@ -9,6 +9,7 @@ from ..advice import Advice
 from ..errors import TesseraError
 from ..hardware import catalogue, lookup
 from ..schema import EnergyReport, Prediction
+from .prediction_errors import PredictedCost
 
 Again = Callable[..., EnergyReport]
 """Predicts the same program again with some options changed."""
@@ -42,36 +43,34 @@ def _try_change(again: Again, **changes: Any) -> EnergyReport | None:
         return None
 
 
-def _per_unit(report: EnergyReport) -> tuple[float, float, str]:
-    """Joules and their half-width for one sample where there are samples, else for the iteration."""
-    for unit, joules, error in report.per_work():
-        if unit == "sample":
-            return joules, error, unit
-    return report.total.energy_j, report.total.error_j, "iteration"
+def _per_unit(report: EnergyReport) -> tuple[PredictedCost, str]:
+    """The cost of one sample where there are samples, else of the iteration."""
+    cost = PredictedCost.of(report)
+    samples = next((w.amount for w in report.work if w.unit == "sample" and w.amount > 0), None)
+    return (cost, "iteration") if samples is None else (cost.scale(1.0 / samples), "sample")
 
 
 def _compare(kind: str, action: str, before: EnergyReport, after: EnergyReport) -> Advice:
-    old, old_error, unit = _per_unit(before)
-    new, new_error, _ = _per_unit(after)
-    old_s, new_s = (
-        r.total.time_s * (j / r.total.energy_j if r.total.energy_j > 0 else 1.0)
-        for r, j in ((before, old), (after, new))
-    )
+    old, unit = _per_unit(before)
+    new, _ = _per_unit(after)
+    error_s, error_j = old.difference_error(new)
+    saves_j = old.energy_j - new.energy_j
     return Advice(
         kind=kind,
         action=action,
         evidence="predicted with the change",
-        saves_j=old - new,
-        saves_share=(old - new) / old if old > 0 else 0.0,
-        # Both predictions err alike: what is left of the errors is that of the smaller part that changed.
-        error_j=0.5 * (old_error + new_error) * abs(old - new) / max(old, 1e-30),
-        saves_s=old_s - new_s,
+        saves_j=saves_j,
+        saves_share=saves_j / old.energy_j if old.energy_j > 0 else 0.0,
+        error_j=error_j,
+        saves_s=old.time_s - new.time_s,
+        error_s=error_s,
         unit=unit,
-        energy_j=old,
+        energy_j=old.energy_j,
         share=1.0,
         time_s=after.total.time_s,
         by="prediction",
-        confidence="medium",
+        # Within its interval the saving may be none, as `tessera diff` of the two says.
+        confidence="medium" if saves_j > error_j else "low",
     )
 
 
@@ -107,7 +106,7 @@ def _batch(report: EnergyReport, prediction: Prediction, again: Again) -> Advice
         other = _try_change(again, batch=prediction.batch * times)
         if other is None:
             break
-        joules = _per_unit(other)[0]
+        joules = _per_unit(other)[0].energy_j
         if best is not None and joules > 0.97 * best[0]:
             break
         best = (joules, prediction.batch * times, other)

@@ -58,7 +58,9 @@ class OpModel:
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
         level = level_of(data["level"], op) if correction_chip(self.chip) is not None else 1.0
         # Nothing learned makes a kernel faster than the chip: a fill of gigabytes was learned from small ones.
-        seconds = max(time.seconds * level, self.chip.least_s(op.flops, time.unit), time.hbm_bytes / self.chip.bandwidth)
+        seconds = max(
+            time.seconds * level, self.chip.least_s(op.flops, time.unit), time.hbm_bytes / self.chip.bandwidth
+        )
         time = replace(time, seconds=seconds, clock_s=min(seconds, time.clock_s * level), draw=draw)
         if not is_unmodelled(op):
             return time
@@ -91,7 +93,7 @@ class OpModel:
     def precision_of(self, op: Op) -> str:
         """The format an operator runs in, with the what-if applied."""
         quantised = self.precision in QUANTISED and not op.params.get("complex")
-        if quantised and op.precision in ("bf16", "fp16", "fp32", "tf32"):
+        if quantised and op.precision in ("bf16", "fp16"):  # what is wider beside 16-bit tensors is so on purpose
             return str(self.precision)
         return op.precision
 

@@ -111,7 +111,10 @@ def _recast_graph(graph: Graph, inputs: Any, precision: str | None, batch: int |
         return graph
     # Quantised products keep bf16 between them; the operator model decides the products' own format.
     stored = WHAT_IFS[precision] if precision in QUANTISED else precision
-    return replace(graph, ops=tuple(recast(op, stored) for op in graph.ops))
+    captured = graph.precision
+    if captured is not None and stored == (WHAT_IFS[captured] if captured in QUANTISED else captured):
+        return graph  # captured in it: what is wider now is so on purpose
+    return replace(graph, ops=tuple(recast(op, stored) for op in graph.ops), precision=precision)
 
 
 def _find_device(on: Any) -> Device:

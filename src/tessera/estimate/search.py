@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
 from .ops import precision_name
 from .predict import Launch, check_launch, import_capture, predict
+from .prediction_errors import PredictedCost
 
 Mode = Literal["infer", "train"]
 Progress = Callable[[int, int, str], None]
@@ -35,7 +37,7 @@ class SweepRow:
     """One combination: its predicted time and energy, or the `reason` why it is not possible (and None for the rest).
 
     `time_s` and `energy_j` are those of one iteration, `error_s` and `error_j` their 90% half-widths; `batch` is the
-    number of samples in it.
+    number of samples in it. `cost` has the errors that rows share, for `difference_error`.
     """
 
     on: str
@@ -54,6 +56,7 @@ class SweepRow:
     bound: str | None = None
     accuracy: float | None = None
     reason: str | None = None
+    cost: PredictedCost | None = field(default=None, repr=False, compare=False)
 
     @property
     def feasible(self) -> bool:
@@ -80,6 +83,16 @@ class SweepRow:
         """Samples per second."""
         return self.samples / self.time_s if self.time_s else None
 
+    def difference_error(self, other: SweepRow) -> tuple[float, float]:
+        """90% half-widths of the difference in seconds and in joules per sample, as `tessera diff` gives them."""
+        if self.cost is None or other.cost is None:
+            return (
+                math.hypot(self.error_s or 0.0, other.error_s or 0.0),
+                math.hypot(self.error_per_sample_j or 0.0, other.error_per_sample_j or 0.0),
+            )
+        one, two = self.cost.scale(1.0 / self.samples), other.cost.scale(1.0 / other.samples)
+        return self.cost.difference_error(other.cost)[0], one.difference_error(two)[1]
+
     @property
     def million_cost(self) -> EnergyCost | None:
         """What a million samples cost by the user's factors: one costs too little to read."""
@@ -89,7 +102,8 @@ class SweepRow:
         """Every field and derived figure by name."""
         names = ("energy_per_sample_j", "error_per_sample_j", "throughput_per_s")
         cost = None if self.million_cost is None else dataclasses.asdict(self.million_cost)
-        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in names}, "million_cost": cost}
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "cost"}
+        return {**own, **{name: getattr(self, name) for name in names}, "million_cost": cost}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,6 +359,7 @@ def _fill_from_report(row: SweepRow, report: EnergyReport) -> SweepRow:
         static_energy_j=report.static_energy_j,
         average_power_w=report.average_power_w,
         bound=of.bound,
+        cost=PredictedCost.of(report),
     )
 
 

@@ -18,6 +18,7 @@ from .patches import TorchPatches, patch_torch
 from .recorder import Recorder, first_line, is_user_code, pause
 from .staging import CAST, MetaTwins, stage_surroundings
 from .surroundings import find_models
+from .tracking import MAX_KNOWN_INTS
 
 Mode = Literal["infer", "train"]
 OPTIMIZERS = ("sgd", "adamw")
@@ -83,6 +84,7 @@ def capture(
         parameters=sum(p.numel() for m in modules for p in m.parameters()),
         assumptions=tuple(recorder.assumptions),
         ends_synchronised=recorder.host_waits,
+        precision=precision,
     )
 
 
@@ -127,11 +129,11 @@ def _stage_inputs(
     twins: MetaTwins, recorder: Recorder, inputs: Any, batch: int | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The inputs on meta as positional and keyword arguments."""
-    staged = twins.copy_inputs(inputs if batch is None else _change_batch(inputs, batch))
-    if batch is None:
-        for real, meta in zip(pytree.tree_leaves(inputs), pytree.tree_leaves(staged), strict=False):
-            if isinstance(real, torch.Tensor) and real.device.type == "cpu" and not real.is_floating_point():
-                recorder.known.note(meta, real)
+    inputs = inputs if batch is None else _change_batch(inputs, batch)
+    staged = twins.copy_inputs(inputs)
+    for real, meta in zip(pytree.tree_leaves(inputs), pytree.tree_leaves(staged), strict=False):
+        if isinstance(real, torch.Tensor) and real.device.type == "cpu" and not real.is_floating_point():
+            recorder.known.note(meta, real)
     for leaf in pytree.tree_leaves(staged):
         if isinstance(leaf, torch.Tensor):
             recorder.storages.adopt(leaf, "inputs")
@@ -141,15 +143,20 @@ def _stage_inputs(
 
 
 def _change_batch(inputs: Any, batch: int) -> Any:
-    """Inputs with another first dimension, on meta: integers lose their values."""
+    """Inputs with another first dimension: on meta, but for integers (masks, lengths), whose rows are repeated."""
     old = batch_of(inputs)
     if old is None:
         raise ArgumentError("batch= needs an input with a first dimension", fix="leave batch out")
+    if old == batch:
+        return inputs
 
     def resize(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == old:
-            return torch.empty((batch, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
-        return leaf
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != old:
+            return leaf
+        known = leaf.device.type == "cpu" and not leaf.is_floating_point() and old > 0
+        if known and leaf.numel() // old * batch <= MAX_KNOWN_INTS:
+            return leaf[torch.arange(batch) % old]
+        return torch.empty((batch, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
 
     return pytree.tree_map(resize, inputs)
 

@@ -156,6 +156,8 @@ class Storage:
 class Graph:
     """A captured iteration. `samples` is the batch size if the inputs have one; `assumptions` what capture assumed.
 
+    `precision` is the what-if it was captured in: its operators are in that format already, but for those that the
+    program itself casts to another one.
     `ends_synchronised`: the host waits for the device at the end (`loss.item()`), so that iterations do not overlap.
     """
 
@@ -168,6 +170,7 @@ class Graph:
     parameters: int = 0
     assumptions: tuple[str, ...] = ()
     ends_synchronised: bool = False
+    precision: str | None = None
 
     @property
     def flops(self) -> int:

@@ -268,7 +268,8 @@ def format_rate(value: float) -> str:
 
 def saving_text(o: Advice) -> str:
     """What an opportunity saves: "saves 1.2 ± 0.3 mJ/sample (12%)"."""
-    return f"saves {format_energy_error(o.saves_j, o.error_j, signed=True)}/{o.unit} ({o.saves_share:.0%})"
+    unsure = ", not certain" if o.error_j is not None and o.saves_j <= o.error_j else ""
+    return f"saves {format_energy_error(o.saves_j, o.error_j, signed=True)}/{o.unit} ({o.saves_share:.0%}{unsure})"
 
 
 def chip_name(device: str) -> str:

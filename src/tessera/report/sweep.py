@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 
@@ -131,26 +130,20 @@ def ties(sweep: Sweep) -> list[str]:
     fastest, least = sweep.fastest(), sweep.best_batch()
     if fastest is None or least is None:
         return []
-    # The chosen one first.
-    by_time = [fastest, *(r for r in sweep.feasible if r is not fastest)]
-    by_energy = [least, *(r for r in sweep.feasible if r is not least)]
-    time = [(r.time_s, r.error_s, row_name(r)) for r in by_time]
-    energy = [(r.energy_per_sample_j, r.error_per_sample_j, row_name(r)) for r in by_energy]
-    sentences = (_tie(time, "lowest latency"), _tie(energy, "least energy"))
+    time = [((r.time_s or 0.0) - (fastest.time_s or 0.0), r.difference_error(fastest)[0], r) for r in sweep.feasible]
+    least_j = least.energy_per_sample_j or 0.0
+    energy = [((r.energy_per_sample_j or 0.0) - least_j, r.difference_error(least)[1], r) for r in sweep.feasible]
+    sentences = (_tie(fastest, time, "lowest latency"), _tie(least, energy, "least energy"))
     return [sentence for sentence in sentences if sentence]
 
 
-def _tie(figures: Sequence[tuple[float | None, float | None, str]], question: str) -> str:
-    known = [(value, error or 0.0, name) for value, error, name in figures if value is not None]
-    if len(known) < 2:
+def _tie(best: SweepRow, others: Sequence[tuple[float, float, SweepRow]], question: str) -> str:
+    """Rows whose difference from the best is within its error, as `tessera diff` of the two would say."""
+    alike = [(more, row_name(row)) for more, error, row in others if row is not best and more <= error]
+    if not alike:
         return ""
-    (best, error, _), *others = known
-    # The errors of two predictions are independent, as far as they are known.
-    tied = sorted((v, e, name) for v, e, name in others if v - best <= math.hypot(e, error))
-    if not tied:
-        return ""
-    tied.insert(0, known[0])
-    names = [name for *_, name in tied[:MAX_TIED]]
+    tied = [row_name(best), *(name for _, name in sorted(alike))]
+    names = tied[:MAX_TIED]
     names += [f"{len(tied) - MAX_TIED} more"] if len(tied) > MAX_TIED else []
     return f"tied for {question} within 90%: {', '.join(names[:-1])} and {names[-1]}"
 
