@@ -193,8 +193,8 @@ def test_a_narrow_terminal_loses_no_unit_no_chip_and_no_star(found: Sweep, width
         assert len(UNITS.findall(table)) == 2 * len(found.feasible)
         figures = out.partition("\nnote")[0]  # a tie names batches, which have no unit
         assert not re.search(r"\d$", figures, re.MULTILINE), "a figure stands apart from its unit"
-    gone = re.search(r"not shown: (.*?) \(", out.replace("\n", " "))
-    for heading in ("samples/s", "W", "bound by"):
+    gone = re.search(r"not shown: (.*?) \(", " ".join(out.split()))
+    for heading in ("samples/s", "W", "memory", "bound by"):
         shown_here = re.search(rf"(?m)^.*chip .*{heading}", out) is not None
         assert shown_here != (gone is not None and heading in gone[1].split(", "))
 

@@ -74,8 +74,9 @@ def _time_by_rates(of: Chip, s: DataMovement, unit: str) -> KernelTime:
     p = data["exponent"]
     occupied = min(1.0, s.blocks / of.units)
     hbm_s = s.hbm_bytes / (c["bandwidth"] * of.bandwidth)
-    cache_s = s.bytes / (data["cache_bytes_per_cycle"] * of.units * of.clock_hz * c["cache"])
-    issue_s = s.elements / (c["elements_per_cycle"] * of.units * of.clock_hz * max(occupied, 1.0 / of.units))
+    cycles_hz = of.units * of.clock_hz * of.feed_factor
+    cache_s = s.bytes / (data["cache_bytes_per_cycle"] * cycles_hz * c["cache"])
+    issue_s = s.elements / (c["elements_per_cycle"] * cycles_hz * max(occupied, 1.0 / of.units))
     whole = hbm_s**p + cache_s**p + issue_s**p
     body_s = whole ** (1 / p)
     seconds, width = start_s + body_s, float(c["relative_error"])

@@ -197,7 +197,7 @@ def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats
     depth = np.ceil(k / (_SPLIT * _STEP)) * _STEP
     # Products with a few vectors have kernels of their own on the vector units, which waste nothing.
     wasted = np.where(_VECTOR | ((not matrix) & _NARROW), 0.0, 1000.0 * own["tile_cost"])
-    rate = peak * c["efficiency"][p.precision]
+    rate = peak * _efficiency(c, of, p.precision)
     if matrix and size < 4.0:
         rate = np.minimum(rate, _misaligned_rate(c, of, size, n, m if p.layout == "tn" else k))
     multiply = 2.0 * (_TM * _TN + wasted) * depth / rate
@@ -216,6 +216,20 @@ def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats
     best = np.argmin(all_s, axis=-1)
     taken = best[..., None]
     return np.take_along_axis(all_s, taken, -1)[..., 0], np.take_along_axis(load, taken, -1)[..., 0], best
+
+
+# Of the fp32 peak that large products reach on SMs with 64 lanes: 0.92 on a V100 (14.4 TFLOP/s), 0.97 on Turing
+# (zzc0721/torch-performance-test-data, issues 140 and 90), 0.91 on an A100 (17.7: gist dirkgr/25aac9f8dc24, without
+# TF32). An SM with 128 lanes is fed no faster: 0.77 on an H100 (issue 79 there) and on our H200, 0.63 on an RTX 5090.
+_NARROW_EFFICIENCY = 0.95
+
+
+def _efficiency(c: Mapping[str, Any], of: Chip, precision: str) -> float:
+    """The share of a unit's peak that large tiles reach; a fallback runs as its unit does."""
+    _, unit, native = of.peak(precision)
+    if unit == "vector.fp32" and of.narrow:
+        return _NARROW_EFFICIENCY
+    return float(c["efficiency"][precision if native else unit.partition(".")[2]])
 
 
 def _overlap(c: Mapping[str, Any], of: Chip) -> float:

@@ -35,13 +35,15 @@ ELEMENT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0
 """Bytes of one operand element by precision; `fp8_block` is fp8 with a scale for each 128 elements."""
 
 # What a precision runs on where the chip has no unit for it, nearest first, with the factor on that unit's peak: wider
-# formats can hold the values; fp32 on bf16 matrix units takes three to nine products, six here.
+# formats can hold the values; fp32 on bf16 matrix units takes three to nine products, six here. fp16 cannot hold the
+# range of bf16: a V100 or T4 converts bf16 and multiplies on its fp32 units, at 0.74 and 0.54 of their fp32 rate
+# (github.com/zzc0721/torch-performance-test-data, issues 140 and 90: a V100-SXM2, a Turing board, torch 2.7 and 2.8).
 _SIXTEEN_BITS = (("bf16", 1.0), ("fp16", 1.0), ("fp32", 1.0))
 _FALLBACK: dict[str, tuple[tuple[str, float], ...]] = {
     "fp64": (("fp32", 1 / 32), ("bf16", 1 / 256)),
     "fp32": (("bf16", 1 / 6), ("fp16", 1 / 6)),
     "tf32": (("fp32", 1.0), ("bf16", 1 / 3)),
-    "bf16": (("fp16", 1.0), ("fp32", 1.0)),
+    "bf16": (("fp32", 0.63), ("fp16", 1.0)),
     "fp16": (("bf16", 1.0), ("fp32", 1.0)),
     **dict.fromkeys(("fp8", "int8"), _SIXTEEN_BITS),
     **dict.fromkeys(("fp6", "fp4"), (("fp8", 1.0), *_SIXTEEN_BITS)),
@@ -134,6 +136,24 @@ class Chip:
     def launch_factor(self) -> float:
         """A launch's time over the H200's: half of its latencies follow the SM clock, half have their own clocks."""
         return math.sqrt(1.98e9 / self.clock_hz)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether an SM has 64 fp32 lanes, as those of Pascal, Volta, Turing and the A100, and not 128."""
+        peak = next((v for n, v, kind in self.peaks if (n, kind) == ("fp32", "vector")), 0.0)
+        known = self.nvidia and peak > 0 and not {"units", "clocks.boost_hz"} & set(self.assumed)
+        return known and peak / (2.0 * self.units * self.clock_hz) < 1.1 * 64
+
+    @property
+    def feed_factor(self) -> float:
+        """Device memory's bytes per unit and cycle over the H200's, and at least 1.
+
+        What its units load and issue in a cycle was seen on the H200 only up to what its memory delivers. Units behind
+        a faster memory (or whose number or clock is not known) keep up with it: no kernel that runs at the memory's
+        speed on the H200 is slower than the memory elsewhere.
+        """
+        units, clock_hz, bandwidth, _ = _FITTED_ON
+        return max(1.0, self.bandwidth / (self.units * self.clock_hz) / (bandwidth / (units * clock_hz)))
 
     def cache_rate(self, bytes_per_cycle: float) -> float:
         """Bytes/s through the cache for bytes per SM and cycle; always a little above the device memory's."""

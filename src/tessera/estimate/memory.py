@@ -265,6 +265,11 @@ class Allocator:
         del self._sizes[address], self._starts[address + size]
 
 
+def _is_replaced(s: Storage) -> bool:
+    """Whether it is state that each iteration frees, having made the next one's: a cache that grows."""
+    return s.birth < 0 and s.death is not None and s.category == "inputs"
+
+
 # -- the replay --------------------------------------------------------------------------------------------------
 
 
@@ -284,10 +289,12 @@ class _Replay:
     _allocator: Allocator = field(default_factory=Allocator)
     _live: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     _sizes: dict[int, tuple[str, int]] = field(default_factory=dict)
+    _replaced: list[Storage] = field(default_factory=list)
 
     def run(self) -> None:
         """Allocate what lives before the iteration, then iterate until the last one counts."""
         before, born, dies = self._lives()
+        self._replaced = [s for s in before if _is_replaced(s)]
         for s in before:
             self._allocate(s.id, s.category, s.nbytes)
         for i, nbytes in enumerate(self.workspaces):
@@ -301,6 +308,8 @@ class _Replay:
     def _iterate(self, born: Mapping[int, list[Storage]], dies: Mapping[int, list[int]], *, last: bool) -> None:
         for s in (s for some in born.values() for s in some):
             self._release(s.id)  # storages that outlived the last iteration are replaced in this one
+        for s in self._replaced:  # ... or are its state, which it replaces
+            self._allocate(s.id, s.category, s.nbytes)
         for op in self.graph.ops:
             for key in dies.get(op.index, ()):
                 self._release(key)
@@ -332,11 +341,9 @@ class _Replay:
             for i, (start, end, nbytes) in enumerate(rnn_reserves(self.graph))
         ]
         for s in (*self.storages, *reserves):
-            if s.birth < 0 or self._exists_before(s):
-                before.append(s)
-                continue
-            born[s.birth].append(s)
-            if s.death is not None:
+            exists = s.birth < 0 or self._exists_before(s)
+            (before if exists else born[s.birth]).append(s)
+            if s.death is not None and (not exists or _is_replaced(s)):
                 dies[s.death].append(s.id)
         return before, born, dies
 

@@ -215,8 +215,10 @@ def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str)
     static_w = min(static_w, 0.5 * limit_w)
     switch = _switching_energy(of, data)
     active_w = data["active_w"] * share
-    if switch is not None:
-        active_w = data["active_w"] * switch * of.units / _H200_UNITS * of.clock_hz / _H200_CLOCK_HZ
+    if (
+        switch is not None
+    ):  # at most its share of TDP, as joules per FLOP below: a V100 runs fp32 products at full clock
+        active_w = min(active_w, data["active_w"] * switch * of.units / _H200_UNITS * of.clock_hz / _H200_CLOCK_HZ)
     memory_j = data["hbm_j_per_byte"] * _MEMORY.get(memory_kind, 1.3)
     return PowerModel(
         static_w=static_w,
@@ -250,5 +252,7 @@ def _per_flop(of: Chip, share: float, switch: float | None, data: Mapping[str, A
         # Formats that were not measured on the H200 are assumed to draw half its TDP at full rate.
         full_w = fitted[unit] * _H200_PEAKS[unit] if unit in fitted else 0.5 * _H200_TDP_W
         by_share = full_w * share / peak
+        if unit == "vector.fp32" and of.narrow:  # the H200 draws it at 0.77 of the peak, these reach 0.92 (gemm.py)
+            by_share *= 0.77 / 0.92
         costs[unit] = min(by_share, fitted[unit] * switch) if switch is not None and unit in fitted else by_share
     return costs

@@ -10,11 +10,12 @@ import numpy as np
 
 from ..device import Device
 from ..graph.ir import Graph, Op
+from ..graph.op_kinds import MATRIX_KINDS
 from ..joules import Floats
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
 from .host import CPU_NOTE, NO_GRAPHS_NOTE, HostModel, is_cpu
 from .iteration import SolvedIteration, find_peak
-from .kernel_time import KernelTime, chip
+from .kernel_time import ELEMENT_BYTES, KernelTime, chip
 from .memory import MemoryReport
 from .ops import is_unmodelled
 from .power import PowerModel
@@ -194,6 +195,7 @@ def _provenance(estimate: Estimate, device: Device) -> Mapping[str, str]:
     for kernel, seconds in zip(estimate.kernels, estimate.solved.device_s, strict=True):
         kinds[kernel.provenance] = kinds.get(kernel.provenance, 0.0) + float(seconds)
     assumed = [name for name, figure in device.figures() if figure.assumed]
+    assumed += [f"{name} (not in the catalogue)" for name in chip(device).assumed]
     out = {"device": ", ".join(device.origin) or device.id, "power": estimate.power.provenance}
     out["latency"] = max(kinds, key=lambda name: kinds[name], default="")
     if estimate.host is not None:
@@ -213,10 +215,22 @@ def _note_unmodelled(estimate: Estimate) -> list[str]:
     return [f"not modelled, counted by the bytes moved, which is the least they can take: {listed}"]
 
 
+def _note_missing_units(estimate: Estimate, device: Device) -> list[str]:
+    """A note for formats of matrix products that the chip has no units for."""
+    of, found = chip(device), dict.fromkeys(op.precision for op in estimate.ops if op.kind in MATRIX_KINDS)
+    notes = []
+    for name in (name for name in found if name in ELEMENT_BYTES):
+        _, unit, native = of.peak(name)
+        if not native:
+            kind, _, runs_as = unit.partition(".")
+            notes.append(f"{device.id} has no {name} units: {name} products run on its {runs_as} {kind} units")
+    return notes
+
+
 def _notes(graph: Graph, estimate: Estimate, device: Device, launch: str, burst: bool) -> tuple[str, ...]:
     notes = [CPU_NOTE, *([NO_GRAPHS_NOTE] if launch == "graph" else [])] if is_cpu(device) else []
     notes += [f"assumed while capturing: {line}" for line in graph.assumptions]
-    notes += _note_unmodelled(estimate)
+    notes += [*_note_missing_units(estimate, device), *_note_unmodelled(estimate)]
     if estimate.solved.clock < 0.98 and not burst:
         notes.append(f"the power limit holds the clock at {100 * estimate.solved.clock:.0f}% of boost")
     if not estimate.kernels:

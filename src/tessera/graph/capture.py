@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 from ..errors import ArgumentError, CaptureError, TesseraError, did_you_mean
 from .intercept import Interceptor
 from .ir import Graph
+from .nested import find_instances
 from .patches import TorchPatches, patch_torch
 from .recorder import Recorder, first_line, is_user_code, pause
-from .staging import CAST, MetaTwins, stage_surroundings
-from .surroundings import find_models
+from .staging import CAST, MetaTwins, list_attributes, stage_surroundings
+from .surroundings import Surroundings, find_models
 from .tracking import MAX_KNOWN_INTS
 
 Mode = Literal["infer", "train"]
@@ -73,14 +74,17 @@ def capture(
         with _explain_errors(model):
             trained = _make_optimizer(optimizer, module) if module is not None and mode == "train" else None
             _prime(recorder, [trained] if trained is not None else optimizers)
+            given = _find_state(model, args, kwargs)
+            _adopt_state(recorder, given)
             _run_step(model, args, kwargs, recorder, trained)
+            _note_replaced(recorder, given, _find_state(model, args, kwargs))
     return Graph(
         name=name or _title(model),
         ops=tuple(recorder.ops),
         storages=dict(recorder.storages.by_id),
         mode=mode if module is not None else "step",
         samples=batch_of((args, kwargs)),
-        tokens=_count_tokens((args, kwargs)),
+        tokens=_count_tokens((args, kwargs), recorder),
         parameters=sum(p.numel() for m in modules for p in m.parameters()),
         assumptions=tuple(recorder.assumptions),
         ends_synchronised=recorder.host_waits,
@@ -167,10 +171,11 @@ def batch_of(inputs: Any) -> int | None:
     return next((int(t.shape[0]) for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0), None)
 
 
-def _count_tokens(inputs: Any) -> int | None:
-    """Elements of the first matrix of token ids among the inputs."""
+def _count_tokens(inputs: Any, recorder: Recorder) -> int | None:
+    """Elements of the first matrix of integers among the inputs that is looked up in an embedding."""
+    looked_up = {t.storage for op in recorder.ops if op.name == "aten.embedding" for t in op.inputs[1:2]}
     ids = (t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dtype == torch.int64)
-    return next((int(t.numel()) for t in ids if t.dim() == 2), None)
+    return next((int(t.numel()) for t in ids if t.dim() == 2 and recorder.storages.find(t) in looked_up), None)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------
@@ -214,6 +219,26 @@ def _follow_modules(recorder: Recorder, modules: list[torch.nn.Module], stack: c
     register = torch.nn.modules.module
     stack.callback(register.register_module_forward_pre_hook(enter).remove)
     stack.callback(register.register_module_forward_hook(leave, always_call=True).remove)
+
+
+def _find_state(model: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that the program finds in its arguments, its attributes and the variables around it: caches."""
+    around: Any = list_attributes([model]) if isinstance(model, torch.nn.Module) else Surroundings(model).values()
+    return find_instances((args, kwargs, around), torch.Tensor)
+
+
+def _adopt_state(recorder: Recorder, given: list[torch.Tensor]) -> None:
+    """Note what existed before the iteration, also inside objects (a cache of keys and values)."""
+    for tensor in given:
+        if tensor.device.type == "meta" and recorder.storages.find(tensor) is None:
+            recorder.storages.adopt(tensor, "inputs")
+
+
+def _note_replaced(recorder: Recorder, before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
+    """Note state that the program dropped for new tensors (a cache that grows): it is freed after its last use."""
+    kept = {recorder.find_storage(tensor) for tensor in after}
+    gone = {recorder.find_storage(tensor) for tensor in before} - kept
+    recorder.storages.retire({storage for storage in gone if storage is not None})
 
 
 # -- training ---------------------------------------------------------------------------------------------------

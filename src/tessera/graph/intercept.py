@@ -20,7 +20,7 @@ from ..errors import DataDependent
 from .autocast import Autocast
 from .flops import attention_params
 from .recorder import Recorder, user_line
-from .tracking import MAX_KNOWN_INTS
+from .tracking import MAX_KNOWN_INTS, AssumedFloat
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 """Recurrent functions of torch by the products of one step."""
@@ -253,6 +253,7 @@ class Interceptor(TorchFunctionMode):
             torch.Tensor.cpu: lambda x, *a, **k: self._to_host(x),
             torch.Tensor.numpy: lambda x, *a, **k: self._values(x).numpy(),
             torch.Tensor.tolist: lambda x: self._values(x).tolist(),
+            torch.Tensor.item: self._item,
             torch.Tensor.pin_memory: lambda x, *a: x,
         }
         for cell in GATES:
@@ -333,6 +334,11 @@ class Interceptor(TorchFunctionMode):
         self._recorder.wait()
         value = self._recorder.known.value(x)
         return value if value is not None else x
+
+    def _item(self, x: torch.Tensor) -> Any:
+        """A value; one that nobody knows says so where the program compares it."""
+        known = self._recorder.known.value(x) is not None or not x.is_floating_point()
+        return x.item() if known else AssumedFloat(x.item(), self._recorder.assume)
 
     def _values(self, x: torch.Tensor) -> torch.Tensor:
         self._recorder.wait()

@@ -141,7 +141,8 @@ def _count_bytes(tensors: Sequence[TensorSpec]) -> int:
 class Storage:
     """A piece of memory: its size, what it holds, the op at its birth, and the op after its last use (`death`).
 
-    `birth` is -1 if it existed before the iteration, `death` None if it outlives it.
+    `birth` is -1 if it existed before the iteration, `death` None if it outlives it. Both: state that the iteration
+    replaces (a cache that grows).
     """
 
     id: int

@@ -110,6 +110,15 @@ class Recorder(TorchDispatchMode):
             self.known.note(meta, tensor)
         return meta
 
+    def find_storage(self, tensor: torch.Tensor) -> int | None:
+        """The number of the storage of a tensor or of its twin; None where no operator has seen it."""
+        if tensor.device.type != "meta":
+            twin = self._twins.get(id(tensor))
+            if twin is None or twin[0]() is not tensor:
+                return None
+            tensor = twin[1]
+        return self.storages.find(tensor)
+
     def on_meta(self, leaf: Any) -> Any:
         """A tensor's meta twin; anything else as it is."""
         return self.twin(leaf) if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" else leaf
@@ -140,6 +149,8 @@ class Recorder(TorchDispatchMode):
             return out
         if signature.short == "_local_scalar_dense":
             return self._scalar(tensors[0])
+        if signature.name.startswith("quantized."):
+            raise _cpu_only(signature.name)
         handler, functions = HANDLERS.get(signature.short), self.functions
         answer = handler(self, func, args, kwargs) if handler is not None else NotImplemented
         if answer is not NotImplemented:
@@ -325,6 +336,15 @@ class Recorder(TorchDispatchMode):
             why=why if error is None else f"torch has no meta form of it ({first_line(error).partition('. ')[0]})",
             fix=f"{'' if error else give}pass the part of the model without it, or measure it: tessera measure",
         )
+
+
+def _cpu_only(name: str) -> CaptureError:
+    return CaptureError(
+        f"{name} at {user_line()} has no kernel for a GPU",
+        why="torch.ao's eager quantisation (quantize_dynamic, convert) runs on CPUs only",
+        fix="predict the model that was quantised: precision='int8' runs its products in int8, 'int8wo' stores its "
+        "weights in int8; or measure it on the CPU: tessera measure",
+    )
 
 
 def _cudnn_layout(args: Any, out: torch.Tensor) -> torch.Tensor:

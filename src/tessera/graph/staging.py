@@ -122,6 +122,17 @@ class _CopyToMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def list_attributes(modules: list[torch.nn.Module]) -> list[Any]:
+    """What modules and their submodules hold beside parameters, buffers and submodules."""
+    return [
+        value
+        for root in modules
+        for module in root.modules()
+        for name, value in module.__dict__.items()
+        if name not in ("_parameters", "_buffers", "_modules") and holds_at_most(value, MAX_VALUES)
+    ]
+
+
 @contextlib.contextmanager
 def stage_surroundings(
     modules: list[torch.nn.Module], program: Callable[..., Any], make_twin: Callable[[torch.Tensor], torch.Tensor]
@@ -130,13 +141,7 @@ def stage_surroundings(
 
     Tensors around it that want gradients are replaced by twins: a meta gradient cannot reach a real one.
     """
-    attributes = [
-        value
-        for root in modules
-        for module in root.modules()
-        for name, value in module.__dict__.items()
-        if name not in ("_parameters", "_buffers", "_modules") and holds_at_most(value, MAX_VALUES)
-    ]
+    attributes = list_attributes(modules)
     around = None if isinstance(program, torch.nn.Module) else Surroundings(program)
     values = around.values() if around is not None else {}
     outside, inside = (

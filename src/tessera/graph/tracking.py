@@ -6,7 +6,7 @@ Capture runs on meta tensors, which have shapes and no values.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .ir import Category, Storage
+from .ir import Category, Op, Storage
 
 MAX_KNOWN_FLOATS = 1 << 16
 MAX_KNOWN_INTS = 1 << 21  # a boolean mask of 1024 x 1024 tokens, with room
@@ -31,7 +31,7 @@ class StorageTracker:
     The time of a birth or death is the number of operators recorded so far.
     """
 
-    def __init__(self, ops: Sized) -> None:
+    def __init__(self, ops: Sequence[Op]) -> None:
         self._ops = ops
         self.by_id: dict[int, Storage] = {}
         self._ids: dict[int, int] = {}  # living storages by torch's own address
@@ -59,6 +59,15 @@ class StorageTracker:
     def adopt(self, tensor: torch.Tensor, category: Category, name: str = "") -> None:
         """Note a storage that existed before the iteration."""
         self._change(self.id_of(tensor), category=category, birth=-1, name=name)
+
+    def retire(self, numbers: set[int]) -> None:
+        """Let storages that existed before the iteration die after their last use in it."""
+        last = dict.fromkeys(numbers, 0)
+        for op in self._ops:
+            last.update({t.storage: op.index + 1 for t in (*op.inputs, *op.outputs) if t.storage in last})
+        for number, death in last.items():
+            if self.by_id[number].birth < 0:
+                self._change(number, death=death)
 
     def _note_death(self, key: int, number: int, _ref: object) -> None:
         self._ids.pop(key, None)
@@ -133,6 +142,47 @@ class KnownValues:
         twins = [t for t in pytree.tree_leaves(real) if isinstance(t, torch.Tensor)]
         for meta, twin in zip(outs, twins, strict=False):
             self.note(meta, twin)
+
+
+class AssumedFloat(float):
+    """A float whose value nobody knows: what is decided by comparing it is reported through `note`."""
+
+    _note: Callable[[str], None]
+
+    def __new__(cls, value: float, note: Callable[[str], None]) -> AssumedFloat:
+        """The value to go on with."""
+        assumed = super().__new__(cls, value)
+        assumed._note = note
+        return assumed
+
+    def _compare(self, other: Any, sign: str, answer: Any) -> Any:
+        if answer is not NotImplemented:
+            shown = f"{other:.6g}" if isinstance(other, float) else str(other)
+            self._note(f"item() {sign} {shown} is taken to be {answer}, and only that way is predicted")
+        return answer
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(other, "<", float.__lt__(self, other))
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare(other, "<=", float.__le__(self, other))
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(other, ">", float.__gt__(self, other))
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare(other, ">=", float.__ge__(self, other))
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare(other, "==", float.__eq__(self, other))
+
+    def __ne__(self, other: object) -> Any:
+        return self._compare(other, "!=", float.__ne__(self, other))
+
+    def __bool__(self) -> bool:
+        return bool(self._compare(0, "!=", float.__bool__(self)))
+
+    __hash__ = float.__hash__
 
 
 class MaskDensities:

@@ -67,19 +67,20 @@ def _about(sweep: Sweep) -> str:
 
 def _rows(sweep: Sweep, front: set[int], width: int) -> RenderableType:
     rows = sweep.feasible
-    columns, dropped = fit_columns(_columns(rows, front, wide=width >= 100), width)
+    columns, dropped = fit_columns(_columns(rows, front), width)
     lines = build_table(columns, styles=["bold" if id(row) in front else "" for row in rows])
     return Group(lines, dropped_note(dropped)) if dropped else lines
 
 
-def _columns(rows: Sequence[SweepRow], front: set[int], *, wide: bool) -> list[TableColumn]:
+def _columns(rows: Sequence[SweepRow], front: set[int]) -> list[TableColumn]:
     """The columns of a sweep, and the order in which a narrow terminal drops them."""
     formats = [row.precision or "-" for row in rows]
     latency = [format_duration_error(row.time_s or 0.0, row.error_s) for row in rows]
     joules = [format_energy_error(row.energy_per_sample_j or 0.0, row.error_per_sample_j) for row in rows]
     rates = [format_rate(row.throughput_per_s or 0.0) for row in rows]
+    memory = [format_bytes(row.peak_memory_bytes or 0, 3) for row in rows]
     watts = ["-" if row.average_power_w is None else f"{row.average_power_w:.0f}" for row in rows]
-    columns = [
+    return [
         TableColumn(heading="", cells=["*" if id(row) in front else "" for row in rows]),
         TableColumn(heading="chip", cells=[row.on for row in rows]),
         TableColumn(heading="dtype", cells=formats, drop=1 if len(set(formats)) == 1 else 0),
@@ -88,12 +89,9 @@ def _columns(rows: Sequence[SweepRow], front: set[int], *, wide: bool) -> list[T
         TableColumn(heading="per sample", cells=joules, right=True),
         TableColumn(heading="samples/s", cells=rates, right=True, drop=3),
         TableColumn(heading="W", cells=watts, right=True, drop=4),
+        TableColumn(heading="memory", cells=memory, right=True, drop=5),
         TableColumn(heading=" bound by", cells=[f" {row.bound or '-'}" for row in rows], drop=2),
     ]
-    if wide:
-        memory = [format_bytes(row.peak_memory_bytes or 0, 3) for row in rows]
-        columns.insert(-1, TableColumn(heading="memory", cells=memory, right=True, drop=5))
-    return columns
 
 
 # -- shared with the page -------------------------------------------------------------------------------------------

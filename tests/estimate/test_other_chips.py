@@ -1,0 +1,60 @@
+"""Chips that nobody measured here: what others published of them, and figures that the catalogue lacks."""
+
+import pytest
+import torch
+from torch import nn
+
+import tessera
+from tessera.estimate.gemm import gemm_time
+from tessera.estimate.ops import OpModel
+from tessera.estimate.power import DeviceWork, PowerModel
+from tessera.graph.capture import capture
+from tessera.hardware import catalogue, lookup
+
+
+def tflops(chip: str, n: int, precision: str) -> float:
+    """Sustained TFLOP/s of a square product."""
+    kernel = gemm_time(lookup(chip), n, n, n, precision=precision)
+    return 2e-12 * n**3 / PowerModel.from_device(lookup(chip)).estimate(DeviceWork.of(kernel)).seconds
+
+
+@pytest.mark.parametrize(
+    ("chip", "n", "precision", "measured"),
+    [  # github.com/zzc0721/torch-performance-test-data, issues 140 and 90; gist dirkgr/25aac9f8dc24
+        ("v100", 8192, "fp32", 14.4),
+        ("v100", 2048, "fp32", 12.7),
+        ("v100", 8192, "bf16", 10.65),
+        ("v100", 8192, "fp16", 97.4),
+        ("t4", 8192, "bf16", 4.26),
+        ("a100", 10240, "fp32", 17.7),
+    ],
+)
+def test_products_of_older_chips(chip: str, n: int, precision: str, measured: float) -> None:
+    assert tflops(chip, n, precision) == pytest.approx(measured, rel=0.2)
+
+
+def test_a_chip_without_bf16_units_says_so() -> None:
+    model, x = nn.Linear(64, 64).bfloat16(), torch.empty(8, 64, dtype=torch.bfloat16)
+    report = tessera.predict(model, x, on="v100")
+    assert "v100 has no bf16 units: bf16 products run on its fp32 vector units" in report.notes
+    assert not any("units" in note for note in tessera.predict(model, x, on="h200").notes)
+
+
+def test_no_missing_figure_makes_a_chip_slow() -> None:
+    graph = capture(torch.neg, (torch.empty(1 << 28, device="meta"),))
+    (op,) = graph.kernels
+    moved = 2.0 * 4 * (1 << 28)
+    slow = {}
+    for device in catalogue().values():
+        if device.kind == "gpu" and device.memory.bandwidth_bytes_per_s is not None:
+            seconds = OpModel(device).time(op, moved).seconds
+            share = moved / seconds / device.memory.bandwidth_bytes_per_s.value
+            if share < 0.8:
+                slow[device.id] = share
+    assert not slow
+
+
+def test_assumed_figures_are_named() -> None:
+    unknown = next(d for d in catalogue().values() if d.kind == "gpu" and d.units is None)
+    report = tessera.predict(nn.Linear(8, 8), torch.empty(1, 8), on=unknown)
+    assert "units (not in the catalogue)" in report.prediction.provenance["assumed"]
