@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..runtime.shaper import shaper as shaper
     from .budget import Budget as Budget
     from .leases import BudgetPolicy as BudgetPolicy
     from .leases import CapGrant as CapGrant
@@ -42,6 +43,7 @@ _LAZY: dict[str, str] = {
     "migratable": "migration",
     "place_jobs": "placement",
     "plan_moves": "relief",
+    "shaper": ".runtime.shaper",
 }
 
 

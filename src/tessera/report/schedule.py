@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..runtime.ballast_loop import BallastReport
 from ..runtime.cap_report import ScheduleReport, TokenReport, ZoneReport
 from ..runtime.tuning.plan import OpPlan, Plan, TuningTrial, format_value
-from ..units import format_duration, format_energy, format_power
+from ..units import format_duration, format_energy, format_power, format_power_rate, format_share
 
 
 def schedule_text(report: ScheduleReport) -> str:
@@ -20,6 +21,10 @@ def schedule_text(report: ScheduleReport) -> str:
         )
     if report.tokens is not None:
         lines.append(_tokens_line(report.tokens))
+    if report.ballast is not None:
+        lines += _ballast_lines(report.ballast)
+    if report.shaper is not None:
+        lines.append(str(report.shaper))
     each = report.energy_per_call_j
     lines.append(f"{report.calls} calls" + (f", {format_energy(each)} each" if each is not None else ""))
     return "\n".join([*lines, *report.notes])
@@ -82,6 +87,18 @@ def _tokens_line(tokens: TokenReport) -> str:
     if tokens.energy_per_token_j is not None:
         parts.append(f"{format_energy(tokens.energy_per_token_j)} each above idle")
     return ", ".join(parts) + "; other work spends no tokens and does not wait"
+
+
+def _ballast_lines(ballast: BallastReport) -> list[str]:
+    """What was held, what it cost, and how far power moved meanwhile."""
+    held = [] if ballast.floor_w is None else [f"floor {format_power(ballast.floor_w)}"]
+    held += [] if ballast.max_ramp_w_per_s is None else [f"fall at most {format_power_rate(ballast.max_ramp_w_per_s)}"]
+    cost = "" if ballast.cost is None else f" ({format_share(ballast.cost, signed=True)} joules)"
+    line = f"{', '.join(held)}: ballast {ballast.where} ran {format_duration(ballast.ran_s)} and took "
+    lines = [f"{line}{format_energy(ballast.energy_j)}{cost}"]
+    if ballast.lowest_w is not None and ballast.highest_w is not None:
+        lines.append(f"power between {format_power(ballast.lowest_w)} and {format_power(ballast.highest_w)}")
+    return [*lines, *ballast.notes]
 
 
 def _against(report: ScheduleReport, power_w: float) -> str:

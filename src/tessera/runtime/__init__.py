@@ -7,5 +7,6 @@
                   │            └── launches (where points go) ── pacer ── wait_kernel (the wait in the stream)
                   ├──► driver_limits, dvfs (by the driver, with permission)
                   └──► tuning (choices by measured joules)
-    shaping: what a power shaper decides (phases, jitter, floor, ramp): pure, also for the simulator
+    shaping (pure decisions: phases, jitter, floor, ramp; the simulator has the same) ──► shaper (waits of a running
+    job) ── shaper_validation (with and without);  ballast_control ──► ballast_loop (thread) ──► ballast, ballast_kernel
 """

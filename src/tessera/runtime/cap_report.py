@@ -13,7 +13,9 @@ from ..units import ScopedPower
 from .pacer import PaceCounts, Pacer
 
 if TYPE_CHECKING:
+    from .ballast_loop import BallastReport
     from .power_zone import PowerZone
+    from .shaper import ShaperReport
     from .tuning.plan import Plan
 
 # The controller needs this long to find the load's duty; windows before it are reported separately.
@@ -125,7 +127,8 @@ class ScheduleReport:
     `how` is "token_bucket", "driver" or None (nothing is limited). The cap applies to the mean over `window_s`, which
     is the schedule's own or, where `window_from` is "sensor", the shortest that the sensor can resolve. `slowdown` is
     the time waited over the time worked: the most that waiting adds to the run time, as clocks may rise after a pause.
-    `tokens` is None for a bucket of joules, `plan` without a policy or before the first call.
+    `tokens` is None for a bucket of joules, `plan` without a policy or before the first call, `ballast` without a floor
+    or a ramp, `shaper` without one.
     """
 
     cap: ScopedPower | None = None
@@ -141,6 +144,8 @@ class ScheduleReport:
     slowdown: float = 0.0
     tokens: TokenReport | None = None
     plan: Plan | None = None
+    ballast: BallastReport | None = None
+    shaper: ShaperReport | None = None
     notes: tuple[str, ...] = ()
 
     @property

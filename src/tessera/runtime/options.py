@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ArgumentError, did_you_mean
-from ..units import ScopedPower, parse_fraction, parse_scoped_power, parse_temperature
+from ..units import (
+    ScopedPower,
+    parse_fraction,
+    parse_power,
+    parse_power_rate,
+    parse_scoped_power,
+    parse_temperature,
+)
 from .dvfs import parse_dvfs
 
 POLICIES = ("latency", "throughput_per_watt", "energy", "peak_power")
@@ -44,6 +51,9 @@ class ScheduleOptions:
     warp_mma_concurrency: int | None = None
     tokens: str = "joules"
     points: str = "auto"
+    shaper: Any = None
+    power_floor: str | float | None = None
+    max_ramp: str | float | None = None
     allow_control: bool | None = None
     error_tolerance: float | None = None
     budget_s: float = 120.0
@@ -63,6 +73,7 @@ class ScheduleOptions:
         _check_integer("cp_async_depth", self.cp_async_depth, 1, 16)
         _check_integer("warp_mma_concurrency", self.warp_mma_concurrency, 1, 8)
         self._check_tuning()
+        self._check_shaping()
         parse_dvfs(self.dvfs)  # raises now, not at the first call
 
     def _check_cap(self) -> None:
@@ -135,6 +146,36 @@ class ScheduleOptions:
                 f"per={self.per!r} is not among the arguments in search=", fix=f'search={{"{self.per}": [8, 16]}}'
             )
 
+    def _check_shaping(self) -> None:
+        for name, parse in (("power_floor", parse_power), ("max_ramp", parse_power_rate)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse(getattr(self, name)))
+                if not getattr(self, name) > 0:
+                    raise ArgumentError(f"{name} must be above 0", fix='power_floor="400W", max_ramp="200W/s"')
+        if self.power_floor is not None and self.cap is not None and self.cap.scope == "gpu":
+            floor_w = parse_power(self.power_floor)
+            if floor_w >= self.cap.power_w:
+                raise ArgumentError(
+                    f"power_floor={floor_w:g} W is not below power_cap={self.cap.power_w:g} W",
+                    why="ballast would draw what the cap forbids",
+                    fix="a lower power_floor or a higher power_cap",
+                )
+
+    @property
+    def floor_w(self) -> float | None:
+        """The parsed floor."""
+        return None if self.power_floor is None else float(self.power_floor)
+
+    @property
+    def ramp_w_per_s(self) -> float | None:
+        """The parsed ramp."""
+        return None if self.max_ramp is None else float(self.max_ramp)
+
+    @property
+    def has_ballast(self) -> bool:
+        """Whether a floor or a ramp is asked for."""
+        return self.power_floor is not None or self.max_ramp is not None
+
     @property
     def cap(self) -> ScopedPower | None:
         """The parsed cap."""
@@ -164,4 +205,9 @@ class ScheduleOptions:
     @property
     def limits(self) -> bool:
         """Whether anything is done around a call at all."""
-        return self.cap is not None or bool(self.hints) or self.controls or self.dry_run
+        return self.cap is not None or bool(self.hints) or self.controls or self.dry_run or self.shapes
+
+    @property
+    def shapes(self) -> bool:
+        """Whether a shaper, a floor or a ramp is asked for."""
+        return self.shaper is not None or self.has_ballast

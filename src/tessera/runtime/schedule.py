@@ -14,12 +14,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from ..errors import ArgumentError, MissingExtra, ScheduleError, did_you_mean
-from ..units import ScopedPower, format_duration
+from ..units import ScopedPower, format_duration, format_power, format_power_rate
 from .options import CAP_WINDOW_MS, ScheduleOptions
 
 if TYPE_CHECKING:  # these import numpy, which a schedule without a cap needs only for its report
+    from .ballast_loop import BallastLoop
     from .cap_report import CapTracker, ScheduleReport
     from .driver_limits import DriverLimits
+    from .shaper import JobShaper
     from .tuning.plan import Plan
     from .tuning.tuner import TunedFunction
 
@@ -44,6 +46,9 @@ def schedule(
     warp_mma_concurrency: int | None = None,
     tokens: str = "joules",
     points: str = "auto",
+    shaper: Any = None,
+    power_floor: str | float | None = None,
+    max_ramp: str | float | None = None,
     allow_control: bool | None = None,
     error_tolerance: float | None = None,
     budget_s: float = 120.0,
@@ -69,6 +74,13 @@ def schedule(
       limit: it needs permission and `allow_control=True` or TESSERA_CONTROL=1. If that is refused, waits hold the cap.
     * `points`: where waits may come: "op", "call" or "auto".
     * `tokens`: what the bucket counts: "joules", or "launches", "warps" or "cp_async" of Tessera's own kernels only.
+
+    Smoothing:
+
+    * `shaper`: a policy file, or what `tessera.fleet.shaper` made. Each call is a step of it; its cap, floor and ramp
+      apply too. `step.schedule.shaper.microbatch()` is called before each microbatch.
+    * `power_floor` ("400W") and `max_ramp` ("200W/s"), of each GPU: ballast, work without a result in a stream of the
+      lowest priority, keeps power from falling below or faster. It costs joules, which the report shows.
 
     Tuning by measured joules:
 
@@ -97,11 +109,18 @@ class Schedule:
     """A decorator and a context manager; made by `schedule`. Threads may share one."""
 
     def __init__(self, options: ScheduleOptions) -> None:
+        shaper = None
+        if options.shaper is not None:
+            from .shaper import take_limits
+
+            shaper, options = take_limits(options)
         self.options = options
         self._blocks = threading.local()
         self._tracker: CapTracker | None = None
         self._driver: DriverLimits | None = None
         self._tuned: TunedFunction | None = None
+        self.shaper: JobShaper | None = shaper
+        self._ballast: BallastLoop | None = None
         self._calls = 0
         self._printed = False
         if options.cap is not None:
@@ -114,7 +133,7 @@ class Schedule:
     def __call__(self, fn: F) -> F:
         """The function under this schedule, with `report()` and `plan()`."""
         _check_function(fn)
-        own = Schedule(self.options)
+        own = Schedule(self.options if self.shaper is None else dataclasses.replace(self.options, shaper=self.shaper))
         target: Callable[..., Any] = fn
         if self.options.policy is not None and not self.options.dry_run:
             _check_torch()
@@ -138,7 +157,7 @@ class Schedule:
 
         _check_torch()
         # Only a cap is the usual case, and may be entered for every small kernel.
-        only_cap = options.paces and not (options.hints or options.controls or options.dry_run)
+        only_cap = options.paces and not (options.hints or options.controls or options.dry_run or options.shapes)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             with self._pace(each_call) if only_cap else self._around(each_call=each_call, linger_s=LINGER_S):
@@ -184,6 +203,10 @@ class Schedule:
             yield
             return
         with contextlib.ExitStack() as stack:
+            if self.shaper is not None:
+                self.shaper.step()
+            if options.has_ballast:
+                stack.enter_context(self._hold_floor())
             if options.hints:
                 from ..op import hints
 
@@ -213,6 +236,29 @@ class Schedule:
         assert self._tracker is not None
         return PacedCall(self._tracker, each_call=each_call)
 
+    @contextlib.contextmanager
+    def _hold_floor(self) -> Iterator[None]:
+        """Ballast beside the work, which runs in a stream of a higher priority: the default one has the lowest."""
+        from .ballast_loop import BallastLoop
+
+        if self._ballast is None:
+            self._ballast = BallastLoop(self.options.floor_w, self.options.ramp_w_per_s)
+        self._ballast.enter()
+        try:
+            stream = self._ballast.work_stream
+            if stream is None:
+                yield
+                return
+            import torch
+
+            around = torch.cuda.current_stream()
+            stream.wait_stream(around)
+            with torch.cuda.stream(stream):
+                yield
+            around.wait_stream(stream)
+        finally:
+            self._ballast.leave()
+
     def _clock_rules(self) -> str | Sequence[str] | None:
         """The `dvfs=` option; "auto" becomes the operators for which the plan says that a lower clock is enough."""
         dvfs = self.options.dvfs
@@ -231,14 +277,25 @@ class Schedule:
 
         notes = tuple(self._driver.notes) if self._driver is not None else ()
         plan = self._tuned.chosen if self._tuned is not None else None
+        ballast = None if self._ballast is None else self._ballast.report()
+        shaped = None if self.shaper is None else self.shaper.report()
         if self._tracker is not None and self._tracker.calls:
             from .control_loop import get_loop
 
             get_loop().wait_for_readings(self._tracker)
-            return dataclasses.replace(self._tracker.report(notes), plan=plan)
+            return dataclasses.replace(self._tracker.report(notes), plan=plan, ballast=ballast, shaper=shaped)
         how = self._driver.how if self._driver is not None else None
         where = "by the driver's power limit" if how else None
-        return ScheduleReport(cap=self.options.cap, how=how, where=where, calls=self._calls, plan=plan, notes=notes)
+        return ScheduleReport(
+            cap=self.options.cap,
+            how=how,
+            where=where,
+            calls=self._calls,
+            plan=plan,
+            ballast=ballast,
+            shaper=shaped,
+            notes=notes,
+        )
 
     def plan(self) -> Plan:
         """The plan that the tuner chose."""
@@ -261,6 +318,13 @@ class Schedule:
             if options.tokens != "joules":
                 waits = f"after Tessera's own kernels, by their {options.tokens}"
             actions.append(f"hold {cap.power_w:g} W for {scope} by waits {waits}: the mean over {window}")
+        if self.shaper is not None:
+            actions.append("wait at steps and microbatches as the power shaper's policy says")
+        if options.has_ballast:
+            held = [format_power(options.floor_w) if options.floor_w is not None else ""]
+            held.append(format_power_rate(options.ramp_w_per_s) if options.ramp_w_per_s is not None else "")
+            what = " and at a fall of ".join(h for h in held if h)
+            actions.append(f"run ballast at low priority that keeps power at {what}, and count its joules")
         if options.cp_async_depth is not None:
             actions.append(f"keep {options.cp_async_depth} tiles in flight to shared memory in Tessera's kernels")
         if options.warp_mma_concurrency is not None:

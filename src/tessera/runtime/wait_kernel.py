@@ -158,3 +158,19 @@ def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.i
 def spend(control: Any, bucket: Any, state: Any, stats: Any, tokens: int, *, restart: bool = False) -> Any:
     """Put a pace point on the current stream that spends tokens; the compiled kernel (None in the interpreter)."""
     return tessera_spend[(1,)](control, bucket, state, stats, tokens, int(restart), num_warps=1, num_stages=1)
+
+
+@triton.jit(do_not_specialize=["wait_ns"])
+def tessera_wait(wait_ns: tl.int64):
+    """Keep the stream waiting for this long."""
+    began = _now_ns()
+    now = began
+    naps = 0
+    while (now - began < wait_ns) & (naps < _MOST_NAPS):
+        now = _nap(tl.minimum((wait_ns - (now - began)) // 2 + 1, _NAP_NS).to(tl.int32))
+        naps += 1
+
+
+def wait_in_stream(wait_ns: int) -> None:
+    """Let the current stream wait; the host goes on."""
+    tessera_wait[(1,)](wait_ns, num_warps=1, num_stages=1)

@@ -1,0 +1,178 @@
+"""Ballast: work without a result, that runs only where real work leaves the device free.
+
+On a CUDA device it runs in a stream of the lowest priority, in blocks of `SLOT_S`: whenever a block ends, the blocks of
+streams with a higher priority come first. On a CPU it runs in processes of the lowest priority (nice 19). Both read
+their level while they run, so that a new one takes effect within a slot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from typing import Any, Protocol
+
+from ..errors import ScheduleError
+
+SLOT_S = 0.0002
+"""One block of ballast on a GPU: the longest that a kernel of real work waits for an SM."""
+WAVES = 20
+"""Blocks for each SM in one launch: 4 ms of an idle device, so some 250 launches a second."""
+AHEAD = 3
+_POLL_S = 0.001
+
+
+class Ballast(Protocol):
+    """Work that can be set to a level between 0 and 1."""
+
+    where: str
+
+    def set_level(self, level: float) -> None:
+        """The share of its time that it works when the device is free."""
+
+    def ran_s(self) -> float:
+        """How long it has worked, in seconds of the whole device at level 1."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+# Each worker spins for `level` of every 10 ms, and writes its CPU time. It ends when its parent does.
+_WORKER = """
+import mmap, os, struct, sys, time
+os.nice(19)
+parent = os.getppid()
+with open(sys.argv[1], "r+b") as file:
+    words = mmap.mmap(file.fileno(), 0)
+at = 16 + 8 * int(sys.argv[2])
+while os.getppid() == parent:
+    level, stop = struct.unpack_from("dd", words, 0)
+    if stop:
+        break
+    end = time.monotonic() + 0.01 * level
+    while time.monotonic() < end:
+        pass
+    struct.pack_into("d", words, at, time.process_time())
+    time.sleep(0.01 * (1.0 - level) if level < 1.0 else 0.0)
+"""
+
+
+class HostBallast:
+    """Spinning processes, one for each CPU of this one."""
+
+    where = "in processes of the lowest priority"
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._count = workers or len(os.sched_getaffinity(0))
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
+        self._file.truncate(16 + 8 * self._count)
+        self._words = mmap.mmap(self._file.fileno(), 0)
+        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        self._workers = [
+            subprocess.Popen([sys.executable, "-S", "-E", "-c", _WORKER, path, str(i)], stdin=subprocess.DEVNULL)
+            for i in range(self._count)
+        ]
+        self._level, self._seen_s = 0.0, 0.0
+
+    def set_level(self, level: float) -> None:
+        self._level = level
+        struct.pack_into("d", self._words, 0, level)
+
+    def ran_s(self) -> float:
+        return float(sum(struct.unpack_from(f"{self._count}d", self._words, 16))) / self._count
+
+    def is_working(self) -> bool:
+        """Whether it worked since the last question, beyond looking at its level."""
+        before, self._seen_s = self._seen_s, self.ran_s()
+        return self._seen_s - before > 0.002
+
+    def is_running(self) -> bool:
+        """Whether a process of it exists."""
+        return any(worker.poll() is None for worker in self._workers)
+
+    def close(self) -> None:
+        struct.pack_into("dd", self._words, 0, 0.0, 1.0)
+        for worker in self._workers:
+            try:
+                worker.wait(timeout=5.0)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+        self._file.close()
+
+
+class StreamBallast:
+    """A kernel in a stream of the lowest priority, launched by a thread that keeps `AHEAD` of them queued."""
+
+    where = "in a stream of the lowest priority"
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        from . import ballast_kernel as kernel
+
+        if torch.version.hip is not None:
+            raise ScheduleError("there is no ballast kernel for AMD GPUs yet", why="it reads NVIDIA's %globaltimer")
+        self._torch, self._kernel, self.device = torch, kernel, device
+        self._blocks = torch.cuda.get_device_properties(device).multi_processor_count * kernel.BLOCKS_PER_SM
+        self._control = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
+        self._stats = torch.zeros(1, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
+        self._word, self._ran = self._control.numpy(), self._seen.numpy()
+        self.stream = torch.cuda.Stream(device, priority=0)  # 0 is the lowest that CUDA has
+        self.work_stream = torch.cuda.Stream(device, priority=-1)
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._launch()
+        torch.cuda.synchronize(device)  # compiled and loaded now, not beside the first work
+        self._thread = threading.Thread(target=self._run, name="tessera-ballast", daemon=True)
+        self._thread.start()
+
+    def set_level(self, level: float) -> None:
+        self._word[0] = round(level * self._kernel.ONE)
+        if level > 0:
+            self._wake.set()
+
+    def ran_s(self) -> float:
+        return float(self._ran[0]) * 1e-9 / float(self._blocks)
+
+    def close(self) -> None:
+        self.set_level(0.0)
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(timeout=1.0)
+
+    def _launch(self) -> Any:
+        with self._torch.cuda.device(self.device), self._torch.cuda.stream(self.stream):
+            self._kernel.launch(self._control, self._stats, self._blocks * WAVES, round(SLOT_S * 1e9))
+            self._seen.copy_(self._stats, non_blocking=True)
+            ended = self._torch.cuda.Event()
+            ended.record()
+        return ended
+
+    def _run(self) -> None:
+        queued: deque[Any] = deque()
+        while not self._stop.is_set():
+            while queued and queued[0].query():
+                queued.popleft()
+            if self._word[0] <= 0 and not queued:
+                self._wake.clear()
+                if self._word[0] <= 0:  # set between the look and the clearing
+                    self._wake.wait(0.1)
+            elif self._word[0] > 0 and len(queued) < AHEAD:
+                queued.append(self._launch())
+            else:
+                self._stop.wait(_POLL_S)
+
+
+def make_ballast(device: int) -> Ballast:
+    """The ballast of a CUDA device; -1 is the host."""
+    if device < 0:
+        return HostBallast()
+    import torch
+
+    return StreamBallast(torch.device("cuda", device))

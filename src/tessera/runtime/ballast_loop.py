@@ -1,0 +1,187 @@
+"""The thread that holds a floor and a ramp: readings of the sensor in, a level of ballast out."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .. import monitor
+from ..errors import ScheduleError
+from .ballast import Ballast, make_ballast
+from .ballast_control import BallastControl
+from .cap_report import MeanPower
+from .power_zone import PowerZone, guess_power
+
+# A function that is called in a loop must find its ballast still at work; after a pause this long it ends.
+LINGER_S = 2.0
+TICK_S = 0.02
+# The first second, in which the level is found, is not in the report's lowest and highest power.
+FIRST_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BallastReport:
+    """What a floor and a ramp did, and what that cost. None: no sensor, or too short to tell.
+
+    `energy_j` is what ballast took, by its measured seconds and the watts that the sensor showed for it.
+    """
+
+    floor_w: float | None
+    max_ramp_w_per_s: float | None
+    where: str
+    ran_s: float
+    energy_j: float
+    total_j: float
+    lowest_w: float | None
+    highest_w: float | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cost(self) -> float | None:
+        """The joules of ballast as a share of those of the work."""
+        work_j = self.total_j - self.energy_j
+        return self.energy_j / work_j if work_j > 0 else None
+
+
+class BallastLoop:
+    """Ballast on this process's device while calls run, and for `LINGER_S` after them. Threads may share it."""
+
+    def __init__(
+        self,
+        floor_w: float | None,
+        max_ramp_w_per_s: float | None,
+        *,
+        make: Callable[[int], Ballast] = make_ballast,
+        sampler: Any = None,
+    ) -> None:
+        self.floor_w, self.max_ramp_w_per_s = floor_w, max_ramp_w_per_s
+        self._make, self._sampler = make, sampler
+        self._lock = threading.Lock()
+        self._running, self._until_s = 0, 0.0
+        self._thread: threading.Thread | None = None
+        self._ballast: Ballast | None = None
+        self._control: BallastControl | None = None
+        self._ran: deque[tuple[int, float]] = deque(maxlen=512)  # (monotonic ns, seconds that ballast worked)
+        self._total_j = self._energy_j = self._ran_s = self._seen_s = 0.0
+        self._extremes: tuple[float, float] | None = None
+        self._where = ""
+        self._notes: dict[str, str] = {}
+
+    # -- what a schedule calls ------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """A call begins."""
+        with self._lock:
+            self._running += 1
+            if self._thread is None:
+                self._open()
+                self._thread = threading.Thread(target=self._run, name="tessera-floor", daemon=True)
+                self._thread.start()
+
+    def leave(self) -> None:
+        """A call has ended."""
+        with self._lock:
+            self._running -= 1
+            self._until_s = time.monotonic() + LINGER_S
+
+    @property
+    def work_stream(self) -> Any:
+        """The stream of a higher priority that real work has to run in; None on a CPU."""
+        return getattr(self._ballast, "work_stream", None)
+
+    def report(self) -> BallastReport:
+        """The figures so far."""
+        with self._lock:
+            ballast, control = self._ballast, self._control
+            return BallastReport(
+                floor_w=self.floor_w,
+                max_ramp_w_per_s=self.max_ramp_w_per_s,
+                where=self._where,
+                ran_s=self._ran_s + (ballast.ran_s() if ballast is not None else 0.0),
+                energy_j=self._energy_j + (control.energy_j if control is not None else 0.0),
+                total_j=self._total_j,
+                lowest_w=self._extremes[0] if self._extremes else None,
+                highest_w=self._extremes[1] if self._extremes else None,
+                notes=tuple(self._notes.values()),
+            )
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        sampler = self._sampler or monitor.default().sampler
+        torch: Any = sys.modules.get("torch")
+        cuda = torch is not None and torch.cuda.is_available()
+        device = int(torch.cuda.current_device()) if cuda else -1
+        counted = sampler.counted_domains()
+        gpus = [n for n in counted if n.startswith("gpu")]
+        names = gpus[device : device + 1] if cuda else counted
+        if not names:
+            raise ScheduleError(
+                "a power floor needs a power sensor, and there is none for this device",
+                why="ballast follows what is measured",
+                fix="run `tessera doctor`",
+            )
+        if any(sampler.series[n].domain.basis == "modelled" for n in names if n in sampler.series):
+            self._notes["basis"] = "the power here is modelled, not measured: so is the floor"
+        labels = [(n, sampler.series[n].domain.label if n in sampler.series else "") for n in names]
+        most_w = max(self.floor_w or 0.0, 300.0)
+        idle_w, burst_w = guess_power(labels, most_w)
+        self._ballast = self._make(device)
+        self._where = self._ballast.where
+        self._control = BallastControl(
+            floor_w=self.floor_w, max_ramp_w_per_s=self.max_ramp_w_per_s, idle_w=idle_w, full_w=max(burst_w, idle_w + 1)
+        )
+        self._zone = PowerZone("floor", names, [])
+        self._ballast.set_level(self._control.level)
+
+    def _run(self) -> None:
+        try:
+            while self._running or time.monotonic() < self._until_s:
+                time.sleep(TICK_S)
+                self._tick(time.monotonic_ns())
+        except Exception as exc:  # noqa: BLE001  (a sensor that is lost: ballast must not stay on)
+            self._notes["lost"] = f"the floor was given up: {type(exc).__name__}: {exc}"
+        finally:
+            self._end()
+
+    def _tick(self, now_ns: int) -> None:
+        ballast, control = self._ballast, self._control
+        assert ballast is not None and control is not None
+        self._ran.append((now_ns, ballast.ran_s()))
+        reading = self._zone.read(self._sampler or monitor.default().sampler)
+        if reading is None:
+            return
+        worked = (self._ran_at(reading.time_ns) - self._ran_at(reading.start_ns)) / max(reading.seconds, 1e-9)
+        ballast.set_level(control.observe(reading.power_w, reading.seconds, min(max(worked, 0.0), 1.0)))
+        self._add(reading)
+
+    def _ran_at(self, time_ns: int) -> float:
+        """The seconds that ballast had worked at a time, between two looks."""
+        after = next(((t, s) for t, s in self._ran if t >= time_ns), self._ran[-1])
+        before = next(((t, s) for t, s in reversed(self._ran) if t <= time_ns), self._ran[0])
+        if after[0] <= before[0]:
+            return before[1]
+        return before[1] + (after[1] - before[1]) * (time_ns - before[0]) / (after[0] - before[0])
+
+    def _add(self, reading: MeanPower) -> None:
+        self._total_j += reading.power_w * reading.seconds
+        self._seen_s += reading.seconds
+        if self._seen_s > FIRST_S and self._running:
+            low, high = self._extremes or (reading.power_w, reading.power_w)
+            self._extremes = (min(low, reading.power_w), max(high, reading.power_w))
+
+    def _end(self) -> None:
+        with self._lock:
+            ballast, control, self._ballast, self._control = self._ballast, self._control, None, None
+            self._thread = None
+            if ballast is not None:
+                self._ran_s += ballast.ran_s()
+            if control is not None:
+                self._energy_j += control.energy_j
+        if ballast is not None:
+            ballast.close()

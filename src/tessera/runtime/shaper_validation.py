@@ -1,0 +1,249 @@
+"""Does a shaper do its work? The same run in blocks with it and without it, judged by the guide's rule 9.4.
+
+::
+
+    steps   off off off | on on on | off off off | on on on ...      ranks start each block together
+    power   5-20 ms windows, summed over the ranks by their epoch times
+
+Three things must hold: spikes are lower, throughput is within 2-5%, and there are no new stalls.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .shaping import LOSS
+
+WINDOW_S = 0.02
+"""Spikes are looked for in windows of this length: an H200's ring has a sample every 20 ms."""
+SPIKE = 99.0
+"""The percentile of the windows that is called the peak: a single window is chance."""
+STALL = 3.0
+"""A step that takes this many times the median is a stall."""
+TARGET_LOSS = 0.02
+_LOOK_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class PowerCurve:
+    """What one rank spent so far (joules, or seconds of CPU time where there is no power), at epoch times."""
+
+    times_s: NDArray[np.float64]
+    spent: NDArray[np.float64]
+
+
+def sum_windows(
+    curves: Sequence[PowerCurve], start_s: float, end_s: float, window_s: float = WINDOW_S
+) -> NDArray[np.float64]:
+    """The mean rate of all curves together in each window between two times."""
+    edges = np.arange(start_s, end_s, window_s)
+    if len(edges) < 2:
+        return np.empty(0)
+    return np.asarray(sum(np.diff(np.interp(edges, c.times_s, c.spent)) for c in curves)) / window_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapedBlock:
+    """Some steps of every rank, with the shaper or without it: their power and their times."""
+
+    shaped: bool
+    peak: float
+    mean: float
+    crest_factor: float
+    ramp_per_s: float
+    step_s: float
+    stalls: int
+
+    @classmethod
+    def measure(cls, shaped: bool, windows: NDArray[np.float64], steps_s: Sequence[float]) -> ShapedBlock:
+        """From the windows of all ranks together and the times of all their steps."""
+        usual_s = median(steps_s)
+        rms = float(np.sqrt(np.mean(np.square(windows))))
+        peak = float(np.percentile(windows, SPIKE))
+        return cls(
+            shaped=shaped,
+            peak=peak,
+            mean=float(windows.mean()),
+            crest_factor=peak / rms if rms > 0 else 1.0,
+            ramp_per_s=float(np.percentile(np.abs(np.diff(windows)), SPIKE)) / WINDOW_S if len(windows) > 1 else 0.0,
+            step_s=fmean(steps_s),
+            stalls=sum(s > STALL * usual_s for s in steps_s),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShaperValidation:
+    """Pass or fail, by the guide's rule 9.4. `unit` is "W", or "CPUs" where there is no power sensor for a rank."""
+
+    unit: str
+    ranks: int
+    window_s: float
+    blocks: tuple[ShapedBlock, ...]
+    notes: tuple[str, ...] = ()
+
+    def _mean(self, name: str, shaped: bool) -> float:
+        return fmean(getattr(b, name) for b in self.blocks if b.shaped is shaped)
+
+    @property
+    def off(self) -> dict[str, float]:
+        """Means over the blocks without the shaper."""
+        return {name: self._mean(name, False) for name in _FIGURES}
+
+    @property
+    def on(self) -> dict[str, float]:
+        """Means over the blocks with it."""
+        return {name: self._mean(name, True) for name in _FIGURES}
+
+    @property
+    def spikes_down(self) -> bool:
+        """Whether the mean peak with the shaper is below the lowest without it: chance does not do that."""
+        return self._mean("peak", True) < min(b.peak for b in self.blocks if not b.shaped)
+
+    @property
+    def loss(self) -> float:
+        """The share of throughput lost; negative where steps became faster."""
+        return 1 - self._mean("step_s", False) / self._mean("step_s", True)
+
+    @property
+    def loss_within(self) -> bool:
+        """Whether the loss is within 5%."""
+        return self.loss <= LOSS
+
+    @property
+    def new_stalls(self) -> int:
+        """Stalls with the shaper beyond those without it."""
+        on, off = (sum(b.stalls for b in self.blocks if b.shaped is shaped) for shaped in (True, False))
+        return max(on - off, 0)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all three hold."""
+        return self.spikes_down and self.loss_within and self.new_stalls == 0
+
+    def __str__(self) -> str:
+        from ..report.shaper import validation_text
+
+        return validation_text(self)
+
+
+_FIGURES = ("peak", "mean", "crest_factor", "ramp_per_s", "step_s")
+
+
+class ActivityMeter:
+    """Records what this rank spends: its GPU's power, or its own CPU time where it has no GPU with a sensor."""
+
+    def __init__(self) -> None:
+        self.unit = "W" if _own_gpu() is not None else "CPUs"
+        self._trace: Any = None
+        self._times: list[float] = []
+        self._spent: list[float] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to record."""
+        if self.unit == "W":
+            from ..monitor import power_trace
+
+            self._trace = power_trace(interval_ms=5)
+            self._trace.__enter__()
+            return
+        self._thread = threading.Thread(target=self._run, name="tessera-activity", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> PowerCurve:
+        """End, and return the curve."""
+        if self._trace is not None:
+            self._trace.__exit__(None, None, None)
+            times_ns, watts = self._trace.total(_own_gpu())
+            times_s = np.asarray(times_ns, dtype=np.float64) * 1e-9
+            joules = np.concatenate([[0.0], np.cumsum(np.diff(times_s) * (watts[1:] + watts[:-1]) / 2)])
+            return PowerCurve(times_s, joules)
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        return PowerCurve(np.array(self._times), np.array(self._spent))
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._times.append(time.time())
+            self._spent.append(time.process_time())
+            self._stop.wait(_LOOK_S)
+
+
+def _own_gpu() -> str | None:
+    """The domain of this rank's GPU; None without one that is measured."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    from .. import monitor
+
+    gpus = [n for n in monitor.default().sampler.counted_domains() if n.startswith("gpu")]
+    index = int(torch.cuda.current_device())
+    return gpus[index] if index < len(gpus) else None
+
+
+@dataclass(slots=True)
+class ShaperTrial:
+    """Which steps run with the shaper: `steps` without it, as many with it, and that `pairs` times."""
+
+    steps: int = 20
+    pairs: int = 3
+    meter: ActivityMeter = field(default_factory=ActivityMeter)
+    _begun: list[list[float]] = field(default_factory=list)
+
+    def end_step(self, now_s: float) -> bool:
+        """A step has ended, unless none had begun; whether a block has to begin now."""
+        if self._begun:
+            self._begun[-1].append(now_s)
+        return not self._begun or len(self._begun[-1]) > self.steps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step of the last block has ended."""
+        return len(self._begun) == 2 * self.pairs and len(self._begun[-1]) > self.steps
+
+    def begin_block(self, now_s: float) -> bool:
+        """The next block begins: whether it is one with the shaper."""
+        if not self._begun:
+            self.meter.start()
+        self._begun.append([now_s])
+        return len(self._begun) % 2 == 0
+
+    def finish(self) -> tuple[str, PowerCurve, list[list[float]]]:
+        """What this rank measured: the unit, its curve, and the starts of the steps of each block."""
+        return self.meter.unit, self.meter.stop(), self._begun
+
+
+def judge_trial(measured: Sequence[tuple[str, PowerCurve, list[list[float]]]]) -> ShaperValidation:
+    """The validation from what every rank measured."""
+    units = {unit for unit, _, _ in measured}
+    curves = [curve for _, curve, _ in measured]
+    blocks, notes = [], []
+    for number in range(min(len(begun) for _, _, begun in measured)):
+        starts = [begun[number] for _, _, begun in measured]
+        # without the first step, in which groups find their places
+        start_s, end_s = max(s[1] for s in starts), min(s[-1] for s in starts)
+        windows = sum_windows(curves, start_s, end_s)
+        if len(windows) < 2:
+            notes.append(f"block {number + 1} is too short for windows of {WINDOW_S * 1e3:g} ms")
+            continue
+        steps_s = [float(b - a) for s in starts for a, b in pairwise(s[1:])]
+        blocks.append(ShapedBlock.measure(number % 2 == 1, windows, steps_s))
+    return ShaperValidation(
+        unit=units.pop() if len(units) == 1 else "mixed units",
+        ranks=len(measured),
+        window_s=WINDOW_S,
+        blocks=tuple(blocks),
+        notes=tuple(notes),
+    )

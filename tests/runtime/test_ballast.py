@@ -1,0 +1,179 @@
+"""Floor and ramp: the control on a simulated GPU, and ballast that really runs on this machine's CPUs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tessera.runtime.ballast_control import BallastControl
+from tessera.schema import Domain
+
+from fakes.ballast_plant import STEP_S, BallastPlant, wave
+
+HIGH_W, LOW_W = 700.0, 125.0
+
+
+def run_wave(
+    floor_w: float | None, ramp: float | None, *, gain_w: float = 500.0, period_s: float = 2.0, seconds: float = 20.0
+) -> BallastPlant:
+    control = BallastControl(floor_w=floor_w, max_ramp_w_per_s=ramp, idle_w=LOW_W, full_w=LOW_W + 500.0)
+    plant = BallastPlant(wave(HIGH_W, period_s, 0.75), control, low_w=LOW_W, gain_w=gain_w)
+    plant.run(seconds)
+    return plant
+
+
+def settled(plant: BallastPlant) -> np.ndarray:
+    return np.array(plant.power_w[round(6.0 / STEP_S) :])
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.floats(0.7, 1.4), st.floats(200.0, 400.0))
+def test_a_floor_is_held_whatever_the_ballast_really_draws(off: float, floor_w: float) -> None:
+    plant = run_wave(floor_w, None, gain_w=500.0 * off)
+    power = settled(plant)
+    assert power.min() >= 0.88 * floor_w
+    low = power[power < HIGH_W - 1]
+    assert np.median(low) == pytest.approx(floor_w, rel=0.08)
+    assert plant.control.energy_j == pytest.approx(plant.ballast_j, rel=0.45)  # by the guessed watts of the ballast
+
+
+def test_a_floor_halves_the_swing_and_its_joules_are_those_that_were_added() -> None:
+    floor_w = (HIGH_W + LOW_W) / 2
+    plant = run_wave(floor_w, None)
+    power = settled(plant)
+    assert np.ptp(power) <= 0.55 * (HIGH_W - LOW_W)
+    assert plant.ballast_j == pytest.approx((floor_w - LOW_W) * 0.25 * 20.0, rel=0.1)
+    assert plant.control.energy_j == pytest.approx(plant.ballast_j, rel=0.1)
+
+
+@pytest.mark.parametrize("ramp", [400.0, 800.0])
+def test_power_falls_no_faster_than_the_ramp(ramp: float) -> None:
+    plant = run_wave(None, ramp, period_s=4.0)
+    power = settled(plant)
+    spans = power[: len(power) // 200 * 200].reshape(-1, 200).mean(axis=1)  # means of 0.2 s
+    above_w = HIGH_W - (LOW_W + 500.0)  # ballast cannot draw as much as the work: that much falls at once
+    assert np.diff(spans).min() >= -(1.2 * ramp * 0.2 + above_w)
+    bare = settled(run_wave(None, None, period_s=4.0))
+    assert np.diff(bare).min() == LOW_W - HIGH_W  # without it the fall is a step
+
+
+def test_nothing_asked_is_nothing_added() -> None:
+    plant = run_wave(None, None, seconds=4.0)
+    assert plant.ballast_j == 0.0 and plant.control.level == 0.0
+    below = run_wave(100.0, None, seconds=8.0)
+    assert below.ballast_j < 5.0  # a floor below what the device draws anyway
+
+
+def test_after_the_work_has_ended_a_ramp_ends_too() -> None:
+    control = BallastControl(floor_w=None, max_ramp_w_per_s=200.0, idle_w=LOW_W, full_w=625.0)
+    plant = BallastPlant(lambda at_s: HIGH_W if at_s < 2.0 else None, control, low_w=LOW_W)
+    plant.run(12.0)
+    assert plant.power_w[round(2.3 / STEP_S)] > 400.0
+    assert plant.power_w[-1] == pytest.approx(LOW_W, abs=15.0)
+
+
+def test_cpu_ballast_burns_the_share_of_cpu_time_that_its_level_asks_for() -> None:
+    from tessera.runtime.ballast import HostBallast
+
+    ballast = HostBallast(workers=1)
+    try:
+        ballast.set_level(0.5)
+        deadline = time.monotonic() + 60
+        while ballast.ran_s() < 0.1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert ballast.ran_s() >= 0.1
+        ballast.set_level(0.0)
+        while ballast.is_working() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not ballast.is_working()
+    finally:
+        ballast.close()
+    assert not ballast.is_running()
+
+
+# -- the loop, the options and the kernel ---------------------------------------------------------------------------
+
+
+class CountingBallast:
+    """Ballast that only notes its levels."""
+
+    where = "nowhere"
+    work_stream = None
+
+    def __init__(self) -> None:
+        self.levels: list[float] = []
+        self.closed = False
+        self._level, self._since, self._ran = 0.0, time.monotonic(), 0.0
+
+    def set_level(self, level: float) -> None:
+        self._ran, self._since = self.ran_s(), time.monotonic()
+        self._level = level
+        self.levels.append(level)
+
+    def ran_s(self) -> float:
+        return self._ran + self._level * (time.monotonic() - self._since)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_loop_sets_levels_reports_joules_and_ends_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tessera import monitor
+    from tessera.runtime import ballast_loop
+
+    from fakes.sensor import ScriptSensor
+
+    monkeypatch.setattr(ballast_loop, "LINGER_S", 0.05)
+    domain = Domain(name="cpu0", source="script", resolution_s=0.02)
+    sensor = ScriptSensor(lambda _t: 60.0, clock=time.monotonic_ns, domain=domain)
+    made = monitor.Monitor([sensor]).start()
+    made_ballast = CountingBallast()
+    try:
+        loop = ballast_loop.BallastLoop(150.0, None, make=lambda _device: made_ballast, sampler=made.sampler)
+        loop.enter()
+        deadline = time.monotonic() + 60
+        while len(made_ballast.levels) < 10 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        loop.leave()
+        while not made_ballast.closed and time.monotonic() < deadline:
+            time.sleep(0.02)
+        report = loop.report()
+    finally:
+        made.stop()
+    assert made_ballast.closed and max(made_ballast.levels) > 0.0
+    assert report.ran_s > 0 and report.energy_j > 0 and report.total_j > 0 and report.where == "nowhere"
+
+
+def test_a_floor_at_or_above_the_cap_is_refused() -> None:
+    import tessera
+    from tessera.errors import ArgumentError, UnitError
+
+    with pytest.raises(ArgumentError, match="not below power_cap"):
+        tessera.schedule(power_cap="300W", power_floor="300W")
+    with pytest.raises(UnitError):
+        tessera.schedule(max_ramp="200W")
+    assert tessera.schedule(power_floor="0.3kW", max_ramp="12kW/min").options.ramp_w_per_s == pytest.approx(200.0)
+    said = tessera.schedule(power_floor="300W", max_ramp="200W/s", dry_run=True).actions()
+    assert any("ballast" in line and "200 W/s" in line for line in said)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernels_compile_for_gpus_that_are_not_here(capability: int) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tessera.runtime import ballast_kernel, wait_kernel
+
+    target = GPUTarget("cuda", capability, 32)
+    types = {"control": "*i64", "stats": "*i64", "slot_ns": "i64", "SIZE": "constexpr"}
+    source = ASTSource(fn=ballast_kernel.tessera_ballast, signature=types, constexprs={"SIZE": 1024})
+    made = triton.compile(source, target=target, options={"num_warps": ballast_kernel.WARPS})
+    assert "fma.rn.f32" in made.asm["ptx"] and "%globaltimer" in made.asm["ptx"]
+    assert made.metadata.shared <= 1024  # a matrix product fits beside it
+    wait = ASTSource(fn=wait_kernel.tessera_wait, signature={"wait_ns": "i64"}, constexprs={})
+    assert "nanosleep.u32" in triton.compile(wait, target=target, options={"num_warps": 1}).asm["ptx"]
