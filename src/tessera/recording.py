@@ -22,7 +22,7 @@ from .clock import EpochNs
 from .errors import MeasurementError
 from .notes import order_notes
 from .record import Record
-from .schema import DeviceId, Telemetry
+from .schema import DeviceId, PowerEvent, Telemetry
 from .timeline.columns import Chunk, Launch, Timeline
 from .trace import PowerTrace
 from .units import format_energy_error
@@ -128,13 +128,14 @@ class Recording:
         facts: Facts | None = None,
         *,
         stacks: Sequence[Stack] | Callable[[], Sequence[Stack]] = (),
+        events: Sequence[PowerEvent] | Callable[[], Sequence[PowerEvent]] = (),
         ranks: Sequence[Recording] = (),
         rows: Rows | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """Parts may be functions: a run file is read when somebody asks for that part."""
         self._timeline, self._power, self._telemetry, self._stacks = timeline, power, telemetry, stacks
-        self._rows, self._close = rows, close
+        self._rows, self._close, self._events = rows, close, events
         self._energy: EnergyTable | None = None
         self.facts = facts or Facts()
         self.ranks = ranks
@@ -155,6 +156,11 @@ class Recording:
     def telemetry(self) -> Sequence[Telemetry]:
         """Clocks, temperatures and the like, in time order."""
         return self._telemetry() if callable(self._telemetry) else self._telemetry
+
+    @cached_property
+    def events(self) -> Sequence[PowerEvent]:
+        """What power supplies, PDUs and BMCs reported, in time order."""
+        return self._events() if callable(self._events) else self._events
 
     @cached_property
     def stacks(self) -> Sequence[Stack]:

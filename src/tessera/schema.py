@@ -26,6 +26,7 @@ from .device import OperatingPoint as OperatingPoint
 from .energy_diff import DiffRow as DiffRow
 from .energy_diff import EnergyDiff as EnergyDiff
 from .errors import ArgumentError
+from .power_event import PowerEvent as PowerEvent
 from .units import format_duration, format_energy_error, format_power
 
 # Above any board there is (the catalogue ends at 1.4 kW, MI355X) and far below what a corrupt or reset counter fakes.
@@ -145,16 +146,6 @@ class Gap:
         """The same gap on another clock."""
         end_ns = None if self.end_ns is None else self.end_ns + offset_ns
         return dataclasses.replace(self, start_ns=self.start_ns + offset_ns, end_ns=end_ns)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PowerEvent:
-    """Something a power supply, PDU or BMC logged: over-current, breaker near trip, supply fault."""
-
-    time_ns: int
-    domain: str
-    kind: str
-    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

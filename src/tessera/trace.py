@@ -16,7 +16,7 @@ from .errors import MeasurementError, MissingExtra, RecordingError, did_you_mean
 from .joules import BASES, DomainSamples, Floats, Ints, sum_domains, worst_basis
 from .output import replace_when_written
 from .read_limits import open_file
-from .schema import Basis, Domain, Energy, Gap, Hold, Telemetry
+from .schema import Basis, Domain, Energy, Gap, Hold, PowerEvent, Telemetry
 
 CSV_COLUMNS = ("epoch_us", "domain", "watts")
 """What every power log has; ours says in a fourth column, `basis`, whether it was measured or modelled."""
@@ -69,6 +69,11 @@ class PowerTrace:
     def gaps(self) -> Sequence[Gap]:
         """Stretches without data, each with its reason."""
         return self._gaps
+
+    @property
+    def events(self) -> Sequence[PowerEvent]:
+        """Over-current and the like, reported during the trace; a live trace has them."""
+        return ()
 
     def telemetry(self, domain: str) -> list[Telemetry]:
         """Clocks, temperature, throttling recorded beside the samples of a domain; a live trace has them."""

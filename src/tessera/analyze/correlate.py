@@ -135,7 +135,7 @@ def correlate(
     percentile: float = 95.0,
     rise_w_per_s: float | None = None,
     telemetry: Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]] = (),
-    events: Iterable[PowerEvent] = (),
+    events: Iterable[PowerEvent] | None = None,
     domain: str | None = None,
     within_s: float = WITHIN_S,
 ) -> Correlation:
@@ -143,7 +143,8 @@ def correlate(
 
     A spike is a stretch above `threshold_w`, or above the percentile of the trace (and clearly above its mean, so that
     noise on a flat load is not one) that rises at least as fast as `rise_w_per_s`, where given. `within_s` is how long
-    after a spike throttling counts as its consequence. All times are epoch nanoseconds.
+    after a spike throttling counts as its consequence. `events` None: those of the live trace. All times are epoch
+    nanoseconds.
     """
     for name, value in (("threshold_w", threshold_w), ("rise_w_per_s", rise_w_per_s), ("within_s", within_s)):
         if value is not None and not value > 0:
@@ -169,7 +170,7 @@ def correlate(
         checklist=(
             _check_alignment(spikes, aligned, level_w),
             check_throttling(spikes, own, within_s),
-            check_feeds(curve, [e for e in events if curve.start_ns <= e.time_ns <= curve.end_ns], readings),
+            check_feeds(curve, power.events if events is None else events, readings),
             _check_links(spikes, own, work.traffic(), curve.reach_s),
         ),
         domain=curve.domain,
@@ -188,7 +189,7 @@ def correlate_recording(recording: Recording) -> Correlation | None:
     if recording.power is None or not len(recording.timeline.device_rows):
         return None
     try:
-        return correlate(recording.timeline, recording.power, telemetry=recording.telemetry)
+        return correlate(recording.timeline, recording.power, telemetry=recording.telemetry, events=recording.events)
     except TesseraError:  # a page says nothing of spikes then; its answer does not depend on it
         return None
 
@@ -236,28 +237,29 @@ def read_telemetry(power: PowerTrace) -> list[Telemetry]:
 # -- the checklist ----------------------------------------------------------------------------------------------------
 
 
-def _answer(key: str, verdict: YesNo, evidence: str, needs: str = "") -> ChecklistAnswer:
+def make_answer(key: str, verdict: YesNo, evidence: str, needs: str = "") -> ChecklistAnswer:
+    """An answer to one of the four questions."""
     return ChecklistAnswer(key=key, question=_QUESTIONS[key], verdict=verdict, evidence=evidence, needs=needs)
 
 
 def _check_alignment(spikes: Sequence[Spike], aligned: Sequence[Alignment], threshold_w: float) -> ChecklistAnswer:
     if not spikes:
-        return _answer("aligned", "no", f"there is no spike: nothing exceeds {format_level(threshold_w)}")
+        return make_answer("aligned", "no", f"there is no spike: nothing exceeds {format_level(threshold_w)}")
     asked = [a for a in aligned if a.name == "collectives" or a.kind not in _RUNNING]
     kernels = [a for a in aligned if a.kind in _RUNNING and a.name != "collectives" and a.verdict == "aligned"]
     hits = [a for a in asked if a.verdict == "aligned"]
     beside = f"; what runs more in spikes: {', '.join(map(describe_alignment, kernels[:2]))}" if kernels else ""
     if hits:
-        return _answer("aligned", "yes", "; ".join(map(describe_alignment, hits)) + beside)
+        return make_answer("aligned", "yes", "; ".join(map(describe_alignment, hits)) + beside)
     none = "" if any(a.kind == "collective" for a in asked) else "the timeline has no collective"
     crowd = [a.kind for a in asked if a.reason == CROWD]
     crowded = f"{', '.join(crowd)}: {CROWD}" if crowd else ""
     texts = (none, *(describe_alignment(a) for a in asked if a.reason != CROWD), crowded)
     evidence = "; ".join(t for t in texts if t) + beside
     if all(a.verdict == "not aligned" for a in asked):
-        return _answer("aligned", "no", evidence or "nothing to align with")
+        return make_answer("aligned", "no", evidence or "nothing to align with")
     needs = "more spikes to compare (record longer), or a sensor faster than the steps"
-    return _answer("aligned", "unknown", evidence, needs)
+    return make_answer("aligned", "unknown", evidence, needs)
 
 
 def describe_alignment(a: Alignment) -> str:
@@ -311,7 +313,7 @@ def add_aftermath(spike: Spike, rows: Sequence[Telemetry], within_s: float) -> S
 def check_throttling(spikes: Sequence[Spike], rows: Sequence[Telemetry], within_s: float) -> ChecklistAnswer:
     """Whether clocks throttle right after spikes."""
     if not spikes:
-        return _answer("throttle", "no", "there is no spike")
+        return make_answer("throttle", "no", "there is no spike")
     watched = [s for s in spikes if s.throttle is not None]
     if not watched:
         spacing_s = float(np.median(np.diff([r.time_ns for r in rows]))) * 1e-9 if len(rows) > 1 else None
@@ -321,7 +323,7 @@ def check_throttling(spikes: Sequence[Spike], rows: Sequence[Telemetry], within_
             else f"telemetry at least every {within_s * 1e3:.0f} ms, with throttle reasons: these readings are "
             f"{spacing_s:.2g} s apart, and none that falls on a spike has any"
         )
-        return _answer("throttle", "unknown", "no throttle state was read", needs)
+        return make_answer("throttle", "unknown", "no throttle state was read", needs)
     hit = [s for s in watched if s.throttle]
     reasons = ", ".join(dict.fromkeys(r for s in hit for r in s.throttle or ()))
     text = f"{len(hit)} of {len(watched)} spikes are followed by throttling within {within_s * 1e3:.0f} ms"
@@ -334,7 +336,7 @@ def check_throttling(spikes: Sequence[Spike], rows: Sequence[Telemetry], within_
         text += ", so it is not more common after spikes" if len(hit) / len(watched) <= outside else ""
     heat = [s.temperature_c for s in watched if s.temperature_c is not None]
     text += _describe_clocks(watched) + (f"; up to {max(heat):.0f} °C" if heat else "")
-    return _answer("throttle", "yes" if hit else "no", text)
+    return make_answer("throttle", "yes" if hit else "no", text)
 
 
 def _describe_clocks(spikes: Sequence[Spike]) -> str:
@@ -355,10 +357,11 @@ def _away(spikes: Sequence[Spike], rows: Sequence[Telemetry], within_s: float) -
     return [i < 0 or bool(r.time_ns > ends[i]) for i, r in zip(at, rows, strict=True)]
 
 
-def check_feeds(curve: Curve, events: Sequence[PowerEvent], rows: Sequence[Telemetry]) -> ChecklistAnswer:
-    """Whether PDUs report over-current or a high crest factor."""
+def check_feeds(curve: Curve, events: Iterable[PowerEvent], rows: Sequence[Telemetry]) -> ChecklistAnswer:
+    """Whether PDUs report over-current or a high crest factor, in this stretch of time."""
     crest = curve.crest_factor
-    alarms = [e for e in events if any(word in e.kind.lower() for word in OVERCURRENT)]
+    inside = [e for e in events if e.time_ns >= curve.start_ns and e.start_ns <= curve.end_ns]
+    alarms = [e for e in inside if any(word in e.kind.lower() for word in OVERCURRENT)]
     amps = [(r.domain, r.peak_current_a / r.current_a) for r in rows if r.current_a and r.peak_current_a]
     worst = max(amps, key=lambda a: a[1], default=None)
     parts = [f"{e.domain}: {e.kind}, {e.message}" for e in alarms[:3]]
@@ -370,18 +373,18 @@ def check_feeds(curve: Curve, events: Sequence[PowerEvent], rows: Sequence[Telem
         parts.append(f"the trace of {curve.domain} has a crest factor of {crest:.2f} at {resolution} ({size})")
     evidence = "; ".join(parts)
     if alarms or (worst is not None and worst[1] >= HIGH_CREST):
-        return _answer("feeds", "yes", evidence)
-    if any(r.current_a is not None for r in rows) or events:
-        return _answer("feeds", "no", f"no over-current was logged; {evidence}")
+        return make_answer("feeds", "yes", evidence)
+    if any(r.current_a is not None for r in rows) or inside:
+        return make_answer("feeds", "no", f"no over-current was logged; {evidence}")
     needs = "the Redfish or IPMI sensor (TESSERA_REDFISH_URL; `tessera doctor`), and its events (events=)"
-    return _answer("feeds", "unknown", f"no PDU or supply was read; {evidence}", needs)
+    return make_answer("feeds", "unknown", f"no PDU or supply was read; {evidence}", needs)
 
 
 def _check_links(
     spikes: Sequence[Spike], rows: Sequence[Telemetry], traffic: LinkTraffic, reach_s: float
 ) -> ChecklistAnswer:
     if not spikes:
-        return _answer("links", "no", "there is no spike")
+        return make_answer("links", "no", "there is no spike")
     rated = [r for r in rows if any(k.startswith(LINKS) for k in r.activity_pct)]
     away = _away(spikes, rated, reach_s)
     rates = {link: _link_rates(rated, away, link) for link in LINKS}
@@ -395,9 +398,9 @@ def _check_links(
     evidence = "; ".join([*parts, share if traffic.copies or traffic.collectives else none])
     is_busy = any(inside is not None and inside >= TRAFFIC_MIB_PER_S for inside, _ in rates.values())
     if is_busy or traffic.in_spikes > 0.01:
-        return _answer("links", "yes", evidence)
+        return make_answer("links", "yes", evidence)
     needs = "" if parts else "link rates of GPM (Hopper or later): kernels that reach a peer's memory are not copies"
-    return _answer("links", "no", evidence, needs)
+    return make_answer("links", "no", evidence, needs)
 
 
 def _link_rates(rows: Sequence[Telemetry], away: Sequence[bool], link: str) -> tuple[float | None, float | None]:

@@ -17,7 +17,7 @@ import numpy as np
 from ..attribute.fit import response_of
 from ..errors import ArgumentError, MeasurementError
 from ..profile.open_recording import open_recording
-from ..schema import Telemetry
+from ..schema import PowerEvent, Telemetry
 from ..timeline.columns import Timeline
 from ..trace import PowerTrace
 from .alignment import SpikeWork, find_boundaries
@@ -119,7 +119,7 @@ def power(
     `threshold_w` is what counts as a spike (by default the 95th percentile), `domain` the one to look at closely:
     the GPU where there is one, else all counted ones together.
     """
-    timeline, log, given, notes, is_run = _open(trace, power, telemetry)
+    timeline, log, given, events, notes, is_run = _open(trace, power, telemetry)
     name = domain or find_only_gpu(log)
     running = timeline if timeline is not None and len(timeline.device_rows) > 0 else None
     window = _Window(log, running)
@@ -128,11 +128,13 @@ def power(
     missing: dict[str, str] = {}
     correlation: Correlation | None = None
     if running is not None:
-        correlation = correlate(running, log, threshold_w=threshold_w, telemetry=given or (), domain=domain)
+        correlation = correlate(
+            running, log, threshold_w=threshold_w, telemetry=given or (), events=events, domain=domain
+        )
         spikes, answers, level_w = correlation.spikes, correlation.checklist, correlation.threshold_w
         notes += correlation.notes
     else:
-        level_w, spikes, answers = _find_spikes_alone(focus.curve, readings, threshold_w)
+        level_w, spikes, answers = _find_spikes_alone(focus.curve, readings, threshold_w, events or log.events)
         missing["what ran in the spikes"] = (
             "nothing ran on a GPU here"
             if timeline is not None and len(timeline)
@@ -166,12 +168,12 @@ def power(
 
 def _open(
     trace: Any, power: str | Path | PowerTrace | None, telemetry: Readings | None
-) -> tuple[Timeline | None, PowerTrace, Readings | None, list[str], bool]:
-    """Timeline, power, telemetry and notes; and whether it is a run of ours, which needs no advice to record one."""
+) -> tuple[Timeline | None, PowerTrace, Readings | None, Sequence[PowerEvent] | None, list[str], bool]:
+    """Timeline, power, telemetry, events, notes; whether it is a run of ours, which needs no advice to record one."""
     if isinstance(trace, PowerTrace):
         if power is not None:
             raise ArgumentError("the power is given twice", fix="analyze.power(power_trace), or a trace and power=")
-        return None, trace, telemetry, [], False
+        return None, trace, telemetry, None, [], False
     recording = open_recording(trace, power=power)
     log = recording.power
     if log is None or not log.columns:
@@ -183,7 +185,8 @@ def _open(
             else "give the power log of the same time: power='power.csv', or --power power.csv",
         )
     readings = telemetry if telemetry is not None else (recording.telemetry or None)
-    return recording.timeline, log, readings, list(recording.notes), recording.facts.kind == "run"
+    is_run = recording.facts.kind == "run"
+    return recording.timeline, log, readings, recording.events or None, list(recording.notes), is_run
 
 
 def _has_two(log: PowerTrace, domain: str) -> bool:
@@ -367,7 +370,7 @@ def _step_hz(timeline: Timeline | None) -> float | None:
 
 
 def _find_spikes_alone(
-    curve: Curve, readings: Sequence[Telemetry], threshold_w: float | None
+    curve: Curve, readings: Sequence[Telemetry], threshold_w: float | None, events: Sequence[PowerEvent]
 ) -> tuple[float, Sequence[Spike], Sequence[ChecklistAnswer]]:
     """Spikes without a timeline, and what of the checklist can be answered then."""
     level_w = choose_threshold(curve, 95.0) if threshold_w is None else threshold_w
@@ -375,7 +378,7 @@ def _find_spikes_alone(
         raise ArgumentError(f"threshold_w={threshold_w!r} is not positive", fix="leave it out, or give watts")
     own = [t for t in readings if t.domain == curve.domain or "+" in curve.domain]
     spikes = [add_aftermath(s, own, WITHIN_S) for s in find_spikes(curve, level_w)]
-    return level_w, spikes, (check_throttling(spikes, own, WITHIN_S), check_feeds(curve, (), readings))
+    return level_w, spikes, (check_throttling(spikes, own, WITHIN_S), check_feeds(curve, events, readings))
 
 
 def _explain_no_throttle(log: PowerTrace, is_run: bool) -> dict[str, str]:

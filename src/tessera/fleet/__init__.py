@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..runtime.shaper import shaper as shaper
     from .budget import Budget as Budget
+    from .event_log import read_events as read_events
+    from .incidents import FleetIncidents as FleetIncidents
+    from .incidents import find_incidents as find_incidents
     from .leases import BudgetPolicy as BudgetPolicy
     from .leases import CapGrant as CapGrant
     from .leases import PowerRequest as PowerRequest
@@ -31,6 +34,7 @@ _LAZY: dict[str, str] = {
     "CapGrant": "leases",
     "CapHolder": "node_cap",
     "PowerRequest": "leases",
+    "FleetIncidents": "incidents",
     "MigratableJob": "migration",
     "Migration": "migration",
     "NodeShare": "node_floor",
@@ -40,10 +44,12 @@ _LAZY: dict[str, str] = {
     "PlacementNode": "node_floor",
     "ReliefPlan": "relief",
     "compare_packing": "packing",
+    "find_incidents": "incidents",
     "migratable": "migration",
     "place_jobs": "placement",
     "plan_moves": "relief",
     "shaper": ".runtime.shaper",
+    "read_events": "event_log",
 }
 
 

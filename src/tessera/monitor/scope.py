@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..clock import EpochNs
 from ..errors import ArgumentError, MeasurementError
 from ..joules import DomainSamples, sum_domains
-from ..schema import Basis, Energy, EnergyReport, Gap, Telemetry
+from ..schema import Basis, Energy, EnergyReport, Gap, PowerEvent, Telemetry
 from ..trace import PowerTrace
 from .core import Monitor, Window, default
 
@@ -332,6 +332,15 @@ class LiveTrace(PowerTrace):
             return ()
         gaps = self._monitor.sampler.gaps_between(*self.monotonic_span_ns)
         return [gap.shift(self._offset_ns) for gap in gaps]
+
+    @property
+    def events(self) -> list[PowerEvent]:
+        """What power supplies, PDUs and BMCs reported during the trace."""
+        if self._monitor is None:
+            return []
+        start_ns, end_ns = self.monotonic_span_ns
+        known = list(self._monitor.sampler.events)
+        return [e.shift(self._offset_ns) for e in known if e.time_ns >= start_ns and e.start_ns <= end_ns]
 
     def telemetry(self, domain: str) -> list[Telemetry]:
         """Clocks, temperature, throttling of a domain during the trace."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..schema import Hold
+from ..schema import Hold, PowerEvent
 
 if TYPE_CHECKING:
     from ..monitor.sampler import Sampler
@@ -22,6 +22,8 @@ BEHIND_NS = 100_000_000
 # A sample of NVML's ring comes 8 to 46 ms after the one before it, and shows the power of 15 ms before.
 CATCH_UP_S = 0.1
 THIN_NS = 1_000_000_000
+MOST_EVENTS = 10_000
+"""A log that reports more power events than this repeats itself."""
 THIN_TELEMETRY_NS = 10_000_000_000
 
 
@@ -39,6 +41,7 @@ class PowerFeed:
         self._since_ns: dict[str, int] = {}
         self._anchored_ns: dict[str, int] = {}
         self._told_ns: dict[str, int] = {}
+        self._events: list[tuple[int, PowerEvent]] = []
         self._clock_steps = self._sampler.epoch.steps
 
     @property
@@ -97,6 +100,18 @@ class PowerFeed:
             if fresh:
                 self._told_ns[name] = fresh[-1].time_ns
                 self._writer.add_telemetry(fresh, offset_ns)
+        self._take_events(offset_ns)
+
+    def _take_events(self, offset_ns: int) -> None:
+        """Keep what supplies and PDUs reported since the session began. The sampler forgets old ones: we do not."""
+        newest_ns = self._events[-1][0] if self._events else self._start_ns
+        with self._sampler.lock:
+            known = list(self._sampler.events)
+        seen = {event for _, event in self._events}
+        fresh = [(e.time_ns, e) for e in known if e.time_ns >= newest_ns and e not in seen]
+        if fresh and len(self._events) < MOST_EVENTS:
+            self._events += fresh[: MOST_EVENTS - len(self._events)]
+            self._writer.set("events", [e.shift(offset_ns) for _, e in self._events])
 
     def _samples(self, name: str, series: PowerSeries, offset_ns: int) -> None:
         lag_ns = round(series.domain.lag_s * 1e9)

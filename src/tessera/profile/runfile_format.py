@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..notes import NoteKind
 from ..record import KINDS
-from ..schema import Domain
+from ..schema import Domain, PowerEvent
 from ..timeline import stream_names
 from ..timeline.columns import INTEGERS, MOST_NUMBER, NONE
 from ..trace import MOST_NS
@@ -71,6 +71,7 @@ FACTS: Mapping[str, Any] = {
     "returncode": int | None,
     "summary": dict[str, Any] | None,
     "stack_interval_s": float | None,
+    "events": list[PowerEvent] | None,
 }
 """The types of the facts that Tessera reads; another type means damage. Other facts have any type."""
 

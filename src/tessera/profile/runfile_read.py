@@ -20,7 +20,7 @@ from ..joules import DomainSamples
 from ..notes import kind_of, restore_kinds
 from ..read_limits import JSON_BYTES
 from ..recording import CpuUse, Facts, Recording, Stack
-from ..schema import Domain, Gap, Telemetry
+from ..schema import Domain, Gap, PowerEvent, Telemetry
 from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, Chunk, Launch, Timeline
 from ..trace import PowerTrace
 from .runfile_format import (
@@ -83,7 +83,14 @@ class RunFile:
         """The run as everything else reads it; its parts are read when they are asked for."""
         facts = self._facts()
         return Recording(
-            self.timeline, self.power, self.telemetry, facts, stacks=self.stacks, rows=self, close=self.close
+            self.timeline,
+            self.power,
+            self.telemetry,
+            facts,
+            stacks=self.stacks,
+            events=self.events,
+            rows=self,
+            close=self.close,
         )
 
     def _facts(self) -> Facts:
@@ -386,6 +393,11 @@ class RunFile:
                              f'{v[1:]}', Telemetry)
                 for t, d, v in sorted(rows, key=_FIRST)
             ]  # fmt: skip
+
+    def events(self) -> list[PowerEvent]:
+        """What power supplies, PDUs and BMCs reported, in time order; times are epoch."""
+        events: list[PowerEvent] = self._convert(self.get("events") or [], list[PowerEvent])
+        return sorted(events, key=lambda e: e.time_ns)
 
     def stacks(self) -> list[Stack]:
         rows = self._db.rows("SELECT epoch_ns, thread, stack, count FROM stacks")

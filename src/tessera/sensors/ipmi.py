@@ -203,7 +203,7 @@ class IpmiSensor:
         now = self._clock_ns()
         if self._seen is None or now - self._events_at_ns < self._events_period_s * NS_PER_S:
             return
-        self._events_at_ns = now
+        since_ns, self._events_at_ns = self._events_at_ns, now
         try:
             lines = self._log_lines()
         except (SensorError, ValueError):
@@ -213,7 +213,8 @@ class IpmiSensor:
             if kind is not None:
                 # The BMC's clock has no zone and is often wrong: the event is stamped when seen, its own time
                 # stays in the message.
-                batch.events.append(PowerEvent(time_ns=now, domain=DOMAIN, kind=kind, message=line))
+                event = PowerEvent(time_ns=now, since_ns=since_ns, domain=DOMAIN, kind=kind, message=line)
+                batch.events.append(event)
         self._seen = set(lines)
 
     def _log_lines(self) -> list[str]:

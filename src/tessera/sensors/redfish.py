@@ -51,6 +51,7 @@ class _Watch:
     point: RedfishPoint
     power: PolledPower
     alarms: set[str] = field(default_factory=set)
+    read_ns: int | None = None
 
     def take(self, batch: Batch, time_ns: int, reading: RedfishReading) -> None:
         """Turn a reading into a sample or gap, telemetry and events."""
@@ -71,6 +72,7 @@ class _Watch:
                 )
             )
         self._judge(batch, time_ns, reading)
+        self.read_ns = time_ns
 
     def _judge(self, batch: Batch, time_ns: int, reading: RedfishReading) -> None:
         current_a, rating_a = reading.current_a, reading.rating_a
@@ -88,7 +90,10 @@ class _Watch:
             self.alarms.discard(kind)
         elif kind not in self.alarms:
             self.alarms.add(kind)
-            batch.events.append(PowerEvent(time_ns=time_ns, domain=self.point.domain, kind=kind, message=message))
+            # It began after the reading before this one; at the first reading nobody knows when.
+            batch.events.append(
+                PowerEvent(time_ns=time_ns, since_ns=self.read_ns, domain=self.point.domain, kind=kind, message=message)
+            )
 
     def describe(self) -> Domain:
         """Describe the domain as its sensor is known by now."""
@@ -284,20 +289,25 @@ class RedfishSensor:
         words = " ".join(text(entry.get(key)) or "" for key in ("MessageId", "Message", "SensorType", "EntryCode"))
         kind = classify_event(words)
         if kind is not None:
-            time_ns = self._logged_ns(entry, since_ns, now)
+            begun_ns, time_ns = self._logged_ns(entry, since_ns, now)
             domain = self._origin(link(mapping(entry.get("Links")), "OriginOfCondition"))
-            batch.events.append(PowerEvent(time_ns=time_ns, domain=domain, kind=kind, message=message))
+            batch.events.append(
+                PowerEvent(time_ns=time_ns, since_ns=begun_ns, domain=domain, kind=kind, message=message)
+            )
 
-    def _logged_ns(self, entry: Json, since_ns: int, now: int) -> int:
-        """Place an entry by its own time where that is possible at all; a BMC's clock is often wrong."""
+    def _logged_ns(self, entry: Json, since_ns: int, now: int) -> tuple[int, int]:
+        """When an entry was made, at the earliest and at the latest; a BMC's clock is often wrong."""
         try:
             created = datetime.fromisoformat(str(entry.get("Created")))
         except ValueError:
-            return now
+            return since_ns, now
         if created.tzinfo is None:
-            return now
+            return since_ns, now
         time_ns = self._epoch.to_monotonic(round(created.timestamp() * NS_PER_S))
-        return time_ns if since_ns <= time_ns <= now else now
+        if not since_ns <= time_ns <= now:
+            return since_ns, now
+        # Most logs have whole seconds: it happened within the second after its stamp.
+        return time_ns, time_ns if created.microsecond else min(time_ns + NS_PER_S, now)
 
     def _origin(self, uri: object) -> str:
         """Return the domain of a log entry: the one read under its origin, or the first one."""

@@ -54,6 +54,7 @@ class MergedRecording(Recording):
             lambda: self._parts().telemetry,
             self._facts(timeline, name, path),
             stacks=lambda: self._parts().stacks,
+            events=lambda: self._parts().events,
             ranks=[Recording(t, facts=Facts(name=f"rank {t.rank}")) for t in moved],
         )
 
@@ -120,6 +121,7 @@ class MergedRecording(Recording):
             out.add_gaps(self.power.gaps if self.power is not None else (), 0)
             out.add_telemetry(self.telemetry, 0)
             out.add_stacks(self.stacks)
+            out.set("events", list(self.events))
             if any(f.is_run for f in self.files):
                 start_ns, end_ns = self.span_ns
                 out.set("start_ns", start_ns)

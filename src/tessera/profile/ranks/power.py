@@ -9,21 +9,25 @@ import numpy as np
 
 from ...joules import DomainSamples
 from ...recording import Stack
-from ...schema import Gap, Telemetry
+from ...schema import Gap, PowerEvent, Telemetry
 from ...trace import PowerTrace
 from ..runfile import RunFile
 from .clocks import Offset
 from .read import RankFile
 from .sequences import STRIDE
 
+# Ranks of one host read the same log within its period (10 s): the same message within this time is the same event.
+SAME_NS = 20_000_000_000
+
 
 @dataclasses.dataclass(slots=True)
 class PowerParts:
-    """Power, telemetry and stacks of all ranks."""
+    """Power, telemetry, stacks and events of all ranks."""
 
     power: PowerTrace
     telemetry: list[Telemetry]
     stacks: list[Stack]
+    events: list[PowerEvent]
 
 
 def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tuple[int, int]) -> PowerParts:
@@ -37,6 +41,7 @@ def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tu
     readings: dict[str, list[Telemetry]] = {}
     gaps: dict[str, list[Gap]] = {}
     stacks: list[Stack] = []
+    events: dict[tuple[str, str, str], PowerEvent] = {}
     spans = [span_ns] if all(f.is_run for f in files) else []
     for place, (file, offset) in enumerate(zip(files, offsets, strict=True)):
         if not file.is_run:
@@ -64,13 +69,35 @@ def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tu
                 readings[full] = [
                     dataclasses.replace(t, domain=full, time_ns=t.time_ns + shift_ns) for t in told.get(name, ())
                 ]
+            _add_events(events, recording.events, f"{file.host}." if several else "", offset)
             for t, thread, stack, count in recording.stacks:
                 number = thread + place * STRIDE if isinstance(thread, int) else thread
                 stacks.append(Stack(t + shift_ns, number, stack, count))
     start_ns, end_ns = min((s[0] for s in spans), default=span_ns[0]), max((s[1] for s in spans), default=span_ns[1])
     trace = PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, gaps=[g for part in gaps.values() for g in part])
     telemetry = sorted((t for part in readings.values() for t in part), key=lambda t: t.time_ns)
-    return PowerParts(trace, telemetry, sorted(stacks, key=lambda s: s.epoch_ns))
+    return PowerParts(
+        trace,
+        telemetry,
+        sorted(stacks, key=lambda s: s.epoch_ns),
+        sorted(events.values(), key=lambda e: (e.time_ns, e.domain)),
+    )
+
+
+def _add_events(
+    known: dict[tuple[str, str, str], PowerEvent], events: Sequence[PowerEvent], host: str, offset: Offset
+) -> None:
+    """Add a rank's events on the common clock, as wide as that is unsure; ranks of one host report the same ones."""
+    error_ns = round(offset.error_ns or 0.0)
+    for event in events:
+        start_ns, end_ns = offset.apply(np.array([event.start_ns, event.time_ns], dtype=np.int64)).tolist()
+        since_ns = start_ns - error_ns if event.since_ns is not None or error_ns else None
+        moved = dataclasses.replace(event, domain=f"{host}{event.domain}", time_ns=end_ns + error_ns, since_ns=since_ns)
+        key = (moved.domain, moved.kind, f"{moved.message}/{event.start_ns // SAME_NS}")
+        old = known.get(key)
+        # The rank that saw it soonest knows best when it was.
+        if old is None or moved.time_ns - moved.start_ns < old.time_ns - old.start_ns:
+            known[key] = moved
 
 
 def _count(samples: DomainSamples | None, readings: Sequence[Telemetry] | None) -> int:
