@@ -18,7 +18,8 @@ class Advice:
     The unit is the recorded "run", or a predicted "iteration" or "sample". `saves_share` is the saving as a share of
     the unit's joules, `saves_s` may be negative: the change costs time. `error_j` and `error_s` are half-widths of 90%
     intervals, None where they are not known. `energy_j` and `share` are the joules that the advice is about, `time_s`
-    the seconds of a predicted iteration after the change. `by` says how the saving was computed: "prediction" by the
+    the seconds of a predicted iteration after the change. Without power `energy_j` is None, and the shares are of the
+    devices' time. `by` says how the saving was computed: "prediction" by the
     models of `tessera.estimate`, "roofline" by the chip's ceilings, "counters" by what ncu measured, "energy table" by
     adding up joules that were spent for nothing, "experience" by the share the same change saved elsewhere.
     """
@@ -47,6 +48,8 @@ class Advice:
     @property
     def saving(self) -> str | None:
         """What it would save, in words; None where that is not known or nothing."""
+        if self.energy_j is None and not self.saves_j > 0 and (self.saves_s or 0.0) > 0:
+            return f"about {format_duration(self.saves_s or 0.0, 2)} less, by {self.by}"
         if not self.saves_j > 0:
             return None
         time = f" and {format_duration(self.saves_s, 2)}" if self.saves_s is not None and self.saves_s > 0 else ""

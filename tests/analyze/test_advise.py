@@ -36,6 +36,7 @@ class Script:
 
     def __init__(self, device: str | None = "NVIDIA H200") -> None:
         self.b, self.now, self.number = Builder(), T0, 0
+        self.chip = "h200" if device == "NVIDIA H200" else None
         if device:
             self.b.meta["deviceProperties"] = [{"id": 0, "name": device}]
 
@@ -66,14 +67,16 @@ class Script:
 
 
 def found(what: Script | Timeline | Recording, **options: Any) -> dict[str, Any]:
-    result = advise(what.build() if isinstance(what, Script) else what, **options)
+    if isinstance(what, Script):
+        what, options = what.build(), {"on": what.chip, **options}
+    result = advise(what, **options)
     saved = [row["saves_j"] for row in result if row["saves_j"] is not None]
     assert saved == sorted(saved, reverse=True)
     return {row["kind"]: row for row in result}
 
 
 def test_a_healthy_run_is_silent():
-    result = advise(Script().healthy().build())
+    result = advise(Script().healthy().build(), on="h200")
     assert result.rows == [] and NOTHING in result.notes
     assert result.facts["basis"] == "modelled" and result.facts["energy_j"] > 0
     assert "counters" in result.missing and "energy" in result.missing
@@ -198,7 +201,9 @@ def readings(*throttle: str, limit_w: float | None = None) -> list[Telemetry]:
 
 
 def test_a_power_limit_is_weighed_against_a_lower_cap():
-    row = found(Recording(Script().healthy().build(), telemetry=readings("power cap", limit_w=700.0)))["power cap"]
+    row = found(Recording(Script().healthy().build(), telemetry=readings("power cap", limit_w=700.0)), on="h200")[
+        "power cap"
+    ]
     assert "560 W" in row["action"] and row["by"] == "prediction"
     assert row["saves_j"] > 0 > row["saves_s"]
     hot = found(Recording(Script().healthy().build(), telemetry=readings("thermal (hardware)")))["thermal"]

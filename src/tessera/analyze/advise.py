@@ -30,6 +30,10 @@ from .roofline import find_device
 from .slowdown import slowdown_of
 
 NOTHING = "no known change would save a worthwhile share of the energy"
+NOTHING_BY_TIME = "no known change would save a worthwhile share of the time"
+IDLE = ("idle", "launch", "outside", "data loading")
+WORTHWHILE = 0.005
+"""Advice that saves less than this share of the run, and something, is not worth a line: chosen, not measured."""
 COVERED = 0.5
 """Where a rule about kernels covers half of what the most expensive operator spends, "start there" adds nothing."""
 RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
@@ -95,18 +99,20 @@ def advise(
 ) -> AdviceResult:
     """What to do about a recording, most joules saved first; a healthy one has no rows.
 
-    `on` (or `arch`) is the chip, where the recording does not name it. Without power the joules are those of the chip's
-    power model (`facts["basis"]` is "modelled"); without a known chip too, only seconds are given.
+    Without power everything is in seconds and in shares of the devices' time. `on` (or `arch`) names the chip where the
+    recording does not; without power the joules are then those of its power model (`facts["basis"]` is "modelled").
     """
     recording = open_recording(trace, power=power, progress=progress)
     timeline, table = recording.timeline, recording.find_energy()
     notes, missing = list(recording.notes), _missing(recording)
     has_joules = table is not None and table.energy_j > 0
     if table is None or not has_joules:
-        table, has_joules = _model_table(timeline, on or arch)
+        # Joules of a model only where the user names the chip and so asks for them.
+        device = find_device(timeline, on or arch) if on or arch else None
+        table, has_joules = _model_table(timeline, device), device is not None
         missing["energy"] = explain_no_power(recording)
-        basis = "joules are modelled: no power was recorded" if has_joules else "no joules: no power, and no known chip"
-        notes.append(basis)
+        if device is not None:
+            notes.append(f"joules are modelled for {device.name}: no power was recorded")
     tracing = slowdown_of(recording, table if has_joules else None)
     advice = find_advice(
         RunEvidence(
@@ -118,6 +124,7 @@ def advise(
             on=on or arch,
             tracing=tracing,
             cpu_use=recording.facts.cpu_use,
+            has_joules=has_joules,
         )
     )
     rows = []
@@ -128,14 +135,17 @@ def advise(
     if tracing is not None and tracing.text:
         notes.append(tracing.text)
     if not rows:
-        notes.append(NOTHING)
-    facts: dict[str, Any] = dict.fromkeys(("energy_j", "basis", "saves_j")) | {"time_s": table.time_s}
+        notes.append(NOTHING if has_joules else NOTHING_BY_TIME)
+    facts: dict[str, Any] = dict.fromkeys(("energy_j", "basis", "saves_j", "saves_s")) | {"time_s": table.time_s}
     if has_joules:
-        facts |= {"energy_j": table.energy_j, "basis": table.basis, "saves_j": _sum_savings(advice, table)}
+        saved = _sum_savings([a.saves_j / table.energy_j for a in advice])
+        facts |= {"energy_j": table.energy_j, "basis": table.basis, "saves_j": table.energy_j * saved}
+    elif table.time_s > 0:
+        facts["saves_s"] = table.time_s * _sum_savings([(a.saves_s or 0.0) / table.time_s for a in advice])
     return AdviceResult(
         kind="advise",
         title="What to do",
-        columns=_COLUMNS,
+        columns=[c for c in _COLUMNS if has_joules or c.key not in ("saves_j", "energy_j")],
         rows=rows,
         facts=facts,
         notes=notes,
@@ -149,14 +159,21 @@ def find_advice(run: RunEvidence) -> list[Advice]:
     if not run.table.energy_j > 0:
         return []
     advice = [a for rule in RULES if (a := rule(run)) is not None]
+    if not any(a.kind in IDLE for a in advice) and (idle := rules_host.describe_idle(run)) is not None:
+        advice.append(idle)
+    advice = [a for a in advice if not 0 < max(a.saves_share, _share_of_time(a, run)) < WORTHWHILE]
     kernels_j = max((a.energy_j or 0.0 for a in advice if a.kind in _OF_KERNELS), default=0.0)
     advice = [a for a in advice if a.kind != "one operator" or kernels_j < COVERED * (a.energy_j or 0.0)]
-    return sorted(advice, key=lambda a: (a.saves_j, a.energy_j or 0.0), reverse=True)
+    return sorted(advice, key=lambda a: (a.saves_share, a.share or 0.0), reverse=True)
 
 
-def _sum_savings(advice: Sequence[Advice], table: EnergyTable) -> float:
+def _share_of_time(advice: Advice, run: RunEvidence) -> float:
+    return (advice.saves_s or 0.0) / run.table.time_s if run.table.time_s > 0 else 0.0
+
+
+def _sum_savings(shares: Sequence[float]) -> float:
     """All of them: they overlap (a fused kernel is not launched either), so each saves of what the others leave."""
-    return table.energy_j * (1.0 - math.prod(1.0 - min(1.0, a.saves_j / table.energy_j) for a in advice))
+    return 1.0 - math.prod(1.0 - min(1.0, share) for share in shares)
 
 
 def _missing(recording: Recording) -> dict[str, str]:
@@ -189,9 +206,8 @@ def _span(timeline: Timeline) -> tuple[int, int]:
     return int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
 
 
-def _model_table(timeline: Timeline, on: str | Device | None) -> tuple[EnergyTable, bool]:
-    """Joules by the power model of the chip, and whether there is one; without it 1 W each, to weigh by seconds."""
-    device = find_device(timeline, on)
+def _model_table(timeline: Timeline, device: Device | None) -> EnergyTable:
+    """Joules by the power model of a chip; without one 1 W each, so that rules weigh by seconds (never shown)."""
     board = board_of(device.name, np.zeros(0)) if device is not None else Board(static_w=1.0, limit_w=1.0)
     rows = timeline.device_rows
     start_ns, end_ns = _span(timeline)
@@ -218,7 +234,7 @@ def _model_table(timeline: Timeline, on: str | Device | None) -> tuple[EnergyTab
         EnergyRow(name=name, kind=kind, calls=int(n), time_s=s, energy_j=j, error_j=math.nan, share=j / total)
         for (name, kind), (n, s, j) in by_name.items()
     ]
-    table = EnergyTable(
+    return EnergyTable(
         energy_j=total,
         error_j=math.nan,
         idle_j=idle_j,
@@ -229,4 +245,3 @@ def _model_table(timeline: Timeline, on: str | Device | None) -> tuple[EnergyTab
         source="power model",
         basis="modelled",
     )
-    return table, device is not None

@@ -28,7 +28,6 @@ from ..units import format_bytes
 from .devices import explain_no_device, list_devices, split_ranks
 from .result import Result, columns
 
-MIN_BYTES = 64 << 20
 NEEDS_HOSTS = 'which hosts the ranks ran on is not in the trace: merge .tessera runs, or traces with "host_name"'
 _HALF = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 _WHOLE = ("broadcast", "reduce", "send", "recv", "send_recv")
@@ -60,13 +59,12 @@ def bus_factor(kind: str | None, ranks: int | None) -> float | None:
     return (ranks - 1) / ranks if kind in _HALF else None
 
 
-def collectives(
-    trace: Any, *, power: Any = None, min_bytes: int = MIN_BYTES, progress: Progress | None = None
-) -> Result:
-    """Each collective of at least so many bytes; `facts` sums all of them, `by_kind` and `by_group`.
+def collectives(trace: Any, *, power: Any = None, min_bytes: int = 0, progress: Progress | None = None) -> Result:
+    """Each collective, with `min_bytes` those of at least so many; `facts` sums all of them, `by_kind` and `by_group`.
 
     Of a folder of ranks one row is one collective on all of them: `skew_s` is the latest start less the earliest,
     `straggler` the rank that came last (None where the clocks are not known so well), `wait_s` what the others waited.
+    `facts["across_ranks"]["waits_s"]` sums for each rank what it waited for whom.
 
     >>> analyze.collectives("ranks/", min_bytes=1 << 20).facts["by_kind"]["all_reduce"]["bus_bytes_per_s"]
     """
@@ -86,7 +84,7 @@ def collectives(
             f"{smaller} collectives under {size} are not listed (--min-bytes 0 lists them); the totals include them"
         )
     if unsized:
-        missing["bytes"] = f"{unsized} collectives do not record their bytes: use a newer PyTorch (>= 2.4)"
+        missing["bytes"] = f"{unsized} of {len(rows)} collectives do not record their bytes: PyTorch >= 2.4 does"
     if any(r["on"] == "host" and r["skew_s"] is None for r in rows):
         notes.append("what ran on the host of one rank alone is what a thread took, waiting for others included")
     if not rows:

@@ -132,7 +132,7 @@ def correlate(
     power: PowerTrace,
     *,
     threshold_w: float | None = None,
-    percentile: float = 95.0,
+    percentile: float | None = None,
     rise_w_per_s: float | None = None,
     telemetry: Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]] = (),
     events: Iterable[PowerEvent] | None = None,
@@ -141,10 +141,10 @@ def correlate(
 ) -> Correlation:
     """Relate the spikes of a power trace to what the timeline says ran.
 
-    A spike is a stretch above `threshold_w`, or above the percentile of the trace (and clearly above its mean, so that
-    noise on a flat load is not one) that rises at least as fast as `rise_w_per_s`, where given. `within_s` is how long
-    after a spike throttling counts as its consequence. `events` None: those of the live trace. All times are epoch
-    nanoseconds.
+    A spike is a stretch above `threshold_w`, above the percentile of the trace, or without either half-way from its
+    median to its peak (and clearly above its mean, so that noise on a flat load is not one); it rises at least as fast
+    as `rise_w_per_s`, where given. `within_s` is how long after a spike throttling counts as its consequence. `events`
+    None: those of the live trace. All times are epoch nanoseconds.
     """
     for name, value in (("threshold_w", threshold_w), ("rise_w_per_s", rise_w_per_s), ("within_s", within_s)):
         if value is not None and not value > 0:

@@ -11,8 +11,9 @@
 * A collective that several ranks recorded cannot move before its last rank starts: the path goes on there.
 * A thread that does nothing for a while was woken by another one of its process, if that one ended its last operator
   within the pause and rests after it (autograd's thread and the one that called backward).
-* Which stream waits for which (CUDA events) is not in Kineto's traces: a row that starts later than its launch and its
-  stream explain is taken to have waited for the row of its device that ended last before it.
+* Which stream waits for which (CUDA events) is in the traces that have synchronisation events (cuda_sync). In others a
+  row that starts later than its launch and its stream explain is taken to have waited for the row of its device that
+  ended last before it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .collectives import find_meetings
 from .devices import explain_no_device, find_launches, is_blocking_call, list_devices
 from .result import Result, columns
 from .slowdown import slowdown_of
+from .stream_waits import StreamWaits
 
 GAP_NS = 10_000
 """A row that starts this much later than its stream and launch explain waited for another stream."""
@@ -71,8 +73,9 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
     has_devices = bool(list_devices(timeline))
     has_rows = has_devices or bool(len(timeline.rows("op", "runtime")))
     segments: list[Segment] = []
+    waits = StreamWaits(timeline)
     if has_rows:
-        segments = PathWalk(timeline, {row: m for m in find_meetings(recording) for row in m.rows}).walk()
+        segments = PathWalk(timeline, {row: m for m in find_meetings(recording) for row in m.rows}, waits).walk()
     sums: dict[tuple[str, str, str], list[int]] = {}
     for start, end, *key in segments:
         line = sums.setdefault((key[0], key[1], key[2]), [0, 0])
@@ -103,7 +106,7 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
         columns=_COLUMNS,
         rows=rows,
         facts=facts,
-        notes=[*recording.notes, *slowed, *([ASSUMED] if has_devices else [])],
+        notes=[*recording.notes, *slowed, *([ASSUMED] if has_devices and not waits.known else [])],
         missing={} if has_rows else {"path": explain_no_device(recording)},
     )
 
@@ -116,8 +119,8 @@ def _longest(segments: list[Segment]) -> list[Segment]:
 class PathWalk:
     """Walks back from the last event. `joined` has the meeting of each collective that several ranks recorded."""
 
-    def __init__(self, timeline: Timeline, joined: dict[int, Any]) -> None:
-        self._t = timeline
+    def __init__(self, timeline: Timeline, joined: dict[int, Any], waits: StreamWaits) -> None:
+        self._t, self._stream_waits = timeline, waits
         self._joined = joined
         self._start = timeline["start_ns"].tolist()
         self._end = timeline["end_ns"].tolist()
@@ -221,10 +224,13 @@ class PathWalk:
         ready: list[tuple[int, int, tuple[int, int]]] = []  # when, 1 for the stream (it wins a tie), where to go on
         if before != NONE:
             ready.append((min(self._end[before], at), 1, (before, NONE)))
+        awaited = self._stream_waits.awaited.get(row, NONE)
+        if awaited != NONE and self._start[awaited] < at:
+            ready.append((min(self._end[awaited], at), 1, (awaited, NONE)))
         if call != NONE and self._start[call] <= at:
             ready.append((min(self._end[call], at), 0, (NONE, int(self._t["thread"][call]))))
         latest = max(ready, default=None)
-        if latest is None or at - latest[0] > GAP_NS:
+        if latest is None or (awaited == NONE and at - latest[0] > GAP_NS):
             other = self._ended_before(row, at)
             if other is not None and (latest is None or self._end[other] > latest[0]):
                 latest = (self._end[other], 2, (other, NONE))
@@ -260,6 +266,9 @@ class PathWalk:
 
     def _ended_within(self, call: int, at: int) -> int | None:
         """The last row of the call's rank that ended after the call began, and by `at`."""
+        named = self._stream_waits.of_call(int(self._t["correlation"][call]))
+        if named is not None and self._start[call] < self._end[named] <= at:
+            return named
         rank, last = int(self._t["rank"][call]), None
         for (owner, _), (ends, rows) in self._ended.items():
             place = bisect_right(ends, at) - 1

@@ -18,7 +18,7 @@ from ..record import CODE
 from ..recording import Recording
 from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE, Ints
-from ..timeline.intervals import Spans, union
+from ..timeline.intervals import Spans, difference, union
 from .result import columns
 
 ACTIVITIES = {"compute": ("kernel",), "communication": ("collective",), "copies": ("memcpy", "memset")}
@@ -27,12 +27,26 @@ LONGEST_NS = 2**61
 """73 years: longer spans are damage, and their sums would not fit 64 bits."""
 WHERE = columns(("where", "device"))
 """The column that names the device and its rank."""
+_STARTS_WORK = re.compile(r"Launch(?:Cooperative)?Kernel|Memcpy|Memset|GraphLaunch|LaunchHostFunc")
 _COUNTER = re.compile(r"[ _#:/-]*\d+$")
 
 
 def explain_no_device(recording: Recording) -> str:
     """What to say about a recording in which nothing ran on a device, and what to run instead."""
-    has_operators = len(recording.timeline.rows("op")) > 0
+    timeline = recording.timeline
+    has_operators = len(timeline.rows("op")) > 0
+    if ranges := timeline.meta.get("profiler_ranges"):
+        return (
+            f"{ranges} kernels were replayed for their counters (CUPTI's range profiler), and have no times of the "
+            "program: record without profiler metrics to see times"
+        )
+    if timeline.meta.get("memory_timeline"):
+        return "this is torch's memory timeline, which has allocations only: `tessera analyze memory TRACE` shows it"
+    if launches := count_launches(timeline):
+        return (
+            f"this program launched {launches:,} kernels and copies, but the device's side of them is not in this "
+            "recording: record with activities=[..., ProfilerActivity.CUDA]"
+        )
     if recording.facts.kind == "trace":
         if has_operators:
             return (
@@ -49,6 +63,13 @@ def explain_no_device(recording: Recording) -> str:
             f"went, `tessera report {path} --by ops` where the joules went"
         )
     return f"this run has neither kernels nor operators: `tessera report {path}` shows what was recorded"
+
+
+def count_launches(timeline: Timeline) -> int:
+    """How many calls of the host started something on a device."""
+    starts = np.array([bool(_STARTS_WORK.search(name)) for name in timeline.names] or [False])
+    rows = timeline.rows("runtime", "graph_launch")
+    return int(starts[timeline["name"][rows]].sum())
 
 
 def explain_no_power(recording: Recording) -> str:
@@ -103,6 +124,11 @@ def busy_spans(timeline: Timeline, rows: Ints, *kinds: str) -> Spans:
     if kinds:
         rows = rows[np.isin(timeline["kind"][rows], [CODE[k] for k in kinds])]
     return union(timeline["start_ns"][rows], timeline["end_ns"][rows])
+
+
+def exposed_spans(timeline: Timeline, rows: Ints, *kinds: str) -> Spans:
+    """When rows of these kinds ran and no kernel did: the one meaning of "exposed" in all analyses."""
+    return difference(busy_spans(timeline, rows, *kinds), busy_spans(timeline, rows, "kernel"))
 
 
 def find_launches(timeline: Timeline, rows: Ints) -> Ints:

@@ -22,7 +22,7 @@ from ..schema import Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Nesting
 from ..trace import PowerTrace
-from ..units import format_energy
+from ..units import format_duration, format_energy
 from .devices import busy_spans, row_joules, strip_counter
 from .kernel_names import op_name, region_name
 from .kernel_work import Calls, list_calls
@@ -64,7 +64,11 @@ SAVES = {
 
 @dataclass(kw_only=True)
 class RunEvidence:
-    """What is known of a run. Rules read it; what costs time to find out is found when first asked for."""
+    """What is known of a run. Rules read it; what costs time to find out is found when first asked for.
+
+    Without power (`has_joules` False) every joule of `table` stands for a second of a device: rules weigh by time, and
+    nothing that a reader sees is in joules.
+    """
 
     table: EnergyTable
     telemetry: Mapping[str, Sequence[Telemetry]]
@@ -74,6 +78,7 @@ class RunEvidence:
     on: str | Device | None = None
     tracing: Slowdown | None = None
     cpu_use: CpuUse | None = None
+    has_joules: bool = True
 
     @functools.cached_property
     def device(self) -> Device | None:
@@ -122,9 +127,31 @@ class RunEvidence:
         """Of the whole run."""
         return energy_j / self.table.energy_j
 
+    def format_spent(self, energy_j: float) -> str:
+        """Joules in words; without power, seconds."""
+        return format_energy(energy_j, 3) if self.has_joules else format_duration(energy_j, 3)
+
     def format_amount(self, energy_j: float) -> str:
-        """Joules and their share, in words."""
-        return f"{format_energy(energy_j, 3)} ({self.share(energy_j):.0%})"
+        """Joules (without power seconds) and their share, in words."""
+        return f"{self.format_spent(energy_j)} ({self.share(energy_j):.0%})"
+
+    @functools.cached_property
+    def devices(self) -> int:
+        """How many devices ran anything; 1 where none did."""
+        return max(1, len(self.timeline.devices)) if self.timeline is not None else 1
+
+    @property
+    def formats(self) -> frozenset[str] | None:
+        """The number formats of the chip's matrix units; None where neither the catalogue nor the trace tells."""
+        if self.device is not None and self.device.matrix:
+            return frozenset(self.device.matrix)
+        from .roofline import read_capability
+
+        major = read_capability(self.timeline) if self.timeline is not None else None
+        if major is None:
+            return frozenset() if self.device is not None else None
+        # NVIDIA's CUDA programming guide, "Compute capabilities": TF32 and bf16 from 8.0, tensor cores from 7.0.
+        return frozenset({"tf32", "bf16", "fp16"} if major >= 8 else {"fp16"} if major >= 7 else ())
 
     def advise(
         self,
@@ -140,15 +167,26 @@ class RunEvidence:
         """Advice for this run; without a computed saving, the share that `SAVES` has for its kind."""
         if saves is None:
             saves, by, confidence = (SAVES.get(kind, 0.0) * energy_j, None), "experience", "low"
+        saves_j, saves_s = saves
+        if saves_s is not None:  # of all devices together, which work at the same time: no more than the run is long
+            saves_s = min(saves_s / self.devices, self.table.time_s)
+        if not self.has_joules:
+            if saves_s is None:
+                saves_s = min(saves_j / self.devices, self.table.time_s)
+            share = max(0.0, saves_s * self.devices / self.table.energy_j) if self.table.energy_j > 0 else 0.0
+            return Advice(
+                kind=kind, evidence=evidence, action=action, share=self.share(energy_j), saves_share=share,
+                saves_s=saves_s, by="roofline" if by == "energy table" else by, confidence=confidence,
+            )  # fmt: skip
         return Advice(
             kind=kind,
             evidence=evidence,
             action=action,
             energy_j=energy_j,
             share=self.share(energy_j),
-            saves_j=saves[0],
-            saves_share=self.share(saves[0]),
-            saves_s=saves[1],
+            saves_j=saves_j,
+            saves_share=self.share(saves_j),
+            saves_s=saves_s,
             by=by,
             confidence=confidence,
         )

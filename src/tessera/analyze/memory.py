@@ -17,6 +17,7 @@ from .result import Result, columns
 
 COUNTER = "memory allocated"
 """What the readers call the counter of PyTorch's allocator."""
+CATEGORY = "memory of "
 POINTS = 512
 """Points of a device's curve: each stretch keeps its largest, so that no peak is lost."""
 _MEMSET = "memset"
@@ -62,16 +63,29 @@ def memory(trace: Any, *, power: Any = None, points: int = POINTS, progress: Pro
         name = place.name if device != NONE else place.name.replace(f"GPU {NONE}", "host")
         lines.append({**place.ids, "where": name, **_memory_figures(timeline, own)})
         curves[name] = _thin_curve(timeline, own, max(2, points))
+    by_category = _at_peak(timeline, rows) if len(rows) else {}
     fix = "the trace has no allocations: tessera run --memory, or torch.profiler.profile(profile_memory=True)"
     return Result(
         kind="memory",
         title=f"Allocated memory of {recording.facts.name}",
         columns=_MEMORY_COLUMNS,
         rows=lines,
-        facts={"timeline": curves},
+        facts={"timeline": curves, **({"peak_by_category": by_category} if by_category else {})},
         notes=recording.notes,
         missing={} if lines else {"memory": fix},
     )
+
+
+def _at_peak(timeline: Timeline, rows: Ints) -> dict[str, float]:
+    """Bytes by category (parameters, activations ...) when most was allocated: torch's memory timeline has them."""
+    at_ns = int(timeline["start_ns"][rows[int(np.argmax(timeline["value"][rows]))]])
+    found = {}
+    for number, name in enumerate(timeline.names):
+        if name.startswith(CATEGORY):
+            own = np.flatnonzero((timeline["name"] == number) & (timeline["start_ns"] <= at_ns))
+            if len(own):
+                found[name.removeprefix(CATEGORY)] = float(timeline["value"][own[-1]])
+    return dict(sorted(found.items(), key=lambda kv: -kv[1]))
 
 
 def _memory_figures(timeline: Timeline, rows: Ints) -> dict[str, Any]:

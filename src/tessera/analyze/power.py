@@ -116,8 +116,8 @@ def power(
     `trace` is a run, a session, a timeline or Kineto trace (with `power`, a log or a `PowerTrace`), or a `PowerTrace`
     alone. Percentiles and means are by time. Where something ran on a device, only that stretch is looked at;
     `facts` has mean and joules of all that was recorded beside it (`recorded_mean_w`, `recorded_j`).
-    `threshold_w` is what counts as a spike (by default the 95th percentile), `domain` the one to look at closely:
-    the GPU where there is one, else all counted ones together.
+    `threshold_w` is what counts as a spike (by default half-way from median to peak), `domain` the one to look at
+    closely: the GPU where there is one, else all counted ones together.
     """
     timeline, log, given, events, notes, is_run = _open(trace, power, telemetry)
     name = domain or find_only_gpu(log)
@@ -373,7 +373,7 @@ def _find_spikes_alone(
     curve: Curve, readings: Sequence[Telemetry], threshold_w: float | None, events: Sequence[PowerEvent]
 ) -> tuple[float, Sequence[Spike], Sequence[ChecklistAnswer]]:
     """Spikes without a timeline, and what of the checklist can be answered then."""
-    level_w = choose_threshold(curve, 95.0) if threshold_w is None else threshold_w
+    level_w = choose_threshold(curve) if threshold_w is None else threshold_w
     if not level_w > 0:
         raise ArgumentError(f"threshold_w={threshold_w!r} is not positive", fix="leave it out, or give watts")
     own = [t for t in readings if t.domain == curve.domain or "+" in curve.domain]

@@ -15,7 +15,7 @@ from ..joules import Floats
 from ..profile.open_recording import Progress, open_recording
 from ..record import NEEDS_SHAPES
 from ..timeline.columns import NONE, Ints, Timeline
-from .devices import explain_no_device, explain_no_power
+from .devices import count_launches, explain_no_device, explain_no_power
 from .kernel_work import Calls, list_calls
 from .result import Result, ResultColumn, columns
 
@@ -76,7 +76,7 @@ def roofline(
     timeline = recording.timeline
     calls = list_calls(timeline)
     notes, missing = list(recording.notes), {}
-    if not len(calls.rows):
+    if not len(calls.rows) or (not len(timeline.device_rows) and count_launches(timeline)):
         missing["kernels"] = explain_no_device(recording)
         return Result(
             kind="roofline", title="Roofline", columns=_COLUMNS, rows=[], facts={"by": by}, notes=notes, missing=missing
@@ -98,7 +98,7 @@ def roofline(
     if not np.any(calls.counted):
         how = "a CPU's bytes are not counted" if on_host else "to measure them: tessera run --counters script.py"
         missing["dram_bytes"] = f"bytes are the least that the shapes require; {how}"
-    if any(w.family == "attention" for w in calls.works):
+    if any(w.family == "attention" for w in calls.works) and not timeline.meta.get("tells_causal"):
         notes.append("attention is counted in full: shapes do not say whether it was causal (then half is computed)")
     worked_s, total_s = float(calls.seconds[~np.isnan(calls.flops)].sum()), float(calls.seconds.sum())
     if total_s > 0 and calls.shapes_recorded and worked_s < 0.995 * total_s:
@@ -356,13 +356,28 @@ def find_device(timeline: Timeline, on: str | Device | None = None, label: str |
         ) from exc
 
 
+def read_capability(timeline: Timeline) -> int | None:
+    """The major compute capability of NVIDIA's chip, where the trace has it."""
+    for properties in timeline.meta.get("deviceProperties") or ():
+        if isinstance(properties, dict) and "NVIDIA" in _vendor(properties):
+            major = properties.get("computeMajor")
+            return major if isinstance(major, int) else None
+    return None
+
+
+def _vendor(properties: dict[str, Any]) -> str:
+    """NVIDIA's older boards do not say so in their names."""
+    name = str(properties.get("name", ""))
+    return "NVIDIA" if name.startswith(("NVIDIA", "Tesla", "Quadro", "GeForce", "TITAN")) else name
+
+
 def _read_device(timeline: Timeline, label: str | None) -> Device | None:
     """The chip that the trace, or else the label of its power sensor, names."""
     names = [p.get("name") for p in timeline.meta.get("deviceProperties") or () if isinstance(p, dict)]
     for name in (*names, label):
         if isinstance(name, str) and name:
             try:
-                return identify_board(name)
+                return identify_board(name.removesuffix(" VF"))  # a virtual function of the chip
             except TesseraError:
                 continue
     return None

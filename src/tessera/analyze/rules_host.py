@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..errors import MeasurementError, TesseraError
 from ..schema import EnergyReport, Telemetry
 from ..timeline.view import collective_overlap_pct
 from ..units import format_duration, format_energy
+from .devices import exposed_spans, list_devices
 from .evidence import LAUNCHING, PREPARING, SAVES, UNFED, RunEvidence
 from .kernel_names import short
 from .mean_step import find_expensive, select_steps
@@ -42,6 +44,29 @@ LOWER_CAP = 0.8
 # What copies of pinned memory reach of a PCIe link's line rate (55 of 63 GB/s is what gen 5 x16 gives in practice).
 PINNED_SHARE = 0.87
 BESIDE = "in addition to what tracing causes"
+# Idle for so much of the time is said in any case: chosen.
+MUCH_IDLE_SHARE = 0.3
+LAUNCH_AT_ONCE = 'torch.compile(mode="reduce-overhead") or a CUDA graph launches them at once; so does a larger batch'
+START_UP = "start up faster, or record more steps to see the program itself"
+# Whole words: DistributedDataParallel loads no data. The first that fits.
+_REMEDIES = tuple(
+    (re.compile(rf"(?<![a-z])(?:{words})(?![a-z])", re.IGNORECASE), remedy)
+    for words, remedy in (
+        (
+            r"(?:\w*)dataloader\w*|data|batch_?load\w*",
+            "load ahead (more DataLoader workers, pin_memory, prefetch_factor)",
+        ),
+        (
+            "item|local_scalar_dense|nonzero|(?:cuda|hip)?(?:Device|Stream|Event|Context)Synchronize|synchronize",
+            "read values back less often; each read makes the device wait for the host",
+        ),
+        (
+            r"(?:cuda|hip|cu)Memcpy\w*|copy_|_to_copy|to",
+            "the host waits for a copy: pin its memory (pin_memory=True) and copy with non_blocking=True",
+        ),
+        ("optimizer", "use the optimizer's fused=True, so that it is a few launches"),
+    )
+)
 # For `tessera measure`, which knows neither kernels nor steps.
 MEASURED_IDLE_SHARE = 0.35
 UNUSED_SHARE = 0.97
@@ -66,7 +91,7 @@ def check_idle(run: RunEvidence) -> Advice | None:
     elif most is not None:
         each = format_duration(most.each_s, 3)
         during = f"{most.count} x {each}" if most.count > 1 else each
-        evidence += f", {format_energy(most.energy_j, 3)} of it {during} while {most.during}"
+        evidence += f", {run.format_spent(most.energy_j)} of it {during} while {most.during}"
     action = _remedy(most.during if most else "")
     if run.share(joules) >= MOSTLY_IDLE_SHARE:
         action += "; or give it more to do: consolidate jobs on fewer GPUs (MPS, MIG)"
@@ -81,14 +106,26 @@ def check_idle(run: RunEvidence) -> Advice | None:
     )
 
 
+def describe_idle(run: RunEvidence) -> Advice | None:
+    """The devices waited for 30% of the time or more, however few joules that is and however much tracing caused."""
+    seconds, whole_s = sum(g.time_s for g in run.gaps), run.table.time_s * run.devices
+    if not run.table.kernels or whole_s <= 0 or seconds < MUCH_IDLE_SHARE * whole_s:
+        return None
+    most = run.gaps[0]
+    evidence = f"no kernel or copy ran for {seconds / whole_s:.0%} of the time ({format_duration(seconds, 3)})"
+    evidence += f", {format_duration(most.time_s, 3)} of it while {most.during}"
+    if run.tracing is not None and run.tracing.matters and run.tracing.idle_s > 0:
+        evidence += f"; up to {format_duration(run.tracing.idle_s, 3)} of it may be the tracer's"
+    action = START_UP if most.during in UNFED else LAUNCH_AT_ONCE if most.during == LAUNCHING else _remedy(most.during)
+    joules = sum(g.energy_j for g in run.gaps)
+    saves = (joules * run.program_share, seconds * run.program_share)
+    return run.advise("idle", joules, evidence, action, saves=saves, by="energy table", confidence="low")
+
+
 def _remedy(during: str) -> str:
-    low = during.lower()
-    if "dataloader" in low or "data" in low:
-        return "load ahead (more DataLoader workers, pin_memory, prefetch_factor)"
-    if "item" in low or "local_scalar" in low or "synchronize" in low or "nonzero" in low:
-        return "read values back less often; each read makes the device wait for the host"
-    if "optimizer" in low:
-        return "use the optimizer's fused=True, so that it is a few launches"
+    for pattern, remedy in _REMEDIES:
+        if pattern.search(during):
+            return remedy
     return "keep the device fed: larger batches, work queued ahead, no Python between launches"
 
 
@@ -107,7 +144,7 @@ def check_launches(run: RunEvidence) -> Advice | None:
     each = format_duration(late.each_s, 2)
     evidence = f"the device waited for {late.count:,} launches, {each} each: {run.format_amount(late.energy_j)} idle"
     evidence += f" {BESIDE}" if run.program_share < 1.0 else ""
-    action = 'torch.compile(mode="reduce-overhead") or a CUDA graph launches them at once; so does a larger batch'
+    action = LAUNCH_AT_ONCE
     return run.advise(
         "launch",
         late.energy_j,
@@ -127,8 +164,7 @@ def check_outside(run: RunEvidence) -> Advice | None:
     stepped = any(g.during == PREPARING for g in run.gaps)
     first = "whole step" if stepped else "kernel"
     evidence = f"{run.format_amount(joules)} went before the first {first} and after the last kernel"
-    action = "start up faster, or record more steps to see the program itself"
-    return run.advise("outside", joules, evidence, action)
+    return run.advise("outside", joules, evidence, START_UP)
 
 
 def check_outliers(run: RunEvidence) -> Advice | None:
@@ -228,7 +264,7 @@ def check_spikes(run: RunEvidence) -> Advice | None:
     except MeasurementError:
         return None
     limit_w = SPIKE_OVER_LIMIT * device.tdp_w.value
-    spikes = find_spikes(curve, max(limit_w, choose_threshold(curve, 95.0)))
+    spikes = find_spikes(curve, max(limit_w, choose_threshold(curve)))
     if len(spikes) < SPIKES:
         return None
     peak_w, seconds = max(s.peak_w for s in spikes), sum(s.time_s for s in spikes)
@@ -253,7 +289,8 @@ def check_main_operator(run: RunEvidence) -> Advice | None:
     if _near_its_roof(run, most):
         return None
     amount = run.format_amount(most.energy_j)
-    evidence = f"{short(most.name, most.kind)} uses the most energy, {amount} in {most.calls:,} calls"
+    what = "uses the most energy" if run.has_joules else "takes the most time"
+    evidence = f"{short(most.name, most.kind)} {what}, {amount} in {most.calls:,} calls"
     action = "use a lower precision, or fewer or larger calls"
     if most.kind == FUNCTION:
         evidence = f"the host is in {most.name} while {run.format_amount(most.energy_j)} are used"
@@ -339,11 +376,15 @@ def check_communication(run: RunEvidence) -> Advice | None:
     overlap = collective_overlap_pct(run.timeline, run.calls.rows)
     places = {int(r): i for i, r in enumerate(run.calls.rows.tolist()) if int(r) in overlap}
     alone = {row: 1.0 - pct / 100.0 for row, pct in overlap.items()}
-    exposed_j = sum(float(run.joules[i]) * alone[row] for row, i in places.items())
-    exposed_s = sum(float(run.calls.seconds[i]) * alone[row] for row, i in places.items())
+    exposed_s = (
+        sum(exposed_spans(run.timeline, d.rows, "collective").total_ns for d in list_devices(run.timeline)) * 1e-9
+    )
+    exposed_j = exposed_s
+    if run.has_joules:
+        exposed_j = sum(float(run.joules[i]) * alone[row] for row, i in places.items())
     if run.share(exposed_j) < EXPOSED_SHARE:
         return None
-    exposed = format_energy(exposed_j, 3)
+    exposed = run.format_spent(exposed_j)
     evidence = f"collectives spend {run.format_amount(joules)}, {exposed} of it without any kernel at the same time"
     action += "; reduce-scatter and sharded optimizers send half, hierarchical rings stay within a node"
     return run.advise(

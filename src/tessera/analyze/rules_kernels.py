@@ -71,19 +71,34 @@ def check_fp32(run: RunEvidence) -> Advice | None:
     if run.share(joules) < FP32_SHARE:
         return None
     evidence = f"matrix products in full fp32 spend {run.format_amount(joules)}"
-    action = 'torch.set_float32_matmul_precision("high") (TF32) or bf16 autocast takes a sixth of it or less'
+    formats = run.formats
+    if formats is None:
+        formats = frozenset(("tf32", "bf16"))
+    narrow = next((f for f in ("tf32", "bf16", "fp16") if f in formats), None)
+    if narrow is None:
+        return None  # this chip has no matrix unit for any of them
+    action = _name_formats(formats)
     saves = None
     if run.calls is not None:
-        saves = save_by_products(run, run.match_calls(_is_fp32_gemm), lambda w: ("fp32", w.sizes or (), "tf32"))
+        saves = save_by_products(run, run.match_calls(_is_fp32_gemm), lambda w: ("fp32", w.sizes or (), narrow))
     if saves is not None:
         return run.advise("fp32", joules, evidence, action, saves=saves, by="prediction", confidence="high")
     figures = run.device.energy if run.device is not None else {}
-    wide, narrow = figures.get("matmul_fp32_j_per_flop"), figures.get("matmul_tf32_j_per_flop")
-    if wide and narrow:
-        left = narrow.value / wide.value
+    wide, less = figures.get("matmul_fp32_j_per_flop"), figures.get(f"matmul_{narrow}_j_per_flop")
+    if wide and less:
+        left = less.value / wide.value
         saves = (joules * (1.0 - left), seconds * (1.0 - left))
         return run.advise("fp32", joules, evidence, action, saves=saves, by="roofline", confidence="medium")
     return run.advise("fp32", joules, evidence, action)
+
+
+def _name_formats(formats: frozenset[str]) -> str:
+    """How to use the narrow formats that a chip has."""
+    ways = ['torch.set_float32_matmul_precision("high") (TF32)'] if "tf32" in formats else []
+    ways += ["bf16 autocast"] if "bf16" in formats else ["fp16 autocast with a GradScaler"] if "fp16" in formats else []
+    return (
+        f"{' or '.join(ways)} takes a sixth of it or less" if "tf32" in formats else f"{' or '.join(ways)} takes less"
+    )
 
 
 def _is_fp32_gemm(name: str) -> bool:

@@ -1,8 +1,8 @@
 """What an operator computes and moves, from its name and recorded shapes: FLOPs, least bytes, the unit that runs it.
 
 A multiply-add counts as two FLOPs, as in `torch.utils.flop_counter`. Bytes are the least that must move: each tensor
-once. Shapes do not say everything: whether attention is causal is an argument, so it is counted in full; a
-convolution's output is found elsewhere on the timeline (`outputs.py`). What is not known is None, never 0.
+once. Shapes do not say everything: attention counts as causal only where the trace has the argument; a convolution's
+output is found elsewhere on the timeline (`outputs.py`). What is not known is None, never 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import prod
 from ..graph.flops import attention_flops, conv_flops, gemm_flops, gemm_sizes
 from ..graph.ir import TensorSpec
 from ..graph.op_kinds import KINDS
-from ..timeline.shapes import parse
+from ..timeline.shapes import CAUSAL, parse
 
 Shape = tuple[int, ...]
 Tensor = tuple[Shape, str]
@@ -84,7 +84,7 @@ def work_of(op: str, shapes: str | None, output: Shape | None = None, *, input_g
     if KINDS.get(name) == "view" or name in _MAY_COPY:
         return None
     if "attention" in name:
-        return _attention(name, tensors)
+        return _attention(name, tensors, causal=(shapes or "").endswith(CAUSAL))
     if _CONV.match(name):
         return _convolution(name, tensors, output, input_grad)
     if KINDS.get(name) == "gemm":
@@ -134,7 +134,7 @@ def _product(name: str, tensors: Sequence[Tensor]) -> OpWork | None:
     )  # fmt: skip
 
 
-def _attention(name: str, tensors: Sequence[Tensor]) -> OpWork | None:
+def _attention(name: str, tensors: Sequence[Tensor], *, causal: bool) -> OpWork | None:
     """Two products a head forward, five backward; a backward operator's first tensor is the output's gradient."""
     backward = "backward" in name
     taken = tensors[1:4] if backward else tensors[:3]
@@ -144,7 +144,7 @@ def _attention(name: str, tensors: Sequence[Tensor]) -> OpWork | None:
     heads, rows = (2, 1) if name.startswith(_ROWS_FIRST) else (1, 2)
     params = {
         "batch": q[0], "heads": q[heads], "q_len": q[rows], "kv_len": k[rows], "head_dim": q[3], "v_dim": v[3],
-        "causal": False, "backward": backward,
+        "causal": causal, "backward": backward,
     }  # fmt: skip
     out = prod(q[:3]) * v[3] * BYTES.get(dtype, 4)
     operands = sum(_size(t) for t in taken)

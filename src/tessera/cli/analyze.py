@@ -57,7 +57,7 @@ def _parse_bytes(text: str) -> int:
 @click.option("--power", metavar="FILE", type=ExistingPath(), help=POWER_HELP)
 @click.option("--by", help="breakdown: device or step; roofline: kernel or op.")
 @click.option("--sort", help="kernels: time or energy.")
-@click.option("--min-bytes", callback=parse_option(_parse_bytes), metavar="SIZE", help="collectives: smallest (64MiB).")
+@click.option("--min-bytes", callback=parse_option(_parse_bytes), metavar="SIZE", help="collectives: the smallest.")
 @click.option("--on", "--arch", "on", shell_complete=complete_device, help="roofline, advise: the chip, e.g. h200.")
 @click.option("--threshold", type=float, help="divergence: a fraction; power: watts.")
 @click.option("--group-by", help="stalls, divergence: kernel, op or region.")

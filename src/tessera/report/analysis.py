@@ -27,6 +27,7 @@ from ..units import (
     format_si,
     format_temperature,
 )
+from .collectives import describe_collectives
 from .console import note_dropped, open_table, plain_console
 from .html import card, card_bar, prose
 
@@ -170,6 +171,8 @@ def renderable(result: Result, width: int = WIDTH, *, top: int = TOP) -> Rendera
     facts = _facts(result)
     if facts:
         parts.append(Text("   ".join(f"{label} {figure}" for label, figure in facts)))
+    if result.kind == "collectives" and result.facts.get("by_kind"):
+        parts += describe_collectives(result.facts)
     if result.rows:
         parts += _paragraphs(result, top) if result.kind == "advise" else [_table(result, result.rows[:top], width)]
         if len(result.rows) > top:
@@ -206,9 +209,9 @@ def _paragraphs(result: Result, top: int) -> list[RenderableType]:
         grid.add_row("  why", Text(_one_line(row["evidence"])))
         grid.add_row("  fix", Text(_one_line(row["action"]), style="bold"))
         parts.append(grid)
-    together = result.facts.get("saves_j")
-    if len(result.rows) > 1 and together:
-        total = f"all together save about {format_value(together, 'J')}: less than their sum, because they overlap"
+    key, unit = ("saves_j", "J") if result.facts.get("saves_j") else ("saves_s", "s")
+    if len(result.rows) > 1 and (together := result.facts.get(key)):
+        total = f"all together save about {format_value(together, unit)}: less than their sum, because they overlap"
         parts += [Text(""), Text(total)]
     return [*parts, Text("")]
 

@@ -23,14 +23,15 @@ class Args(Struct, frozen=True, gc=False):
 
     external: int = field(default=-1, name="External id")
     correlation: int = -1
-    stream: int = -1
+    stream: int | str = -1  # ROCm writes the runtime's as text: a handle ("0x0")
     device: int = -1
-    bytes: int = -1
+    bytes: int | str = -1  # ROCm: "616"
     sequence: int = field(default=-1, name="Sequence number")
     forward_thread: int = field(default=-1, name="Fwd thread id")
     dims: Raw = field(default=Raw(b""), name="Input Dims")
     types: Raw = field(default=Raw(b""), name="Input type")
-    grid: tuple[int, ...] | None = None
+    concrete: Raw = field(default=Raw(b""), name="Concrete Inputs")
+    grid: tuple[int, ...] | str | None = None  # a text on the operators of Triton
     block: tuple[int, ...] | None = None
     registers: int | None = field(default=None, name="registers per thread")
     shared: int | None = field(default=None, name="shared memory")
@@ -45,6 +46,13 @@ class Args(Struct, frozen=True, gc=False):
     labels: str | None = None
     allocated: int | None = field(default=None, name="Total Allocated")
     device_id: int = field(default=-1, name="Device Id")
+    old_external: int = field(default=-1, name="external id")  # torch before 1.10, as "Input dims"
+    old_dims: Raw = field(default=Raw(b""), name="Input dims")
+    direction: str | None = None  # MTIA's copies
+    size: int | str = -1
+    sync_kind: str | None = field(default=None, name="cuda_sync_kind")
+    waited_stream: int = field(default=-1, name="wait_on_stream")
+    waited_record: int = field(default=-1, name="wait_on_cuda_event_record_corr_id")
 
 
 class _Event(Struct, gc=False):

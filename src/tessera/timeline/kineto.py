@@ -26,21 +26,24 @@ from ..notes import Note
 from ..record import CODE, KINDS
 from . import stream_names
 from .columns import MOST_NUMBER, NONE, Builder, Ints, Launch, Timeline
-from .events import LIMIT_NS, Args, Batch, LateEvent, fit, nanoseconds
-from .shapes import compact
+from .events import LIMIT_NS, Args, Batch, LateEvent, TraceEvent, fit, nanoseconds
+from .memory_timeline import is_memory_timeline, read_memory_timeline
+from .shapes import CAUSAL, compact, is_causal
 from .side import NO_TIME, SideEvents
-from .source import open_source, read_pieces
+from .source import open_source, read_json, read_pieces, read_start
 from .stream import Events
 from .transfers import collective, copy, is_collective
 
 MODULE = "nn.Module: "
 """How the Python tracer's names of modules begin."""
 
-_SKIP, _FRAME, _UNKNOWN, _ARROW, _FLOW = -1, -2, -3, -4, -5
+_SKIP_QUIETLY = -9
+_SKIP, _FRAME, _UNKNOWN, _ARROW, _FLOW, _OLD, _MTIA, _SYNC = -1, -2, -3, -4, -5, -6, -7, -8
 _CATEGORIES: dict[str, int] = {
     "kernel": CODE["kernel"], "concurrent_kernel": CODE["kernel"], "collective_comm": CODE["collective"],
     "gpu_memcpy": CODE["memcpy"], "gpu_memset": CODE["memset"], "cpu_op": CODE["op"], "operator": CODE["op"],
-    "user_annotation": CODE["region"], "python_function": _FRAME,
+    "user_annotation": CODE["region"], "python_function": _FRAME, "Operator": _OLD, "mtia_ccp_events": _MTIA,
+    "cuda_sync": _SYNC,
     **{kind: CODE[kind] for kind in KINDS if kind not in ("mark", "counter")},  # as our own exporter writes them
 }  # fmt: skip
 _ARROWS = {"ac2g": _ARROW, "fwdbwd": _FLOW}
@@ -48,6 +51,10 @@ _GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
 _COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
 # What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost.
 _EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead"})
+# torch before 1.10 has one category for operators and for what it and its users annotate.
+_OLD_ANNOTATIONS = ("ProfilerStep#", "enumerate(DataLoader)", "Optimizer.", "DistributedDataParallel.")
+_MTIA_WAITS = ("event_wait", "event_record")  # of a stream of MTIA: nothing runs in them
+_RANGES = "cuda_profiler_range"
 _MOST_NOTES = 20  # of one sort
 _WALL_CLOCK_NS = 10**18  # September 2001: a time before that is no wall clock's
 
@@ -82,7 +89,10 @@ class RowReader:
         self._odd: Counter[str] = Counter()
         self._launches = Known(self._launch)
         self._copies = Known(lambda name: self.builder.intern_launch(copy(name)))
-        self._names = Known(self.builder.intern)
+        self._names = Known(self._name)
+        self._attention: dict[int, str] = {}
+        self._tells_causal = False
+        self._syncs: list[tuple[int, int, int, int]] = []
         self._communicates = Known(is_collective)
         self._shapes = Known(self._shape)
         self._threads = Known(self._side.thread)
@@ -100,8 +110,9 @@ class RowReader:
         )
         for i in np.flatnonzero(kinds == _UNKNOWN).tolist():
             kinds[i] = self._category(events[i].cat)
-        for i in np.flatnonzero(kinds == _FRAME).tolist():
-            kinds[i] = self._frame(events[i].name)
+        for code, find_kind in ((_FRAME, self._frame), (_OLD, _old_kind), (_MTIA, _mtia_kind), (_SYNC, self._sync)):
+            for i in np.flatnonzero(kinds == code).tolist():
+                kinds[i] = find_kind(events[i])
         timed = starts != NO_TIME
         flows = np.flatnonzero((kinds == _FLOW) & timed)
         self._side.flows([events[i] for i in flows.tolist()], starts[flows].tolist())
@@ -127,7 +138,22 @@ class RowReader:
         self._codes[category] = code
         return code
 
-    def _frame(self, name: str) -> int:
+    def _name(self, text: str) -> int:
+        number = self.builder.intern(text)
+        if "attention" in text:
+            self._attention[number] = text
+        return number
+
+    def _sync(self, event: TraceEvent | LateEvent) -> int:
+        """Remember which stream, or which call of the host, waits for which: the critical path needs it."""
+        a = event.args
+        if a.sync_kind is not None and a.correlation > 0:
+            waiting = a.stream if isinstance(a.stream, int) else NONE
+            self._syncs.append((waiting, a.correlation, a.waited_stream, a.waited_record))
+        return _SKIP_QUIETLY
+
+    def _frame(self, event: TraceEvent | LateEvent) -> int:
+        name = event.name
         if name.startswith(MODULE):
             self._modules.add(self.builder.intern(name))
         elif self._frames:
@@ -150,7 +176,7 @@ class RowReader:
             "start_ns": starts,
             "end_ns": starts + np.maximum(lasting, 0),
             "correlation": _ints([a.correlation for a in args]),
-            "external": _ints([a.external for a in args]),
+            "external": _ints([a.external if a.external != NONE else a.old_external for a in args]),
             **{c: np.full(count, NONE, np.int64) for c in ("device", "stream", "thread", "bytes", "shapes", "launch")},
             **{c: np.full(count, NONE, np.int64) for c in ("sequence", "forward_thread")},
         }
@@ -171,13 +197,24 @@ class RowReader:
         chosen = [args[i] for i in ops.tolist()]
         columns["sequence"][ops] = _ints([a.sequence for a in chosen])
         columns["forward_thread"][ops] = _ints([a.forward_thread for a in chosen])
-        columns["shapes"][ops] = [shapes[_both((a.dims, a.types))] for a in chosen]
+        columns["shapes"][ops] = [shapes[_both((a.dims or a.old_dims, a.types))] for a in chosen]
+        if self._attention:
+            self._mark_causal(ops, args, columns)
         for a in chosen:
             if a.collective is not None and a.external > 0:
                 self._said[a.external] = a
         for i in np.flatnonzero(kinds == CODE["runtime"]).tolist():
             if events[i].name.startswith(_GRAPH_LAUNCH):
                 kinds[i] = CODE["graph_launch"]
+
+    def _mark_causal(self, ops: Ints, args: list[Args], columns: dict[str, NDArray[Any]]) -> None:
+        """Attention that its arguments say is causal computes half: the shapes of such a row say so."""
+        for row in ops[np.isin(columns["name"][ops], list(self._attention))].tolist():
+            a, shapes = args[row], int(columns["shapes"][row])
+            self._tells_causal |= bool(a.concrete)
+            if shapes != NONE and is_causal(self._attention[int(columns["name"][row])], a.concrete):
+                text = compact(a.dims or a.old_dims, a.types)
+                columns["shapes"][row] = self.builder.intern(f"{text} {CAUSAL}")
 
     def _device_rows(
         self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]], first: int
@@ -191,15 +228,15 @@ class RowReader:
         wrong = (devices < NONE) | (devices > MOST_NUMBER)
         self._odd["with the number of no device, taken as unknown"] += int(wrong.sum())
         columns["device"][rows] = np.where(wrong, NONE, devices)
-        columns["stream"][rows] = _ints([a.stream if a.stream >= 0 else _number(e.tid) for e, a in pairs])
-        columns["bytes"][rows] = _ints([a.bytes for _, a in pairs])
+        columns["stream"][rows] = _ints([s if (s := _number(a.stream)) >= 0 else _number(e.tid) for e, a in pairs])
+        columns["bytes"][rows] = _ints([_size(a) for _, a in pairs])
         launches, kernel_launches, copies, communicates = [], self._launches, self._copies, self._communicates
         for i, code, (event, a) in zip(index, kinds[rows].tolist(), pairs, strict=True):
             number = NONE
             if code <= CODE["kernel"] and a.collective is None and not communicates[event.name]:
                 number = kernel_launches[a.grid, a.block, a.registers, a.shared]
             elif code == CODE["memcpy"]:
-                number = copies[event.name]
+                number = copies[event.name if a.direction is None else a.direction]
             elif code != CODE["memset"]:
                 kinds[i] = CODE["collective"]
                 self._collectives.append((first + i, event.name, a))
@@ -217,6 +254,7 @@ class RowReader:
 
     def _launch(self, key: tuple[Any, ...]) -> int:
         grid, block, registers, shared = key
+        grid = None if isinstance(grid, str) else grid
         if all(part is None for part in key):
             return NONE
         return self.builder.intern_launch(Launch(grid=grid, block=block, registers=registers, shared_bytes=shared))
@@ -255,6 +293,12 @@ class RowReader:
             "base_ns": base_ns, "threads": self._side.thread_names, "forward_threads": forward_threads,
             "modules": sorted(self._modules), "frames": sorted(self._frame_names),
         }  # fmt: skip
+        if self._left_out[_RANGES]:
+            timeline.meta["profiler_ranges"] = self._left_out[_RANGES]
+        if self._tells_causal:
+            timeline.meta["tells_causal"] = True
+        if self._syncs:
+            timeline.meta["stream_waits"] = self._syncs
         if self._side.stream_names:
             timeline.meta[stream_names.KEY] = self._side.stream_names
         return timeline
@@ -296,6 +340,23 @@ def _number(value: int | str) -> int:
     return value if isinstance(value, int) else NONE
 
 
+def _size(args: Args) -> int:
+    size = args.bytes if args.bytes != NONE else args.size
+    if isinstance(size, int):
+        return size
+    return int(size) if size.isdecimal() and len(size) < 19 else NONE
+
+
+def _old_kind(event: TraceEvent | LateEvent) -> int:
+    return CODE["region"] if event.name.startswith(_OLD_ANNOTATIONS) else CODE["op"]
+
+
+def _mtia_kind(event: TraceEvent | LateEvent) -> int:
+    if event.name in _MTIA_WAITS:
+        return _SKIP_QUIETLY
+    return CODE["memcpy"] if event.args.direction is not None else CODE["kernel"]
+
+
 def read(
     source: str | PathLike[str] | bytes, *, progress: Callable[[float], None] | None = None, frames: bool = False
 ) -> Timeline:
@@ -307,6 +368,8 @@ def read(
     notes: list[str] = []
     where = "the trace" if isinstance(source, bytes) else str(source)
     file = source if isinstance(source, bytes) else Path(source)
+    if is_memory_timeline(file[:64] if isinstance(file, bytes) else read_start(file, 64)):
+        return read_memory_timeline(file if isinstance(file, bytes) else read_json(file), where)
     budget = open_source(file)
     events = Events(read_pieces(file, budget, notes, progress), budget)
     rows = RowReader(frames=frames)

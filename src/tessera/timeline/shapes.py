@@ -13,6 +13,17 @@ DTYPES = {
     "c10::Float8_e4m3fn": "f8e4m3", "c10::Float8_e5m2": "f8e5m2", "c10::Float8_e4m3fnuz": "f8e4m3fnuz",
     "c10::Float8_e5m2fnuz": "f8e5m2fnuz", "c10::complex<float>": "c64", "c10::complex<double>": "c128",
 }  # fmt: skip
+CAUSAL = "causal"
+"""The word after the shapes of an attention that is causal: it computes half of the products."""
+# Where the arguments of torch's attention operators say so: `is_causal`, or a `custom_mask_type` above 0.
+_CAUSAL_AT = {
+    "scaled_dot_product_attention": 5, "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_cudnn_attention": 6,
+    "_flash_attention_forward": 8, "_efficient_attention_forward": 9, "_cudnn_attention_forward": 10,
+    "_scaled_dot_product_flash_attention_backward": 11, "_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention_backward": 11, "_scaled_dot_product_cudnn_attention_backward": 14,
+    "_efficient_attention_backward": 14,
+}  # fmt: skip
 _NO_TENSOR = {"", "Scalar", "ScalarList", "Device", "Layout", "GenericList", "String"}
 _SHAPE = re.compile(r"\[([\d,]*)\](\w*)")
 
@@ -33,6 +44,19 @@ def compact(dims: bytes, types: bytes) -> str:
             continue
         parts.append(_one(shape, str(kind or "")))
     return " ".join(parts)
+
+
+def is_causal(name: str, concrete: bytes) -> bool:
+    """Whether Kineto's "Concrete Inputs" of an attention operator say that it is causal."""
+    at = _CAUSAL_AT.get(name.rpartition("::")[2])
+    if at is None or not concrete:
+        return False
+    try:
+        values = msgspec.json.decode(concrete)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    said = values[at] if isinstance(values, list) and len(values) > at else ""
+    return str(said) not in ("", "0", "False", "None")
 
 
 def _one(shape: list[Any], kind: str) -> str:

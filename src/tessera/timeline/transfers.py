@@ -21,7 +21,7 @@ _ALGORITHM = re.compile(
     r"_(RING|TREE|NVLS_TREE|NVLS|COLLNET_DIRECT|COLLNET_CHAIN|PAT)_(LL128|LL|SIMPLE)(?![A-Z0-9])", re.IGNORECASE
 )
 _DIRECTION = re.compile(r"\b([HDPAM])(?:to|2)([HDPAM])\b", re.IGNORECASE)
-_DIRECTION_IN_WORDS = re.compile(r"Copy(Host|Device)To(Host|Device)")
+_DIRECTION_IN_WORDS = re.compile(r"(?:Copy|\b)(Host|Device)_?To_?(Host|Device)", re.IGNORECASE)
 _COLLECTIVES = (
     ("allreduce", "all_reduce"), ("allgather", "all_gather"), ("reducescatter", "reduce_scatter"),
     ("alltoall", "all_to_all"), ("broadcast", "broadcast"), ("sendrecv", "send_recv"), ("send", "send"),
@@ -30,8 +30,8 @@ _COLLECTIVES = (
 
 
 def is_collective(name: str) -> bool:
-    """Whether a kernel is one of NCCL's or RCCL's (ncclKernel_..., ncclDevKernel_..., ncclSymDevKernel_...)."""
-    return name.removeprefix("void ").startswith(("nccl", "mscclKernel", "rccl"))
+    """Whether a kernel is one of NCCL's, RCCL's or HCCL's (ncclKernel_..., ncclDevKernel_..., ncclSymDevKernel_...)."""
+    return name.removeprefix("void ").startswith(("nccl", "mscclKernel", "rccl", "hccl"))
 
 
 def collective_type(text: str) -> str | None:
@@ -51,7 +51,8 @@ def collective(name: str, args: Args, op_args: Args | None) -> Launch:
     """A collective's launch; `op_args` are those of the operator that launched it, used where its own say nothing."""
     source = args if args.collective or op_args is None else op_args
     return Launch(
-        grid=args.grid, block=args.block, registers=args.registers, shared_bytes=args.shared,
+        grid=None if isinstance(args.grid, str) else args.grid, block=args.block, registers=args.registers,
+        shared_bytes=args.shared,
         collective_type=collective_type(source.collective or "") or collective_type(name.partition("(")[0]),
         collective_bytes=collective_bytes(source), group=source.group, group_size=source.group_size,
         dtype=source.dtype, group_label=group_label(source.group_description),
@@ -77,6 +78,6 @@ def copy(name: str) -> Launch:
     if match := _DIRECTION.search(name):
         direction = f"{match[1].upper()}to{match[2].upper()}".replace("M", "H")
     elif match := _DIRECTION_IN_WORDS.search(name):
-        direction = f"{match[1][0]}to{match[2][0]}"
+        direction = f"{match[1][0].upper()}to{match[2][0].upper()}"
     pinned = False if "Pageable" in name else True if "Pinned" in name else None
     return Launch(memcpy_dir=direction, pinned=pinned)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ...errors import ArgumentError
 from ...timeline.columns import NONE, Ints, Timeline
-from .align_gloo import Bounds, host_lines, within
+from .align_gloo import MOST_DRIFT, Bounds, host_lines, within
 from .clocks import Offset, notes
-from .sequences import ONE_TO_ONE, TOGETHER, ClockFit, CollectiveSequence, Key
+from .sequences import TOGETHER, ClockFit, CollectiveSequence, Key
 
 # Ranks leave a ring one hop after the other: a few us that no averaging removes. Assumed: no machine with several
 # GPUs was at hand to measure it.
@@ -43,13 +43,16 @@ def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, CollectiveSe
     kinds: list[tuple[Key, int, bool]] = []
     for launch in timeline.launches:
         group: Key = (members.get(launch.group or "") or launch.group, launch.group_size)
-        # An uneven all-to-all moves other bytes on every rank.
-        size = None if launch.collective_type == "all_to_all" else launch.collective_bytes
+        # An uneven all-to-all moves other bytes on every rank, and so does what NCCL runs it as.
+        uneven = launch.collective_type in ("all_to_all", "send_recv")
+        size = None if uneven else launch.collective_bytes
+        if launch.collective_type == "send_recv":
+            group = (*group, launch.collective_type)  # a line of its own: ranks may have other numbers of them
         what = numbers.setdefault((launch.collective_type, size), len(numbers))
         kinds.append((group, what, launch.collective_type in TOGETHER))
     kinds.append(((None, None), NONE, False))  # of rows without a launch
     which = timeline["launch"][rows]
-    skip = {i for i, launch in enumerate(timeline.launches) if launch.collective_type in ONE_TO_ONE}
+    skip = {i for i, launch in enumerate(timeline.launches) if launch.collective_type in ("send", "recv")}
     found = {}
     for group in dict.fromkeys(kinds[i][0] for i in np.unique(which)):
         mine = np.array([k[0] == group and i not in skip for i, k in enumerate(kinds)])[which]
@@ -167,9 +170,15 @@ def fit(times_ns: Ints, reference_ns: Ints) -> ClockFit:
         error = END_BIAS_NS + float(np.max(np.abs(y - np.mean(y))))
         return ClockFit(base + float(np.mean(y)), 0.0, math.inf, error, at)
     slope = float(np.sum((x - mean_x) * (y - np.mean(y))) / spread_x)
+    if half_ns * MOST_DRIFT < END_BIAS_NS:  # over so short a span no clock drifts by more than ends differ anyway
+        error = END_BIAS_NS + Z90 * float(np.std(y)) / math.sqrt(count)
+        return ClockFit(base + float(np.mean(y)), 0.0, math.inf, error, at)
     residual = y - np.mean(y) - slope * (x - mean_x)
     sigma = math.sqrt(float(np.sum(residual**2)) / max(count - 2, 1))
     slope_error = Z90 * sigma / math.sqrt(spread_x)
+    if abs(slope) > MOST_DRIFT:  # no clock does that: the ends scatter for another reason
+        sigma = math.hypot(sigma, abs(slope) * math.sqrt(spread_x / count))
+        slope = 0.0
     if abs(slope) <= 1.5 * slope_error:  # not told from none: a line through noise would lead away outside the span
         slope = 0.0
     error = math.hypot(END_BIAS_NS, Z90 * sigma / math.sqrt(count), slope_error * half_ns)
@@ -226,6 +235,8 @@ def _align_rank(a: dict[Key, CollectiveSequence], b: dict[Key, CollectiveSequenc
     ways = 1
     for group in a.keys() & b.keys():
         one, two = a[group], b[group]
+        if not one.together.any():
+            continue
         ends = known.apply(one.ends)
         if (placed := place(one, two, ends)) is None:
             continue

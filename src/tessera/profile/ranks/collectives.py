@@ -102,11 +102,14 @@ def _match_group(
         starts[k, here], ends[k, here] = offsets[i].apply(line.starts), offsets[i].apply(line.ends)
         rows[k, here] = line.rows
     name = own[0].label or name_group(group)
+    pairwise = "send_recv" in group
     out = []
     for at in np.flatnonzero((rows != NONE).sum(axis=0) >= 2):
         there = np.flatnonzero(rows[:, at] != NONE)
         who = [placed[int(k)][0] for k in there]
         begun = starts[there, at]
+        if pairwise and int(begun.max()) >= int(ends[there, at].min()):
+            continue  # messages between pairs of ranks: nobody waited for these
         last, soonest = int(np.argmax(begun)), int(np.argmin(begun))
         unsure = [offsets[who[k]].error_ns for k in (last, soonest)]
         margin = math.inf if None in unsure else sum(u or 0.0 for u in unsure)
@@ -131,7 +134,7 @@ def _match_group(
 
 def name_group(group: Key) -> str:
     """A group that nobody named: by its number, else by its ranks."""
-    name = next((part for part in group if isinstance(part, str) and part != PREFIX), None)
+    name = next((part for part in group if isinstance(part, str) and part not in (PREFIX, "send_recv")), None)
     ranks = next((part for part in group if isinstance(part, tuple)), ())
     return name or ", ".join(map(str, ranks)) or "default"
 
@@ -201,6 +204,18 @@ def measure_overlap(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, flo
     return found
 
 
+def _sum_waits(met: Sequence[Meeting], ranks: Sequence[int]) -> dict[int, dict[int, float]]:
+    """For each rank that waited, what it waited for whom: only where the last rank is known."""
+    waits: dict[int, dict[int, float]] = {rank: {} for rank in ranks}
+    for meeting in met:
+        if meeting.straggler is None:
+            continue
+        for rank, seconds in zip(meeting.ranks, meeting.waits_s, strict=True):
+            if rank != meeting.straggler:
+                waits[rank][meeting.straggler] = waits[rank].get(meeting.straggler, 0.0) + seconds
+    return {rank: by for rank, by in waits.items() if by}
+
+
 def summarize(met: Sequence[Meeting], overlap: dict[int, float]) -> dict[str, Any]:
     """The collectives in a few numbers: skew, what ranks waited and for whom, and how much hid behind compute."""
     if not met:
@@ -217,4 +232,5 @@ def summarize(met: Sequence[Meeting], overlap: dict[int, float]) -> dict[str, An
         "move_s": sum(m.move_s for m in met),
         "overlap_pct": float(np.mean(shares)) if shares else None,
         "stragglers": {r: {"times": len(m), "wait_s": sum(x.wait_s for x in m)} for r, m in last.items() if m},
+        "waits_s": _sum_waits(met, ranks),
     }
