@@ -67,7 +67,8 @@ FLAGS = {
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},
     "predict": {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",
-        "--top", "--json", "--html", "--no-opportunities",
+        "--top", "--json", "--html", "--no-opportunities", "--serve", "--prompt", "--generate", "--tp", "--ep",
+        "--engine", "--max-tpot", "--max-ttft",
     },
     "doctor": {"--sensor", "--json", "--restore"},
     "selftest": {"--seconds", "--json"},

@@ -12,6 +12,7 @@ import click
 from ..errors import ArgumentError
 from ..output import remove_controls
 from .options import FILE, check_writable, choice_option, complete_devices, json_option, retype_command, write_page
+from .serve import predict_server, refuse_serving_options, serving_options
 
 if TYPE_CHECKING:
     from ..estimate.search import Sweep
@@ -63,6 +64,7 @@ def _parse_numbers(separator: str, example: str) -> Callable[..., tuple[int, ...
 )
 @click.option(
     "--precision",
+    "--dtype",
     "precisions",
     callback=_parse_words,
     metavar="P,...",
@@ -83,6 +85,7 @@ def _parse_numbers(separator: str, example: str) -> Callable[..., tuple[int, ...
 @json_option
 @click.option("--html", type=FILE, help="Write a self-contained page to this file.")
 @click.option("--no-opportunities", is_flag=True, help="Do not look for changes that save energy.")
+@serving_options(_parse_numbers)
 def command(
     model: str,
     devices: tuple[str, ...],
@@ -98,6 +101,8 @@ def command(
     as_json: bool,
     html: Path | None,
     no_opportunities: bool,
+    serve: bool,
+    **server: Any,
 ) -> int:
     """Predict latency, energy and memory of a model on a chip, before it runs there.
 
@@ -107,6 +112,7 @@ def command(
       tessera predict resnet18 --on a100,h200,jetson-orin --precision fp32,bf16 --batch 1,8,64 --html resnet18.html
       tessera predict mymodule:make_model --on h200 --mode train --optimizer adamw
       tessera predict hf:config.json --seq 2048 --on h100,mi300x
+      tessera predict llama-3.1-70b --serve --on h200,b200 --dtype bf16,fp8 --tp 2,4 --batch 8,32,128
 
     MODEL is a torchvision name, timm:NAME, hf: and a transformers configuration (a file or the JSON itself), or
     module:name of your own: a function in the current folder that returns a module or (module, inputs).
@@ -124,6 +130,17 @@ def command(
         )
     for device in devices:
         lookup(device)  # fail on a wrong name before torch is imported
+    if serve:
+        return predict_server(
+            model,
+            devices=devices,
+            dtypes=precisions,
+            batches=batches,
+            launch=launch if _is_typed("launch") else "graph",  # as engines do
+            as_json=as_json,
+            **server,
+        )
+    refuse_serving_options()
     if html:
         check_writable(html)
     loaded = load_model(model, InputShape(input=shape, seq=seq), training=mode == "train")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..graph.partition import Subgraph as Subgraph
     from ..schema import EnergyDescriptor as EnergyDescriptor
     from ..schema import EnergyReport as EnergyReport
+    from ..serving.estimate import estimate_serving as serving  # noqa: F401
     from .concurrency import ConcurrencyAnalyzer as ConcurrencyAnalyzer
     from .concurrency import ConcurrencyReport as ConcurrencyReport
     from .energy import EnergyAnalyzer as EnergyAnalyzer
@@ -50,14 +51,16 @@ _NAMES = {
     ".search": ("Sweep", "batch_for", "sweep"),
 }
 _LAZY = {name: module for module, names in _NAMES.items() for name in names}
+_ELSEWHERE = {"serving": ("..serving.estimate", "estimate_serving")}  # of a later room, which knows links between GPUs
 
-__all__ = list(_LAZY)
+__all__ = list(_LAZY | _ELSEWHERE)
 
 if not TYPE_CHECKING:  # a type checker that saw it would accept every misspelt name as Any
 
     def __getattr__(name: str) -> Any:
-        if name in _LAZY:
-            value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+        if name in _LAZY or name in _ELSEWHERE:
+            module, found = _ELSEWHERE.get(name) or (_LAZY[name], name)
+            value = getattr(importlib.import_module(module, __name__), found)
             globals()[name] = value
             return value
         raise AttributeError(f"module 'tessera.estimate' has no attribute {name!r}")

@@ -1,0 +1,108 @@
+"""`tessera predict --serve`: the options of a served model, and what the command does with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import ArgumentError
+from .options import choice_option, duration_option, retype_command
+
+if TYPE_CHECKING:
+    from ..serving.estimate import ServingReport
+
+ENGINES = ["vllm", "trtllm", "sglang", "vllm-0.11"]
+_NAMES = ("prompt", "generate", "tp", "ep", "engine", "max_tpot_s", "max_ttft_s")
+
+
+def serving_options(parse_numbers: Callable[[str, str], Any]) -> Callable[[Any], Any]:
+    """The options that belong to `--serve`."""
+    size: dict[str, Any] = {"type": click.IntRange(min=1), "show_default": True}
+    options = [
+        click.option("--serve", is_flag=True, help="Predict a served language model: prefill, decode, generation."),
+        click.option("--prompt", default=1024, help="Tokens of a prompt (--serve).", **size),
+        click.option("--generate", default=256, help="Tokens of an answer (--serve).", **size),
+        click.option(
+            "--tp",
+            callback=parse_numbers(",", "1,2,8"),
+            metavar="N,...",
+            help="GPUs that share one copy (--serve). [default: 1]",
+        ),
+        click.option("--ep", type=click.IntRange(min=1), help="Ranks that share the experts by expert (--serve)."),
+        choice_option("--engine", ENGINES, "Whose overheads (--serve)."),
+        duration_option("--max-tpot", "Limit of the time per output token, such as 20ms (--serve)."),
+        duration_option("--max-ttft", "Limit of the time to the first token (--serve)."),
+    ]
+
+    def add(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+def refuse_serving_options() -> None:
+    """Say that an option was typed which only a server has."""
+    from click.core import ParameterSource
+
+    context = click.get_current_context()
+    for name in _NAMES:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = name.removesuffix("_s").replace("_", "-")
+            raise ArgumentError(f"--{option} needs --serve", fix=f"add --serve, or leave --{option} out")
+
+
+def predict_server(
+    model: str,
+    *,
+    devices: Sequence[str],
+    dtypes: Sequence[str] | None,
+    batches: Sequence[int] | None,
+    tp: Sequence[int] | None,
+    max_tpot_s: float | None,
+    max_ttft_s: float | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
+    """Every combination of chip, format, GPUs and batch as a table, one combination as a report."""
+    from ..serving.estimate import sweep_serving
+
+    reports, best = sweep_serving(
+        model,
+        on=list(devices),
+        dtype=list(dtypes or ("bf16",)),
+        tp=list(tp or (1,)),
+        batch=list(batches or (1,)),
+        max_time_per_output_token_s=max_tpot_s,
+        max_time_to_first_token_s=max_ttft_s,
+        **options,
+    )
+    if as_json:
+        rows = [report.to_dict() for report in reports]
+        cheapest = reports.index(best) if best is not None else None
+        click.echo(json.dumps(rows[0] if len(rows) == 1 else {"rows": rows, "cheapest": cheapest}, indent=1))
+    else:
+        from ..report.console import Console
+        from ..report.serving import serving_screen
+
+        console = Console(highlight=False)
+        limited = max_tpot_s is not None or max_ttft_s is not None
+        console.print(
+            serving_screen(reports, best, limited=limited, next_command=_next(reports, best), width=console.width),
+            crop=False,
+        )
+    return 0 if best is not None else 1
+
+
+def _next(reports: Sequence[ServingReport], best: ServingReport | None) -> str:
+    if len(reports) == 1:
+        size = reports[0].batch
+        return retype_command("predict", batch=f"{size},{size * 4},{size * 16}")
+    if best is None:
+        return retype_command("predict", tp="1,2,4,8")
+    on = best.deployment
+    return retype_command("predict", on=on.device.id, precision=None, dtype=on.weights, tp=on.gpus, batch=best.batch)

@@ -1,0 +1,118 @@
+"""A served model: one combination as a report, several as a table with the cheapest one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..serving.estimate import PhaseEstimate, ServingReport
+from ..units import format_bytes, format_duration_error, format_energy_error, format_error, format_power
+from .console import TableColumn, WidthDependent, build_table, dropped_note, fit_columns, label_table, next_line
+
+
+def serving_screen(
+    reports: Sequence[ServingReport],
+    best: ServingReport | None,
+    *,
+    limited: bool,
+    next_command: str,
+    width: int = 100,
+) -> RenderableType:
+    """What the terminal shows."""
+    first = reports[0]
+    d = first.served
+    active = "" if not d.shape.experts else f", {d.active_parameters / 1e9:.1f}B of them active"
+    about = (
+        f"{d.shape.parameters / 1e9:.1f}B parameters{active}; served by {first.deployment.engine}, prompts of "
+        f"{first.prompt:,}, answers of {first.generate:,} tokens"
+    )
+    head = Text(d.name, style="bold").append(f"   {about}", style="dim")
+    if len(reports) == 1:
+        return Group(head, _one(first), next_line(next_command))
+    ending = label_table()
+    if best is not None:
+        within = " within the limits" if limited else ""
+        energy = format_energy_error(best.joules_per_token, best.joules_per_token.error)
+        speed = format_duration_error(best.time_per_output_token_s, best.time_per_output_token_s.error)
+        ending.add_row(f"fewest joules{within}", Text(f"{_name(best)}: {energy} per token, {speed} per token"))
+    else:
+        why = "none fits and meets the limits" if limited else "none fits into the memory of its GPUs"
+        ending.add_row("fewest joules", Text(why, style="yellow"))
+    table = WidthDependent(lambda terminal: _rows(reports, best, min(width, terminal)))
+    note = Text(
+        "J of all GPUs for an output token, its share of the prompt included; ± is a 90% half-width", style="dim"
+    )
+    return Group(head, table, note, ending, next_line(next_command))
+
+
+def _name(report: ServingReport) -> str:
+    on = report.deployment
+    gpus = f"{on.gpus} x {on.device.id}" if on.gpus > 1 else on.device.id
+    return f"{gpus} {on.weights} batch {report.batch}"
+
+
+def _one(report: ServingReport) -> RenderableType:
+    lines = label_table()
+    first, step = report.time_to_first_token_s, report.time_per_output_token_s
+    lines.add_row("on", Text(_name(report) + (f", cache {report.deployment.cache}")))
+    lines.add_row("first token", Text(format_duration_error(first, first.error)))
+    lines.add_row("each token", Text(f"{format_duration_error(step, step.error)}, prompts of others between them"))
+    rate, joules, watts = report.tokens_per_s, report.joules_per_token, report.power_w
+    lines.add_row("output", Text(f"{format_error(rate, rate.error)} tokens/s"))
+    lines.add_row("energy", Text(f"{format_energy_error(joules, joules.error)} per output token"))
+    lines.add_row("power", Text(f"{format_error(watts, watts.error, 'W')}{_of_gpus(report)}"))
+    lines.add_row("prefill", Text(_phase(report.prefill)))
+    for context, phase in report.decode_by_context:
+        lines.add_row(f"decode at {context:,}", Text(_phase(phase)))
+    lines.add_row("memory", _memory(report))
+    return lines
+
+
+def _of_gpus(report: ServingReport) -> str:
+    return f" of {report.deployment.gpus} GPUs" if report.deployment.gpus > 1 else ""
+
+
+def _phase(phase: PhaseEstimate) -> str:
+    seconds = format_duration_error(phase.time_s, phase.time_s.error)
+    each = format_energy_error(phase.joules_per_token, phase.joules_per_token.error)
+    return f"{seconds}, {phase.tokens_per_s:,.0f} tokens/s, {each} per token, {format_power(phase.power_w, 3)}"
+
+
+def _memory(report: ServingReport) -> Text:
+    parts = f"{format_bytes(report.weights_bytes, 3)} weights, {format_bytes(report.cache_bytes, 3)} cache"
+    text = Text(f"{format_bytes(report.memory_bytes, 3)} on each GPU ({parts})")
+    if report.largest_batch is not None:
+        most = f"; at most {report.largest_batch:,} such sequences fit" if report.largest_batch else "; it does not fit"
+        text.append(most, style="" if report.fits else "yellow")
+    return text
+
+
+def _rows(reports: Sequence[ServingReport], best: ServingReport | None, width: int) -> RenderableType:
+    def pair(name: str) -> list[str]:
+        return [format_duration_error(getattr(r, name), getattr(r, name).error) for r in reports]
+
+    fits = ["?" if r.fits is None else "yes" if r.fits else "no" for r in reports]
+    columns = [
+        TableColumn(heading="", cells=["*" if r is best else "" for r in reports]),
+        TableColumn(heading="chip", cells=[r.deployment.device.id for r in reports]),
+        TableColumn(heading="GPUs", cells=[str(r.deployment.gpus) for r in reports], right=True),
+        TableColumn(heading="dtype", cells=[r.deployment.weights for r in reports]),
+        TableColumn(heading="batch", cells=[str(r.batch) for r in reports], right=True),
+        TableColumn(heading="first token", cells=pair("time_to_first_token_s"), right=True, drop=2),
+        TableColumn(heading="each token", cells=pair("time_per_output_token_s"), right=True),
+        TableColumn(heading="tokens/s", cells=[f"{r.tokens_per_s:,.0f}" for r in reports], right=True, drop=3),
+        TableColumn(
+            heading="J/token",
+            cells=[format_error(r.joules_per_token, r.joules_per_token.error) for r in reports],
+            right=True,
+        ),
+        TableColumn(heading="W", cells=[f"{r.power_w:.0f}" for r in reports], right=True, drop=4),
+        TableColumn(heading="memory", cells=[format_bytes(r.memory_bytes, 3) for r in reports], right=True, drop=5),
+        TableColumn(heading="fits", cells=fits),
+    ]
+    shown, dropped = fit_columns(columns, width)
+    styles = ["bold" if r is best else "dim" if r.fits is False else "" for r in reports]
+    lines = build_table(shown, styles=styles)
+    return Group(lines, dropped_note(dropped)) if dropped else lines

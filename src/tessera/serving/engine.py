@@ -1,0 +1,77 @@
+"""Engines: what a server adds to the kernels of a pass, and how prompts and decoding share the GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ArgumentError, did_you_mean
+from ..estimate.power import DeviceWork, PowerEstimate, PowerModel
+from .deployment import Deployment
+from .forward_pass import PassWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One engine under CUDA graphs.
+
+    `kernel_s`: a small kernel between two larger ones. `step_s` and `sequence_s`: scheduling, sampling and output of a
+    step, and of each sequence in it. `prefill`: how long prompts hold up the steps of other sequences, over what they
+    take alone. `blackwell`: how much longer products and experts take there than with kernels made for that chip.
+    `fp8_experts`: how much longer experts in fp8 take, where their kernels scale blocks on the way.
+    """
+
+    kernel_s: float
+    step_s: float
+    sequence_s: float
+    prefill: float
+    blackwell: float = 1.0
+    fp8_experts: float = 1.0
+
+
+# Chosen on half of the published servers (benchmarks/measure/published_serving.py), by model and system.
+ENGINES = {
+    "vllm": Engine(kernel_s=4.3e-6, step_s=0.67e-3, sequence_s=13e-6, prefill=1.33),
+    # Of late 2025 (ML.ENERGY's third benchmark), when Blackwell was new to it.
+    "vllm-0.11": Engine(
+        kernel_s=4.3e-6, step_s=0.67e-3, sequence_s=13e-6, prefill=1.33, blackwell=1.45, fp8_experts=2.0
+    ),
+    "trtllm": Engine(kernel_s=1.3e-6, step_s=2.2e-3, sequence_s=10e-6, prefill=1.16),
+    "sglang": Engine(kernel_s=7.0e-6, step_s=0.65e-3, sequence_s=10e-6, prefill=0.69),
+}
+# A small kernel on Blackwell over one on Hopper: the next one starts before its end. Chosen on the same half.
+_BLACKWELL_KERNEL = 0.85
+# The host of an eager program needs about 21 us for a kernel (467 kernels in 10 ms: a served of 1.1B on the H200's
+# host), and there are about as many large kernels as small ones.
+_EAGER_KERNEL_S, _ALL_KERNELS = 21e-6, 2.0
+# Dynamic energy of served models over that of random operands on an H200, carried over to other chips: chosen on half
+# of the published joules, where servers draw about an eighth more than kernels alone would.
+_SWITCHING = 1.2
+
+
+def find_engine(name: str) -> Engine:
+    """An engine by name."""
+    if name not in ENGINES:
+        raise ArgumentError(f"no engine {name!r}{did_you_mean(name, ENGINES)}", fix=f"one of: {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def run_pass(work: PassWork, on: Deployment, sequences: float) -> PowerEstimate:
+    """Seconds and joules of one GPU for a pass, its launches and the engine's own work included."""
+    engine = find_engine(on.engine)
+    kernels_s = engine.kernel_s * work.kernels
+    if on.device.architecture == "blackwell":
+        kernels_s *= _BLACKWELL_KERNEL
+    heavy = work.products + work.experts
+    if on.experts == "fp8":
+        more_s = (engine.fp8_experts - 1.0) * work.experts.seconds
+        heavy = heavy + DeviceWork(fixed_s=more_s, busy_s=more_s)
+    if on.device.architecture == "blackwell":
+        more_s = (engine.blackwell - 1.0) * heavy.seconds
+        heavy = heavy + DeviceWork(fixed_s=more_s, busy_s=more_s)
+    busy = heavy + work.attention + work.small
+    # Exchanges and small kernels keep the chip awake and about half of it at work.
+    busy = busy + DeviceWork(fixed_s=kernels_s + work.exchange_s, busy_s=0.5 * (kernels_s + work.exchange_s))
+    host_s = engine.step_s + engine.sequence_s * sequences
+    if on.launch == "eager":
+        host_s += max(0.0, _EAGER_KERNEL_S * _ALL_KERNELS * work.kernels - busy.seconds)
+    return PowerModel.from_device(on.device).estimate(busy + DeviceWork(idle_s=host_s), switching=_SWITCHING)

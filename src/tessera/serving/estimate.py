@@ -1,0 +1,312 @@
+"""`estimate_serving`: latency, throughput, joules and memory of a language model that is served, before it runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..device import Device
+from ..errors import ArgumentError
+from ..estimate.power import PowerEstimate
+from ..hardware import lookup
+from .deployment import WEIGHT_BYTES, Deployment
+from .engine import find_engine, run_pass
+from .forward_pass import decode_pass, prefill_pass
+from .served_model import ServedModel, read_served_model
+
+# Half-widths of 90% intervals, relative: on the half of the published servers that the constants were chosen on, 90% of
+# the rows lie within these (benchmarks/measure/published_serving.py; the other half is the test).
+ERROR_STEP, ERROR_FIRST, ERROR_ENERGY = 0.36, 0.9, 0.36
+# Time to the first token under steady arrivals: prefills of its own (chunks between steps of others), prefills for each
+# other sequence under way and the power of their number, and steps. Chosen on the same half.
+_FIRST_TOKEN = (2.6, 0.028, 1.34, 9.0)
+# Memory of engines: CUDA context, graphs, and the share of the board that they leave free (vLLM: 0.9 is used).
+_OVERHEAD_BYTES, _USED_SHARE = 3.0e9, 0.92
+_MEMORY_ERROR = 0.10
+ARRIVALS = ("steady", "once")
+_FIGURES = (
+    "time_to_first_token_s",
+    "time_per_output_token_s",
+    "tokens_per_s",
+    "joules_per_token",
+    "power_w",
+    "memory_bytes",
+)
+
+
+class Quantity(float):
+    """A number with the half-width of its 90% interval."""
+
+    error: float
+
+    def __new__(cls, value: float, error: float) -> Quantity:
+        made = super().__new__(cls, value)
+        made.error = error
+        return made
+
+    def __repr__(self) -> str:
+        return f"Quantity({float(self)!r}, error={self.error!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEstimate:
+    """Prefill or decode alone: seconds of one pass, watts and joules of all GPUs, tokens that it yields or reads."""
+
+    time_s: Quantity
+    power_w: Quantity
+    energy_j: Quantity
+    tokens: float
+
+    @property
+    def joules_per_token(self) -> Quantity:
+        """Joules for each token of the phase."""
+        return Quantity(self.energy_j / self.tokens, self.energy_j.error / self.tokens)
+
+    @property
+    def tokens_per_s(self) -> Quantity:
+        """Tokens in a second."""
+        relative = self.time_s.error / self.time_s
+        return Quantity(self.tokens / self.time_s, relative * self.tokens / self.time_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingReport:
+    """One model on one deployment with `batch` sequences under way.
+
+    `time_to_first_token_s` is that of a prompt beside the steps and prompts of the other sequences.
+    `time_per_output_token_s` is the mean over a generation, with the prompts of other sequences between the steps where
+    arrivals are steady. `joules_per_token` are those of all GPUs for an output token, its share of the prompt included.
+    """
+
+    served: ServedModel
+    deployment: Deployment
+    batch: int
+    prompt: int
+    generate: int
+    arrivals: str
+    time_to_first_token_s: Quantity
+    time_per_output_token_s: Quantity
+    tokens_per_s: Quantity
+    joules_per_token: Quantity
+    power_w: Quantity
+    memory_bytes: Quantity
+    weights_bytes: float
+    cache_bytes: float
+    prefill: PhaseEstimate
+    decode: PhaseEstimate
+    decode_by_context: tuple[tuple[int, PhaseEstimate], ...]
+    capacity_bytes: float | None
+    largest_batch: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a GPU's memory holds its part; None where the capacity of the chip is not known."""
+        return None if self.capacity_bytes is None else self.memory_bytes <= _USED_SHARE * self.capacity_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        d, on = self.served, self.deployment
+        figures = {name: _plain(getattr(self, name)) for name in _FIGURES}
+        return {
+            "model": d.name,
+            "parameters": d.shape.parameters,
+            "active_parameters": d.active_parameters,
+            "on": on.device.id,
+            "gpus": on.gpus,
+            "replicas": on.replicas,
+            "expert_ranks": on.expert_ranks,
+            "dtype": on.weights,
+            "experts_dtype": on.experts if d.shape.experts else None,
+            "cache_dtype": on.cache,
+            "engine": on.engine,
+            "launch": on.launch,
+            "batch": self.batch,
+            "prompt": self.prompt,
+            "generate": self.generate,
+            "arrivals": self.arrivals,
+            **figures,
+            "weights_bytes": self.weights_bytes,
+            "cache_bytes": self.cache_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "fits": self.fits,
+            "largest_batch": self.largest_batch,
+            "prefill": _phase_dict(self.prefill),
+            "decode": _phase_dict(self.decode),
+            "decode_by_context": [{"context": n, **_phase_dict(phase)} for n, phase in self.decode_by_context],
+        }
+
+
+def _plain(value: Quantity) -> dict[str, float]:
+    return {"value": float(value), "error": value.error}
+
+
+def _phase_dict(phase: PhaseEstimate) -> dict[str, Any]:
+    names = ("time_s", "power_w", "energy_j", "tokens_per_s", "joules_per_token")
+    return {name: _plain(getattr(phase, name)) for name in names}
+
+
+def estimate_serving(
+    model: Any,
+    *,
+    on: str | Device,
+    batch: int = 1,
+    prompt: int = 1024,
+    generate: int = 256,
+    dtype: str = "bf16",
+    tp: int = 1,
+    ep: int | None = None,
+    attention_dp: int = 1,
+    experts_dtype: str | None = None,
+    cache_dtype: str | None = None,
+    engine: str = "vllm",
+    launch: str = "graph",
+    arrivals: str = "steady",
+) -> ServingReport:
+    """Predict a server: `batch` sequences under way, each with a `prompt` and `generate` tokens of output.
+
+    `model` is a public name, a configuration of Hugging Face, a path of a config.json, or a module. `tp` GPUs share one
+    copy; `ep` of them share the experts by expert (default: by width), and with `attention_dp` groups share the
+    sequences. `arrivals` "steady": a prompt comes whenever a sequence ends; "once": all prompts come first.
+    """
+    served = read_served_model(model)
+    device = lookup(on) if isinstance(on, str) else on
+    _check_sizes(batch=batch, prompt=prompt, generate=generate, tp=tp)
+    if arrivals not in ARRIVALS:
+        raise ArgumentError(f"arrivals={arrivals!r} is not known", fix=f"one of: {', '.join(ARRIVALS)}")
+    if tp // attention_dp > served.shape.heads:
+        raise ArgumentError(f"{tp} GPUs do not share {served.shape.heads} heads", fix="fewer GPUs, or attention_dp")
+    narrow = dtype in ("fp8", "fp4")
+    deployment = Deployment(
+        device=device,
+        gpus=tp,
+        replicas=attention_dp,
+        expert_ranks=(ep or 1) if served.shape.experts else 1,
+        weights=dtype,
+        experts=experts_dtype or dtype,
+        cache=cache_dtype or ("fp8" if narrow else "bf16"),
+        launch=launch,
+        engine=engine,
+    )
+    return predict_serving(served, deployment, batch=batch, prompt=prompt, generate=generate, arrivals=arrivals)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ArgumentError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def predict_serving(
+    served: ServedModel, on: Deployment, *, batch: int, prompt: int, generate: int, arrivals: str = "steady"
+) -> ServingReport:
+    """As `estimate_serving`, of a `Deployment` that was made before."""
+    find_engine(on.engine)
+    mean = run_pass(decode_pass(served, on, batch=batch, context=prompt + generate / 2), on, batch)
+    first = run_pass(prefill_pass(served, on, batch=1, prompt=prompt), on, 1)
+    # For each step of all sequences, batch / generate of them end and as many prompts come; each copy of the attention
+    # works on its own prompts.
+    prompts = batch / generate / on.replicas if arrivals == "steady" else 0.0
+    step_s = mean.seconds + prompts * find_engine(on.engine).prefill * first.seconds
+    step_j = mean.energy_j + prompts * first.energy_j
+    shown_j = step_j if arrivals == "steady" else mean.energy_j + batch / generate / on.replicas * first.energy_j
+    waits_s = _first_token_s(first.seconds, mean.seconds, batch / on.replicas, arrivals)
+    power_w = on.gpus * min(step_j / step_s, on.device.tdp_w.value if on.device.tdp_w else math.inf)
+    weights, cache, all_bytes = count_memory(served, on, batch, prompt + generate)
+    capacity = on.device.memory.capacity_bytes
+    contexts = sorted({prompt, prompt + generate // 2, prompt + generate})
+    curve = [(n, run_pass(decode_pass(served, on, batch=batch, context=n), on, batch)) for n in contexts]
+    joules = on.gpus * shown_j / batch
+    return ServingReport(
+        served=served,
+        deployment=on,
+        batch=batch,
+        prompt=prompt,
+        generate=generate,
+        arrivals=arrivals,
+        time_to_first_token_s=Quantity(waits_s, ERROR_FIRST * waits_s),
+        time_per_output_token_s=Quantity(step_s, ERROR_STEP * step_s),
+        tokens_per_s=Quantity(batch / step_s, ERROR_STEP * batch / step_s),
+        joules_per_token=Quantity(joules, ERROR_ENERGY * joules),
+        power_w=Quantity(power_w, 0.5 * ERROR_ENERGY * power_w),
+        memory_bytes=Quantity(all_bytes, _MEMORY_ERROR * all_bytes),
+        weights_bytes=weights,
+        cache_bytes=cache,
+        prefill=_phase(first, on, prompt * on.replicas),
+        decode=_phase(mean, on, batch),
+        decode_by_context=tuple((n, _phase(run, on, batch)) for n, run in curve),
+        capacity_bytes=capacity.value if capacity else None,
+        largest_batch=find_largest_batch(served, on, prompt + generate),
+    )
+
+
+def _first_token_s(prefill_s: float, step_s: float, sequences: float, arrivals: str) -> float:
+    """Seconds to the first token: of a prompt among others that come at any time, or the mean of all at once."""
+    if arrivals == "once":
+        return prefill_s * (sequences + 1) / 2
+    own, shared, power, steps = _FIRST_TOKEN
+    return float(prefill_s * (own + shared * sequences**power) + steps * step_s)
+
+
+def _phase(run: PowerEstimate, on: Deployment, tokens: float) -> PhaseEstimate:
+    watts, joules = on.gpus * run.power_w, on.gpus * run.energy_j
+    return PhaseEstimate(
+        time_s=Quantity(run.seconds, ERROR_STEP * run.seconds),
+        power_w=Quantity(watts, 0.5 * ERROR_ENERGY * watts),
+        energy_j=Quantity(joules, ERROR_ENERGY * joules),
+        tokens=tokens,
+    )
+
+
+def count_memory(served: ServedModel, on: Deployment, batch: float, tokens: int) -> tuple[float, float, float]:
+    """Bytes on one GPU: weights, cache of `batch` sequences of `tokens`, and all with the engine's own."""
+    s = served.shape
+    experts = s.expert_parameters()
+    stored = served.expert_format or on.experts
+    rest = s.parameters - experts - s.embedding_parameters
+    # Experts and MLPs are divided among all GPUs, attention among its ranks only.
+    layers = served.full_layers + served.windowed_layers
+    attention = min(rest, layers * sum(n * k for n, k in served.attention_matrices(1)))
+    weights = experts / on.gpus * WEIGHT_BYTES[stored] + 2.0 * s.embedding_parameters / on.gpus
+    weights += (attention / on.attention_ranks + (rest - attention) / on.gpus) * WEIGHT_BYTES[on.weights]
+    cache = batch / on.replicas * served.cache_bytes(tokens, on.attention_ranks, WEIGHT_BYTES[on.cache])
+    return weights, cache, weights + cache + _OVERHEAD_BYTES
+
+
+def find_largest_batch(served: ServedModel, on: Deployment, tokens: int) -> int | None:
+    """The most sequences of `tokens` that fit; 0 where the weights do not; None where the capacity is not known."""
+    capacity = on.device.memory.capacity_bytes
+    if capacity is None:
+        return None
+    weights, each, _ = count_memory(served, on, 1, tokens)
+    room = _USED_SHARE * capacity.value - weights - _OVERHEAD_BYTES
+    return max(0, math.floor(room / each)) if each > 0 else None
+
+
+def sweep_serving(
+    model: Any,
+    *,
+    on: list[str | Device],
+    dtype: list[str],
+    tp: list[int],
+    batch: list[int],
+    max_time_per_output_token_s: float | None = None,
+    max_time_to_first_token_s: float | None = None,
+    **options: Any,
+) -> tuple[list[ServingReport], ServingReport | None]:
+    """Every combination, and the one of fewest joules per token that fits and meets the limits (None: none does)."""
+    served = read_served_model(model)
+    reports = [
+        estimate_serving(served, on=chip, dtype=form, tp=ranks, batch=size, **options)
+        for chip in on
+        for form in dtype
+        for ranks in tp
+        for size in batch
+    ]
+    limits = (max_time_per_output_token_s or math.inf, max_time_to_first_token_s or math.inf)
+    met = [
+        r
+        for r in reports
+        if r.fits is not False and r.time_per_output_token_s <= limits[0] and r.time_to_first_token_s <= limits[1]
+    ]
+    return reports, min(met, key=lambda r: r.joules_per_token, default=None)

@@ -1,0 +1,258 @@
+"""The work of one forward pass on one GPU of a server: products, attention, experts, small kernels, exchanges.
+
+A step of decoding sends one token of each sequence through the model, a prefill all tokens of a prompt. Products and
+attentions are those of tessera.estimate at boost clock, with weights and cache read from device memory: between two
+uses of a weight, all others pass through the cache of the chip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from ..device import Device
+from ..dist.cost import collective_cost, find_link
+from ..errors import ArgumentError
+from ..estimate.attention import attention_time
+from ..estimate.gemm import gemm_time
+from ..estimate.kernel_time import ELEMENT_BYTES, chip
+from ..estimate.power import DeviceWork
+from .deployment import WEIGHT_BYTES, Deployment
+from .served_model import ServedModel
+
+# Kernels beside products and attention, of one layer under a CUDA graph: two norms with residuals, rotary embedding,
+# write to the cache, activation, casts; with experts: router, sort, gather, scatter; latent attention: two more norms,
+# its splits and joins; linear attention: convolution, gates, norm.
+_SMALL, _SMALL_EXPERTS, _SMALL_LATENT, _SMALL_LINEAR = 6, 6, 3, 4
+# Bytes for each element of the hidden state that these read and write in a layer (bf16, residual kept).
+_SMALL_BYTES = 24.0
+# Kernels of experts reach these shares of the bandwidth while few tokens come to each of them (other chips as Hopper),
+# and of the peak; and the power in which both times are added. Chosen on half of the published servers
+# (benchmarks/measure/published_serving.py).
+_EXPERT_BANDWIDTH, _EXPERT_BANDWIDTH_OTHER = {"blackwell": 0.76}, 0.62
+_EXPERT_PEAK, _EXPERT_POWER = 0.5, 2.0
+# All GPUs wait for the one whose experts were chosen most: this much longer for each further rank of experts.
+_IMBALANCE = 0.02
+# Attention of a step in a server against the kernels' own benchmark loop, and the latency of an exchange of few bytes,
+# for which engines have kernels of their own; chosen on the same half.
+_DECODE_ATTENTION = 0.6
+_EXCHANGE_S = 5.9e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassWork:
+    """One pass on one GPU: work by part, the number of small kernels, and the seconds of exchanges between GPUs."""
+
+    products: DeviceWork
+    attention: DeviceWork
+    experts: DeviceWork
+    small: DeviceWork
+    kernels: float
+    exchange_s: float
+
+
+def decode_pass(served: ServedModel, on: Deployment, *, batch: float, context: float) -> PassWork:
+    """One token for each of `batch` sequences that have `context` tokens in the cache."""
+    return _pass(served, on, sequences=batch, queries=1, keys=max(1, round(context)))
+
+
+def prefill_pass(served: ServedModel, on: Deployment, *, batch: float, prompt: int) -> PassWork:
+    """All tokens of `batch` prompts."""
+    return _pass(served, on, sequences=batch, queries=prompt, keys=prompt)
+
+
+def _pass(served: ServedModel, on: Deployment, *, sequences: float, queries: int, keys: int) -> PassWork:
+    s, ranks = served.shape, on.attention_ranks
+    own = max(1.0, sequences / on.replicas)  # sequences of this GPU's copy of the attention
+    rows, all_rows = own * queries, max(1.0, sequences) * queries
+    products = _products(on, rows, served.attention_matrices(ranks), served.full_layers + served.windowed_layers)
+    if served.linear is not None:
+        products = products + _products(on, rows, served.linear_matrices(ranks), served.linear.layers)
+    gates = 2 if s.gated else 1
+    widths = [(s.layers - s.moe_layers, s.ffn), (s.moe_layers, s.shared_experts * s.moe_ffn)]
+    for layers, width in widths:
+        if layers and width:
+            matrices = [(gates * width / on.gpus, s.hidden), (s.hidden, width / on.gpus)]
+            products = products + _products(on, all_rows, matrices, layers)
+    head = _product_work(on.device, max(1, round(own)), s.vocab / on.gpus, s.hidden, "bf16")
+    kernels = s.layers * _SMALL + s.moe_layers * _SMALL_EXPERTS + 4
+    kernels += served.full_layers * _SMALL_LATENT if served.latent else 0
+    kernels += served.linear.layers * _SMALL_LINEAR if served.linear else 0
+    return PassWork(
+        products=products + head,
+        attention=_attention(served, on, own, queries, keys),
+        experts=_experts(served, on, all_rows),
+        small=stream_work(on.device, s.layers * rows * s.hidden * _SMALL_BYTES),
+        kernels=kernels,
+        exchange_s=_exchange(served, on, rows, all_rows),
+    )
+
+
+def _products(on: Deployment, rows: float, matrices: list[tuple[float, float]], layers: int) -> DeviceWork:
+    work = DeviceWork()
+    for n, k in matrices:
+        work = work + _product_work(on.device, max(1, round(rows)), n, k, on.weights, float(layers))
+    return work
+
+
+def _product_work(device: Device, m: int, n: float, k: float, stored: str, count: float = 1.0) -> DeviceWork:
+    """A product whose weights come from device memory; formats that the chip lacks are widened on the way."""
+    columns, depth = max(1, round(n)), max(1, round(k))
+    precision = _computed(device, stored)
+    size = ELEMENT_BYTES[precision]
+    moved = WEIGHT_BYTES[stored] * columns * depth
+    activations = m * (size * depth + 2.0 * columns)
+    if activations > 0.5 * chip(device).cache_bytes:
+        moved += activations
+    return DeviceWork.of(gemm_time(device, m, columns, depth, 1, precision, hbm_bytes=moved), count)
+
+
+def _computed(device: Device, stored: str) -> str:
+    """The format in which a product is computed: that of its weights where the chip has units for it."""
+    if stored in ("fp4", "fp8", "int8") and stored in device.matrix:
+        return stored
+    return "fp32" if stored == "fp32" else "bf16"
+
+
+def stream_work(device: Device, nbytes: float) -> DeviceWork:
+    """Work bound by device memory, at the share of its bandwidth that long streams reach (0.83-0.87 on an H200)."""
+    bandwidth = device.memory.bandwidth_bytes_per_s
+    if bandwidth is None:
+        raise ArgumentError(f"the memory bandwidth of {device.id} is not known")
+    seconds = nbytes / (0.85 * bandwidth.value)
+    return DeviceWork(fixed_s=seconds, busy_s=0.5 * seconds, hbm_bytes=nbytes)
+
+
+def _attention(served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int) -> DeviceWork:
+    """Attention of all layers for this GPU's sequences."""
+    work = DeviceWork()
+    seen = min(keys, served.index.most) if served.index else keys
+    if served.full_layers:
+        work = work + _attend(served, on, sequences, queries, seen if queries == 1 else keys, served.full_layers, seen)
+    if served.index is not None and keys > served.index.most:
+        work = work + _choose_keys(served, on, sequences, queries, keys)
+    if served.windowed_layers:
+        near = min(keys, served.window)
+        work = work + _attend(
+            served, on, sequences, queries, near if queries == 1 else keys, served.windowed_layers, near
+        )
+    if served.linear is not None:
+        # The state is read and written once for a step, or once for each chunk of 64 tokens of a prompt.
+        chunks = math.ceil(queries / 64)
+        moved = 2.0 * sequences * chunks * served.state_bytes(on.attention_ranks)
+        work = work + stream_work(on.device, moved)
+    return work
+
+
+def _attend(
+    served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int, layers: int, seen: int
+) -> DeviceWork:
+    s, ranks = served.shape, on.attention_ranks
+    heads, key_heads = max(1, round(s.heads / ranks)), max(1, round(s.key_heads / ranks))
+    size = s.head_size
+    batch = max(1, round(sequences))
+    cache = ELEMENT_BYTES["fp8" if on.cache in ("fp8", "fp4", "int8", "int4") else "bf16"]
+    nbytes = sequences * keys * served.cache_elements(ranks) * cache
+    if served.latent is not None and queries == 1:
+        # All heads share one compressed key of rank and rotary part, whose first part is the value too.
+        key_heads, size = 1, (2 * served.latent.key_rank + served.latent.rotary) // 2
+    kernel = attention_time(
+        on.device,
+        batch,
+        heads,
+        min(key_heads, heads),
+        queries,
+        keys,
+        size,
+        queries > 1,
+        "bf16",
+        window=seen if queries > 1 and seen < keys else None,
+        hbm_bytes=nbytes + (4.0 * sequences * queries * heads * size if queries > 1 else 0.0),
+        source="vllm",
+    )
+    # Under a CUDA graph the kernel starts as any other: its launch is one of the small ones.
+    alone = dataclasses.replace(kernel, seconds=kernel.seconds - kernel.overhead_s, overhead_s=0.0)
+    alone = dataclasses.replace(alone, clock_s=min(alone.seconds, alone.clock_s))
+    return DeviceWork.of(alone, layers * (sequences / batch) * (_DECODE_ATTENTION if queries == 1 else 1.0))
+
+
+def _choose_keys(served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int) -> DeviceWork:
+    """The index: small fp8 products of each query with all keys before it."""
+    assert served.index is not None
+    pairs = sequences * queries * (keys if queries == 1 else keys / 2)
+    flops = 2.0 * pairs * served.index.heads * served.index.size * served.full_layers
+    nbytes = sequences * keys * served.index.size * served.full_layers + 4.0 * pairs * served.full_layers
+    return _bounded_work(on.device, flops, nbytes, "fp8", 0.4, 0.8)
+
+
+def _experts(served: ServedModel, on: Deployment, rows: float) -> DeviceWork:
+    """The experts of all layers on this GPU: the weights of those that some token chose, and their products."""
+    s = served.shape
+    if not s.moe_layers:
+        return DeviceWork()
+    stored = served.expert_format or on.experts
+    local = s.experts / on.expert_ranks
+    chosen = max(min(1.0, local), local * (1.0 - (1.0 - s.topk / s.experts) ** rows)) if s.topk < s.experts else local
+    width = s.moe_ffn / on.width_ranks
+    matrices = 3 if s.gated else 2
+    weights = matrices * s.hidden * width
+    tokens = rows * s.topk / on.expert_ranks
+    nbytes = chosen * weights * WEIGHT_BYTES[stored] + tokens * (4.0 * s.hidden + 6.0 * width)
+    flops = 2.0 * weights * tokens
+    reached = _EXPERT_BANDWIDTH.get(on.device.architecture or "", _EXPERT_BANDWIDTH_OTHER)
+    work = _bounded_work(on.device, flops, nbytes, _computed(on.device, stored), _EXPERT_PEAK, reached)
+    router = _product_work(on.device, max(1, round(rows)), s.experts, s.hidden, "bf16")
+    layer = work + router
+    waits_s = _IMBALANCE * (on.expert_ranks - 1) * work.seconds
+    return DeviceWork(
+        clock_s=layer.clock_s * s.moe_layers,
+        fixed_s=(layer.fixed_s + waits_s) * s.moe_layers,
+        busy_s=(layer.busy_s + 0.5 * waits_s) * s.moe_layers,
+        flops={unit: n * s.moe_layers for unit, n in layer.flops.items()},
+        hbm_bytes=layer.hbm_bytes * s.moe_layers,
+        l2_bytes=layer.l2_bytes * s.moe_layers,
+    )
+
+
+def _bounded_work(
+    device: Device, flops: float, nbytes: float, precision: str, peak_share: float, bandwidth_share: float
+) -> DeviceWork:
+    """Work of a kernel that has no model of its own: products against bytes, at given shares of the chip's peaks."""
+    of = chip(device)
+    peak, unit, _ = of.peak(precision)
+    compute_s, memory_s = flops / (peak * peak_share), nbytes / (of.bandwidth * bandwidth_share)
+    whole = compute_s**_EXPERT_POWER + memory_s**_EXPERT_POWER
+    seconds = whole ** (1 / _EXPERT_POWER)
+    clocked = seconds * compute_s**_EXPERT_POWER / whole if whole else 0.0
+    return DeviceWork(
+        clock_s=clocked,
+        fixed_s=seconds - clocked,
+        busy_s=seconds,
+        flops={unit: flops},
+        hbm_bytes=nbytes,
+        l2_bytes=nbytes,
+    )
+
+
+def _exchange(served: ServedModel, on: Deployment, rows: float, all_rows: float) -> float:
+    """Seconds of the exchanges of a pass: after each attention and each MLP."""
+    if on.gpus == 1:
+        return 0.0
+    hidden = 2.0 * served.shape.hidden  # bytes of one token's state
+    seconds = 0.0
+    if on.attention_ranks > 1:
+        seconds += _reduce_s(on.device, rows * hidden, on.attention_ranks)
+    if on.replicas > 1:  # tokens go to all GPUs and come back
+        kinds = ("all_gather", "reduce_scatter")
+        seconds += sum(collective_cost(kind, all_rows * hidden, on.gpus, on=on.device).time_s for kind in kinds)
+    else:
+        seconds += _reduce_s(on.device, all_rows * hidden, on.gpus)
+    return seconds * served.shape.layers
+
+
+def _reduce_s(device: Device, nbytes: float, ranks: int) -> float:
+    """An all-reduce: an engine's own kernel, in which each GPU reads from all others, or NCCL's where it is faster."""
+    _, link = find_link(device)
+    own = _EXCHANGE_S + 2.0 * nbytes / link.one_way_bytes_per_s
+    return min(own, collective_cost("all_reduce", nbytes, ranks, on=device).time_s)

@@ -1,0 +1,232 @@
+"""`ServedModel`: the sizes of a language model that decide what serving it takes, from a name or a configuration."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..dist.model_shape import read_config, read_model_shape
+from ..dist.training_model import ModelShape
+from ..errors import ArgumentError, did_you_mean
+
+# Words of a model's name that do not change its sizes: tuning, date, format of the weights.
+_VARIANT = re.compile(
+    r"-(instruct|thinking|chat|it|base|hf|fp8|bf16|nvfp4|fp4|awq|gptq|mxfp4|dynamic|static|pertensor|turbo|preview"
+    r"|\d{4}|v\d+(\.\d+)?|99(\.9)?)$"
+)
+# Names of the same sizes.
+_SAME = {
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3",
+    "deepseek-r1-0528": "deepseek-v3",
+    "kimi-k2.5": "kimi-k2",
+    "minimax-m2": "minimax-m2.5",
+    "minimax-m2.7": "minimax-m2.5",
+    "glm-5.1": "glm-5",
+    "llama-3.3-70b": "llama-3.1-70b",
+    "llama-3-70b": "llama-3.1-70b",
+    "llama-3-8b": "llama-3.1-8b",
+    "llama-3-405b": "llama-3.1-405b",
+    "qwen3-vl-235b-a22b": "qwen3-235b-a22b",
+    "qwen3-vl-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-omni-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+    "qwen3-vl-8b": "qwen3-8b",
+    "qwen3-vl-4b": "qwen3-4b",
+    "qwen3-vl-32b": "qwen3-32b",
+    "gptj": "gpt-j-6b",
+    "gptj-6b": "gpt-j-6b",
+    "mixtral-8x7b-v0.1": "mixtral-8x7b",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention: ranks of queries and of keys with values, and the sizes of a head's parts."""
+
+    query_rank: int
+    key_rank: int
+    rotary: int
+    plain: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearAttention:
+    """Layers whose attention keeps a state of fixed size for each sequence (gated delta networks)."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyIndex:
+    """Sparse attention: an index of small keys chooses the `most` keys that a query sees."""
+
+    most: int
+    heads: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """Sizes of a decoder: its `shape`, and what makes its attention cheaper than that of all keys in all layers.
+
+    `window` keys are seen in `windowed_layers`; the other layers that are not `linear` see all of them.
+    """
+
+    name: str
+    shape: ModelShape
+    latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    index: KeyIndex | None = None
+    window: int = 0
+    windowed_layers: int = 0
+    expert_format: str | None = None
+
+    @property
+    def full_layers(self) -> int:
+        """Layers whose attention sees all keys (or those that an index chooses)."""
+        return self.shape.layers - self.windowed_layers - (self.linear.layers if self.linear else 0)
+
+    def attention_matrices(self, ranks: int) -> list[tuple[float, float]]:
+        """The projections of one attention on one of `ranks`: (outputs, inputs) of each."""
+        s, heads = self.shape, self.shape.heads / ranks
+        if self.latent is not None:
+            m = self.latent
+            down = (m.query_rank + m.key_rank + m.rotary, s.hidden)
+            # Keys and values stay compressed: queries are multiplied up to them, results down from them.
+            up, absorbed = heads * (m.plain + m.rotary), heads * m.plain
+            values = heads * m.value
+            return [down, (up, m.query_rank), (absorbed, m.key_rank), (values, m.key_rank), (s.hidden, values)]
+        size, keys = s.head_size, max(s.key_heads / ranks, 1.0)
+        return [((heads + 2 * keys) * size, s.hidden), (s.hidden, heads * size)]
+
+    def linear_matrices(self, ranks: int) -> list[tuple[float, float]]:
+        """The projections of one linear attention on one of `ranks`."""
+        if self.linear is None:
+            return []
+        n, h = self.linear, self.shape.hidden
+        keys, values = n.key_heads * n.key_size / ranks, n.value_heads * n.value_size / ranks
+        return [(2 * keys + 2 * values + 2 * n.value_heads / ranks, h), (h, values)]
+
+    def cache_elements(self, ranks: int) -> float:
+        """Elements that one token adds to the cache of one rank, in one layer that sees all keys."""
+        if self.latent is not None:
+            return float(self.latent.key_rank + self.latent.rotary)
+        return 2.0 * max(self.shape.key_heads / ranks, 1.0) * self.shape.head_size
+
+    def state_bytes(self, ranks: int) -> float:
+        """Bytes of one sequence's states of linear attention on one rank, in fp32 as servers keep them."""
+        if self.linear is None:
+            return 0.0
+        n = self.linear
+        return 4.0 * n.layers * n.value_heads * n.key_size * n.value_size / ranks
+
+    def cache_bytes(self, tokens: int, ranks: int, element_bytes: float) -> float:
+        """Bytes of one sequence of `tokens` in the cache of one rank, all layers."""
+        seen = self.full_layers * tokens + self.windowed_layers * min(tokens, self.window or tokens)
+        extra = self.full_layers * tokens * self.index.size if self.index else 0.0  # the index keeps fp8 keys
+        return seen * self.cache_elements(ranks) * element_bytes + extra + self.state_bytes(ranks)
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters that one token is multiplied by."""
+        s = self.shape
+        idle = s.expert_parameters() * (1 - s.topk / s.experts) if s.experts else 0.0
+        return s.parameters - idle
+
+
+@functools.cache
+def list_models() -> dict[str, dict[str, Any]]:
+    """Configurations of public models by name: the sizes of each model's config.json."""
+    text = (resources.files(__package__) / "models.json").read_text(encoding="utf-8")
+    models: dict[str, dict[str, Any]] = json.loads(text)
+    return models
+
+
+def read_served_model(model: Any) -> ServedModel:
+    """The sizes of a model: a public name ("meta-llama/Llama-3.1-70B"), a configuration, or a module.
+
+    A configuration is what `dist.read_model_shape` takes: an object, a mapping, JSON, or the path of a config.json.
+    """
+    if isinstance(model, ServedModel):
+        return model
+    if isinstance(model, ModelShape):
+        return ServedModel(name="model", shape=model)
+    if isinstance(model, (str, Path)):
+        text = str(model).removeprefix("hf:")
+        if text.lstrip().startswith("{") or text.endswith(".json") or Path(text).is_file():
+            return _model_of(read_config(text), Path(text).stem if not text.startswith("{") else "model")
+        return _model_of(*_find_model(text))
+    config = getattr(model, "config", model)
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    if isinstance(config, Mapping):
+        return _model_of(config, str(config.get("_name_or_path") or config.get("model_type") or "model"))
+    return ServedModel(name=type(model).__name__, shape=read_model_shape(model))
+
+
+def _find_model(name: str) -> tuple[dict[str, Any], str]:
+    models = list_models()
+    short = name.rpartition("/")[2].lower().replace("_", "-").removeprefix("meta-")
+    short = re.sub(r"^llama(?=\d)", "llama-", short)
+    tried = [short]
+    while (shorter := _VARIANT.sub("", tried[-1])) != tried[-1]:
+        tried.append(shorter)
+    for word in tried:
+        known_as = _SAME.get(word, word)
+        if known_as in models:
+            return models[known_as], known_as
+    known = [*models, *_SAME]
+    raise ArgumentError(
+        f"the sizes of {name!r} are not known{did_you_mean(tried[-1], known)}",
+        why="nothing is downloaded",
+        fix=f"give its config.json (hf:config.json), or one of {len(models)} names such as llama-3.1-70b",
+    )
+
+
+def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
+    text = config.get("text_config") or config
+    c: Mapping[str, Any] = text if isinstance(text, Mapping) else text.to_dict()
+    latent = index = linear = None
+    if c.get("kv_lora_rank"):
+        latent = LatentAttention(
+            query_rank=int(c.get("q_lora_rank") or c["hidden_size"]),
+            key_rank=int(c["kv_lora_rank"]),
+            rotary=int(c.get("qk_rope_head_dim", 64)),
+            plain=int(c.get("qk_nope_head_dim", 128)),
+            value=int(c.get("v_head_dim", 128)),
+        )
+    if c.get("index_topk"):
+        index = KeyIndex(most=int(c["index_topk"]), heads=int(c["index_n_heads"]), size=int(c["index_head_dim"]))
+    layers, kinds = int(c.get("num_hidden_layers") or 0), c.get("layer_types") or ()
+    if c.get("linear_num_value_heads"):
+        every = int(c.get("full_attention_interval") or 4)
+        linear = LinearAttention(
+            layers=sum("linear" in str(kind) for kind in kinds) or layers - layers // every,
+            key_heads=int(c["linear_num_key_heads"]),
+            value_heads=int(c["linear_num_value_heads"]),
+            key_size=int(c["linear_key_head_dim"]),
+            value_size=int(c["linear_value_head_dim"]),
+        )
+    windowed = int(c.get("sliding_layers") or sum("sliding" in str(kind) for kind in kinds))
+    return ServedModel(
+        name=name,
+        shape=read_model_shape(c),
+        latent=latent,
+        linear=linear,
+        index=index,
+        window=int(c.get("sliding_window") or 0) if windowed else 0,
+        windowed_layers=windowed,
+        expert_format="fp4" if c.get("model_type") == "gpt_oss" else None,
+    )

@@ -1,0 +1,116 @@
+"""Predictions of servers: physics that must hold, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tessera
+from tessera.cli.predict import command
+from tessera.errors import ArgumentError
+from tessera.serving.estimate import estimate_serving, sweep_serving
+from tessera.serving.served_model import read_served_model
+
+from command_line import invoke
+
+MODELS = ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3", "qwen3.5-35b-a3b", "glm-5", "gemma-3-4b")
+CHIPS = ("h200", "h100", "b200", "a100", "l40s", "t4", "mi300x", "v100")
+
+
+def test_estimate_has_it_under_the_name_of_the_issue():
+    report = tessera.estimate.serving(
+        "llama-3.1-8b", on="h200", batch=32, prompt=4096, generate=512, dtype="bf16", tp=1
+    )
+    names = ("time_to_first_token_s", "time_per_output_token_s", "tokens_per_s", "joules_per_token", "power_w")
+    for value in [getattr(report, name) for name in (*names, "memory_bytes")]:
+        assert value > 0
+        assert 0 < value.error < value
+    assert report.tokens_per_s == pytest.approx(32 / report.time_per_output_token_s)
+    json.dumps(report.to_dict())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.sampled_from(MODELS),
+    chip=st.sampled_from(CHIPS),
+    dtype=st.sampled_from(["bf16", "fp8", "fp4", "int4"]),
+    tp=st.sampled_from([1, 2, 4]),
+    batch=st.integers(1, 512),
+    prompt=st.integers(1, 32_000),
+)
+def test_no_step_is_faster_than_the_bytes_that_it_must_read(model, chip, dtype, tp, batch, prompt):
+    report = estimate_serving(model, on=chip, batch=batch, prompt=prompt, generate=64, dtype=dtype, tp=tp)
+    d, on = read_served_model(model), report.deployment
+    # One token of one sequence: the weights that it is multiplied by (embeddings are looked up), once.
+    least = (d.active_parameters - 2 * d.shape.vocab * d.shape.hidden) * 0.5 / tp
+    assert report.decode.time_s >= least / on.device.memory.bandwidth_bytes_per_s.value
+    assert report.power_w <= 1.01 * tp * on.device.tdp_w.value
+    assert report.joules_per_token > 0
+
+
+def test_more_work_takes_longer():
+    def step(**changes):
+        return estimate_serving(
+            **{"model": "qwen3-32b", "on": "h200", "batch": 16, "prompt": 2048, "generate": 256, "tp": 2} | changes
+        )
+
+    base = step()
+    assert step(prompt=8192).decode.time_s > base.decode.time_s
+    assert step(batch=256).time_per_output_token_s > base.time_per_output_token_s
+    assert step(batch=256).joules_per_token < base.joules_per_token
+    assert step(dtype="fp8").decode.time_s < base.decode.time_s
+    assert step(tp=4).decode.time_s < base.decode.time_s
+    assert step(launch="eager").decode.time_s > base.decode.time_s
+    assert step(arrivals="once").time_per_output_token_s < base.time_per_output_token_s
+    contexts = [n for n, _ in base.decode_by_context]
+    assert contexts == sorted(contexts)
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    report = estimate_serving("llama-3.1-70b", on="h100", tp=4, batch=8, prompt=4096, generate=512)
+    most = report.largest_batch
+    assert most > 8
+    at = [
+        estimate_serving("llama-3.1-70b", on="h100", tp=4, batch=n, prompt=4096, generate=512) for n in (most, most + 1)
+    ]
+    assert [r.fits for r in at] == [True, False]
+    assert estimate_serving("llama-3.1-70b", on="h100").largest_batch == 0
+
+
+def test_the_cheapest_point_meets_the_limits():
+    options = {"on": ["h200", "b200"], "dtype": ["bf16", "fp8"], "tp": [1, 2], "batch": [1, 8, 64]}
+    rows, free = sweep_serving("llama-3.1-70b", **options)
+    _, fast = sweep_serving("llama-3.1-70b", **options, max_time_per_output_token_s=0.02)
+    assert len(rows) == 24
+    assert fast.time_per_output_token_s <= 0.02 < free.time_per_output_token_s
+    assert free.joules_per_token == min(r.joules_per_token for r in rows if r.fits)
+    assert sweep_serving("llama-3.1-70b", **options, max_time_per_output_token_s=1e-6)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "fp5"}, "fp5"),
+        ({"tp": 3, "ep": 2}, "does not divide"),
+        ({"engine": "vlm"}, "did you mean 'vllm'"),
+        ({"batch": 0}, "at least 1"),
+        ({"arrivals": "never"}, "once"),
+        ({"tp": 512}, "heads"),
+    ],
+)
+def test_wrong_arguments_are_named(options, says):
+    with pytest.raises(ArgumentError) as error:
+        estimate_serving("qwen3-30b-a3b", on="h200", **options)
+    assert says in f"{error.value.what} {error.value.fix}"
+
+
+def test_the_command_agrees_with_python():
+    words = ["llama-3.1-8b", "--serve", "--on", "h200,b200", "--dtype", "bf16,fp8", "--batch", "8", "--json"]
+    rows = json.loads(invoke(command, *words).output)["rows"]
+    assert len(rows) == 4
+    same = estimate_serving("llama-3.1-8b", on="b200", batch=8, dtype="fp8")
+    assert rows[3]["time_per_output_token_s"]["value"] == same.time_per_output_token_s
+    assert rows[3]["joules_per_token"]["error"] == same.joules_per_token.error

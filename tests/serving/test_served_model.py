@@ -1,0 +1,67 @@
+"""The sizes of served models, from names and configurations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tessera.errors import ArgumentError
+from tessera.serving.served_model import list_models, read_served_model
+
+
+# Parameters as each model's card states them, in billions.
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 8.0, 8.0),
+        ("meta-llama/Llama-3.1-405B-Instruct-FP8", 405, 405),
+        ("deepseek-ai/DeepSeek-R1", 671, 37),
+        ("nvidia/DeepSeek-V3.1-NVFP4", 671, 37),
+        ("openai/gpt-oss-120b", 117, 5.1),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", 235, 22),
+        ("Qwen/Qwen3-32B", 32.8, 32.8),
+        ("Qwen/Qwen3.5-397B-A17B", 397, 17),
+        ("MiniMaxAI/MiniMax-M2.5", 229, 10),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", 109, 17),
+        ("google/gemma-3-27b-it", 27, 27),
+    ],
+)
+def test_a_name_has_the_parameters_of_its_card(name, total, active):
+    served = read_served_model(name)
+    assert served.shape.parameters / 1e9 == pytest.approx(total, rel=0.06)
+    assert served.active_parameters / 1e9 == pytest.approx(active, rel=0.16)
+
+
+def test_every_listed_model_is_read():
+    for name in list_models():
+        served = read_served_model(name)
+        assert served.full_layers > 0
+        assert served.cache_bytes(1000, 1, 2.0) > 0
+
+
+def test_an_unknown_name_says_what_to_give():
+    with pytest.raises(ArgumentError, match=r"did you mean 'llama-3\.1-70b'") as error:
+        read_served_model("lama-3.1-70b")
+    assert "config.json" in error.value.fix
+
+
+def test_a_configuration_a_file_and_its_text_are_the_same(tmp_path):
+    config = list_models()["qwen3-8b"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    shapes = [
+        read_served_model(model).shape for model in (config, str(path), f"hf:{path}", json.dumps(config), "qwen3-8b")
+    ]
+    assert all(shape == shapes[0] for shape in shapes)
+
+
+def test_windows_latent_and_linear_attention_shrink_the_cache():
+    full = read_served_model("llama-3.1-70b").cache_bytes(100_000, 1, 2.0)
+    assert full == 80 * 100_000 * 2 * 8 * 128 * 2.0
+    gpt_oss = read_served_model("gpt-oss-120b")
+    assert gpt_oss.cache_bytes(100_000, 1, 2.0) == pytest.approx((18 * 100_000 + 18 * 128) * 2 * 8 * 64 * 2.0)
+    assert read_served_model("deepseek-r1").cache_bytes(1000, 8, 1.0) == 61 * 1000 * 576
+    linear = read_served_model("qwen3.5-397b-a17b")
+    growth = linear.cache_bytes(2000, 1, 2.0) - linear.cache_bytes(1000, 1, 2.0)
+    assert growth == 15 * 1000 * 2 * 2 * 256 * 2.0
