@@ -120,7 +120,9 @@ caps = st.one_of(st.none(), st.integers(200, 700))
 ranges = st.one_of(st.none(), st.tuples(st.integers(23, 132), st.integers(23, 132)).map(sorted))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.lists(st.tuples(caps, ranges, st.integers(0, 5)), min_size=1, max_size=8), st.sampled_from([700, 450]))
 def test_any_order_of_coming_and_going(fake, run_dir, steps, was):
     """A step opens a hold, or closes the one of its number if there is one: limit and clocks are the tightest open."""

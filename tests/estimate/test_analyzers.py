@@ -414,4 +414,4 @@ def test_analyzers_import_without_torch() -> None:
         "import sys; sys.modules['torch'] = None; import tessera.graph.partition, tessera.graph.fusion, "
         + ", ".join(f"tessera.estimate.{part}" for part in parts)
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -98,7 +98,7 @@ def _compile(library: Path, *arguments: str) -> None:
 def run_checks(module: str, library: Path, env: dict[str, str]) -> dict[str, str]:
     """Run a module's checks in a child process; what went wrong, by name of the check ("": nothing)."""
     command = [sys.executable, "-W", "error", str(HERE / "vendor_abi.py"), module, str(library)]
-    child = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=60)
+    child = subprocess.run(command, check=False, env=env, capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stdout + child.stderr
     outcome: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
     return outcome

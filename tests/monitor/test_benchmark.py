@@ -29,6 +29,7 @@ from tessera.schema import Domain, Energy, Telemetry, Work
 from tessera.sensors.base import Batch
 
 from fakes.sensor import ScriptSensor
+from waiting import wait_until
 
 MS = 1_000_000
 
@@ -172,7 +173,7 @@ def test_bare_decorator(bench: Bench) -> None:
     assert r.name == "nap"
     assert r.converged
     assert 0 < r.calls < calls
-    assert 0.003 <= r.time_per_call_s.value < 0.03
+    assert r.time_per_call_s.value >= 0.003
     assert r.power_w.value == pytest.approx(300.0, rel=1e-3)
     assert r.energy_per_call_j.value == pytest.approx(300.0 * r.time_per_call_s.value, rel=0.01)
     assert r.energy_per_call_j.error is not None
@@ -218,16 +219,16 @@ def test_decorator_with_work_and_several_results(bench: Bench, capsys: pytest.Ca
 
 def test_the_first_calls_are_not_counted(bench: Bench) -> None:
     """The first call compiles, the first batches are slow: the result is the steady state, and says so."""
-    b = bench(target=0.1, budget_s=2.0)
+    b = bench(target=0.1, budget_s=4.0)
     born = time.monotonic()
 
     @b.measure
     def warming() -> None:
-        time.sleep(0.02 if time.monotonic() - born < 0.12 else 0.003)
+        time.sleep(0.2 if time.monotonic() - born < 1.2 else 0.003)
 
     warming()
     (r,) = b.results
-    assert r.time_per_call_s.value < 0.015
+    assert r.time_per_call_s.value < 0.15
     assert any("before the steady state" in n for n in r.notes)
 
 
@@ -390,7 +391,7 @@ def test_a_dead_sensor_gives_a_result_that_says_what_was_not_seen(bench: Bench) 
     assert monitor is not None
     for slot in monitor.sampler._slots:
         slot.sensor.fail = SensorLost("gone")  # type: ignore[attr-defined]
-    time.sleep(0.1)
+    wait_until(lambda: len(monitor.sampler.gaps) >= len(monitor.sampler._slots))
 
     @b.measure
     def blind() -> None:

@@ -924,7 +924,7 @@ def interrupted(pid: int, after_s: float) -> tuple[int, str, str]:
     )  # fmt: skip
     time.sleep(after_s)
     looking.send_signal(signal.SIGINT)
-    out, err = looking.communicate(timeout=50)
+    out, err = looking.communicate(timeout=300)
     return looking.returncode, out, err
 
 

@@ -211,7 +211,7 @@ def test_a_trace_outlives_one_interrupt_and_is_dropped_by_the_next(tmp_path, dro
             child.send_signal(signal.SIGINT)
             err = child.stderr.read()
         else:
-            _, err = child.communicate("go on\n", timeout=60)
+            _, err = child.communicate("go on\n", timeout=300)
     watchdog.cancel()
     assert child.wait(60) == 0, "the script's own"
     assert (DROPPED in err) is drop

@@ -30,7 +30,7 @@ SLOW = {"runfile": 60, "replay": 60}
 # What a parser refuses though nothing is wrong with it: nvidia-smi's logs are not played again.
 REFUSED = {("replay", 1), ("replay", 2)}
 UNDAMAGED = [(name, i) for name in fuzz_parsers.TARGETS for i in range(len(fuzz_parsers._seeds(name)))]
-quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize(("name", "number"), UNDAMAGED)

@@ -697,7 +697,7 @@ def test_a_forked_child_leaves_the_file_alone(tmp_path):
         run.add_row("mark", "parent", 2, 2)   # closed by nobody: at exit
     """
     path = tmp_path / "a.tessera"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), str(path)], check=True, timeout=300)
     back = RunFile(path)
     found = back.timeline()
     assert [found.name(i) for i in range(len(found))] == ["parent", "parent"]

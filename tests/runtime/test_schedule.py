@@ -21,9 +21,9 @@ from tessera.runtime.controller import PaceCommand
 from tessera.runtime.launches import Cadence, Countdown, PointPlacer
 from tessera.runtime.options import ScheduleOptions
 from tessera.runtime.pacer import PaceCounts
-from waiting import wait_until
 
 from fakes.busy import BusySensor
+from waiting import wait_until
 
 torch = pytest.importorskip("torch")
 

@@ -101,7 +101,7 @@ def test_in_a_subprocess_with_text_and_file(tmp_path):
         for s in (scenario, tmp_path / "scenario")
     ]
     for p in processes:
-        assert p.communicate(timeout=30)[0] == "2 321000 True\n"
+        assert p.communicate(timeout=300)[0] == "2 321000 True\n"
         assert p.returncode == 0
 
 
