@@ -215,7 +215,7 @@ def test_a_signal_ends_it_and_the_run_is_written(tmp_path, script, number, code)
         from tessera import profile
         with profile.region("waiting"):
             print("ready", flush=True)
-            time.sleep(60)
+            time.sleep(600)
         """
     )
     child = launch(tmp_path, name)

@@ -37,6 +37,7 @@ from tessera.schema import Domain
 from tessera.timeline.columns import Builder
 
 from fakes.sensor import ScriptSensor
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -439,7 +440,7 @@ def test_exporters_write_and_their_errors_come_last(power, path, tmp_path):
 
 def test_flush_brings_operators_to_the_file_while_it_runs(path):
     with profile.session(["cpu"], path=path, flush_s=0.05) as sess:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while "aten::mm" not in names(sess, "op"):
             assert time.monotonic() < deadline
             with profile.region("work"):
@@ -557,14 +558,8 @@ def test_a_window_that_ends_inside_a_record_function_ends_it(path):
 
 
 def test_a_limit_ends_tracing_without_any_boundary_of_the_program(path):
-    def spin(seconds):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            burn(1)
-            time.sleep(0.001)
-
     with profile.session(["cpu"], path=path, limit_s=0.05) as sess:
-        spin(1.5)
+        wait_until(lambda: any("time limit" in n for n in sess.notes), lambda: (burn(1), time.sleep(0.001)))
         with profile.region("after"):
             burn(1)
     last = max(r.end_ns for r in sess.records() if r.name == "aten::mm")
@@ -578,7 +573,7 @@ def test_the_main_thread_is_asked_between_operators():
     seen = []
     main = MainThread(lambda: seen.append(threading.current_thread()))
     threading.Thread(target=main.ask).start()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while not seen and time.monotonic() < deadline:
         sum(range(100))
     assert seen == [threading.main_thread()]
@@ -610,7 +605,7 @@ def test_an_interrupt_on_the_main_thread_is_not_lost():
     main = MainThread(interrupted)
     with pytest.raises(KeyboardInterrupt):
         threading.Thread(target=main.ask).start()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             sum(range(100))
 
@@ -761,7 +756,11 @@ def test_killed_it_leaves_what_it_had(tmp_path):
             with profile.region("first"):
                 pass
             profile.counter("loss", 2.0)
-            time.sleep(1.2)
+            has_all = False
+            while not has_all:
+                time.sleep(0.1)
+                with profile.RunFile({str(path)!r}) as run:
+                    has_all = run.rows == 2 and "cpu0" in run.domains and len(run.samples("cpu0")[0]) >= 3
             os._exit(9)
     """)
     assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 9
@@ -776,13 +775,13 @@ def test_killed_it_leaves_what_it_had(tmp_path):
 
 
 def test_sampling_keeps_stacks_and_traces_nothing(power, path):
-    def busy():
+    def busy(sess):
         deadline = time.monotonic() + 0.4
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or sess._stacks.samples < 5:
             burn(1)
 
     with profile.session(mode="sampling", path=path) as sess:
-        busy()
+        busy(sess)
     assert names(sess, "op") == []
     stacks = RunFile(sess.path).stacks()
     main = [s for s in stacks if "busy" in s.stack]
@@ -814,7 +813,7 @@ def test_frames_of_the_users_own_code_can_be_told_from_libraries(tmp_path):
 def test_a_trace_with_stacks_has_sampled_lines_too(path, power):
     torch = pytest.importorskip("torch")
     with profile.session(mode="timeline", with_stack=True, sample_interval_ms=1, path=path) as sess:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 120
         while sess._stacks.samples < 5 and time.monotonic() < until:
             torch.ones(64, 64) @ torch.ones(64, 64)
     found = answer(sess.recording())

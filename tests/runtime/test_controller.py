@@ -606,8 +606,9 @@ def test_a_thread_that_waits_does_not_speak_for_one_that_works():
     pacer = HostPacer()
     pacer.obey(PaceCommand(9.0, 0.0005, 0.001))
     pacer.point(tokens=0)  # this thread goes on working
-    other = threading.Thread(target=pacer.point, kwargs={"tokens": 20})
+    other = threading.Thread(target=pacer.point, kwargs={"tokens": 20_000})
     other.start()
     time.sleep(0.05)
     assert other.is_alive() and pacer.counts().resting_ns is None
+    pacer.obey(PaceCommand())
     other.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-import time
 import warnings
 
 import pynvml as nv
@@ -21,6 +20,7 @@ from tessera.runtime.dvfs import ClockRule, ClockShaper, Dvfs, parse_dvfs
 
 from fakes.nvml import Scenario
 from places import REPOSITORY
+from waiting import wait_until
 
 regions = importlib.import_module("tessera.profile.region")  # tessera.profile.region is the class
 
@@ -231,7 +231,7 @@ def fake(fake_nvml, monkeypatch, tmp_path):
     fake_nvml.set(Scenario(gpus=2))
     nv.nvmlInit()
     yield fake_nvml
-    until(
+    wait_until(
         lambda: "tessera-linger" not in {t.name for t in threading.enumerate()}
     )  # it also closes what it held, a moment after the limit is back
     assert [limit_w(0), limit_w(1)] == [700, 700]
@@ -323,10 +323,7 @@ def test_clocks_are_shaped_by_regions(fake):
         assert (held.how, limit_w()) == ("driver", 500)
         assert fake.locked_clocks(0) == (345, 1980), "the whole range: no limit yet"
         with run_region(held.shaper, "step/decode"):
-            deadline = time.monotonic() + 5
-            while fake.locked_clocks(0) != (345, 900) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert fake.locked_clocks(0) == (345, 900)
+            wait_until(lambda: fake.locked_clocks(0) == (345, 900))
         assert limit_w() == 500
 
 
@@ -334,12 +331,12 @@ def test_clocks_are_shaped_by_regions(fake):
 def test_the_profilers_regions_are_names(fake):
     @region("step/decode")
     def decode():
-        until(lambda: fake.locked_clocks(0) == (345, 900))
+        wait_until(lambda: fake.locked_clocks(0) == (345, 900))
 
     with driver_limits.hold_limits([0], dvfs="shape:sm_at_900MHz@decode", allow_control=True):
         with region("step/decode"):
-            until(lambda: fake.locked_clocks(0) == (345, 900))
-        until(lambda: fake.locked_clocks(0) == (345, 1980))
+            wait_until(lambda: fake.locked_clocks(0) == (345, 900))
+        wait_until(lambda: fake.locked_clocks(0) == (345, 1980))
         decode()
     assert regions._follower is None
 
@@ -369,9 +366,7 @@ def test_a_clock_that_fails_later_does_not_stop_the_work(fake):
     ):
         warnings.simplefilter("always")
         with run_region(held.shaper, "x"):
-            deadline = time.monotonic() + 5
-            while not told and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: told)
     assert "could not lock" in str(told[0].message)
 
 
@@ -380,36 +375,29 @@ def test_a_clock_that_fails_later_does_not_stop_the_work(fake):
 
 def test_a_loop_sets_the_limit_once(fake):
     for _ in range(20):
-        with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.2) as held:
+        with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=2.0) as held:
             assert (held.how, limit_w()) == ("driver", 300)
     assert fake.calls("nvmlDeviceSetPowerManagementLimit") == 1
     assert limit_w() == 300, "the next call may come"
     with driver_limits.hold_limits([0], cap_w=400, allow_control=True):
         assert limit_w() == 300, "the tightest, even while it lingers"
-    until(lambda: limit_w() == 700)
+    wait_until(lambda: limit_w() == 700)
 
 
 def test_what_lingers_is_for_one_at_a_time(fake):
-    with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.2) as one:
-        with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.2) as other:
+    with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=2.0) as one:
+        with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=2.0) as other:
             assert one is not other
         assert limit_w() == 300
-    with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.2) as again:
+    with driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=2.0) as again:
         assert again in (one, other)
-    until(lambda: limit_w() == 700)
+    wait_until(lambda: limit_w() == 700)
 
 
 def test_a_raise_lingers_too(fake):
     with pytest.raises(KeyError), driver_limits.hold_limits([0], cap_w=300, allow_control=True, linger_s=0.1):
         raise KeyError
-    until(lambda: limit_w() == 700)
-
-
-def until(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
+    wait_until(lambda: limit_w() == 700)
 
 
 # ---- the shared board

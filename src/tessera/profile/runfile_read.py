@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from operator import itemgetter
@@ -224,15 +224,16 @@ class RunFile:
             stored = self._db.rows(sql, low, high)
             with self._reading(f"the rows from {low} on are"):  # a damaged index finds others than were listed
                 end = max((first + row_count(rows) for first, rows, *_ in stored), default=low)
-            extra = self._db.rows("SELECT row, value FROM extra WHERE row >= ? AND row < ? ORDER BY row", low, end)
-            for first, rows, heads, data in stored:
+                extra = self._db.rows("SELECT row, value FROM extra WHERE row >= ? AND row < ? ORDER BY row", low, end)
+                energies = self._energy(stored, low, end, joules) if joules else []
+            for i, (first, rows, heads, data) in enumerate(stored):
                 with self._reading(f"the rows from {first} on are"):
                     values = unpack(heads, data, rows, plain)
                     if points_beyond(values, names=names, launches=launches):  # a live writer has added some
                         names, launches = self._count("names"), self._count("launches")
                     self._lost += check_columns(values, names=names, launches=launches)
                     if joules:
-                        values |= self._energy(first, rows, joules)
+                        values |= energies[i]
                     own = extra[bisect_left(extra, (first,)) : bisect_left(extra, (first + rows,))]
                     fields = {row - first: msgspec.json.decode(text, type=dict[str, Any]) for row, text in own}
                 yield Chunk(first, values, fields)
@@ -250,18 +251,23 @@ class RunFile:
         if low is not None:
             yield low, last
 
-    def _energy(self, first: int, rows: int, columns: Sequence[str]) -> dict[str, NDArray[Any]]:
-        out = {c: np.full(rows, np.nan) for c in columns}
-        stored = self._db.rows(
-            "SELECT first_row, rows, columns, data FROM energy WHERE first_row < ? AND first_row + rows > ?",
-            first + rows, first,
-        )  # fmt: skip
-        for start, count, heads, data in stored:
+    def _energy(
+        self, chunks: Sequence[tuple[Any, ...]], low: int, end: int, columns: Sequence[str]
+    ) -> list[dict[str, NDArray[Any]]]:
+        """The joules of each of these chunks, whose rows lie between `low` and `end`; NaN where there are none."""
+        firsts = [first for first, *_ in chunks]
+        out = [{c: np.full(rows, np.nan) for c in columns} for _, rows, *_ in chunks]
+        sql = "SELECT first_row, rows, columns, data FROM energy WHERE first_row < ? AND first_row + rows > ?"
+        for start, count, heads, data in self._db.rows(sql, end, low):
             self._unpacked += row_count(count)
             self._db.budget.check_rows(self._unpacked // 8)  # joules lie as rows do: each is unpacked once or twice
-            low, high = max(start, first), min(start + count, first + rows)
-            for name, values in unpack(heads, data, count, columns).items():
-                out[name][low - first : high - first] = values[low - start : high - start]
+            unpacked = unpack(heads, data, count, columns)
+            for i in range(max(bisect_right(firsts, start) - 1, 0), bisect_left(firsts, start + count)):
+                first, rows = chunks[i][:2]
+                begin, stop = max(start, first), min(start + count, first + rows)
+                if begin < stop:
+                    for name, values in unpacked.items():
+                        out[i][name][begin - first : stop - first] = values[begin - start : stop - start]
         return out
 
     @property
