@@ -91,7 +91,12 @@ static int64_t init_us;                             /* the last nvmlInit */
 static int init_count;
 static struct nvmlDevice gpus[MAX_GPUS], migs[MAX_GPUS][MAX_MIG];
 /* What was set, and how often each setter was called. With `state_file` it lies in a file that processes share. */
-struct control { unsigned limit_mw, lock_min_mhz, lock_max_mhz, limit_calls, lock_calls, unlock_calls; };
+enum { PRESETS = 5, PARAMETERS = 4 };
+struct control {
+    unsigned limit_mw, lock_min_mhz, lock_max_mhz, limit_calls, lock_calls, unlock_calls;
+    unsigned smooth_calls, profile_calls, smooth_on, smooth_preset, requested[8];
+    double preset[PRESETS][PARAMETERS];             /* what was added to the presets' own values */
+};
 static struct control own_control[MAX_GPUS], *control = own_control;
 static const size_t CONTROL_SIZE = sizeof own_control;
 
@@ -108,7 +113,7 @@ static const char KNOWN_KEYS[] =
     " throttled.board_limit throttled.low_utilization throttled.reliability throttled.sw_thermal throttled.hw_thermal "
     " throttled.power_brake "
     " limit limit_w limit_min_w limit_max_w limit_step_w enforced_limit_w control "
-    " cost.control_us fault.limit fault.lock fault.unlock state_file "
+    " cost.control_us fault.limit fault.lock fault.unlock state_file smoothing profiles fault.smooth fault.profile "
     " utilization utilization_pct memory_utilization_pct memory memory_total_mib memory_used_mib processes "
     " persistence_mode compute_capability "
     " gpm gpm.graphics gpm.sm gpm.occupancy gpm.integer gpm.tensor gpm.hmma gpm.dram gpm.fp64 gpm.fp32 gpm.fp16 "

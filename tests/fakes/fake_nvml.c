@@ -611,6 +611,96 @@ nvmlReturn_t nvmlDeviceResetGpuLockedClocks(nvmlDevice_t dev)
     return answer;
 }
 
+/* ---------------------------------------------------------------- power smoothing and workload power profiles */
+
+/* Blackwell's, so only with `smoothing=on` and `profiles=MASK`. Layouts: pynvml.py, c_nvmlPowerSmoothingProfile_v1_t ... */
+typedef struct { unsigned version, profile, param; double value; } nvmlPowerSmoothingProfile_t;
+typedef struct { unsigned version, state; } nvmlPowerSmoothingState_t;
+typedef struct { unsigned version, perf[8], requested[8], enforced[8]; } nvmlCurrentProfiles_t;
+typedef struct { unsigned version, requested[8]; } nvmlRequestedProfiles_t;
+
+static const double PRESET[PARAMETERS] = {30, 500, 400, 100}; /* % of the highest power, W/s, W/s, ms */
+
+static double preset_value(int gpu, unsigned preset, unsigned param)
+{
+    return PRESET[param] + control[gpu].preset[preset][param];
+}
+
+nvmlReturn_t nvmlDevicePowerSmoothingUpdatePresetProfileParam(nvmlDevice_t dev, nvmlPowerSmoothingProfile_t *p)
+{
+    bool apply;
+    ENTER_READ(dev, "control", CONTROL_COST);
+    REQUIRE(get(gpu, "smoothing"), NOT_SUPPORTED);
+    REQUIRE(p->version == 0x1000018, VERSION_MISMATCH);
+    REQUIRE(p->profile < PRESETS && p->param < PARAMETERS && p->value >= 0, INVALID_ARGUMENT);
+    nvmlReturn_t answer = fault(gpu, "fault.smooth", &control[gpu].smooth_calls, &apply);
+    if (apply)
+        control[gpu].preset[p->profile][p->param] = p->value - PRESET[p->param];
+    return answer;
+}
+
+nvmlReturn_t nvmlDevicePowerSmoothingActivatePresetProfile(nvmlDevice_t dev, nvmlPowerSmoothingProfile_t *p)
+{
+    bool apply;
+    ENTER_READ(dev, "control", CONTROL_COST);
+    REQUIRE(get(gpu, "smoothing"), NOT_SUPPORTED);
+    REQUIRE(p->version == 0x1000018, VERSION_MISMATCH);
+    REQUIRE(p->profile < PRESETS, INVALID_ARGUMENT);
+    nvmlReturn_t answer = fault(gpu, "fault.smooth", &control[gpu].smooth_calls, &apply);
+    if (apply)
+        control[gpu].smooth_preset = p->profile;
+    return answer;
+}
+
+nvmlReturn_t nvmlDevicePowerSmoothingSetState(nvmlDevice_t dev, nvmlPowerSmoothingState_t *s)
+{
+    bool apply;
+    ENTER_READ(dev, "control", CONTROL_COST);
+    REQUIRE(get(gpu, "smoothing"), NOT_SUPPORTED);
+    REQUIRE(s->version == 0x1000008, VERSION_MISMATCH);
+    REQUIRE(s->state <= 1, INVALID_ARGUMENT);
+    nvmlReturn_t answer = fault(gpu, "fault.smooth", &control[gpu].smooth_calls, &apply);
+    if (apply)
+        control[gpu].smooth_on = s->state;
+    return answer;
+}
+
+nvmlReturn_t nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(nvmlDevice_t dev, nvmlCurrentProfiles_t *out)
+{
+    ENTER_READ(dev, "profiles", TELEMETRY_COST);
+    REQUIRE(get(gpu, "profiles"), NOT_SUPPORTED);
+    REQUIRE(out->version == 0x1000064, VERSION_MISMATCH);
+    out->perf[0] = (unsigned)num(gpu, "profiles", 0);
+    memcpy(out->requested, control[gpu].requested, sizeof out->requested);
+    memcpy(out->enforced, control[gpu].requested, sizeof out->enforced);
+    return OK;
+}
+
+static nvmlReturn_t change_profiles(int gpu, nvmlRequestedProfiles_t *asked, bool set)
+{
+    bool apply;
+    REQUIRE(get(gpu, "profiles"), NOT_SUPPORTED);
+    REQUIRE(asked->version == 0x1000024, VERSION_MISMATCH);
+    nvmlReturn_t answer = fault(gpu, "fault.profile", &control[gpu].profile_calls, &apply);
+    for (int i = 0; apply && i < 8; i++) {
+        unsigned now = control[gpu].requested[i];
+        control[gpu].requested[i] = set ? now | asked->requested[i] : now & ~asked->requested[i];
+    }
+    return answer;
+}
+
+nvmlReturn_t nvmlDeviceWorkloadPowerProfileSetRequestedProfiles(nvmlDevice_t dev, nvmlRequestedProfiles_t *asked)
+{
+    ENTER_READ(dev, "control", CONTROL_COST);
+    return change_profiles(gpu, asked, true);
+}
+
+nvmlReturn_t nvmlDeviceWorkloadPowerProfileClearRequestedProfiles(nvmlDevice_t dev, nvmlRequestedProfiles_t *asked)
+{
+    ENTER_READ(dev, "control", CONTROL_COST);
+    return change_profiles(gpu, asked, false);
+}
+
 /* What clocks there are to lock to: every 15 MHz from 345 (an H200's, `nvidia-smi -q -d SUPPORTED_CLOCKS`). */
 enum { CLOCK_LOW_MHZ = 345, CLOCK_STEP_MHZ = 15 };
 
@@ -763,8 +853,30 @@ static nvmlReturn_t power_field(int gpu, nvmlFieldValue_t *f, unsigned mw)
     return set_uint(f, round(mw * share));
 }
 
+/* NVML_FI_PWR_SMOOTHING_*: the scope of a preset's parameter is the preset; ramps are read in mW/s. */
+static nvmlReturn_t smoothing_field(int gpu, nvmlFieldValue_t *f)
+{
+    REQUIRE(get(gpu, "smoothing"), NOT_SUPPORTED);
+    REQUIRE(f->scope < PRESETS, INVALID_ARGUMENT);
+    switch (f->id) {
+    case 251: return set_uint(f, control[gpu].smooth_on);
+    case 252: return set_uint(f, 1);
+    case 256: return set_uint(f, 90);
+    case 257: return set_uint(f, 10);
+    case 259: return set_uint(f, PRESETS);
+    case 260: return set_uint(f, preset_value(gpu, f->scope, 0));
+    case 261: return set_uint(f, 1000 * preset_value(gpu, f->scope, 1));
+    case 262: return set_uint(f, 1000 * preset_value(gpu, f->scope, 2));
+    case 263: return set_uint(f, preset_value(gpu, f->scope, 3));
+    case 264: return set_uint(f, control[gpu].smooth_preset);
+    default: return NOT_SUPPORTED;
+    }
+}
+
 static nvmlReturn_t read_field(int gpu, nvmlFieldValue_t *f)
 {
+    if (f->id >= 251 && f->id <= 264)
+        return smoothing_field(gpu, f);
     switch (f->id) {                                /* NVML_FI_DEV_* */
     case 74: case 75: case 76: case 77: case 78: case 79: /* PERF_POLICY_*; 74 is also SW_POWER_CAP, 76 SYNC_BOOST */
         CHECK(gate(gpu, "violation"));

@@ -138,12 +138,16 @@ class Scenario:
     control: str | None = None
     limit_step_w: float | None = None  # a driver that rounds down to this (off)
     cost_control_us: float | None = None  # (0)
+    smoothing: str | None = None  # "on": a Blackwell GPU with power smoothing (off)
+    profiles: int | None = None  # the mask of its workload power profiles (off)
     state_file: str | None = None  # an absolute path: limits and locks lie there, shared by processes
 
     # Faults
     fault_limit: str | None = None  # SKIP:COUNT:CODE[:applied]: that many calls succeed, then so many answer CODE
     fault_lock: str | None = None
     fault_unlock: str | None = None
+    fault_smooth: str | None = None
+    fault_profile: str | None = None
     init: str | None = None  # driver_not_loaded, lib_mismatch, absent
     lost_at_s: float | None = None
     lost_gpu: int | None = None  # all of them
@@ -185,9 +189,12 @@ class Control:
     unlock_calls: int
 
 
+CONTROL = struct.Struct("6I 12I 20d")  # struct control of fake_board.h; tests read its first part
+
+
 def control_state(state_file: Path) -> list[Control]:
     """The `state_file` of a scenario, by GPU."""
-    return [Control(*words) for words in struct.iter_unpack("6I", state_file.read_bytes())]
+    return [Control(*words[:6]) for words in CONTROL.iter_unpack(state_file.read_bytes())]
 
 
 def missing_compiler() -> str | None:

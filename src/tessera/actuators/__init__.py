@@ -4,6 +4,8 @@
 
     with actuators.cap_power("gpu0", cap_w=300): ...      the driver's power limit
     with actuators.lock_clocks("gpu0", sm_mhz=1200): ...  the SM clock
+    with actuators.smooth_power("gpu0", floor_percent=60): ...   Blackwell's power smoothing
+    with actuators.use_power_profiles("gpu0", "max_q"): ...      Blackwell's workload power profiles
     tessera doctor --restore                              after a kill -9
 
     find_gpu ──► Actuator (nvml, amd): reads and sets one GPU, keeps no state
@@ -14,9 +16,10 @@
 from __future__ import annotations
 
 from .actuator import Actuator, PowerLimit, find_gpu, list_gpus
-from .hold import GpuHold, cap_power, hold_gpus, lock_clocks
+from .hold import GpuHold, cap_power, hold_gpus, lock_clocks, smooth_power, use_power_profiles
 from .journal import Journal
-from .restore import OutstandingChange, check_limits, list_outstanding, restore_outstanding
+from .restore import OutstandingChange, check_limits, check_smoothing, list_outstanding, restore_outstanding
+from .smoothing import PowerSmoothing
 
 __all__ = [
     "Actuator",
@@ -24,12 +27,16 @@ __all__ = [
     "Journal",
     "OutstandingChange",
     "PowerLimit",
+    "PowerSmoothing",
     "cap_power",
     "check_limits",
+    "check_smoothing",
     "find_gpu",
     "hold_gpus",
     "list_gpus",
     "list_outstanding",
     "lock_clocks",
     "restore_outstanding",
+    "smooth_power",
+    "use_power_profiles",
 ]

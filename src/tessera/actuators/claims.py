@@ -19,6 +19,8 @@ from ..errors import ActuatorError, ActuatorPermission
 from . import journal as journals
 from .actuator import Actuator, check_clocks
 from .journal import ROUNDING_W, Claim, ClockChange, Journal, LimitChange
+from .smoothing import describe_profiles
+from .smoothing_claims import apply_profiles, apply_smoothing, check_smoothing_claim
 
 # A restore is tried this often: a driver that is busy (a GPU reset, another tool's call) answers soon after.
 ATTEMPTS = 4
@@ -40,6 +42,7 @@ def add_claim(actuator: Actuator, claim: Claim) -> ClaimOutcome:
         actuator.power_limit().check(actuator.gpu, claim.cap_w)
     if claim.clocks_mhz is not None:
         check_clocks(actuator.gpu, actuator.supported_clocks_mhz(), *claim.clocks_mhz)
+    check_smoothing_claim(actuator, claim)
     with journals.lock_gpu(actuator.uuid):
         outcome = ClaimOutcome()
         before = _live_claims(actuator, outcome)
@@ -81,6 +84,8 @@ def describe_claim(claim: Claim) -> str:
     parts = [f"a cap of {claim.cap_w:g} W"] if claim.cap_w is not None else []
     if claim.clocks_mhz is not None:
         parts.append(f"clocks of {claim.clocks_mhz[0]} to {claim.clocks_mhz[1]} MHz")
+    parts += [] if claim.smoothing is None else [str(claim.smoothing)]
+    parts += [f"the power profiles {describe_profiles(claim.profiles)}"] if claim.profiles else []
     return " and ".join(parts) or "nothing"
 
 
@@ -116,7 +121,7 @@ def _apply(
     fresh = Journal(uuid=actuator.uuid, gpu=actuator.gpu, vendor=actuator.vendor, boot=journals.boot_id())
     journal = dataclasses.replace(journals.read_journal(actuator.uuid) or fresh, claims=claims)
     failed: ActuatorError | None = None
-    for part in (_apply_limit, _apply_clocks):
+    for part in (_apply_limit, _apply_clocks, _apply_smoothing, _apply_profiles):
         try:
             journal = part(actuator, journal, outcome)
         except ActuatorError as exc:
@@ -124,7 +129,7 @@ def _apply(
                 raise
             failed = failed or exc
             journal = dataclasses.replace(journals.read_journal(actuator.uuid) or journal, claims=claims)
-    if claims or journal.limit is not None or journal.clocks is not None:
+    if claims or journal.is_changed:
         journals.write_journal(journal)
     else:
         journals.remove_journal(actuator.uuid)
@@ -160,6 +165,14 @@ def _apply_limit(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) ->
                 fix="look for another tool that sets limits (dcgm, nvidia-smi in a cron job)",
             )
     return dataclasses.replace(journal, limit=None if restoring else LimitChange(was_w=was_w, ours_w=(now_w,)))
+
+
+def _apply_smoothing(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -> Journal:
+    return apply_smoothing(actuator, journal, outcome.notes)
+
+
+def _apply_profiles(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -> Journal:
+    return apply_profiles(actuator, journal, outcome.notes)
 
 
 def _apply_clocks(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -> Journal:

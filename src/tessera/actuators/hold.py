@@ -13,8 +13,9 @@ from ..errors import ActuatorError, ArgumentError
 from . import claims, guard
 from .actuator import Actuator, find_gpu
 from .journal import Claim, owner_name
+from .smoothing import PowerSmoothing, find_profiles
 
-Wants = tuple[float | None, tuple[int, int] | None]
+Wants = tuple[float | None, tuple[int, int] | None, PowerSmoothing | None, tuple[int, ...]]
 Gpus = str | int | Actuator | Sequence[str | int | Actuator]
 
 
@@ -22,14 +23,19 @@ class GpuHold:
     """A claim on one or several GPUs, all or none of them. Made by `hold_gpus`; `notes` are for people."""
 
     def __init__(
-        self, actuators: Sequence[Actuator], cap_w: float | None, clocks_mhz: tuple[int, int] | None = None
+        self,
+        actuators: Sequence[Actuator],
+        cap_w: float | None,
+        clocks_mhz: tuple[int, int] | None = None,
+        smoothing: PowerSmoothing | None = None,
+        profiles: tuple[int, ...] = (),
     ) -> None:
         # Everybody takes GPUs in the same order, so that two holds of the same GPUs do not each get half.
         self.actuators = tuple(sorted(actuators, key=lambda a: a.uuid))
         self.notes: list[str] = []
         self._id = uuid.uuid4().hex
         self._pid: int | None = os.getpid()
-        self._wants = (cap_w, clocks_mhz)
+        self._wants: Wants = (cap_w, clocks_mhz, smoothing, profiles)
         self._mutex = threading.Lock()  # taken inside guard.defer_signals only
         self._state = "new"  # then "active", perhaps "suspended" and "active" again, finally "over"
         self._unrestored = False
@@ -59,14 +65,15 @@ class GpuHold:
                     raise
 
     def change(self, *, cap_w: float | None = None, clocks_mhz: tuple[int, int] | None = None) -> None:
-        """Ask for something else from now on. After an ActuatorError the limits are as before."""
+        """Ask for another cap and other clocks from now on. After an ActuatorError the limits are as before."""
         if self._pid != os.getpid():
             return
         with guard.defer_signals(), self._mutex:
+            wants: Wants = (cap_w, clocks_mhz, *self._wants[2:])
             if self._state == "active":
-                self._claim(self._wants, (cap_w, clocks_mhz))
+                self._claim(self._wants, wants)
             if self._state != "over":
-                self._wants = (cap_w, clocks_mhz)
+                self._wants = wants
 
     def release(self) -> None:
         """Restore everything. A failure is warned about, tried again at exit, and left in the journal."""
@@ -119,7 +126,16 @@ class GpuHold:
             done.append(actuator)
 
     def _as_claim(self, wants: Wants) -> Claim:
-        return Claim(id=self._id, owner=owner_name(), pid=os.getpid(), cap_w=wants[0], clocks_mhz=wants[1])
+        cap_w, clocks_mhz, smoothing, profiles = wants
+        return Claim(
+            id=self._id,
+            owner=owner_name(),
+            pid=os.getpid(),
+            cap_w=cap_w,
+            clocks_mhz=clocks_mhz,
+            smoothing=smoothing,
+            profiles=profiles,
+        )
 
     def _undo(self, done: list[Actuator], before: Wants | None, exc: ActuatorError) -> ActuatorError:
         """Restore the GPUs that were already changed; an error that names all of them."""
@@ -155,10 +171,15 @@ class GpuHold:
 
 @contextlib.contextmanager
 def hold_gpus(
-    gpus: Gpus, *, cap_w: float | None = None, clocks_mhz: tuple[int, int] | None = None
+    gpus: Gpus,
+    *,
+    cap_w: float | None = None,
+    clocks_mhz: tuple[int, int] | None = None,
+    smoothing: PowerSmoothing | None = None,
+    profiles: tuple[int, ...] = (),
 ) -> Iterator[GpuHold]:
-    """Hold a power cap and a range of clocks on one GPU or several, all or none, for the duration of the block."""
-    hold = GpuHold(_find_all(gpus), cap_w, clocks_mhz)
+    """Hold a cap, clocks, smoothing and power profiles on one GPU or several, all or none, during the block."""
+    hold = GpuHold(_find_all(gpus), cap_w, clocks_mhz, smoothing, profiles)
     try:
         hold.take()
         yield hold
@@ -184,6 +205,35 @@ def lock_clocks(gpus: Gpus, *, sm_mhz: int | tuple[int, int]) -> contextlib.Abst
     """
     low, high = (sm_mhz, sm_mhz) if isinstance(sm_mhz, int) else sm_mhz
     return hold_gpus(gpus, clocks_mhz=(low, high))
+
+
+def smooth_power(
+    gpus: Gpus,
+    *,
+    floor_percent: float | None = None,
+    ramp_up_w_per_s: float | None = None,
+    ramp_down_w_per_s: float | None = None,
+    hysteresis_ms: float | None = None,
+) -> contextlib.AbstractContextManager[GpuHold]:
+    """Let the driver of a Blackwell GPU hold a floor and limit ramps. Of several holders, the strictest applies.
+
+    >>> with actuators.smooth_power("gpu0", floor_percent=60, ramp_down_w_per_s=200):
+    ...     train()
+
+    Not tested on hardware: only against a fake of NVML.
+    """
+    asked = PowerSmoothing(
+        floor_percent=floor_percent,
+        ramp_up_w_per_s=ramp_up_w_per_s,
+        ramp_down_w_per_s=ramp_down_w_per_s,
+        hysteresis_ms=hysteresis_ms,
+    )
+    return hold_gpus(gpus, smoothing=asked)
+
+
+def use_power_profiles(gpus: Gpus, names: str | Sequence[str]) -> contextlib.AbstractContextManager[GpuHold]:
+    """Request workload power profiles ("llm_training", "max_q" ...) of a Blackwell GPU. Not tested on hardware."""
+    return hold_gpus(gpus, profiles=find_profiles(names))
 
 
 def _find_all(gpus: Gpus) -> list[Actuator]:

@@ -34,6 +34,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ActuatorError
+from .smoothing import PowerSmoothing, ProfileChange, SmoothingChange
 
 VARIABLE = "TESSERA_RUNTIME_DIR"
 """Environment variable for the folder of locks and journals; containers that share a GPU should share it."""
@@ -56,6 +57,8 @@ class Claim:
     pid: int
     cap_w: float | None = None
     clocks_mhz: tuple[int, int] | None = None
+    smoothing: PowerSmoothing | None = None
+    profiles: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,13 @@ class Journal:
     claims: tuple[Claim, ...] = ()
     limit: LimitChange | None = None
     clocks: ClockChange | None = None
+    smoothing: SmoothingChange | None = None
+    profiles: ProfileChange | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something on the GPU is not as it was."""
+        return any(c is not None for c in (self.limit, self.clocks, self.smoothing, self.profiles))
 
 
 def boot_id() -> str:
@@ -160,7 +170,14 @@ def read_journal(uuid: str) -> Journal | None:
     if journal.limit is not None and kept.limit is not None and kept.limit.wrote(journal.limit.was_w):
         limit = replace(journal.limit, was_w=kept.limit.was_w)
     claims = (*kept.claims, *(c for c in journal.claims if c not in kept.claims))
-    return replace(journal, claims=claims, limit=limit, clocks=journal.clocks or kept.clocks)
+    return replace(
+        journal,
+        claims=claims,
+        limit=limit,
+        clocks=journal.clocks or kept.clocks,
+        smoothing=journal.smoothing or kept.smoothing,
+        profiles=journal.profiles or kept.profiles,
+    )
 
 
 def write_journal(journal: Journal) -> None:

@@ -16,6 +16,7 @@ from ..errors import ActuatorError, ActuatorPermission, SensorError
 from ..sensors._visible import VisibleBoard, visible_boards
 from ..sensors.nvml import import_nvml, read_boards, translate_error
 from .actuator import PowerLimit
+from .nvml_smoothing import NvmlSmoothing
 
 NODE = "/dev/nvidia{}"
 _PERMISSION_FIX = (
@@ -24,7 +25,7 @@ _PERMISSION_FIX = (
 )
 
 
-class NvmlActuator:
+class NvmlActuator(NvmlSmoothing):
     """One board, by UUID: numbers may differ between processes, the UUID does not."""
 
     vendor = "nvidia"

@@ -12,6 +12,7 @@ from . import journal as journals
 from .actuator import find_gpu, list_gpus, open_uuid
 from .claims import describe_claim, remove_claim, tightest_limits
 from .journal import ROUNDING_W, Claim, Journal
+from .smoothing import Smoother, describe_profiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,42 @@ def check_limits() -> list[MachineCheck]:
     return checks
 
 
+def check_smoothing() -> list[MachineCheck]:
+    """Power smoothing and workload power profiles, of the GPUs that have them."""
+    checks = []
+    try:
+        gpus = list_gpus()
+    except ActuatorError:
+        return []
+    for gpu in gpus:
+        try:
+            with contextlib.closing(find_gpu(gpu)) as actuator:
+                if isinstance(actuator, Smoother):
+                    checks += _describe_smoother(gpu, actuator)
+        except ActuatorError:
+            continue
+    return checks
+
+
+def _describe_smoother(gpu: str, smoother: Smoother) -> list[MachineCheck]:
+    checks = []
+    with contextlib.suppress(ActuatorError):
+        limits = smoother.smoothing_limits()
+        now = smoother.smoothing_state(limits.presets - 1)
+        active = f"on, preset {now.active}" if now.enabled else "off"
+        detail = (
+            f"{active} of {limits.presets}; floors of {limits.min_floor_percent:g} to {limits.max_floor_percent:g}%, "
+            f"privilege level {limits.privilege}: actuators.smooth_power (not tested on hardware)"
+        )
+        checks.append(MachineCheck(name=f"{gpu} power smoothing", ok=True, detail=detail))
+    with contextlib.suppress(ActuatorError):
+        has, requested = smoother.power_profiles()
+        if has:
+            detail = f"{describe_profiles(has)}; requested now: {describe_profiles(requested) or 'none'}"
+            checks.append(MachineCheck(name=f"{gpu} workload power profiles", ok=True, detail=detail))
+    return checks
+
+
 def _list_journals() -> list[str]:
     try:
         return journals.list_journals()
@@ -113,6 +150,12 @@ def _describe_restore(journal: Journal, live: tuple[Claim, ...]) -> str:
         parts.append("unlock the clocks" if was is None else f"lock the clocks to {was[0]}..{was[1]} MHz as before")
     elif journal.clocks is not None and clocks_mhz != journal.clocks.ours_mhz:
         parts.append(f"lock the clocks to {clocks_mhz} MHz")
+    if journal.smoothing is not None:
+        parts.append(
+            "set its power smoothing as it was" if not live else "set its power smoothing to the other claims'"
+        )
+    if journal.profiles is not None:
+        parts.append(f"clear the power profiles {describe_profiles(journal.profiles.added)}")
     return " and ".join(parts) or "forget the claims: nothing was changed"
 
 
@@ -141,6 +184,8 @@ def _restore_gpu(uuid: str) -> OutstandingChange | None:
         parts.append(
             f"its clocks are locked to {outcome.clocks_mhz}" if outcome.clocks_mhz else "its clocks are unlocked"
         )
+    parts += ["its power smoothing is as it was"] if journal.smoothing is not None else []
+    parts += ["its power profiles are as they were"] if journal.profiles is not None else []
     return OutstandingChange(
         gpu=actuator.gpu, uuid=uuid, dead=before.dead, action="; ".join(parts) or "nothing was changed"
     )

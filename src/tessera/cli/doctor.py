@@ -31,7 +31,9 @@ def command(sensors: tuple[str, ...], as_json: bool, restore: bool) -> int:
 
     control = actuators.restore_outstanding() if restore else actuators.list_outstanding()
     health = examine(sensors or None)
-    health = dataclasses.replace(health, checks=[*health.checks, *actuators.check_limits()])
+    health = dataclasses.replace(
+        health, checks=[*health.checks, *actuators.check_limits(), *actuators.check_smoothing()]
+    )
     if as_json:
         import msgspec
 

@@ -1,0 +1,156 @@
+"""What a Blackwell GPU's driver does about power by itself: smoothing (floor, ramps) and workload power profiles.
+
+Power smoothing has presets of four parameters, one of them active. We change the last preset and make it the active
+one; what was is in the journal. NVML documents both for Blackwell or newer, for root only
+(docs.nvidia.com/deploy/nvml-api, Power Smoothing Information, Power Profile Information). Not tested on hardware.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ..errors import ActuatorError, ArgumentError, did_you_mean
+
+# NVML_POWER_PROFILE_* of nvidia-ml-py 13.615, by number.
+POWER_PROFILES = (
+    "max_p", "max_q", "compute", "memory_bound", "network", "balanced", "llm_inference", "llm_training", "rbm",
+    "dcpcie", "hmma_sparse", "hmma_dense", "sync_balanced", "hpc", "mig", "max_q_1", "network_bound",
+    "high_throughput_inference", "medium_throughput_inference", "low_latency_inference", "training", "inference",
+    "max_q_2", "max_q_3", "low_priority_background",
+)  # fmt: skip
+# The driver returns ramps in milliwatts a second and may round what it was given.
+_ROUNDING = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerSmoothing:
+    """What is asked of the driver; None leaves a parameter as the preset has it.
+
+    `floor_percent` is of the GPU's highest power, ramps are watts a second, `hysteresis_ms` is how long power stays up
+    before it ramps down.
+    """
+
+    floor_percent: float | None = None
+    ramp_up_w_per_s: float | None = None
+    ramp_down_w_per_s: float | None = None
+    hysteresis_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("floor_percent", 0.0), ("ramp_up_w_per_s", 1e-3), ("ramp_down_w_per_s", 1e-3)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise ArgumentError(f"{name}={value!r} is not possible", fix=f"at least {least:g}")
+        if self.hysteresis_ms is not None and not 0 <= self.hysteresis_ms < math.inf:
+            raise ArgumentError(f"hysteresis_ms={self.hysteresis_ms!r} is not possible", fix="at least 0")
+
+    def __str__(self) -> str:
+        parts = [] if self.floor_percent is None else [f"a floor of {self.floor_percent:g}%"]
+        for name, value in (("up", self.ramp_up_w_per_s), ("down", self.ramp_down_w_per_s)):
+            parts += [] if value is None else [f"ramps {name} of {value:g} W/s"]
+        parts += [] if self.hysteresis_ms is None else [f"{self.hysteresis_ms:g} ms before them"]
+        return ", ".join(parts) or "the preset as it is"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmoothingState:
+    """What a GPU has: whether it smooths, the active preset, and the parameters of preset `profile`."""
+
+    enabled: bool
+    active: int
+    profile: int
+    floor_percent: float
+    ramp_up_w_per_s: float
+    ramp_down_w_per_s: float
+    hysteresis_ms: float
+
+    def is_near(self, other: SmoothingState) -> bool:
+        """Whether it is the same, also after the driver rounded it."""
+        pairs = [(getattr(self, n), getattr(other, n)) for n in PARAMETERS]
+        same = (self.enabled, self.active, self.profile) == (other.enabled, other.active, other.profile)
+        return same and all(math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for a, b in pairs)
+
+
+PARAMETERS = ("floor_percent", "ramp_up_w_per_s", "ramp_down_w_per_s", "hysteresis_ms")
+"""In NVML's order: a parameter's place is its paramId."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmoothingLimits:
+    """What the driver accepts, and who may ask: `privilege` is its own number for this process's rights."""
+
+    min_floor_percent: float
+    max_floor_percent: float
+    presets: int
+    privilege: int | None
+
+    def check(self, gpu: str, smoothing: PowerSmoothing) -> None:
+        """Raise ActuatorError for a floor outside the range."""
+        floor = smoothing.floor_percent
+        if floor is not None and not self.min_floor_percent <= floor <= self.max_floor_percent:
+            raise ActuatorError(
+                f"a floor of {floor:g}% cannot be set on {gpu}",
+                why=f"its driver accepts {self.min_floor_percent:g}% to {self.max_floor_percent:g}%",
+                fix="use a floor in that range",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmoothingChange:
+    """The GPU was `was` before us, and we set `ours`; not `done` while that is under way."""
+
+    was: SmoothingState
+    ours: SmoothingState
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileChange:
+    """The workload power profiles that we requested, and that nobody had requested before."""
+
+    added: tuple[int, ...]
+
+
+@runtime_checkable
+class Smoother(Protocol):
+    """A GPU whose driver can smooth its power and knows workload power profiles."""
+
+    def smoothing_limits(self) -> SmoothingLimits:
+        """What the driver accepts."""
+
+    def smoothing_state(self, profile: int) -> SmoothingState:
+        """What is set, with the parameters of a preset."""
+
+    def set_smoothing(self, state: SmoothingState) -> None:
+        """Set all of it."""
+
+    def power_profiles(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The workload power profiles of this GPU, and those that are requested now."""
+
+    def request_profiles(self, profiles: Sequence[int]) -> None:
+        """Request these, beside what is requested."""
+
+    def clear_profiles(self, profiles: Sequence[int]) -> None:
+        """Take the request for these back."""
+
+
+def find_profiles(names: str | Iterable[str]) -> tuple[int, ...]:
+    """The numbers of workload power profiles by their names, such as "llm_training"."""
+    found = []
+    for name in [names] if isinstance(names, str) else names:
+        if name not in POWER_PROFILES:
+            raise ArgumentError(
+                f"there is no workload power profile {name!r}{did_you_mean(name, POWER_PROFILES)}",
+                fix=f"one of: {', '.join(POWER_PROFILES)}",
+            )
+        found.append(POWER_PROFILES.index(name))
+    if not found:
+        raise ArgumentError("no workload power profile is named", fix='"llm_training"')
+    return tuple(sorted(set(found)))
+
+
+def describe_profiles(profiles: Sequence[int]) -> str:
+    """Profiles in words."""
+    return ", ".join(POWER_PROFILES[p] if p < len(POWER_PROFILES) else str(p) for p in profiles)
