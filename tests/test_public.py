@@ -74,6 +74,17 @@ FLAGS = {
     "selftest": {"--seconds", "--json"},
     "watch": {"--interval", "--sensor", "--once", "--json", "--duration", "--processes"},
     "metrics": {"--listen", "--sensor", "--once", "--dashboard"},
+    "fleet": set(),
+    "fleet place": {"fleet", "--policy", "--order", "--compare", "--supply", "--slowdown", "--json"},
+    "fleet migrate": {"folder", "--ranks", "--node", "--json"},
+    "fleet run": {"folder", "words", "--ranks", "--node"},
+    "fleet incidents": {"runs", "--events", "--within", "--top", "--json"},
+    "fleet watch": {
+        "fleet", "--interval", "--duration", "--once", "--json", "--governor", "--token-file", "--ca", "--policy",
+    },
+    "fleet serve": {
+        "fleet", "--listen", "--interval", "--dashboard", "--alerts", "--governor", "--token-file", "--ca", "--policy",
+    },
     "hardware": set(),
     "hardware list": {"--kind", "--json"},
     "hardware show": {"name", "--json"},

@@ -28,7 +28,7 @@ from tessera.config import Config
 from tessera.errors import ArgumentError, MissingExtra, SensorLost
 from tessera.monitor.snapshot import PowerWatch, Snapshot
 from tessera.report import metrics as report
-from tessera.schema import Domain
+from tessera.schema import Domain, PowerEvent, Telemetry
 from tessera.sensors.discover import DiscoveredSensors
 
 from fakes.nvml import Scenario, fake_env, missing_compiler
@@ -116,6 +116,27 @@ def test_domains_that_overlap_are_not_in_the_sum():
     assert set(named(found, "tessera_overlapping_energy_joules_total")) == {"gpu0.memory"}
 
 
+def test_feeds_show_their_current_crest_factor_and_events():
+    pdu = Telemetry(time_ns=0, domain="pdu1", current_a=21.5, peak_current_a=31.0)
+    reading = board(domain="pdu1", counted=False, telemetry=pdu, crest_factor=1.42)
+    found = exposed(shot([reading], events={"pdu1": {"over_current": 2, "breaker_near_trip": 1}}))
+    assert named(found, "tessera_current_amperes") == {"pdu1": 21.5}
+    assert named(found, "tessera_peak_current_amperes") == {"pdu1": 31.0}
+    assert named(found, "tessera_crest_factor") == {"pdu1": 1.42}
+    assert named(found, "tessera_power_events_total") == {"pdu1 over_current": 2.0, "pdu1 breaker_near_trip": 1.0}
+
+
+def test_a_watch_counts_each_event_once():
+    sensor = ScriptSensor(clock=time.monotonic_ns, domain=Domain(name="gpu0", source="script", resolution_s=0.02))
+    with PowerWatch(DiscoveredSensors([sensor], []), 1.0) as watch:
+        event = PowerEvent(time_ns=1, domain="psu1", kind="psu_fault", message="x")
+        watch._monitor.sampler.events.append(event)
+        counts = [watch.take_snapshot().events for _ in range(2)]
+        watch._monitor.sampler.events.append(dataclasses.replace(event, time_ns=2))
+        counts.append(watch.take_snapshot().events)
+    assert counts == [{"psu1": {"psu_fault": n}} for n in (1, 1, 2)]
+
+
 def test_only_a_sensor_that_was_asked_for_is_down_when_it_is_not_there():
     whole = shot([board()], sensors={"nvml": True}, missing={"rapl": "no", "amd": "no"})
     assert named(exposed(whole), "tessera_sensor_up") == {"nvml": 1.0}
@@ -161,7 +182,8 @@ def test_once_prints_every_metric_of_a_gpu():
     found = parse(done.stdout)
     estimates = {"tessera_job_energy_joules_total", "tessera_job_power_watts", "tessera_job_gpu_memory_bytes"}
     costs = {"tessera_energy_cost_total", "tessera_emissions_grams_total"}
-    assert {name for name, _ in found} | estimates | costs == set(report.METRICS), "nobody uses the GPUs: no estimates"
+    feeds = {"tessera_current_amperes", "tessera_peak_current_amperes", "tessera_power_events_total"}  # of PDUs
+    assert {name for name, _ in found} | estimates | costs | feeds == set(report.METRICS), "nobody uses the GPUs"
     for power_w in named(found, "tessera_power_watts").values():
         assert power_w == pytest.approx(300, rel=0.05)
     assert named(found, "tessera_energy_joules_total") == pytest.approx({"gpu0": 360, "gpu1": 360}, rel=0.25)

@@ -11,7 +11,7 @@ from tessera.errors import ArgumentError
 from tessera.fleet.node_floor import MARGIN_C, NodeShare, PlacementJob, PlacementNode
 from tessera.fleet.packing import compare_packing, cooling_cop
 from tessera.fleet.placement import place_jobs
-from tessera.fleet.relief import plan_moves
+from tessera.fleet.relief import plan_moves, settle_moves
 from tessera.policy import ThermalPolicy
 
 COOL = ThermalPolicy(hotspot_threshold_c=85.0, prefer_cool_nodes=True, redistribute=True, migration_on_overheat=True)
@@ -170,16 +170,10 @@ def test_after_the_moves_nothing_is_left_to_move() -> None:
     nodes = [node("hot", 95.0, c_per_w=0.002), *(node(f"n{i}", 50.0, c_per_w=0.002) for i in range(3))]
     jobs = [running(f"j{i}", "hot", 2, 2000.0, can_migrate=True) for i in range(4)]
     plan = plan_moves(nodes, jobs, COOL)
-    taken = {m.job: m for m in plan.moves}
-    shares = {j.name: taken[j.name].takes if j.name in taken else j.on for j in jobs}
-    added_w = {n.name: 0.0 for n in nodes}
-    for j in jobs:
-        if j.name in taken:
-            added_w["hot"] -= j.power_w
-            added_w[shares[j.name][0].node] += j.power_w
-    settled = [dataclasses.replace(n, temperature_c=(n.temperature_c or 0) + 0.002 * added_w[n.name]) for n in nodes]
-    again = plan_moves(settled, [dataclasses.replace(j, on=shares[j.name]) for j in jobs], COOL)
-    assert plan.moves and again.hot_spots == ()
+    settled, moved = settle_moves(nodes, jobs, plan)
+    assert settled[0].temperature_c == pytest.approx(95.0 - 0.002 * sum(m.power_w for m in plan.moves))
+    assert plan.moves and plan_moves(settled, moved, COOL).hot_spots == ()
+    assert sum(s.node == "hot" for j in moved for s in j.on) == 4 - len(plan.moves)
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------

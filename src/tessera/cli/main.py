@@ -39,6 +39,7 @@ COMMANDS = {
     "selftest": "Check Tessera's accuracy on this machine, in a minute.",
     "watch": "Show power, clocks and temperature live.",
     "metrics": "Serve Prometheus metrics: joules as counters.",
+    "fleet": "Place and move jobs by temperature, explain power events, watch racks and nodes.",
     "hardware": "Show the chips in the catalogue: peaks, memory, watts, each with its source.",
     "completion": "Print the script that completes commands, options and chips in a shell.",
 }

@@ -54,7 +54,7 @@ def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) 
         return
     report.import_client()  # fails at once if the package is not installed
     with contextlib.ExitStack() as stack:
-        server = None if once else stack.enter_context(_bind_server(Address.parse(listen)))
+        server = None if once else stack.enter_context(bind_server(Address.parse(listen)))
         available = discover(sensors or None, scope="machine")
         quit_ = stack.enter_context(Quit())
         table = ProcessTable.of_this_machine()
@@ -106,7 +106,7 @@ class Address:
         return ipaddress.ip_address(self.sockaddr[0].partition("%")[0]).is_loopback
 
 
-def _bind_server(address: Address) -> contextlib.AbstractContextManager[Any]:
+def bind_server(address: Address) -> contextlib.AbstractContextManager[Any]:
     """A server on the address, closed when its context ends."""
     try:
         server = report.bind(address.family, address.sockaddr)

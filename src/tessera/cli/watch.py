@@ -82,14 +82,14 @@ def command(
             quit_.wait(ONCE_S)
             _print(watch.take_snapshot(), as_json, processes)
         elif live:
-            _show_screen(watch, _wait_intervals(quit_, interval_s, until_s), processes)
+            _show_screen(watch, wait_intervals(quit_, interval_s, until_s), processes)
             print(remove_controls(report.summary(watch.take_snapshot())))
         else:
-            for _ in _wait_intervals(quit_, interval_s, until_s):
+            for _ in wait_intervals(quit_, interval_s, until_s):
                 _print(watch.take_snapshot(), as_json, processes)
 
 
-def _wait_intervals(quit_: Quit, interval_s: float, duration_s: float) -> Iterator[None]:
+def wait_intervals(quit_: Quit, interval_s: float, duration_s: float) -> Iterator[None]:
     """Yield once per interval, at fixed times, until the time is over or the user quits."""
     start = time.monotonic()
     for i in range(1, sys.maxsize):

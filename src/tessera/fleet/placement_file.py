@@ -3,12 +3,13 @@
 ::
 
     defaults: {gpus: 8, idle: 1.9kW, max: 10.2kW, asleep: 150W, c_per_kw: 4.5}
+    racks: {r1: 40kW}
     nodes:
       - {name: n1, aisle: aisle1, rack: r1, temperature: 61C, power: 4.1kW}
       - {name: n2, aisle: aisle1, rack: r1, metrics: "http://n2:9400/metrics"}     # asked now
     jobs:
       - {name: train, gpus: 8, power: 5.2kW, duration: 2h}
-      - {name: old, gpus: 4, power: 2kW, on: {n1: 4}, can_migrate: true}
+      - {name: old, gpus: 4, power: 2kW, runs_on: {n1: 4}, can_migrate: true}
 
 `defaults` are taken for each node that does not say otherwise. Every quantity has its unit.
 """
@@ -16,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,15 @@ Reader = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFile:
-    """The nodes and jobs of a file; `metrics` has the endpoint of each node that names one."""
+    """The nodes and jobs of a file; `metrics` has the endpoint of each node that names one.
+
+    `rack_limits_w` are the watts that the feeds of racks carry, where the file says so.
+    """
 
     nodes: tuple[PlacementNode, ...]
-    jobs: tuple[PlacementJob, ...]
-    metrics: Mapping[str, str]
+    jobs: tuple[PlacementJob, ...] = ()
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    rack_limits_w: Mapping[str, float] = field(default_factory=dict)
 
 
 def _read_text(value: Any) -> str:
@@ -73,7 +78,7 @@ def _read_quantity(parse: Callable[[str], float], example: str) -> Reader:
 
 def _read_on(value: Any) -> tuple[NodeShare, ...]:
     if not isinstance(value, dict):
-        raise ArgumentError(f"{quote_value(value)} is not GPUs for each node", fix="on: {n1: 8}")
+        raise ArgumentError(f"{quote_value(value)} is not GPUs for each node", fix="runs_on: {n1: 8}")
     return tuple(NodeShare(node=_read_text(name), gpus=_read_count(gpus)) for name, gpus in value.items())
 
 
@@ -100,9 +105,9 @@ _JOB: dict[str, tuple[str, Reader]] = {
     "priority": ("priority", _read_count),
     "moderate": ("moderate", _read_bool),
     "can_migrate": ("can_migrate", _read_bool),
-    "on": ("on", _read_on),
+    "runs_on": ("on", _read_on),  # not `on`, which YAML takes for true
 }
-_KEYS = ("defaults", "nodes", "jobs")
+_KEYS = ("defaults", "racks", "nodes", "jobs")
 
 
 def load_fleet(path: str | Path) -> FleetFile:
@@ -135,10 +140,19 @@ def load_fleet(path: str | Path) -> FleetFile:
     names = [job.name for job in jobs]
     if len(set(names)) != len(names):
         raise ArgumentError(f"{path}: two jobs have the same name", fix="give each job a name of its own")
-    return FleetFile(nodes=tuple(nodes), jobs=tuple(jobs), metrics=metrics)
+    limits_w = _read_limits(table.get("racks") or {}, {node.rack for node in nodes}, f"{path}: racks")
+    return FleetFile(nodes=tuple(nodes), jobs=tuple(jobs), metrics=metrics, rack_limits_w=limits_w)
 
 
 _EXAMPLE = "nodes: [{name: n1, gpus: 8, idle: 1.9kW, temperature: 61C}]   (docs/howto/place-jobs.md)"
+
+
+def _read_limits(raw: Any, known: set[str], where: str) -> dict[str, float]:
+    if not isinstance(raw, dict):
+        raise ArgumentError(f"{where}: {quote_value(raw)} is not watts for each rack", fix="racks: {r1: 40kW}")
+    for name in raw:
+        _check_key(name, tuple(sorted(known)), where)
+    return _read_row(raw, {name: (name, _read_quantity(parse_power, "40kW")) for name in known}, where)
 
 
 def _list_rows(table: Mapping[str, Any], key: str, path: str | Path) -> list[Any]:

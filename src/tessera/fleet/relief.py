@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -86,6 +86,35 @@ def plan_moves(
             )
         )
     return ReliefPlan(hot_spots=tuple(spots), moves=tuple(moves))
+
+
+def settle_moves(
+    nodes: Sequence[PlacementNode], jobs: Sequence[PlacementJob], plan: ReliefPlan
+) -> tuple[list[PlacementNode], list[PlacementJob]]:
+    """The nodes and jobs as they will be once the moves are made: what the next placement is decided on."""
+    on = {job.name: list(job.on) for job in jobs}
+    added_w = {node.name: 0.0 for node in nodes}
+    for move in plan.moves:
+        left = next(s for s in on[move.job] if s.node == move.leaves)
+        on[move.job].remove(left)
+        on[move.job] += move.takes
+        added_w[move.leaves] -= move.power_w
+        for share in move.takes:
+            added_w[share.node] += move.power_w * share.gpus / move.gpus
+    return [_add_power(node, added_w[node.name]) for node in nodes], [
+        replace(job, on=tuple(on[job.name])) for job in jobs
+    ]
+
+
+def _add_power(node: PlacementNode, added_w: float) -> PlacementNode:
+    power_w, temperature_c = node.power_w, node.temperature_c
+    if added_w > 0 and power_w is not None:  # one that slept is woken
+        added_w += max(node.idle_w - power_w, 0.0)
+    if power_w is not None:
+        power_w += added_w
+    if temperature_c is not None and node.c_per_w is not None:
+        temperature_c += node.c_per_w * added_w
+    return replace(node, power_w=power_w, temperature_c=temperature_c)
 
 
 def _relieve(floor: NodeFloor, i: int) -> tuple[list[Move], Unmoved]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config import EnergyCost, load_or_warn
 from ..joules import accumulate, sum_domains, sum_windows
-from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, Telemetry
+from ..schema import SCHEMA_VERSION, Basis, Energy, Gap, Hold, PowerEvent, Telemetry
 from ..sensors.discover import DiscoveredSensors
 from ..sensors.processes import ProcessOwner
 from .core import Monitor, Window
@@ -33,6 +33,8 @@ FRESH_S = 0.15
 STALE_S = 3.0
 CHUNK_NS = 60_000_000_000
 CALM_NS = 5_000_000_000
+CREST_S = 15.0
+"""As long as Prometheus usually waits between two scrapes: no peak falls between two of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class DomainReading:
     history_w: Sequence[float | None] = ()
     cell_s: float = 0.0
     top_w: float = 0.0
+    crest_factor: float | None = None
+    """Peak over root mean square of the newest `CREST_S` seconds, as fine as the sensor is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,8 @@ class Snapshot:
     """Who uses the CPUs and GPUs now; their watts are estimates."""
     owners: Sequence[tuple[ProcessOwner, OwnerTotal]] = ()
     """The same since the start, by user, job and pod."""
+    events: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Over-current, near trips and the like since the start: how many, by domain and kind."""
     sampler_cpu_s: float = 0.0
     sampler_bytes: int = 0
     schema_version: int = SCHEMA_VERSION
@@ -152,6 +158,8 @@ class PowerWatch:
         self._top_w: dict[str, float] = {}
         self._gaps: dict[str, int] = {}
         self._newest_gap_ns: dict[str, int] = {}
+        self._events: dict[str, dict[str, int]] = {}
+        self._seen: set[PowerEvent] = set()
 
     def __enter__(self) -> Self:
         self._settings = load_or_warn()
@@ -176,6 +184,7 @@ class PowerWatch:
             energies = self._ledger.read(now_ns, calm)
             open_gaps = {g.domain: g for g in gaps if g.end_ns is None}
             self._count_gaps(gaps)
+            self._count_events(list(sampler.events))
             readings = [self._reading(s, energies[n], open_gaps.get(n), now_ns) for n, s in sampler.series.items()]
         counted = [r for r in readings if r.counted]
         time_s = (now_ns - self._begun_ns) * 1e-9
@@ -196,6 +205,7 @@ class PowerWatch:
             cost=self._settings.cost_of(total.energy_j, total.error_j),
             missing={c.name: c.reason or "" for c in self._monitor.missing},
             sensors={n: not domains <= open_gaps.keys() for n, domains in self._domains.items()},
+            events={name: dict(counts) for name, counts in self._events.items()},
             sampler_cpu_s=sampler.cpu_time_s,
             sampler_bytes=sampler.nbytes,
         )
@@ -206,6 +216,14 @@ class PowerWatch:
             if gap.start_ns > self._newest_gap_ns.get(gap.domain, 0):
                 self._newest_gap_ns[gap.domain] = gap.start_ns
                 self._gaps[gap.domain] = self._gaps.get(gap.domain, 0) + 1
+
+    def _count_events(self, events: Sequence[PowerEvent]) -> None:
+        """Count what was not there at the last look: the sampler forgets old ones."""
+        for event in events:
+            if event not in self._seen:
+                counts = self._events.setdefault(event.domain, {})
+                counts[event.kind] = counts.get(event.kind, 0) + 1
+        self._seen = set(events)
 
     def _freshen(self) -> None:
         """Have the fast sensors read now; one that is slower than our looks keeps its own pace."""
@@ -249,6 +267,7 @@ class PowerWatch:
             history_w=history,
             cell_s=cell_s,
             top_w=limit_w or self._top_w[d.name],
+            crest_factor=None if lost else _recent_crest(series),
         )
 
 
@@ -270,6 +289,19 @@ def _recent_power(series: PowerSeries, span_s: float) -> float | None:
     start, end = series.mark(end_ns - round(max(span_s, d.resolution_s) * 1e9)), series.mark(end_ns)
     seen_s = end.covered_s - start.covered_s
     return (end.joules - start.joules) / seen_s if seen_s > 0 else series.last_w
+
+
+def _recent_crest(series: PowerSeries) -> float | None:
+    """Peak over root mean square of the newest seconds; None before there are two samples."""
+    if series.last_ns is None:
+        return None
+    column = series.column(series.last_ns - round(CREST_S * 1e9), series.last_ns)
+    watts, seconds = column.watts[1:], np.diff(column.times_ns) * 1e-9
+    known = ~np.isnan(watts)
+    if not np.any(known) or not np.sum(seconds[known]) > 0:
+        return None
+    rms = math.sqrt(float(np.sum(watts[known] ** 2 * seconds[known]) / np.sum(seconds[known])))
+    return float(np.max(watts[known])) / rms if rms > 0 else None
 
 
 def _power_history(series: PowerSeries, cell_s: float, end_ns: int | None) -> list[float | None]:

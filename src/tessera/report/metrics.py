@@ -47,6 +47,13 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "tessera_job_power_watts": ("gauge", "Estimated power by user, Slurm job and pod since the last scrape."),
     "tessera_job_cpu_seconds_total": ("counter", "CPU time by user, Slurm job and pod, since the start."),
     "tessera_job_gpu_memory_bytes": ("gauge", "Device memory in use by user, Slurm job and pod."),
+    "tessera_crest_factor": ("gauge", "Peak over root mean square of the newest 15 s, at the sensor's own resolution."),
+    "tessera_current_amperes": ("gauge", "Current of a feed or a supply."),
+    "tessera_peak_current_amperes": ("gauge", "Highest current that a feed or a supply has reported."),
+    "tessera_power_events_total": (
+        "counter",
+        "Over-current, near trips and faults that supplies, PDUs and BMCs report.",
+    ),
     "tessera_sensor_up": ("gauge", "1 while a sensor answers, 0 if it was lost or was requested and is missing."),
     "tessera_gaps_total": ("counter", "Periods without data."),
     "tessera_sampler_cpu_seconds_total": ("counter", "CPU time of the sampling thread."),
@@ -57,6 +64,9 @@ METRICS: Mapping[str, tuple[str, str]] = {
 
 Labels = Mapping[str, str]
 Sample = tuple[str, Labels, float | None]
+Application = Callable[..., Iterable[bytes]]
+"""Answers a request (WSGI)."""
+_TEXT = [("Content-Type", "text/plain; charset=utf-8")]
 _INDEX = (
     b'<!doctype html><meta name="color-scheme" content="light dark"><title>tessera</title>'
     b'<p>tessera serves <a href="/metrics">/metrics</a></p>\n'
@@ -111,9 +121,13 @@ class SnapshotCollector:
         for r in snapshot.readings:
             yield from _power(r)
             yield "tessera_gaps_total", {"domain": r.domain}, float(r.gaps)
+            yield "tessera_crest_factor", {"domain": r.domain}, r.crest_factor
             if r.telemetry is not None and r.lost is None:
                 yield from _state(r.telemetry)
                 yield from self._throttle(r.telemetry)
+        for domain, counts in snapshot.events.items():
+            for kind, count in counts.items():
+                yield "tessera_power_events_total", {"domain": domain, "kind": kind}, float(count)
         if (cost := snapshot.cost) is not None:
             yield "tessera_energy_cost_total", {"currency": cost.currency}, cost.cost
             yield "tessera_emissions_grams_total", {}, cost.gco2e
@@ -161,6 +175,8 @@ def _state(t: Telemetry) -> Iterator[Sample]:
     yield "tessera_temperature_celsius", {**domain, "part": "memory"}, t.memory_temperature_c
     for clock, mhz in t.clocks_mhz.items():
         yield "tessera_clock_hertz", {**domain, "clock": clock}, mhz * 1e6
+    yield "tessera_current_amperes", domain, t.current_a
+    yield "tessera_peak_current_amperes", domain, t.peak_current_a
     yield "tessera_memory_used_bytes", domain, t.memory_used_bytes
     yield "tessera_memory_size_bytes", domain, t.memory_total_bytes
     yield "tessera_utilization_ratio", domain, _ratio(t.utilization_pct)
@@ -171,7 +187,7 @@ def _ratio(percent: float | None) -> float | None:
     return None if percent is None else percent / 100.0
 
 
-def registry(collector: SnapshotCollector) -> Any:
+def registry(collector: Any) -> Any:
     """A registry of its own: the process's default one would add python_gc_* and the like."""
     own = import_client().CollectorRegistry(auto_describe=False)
     own.register(collector)
@@ -224,8 +240,18 @@ def bind(family: socket.AddressFamily, address: tuple[str, int]) -> _Server:
 
 @contextlib.contextmanager
 def serve(server: _Server, collector: SnapshotCollector) -> Iterator[None]:
-    """Answer in a thread of its own inside the `with`."""
-    server.set_app(_only_metrics(import_client().make_wsgi_app(registry(collector)), local=server.is_loopback))
+    """Answer /metrics in a thread of its own inside the `with`."""
+    with serve_app(server, _only_metrics(import_client().make_wsgi_app(registry(collector)))):
+        yield
+
+
+@contextlib.contextmanager
+def serve_app(server: _Server, app: Application) -> Iterator[None]:
+    """Answer GET requests in a thread of its own inside the `with`.
+
+    A server that only this machine can reach answers only requests that name this machine.
+    """
+    server.set_app(_only_get(app, local=server.is_loopback))
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="tessera-metrics", daemon=True)
     thread.start()
     try:
@@ -235,26 +261,30 @@ def serve(server: _Server, collector: SnapshotCollector) -> Iterator[None]:
         thread.join()
 
 
-def _only_metrics(metrics: Callable[..., Iterable[bytes]], *, local: bool) -> Callable[..., Iterable[bytes]]:
-    """GET /metrics and a tiny index; prometheus_client's own application answers any path with the metrics.
-
-    `local`: only this machine reaches us, and only requests that name it are answered.
-    """
-
+def _only_get(answer: Application, *, local: bool) -> Application:
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        path, text = environ.get("PATH_INFO", ""), [("Content-Type", "text/plain; charset=utf-8")]
         if environ["REQUEST_METHOD"] != "GET":
-            start_response("405 Method Not Allowed", [*text, ("Allow", "GET")])
+            start_response("405 Method Not Allowed", [*_TEXT, ("Allow", "GET")])
             return [b"only GET is answered\n"]
         if local and not _names_loopback(environ.get("HTTP_HOST", "")):
-            start_response("421 Misdirected Request", text)
+            start_response("421 Misdirected Request", _TEXT)
             return [b"ask for http://localhost: other names are not answered here\n"]
+        return answer(environ, start_response)
+
+    return app
+
+
+def _only_metrics(metrics: Application) -> Application:
+    """GET /metrics and a tiny index; prometheus_client's own application answers any path with the metrics."""
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
         if path == "/metrics":
             return metrics(environ, start_response)
         if path == "/":
             start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
             return [_INDEX]
-        start_response("404 Not Found", text)
+        start_response("404 Not Found", _TEXT)
         return [b"not found: the metrics are at /metrics\n"]
 
     return app

@@ -1,0 +1,246 @@
+"""What a whole fleet does now: every node's `tessera metrics` and the governor, asked at once and put together.
+
+::
+
+    nodes' endpoints (http://n1:9400/metrics) ─┐
+    the governor's /v1/status                  ├──► FleetPoller.poll() ──► FleetStatus: racks, nodes, leases, events
+    the fleet's file (racks, aisles)           ┘                            └──► terminal, page, Prometheus
+
+What does not answer keeps its name and says why; nothing is guessed for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..errors import TesseraError
+from .leases import BudgetStatus, JobStatus
+from .node_floor import PlacementNode
+from .node_metrics import NodeReading, ask_endpoint
+from .placement_file import FleetFile
+
+# Endpoints asked at the same time: an answer takes milliseconds, a node that is down its whole timeout.
+AT_ONCE = 32
+EVENTS_KEPT = 200
+# Kinds that mean that a feed was near or beyond its limit.
+NEAR_TRIPS = ("breaker_near_trip", "over_current", "breaker_tripped")
+
+
+class Governor(Protocol):
+    """What a governor is asked: `GovernorClient` of tessera.fleet.governor."""
+
+    def describe(self) -> BudgetStatus: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetNode:
+    """A node now; None: not known. `problem` says why it does not answer, and is empty where it does.
+
+    `leased_w` is the most that the governor lets it draw, `guaranteed_w` its share without the governor, `cap_w` what
+    the limits of its boards allow together.
+    """
+
+    name: str
+    rack: str
+    aisle: str
+    power_w: float | None = None
+    temperature_c: float | None = None
+    cap_w: float | None = None
+    crest_factor: float | None = None
+    throttled: tuple[str, ...] = ()
+    events: Mapping[str, int] = field(default_factory=dict)
+    energy_j: float | None = None
+    leased_w: float | None = None
+    guaranteed_w: float | None = None
+    jobs: tuple[str, ...] = ()
+    problem: str = ""
+
+    @property
+    def near_trips(self) -> int:
+        """How often its feeds were near or beyond a limit, since its sampler started."""
+        return sum(count for kind, count in self.events.items() if kind in NEAR_TRIPS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRack:
+    """The nodes of a rack together. `known` of `nodes` answered; watts are those of these."""
+
+    name: str
+    aisle: str
+    nodes: int
+    known: int
+    power_w: float | None
+    limit_w: float | None
+    hottest_c: float | None
+    crest_factor: float | None
+    near_trips: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetEvent:
+    """Events of one kind that a node reported between two polls."""
+
+    epoch_s: float
+    node: str
+    kind: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetBudget:
+    """What a governor says of its watts."""
+
+    cap_w: float
+    limit_w: float
+    exposure_w: float
+    measured_w: float | None
+    throttled_w: float
+    emergency: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """A fleet at one moment."""
+
+    epoch_s: float
+    nodes: tuple[FleetNode, ...]
+    racks: tuple[FleetRack, ...]
+    jobs: tuple[JobStatus, ...] = ()
+    budget: FleetBudget | None = None
+    events: tuple[FleetEvent, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def power_w(self) -> float | None:
+        """Watts of all nodes that are known."""
+        known = [n.power_w for n in self.nodes if n.power_w is not None]
+        return sum(known) if known else None
+
+
+class FleetPoller:
+    """Asks all nodes and the governor. `ask` is replaced in tests and simulations."""
+
+    def __init__(
+        self,
+        fleet: FleetFile,
+        governor: Governor | None = None,
+        *,
+        ask: Callable[[str], NodeReading] = ask_endpoint,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.fleet = fleet
+        self._governor, self._ask, self._clock_s = governor, ask, clock_s
+        self._counted: dict[str, Mapping[str, int]] = {}
+        self._events: deque[FleetEvent] = deque(maxlen=EVENTS_KEPT)
+
+    def poll(self) -> FleetStatus:
+        """Ask everyone once."""
+        names = list(self.fleet.metrics)
+        with ThreadPoolExecutor(max_workers=max(min(AT_ONCE, len(names)), 1)) as pool:
+            answers = dict(zip(names, pool.map(self._ask_node, names), strict=True))
+        budget, problems = self._ask_governor()
+        leases = {n.node: n for n in budget.nodes} if budget is not None else {}
+        now_s = self._clock_s()
+        nodes = []
+        for node in self.fleet.nodes:
+            reading = answers.get(node.name) or _read_file(node)
+            lease = leases.get(node.name)
+            self._note_events(node.name, reading, now_s)
+            nodes.append(
+                FleetNode(
+                    name=node.name,
+                    rack=node.rack,
+                    aisle=node.aisle,
+                    power_w=lease.measured_w if reading.power_w is None and lease else reading.power_w,
+                    temperature_c=reading.temperature_c,
+                    cap_w=reading.cap_w,
+                    crest_factor=reading.crest_factor,
+                    throttled=reading.throttled,
+                    events=reading.events,
+                    energy_j=reading.energy_j,
+                    leased_w=lease.exposure_w if lease else None,
+                    guaranteed_w=lease.guaranteed_w if lease else None,
+                    jobs=lease.jobs if lease else (),
+                    problem=reading.problem,
+                )
+            )
+        return FleetStatus(
+            epoch_s=now_s,
+            nodes=tuple(nodes),
+            racks=_sum_racks(nodes, self.fleet.rack_limits_w),
+            jobs=budget.jobs if budget is not None else (),
+            budget=_describe_budget(budget),
+            events=tuple(self._events),
+            problems=tuple(problems),
+        )
+
+    def _ask_node(self, name: str) -> NodeReading:
+        return self._ask(self.fleet.metrics[name])
+
+    def _ask_governor(self) -> tuple[BudgetStatus | None, list[str]]:
+        if self._governor is None:
+            return None, []
+        try:
+            return self._governor.describe(), []
+        except TesseraError as error:  # the nodes are worth showing without it
+            return None, [error.what + (f": {error.why}" if error.why else "")]
+
+    def _note_events(self, node: str, reading: NodeReading, now_s: float) -> None:
+        """What was counted since the last poll; a count that went back belongs to a sampler that was restarted."""
+        if reading.problem:
+            return
+        before = self._counted.get(node)
+        self._counted[node] = reading.events
+        for kind, count in reading.events.items():
+            old = 0 if before is None else before.get(kind, 0)
+            new = count - old if count >= old else count
+            if before is not None and new > 0:
+                self._events.appendleft(FleetEvent(epoch_s=now_s, node=node, kind=kind, count=new))
+
+
+def _read_file(node: PlacementNode) -> NodeReading:
+    """What the fleet's file says of a node without an endpoint."""
+    known = node.power_w is not None or node.temperature_c is not None
+    problem = "" if known else "it has no endpoint: `metrics:` in the fleet's file"
+    return NodeReading(power_w=node.power_w, temperature_c=node.temperature_c, cap_w=node.max_w, problem=problem)
+
+
+def _describe_budget(budget: BudgetStatus | None) -> FleetBudget | None:
+    if budget is None:
+        return None
+    return FleetBudget(
+        cap_w=budget.cap_w,
+        limit_w=budget.limit_w,
+        exposure_w=budget.exposure_w,
+        measured_w=budget.measured_w,
+        throttled_w=budget.throttled_w,
+        emergency=budget.emergency.reason if budget.emergency is not None else "",
+    )
+
+
+def _sum_racks(nodes: Sequence[FleetNode], limits_w: Mapping[str, float]) -> tuple[FleetRack, ...]:
+    by_rack: dict[str, list[FleetNode]] = {}
+    for node in nodes:
+        by_rack.setdefault(node.rack, []).append(node)
+    racks = []
+    for name, own in by_rack.items():
+        watts = [n.power_w for n in own if n.power_w is not None]
+        racks.append(
+            FleetRack(
+                name=name,
+                aisle=own[0].aisle,
+                nodes=len(own),
+                known=len(watts),
+                power_w=sum(watts) if watts else None,
+                limit_w=limits_w.get(name),
+                hottest_c=max((n.temperature_c for n in own if n.temperature_c is not None), default=None),
+                crest_factor=max((n.crest_factor for n in own if n.crest_factor is not None), default=None),
+                near_trips=sum(n.near_trips for n in own),
+            )
+        )
+    return tuple(racks)

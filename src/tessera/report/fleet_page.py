@@ -1,0 +1,118 @@
+"""The live page of a fleet: one self-contained page that asks its own server for fleet.json again and again."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from html import escape
+from typing import Any
+
+from ..fleet.status import FleetPoller, FleetStatus
+from .fleet_watch import HOT_C, json_line
+from .html import THEME_BUTTON, table, template
+from .metrics import Application
+
+_STYLE = """
+#racks { display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 10px; }
+.rack { border: 1px solid var(--line); background: var(--card); border-radius: 8px; padding: 8px 12px 12px; }
+.rack h3 { margin: 0 0 6px; font-size: 14px; display: flex; justify-content: space-between; gap: 8px; flex-wrap: wrap; }
+.rack h3 small { font-weight: 400; color: var(--dim); }
+.load { height: 6px; border-radius: 3px; background: var(--soft); overflow: hidden; margin-bottom: 8px; }
+.load i { display: block; height: 100%; background: var(--accent); } .load i.bad { background: var(--power); }
+.cells { display: grid; grid-template-columns: repeat(auto-fill, minmax(110px, 1fr)); gap: 5px; }
+.cell { border-radius: 6px; padding: 5px 8px; color: #fff; overflow: hidden; }
+.cell b, .cell span { display: block; white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.cell span { font-size: 12px; }
+.cell.lost { background: var(--soft); color: var(--dim); border: 1px dashed var(--line); }
+.bad, .rack h3 small.bad { color: var(--power); } .warned { color: var(--warn); }
+.tile.bad b { color: var(--power); } .tile.warned b { color: var(--warn); }
+#chart { width: 100%; height: 190px; display: block; }
+#chart path { fill: none; stroke-width: 1.6; } #chart .grid { stroke: var(--line); }
+#chart text { fill: var(--dim); font-size: 11.5px; }
+"""
+_NODES = (
+    ("node", False), ("rack", False), ("power", True), ("cap", True), ("lease", True), ("temperature", True),
+    ("crest factor", True), ("near trips", True), ("throttled, or why unknown", False),
+)  # fmt: skip
+_JOBS = (("job", False), ("state", False), ("granted", True), ("asked", True), ("ends in", True))
+_EVENTS = (("time", False), ("node", False), ("event", False), ("count", True))
+_PLAIN = ("Content-Type", "text/plain; charset=utf-8")
+
+
+class StatusFeed:
+    """Polls a fleet in a thread of its own and keeps the newest status."""
+
+    def __init__(self, poller: FleetPoller, interval_s: float) -> None:
+        self._poller, self._interval_s = poller, interval_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tessera-fleet", daemon=True)
+        self._newest: FleetStatus | None = None
+
+    def __enter__(self) -> StatusFeed:
+        self._newest = self._poller.poll()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def newest(self) -> FleetStatus | None:
+        """The newest status."""
+        return self._newest
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            self._newest = self._poller.poll()
+
+
+def fleet_page(interval_s: float, hot_c: float = HOT_C) -> str:
+    """The page. It is the same whatever the fleet does: everything on it comes from fleet.json."""
+    body = (
+        f"<header><div class='top'><h1>Fleet</h1>{THEME_BUTTON}</div><p class='dim' id='when'>asking ...</p></header>"
+        "<p class='warn' id='lost' role='alert' hidden></p><div id='problems' role='alert'></div>"
+        "<div class='tiles' id='tiles'></div><h2>Racks</h2><div id='racks'></div>"
+        "<h2>Power by rack</h2><svg id='chart' role='img' aria-label='Power by rack over time'></svg>"
+        "<ul class='legend' id='legend'></ul>"
+        f"<h2>Nodes</h2><div id='nodes'>{table(_NODES, '', caption='Nodes, hottest first', kind='')}</div>"
+        f"<section id='leases' hidden><h2>Leases</h2><div id='jobs'>{table(_JOBS, '', caption='Jobs', kind='')}</div>"
+        "</section><h2>Events</h2><p class='dim' id='noevents'>none since this page's server started</p>"
+        f"<div id='events'>{table(_EVENTS, '', caption='Events, newest first', kind='')}</div>"
+    )
+    script = template("fleet.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; connect-src 'self'"
+    policy += "; img-src data:"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>Fleet - Tessera</title>'
+        f"<style>{template('run.css')}{_STYLE}</style></head>"
+        f"<body data-period='{escape(f'{interval_s:g}')}' data-hot='{escape(f'{hot_c:g}')}'><main>{body}</main>"
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def fleet_app(feed: StatusFeed, page: str, metrics: Application) -> Application:
+    """Answers /, /fleet.json and /metrics."""
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "")
+        if path == "/":
+            start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
+            return [page.encode()]
+        if path == "/fleet.json":
+            status = feed.newest()
+            if status is None:
+                start_response("503 Service Unavailable", [_PLAIN])
+                return [b"the nodes have not been asked yet\n"]
+            start_response("200 OK", [("Content-Type", "application/json"), ("Cache-Control", "no-store")])
+            return [json_line(status)]
+        if path == "/metrics":
+            return metrics(environ, start_response)
+        start_response("404 Not Found", [_PLAIN])
+        return [b"not found: /, /fleet.json and /metrics are served\n"]
+
+    return app

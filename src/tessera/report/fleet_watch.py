@@ -1,0 +1,157 @@
+"""What `tessera fleet watch` shows: racks, nodes, leases and events, as a screen, as plain lines or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..fleet.status import FleetNode, FleetRack, FleetStatus
+from ..units import format_duration, format_power, format_temperature
+from .console import TableColumn, build_table, fit_columns, note_dropped
+
+_ROWS_OF_NODES = 24
+HOT_C = 85.0
+"""Without a policy a node above this is shown as hot: the guide's own hot-spot threshold."""
+
+
+def json_line(status: FleetStatus) -> bytes:
+    """One line of JSON."""
+    import msgspec
+
+    tree = msgspec.to_builtins(status)
+    for row, node in zip(tree["nodes"], status.nodes, strict=True):
+        row["near_trips"] = node.near_trips
+    return msgspec.json.encode({**tree, "power_w": status.power_w})
+
+
+def plain_lines(status: FleetStatus) -> Iterator[str]:
+    """One line per rack: name=value pairs with the unit in the name."""
+    when = datetime.fromtimestamp(status.epoch_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    for rack in status.racks:
+        values = {
+            "rack": rack.name or "-",
+            "power_w": _number(rack.power_w),
+            "limit_w": _number(rack.limit_w),
+            "hottest_c": _number(rack.hottest_c),
+            "crest_factor": "-" if rack.crest_factor is None else f"{rack.crest_factor:.2f}",
+            "near_trips": str(rack.near_trips),
+            "known_nodes": f"{rack.known}/{rack.nodes}",
+        }
+        yield f"{when} " + " ".join(f"{k}={v}" for k, v in values.items())
+    for problem in status.problems:
+        yield f"{when} problem={problem!r}"
+
+
+def fleet_screen(
+    status: FleetStatus, *, width: int, height: int | None = None, hot_c: float = HOT_C, keys: bool = False
+) -> RenderableType:
+    """One screen: totals, racks, the nodes worth looking at first, leases, events."""
+    known = sum(n.power_w is not None for n in status.nodes)
+    power = "unknown power" if status.power_w is None else format_power(status.power_w, 4)
+    title = Text(f"{power}  ", style="bold").append(f"{known} of {len(status.nodes)} nodes known", style="not bold dim")
+    if status.budget is not None:
+        b = status.budget
+        leased = f"  leased {format_power(b.exposure_w, 3)} of {format_power(b.limit_w, 3)}"
+        title.append(leased, style="not bold")
+        if b.throttled_w > 0:
+            title.append(f"  throttled by {format_power(b.throttled_w, 3)}", style="yellow")
+        if b.emergency:
+            title.append(f"  EMERGENCY: {b.emergency}", style="bold red")
+    parts: list[RenderableType] = [title]
+    parts += [Text(problem, style="red") for problem in status.problems]
+    parts += [Text(""), _fit(_rack_columns(status.racks), width, [_rack_style(r, hot_c) for r in status.racks])]
+    room = _ROWS_OF_NODES if height is None else max(height - len(status.racks) - len(status.jobs[:6]) - 14, 4)
+    nodes = sorted(status.nodes, key=lambda n: (not n.problem, -(n.temperature_c or 0.0), n.name))
+    styles = [_node_style(n, hot_c) for n in nodes[:room]]
+    parts += [Text(""), _fit(_node_columns(nodes[:room]), width, styles)]
+    if len(nodes) > room:
+        parts.append(Text(f"and {len(nodes) - room} cooler nodes (--json shows all)", style="dim"))
+    if status.jobs:
+        parts += [Text(""), _fit(_job_columns(status), width, [""] * len(status.jobs[:6]))]
+    if status.events:
+        parts.append(Text(""))
+        parts += [
+            Text(f"{_clock(e.epoch_s)}  {e.node}: {e.count} x {e.kind}", style="yellow") for e in status.events[:5]
+        ]
+    if keys:
+        parts.append(Text("q quits", style="dim"))
+    return Group(*parts)
+
+
+def _fit(columns: Sequence[TableColumn], width: int, styles: Sequence[str]) -> RenderableType:
+    fitting, dropped = fit_columns(columns, width, gap=2)
+    return note_dropped(build_table(fitting, gap=2, styles=styles), [dropped] if dropped else [])
+
+
+def _rack_columns(racks: Sequence[FleetRack]) -> list[TableColumn]:
+    loads = ["-" if r.power_w is None or not r.limit_w else f"{r.power_w / r.limit_w:.0%}" for r in racks]
+    return [
+        TableColumn(heading="rack", cells=[r.name or "-" for r in racks]),
+        TableColumn(heading="power", cells=[_power(r.power_w) for r in racks], right=True),
+        TableColumn(heading="of limit", cells=loads, right=True),
+        TableColumn(heading="hottest", cells=[_temperature(r.hottest_c) for r in racks], right=True),
+        TableColumn(heading="crest", cells=[_crest(r.crest_factor) for r in racks], right=True, drop=2),
+        TableColumn(heading="near trips", cells=[str(r.near_trips) for r in racks], right=True, drop=1),
+        TableColumn(heading="nodes", cells=[f"{r.known}/{r.nodes}" for r in racks], right=True, drop=3),
+        TableColumn(heading="aisle", cells=[r.aisle for r in racks], drop=4),
+    ]
+
+
+def _node_columns(nodes: Sequence[FleetNode]) -> list[TableColumn]:
+    state = [n.problem or ", ".join(n.throttled) for n in nodes]
+    return [
+        TableColumn(heading="node", cells=[n.name for n in nodes]),
+        TableColumn(heading="power", cells=[_power(n.power_w) for n in nodes], right=True),
+        TableColumn(heading="cap", cells=[_power(n.cap_w) for n in nodes], right=True, drop=3),
+        TableColumn(heading="lease", cells=[_power(n.leased_w) for n in nodes], right=True, drop=2),
+        TableColumn(heading="temp", cells=[_temperature(n.temperature_c) for n in nodes], right=True),
+        TableColumn(heading="crest", cells=[_crest(n.crest_factor) for n in nodes], right=True, drop=4),
+        TableColumn(heading="near trips", cells=[str(n.near_trips) for n in nodes], right=True, drop=5),
+        TableColumn(heading="jobs", cells=[", ".join(n.jobs[:3]) for n in nodes], drop=6),
+        TableColumn(heading="throttled, or why unknown", cells=state, drop=1),
+    ]
+
+
+def _job_columns(status: FleetStatus) -> list[TableColumn]:
+    jobs = status.jobs[:6]
+    return [
+        TableColumn(heading="job", cells=[j.job for j in jobs]),
+        TableColumn(heading="state", cells=[str(j.state) for j in jobs]),
+        TableColumn(heading="granted", cells=[_power(j.granted_w) for j in jobs], right=True),
+        TableColumn(heading="asked", cells=[_power(j.asked_w) for j in jobs], right=True, drop=2),
+        TableColumn(heading="ends in", cells=[format_duration(j.ends_in_s, 3) for j in jobs], right=True, drop=1),
+    ]
+
+
+def _rack_style(rack: FleetRack, hot_c: float) -> str:
+    is_full = rack.limit_w is not None and rack.power_w is not None and rack.power_w > 0.8 * rack.limit_w
+    return "red" if (rack.hottest_c or 0.0) > hot_c else "yellow" if is_full or rack.near_trips else ""
+
+
+def _node_style(node: FleetNode, hot_c: float) -> str:
+    return (
+        "dim" if node.problem else "red" if (node.temperature_c or 0.0) > hot_c else "yellow" if node.throttled else ""
+    )
+
+
+def _clock(epoch_s: float) -> str:
+    return datetime.fromtimestamp(epoch_s).astimezone().strftime("%H:%M:%S")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _power(value: float | None) -> str:
+    return "-" if value is None else format_power(value, 3)
+
+
+def _temperature(value: float | None) -> str:
+    return "-" if value is None else format_temperature(value, 3)
+
+
+def _crest(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
