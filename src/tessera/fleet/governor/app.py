@@ -1,0 +1,172 @@
+"""From a request to an answer: route, token, body, the budget's decision, the disk, and only then the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from ...errors import ArgumentError, GovernorError, GovernorRefusal
+from ..leases import PowerRequest
+from .http_server import HttpRequest, HttpResponse
+from .messages import NAME, ROUTES, ErrorAnswer, ErrorText, Health, JobBody, Route, describe_api
+from .service import GovernorService
+from .tokens import Role, TokenFile
+
+_STATUS = {"unknown_node": 404, "unknown_job": 404, "too_large": 422, "conflict": 409, "busy": 409, "full": 429}
+_NAME = re.compile(NAME)
+
+
+class GovernorApp:
+    """Answers requests. Changes of many requests are written together while the next ones are decided."""
+
+    def __init__(self, service: GovernorService, tokens: TokenFile) -> None:
+        self.service, self.tokens = service, tokens
+        self.failed: asyncio.Future[GovernorError] = asyncio.get_running_loop().create_future()
+        """Set when the disk refuses: the process must end, since its memory is ahead of the disk."""
+        self._document = msgspec.json.encode(describe_api())
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tessera-store")
+        self._next: asyncio.Future[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._decoders = {r.body: msgspec.json.Decoder(r.body, strict=True) for r in ROUTES if r.body is not None}
+
+    async def handle(self, request: HttpRequest) -> HttpResponse:
+        """The answer to a request, once what it changed is on disk."""
+        known = False
+        try:
+            route, name = _find_route(request)
+            if route.role is not None:
+                self._check_token(request, route, name)
+                known = True
+            status, body = 200, self._call(route, name, request)
+        except _Refused as exc:
+            status, body = exc.status, _encode_error(exc.code, exc.args[0])
+        except GovernorRefusal as exc:
+            status, body = _STATUS.get(exc.code, 409), _encode_error(exc.code, exc.what, exc.why, exc.fix)
+        except ArgumentError as exc:
+            status, body = 400, _encode_error("bad_request", exc.what, exc.why, exc.fix)
+        if self.service.is_changed:
+            await self._save()
+        return HttpResponse(status, body, known)
+
+    def _check_token(self, request: HttpRequest, route: Route, name: str | None) -> None:
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        token = self.tokens.find(secret.strip()) if scheme.lower() == "bearer" else None
+        if token is None:
+            raise _Refused(401, "unauthorized", "a token is needed: Authorization: Bearer tsg_...")
+        assert route.role is not None
+        if not token.may(route.role, name if route.role is Role.NODE else None):
+            raise _Refused(403, "forbidden", f"this token ({token.role} {token.name!r}) may not do that")
+
+    def _call(self, route: Route, name: str | None, request: HttpRequest) -> bytes:
+        if not route.call:
+            return msgspec.json.encode(Health()) if route.answer is Health else self._document
+        keywords: dict[str, Any] = {}
+        if route.body is not None:
+            keywords = _as_keywords(self._decode(route, request))
+        elif request.body:
+            raise _Refused(400, "bad_request", "this call has no body")
+        answer = getattr(self.service, route.call)(*([] if name is None else [name]), **keywords)
+        return msgspec.json.encode({} if answer is None else answer)
+
+    def _decode(self, route: Route, request: HttpRequest) -> Any:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise _Refused(415, "bad_request", "the body is JSON: Content-Type: application/json")
+        try:
+            return self._decoders[route.body].decode(request.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise _Refused(400, "bad_request", f"the body cannot be used: {exc}") from None
+
+    # -- the disk ---------------------------------------------------------------------------------------------
+
+    async def _save(self) -> None:
+        """Wait until all changes so far are on disk. Those that come meanwhile are written together after them."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+        await asyncio.shield(self._next)
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._next is not None:
+            done, self._next = self._next, None
+            rows = self.service.take_changes()
+            try:
+                await loop.run_in_executor(self._writer, self.service.store.write, rows)
+            except GovernorError as exc:
+                if not self.failed.done():
+                    self.failed.set_result(exc)
+                return  # nobody gets an answer: what was decided is not on disk
+            if not done.done():
+                done.set_result(None)
+
+    async def tick(self) -> None:
+        """Let time pass, without a request."""
+        self.service.advance()
+        if self.service.is_changed:
+            await self._save()
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._writer.shutdown(wait=True)
+        if not self.failed.done():
+            self.service.store.write(self.service.take_changes())
+        self.service.store.close()
+
+
+class _Refused(Exception):
+    """A request that does not reach the budget."""
+
+    def __init__(self, status: int, code: str, what: str) -> None:
+        super().__init__(what)
+        self.status, self.code = status, code
+
+
+def _find_route(request: HttpRequest) -> tuple[Route, str | None]:
+    parts = request.path.split("/")
+    allowed = []
+    for route in ROUTES:
+        names = _match(route.path.split("/"), parts)
+        if names is None:
+            continue
+        if route.method == request.method:
+            return route, names[0] if names else None
+        allowed.append(route.method)
+    if allowed:
+        raise _Refused(405, "not_found", f"this path takes {' or '.join(allowed)}")
+    raise _Refused(404, "not_found", "there is no such path; GET /v1/openapi.json lists all")
+
+
+def _match(template: list[str], parts: list[str]) -> list[str] | None:
+    if len(template) != len(parts):
+        return None
+    names = []
+    for want, part in zip(template, parts, strict=True):
+        if want.startswith("{"):
+            name = unquote(part)
+            if not _NAME.fullmatch(name):
+                return None
+            names.append(name)
+        elif want != part:
+            return None
+    return names
+
+
+def _as_keywords(body: Any) -> dict[str, Any]:
+    """The fields of a body as the service's arguments; a job is one value."""
+    fields = {name: getattr(body, name) for name in body.__struct_fields__}
+    return {"request": PowerRequest(**fields)} if isinstance(body, JobBody) else fields
+
+
+def _encode_error(code: str, what: str, why: str | None = None, fix: str | None = None) -> bytes:
+    return msgspec.json.encode(ErrorAnswer(error=ErrorText(code=code, what=what, why=why, fix=fix)))
+
+
+def refuse_request(status: int, what: str) -> bytes:
+    """The body of an answer to what is not a request."""
+    return _encode_error("bad_request", what)

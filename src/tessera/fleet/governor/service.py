@@ -1,0 +1,161 @@
+"""A budget with a clock and a store: what the HTTP server and the Ray actor both serve.
+
+The clock is CLOCK_BOOTTIME: nobody can set it, and it counts the time that a machine sleeps. After a reboot it begins
+again at zero; then every lease lasts as long as it still had when it was last written, counted from now, which is never
+too short.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...actuators.journal import boot_id
+from ...errors import GovernorError, GovernorRefusal
+from ..budget import Budget
+from ..leases import BudgetPolicy, BudgetStatus, CapGrant, Emergency, GovernedNode, JobLease, JobStatus, NodeStatus
+from ..leases import PowerRequest as PowerRequest
+from .store import LeaseStore, Row, encode_row
+
+MOST_JOBS, MOST_NODES = 100_000, 10_000
+"""What one governor takes: more would be somebody's mistake."""
+
+
+def read_clock() -> float:
+    """Seconds since this machine booted, also those it slept."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class GovernorService:
+    """The calls of a governor. After each, `take_changes` has what must be on disk before the answer leaves."""
+
+    def __init__(self, policy: BudgetPolicy, store: LeaseStore, *, clock: Callable[[], float] = read_clock) -> None:
+        self.policy, self.store, self._clock = policy, store, clock
+        self._boot = boot_id()
+        self.budget = self._load()
+        self.store.write(self.take_changes())
+
+    def _load(self) -> Budget:
+        found, now_s = self.store.read(), self._clock()
+        nodes: list[GovernedNode] = list(found["node"].values())
+        jobs: list[JobLease] = sorted(found["job"].values(), key=lambda j: j.end_s)
+        emergency: Emergency | None = found["emergency"].get("")
+        saved = found["clock"].get("", {})
+        if saved and (saved["boot"] != self._boot or saved["now_s"] > now_s):
+            shift_s = now_s - saved["now_s"]
+            for node in nodes:
+                _shift_node(node, shift_s)
+            for job in jobs:
+                _shift_job(job, shift_s)
+            emergency = emergency and replace(emergency, since_s=emergency.since_s + shift_s)
+        guaranteed_w = sum(n.guaranteed_w for n in nodes)
+        if guaranteed_w > self.policy.limit_w:
+            raise GovernorError(
+                f"{self.policy.limit_w:g} W are less than the nodes' guaranteed shares",
+                why=f"{len(nodes)} nodes have {guaranteed_w:g} W in {self.store.path}",
+                fix="raise --cap, or remove nodes first (tessera governor remove NODE)",
+            )
+        return Budget.restore(self.policy, now_s, nodes=nodes, jobs=jobs, emergency=emergency)
+
+    def take_changes(self) -> list[Row]:
+        """What differs from the disk since the last call; the caller writes it."""
+        budget, rows = self.budget, []
+        for kind, name in budget.changed:
+            value: object | None
+            if kind == "node":
+                value = budget.ledger.nodes.get(name)
+            elif kind == "job":
+                value = budget.queue.jobs.get(name) or budget.ended.get(name)
+            else:
+                value = budget.emergency
+            rows.append(encode_row(kind, name, value))
+        budget.changed.clear()
+        if rows:
+            rows.append(encode_row("clock", "", {"boot": self._boot, "now_s": budget.now_s}))
+        return rows
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something must be written."""
+        return bool(self.budget.changed)
+
+    # -- the calls --------------------------------------------------------------------------------------------
+
+    def join(self, node: str, guaranteed_w: float, max_w: float | None, session: str) -> NodeStatus:
+        """Add a node; see `Budget.join`."""
+        if node not in self.budget.ledger.nodes and len(self.budget.ledger.nodes) >= MOST_NODES:
+            raise GovernorRefusal("full", f"there are {MOST_NODES} nodes", fix="use a governor for each row")
+        self.budget.join(self._clock(), node, guaranteed_w, max_w=max_w, session=session)
+        return self.budget.describe_node(node)
+
+    def heartbeat(self, node: str, session: str, acked: int, measured_w: float | None) -> CapGrant:
+        """Renew a node's lease."""
+        return self.budget.heartbeat(self._clock(), node, session=session, acked=acked, measured_w=measured_w)
+
+    def remove(self, node: str) -> None:
+        """Take a node out for good."""
+        self.budget.remove(self._clock(), node)
+
+    def request(self, request: PowerRequest) -> JobStatus:
+        """Ask for watts."""
+        if request.job not in self.budget.queue.jobs and len(self.budget.queue.jobs) >= MOST_JOBS:
+            raise GovernorRefusal("full", f"{MOST_JOBS} jobs wait or run", fix="try again later")
+        return self.budget.request(self._clock(), request)
+
+    def show_job(self, job: str) -> JobStatus:
+        """Where a job stands."""
+        self.advance()
+        return self.budget.describe_job(job)
+
+    def renew(self, job: str, ttl_s: float | None) -> JobStatus:
+        """Let a job's lease last from now."""
+        return self.budget.renew(self._clock(), job, ttl_s)
+
+    def release(self, job: str) -> JobStatus:
+        """End a job."""
+        return self.budget.release(self._clock(), job)
+
+    def report_power(self, measured_w: float) -> None:
+        """Take a reading of the rack's own meter."""
+        self.budget.report_power(self._clock(), measured_w)
+
+    def declare_emergency(self, reason: str, to_w: float | None) -> Emergency:
+        """Shed jobs down to `to_w`."""
+        return self.budget.declare_emergency(self._clock(), reason, to_w)
+
+    def end_emergency(self) -> None:
+        """Let shed jobs come back."""
+        self.budget.end_emergency(self._clock())
+
+    def describe(self) -> BudgetStatus:
+        """Everything."""
+        return self.budget.describe(self._clock())
+
+    def advance(self) -> None:
+        """Let time pass: what has ended makes room for what waits."""
+        self.budget.advance(self._clock())
+
+
+def open_service(policy: BudgetPolicy, path: Path) -> GovernorService:
+    """The governor whose state is in a file."""
+    store = LeaseStore(path)
+    try:
+        return GovernorService(policy, store)
+    except GovernorError:
+        store.close()
+        raise
+
+
+def _shift_node(node: GovernedNode, by_s: float) -> None:
+    node.outstanding = [(seq, cap_w, end_s + by_s) for seq, cap_w, end_s in node.outstanding]
+    node.heard_s = None if node.heard_s is None else node.heard_s + by_s
+
+
+def _shift_job(job: JobLease, by_s: float) -> None:
+    job.submitted_s += by_s
+    job.end_s += by_s
+    job.key += by_s
+    job.admitted_s = None if job.admitted_s is None else job.admitted_s + by_s
+    job.start_s = {node: start_s + by_s for node, start_s in job.start_s.items()}
