@@ -51,6 +51,14 @@ def now_ns() -> int:
     return time.monotonic_ns()
 
 
+def read_boot_clock() -> float:
+    """Seconds since this machine booted, also those it slept (CLOCK_BOOTTIME). Nobody can set it.
+
+    Leases are counted in it: a node that sleeps through the end of its lease knows.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class EpochMap:
     """Maps wall-clock (epoch) nanoseconds to monotonic nanoseconds, across steps of the wall clock.
 

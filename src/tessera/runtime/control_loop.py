@@ -29,6 +29,7 @@ from .cap_report import CapTracker, MeanPower
 from .controller import Cap, PaceCommand
 from .launches import Cadence, Countdown, OwnLaunches, PointPlacer
 from .node_bucket import NodeBucket, NodeMember, job_key
+from .node_lease import LeasedPower, LeaseReader
 from .pacer import make_pacer
 from .power_zone import PowerZone, TokenTally
 
@@ -52,6 +53,7 @@ class ControlLoop:
         self._cadences: dict[int, Cadence] = {}  # by CUDA device; -1 is the host
         self._trackers: list[CapTracker] = []
         self._node: NodeBucket | None = None
+        self._lease: LeaseReader | None = None  # where there is a node's cap
         self._job_ratio = 0.0
         self.countdown = Countdown()
         self.own = OwnLaunches(self.find_cadence, self.countdown)
@@ -137,6 +139,8 @@ class ControlLoop:
         now = time.monotonic_ns()
         if (tracker.cap.scope == "node" or self.job) and self._node is None:
             self._node = NodeBucket()
+        if tracker.cap.scope == "node" and self._lease is None:
+            self._lease = LeaseReader()
         zones = self._zones_under(tracker.cap, sampler)
         tracker.open(zones, pacer, sampler, now)
         self._trackers.append(tracker)
@@ -145,7 +149,7 @@ class ControlLoop:
         for zone in zones:
             if not zone.caps:
                 zone.restart(now)
-            zone.caps[id(tracker)] = Cap(tracker.cap.power_w, tracker.window_s)
+            zone.caps[id(tracker)] = self._node_cap(Cap(tracker.cap.power_w, tracker.window_s), tracker.cap)
             if zone.key != "node":
                 zone.begin(sampler, now)
         if self._node is not None:
@@ -154,6 +158,14 @@ class ControlLoop:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tessera-pace", daemon=True)
             self._thread.start()
+
+    def _node_cap(self, cap: Cap, asked: ScopedPower) -> Cap:
+        """The cap of a node with the lease of its governor: the tighter of both, or the lease where it is followed."""
+        leased_w = None if self._lease is None or asked.scope != "node" else self._lease.allow_w()
+        if leased_w is None:
+            return cap
+        power_w = max(leased_w, 1.0)  # a node without a share is as slow as it can be
+        return replace(cap, power_w=power_w if isinstance(asked, LeasedPower) else min(cap.power_w, power_w))
 
     def _zones_under(self, cap: ScopedPower, sampler: Sampler) -> list[PowerZone]:
         counted = sampler.counted_domains()
@@ -212,6 +224,12 @@ class ControlLoop:
     def _steer(self, sampler: Sampler, now: int) -> None:
         readings = {}
         running = any(t.running for t in self._trackers)
+        for tracker in self._trackers:
+            if self._lease is not None and tracker.cap.scope == "node":
+                asked = Cap(tracker.cap.power_w, tracker.window_s)
+                cap = self._zones["node"].caps[id(tracker)] = self._node_cap(asked, tracker.cap)
+                if isinstance(tracker.cap, LeasedPower):
+                    tracker.cap = replace(tracker.cap, power_w=cap.power_w)
         for key, zone in self._zones.items():
             zone.running = running
             readings[key] = zone.read(sampler)

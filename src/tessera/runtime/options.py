@@ -16,6 +16,7 @@ from ..units import (
     parse_temperature,
 )
 from .dvfs import parse_dvfs
+from .node_lease import find_leased_power
 
 POLICIES = ("latency", "throughput_per_watt", "energy", "peak_power")
 CAP_POLICIES = ("token_bucket", "driver")
@@ -79,7 +80,7 @@ class ScheduleOptions:
     def _check_cap(self) -> None:
         cap = self.power_cap
         if cap is not None and not isinstance(cap, ScopedPower):
-            cap = parse_scoped_power(cap)
+            cap = find_leased_power() if cap == "governor" else parse_scoped_power(cap)
             object.__setattr__(self, "power_cap", cap)
         if cap is not None and cap.scope not in ("gpu", "node"):
             raise ArgumentError(

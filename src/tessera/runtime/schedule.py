@@ -68,7 +68,8 @@ def schedule(
 
     A power cap:
 
-    * `power_cap`: watts per GPU ("275W") or for all processes of the node ("node:1.2kW").
+    * `power_cap`: watts per GPU ("275W") or for all processes of the node ("node:1.2kW"), or "governor": what this node
+      may draw by its lease of a power governor.
     * `cap_window_ms`: the cap applies to the mean over this window, or over the sensor's resolution if that is longer.
     * `cap_policy`: "token_bucket" (default) waits in the stream and needs no permission. "driver" sets the driver's
       limit: it needs permission and `allow_control=True` or TESSERA_CONTROL=1. If that is refused, waits hold the cap.

@@ -7,12 +7,11 @@ too short.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ...actuators.journal import boot_id
+from ...clock import boot_id, read_boot_clock
 from ...errors import GovernorError, GovernorRefusal
 from ..budget import Budget
 from ..leases import BudgetPolicy, BudgetStatus, CapGrant, Emergency, GovernedNode, JobLease, JobStatus, NodeStatus
@@ -23,15 +22,12 @@ MOST_JOBS, MOST_NODES = 100_000, 10_000
 """What one governor takes: more would be somebody's mistake."""
 
 
-def read_clock() -> float:
-    """Seconds since this machine booted, also those it slept."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
 class GovernorService:
     """The calls of a governor. After each, `take_changes` has what must be on disk before the answer leaves."""
 
-    def __init__(self, policy: BudgetPolicy, store: LeaseStore, *, clock: Callable[[], float] = read_clock) -> None:
+    def __init__(
+        self, policy: BudgetPolicy, store: LeaseStore, *, clock: Callable[[], float] = read_boot_clock
+    ) -> None:
         self.policy, self.store, self._clock = policy, store, clock
         self._boot = boot_id()
         self.budget = self._load()

@@ -1,0 +1,105 @@
+"""The lease of this node, as its daemon (`tessera governor join`) writes it for schedules: a small file.
+
+The file has its own end. A process that reads it falls back to the guaranteed share by itself, also when the daemon was
+killed: nobody has to tell it. Only files of root or of the same user count, and only those that nobody else can write.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ..actuators.journal import runtime_folder
+from ..clock import boot_id, read_boot_clock
+from ..errors import ScheduleError
+from ..output import replace_when_written
+from ..units import ScopedPower
+
+VARIABLE = "TESSERA_GOVERNOR_LEASE"
+"""Environment variable for the file's path."""
+SYSTEM_PATH = Path("/run/tessera-governor/lease.json")
+"""Where a daemon of root writes it, for all users of the node."""
+_MOST_BYTES = 4096
+
+
+class NodeLease(msgspec.Struct, frozen=True, kw_only=True):
+    """What the node may draw until `end_s` of the clock since boot, and afterwards."""
+
+    cap_w: float
+    guaranteed_w: float
+    end_s: float
+    boot: str
+
+    def allow_w(self, now_s: float) -> float:
+        """What the node may draw now. A lease from before a reboot has ended."""
+        return self.cap_w if now_s < self.end_s and self.boot == boot_id() else self.guaranteed_w
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedPower(ScopedPower):
+    """A `node:` cap that follows the lease."""
+
+
+def lease_path() -> Path:
+    """The file of this node: the one that is named, that of the whole machine, or our own."""
+    if os.environ.get(VARIABLE):
+        return Path(os.environ[VARIABLE])
+    return SYSTEM_PATH if os.geteuid() == 0 or SYSTEM_PATH.exists() else runtime_folder() / "governor-lease.json"
+
+
+def write_lease(path: Path, lease: NodeLease) -> None:
+    """Put a lease in the place of the last one."""
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with replace_when_written(path) as part:
+        part.write_bytes(msgspec.json.encode(lease))
+        part.chmod(0o644)
+
+
+class LeaseReader:
+    """Reads the file again when it has changed. A file that is gone leaves the last lease, which ends by itself."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or lease_path()
+        self._stamp: tuple[int, int] | None = None
+        self._lease: NodeLease | None = None
+
+    def allow_w(self) -> float | None:
+        """What this node may draw now; None where no governor has said anything yet."""
+        self._refresh()
+        return None if self._lease is None else self._lease.allow_w(read_boot_clock())
+
+    def _refresh(self) -> None:
+        try:
+            status = self._path.stat()
+            if (status.st_mtime_ns, status.st_ino) == self._stamp:
+                return
+            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return
+        try:
+            status = os.fstat(fd)
+            ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+            if stat.S_ISREG(status.st_mode) and ours:
+                self._lease = msgspec.json.decode(os.read(fd, _MOST_BYTES), type=NodeLease)
+                self._stamp = (status.st_mtime_ns, status.st_ino)
+        except msgspec.DecodeError:
+            return  # not written by us: what was read before holds
+        finally:
+            os.close(fd)
+
+
+def find_leased_power() -> LeasedPower:
+    """The cap of `power_cap="governor"`."""
+    path = lease_path()
+    power_w = LeaseReader(path).allow_w()
+    if power_w is None:
+        raise ScheduleError(
+            'power_cap="governor": this node has no lease',
+            why=f"no daemon has written {path}",
+            fix=f"run `tessera governor join` on this node, or set {VARIABLE} to its file",
+        )
+    return LeasedPower("node", power_w)
