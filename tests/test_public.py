@@ -25,6 +25,7 @@ MONITOR = {
 _DIFF = {
     "files", "--by", "--fail-above", "--metric", "--power-a", "--power-b", "--html", "--top", "--json", "--github",
 }  # fmt: skip
+_GOVERNOR = {"--url", "--token-file", "--ca"}
 FLAGS = {
     "measure": {
         "--steps", "--samples", "--tokens", "--work", "--unit", "--sensor", "--scope", "--trace", "--json", "command",
@@ -85,6 +86,29 @@ FLAGS = {
     "fleet serve": {
         "fleet", "--listen", "--interval", "--dashboard", "--alerts", "--governor", "--token-file", "--ca", "--policy",
     },
+    "governor": set(),
+    "governor serve": {
+        "--cap", "--policy", "--margin", "--soft-start", "--lease", "--heartbeat", "--listen", "--tls-cert",
+        "--tls-key", "--state", "--json",
+    },
+    "governor join": {
+        "--guaranteed", "--max", "--node", "--sensor", "--rack-meter", "--control", "--host-power", "--lease-file",
+        "--json", *_GOVERNOR,
+    },
+    "governor request": {
+        "job", "--watts", "--priority", "--user", "--min-share", "--ttl", "--soft-start", "--wait", "--json",
+        *_GOVERNOR,
+    },
+    "governor renew": {"job", "--json", *_GOVERNOR},
+    "governor release": {"job", "--json", *_GOVERNOR},
+    "governor status": {"--json", *_GOVERNOR},
+    "governor shed": {"--reason", "--to", *_GOVERNOR},
+    "governor resume": _GOVERNOR,
+    "governor remove": {"node", *_GOVERNOR},
+    "governor token": set(),
+    "governor token create": {"name", "--role", "--state"},
+    "governor token list": {"--state", "--json"},
+    "governor token revoke": {"name", "--state"},
     "hardware": set(),
     "hardware list": {"--kind", "--json"},
     "hardware show": {"name", "--json"},

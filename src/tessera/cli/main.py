@@ -37,6 +37,7 @@ COMMANDS = {
     "calibrate": "Measure this machine's GPU and host, so that predictions match them.",
     "doctor": "Show every sensor of this machine, what is missing, and how to fix it.",
     "selftest": "Check Tessera's accuracy on this machine, in a minute.",
+    "governor": "Own the power budget of a rack: leases of watts for jobs, caps for nodes.",
     "watch": "Show power, clocks and temperature live.",
     "metrics": "Serve Prometheus metrics: joules as counters.",
     "fleet": "Place and move jobs by temperature, explain power events, watch racks and nodes.",
