@@ -13,7 +13,7 @@ import msgspec
 from ...errors import ArgumentError, GovernorError, GovernorRefusal
 from ..leases import PowerRequest
 from .http_server import HttpRequest, HttpResponse
-from .messages import NAME, ROUTES, ErrorAnswer, ErrorText, Health, JobBody, Route, describe_api
+from .messages import NAME, ROUTES, ErrorAnswer, ErrorText, HealthAnswer, JobBody, Route, describe_api
 from .service import GovernorService
 from .tokens import Role, TokenFile
 
@@ -64,7 +64,7 @@ class GovernorApp:
 
     def _call(self, route: Route, name: str | None, request: HttpRequest) -> bytes:
         if not route.call:
-            return msgspec.json.encode(Health()) if route.answer is Health else self._document
+            return msgspec.json.encode(HealthAnswer()) if route.answer is HealthAnswer else self._document
         keywords: dict[str, Any] = {}
         if route.body is not None:
             keywords = _as_keywords(self._decode(route, request))

@@ -75,7 +75,7 @@ class EmergencyBody(_Body, frozen=True, kw_only=True):
     to_w: WattsOrNone | None = None
 
 
-class Health(_Body, frozen=True, kw_only=True):
+class HealthAnswer(_Body, frozen=True, kw_only=True):
     """The governor answers."""
 
     ok: bool = True
@@ -110,7 +110,7 @@ class Route:
 
 
 ROUTES = (
-    Route("GET", "/v1/health", "", None, "Whether the governor answers. Needs no token.", answer=Health),
+    Route("GET", "/v1/health", "", None, "Whether the governor answers. Needs no token.", answer=HealthAnswer),
     Route("GET", "/v1/openapi.json", "", None, "This document. Needs no token."),
     Route("GET", "/v1/status", "describe", Role.READ, "The whole budget: nodes, jobs, watts.", answer=BudgetStatus),
     Route("POST", "/v1/jobs", "request", Role.JOB, "Ask for watts.", JobBody, JobStatus),
