@@ -323,7 +323,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def test_only_the_exporter_listens_and_on_loopback() -> None:
-    """Where a socket is bound in the package: the metrics server, the governor, and the local (unix) socket of attach."""
+    """Where a socket is bound in the package: the metrics server, the governor, and the local socket of attach."""
     bound = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")

@@ -13,7 +13,7 @@ import re
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 
 HEAD_BYTES, BODY_BYTES = 8192, 512 << 10
@@ -65,11 +65,14 @@ class _Connection:
     sock: socket.socket
     known: bool = False
     task: asyncio.Task[None] | None = None
-    writer: asyncio.StreamWriter | None = field(default=None)
+    writer: asyncio.StreamWriter | None = None
+    running: bool = False
 
     def abort(self) -> None:
         if self.writer is not None:
             self.writer.transport.abort()
+        elif not self.running:  # a task that is cancelled before it begins closes nothing
+            self.sock.close()
         if self.task is not None:
             self.task.cancel()
 
@@ -106,6 +109,7 @@ class HttpServer:
         for connection in list(self._open):
             connection.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # transports that were aborted close their sockets in the next round
         self._listener.close()
 
     async def _accept(self) -> None:
@@ -133,6 +137,7 @@ class HttpServer:
         return False
 
     async def _run(self, connection: _Connection) -> None:
+        connection.running = True
         try:
             await self._serve(connection)
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError):

@@ -1,0 +1,244 @@
+"""The node's daemon: it keeps to its lease, falls back in time without a governor, and schedules follow it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from tessera import schedule
+from tessera.clock import boot_id, read_boot_clock
+from tessera.errors import ActuatorError, GovernorError, ScheduleError
+from tessera.fleet.governor.daemon import LeaseFile, NodeDaemon, find_node_power
+from tessera.fleet.governor.tokens import Role
+from tessera.fleet.leases import BudgetPolicy, PowerRequest
+from tessera.monitor.snapshot import DomainReading, Snapshot
+from tessera.runtime import options
+from tessera.runtime.node_lease import LeaseReader, NodeLease, write_lease
+
+from governor_process import LocalGovernor
+
+POLICY = BudgetPolicy(cap_w=10_000.0, breaker_margin=1.0, soft_start_s=0.0)
+
+
+class Clock:
+    now_s = 1e6
+
+    def __call__(self):
+        return self.now_s
+
+
+class Caps:
+    """An applier that notes what it is told, and may refuse."""
+
+    def __init__(self):
+        self.told, self.refuses, self.closed = [], False, False
+
+    def apply(self, cap_w, guaranteed_w, end_s):
+        if self.refuses:
+            raise ActuatorError("the driver refuses")
+        self.told.append((cap_w, guaranteed_w))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def governor(tmp_path):
+    with LocalGovernor(tmp_path, POLICY) as running:
+        yield running
+
+
+def make(governor, caps, clock, **more):
+    client = governor.client(Role.NODE)
+    return NodeDaemon(
+        governor=client, node="n0", guaranteed_w=500.0, appliers=[caps], clock=clock, settle_s=0.0, **more
+    )
+
+
+def step(daemon):
+    daemon.beat()
+    daemon.enforce()
+
+
+def test_a_node_keeps_to_its_lease_and_falls_back_before_it_ends(governor):
+    caps, clock, seen = Caps(), Clock(), []
+    daemon = make(governor, caps, clock, on_change=seen.append, read_power=lambda: (321.0, 4000.0))
+    step(daemon)
+    assert caps.told == [(500.0, 500.0)]
+    governor.client().request(PowerRequest(job="a", watts={"n0": 3000.0}))
+    step(daemon)
+    assert caps.told[-1] == (3000.0, 500.0)
+    assert seen[-1].jobs == ("a",) and seen[-1].measured_w == 321.0
+    status = governor.client().describe()
+    assert (status.nodes[0].measured_w, status.measured_w) == (321.0, 4000.0)  # the rack's meter, too
+    clock.now_s += 16.9  # nothing is heard any more
+    daemon.enforce()
+    assert caps.told[-1] == (3000.0, 500.0)
+    clock.now_s += 0.2
+    daemon.enforce()
+    assert caps.told[-1] == (500.0, 500.0)
+    assert not seen[-1].leased
+    assert governor.service.describe().exposure_w == 3000.0  # the governor still counts it
+
+
+def test_only_what_is_in_force_is_confirmed(governor):
+    caps, clock = Caps(), Clock()
+    daemon = make(governor, caps, clock)
+    step(daemon)
+    step(daemon)
+    node = governor.service.budget.ledger.nodes["n0"]
+    assert node.acked == 1
+    caps.refuses = True
+    step(daemon)
+    step(daemon)
+    assert node.acked == 2  # of before
+    caps.refuses = False
+    step(daemon)
+    step(daemon)
+    assert node.acked == 5
+
+
+def test_a_new_cap_is_confirmed_once_it_had_time_to_take_effect(governor):
+    caps, clock = Caps(), Clock()
+    daemon = make(governor, caps, clock)
+    daemon.settle_s = 1.0
+    step(daemon)
+    clock.now_s += 0.9
+    step(daemon)
+    assert daemon._holder.acked == 0
+    clock.now_s += 0.2
+    daemon.enforce()
+    assert daemon._holder.acked == 2  # the cap did not change meanwhile
+
+
+def test_a_governor_that_was_set_up_anew_is_joined_again(governor):
+    caps, clock = Caps(), Clock()
+    daemon = make(governor, caps, clock)
+    step(daemon)
+    governor.client().join("n0", 500.0, session="another")
+    with pytest.raises(GovernorError, match="another daemon"):
+        step(daemon)
+    step(daemon)  # joins again
+    assert governor.service.budget.ledger.nodes["n0"].sessions[-1] == daemon._session
+
+
+def test_the_daemon_runs_without_a_governor_and_stops(tmp_path):
+    caps, stop = Caps(), threading.Event()
+
+    class Silent:
+        def join(self, *args, **more):
+            raise GovernorError("the governor cannot be asked")
+
+    states = []
+    daemon = NodeDaemon(governor=Silent(), node="n0", guaranteed_w=1.0, appliers=[caps], on_change=states.append)
+    thread = threading.Thread(target=daemon.run, args=(stop,))
+    thread.start()
+    deadline = time.monotonic() + 30.0
+    while not any(s.problem == "the governor cannot be asked" for s in states) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    stop.set()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    assert any(s.problem == "the governor cannot be asked" for s in states)
+    assert caps.closed and not caps.told
+
+
+def test_power_of_a_node_is_the_bmcs_or_the_supplies_or_the_sum():
+    def reading(domain, power_w, counted=False):
+        return DomainReading(
+            domain=domain, label="", source="x", basis="measured", counted=counted, resolution_s=1.0, power_w=power_w
+        )
+
+    def power(*readings):
+        return find_node_power(
+            Snapshot(
+                epoch_s=0.0,
+                time_s=1.0,
+                readings=readings,
+                power_w=700.0,
+                mean_w=None,
+                energy_j=0.0,
+                error_j=0.0,
+                basis="measured",
+            )
+        )
+
+    gpu = reading("gpu0", 700.0, counted=True)
+    assert power(gpu) == (700.0, None)
+    assert power(gpu, reading("node.psu0", 500.0), reading("node.psu1", 450.0)) == (950.0, None)
+    assert power(gpu, reading("node", 1000.0), reading("node.psu0", 500.0)) == (1000.0, None)
+    pdus = [reading("rack.pdu.a", 3000.0), reading("rack.pdu.b", 2000.0), reading("rack.pdu.a.outlet.1", 100.0)]
+    assert power(gpu, *pdus, reading("rack.pdu.c", None)) == (700.0, 5000.0)
+
+
+# -- the lease file -------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_ends_by_itself_for_whoever_reads_it(tmp_path):
+    path, now_s = tmp_path / "lease.json", read_boot_clock()
+    reader = LeaseReader(path)
+    assert reader.allow_w() is None
+    LeaseFile(path).apply(900.0, 300.0, now_s + 1000.0)
+    assert reader.allow_w() == 900.0
+    LeaseFile(path).apply(900.0, 300.0, now_s - 1.0)
+    assert reader.allow_w() == 300.0
+    write_lease(path, NodeLease(cap_w=900.0, guaranteed_w=300.0, end_s=now_s + 1000.0, boot="another"))
+    assert reader.allow_w() == 300.0
+    path.unlink()
+    assert reader.allow_w() == 300.0
+    assert json.loads(json.dumps(boot_id()))
+
+
+def test_a_lease_that_others_could_write_is_not_read(tmp_path):
+    path = tmp_path / "lease.json"
+    LeaseFile(path).apply(900.0, 300.0, read_boot_clock() + 1000.0)
+    path.chmod(0o666)
+    assert LeaseReader(path).allow_w() is None
+    path.chmod(0o644)
+    (tmp_path / "link.json").symlink_to(path)
+    assert LeaseReader(tmp_path / "link.json").allow_w() is None
+    path.write_text("{")
+    assert LeaseReader(path).allow_w() is None
+
+
+def test_a_schedule_follows_the_lease(tmp_path, monkeypatch):
+    path = tmp_path / "lease.json"
+    monkeypatch.setenv("TESSERA_GOVERNOR_LEASE", str(path))
+    with pytest.raises(ScheduleError, match="no lease"):
+        options.ScheduleOptions(power_cap="governor")
+    LeaseFile(path).apply(900.0, 300.0, read_boot_clock() + 1000.0)
+    cap = options.ScheduleOptions(power_cap="governor").cap
+    assert cap is not None and (cap.scope, cap.power_w) == ("node", 900.0)
+
+    from tessera.runtime.control_loop import ControlLoop
+    from tessera.runtime.controller import Cap
+    from tessera.units import ScopedPower
+
+    loop = ControlLoop()
+    loop._lease = LeaseReader(path)
+    assert loop._node_cap(Cap(cap.power_w, 0.2), cap).power_w == 900.0
+    LeaseFile(path).apply(1500.0, 300.0, read_boot_clock() + 1000.0)
+    assert loop._node_cap(Cap(cap.power_w, 0.2), cap).power_w == 1500.0  # followed upwards, too
+    node, gpu = ScopedPower("node", 1000.0), ScopedPower("gpu", 2000.0)
+    assert loop._node_cap(Cap(1000.0, 0.2), node).power_w == 1000.0
+    LeaseFile(path).apply(800.0, 300.0, read_boot_clock() + 1000.0)
+    assert loop._node_cap(Cap(1000.0, 0.2), node).power_w == 800.0
+    assert loop._node_cap(Cap(2000.0, 0.2), gpu).power_w == 2000.0
+
+
+def test_a_scheduled_function_runs_under_a_lease(tmp_path, monkeypatch):
+    path = tmp_path / "lease.json"
+    monkeypatch.setenv("TESSERA_GOVERNOR_LEASE", str(path))
+    monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path / "run"))
+    LeaseFile(path).apply(5000.0, 300.0, read_boot_clock() + 1000.0)
+
+    @schedule(power_cap="governor", points="call")
+    def work():
+        return 7
+
+    assert [work() for _ in range(3)] == [7, 7, 7]
+    report = work.report()
+    assert report.cap is not None and report.cap.power_w == 5000.0
