@@ -57,9 +57,7 @@ def test_from_serve_to_release(tmp_path, governor):
             time.sleep(0.05)
         said = tessera("request", "train", "--watts", "me=2kW", "--wait", "60s", env=env)
         assert "job train: active" in said
-        while (
-            not (tmp_path / "lease.json").exists() or json.loads((tmp_path / "lease.json").read_text())["cap_w"] < 2000
-        ):
+        while not lease.exists() or json.loads(lease.read_text())["cap_w"] < 2000:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         said = tessera("status", env=env)
