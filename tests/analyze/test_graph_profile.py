@@ -121,3 +121,15 @@ def test_rewritten_programs_are_heard_once():
         announce_rewrites(rewrites)
         announce_rewrites(rewrites)
     assert heard == [rewrites]
+
+
+def test_collectives_of_gloo_have_their_group_and_bandwidth():
+    builder = Builder()
+    builder.add("op", "aten::mm", 0, 1_000, thread=1)
+    launch = Launch(collective_type="all_reduce", collective_bytes=4_000_000, group="3", group_label="dp")
+    builder.add("op", "gloo:all_reduce", 2_000_000, 4_000_000, thread=7, launch=builder.intern_launch(launch))
+    builder.add("op", "gloo:broadcast", 5_000_000, 6_000_000, thread=7, shapes=builder.intern("[250]f32"))
+    rows = {row.label: row for row in profile_operators(builder.build()).rows}
+    assert rows["AllReduce[dp]"].bandwidth_bytes_per_s == pytest.approx(2e9)
+    assert rows["Broadcast[world]"].bandwidth_bytes_per_s == pytest.approx(1e6)
+    assert rows["AllReduce[dp]"].occupancy_pct is None and "MatMul" in rows

@@ -26,10 +26,12 @@ import numpy as np
 
 from ..errors import ArgumentError, MeasurementError
 from ..graph.rewrites import Rewrite, collect_rewrites
+from ..profile.ranks.collectives import describe as describe_collective
 from ..record import ON_DEVICE
 from ..timeline import Launch, Timeline
 from ..timeline.columns import NONE, Ints
 from ..timeline.link import Links, link
+from ..timeline.transfers import ON_HOST
 from .kernel_names import category, short
 from .mean_step import mean_step
 from .result import encode_json
@@ -132,6 +134,8 @@ def _profile(timeline: Timeline, links: Links, rows: Ints) -> OpProfile:
     first = int(rows[0])
     launch = timeline.launches[int(timeline["launch"][first])] if timeline["launch"][first] != NONE else Launch()
     name, kind = timeline.name(first), timeline.kind(first)
+    if name.startswith(ON_HOST):  # of Gloo, on a thread of the host
+        kind, launch = "collective", describe_collective(timeline, first)
     op = int(links.op[first])
     op_name = timeline.name(op) if op != NONE else None
     total_s = float(np.sum(timeline["end_ns"][rows] - timeline["start_ns"][rows])) * 1e-9
@@ -140,7 +144,7 @@ def _profile(timeline: Timeline, links: Links, rows: Ints) -> OpProfile:
     occupancy, per_sm = occupancy_pct(launch)
     sms = _sms(timeline, int(timeline["device"][first]))
     waves = math.ceil(tiles / (sms * per_sm)) if tiles and per_sm and sms else None
-    moved = int(timeline["bytes"][first])
+    moved = max(int(timeline["bytes"][first]), launch.collective_bytes or 0)
     return OpProfile(
         label=make_label(name, kind, op_name, launch),
         name=name,
@@ -148,7 +152,7 @@ def _profile(timeline: Timeline, links: Links, rows: Ints) -> OpProfile:
         calls=len(rows),
         latency_s=latency_s,
         total_s=total_s,
-        occupancy_pct=occupancy if kind in ON_DEVICE else None,
+        occupancy_pct=occupancy if timeline.kind(first) in ON_DEVICE else None,
         tiles=tiles,
         waves=waves,
         tile_latency_s=latency_s / waves if waves else None,
@@ -210,7 +214,7 @@ def make_label(name: str, kind: str, op: str | None, launch: Launch) -> str:
     """MatMul[128x128x64], AllReduce[dp], FusedOp[FlashAttn], Softmax ...: what it is, and its tile."""
     if kind == "collective":
         what = (launch.collective_type or re.sub(r"nccl(DevKernel)?_?|_.*|\(.*", "", name) or "collective").strip("_")
-        return f"{_camel(what)}[{launch.group_label or launch.group or 'world'}]"
+        return f"{_camel(what.removeprefix('gloo:'))}[{launch.group_label or launch.group or 'world'}]"
     if kind in ("memcpy", "memset"):
         return f"Memcpy[{launch.memcpy_dir}]" if kind == "memcpy" and launch.memcpy_dir else kind.capitalize()
     if _FUSED.search(name):

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..graph.rewrites import Rewrite
-from ..units import format_bytes, format_duration, format_energy
+from ..units import format_bytes, format_duration, format_energy, format_si
 
 if TYPE_CHECKING:
     from ..analyze.graph_profile import GraphProfile, OpProfile
@@ -156,8 +156,7 @@ def _operator_line(row: OpProfile, width: int) -> str:
     if row.occupancy_pct is not None:
         parts.append(f"occupancy<={row.occupancy_pct:.0f}%")
     if row.bandwidth_bytes_per_s is not None:
-        unit, scale = ("TB/s", 1e12) if row.bandwidth_bytes_per_s >= 1e12 else ("GB/s", 1e9)
-        parts.append(f"bandwidth={row.bandwidth_bytes_per_s / scale:.3g} {unit}")
+        parts.append(f"bandwidth={format_si(row.bandwidth_bytes_per_s, 'B/s', 3)}")
     if row.tiles is not None:
         each = f" in {row.waves} waves, {format_duration(row.tile_latency_s)} each" if row.tile_latency_s else ""
         parts.append(f"tiles={row.tiles}{each}")
