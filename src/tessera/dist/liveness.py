@@ -3,6 +3,13 @@
 A rank whose collective failed asks through the store of the process group. The threads of living ranks answer at once,
 also where their main thread waits in a collective of its own; a rank that was killed or stopped does not. The answers
 tell which rank has not come yet. A rank that leaves with such an error says so: nobody takes it for the lost one.
+
+A second thread asks shortly before the timeout of a collective that still waits, so that the error comes with it:
+
+::
+
+    rank 0   [ collective waits ········ asks ── error, names rank 1 ]
+             0                           T - 4 s  T: the timeout of the group
 """
 
 from __future__ import annotations
@@ -10,6 +17,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
+import math
 import threading
 import time
 from collections import Counter
@@ -23,8 +32,10 @@ from ..errors import TesseraError
 ANSWER_S = 3.0
 """How long to wait for answers: long, so that a busy machine is not called dead."""
 _LISTEN, _GLANCE, _FAREWELL = (datetime.timedelta(seconds=s) for s in (3600, 1, 5))
+_EARLY_S, _LOOK_S = ANSWER_S + 1.0, 0.5
+"""How long before its timeout the ranks of a collective are asked, and how often that is looked at."""
 _PREFIX = "tessera/liveness"
-_OUTSIDE = "outside"
+_OUTSIDE, _STOP = "outside", "stop"
 
 
 class CollectiveError(TesseraError):
@@ -35,6 +46,33 @@ class CollectiveError(TesseraError):
     ) -> None:
         super().__init__(what, why=why, fix=fix)
         self.missing, self.late = missing, late
+
+
+class _OpenCall:
+    """A collective that this rank is in; `answers` are those of the ranks that were asked before it timed out."""
+
+    def __init__(self, group: Any) -> None:
+        self.ranks, self.group_name = c10d.get_process_group_ranks(group), group.group_name
+        self.due_s = time.monotonic() + max(0.25 * _timeout_s(group), _timeout_s(group) - _EARLY_S)
+        self.answers: dict[int, str | None] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self) -> dict[int, str | None]:
+        """What each rank answers; they are asked once."""
+        with self._lock:
+            if self.answers is None:
+                try:
+                    self.answers = _ask(_own_store(), self.ranks, self.group_name)
+                except RuntimeError:  # it lives in rank 0's process, where nobody else (torchrun) keeps it
+                    self.answers = {0: None}
+            return self.answers
+
+
+@functools.lru_cache(maxsize=64)
+def _timeout_s(group: Any) -> float:
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else math.inf
 
 
 class _Answering:
@@ -54,16 +92,28 @@ class _Answering:
         self._ended = False
         self._store.set(f"{_PREFIX}/here/{self._rank}", b"")
         self._store.delete_key(f"{_PREFIX}/left/{self._rank}")  # that of an earlier group
+        self.open: list[_OpenCall] = []
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tessera-liveness", daemon=True)
+        self._watch = threading.Thread(target=self._look, name="tessera-timeouts", daemon=True)
         self._thread.start()
+        self._watch.start()
 
     def stop(self) -> None:
-        """End the thread, before the interpreter does: a thread that comes back from C++ then ends in SIGABRT."""
+        """End the threads, before the interpreter does: a thread that comes back from C++ then ends in SIGABRT."""
         self._ended = True
+        self._stopped.set()
+        self._watch.join(2 * _FAREWELL.total_seconds())
         with contextlib.suppress(RuntimeError):  # the store is gone: the thread notices that, too
             if self._bell is not None:
-                _ring(self._bell, self._rank, "")
+                _ring(self._bell, self._rank, f"{_STOP} {time.monotonic_ns()}")
         self._thread.join(2 * _FAREWELL.total_seconds())
+
+    def _look(self) -> None:
+        """Ask the ranks of collectives that are about to time out."""
+        while not self._stopped.wait(_LOOK_S):
+            for call in [c for c in self.open if c.due_s <= time.monotonic() and c.answers is None]:
+                call.ask()
 
     def _run(self) -> None:
         number = 1
@@ -73,7 +123,7 @@ class _Answering:
                 self._store.wait([key], _GLANCE if self._bell is None else _LISTEN)
                 question, _, group = self._store.get(key).decode().partition(" ")
                 number += 1
-                if question:
+                if question != _STOP:
                     answer = f"{self.begun[group]} {'inside' if self.inside else _OUTSIDE}"
                     self._store.set(f"{_PREFIX}/answer/{question}/{self._rank}", answer)
             except c10d.DistStoreError as exc:
@@ -110,11 +160,12 @@ def _own_store() -> Any:
 
 
 def _ring(store: Any, rank: int, message: str) -> None:
-    """Put a message into a rank's inbox."""
-    newest = store.add(f"{_PREFIX}/rung/{rank}", 1)
-    for n in range(1, newest + 1):  # also in place of a rank's that was killed before: threads read in order
-        if not store.check([f"{_PREFIX}/inbox/{rank}/{n}"]):
-            store.set(f"{_PREFIX}/inbox/{rank}/{n}", message)
+    """Put a message into a rank's inbox, at the first free place: several may ring at once, and none is lost."""
+    counter = f"{_PREFIX}/rung/{rank}"
+    number = store.add(counter, 0) + 1  # or below the first free one, where somebody else rings
+    while store.compare_set(f"{_PREFIX}/inbox/{rank}/{number}", "", message) != message.encode():
+        number += 1
+    store.add(counter, 1)
 
 
 def _ask(store: Any, ranks: list[int], group: str) -> dict[int, str | None]:
@@ -145,25 +196,24 @@ def explain_failure(kind: str, group: Any) -> Iterator[None]:
     group = group if group is not None else c10d.group.WORLD
     thread.begun[group.group_name] += 1
     thread.inside += 1
+    thread.open.append(call := _OpenCall(group))
     try:
         yield
     except CollectiveError:
         raise
     except RuntimeError as exc:
-        error = _explain(kind, group, thread.begun[group.group_name], why=str(exc).split("\n")[0])
+        error = _explain(kind, call, thread.begun[group.group_name], why=str(exc).split("\n")[0])
         with contextlib.suppress(RuntimeError):
             _own_store().set(f"{_PREFIX}/left/{c10d.get_rank()}", str(error).split("\n")[0])
         raise error from exc
     finally:
         thread.inside -= 1
+        thread.open.remove(call)
 
 
-def _explain(kind: str, group: Any, number: int, why: str) -> CollectiveError:
+def _explain(kind: str, call: _OpenCall, number: int, why: str) -> CollectiveError:
     what = f"{kind} failed on rank {c10d.get_rank()}"
-    try:
-        answers = _ask(_own_store(), c10d.get_process_group_ranks(group), group.group_name)
-    except RuntimeError:  # it lives in rank 0's process, where nobody else (torchrun) keeps it
-        answers = {0: None}
+    answers = call.ask()
     missing = tuple(rank for rank, answer in answers.items() if answer is None)
     if missing:
         return CollectiveError(
