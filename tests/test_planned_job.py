@@ -32,5 +32,6 @@ def test_a_planned_job_is_profiled_on_all_ranks(tmp_path: Path) -> None:
     reduced = next(row for row in job["collectives"] if row["kind"] == "all_reduce")
     assert reduced["ranks"] == RANKS and reduced["count"] >= STEPS and reduced["skew_s"] is not None
     assert reduced["bytes"] > 0 and reduced["path"] == "within a node"
+    assert job["steps"] and all(0.0 <= step["overlap_pct"] <= 100.0 for step in job["steps"])
     page = (tmp_path / "job.html").read_text()
-    assert all(f"rank {r} steps" in page for r in range(RANKS)) and "class='heat'" in page
+    assert all(f"rank {r} steps" in page for r in range(RANKS)) and "class='heat'" in page and "Overlap by step" in page

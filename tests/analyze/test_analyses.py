@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera import analyze
-from tessera.analyze.collectives import bus_factor
+from tessera.analyze.collectives import bus_factor, sum_by_step
 from tessera.analyze.critical_path import BETWEEN, PathWalk
 from tessera.analyze.result import Result, ResultColumn
 from tessera.attribute.table import EnergyTable
@@ -27,6 +27,7 @@ from tessera.cli.analyze import command
 from tessera.errors import ArgumentError, RecordingError
 from tessera.joules import DomainSamples as Samples
 from tessera.notes import Note
+from tessera.profile.ranks.collectives import measure_overlap
 from tessera.profile.ranks.merge import merge
 from tessera.recording import Facts, Recording
 from tessera.report import analysis
@@ -690,3 +691,17 @@ def test_damaged_traces_end_in_a_result_or_our_own_error(first: int) -> None:
 
     for number in range(first, first + 500):
         assert fuzz_traces.run(number) in ("result", "result with a note", "error"), number
+
+
+def test_the_overlap_of_each_step_is_told() -> None:
+    b, ms = Builder(), 1_000_000
+    for step, computes in enumerate((0, 5, 10)):  # of the 10 ms in which bytes move
+        at = T0 + step * 40 * ms
+        b.add("region", f"ProfilerStep#{step}", at, at + 40 * ms, thread=1)
+        b.add("op", "aten::mm", at, at + (20 + computes) * ms, thread=1)
+        b.add("op", "gloo:all_reduce", at + 20 * ms, at + 30 * ms, thread=7, shapes=b.intern("[1000]f32"))
+    timeline = b.build()
+    steps = sum_by_step(timeline, [], measure_overlap(timeline, []))
+    assert [s["step"] for s in steps] == [f"ProfilerStep#{n}" for n in range(3)]
+    assert [s["overlap_pct"] for s in steps] == pytest.approx([0.0, 50.0, 100.0])
+    assert all(s["calls"] == 1 and s["time_s"] == pytest.approx(0.01) for s in steps)

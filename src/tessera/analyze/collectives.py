@@ -23,6 +23,7 @@ from ..profile.ranks.collectives import Meeting, describe, host_rows, measure_ov
 from ..recording import Recording
 from ..timeline import Timeline
 from ..timeline.columns import NONE
+from ..timeline.link import Step
 from ..timeline.transfers import collective_algorithm
 from ..units import format_bytes
 from .devices import explain_no_device, list_devices, split_ranks
@@ -60,7 +61,7 @@ def bus_factor(kind: str | None, ranks: int | None) -> float | None:
 
 
 def collectives(trace: Any, *, power: Any = None, min_bytes: int = 0, progress: Progress | None = None) -> Result:
-    """Each collective, with `min_bytes` those of at least so many; `facts` sums all of them, `by_kind` and `by_group`.
+    """Each collective, with `min_bytes` those of at least so many; `facts` sums all: `by_kind`, `by_group`, `by_step`.
 
     Of a folder of ranks one row is one collective on all of them: `skew_s` is the latest start less the earliest,
     `straggler` the rank that came last (None where the clocks are not known so well), `wait_s` what the others waited.
@@ -95,6 +96,7 @@ def collectives(trace: Any, *, power: Any = None, min_bytes: int = 0, progress: 
     if rows and not met:
         missing["skew_s"] = "skew and stragglers need the traces of two or more ranks: give their folder"
     facts: dict[str, Any] = {"count": len(rows), "by_kind": _sum_by_kind(rows), "by_group": sum_by_group(rows)}
+    facts["by_step"] = sum_by_step(timeline, met, overlaps)
     if met:
         facts["across_ranks"] = summarize(met, overlaps)
     return Result(
@@ -241,6 +243,30 @@ def _sum_group(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "energy_j": sum(r["energy_j"] for r in known) if known else None,
         "error_j": sum(r["error_j"] for r in known) if known else None,
     }  # fmt: skip
+
+
+def sum_by_step(timeline: Timeline, met: Sequence[Meeting], overlaps: Mapping[int, float]) -> list[dict[str, Any]]:
+    """Of each step, summed over ranks: how long its collectives moved bytes, and how much of that compute hid."""
+    ready = {row: m.ready_ns for m in met for row in m.rows}
+    sums: dict[str, dict[str, Any]] = {}
+    steps: dict[int, list[Step]] = {}
+    for step in timeline.linked.steps:
+        sums.setdefault(step.name, {"step": step.name, "calls": 0, "time_s": 0.0, "hidden_s": 0.0})
+        steps.setdefault(NONE if step.row == NONE else int(timeline["rank"][step.row]), []).append(step)
+    starts = {rank: np.array([s.start_ns for s in own]) for rank, own in steps.items()}
+    for row, share in overlaps.items():
+        rank, start_ns, end_ns = (int(timeline[c][row]) for c in ("rank", "start_ns", "end_ns"))
+        own = steps.get(rank, [])
+        at = int(np.searchsorted(starts[rank], start_ns, side="right")) - 1 if own else -1
+        if at < 0 or start_ns >= own[at].end_ns:
+            continue
+        seconds = (end_ns - max(start_ns, min(ready.get(row, start_ns), end_ns))) * 1e-9
+        total = sums[own[at].name]
+        total["calls"] += 1
+        total["time_s"] += seconds
+        total["hidden_s"] += seconds * share / 100.0
+    found = [s for s in sums.values() if s["calls"]]
+    return [s | {"overlap_pct": 100.0 * s["hidden_s"] / s["time_s"] if s["time_s"] > 0 else None} for s in found]
 
 
 def _join_words(words: Iterable[str | None]) -> str | None:

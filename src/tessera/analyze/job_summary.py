@@ -21,7 +21,7 @@ from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import covered_ns
 from ..timeline.link import Step
-from .collectives import find_meetings, list_collectives, sum_by_group
+from .collectives import find_meetings, list_collectives, sum_by_group, sum_by_step
 from .devices import busy_spans
 
 STRAGGLES = 0.05
@@ -62,19 +62,21 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSummary:
-    """The ranks of a job and its collectives by kind and group (`analyze.collectives`: `by_group`).
+    """The ranks of a job, and its collectives by kind and group, and by step (`analyze.collectives`).
 
     `missing` are the ranks that have no recording, where the number of ranks is known.
     """
 
     ranks: Sequence[RankRow]
     collectives: Sequence[Mapping[str, Any]]
+    steps: Sequence[Mapping[str, Any]] = ()
     missing: Sequence[int] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         ranks = [{**dataclasses.asdict(row), "power_w": row.power_w} for row in self.ranks]
-        return {"ranks": ranks, "collectives": list(self.collectives), "missing_ranks": list(self.missing)}
+        found = {"collectives": list(self.collectives), "steps": list(self.steps)}
+        return {"ranks": ranks, **found, "missing_ranks": list(self.missing)}
 
 
 def summarize_job(recording: Recording) -> JobSummary | None:
@@ -84,12 +86,14 @@ def summarize_job(recording: Recording) -> JobSummary | None:
     if len(told) < 2:
         return None
     met = find_meetings(recording)
-    rows = list_collectives(recording, met, measure_overlap(timeline, met))
+    overlaps = measure_overlap(timeline, met)
+    rows = list_collectives(recording, met, overlaps)
     ranks = _mark_straggler([_describe(timeline, rank, met) for rank in sorted(told, key=lambda m: m["rank"])])
     sizes = [m["world_size"] for m in told if isinstance(m.get("world_size"), int)]
     seen = {row.rank for row in ranks}
     missing = [r for r in range(min(max(sizes, default=0), 1 << 16)) if r not in seen]
-    return JobSummary(ranks=ranks, collectives=sum_by_group(rows), missing=missing)
+    steps = sum_by_step(timeline, met, overlaps)
+    return JobSummary(ranks=ranks, collectives=sum_by_group(rows), steps=steps, missing=missing)
 
 
 def _mark_straggler(rows: Sequence[RankRow]) -> list[RankRow]:

@@ -25,6 +25,7 @@ from .measure import describe_exit
 RANKS = 16
 """Rows of ranks on a screen: the first, and those that stand out."""
 GROUPS = 8
+STEPS = 200
 _INDENT = 4
 
 
@@ -45,7 +46,21 @@ def job_text(job: JobSummary, width: int) -> list[RenderableType]:
         parts.append(HangingText(describe_collective(row), _INDENT))
     if len(job.collectives) > GROUPS:
         parts.append(Text(f"and {len(job.collectives) - GROUPS} more (--json has all)", style="dim"))
+    if overlap := describe_overlap(job.steps):
+        parts.append(Text(overlap, style="dim"))
     return parts
+
+
+def describe_overlap(steps: Sequence[Mapping[str, Any]]) -> str:
+    """How much of a step's collectives compute hides, and in which step least and most; "" without steps."""
+    known = sorted((s for s in steps if s["overlap_pct"] is not None), key=lambda s: float(s["overlap_pct"]))
+    if not known:
+        return ""
+    middle, least, most = known[len(known) // 2], known[0], known[-1]
+    words = f"compute hides {middle['overlap_pct']:.0f}% of a step's collectives"
+    if len(known) < 2:
+        return words
+    return f"{words} ({least['overlap_pct']:.0f}% in {least['step']}, {most['overlap_pct']:.0f}% in {most['step']})"
 
 
 def job_notes(job: JobSummary) -> list[str]:
@@ -166,6 +181,27 @@ def groups_table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = [("collective", False), *((name, True) for name in numbers), ("path", False), ("algorithm", False)]
     body = "".join(map(_group_row, rows))
     return table(columns, body, caption="Collectives by kind and group", sorted_by="time")
+
+
+def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The collectives of each step, all ranks together; "" without steps."""
+    if not rows:
+        return ""
+    body = "".join(_step_row(row) for row in rows[:STEPS])
+    columns = [("step", False), *((name, True) for name in ("calls", "time", "hidden", "overlap"))]
+    shown = f"first {STEPS} of {len(rows)}" if len(rows) > STEPS else f"{len(rows)}"
+    inside = table(columns, body, caption="Collectives by step, all ranks together", sorted_by="")
+    return f"<details><summary>Overlap by step ({shown})</summary>{inside}</details>"
+
+
+def _step_row(row: Mapping[str, Any]) -> str:
+    hidden = row["overlap_pct"]
+    cells = [
+        number_cell(f"{row['calls']:,}", row["calls"]),
+        *(_time_cell(row[key]) for key in ("time_s", "hidden_s")),
+        number_cell("-" if hidden is None else f"{hidden:.0f}%", hidden),
+    ]
+    return f"<tr><td>{escape(str(row['step']))}</td>{''.join(cells)}</tr>"
 
 
 def _group_row(row: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from ..analyze.overview import TrackLine
 from ..analyze.result import Result
 from ..units import format_bytes, format_duration, format_energy, format_si
 from .html import note, number_cell, prose, table
-from .job import groups_table
+from .job import groups_table, steps_table
 from .plots import RooflinePoint, roofline_plot
 
 STALLS = (
@@ -83,7 +83,8 @@ def collectives(result: Result) -> str:
     sized = [r for r in result.rows if r.get("bytes") and r.get("time_s")]
     return (
         f"<section id='collectives'><h2>Collectives</h2>{_heat(sized) if sized else ''}"
-        f"{groups_table(result.facts.get('by_group') or [])}{''.join(note(n) for n in result.notes[-1:])}</section>"
+        f"{groups_table(result.facts.get('by_group') or [])}{steps_table(result.facts.get('by_step') or [])}"
+        f"{''.join(note(n) for n in result.notes[-1:])}</section>"
     )
 
 
