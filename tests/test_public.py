@@ -65,6 +65,9 @@ FLAGS = {
         "file", "--period", "--duty", "--high", "--low", "--gpus", "--node-gpus", "--replicas", "--stages",
         "--microbatches", "--independent", "--json",
     },
+    "simulate": {
+        "file", "--duration", "--seed", "--distinct", "--engine", "--check", "--json", "--html", "--power",
+    },
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},
     "predict": {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",

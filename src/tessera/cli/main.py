@@ -34,6 +34,7 @@ COMMANDS = {
     "predict": "Predict latency, energy and memory of a model on a chip, before it runs there.",
     "plan": "Choose how to divide training over many GPUs: tp, pp, dp ..., time, joules, memory, why.",
     "policy": "Explain power policies, and find what in them cannot work.",
+    "simulate": "Simulate the power of a data centre: jobs, racks, breakers, heat, policies, a utility's spec.",
     "calibrate": "Measure this machine's GPU and host, so that predictions match them.",
     "doctor": "Show every sensor of this machine, what is missing, and how to fix it.",
     "selftest": "Check Tessera's accuracy on this machine, in a minute.",

@@ -36,7 +36,7 @@ _ERROR_DENSE, _ERROR_YOUNG, _ERROR_EXPERTS, ERROR_EXPOSED = 0.22, 0.28, 0.28, 0.
 _YOUNG = ("blackwell", "cdna3", "cdna4")
 # Watts of a GPU that waits in a collective, over those of one whose clocks are up and whose SMs are idle: its NCCL
 # kernels spin on a few SMs (H200: 127 W always, 130-165 W in steps that wait for launches).
-_WAITING = 1.5
+WAITING = 1.5
 # Joules per byte: NVLink and PCIe cross two links of 5.5 pJ/bit (SerDes, shared/hardware.md). Between nodes four
 # transceivers of 9 W at 400 Gb/s (NVIDIA MMS4X00-NS400, 22.5 pJ/bit each) and six SerDes; the logic of cards and
 # switches is drawn all the time and counted with the host.
@@ -136,7 +136,7 @@ def split_energy(
         "compute": m * (one.static_j + one.compute_j),
         "memory": m * one.memory_j + moved,
         "links": _LINK_J_PER_BYTE * max(0.0, inside) + _NETWORK_J_PER_BYTE * traffic.network_bytes,
-        "waiting": (step_s - busy_s) * _WAITING * power.static_w,
+        "waiting": (step_s - busy_s) * WAITING * power.static_w,
         "host": host.energy_j,
     }
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from .placement import place_jobs as place_jobs
     from .relief import ReliefPlan as ReliefPlan
     from .relief import plan_moves as plan_moves
+    from .scenario import Scenario as Scenario
+    from .scenario import load_scenario as load_scenario
+    from .simulation import Simulation as Simulation
+    from .simulator import simulate as simulate
 
 _LAZY: dict[str, str] = {
     "Budget": "budget",
@@ -43,12 +47,16 @@ _LAZY: dict[str, str] = {
     "PlacementJob": "node_floor",
     "PlacementNode": "node_floor",
     "ReliefPlan": "relief",
+    "Scenario": "scenario",
+    "Simulation": "simulation",
     "compare_packing": "packing",
     "find_incidents": "incidents",
+    "load_scenario": "scenario",
     "migratable": "migration",
     "place_jobs": "placement",
     "plan_moves": "relief",
     "shaper": ".runtime.shaper",
+    "simulate": "simulator",
     "read_events": "event_log",
 }
 

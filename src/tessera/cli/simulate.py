@@ -1,0 +1,69 @@
+"""`tessera simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from .options import FILE, ExistingPath, check_writable, choice_option, duration_option, json_option, retype_command
+from .options import write_page as write_html
+
+
+@click.command("simulate")
+@click.argument("file", type=ExistingPath())
+@duration_option("--duration", "Simulate for this long instead of the file's duration.")
+@click.option("--seed", type=click.IntRange(min=1), help="Another seed than the file's.")
+@click.option("--distinct", is_flag=True, help="Simulate every GPU by itself, even those that are alike.")
+@choice_option("--engine", ("auto", "numba", "numpy"), "How to compute: auto takes numba where it is installed.")
+@click.option("--check", is_flag=True, help="End with exit code 1 where the utility's spec is not met.")
+@json_option
+@click.option("--html", type=FILE, help="Write a self-contained page to this file.")
+@click.option("--power", type=FILE, help="Write the power of feed and rows as CSV, for `tessera analyze power`.")
+def command(
+    file: Path,
+    duration_s: float | None,
+    seed: int | None,
+    distinct: bool,
+    engine: str,
+    check: bool,
+    as_json: bool,
+    html: Path | None,
+    power: Path | None,
+) -> int:
+    """Simulate the power of a data centre: jobs, racks, breakers, heat, policies, against a utility's spec.
+
+    \b
+    Examples:
+      tessera simulate examples/fleet/row.yaml
+      tessera simulate examples/fleet/row.yaml --html row.html --power row.csv
+      tessera simulate cluster.yaml --seed 7 --duration 10min --json --check
+
+    FILE (YAML) describes GPUs, nodes, racks, rows and the feed, the jobs, faults and policies: docs/fleet.md. All
+    numbers are simulated: no sensor is read and nothing is changed.
+    """
+    for path in (html, power):
+        if path:
+            check_writable(path)
+    from ..fleet.simulator import simulate
+    from ..report.console import Console
+
+    result = simulate(file, distinct=distinct, engine=engine, duration_s=duration_s, seed=seed)
+    if html:
+        from ..report.simulate_html import simulation_page
+
+        write_html(html, simulation_page(result))
+    if power:
+        result.power.to_csv(power)
+    code = 1 if check and result.passed is False else 0
+    if as_json:
+        click.echo(json.dumps(result.to_dict()))
+        return code
+    from ..report.simulate import simulation_screen
+
+    following = f"tessera analyze power {power}" if power else retype_command("simulate", html="simulation.html")
+    if html and not power:
+        following = retype_command("simulate", power="power.csv")
+    Console(highlight=False).print(simulation_screen(result, next_command=following), crop=False)
+    return code

@@ -1,0 +1,328 @@
+"""`Facility`: GPUs, nodes, racks, rows and the feed, as a YAML file describes them.
+
+::
+
+    gpus:  {chip: h200}                     or {limit: 700W, idle: 77W}
+    nodes: {gpus: 8, host: 1450W, supplies: {count: 6, needed: 4, rating: 3300W, grade: titanium}}
+    racks: {nodes: 4, breaker: {rating_a: 80, voltage: 415, curve: C}}
+    rows:  {count: 2, racks: 16, breaker: {rating_a: 1600}, cooling: 800kW, supply: 22C, recirculation: 10%}
+    feed:  {ups_efficiency: 95%, storage: {power: 300kW, energy: 3MJ, smoothing: 10s}}
+
+Everything but the sizes has a default, each with its source where it stands. Rows, racks and nodes are numbered from 1:
+row1/rack3/node2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError, UnitError, did_you_mean
+from ..hardware import lookup
+from ..units import parse_duration, parse_energy, parse_fraction, parse_power, parse_temperature
+from .breakers import Breaker
+from .heat import AisleHeat, GpuHeat
+from .supplies import Battery, Feed, NodeSupply
+
+STEP_S, DECIDE_S = 0.005, 0.1
+"""Length of a step, and time between two decisions of governors, shapers and heat."""
+MOST_GPUS = 4_000_000
+# The H200's, as fitted by estimate/calibration: relative to the voltage at the boost clock.
+_VOLTAGE_SLOPE, _VOLTAGE_FLOOR = 0.446315, 0.728593
+_PLACE = re.compile(r"row(\d+)(?:/rack(\d+)(?:/node(\d+))?)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuKind:
+    """The GPUs of a facility: what they draw when idle, the limit they keep, how warm they get.
+
+    `smooth_up_w_per_s`, `smooth_down_w_per_s`, `smooth_floor_w`: the board's own power smoothing, as GB200 has it.
+    """
+
+    name: str = "h200"
+    idle_w: float = 77.0
+    limit_w: float = 700.0
+    heat: GpuHeat = field(default_factory=GpuHeat)
+    voltage_slope: float = _VOLTAGE_SLOPE
+    voltage_floor: float = _VOLTAGE_FLOOR
+    smooth_up_w_per_s: float | None = None
+    smooth_down_w_per_s: float | None = None
+    smooth_floor_w: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.idle_w < self.limit_w < math.inf:
+            raise ArgumentError(f"a GPU that idles at {self.idle_w:g} W cannot have a limit of {self.limit_w:g} W")
+
+    def tabulate_speed(self, steps: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Shares of the dynamic power from 0 to 1, and the share of the clock that each allows: power is f V(f)^2."""
+        clock = np.linspace(0.0, 1.0, 1001)
+        voltage = np.maximum(self.voltage_floor, 1.0 - self.voltage_slope * (1.0 - clock))
+        gain = np.linspace(0.0, 1.0, steps + 1)
+        return gain.astype(np.float32), np.interp(gain, clock * voltage**2, clock).astype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeKind:
+    """The nodes: how many GPUs, what the host draws besides (dist/clusters: 1450 W of an H100 node at the wall)."""
+
+    gpus: int = 8
+    host_w: float = 1450.0
+    supply: NodeSupply = field(default_factory=NodeSupply)
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or not 0.0 <= self.host_w < math.inf:
+            raise ArgumentError("a node has at least one GPU, and a host that draws 0 W or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facility:
+    """Equal rows of equal racks of equal nodes, and the feed."""
+
+    name: str = "facility"
+    rows: int = 1
+    row_racks: int = 8
+    rack_nodes: int = 4
+    gpu: GpuKind = field(default_factory=GpuKind)
+    node: NodeKind = field(default_factory=NodeKind)
+    rack_breaker: Breaker | None = None
+    row_breaker: Breaker | None = None
+    aisle: AisleHeat = field(default_factory=AisleHeat)
+    feed: Feed = field(default_factory=Feed)
+    step_s: float = STEP_S
+    decide_s: float = DECIDE_S
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.row_racks, self.rack_nodes) < 1 or self.gpus > MOST_GPUS:
+            raise ArgumentError(f"a facility has at least one row, rack and node, and at most {MOST_GPUS:,} GPUs")
+        if not 0.0 < self.step_s <= self.decide_s:
+            raise ArgumentError("a step is longer than 0 s, and not longer than the time between decisions")
+
+    @property
+    def racks(self) -> int:
+        """All racks."""
+        return self.rows * self.row_racks
+
+    @property
+    def nodes(self) -> int:
+        """All nodes."""
+        return self.racks * self.rack_nodes
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs."""
+        return self.nodes * self.node.gpus
+
+    @cached_property
+    def node_limit_w(self) -> float:
+        """Watts at the plug of a node whose GPUs are all at their limit: its nameplate."""
+        load_w = self.node.gpus * self.gpu.limit_w + self.node.host_w
+        return float(self.node.supply.draw_w(np.array([load_w]))[0])
+
+    @property
+    def rack_full_w(self) -> float:
+        """What a rack is built for: its breaker's rating, else the nameplate of its nodes."""
+        return self.rack_breaker.rating_w if self.rack_breaker else self.rack_nodes * self.node_limit_w
+
+    def name_row(self, row: int) -> str:
+        """The name of a row, from its number (0 first)."""
+        return f"row{row + 1}"
+
+    def name_rack(self, rack: int) -> str:
+        """The name of a rack."""
+        return f"{self.name_row(rack // self.row_racks)}/rack{rack % self.row_racks + 1}"
+
+    def name_node(self, node: int) -> str:
+        """The name of a node."""
+        return f"{self.name_rack(node // self.rack_nodes)}/node{node % self.rack_nodes + 1}"
+
+    def find_place(self, name: str) -> tuple[str, int]:
+        """The level ("row", "rack", "node") and number of a name such as row1/rack3/node2."""
+        match = _PLACE.fullmatch(name.strip())
+        numbers = [int(n) - 1 for n in match.groups() if n is not None] if match else []
+        sizes = (self.rows, self.row_racks, self.rack_nodes)
+        if not numbers or any(not 0 <= n < size for n, size in zip(numbers, sizes, strict=False)):
+            raise ArgumentError(
+                f"there is no place {name!r} in this facility",
+                why=f"it has {self.rows} rows of {self.row_racks} racks of {self.rack_nodes} nodes",
+                fix="row1, row1/rack3 or row1/rack3/node2",
+            )
+        number = numbers[0]
+        for n, size in zip(numbers[1:], sizes[1:], strict=False):
+            number = number * size + n
+        return ("row", "rack", "node")[len(numbers) - 1], number
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**dataclasses.asdict(self), "gpus": self.gpus, "racks": self.racks, "nodes": self.nodes}
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+Read = Callable[[Any], Any]
+
+
+def read_section(table: Any, keys: Mapping[str, tuple[str, Read]], where: str) -> dict[str, Any]:
+    """The values of a table by the names of fields; a wrong key is answered with the nearest."""
+    if not isinstance(table, Mapping):
+        raise ArgumentError(f"{where} is not a table of settings", fix=f"keys: {', '.join(keys)}")
+    values = {}
+    for key, value in table.items():
+        if key not in keys:
+            near = did_you_mean(str(key)[:80], keys)
+            raise ArgumentError(f"{where}: unknown key {str(key)[:80]!r}{near}", fix=f"one of: {', '.join(keys)}")
+        name, read = keys[key]
+        try:
+            values[name] = read(value)
+        except UnitError as error:
+            raise ArgumentError(f"{where}.{key}: {error.what}", fix=error.fix) from None
+        except (TypeError, ValueError) as error:
+            if isinstance(error, ArgumentError):
+                raise ArgumentError(f"{where}.{key}: {error.what}", why=error.why, fix=error.fix) from None
+            raise ArgumentError(f"{where}.{key}: cannot use {str(value)[:80]!r}") from None
+    return values
+
+
+def build(kind: type[Any], table: Any, keys: Mapping[str, tuple[str, Read]], where: str) -> Any:
+    """An object of a table; what it refuses is said with the table's name."""
+    values = read_section(table, keys, where)
+    try:
+        return kind(**values)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error.what}", why=error.why, fix=error.fix) from None
+    except TypeError:
+        needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory]
+        raise ArgumentError(f"{where}: needs {', '.join(needed) or 'more keys'}") from None
+
+
+def read_whole(value: Any) -> int:
+    """A whole number from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{str(value)[:40]!r} is not a whole number from 1 on")
+    return value
+
+
+def read_number(value: Any) -> float:
+    """A plain number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentError(f"{str(value)[:40]!r} is not a number")
+    return float(value)
+
+
+def read_text(value: Any) -> str:
+    """Text."""
+    if not isinstance(value, str):
+        raise ArgumentError(f"{str(value)[:40]!r} is not text")
+    return value
+
+
+_BREAKER: dict[str, tuple[str, Read]] = {
+    "rating_a": ("rating_a", read_number),
+    "voltage": ("voltage_v", read_number),
+    "phases": ("phases", read_whole),
+    "power_factor": ("power_factor", parse_fraction),
+    "curve": ("curve", read_text),
+    "standard": ("standard", read_text),
+    "margin": ("margin", parse_fraction),
+}
+_SUPPLY: dict[str, tuple[str, Read]] = {
+    "count": ("count", read_whole),
+    "needed": ("needed", read_whole),
+    "rating": ("rating_w", parse_power),
+    "grade": ("grade", read_text),
+    "limit_at": ("limit_at", parse_fraction),
+    "limit_time": ("limit_s", parse_duration),
+    "off_at": ("off_at", parse_fraction),
+}
+_STORAGE: dict[str, tuple[str, Read]] = {
+    "power": ("power_w", parse_power),
+    "energy": ("energy_j", parse_energy),
+    "smoothing": ("smoothing_s", parse_duration),
+    "efficiency": ("efficiency", parse_fraction),
+}
+_FEED: dict[str, tuple[str, Read]] = {
+    "ups_efficiency": ("ups_efficiency", parse_fraction),
+    "storage": ("storage", lambda table: build(Battery, table, _STORAGE, "feed.storage")),
+}
+_NODES: dict[str, tuple[str, Read]] = {
+    "gpus": ("gpus", read_whole),
+    "host": ("host_w", parse_power),
+    "supplies": ("supply", lambda table: build(NodeSupply, table, _SUPPLY, "nodes.supplies")),
+}
+_RACKS: dict[str, tuple[str, Read]] = {
+    "nodes": ("rack_nodes", read_whole),
+    "breaker": ("rack_breaker", lambda table: build(Breaker, table, _BREAKER, "racks.breaker")),
+}
+_ROWS: dict[str, tuple[str, Read]] = {
+    "count": ("rows", read_whole),
+    "racks": ("row_racks", read_whole),
+    "breaker": ("row_breaker", lambda table: build(Breaker, table, _BREAKER, "rows.breaker")),
+}
+_AISLE: dict[str, tuple[str, Read]] = {
+    "cooling": ("cooling_w", parse_power),
+    "supply": ("supply_c", parse_temperature),
+    "recirculation": ("recirculation", parse_fraction),
+    "rise": ("rise_c", parse_temperature),
+    "heat_capacity_kj_per_c": ("heat_capacity_j_per_c", lambda value: 1e3 * read_number(value)),
+}
+_GPU: dict[str, tuple[str, Read]] = {
+    "chip": ("name", read_text),
+    "idle": ("idle_w", parse_power),
+    "limit": ("limit_w", parse_power),
+    "smooth_floor": ("smooth_floor_w", parse_power),
+    "smooth_up_w_per_s": ("smooth_up_w_per_s", read_number),
+    "smooth_down_w_per_s": ("smooth_down_w_per_s", read_number),
+    "heat": ("heat", lambda table: build(GpuHeat, table, _HEAT, "gpus.heat")),
+}
+_HEAT: dict[str, tuple[str, Read]] = {
+    "resistance_c_per_w": ("resistance_c_per_w", read_number),
+    "time_constant": ("tau_s", parse_duration),
+    "slow_at": ("slow_at_c", parse_temperature),
+    "slow_per_s": ("slow_per_s", read_number),
+    "lowest_clock": ("lowest_clock", parse_fraction),
+}
+SECTIONS = ("name", "gpus", "nodes", "racks", "rows", "feed")
+"""The keys of a file that describe the facility."""
+
+
+def read_gpu(table: Any) -> GpuKind:
+    """The GPUs: a chip of the catalogue, given watts, or both."""
+    values = read_section(table, _GPU, "gpus")
+    if "name" in values:
+        device = lookup(values["name"])
+        values["name"] = device.id
+        for name, figure in (("limit_w", device.tdp_w), ("idle_w", device.idle_w)):
+            if name not in values:
+                if figure is None:
+                    key = name.removesuffix("_w")
+                    raise ArgumentError(f"gpus.{key} of {device.id} is not known", fix=f"give it: {key}: 90W")
+                values[name] = figure.value
+    elif "limit_w" not in values or "idle_w" not in values:
+        raise ArgumentError("gpus needs a chip, or its watts", fix="{chip: h200} or {limit: 700W, idle: 77W}")
+    return GpuKind(**values)
+
+
+def read_facility(table: Mapping[str, Any]) -> Facility:
+    """A facility from the tables of a file."""
+    values: dict[str, Any] = {"name": read_text(table.get("name", "facility"))}
+    if "gpus" in table:
+        values["gpu"] = read_gpu(table["gpus"])
+    if "nodes" in table:
+        values["node"] = build(NodeKind, table["nodes"], _NODES, "nodes")
+    if "racks" in table:
+        values |= read_section(table["racks"], _RACKS, "racks")
+    if "rows" in table:
+        rows = read_section(table["rows"], {**_ROWS, **_AISLE}, "rows")
+        air = {name: rows.pop(name) for name, _ in _AISLE.values() if name in rows}
+        values |= rows
+        values["aisle"] = AisleHeat(**air)
+    if "feed" in table:
+        values["feed"] = build(Feed, table["feed"], _FEED, "feed")
+    return Facility(**values)

@@ -1,0 +1,128 @@
+"""Rack governors inside the simulator: the decisions of `budget.Budget`, fed with simulated sensors.
+
+Every governed rack has a budget of its own. Its nodes send heartbeats with what they draw, and set the caps of their
+GPUs to what they are granted. A job begins once all racks that it uses have admitted it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..policy import RackPowerGovernor
+from .budget import Budget
+from .engine import FleetEngine
+from .jobs import FleetJob
+from .leases import BudgetPolicy, JobState, PowerRequest
+
+_LONG_S = 1e7  # a lease that lasts for the whole simulation: its job does not stop asking
+
+
+@dataclass(slots=True)
+class _GovernedRack:
+    """The budget of one class of racks, and its nodes: (class of nodes, name)."""
+
+    budget: Budget
+    nodes: list[tuple[int, str]]
+    acked: dict[str, int] = field(default_factory=dict)
+    next_s: float = 0.0
+
+
+class RackGovernors:
+    """All racks, each with its budget."""
+
+    def __init__(self, engine: FleetEngine, policy: RackPowerGovernor, jobs: list[FleetJob]) -> None:
+        self.engine, self.jobs = engine, jobs
+        self.policy = BudgetPolicy.from_rack(policy)
+        facility, tree = engine.facility, engine.tree
+        supply = facility.node.supply
+        idle_w = facility.node.gpus * facility.gpu.idle_w + facility.node.host_w
+        self._idle_draw_w = float(supply.draw_w(np.array([idle_w]))[0])
+        share_w = min(self._idle_draw_w, self.policy.limit_w / facility.rack_nodes)
+        self.racks: list[_GovernedRack] = []
+        for rack in range(len(tree.racks)):
+            nodes = [
+                (int(node), f"n{node}-{copy}")
+                for node in np.flatnonzero(tree.nodes.parent == rack)
+                for copy in range(int(tree.nodes.count[node]))
+            ]
+            governed = _GovernedRack(Budget(self.policy), nodes)
+            for _, name in nodes:
+                governed.budget.join(0.0, name, share_w, max_w=facility.node_limit_w)
+            self.racks.append(governed)
+        self._jobs_of_node = self._find_jobs()
+        self.throttled_w = 0.0
+
+    def _find_jobs(self) -> list[dict[int, float]]:
+        """For each class of nodes the watts at the plug that each of its jobs wants."""
+        engine = self.engine
+        supply, host_w = engine.facility.node.supply, engine.facility.node.host_w
+        found: list[dict[int, float]] = [{} for _ in range(len(engine.tree.nodes))]
+        counts = engine.tree.gpus.count
+        for gpu, node in enumerate(engine.tree.gpus.parent):
+            job = int(engine.job[gpu])
+            if job >= 0:
+                peak_w = engine.waves[int(engine.wave[gpu])].peak_w
+                found[node][job] = found[node].get(job, 0.0) + float(counts[gpu]) * peak_w
+        for wanted in found:
+            busy = sum(wanted.values())
+            whole = float(supply.draw_w(np.array([busy + host_w]))[0]) if wanted else 0.0
+            for job in wanted:
+                wanted[job] *= whole / busy
+        return found
+
+    def request(self, job: int, now_s: float) -> None:
+        """Ask every rack that the job uses for its watts."""
+        for rack in self.racks:
+            watts = {
+                name: self._jobs_of_node[node][job] for node, name in rack.nodes if job in self._jobs_of_node[node]
+            }
+            if watts:
+                one = self.jobs[job]
+                request = PowerRequest(
+                    job=one.name, watts=watts, priority=one.priority, min_share=one.least_share, ttl_s=_LONG_S
+                )
+                rack.budget.request(now_s, request)
+
+    def is_admitted(self, job: int) -> bool:
+        """Whether all racks that the job uses have admitted it."""
+        name = self.jobs[job].name
+        leases = [lease for rack in self.racks if (lease := rack.budget.queue.jobs.get(name)) is not None]
+        return bool(leases) and all(lease.state is JobState.ACTIVE for lease in leases)
+
+    def release(self, job: int, now_s: float) -> None:
+        """The job has ended."""
+        name = self.jobs[job].name
+        for rack in self.racks:
+            if name in rack.budget.queue.jobs:
+                rack.budget.release(now_s, name)
+
+    def decide(self, now_s: float, node_w: NDArray[np.float64], is_seen: NDArray[np.bool_]) -> None:
+        """Heartbeats that are due: measured watts in, caps out. A node whose sensor is lost reports nothing."""
+        engine = self.engine
+        caps_w = np.full(len(engine.tree.nodes), np.inf)
+        due = [rack for rack in self.racks if now_s >= rack.next_s]
+        for rack in due:
+            rack.next_s = now_s + self.policy.heartbeat_s
+            for node, name in rack.nodes:
+                if not engine.arrays.nodes.alive[node]:
+                    continue
+                measured_w = float(node_w[node]) if is_seen[node] else None
+                grant = rack.budget.heartbeat(now_s, name, acked=rack.acked.get(name, 0), measured_w=measured_w)
+                rack.acked[name] = grant.seq
+                caps_w[node] = min(caps_w[node], grant.cap_w)
+        if due:
+            self._set_caps(caps_w)
+
+    def _set_caps(self, caps_w: NDArray[np.float64]) -> None:
+        """From watts at the plug of a node to the limit of each of its GPUs."""
+        facility, gpus = self.engine.facility, self.engine.arrays.gpus
+        known = np.isfinite(caps_w)
+        load_w = facility.node.supply.find_load(np.where(known, caps_w, 0.0))
+        each_w = np.clip(
+            (load_w - facility.node.host_w) / facility.node.gpus, facility.gpu.idle_w, facility.gpu.limit_w
+        )
+        chosen = known[gpus.node]
+        gpus.cap_w[chosen] = each_w[gpus.node[chosen]]

@@ -1,0 +1,204 @@
+"""`FleetJob`: what runs on the GPUs of a facility, and how a file says it.
+
+::
+
+    jobs:
+      - {name: train, gpus: 512, shape: {period: 2s, duty: 75%, high: 650W, low: 200W}, replicas: 8, start: 5s}
+      - {name: phases, gpus: 64, phases: [{compute: 1.2s, power: 650W}, {communicate: 300ms, power: 220W}]}
+      - {name: serve, gpus: 64, recording: power.csv}                     a .tessera run or a power CSV of one GPU
+      - {name: llama, gpus: 64, plan: {model: "hf:config.json", cluster: "dgx-h200:8", seq: 4096, global_batch: 512}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+from ..units import parse_duration, parse_fraction, parse_power
+from .facility import Read, read_section, read_text, read_whole
+from .waves import Wave, make_square, make_wave, plan_to_waves, read_wave
+
+_SOURCES = ("shape", "phases", "recording", "plan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetJob:
+    """Ranks that draw waves. `waves` has one for each pipeline stage; `replicas` divide the job into equal groups.
+
+    `at_s` is how far into its first iteration the job begins. `scatter`: every node begins anywhere in the wave, as
+    servers do. `least_share` is the least share of its watts that the job needs (`PowerRequest.min_share`).
+    """
+
+    name: str
+    gpus: int
+    waves: tuple[Wave, ...]
+    replicas: int = 1
+    start_s: float = 0.0
+    end_s: float | None = None
+    at_s: float = 0.0
+    scatter: bool = False
+    priority: int = 5
+    least_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.waves:
+            raise ArgumentError(f"job {self.name!r} has no wave")
+        if self.gpus < 1 or self.gpus % (self.replicas * len(self.waves)):
+            raise ArgumentError(
+                f"job {self.name!r}: {self.gpus} GPUs cannot be divided into {self.replicas} replicas of "
+                f"{len(self.waves)} stages"
+            )
+        if self.end_s is not None and not self.end_s > self.start_s:
+            raise ArgumentError(f"job {self.name!r} ends before it starts")
+
+    @property
+    def period_s(self) -> float:
+        """Seconds of one iteration when nothing slows it."""
+        return self.waves[0].period_s
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether its ranks wait for each other."""
+        return self.waves[0].sync_s is not None
+
+    @property
+    def duty(self) -> float | None:
+        """The share of an iteration before the ranks synchronise."""
+        wave = self.waves[0]
+        return None if wave.sync_s is None else wave.sync_s / wave.period_s
+
+    @property
+    def peak_w(self) -> float:
+        """The highest watts of a GPU."""
+        return max(wave.peak_w for wave in self.waves)
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+_SHAPE: dict[str, tuple[str, Read]] = {
+    "period": ("period_s", parse_duration),
+    "duty": ("duty", parse_fraction),
+    "high": ("high_w", parse_power),
+    "low": ("low_w", parse_power),
+}
+_PLAN: dict[str, tuple[str, Read]] = {
+    "model": ("model", read_text),
+    "cluster": ("cluster", read_text),
+    "seq": ("seq", read_whole),
+    "global_batch": ("global_batch", read_whole),
+    "precision": ("precision", read_text),
+    "goal": ("goal", read_text),
+}
+
+
+def _read_bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{str(value)[:40]!r} is not true or false")
+    return value
+
+
+def _keep(value: Any) -> Any:
+    return value
+
+
+_JOB: dict[str, tuple[str, Read]] = {
+    "name": ("name", read_text),
+    "gpus": ("gpus", read_whole),
+    "copies": ("copies", read_whole),
+    "replicas": ("replicas", read_whole),
+    "start": ("start_s", parse_duration),
+    "end": ("end_s", parse_duration),
+    "at": ("at_s", parse_duration),
+    "offset": ("offset", _keep),
+    "priority": ("priority", read_whole),
+    "least_share": ("least_share", parse_fraction),
+    "synchronous": ("synchronous", _read_bool),
+    "scatter": ("scatter", _read_bool),
+    "domain": ("domain", read_text),
+    **{source: (source, _keep) for source in _SOURCES},
+}
+
+
+def read_jobs(tables: Any, folder: Path) -> list[FleetJob]:
+    """The jobs of a file; paths in it are taken from its folder. `copies` are independent jobs of the same kind."""
+    if not isinstance(tables, Sequence) or isinstance(tables, str):
+        raise ArgumentError("jobs is not a list", fix="jobs: [{name: train, gpus: 64, shape: {...}}]")
+    jobs: list[FleetJob] = []
+    for number, table in enumerate(tables, 1):
+        values = read_section(table, _JOB, f"jobs[{number}]")
+        where = f"job {values.get('name', number)!r}"
+        if "gpus" not in values:
+            raise ArgumentError(f"{where} needs gpus", fix="gpus: 64")
+        values.setdefault("name", f"job{number}")
+        waves = _read_waves(values, folder, where)
+        copies, offset = values.pop("copies", 1), values.pop("offset", None)
+        values = {k: v for k, v in values.items() if k not in (*_SOURCES, "synchronous", "domain")}
+        values.setdefault("scatter", waves[0].sync_s is None)
+        one = FleetJob(waves=waves, **values)
+        jobs += copy_job(one, copies, offset)
+    names = [job.name for job in jobs]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"two jobs are named {next(n for n in names if names.count(n) > 1)!r}")
+    return jobs
+
+
+def copy_job(job: FleetJob, copies: int, offset: Any = None) -> list[FleetJob]:
+    """Independent jobs alike, each begun later in its iteration than the one before, by `runtime.shaping`'s rules."""
+    from ..runtime.shaping import group_offsets
+
+    if copies == 1:
+        return [job]
+    shift = parse_duration(offset) if isinstance(offset, (int, float)) or str(offset)[:1].isdigit() else offset
+    if shift not in (None, "auto", "round_robin") and not isinstance(shift, float):
+        raise ArgumentError(f"job {job.name!r}: no offset {offset!r}", fix="auto, round_robin or a time such as 250ms")
+    offsets = group_offsets(copies, shift, job.period_s, job.duty)
+    return [
+        dataclasses.replace(job, name=f"{job.name}-{i + 1}", at_s=(job.at_s + float(offsets[i])) % job.period_s)
+        for i in range(copies)
+    ]
+
+
+def _read_waves(values: Mapping[str, Any], folder: Path, where: str) -> tuple[Wave, ...]:
+    given = [source for source in _SOURCES if source in values]
+    if len(given) != 1:
+        raise ArgumentError(f"{where} needs one of: {', '.join(_SOURCES)}", why=f"it has {given or 'none'}")
+    synchronous = values.get("synchronous", True)
+    if "shape" in values:
+        shape = read_section(values["shape"], _SHAPE, f"{where}.shape")
+        if missing := [key for key, (name, _) in _SHAPE.items() if name not in shape]:
+            raise ArgumentError(f"{where}.shape needs {', '.join(missing)}")
+        return (make_square(**shape, synchronous=synchronous),)
+    if "phases" in values:
+        phases = _read_phases(values["phases"], where)
+        return (make_wave(phases, synchronous=synchronous, source="phases of the file"),)
+    if "recording" in values:
+        return (read_wave(folder / read_text(values["recording"]), domain=values.get("domain")),)
+    from ..dist.planner import plan
+
+    asked = read_section(values["plan"], _PLAN, f"{where}.plan")
+    model = asked.pop("model", "")
+    if model.startswith("hf:") and not Path(model[3:]).is_absolute() and (folder / model[3:]).exists():
+        model = f"hf:{folder / model[3:]}"
+    return tuple(plan_to_waves(plan(model, None, gpus=values["gpus"], **asked)))
+
+
+def _read_phases(tables: Any, where: str) -> list[tuple[str, float, float]]:
+    keys: dict[str, tuple[str, Read]] = {
+        "compute": ("compute", parse_duration),
+        "communicate": ("communicate", parse_duration),
+        "power": ("power_w", parse_power),
+    }
+    if not isinstance(tables, list) or not tables:
+        raise ArgumentError(f"{where}.phases is not a list", fix="[{compute: 1.2s, power: 650W}, ...]")
+    phases: list[tuple[str, float, float]] = []
+    for number, table in enumerate(tables, 1):
+        phase = read_section(table, keys, f"{where}.phases[{number}]")
+        kinds = [kind for kind in ("compute", "communicate") if kind in phase]
+        if len(kinds) != 1 or "power_w" not in phase:
+            raise ArgumentError(f"{where}.phases[{number}] needs power, and compute or communicate with its time")
+        phases.append((kinds[0], phase[kinds[0]], phase["power_w"]))
+    return phases

@@ -1,0 +1,94 @@
+"""`Scenario`: a facility, its jobs, faults and policies, for how long: the file that `tessera simulate` reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError, did_you_mean
+from ..policy import Policies, load_policies, parse_policies
+from ..read_limits import YAML_BYTES, parse_yaml, read_bytes
+from ..units import parse_duration
+from .facility import SECTIONS, Facility, read_facility, read_whole
+from .faults import Fault, read_faults
+from .jobs import FleetJob, read_jobs
+
+MOST_S = 86400.0
+_KEYS = (*SECTIONS, "jobs", "faults", "policies", "duration", "seed", "judge_from")
+_EXAMPLE = "examples/fleet/row.yaml is one to begin with"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is simulated. Ramps count all the time, the rest from `judge_from_s` on; None: once all jobs run."""
+
+    facility: Facility
+    jobs: tuple[FleetJob, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    policies: Policies = field(default_factory=Policies)
+    duration_s: float = 60.0
+    seed: int = 1
+    judge_from_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.duration_s <= MOST_S:
+            raise ArgumentError(f"a simulation takes from 0 s to {MOST_S:g} s, not {self.duration_s:g} s")
+        asked = sum(job.gpus for job in self.jobs)
+        if asked > self.facility.gpus and all(job.end_s is None for job in self.jobs):
+            raise ArgumentError(
+                f"the jobs want {asked:,} GPUs, and {self.facility.name} has {self.facility.gpus:,}",
+                fix="more rows, racks or nodes, or smaller jobs",
+            )
+
+    @property
+    def steady_from_s(self) -> float:
+        """From when on the swing is judged."""
+        if self.judge_from_s is not None:
+            return self.judge_from_s
+        governor = self.policies.rack_power_governor
+        begun = max((job.start_s + job.period_s for job in self.jobs), default=0.0)
+        return min(begun + (governor.soft_start_s if governor else 0.0), 0.5 * self.duration_s)
+
+
+def load_scenario(path: str | Path) -> Scenario:
+    """A scenario from a YAML file."""
+    place = Path(path)
+    try:
+        table = parse_yaml(read_bytes(place, YAML_BYTES))
+    except OSError as error:
+        raise ArgumentError(f"cannot read {place}", why=error.strerror, fix=_EXAMPLE) from None
+    except ValueError as error:
+        raise ArgumentError(f"{place} cannot be read", why=str(error), fix=_EXAMPLE) from None
+    try:
+        return parse_scenario(table, place.parent, place.stem)
+    except ArgumentError as error:
+        raise ArgumentError(f"{place}: {error.what}", why=error.why, fix=error.fix) from None
+
+
+def parse_scenario(table: Any, folder: Path = Path(), name: str = "facility") -> Scenario:
+    """A scenario from the tables of a file; relative paths are taken from `folder`."""
+    if not isinstance(table, dict):
+        raise ArgumentError("there is no table of settings", fix=_EXAMPLE)
+    for key in table:
+        if key not in _KEYS:
+            near = did_you_mean(str(key)[:80], _KEYS)
+            raise ArgumentError(f"unknown key {str(key)[:80]!r}{near}", fix=f"one of: {', '.join(_KEYS)}")
+    facility = read_facility({"name": name, **table})
+    return Scenario(
+        facility=facility,
+        jobs=tuple(read_jobs(table.get("jobs", []), folder)),
+        faults=tuple(read_faults(table.get("faults", []), facility)),
+        policies=_read_policies(table.get("policies"), folder),
+        duration_s=parse_duration(table.get("duration", 60.0)),
+        seed=read_whole(table.get("seed", 1)),
+        judge_from_s=parse_duration(table["judge_from"]) if "judge_from" in table else None,
+    )
+
+
+def _read_policies(given: Any, folder: Path) -> Policies:
+    if given is None:
+        return Policies()
+    if isinstance(given, str):
+        return load_policies(folder / given)
+    return parse_policies(given, "policies")

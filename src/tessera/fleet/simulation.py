@@ -1,0 +1,210 @@
+"""`Simulation`: what a simulated facility drew, how warm it got, what tripped, and how its jobs fared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ..joules import DomainSamples, Floats, sum_domains
+from ..schema import Domain, EnergyReport, Hold, PowerEvent, Work
+from ..trace import PowerTrace
+from .power_quality import PowerQuality, Verdict
+from .scenario import Scenario
+
+START_NS = 1_700_000_000_000_000_000
+"""When a simulation begins on the clock of its trace: always the same, so that two runs of a seed are equal."""
+# Half-width of 90%: joules of six recorded H200 waves that the model did not see (benchmarks/results/fleet_waves.json).
+LEVEL_ERROR = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedEvent:
+    """Something that happened: a trip, a fault, the start or the end of a job. `count`: how many of the kind."""
+
+    time_s: float
+    kind: str
+    place: str
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """A job: what it took and what it lost. `lost_share` is of the iterations that nothing would have slowed.
+
+    `energy_j` is that of its GPUs, `ballast_j` the part of it that did no work.
+    """
+
+    name: str
+    state: str
+    gpus: int
+    start_s: float | None
+    waited_s: float
+    iterations: float
+    lost_share: float | None
+    energy_j: float
+    ballast_j: float
+    mean_w: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RackSummary:
+    """A rack of the map: watts over the run, load of its breaker, temperature."""
+
+    name: str
+    row: str
+    count: int
+    mean_w: float
+    peak_w: float
+    load: float
+    inlet_c: float
+    hottest_c: float
+    is_closed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A finished simulation. Powers are by step of `step_s`; temperatures by decision, every `decide_s`.
+
+    `feed_w` is what the utility delivers, after storage and UPS; `load_w` what the rows draw. `row_w` has a column for
+    each class of rows, `row_names` the first of each and `row_counts` how many there are. `racks` are classes too, and
+    `rack_class` says which one each rack of the facility is in.
+    """
+
+    scenario: Scenario
+    engine: str
+    step_s: float
+    decide_s: float
+    feed_w: Floats
+    load_w: Floats
+    row_w: Floats
+    row_names: tuple[str, ...]
+    row_counts: tuple[int, ...]
+    rack_mean_w: Floats
+    rack_peak_w: Floats
+    rack_inlet_c: Floats
+    rack_hottest_c: Floats
+    racks: tuple[RackSummary, ...]
+    rack_class: tuple[int, ...]
+    jobs: tuple[JobResult, ...]
+    events: tuple[SimulatedEvent, ...]
+    classes: dict[str, int]
+    quality: PowerQuality
+    load_quality: PowerQuality
+    verdicts: tuple[Verdict, ...]
+    gpu_j: float
+    ballast_j: float
+    throttled_s: float
+    cpu_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """How long a time was simulated."""
+        return len(self.feed_w) * self.step_s
+
+    @property
+    def energy_j(self) -> float:
+        """Joules that the utility delivered."""
+        return float(np.sum(self.feed_w)) * self.step_s
+
+    @property
+    def trips(self) -> list[SimulatedEvent]:
+        """Breakers and supplies that switched off by themselves."""
+        return [e for e in self.events if e.kind.endswith("tripped") or e.kind.endswith("switched off")]
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether every line of the utility's spec is met; None without a spec."""
+        return all(v.passed for v in self.verdicts) if self.verdicts else None
+
+    @property
+    def speed(self) -> float:
+        """Simulated seconds for each second of a processor."""
+        return self.duration_s / self.cpu_s if self.cpu_s > 0 else float("inf")
+
+    @cached_property
+    def power(self) -> PowerTrace:
+        """Feed, load and rows as a power trace, for `analyze.power`, `diff` and the exporters."""
+        steps = len(self.feed_w)
+        step_ns = round(self.step_s * 1e9)
+        times_ns = START_NS + step_ns * np.arange(steps + 1, dtype=np.int64)
+        columns = {"feed": self._column("feed", times_ns, self.feed_w, counted=True)}
+        columns["load"] = self._column("load", times_ns, self.load_w, counted=False)
+        for i, name in enumerate(self.row_names):
+            columns[name] = self._column(name, times_ns, self.row_w[:, i], counted=False)
+        return PowerTrace(columns, start_ns=START_NS, end_ns=START_NS + step_ns * steps)
+
+    def _column(self, name: str, times_ns: Any, watts: Floats, *, counted: bool) -> DomainSamples:
+        domain = Domain(
+            name=name,
+            source="simulated",
+            resolution_s=self.step_s,
+            gain_error=LEVEL_ERROR,
+            hold=Hold.MEAN,
+            counted=counted,
+            basis="simulated",
+            label=f"{name}, simulated",
+        )
+        # A sample is the mean since the one before it: the first begins with the trace.
+        return DomainSamples.of(domain, times_ns, np.concatenate([watts[:1], watts]))
+
+    def report(self) -> EnergyReport:
+        """Joules, watts and events as the report that measured and predicted runs have."""
+        trace = self.power
+        by_domain = {name: trace.energy(name) for name in trace.columns}
+        work = sum(job.iterations for job in self.jobs)
+        return EnergyReport(
+            name=self.scenario.facility.name,
+            total=sum_domains([by_domain["feed"]], self.duration_s),
+            by_domain=by_domain,
+            domains=trace.domains,
+            work=[Work(amount=work, unit="iterations")] if work > 0 else (),
+            peak_w=float(np.max(self.feed_w)),
+            events=[
+                PowerEvent(time_ns=START_NS + round(e.time_s * 1e9), domain=e.place, kind=e.kind, message=e.kind)
+                for e in self.events
+            ],
+            notes=[f"simulated, seed {self.scenario.seed}: no sensor was read"],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; curves as one value a second."""
+        per_s = max(1, round(1.0 / self.step_s))
+        return {
+            "basis": "simulated",
+            "name": self.scenario.facility.name,
+            "seed": self.scenario.seed,
+            "engine": self.engine,
+            "duration_s": self.duration_s,
+            "step_s": self.step_s,
+            "facility": self.scenario.facility.to_dict(),
+            "policies": self.scenario.policies.to_dict(),
+            "classes": self.classes,
+            "energy_j": self.energy_j,
+            "gpu_j": self.gpu_j,
+            "ballast_j": self.ballast_j,
+            "throttled_s": self.throttled_s,
+            "feed": self.quality.to_dict(),
+            "load": self.load_quality.to_dict(),
+            "verdicts": [v.to_dict() for v in self.verdicts],
+            "passed": self.passed,
+            "jobs": [dataclasses.asdict(job) for job in self.jobs],
+            "events": [dataclasses.asdict(event) for event in self.events],
+            "racks": [dataclasses.asdict(rack) for rack in self.racks],
+            "feed_w_by_s": [float(w) for w in _average(self.feed_w, per_s)],
+            "cpu_s": self.cpu_s,
+        }
+
+    def __str__(self) -> str:
+        from ..report.simulate import simulation_text
+
+        return simulation_text(self)
+
+
+def _average(values: Floats, count: int) -> Sequence[float]:
+    whole = len(values) // count * count
+    return [float(v) for v in values[:whole].reshape(-1, count).mean(axis=1)] if whole else [float(np.mean(values))]

@@ -1,0 +1,182 @@
+"""A simulation in the terminal, and the words that its page shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..fleet.power_quality import PowerQuality, Verdict
+from ..fleet.simulation import JobResult, SimulatedEvent, Simulation
+from ..units import format_duration, format_energy, format_power, format_power_rate, format_share, format_temperature
+from .console import (
+    TableColumn,
+    TextFlow,
+    WidthDependent,
+    build_table,
+    fit_columns,
+    label_table,
+    next_line,
+    plain_console,
+)
+
+_EVENTS, _JOBS = 8, 12
+
+
+def simulation_text(result: Simulation, *, width: int = 100) -> str:
+    """The screen of a simulation as plain text."""
+    return plain_console(width).text(simulation_screen(result))
+
+
+def simulation_screen(result: Simulation, *, next_command: str | None = None) -> RenderableType:
+    """One screen: what the feed does, whether the utility's spec is met, jobs, trips, what to type next."""
+    facts = label_table()
+    for name, text in list_figures(result):
+        facts.add_row(name, text)
+    parts: list[RenderableType] = [
+        TextFlow(Text(result.scenario.facility.name, style="bold"), Text(describe_size(result), style="dim")),
+        TextFlow(*(Text(figure, style="bold") for figure in list_headlines(result)), Text("simulated", style="dim")),
+        facts,
+    ]
+    if result.verdicts:
+        parts += [Text(""), _list_verdicts(result.verdicts)]
+    if result.jobs:
+        parts += [Text(""), WidthDependent(lambda width: _list_jobs(result.jobs, width))]
+    notable = [e for e in result.events if not e.kind.startswith("job ")]
+    if notable:
+        parts += [Text(""), _list_events(notable)]
+    if next_command:
+        parts.append(next_line(next_command))
+    return Group(*parts)
+
+
+def describe_size(result: Simulation) -> str:
+    """How large the facility is and how it was simulated."""
+    facility = result.scenario.facility
+    rows = f"{facility.rows:,} row{'s' if facility.rows > 1 else ''}"
+    size = f"{facility.gpus:,} GPUs ({facility.gpu.name}), {facility.racks:,} racks, {rows}"
+    how = f"{format_duration(result.duration_s, 3)} in steps of {format_duration(result.step_s, 3)}"
+    return f"{size}; {how}, seed {result.scenario.seed}"
+
+
+def list_headlines(result: Simulation) -> list[str]:
+    """Mean, peak and joules of the feed."""
+    q = result.quality
+    return [
+        f"mean {format_power(q.mean_w, 3)}",
+        f"peak {format_power(q.peak_w, 3)}",
+        f"swing {format_power(q.range_w, 3)}",
+        format_energy(result.energy_j, 3),
+    ]
+
+
+def list_figures(result: Simulation) -> list[tuple[str, str]]:
+    """The figures of the feed, of heat and of the run."""
+    q = result.quality
+    hottest = max((r.hottest_c for r in result.racks), default=0.0)
+    inlet = max((r.inlet_c for r in result.racks), default=0.0)
+    rows = [
+        ("feed", describe_swing(q)),
+        ("ramp", f"up {format_power_rate(q.ramp_up_w_per_s, 3)}, down {format_power_rate(q.ramp_down_w_per_s, 3)}"),
+        ("band", describe_band(q)),
+        ("heat", f"hottest GPU {format_temperature(hottest, 3)}, warmest inlet {format_temperature(inlet, 3)}"),
+        ("trips", describe_trips(result.trips)),
+        ("throttled", f"{format_duration(result.throttled_s, 3)} of GPUs, by heat" if result.throttled_s else "none"),
+    ]
+    if result.ballast_j > 0:
+        share = format_share(result.ballast_j / result.energy_j)
+        rows.append(("ballast", f"{format_energy(result.ballast_j, 3)}, {share} of the feed's joules"))
+    if result.scenario.facility.feed.storage is not None:
+        rows.append(("before storage", describe_swing(result.load_quality)))
+    classes = ", ".join(f"{count:,} {name}" for name, count in result.classes.items())
+    rows.append(("engine", f"{result.engine}; classes: {classes}; {result.speed:,.0f} times real time"))
+    return rows
+
+
+def describe_swing(q: PowerQuality) -> str:
+    """From where to where the power swings."""
+    levels = f"{format_power(q.low_w, 3)} to {format_power(q.peak_w, 3)}"
+    return f"{levels} ({format_share(q.range_share)} of the mean), crest factor {q.crest_factor:.2f}"
+
+
+def describe_band(q: PowerQuality) -> str:
+    """How much of the swing lies in the band."""
+    low, high = q.band_hz
+    text = f"{low:g}-{high:g} Hz: {format_power(q.band_rms_w, 3)} rms, {format_share(q.band_share)} of the mean"
+    if q.band_of_swing is not None:
+        text += f"; {format_share(q.band_of_swing)} of the swing's energy"
+    return f"{text}; strongest at {q.dominant_hz:.3g} Hz" if q.dominant_hz else text
+
+
+def describe_trips(trips: Sequence[SimulatedEvent]) -> str:
+    """How many breakers and supplies switched off."""
+    if not trips:
+        return "none"
+    kinds: dict[str, int] = {}
+    for event in trips:
+        kinds[event.kind] = kinds.get(event.kind, 0) + event.count
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def format_verdict(verdict: Verdict) -> tuple[str, str, str]:
+    """Found, allowed, and pass or fail."""
+
+    def text(value: float) -> str:
+        if verdict.unit == "W/s":
+            return format_power_rate(value, 3)
+        if verdict.unit == "W":
+            return format_power(value, 3)
+        return format_share(value) if verdict.what == "band share" else f"{value:.2f}"
+
+    return text(verdict.found), text(verdict.limit), "pass" if verdict.passed else "FAIL"
+
+
+def _list_verdicts(verdicts: Sequence[Verdict]) -> RenderableType:
+    texts = [format_verdict(v) for v in verdicts]
+    columns = [
+        TableColumn(heading="utility spec", cells=[v.what for v in verdicts]),
+        TableColumn(heading="found", cells=[t[0] for t in texts], right=True),
+        TableColumn(heading="allowed", cells=[t[1] for t in texts], right=True),
+        TableColumn(heading="", cells=[t[2] for t in texts]),
+    ]
+    return build_table(columns, gap=2, styles=["" if v.passed else "red" for v in verdicts])
+
+
+def format_lost(job: JobResult) -> str:
+    """The share of a job's iterations that were lost."""
+    if job.lost_share is None:
+        return "-"
+    return format_share(max(0.0, job.lost_share)) if job.lost_share > 5e-4 else "0%"
+
+
+def _list_jobs(jobs: Sequence[JobResult], width: int) -> RenderableType:
+    shown = jobs[:_JOBS]
+    columns = [
+        TableColumn(heading="job", cells=[j.name for j in shown]),
+        TableColumn(heading="GPUs", cells=[f"{j.gpus:,}" for j in shown], right=True),
+        TableColumn(heading="state", cells=[j.state for j in shown]),
+        TableColumn(heading="waited", cells=[format_duration(j.waited_s, 3) for j in shown], right=True, drop=3),
+        TableColumn(heading="iterations", cells=[f"{j.iterations:,.1f}" for j in shown], right=True, drop=2),
+        TableColumn(heading="lost", cells=[format_lost(j) for j in shown], right=True),
+        TableColumn(heading="GPU energy", cells=[format_energy(j.energy_j, 3) for j in shown], right=True),
+        TableColumn(heading="ballast", cells=[format_energy(j.ballast_j, 3) for j in shown], right=True, drop=4),
+    ]
+    table = build_table(fit_columns(columns, width, gap=2)[0], gap=2)
+    if len(jobs) > len(shown):
+        return Group(table, Text(f"and {len(jobs) - len(shown)} more jobs (--json has all)", style="dim"))
+    return table
+
+
+def _list_events(events: Sequence[SimulatedEvent]) -> RenderableType:
+    table = label_table()
+    for event in events[:_EVENTS]:
+        table.add_row(format_duration(event.time_s, 4), f"{event.kind}: {event.place}{count_text(event)}")
+    if len(events) > _EVENTS:
+        table.add_row("", f"and {len(events) - _EVENTS} more (--json has all)")
+    return table
+
+
+def count_text(event: SimulatedEvent) -> str:
+    """How many others are alike."""
+    return f" and {event.count - 1:,} alike" if event.count > 1 else ""

@@ -1,0 +1,406 @@
+"""The simulator: joules and watts between levels, two engines, cohorts, seeds, waiting, limits, faults, policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera import analyze
+from tessera.cli.simulate import command
+from tessera.errors import ArgumentError
+from tessera.fleet.breakers import Breaker
+from tessera.fleet.facility import Facility, GpuKind
+from tessera.fleet.faults import Fault
+from tessera.fleet.heat import AisleHeat
+from tessera.fleet.jobs import FleetJob, copy_job
+from tessera.fleet.scenario import Scenario, load_scenario, parse_scenario
+from tessera.fleet.simulation import Simulation
+from tessera.fleet.simulator import simulate
+from tessera.fleet.supplies import Battery, Feed, NodeSupply
+from tessera.fleet.waves import make_square, make_wave, report_to_wave
+from tessera.policy import parse_policies
+
+from command_line import invoke
+from places import REPOSITORY
+
+EXAMPLES = sorted((REPOSITORY / "examples" / "fleet").glob("*.yaml"))
+WAVE = make_square(period_s=0.4, duty=0.75, high_w=650, low_w=200)
+
+
+def make_job(**changes: Any) -> FleetJob:
+    return FleetJob(**{"name": "train", "gpus": 32, "waves": (WAVE,), **changes})
+
+
+def make_scenario(*jobs: FleetJob, policies: dict[str, Any] | None = None, **changes: Any) -> Scenario:
+    facility = changes.pop("facility", Facility(rows=2, row_racks=2, rack_nodes=2))
+    made = parse_policies(policies) if policies else parse_policies({})
+    options = {"facility": facility, "jobs": jobs or (make_job(),), "policies": made, "duration_s": 4.0, **changes}
+    return Scenario(**options)
+
+
+def both_engines(scenario: Scenario, **options: Any) -> tuple[Simulation, Simulation]:
+    return simulate(scenario, engine="numpy", **options), simulate(scenario, engine="numba", **options)
+
+
+# -- conservation -----------------------------------------------------------------------------------------------------
+
+
+def test_watts_of_levels_add_up() -> None:
+    facility = Facility(rows=2, row_racks=2, rack_nodes=2, feed=Feed(ups_efficiency=0.9))
+    result = simulate(make_scenario(facility=facility), engine="numpy")
+    assert result.row_w @ np.array(result.row_counts) == pytest.approx(result.load_w)
+    assert result.feed_w == pytest.approx(result.load_w / 0.9)
+    racks = sum(rack.mean_w * rack.count for rack in result.racks)
+    assert racks == pytest.approx(float(np.mean(result.load_w)))
+
+
+def test_joules_of_gpus_are_those_of_their_wave() -> None:
+    result = simulate(make_scenario(), engine="numpy")
+    job = result.jobs[0]
+    assert job.energy_j == pytest.approx(32 * WAVE.mean_w * 4.0, rel=1e-6)
+    idle_j = (64 - 32) * 77.0 * 4.0
+    assert result.gpu_j == pytest.approx(job.energy_j + idle_j, rel=1e-6)
+
+
+def test_plug_watts_are_load_plus_the_supplies_losses() -> None:
+    ideal = Facility(rows=1, row_racks=1, rack_nodes=1, feed=Feed(ups_efficiency=1.0))
+    ideal = dataclasses.replace(ideal, node=dataclasses.replace(ideal.node, supply=NodeSupply(grade="ideal")))
+    result = simulate(make_scenario(make_job(gpus=8), facility=ideal), engine="numpy")
+    assert result.energy_j == pytest.approx(result.gpu_j + 1450.0 * 4.0, rel=1e-6)
+
+
+def test_trace_and_report_are_labelled_simulated_and_agree() -> None:
+    result = simulate(make_scenario(), engine="numpy")
+    report = result.report()
+    assert report.basis == "simulated"
+    assert report.total_energy_j == pytest.approx(result.energy_j, rel=1e-6)
+    assert report.total.error_j > 0
+    power = analyze.power(result.power, domain="feed")
+    row = power.rows[0]
+    assert row["peak_w"] == pytest.approx(result.quality.peak_w, rel=1e-6)
+    assert row["energy_j"] == pytest.approx(result.energy_j, rel=1e-6)
+    other = simulate(make_scenario(make_job(gpus=16)), engine="numpy").report()
+    row = report.diff(other).total
+    assert row.after_j < row.before_j
+
+
+# -- engines, cohorts, seeds ------------------------------------------------------------------------------------------
+
+HARD: dict[str, Any] = {
+    "power_shaper": {"jitter": ["5ms", "40ms"], "power_floor": "300W", "max_ramp": "800W/s", "cap_rate": 0.3},
+}
+
+
+@pytest.mark.parametrize("distinct", [False, True])
+def test_numba_gives_what_numpy_gives(distinct: bool) -> None:
+    pytest.importorskip("numba")
+    free = make_job(
+        name="serve", gpus=16, waves=(make_square(period_s=0.9, duty=0.3, high_w=690, low_w=120, synchronous=False),)
+    )
+    facility = Facility(rows=2, row_racks=2, rack_nodes=2, gpu=GpuKind(limit_w=500, smooth_up_w_per_s=4000.0))
+    scenario = make_scenario(make_job(replicas=4), free, policies=HARD, facility=facility, faults=(
+        Fault(at_s=2.0, kind="breaker_trip", place="row2/rack2"),
+    ))  # fmt: skip
+    a, b = both_engines(scenario, distinct=distinct)
+    assert a.load_w == pytest.approx(b.load_w, rel=1e-5)
+    assert a.gpu_j == pytest.approx(b.gpu_j, rel=1e-5)
+    assert a.ballast_j == pytest.approx(b.ballast_j, rel=1e-4)
+    assert a.ballast_j > 0
+    for one, two in zip(a.jobs, b.jobs, strict=True):
+        assert one.iterations == pytest.approx(two.iterations, rel=1e-4)
+
+
+def test_numba_gives_what_numpy_gives_when_things_trip() -> None:
+    pytest.importorskip("numba")
+    facility = Facility(rows=1, row_racks=2, rack_nodes=2, rack_breaker=Breaker(rating_a=8))
+    scenario = make_scenario(facility=facility, duration_s=20.0)
+    a, b = both_engines(scenario)
+    assert a.trips == b.trips
+    assert a.trips
+    assert a.load_w == pytest.approx(b.load_w, rel=1e-6)
+    assert a.gpu_j == pytest.approx(b.gpu_j, rel=1e-5)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+def test_cohorts_give_what_distinct_gpus_give(example: Path) -> None:
+    scenario = load_scenario(example)
+    scenario = dataclasses.replace(scenario, duration_s=min(6.0, scenario.duration_s))
+    if scenario.facility.gpus > 5000:
+        pytest.skip("every GPU of this one takes a minute")
+    a, b = (simulate(scenario, engine="numpy", distinct=d) for d in (False, True))
+    assert b.classes["gpus"] == scenario.facility.gpus
+    assert a.classes["gpus"] < b.classes["gpus"]
+    assert a.load_w == pytest.approx(b.load_w, rel=1e-6)
+    assert a.energy_j == pytest.approx(b.energy_j, rel=1e-6)
+    assert max(r.hottest_c for r in a.racks) == pytest.approx(max(r.hottest_c for r in b.racks), abs=0.01)
+
+
+def test_same_seed_same_result_other_seed_another() -> None:
+    scenario = make_scenario(make_job(replicas=4), policies={"power_shaper": {"jitter": ["0ms", "60ms"]}})
+    one, two, other = (simulate(scenario, engine="numpy", seed=s) for s in (5, 5, 6))
+    assert np.array_equal(one.feed_w, two.feed_w)
+    assert not np.array_equal(one.feed_w, other.feed_w)
+
+
+# -- ranks wait -------------------------------------------------------------------------------------------------------
+
+
+def test_the_slowest_rank_sets_the_pace() -> None:
+    """One replica is late by up to 60 ms in each iteration of 400 ms, and all others wait for it at low power."""
+    quiet = simulate(make_scenario(make_job(replicas=4)), engine="numpy")
+    late = simulate(
+        make_scenario(make_job(replicas=4), policies={"power_shaper": {"jitter": ["59ms", "60ms"]}}), engine="numpy"
+    )
+    assert quiet.jobs[0].lost_share == pytest.approx(0.0, abs=1e-6)
+    assert late.jobs[0].lost_share == pytest.approx(60 / 460, abs=0.01)
+    assert late.jobs[0].mean_w < quiet.jobs[0].mean_w
+
+
+def test_a_period_that_is_no_multiple_of_the_step_loses_nothing() -> None:
+    wave = make_square(period_s=0.3337, duty=0.61, high_w=600, low_w=150)
+    result = simulate(make_scenario(make_job(waves=(wave,)), duration_s=20.0), engine="numpy")
+    assert result.jobs[0].iterations == pytest.approx(20.0 / 0.3337, rel=1e-3)
+    assert result.jobs[0].energy_j == pytest.approx(32 * wave.mean_w * 20.0, rel=5e-3)
+
+
+def test_a_power_limit_slows_compute_and_takes_hold_within_some_steps() -> None:
+    wave = make_wave([("compute", 2.0, 650.0), ("communicate", 0.5, 150.0)])
+    facility = Facility(rows=1, row_racks=1, rack_nodes=4, gpu=GpuKind(limit_w=400.0))
+    result = simulate(make_scenario(make_job(waves=(wave,)), facility=facility, duration_s=10.0), engine="numpy")
+    node_w = result.load_w / 4
+    assert node_w[:4].max() > node_w[200:380].max() * 1.2  # at first it draws what it wants
+    assert result.jobs[0].lost_share > 0.05
+    assert result.jobs[0].mean_w / 32 < 405
+
+
+def test_copies_of_a_job_cancel_when_they_are_shifted() -> None:
+    """Four independent jobs with a duty of 3/4: as many are high at every moment."""
+    wave = make_square(period_s=2.0, duty=0.75, high_w=650, low_w=200)
+    one = FleetJob(name="train", gpus=16, waves=(wave,))
+    together = simulate(make_scenario(*copy_job(one, 4), duration_s=8.0), engine="numpy")
+    shifted = simulate(make_scenario(*copy_job(one, 4, "auto"), duration_s=8.0), engine="numpy")
+    assert shifted.quality.range_w < 0.02 * together.quality.range_w
+    assert shifted.energy_j == pytest.approx(together.energy_j, rel=0.01)
+
+
+# -- faults, trips, heat ----------------------------------------------------------------------------------------------
+
+
+def test_a_lost_node_stalls_its_job_and_no_other() -> None:
+    other = make_job(name="other", gpus=16)
+    fault = Fault(at_s=2.0, kind="node_lost", place="row1/rack1/node1")
+    result = simulate(make_scenario(make_job(gpus=16), other, faults=(fault,)), engine="numpy")
+    states = {job.name: job for job in result.jobs}
+    assert states["train"].state == "stalled"
+    assert states["train"].iterations == pytest.approx(5, abs=0.8)
+    assert states["other"].state == "running"
+    assert states["other"].lost_share == pytest.approx(0.0, abs=1e-6)
+    assert [e.kind for e in result.events if e.time_s == 2.0] == ["node lost"]
+
+
+def test_an_overload_opens_the_breaker_when_its_curve_says() -> None:
+    steady = make_wave([("compute", 1.0, 650.0)], synchronous=False)
+    facility = Facility(rows=1, row_racks=1, rack_nodes=4, feed=Feed(ups_efficiency=1.0))
+    draw_w = float(simulate(make_scenario(make_job(waves=(steady,)), facility=facility), engine="numpy").load_w[-1])
+    amperes = draw_w / Breaker(rating_a=1.0).rating_w
+    breaker = Breaker(rating_a=amperes / 2.2)
+    tight = dataclasses.replace(facility, rack_breaker=breaker)
+    result = simulate(make_scenario(make_job(waves=(steady,)), facility=tight, duration_s=20.0), engine="numpy")
+    (trip,) = result.trips
+    assert trip.kind == "rack breaker tripped"
+    assert trip.time_s == pytest.approx(breaker.trip_s(2.2), rel=0.02)
+    assert result.load_w[-1] == 0.0
+
+
+def test_supplies_latch_off_above_their_limit() -> None:
+    facility = Facility(rows=1, row_racks=1, rack_nodes=4)
+    small = NodeSupply(count=4, needed=4, rating_w=1400.0)
+    facility = dataclasses.replace(facility, node=dataclasses.replace(facility.node, supply=small))
+    result = simulate(make_scenario(facility=facility), engine="numpy")
+    assert not result.trips  # 19% too much, but for 0.3 s at a time
+    lasting = make_wave([("compute", 1.0, 650.0)], synchronous=False)
+    result = simulate(make_scenario(make_job(waves=(lasting,)), facility=facility), engine="numpy")
+    assert {e.kind for e in result.trips} == {"supply switched off"}
+    assert min(e.time_s for e in result.trips) == pytest.approx(small.limit_s, abs=0.02)
+
+
+def test_lost_cooling_heats_one_row_and_slows_its_gpus() -> None:
+    steady = make_wave([("compute", 1.0, 690.0)], synchronous=False)
+    air = AisleHeat(heat_capacity_j_per_c=8e3)
+    facility = Facility(rows=2, row_racks=1, rack_nodes=2, aisle=air)
+    fault = Fault(at_s=2.0, kind="cooling_lost", place="row2")
+    job = make_job(waves=(steady,), scatter=False)
+    result = simulate(make_scenario(job, facility=facility, faults=(fault,), duration_s=55.0), engine="numpy")
+    by_row = {rack.row: rack for rack in result.racks}
+    assert by_row["row2"].inlet_c > by_row["row1"].inlet_c + 10
+    assert by_row["row2"].hottest_c > 85
+    assert result.throttled_s > 0
+    assert result.jobs[0].lost_share > 0.01
+
+
+def test_warm_air_comes_round() -> None:
+    airs = [AisleHeat(recirculation=r) for r in (0.0, 0.3)]
+    results = [
+        simulate(make_scenario(facility=Facility(rows=1, row_racks=2, rack_nodes=2, aisle=air)), engine="numpy")
+        for air in airs
+    ]
+    inlets = [max(r.inlet_c for r in result.racks) for result in results]
+    assert inlets[0] == pytest.approx(22.0)
+    assert inlets[1] > 23.0
+
+
+# -- policies ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_floor_holds_power_up_and_reports_its_joules() -> None:
+    plain = simulate(make_scenario(), engine="numpy")
+    held = simulate(make_scenario(policies={"power_shaper": {"power_floor": "600W"}}), engine="numpy")
+    assert held.quality.range_w < 0.2 * plain.quality.range_w
+    assert held.ballast_j == pytest.approx(32 * 400.0 * 0.25 * 4.0, rel=0.01)
+    assert held.jobs[0].lost_share == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_governor_admits_starts_softly_and_holds_the_rack() -> None:
+    facility = Facility(rows=1, row_racks=1, rack_nodes=4)
+    policies = {"rack_power_governor": {"rack_cap": "24kW", "soft_start": "15s", "breaker_margin": 0.9}}
+    result = simulate(make_scenario(facility=facility, policies=policies, duration_s=40.0), engine="numpy")
+    rack_w = result.rack_mean_w[:, 0]
+    assert result.jobs[0].state == "running"
+    assert rack_w[30] < 0.8 * rack_w[300:].mean()
+    assert rack_w[200:].max() < 24e3
+    assert result.jobs[0].lost_share > 0.02
+
+
+def test_a_lost_sensor_changes_nothing_but_what_the_governor_sees() -> None:
+    facility = Facility(rows=1, row_racks=2, rack_nodes=2)
+    policies = {"rack_power_governor": {"rack_cap": "13kW", "soft_start": "5s"}}
+    fault = Fault(at_s=3.0, kind="sensor_lost", place="row1/rack1", for_s=5.0)
+    scenario = make_scenario(facility=facility, policies=policies, duration_s=20.0, faults=(fault,))
+    result = simulate(scenario, engine="numpy")
+    assert result.rack_mean_w[100:].max() < 13e3  # within 100 ms; at first a GPU overshoots its limit
+    assert not result.trips
+
+
+def test_thermal_policy_places_jobs_where_the_cooling_is() -> None:
+    facility = Facility(rows=2, row_racks=1, rack_nodes=2)
+    policies = {"thermal_policy": {"prefer_cool_nodes": True, "cooling_budget": {"aisle1": "5kW", "aisle2": "90kW"}}}
+    result = simulate(make_scenario(make_job(gpus=16), facility=facility, policies=policies), engine="numpy")
+    watts = {rack.row: rack.mean_w for rack in result.racks}
+    assert watts["row2"] > 2 * watts["row1"]
+
+
+def test_storage_and_utility_spec() -> None:
+    spec = {
+        "utility_spec": {
+            "dynamic_range": "6kW",
+            "ramp": "100kW/s",
+            "band_hz": [0.1, 20],
+            "band_share": "5%",
+            "crest_factor": 1.3,
+        }
+    }
+    plain = simulate(make_scenario(policies=spec, duration_s=20.0), engine="numpy")
+    assert plain.passed is False
+    storage = Battery(power_w=50e3, energy_j=5e5, smoothing_s=4.0)
+    facility = Facility(rows=2, row_racks=2, rack_nodes=2, feed=Feed(storage=storage))
+    smooth = simulate(
+        make_scenario(policies=spec, facility=facility, duration_s=20.0, judge_from_s=10.0), engine="numpy"
+    )
+    assert smooth.passed, smooth.verdicts
+    assert smooth.load_quality.range_w > 5 * smooth.quality.range_w
+
+
+# -- files and the command --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gpus": {"chip": "h20O"}}, "h20"),
+        ({"racks": {"nodez": 4}}, "did you mean 'nodes'"),
+        ({"jobs": [{"name": "a", "gpus": 8}]}, "needs one of: shape"),
+        ({"jobs": [{"gpus": 8, "shape": {"period": "2x", "duty": 0.5, "high": "1W", "low": "1W"}}]}, "unknown unit"),
+        ({"faults": [{"at": "1s", "kind": "node_gone", "place": "row1"}]}, "did you mean 'node_lost'"),
+        ({"faults": [{"at": "1s", "kind": "node_lost", "place": "row9/rack1/node1"}]}, "no place 'row9/rack1/node1'"),
+        ({"duration": "0s"}, "from 0 s to"),
+        ({"polices": {}}, "did you mean 'policies'"),
+        ({"jobs": [{"gpus": 9999, "shape": {"period": "2s", "duty": 0.5, "high": "2W", "low": "1W"}}]}, "9,999 GPUs"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(change: dict[str, Any], words: str) -> None:
+    table = {"gpus": {"chip": "h200"}, "racks": {"nodes": 4}, "rows": {"count": 1, "racks": 2}, **change}
+    with pytest.raises(ArgumentError, match=words):
+        parse_scenario(table)
+
+
+def test_a_recording_becomes_a_wave(tmp_path: Path) -> None:
+    log = tmp_path / "power.csv"
+    lines = [f"{1_700_000_000_000_000 + i * 20_000},gpu0,{650 if i % 50 < 30 else 120}" for i in range(500)]
+    log.write_text("epoch_us,domain,watts\n" + "\n".join(lines) + "\n")
+    table = {"gpus": {"chip": "h200"}, "rows": {"racks": 1}, "racks": {"nodes": 2}, "duration": "10s"}
+    scenario = parse_scenario({**table, "jobs": [{"name": "serve", "gpus": 16, "recording": "power.csv"}]}, tmp_path)
+    result = simulate(scenario, engine="numpy")
+    assert result.jobs[0].energy_j / 160 == pytest.approx(0.6 * 650 + 0.4 * 120, rel=0.03)
+
+
+def test_a_planned_job_draws_the_joules_of_its_plan(tmp_path: Path) -> None:
+    from tessera.dist.planner import plan
+    from tessera.fleet.waves import plan_to_waves
+
+    sizes = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 8192, "vocab": 32000}
+    made = plan(sizes, None, "dgx-h200:2", seq=2048, global_batch=64)
+    waves = plan_to_waves(made)
+    assert len(waves) == made.best.layout.pp
+    gpu_j = sum(j for part, j in made.best.energy_parts.items() if part not in ("host", "idle"))
+    each_j = sum(wave.mean_w * wave.period_s for wave in waves) / len(waves)
+    assert each_j == pytest.approx(gpu_j / made.best.layout.gpus, rel=0.02)
+    assert all(wave.sync_s is not None and 0 < wave.sync_s <= wave.period_s for wave in waves)
+
+
+def test_a_predicted_iteration_becomes_a_wave() -> None:
+    from tessera.schema import Energy, EnergyDescriptor, EnergyReport
+
+    def part(name: str, joules: float, seconds: float) -> EnergyDescriptor:
+        return EnergyDescriptor(
+            subgraph_name=name, compute_energy_j=joules, memory_energy_j=0.0, static_energy_j=0.0, latency_s=seconds,
+            error_j=0.0, device_s=seconds,
+        )  # fmt: skip
+
+    total = Energy(energy_j=20.0, error_j=1.0, time_s=0.05, source="predicted", basis="predicted")
+    report = EnergyReport(
+        name="m", total=total, by_domain={}, descriptors=[part("a", 14.0, 0.02), part("b", 6.0, 0.03)]
+    )
+    wave = report_to_wave(report)
+    assert wave.period_s == pytest.approx(0.05)
+    assert wave.mean_w == pytest.approx(400.0)
+    assert wave.watts[0] == pytest.approx(700.0)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+def test_examples_load(example: Path) -> None:
+    assert load_scenario(example).jobs
+
+
+def test_command_screen_json_page_and_csv(tmp_path: Path) -> None:
+    page, log = tmp_path / "row.html", tmp_path / "row.csv"
+    file = REPOSITORY / "examples" / "fleet" / "row.yaml"
+    short = ("--duration", "5s", "--engine", "numpy")
+    done = invoke(command, file, *short, "--html", page, "--power", log)
+    assert done.code == 0
+    assert "utility spec" in done.stdout
+    assert "FAIL" in done.stdout
+    assert "tessera analyze power" in done.stdout
+    text = page.read_text()
+    assert "<svg" in text
+    assert "http:" not in text
+    assert log.read_text().splitlines()[1].endswith("simulated")
+    done = invoke(command, file, *short, "--json", "--check")
+    assert done.code == 1
+    found = json.loads(done.stdout)
+    assert found["basis"] == "simulated"
+    assert found["passed"] is False
