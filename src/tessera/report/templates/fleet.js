@@ -23,7 +23,8 @@ const clock = s => new Date(s * 1000).toLocaleTimeString();
 const shade = c => {
   if (!known(c)) return "var(--idle)";
   const t = Math.max(0, Math.min(1, (c - 30) / Math.max(hot - 30, 1)));
-  return `hsl(${Math.round(215 - 215 * t)} ${55 + 20 * t}% ${root.dataset.theme === "dark" || (!root.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches) ? 30 : 46}%)`;
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  return `hsl(${Math.round(212 + 148 * t)} 62% ${isDark ? 33 : 42}%)`;  // through purple: white text reads on all of it
 };
 
 const tile = (value, label, kind) => {
