@@ -66,7 +66,7 @@ Labels = Mapping[str, str]
 Sample = tuple[str, Labels, float | None]
 Application = Callable[..., Iterable[bytes]]
 """Answers a request (WSGI)."""
-_TEXT = [("Content-Type", "text/plain; charset=utf-8")]
+_TEXT = ("Content-Type", "text/plain; charset=utf-8")
 _INDEX = (
     b'<!doctype html><meta name="color-scheme" content="light dark"><title>tessera</title>'
     b'<p>tessera serves <a href="/metrics">/metrics</a></p>\n'
@@ -264,10 +264,10 @@ def serve_app(server: _Server, app: Application) -> Iterator[None]:
 def _only_get(answer: Application, *, local: bool) -> Application:
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ["REQUEST_METHOD"] != "GET":
-            start_response("405 Method Not Allowed", [*_TEXT, ("Allow", "GET")])
+            start_response("405 Method Not Allowed", [_TEXT, ("Allow", "GET")])
             return [b"only GET is answered\n"]
         if local and not _names_loopback(environ.get("HTTP_HOST", "")):
-            start_response("421 Misdirected Request", _TEXT)
+            start_response("421 Misdirected Request", [_TEXT])
             return [b"ask for http://localhost: other names are not answered here\n"]
         return answer(environ, start_response)
 
@@ -284,7 +284,7 @@ def _only_metrics(metrics: Application) -> Application:
         if path == "/":
             start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
             return [_INDEX]
-        start_response("404 Not Found", _TEXT)
+        start_response("404 Not Found", [_TEXT])
         return [b"not found: the metrics are at /metrics\n"]
 
     return app
