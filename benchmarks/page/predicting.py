@@ -169,6 +169,18 @@ def pairs(found: dict[str, dict[str, float]]) -> list[Goal]:
     ]  # fmt: skip
 
 
+def compiled(found: dict[str, Any]) -> list[Goal]:
+    """Programs that torch.compile compiled: three were recorded, none was fitted on."""
+    rows = [r for r in found["rows"] if r["launch"] == "compile"]
+    each = "; ".join(f"{r['program']} {100 * r['latency']:+.0f} / {100 * r['energy']:+.0f} ({r['bound']})" for r in rows)
+    inside = sum(abs(r["predicted_ms"] - r["ms"]) <= r["error_ms"] for r in rows)
+    return [
+        Goal(what="torch.compile, default mode: error of latency / energy, %", goal="printed",
+             reached=f"{each}; {inside} of {len(rows)} latencies in the interval",
+             where=where("predict_compiled", H200), command="python benchmarks/predict/predict_compiled.py")
+    ]  # fmt: skip
+
+
 def goals() -> list[Goal]:
     """Every goal of the prediction with the figure reached."""
     first, after, public = (load(f"predict_{n}") for n in ("heldout", "heldout_after", "public"))
@@ -179,6 +191,7 @@ def goals() -> list[Goal]:
         *speed(load("predict_time"), load("flops")["models"]),
         *pairs(load("predict_pairs")),
         *servers(load("published_serving")),
+        *compiled(load("predict_compiled")),
     ]
 
 

@@ -11,7 +11,16 @@ import click
 
 from ..errors import ArgumentError
 from ..output import remove_controls
-from .options import FILE, check_writable, choice_option, complete_devices, json_option, retype_command, write_page
+from .options import (
+    FILE,
+    WordChoice,
+    check_writable,
+    choice_option,
+    complete_devices,
+    json_option,
+    retype_command,
+    write_page,
+)
 from .serve import predict_server, refuse_serving_options, serving_options
 
 if TYPE_CHECKING:
@@ -74,7 +83,12 @@ def _parse_numbers(separator: str, example: str) -> Callable[..., tuple[int, ...
     "--batch", "batches", callback=_parse_numbers(",", "1,8,64"), metavar="N,...", help="Samples in one iteration."
 )
 @choice_option("--mode", ["infer", "train"], "A forward pass, or a training step with loss, backward and optimizer.")
-@choice_option("--launch", ["eager", "graph"], "Launch operators one by one, or replay a CUDA graph.")
+@click.option(
+    "--launch",
+    type=WordChoice(["eager", "graph", "compile"]),
+    help="Launch operators one by one, replay a CUDA graph, or fuse as torch.compile does. "
+    "[default: eager; compile for a compiled model]",
+)
 @choice_option("--optimizer", ["sgd", "adamw"], "The optimizer of --mode train.")
 @click.option(
     "--input", "shape", callback=_parse_numbers("x", "3x224x224"), metavar="SHAPE", help="Shape of one sample."
@@ -92,7 +106,7 @@ def command(
     precisions: tuple[str, ...] | None,
     batches: tuple[int, ...] | None,
     mode: str,
-    launch: str,
+    launch: str | None,
     optimizer: str,
     shape: tuple[int, ...] | None,
     seq: int | None,

@@ -24,9 +24,8 @@ from ..device import Device
 from ..errors import ArgumentError, MeasurementError, MissingExtra
 from ..hardware import identify_board
 from .calibration import Calibration, Watts
-from .calibration_bench import CudaBench, Machine
+from .calibration_bench import CudaBench, Machine, MeasuredLaunch
 from .calibration_fit import CalibrationCase, MeasuredPoint, calibrated_outcome, calibration_alone, case_of, fit
-from .predict import Launch
 
 if TYPE_CHECKING:
     from .calibration_kernels import CalibrationPoint
@@ -49,7 +48,7 @@ class CalibrationRow:
 
     name: str
     group: str
-    launch: Launch
+    launch: MeasuredLaunch
     copies: int
     predicted_s: float
     measured_s: float
@@ -220,7 +219,7 @@ def _check_idle(bench: CudaBench, machine: Machine) -> None:
 
 
 def predict_point(
-    device: Device, point: CalibrationPoint, launch: Launch, copies: int | None = None
+    device: Device, point: CalibrationPoint, launch: MeasuredLaunch, copies: int | None = None
 ) -> tuple[CalibrationCase, int]:
     """The prediction of a point, and how many calls one iteration has; None: as many as fill a graph."""
     from ..graph.capture import capture
@@ -253,12 +252,14 @@ class _CalibrationSteps:
         self._begin_step("idle with a CUDA context" if context else "idle")
         return self._bench.idle(seconds, context=context)
 
-    def measure_points(self, points: list[CalibrationPoint], launch: Launch, each_s: float) -> list[MeasuredPoint]:
+    def measure_points(
+        self, points: list[CalibrationPoint], launch: MeasuredLaunch, each_s: float
+    ) -> list[MeasuredPoint]:
         """The points that could be measured."""
         measured = (self._measure_point(point, launch, each_s) for point in points)
         return [point for point in measured if point is not None]
 
-    def _measure_point(self, point: CalibrationPoint, launch: Launch, seconds: float) -> MeasuredPoint | None:
+    def _measure_point(self, point: CalibrationPoint, launch: MeasuredLaunch, seconds: float) -> MeasuredPoint | None:
         """A point predicted and measured; None, and a note, where this GPU or this torch cannot run it."""
         from .calibration_kernels import repeat
 

@@ -37,6 +37,10 @@ _PIECE_S = 0.03
 _REST_S = 1.0
 
 
+MeasuredLaunch = Literal["eager", "graph"]
+"""How a calibration runs its programs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One call of a callable in steady state. `capped`: the power limit held the clock; None where it is not known.
@@ -171,9 +175,7 @@ class CudaBench:
 
     # -- steady state -------------------------------------------------------------------------------------------
 
-    def run(
-        self, fn: Callable[..., Any], inputs: tuple[Any, ...], *, launch: Literal["eager", "graph"], seconds: float
-    ) -> Sample:
+    def run(self, fn: Callable[..., Any], inputs: tuple[Any, ...], *, launch: MeasuredLaunch, seconds: float) -> Sample:
         """Call `fn(*inputs)` repeatedly for about `seconds`; the cost of one call in steady state."""
         torch = self._torch
         try:

@@ -24,13 +24,13 @@ from ..graph.ir import Graph
 from ..joules import Floats
 from ..monitor.steady_state import t90
 from .calibration import GROUPS, Calibration, Scale, Watts
-from .calibration_bench import Sample
+from .calibration_bench import MeasuredLaunch, Sample
 from .host import HostModel
 from .iteration import Iteration
 from .kernel_time import chip
 from .ops import OpModel
 from .power import PowerModel
-from .predict import Launch, estimate
+from .predict import estimate
 from .prediction_report import Estimate
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class CalibrationCase:
     """A program predicted for a device from the catalogue alone: its graph, its kernels and the gaps between them."""
 
     device: Device
-    launch: Launch
+    launch: MeasuredLaunch
     graph: Graph
     estimate: Estimate
     gaps_s: Floats
@@ -122,7 +122,7 @@ class CaseOutcome:
     clock: float
 
 
-def case_of(device: Device, graph: Graph, launch: Launch) -> CalibrationCase:
+def case_of(device: Device, graph: Graph, launch: MeasuredLaunch) -> CalibrationCase:
     """A captured program as predicted from the catalogue alone, without any calibration."""
     model, host = OpModel(device), HostModel.of_device(device)
     sustained = estimate(graph, device, model, launch=launch, host=host)

@@ -234,6 +234,8 @@ def _find_family(op: Op, short: str) -> tuple[str, float, float]:
     """(family, elements, blocks) of an operator."""
     biggest = max((*op.outputs, *op.inputs), key=lambda t: t.numel, default=None)
     n = float(biggest.numel) if biggest else 1.0
+    if "generated" in op.params:
+        return "elementwise.dense.generated", n, n / 1024
     if op.kind == "copy":
         return _copy(op, short, n)
     if op.kind == "softmax":

@@ -11,12 +11,14 @@ import numpy as np
 from ..device import Device
 from ..errors import ArgumentError, DoesNotFit, MissingExtra, did_you_mean
 from ..graph.ir import WHAT_IFS, Graph
+from ..graph.partition import PartitionReport
 from ..hardware import lookup
 from ..joules import Floats
 from ..schema import EnergyReport
 from ..units import format_bytes
 from .cache import CACHE_SHARE, count_traffic
 from .calibration import Calibration, find
+from .compiled import compile_program, host_of_compiled
 from .data_movement import count_launches
 from .host import HostModel, host_times, is_cpu, widen_for_cpu
 from .iteration import Iteration
@@ -28,17 +30,21 @@ from .prediction_report import Estimate, build_report
 if TYPE_CHECKING:
     import torch
 
-Launch = Literal["eager", "graph"]
+Launch = Literal["eager", "graph", "compile"]
 
 # Between two kernels of a stream the device idles this long: measured on the H200 as (time - sum of kernels) / kernels
 # of device-bound iterations (benchmarks/data/h200_dev_*): 0.9-1.3 us launched one by one, 0.1-0.4 us in a CUDA graph.
-GAP_S = {"eager": 1.0e-6, "graph": 0.25e-6}
+GAP_S = {"eager": 1.0e-6, "graph": 0.25e-6, "compile": 1.0e-6}
 # One replay of a CUDA graph: what it adds to one small kernel, and the least that both took together (a copy of 65,536
 # floats on an H200, recorded by benchmarks/device/record_kernels.py). Behind longer kernels most of it is hidden: one
 # product per replay took 0.9 us longer than many in one graph (benchmarks/fit/kernel_rows.py).
 REPLAY_S = 2.4e-6
 _LEAST_REPLAY_S = 4.06e-6
 _HIDDEN_REPLAY_S = 0.9e-6
+COMPILED_NOTE = "the model is compiled: predicted as launch='compile' (fused kernels, default mode, no CUDA graphs)"
+EAGER_NOTE = (
+    "a part of the program is compiled, and predicted as if it were not: launch='compile' fuses the whole program"
+)
 # Changes that need a new capture; after any other change the same captured program is predicted.
 _CAPTURE_OPTIONS = {"precision", "mode", "optimizer", "batch", "launch"}
 
@@ -50,7 +56,7 @@ def predict(
     on: str | Device = "h200",
     precision: str | None = None,
     mode: Literal["infer", "train"] = "infer",
-    launch: Launch = "eager",
+    launch: Launch | None = None,
     optimizer: str | torch.optim.Optimizer = "sgd",
     batch: int | None = None,
     burst: bool = False,
@@ -64,7 +70,8 @@ def predict(
     `model` is any nn.Module or callable (or a captured `Graph`), `inputs` a tensor, a tuple of positional or a dict of
     keyword arguments, real or meta. `precision` asks "what if": bf16, fp16, fp32 and tf32 cast the model; fp8 and int8
     run its matrix products in that format and keep bf16 between them. `launch="graph"` replays a CUDA graph and needs
-    no host time per operator (a CPU has no such graph). `batch` rescales the first dimension. The sustained steady
+    no host time per operator (a CPU has no such graph), `"compile"` fuses as `torch.compile` does: the default for a
+    compiled model, as "eager" is for others. `batch` rescales the first dimension. The sustained steady
     state is predicted, at the clock that the power limit allows; `burst=True` predicts the first moments, at the boost
     clock. `calibration="auto"` uses the file that `tessera calibrate` wrote for the chip on this machine, if there is
     one; None does not.
@@ -73,6 +80,7 @@ def predict(
     precision = None if precision is None else precision_name(precision)
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int)):
         raise ArgumentError(f"batch={batch!r}", fix="batch must be a whole number of samples")
+    asked, launch = launch, launch or default_launch(model)
     check_launch(launch)
     model_of = OpModel(device, precision=precision)
     if isinstance(model, Graph):
@@ -84,7 +92,8 @@ def predict(
             model, inputs, mode=mode, precision=precision, optimizer=optimizer, batch=batch, replay=replay, name=name
         )
     measured = _find_calibration(calibration, device)
-    solved = estimate(graph, device, model_of, launch=launch, burst=burst, host=host, calibration=measured)
+    program, pieces = compile_program(graph) if launch == "compile" else (graph, None)
+    solved = estimate(program, device, model_of, launch=launch, burst=burst, host=host, calibration=measured, of=pieces)
     if check_memory:
         _check_memory(graph, device, solved.memory)
 
@@ -97,7 +106,11 @@ def predict(
         same = isinstance(model, Graph) or not _CAPTURE_OPTIONS & set(changes)
         return predict(graph if same else model, () if same else inputs, **{**options, **changes})
 
-    return build_report(graph, device, solved, precision=precision, launch=launch, burst=burst, again=again)
+    notes = [COMPILED_NOTE] if launch == "compile" and asked is None else []
+    notes += [EAGER_NOTE] if launch == "eager" and asked is None and graph.compiled_parts else []
+    return build_report(
+        program, device, solved, precision=precision, launch=launch, burst=burst, again=again, notes=notes
+    )
 
 
 def _recast_graph(graph: Graph, inputs: Any, precision: str | None, batch: int | None) -> Graph:
@@ -141,7 +154,15 @@ def _find_calibration(calibration: Calibration | Literal["auto"] | None, device:
 def check_launch(launch: str) -> None:
     """Refuse a launch that does not exist."""
     if launch not in GAP_S:
-        raise ArgumentError(f"no launch {launch!r}{did_you_mean(launch, GAP_S)}", fix="launch='eager' or 'graph'")
+        raise ArgumentError(
+            f"no launch {launch!r}{did_you_mean(launch, GAP_S)}", fix="launch='eager', 'graph' or 'compile'"
+        )
+
+
+def default_launch(model: Any) -> Launch:
+    """As `torch.compile` runs it where that made the model (decided without importing torch), else eager."""
+    compiled = hasattr(model, "_torchdynamo_orig_callable") or type(model).__name__ == "OptimizedModule"
+    return "compile" if compiled else "eager"
 
 
 def import_capture() -> Callable[..., Graph]:
@@ -162,8 +183,12 @@ def estimate(
     burst: bool = False,
     host: HostModel | None = None,
     calibration: Calibration | None = None,
+    of: PartitionReport | None = None,
 ) -> Estimate:
-    """Solve a captured iteration for a device; `calibration` holds the factors measured on this machine."""
+    """Solve a captured iteration for a device; `calibration` holds the factors measured on this machine.
+
+    `of` are the pieces of a compiled program, whose memory leaves out what stays inside them.
+    """
     ops, cpu = graph.kernels, is_cpu(device)
     crossing = count_traffic(graph, ops, CACHE_SHARE * model.chip.cache_bytes)
     work = [(op.kind, model.precision_of(op)) for op in ops]
@@ -180,11 +205,13 @@ def estimate(
     iteration = Iteration(kernels, gaps, power)
     if calibration is not None:
         calibration.scale_energy(iteration, work)
-    host = (host or default_host) if launch == "eager" or cpu else None  # a CPU has no CUDA graphs
+    host = (host or default_host) if launch != "graph" or cpu else None  # a CPU has no CUDA graphs
+    if launch == "compile" and host is not None:
+        host = host_of_compiled(host)
     host_s = _host_by_kernel(graph, host) if host is not None else None
     synced = [op.sync or cpu for op in ops] if cpu or any(op.sync for op in ops) else []
     solved = iteration.solve(host_s, synced=synced, drained=cpu or graph.ends_synchronised, burst=burst)
-    memory = _quantise_weights(graph, MemoryEstimator(device).estimate(graph), model.precision)
+    memory = _quantise_weights(graph, MemoryEstimator(device).estimate(of or graph), model.precision)
     return Estimate(ops=ops, kernels=kernels, solved=solved, power=power, memory=memory, host=host)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,8 +50,9 @@ def build_report(
     launch: str,
     burst: bool,
     again: Callable[..., EnergyReport],
+    notes: Sequence[str] = (),
 ) -> EnergyReport:
-    """The report of a solved iteration; `again` predicts it with some options changed."""
+    """The report of a solved iteration; `again` predicts it with some options changed, `notes` come first."""
     solved, busy = estimate.solved, _utilization(estimate, device)
     descriptors = tuple(_descriptors(estimate, busy))
     joules = math.fsum(d.total_energy_j for d in descriptors)
@@ -95,7 +96,7 @@ def build_report(
         work=_work(graph),
         peak_w=peak_w,
         idle_w=device.idle_w.value if device.idle_w else None,
-        notes=(*_notes(graph, estimate, device, launch, burst), *peak_notes),
+        notes=(*notes, *_notes(graph, estimate, device, launch, burst), *peak_notes),
         descriptors=descriptors,
         prediction=prediction,
     )

@@ -19,7 +19,7 @@ from ..hardware import lookup
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
 from .ops import precision_name
-from .predict import Launch, check_launch, import_capture, predict
+from .predict import Launch, check_launch, default_launch, import_capture, predict
 from .prediction_errors import PredictedCost
 
 Mode = Literal["infer", "train"]
@@ -226,7 +226,7 @@ def sweep(
     precisions: Sequence[str | None] = (None,),
     batches: Sequence[int | None] = (None,),
     mode: Mode = "infer",
-    launch: Launch = "eager",
+    launch: Launch | None = None,
     optimizer: Any = "sgd",
     burst: bool = False,
     accuracy: Mapping[str | None, float] | None = None,
@@ -239,6 +239,7 @@ def sweep(
     in it) is a row with its reason. `accuracy` gives the model's accuracy by precision, as you measured it; the Pareto
     frontier and `best_precision` then consider it. A wrong name is an error before anything is captured.
     """
+    launch = launch or default_launch(model)
     check_launch(launch)
     names = [on] if isinstance(on, (str, Device)) else on
     chips = {d.id: d for d in (lookup(d) if isinstance(d, str) else d for d in names)}
@@ -284,7 +285,7 @@ def batch_for(
     latency_s: float,
     precision: str | None = None,
     mode: Mode = "infer",
-    launch: Launch = "eager",
+    launch: Launch | None = None,
     largest: int = LARGEST_BATCH,
 ) -> SweepRow:
     """The batch with the fewest joules per sample whose iteration takes at most `latency_s`, found by doubling."""

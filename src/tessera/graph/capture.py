@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -74,8 +75,9 @@ def capture(
         with _explain_errors(model):
             trained = _make_optimizer(optimizer, module) if module is not None and mode == "train" else None
             _prime(recorder, [trained] if trained is not None else optimizers)
-            given = _find_state(model, args, kwargs)
-            _adopt_state(recorder, given)
+            with pause(recorder):  # the function mode counts what is asked of tensors
+                given = _find_state(model, args, kwargs)
+                _adopt_state(recorder, given)
             _run_step(model, args, kwargs, recorder, trained)
             _note_replaced(recorder, given, _find_state(model, args, kwargs))
     return Graph(
@@ -89,11 +91,15 @@ def capture(
         assumptions=tuple(recorder.assumptions),
         ends_synchronised=recorder.host_waits,
         precision=precision,
+        compiled_parts=any(_is_compiled(m) for root in modules for m in root.modules()),
     )
 
 
 def _eager_form(model: Any) -> Any:
-    """The Python module in an exported program; a scripted program has none."""
+    """The Python module in an exported or compiled program; a scripted program has none."""
+    if _is_compiled(model):
+        return model._orig_mod
+    model = getattr(model, "_torchdynamo_orig_callable", model)
     if isinstance(model, torch.export.ExportedProgram):
         return model.module()
     if isinstance(model, torch.jit.ScriptModule):
@@ -103,6 +109,12 @@ def _eager_form(model: Any) -> Any:
             fix="pass the nn.Module that it was made from",
         )
     return model
+
+
+def _is_compiled(module: Any) -> bool:
+    """Whether `torch.compile` made the module; nothing is compiled where nobody imported the compiler."""
+    compiler = sys.modules.get("torch._dynamo")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def _check_arguments(model: Any, mode: str, precision: str | None, optimizer: Any, batch: int | None) -> None:

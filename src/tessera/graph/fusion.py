@@ -3,6 +3,10 @@
 A product or convolution takes what follows it element by element (bias, batch norm with fixed statistics, activation,
 residual add, dropout, cast) into its epilogue; pointwise operators, norms and softmax chain with each other. A value
 may stay inside only if its one reader is inside too.
+
+`inductor=True` follows torch.compile's default mode instead: products, convolutions and attention keep to themselves,
+sums take what feeds them, a value with more readers is written and still read inside, and forward, backward and
+optimizer are separate programs.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from .op_kinds import MATRIX_KINDS
 from .partition import Flow, main_op, outlives
 
 _ROWWISE = frozenset({"norm", "softmax"})
+_GENERATED_COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous"})
 
 
 @dataclass(slots=True)
@@ -28,9 +33,11 @@ class _Group:
     rowwise: bool
 
 
-def fuse(graph: Graph, pieces: Sequence[Sequence[Op]], returned: frozenset[str]) -> list[list[int]]:
+def fuse(
+    graph: Graph, pieces: Sequence[Sequence[Op]], returned: frozenset[str], *, inductor: bool = False
+) -> list[list[int]]:
     """Groups of pieces, in an order in which they can run. `returned`: fx nodes whose values leave the program."""
-    return _Fuser(graph, pieces, returned).run()
+    return (_InductorFuser if inductor else _Fuser)(graph, pieces, returned).run()
 
 
 class _Fuser:
@@ -107,6 +114,56 @@ class _Fuser:
                     if writer not in members:
                         return False
         return True
+
+
+class _InductorFuser(_Fuser):
+    """Fusion as torch.compile's default mode does it."""
+
+    def _place(self, i: int) -> _Group:
+        ops = self._pieces[i]
+        main = main_op(ops)
+        rowwise = main.kind in _ROWWISE or main.kind == "reduce"
+        joined = _Group([i], i, matrix=False, rowwise=rowwise)
+        if not rowwise and not _is_generated(ops):
+            return joined
+        for group in self._candidates(i):
+            if self._can_move(group, i):
+                joined = _Group([*group.members, *joined.members], i, False, rowwise or group.rowwise)
+        for member in joined.members:
+            self._group[member] = joined
+        return joined
+
+    def _candidates(self, i: int) -> list[_Group]:
+        """Groups whose value piece i reads first, of its phase and its number of elements."""
+        main = main_op(self._pieces[i])
+        size = max((t.numel for t in main.inputs), default=0) if main.kind == "reduce" else _numel(self._pieces[i])
+        groups: dict[int, _Group] = {}
+        for source in sorted(self._flow.sources[i], reverse=True):
+            group, made = self._group[source], main_op(self._pieces[source])
+            if (
+                (made.kind in _ROWWISE or _is_generated(self._pieces[source]))
+                and made.phase == main.phase
+                and group.tail == source
+                and min(self._flow.users[source]) == i
+                and _numel(self._pieces[source]) == size
+            ):
+                groups[id(group)] = group
+        return list(groups.values())
+
+    def _can_move(self, group: _Group, to: int) -> bool:
+        """Also: whoever else reads a value of the group runs later still."""
+        members = {*group.members, to}
+        late = all(user >= to for m in group.members for user in self._flow.users[m] if user not in members)
+        return late and super()._can_move(group, to)
+
+
+def _is_generated(ops: Sequence[Op]) -> bool:
+    """Whether Inductor generates the piece as part of a pointwise kernel: also copies into another layout."""
+    return all(
+        _is_pointwise_op(op) or (op.kind == "copy" and op.name.rpartition(".")[2] in _GENERATED_COPIES)
+        for op in ops
+        if op.kernels
+    )
 
 
 def _is_pointwise(ops: Sequence[Op]) -> bool:

@@ -158,7 +158,7 @@ class Graph:
     """A captured iteration. `samples` is the batch size if the inputs have one; `assumptions` what capture assumed.
 
     `precision` is the what-if it was captured in: its operators are in that format already, but for those that the
-    program itself casts to another one.
+    program itself casts to another one. `compiled_parts`: it has compiled modules, captured as if they were not.
     `ends_synchronised`: the host waits for the device at the end (`loss.item()`), so that iterations do not overlap.
     """
 
@@ -172,6 +172,7 @@ class Graph:
     assumptions: tuple[str, ...] = ()
     ends_synchronised: bool = False
     precision: str | None = None
+    compiled_parts: bool = False
 
     @property
     def flops(self) -> int:

@@ -133,10 +133,12 @@ class GraphPartitioner:
     """Cuts a program into subgraphs: our own `Graph`, a `torch.fx.GraphModule`, an exported program or a module.
 
     An fx graph needs the shapes of its inputs: `inputs=` as for `capture`, or placeholders that carry them (after
-    `ShapeProp`, or in an exported program).
+    `ShapeProp`, or in an exported program). `fusion` joins what any compiler could run as one kernel, with `inductor`
+    what torch.compile's default mode does.
     """
 
     fusion: bool = False
+    inductor: bool = False
 
     def partition(self, graph: Any, inputs: Any = None) -> PartitionReport:
         """The program as pieces, in an order in which they can run."""
@@ -145,7 +147,7 @@ class GraphPartitioner:
         if self.fusion:
             from .fusion import fuse
 
-            groups = fuse(captured, [ops for _, ops in pieces], returned)
+            groups = fuse(captured, [ops for _, ops in pieces], returned, inductor=self.inductor)
             pieces = [_join([pieces[i] for i in group]) for group in groups]
         flow = Flow.of([ops for _, ops in pieces])
         subgraphs = tuple(_subgraph(captured, flow, i, *piece, fused=self.fusion) for i, piece in enumerate(pieces))
