@@ -37,7 +37,13 @@ def main() -> None:
             found, truth = tessera.predict(step, (), launch=launch, name=name), measured[name][column]
             of = found.prediction
             assert of is not None
-            row = {"program": name, "launch": launch, "kernels": len(found.descriptors), "ms": truth["ms"], "J": truth["j"]}
+            row = {
+                "program": name,
+                "launch": launch,
+                "kernels": len(found.descriptors),
+                "ms": truth["ms"],
+                "J": truth["j"],
+            }
             row |= {"predicted_ms": found.total.time_s * 1e3, "error_ms": of.error_s * 1e3, "bound": of.bound}
             row |= {"predicted_J": found.total.energy_j, "error_J": found.total.error_j}
             row |= {"device_ms": of.device_s * 1e3, "host_ms": of.host_s * 1e3}
