@@ -172,7 +172,9 @@ def pairs(found: dict[str, dict[str, float]]) -> list[Goal]:
 def compiled(found: dict[str, Any]) -> list[Goal]:
     """Programs that torch.compile compiled: three were recorded, none was fitted on."""
     rows = [r for r in found["rows"] if r["launch"] == "compile"]
-    each = "; ".join(f"{r['program']} {100 * r['latency']:+.0f} / {100 * r['energy']:+.0f} ({r['bound']})" for r in rows)
+    each = "; ".join(
+        f"{r['program']} {100 * r['latency']:+.0f} / {100 * r['energy']:+.0f} ({r['bound']})" for r in rows
+    )
     inside = sum(abs(r["predicted_ms"] - r["ms"]) <= r["error_ms"] for r in rows)
     return [
         Goal(what="torch.compile, default mode: error of latency / energy, %", goal="printed",
