@@ -22,6 +22,7 @@ from tessera import analyze
 from tessera.analyze.collectives import bus_factor, sum_by_step
 from tessera.analyze.critical_path import BETWEEN, PathWalk
 from tessera.analyze.result import Result, ResultColumn
+from tessera.analyze.stream_waits import StreamWaits
 from tessera.attribute.table import EnergyTable
 from tessera.cli.analyze import command
 from tessera.errors import ArgumentError, RecordingError
@@ -333,7 +334,7 @@ def test_the_critical_path_is_that_of_a_simulated_program(steps: list[Any]) -> N
 def test_a_critical_path_has_no_holes(drawn: Any) -> None:
     rows, host = drawn
     timeline = made(rows, host)
-    segments = PathWalk(timeline, {}).walk()
+    segments = PathWalk(timeline, {}, StreamWaits(timeline)).walk()
     for a, b in itertools.pairwise(segments):
         assert a[1] == b[0] and a[0] < a[1]
     device = timeline.device_rows

@@ -22,7 +22,7 @@ from ..record import NEEDS_SHAPES
 from ..recording import Recording
 from ..timeline.columns import NONE, Timeline
 from . import rules_cpu, rules_host, rules_kernels
-from .devices import busy_spans, explain_no_device, explain_no_power
+from .devices import busy_spans, explain_no_device, explain_no_power, list_devices
 from .evidence import RunEvidence, find_host_gaps, group_telemetry
 from .kernels import COMMAND
 from .result import Result, columns
@@ -220,9 +220,9 @@ def _model_table(timeline: Timeline, device: Device | None) -> EnergyTable:
     watts = np.ones(len(first))
     if device is not None and len(rows):
         watts = prior(timeline, rows[first], spent_s / calls, timeline.linked.op, board).watts
-    by_device = timeline.by_device(rows)
-    busy_s = sum(busy_spans(timeline, own).total_ns * 1e-9 for own in by_device.values())
-    idle_j = max(0.0, seconds * max(1, len(by_device)) - busy_s) * board.static_w
+    devices = list_devices(timeline)
+    busy_s = sum(busy_spans(timeline, device.rows).total_ns * 1e-9 for device in devices)
+    idle_j = max(0.0, seconds * max(1, len(devices)) - busy_s) * board.static_w
     total = float((watts * spent_s).sum()) + idle_j
     by_name: dict[tuple[str, str], list[float]] = {}
     for i, at in enumerate(first.tolist()):

@@ -186,7 +186,7 @@ def answer(recording: Recording) -> Answer:
     notes = [*([shared.note] if shared and shared.note else []), *_notes(recording, table)]
     return Answer(
         name=name_of(recording),
-        device=_device(recording),
+        device=describe_device(recording),
         mode=str(facts.mode or ("timeline" if is_attributed or len(lines.rows("op")) else "sampling")),
         basis=table.basis,
         source=table.source,
@@ -262,7 +262,8 @@ def name_of(recording: Recording) -> str:
     return str(facts.meta.get("name") or (facts.path.stem if facts.path is not None else facts.name))
 
 
-def _device(recording: Recording) -> str:
+def describe_device(recording: Recording) -> str:
+    """The chips of a recording, by name; empty where it names none."""
     if recording.facts.device:
         return recording.facts.device
     domains = recording.power.domains if recording.power is not None else ()

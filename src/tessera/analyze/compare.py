@@ -18,24 +18,22 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import msgspec
-import numpy as np
 
-from ..attribute.table import VIEWS, EnergyRow, EnergyTable
+from ..attribute.table import VIEWS, EnergyTable
 from ..errors import ArgumentError, RecordingError
 from ..estimate.prediction_errors import errors_of, model_of, watts_error, whole_errors
 from ..monitor.command import CommandRun
 from ..monitor.scope import EnergyScope
 from ..profile.open_recording import open_recording
-from ..record import KINDS
 from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyReport
-from ..timeline.columns import NONE, Timeline
 from ..timeline.source import read_json, read_start
-from .answer import find_rows, name_of, work_amounts
-from .mean_step import StepRows, find_step_rows, self_time, wall_s
+from .answer import describe_device, find_rows, name_of, work_amounts
+from .mean_step import StepRows, find_step_rows, wall_s
 from .run_energy import is_partial, whole_of
 from .sides import Cell, DiffSide, Span
 from .slowdown import Slowdown, slowdown_of
+from .time_table import time_table
 
 _NAN = float("nan")
 _LONGEST_COMMAND = 20_000
@@ -220,13 +218,14 @@ def _of_recording(recording: Recording) -> DiffSide:
         notes = [*recording.notes, f"{name} has no power: only time is known"]
         table = time_table(timeline)
         stepped = find_step_rows(timeline, table)
-        return _of_table(table, name, work=work, notes=notes, span="trace", stepped=stepped, command=command)
+        side = _of_table(table, name, work=work, notes=notes, span="trace", stepped=stepped, command=command)
+        return dataclasses.replace(side, chip=describe_device(recording))
     whole = None
     if is_run and is_partial(recording, table):
         run = whole_of(recording, table, True, None)
         whole = Cell(run.energy_j, run.error_j, run.time_s, _NAN, 1, once=True)
     untraced = _untraced_step(slowdown_of(recording, table))
-    return _of_table(
+    side = _of_table(
         find_rows(recording, table) if is_run else table,
         name,
         work=work,
@@ -238,6 +237,7 @@ def _of_recording(recording: Recording) -> DiffSide:
         stepped=find_step_rows(timeline, table, recording.accounted_windows if is_run else ()),
         command=command,
     )
+    return dataclasses.replace(side, chip=describe_device(recording))
 
 
 def _untraced_step(tracing: Slowdown | None) -> Cell | None:
@@ -265,61 +265,6 @@ def _words(command: str) -> list[str]:
     except ValueError:  # a quote that is never closed: somebody's own name of a run
         return []
     return words if len(words) > 1 else []
-
-
-def time_table(timeline: Timeline) -> EnergyTable:
-    """A table without joules, of a trace without power: calls and seconds by kernel, operator and step."""
-    rows, links, traced_ns = timeline.device_rows, timeline.linked, timeline.traced_span
-    host = not len(rows)
-    if host:  # the time of each operator in itself, as attribution has it on a machine without GPU
-        rows, seconds = self_time(timeline)
-        ops = rows
-    else:
-        seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
-        ops = links.op[rows]
-    kernels = [] if host else _timed_rows(timeline, timeline["name"][rows], timeline["kind"][rows], seconds)
-    has_op = ops != NONE
-    by_op = timeline["name"][np.where(has_op, ops, 0)]
-    codes = np.full(len(rows), KINDS.index("op"))
-    steps = [
-        _timed_row(s.name, "step", 1, (s.end_ns - s.start_ns) * 1e-9, (s.end_ns - s.start_ns) * 1e-9)
-        for s in links.steps
-    ]
-    return EnergyTable(
-        energy_j=_NAN,
-        error_j=_NAN,
-        idle_j=_NAN,
-        idle_error_j=_NAN,
-        busy_s=float(seconds.sum()),
-        time_s=(traced_ns[1] - traced_ns[0]) * 1e-9,
-        basis="timed",
-        kernels=kernels,
-        steps=steps,
-        coverage=0.0,
-        ops=_timed_rows(timeline, by_op[has_op], codes[has_op], seconds[has_op]),
-    )
-
-
-def _timed_rows(timeline: Timeline, names: Any, kinds: Any, seconds: Any) -> list[EnergyRow]:
-    used, first, inverse, counts = np.unique(names, return_index=True, return_inverse=True, return_counts=True)
-    total = np.bincount(inverse.reshape(-1), weights=seconds, minlength=len(used))
-    return [
-        _timed_row(timeline.names[int(n)], KINDS[int(kinds[f])], int(c), float(s))
-        for n, f, c, s in zip(used, first, counts, total, strict=True)
-    ]
-
-
-def _timed_row(name: str, kind: str, calls: int, seconds: float, wall_s: float | None = None) -> EnergyRow:
-    return EnergyRow(
-        name=name,
-        kind=kind,
-        calls=calls,
-        time_s=seconds,
-        energy_j=_NAN,
-        error_j=_NAN,
-        share=_NAN,
-        wall_s=wall_s,
-    )
 
 
 # -- JSON -----------------------------------------------------------------------------------------------------------

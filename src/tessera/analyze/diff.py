@@ -28,6 +28,7 @@ from .compare import side_of, split_runs
 from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common_error, mean_rows
 from .kernel_names import fit
 from .mean_step import select_steps
+from .passes import compare_chips, count_passes
 from .result import encode_json, make_frame
 from .sides import UNSTATED, Cell, DiffSide, Span, amount, choose_steps, outside_of, rows_of, span_of, total_of, unit_of
 
@@ -165,6 +166,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
         raise ArgumentError(f"there is no view {by!r}", fix=f"one of: {', '.join(VIEWS)}")
     before, after = _read_sides(a, power_a, "before"), _read_sides(b, power_b, "after")
     notes = list(dict.fromkeys(n for side in (*before, *after) for n in side.notes))
+    before, after = count_passes(before, after, notes)
     sides = _choose_steps([*before, *after], notes)
     before, after = sides[: len(before)], sides[len(before) :]
     groups, one, two = (before, after), before[0], after[0]
@@ -179,6 +181,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
         outside = maker.from_runs(OUTSIDE, *([outside_of(side) for side in group] for group in groups))
     commands = _compare_commands(one.command, two.command)
     is_prediction = one.is_prediction or two.is_prediction
+    commands = [*compare_chips(one, two), *commands]
     machine = [] if commands or is_prediction else _suspect_machine(rows, view)
     alone = total.significant and len(sides) == 2 and not is_prediction
     notes = [*commands, *machine, *_order_notes(sides, unit, maker, rows, notes, alone=alone)]
@@ -202,7 +205,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
         note="; ".join(notes),
         views=tuple(v for v in VIEWS if all(side.views.get(v) for side in sides)),
         common=maker.gain,
-        commands_differ=bool(commands),
+        commands_differ=bool(_compare_commands(one.command, two.command)),
     )
 
 

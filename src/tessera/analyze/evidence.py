@@ -23,7 +23,7 @@ from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Nesting
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
-from .devices import busy_spans, row_joules, strip_counter
+from .devices import busy_spans, list_devices, row_joules, strip_counter
 from .kernel_names import op_name, region_name
 from .kernel_work import Calls, list_calls
 from .roofline import Ceilings, find_device
@@ -138,7 +138,7 @@ class RunEvidence:
     @functools.cached_property
     def devices(self) -> int:
         """How many devices ran anything; 1 where none did."""
-        return max(1, len(self.timeline.devices)) if self.timeline is not None else 1
+        return max(1, len(list_devices(self.timeline))) if self.timeline is not None else 1
 
     @property
     def formats(self) -> frozenset[str] | None:
@@ -302,8 +302,8 @@ def find_host_gaps(
 def _gaps(timeline: Timeline, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
     """Idle stretches of all devices within a window."""
     parts = []
-    for own in timeline.by_device().values():
-        busy = busy_spans(timeline, own)
+    for device in list_devices(timeline):
+        busy = busy_spans(timeline, device.rows)
         begins, ends = np.r_[start_ns, busy.end_ns], np.r_[busy.start_ns, end_ns]
         begins, ends = np.maximum(begins, start_ns), np.minimum(ends, end_ns)
         parts.append((begins[ends > begins], ends[ends > begins]))

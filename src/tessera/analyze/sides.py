@@ -119,7 +119,7 @@ class DiffSide:
     it is not known. `gain` is the share of the joules by which their level may be off, a part of `total.error_j`; sides
     of equal `sensors` are off by the same factor. `untraced` is a step that was not traced, where tracing slowed the
     others. `model` is what predicted it: equal ones have the same errors.
-    `command` is what was run, word by word; empty where it is not recorded.
+    `command` is what was run, word by word, `chip` where it ran; empty where that is not recorded.
     """
 
     name: str
@@ -138,6 +138,7 @@ class DiffSide:
     gain: float = 0.0
     model: str = ""
     command: Sequence[str] = ()
+    chip: str = ""
 
     @property
     def is_prediction(self) -> bool:

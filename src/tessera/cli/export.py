@@ -8,11 +8,13 @@ import click
 
 from ..errors import ArgumentError
 from ..output import remove_controls
-from .options import FILE, check_writable
+from .attribute import POWER_HELP
+from .options import FILE, ExistingPath, check_writable
 
 
 @click.command("export")
-@click.argument("run", type=FILE)
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--power", metavar="FILE", type=ExistingPath(), help=POWER_HELP)
 @click.option("--chrome", type=FILE, help="Write a Chrome/Perfetto trace (.json, or .json.gz).")
 @click.option("--csv", type=FILE, help="Write a summary: a line per kernel, operator, region.")
 @click.option("--parquet", type=FILE, help="Write every record to a Parquet file.")
@@ -21,6 +23,7 @@ from .options import FILE, check_writable
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def command(
     run: Path,
+    power: Path | None,
     chrome: Path | None,
     csv: Path | None,
     parquet: Path | None,
@@ -34,6 +37,7 @@ def command(
     Examples:
       tessera export runs/train.tessera --chrome trace.json.gz --csv summary.csv
       tessera export runs/train.tessera --otlp http://localhost:4318
+      tessera export trace.json.gz --power power.csv --csv summary.csv
 
     A trace opens in https://ui.perfetto.dev and chrome://tracing.
     """
@@ -55,7 +59,7 @@ def command(
     for path in (chrome, csv, parquet):
         if path is not None:
             check_writable(path)
-    with open_recording(run) as recording:
+    with open_recording(run, power=power) as recording:
         recording.find_energy()
         notes = [str(note) for note in recording.notes]
         written = {name: str(exporter.write(recording)) for name, exporter in exporters.items()}

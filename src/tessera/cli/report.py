@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ArgumentError
-from .options import FILE, WordChoice, missing_file, save_page, suggest_files
+from .attribute import POWER_HELP
+from .options import FILE, ExistingPath, WordChoice, missing_file, save_page, suggest_files
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".tessera",)
 HOW_TO_RECORD = "record one: tessera run SCRIPT"
 WHAT_A_RUN_IS = "`tessera run` and profile.session write run files (.tessera)"
+OF_RANKS = ("*rank*.tessera", "*rank*.json*", "*.pt.trace.json*")
+"""What the files of a job's ranks are called, by Tessera and by torch.profiler."""
 SQLITE = b"SQLite format 3"
 """How a run file begins: it is an SQLite database."""
 HEAD_BYTES = 4 << 20
@@ -26,12 +29,15 @@ VIEWS = ("ops", "kernels", "regions", "modules", "steps", "functions", "lines")
 
 @click.command("report")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.option("--power", metavar="FILE", type=ExistingPath(), help=POWER_HELP)
 @click.option("--html", type=FILE, help="Where to write the page. [default: next to RUN]")
 @click.option("--by", type=WordChoice(VIEWS), help="Show only this table.")
 @click.option("--top", type=click.IntRange(1), help="How many rows of each table to print.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON; writes a page only with --html.")
 @click.option("--open", "open_page", is_flag=True, help="Open the page in the browser.")
-def command(run: Path, html: Path | None, by: str | None, top: int | None, as_json: bool, open_page: bool) -> int:
+def command(
+    run: Path, power: Path | None, html: Path | None, by: str | None, top: int | None, as_json: bool, open_page: bool
+) -> int:
     """Show what a recorded run cost, where its joules went, and what to change first.
 
     \b
@@ -40,25 +46,32 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
       tessera report runs/train.tessera --by kernels --top 30
       tessera report runs/train.tessera --json | jq .answer
       tessera report runs/train/
+      tessera report trace.json.gz --power power.csv
 
-    RUN is a run file, or the folder of a job with the file of each rank. Prints one screen and writes one HTML page
-    that needs no network: runs/train.html. The file of a killed run is readable up to half a second before its end.
+    RUN is a run file, the folder of a job with the file of each rank, or a trace of torch.profiler (.json, .json.gz).
+    Without power a trace is shown in seconds. Prints one screen and writes one HTML page that needs no network:
+    runs/train.html. The file of a killed run is readable up to half a second before its end.
     """
     from ..analyze.answer import answer
     from ..analyze.run_list import remember_joules
     from ..profile.open_recording import open_recording
 
     check_run(run)
-    with open_recording(run) as recording:
+    with open_recording(run, power=power) as recording:
+        page = html or (None if as_json else find_page(run))
+        if recording.facts.kind == "trace" and recording.find_energy() is None:
+            return _report_time(recording, page, by, top, as_json, open_page)
         result = answer(recording)
         remember_joules(recording, result)
-        beside = run.with_name(f"{run.name}.html") if run.is_dir() else run.with_suffix(".html")
-        page = html or (None if as_json else beside)
         written = write_page(page, recording, result) if page else None
         if as_json:
             _print_json(recording, result)
         else:
             print_answer(recording, result, written, by, top)
+    return _end(written, page, open_page)
+
+
+def _end(written: Path | None, page: Path | None, open_page: bool) -> int:
     if open_page and written:
         import webbrowser
 
@@ -66,10 +79,48 @@ def command(run: Path, html: Path | None, by: str | None, top: int | None, as_js
     return 0 if written or not page else 1
 
 
+def find_page(run: Path) -> Path:
+    """Where the page of a run goes: beside it."""
+    if run.is_dir():
+        return run.with_name(f"{run.name}.html")
+    name = run.name.removesuffix(".gz").removesuffix(".json").removesuffix(".tessera")
+    return run.with_name(f"{name}.html")
+
+
+def _report_time(
+    recording: Recording, page: Path | None, by: str | None, top: int | None, as_json: bool, open_page: bool
+) -> int:
+    """A recording without power: seconds instead of joules."""
+    import msgspec
+
+    from ..analyze.time_answer import VIEWS as OF_TIME
+    from ..analyze.time_answer import answer_by_time
+    from ..report.console import Console
+    from ..report.time_html import time_page
+    from ..report.time_text import time_text
+
+    if by is not None and by not in OF_TIME:
+        raise ArgumentError(
+            f"{recording.facts.name} has no table of {by}",
+            why="it has no power: its tables are of seconds",
+            fix=f"--by {', '.join(OF_TIME)}; or give a power log with --power",
+        )
+    result = answer_by_time(recording)
+    written = page if page and save_page(page, time_page(recording, result)) else None
+    if as_json:
+        click.echo(msgspec.json.encode({"path": str(recording.facts.path), **result.to_dict()}).decode())
+        return _end(written, page, open_page)
+    console = Console(highlight=False)
+    console.show(time_text(result, width=console.width, by=by, top=top))
+    if written is not None:
+        click.echo(f"page: {written}")
+    return _end(written, page, open_page)
+
+
 def check_run(run: Path) -> None:
     """Raise an error that says what to do if there is no such file, or it is not a run file."""
-    if run.is_dir() and any(run.glob("*rank*.tessera")):
-        return  # of a job: reading its ranks says what is wrong
+    if run.is_dir() and _has_ranks(run):
+        return  # of a job: reading them says what is wrong
     if not run.is_file():
         raise missing_file(run, SUFFIXES, HOW_TO_RECORD)
     from ..timeline.source import read_start
@@ -81,14 +132,24 @@ def check_run(run: Path) -> None:
     if not start.startswith((b"{", b"[")):
         fix = f"record a run first: tessera run {run}" if run.suffix == ".py" else runs
         raise ArgumentError(f"{run} is not a Tessera run file", why=WHAT_A_RUN_IS, fix=fix)
-    if b'"traceEvents"' in start or (start.startswith(b"[") and b'"ph"' in start):
-        raise ArgumentError(
-            f"{run} is a Kineto trace (torch.profiler), not a Tessera run file",
-            why="a run file (.tessera) contains power as well",
-            fix=f"tessera analyze breakdown {run}, or with a power log: tessera attribute {run} --power LOG.csv",
-        )
+    if is_trace(start):
+        return
     why = f"{WHAT_A_RUN_IS}; `tessera diff` reads reports in JSON"
     raise ArgumentError(f"{run} is JSON, not a Tessera run file", why=why, fix=runs)
+
+
+def _has_ranks(folder: Path) -> bool:
+    """Whether a folder has the files of ranks; where it has no files of its own, its subfolders may."""
+    below = "" if any(f.is_file() for f in folder.iterdir()) else "*/"
+    return any(any(folder.glob(f"{below}{name}")) for name in OF_RANKS)
+
+
+def is_trace(start: bytes) -> bool:
+    """Whether a file that begins so is a trace of torch.profiler or Chrome, or torch's memory timeline."""
+    from ..timeline.memory_timeline import is_memory_timeline
+
+    text = start.lstrip()
+    return b'"traceEvents"' in text or (text.startswith(b"[") and b'"ph"' in text) or is_memory_timeline(text)
 
 
 def write_page(page: Path, recording: Recording, result: Answer) -> Path | None:

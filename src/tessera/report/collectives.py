@@ -1,8 +1,9 @@
-"""Collectives in the terminal: sums by kind, and a map of which rank waits for which."""
+"""Collectives: sums by kind, and a map of which rank waits for which, in the terminal and on the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from html import escape
 from typing import Any
 
 from rich.console import RenderableType
@@ -71,3 +72,37 @@ def _shade(seconds: float, most: float) -> str:
         return "-"
     level = min(len(_SHADES) - 1, 1 + int(seconds / most * (len(_SHADES) - 1.001))) if most > 0 else 1
     return f"{format_duration(seconds, 2)} {_SHADES[level] * 2}"
+
+
+def waits_section(waits: Mapping[int, Mapping[int, float]]) -> str:
+    """The map on the page: all ranks, a square each, darker the longer the rank of the row waited."""
+    if not waits:
+        return ""
+    late = sorted({rank for by in waits.values() for rank in by}, key=int)
+    most = max(seconds for by in waits.values() for seconds in by.values()) or 1.0
+    wide, high = (34, 20) if len(waits) <= MOST_RANKS else (16, 10)
+    left, out = 64, []
+    for y, rank in enumerate(sorted(waits, key=int)):
+        out.append(f"<text x='{left - 6}' y='{y * high + high - 3}' text-anchor='end'>rank {rank}</text>")
+        for x, other in enumerate(late):
+            seconds = waits[rank].get(other, 0.0)
+            if seconds > 0:
+                said = f"rank {rank} waited {format_duration(seconds, 3)} for rank {other}"
+                out.append(
+                    f"<g data-n='{escape(said)}' data-t=''><rect x='{left + x * wide}' y='{y * high}' "
+                    f"width='{wide - 1}' height='{high - 1}' "
+                    f"style='fill:var(--power);fill-opacity:{0.12 + 0.88 * seconds / most:.2f}'/></g>"
+                )
+    below = len(waits) * high
+    every = max(1, -(-len(late) * 22 // max(len(late) * wide, 1)))
+    for x, other in enumerate(late):
+        if x % every == 0:
+            out.append(f"<text x='{left + x * wide + 2}' y='{below + 13}'>{other}</text>")
+    width, height = left + len(late) * wide + 40, below + 34
+    out.append(f"<text x='{left}' y='{height - 4}'>rank that came last</text>")
+    total = sum(seconds for by in waits.values() for seconds in by.values())
+    label = f"Who waited for whom: {format_duration(total, 3)} in all; the table of ranks has the sums"
+    return (
+        f"<h3>Who waited for whom</h3><figure class='plot scroll'><svg class='heat' viewBox='0 0 {width} {height}' "
+        f"role='group' tabindex='0' style='width:{width}px' aria-label='{escape(label)}'>{''.join(out)}</svg></figure>"
+    )

@@ -13,6 +13,7 @@ from rich.text import Text
 from ..analyze.answer import Answer, mean_w
 from ..analyze.kernel_names import distinct, fit_all
 from ..analyze.run_energy import FUNCTION
+from ..analyze.time_answer import TimeRow
 from ..attribute.table import VIEWS, EnergyRow, EnergyTable
 from ..timeline.kineto import MODULE
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
@@ -132,7 +133,7 @@ def group_letter(group: int | None) -> str:
     return "" if group is None else LETTERS[group % 26] + ("" if group < 26 else str(group // 26))
 
 
-def display_names(rows: Sequence[EnergyRow], view: str) -> dict[str, str]:
+def display_names(rows: Sequence[EnergyRow] | Sequence[TimeRow], view: str) -> dict[str, str]:
     """Names for people: kernels and groups short, modules by their paths, no two the same."""
     kind = {"kernels": "kernel", "groups": "group", "ops": "op", "regions": "region"}.get(view)
     return distinct((r.name for r in rows), kind) if kind else {r.name: r.name.removeprefix(MODULE) for r in rows}

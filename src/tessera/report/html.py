@@ -116,6 +116,17 @@ def number_cell(text: str, value: float | None, kind: str = "") -> str:
     return f"<td class='{f'n {kind}'.rstrip()}'{data}>{escape(text)}</td>"
 
 
+FOLDED = 15
+"""Rows of a long table that are shown at first; the same number is in run.css."""
+
+
+def folding_table(columns: Sequence[tuple[str, bool]], rows: Sequence[str], *, caption: str, sorted_by: str) -> str:
+    """A table that shows its first rows, and a button for the others where there are many."""
+    fold = " fold" if len(rows) > FOLDED + 3 else ""
+    button = f"<button type='button' class='unfold'>Show all {len(rows)}</button>" if fold else ""
+    return f"{table(columns, ''.join(rows), caption=caption, sorted_by=sorted_by, kind=f'sort{fold}')}{button}"
+
+
 def heading_row(columns: Sequence[tuple[str, bool]], sorted_by: str = "energy", *, sortable: bool = True) -> str:
     """A heading row of (name, whether the column holds numbers); on a page a click sorts by the column."""
     cells = []

@@ -19,7 +19,7 @@ from ..units import (
     format_si,
 )
 from .console import HangingText, TableColumn, build_table, dropped_note, fit_columns
-from .html import note, number_cell, table
+from .html import folding_table, note, number_cell, table
 from .measure import describe_exit
 
 RANKS = 16
@@ -111,10 +111,11 @@ def _columns(rows: Sequence[RankRow], *, several: bool) -> list[TableColumn]:
     columns = [TableColumn(heading="rank", cells=[str(r.rank) for r in rows])]
     if several:
         columns.append(TableColumn(heading="host", cells=[r.host or "-" for r in rows], drop=2))
+    if any(r.energy_j is not None for r in rows):
+        columns.append(right("energy", [_energy(r.energy_j, r.error_j) for r in rows], 0))
+        columns.append(right("power", ["-" if r.power_w is None else format_power(r.power_w, 3) for r in rows], 4))
     return [
         *columns,
-        right("energy", [_energy(r.energy_j, r.error_j) for r in rows], 0),
-        right("power", ["-" if r.power_w is None else format_power(r.power_w, 3) for r in rows], 4),
         right("busy", [_share(r.busy_share) for r in rows], 0),
         right("waiting", [_share(r.wait_share) for r in rows], 0),
         right("steps/s", ["-" if r.steps_per_s is None else f"{r.steps_per_s:.3g}" for r in rows], 1),
@@ -152,20 +153,25 @@ def _share(share: float | None) -> str:
 
 def job_section(job: JobSummary) -> str:
     """The ranks as a section of the page."""
-    headings = ("energy", "power", "busy", "waiting", "steps/s", "last", "others waited")
-    body = "".join(_rank_row(row) for row in job.ranks)
-    ranks = table([("rank", True), ("host", False), *((name, True) for name in headings)], body, caption="Ranks",
-                  sorted_by="rank")  # fmt: skip
+    has_joules = any(row.energy_j is not None for row in job.ranks)
+    spent = ("energy", "power") if has_joules else ()
+    headings = (*spent, "busy", "waiting", "steps/s", "last", "others waited")
+    body = [_rank_row(row, has_joules) for row in job.ranks]
+    columns = [("rank", True), ("host", False), *((name, True) for name in headings)]
+    ranks = folding_table(columns, body, caption="Ranks", sorted_by="rank")
     notes = "".join(note(f"{line[:1].upper()}{line[1:]}.") for line in job_notes(job))
     return f"<section id='ranks'><h2>Ranks</h2>{ranks}{notes}</section>"
 
 
-def _rank_row(row: RankRow) -> str:
+def _rank_row(row: RankRow, has_joules: bool) -> str:
+    spent = [
+        number_cell(_energy(row.energy_j, row.error_j), row.energy_j),
+        number_cell("-" if row.power_w is None else format_power(row.power_w, 3), row.power_w),
+    ]
     cells = [
         number_cell(str(row.rank), row.rank),
         f"<td>{escape(row.host or '-')}</td>",
-        number_cell(_energy(row.energy_j, row.error_j), row.energy_j),
-        number_cell("-" if row.power_w is None else format_power(row.power_w, 3), row.power_w),
+        *(spent if has_joules else ()),
         number_cell(_share(row.busy_share), row.busy_share),
         number_cell(_share(row.wait_share), row.wait_share),
         number_cell("-" if row.steps_per_s is None else f"{row.steps_per_s:.3g}", row.steps_per_s),

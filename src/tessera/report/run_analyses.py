@@ -13,6 +13,7 @@ from ..analyze.kernel_names import CATEGORIES, category, fit, short
 from ..analyze.overview import TrackLine
 from ..analyze.result import Result
 from ..units import format_bytes, format_duration, format_energy, format_si
+from .collectives import waits_section
 from .html import note, number_cell, prose, table
 from .job import groups_table, steps_table
 from .plots import RooflinePoint, roofline_plot
@@ -81,9 +82,11 @@ def collectives(result: Result) -> str:
     if not result.rows:
         return ""
     sized = [r for r in result.rows if r.get("bytes") and r.get("time_s")]
+    waits = (result.facts.get("across_ranks") or {}).get("waits_s") or {}
     return (
         f"<section id='collectives'><h2>Collectives</h2>{_heat(sized) if sized else ''}"
         f"{groups_table(result.facts.get('by_group') or [])}{steps_table(result.facts.get('by_step') or [])}"
+        f"{waits_section(waits)}"
         f"{''.join(note(n) for n in result.notes[-1:])}</section>"
     )
 

@@ -27,11 +27,10 @@ from .predict import format_rate
 from .run import basis_text, children_text, limit_cut, mode_text, outside_text, traced_text
 from .run_provenance import find_missing, missing_section, provenance, run_analyses
 from .run_tables import gaps, steps, tables
-from .run_timeline import payload
+from .run_timeline import payload, timeline_section
 
 _LEVEL_PX = 26
-_ZOOM_BUTTONS = (("zoom-in", "Zoom in"), ("zoom-out", "Zoom out"), ("zoom-all", "Whole run"), ("zoom-one", "One step"))
-_SECTIONS: dict[str, Callable[[Result], str]] = {
+SECTIONS: dict[str, Callable[[Result], str]] = {
     "roofline": analyses.roofline,
     "stalls": analyses.stalls,
     "collectives": analyses.collectives,
@@ -62,11 +61,11 @@ def page(
         _header(result),
         _advice(result),
         job_section(result.job) if result.job is not None else "",
-        _timeline(view.rows, view.merged, bool(view.power or view.lanes), view.one is not None, result),
+        timeline_section(view, f"{format_energy_error(result.whole.energy_j, result.whole.error_j)} in total"),
         _tree(build_stack_tree(stacks) if stacks else build_energy_tree(lines, table), bool(stacks), bool(view.rows)),
         tables(table, result),
         steps(table),
-        *(section(results[kind]) for kind, section in _SECTIONS.items() if kind in results),
+        *(section(results[kind]) for kind, section in SECTIONS.items() if kind in results),
         gaps(result),
         _checklist(correlation) if correlation else "",
         missing_section(absent),
@@ -172,31 +171,6 @@ def _advice(result: Answer) -> str:
 
 
 # -- plots ----------------------------------------------------------------------------------------------------------
-
-
-def _timeline(rows: int, merged: int, any_lines: bool, one: bool, result: Answer) -> str:
-    if not any_lines:
-        return ""
-    buttons = "".join(
-        f"<button type='button' id='{name}'>{text}</button>"
-        for name, text in _ZOOM_BUTTONS
-        if name != "zoom-one" or one
-    )
-    below = f" with {rows} kernels below" if rows else ""
-    total = format_energy_error(result.whole.energy_j, result.whole.error_j)
-    label = f"Power over time{below}; {total} in total. The tables below have the same numbers."
-    drawn = f"{rows:,} kernels"
-    if merged:
-        drawn += f"; {merged:,} of them are too short to see and are drawn together, except in one complete step"
-    drawn = f"{drawn}. The colours are those of the bar above." if rows else ""
-    return (
-        "<section><h2>Power and what ran</h2>"
-        f"<div class='tools'>{buttons}<span class='dim'>drag to pan, Ctrl or Shift + wheel or double click to zoom; "
-        "keys: ← → + − 0</span></div>"
-        f"<figure><div class='plot'><canvas id='timeline' tabindex='0' role='img' aria-label='{escape(label)}'>"
-        f"</canvas></div><figcaption>{escape(drawn)}</figcaption></figure>"
-        "</section>"
-    )
 
 
 def _tree(tree: EnergyNode, sampled: bool, kernels: bool) -> str:

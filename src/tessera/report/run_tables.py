@@ -12,12 +12,10 @@ from ..analyze.run_energy import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .energy import OWN, TITLES, display_names, group_letter, idle_row, rest_row
-from .html import number_cell
+from .html import FOLDED, number_cell
 from .html import table as html_table
 
 ROWS = 250
-FOLDED = 15
-"""Rows that are shown at first; the same number is in run.css."""
 _TABS = {
     "ops": "Operators",
     "kernels": "Kernels",

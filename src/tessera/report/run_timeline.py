@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from html import escape
 from typing import Any
 
 import msgspec
@@ -11,14 +12,45 @@ from numpy.typing import NDArray
 
 from ..analyze.correlate import Correlation
 from ..analyze.kernel_names import CATEGORIES, category, fit, region_name, short
-from ..analyze.overview import Lane, Overview, TrackLine
+from ..analyze.lanes import Lane
+from ..analyze.overview import Overview, TrackLine
 from ..timeline.columns import NONE
 from ..units import format_duration, format_power
 
 LONGEST_NAME = 300
 SPIKES = 300
+_ZOOM_BUTTONS = (("zoom-in", "Zoom in"), ("zoom-out", "Zoom out"), ("zoom-all", "Whole run"), ("zoom-one", "One step"))
 _NO_INDEX = 0xFFFF
 _FAR, _HUGE = 2**31 - 1, 3e38  # the ends of int32 and of float32
+
+
+def timeline_section(view: Overview, total: str) -> str:
+    """The section that the script draws into; `total` is the figure of the whole, for who cannot see it."""
+    if not (view.power or view.lanes):
+        return ""
+    buttons = "".join(
+        f"<button type='button' id='{name}'>{text}</button>"
+        for name, text in _ZOOM_BUTTONS
+        if name != "zoom-one" or view.one is not None
+    )
+    title = "Power and what ran" if view.power else "What ran"
+    below = f"{view.rows} kernels" if view.rows else "what ran"
+    label = f"{'Power over time with ' if view.power else ''}{below}; {total}. The tables below have the same numbers."
+    drawn = [f"{view.rows:,} kernels"] if view.rows else []
+    if view.merged:
+        short = f"{view.merged:,} of them are too short to see and are drawn together"
+        drawn.append(f"{short}, except in one complete step")
+    if view.hidden_lanes:
+        drawn.append(f"{view.hidden_lanes} lanes with the least time are not shown")
+    caption = f"{'; '.join(drawn)}. The colours are those of the bar above." if drawn else ""
+    return (
+        f"<section><h2>{title}</h2>"
+        f"<div class='tools'>{buttons}<span class='dim'>drag to pan, Ctrl or Shift + wheel or double click to zoom; "
+        "keys: ← → + − 0</span></div>"
+        f"<figure><div class='plot'><canvas id='timeline' tabindex='0' role='img' aria-label='{escape(label)}'>"
+        f"</canvas></div><figcaption>{escape(caption)}</figcaption></figure>"
+        "</section>"
+    )
 
 
 def payload(view: Overview, correlation: Correlation | None = None) -> str:
@@ -65,6 +97,7 @@ def _lane(lane: Lane, unit_ns: float) -> dict[str, Any]:
     return {
         "label": lane.label,
         "kind": lane.kind,
+        "h": lane.height,
         "longest": float((end - start).max(initial=0.0)),
         "s": _pack(start, "i4"),
         "d": _pack(end - start, "i4"),

@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..analyze.answer import Answer, answer
+from ..analyze.time_answer import answer_by_time
 from ..profile.open_recording import open_recording
 from ..report.run_html import page
+from ..report.time_html import time_page
 
 SUFFIX = ".tessera"
+TRACES = (".pt.trace.json", ".pt.trace.json.gz")
+"""What torch.profiler's handler writes; listed where a log directory has no run file."""
 MAX_DEPTH = 8
 MAX_RUNS = 500
 """How many runs are listed, and how deep they are searched for: a log directory may be a home directory."""
@@ -59,7 +63,7 @@ class RunDirectory:
         with self._lock:
             now = self._clock()
             if self._listed_s is None or now - self._listed_s > REFRESH_S:
-                runs = [run for name, root in self.roots.items() for run in _find_runs(name, root)]
+                runs = [run for name, root in self.roots.items() for run in _prefer_runs([*_find_runs(name, root)])]
                 runs.sort(key=lambda run: (-run.modified_ns, run.name))
                 self._entries = {run.name: run for run in runs[:MAX_RUNS]}
                 self._listed_s = now
@@ -86,6 +90,8 @@ class RunDirectory:
 
     def _render(self, run: RunEntry) -> str:
         with open_recording(run.path) as recording:
+            if recording.facts.kind == "trace" and recording.find_energy() is None:
+                return time_page(recording, answer_by_time(recording))
             result = self._answers[run] = answer(recording)
             return page(recording, result=result)
 
@@ -93,6 +99,11 @@ class RunDirectory:
 def _read_answer(run: RunEntry) -> Answer:
     with open_recording(run.path) as recording:
         return answer(recording)
+
+
+def _prefer_runs(found: list[RunEntry]) -> list[RunEntry]:
+    """Run files; where a directory has none, traces: the exporter puts one beside every run."""
+    return [run for run in found if run.path.suffix == SUFFIX] or found
 
 
 def _find_runs(label: str, root: Path) -> Iterator[RunEntry]:
@@ -106,7 +117,7 @@ def _find_runs(label: str, root: Path) -> Iterator[RunEntry]:
         if len(Path(folder).relative_to(top).parts) >= MAX_DEPTH:
             folders.clear()
         folders[:] = sorted(f for f in folders if not f.startswith("."))
-        names = sorted(f for f in files if f.endswith(SUFFIX) and not f.startswith("."))
+        names = sorted(f for f in files if f.endswith((SUFFIX, *TRACES)) and not f.startswith("."))
         for run in (_inspect(label, top, Path(folder) / name) for name in names):
             if run is not None:
                 yield run
@@ -123,7 +134,8 @@ def _inspect(label: str, top: Path, path: Path) -> RunEntry | None:
         states = [p.stat() for p in (path, log) if p is path or p.exists()]
     except OSError:  # deleted meanwhile
         return None
-    name = path.relative_to(top).with_suffix("").as_posix().replace(_EXPORTED, "")
+    name = path.relative_to(top).as_posix().replace(_EXPORTED, "")
+    name = next((name.removesuffix(end) for end in (SUFFIX, *TRACES) if name.endswith(end)), name)
     name = f"{label}/{name}" if label else name
     return RunEntry(name, path, max(s.st_mtime_ns for s in states), sum(s.st_size for s in states))
 

@@ -46,7 +46,7 @@ class TensorBoard:
         target, facts = Path(self.directory), recording.facts
         host = re.sub(r"[^\w\-]", "_", facts.host or "host")  # a dot would end the plugin's worker name
         began_ms = recording.span_ns[0] // 1_000_000
-        if facts.path is not None:
+        if facts.path is not None and facts.path.suffix == ".tessera":  # of another's trace our page shows that
             _copy_run(facts.path, began_ms, target)
         trace = Chrome(target / f"{host}_{facts.pid}.{began_ms}.pt.trace.json.gz").write(recording)
         if importlib.util.find_spec("tensorboard") is None:

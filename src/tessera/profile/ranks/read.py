@@ -32,6 +32,8 @@ from .facts import describe_rank
 
 TRACES = (".json", ".json.gz", ".json.gzip")
 RUNS = (".tessera",)
+MOST_FOLDERS = 4096
+"""Subfolders that are looked into, one for each rank."""
 MOST_WORKERS = 8
 """More processes than this wait for the disk, not for each other."""
 Progress = Callable[[float], None]
@@ -115,6 +117,15 @@ def list_names(files: Sequence[Path]) -> str:
     return ", ".join(names) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
 
 
+def _list_folder(path: Path) -> list[Path]:
+    """Runs and traces in a folder; where it has none, those in its subfolders, of which each may be one rank's."""
+    here = sorted(f for f in path.iterdir() if f.name.endswith((*RUNS, *TRACES)))
+    if here:
+        return here
+    below = [folder for folder in sorted(path.iterdir()) if folder.is_dir()][:MOST_FOLDERS]
+    return sorted(f for folder in below for f in folder.iterdir() if f.name.endswith((*RUNS, *TRACES)))
+
+
 def _find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """The recordings among files and in folders, and other JSON files that lie in those folders."""
     files: list[Path] = []
@@ -123,7 +134,7 @@ def _find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
         if not path.is_dir():
             files.append(path)
             continue
-        inside = sorted(f for f in path.iterdir() if f.name.endswith((*RUNS, *TRACES)))
+        inside = _list_folder(path)
         if not inside:
             raise RecordingError(
                 f"there is no recording in the folder {path.resolve()}",

@@ -17,13 +17,17 @@ const extent = ls => {
   ls.forEach(l => l.v.forEach(v => { if (v < low) low = v; if (v > high) high = v; }));
   return [low, high];
 };
-const LEFT = 86, GAP = 7;
+const GAP = 7;
+let LEFT = 86;  // room for the labels of tracks; wider where they are long and there is room
 const tracks = [];
 let y = data.marks.length ? 37 : 26;  // names of marks have a line of their own
 const add = (kind, height, more) => { tracks.push({ kind, y, h: height, ...more }); y += height + GAP; };
 if (power.length) add("power", 150, { label: "power", lines: power, unit: "W", low: 0, high: extent(power)[1] * 1.06 || 1 });
 if (data.throttle.length) add("throttle", 10, { label: "throttled" });
-lanes.forEach(l => { add("lane", l.kind === "device" ? 24 : 17, { label: l.label, lane: l }); if (l.kind !== "device") y -= 4; });
+lanes.forEach(l => {
+  add("lane", l.h || (l.kind === "device" ? 24 : 17), { label: l.label, lane: l });
+  if (l.h) y -= l.label ? 6 : 3; else if (l.kind !== "device") y -= 4;
+});
 units.forEach(u => {
   const lines = telemetry.filter(l => l.unit === u), [low, high] = extent(lines), room = (high - low) * .1 || Math.abs(high) * .05 || 1;
   add("line", 46, { label: { MHz: "clocks", "°C": "temperature", "%": "use", GiB: "memory", MiB: "memory", KiB: "memory" }[u] || u, lines, unit: u,
@@ -68,6 +72,7 @@ const draw = () => {
   ctx.textBaseline = "middle";
   const colours = data.categories.map((_, i) => css("c" + i)), ink = css("ink"), dim = css("dim"), rule = css("line");
   const right = wide - 8;
+  LEFT = Math.max(86, Math.min(Math.max(0, ...tracks.map(t => width(t.label))) + 18, wide * .3));
   // Time axis.
   const step = steps(view.to - view.from);
   ctx.textAlign = "center";
@@ -81,7 +86,7 @@ const draw = () => {
   for (const track of tracks) {
     ctx.fillStyle = dim;
     ctx.textAlign = "right";
-    ctx.fillText(track.label, LEFT - 10, track.y + track.h / 2);
+    ctx.fillText(cut(track.label, LEFT - 14), LEFT - 10, track.y + track.h / 2);
     ctx.save();
     ctx.beginPath(); ctx.rect(LEFT, 0, right - LEFT, height); ctx.clip();
     if (track.kind === "lane") bars(track, colours, rule, ink);
@@ -230,7 +235,7 @@ const bars = (track, colours, rule, ink) => {
     const from = Math.max(x, LEFT), room = Math.min(x + w, wide - 8) - from - 8;
     if (kind === "step") {
       if (c[k] === 1) labels.push({ name: entry[0], x, from, room });
-    } else if (w > 34 && room > 22) {
+    } else if (w > 34 && room > 22 && track.h >= 14) {
       ctx.fillStyle = "#fff";
       ctx.textAlign = "left";
       ctx.fillText(cut(entry[0], room), from + 4, track.y + track.h / 2 + .5);

@@ -1,0 +1,238 @@
+"""The lanes of a page's timeline: steps and regions of the host, streams of a device, a band for each of many ranks.
+
+Nothing is dropped silently: kernels too short to see are one bar that says how many there are and which takes most of
+its time, and lanes that are not drawn are counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..attribute.table import EnergyTable
+from ..joules import Floats
+from ..profile.ranks.collectives import host_rows
+from ..record import CODE, ON_DEVICE
+from ..timeline import stream_names
+from ..timeline.columns import NONE, Ints, Timeline
+from .devices import RankDevice, busy_spans, list_devices, row_joules
+
+BARS = 16_000
+"""Bars of all device lanes together that are drawn each on its own."""
+WHOLE = 8_000
+"""Kernels of the one step that is kept whole."""
+LANES = 10
+"""Lanes of streams: those with the most time."""
+BANDS = 128
+"""Devices with a band of their own."""
+FEW = 16
+"""Devices whose bands are high enough for names."""
+REGIONS = 3000
+"""Bars of one lane of regions that are drawn each on its own."""
+RANKS = 64
+"""Ranks of a job on CPUs with a band of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """Bars in one row. `count` is above 1 where several short ones are drawn as one, `name` then the longest's."""
+
+    label: str
+    kind: str
+    start_ns: Ints
+    end_ns: Ints
+    name: Ints
+    op: Ints
+    count: Ints
+    energy_j: Floats
+    height: int | None = None
+    """In pixels; None: as its kind has it."""
+
+
+def find_one(timeline: Timeline) -> tuple[int, int] | None:
+    """The step in the middle of the run, or some kernels there where there are no steps; at most `WHOLE` kernels."""
+    starts = np.sort(timeline["start_ns"][timeline.device_rows])
+    if not len(starts):
+        return None
+    if steps := timeline.linked.steps:
+        middle = steps[len(steps) // 2]
+        begin, end = middle.start_ns, middle.end_ns
+    elif len(starts) > BARS:
+        begin, end = int(starts[(len(starts) - WHOLE) // 2]), int(starts[-1])
+    else:
+        return None
+    first = int(np.searchsorted(starts, begin))
+    last = first + WHOLE
+    return begin, min(end, int(starts[last])) if last < len(starts) else end
+
+
+def find_first_view(timeline: Timeline, start_ns: int, span_ns: int) -> tuple[int, int]:
+    """The timeline with a margin, where the power trace is much longer; the steps of ranks without a device."""
+    first_ns, last_ns = timeline.start_ns, timeline.end_ns
+    steps = timeline.linked.steps
+    if not len(timeline.device_rows) and steps and len(np.unique(timeline["rank"])) > 1:
+        first_ns, last_ns = steps[0].start_ns, max(s.end_ns for s in steps)
+    elif not len(timeline.device_rows):
+        return 0, span_ns
+    length = last_ns - first_ns
+    if not 0 < length < 0.7 * span_ns:
+        return 0, span_ns
+    margin = round(0.08 * length)
+    return max(first_ns - start_ns - margin, 0), min(last_ns - start_ns + margin, span_ns)
+
+
+def region_lanes(timeline: Timeline, start_ns: int, span_ns: int, names: dict[str, int], *, banded: bool) -> list[Lane]:
+    """Steps in a lane of their own, other regions by how deep they are nested; of several ranks, a band for each."""
+    links, rows = timeline.linked, timeline.rows("region")
+    steps = np.array([s.row for s in links.steps if s.row != NONE], np.int64)
+    if ranks := [rank for rank in np.unique(timeline["rank"]).tolist() if rank != NONE][:RANKS]:
+        bands = [("rank {} steps", "step", steps), ("collectives", "region", host_rows(timeline))]
+        if banded:  # what its device did tells more of a rank: the steps of one are enough
+            ranks, bands = ranks[:1], bands[:1]
+        own = [(w.format(r), kind, rows[timeline["rank"][rows] == r]) for r in ranks for w, kind, rows in bands]
+        return [_region_lane(timeline, rows, w, k, start_ns, span_ns, names) for w, k, rows in own if len(rows)]
+    lanes = [_region_lane(timeline, steps, "steps", "step", start_ns, span_ns, names)] if len(steps) else []
+    rows = np.setdiff1d(rows, steps)
+    depth = np.zeros(len(rows), np.int64)
+    outer = links.parent[rows]
+    while (outer != NONE).any():
+        depth += (outer != NONE) & ~np.isin(outer, steps)
+        outer = np.where(outer == NONE, NONE, links.parent[outer])
+    for level in range(min(4, int(depth.max(initial=-1)) + 1)):
+        mine = rows[depth == level]
+        label = "regions" if level == 0 else ""
+        lanes.append(_region_lane(timeline, mine, label, "region", start_ns, span_ns, names))
+    return lanes
+
+
+def _region_lane(
+    timeline: Timeline, rows: Ints, label: str, kind: str, start_ns: int, span_ns: int, names: dict[str, int]
+) -> Lane:
+    quantum = span_ns / REGIONS if len(rows) > REGIONS else 0.0
+    return _bars(timeline, rows, np.full(len(rows), np.nan), label, kind, start_ns, quantum, names, None)
+
+
+def device_lanes(
+    timeline: Timeline,
+    start_ns: int,
+    span_ns: int,
+    names: dict[str, int],
+    table: EnergyTable | None,
+    whole: tuple[int, int] | None,
+) -> tuple[list[Lane], int]:
+    """A lane for each stream, those with most time; of many devices a band for each. And how many are not shown."""
+    rows = timeline.rows(*ON_DEVICE)
+    if not len(rows):
+        return [], 0
+    joules = np.full(len(rows), np.nan) if table is None else row_joules(timeline, rows, table)
+    devices = list_devices(timeline)
+    streams: list[tuple[RankDevice, str, Ints]] = []
+    for device in devices:
+        numbers = timeline["stream"][device.rows]
+        for number in np.unique(numbers).tolist():
+            label = stream_names.label(timeline.meta, device.device, number, timeline.rank)
+            label = f"{device.name} {label}" if len(devices) > 1 else label
+            streams.append((device, label, device.rows[numbers == number]))
+    if len(devices) > 1 and len(streams) > LANES:
+        chosen, hidden = _bands(timeline, devices)
+    else:
+        by_time = sorted(range(len(streams)), key=lambda i: -busy_spans(timeline, streams[i][2]).total_ns)[:LANES]
+        chosen, hidden = [(*streams[i][1:], 24) for i in sorted(by_time)], len(streams) - min(len(streams), LANES)
+    quantum = span_ns / BARS * len(chosen) if len(rows) > BARS else 0.0
+    out = []
+    for label, own, height in chosen:
+        spent = joules[np.searchsorted(rows, own)]
+        lane = _bars(timeline, own, spent, label, "device", start_ns, quantum, names, whole)
+        out.append(dataclasses.replace(_without_overlap(lane), height=height) if len(devices) > 1 else lane)
+    return out, hidden
+
+
+def _bands(timeline: Timeline, devices: Sequence[RankDevice]) -> tuple[list[tuple[str, Ints, int]], int]:
+    """Of each device a lane of what computes and copies, and a thin one of its collectives below it."""
+    shown = devices[:BANDS]
+    single = len({d.rank for d in devices}) == len(devices) and devices[0].rank != NONE
+    high, low = (20, 9) if len(shown) <= FEW else (11, 5)
+    bands = []
+    for device in shown:
+        is_collective = timeline["kind"][device.rows] == CODE["collective"]
+        label = f"rank {device.rank}" if single else device.name
+        for name, own, height in (
+            (label, device.rows[~is_collective], high),
+            ("", device.rows[is_collective], low),
+        ):
+            if len(own):
+                bands.append((name, np.sort(own), height))
+    return bands, len(devices) - len(shown)
+
+
+def _without_overlap(lane: Lane) -> Lane:
+    """Bars that begin when the one before has ended: streams of one device may run at the same time."""
+    reached = np.r_[0, np.maximum.accumulate(lane.end_ns)[:-1]] if len(lane.end_ns) else lane.end_ns
+    start = np.maximum(lane.start_ns, reached)
+    return dataclasses.replace(lane, start_ns=np.minimum(start, lane.end_ns), end_ns=np.maximum(lane.end_ns, start))
+
+
+def _bars(
+    timeline: Timeline,
+    rows: Ints,
+    joules: Floats,
+    label: str,
+    kind: str,
+    start_ns: int,
+    quantum_ns: float,
+    names: dict[str, int],
+    whole: tuple[int, int] | None,
+) -> Lane:
+    order = np.argsort(timeline["start_ns"][rows], kind="stable")
+    rows, joules = rows[order], joules[order]
+    starts, ends = timeline["start_ns"][rows], timeline["end_ns"][rows]
+    alone = ends - starts >= quantum_ns
+    if whole is not None:
+        alone |= (starts >= whole[0]) & (starts < whole[1])
+    bucket = ((starts - start_ns) // max(quantum_ns, 1.0)).astype(np.int64)
+    # A new bar where this one or the one before stands alone, or another stretch begins.
+    new = np.r_[True, alone[1:] | alone[:-1] | (bucket[1:] != bucket[:-1])]
+    group, first = np.cumsum(new) - 1, np.flatnonzero(new)
+    name, op = _intern_names(timeline, timeline["name"][rows], names), _ops(timeline, rows, names)
+    chosen = _longest(group, timeline["name"][rows], ends - starts)
+    count = np.diff(np.r_[first, len(rows)])
+    return Lane(
+        label=label,
+        kind=kind,
+        start_ns=starts[first] - start_ns,
+        end_ns=np.maximum.reduceat(ends, first) - start_ns,
+        name=name[chosen],
+        op=np.where(count == 1, op[chosen], NONE),
+        count=count,
+        energy_j=np.add.reduceat(joules, first),
+    )
+
+
+def _longest(group: Ints, name: Ints, lengths: Ints) -> Ints:
+    """Of each group a row of the name that takes most of its time."""
+    order = np.lexsort((name, group))
+    g, n = group[order], name[order]
+    first = np.flatnonzero(np.r_[True, (g[1:] != g[:-1]) | (n[1:] != n[:-1])])
+    total = np.add.reduceat(lengths[order], first)
+    best = np.lexsort((-total, g[first]))
+    winner = best[np.unique(g[first][best], return_index=True)[1]]
+    chosen: Ints = order[first[winner]]
+    return chosen
+
+
+def _intern_names(timeline: Timeline, column: NDArray[Any], names: dict[str, int]) -> Ints:
+    used, inverse = np.unique(column, return_inverse=True)
+    ids = [NONE if i == NONE else names.setdefault(timeline.names[i], len(names)) for i in used.tolist()]
+    return np.array(ids, np.int64)[np.asarray(inverse).reshape(-1)]
+
+
+def _ops(timeline: Timeline, rows: Ints, names: dict[str, int]) -> Ints:
+    """The operator each device row comes from."""
+    ops = timeline.linked.op[rows]
+    column = np.where(ops == NONE, NONE, timeline["name"][ops])
+    return _intern_names(timeline, column, names)

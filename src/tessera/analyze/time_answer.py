@@ -1,0 +1,215 @@
+"""The answer of a recording without power: where the time of its devices went, by what ran, and what to do about it.
+
+What `analyze.answer` is for joules. Seconds of kernels are those of devices: several at once count each. Of a recording
+in which nothing ran on a device, seconds are those of operators on the host, without what they call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..advice import Advice
+from ..notes import order_notes
+from ..recording import Recording
+from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.intervals import Nesting
+from .advise import advise
+from .answer import name_of
+from .breakdown import IDLE, breakdown
+from .devices import explain_no_device, region_paths
+from .job_summary import JobSummary, summarize_job
+from .kernel_names import CATEGORIES, category
+
+VIEWS = ("ops", "kernels", "regions", "modules")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeRow:
+    """Seconds of one operator, kernel, region or module; `share` is of all seconds of the devices, idle too."""
+
+    name: str
+    kind: str
+    calls: int
+    time_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTime:
+    """One device of one rank: its span, and how much of it computed, communicated, copied and idled.
+
+    `communication_s` and `copies_s` are those that no kernel hides, so that the four sum to the span.
+    """
+
+    where: str
+    rank: int | None
+    span_s: float
+    compute_s: float
+    communication_s: float
+    copies_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeAnswer:
+    """Where time went. `on_device` False: nothing ran on one, and the rows are operators of the host."""
+
+    name: str
+    device: str
+    on_device: bool
+    time_s: float
+    steps: int
+    devices: Sequence[DeviceTime]
+    parts: Mapping[str, float]
+    ops: Sequence[TimeRow] = ()
+    kernels: Sequence[TimeRow] = ()
+    regions: Sequence[TimeRow] = ()
+    modules: Sequence[TimeRow] = ()
+    advice: Sequence[Advice] = ()
+    job: JobSummary | None = None
+    missing: str | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def device_s(self) -> float:
+        """The spans of all devices together."""
+        return sum(d.span_s for d in self.devices)
+
+    def share(self, part: str) -> float:
+        """Of all devices' spans: "compute_s", "communication_s", "copies_s" or "idle_s"."""
+        whole = self.device_s
+        return float(sum(getattr(d, part) for d in self.devices)) / whole if whole > 0 else 0.0
+
+    def rows(self, by: str) -> Sequence[TimeRow]:
+        """The rows of one view, most time first."""
+        rows: Sequence[TimeRow] = getattr(self, by)
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what `tessera report TRACE --json` prints."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        shares = {p.removesuffix("_s"): self.share(p) for p in ("compute_s", "communication_s", "copies_s", "idle_s")}
+        plain = {key: [dataclasses.asdict(row) for row in data[key]] for key in ("devices", *VIEWS, "advice")}
+        job = self.job.to_dict() if self.job is not None else None
+        return {**data, **plain, "shares": shares, "notes": [str(n) for n in self.notes], "job": job}
+
+
+def answer_by_time(recording: Recording) -> TimeAnswer:
+    """Everything that the screen and the page of a trace without power say."""
+    timeline = recording.timeline
+    rows = timeline.device_rows
+    on_device = bool(len(rows))
+    seconds = (timeline["end_ns"] - timeline["start_ns"]) * 1e-9
+    if not on_device:
+        rows, seconds = _host_seconds(timeline)
+    devices = _sum_devices(breakdown(recording).rows)
+    whole_s = sum(d.span_s for d in devices) or float(seconds[rows].sum()) or 1.0
+    properties = timeline.meta.get("deviceProperties") or ()
+    names = Counter(str(d.get("name", "")) for d in properties if isinstance(d, dict)) if on_device else Counter()
+    start_ns, end_ns = timeline.traced_span if len(timeline) else (0, 0)
+    links = timeline.linked
+    op = links.op[rows] if on_device else rows
+    views = {
+        "ops": _group(timeline, rows, op, "op", seconds, whole_s),
+        "kernels": _group(timeline, rows, rows, "kernel", seconds, whole_s) if on_device else [],
+        "regions": _sum_regions(timeline, rows, seconds, whole_s),
+        "modules": _group(timeline, rows, links.module[rows], "module", seconds, whole_s),
+    }
+    parts: dict[str, float] = {}
+    for row in views["kernels"] or views["ops"]:
+        name = category(row.name, row.kind)
+        parts[name] = parts.get(name, 0.0) + row.time_s
+    return TimeAnswer(
+        name=name_of(recording),
+        device=", ".join(n if c == 1 else f"{c} x {n}" for n, c in names.items() if n),
+        on_device=on_device,
+        time_s=(end_ns - start_ns) * 1e-9,
+        steps=_count_steps(timeline),
+        devices=devices,
+        parts={name: parts[name] for name in CATEGORIES if parts.get(name)},
+        advice=advise(recording).advice,
+        job=summarize_job(recording),
+        missing=None if on_device else explain_no_device(recording),
+        notes=order_notes(recording.notes),
+        **views,
+    )
+
+
+def _count_steps(timeline: Timeline) -> int:
+    """Of the rank that has most: all run the same ones."""
+    ranks = Counter(int(timeline["rank"][s.row]) if s.row != NONE else NONE for s in timeline.linked.steps)
+    return max(ranks.values(), default=0)
+
+
+def _host_seconds(timeline: Timeline) -> tuple[Ints, Any]:
+    """The operators of the host, and the seconds of each without those of the operators it calls."""
+    rows = timeline.rows("op")
+    python = [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())]
+    rows = rows[~np.isin(timeline["name"][rows], python)]
+    starts, ends, threads = (timeline[c][rows] for c in ("start_ns", "end_ns", "thread"))
+    owners, begins, until = Nesting(rows, threads, starts, ends).stretches()
+    own = np.zeros(len(timeline))
+    np.add.at(own, owners, (until - begins) * 1e-9)
+    return rows, own
+
+
+def _group(timeline: Timeline, rows: Ints, owners: Ints, kind: str, seconds: Any, whole_s: float) -> list[TimeRow]:
+    """Seconds of rows by the name of what each belongs to; rows that belong to nothing are left out."""
+    known = owners != NONE
+    names = timeline["name"][owners[known]]
+    if not len(names):
+        return []
+    used, inverse, calls = np.unique(names, return_inverse=True, return_counts=True)
+    spent = np.bincount(inverse, weights=seconds[rows[known]])
+    found = [
+        TimeRow(name=timeline.names[n], kind=kind, calls=int(c), time_s=float(s), share=float(s) / whole_s)
+        for n, c, s in zip(used.tolist(), calls, spent, strict=True)
+    ]
+    return sorted((r for r in found if r.time_s > 0), key=lambda r: -r.time_s)
+
+
+def _sum_regions(timeline: Timeline, rows: Ints, seconds: Any, whole_s: float) -> list[TimeRow]:
+    """Regions with everything inside them; steps are one row."""
+    which, paths = region_paths(timeline, rows)
+    spent = np.bincount(which, weights=seconds[rows], minlength=len(paths))
+    calls = np.bincount(which, minlength=len(paths))
+    sums: dict[str, list[float]] = {}
+    for path, s, n in zip(paths, spent.tolist(), calls.tolist(), strict=True):
+        for name in set(path):
+            line = sums.setdefault(name, [0.0, 0])
+            line[0] += s
+            line[1] += n
+    found = [
+        TimeRow(name=name, kind="region", calls=int(n), time_s=s, share=s / whole_s) for name, (s, n) in sums.items()
+    ]
+    return sorted(found, key=lambda r: -r.time_s)
+
+
+def _sum_devices(rows: Sequence[Mapping[str, Any]]) -> list[DeviceTime]:
+    """The parts of `breakdown` by device, as four that sum to its span."""
+    places: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["where"] != "all":
+            places.setdefault(row["where"], []).append(row)
+
+    def total(own: Sequence[Mapping[str, Any]], keep: Any) -> float:
+        return float(sum(r["ns"] for r in own if keep(r["part"]))) / 1e9
+
+    return [
+        DeviceTime(
+            where=where,
+            rank=own[0]["rank"],
+            span_s=total(own, lambda part: True),
+            compute_s=total(own, lambda part: part.startswith("compute")),
+            communication_s=total(own, lambda part: part.startswith("communication")),
+            copies_s=total(own, lambda part: part == "copies"),
+            idle_s=total(own, lambda part: part in IDLE),
+        )
+        for where, own in places.items()
+    ]

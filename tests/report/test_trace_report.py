@@ -1,0 +1,184 @@
+"""A trace in, everything out: report, export, diff and merge take a Kineto trace as they take a run file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tessera import analyze
+from tessera.analyze.lanes import LANES
+from tessera.analyze.overview import overview
+from tessera.analyze.passes import count_passes
+from tessera.analyze.sides import Cell, DiffSide
+from tessera.analyze.time_answer import answer_by_time
+from tessera.cli.export import command as export
+from tessera.cli.merge import command as merge
+from tessera.cli.report import command as report
+from tessera.profile.open_recording import open_recording
+from tessera.report.time_html import time_page
+
+from command_line import invoke
+
+BASE_NS = 1_790_000_000_000_000_000
+
+
+def write_trace(
+    path: Path, *, rank: int | None = None, late_us: float = 0.0, streams: int = 1, chip: str = "NVIDIA H200",
+    steps: int = 4, kernels: int = 5,
+) -> Path:  # fmt: skip
+    """Steps of a few products and an all-reduce; rank `rank` is `late_us` late to each."""
+    events: list[dict[str, Any]] = []
+    number = 0
+
+    def add(cat: str, name: str, ts: float, dur: float, pid: int = 9, tid: int = 9, **args: Any) -> None:
+        events.append({"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": args})
+
+    for step in range(steps):
+        start = 10_000.0 * step
+        add("user_annotation", f"ProfilerStep#{step}", start, 9_900)
+        at = start + 50
+        for k in range(kernels):
+            number += 1
+            add("cpu_op", "aten::mm", at - 20, 10, **{"External id": number})
+            add("cuda_runtime", "cudaLaunchKernel", at - 15, 4, correlation=number, **{"External id": number})
+            long = (5000 + late_us) / kernels
+            stream = 7 + k % streams
+            add("kernel", "gemm", at, long, 0, stream, device=0, stream=stream, correlation=number)
+            at += long + 5
+        number += 1
+        add("cuda_runtime", "cudaLaunchKernel", at - 15, 4, correlation=number)
+        lasts = start + 8_000 - at
+        reduce = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)"
+        add("kernel", reduce, at, lasts, 0, 40, device=0, stream=40, correlation=number)
+    whole: dict[str, Any] = {"baseTimeNanoseconds": BASE_NS, "deviceProperties": [{"id": 0, "name": chip}]}
+    if rank is not None:
+        whole["distributedInfo"] = {"rank": rank, "world_size": 8}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**whole, "traceEvents": events}))
+    return path
+
+
+def write_power(path: Path) -> Path:
+    """A power log of the trace's time: 500 W, every 5 ms."""
+    lines = ["epoch_us,domain,watts", *(f"{BASE_NS // 1000 + 5000 * i},gpu0,500.0" for i in range(12))]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_trace_without_power_is_reported_in_seconds(tmp_path):
+    trace = write_trace(tmp_path / "trace.json")
+    shown = invoke(report, trace).output
+    assert "compute" in shown and "aten::mm" in shown and " J" not in shown and (tmp_path / "trace.html").exists()
+    data = json.loads(invoke(report, trace, "--json").output)
+    parts = analyze.breakdown(trace).facts
+    assert data["shares"]["compute"] == pytest.approx(parts["compute_s"] / parts["span_s"])
+    assert data["shares"]["idle"] == pytest.approx(parts["idle_s"] / parts["span_s"])
+    assert data["kernels"][0]["name"] == "gemm" and data["kernels"][0]["time_s"] == pytest.approx(20e-3)
+    assert data["steps"] == 4 and "energy_j" not in json.dumps(data["kernels"])
+    assert "gemm" in invoke(report, trace, "--by", "kernels").output
+
+
+def test_its_page_leads_with_time_and_has_no_joule(tmp_path):
+    recording = open_recording(write_trace(tmp_path / "trace.json"))
+    page = time_page(recording, answer_by_time(recording))
+    body = page[page.index("<main>") : page.index("<script type")]
+    assert "What ran" in body and "Power and what ran" not in body and "Time by row" in body
+    assert " J<" not in body and "mJ" not in body and body.index("traced") < body.index("compute")
+
+
+def test_with_a_power_log_it_is_reported_as_a_run(tmp_path):
+    trace, power = write_trace(tmp_path / "trace.json"), write_power(tmp_path / "power.csv")
+    data = json.loads(invoke(report, trace, "--power", power, "--json").output)
+    assert data["answer"]["energy_j"] > 0 and data["answer"]["basis"] == "measured"
+    page = tmp_path / "page.html"
+    shown = invoke(report, trace, "--power", power, "--html", page).output
+    assert " J" in shown and "Power and what ran" in page.read_text()
+
+
+@pytest.mark.parametrize("with_power", [False, True])
+def test_a_trace_is_exported(tmp_path, with_power):
+    trace = write_trace(tmp_path / "trace.json")
+    words = ["--power", write_power(tmp_path / "power.csv")] if with_power else []
+    targets = ["--chrome", tmp_path / "out.json", "--csv", tmp_path / "out.csv", "--tensorboard", tmp_path / "board"]
+    told = json.loads(invoke(export, trace, *words, *targets, "--json").output)
+    assert set(told["written"]) == {"chrome", "csv", "tensorboard"}
+    assert "gemm" in (tmp_path / "out.json").read_text() and "gemm" in (tmp_path / "out.csv").read_text()
+    assert len(open_recording(tmp_path / "out.json").timeline.rows("kernel")) == 20
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    for rank in range(8):
+        write_trace(tmp_path / "ranks" / f"rank{rank}.json", rank=rank, late_us=400.0 if rank == 3 else 5.0 * rank)
+    return tmp_path / "ranks"
+
+
+def test_a_folder_of_ranks_has_a_row_and_a_band_for_each(ranks):
+    recording = open_recording(ranks)
+    result = answer_by_time(recording)
+    assert [d.rank for d in result.devices] == list(range(8)) and result.steps == 4
+    assert max(result.devices, key=lambda d: d.compute_s).rank == 3
+    assert result.job is not None and [r.rank for r in result.job.ranks if r.straggler] == [3]
+    view = overview(recording.timeline, None, {}, None)
+    labels = [lane.label for lane in view.lanes if lane.label.startswith("rank ") and lane.kind == "device"]
+    assert labels == [f"rank {r}" for r in range(8)] and view.hidden_lanes == 0
+    for lane in view.lanes:  # nothing is drawn over something else
+        assert (lane.start_ns[1:] >= lane.end_ns[:-1]).all() or lane.kind != "device"
+    page = time_page(recording, result)
+    assert "Each device" in page and "Who waited for whom" in page
+
+
+def test_ranks_may_lie_in_subfolders(ranks, tmp_path):
+    for file in ranks.iterdir():
+        (tmp_path / "job" / file.stem).mkdir(parents=True)
+        file.rename(tmp_path / "job" / file.stem / "trace.pt.trace.json")
+    assert len(answer_by_time(open_recording(tmp_path / "job")).devices) == 8
+
+
+def test_traces_of_ranks_are_merged_to_a_run(ranks, tmp_path):
+    told = json.loads(invoke(merge, ranks, "-o", tmp_path / "all.tessera", "--json").output)
+    assert told["collectives"]["stragglers"]["3"]["times"] == 4
+    assert set(told["collectives"]["waits_s"]) == {str(r) for r in range(8) if r != 3}
+
+
+def test_lanes_are_those_with_most_time_and_others_are_counted(tmp_path):
+    trace = open_recording(write_trace(tmp_path / "t.json", streams=14, kernels=14)).timeline
+    view = overview(trace, None, {}, None)
+    assert len([lane for lane in view.lanes if lane.kind == "device"]) == LANES and view.hidden_lanes == 15 - LANES
+    assert any("40" in lane.label for lane in view.lanes)  # four collectives, and more time than any other stream
+
+
+def test_idle_of_a_step_is_the_devices_own(tmp_path):
+    """The host ran ahead: kernels of a step end after its region, which is no reason for idle to be gone."""
+    a, b = (
+        write_trace(tmp_path / f"{name}.json", steps=6, chip=chip)
+        for name, chip in (("a", "NVIDIA H200"), ("b", "NVIDIA A100-SXM4-80GB"))
+    )
+    data = json.loads(b.read_text())
+    for event in data["traceEvents"]:
+        if event["cat"] == "user_annotation":
+            event["dur"] = 3_000.0  # all launches are made in it
+        elif event["cat"] in ("cpu_op", "cuda_runtime"):
+            step, offset = divmod(event["ts"], 10_000.0)
+            event["ts"] = step * 10_000.0 + offset / 4
+    b.write_text(json.dumps(data))
+    found = analyze.diff(a, b, by="kernels")
+    idle = next(r for r in found.subgraphs if r.name == "idle")
+    assert idle.state == "both" and idle.after_s == pytest.approx(idle.before_s, rel=0.05)
+    assert any("chips differ" in note and "H200" in note and "A100" in note for note in found.notes)
+
+
+def test_a_run_of_inference_is_compared_by_pass():
+    def cells(times: float) -> dict[str, Cell]:
+        names = {"aten::mm": 4.0, "aten::add": 2.0, "aten::relu": 3.0}
+        return {name: Cell(1.0, 0.1, 1e-3, 1e-5, calls * times, "op") for name, calls in names.items()}
+
+    total = Cell(3.0, 0.1, 3e-3, 1e-5, 1.0)
+    predicted = DiffSide(name="p", basis="predicted", total=total, views={"ops": cells(1)}, work={"sample": 8.0})
+    run = DiffSide(name="r", basis="measured", total=total.scale(50.0), views={"ops": cells(50)}, span="run")
+    notes: list[str] = []
+    (one,), (two,) = count_passes([run], [predicted], notes)
+    assert one.work["step"] == 50.0 and two.work["step"] == 1.0 and "50 times" in notes[0]
