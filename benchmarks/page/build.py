@@ -13,6 +13,7 @@ import first_hour
 import many_gpus
 import measuring
 import operators
+import placing
 import predicting
 import profiling
 import schedules
@@ -28,6 +29,7 @@ PARTS: dict[str, tuple[list[Goal], list[str]]] = {
     "Operators": (operators.goals(), operators.NOTES),
     "Schedules": (schedules.goals(), schedules.notes()),
     "Many GPUs": (many_gpus.goals(), many_gpus.NOTES),
+    "Placing and moving jobs": (placing.goals(), placing.NOTES),
     "The first hour": (first_hour.goals(), first_hour.notes()),
 }
 

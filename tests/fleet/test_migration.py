@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gloo_ranks import GlooRanks
-from tessera.errors import ArgumentError, MigrationError
+from tessera.errors import ArgumentError, GovernorError, MigrationError
 from tessera.fleet.job_checkpoint import find_newest
+from tessera.fleet.leases import JobState, JobStatus
 from tessera.fleet.migration import MigratableJob, Migration, migratable, read_status
-from tessera.fleet.migration_order import OrderFile, OrderWatch, OverheatSource
+from tessera.fleet.migration_order import OrderFile, OrderWatch, OverheatSource, ShedSource
 from tessera.fleet.relaunch import run_until_done
 
 TOTAL, LEAVE_AT = 14, 4
@@ -190,6 +192,32 @@ def test_a_signal_and_a_file_order_a_move(tmp_path: Path) -> None:
     order.write(ranks=2, node="n7")
     assert order() == "request" and order.take() == {"ranks": 2, "node": "n7"}
     assert order() is None
+
+
+def test_a_job_that_the_governor_sheds_leaves() -> None:
+    state = [JobState.ACTIVE]
+
+    class Governor:
+        def show_job(self, job: str) -> JobStatus:
+            return JobStatus(job=job, state=state[0], asked_w=1.0, granted_w=0.0, ends_in_s=1.0)
+
+    source = ShedSource(Governor(), "job7")
+    assert source() is None
+    state[0] = JobState.SHED
+    assert source() == "request"
+
+
+def test_a_source_that_fails_orders_nothing() -> None:
+    asked = threading.Event()
+
+    def away() -> None:
+        asked.set()
+        raise GovernorError("the governor cannot be asked")
+
+    watch = OrderWatch([away], poll_s=0.001)
+    with watch.watch():
+        assert asked.wait(30.0)
+    assert watch.order is None
 
 
 def test_a_job_is_started_again_where_the_order_says(tmp_path: Path) -> None:

@@ -253,10 +253,9 @@ def _open_poller(fleet: Path, governor: str | None, token_file: Path | None, ca:
         import_client()  # fails at once if the package is not installed
     client = None
     if governor is not None:
-        from importlib import import_module
+        from ..fleet.governor.client import GovernorAddress, GovernorClient
 
-        governor_client = import_module("tessera.fleet.governor.client")
-        client = governor_client.GovernorClient(governor_client.GovernorAddress.find(governor, token_file, ca))
+        client = GovernorClient(GovernorAddress.find(governor, token_file, ca))
     return FleetPoller(given, client)
 
 

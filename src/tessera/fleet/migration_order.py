@@ -12,15 +12,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import TesseraError
 from .job_checkpoint import OrderKind, read_json, write_json
+from .leases import JobState, JobStatus
 
 _log = logging.getLogger("tessera")
 POLL_S = 1.0
 # Assumed: a temperature above the threshold for this long is not a moment of a fan that has just not caught up.
 HOLD_S = 10.0
+
+
+class JobGovernor(Protocol):
+    """What a governor is asked: `GovernorClient` of tessera.fleet.governor."""
+
+    def show_job(self, job: str) -> JobStatus: ...
+
 
 Source = Callable[[], OrderKind | None]
 """Asked again and again; None: no order."""
@@ -61,6 +69,17 @@ def read_hottest_c() -> float | None:
     readings = [t for t in (sampler.latest(d.name) for d in sampler.domains) if t is not None]
     parts = [c for t in readings for c in (t.temperature_c, t.memory_temperature_c) if c is not None]
     return max(parts, default=None)
+
+
+class ShedSource:
+    """Orders a move when the governor sheds the job: it has no watts here any more."""
+
+    def __init__(self, governor: JobGovernor, job: str) -> None:
+        self._governor, self._job = governor, job
+
+    def __call__(self) -> OrderKind | None:
+        """Ask once."""
+        return "request" if self._governor.show_job(self._job).state is JobState.SHED else None
 
 
 class OrderFile:

@@ -157,8 +157,8 @@ def _add_up(
 def _sum_power(nodes: Sequence[PlacementNode], watts: Mapping[str, float], busy: set[str]) -> tuple[float, float]:
     it_w = fans_w = 0.0
     for node in nodes:
-        if node.name not in busy:
-            it_w += node.idle_w if node.asleep_w is None else node.asleep_w
+        if node.name not in busy and node.asleep_w is not None:
+            it_w += node.asleep_w
             continue
         power_w = node.idle_w + watts[node.name]
         it_w += power_w
