@@ -1,6 +1,6 @@
 """Hostile and damaged files through the commands that read them, each in a process of its own with limits.
 
-    python benchmarks/fuzz/fuzz_files.py 10000
+    python benchmarks/fuzz/fuzz_files.py 10000 [--jobs 4]
 
 Run files (flips, cuts, views, journals, rows without end, nested facts, damaged tables, a killed run's log), traces (bombs,
 cut lists, nesting, wrong JSON, odd values), power logs, reports in JSON and chip files. A case is bounded by 5 s of CPU and
@@ -14,6 +14,7 @@ import argparse
 import functools
 import gzip
 import hashlib
+import multiprocessing
 import os
 import random
 import resource
@@ -26,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
@@ -379,6 +380,17 @@ def run(number: int) -> tuple[str, str, float]:
         return name, "too slow" if seconds > limit_s else how, seconds
 
 
+def run_numbered(number: int) -> tuple[int, str, str, float]:
+    """A case's number before its kind, how it ended and its CPU seconds."""
+    return number, *run(number)
+
+
+def run_all(first: int, count: int, jobs: int) -> Iterator[tuple[int, str, str, float]]:
+    """All cases, some at a time; each is a process of its own in any case."""
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap_unordered(run_numbered, range(first, first + count), chunksize=8)
+
+
 def import_all() -> None:
     """Run each command once on sound files here: the children then need not import what it needs."""
     with tempfile.TemporaryDirectory() as folder:
@@ -397,6 +409,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", nargs="?", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--case", type=int, help="run one case here and show how it ends")
     parser.add_argument("--save", type=Path, default=BENCHMARKS / "results" / "fuzz_files.json")
     given = parser.parse_args()
@@ -413,8 +426,9 @@ def main() -> None:
     ends: dict[str, Counter[str]] = defaultdict(Counter)
     bad: Counter[str] = Counter()
     slowest = (0.0, -1)
-    for number in range(given.first, given.first + given.count):
-        name, how, seconds = run(number)
+    for done, (number, name, how, seconds) in enumerate(run_all(given.first, given.count, given.jobs), 1):
+        if done % 1000 == 0:
+            print(f"{done} of {given.count} files, {time.perf_counter() - begun:.0f} s", flush=True)
         short = how.partition(":")[0]
         ends[name][short] += 1
         slowest = max(slowest, (seconds, number))
