@@ -7,6 +7,7 @@ until it is at most `BUDGET` of the time.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 import threading
 import time
@@ -154,4 +155,12 @@ def _first_folder() -> Path:
 @functools.cache
 def is_library(file: str) -> bool:
     """Whether a file is not the user's: of Python, of an installed package, of Tessera, or no file at all."""
-    return not file.endswith(".py") or any(part in file for part in _LIBRARIES)
+    return not file.endswith(".py") or any(part in file for part in (*_LIBRARIES, *_installed_folder()))
+
+
+@functools.cache
+def _installed_folder() -> tuple[str, ...]:
+    """Where packages are installed if that has another name (`pip install --target`): NumPy is always there."""
+    found = importlib.util.find_spec("numpy")
+    folder = Path(found.origin).parents[1] if found is not None and found.origin else None
+    return (f"{folder}/",) if folder is not None and not _first_folder().is_relative_to(folder) else ()
