@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import pickle
 import random
 import re
 import shutil
@@ -27,6 +26,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from pickle import PickleError
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -188,7 +188,7 @@ class JobCheckpoint:
             torch.save(own, packed)
             packed.seek(0)
             torch.load(packed, weights_only=True)
-        except (pickle.PickleError, AttributeError, TypeError) as error:  # pickle's own words for a local class
+        except (PickleError, AttributeError, TypeError) as error:  # pickle's own words for a local class
             raise MigrationError(
                 "a state is not plain data, so it could not be read again",
                 why=str(error).strip().splitlines()[0][:200],
@@ -203,7 +203,7 @@ class JobCheckpoint:
         source = self.rank if self.rank < manifest.ranks else 0
         try:
             own = torch.load(path / f"rank-{source}.pt", weights_only=True, map_location="cpu")
-        except (OSError, pickle.UnpicklingError, RuntimeError) as error:
+        except (OSError, PickleError, RuntimeError) as error:
             raise MigrationError(
                 f"the state of rank {source} in {path} cannot be read",
                 why=str(error).strip().splitlines()[0][:200],
