@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "suite_under_load")
     parser.add_argument("--save", type=Path, default=BENCHMARKS / "results" / "suite_under_load.json")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run and the busy loops end too
     given.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         clone = given.clone or Path(folder) / "clone"
