@@ -18,7 +18,7 @@ from tessera.fleet.incidents import find_incidents, read_clock_errors
 from tessera.profile.ranks import Offset, merge
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.profile.runfile_checksum import unseal
-from tessera.schema import Domain, PowerEvent
+from tessera.schema import Domain, PowerEvent, Telemetry
 from tessera.timeline import Builder, Launch
 
 T0 = 1_790_000_000_000_000_000
@@ -84,7 +84,23 @@ def test_an_event_is_tied_to_what_ran_on_each_node_although_their_clocks_differ(
     assert by_name["collectives"].verdict == "aligned" and by_name[GEMM].verdict == "not aligned"
     assert found.answer("feeds").verdict == "yes" and "L2 above 30 A" in found.answer("feeds").evidence
     assert found.answer("aligned").verdict == "yes"
+    assert found.answer("links").verdict == "yes" and "100% of the events' time" in found.answer("links").evidence
     assert json.loads(found.to_json())["incidents"][0]["nodes"][1]["host"] == "node2"
+
+
+def test_throttling_after_events_is_found(tmp_path: Path) -> None:
+    path = write_rank(tmp_path, 0)
+    recording = RunFile(path).recording()
+    events = [alarm(in_reduce(step)) for step in (3, 9, 17)]
+    slow = [(e.time_ns, e.time_ns + 150 * MS) for e in events]
+    recording.telemetry = [
+        Telemetry(
+            time_ns=at, domain="gpu0", throttle=("power cap",) if any(a <= at <= b for a, b in slow) else ()
+        )
+        for at in range(T0, T0 + STEPS * STEP, 50 * MS)
+    ]  # fmt: skip
+    answer = find_incidents(recording, events, within_s=0.005).answer("throttle")
+    assert answer.verdict == "yes" and "3 of 3 events are followed by throttling" in answer.evidence
 
 
 def test_the_window_of_a_node_is_as_much_wider_as_its_clock_is_unsure(tmp_path: Path) -> None:

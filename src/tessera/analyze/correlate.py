@@ -171,7 +171,7 @@ def correlate(
             _check_alignment(spikes, aligned, level_w),
             check_throttling(spikes, own, within_s),
             check_feeds(curve, power.events if events is None else events, readings),
-            _check_links(spikes, own, work.traffic(), curve.reach_s),
+            check_links(spikes, own, work.traffic(), curve.reach_s),
         ),
         domain=curve.domain,
         threshold_w=level_w,
@@ -310,10 +310,12 @@ def add_aftermath(spike: Spike, rows: Sequence[Telemetry], within_s: float) -> S
     )
 
 
-def check_throttling(spikes: Sequence[Spike], rows: Sequence[Telemetry], within_s: float) -> ChecklistAnswer:
-    """Whether clocks throttle right after spikes."""
+def check_throttling(
+    spikes: Sequence[Spike], rows: Sequence[Telemetry], within_s: float, noun: str = "spike"
+) -> ChecklistAnswer:
+    """Whether clocks throttle right after spikes, or what else `noun` calls them."""
     if not spikes:
-        return make_answer("throttle", "no", "there is no spike")
+        return make_answer("throttle", "no", f"there is no {noun}")
     watched = [s for s in spikes if s.throttle is not None]
     if not watched:
         spacing_s = float(np.median(np.diff([r.time_ns for r in rows]))) * 1e-9 if len(rows) > 1 else None
@@ -321,19 +323,19 @@ def check_throttling(spikes: Sequence[Spike], rows: Sequence[Telemetry], within_
             'telemetry of the device: correlate(..., telemetry=trace.telemetry("gpu0")), or activities=["gpu", "power"]'
             if spacing_s is None
             else f"telemetry at least every {within_s * 1e3:.0f} ms, with throttle reasons: these readings are "
-            f"{spacing_s:.2g} s apart, and none that falls on a spike has any"
+            f"{spacing_s:.2g} s apart, and none that falls on a {noun} has any"
         )
         return make_answer("throttle", "unknown", "no throttle state was read", needs)
     hit = [s for s in watched if s.throttle]
     reasons = ", ".join(dict.fromkeys(r for s in hit for r in s.throttle or ()))
-    text = f"{len(hit)} of {len(watched)} spikes are followed by throttling within {within_s * 1e3:.0f} ms"
+    text = f"{len(hit)} of {len(watched)} {noun}s are followed by throttling within {within_s * 1e3:.0f} ms"
     text += f" ({reasons})" if reasons else ""
     calm = [slowing_reasons(r) for r, quiet in zip(rows, _away(spikes, rows, within_s), strict=True) if quiet]
     states = [bool(state) for state in calm if state is not None]
     if hit and states:
         outside = sum(states) / len(states)
-        text += f"; outside spikes {outside:.0%} of the readings are throttled"
-        text += ", so it is not more common after spikes" if len(hit) / len(watched) <= outside else ""
+        text += f"; outside {noun}s {outside:.0%} of the readings are throttled"
+        text += f", so it is not more common after {noun}s" if len(hit) / len(watched) <= outside else ""
     heat = [s.temperature_c for s in watched if s.temperature_c is not None]
     text += _describe_clocks(watched) + (f"; up to {max(heat):.0f} °C" if heat else "")
     return make_answer("throttle", "yes" if hit else "no", text)
@@ -380,20 +382,21 @@ def check_feeds(curve: Curve, events: Iterable[PowerEvent], rows: Sequence[Telem
     return make_answer("feeds", "unknown", f"no PDU or supply was read; {evidence}", needs)
 
 
-def _check_links(
-    spikes: Sequence[Spike], rows: Sequence[Telemetry], traffic: LinkTraffic, reach_s: float
+def check_links(
+    spikes: Sequence[Spike], rows: Sequence[Telemetry], traffic: LinkTraffic, reach_s: float, noun: str = "spike"
 ) -> ChecklistAnswer:
+    """Whether links carry much during spikes, or what else `noun` calls them."""
     if not spikes:
-        return make_answer("links", "no", "there is no spike")
+        return make_answer("links", "no", f"there is no {noun}")
     rated = [r for r in rows if any(k.startswith(LINKS) for k in r.activity_pct)]
     away = _away(spikes, rated, reach_s)
     rates = {link: _link_rates(rated, away, link) for link in LINKS}
     parts = [
-        f"{link} {inside:.0f} MiB/s in spikes, {'unknown' if outside is None else f'{outside:.0f}'} outside"
+        f"{link} {inside:.0f} MiB/s in {noun}s, {'unknown' if outside is None else f'{outside:.0f}'} outside"
         for link, (inside, outside) in rates.items()
         if inside is not None
     ]
-    share = f"copies or collectives run in {traffic.in_spikes:.0%} of the spikes' time, {traffic.outside:.0%} outside"
+    share = f"copies or collectives run in {traffic.in_spikes:.0%} of the {noun}s' time, {traffic.outside:.0%} outside"
     none = "the timeline has no copy between host and device, nor a collective"
     evidence = "; ".join([*parts, share if traffic.copies or traffic.collectives else none])
     is_busy = any(inside is not None and inside >= TRAFFIC_MIB_PER_S for inside, _ in rates.values())

@@ -21,19 +21,24 @@ from typing import Any
 
 import numpy as np
 
-from ..analyze.alignment import Alignment, SpikeOverlap, judge_alignment
+from ..analyze.alignment import Alignment, SpikeOverlap, SpikeWork, judge_alignment
 from ..analyze.correlate import (
     OVERCURRENT,
     ChecklistAnswer,
     Correlation,
     YesNo,
+    add_aftermath,
+    check_links,
+    check_throttling,
     correlate,
     make_answer,
     select_rows,
+    sort_telemetry,
 )
+from ..analyze.correlate import WITHIN_S as THROTTLE_S
 from ..analyze.kernel_names import short_name
 from ..analyze.result import encode_json
-from ..analyze.spikes import Curve, make_curve
+from ..analyze.spikes import Curve, Spike, make_curve
 from ..errors import MeasurementError
 from ..notes import Note
 from ..power_event import PowerEvent
@@ -152,7 +157,7 @@ def find_incidents(
     return FleetIncidents(
         incidents=tuple(incidents),
         aligned=tuple(aligned),
-        checklist=_fill_checklist(correlation, aligned, inside),
+        checklist=_fill_checklist(correlation, aligned, inside, _check_after(recording, rows, curve, inside)),
         correlation=correlation,
         mean_w=None if curve is None else curve.mean_w,
         crest_factor=None if curve is None else curve.crest_factor,
@@ -319,8 +324,41 @@ def _align_events(timeline: Timeline, rows: Ints, incidents: Sequence[Incident])
     return found
 
 
+def _check_after(
+    recording: Recording, rows: Ints, curve: Curve | None, incidents: Sequence[Incident]
+) -> list[ChecklistAnswer]:
+    """Whether clocks throttle after the events and links are busy during them; nothing without events or power."""
+    if curve is None or not incidents:
+        return []
+    readings = sort_telemetry(recording.telemetry)
+    events = [add_aftermath(_as_spike(i, n), readings, THROTTLE_S) for n, i in enumerate(incidents, start=1)]
+    traffic = SpikeWork(recording.timeline, rows, curve, events).traffic()
+    return [
+        check_throttling(events, readings, THROTTLE_S, "event"),
+        check_links(events, readings, traffic, curve.reach_s, "event"),
+    ]
+
+
+def _as_spike(incident: Incident, number: int) -> Spike:
+    """An incident's time as a stretch that the checks of spikes take."""
+    start_ns, end_ns = incident.event.start_ns, max(incident.event.time_ns, incident.event.start_ns + 1)
+    peak_w = incident.peak_w or 0.0
+    return Spike(
+        number=number,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        foot_ns=start_ns,
+        peak_ns=start_ns,
+        peak_w=peak_w,
+        rise_w_per_s=None,
+    )
+
+
 def _fill_checklist(
-    correlation: Correlation | None, aligned: Sequence[Alignment], incidents: Sequence[Incident]
+    correlation: Correlation | None,
+    aligned: Sequence[Alignment],
+    incidents: Sequence[Incident],
+    after: Sequence[ChecklistAnswer],
 ) -> tuple[ChecklistAnswer, ...]:
     """The four answers; without power those that need it are unknown."""
     if correlation is not None:
@@ -332,6 +370,7 @@ def _fill_checklist(
         }
         told = "; ".join(f"{i.event.domain}: {i.event.kind}, {i.event.message}" for i in incidents[:3])
         answers["feeds"] = make_answer("feeds", "yes" if incidents else "unknown", told or "no event is known", needs)
+    answers |= {answer.key: answer for answer in after}
     if aligned:
         hits = [a for a in aligned if a.verdict == "aligned" and a.kind != "activity"]
         shown = hits or [a for a in aligned if a.kind != "activity"][:3]

@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..analyze.kernel_names import short_name
-from ..fleet.incidents import FleetIncidents, Incident, NodeWork, describe_events
+from ..fleet.incidents import FleetIncidents, Incident, NodeWork
 from ..units import format_duration, format_power
-from .console import label_table, next_line
+from .console import HangingText, label_table, next_line
 
 _STYLES = {"yes": "bold red", "no": "green", "unknown": "yellow"}
 _LISTED = 8
@@ -23,22 +23,18 @@ def incidents_screen(found: FleetIncidents, *, next_command: str, top: int = _LI
     figures = "" if found.mean_w is None else f", {format_power(found.mean_w, 3)} mean"
     crest = "" if found.crest_factor is None else f", crest factor {found.crest_factor:.2f}"
     title = f"{count} power event{'s' if count != 1 else ''} on {hosts}{figures}{crest}"
-    checklist = label_table()
+    checklist: list[RenderableType] = []
     for answer in found.checklist:
-        text = Text(answer.verdict, style=_STYLES[answer.verdict])
-        text.append(
-            f"  {answer.evidence}" + (f" (needs: {answer.needs})" if answer.needs else ""), style="not bold default"
-        )
-        checklist.add_row(answer.question, text)
+        text = Text("  ").append(f"{answer.verdict:<8}", style=_STYLES[answer.verdict])
+        text.append(answer.evidence + (f" (needs: {answer.needs})" if answer.needs else ""))
+        checklist += [Text(answer.question, style="dim"), HangingText(text, 10)]
     ending = label_table()
-    for alignment in [a for a in found.aligned if a.verdict == "aligned"][:4]:
-        ending.add_row("aligned", describe_events(alignment))
     for note in found.notes:
         ending.add_row("note", Text(str(note), style="dim"))
     shown = [_incident(i) for i in found.incidents[:top]]
     if count > top:
         shown.append(Text(f"{count - top} more events: --top {count}, or --json", style="dim"))
-    return Group(Text(title, style="bold"), checklist, Text(""), *shown, ending, next_line(next_command))
+    return Group(Text(title, style="bold"), *checklist, Text(""), *shown, ending, next_line(next_command))
 
 
 def _incident(incident: Incident) -> RenderableType:
