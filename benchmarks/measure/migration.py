@@ -183,7 +183,7 @@ def main() -> None:
     if arguments.write:
         lost = [r["lost_s"] for r in rows]
         write_result(OUT, {
-            "steps": STEPS, "rows": rows, "two_ranks_never_moved": never_moved,
+            "load_average": os.getloadavg()[2], "steps": STEPS, "rows": rows, "two_ranks_never_moved": never_moved,
             "lost_s": statistics.median(lost), "save_s": statistics.median(r["save_s"] for r in rows),
             "load_s": statistics.median(r["load_s"] for r in rows), "between_steps_s": statistics.median(votes),
             "resharded": max((r["largest_difference"] for r in rows if r["ranks"][1] == 2), default=math.nan),
