@@ -21,6 +21,9 @@ APART = 0.0
 NEEDS_NCU = "needs ncu: tessera run --counters"
 NEEDS_POWER = 'needs power samples: activities=["gpu", "power"]'
 NEEDS_SHAPES = "needs record_shapes=True"
+NEEDS_TELEMETRY = "needs telemetry of the device: record with `tessera run`; `tessera doctor` shows what it reports"
+NOT_THROTTLED = "none"
+"""The reason of a device that reported that nothing held it back."""
 NEEDS_GPM = "needs GPM (Hopper or later)"
 NEEDS_NCCL = "needs NCCL's own log (NCCL_DEBUG=INFO)"
 
@@ -31,13 +34,16 @@ CAPABILITY: dict[str, str] = {
     "tc_util_pct": NEEDS_NCU, "alu_util_pct": NEEDS_NCU, "cp_async_inflight": NEEDS_NCU,
     "warps_launched": NEEDS_NCU, "warps_active": NEEDS_NCU, "warps_eligible": NEEDS_NCU,
     "memory_stall_pct": NEEDS_NCU, "dependency_stall_pct": NEEDS_NCU, "structural_stall_pct": NEEDS_NCU,
-    "power_w": NEEDS_POWER, "temp_c": NEEDS_POWER, "throttle_reason": NEEDS_POWER,
+    "power_w": NEEDS_POWER, "temp_c": NEEDS_TELEMETRY, "throttle_reason": NEEDS_TELEMETRY,
     "energy_j": NEEDS_POWER, "error_j": NEEDS_POWER,
     "pcie_gbps": NEEDS_GPM, "nvlink_gbps": NEEDS_GPM,
     "flops": NEEDS_SHAPES, "shapes": NEEDS_SHAPES,
     "collective_algorithm": NEEDS_NCCL, "collective_path": NEEDS_NCCL,
 }  # fmt: skip
 """What would provide a field that is missing."""
+
+COUNTERS = frozenset(f for f, why in CAPABILITY.items() if why == NEEDS_NCU) | {"stall_reasons"}
+"""The fields that hardware counters provide."""
 
 _ONLY: dict[str, tuple[Kind, ...]] = {
     "memcpy_dir": ("memcpy",), "memcpy_gbps": ("memcpy",), "pinned": ("memcpy",),
@@ -134,7 +140,11 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         kinds = _ONLY.get(field)
         if kinds is not None and self.kind not in kinds:
             return f"only a {' or '.join(kinds)} has it"
-        if field in CAPABILITY and self.kind not in ON_DEVICE:
+        if field == "flops" and self.shapes is not None:
+            return "shapes do not tell its FLOPs" if self.kind == "op" else "an operator has FLOPs: see its own record"
+        if self.kind not in ON_DEVICE and field in ("energy_j", "error_j", "power_w"):
+            return f"a table has the joules of {self.kind}s, which are those of what they launched: recording.energy()"
+        if field in CAPABILITY and self.kind not in ON_DEVICE and field not in ("shapes", "flops"):
             return "only what runs on a device has it"
         return CAPABILITY.get(field, "not recorded")
 

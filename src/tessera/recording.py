@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 from .attribute.account import account_run, account_samples
 from .attribute.solve import attribute
 from .attribute.table import EnergyTable
+from .attribute.work import work_of
 from .clock import EpochNs
 from .errors import MeasurementError
 from .notes import order_notes
-from .record import Record
+from .record import NOT_THROTTLED, Record
 from .schema import DeviceId, PowerEvent, Telemetry
 from .timeline.columns import Chunk, Launch, Timeline
 from .trace import PowerTrace
@@ -228,7 +229,7 @@ class Recording:
             raise MeasurementError(
                 "this trace has no power log",
                 why="joules are computed from power samples",
-                fix="give a power log of the same time: profile.load(trace, power='power.csv')",
+                fix="give a power log of the same time: tessera.profile.load(trace, power='power.csv'), or --power",
             )
         return attribute(self.timeline, self.power)
 
@@ -257,11 +258,15 @@ def _add_device_state(records: Iterator[Record], telemetry: Sequence[Telemetry])
         by_device.setdefault(DeviceId.of_domain(reading.domain), []).append(reading)
     times = {device: [t.time_ns for t in readings] for device, readings in by_device.items()}
     for record in records:
+        if record.kind == "op" and record.shapes is not None and record.flops is None:
+            work = work_of(record.name, record.shapes)
+            record.flops = work.flops if work is not None else None
         if record.energy_j is not None and record.seconds > 0 and record.power_w is None:
             record.power_w = record.energy_j / record.seconds
         device = DeviceId(record.host or "", "gpu", record.device) if record.device is not None else None
         if device in times:
             state = by_device[device][max(bisect.bisect_right(times[device], record.start_ns) - 1, 0)]
             record.temp_c = state.temperature_c
-            record.throttle_reason = ", ".join(state.throttle) if state.throttle else None
+            if state.throttle is not None:
+                record.throttle_reason = ", ".join(state.throttle) or NOT_THROTTLED
         yield record

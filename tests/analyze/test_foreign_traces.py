@@ -13,12 +13,14 @@ from tessera.analyze.evidence import RunEvidence
 from tessera.analyze.rules_host import _remedy
 from tessera.analyze.spikes import Curve, choose_threshold, find_spikes
 from tessera.attribute.work import work_of
+from tessera.profile.export import Chrome
 from tessera.profile.open_recording import open_recording
 from tessera.profile.ranks.align import fit
 from tessera.profile.ranks.clocks import Offset
 from tessera.profile.ranks.collectives import meetings
 from tessera.recording import Recording
 from tessera.report.analysis import text
+from tessera.schema import Telemetry
 from tessera.timeline import Timeline, kineto
 
 BASE_NS = 1_790_000_000_000_000_000
@@ -267,6 +269,49 @@ def test_the_critical_path_uses_recorded_events_between_streams():
     assert "elsewhere" in {r["name"] for r in guessed.rows}
     assert "awaited" in {r["name"] for r in known.rows} and "elsewhere" not in {r["name"] for r in known.rows}
     assert not any("not in the trace" in note for note in known.notes)
+
+
+def test_counters_survive_an_export(tmp_path):
+    """What ncu counted is in the exported trace, and read from there."""
+    trace = kernels("gemm", 3, 100.0, 5.0)
+    counted = {"memory_stall_pct": 61.0, "sm_occupancy": 40.0, "warp_divergence_pct": 25.0}
+    trace.extra = {int(row): dict(counted) for row in trace.rows("kernel")}
+    written = Chrome(tmp_path / "out.json.gz").write(Recording(trace))
+    stalls, divergence = analyze.stalls(written), analyze.divergence(written)
+    assert stalls.rows[0]["memory_stall_pct"] == pytest.approx(61.0)
+    assert divergence.rows[0]["warp_divergence_pct"] == pytest.approx(25.0)
+
+
+def test_why_says_what_would_help():
+    trace = read(
+        event(
+            "cpu_op",
+            "aten::mm",
+            0,
+            10,
+            pid=9,
+            tid=9,
+            **{"External id": 5, "Input Dims": [[8, 16], [16, 4]], "Input type": ["float"] * 2},
+        ),
+        event("cpu_op", "mine::add", 20, 10, pid=9, tid=9, **{"Input Dims": [[8], [8]], "Input type": ["float"] * 2}),
+        event("kernel", "gemm", 12, 5, device=0, stream=7, correlation=-1, **{"External id": 5}),
+    )
+    told = [Telemetry(domain="gpu0", time_ns=BASE_NS, throttle=(), temperature_c=50.0)]
+    records = {r.name: r for r in Recording(trace, telemetry=told).records()}
+    assert records["aten::mm"].flops == 2 * 8 * 16 * 4 and records["gemm"].throttle_reason == "none"
+    assert "shapes do not tell" in str(records["mine::add"].why("flops"))
+    assert "recording.energy()" in str(records["aten::mm"].why("energy_j"))
+    (alone,) = [r for r in Recording(trace).records() if r.kind == "kernel"]
+    assert "telemetry" in str(alone.why("throttle_reason")) and "power samples" in str(alone.why("energy_j"))
+
+
+@pytest.mark.parametrize(("chip", "taken_as"), [("NVIDIA H200", "nvml-samples"), ("AMD Instinct MI300X", "")])
+def test_only_a_log_beside_nvidias_chip_is_its_ring(tmp_path, chip, taken_as):
+    log = tmp_path / "power.csv"
+    lines = [f"{BASE_NS // 1000 + 20_000 * i},gpu0,300" for i in range(20)]
+    log.write_text("\n".join(["epoch_us,domain,watts", *lines]))
+    recording = open_recording(kernels("gemm", 4, 900.0, 1.0, deviceProperties=[{"id": 0, "name": chip}]), power=log)
+    assert recording.power is not None and recording.power.domains[0].taken_as == taken_as
 
 
 # -- ranks ----------------------------------------------------------------------------------------------------------

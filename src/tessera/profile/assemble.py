@@ -112,6 +112,11 @@ def _power(session: Session, writer: RunWriter, undo: contextlib.ExitStack) -> N
     session._feed = PowerFeed(writer, monitor.sampler, thin=options.mode == "summary")
     session._feed.pull()
     asked_ms = options.sample_interval_ms
+    if asked_ms is not None and options.mode == "timeline" and "stack" not in options.enabled_activities:
+        session.notes.append(
+            f"sample_interval_ms={asked_ms:g} has no effect in timeline mode without stacks: power is recorded "
+            "whenever its sensor has a new value"
+        )
     for domain in monitor.sampler.domains:
         true_ms = domain.resolution_s * 1e3
         if domain.counted and asked_ms is not None and asked_ms < 0.75 * true_ms:

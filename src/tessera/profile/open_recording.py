@@ -11,6 +11,8 @@ from ..timeline import Timeline, kineto
 from ..trace import PowerTrace
 
 Progress = Callable[[float], None]
+OTHERS = ("AMD", "Intel", "MTIA", "ARTEMIS")
+"""How the names of devices begin whose sensor is not NVML."""
 
 
 def load(
@@ -26,7 +28,7 @@ def load(
     if path.suffix == ".tessera" or path.is_dir():
         return open_recording(path, power=power, progress=progress)
     timeline = kineto.read(path, progress=progress)
-    return Recording(timeline, _read_power(power), facts=Facts(name=path.name, path=path))
+    return Recording(timeline, _read_power(power, timeline), facts=Facts(name=path.name, path=path))
 
 
 def open_recording(
@@ -48,7 +50,7 @@ def open_recording(
             why="a power log is for a trace without them",
             fix=fix,
         )
-    recording.power = _read_power(power)
+    recording.power = _read_power(power, recording.timeline)
     return recording
 
 
@@ -85,9 +87,11 @@ def _open_path(path: Path, progress: Progress | None) -> Recording:
     return load(path, progress=progress)
 
 
-def _read_power(power: str | Path | PowerTrace | None) -> PowerTrace | None:
+def _read_power(power: str | Path | PowerTrace | None, timeline: Timeline) -> PowerTrace | None:
     if isinstance(power, (str, Path)):
         from .powerlog import read_power
 
-        return read_power(power)
+        named = [str(d.get("name", "")) for d in timeline.meta.get("deviceProperties") or () if isinstance(d, dict)]
+        is_other = any(name.startswith(OTHERS) for name in named)
+        return read_power(power, of_nvidia=not is_other)
     return power

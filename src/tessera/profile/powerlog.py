@@ -34,24 +34,27 @@ _BOARD = ("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "serial", "gpu_serial"
 _WATTS = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(m?W)?\s*$")
 
 
-def read_power(path: str | Path) -> PowerTrace:
-    """A power log as a trace in epoch time: columns epoch_us, domain, watts, or those of nvidia-smi's CSV log."""
+def read_power(path: str | Path, *, of_nvidia: bool = True) -> PowerTrace:
+    """A power log as a trace in epoch time: columns epoch_us, domain, watts, or those of nvidia-smi's CSV log.
+
+    `of_nvidia` False: it is known that the chip is another's, so that no spacing makes it NVML's ring.
+    """
     source = Path(path)
     with open_csv(source) as reader:
         head = [c.strip() for c in next(reader, [])]
-    columns = _nvidia_smi(source, head) if "timestamp" in head else _own(source)
+    columns = _nvidia_smi(source, head) if "timestamp" in head else _own(source, of_nvidia)
     if not columns:
         raise RecordingError(f"{source} contains no power sample", fix="record it while the program runs")
     times = np.concatenate([c.times_ns for c in columns.values()])
     return PowerTrace(columns, start_ns=int(times.min()), end_ns=int(times.max()))
 
 
-def _own(source: Path) -> dict[str, DomainSamples]:
+def _own(source: Path, of_nvidia: bool) -> dict[str, DomainSamples]:
     columns = {}
     for name, (logged_ns, logged_w, basis) in read_csv(source).items():
         once = np.append(True, np.diff(logged_ns) > 0)  # a line written twice is one sample
         times_ns, watts = logged_ns[once], logged_w[once]
-        columns[name] = _column(_domain(name, times_ns, basis), times_ns, watts)
+        columns[name] = _column(_domain(name, times_ns, basis, of_nvidia), times_ns, watts)
     return columns
 
 
@@ -64,13 +67,13 @@ def _column(domain: Domain, times_ns: Ints, watts: Floats) -> DomainSamples:
     return DomainSamples.of(domain, times_ns, np.insert(watts, after, np.nan))
 
 
-def _domain(name: str, times_ns: Ints, basis: Basis | None) -> Domain:
+def _domain(name: str, times_ns: Ints, basis: Basis | None, of_nvidia: bool) -> Domain:
     """A domain as its name and spacing tell it."""
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
     stated_basis = basis or "measured"
     counted = "." not in name
     low, high = _RING_SPACING_S
-    if name.startswith("gpu") and low <= spacing_s <= high and stated_basis == "measured":
+    if of_nvidia and name.startswith("gpu") and low <= spacing_s <= high and stated_basis == "measured":
         return Domain(
             name=name, source="csv", resolution_s=RING_RESOLUTION_S, lag_s=RING_LAG_S, blur_s=RING_BLUR_S,
             sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR, counted=counted, taken_as="nvml-samples",

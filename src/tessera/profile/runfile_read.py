@@ -89,7 +89,8 @@ class RunFile:
             facts,
             stacks=self.stacks,
             events=self.events,
-            rows=self,
+            # Counters of a replay belong to rows of the whole timeline: an exporter must not miss them.
+            rows=None if self.get("counters") else self,
             close=self.close,
         )
 

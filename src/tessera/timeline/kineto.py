@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from ..errors import RecordingError
 from ..notes import Note
-from ..record import CODE, KINDS
+from ..record import CODE, COUNTERS, KINDS
 from . import stream_names
 from .columns import MOST_NUMBER, NONE, Builder, Ints, Launch, Timeline
-from .events import LIMIT_NS, Args, Batch, LateEvent, TraceEvent, fit, nanoseconds
+from .events import LIMIT_NS, Args, Batch, LateEvent, RawArgs, TraceEvent, fit, nanoseconds
 from .memory_timeline import is_memory_timeline, read_memory_timeline
 from .shapes import CAUSAL, compact, is_causal
 from .side import NO_TIME, SideEvents
@@ -55,6 +55,10 @@ _EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead"})
 _OLD_ANNOTATIONS = ("ProfilerStep#", "enumerate(DataLoader)", "Optimizer.", "DistributedDataParallel.")
 _MTIA_WAITS = ("event_wait", "event_record")  # of a stream of MTIA: nothing runs in them
 _RANGES = "cuda_profiler_range"
+OURS = b'"tessera"'
+"""What our exporter writes before the events."""
+COUNTER_KEYS = tuple(f'"{field}"'.encode() for field in ("sm_occupancy", "memory_stall_pct", "warp_divergence_pct"))
+"""At least one of these is in the arguments of a kernel that was counted."""
 _MOST_NOTES = 20  # of one sort
 _WALL_CLOCK_NS = 10**18  # September 2001: a time before that is no wall clock's
 
@@ -79,6 +83,7 @@ class RowReader:
 
     def __init__(self, *, frames: bool) -> None:
         self.seen = 0
+        self.ours = False
         self.builder = Builder()
         self._side = SideEvents(self.builder)
         self._frames = frames
@@ -97,6 +102,7 @@ class RowReader:
         self._shapes = Known(self._shape)
         self._threads = Known(self._side.thread)
         self._said: dict[int, Args] = {}
+        self.extra: dict[int, dict[str, Any]] = {}
         self._collectives: list[tuple[int, str, Args]] = []
 
     def add(self, events: Batch, text: bytes) -> None:
@@ -122,7 +128,9 @@ class RowReader:
             self._side.add(events[i], NO_TIME, i, text)
         keep = np.flatnonzero((kinds >= 0) & timed)
         if keep.size:
+            first = len(self.builder)
             self._extend([events[i] for i in keep.tolist()], kinds[keep], starts[keep], lasting[keep])
+            self._read_counters(events, keep, first, text)
         self._side.flush()
 
     def _category(self, category: str) -> int:
@@ -186,6 +194,17 @@ class RowReader:
         self._device_rows(np.flatnonzero(device), events, args, columns, first)
         self._host_rows(np.flatnonzero(~device), events, args, columns)
         self.builder.extend(columns, count)
+
+    def _read_counters(self, events: Batch, kept: Ints, first: int, text: bytes) -> None:
+        """Hardware counters that our own exporter wrote into the arguments of kernels."""
+        if not self.ours or not any(key in text for key in COUNTER_KEYS):
+            return
+        raw = msgspec.json.decode(text, type=list[RawArgs])
+        for place, index in enumerate(kept.tolist()):
+            args = bytes(raw[index].args)
+            if any(key in args for key in COUNTER_KEYS):
+                fields = msgspec.json.decode(args)
+                self.extra[first + place] = {k: v for k, v in fields.items() if k in COUNTERS and v is not None}
 
     def _host_rows(self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]]) -> None:
         index, kinds, threads, shapes = rows.tolist(), columns["kind"], self._threads, self._shapes
@@ -289,6 +308,7 @@ class RowReader:
         rank = info.get("rank") if isinstance(info, dict) else None
         timeline.rank = rank if isinstance(rank, int) and NONE <= rank <= MOST_NUMBER else None
         timeline.notes = notes
+        timeline.extra = self.extra
         timeline.meta = meta | {
             "base_ns": base_ns, "threads": self._side.thread_names, "forward_threads": forward_threads,
             "modules": sorted(self._modules), "frames": sorted(self._frame_names),
@@ -374,6 +394,7 @@ def read(
     events = Events(read_pieces(file, budget, notes, progress), budget)
     rows = RowReader(frames=frames)
     for batch, text in events:
+        rows.ours = OURS in events.head
         rows.add(batch, text)
         budget.check_rows(max(rows.seen, len(rows.builder)))  # one counter event may be many rows
     if events.cut and not rows.seen:

@@ -41,6 +41,7 @@ class Events:
         self._budget = budget
         self.decoder = Decoder()
         self.meta: dict[str, Any] = {}
+        self.head = b""
         self.closed = False
         self.cut_bytes = 0
         self.found = False
@@ -49,6 +50,7 @@ class Events:
     def __iter__(self) -> Iterator[tuple[Batch, bytes]]:
         """Batches of events, each with its JSON list (for the few events of which more is wanted)."""
         head, buffer = self._head()
+        self.head = head
         tail, enough = b"", CHUNK_BYTES
         for chunk in join_chunks(self._source):
             buffer = (buffer + chunk).lstrip()
