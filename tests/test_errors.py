@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tessera import errors
 from tessera.errors import (
     ArgumentError,
+    GovernorRefusal,
     MissingExtra,
     SensorLost,
     SensorPermission,
@@ -77,7 +78,7 @@ def test_why_and_fix_cannot_be_mixed_up():
         TesseraError("what", "why", "fix")  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("kind", [k for k in CLASSES.values() if k not in (UnitError, MissingExtra)])
+@pytest.mark.parametrize("kind", [k for k in CLASSES.values() if k not in (UnitError, MissingExtra, GovernorRefusal)])
 def test_each_is_caught_as_ours_and_carries_its_parts(kind):
     with pytest.raises(TesseraError) as caught:
         raise kind("what", why="why", fix="fix")
@@ -87,6 +88,11 @@ def test_each_is_caught_as_ours_and_carries_its_parts(kind):
 def test_a_wrong_argument_is_a_value_error():
     with pytest.raises(ValueError, match="no such"):
         raise ArgumentError("no such thing")
+
+
+def test_a_refusal_of_the_governor_has_a_code_for_programs():
+    error = GovernorRefusal("busy", "what", why="why", fix="fix")
+    assert (error.code, error.what, error.why, error.fix) == ("busy", "what", "why", "fix")
 
 
 def test_a_missing_extra_says_what_to_install():

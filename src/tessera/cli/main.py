@@ -48,9 +48,9 @@ COMMANDS = {
 ASCII_ERRORS = "tessera-ascii"
 """The name of our replacement of non-ASCII characters, for `open(..., errors=ASCII_ERRORS)`."""
 
-_BARS = dict(zip("▁▂▃▄▅▆▇█░▏▎▍▌▋▊▉", "_.:=+*%#.:::####", strict=True))
+_BARS = dict(zip("▁▂▃▄▅▆▇█░▒▓▏▎▍▌▋▊▉", "_.:=+*%#.+%:::####", strict=True))
 _LINES = dict.fromkeys("─━═╴╶╸╺–—−", "-") | dict.fromkeys("│┃║╵╷", "|")
-_SIGNS = {"±": "+-", "µ": "u", "μ": "u", "°": "", "×": "x", "·": "-", "•": "*", "✓": "+", "★": "*"}
+_SIGNS = {"±": "+-", "µ": "u", "μ": "u", "°": "", "×": "x", "·": "-", "•": "*", "✓": "+", "✗": "x", "★": "*"}
 _ARROWS = {"→": "->", "←": "<-", "►": ">"}
 _EMOJI = {"✅": "+", "❌": "x", "⚠": "!", "\ufe0f": ""}
 _QUOTES = {"‘": "'", "’": "'", "“": '"', "”": '"'}
