@@ -17,6 +17,7 @@ import placing
 import predicting
 import profiling
 import schedules
+import simulating
 from goal import BENCHMARKS, DEVICE, H200, Goal, load, table
 from peers import compare_tools
 
@@ -30,6 +31,7 @@ PARTS: dict[str, tuple[list[Goal], list[str]]] = {
     "Schedules": (schedules.goals(), schedules.notes()),
     "Many GPUs": (many_gpus.goals(), many_gpus.NOTES),
     "Placing and moving jobs": (placing.goals(), placing.NOTES),
+    "Simulating a data centre": (simulating.goals(), simulating.NOTES),
     "The first hour": (first_hour.goals(), first_hour.notes()),
 }
 

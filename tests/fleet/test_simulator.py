@@ -126,12 +126,10 @@ def test_numba_gives_what_numpy_gives_when_things_trip() -> None:
     assert a.gpu_j == pytest.approx(b.gpu_j, rel=1e-5)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("example", [p for p in EXAMPLES if p.stem != "site"], ids=lambda p: p.stem)
 def test_cohorts_give_what_distinct_gpus_give(example: Path) -> None:
     scenario = load_scenario(example)
-    scenario = dataclasses.replace(scenario, duration_s=min(6.0, scenario.duration_s))
-    if scenario.facility.gpus > 5000:
-        pytest.skip("every GPU of this one takes a minute")
+    scenario = dataclasses.replace(scenario, duration_s=3.0)
     a, b = (simulate(scenario, engine="numpy", distinct=d) for d in (False, True))
     assert b.classes["gpus"] == scenario.facility.gpus
     assert a.classes["gpus"] < b.classes["gpus"]

@@ -42,6 +42,7 @@ class Decisions:
         self._set_node_cap()
         tree = engine.tree
         self.rack_of_gpu = tree.rack_of_gpu
+        self.rack_starts = np.flatnonzero(np.diff(self.rack_of_gpu, prepend=-1))
         self.heat = HeatState(
             engine.facility.gpu.heat,
             engine.facility.aisle,
@@ -77,11 +78,14 @@ class Decisions:
         """Floors and ramps: the board's own, and the shaper's ballast."""
         gpu, gpus = self.engine.facility.gpu, self.engine.arrays.gpus
         step_s = self.engine.step_s
+        shaper = self.scenario.policies.power_shaper
+        is_held = shaper is not None and (shaper.power_floor_w is not None or shaper.max_ramp_w_per_s is not None)
+        smooths = (gpu.smooth_up_w_per_s, gpu.smooth_down_w_per_s, gpu.smooth_floor_w or None)
+        self.engine.is_shaped = is_held or any(value is not None for value in smooths)
         if gpu.smooth_up_w_per_s is not None:
             gpus.up_w[:] = gpu.smooth_up_w_per_s * step_s
         if gpu.smooth_down_w_per_s is not None:
             gpus.down_w[:] = gpu.smooth_down_w_per_s * step_s
-        shaper = self.scenario.policies.power_shaper
         if shaper is not None and shaper.max_ramp_w_per_s is not None:
             gpus.down_w[self.engine.job >= 0] = shaper.max_ramp_w_per_s * step_s
 
@@ -123,6 +127,11 @@ class Decisions:
         self.started_s[number] = now_s
         engine.arrays.gpus.next_delay_s[chosen] = self._draw_delays(number, 0)[chosen]
         engine.start_job(number, at_s=job.at_s)
+        if self.governors is not None:
+            # Its schedule paces from the first launch on; a limit of the board alone would take 50 ms to hold.
+            gpus = engine.arrays.gpus
+            room_w = gpus.cap_w[chosen] - gpus.idle_w[chosen]
+            gpus.gain[chosen] = np.clip(room_w / np.maximum(1.0, job.peak_w - gpus.idle_w[chosen]), 0.0, 1.0)
         if job.scatter:
             draw = draw_jitter_s((0.0, job.period_s), self.scenario.seed, engine.unit[chosen].astype(np.uint64), 0)
             engine.arrays.gpus.place_s[chosen] = draw
@@ -224,7 +233,7 @@ class Decisions:
             steps * engine.step_s,
             rack_of_gpu=self.rack_of_gpu,
             row_of_rack=tree.racks.parent,
-            gpu_w=(fleet.gpus.sum_w / steps).astype(np.float32),
+            gpu_w=np.multiply(fleet.gpus.sum_w, 1.0 / steps, dtype=np.float32, casting="same_kind"),
             rack_load=fleet.racks.sum_w / steps / engine.facility.rack_full_w,
             row_w=fleet.rows.sum_w / steps,
             cooling=cooling,

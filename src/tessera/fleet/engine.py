@@ -8,7 +8,7 @@ the synchronisation, and falls back by a period, and by the delay of its next st
     -(period - sync) - delay        -delay            0                     sync
     |── collective of the last one ──|── delayed start ──|── compute ─────────|  waits here for the slowest
 
-A power limit takes hold with a time constant of 60 ms, as seven power waves of an H200 show (docs/fleet.md). The share
+A power limit takes hold with a time constant of 50 ms, as power waves of an H200 show (docs/fleet.md). The share
 of the dynamic power that is left sets the clock: it falls as f V(f)^2, with the voltage of `estimate.power`.
 """
 
@@ -42,8 +42,8 @@ from .waves import Wave
 COMPILE_S = 15.0
 """What numba takes to compile the engine, the first time."""
 _NUMPY_STEP_S, _NUMPY_CLASS_S = 80e-6, 10e-9  # what a step takes in numpy: in all, and for each class of GPUs
-LIMIT_S = 0.06
-"""Time constant with which a GPU's power limit takes hold."""
+LIMIT_S = 0.05
+"""Time constant with which a GPU's power limit takes hold (benchmarks/results/fleet_waves.json#limit_s)."""
 ENGINES = ("auto", "numba", "numpy")
 _UNLIMITED = 3.0e38
 
@@ -105,9 +105,11 @@ class FleetEngine:
         self.step_s = facility.step_s
         self.advance_block, self.engine = choose_engine(engine, len(self.tree.gpus), steps)
         self._bases: list[int] = []
+        self._was_limited = False
         self.arrays = self._make_arrays()
         self._gains, self._speeds = facility.gpu.tabulate_speed(SPEEDS)
-        self.steps = 0
+        self.is_shaped = False  # whether anybody sets floors or ramps: else they need not be looked at
+        self._highest_w = max((wave.peak_w for wave in self.waves), default=0.0)
 
     # -- building -----------------------------------------------------------------------------------------------
 
@@ -244,20 +246,22 @@ class FleetEngine:
             step_s=self.step_s,
             follow=-math.expm1(-self.step_s / LIMIT_S),
             limited=self._is_limited(),
-            ramped=bool(gpus.floor_w.any() or gpus.down_w.min() < 1e38 or gpus.up_w.min() < 1e38),
+            ramped=self.is_shaped and bool(gpus.floor_w.any() or gpus.down_w.min() < 1e38 or gpus.up_w.min() < 1e38),
             supply_w=supply.capacity_w,
             loss=supply.loss_terms,
             limit_at=supply.limit_at,
             limit_s=supply.limit_s,
             off_at=supply.off_at,
         )
-        self.steps += steps
         return self.advance_block(fleet, steps, settings)
 
     def _is_limited(self) -> bool:
         gpus = self.arrays.gpus
-        highest_w = max((wave.peak_w for wave in self.waves), default=0.0)
-        return bool(gpus.cap_w.min() < highest_w or gpus.gain_limit.min() < 1.0 or gpus.gain.min() < 0.999)
+        if gpus.cap_w.min() < self._highest_w or gpus.gain_limit.min() < 1.0:
+            self._was_limited = True
+        elif self._was_limited:
+            self._was_limited = bool(gpus.gain.min() < 0.999)
+        return self._was_limited
 
 
 def _set_breaker(level: BreakerArrays, breaker: Breaker, step_s: float) -> None:

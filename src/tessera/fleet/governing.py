@@ -48,7 +48,9 @@ class RackGovernors:
                 for node in np.flatnonzero(tree.nodes.parent == rack)
                 for copy in range(int(tree.nodes.count[node]))
             ]
-            governed = _GovernedRack(Budget(self.policy), nodes)
+            # Daemons do not send all at once: their heartbeats are spread over the time between two.
+            next_s = self.policy.heartbeat_s * rack / len(tree.racks)
+            governed = _GovernedRack(Budget(self.policy), nodes, next_s=next_s)
             for _, name in nodes:
                 governed.budget.join(0.0, name, share_w, max_w=facility.node_limit_w)
             self.racks.append(governed)

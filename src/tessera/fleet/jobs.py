@@ -181,8 +181,8 @@ def _read_waves(values: Mapping[str, Any], folder: Path, where: str) -> tuple[Wa
 
     asked = read_section(values["plan"], _PLAN, f"{where}.plan")
     model = asked.pop("model", "")
-    if model.startswith("hf:") and not Path(model[3:]).is_absolute() and (folder / model[3:]).exists():
-        model = f"hf:{folder / model[3:]}"
+    if model.endswith(".json"):
+        model = f"hf:{folder / model.removeprefix('hf:')}"
     return tuple(plan_to_waves(plan(model, None, gpus=values["gpus"], **asked)))
 
 

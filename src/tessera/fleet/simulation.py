@@ -18,8 +18,9 @@ from .scenario import Scenario
 
 START_NS = 1_700_000_000_000_000_000
 """When a simulation begins on the clock of its trace: always the same, so that two runs of a seed are equal."""
-# Half-width of 90%: joules of six recorded H200 waves that the model did not see (benchmarks/results/fleet_waves.json).
-LEVEL_ERROR = 0.05
+# Half-width of 90%: the worst of four recorded H200 waves that the model did not see is off by 5.7% of its joules
+# (benchmarks/results/fleet_waves.json). What a file says of its facility is not in it.
+LEVEL_ERROR = 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ class Run:
         self.feed_w: list[Floats] = []
         self.row_w: list[Floats] = []
         self.racks: dict[str, list[Floats]] = {"mean": [], "peak": [], "inlet": [], "hottest": []}
-        self.gpu_j = np.zeros(len(self.engine.tree.gpus))
+        self.gpu_sum_w = np.zeros(len(self.engine.tree.gpus))
         self.throttled_s = 0.0
         self.trips: list[SimulatedEvent] = []
 
@@ -104,7 +104,7 @@ class Run:
         result = engine.advance(steps)
         fleet = engine.arrays
         self._note_trips(result.trips, now_s)
-        self.gpu_j += fleet.gpus.sum_w * facility.step_s
+        self.gpu_sum_w += fleet.gpus.sum_w
         self.decisions.warm(now_s, steps)
         if self.decisions.heat.is_slow:
             slow = self.decisions.heat.clock < 1.0
@@ -117,8 +117,7 @@ class Run:
         self.racks["mean"].append(fleet.racks.sum_w / steps)
         self.racks["peak"].append(fleet.racks.max_w.copy())
         self.racks["inlet"].append(heat.inlet_c.copy())
-        starts = np.flatnonzero(np.diff(self.decisions.rack_of_gpu, prepend=-1))
-        self.racks["hottest"].append(np.maximum.reduceat(heat.gpu_c, starts).astype(float))
+        self.racks["hottest"].append(np.maximum.reduceat(heat.gpu_c, self.decisions.rack_starts).astype(float))
 
     def _note_trips(self, trips: NDArray[np.int64], now_s: float) -> None:
         facility, tree = self.scenario.facility, self.engine.tree
@@ -132,6 +131,7 @@ class Run:
     # -- the result -----------------------------------------------------------------------------------------------
 
     def _make_result(self) -> Simulation:
+        self.gpu_j = self.gpu_sum_w * self.scenario.facility.step_s
         scenario, engine, tree = self.scenario, self.engine, self.engine.tree
         facility = scenario.facility
         feed_w, load_w = np.concatenate(self.feed_w), np.concatenate(self.load_w)

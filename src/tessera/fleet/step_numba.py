@@ -32,7 +32,8 @@ def _advance(fleet: Any, steps: int, settings: Any, load_w: Any, feed_w: Any, ro
     found, at = 0, 0
     while at < steps:
         span = _count_safe_steps(fleet.gpus, fleet.groups, settings.step_s, steps - at)
-        _run_gpus(fleet.gpus, fleet.waves, load_w, span, settings)
+        fleet.groups.lowest_s[:] = np.inf
+        _run_gpus(fleet.gpus, fleet.waves, fleet.groups.lowest_s, load_w, span, settings)
         found = _run_feed(fleet, settings, at, span, load_w, feed_w, row_w, trips, found)
         _release(fleet.gpus, fleet.groups)
         at += span
@@ -62,7 +63,7 @@ def _find_lowest(gpus: Any, groups: Any) -> None:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _run_gpus(gpus: Any, waves: Any, load_w: Any, span: int, settings: Any) -> None:
+def _run_gpus(gpus: Any, waves: Any, lowest_s: Any, load_w: Any, span: int, settings: Any) -> None:
     load_w[:, :span] = 0.0
     bent = settings.limited or settings.ramped
     step_s, one = settings.step_s, np.float32(1.0)
@@ -70,11 +71,13 @@ def _run_gpus(gpus: Any, waves: Any, load_w: Any, span: int, settings: Any) -> N
     for i in range(len(gpus.place_s)):
         if not gpus.alive[i]:
             gpus.last_w[i] = np.float32(0.0)
+            if gpus.group[i] >= 0:
+                lowest_s[gpus.group[i]] = -np.inf
             continue
         # Everything into registers: numba cannot know that the arrays do not overlap.
         place, delay, later = gpus.place_s[i], gpus.delay_s[i], gpus.next_delay_s[i]
         base, last_cell, rate = gpus.base[i], gpus.cells[i] - 1, gpus.cells_per_s[i]
-        period, sync, is_free = gpus.period_s[i], gpus.sync_s[i], gpus.group[i] < 0
+        period, sync, group = gpus.period_s[i], gpus.sync_s[i], gpus.group[i]
         count, loads = gpus.copies[i], load_w[gpus.node[i]]
         start, end = place, min(sync, period)
         if place < -TICK_S:
@@ -83,17 +86,15 @@ def _run_gpus(gpus: Any, waves: Any, load_w: Any, span: int, settings: Any) -> N
             watts, total = _run_plain(wave_w[base + 1 : base + 2 + last_cell], start, rate, step_s, count, loads[:span])
             gpus.last_w[i] = watts
             gpus.sum_w[i] += total
-            gpus.place_s[i] = place + span * step_s
+            place += span * step_s
+            gpus.place_s[i] = place
+            if group >= 0:
+                lowest_s[group] = min(lowest_s[group], place)
             continue
         watts, total, work = np.float32(0.0), np.float32(0.0), 0.0
         for k in range(span):
-            cell = base
-            if place >= sync - TICK_S:
-                place = sync
-            elif place >= -TICK_S:
-                cell += 1 + min(np.int32(place * rate + EDGE), last_cell)
-            elif place < -delay - TICK_S:
-                cell += 1 + min(np.int32((place + delay + period) * rate + EDGE), last_cell)
+            place = min(place, sync)
+            cell = base + _find_cell(place, delay, period, sync, rate, last_cell)
             watts = wave_w[cell]
             if bent:
                 watts, speed = _limit(gpus, i, watts, waves.speed, settings)
@@ -102,13 +103,26 @@ def _run_gpus(gpus: Any, waves: Any, load_w: Any, span: int, settings: Any) -> N
                 place += step_s
             total += watts
             loads[k] += count * watts
-            if is_free and place >= period - TICK_S:
+            if group < 0 and place >= period - TICK_S:
                 place -= period + later
                 delay = later
                 work += period
         gpus.place_s[i], gpus.delay_s[i], gpus.last_w[i] = place, delay, watts
         gpus.sum_w[i] += total
         gpus.work_s[i] += work
+        if group >= 0:
+            lowest_s[group] = min(lowest_s[group], place)
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _find_cell(place: Any, delay: Any, period: Any, sync: Any, rate: Any, last_cell: Any) -> Any:
+    """The cell of its wave in which a rank is, from 1; 0 where it waits."""
+    at = place
+    if place >= sync - TICK_S or -delay - TICK_S <= place < -TICK_S:
+        return np.int32(0)
+    if place < -TICK_S:
+        at = place + delay + period
+    return np.int32(1) + min(np.int32(at * rate + EDGE), last_cell)
 
 
 @njit(cache=True, fastmath=True)  # type: ignore[untyped-decorator]
@@ -156,7 +170,6 @@ def _limit(gpus: Any, i: int, watts: Any, speeds: Any, settings: Any) -> Any:
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _release(gpus: Any, groups: Any) -> None:
     """Let the ranks of a group go on once the slowest has come."""
-    _find_lowest(gpus, groups)
     any_come = False
     for g in range(len(groups.sync_s)):
         if groups.lowest_s[g] >= groups.sync_s[g] - TICK_S:
@@ -196,6 +209,8 @@ def _run_feed(
         for i in range(len(fleet.gpus.alive)):
             if not fleet.nodes.alive[fleet.gpus.node[i]]:
                 fleet.gpus.alive[i] = False
+                if fleet.gpus.group[i] >= 0:
+                    fleet.groups.lowest_s[fleet.gpus.group[i]] = -np.inf
     return found
 
 

@@ -113,6 +113,7 @@ class BatteryState:
         self.storage = storage
         self.stored_j = 0.5 * storage.energy_j
         self.feed_w: float | None = None
+        self.lost_w = 0.0
 
     def smooth(self, load_w: Floats, step_s: float) -> Floats:
         """What the utility delivers while the rows draw `load_w`, step by step."""
@@ -121,18 +122,20 @@ class BatteryState:
             self.feed_w = float(load_w[0])
         feed_w, stored_j = self.feed_w, self.stored_j
         follow = -math.expm1(-step_s / s.smoothing_s)
-        # Half full is home: what is missing comes back slowly, over ten time constants, so that it does not swing.
-        home = 1.0 / (10.0 * s.smoothing_s)
+        # Half full is home: what is missing comes back over two time constants (a damping of 0.7), and what round trips
+        # lose is bought as it is lost, on average.
+        home, remember = 1.0 / (2.0 * s.smoothing_s), step_s / (10.0 * s.smoothing_s)
         charge, give = math.sqrt(s.efficiency), 1.0 / math.sqrt(s.efficiency)
         out = np.empty(len(load_w))
         for i, load in enumerate(load_w.tolist()):
-            target = load + (0.5 * s.energy_j - stored_j) * home
+            target = load + self.lost_w + (0.5 * s.energy_j - stored_j) * home
             feed_w += (target - feed_w) * follow
-            flow = min(max(load - feed_w, -s.power_w), s.power_w)  # above 0: the storage gives
+            flow = min(max(load - feed_w, -s.power_w), s.power_w, load)  # above 0: the storage gives
             most = stored_j / (give * step_s) if flow > 0 else (s.energy_j - stored_j) / (charge * step_s)
             flow = min(flow, most) if flow > 0 else max(flow, -most)
-            stored_j -= flow * step_s * (give if flow > 0 else charge)
-            feed_w = max(0.0, load - flow)
-            out[i] = feed_w
+            drawn = flow * (give if flow > 0 else charge)
+            stored_j -= drawn * step_s
+            self.lost_w += (drawn - flow - self.lost_w) * remember
+            out[i] = max(0.0, load - flow)  # full or empty, this is not what the filter wants: that goes on as before
         self.feed_w, self.stored_j = feed_w, stored_j
         return out

@@ -54,8 +54,9 @@ def simulation_screen(result: Simulation, *, next_command: str | None = None) ->
 def describe_size(result: Simulation) -> str:
     """How large the facility is and how it was simulated."""
     facility = result.scenario.facility
-    rows = f"{facility.rows:,} row{'s' if facility.rows > 1 else ''}"
-    size = f"{facility.gpus:,} GPUs ({facility.gpu.name}), {facility.racks:,} racks, {rows}"
+    counts = [(facility.racks, "rack"), (facility.rows, "row")]
+    places = ", ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for count, name in counts)
+    size = f"{facility.gpus:,} GPUs ({facility.gpu.name}), {places}"
     how = f"{format_duration(result.duration_s, 3)} in steps of {format_duration(result.step_s, 3)}"
     return f"{size}; {how}, seed {result.scenario.seed}"
 
