@@ -8,7 +8,7 @@ from typing import Any
 
 from .layout import Layout
 
-_MOST_SPANS = 6000  # of a timeline; with more, microbatches in the middle of the step are left out
+_MOST_SPANS = 256  # of one stage: more are slivers in a picture, so microbatches in the middle are left out
 _LAST_PARTS = ("data parallel", "optimizer", "host", "waiting")
 _STAGE_PARTS = ("compute", "tensor parallel", "context parallel", "expert parallel", "pipeline sends")
 # Backward over forward: two products for each one; a forward pass again where everything is recomputed.
@@ -51,7 +51,7 @@ class StepTimeline:
 def draw_timeline(layout: Layout, parts: dict[str, float]) -> StepTimeline:
     """The timeline of a layout whose step has these parts (seconds)."""
     stages, chunks = layout.pp, layout.vp
-    shown = min(layout.microbatches, max(stages, _MOST_SPANS // (2 * stages * chunks) // stages * stages))
+    shown = min(layout.microbatches, max(2 * stages, _MOST_SPANS // (2 * chunks) // stages * stages))
     each = sum(parts[part] for part in _STAGE_PARTS) / layout.microbatches
     ratio = _BACKWARD[layout.recompute]
     forward = each / (1.0 + ratio) / chunks

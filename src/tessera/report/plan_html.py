@@ -144,7 +144,10 @@ def _explain(plan: ParallelPlan) -> str:
         f"them; the pipeline waits {plan.best.parts['pipeline bubble'] / plan.best.time_s:.1%} of the step."
     )
     if timeline.microbatches < layout.microbatches:
-        words += f" {timeline.microbatches} of {layout.microbatches} microbatches are drawn."
+        words += (
+            f" {timeline.microbatches} of {layout.microbatches} microbatches are drawn: the end of the step looks "
+            "longer than it is."
+        )
     if timeline.stages > _MOST_LANES:
         words += f" {_MOST_LANES} of {timeline.stages} stages are drawn."
     return note(words)
