@@ -30,7 +30,6 @@ from .reduction import (
     WIDER,
     Sent,
     as_movable,
-    combine_in_order,
     gather_into,
     reduce_compressed,
     reduce_flat,
@@ -40,6 +39,7 @@ from .reduction import (
     reduce_sparse,
     reduce_two_step,
     scatter_compressed,
+    scatter_in_order,
 )
 
 Algorithm = Literal["flat", "two_step", "hierarchical"]
@@ -336,9 +336,7 @@ def reduce_scatter(
             own.copy_(total)
             sent = Sent(sent_bytes, error_bound=float(bound))
         elif deterministic:
-            received = torch.empty_like(flat)
-            c10d.all_to_all_single(received, flat, group=group)
-            own.copy_(combine_in_order(received.view(ranks, -1), op))
+            own.copy_(scatter_in_order(flat, op, group))
         else:
             reduce_scatter_into(own, flat, op, group)
     if op in MEANS:

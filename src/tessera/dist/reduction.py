@@ -80,19 +80,19 @@ def reduce_in_rank_order(x: torch.Tensor, op: str, group: Any) -> Sent:
     """Add in the order of the ranks, floats in float64: every rank and every run gets the same bits."""
     ranks = c10d.get_world_size(group)
     padded = pad_to_multiple(x, ranks)
-    received = torch.empty_like(padded)
-    c10d.all_to_all_single(received, padded, group=group)
-    own = combine_in_order(received.view(ranks, -1), op).to(x.dtype)
-    gather_into(padded, own, group)
+    gather_into(padded, scatter_in_order(padded, op, group), group)
     x.copy_(padded[: x.numel()])
     return Sent(ring_bytes(padded.numel() * x.element_size(), ranks))
 
 
-def combine_in_order(parts: torch.Tensor, op: str) -> torch.Tensor:
-    """The rows of a tensor combined, first to last; floats in float64."""
+def scatter_in_order(flat: torch.Tensor, op: str, group: Any) -> torch.Tensor:
+    """This rank's part of the parts of all ranks, combined from the first to the last; floats in float64."""
+    received = torch.empty_like(flat)
+    c10d.all_to_all_single(received, flat, group=group)
+    parts = received.view(c10d.get_world_size(group), -1)
     if parts.is_floating_point() or parts.is_complex():
         parts = parts.to(torch.complex128 if parts.is_complex() else torch.float64)
-    return reduce(COMBINE[op], parts.unbind(0))
+    return reduce(COMBINE[op], parts.unbind(0)).to(flat.dtype)
 
 
 def reduce_hierarchical(x: torch.Tensor, op: str, group: Any, node_size: int, *, in_order: bool = False) -> Sent:
@@ -106,12 +106,10 @@ def reduce_hierarchical(x: torch.Tensor, op: str, group: Any, node_size: int, *,
         return _reduce_by_leaders(x, op, inner, outer, across)
     ranks = len(nodes[0])
     padded = pad_to_multiple(x, ranks)
-    own = padded.new_empty(padded.numel() // ranks)
     if in_order:
-        received = torch.empty_like(padded)
-        c10d.all_to_all_single(received, padded, group=inner)
-        own.copy_(combine_in_order(received.view(ranks, -1), op))
+        own = scatter_in_order(padded, op, inner)
     else:
+        own = padded.new_empty(padded.numel() // ranks)
         reduce_scatter_into(own, padded, op, inner)
     sent = across(own, op, outer)
     gather_into(padded, own, inner)
