@@ -78,6 +78,40 @@ def lost_ranks(k: dict[str, Any]) -> list[Goal]:
     ]  # fmt: skip
 
 
+def sums(s: dict[str, Any]) -> list[Goal]:
+    good = s["cases"] - s["over"] - s["differ"]
+    return [
+        Goal(what=f"{len(s['ways'])} ways to all-reduce, random tensors on 1 to 8 Gloo ranks: within the bound, same bits on all ranks",
+             goal=f"all {s['cases']:.0f}", reached=f"{good:.0f} of {s['cases']:.0f}", met=good == s["cases"], where=where("dist_sums"),
+             command="python benchmarks/measure/dist_sums.py"),
+    ]  # fmt: skip
+
+
+def compressed(c: dict[str, Any]) -> list[Goal]:
+    ways = {name: way for name, way in c["ways"].items() if way["saved_pct"]}
+    said = "; ".join(f"{name} {way['loss_pct']:+.2f} ({way['saved_pct']:.0f})" for name, way in ways.items())
+    return [
+        Goal(what=f"a small GPT on {c['ranks']} ranks, compressed gradients: held-out loss over plain, % (bytes saved, %)",
+             goal=f"<= {c['goal_pct']:g}", reached=said, met=all(abs(way["loss_pct"]) <= c["goal_pct"] for way in ways.values()),
+             beside=f"plain with another seed {c['ways']['plain, another seed']['loss_pct']:+.2f}", where=where("dist_compressed_gpt"),
+             command="python benchmarks/measure/dist_compressed_gpt.py"),
+    ]  # fmt: skip
+
+
+def jobs(j: dict[str, Any], o: dict[str, Any], r: dict[str, Any]) -> list[Goal]:
+    beside = o["ways"]["beside backward"]
+    return [
+        Goal(what=f"a GPT on {j['ranks']} Gloo ranks: planned, applied, profiled, merged, reported, page written; seconds", goal="< 60",
+             reached=f"{j['wall_s']:.0f} ({j['cpu_s']:.0f} of processors; load average {j['load_average']:.0f})", met=j["wall_s"] < 60,
+             where=where("dist_job"), command="python benchmarks/measure/dist_job.py"),
+        Goal(what=f"gradients reduced beside the backward pass, {o['link_mbit']} Mbit/s: step over that with reductions after it (lowest, highest turn)",
+             reached=f"{beside['ratio']:.2f} ({min(beside['ratios']):.2f}, {max(beside['ratios']):.2f})", beside=f"DDP {o['ways']['DDP']['ratio']:.2f}",
+             where=where("dist_overlap"), command="python benchmarks/measure/dist_overlap.py"),
+        Goal(what="tessera run --nproc: CPU time of a traced step over that with torchrun alone (a loaded machine; five seconds are traced by default)",
+             reached=f"{r['ratio_cpu']:.2f}", where=where("rank_overhead"), command="python benchmarks/measure/rank_overhead.py"),
+    ]  # fmt: skip
+
+
 def links(f: dict[str, Any]) -> list[Goal]:
     flat, ways = f["ways"]["flat"], f["ways"]
     said = ", ".join(
@@ -114,9 +148,12 @@ def goals() -> list[Goal]:
         *collectives(load("fit_collectives")),
         *training(load("published_training")),
         *planner(load("planner")),
+        *sums(load("dist_sums")),
         *lost_ranks(load("dist_kill")),
         *links(load("dist_links")),
         *dry_runs(load("dist_dry")),
+        *compressed(load("dist_compressed_gpt")),
+        *jobs(load("dist_job"), load("dist_overlap"), load("rank_overhead")),
     ]
 
 

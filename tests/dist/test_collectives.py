@@ -194,6 +194,18 @@ def test_with_error_feedback_rounding_does_not_add_up(ranks):
     assert fed < 0.2 * plain
 
 
+def move_one(rank: int, dtype: torch.dtype) -> list[Any]:
+    x = torch.ones(1, 2).to(dtype)[:, 0]  # dense, with a stride of 2
+    moved = [dist.broadcast(x), dist.all_gather(x), dist.all_reduce(x.clone())]
+    return [float(y.float().sum()) for y in moved]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn])
+def test_a_single_element_of_any_stride_is_moved(ranks, dtype):
+    count = float(ranks.count)
+    assert ranks.run(move_one, dtype)[0] == [1.0, count, 1.0 if dtype == torch.bool else count]
+
+
 def reduce_overflow(rank: int, compress: str) -> Any:
     feedback = dist.ErrorFeedback()
     x = torch.ones(300)

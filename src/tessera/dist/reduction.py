@@ -224,6 +224,8 @@ def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
 
 def as_movable(x: torch.Tensor) -> torch.Tensor:
     """The same memory in a type that every backend moves."""
+    if x.dtype in WIDER and x.dim() and x.stride(-1) != 1:  # of a single element, which is dense with any stride
+        x = x.as_strided(x.shape, [1] * x.dim())
     return x.view(torch.uint8) if x.dtype in WIDER else x
 
 
