@@ -81,7 +81,7 @@ FLAGS = {
     "fleet": set(),
     "fleet place": {"fleet", "--policy", "--order", "--compare", "--supply", "--slowdown", "--json"},
     "fleet migrate": {"folder", "--ranks", "--node", "--json"},
-    "fleet run": {"folder", "words", "--ranks", "--node"},
+    "fleet run": {"folder", "words", "--ranks", "--node", "--fleet", "--policy", "--gpus", "--power"},
     "fleet incidents": {"runs", "--events", "--within", "--top", "--json"},
     "fleet watch": {
         "fleet", "--interval", "--duration", "--once", "--json", "--governor", "--token-file", "--ca", "--policy",

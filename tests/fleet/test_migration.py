@@ -25,7 +25,10 @@ from tessera.fleet.job_checkpoint import find_newest
 from tessera.fleet.leases import JobState, JobStatus
 from tessera.fleet.migration import MigratableJob, Migration, migratable, read_status
 from tessera.fleet.migration_order import OrderFile, OrderWatch, OverheatSource, ShedSource
-from tessera.fleet.relaunch import run_until_done
+from tessera.fleet.node_floor import NodeShare, PlacementJob, PlacementNode
+from tessera.fleet.placement_file import FleetFile
+from tessera.fleet.relaunch import CoolNodeChooser, run_until_done
+from tessera.policy import ThermalPolicy
 
 TOTAL, LEAVE_AT = 14, 4
 Curve = list[tuple[int, float, float]]
@@ -242,6 +245,17 @@ def test_a_job_is_started_again_where_the_order_says(tmp_path: Path) -> None:
         ("n7", "--nproc-per-node=2"),
         ("not-n7", "--nproc-per-node=2"),
     ]
+
+
+def test_a_job_that_moves_gets_the_coolest_node_that_may_take_it() -> None:
+    nodes = [PlacementNode(name=f"n{i}", gpus=8, idle_w=1000.0, temperature_c=40.0 + 10 * i) for i in range(4)]
+    busy = PlacementJob(name="other", gpus=8, power_w=1.0, on=(NodeShare(node="n1", gpus=8),))
+    policy = ThermalPolicy(prefer_cool_nodes=True, hotspot_threshold_c=65.0)
+    choose = CoolNodeChooser(FleetFile(nodes=tuple(nodes), jobs=(busy,)), policy, gpus=8, power_w=4000.0)
+    assert choose(None) == "n0"
+    assert choose("n0") == "n2"  # n1 is full, and n3 above the threshold
+    with pytest.raises(MigrationError, match="no node may take the job"):
+        CoolNodeChooser(FleetFile(nodes=tuple(nodes[:1])), policy, gpus=8, power_w=1.0)("n0")
 
 
 def test_a_job_that_fails_or_says_nothing_is_not_started_again(tmp_path: Path) -> None:

@@ -39,6 +39,12 @@ def _temperature(text: str) -> float:
     return parse_temperature(text)
 
 
+def _power(text: str) -> float:
+    from ..units import parse_power
+
+    return parse_power(text)
+
+
 def _load_policy(path: Path | None) -> ThermalPolicy:
     """The thermal policy of a file; without one cool nodes come first."""
     from ..policy import ThermalPolicy, load_policies
@@ -168,21 +174,48 @@ def migrate(folder: Path, ranks: int | None, node: str | None, as_json: bool) ->
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, required=True)
 @click.option("--ranks", type=click.IntRange(1), help="The first value of {ranks} in the command.")
 @click.option("--node", help="The first value of {node} in the command.")
-def run(folder: Path, words: tuple[str, ...], ranks: int | None, node: str | None) -> int:
+@click.option("--fleet", type=ExistingPath(), metavar="FILE", help="Choose {node} from these nodes, the coolest first.")
+@click.option("--policy", type=ExistingPath(), metavar="FILE", help="A file with a thermal_policy, for --fleet.")
+@click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs of the job, for --fleet.")
+@click.option(
+    "--power",
+    "power_w",
+    metavar="POWER",
+    default="0W",
+    callback=parse_option(_power),
+    help="What the job draws above idle, for --fleet.",
+)
+def run(
+    folder: Path,
+    words: tuple[str, ...],
+    ranks: int | None,
+    node: str | None,
+    fleet: Path | None,
+    policy: Path | None,
+    gpus: int,
+    power_w: float,
+) -> int:
     """Start a migratable job, and start it again wherever it is moved to, until it is done.
 
     \b
     Examples:
       tessera fleet run /shared/job7 --ranks 4 -- torchrun --nproc-per-node {ranks} train.py
       tessera fleet run /shared/job7 --node n1 -- ssh {node} torchrun --nproc-per-node 8 train.py
+      tessera fleet run /shared/job7 --fleet fleet.yaml --power 5kW -- ssh {node} torchrun train.py
 
     The job trains with `fleet.migratable(..., folder=FOLDER)`. `tessera fleet migrate FOLDER` moves it.
     """
     from ..fleet.migration_order import OrderFile
-    from ..fleet.relaunch import run_until_done
+    from ..fleet.relaunch import CoolNodeChooser, run_until_done
 
+    choose = None
+    if fleet is not None:
+        from ..fleet.placement_file import load_fleet
+
+        choose = CoolNodeChooser(load_fleet(fleet), _load_policy(policy), gpus=gpus, power_w=power_w)
+        node = node or choose(None)
     OrderFile(folder).take()  # an order of before the start is old
-    for launch in run_until_done(words, folder, node=node, ranks=ranks):
+    for launch in run_until_done(words, folder, node=node, ranks=ranks, choose_node=choose):
         print(f"start {launch.number}: {' '.join(launch.command)}", file=sys.stderr, flush=True)
     return 0
 

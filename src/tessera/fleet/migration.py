@@ -90,6 +90,8 @@ class MigratableJob:
                     self._leave(order)
                 if self._every and self.step % self._every == 0 and self.step < total:
                     self.save()
+            if self._vote is not None:  # the last one is still under way
+                self._vote[1].wait()
         self._note_phase("done")
 
     def request_move(self) -> None:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, MigrationError
+from ..policy import ThermalPolicy
 from .job_checkpoint import read_json
+from .node_floor import REFUSALS, PlacementJob
+from .node_metrics import fill_nodes
+from .placement import place_jobs
+from .placement_file import FleetFile
 
 # A job that moves more often than this gets nothing done: its orders come faster than its steps.
 MOST_MOVES = 100
@@ -27,6 +32,26 @@ class JobLaunch:
     command: tuple[str, ...]
     node: str | None
     ranks: int | None
+
+
+class CoolNodeChooser:
+    """The node for a job that moves, as `place_jobs` chooses: the coolest that may take it, never the one it left."""
+
+    def __init__(self, fleet: FleetFile, policy: ThermalPolicy, *, gpus: int, power_w: float) -> None:
+        self._fleet, self._policy = fleet, policy
+        self._job = PlacementJob(name="(the job that moves)", gpus=gpus, power_w=power_w)
+
+    def __call__(self, left: str | None) -> str | None:
+        """Ask the nodes now. Raises where none may take the job: it stays saved, and can be started later."""
+        nodes, _ = fill_nodes(self._fleet.nodes, self._fleet.metrics)
+        open_nodes = [replace(n, is_available=n.is_available and n.name != left) for n in nodes]
+        placement = place_jobs(open_nodes, [*(j for j in self._fleet.jobs if j.on), self._job], self._policy)
+        if not placement.placed:
+            reasons = "; ".join(f"{r.count} {REFUSALS[r.kind]}" for r in placement.waiting[0].refused)
+            raise MigrationError(
+                "no node may take the job now", why=reasons, fix="run the same command again later: the job is saved"
+            )
+        return placement.placed[0].on[0].node
 
 
 def run_until_done(
