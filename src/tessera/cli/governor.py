@@ -112,7 +112,7 @@ def serve(
     from ..fleet.governor.serve import bind_listener, make_tls, serve_governor
     from ..fleet.governor.service import open_service
     from ..report.governor import describe_policy
-    from .metrics import Address
+    from .listen_address import Address
 
     if (tls_cert is None) != (tls_key is None):
         raise ArgumentError("--tls-cert and --tls-key belong together", fix="give both, or none on 127.0.0.1")

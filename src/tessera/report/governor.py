@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.text import Text
 
-from ..fleet.governor.daemon import DaemonState
 from ..fleet.leases import BudgetPolicy, BudgetStatus, JobState, JobStatus
 from ..units import format_duration, format_power
 from .console import Console, TableColumn, build_table, dropped_note, fit_columns
+
+if TYPE_CHECKING:
+    from ..fleet.governor.daemon import DaemonState
 
 SHOWN = 40
 """Rows of a table; --json has all."""

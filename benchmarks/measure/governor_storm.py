@@ -1,0 +1,59 @@
+"""Put a power budget through a million random events: the limit, lost and doubled leases, jobs that starve.
+
+    python benchmarks/measure/governor_storm.py [--events N] [--jobs N] [--seed N] [--write FILE]
+
+Messages are lost, late, doubled and reordered; daemons and the governor die and come back with what a store had; the
+nodes' clocks run apart, and the governor's looks back. Time is simulated; the budget and the node's side are the real
+code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[1]
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "tests")]
+from result_file import write_result
+
+from message_storm import MessageStorm
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--events", type=int, default=1_000_000)
+    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--write", type=Path)
+    args = parser.parse_args()
+    storm = MessageStorm(nodes=args.nodes, jobs=args.jobs, events=args.events, seed=args.seed)
+    started_s = time.process_time()
+    result = storm.run()
+    cpu_s = time.process_time() - started_s
+    content = {
+        "events": result.events,
+        "jobs": len(storm.jobs),
+        "jobs_admitted": result.jobs_admitted,
+        "jobs_ended": result.jobs_ended,
+        "jobs_unfinished": sum(not job.done for job in storm.jobs.values()),
+        "nodes": args.nodes,
+        "simulated_s": result.sim_s,
+        "highest_share_of_limit": result.highest_share,
+        "longest_wait_s": result.longest_wait_s,
+        "counts": dict(result.counts),
+        "problems": result.problems[:20],
+        "events_per_cpu_s": result.events / cpu_s,
+        "seed": args.seed,
+    }
+    for name, value in content.items():
+        print(f"{name:>24}  {value}")
+    if args.write:
+        write_result(args.write, content)
+    sys.exit(bool(result.problems))
+
+
+if __name__ == "__main__":
+    main()
