@@ -1,0 +1,192 @@
+"""The governor on Ray (extra `ray`): the service and the node daemons as actors, watts as a custom resource.
+
+::
+
+    start_governor(policy, state)        a detached actor that Ray starts again when it dies; its leases are on disk
+    start_daemons(governor, 800.0)       one actor on every node that has the resource "watts"
+    with power_lease(700.0): ...         inside a task with resources={"watts": 700}: asks, waits, renews, releases
+
+Ray places tasks by "watts", as it does by "CPU"; the governor holds the sum of what nodes may draw, across jobs and
+clusters. Ray's own network and authentication are used: the actors are for a cluster that you trust. The state's folder
+must be reachable from wherever Ray may start the governor again: a shared disk, or pin it to one node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import GovernorError, GovernorRefusal, MissingExtra
+from ...runtime.node_lease import lease_path
+from ..leases import BudgetPolicy, CapGrant, JobState, JobStatus, NodeStatus, PowerRequest
+from .daemon import LeaseFile, NodeDaemon
+from .service import GovernorService, open_service
+
+NAME, NAMESPACE, RESOURCE = "tessera-governor", "tessera", "watts"
+CALL_S = 2.0
+_ON_HEAD = {"node:__internal_head__": 0.001}  # Ray's own mark of the head node
+
+
+def import_ray() -> Any:
+    """The package, or an error that says how to install it."""
+    try:
+        import ray
+    except ImportError as exc:
+        raise MissingExtra("ray", "ray", "the governor on Ray") from exc
+    return ray
+
+
+class RayGovernor:
+    """The actor's class: each call is decided, written to disk, and then answered."""
+
+    def __init__(self, policy: BudgetPolicy, state: str) -> None:
+        self._service: GovernorService = open_service(policy, Path(state) / "leases.db")
+        self._lock = threading.Lock()
+
+    def call(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Call a method of `GovernorService`. A refusal comes back as a value, so that Ray does not wrap it."""
+        with self._lock:
+            try:
+                answer = getattr(self._service, method)(**arguments)
+            except GovernorRefusal as exc:
+                answer = exc
+            self._service.store.write(self._service.take_changes())
+        return answer
+
+
+class RayCalls:
+    """What a daemon or a task asks of the actor; the methods of `GovernorClient`."""
+
+    def __init__(self, governor: Any = None) -> None:
+        self._ray, self._governor = import_ray(), governor
+
+    def join(self, node: str, guaranteed_w: float, *, session: str, max_w: float | None = None) -> NodeStatus:
+        """Speak for a node from now on."""
+        return self._call("join", node=node, guaranteed_w=guaranteed_w, session=session, max_w=max_w)  # type: ignore[no-any-return]
+
+    def heartbeat(self, node: str, *, session: str, acked: int, measured_w: float | None) -> CapGrant:
+        """Renew a node's lease."""
+        return self._call("heartbeat", node=node, session=session, acked=acked, measured_w=measured_w)  # type: ignore[no-any-return]
+
+    def report_power(self, measured_w: float) -> None:
+        """Report the rack's own meter."""
+        self._call("report_power", measured_w=measured_w)
+
+    def request(self, request: PowerRequest) -> JobStatus:
+        """Ask for watts."""
+        return self._call("request", request=request)  # type: ignore[no-any-return]
+
+    def renew(self, job: str, ttl_s: float | None = None) -> JobStatus:
+        """Let a job's lease last from now."""
+        return self._call("renew", job=job, ttl_s=ttl_s)  # type: ignore[no-any-return]
+
+    def release(self, job: str) -> JobStatus:
+        """End a job."""
+        return self._call("release", job=job)  # type: ignore[no-any-return]
+
+    def describe(self) -> Any:
+        """The whole budget."""
+        return self._call("describe")
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        try:
+            governor = self._governor or self._ray.get_actor(NAME, NAMESPACE)
+            answer = self._ray.get(governor.call.remote(method, arguments), timeout=CALL_S)
+        except (self._ray.exceptions.RayError, ValueError, ConnectionError, RuntimeError) as exc:
+            raise GovernorError(
+                "the governor's actor cannot be asked", why=str(exc).splitlines()[0], fix="start_governor starts it"
+            ) from exc
+        if isinstance(answer, GovernorRefusal):
+            raise answer
+        return answer
+
+
+class RayDaemon:
+    """The actor's class of a node: a `NodeDaemon` in a thread."""
+
+    def __init__(self, node: str, guaranteed_w: float, lease_file: str | None, heartbeat_s: float) -> None:
+        self._stop = threading.Event()
+        daemon = NodeDaemon(
+            governor=RayCalls(),
+            node=node,
+            guaranteed_w=guaranteed_w,
+            heartbeat_s=heartbeat_s,
+            appliers=[LeaseFile(Path(lease_file) if lease_file else lease_path())],
+        )
+        self._thread = threading.Thread(target=daemon.run, args=(self._stop,), daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether the daemon runs."""
+        return self._thread.is_alive()
+
+
+def start_governor(policy: BudgetPolicy, state: Path, **options: Any) -> Any:
+    """The governor's actor, or the one that runs already. It is on the head, unless Ray's `options` say otherwise."""
+    actor = import_ray().remote(RayGovernor)
+    # max_task_retries: a call that the actor's death cut short is made again; every call does the same twice as once.
+    more = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 3, "max_concurrency": 16, "resources": _ON_HEAD}
+    named = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+    return actor.options(**named, **{**more, **options}).remote(policy, str(state))
+
+
+def start_daemons(guaranteed_w: float, *, lease_folder: Path | None = None, heartbeat_s: float = 2.0) -> dict[str, Any]:
+    """One daemon on every living node with the resource "watts", by Ray's id of the node.
+
+    With `lease_folder` each node's lease is written to a file of its id there; else where schedules look for it.
+    """
+    ray = import_ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    daemons = {}
+    for node in ray.nodes():
+        name = node["NodeID"]
+        if node["Alive"] and RESOURCE in node["Resources"]:
+            place = NodeAffinitySchedulingStrategy(name, soft=False)
+            path = None if lease_folder is None else str(lease_folder / f"{name}.json")
+            actor = ray.remote(RayDaemon).options(num_cpus=0, scheduling_strategy=place, max_restarts=-1)
+            daemons[name] = actor.remote(name, guaranteed_w, path, heartbeat_s)
+    return daemons
+
+
+@contextlib.contextmanager
+def power_lease(watts: float, *, wait_s: float = 3600.0, ttl_s: float = 30.0, **more: Any) -> Iterator[JobStatus]:
+    """Hold a lease on this task's node while the block runs; `more` are fields of `PowerRequest`.
+
+    A task that dies stops renewing, and its lease ends by itself after `ttl_s`.
+    """
+    ray, calls = import_ray(), RayCalls()
+    node = ray.get_runtime_context().get_node_id()
+    job = f"ray-{socket.gethostname()[:32]}-{uuid.uuid4().hex}"
+    request = PowerRequest(job=job, watts={node: watts}, ttl_s=ttl_s, **more)
+    done, admitted = threading.Event(), threading.Event()
+
+    def keep() -> None:
+        """Ask, which is harmless to repeat, and renew, until the block ends."""
+        while not done.is_set():
+            with contextlib.suppress(GovernorError):
+                calls.request(request)
+                if calls.renew(job).state is JobState.ACTIVE:
+                    admitted.set()
+            done.wait(min(ttl_s / 4, 1.0))
+
+    keeper = threading.Thread(target=keep, name="tessera-lease", daemon=True)
+    keeper.start()
+    try:
+        if not admitted.wait(wait_s):
+            raise GovernorError(
+                f"no lease of {watts:g} W within {wait_s:g} s",
+                why="the budget is full, or the governor cannot be asked",
+                fix="ask for less, wait longer, or look at the governor's status",
+            )
+        yield calls.renew(job)
+    finally:
+        done.set()
+        keeper.join(timeout=2 * CALL_S)
+        with contextlib.suppress(GovernorError):
+            calls.release(job)
