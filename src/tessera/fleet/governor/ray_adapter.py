@@ -28,7 +28,8 @@ from .daemon import LeaseFile, NodeDaemon
 from .service import GovernorService, open_service
 
 NAME, NAMESPACE, RESOURCE = "tessera-governor", "tessera", "watts"
-CALL_S = 2.0
+CALL_S = 5.0
+"""How long a call may take; the node's cap falls back in time, whatever the network does."""
 _ON_HEAD = {"node:__internal_head__": 0.001}  # Ray's own mark of the head node
 
 
@@ -62,8 +63,8 @@ class RayGovernor:
 class RayCalls:
     """What a daemon or a task asks of the actor; the methods of `GovernorClient`."""
 
-    def __init__(self, governor: Any = None) -> None:
-        self._ray, self._governor = import_ray(), governor
+    def __init__(self) -> None:
+        self._ray, self._governor = import_ray(), None
 
     def join(self, node: str, guaranteed_w: float, *, session: str, max_w: float | None = None) -> NodeStatus:
         """Speak for a node from now on."""
@@ -95,9 +96,11 @@ class RayCalls:
 
     def _call(self, method: str, **arguments: Any) -> Any:
         try:
-            governor = self._governor or self._ray.get_actor(NAME, NAMESPACE)
-            answer = self._ray.get(governor.call.remote(method, arguments), timeout=CALL_S)
+            if self._governor is None:
+                self._governor = self._ray.get_actor(NAME, NAMESPACE)
+            answer = self._ray.get(self._governor.call.remote(method, arguments), timeout=CALL_S)
         except (self._ray.exceptions.RayError, ValueError, ConnectionError, RuntimeError) as exc:
+            self._governor = None  # it may have been started anew
             raise GovernorError(
                 "the governor's actor cannot be asked", why=str(exc).splitlines()[0], fix="start_governor starts it"
             ) from exc
