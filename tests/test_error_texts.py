@@ -107,6 +107,9 @@ USAGE = [
     Case("an argument too many", "report run.tessera a.json", "a.json"),
 ]
 OURS = [
+    Case("a governor that is not there", "governor status --url http://127.0.0.1:1", "tessera governor serve", 1),
+    Case("a governor without a cap", "governor serve", "--cap 20kW"),
+    Case("a token in the clear", "governor status --url http://10.0.0.1:9410", "https"),
     Case("work without its unit", "measure --work 5 -- true", "--unit"),
     Case("a power log that cannot be written", "measure --trace nowhere/power.csv -- true", "nowhere/power.csv"),
     Case("no such sensor", "measure --sensor nvlm -- true", "did you mean 'nvml'"),
@@ -283,6 +286,19 @@ def _bucket() -> Any:
         return journal.runtime_folder()
 
 
+def _leased() -> Any:
+    with mock.patch.dict(os.environ, {"TESSERA_GOVERNOR_LEASE": "lease.json"}):
+        return _scheduled(power_cap="governor")
+
+
+def _governed() -> Any:
+    from tessera.fleet import Budget, BudgetPolicy, PowerRequest
+
+    budget = Budget(BudgetPolicy(cap_w=1000.0))
+    budget.join(0.0, "node1", 100.0)
+    return budget.request(1.0, PowerRequest(job="a", watts={"nod1": 500.0}))
+
+
 def _unavailable() -> Any:
     from tessera.sensors.rapl import RaplSensor
 
@@ -318,6 +334,8 @@ CALLS = [
     Case("a cap that is none", lambda: _scheduled(power_cap="275"), "unit"),
     Case("a policy for a block", _block, "@schedule"),
     Case("a power policy with a wrong key", _policy, "did you mean 'jitter_ms'"),
+    Case("a node that no governor knows", _governed, "did you mean 'node1'"),
+    Case("a cap of a governor without a lease", _leased, "tessera governor join"),
     Case("a policy that is none", lambda: _scheduled(policy="enrgy"), "did you mean 'energy'"),
 ]  # fmt: skip
 ALL = [*USAGE, *OURS, *CALLS]
