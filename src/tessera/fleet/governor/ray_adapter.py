@@ -168,13 +168,16 @@ def power_lease(watts: float, *, wait_s: float = 3600.0, ttl_s: float = 30.0, **
     job = f"ray-{socket.gethostname()[:32]}-{uuid.uuid4().hex}"
     request = PowerRequest(job=job, watts={node: watts}, ttl_s=ttl_s, **more)
     done, admitted = threading.Event(), threading.Event()
+    seen: list[JobStatus] = []
 
     def keep() -> None:
         """Ask, which is harmless to repeat, and renew, until the block ends."""
         while not done.is_set():
             with contextlib.suppress(GovernorError):
                 calls.request(request)
-                if calls.renew(job).state is JobState.ACTIVE:
+                status = calls.renew(job)
+                if status.state is JobState.ACTIVE and not admitted.is_set():
+                    seen.append(status)
                     admitted.set()
             done.wait(min(ttl_s / 4, 1.0))
 
@@ -187,7 +190,7 @@ def power_lease(watts: float, *, wait_s: float = 3600.0, ttl_s: float = 30.0, **
                 why="the budget is full, or the governor cannot be asked",
                 fix="ask for less, wait longer, or look at the governor's status",
             )
-        yield calls.renew(job)
+        yield seen[0]
     finally:
         done.set()
         keeper.join(timeout=2 * CALL_S)
