@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import analysing
 import first_hour
+import governing
 import many_gpus
 import measuring
 import operators
@@ -32,6 +33,7 @@ PARTS: dict[str, tuple[list[Goal], list[str]]] = {
     "Many GPUs": (many_gpus.goals(), many_gpus.NOTES),
     "Placing and moving jobs": (placing.goals(), placing.NOTES),
     "Simulating a data centre": (simulating.goals(), simulating.NOTES),
+    "Governing": (governing.goals(), governing.NOTES),
     "The first hour": (first_hour.goals(), first_hour.notes()),
 }
 

@@ -64,7 +64,8 @@ class RayCalls:
     """What a daemon or a task asks of the actor; the methods of `GovernorClient`."""
 
     def __init__(self) -> None:
-        self._ray, self._governor = import_ray(), None
+        self._ray = import_ray()
+        self._governor: Any = None  # the actor's handle
 
     def join(self, node: str, guaranteed_w: float, *, session: str, max_w: float | None = None) -> NodeStatus:
         """Speak for a node from now on."""
