@@ -317,7 +317,10 @@ def _check_utility(spec: UtilitySpec, job: LockstepJob, after: ShapedWave) -> It
         ("crest_factor", spec.crest_factor, after.crest_factor, lambda value: f"{value:.3g}"),
     ]
     if spec.band_hz is not None:
-        rows.append(("band_share", spec.band_share, after.band_share(*spec.band_hz), format_share))
+        # What hardly swings has nothing to share out: rounding would be all of its variance.
+        swings = after.swing_w > GAINED * job.mean_w
+        share = after.band_share(*spec.band_hz) if swings else 0.0
+        rows.append(("band_share", spec.band_share, share, format_share))
     for name, limit, value, show in rows:
         if limit is None:
             continue

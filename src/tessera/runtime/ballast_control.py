@@ -51,6 +51,11 @@ class BallastControl:
         self._held_w = self.idle_w
         self._choose_level()
 
+    def start_from(self, idle_w: float, full_w: float) -> None:
+        """Take measured watts in place of guesses."""
+        self.idle_w, self.full_w, self._held_w = idle_w, full_w, idle_w
+        self._choose_level()
+
     @property
     def gain_w(self) -> float:
         """What level 1 adds to a device without work."""

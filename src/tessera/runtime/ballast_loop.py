@@ -20,6 +20,8 @@ from .power_zone import PowerZone, guess_power
 # A function that is called in a loop must find its ballast still at work; after a pause this long it ends.
 LINGER_S = 2.0
 TICK_S = 0.02
+# Before the first work, the device is measured idle and with ballast only, for this long each.
+CALIBRATE_S, SETTLE_S, GIVE_UP_S = 0.2, 0.1, 1.0
 # The first second, in which the level is found, is not in the report's lowest and highest power.
 FIRST_S = 1.0
 
@@ -69,6 +71,7 @@ class BallastLoop:
         self._ran: deque[tuple[int, float]] = deque(maxlen=512)  # (monotonic ns, seconds that ballast worked)
         self._total_j = self._energy_j = self._ran_s = self._seen_s = 0.0
         self._extremes: tuple[float, float] | None = None
+        self._zone: PowerZone = PowerZone("floor", [], [])
         self._where = ""
         self._notes: dict[str, str] = {}
 
@@ -137,7 +140,33 @@ class BallastLoop:
             floor_w=self.floor_w, max_ramp_w_per_s=self.max_ramp_w_per_s, idle_w=idle_w, full_w=max(burst_w, idle_w + 1)
         )
         self._zone = PowerZone("floor", names, [])
+        self._calibrate(sampler, self._ballast, self._control)
         self._ballast.set_level(self._control.level)
+
+    def _calibrate(self, sampler: Any, ballast: Ballast, control: BallastControl) -> None:
+        """Measure the device with nothing and with ballast only: half a second, once, before the first work."""
+        idle = self._measure(sampler, ballast)
+        ballast.set_level(1.0)
+        time.sleep(SETTLE_S)
+        full = self._measure(sampler, ballast)
+        ballast.set_level(0.0)
+        if idle is not None and full is not None and full[1] > 0.2 and full[0] > 1.05 * idle[0]:
+            control.start_from(idle[0], idle[0] + (full[0] - idle[0]) / full[1])
+        else:
+            self._notes["guess"] = "the watts of ballast could not be measured: its joules are the catalogue's guess"
+
+    def _measure(self, sampler: Any, ballast: Ballast) -> tuple[float, float] | None:
+        """Mean power over `CALIBRATE_S`, and the share of that time in which ballast worked."""
+        self._zone.read_ns = None
+        began_s, ran_s = time.monotonic(), ballast.ran_s()
+        energy_j = seconds = 0.0
+        while seconds < CALIBRATE_S and time.monotonic() < began_s + GIVE_UP_S:
+            time.sleep(TICK_S)
+            reading = self._zone.read(sampler)
+            if reading is not None and reading.start_ns >= round(began_s * 1e9):
+                energy_j, seconds = energy_j + reading.power_w * reading.seconds, seconds + reading.seconds
+        worked = (ballast.ran_s() - ran_s) / (time.monotonic() - began_s)
+        return (energy_j / seconds, min(worked, 1.0)) if seconds >= CALIBRATE_S / 2 else None
 
     def _run(self) -> None:
         try:

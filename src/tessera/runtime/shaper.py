@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,8 +33,8 @@ from .options import ScheduleOptions
 from .shaper_validation import PowerCurve, ShaperTrial, ShaperValidation, judge_trial
 from .shaping import LOSS, GroupPlace, draw_jitter_s, phase_wait_s, rank_offset_s
 
-# The period is learnt from this many steps: the first ones compile and allocate.
-LEARN = 6
+# The period is learnt from this many steps without the first ones, which compile and allocate.
+LEARN, FIRST = 8, 2
 # A shared period is longer than the slowest group's own by this share, so that a group that is late catches up.
 MARGIN = 0.01
 AXES = {"replica": ("dp", "fsdp"), "stage": ("pp",)}
@@ -231,7 +230,11 @@ class JobShaper:
 
     def _agree(self) -> None:
         """The period and the clock that the ranks share; the ranks of a process group ask each other."""
-        own_s = self._given_s if self._given_s is not None else median(self._intervals)
+        # A busy host makes some steps longer, none shorter: the lower quartile is the step's own time.
+        own_s = self._given_s
+        if own_s is None:
+            usual = sorted(list(self._intervals)[FIRST:])
+            own_s = usual[len(usual) // 4]
         own_s += (0.0 if self._given_s is not None else 1.0) * self._of_step * sum(self.policy.jitter_s) / 2
         if self._given_s is None and not self.synchronous:
             own_s *= 1 + MARGIN
