@@ -4,17 +4,20 @@
 
 Each process is a rank of a gloo group and a replica of a job: for 75% of a step it computes in bursts of 0.3 ms of
 CPU time, one every 10 ms, then it waits. So eight in lockstep use at most a quarter of a core, and a machine that is
-busy otherwise does not hide the swing. Power is the CPU time itself, summed over the ranks by their clocks.
+busy otherwise does not hide the swing; as root they also have real-time priority. Power is the CPU time itself, summed
+over the ranks by their clocks.
 
 Independent: the replicas do not wait for each other (local SGD, or jobs of their own): phases can be shifted.
 Synchronous: an all-reduce ends each step: the same policy cannot work, and the validation says so.
 
 The simulator (tessera.fleet.simulate) has the same waves on one node of eight GPUs, and the same policy by the same code
-(runtime/shaping.py). What is compared are ratios with and without: watts of a GPU are not seconds of a core.
+(runtime/shaping.py); twelve seconds, as one block of the processes. What is compared are ratios with and without: watts of a
+GPU are not seconds of a core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -26,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
 import torch
 import torch.distributed as c10d
 
@@ -34,7 +38,7 @@ from result_file import write_result
 from tessera.fleet.lockstep import LockstepJob, shape_wave
 from tessera.policy import PhaseShift, PowerShaper
 from tessera.runtime.shaper import shaper
-from tessera.runtime.shaper_validation import ShaperValidation
+from tessera.runtime.shaper_validation import WINDOW_S, ShapedBlock, ShaperValidation
 
 RANKS, DUTY, PERIOD_S, SEED = 8, 0.75, 0.6, 7
 BURST_S, EVERY_S = 0.0003, 0.010
@@ -56,6 +60,8 @@ def compute(seconds: float) -> None:
 
 def run_rank(rank: int, synchronous: bool) -> ShaperValidation:
     """The trial of one rank; every rank returns the validation of all."""
+    with contextlib.suppress(PermissionError):  # as root: what else runs on the machine does not move the bursts
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     job = shaper(SHAPER, seed=SEED, synchronous=synchronous, duty=DUTY)
     gradient = torch.zeros(1)
 
@@ -92,12 +98,11 @@ def measure(synchronous: bool) -> dict[str, Any]:
 
 def simulate_same(synchronous: bool) -> dict[str, float]:
     """The simulator's answer, with and without the shaper."""
+    from tessera.fleet import simulate
     from tessera.fleet.scenario import parse_scenario
 
-    from tessera.fleet import simulate
-
     def run(shaped: bool) -> Any:
-        wave = {"period": f"{PERIOD_S}s", "duty": f"{DUTY:.0%}", "high": "650W", "low": "150W"}
+        wave = {"period": f"{PERIOD_S}s", "duty": f"{DUTY:.0%}", "high": "650W", "low": "80W"}
         job: dict[str, Any] = {"name": "train", "shape": wave, "scatter": False}
         if synchronous:
             job |= {"gpus": RANKS, "replicas": RANKS}
@@ -106,23 +111,30 @@ def simulate_same(synchronous: bool) -> dict[str, float]:
         table = {
             "gpus": {"chip": "h200"},
             "nodes": {"gpus": RANKS, "host": "0W", "supplies": {"count": 6, "needed": 4, "rating": "3300W"}},
-            "racks": {"nodes": 1}, "rows": {"count": 1, "racks": 1}, "feed": {}, "duration": "30s", "jobs": [job],
+            "racks": {"nodes": 1}, "rows": {"count": 1, "racks": 1}, "feed": {}, "duration": "12s", "jobs": [job],
         }  # fmt: skip
         if shaped:
             shift = {"dp_groups": "auto"} if synchronous else {}
             table["policies"] = {"power_shaper": {"jitter": ["0ms", "2ms"], "phase_shift": shift}}
         return simulate(parse_scenario(table), seed=SEED)
 
-    off, on = run(False), run(True)
-    before, after = off.load_quality, on.load_quality
+    off, on = (as_windows(run(shaped)) for shaped in (False, True))
     return {
-        "peak_ratio": after.peak_w / before.peak_w,
-        "crest_ratio": after.crest_factor / before.crest_factor,
-        "peak_off_w": before.peak_w,
-        "peak_on_w": after.peak_w,
-        "crest_off": before.crest_factor,
-        "crest_on": after.crest_factor,
+        "peak_ratio": on.peak / off.peak,
+        "crest_ratio": on.crest_factor / off.crest_factor,
+        "peak_off_w": off.peak,
+        "peak_on_w": on.peak,
+        "crest_off": off.crest_factor,
+        "crest_on": on.crest_factor,
     }
+
+
+def as_windows(simulation: Any) -> ShapedBlock:
+    """A simulation in the same windows as the processes, judged by the same code; without its first two seconds."""
+    each = round(WINDOW_S / simulation.step_s)
+    power_w = np.asarray(simulation.load_w)[round(2.0 / simulation.step_s) :]
+    windows = power_w[: len(power_w) // each * each].reshape(-1, each).mean(axis=1)
+    return ShapedBlock.measure(False, windows, [PERIOD_S])
 
 
 def predict_same(synchronous: bool) -> dict[str, float]:

@@ -18,6 +18,7 @@ import placing
 import predicting
 import profiling
 import schedules
+import shaping
 import simulating
 from goal import BENCHMARKS, DEVICE, H200, Goal, load, table
 from peers import compare_tools
@@ -30,6 +31,7 @@ PARTS: dict[str, tuple[list[Goal], list[str]]] = {
     "Analysing": (analysing.goals(), analysing.NOTES),
     "Operators": (operators.goals(), operators.NOTES),
     "Schedules": (schedules.goals(), schedules.notes()),
+    "Shaping power": (shaping.goals(), shaping.NOTES),
     "Many GPUs": (many_gpus.goals(), many_gpus.NOTES),
     "Placing and moving jobs": (placing.goals(), placing.NOTES),
     "Simulating a data centre": (simulating.goals(), simulating.NOTES),

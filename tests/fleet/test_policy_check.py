@@ -133,7 +133,10 @@ def test_shaping_never_changes_the_work_nor_widens_the_swing(
     before, after = shape_wave(job, PowerShaper()), shape_wave(job, shaped)
     assert after.power_w.mean() - after.ballast_w == pytest.approx(before.power_w.mean(), rel=0.01)
     assert after.swing_w <= before.swing_w + 1e-6
-    assert after.crest_factor <= before.crest_factor + 1e-6
+    if (
+        floor_w is None or floor_w <= job.high_w
+    ):  # the crest factor may rise: edges that are less steep lower the mean square
+        assert after.power_w.max() <= before.power_w.max() + 1e-6
 
 
 def test_impossible_jobs_are_refused() -> None:

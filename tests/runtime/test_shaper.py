@@ -13,7 +13,7 @@ import pytest
 import tessera
 from gloo_ranks import GlooRanks
 from tessera.dist import Mesh
-from tessera.errors import ArgumentError, ScheduleError
+from tessera.errors import ArgumentError, MeasurementError, ScheduleError
 from tessera.policy import PhaseShift, PowerShaper
 from tessera.runtime.shaper import LEARN, JobShaper, find_place, shaper
 from tessera.runtime.shaper_validation import PowerCurve, ShapedBlock, ShaperValidation, judge_trial, sum_windows
@@ -195,6 +195,13 @@ def test_blocks_of_a_trial_are_judged_without_their_first_step() -> None:
     assert [b.shaped for b in found.blocks] == [False, True, False, True]
     assert found.ranks == 2 and found.loss == pytest.approx(0.0) and not found.passed
     assert all(math.isclose(b.step_s, 1.0) for b in found.blocks)
+
+
+def test_blocks_that_are_too_short_say_so() -> None:
+    starts = [[2.0 + b * 0.01 + k * 0.001 for k in range(6)] for b in range(2)]
+    with pytest.raises(MeasurementError, match="too short") as caught:
+        judge_trial([("CPUs", square(0.0), starts)])
+    assert "steps=100" in str(caught.value)
 
 
 def test_validate_runs_blocks_with_and_without_and_prints_pass_or_fail(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import MeasurementError
 from .shaping import LOSS
 
 WINDOW_S = 0.02
@@ -54,7 +55,7 @@ def sum_windows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedBlock:
-    """Some steps of every rank, with the shaper or without it: their power and their times."""
+    """Some steps of every rank, with the shaper or without it: their power, and the median of their times."""
 
     shaped: bool
     peak: float
@@ -76,7 +77,7 @@ class ShapedBlock:
             mean=float(windows.mean()),
             crest_factor=peak / rms if rms > 0 else 1.0,
             ramp_per_s=float(np.percentile(np.abs(np.diff(windows)), SPIKE)) / WINDOW_S if len(windows) > 1 else 0.0,
-            step_s=fmean(steps_s),
+            step_s=usual_s,
             stalls=sum(s > STALL * usual_s for s in steps_s),
         )
 
@@ -94,15 +95,18 @@ class ShaperValidation:
     def _mean(self, name: str, shaped: bool) -> float:
         return fmean(getattr(b, name) for b in self.blocks if b.shaped is shaped)
 
+    def _step_s(self, shaped: bool) -> float:
+        return median(b.step_s for b in self.blocks if b.shaped is shaped)
+
     @property
     def off(self) -> dict[str, float]:
-        """Means over the blocks without the shaper."""
-        return {name: self._mean(name, False) for name in _FIGURES}
+        """Means over the blocks without the shaper; of the step, the median."""
+        return {name: self._mean(name, False) for name in _FIGURES} | {"step_s": self._step_s(False)}
 
     @property
     def on(self) -> dict[str, float]:
-        """Means over the blocks with it."""
-        return {name: self._mean(name, True) for name in _FIGURES}
+        """Means over the blocks with it; of the step, the median."""
+        return {name: self._mean(name, True) for name in _FIGURES} | {"step_s": self._step_s(True)}
 
     @property
     def spikes_down(self) -> bool:
@@ -111,8 +115,8 @@ class ShaperValidation:
 
     @property
     def loss(self) -> float:
-        """The share of throughput lost; negative where steps became faster."""
-        return 1 - self._mean("step_s", False) / self._mean("step_s", True)
+        """The share of throughput lost by the usual step, negative where it became faster; stalls are a rule apart."""
+        return 1 - self._step_s(False) / self._step_s(True)
 
     @property
     def loss_within(self) -> bool:
@@ -136,7 +140,7 @@ class ShaperValidation:
         return validation_text(self)
 
 
-_FIGURES = ("peak", "mean", "crest_factor", "ramp_per_s", "step_s")
+_FIGURES = ("peak", "mean", "crest_factor", "ramp_per_s")
 
 
 class ActivityMeter:
@@ -240,6 +244,10 @@ def judge_trial(measured: Sequence[tuple[str, PowerCurve, list[list[float]]]]) -
             continue
         steps_s = [float(b - a) for s in starts for a, b in pairwise(s[1:])]
         blocks.append(ShapedBlock.measure(number % 2 == 1, windows, steps_s))
+    if len({b.shaped for b in blocks}) < 2:
+        raise MeasurementError(
+            f"the blocks are too short for windows of {WINDOW_S * 1e3:g} ms", fix="more steps in each: steps=100"
+        )
     return ShaperValidation(
         unit=units.pop() if len(units) == 1 else "mixed units",
         ranks=len(measured),
