@@ -94,6 +94,12 @@ class GovernorProcess:
         self.port = int(url.rpartition(":")[2])
         return GovernorAddress(url=url, token=(self.folder / "operator.token").read_text().strip())
 
+    def cpu_s(self) -> float:
+        """The CPU time it has used."""
+        assert self.process is not None
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def kill(self) -> None:
         """SIGKILL, at once."""
         self.stop(signal.SIGKILL)

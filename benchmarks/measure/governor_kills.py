@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import random
 import sys
 import tempfile
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", type=Path)
     args = parser.parse_args()
-    rng, back_s, checked = random.Random(args.seed), [], 0
+    rng, back_s, cpu_s, checked = random.Random(args.seed), [], [], 0
     with tempfile.TemporaryDirectory() as folder:
         governor = GovernorProcess(Path(folder) / "state", *OPTIONS)
         address = governor.start()
@@ -142,6 +143,7 @@ def main() -> None:
             started_s = time.monotonic()
             governor.start()
             back_s.append(time.monotonic() - started_s)
+            cpu_s.append(governor.cpu_s())
             sample = rng.sample(sorted(known), min(40, len(known)))
             for name in sample:
                 with load.lock:
@@ -170,6 +172,8 @@ def main() -> None:
         "jobs_lost": len(lost),
         "restart_s_median": back_s[len(back_s) // 2],
         "restart_s_max": back_s[-1],
+        "restart_cpu_s_max": max(cpu_s),
+        "load_average": os.getloadavg()[1],
         "highest_w": load.highest_w,
         "limit_w": LIMIT_W,
         "problems": load.problems[:20],
