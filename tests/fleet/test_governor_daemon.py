@@ -6,18 +6,20 @@ import json
 import threading
 import time
 
+import pynvml as nv
 import pytest
 
 from tessera import schedule
 from tessera.clock import boot_id, read_boot_clock
 from tessera.errors import ActuatorError, GovernorError, ScheduleError
-from tessera.fleet.governor.daemon import LeaseFile, NodeDaemon, find_node_power
+from tessera.fleet.governor.daemon import DriverCap, LeaseFile, NodeDaemon, find_node_power
 from tessera.fleet.governor.tokens import Role
 from tessera.fleet.leases import BudgetPolicy, PowerRequest
 from tessera.monitor.snapshot import DomainReading, Snapshot
 from tessera.runtime import options
 from tessera.runtime.node_lease import LeaseReader, NodeLease, write_lease
 
+from fakes.nvml import Scenario
 from governor_process import LocalGovernor
 
 POLICY = BudgetPolicy(cap_w=10_000.0, breaker_margin=1.0, soft_start_s=0.0)
@@ -242,3 +244,30 @@ def test_a_scheduled_function_runs_under_a_lease(tmp_path, monkeypatch):
     assert [work() for _ in range(3)] == [7, 7, 7]
     report = work.report()
     assert report.cap is not None and report.cap.power_w == 5000.0
+
+
+# -- the driver, on the fake ------------------------------------------------------------------------------------------
+
+
+def test_the_driver_holds_the_cap_and_is_restored(fake_nvml, monkeypatch, tmp_path):
+    monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("TESSERA_WATCHER", "0")
+    fake_nvml.set(Scenario(gpus=2))
+    nv.nvmlInit()
+
+    def limits_w():
+        return [nv.nvmlDeviceGetPowerManagementLimit(nv.nvmlDeviceGetHandleByIndex(i)) / 1000 for i in range(2)]
+
+    try:
+        before = limits_w()
+        driver = DriverCap(host_w=200.0)
+        driver.apply(1000.0, 300.0, 0.0)
+        assert limits_w() == [400.0, 400.0]
+        driver.apply(1200.0, 300.0, 0.0)
+        assert limits_w() == [500.0, 500.0]
+        driver.apply(210.0, 300.0, 0.0)  # less than the driver accepts: as low as it goes, and said
+        assert limits_w()[0] >= 100.0 and driver.notes
+        driver.close()
+        assert limits_w() == before
+    finally:
+        nv.nvmlShutdown()
