@@ -146,7 +146,7 @@ def test_boards_by_the_names_drivers_give(board: str, device: str) -> None:
     assert identify_board(board).id == device
 
 
-@pytest.mark.parametrize("board", ["NVIDIA H200 MaxQ", "NVIDIA A100-SXM4-96GB", "Tesla V100-SXM2-16GB", ""])
+@pytest.mark.parametrize("board", ["NVIDIA H200 MaxQ", "NVIDIA A100-SXM4-96GB", "Tesla V100-SXM2-24GB", ""])
 def test_a_sister_board_is_not_taken_for_the_known_one(board: str) -> None:
     with pytest.raises(ArgumentError):
         identify_board(board)
@@ -186,3 +186,29 @@ def test_a_hostile_chip_file_is_one_error_that_names_it(tmp_path, monkeypatch, l
     with pytest.raises(BadDevice, match=r"mine\.toml") as caught:
         lookup("h200")
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("board", "device"),
+    [  # names that drivers reported in public traces (issue 24), and the chips of issue 22
+        ("AMD Instinct MI300X VF", "mi300x"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("Tesla V100-DGXS-32GB", "v100"),
+        ("Tesla V100-DGXS-16GB", "v100-16gb"),
+        ("A100-PG509-200", "a100-40gb-sxm"),
+        ("AMD Instinct MI210", "mi210"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GeForce RTX 2080 Ti", "rtx-2080-ti"),
+        ("Quadro GP100", "p100"),
+        ("Tesla P100-SXM2-16GB", "p100"),
+        ("Intel(R) Data Center GPU Max 1550", "max-1550"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("AMD Instinct MI300A", "mi300a"),
+        ("AMD Instinct MI325X", "mi325x"),
+    ],
+)
+def test_names_that_drivers_report(board: str, device: str) -> None:
+    assert identify_board(board).id == device

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
+
+from .options import FILE, check_writable
 
 
 @click.command("calibrate")
@@ -13,24 +16,32 @@ import click
 @click.option("--force", is_flag=True, help="Measure even if another process uses the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print the calibration and its points as JSON.")
 @click.option("--dry-run", is_flag=True, help="Measure and show, but write nothing.")
-def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bool) -> int:
+@click.option("--out", type=FILE, help="Also write the calibration to this file, to send it to others.")
+def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bool, out: Path | None) -> int:
     """Measure this machine's GPU and host, so that predictions match them.
 
     \b
     Example:
       tessera calibrate
+      tessera calibrate --out my-a100.json     # others: tessera hardware add my-a100.json
 
     Compares idle power, the power limit, a few kernels of each kind and two small networks with their predictions, and
     writes the correction to ~/.config/tessera/calibration/ (or $XDG_CONFIG_HOME). `tessera predict` then uses it, and
     its report says so. It changes no clock and no limit of the GPU. Delete the file to undo the calibration.
     """
     from ..estimate.calibrate import calibrate
-    from ..estimate.calibration import save
+    from ..estimate.calibration import save, write_calibration
     from ..estimate.calibration_bench import CudaBench
 
+    if out is not None:
+        check_writable(out)
     with CudaBench(device) as bench:
         result = calibrate(bench, seconds=seconds, progress=_print_progress, force=force)
     path = None if dry_run else save(result.calibration)
+    if out is not None:
+        write_calibration(result.calibration, out)
+        print(f"wrote {out}: it names the board, driver, torch and CPU model, and nothing else of this machine; "
+              "others add it by `tessera hardware add`", file=sys.stderr)  # fmt: skip
     if as_json:
         import msgspec
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import click
 
 from ..device import Kind
 from .main import NearestGroup
-from .options import WordChoice, complete_device, json_option
+from .options import ExistingPath, WordChoice, complete_device, json_option
 
 
 @click.group("hardware", cls=NearestGroup)
@@ -47,6 +48,42 @@ def list_devices(kind: str | None, as_json: bool) -> None:
     from ..report.hardware import print_devices
 
     print_devices(devices, open_console())
+
+
+@command.command("add")
+@click.argument("file", type=ExistingPath())
+@click.option("--force", is_flag=True, help="Replace a file of the same chip.")
+@json_option
+def add(file: Path, force: bool, as_json: bool) -> None:
+    """Add a chip (a TOML file), or a calibration that somebody measured (a JSON file of `tessera calibrate --out`).
+
+    \b
+    Example:
+      tessera hardware add acme-900.toml
+      tessera hardware add my-a100.json
+
+    The file is checked, then copied below ~/.config/tessera (or $XDG_CONFIG_HOME). Of a calibration, the factors of the
+    board are used, not those of its host. Delete the copy to undo it.
+    """
+    if file.suffix.lower() == ".json":
+        from ..estimate.calibration import receive
+
+        calibration, path = receive(file, replace_own=force)
+        name, what = calibration.device, f"the calibration of {calibration.device}, measured on {calibration.board}"
+    else:
+        from ..hardware import add_file
+
+        device, path = add_file(file, force=force)
+        name, what = device.id, device.name
+    if as_json:
+        import msgspec
+
+        click.echo(msgspec.json.encode({"device": name, "path": str(path)}).decode())
+        return
+    from ..output import remove_controls
+
+    click.echo(remove_controls(f"added {what}: {path}"))
+    click.echo(f"next  tessera predict resnet18 --on {name}")
 
 
 @command.command("show")

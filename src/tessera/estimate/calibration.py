@@ -100,7 +100,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """One calibration: the board, its host, the date, and the measured factors and watts.
 
     `static_w` is the board with its clocks up and its SMs waiting, `limit_w` what it sustains under a power-capped
-    load, `idle_w` and `idle_context_w` the board at rest without and with a CUDA context.
+    load, `idle_w` and `idle_context_w` the board at rest without and with a CUDA context. `received`: another machine
+    measured it, and somebody sent the file.
     """
 
     device: str
@@ -117,12 +118,14 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     static_w: Watts
     limit_w: Watts
     notes: tuple[str, ...] = ()
+    received: bool = False
     schema_version: int = SCHEMA
 
     @property
     def provenance(self) -> str:
         """The provenance of a scaled figure."""
-        return f"calibrated on this machine, {self.date}"
+        where = f"another {self.board}" if self.received else "this machine"
+        return f"calibrated on {where}, {self.date}"
 
     def scale_kernel(self, kernel: KernelTime, kind: str, precision: str) -> KernelTime:
         """A kernel's time on this machine. `precision` is the one it runs in (a what-if's, where there is one)."""
@@ -202,8 +205,7 @@ def save(calibration: Calibration) -> Path:
     """Replace the device's calibration file atomically; returns its path."""
     path = path_of(calibration.device)
     try:
-        with replace_when_written(path, make_folder=True) as draft:
-            draft.write_bytes(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
+        write_calibration(calibration, path)
     except ArgumentError as exc:
         raise RecordingError(
             f"the calibration could not be written to {path}",
@@ -211,6 +213,33 @@ def save(calibration: Calibration) -> Path:
             fix="make the folder writable, or set XDG_CONFIG_HOME to another folder",
         ) from exc
     return path
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Write a calibration to a file, which `receive` reads."""
+    with replace_when_written(path, make_folder=True) as draft:
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n")
+
+
+def receive(path: Path, *, replace_own: bool = False) -> tuple[Calibration, Path]:
+    """Keep a calibration that somebody measured elsewhere, without what it says about that host; returns its place.
+
+    One that was measured here is replaced only if `replace_own`.
+    """
+    try:
+        stat = path.stat()
+    except OSError as exc:
+        raise _unreadable(path, str(exc)) from exc
+    sent = _read(path, stat.st_mtime_ns, stat.st_size, stat.st_ino)
+    own = find(sent.device)
+    if own is not None and not own.received and not replace_own:
+        raise ArgumentError(
+            f"{sent.device} is calibrated on this machine already",
+            why=f"{path_of(sent.device)} was measured here on {own.date}",
+            fix="add --force to replace it",
+        )
+    kept = msgspec.structs.replace(sent, received=True, host_scale=None)
+    return kept, save(kept)
 
 
 def find(device_id: str) -> Calibration | None:

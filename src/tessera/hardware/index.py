@@ -18,10 +18,13 @@ from typing import Any
 
 from ..device import Device
 from ..errors import ArgumentError, did_you_mean
+from ..output import replace_when_written
 from .load import Table, bad, build, merge, read
 
 _PACKAGED = "the catalogue"
 _NEAREST = 3
+# Words of a board's name that tell nothing about the chip; "VF" is a virtual function of it, as a cloud hands it out.
+_MARKETING = ("nvidia", "tesla", "geforce", "amd", "instinct", "intel(r)", "intel", "vf", "")
 _MOST_BYTES = 1 << 20  # of a user's file: the longest of the catalogue has 3 KB
 
 
@@ -87,7 +90,7 @@ def identify_board(board: str) -> Device:
 
 def _plain_name(name: str) -> str:
     words = re.split(r"[\s\-_]+", name.strip().lower())
-    return " ".join(word for word in words if word not in ("nvidia", "tesla", "geforce", "amd", ""))
+    return " ".join(word for word in words if word not in _MARKETING)
 
 
 def _is_memory_of(device: Device, rest: str) -> bool:
@@ -111,6 +114,30 @@ def user_folder() -> Path:
 def user_files() -> list[Path]:
     """The user's device files, in the order in which they are laid over the catalogue."""
     return sorted(path for path in user_folder().glob("*.toml") if path.is_file())
+
+
+def add_file(path: Path, *, force: bool = False) -> tuple[Device, Path]:
+    """Check the description of a chip and copy it to the user's folder; returns the device and its file."""
+    if not path.is_file():
+        raise ArgumentError(f"there is no file {path}", fix="give the TOML file of a chip")
+    text = _text(path)
+    table = read(text, str(path))
+    key = table["id"]
+    packaged = _read_packaged()
+    device = build(merge(packaged[key], table) if key in packaged else table, str(path), (str(path),))
+    if Path(key).name != key or key.startswith("."):
+        raise bad(str(path), "id", f"{key!r} cannot be the name of a file", fix="give it a plain id")
+    target = user_folder() / f"{key}.toml"
+    if target.exists() and not force:
+        raise ArgumentError(f"{target} already exists", fix="add --force to replace it")
+    with replace_when_written(target, make_folder=True) as draft:
+        draft.write_text(text, encoding="utf-8")
+    try:
+        catalogue()
+    except ArgumentError:  # an alias that another chip has: the catalogue must stay readable
+        target.unlink()
+        raise
+    return device, target
 
 
 @functools.cache
