@@ -68,11 +68,11 @@ FLAGS = {
     "simulate": {
         "file", "--duration", "--seed", "--distinct", "--engine", "--check", "--json", "--html", "--power",
     },
-    "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run"},
+    "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run", "--out"},
     "predict": {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",
         "--top", "--json", "--html", "--no-opportunities", "--serve", "--prompt", "--generate", "--tp", "--ep",
-        "--engine", "--max-tpot", "--max-ttft",
+        "--engine", "--max-tpot", "--max-ttft", "--power-curve",
     },
     "doctor": {"--sensor", "--json", "--restore"},
     "selftest": {"--seconds", "--json"},
@@ -113,6 +113,7 @@ FLAGS = {
     "governor token list": {"--state", "--json"},
     "governor token revoke": {"name", "--state"},
     "hardware": set(),
+    "hardware add": {"file", "--force", "--json"},
     "hardware list": {"--kind", "--json"},
     "hardware show": {"name", "--json"},
     "completion": {"shell"},

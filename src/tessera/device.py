@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .errors import ArgumentError, did_you_mean
+from .errors import ArgumentError, UnitError, did_you_mean
+from .units import parse_frequency, parse_power
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8", "int4")
 """Number formats a peak may be given for, widest first."""
@@ -107,6 +108,7 @@ class Device:
 
     `units` counts SMs, CUs or cores, whichever `unit_name` says; `threads` are a CPU's hardware threads. `energy`
     holds joules per byte or per operation. `origin` names the files the figures come from, the user's last.
+    `power_limit_w` and `clock_limit_hz` are settings of the driver below the board's own limit and clock.
     """
 
     id: str
@@ -130,6 +132,8 @@ class Device:
     energy: Mapping[str, Figure] = field(default_factory=dict)
     operating_points: tuple[OperatingPoint, ...] = ()
     point: str | None = None
+    power_limit_w: float | None = None
+    clock_limit_hz: float | None = None
     threads: int | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
     origin: tuple[str, ...] = ()
@@ -146,16 +150,46 @@ class Device:
         return max(peaks, key=lambda figure: figure.value, default=None)
 
     def at(self, point: str) -> Device:
-        """The device at one of its operating points: watts, clocks and the peaks that follow them."""
+        """The device at one of its operating points, or with a limit set: `at("400W")`, `at("1200MHz")`."""
         wanted = point.strip().lower()
         for candidate in self.operating_points:
             if candidate.name.lower() == wanted:
                 return _apply_point(self, candidate)
+        limited = self._set_limit(point.strip())
+        if limited is not None:
+            return limited
         names = [p.name for p in self.operating_points]
         raise ArgumentError(
             f"{self.id} has no operating point {point!r}{did_you_mean(wanted, names)}",
-            fix=f"known: {', '.join(f'{self.id}@{n}' for n in names)}" if names else f"use {self.id!r} alone",
+            fix=(f"known: {', '.join(f'{self.id}@{n}' for n in names)}; or " if names else "")
+            + f"give a power limit or a clock: {self.id}@300W, {self.id}@1200MHz",
         )
+
+    def _set_limit(self, point: str) -> Device | None:
+        """The device with a power limit or a clock set by its driver; None where the text is neither."""
+        kind = point.lower()
+        boost = self.clocks.boost_hz
+        try:
+            if kind.endswith("hz"):
+                clock_hz = parse_frequency(point[:-3] + point[-3].upper() + "Hz")
+                if boost is None or not 0.1 * boost.value <= clock_hz <= boost.value * 1.001:
+                    told = f"{boost.value / 1e6:.0f} MHz" if boost else "not known"
+                    raise ArgumentError(f"{self.id} cannot be set to {point}", why=f"its highest clock is {told}")
+                return self._named(f"{clock_hz / 1e6:g}MHz", clock_limit_hz=clock_hz)
+            if kind.endswith("w"):
+                limit_w = parse_power(point[:-1] + "W")
+                least_w = 1.5 * self.idle_w.value if self.idle_w else 0.0
+                if self.tdp_w is None or not least_w < limit_w <= self.tdp_w.value:
+                    told = f"{self.tdp_w.value:.0f} W" if self.tdp_w else "not known"
+                    raise ArgumentError(f"{self.id} cannot be limited to {point}", why=f"its own limit is {told}")
+                return self._named(f"{limit_w:g}W", power_limit_w=limit_w)
+        except UnitError:
+            return None
+        return None
+
+    def _named(self, point: str, **setting: float) -> Device:
+        named = {"id": f"{self.id}@{point}", "name": f"{self.name} at {point}", "point": point}
+        return dataclasses.replace(self, **named, **setting)  # type: ignore[arg-type]
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
         """Every figure with its dotted name, as it stands in the TOML file."""

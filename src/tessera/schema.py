@@ -285,8 +285,10 @@ class Prediction:
 
     `clock` is relative to the boost clock (below 1 where the power limit holds it down), `bound` what the time is
     spent on ("host", "compute", "memory", "overhead", "power"). `hbm_bytes` cross device memory in one iteration of
-    many: 0 where all that it touches stays in the last-level cache. `provenance` says for each part whether it is a
-    datasheet's figure, calibrated on a measurement, or assumed.
+    many: 0 where all that it touches stays in the last-level cache. `parameters` are those of the model's modules.
+    `mfu` (model FLOPs utilisation) is `flops` over the time at the dense peak of the format most of them run in; None
+    where there are none. `provenance` says for each part whether it is a datasheet's figure, calibrated on a
+    measurement, or assumed.
     """
 
     device: str
@@ -303,6 +305,8 @@ class Prediction:
     wasted_energy_j: float
     flops: float
     hbm_bytes: float
+    parameters: int | None = None
+    mfu: float | None = None
     peak_memory_bytes: int | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     memory_capacity_bytes: int | None = None

@@ -211,15 +211,16 @@ def write_page(path: Path, text: str) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def retype_command(command: str, **changes: Any) -> str:
+def retype_command(command: str, *, typed: Sequence[str] | None = None, **changes: Any) -> str:
     """What the user typed after `tessera COMMAND`, with some options changed (None: left out)."""
     words: list[str] = []
-    typed = iter(sys.argv[sys.argv.index(command) + 1 :] if command in sys.argv else [])
-    for word in typed:
+    line = sys.argv if typed is None else typed
+    rest = iter(line[line.index(command) + 1 :] if command in line else [])
+    for word in rest:
         flag, equals, _ = word.partition("=")
         if flag.startswith("--") and flag[2:].replace("-", "_") in changes:
             if not equals:
-                next(typed, None)
+                next(rest, None)
         else:
             words.append(word)
     for name, value in changes.items():

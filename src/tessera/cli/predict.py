@@ -69,15 +69,16 @@ def _parse_numbers(separator: str, example: str) -> Callable[..., tuple[int, ...
     show_default=True,
     metavar="CHIP,...",
     shell_complete=complete_devices,
-    help="Chips to predict for; see `tessera hardware list`.",
+    help="Chips to predict for (`tessera hardware list`), or all; with a limit: h200@400W, h200@1200MHz.",
 )
+@click.option("--power-curve", is_flag=True, help="Time and joules over power limits of each chip: which is best.")
 @click.option(
     "--precision",
     "--dtype",
     "precisions",
     callback=_parse_words,
     metavar="P,...",
-    help="fp32, tf32, bf16, fp16, fp8 or int8. [default: the model's own]",
+    help="fp32, tf32, bf16, fp16, fp8, int8; weights alone: int8wo, int4wo, fp8wo, fp4wo. [default: the model's own]",
 )
 @click.option(
     "--batch", "batches", callback=_parse_numbers(",", "1,8,64"), metavar="N,...", help="Samples in one iteration."
@@ -103,6 +104,7 @@ def _parse_numbers(separator: str, example: str) -> Callable[..., tuple[int, ...
 def command(
     model: str,
     devices: tuple[str, ...],
+    power_curve: bool,
     precisions: tuple[str, ...] | None,
     batches: tuple[int, ...] | None,
     mode: str,
@@ -125,6 +127,7 @@ def command(
       tessera predict resnet18 --on a100 --precision bf16 --batch 8
       tessera predict resnet18 --on a100,h200,jetson-orin --precision fp32,bf16 --batch 1,8,64 --html resnet18.html
       tessera predict mymodule:make_model --on h200 --mode train --optimizer adamw
+      tessera predict resnet50 --batch 64 --on h200 --power-curve
       tessera predict hf:config.json --seq 2048 --on h100,mi300x
       tessera predict llama-3.1-70b --serve --on h200,b200 --dtype bf16,fp8 --tp 2,4 --batch 8,32,128
 
@@ -133,7 +136,6 @@ def command(
     Nothing is downloaded, allocated or computed. One combination gives a full report, several give a table with the
     best choices; rows marked * are on the Pareto frontier of joules per sample and latency.
     """
-    from ..hardware import lookup
     from .model_loader import InputShape, load_model
 
     if mode != "train" and _is_typed("optimizer"):
@@ -142,8 +144,7 @@ def command(
             why="a forward pass (--mode infer, the default) has no optimizer",
             fix="add --mode train, or leave --optimizer out",
         )
-    for device in devices:
-        lookup(device)  # fail on a wrong name before torch is imported
+    devices = _expand_devices(devices, power_curve=power_curve)  # fails on a wrong name before torch is imported
     if serve:
         return predict_server(
             model,
@@ -166,6 +167,22 @@ def command(
         return _predict_one(loaded, {**options, **one}, top, as_json, html, opportunities=not no_opportunities)
     points = {"on": devices, "precisions": precisions or (None,), "batches": batches or (None,)}
     return _predict_several(loaded, {**options, **points}, as_json, html)
+
+
+def _expand_devices(devices: tuple[str, ...], *, power_curve: bool) -> tuple[str, ...]:
+    """The chips by name: "all" is every one of the catalogue but CPUs, a power curve the chip at several limits."""
+    from ..hardware import lookup
+
+    for device in devices:
+        if device != "all":
+            lookup(device)
+    if "all" in devices or power_curve:
+        from ..estimate.search import list_chips, list_limits
+
+        devices = tuple(chip for name in devices for chip in (list_chips() if name == "all" else [name]))
+        if power_curve:
+            devices = tuple(limit for name in devices for limit in list_limits(lookup(name)))
+    return devices
 
 
 def _is_typed(option: str) -> bool:
@@ -250,4 +267,6 @@ def _next_after_sweep(sweep: Sweep) -> str | None:
     best = sweep.best_batch()
     if best is None:
         return None
-    return retype_command("predict", on=best.on, precision=best.precision, batch=best.batch, html=None)
+    kept = [word for word in sys.argv if word != "--power-curve"]
+    with_one = {"on": best.on, "precision": best.precision, "batch": best.batch, "html": None}
+    return retype_command("predict", typed=kept, **with_one)

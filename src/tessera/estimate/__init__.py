@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .roofline import RooflineReport as RooflineReport
     from .search import Sweep as Sweep
     from .search import batch_for as batch_for
+    from .search import power_curve as power_curve
     from .search import sweep as sweep
 
 _NAMES = {
@@ -48,7 +49,7 @@ _NAMES = {
     ".ops": ("Precision",),
     ".predict": ("predict",),
     ".roofline": ("RooflineAnalyzer", "RooflineReport"),
-    ".search": ("Sweep", "batch_for", "sweep"),
+    ".search": ("Sweep", "batch_for", "power_curve", "sweep"),
 }
 _LAZY = {name: module for module, names in _NAMES.items() for name in names}
 _ELSEWHERE = {"serving": ("..serving.estimate", "estimate_serving")}  # of a later room, which knows links between GPUs

@@ -127,6 +127,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         where = f"another {self.board}" if self.received else "this machine"
         return f"calibrated on {where}, {self.date}"
 
+    def without_limit(self) -> Calibration:
+        """The same, for a board under another power limit."""
+        return msgspec.structs.replace(self, limit_w=Watts(value=None, how="another limit was asked for"))
+
     def scale_kernel(self, kernel: KernelTime, kind: str, precision: str) -> KernelTime:
         """A kernel's time on this machine. `precision` is the one it runs in (a what-if's, where there is one)."""
         group, own = group_of(kind, precision)

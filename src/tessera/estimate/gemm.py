@@ -62,6 +62,7 @@ class Product:
     precision: str
     layout: str = "nt"
     source: str = "torch"
+    weight_bytes: float | None = None  # of an element of the right factor, where it is stored in another format
 
 
 def gemm_time(
@@ -76,6 +77,7 @@ def gemm_time(
     hbm_bytes: float | None = None,
     layout: str = "nt",
     source: str = "torch",
+    weight_bytes: float | None = None,
 ) -> KernelTime:
     """The time of `batch` products (m x k) by (k x n), uncapped at the boost clock.
 
@@ -83,14 +85,14 @@ def gemm_time(
     passes the operands' bytes. `out_bytes` is the size of an output element. `layout` says how the operands lie, row by
     row: "nt" for a linear layer (the right one transposed, both contiguous along k), "nn" for a plain product or a
     gradient of inputs, "tn" for a gradient of weights (the left one transposed). `source` "vllm" adds the host time of
-    its fp8 calls.
+    its fp8 calls. `weight_bytes` is the size of an element of the right factor where it is stored in another format.
     """
     if min(m, n, k, batch) < 1:
         raise ArgumentError(f"a matrix product has dimensions of at least 1, not {m}x{n}x{k}, batch {batch}")
     for value, choices in ((source, _SOURCES), (layout, _LAYOUTS), (precision, ELEMENT_BYTES)):
         if value not in choices:
             raise ArgumentError(f"no matrix products in {value!r}", fix=f"one of {', '.join(choices)}")
-    return _gemm(chip(device), Product(m, n, k, batch, precision, layout, source), out_bytes, hbm_bytes)
+    return _gemm(chip(device), Product(m, n, k, batch, precision, layout, source, weight_bytes), out_bytes, hbm_bytes)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -151,7 +153,8 @@ def formula(
     out = max(size, 2.0) if out_bytes is None else out_bytes
     m, n, k, batch = (np.asarray(value, float) for value in (p.m, p.n, p.k, p.batch))
     compute_s, load, best = _compute(c, of, p)
-    total = batch * (size * (m * k + n * k) + out * m * n)
+    right = size if p.weight_bytes is None else p.weight_bytes
+    total = batch * (size * m * k + right * n * k + out * m * n)
     launch_us = c["launch_us"][p.source]
     if p.precision == "fp8_block":  # a kernel of its own reads the 16-bit operand and writes it scaled
         launch_us += c["fp8_block_us"]
@@ -166,7 +169,7 @@ def formula(
     body_s = whole ** (1 / exponent)
     tm, tn = _TM[best], _TN[best]
     # Blocks in clusters of two share one operand, so the cache is read for three quarters of what they load.
-    reads = 0.75 * batch * size * k * (m * np.ceil(n / tn) + n * np.ceil(m / tm))
+    reads = 0.75 * batch * k * (size * m * np.ceil(n / tn) + right * n * np.ceil(m / tm))
     filled = np.maximum(load / np.ceil(load), _overlap(c, of) * (load > 1))
     # An SM with a small tile has few warps at work, and draws less: by the fourth root of what it holds (fitted).
     held = tm * tn * np.minimum(_RESIDENT[best], np.maximum(1.0, load))
@@ -205,7 +208,8 @@ def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats
     wide = max(1.0, peak / of.clock_hz / c["flops_per_cycle"][p.precision])
     feed = np.minimum(c["sm_bytes_per_cycle"], c["feed_bytes_per_cycle"] / np.minimum(load, 1.0)) * wide * of.clock_hz
     q, cache_rate = c["tile_exponent"], of.cache_rate(c["cache_bytes_per_cycle"])
-    tile_s = (multiply**q + ((_TM + _TN) * size * depth / feed) ** q) ** (1 / q)
+    right = size if p.weight_bytes is None else p.weight_bytes
+    tile_s = (multiply**q + ((_TM * size + _TN * right) * depth / feed) ** q) ** (1 / q)
     waves = np.maximum(1.0, load + (1.0 - _overlap(c, of)) * (np.ceil(load) - load))
     # Prologue and epilogue show once; in later waves they hide behind the SM's other blocks, more so of small tiles.
     shown_s = (1.0 + (waves - 1.0) * own["tile_shown"] / _RESIDENT) * own["tile_cycles"] / of.clock_hz

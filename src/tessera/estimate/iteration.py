@@ -93,7 +93,8 @@ class Iteration:
         `synced` marks the kernels before which the host waits for the device; `drained`: it also waits at the end.
         """
         least = float(host_s.sum()) if host_s is not None else 0.0
-        clock = 1.0 if burst else highest_clock(lambda f: self.watts(f, least), self.power.limit_w)
+        most = self.power.most_clock
+        clock = most if burst else highest_clock(lambda f: self.watts(f, least), self.power.limit_w, most)
         device = self.device_s(clock)
         compute, memory = self.dynamic_j(clock)
         wait = _waits(device, host_s, synced, drained)

@@ -227,7 +227,7 @@ def _reduce_to_chip(device: Device) -> Chip:
 
 def _is_fitted_chip(device: Device) -> bool:
     """Whether a device is the H200 that the constants were fitted on; a user's file may change its figures."""
-    if device.id != CALIBRATED:
+    if device.id.partition("@")[0] != CALIBRATED:
         return False
     figures = (device.units, device.clocks.boost_hz, device.memory.bandwidth_bytes_per_s, device.caches.l2_bytes)
     return tuple(f.value if f else None for f in figures) == _FITTED_ON

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..device import Device
@@ -22,11 +22,11 @@ from .kernel_time import Chip, KernelTime, chip, load_fit
 _LOWEST_CLOCK = 0.1  # 210 of 1980 MHz: the lowest clock an H200 takes; nothing measured falls under 0.6
 
 
-def highest_clock(watts: Callable[[float], float], limit_w: float) -> float:
-    """The highest clock, relative to boost, that keeps the average power within the limit (or the lowest there is)."""
-    if watts(1.0) <= limit_w:
-        return 1.0
-    low, high = _LOWEST_CLOCK, 1.0
+def highest_clock(watts: Callable[[float], float], limit_w: float, most: float = 1.0) -> float:
+    """The highest clock, relative to boost and up to `most`, that keeps the average power within the limit."""
+    if watts(most) <= limit_w:
+        return most
+    low, high = min(_LOWEST_CLOCK, most), most
     for _ in range(24):
         middle = 0.5 * (low + high)
         if watts(middle) > limit_w:
@@ -122,11 +122,26 @@ class PowerModel:
     voltage_floor: float
     relative_error: float
     provenance: str
+    most_clock: float = 1.0
 
     @classmethod
     def from_device(cls, device: Device) -> PowerModel:
-        """The model of a device: the H200's is fitted, others carry its ratios over to their own figures."""
-        return _fit_to_chip(chip(device), *_board_figures(device))
+        """The model of a device: the H200's is fitted, others carry its ratios over to their own figures.
+
+        A power limit or a clock that the driver sets lowers what the board may do, and changes nothing else.
+        """
+        model = _fit_to_chip(chip(device), *_board_figures(device))
+        if device.power_limit_w is not None:
+            limit_w = device.power_limit_w * load_fit("h200_power.json")["limit_fraction"]
+            if limit_w < 1.1 * model.static_w:
+                raise ArgumentError(
+                    f"{device.id}: the board draws {model.static_w:.0f} W before it computes anything",
+                    fix=f"set a limit of at least {1.2 * model.static_w:.0f} W",
+                )
+            model = replace(model, limit_w=limit_w)
+        if device.clock_limit_hz is not None:
+            model = replace(model, most_clock=min(1.0, device.clock_limit_hz / chip(device).clock_hz))
+        return model
 
     def voltage(self, clock: float) -> float:
         """Voltage relative to that at the boost clock."""
@@ -134,7 +149,7 @@ class PowerModel:
 
     def estimate(self, work: DeviceWork, *, switching: float = 1.0) -> PowerEstimate:
         """Seconds and joules of the work under the limit; `switching` scales the dynamic energy of its data."""
-        clock = highest_clock(lambda f: self._watts(work, f, switching), self.limit_w)
+        clock = highest_clock(lambda f: self._watts(work, f, switching), self.limit_w, self.most_clock)
         seconds, static_j, compute_j, memory_j = self._parts(work, clock, switching)
         if static_j + compute_j + memory_j > self.limit_w * seconds:
             # Memory traffic does not follow the clock and can still be over the limit: it waits.

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..device import Device
 from ..errors import ArgumentError, DoesNotFit, MissingExtra, did_you_mean
-from ..graph.ir import WHAT_IFS, Graph
+from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph
 from ..graph.partition import PartitionReport
 from ..hardware import lookup
 from ..joules import Floats
@@ -23,7 +23,7 @@ from .data_movement import count_launches
 from .host import HostModel, host_times, is_cpu, widen_for_cpu
 from .iteration import Iteration
 from .memory import MemoryEstimator, MemoryReport
-from .ops import QUANTISED, OpModel, precision_name, recast
+from .ops import QUANTISED, OpModel, precision_name, recast, store_weights
 from .power import PowerModel
 from .prediction_report import Estimate, build_report
 
@@ -91,6 +91,8 @@ def predict(
         graph = capture(
             model, inputs, mode=mode, precision=precision, optimizer=optimizer, batch=batch, replay=replay, name=name
         )
+    if precision is not None and precision in WEIGHT_ONLY:
+        graph = store_weights(graph, WEIGHT_ONLY[precision])
     measured = _find_calibration(calibration, device)
     program, pieces = compile_program(graph) if launch == "compile" else (graph, None)
     solved = estimate(program, device, model_of, launch=launch, burst=burst, host=host, calibration=measured, of=pieces)
@@ -123,11 +125,15 @@ def _recast_graph(graph: Graph, inputs: Any, precision: str | None, batch: int |
     if precision is None:
         return graph
     # Quantised products keep bf16 between them; the operator model decides the products' own format.
-    stored = WHAT_IFS[precision] if precision in QUANTISED else precision
-    captured = graph.precision
-    if captured is not None and stored == (WHAT_IFS[captured] if captured in QUANTISED else captured):
+    stored, captured = _castable(precision), graph.precision
+    if captured is not None and stored == _castable(captured):
         return graph  # captured in it: what is wider now is so on purpose
     return replace(graph, ops=tuple(recast(op, stored) for op in graph.ops), precision=precision)
+
+
+def _castable(precision: str) -> str:
+    """The format that a what-if casts tensors to; tf32 is one of products, not of tensors."""
+    return WHAT_IFS[precision] if precision in QUANTISED or precision in WEIGHT_ONLY else precision
 
 
 def _find_device(on: Any) -> Device:
@@ -142,8 +148,13 @@ def _find_device(on: Any) -> Device:
 
 
 def _find_calibration(calibration: Calibration | Literal["auto"] | None, device: Device) -> Calibration | None:
-    measured = find(device.id) if calibration == "auto" else calibration
-    if measured is not None and measured.device != device.id:
+    own = device.id.partition("@")[0]
+    measured = find(own) if calibration == "auto" else calibration
+    if (
+        measured is not None and device.power_limit_w is not None
+    ):  # the limit that was measured is not the one asked for
+        measured = measured.without_limit()
+    if measured is not None and measured.device not in (device.id, own):
         raise ArgumentError(
             f"the calibration is for {measured.device}, the prediction for {device.id}",
             fix="calibration='auto' takes the calibration of the chip, where there is one",

@@ -100,7 +100,7 @@ def model_of(report: EnergyReport) -> str:
     # Not "latency": it names the fit most of the time is by, which is another for another program.
     parts = ("device", "power", "host", "dispatch")
     sources = [f"{part}: {of.provenance[part]}" for part in parts if part in of.provenance]
-    return "; ".join([of.device, of.launch, *sources])
+    return "; ".join([of.device.partition("@")[0], of.launch, *sources])
 
 
 def errors_of(descriptors: Iterable[EnergyDescriptor]) -> PredictionErrors:

@@ -78,6 +78,8 @@ def build_report(
         average_utilization=min(1.0, average),
         wasted_energy_j=_wasted_j(solved, busy),
         flops=float(graph.flops),
+        parameters=graph.parameters or None,
+        mfu=_find_mfu(estimate, device, seconds),
         hbm_bytes=sum(k.hbm_bytes for k in estimate.kernels),
         peak_memory_bytes=estimate.memory.peak_bytes,
         memory_bytes=dict(estimate.memory.by_category),
@@ -100,6 +102,19 @@ def build_report(
         descriptors=descriptors,
         prediction=prediction,
     )
+
+
+def _find_mfu(estimate: Estimate, device: Device, seconds: float) -> float | None:
+    """FLOPs over what the chip could do in the time, in the format and on the units that run most of them."""
+    by_unit: dict[str, float] = {}
+    for op, kernel in zip(estimate.ops, estimate.kernels, strict=True):
+        by_unit[kernel.unit] = by_unit.get(kernel.unit, 0.0) + op.flops
+    unit, most = max(by_unit.items(), key=lambda pair: pair[1], default=("", 0.0))
+    kind, _, name = unit.partition(".")
+    peak = (device.matrix if kind == "matrix" else device.vector).get(name)
+    if not most or peak is None or seconds <= 0:
+        return None
+    return sum(by_unit.values()) / (seconds * peak.value)
 
 
 def _wasted_j(solved: SolvedIteration, busy: Floats) -> float:
@@ -182,7 +197,7 @@ def _find_bound(estimate: Estimate, device: Device) -> str:
         return "dispatch" if is_cpu(device) else "host"
     if solved.wait_s.sum() > 0.25 * solved.seconds and not is_cpu(device):
         return "host"
-    if solved.clock < 0.98:
+    if solved.clock < 0.98 * estimate.power.most_clock:
         return "power"
     sums = {"compute": 0.0, "memory": 0.0, "overhead": 0.0}
     for kernel, seconds in zip(estimate.kernels, solved.device_s, strict=True):
@@ -233,7 +248,12 @@ def _notes(graph: Graph, estimate: Estimate, device: Device, launch: str, burst:
     notes += [f"assumed while capturing: {line}" for line in graph.assumptions]
     notes += [*_note_missing_units(estimate, device), *_note_unmodelled(estimate)]
     if estimate.solved.clock < 0.98 and not burst:
-        notes.append(f"the power limit holds the clock at {100 * estimate.solved.clock:.0f}% of boost")
+        set_by = (
+            "the clock that was set is"
+            if estimate.solved.clock >= estimate.power.most_clock
+            else "the power limit holds the clock at"
+        )
+        notes.append(f"{set_by} {100 * estimate.solved.clock:.0f}% of boost")
     if not estimate.kernels:
         notes.append("nothing runs on the device: no operator of the program launches a kernel")
     if estimate.kernels and not any(k.hbm_bytes for k in estimate.kernels):

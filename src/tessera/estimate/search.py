@@ -14,11 +14,12 @@ import msgspec
 from ..config import EnergyCost, find_cost
 from ..device import PRECISIONS, Device
 from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError, TesseraError, did_you_mean
-from ..graph.ir import Graph
-from ..hardware import lookup
+from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph
+from ..hardware import catalogue, lookup
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
-from .ops import precision_name
+from .ops import QUANTISED, precision_name
+from .power import PowerModel
 from .predict import Launch, check_launch, default_launch, import_capture, predict
 from .prediction_errors import PredictedCost
 
@@ -26,8 +27,8 @@ Mode = Literal["infer", "train"]
 Progress = Callable[[int, int, str], None]
 """Called before each combination with the number done, the number in all, and the next one."""
 
-# fp8 and int8 keep bf16 between their products: one capture serves all three.
-_CAPTURED_AS = {"fp8": "bf16", "int8": "bf16"}
+# Quantised formats keep bf16 between their products: one capture serves all.
+_CAPTURED_AS = {name: stored for name, stored in WHAT_IFS.items() if name in (*QUANTISED, *WEIGHT_ONLY)}
 # `batch_for` stops doubling here by default: a small model may gain beyond it, but captures take ever longer.
 LARGEST_BATCH = 4096
 
@@ -235,13 +236,15 @@ def sweep(
 ) -> Sweep:
     """Predict every combination of chips, precisions and batches; the model is captured once per precision and batch.
 
-    A combination that is not possible (no units for the precision, too large for the memory, a model that does not run
-    in it) is a row with its reason. `accuracy` gives the model's accuracy by precision, as you measured it; the Pareto
-    frontier and `best_precision` then consider it. A wrong name is an error before anything is captured.
+    `on` may be "all": every chip of the catalogue but CPUs. A combination that is not possible (no units for the
+    precision, too large for the memory, a model that does not run in it) is a row with its reason. `accuracy` gives the
+    model's accuracy by precision, as you measured it; the Pareto frontier and `best_precision` then consider it. A
+    wrong name is an error before anything is captured.
     """
     launch = launch or default_launch(model)
     check_launch(launch)
     names = [on] if isinstance(on, (str, Device)) else on
+    names = [chip for name in names for chip in (list_chips() if name == "all" else [name])]
     chips = {d.id: d for d in (lookup(d) if isinstance(d, str) else d for d in names)}
     points = _combinations(chips, precisions, batches, accuracy)
     by_point: dict[tuple[str, str | None, int | None], SweepRow] = {}
@@ -275,6 +278,51 @@ def sweep(
         progress(len(points), len(points), "")
     rows = [by_point[chip, p, b] for chip in chips for p in dict.fromkeys(precisions) for b in dict.fromkeys(batches)]
     return Sweep(name=name or titles[0], mode=mode, launch=launch, rows=tuple(rows))
+
+
+def list_chips() -> list[str]:
+    """Every chip of the catalogue that can be predicted, CPUs aside: what "all" stands for."""
+    return [
+        device.id
+        for device in catalogue().values()
+        if device.kind != "cpu"
+        and device.memory.bandwidth_bytes_per_s
+        and device.tdp_w
+        and (device.vector or device.matrix)
+    ]
+
+
+def list_limits(device: Device, count: int = 9) -> list[str]:
+    """Names of a chip at power limits from 40% of its own up to all of it, in steps of whole 10 W."""
+    if device.tdp_w is None:
+        raise ArgumentError(
+            f"the power limit of {device.id} is not known", fix="give tdp_w in a device file of your own"
+        )
+    whole = device.tdp_w.value
+    least = max(0.4 * whole, 1.3 * PowerModel.from_device(device).static_w)
+    watts = {round((least + i * (whole - least) / (count - 1)) / 10) * 10 for i in range(count)}
+    return [f"{device.id}@{w}W" for w in sorted(w for w in watts if w < whole)] + [device.id]
+
+
+def power_curve(
+    model: Callable[..., Any],
+    inputs: Any = (),
+    *,
+    on: str | Device = "h200",
+    limits_w: Sequence[float] | None = None,
+    precision: str | None = None,
+    batch: int | None = None,
+    **options: Any,
+) -> Sweep:
+    """Seconds and joules of a program over power limits of one chip: which limit is best for it.
+
+    The rows' `on` is the chip at a limit ("h200@400W"), the last the chip as it is. `best_batch()` gives the limit of
+    least energy, `fastest()` that of least time, `pareto()` all that are worth considering.
+    """
+    device = lookup(on) if isinstance(on, str) else on
+    names = list_limits(device) if limits_w is None else [f"{device.id}@{w:g}W" for w in limits_w]
+    chips = [device.at(name.partition("@")[2]) if "@" in name else device for name in names]
+    return sweep(model, inputs, on=chips, precisions=(precision,), batches=(batch,), **options)
 
 
 def batch_for(

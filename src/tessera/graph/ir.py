@@ -33,8 +33,16 @@ WHAT_IFS: Mapping[str, str] = {
     "fp16": "fp16",
     "fp8": "bf16",
     "int8": "bf16",
+    **dict.fromkeys(("int8wo", "int4wo", "fp8wo", "fp4wo"), "bf16"),
 }
-"""Formats a model can be asked to run in, and the format of its tensors then: bf16 between quantised products."""
+"""Formats a model can be asked to run in, and the format of its tensors then: bf16 between quantised products.
+
+"int8wo" and the like are torchao's names of weight-only formats: linear layers keep their weights in it, and multiply
+in bf16.
+"""
+
+WEIGHT_ONLY: Mapping[str, str] = {name: name[:-2] for name in WHAT_IFS if name.endswith("wo")}
+"""Weight-only formats, and the format that weights are stored in then."""
 
 
 def size_of(size: Any) -> int:

@@ -36,9 +36,12 @@ def catalogue() -> Mapping[str, Device]:
 def lookup(name: str) -> Device:
     """The device of an id or alias, e.g. "h200", "a100-80gb-sxm", at a power mode if one is named: "jetson-orin@15W".
 
+    A power limit or a clock that the driver would set works too: "h200@400W", "h200@1200MHz".
+
     A wrong name is answered with the nearest one.
     """
-    wanted, _, point = name.strip().lower().partition("@")
+    wanted, _, point = name.strip().partition("@")
+    wanted = wanted.lower()
     devices = catalogue()
     for device in devices.values():
         if wanted == device.id or wanted in device.aliases:

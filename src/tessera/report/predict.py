@@ -27,6 +27,7 @@ from ..units import (
     format_energy_error,
     format_power,
     format_share,
+    format_si,
 )
 from .console import (
     TableColumn,
@@ -131,10 +132,22 @@ def _facts(report: EnergyReport) -> Table:
         table.add_row(*cost)
     if of is None:
         return table
+    if work := work_text(report):
+        table.add_row("model", TextFlow(*work))
     if of.peak_memory_bytes is not None:
         table.add_row("memory", memory_text(of.peak_memory_bytes, of.memory_capacity_bytes))
     table.add_row("bound by", bound_text(report))
     return table
+
+
+def work_text(report: EnergyReport) -> list[str]:
+    """Parameters, FLOPs and MFU: "8.03 G parameters", "15.1 TFLOP", "MFU 41%"."""
+    of = report.prediction
+    if of is None:
+        return []
+    texts = [f"{format_si(of.parameters)} parameters"] if of.parameters else []
+    texts += [f"{format_si(of.flops)}FLOP"] if of.flops else []
+    return [*texts, f"MFU {format_share(of.mfu)}"] if of.mfu is not None else texts
 
 
 def million_cost(report: EnergyReport) -> tuple[str, str] | None:
