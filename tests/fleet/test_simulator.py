@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tessera import analyze
 from tessera.cli.simulate import command
-from tessera.errors import ArgumentError
+from tessera.errors import ArgumentError, MissingExtra
 from tessera.fleet.breakers import Breaker
 from tessera.fleet.facility import Facility, GpuKind
 from tessera.fleet.faults import Fault
@@ -290,6 +291,31 @@ def test_thermal_policy_places_jobs_where_the_cooling_is() -> None:
     result = simulate(make_scenario(make_job(gpus=16), facility=facility, policies=policies), engine="numpy")
     watts = {rack.row: rack.mean_w for rack in result.racks}
     assert watts["row2"] > 2 * watts["row1"]
+
+
+def test_a_job_that_no_node_may_take_stays_queued() -> None:
+    policies = {"thermal_policy": {"prefer_cool_nodes": True, "cooling_budget": {"aisle1": "6kW"}}}
+    facility = Facility(rows=1, row_racks=1, rack_nodes=2)
+    result = simulate(make_scenario(make_job(gpus=16), facility=facility, policies=policies), engine="numpy")
+    (job,) = result.jobs
+    assert job.state == "queued"
+    assert job.energy_j == 0.0
+    assert "no node may take the job" in [e.kind for e in result.events]
+
+
+def test_without_numba_the_engine_in_numpy_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tessera.fleet.step_numba", None)
+    scenario = make_scenario(duration_s=0.5)
+    assert simulate(scenario).engine == "numpy"
+    with pytest.raises(MissingExtra, match="numba"):
+        simulate(scenario, engine="numba")
+
+
+def test_too_long_a_simulation_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="too many values"):
+        simulate(
+            make_scenario(facility=Facility(rows=300, row_racks=1, rack_nodes=1), duration_s=80000.0), distinct=True
+        )
 
 
 def test_storage_and_utility_spec() -> None:

@@ -51,7 +51,7 @@ class Decisions:
             rows=len(tree.rows),
             racks_of_rows=np.full(len(tree.rows), float(engine.facility.row_racks)),
         )
-        self.events: list[tuple[float, str, str]] = []
+        self.events = [(self.jobs[n].start_s, "no node may take the job", self.jobs[n].name) for n in engine.unplaced]
 
     # -- before the first block -----------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Decisions:
             nodes = self.engine.arrays.nodes
             self.governors.decide(now_s, nodes.draw_w, self._find_seen(now_s))
         for number, job in enumerate(self.jobs):
-            if number not in self.started_s and now_s >= job.start_s:
+            if number not in self.started_s and now_s >= job.start_s and number not in self.engine.unplaced:
                 self._try_start(number, now_s)
             if job.end_s is not None and now_s >= job.end_s and number not in self.ended_s:
                 self._end(number, now_s)

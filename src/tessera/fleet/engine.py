@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,12 +50,16 @@ _UNLIMITED = 3.0e38
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTable:
-    """What each GPU of the facility runs: job (-1: none), wave, replica, and the unit that has a jitter of its own."""
+    """What each GPU of the facility runs: job (-1: none), wave, replica, and the unit that has a jitter of its own.
+
+    `unplaced` are jobs that no node may take.
+    """
 
     job: NDArray[np.int32]
     wave: NDArray[np.int32]
     replica: NDArray[np.int32]
     unit: NDArray[np.int32]
+    unplaced: set[int] = field(default_factory=set)
 
     @classmethod
     def make_empty(cls, gpus: int) -> RankTable:
@@ -102,6 +106,7 @@ class FleetEngine:
         self.job, self.wave = ranks.job[first], ranks.wave[first]
         self.replica, self.unit = ranks.replica[first], ranks.unit[first]
         self.job_names = list(job_names)
+        self.unplaced = ranks.unplaced
         self.step_s = facility.step_s
         self.advance_block, self.engine = choose_engine(engine, len(self.tree.gpus), steps)
         self._bases: list[int] = []

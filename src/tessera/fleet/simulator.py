@@ -30,6 +30,8 @@ from .supplies import BatteryState
 
 MANY_NODES = 20_000
 """With more nodes, jobs are placed one after another: to compare all places would take longer than to simulate."""
+MOST_VALUES = 200_000_000
+"""Watts of rows and feed that are kept: 1.6 GB."""
 _TRIPS = ("supply switched off", "rack breaker tripped", "row breaker tripped")
 
 
@@ -63,6 +65,7 @@ class Run:
     def __init__(self, scenario: Scenario, *, distinct: bool, engine: str) -> None:
         self.began_s = time.process_time()
         self.scenario, facility = scenario, scenario.facility
+        steps = round(scenario.duration_s / facility.step_s)
         waves = [wave for job in scenario.jobs for wave in job.waves]
         ranks = place_ranks(scenario)
         self.engine = FleetEngine(
@@ -73,8 +76,14 @@ class Run:
             distinct=distinct,
             marks=mark_faults(list(scenario.faults), facility),
             engine=engine,
-            steps=round(scenario.duration_s / facility.step_s),
+            steps=steps,
         )
+        rows = len(self.engine.tree.rows)
+        if steps * (rows + 2) > MOST_VALUES:
+            raise ArgumentError(
+                f"{scenario.duration_s:g} s of {rows} rows are too many values to keep",
+                fix=f"simulate {MOST_VALUES / (rows + 2) * facility.step_s:.0f} s or less",
+            )
         self.decisions = Decisions(self.engine, scenario)
         self.storage = BatteryState(facility.feed.storage) if facility.feed.storage else None
         self.load_w: list[Floats] = []
@@ -223,9 +232,11 @@ def place_ranks(scenario: Scenario) -> RankTable:
     chosen_nodes = _choose_nodes(scenario)
     wave = 0
     for number, job in enumerate(scenario.jobs):
-        gpus = chosen_nodes.get(job.name)
+        gpus = np.flatnonzero(free)[: job.gpus] if chosen_nodes is None else chosen_nodes.get(job.name)
         if gpus is None:
-            gpus = np.flatnonzero(free)[: job.gpus]
+            ranks.unplaced.add(number)
+            wave += len(job.waves)
+            continue
         if len(gpus) < job.gpus:
             raise ArgumentError(
                 f"no room for job {job.name!r}: it wants {job.gpus:,} GPUs, {len(gpus):,} are free",
@@ -252,11 +263,11 @@ def _needs_replicas(scenario: Scenario) -> bool:
     return shaper is not None and (not shaper.phase_shift.is_off or shaper.jitter_s[1] > 0)
 
 
-def _choose_nodes(scenario: Scenario) -> dict[str, NDArray[np.int64]]:
-    """The GPUs of each job by `placement.place_jobs`; empty without a thermal policy."""
+def _choose_nodes(scenario: Scenario) -> dict[str, NDArray[np.int64]] | None:
+    """The GPUs of each job that has a place, by `placement.place_jobs`; None without a thermal policy."""
     policy, facility = scenario.policies.thermal_policy, scenario.facility
     if policy is None or facility.nodes > MANY_NODES:
-        return {}
+        return None
     size, supply = facility.node.gpus, facility.node.supply
     idle_w = float(supply.draw_w(np.array([size * facility.gpu.idle_w + facility.node.host_w]))[0])
     c_per_w = facility.gpu.heat.resistance_c_per_w / size

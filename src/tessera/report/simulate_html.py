@@ -273,7 +273,7 @@ def _map(result: Simulation, value: Callable[[RackSummary], float], label: str) 
     columns = facility.row_racks
     size = max(5.0, min(30.0, 500.0 / columns))
     rows = -(-racks // columns)
-    high = min(size, 22.0) if rows <= 60 else max(3.0, 1200.0 / rows)
+    high = max(3.0, min(size, 22.0, 420.0 / rows))
     shapes = ""
     for rack in range(racks):
         summary = result.racks[classes[rack]]
@@ -289,13 +289,13 @@ def _map(result: Simulation, value: Callable[[RackSummary], float], label: str) 
             f"<rect{css} x='{50 + column * size:.1f}' y='{row * high:.1f}' width='{size:.1f}' height='{high:.1f}' "
             f"fill='{colour}'><title>{escape(title)}</title></rect>"
         )
-    if rows <= 60:
+    if high >= 10.0:
         shapes += "".join(
             f"<text x='44' y='{row * high + high * 0.7:.1f}' text-anchor='end' font-size='11' fill='currentColor'>"
             f"{escape(facility.name_row(row))}</text>"
             for row in range(rows)
         )
-    box = f"0 0 {50 + columns * size:.0f} {rows * high:.0f}"
+    box = f"0 0 {max(540.0, 50 + columns * size):.0f} {rows * high:.0f}"  # a few racks are not blown up
     return f"<svg class='map' viewBox='{box}' role='img' aria-label='Racks by {escape(label)}'>{shapes}</svg>"
 
 
