@@ -239,6 +239,17 @@ def shift_two(rank: int) -> tuple[float, float, int]:
     return job.offset_s, job.report().period_s or 0.0, found.ranks
 
 
+def place_on_device_mesh(rank: int) -> tuple[int, int, int]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    made = shaper(PowerShaper(), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    return made.place.replica, made.place.replicas, made.place.stages
+
+
+def test_a_rank_finds_its_place_on_torchs_own_mesh(ranks: GlooRanks) -> None:
+    assert ranks.run(place_on_device_mesh) == [(0, 2, 1), (1, 2, 1)]
+
+
 def test_ranks_agree_on_the_period_and_measure_together(ranks: GlooRanks) -> None:
     (first, period, count), (second, same, _) = ranks.run(shift_two)
     assert first == 0.0 and second == pytest.approx(period / 2) and period == same and count == 2
