@@ -36,6 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8 with feedback": {"compress": "fp8"},
     "fp8 without feedback": {"compress": "fp8", "feedback": False},
     "PowerSGD rank 8": {"power_sgd_rank": 8},
+    "PowerSGD rank 16": {"power_sgd_rank": 16},
     "plain, another seed": {},
 }
 
