@@ -104,8 +104,6 @@ def text() -> list[str]:
 
 COMMANDS = [
     "- `make bench`: everything that needs no GPU, then this page",
-    "- `python benchmarks/measure/dist_compressed_gpt.py`: a small GPT on four ranks, compressed gradients against plain ones",
-    "- `python benchmarks/measure/dist_overlap.py`: a step with gradients reduced beside the backward pass, after it, by DDP",
     "- First `pip install --target .carry/site msgspec` and `pip install --target .carry/zeus zeus`, if the GPU's Python",
     "  lacks them; git ignores `.carry`",
     f"- `{DEVICE}/sitting.py FOLDER --until-s 590`: the scripts of all goals that are still open, one after the other",
@@ -116,7 +114,6 @@ COMMANDS = [
     "  `python benchmarks/measure/attribution.py [FOLDER/*.json.gz]`; `--fit` for the response and the speed exponent",
     f"- `{DEVICE}/check_counters.py OUT.json`, `check_calibrate.py OUT.json` (on the GPU)",
     "- `python benchmarks/measure/analyze_trace.py` needs HolisticTraceAnalysis from PyPI in `.bench/hta`, `page_speed.py` Chromium",
-    "- `python benchmarks/measure/rank_overhead.py`: a step of two Gloo ranks under `tessera run --nproc 2` against torchrun; on a quiet machine",
 ]
 
 
