@@ -45,6 +45,7 @@ TESTED_ELSEWHERE = {  # they need a machine in a state that a test cannot make h
     "NotYours": "test_attach.py",
     "BadMessage": "test_parsers.py",
     "SocketTaken": "test_attach.py",
+    "MigrationError": "test_migration.py",
     "RewriteError": "test_optimize.py, test_checkpoint.py, test_fused_conv.py",
 }
 
