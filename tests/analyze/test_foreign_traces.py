@@ -314,6 +314,21 @@ def test_only_a_log_beside_nvidias_chip_is_its_ring(tmp_path, chip, taken_as):
     assert recording.power is not None and recording.power.domains[0].taken_as == taken_as
 
 
+def test_launches_have_delay_queue_and_short_kernels():
+    """Three launches at once: the second and third wait for the kernels before them."""
+    events = []
+    for i, (at, lasts) in enumerate(((20.0, 100.0), (120.0, 5.0), (125.0, 50.0))):
+        events.append(event("cuda_runtime", "cudaLaunchKernel", 3.0 * i, 2, pid=9, tid=9, correlation=i + 1))
+        events.append(event("kernel", "k", at, lasts, device=0, stream=7, correlation=i + 1))
+    found = analyze.launches(read(*events))
+    (row,) = found.rows
+    assert row["delay_max_s"] == pytest.approx(117e-6) and row["delay_p50_s"] == pytest.approx(115e-6)
+    assert row["queue_max"] == 3 and row["short_calls"] == 1 and row["short_s"] == pytest.approx(5e-6)
+    queued_us = 3 + 2 * 3 + 14 * 3 + 100 * 2 + 5  # one, then two, then three waiting; two from 20 us on, one from 120
+    assert row["queue_mean"] == pytest.approx(queued_us / 125.0)
+    assert "Launches" in text(found) and not analyze.launches(read()).rows
+
+
 # -- ranks ----------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .kernels import divergence as divergence
     from .kernels import kernels as kernels
     from .kernels import stalls as stalls
+    from .launches import launches as launches
     from .memory import memcpy as memcpy
     from .memory import memory as memory
     from .power import power as power
@@ -42,6 +43,7 @@ _MODULES = {
     "diff": "diff",
     "divergence": "kernels",
     "kernels": "kernels",
+    "launches": "launches",
     "memcpy": "memory",
     "memory": "memory",
     "overlap": "breakdown",

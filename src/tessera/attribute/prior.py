@@ -21,6 +21,7 @@ from ..estimate.power import PowerModel
 from ..joules import Floats
 from ..timeline import Timeline
 from ..timeline.columns import NONE
+from ..timeline.shapes import CAUSAL
 from .work import work_of
 
 # How far a class may lie from its prior (relative standard deviation of what it draws above a waiting board): where its
@@ -131,5 +132,6 @@ def _known_w(timeline: Timeline, row: int, seconds: float, op: int, board: Board
 
 def matrix_flops(op: str, shapes: str) -> tuple[float, str]:
     """FLOPs and dtype of a product, a convolution or an attention; 0 where name and shapes do not say."""
-    work = work_of(op, shapes)
+    # The joules per FLOP were fitted with attention counted in full, causal or not.
+    work = work_of(op, shapes.removesuffix(f" {CAUSAL}"))
     return (work.flops, work.dtype) if work and work.matrix and work.flops else (0.0, "")

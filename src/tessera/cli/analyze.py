@@ -69,6 +69,7 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
       breakdown     compute, communication, copies, idle and why, by device or step
       overlap       communication and copies that run at the same time as kernels
       kernels       every kernel: calls, times, joules
+      launches      launch delay, queue length and short kernels, by stream
       critical_path the chain of work that decided when the run ended
       collectives   bandwidth, skew and stragglers
       memcpy        copies by direction, pinned or pageable

@@ -72,6 +72,7 @@ FACTS = {
         "energy_j": "energy of the trace",
         "idle_j": "idle energy",
     },
+    "launches": {"calls": "kernels, copies and collectives", "short_calls": "short ones", "short_pct": "of all"},
     "critical_path": {
         "length_s": "length",
         "traced_s": "traced",
