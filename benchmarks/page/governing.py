@@ -37,7 +37,8 @@ def kills() -> list[Goal]:
     here = {"where": where("governor_kills"), "command": command}
     return [
         Goal(what=f"{what}, {found['kills']} times: back after, median (longest), s", goal="<= 2",
-             reached=f"{found['restart_s_median']:.2f} ({found['restart_s_max']:.2f})", met=found["restart_s_max"] <= 2, **here),
+             reached=f"{found['restart_s_median']:.2f} ({found['restart_s_max']:.2f}); CPU time {found['restart_cpu_s_max']:.2f}",
+             met=found["restart_s_max"] <= 2, **here),
         Goal(what=f"the same: jobs lost or changed of {found['jobs']:,}, over {found['answers']:,} answers", goal="0",
              reached=str(found["jobs_lost"] + len(found["problems"])), met=not found["jobs_lost"] and not found["problems"], **here),
         Goal(what="the same: the most that nodes were allowed, W", goal=f"<= {found['limit_w']:,.0f}",
@@ -78,4 +79,7 @@ def on_ray() -> list[Goal]:
     ]  # fmt: skip
 
 
-NOTES: list[str] = []
+NOTES = [
+    "The governor's machine had two cores and a load average of 20 to 30 from other work, before which the kills were run",
+    "(`nice -n -10`); without that, the same 100 kills lost nothing either, and took as long as `beside_other_work` says.",
+]

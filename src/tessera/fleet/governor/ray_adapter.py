@@ -153,7 +153,10 @@ def start_daemons(guaranteed_w: float, *, lease_folder: Path | None = None, hear
         if node["Alive"] and RESOURCE in node["Resources"]:
             place = NodeAffinitySchedulingStrategy(name, soft=False)
             path = None if lease_folder is None else str(lease_folder / f"{name}.json")
-            actor = ray.remote(RayDaemon).options(num_cpus=0, scheduling_strategy=place, max_restarts=-1)
+            # Detached: else Ray would end it with the program that started it.
+            named = {"name": f"tessera-node-{name}", "lifetime": "detached", "get_if_exists": True}
+            more = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1, "scheduling_strategy": place}
+            actor = ray.remote(RayDaemon).options(**named, **more)
             daemons[name] = actor.remote(name, guaranteed_w, path, heartbeat_s)
     return daemons
 
