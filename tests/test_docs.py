@@ -99,7 +99,7 @@ def test_blocks_run_as_they_stand(page: str, here: Path, capfd: pytest.CaptureFi
             exec(compile(block.body, page, "exec"), names)
         else:
             assert block.kind == "sh", f"{page} has a block of {block.kind} that nobody runs"
-            done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.body], timeout=120, check=False)
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", block.body], timeout=900, check=False)
             out = capfd.readouterr()
             assert done.returncode == 0, f"{page}:\n{block.body}\n{out.out}\n{out.err}"
     _check(page, names, here)

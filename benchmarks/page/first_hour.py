@@ -17,6 +17,7 @@ def goals() -> list[Goal]:
         selftest(f),
         fuzz(load("fuzz_parsers")),
         fuzz_files(load("fuzz_files")),
+        suite_under_load(load("suite_under_load")),
         *soak(load("soak")),
     ]
 
@@ -65,6 +66,16 @@ def fuzz_files(f: dict[str, Any] | None) -> Goal:
     failed = sum(f["bad"].values())
     return Goal(what=what, goal=goal, reached=f"{failed} of {f['cases']:,}", met=failed == 0 and f["cases"] >= 10_000,
                 where=where("fuzz_files"), command=command)  # fmt: skip
+
+
+def suite_under_load(s: dict[str, Any] | None) -> Goal:
+    what, goal = "`make test` beside four busy loops: runs without a red or retried test", "10 of 10"
+    command = "python benchmarks/measure/suite_under_load.py --runs 10 --busy 4"
+    if s is None:
+        return Goal(what=what, goal=goal, command=command)
+    green, runs = s["green"], len(s["runs"])
+    return Goal(what=what, goal=goal, reached=f"{green} of {runs}, beside {s['busy_loops']}", command=command,
+                met=green == runs >= 10 and s["busy_loops"] >= 4, where=where("suite_under_load"))  # fmt: skip
 
 
 def soak(s: dict[str, Any] | None) -> list[Goal]:

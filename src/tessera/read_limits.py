@@ -37,7 +37,7 @@ ROWS, BYTES_PER_ROW = 500_000, 6
 """Rows of a timeline. A run file and a compressed trace take about 17 bytes for each."""
 DEVICES = 4096
 """Devices of one recording; ranks that are merged have their own each."""
-INFLATED_BYTES, INFLATION = 64 << 20, 64
+INFLATED_BYTES, INFLATION = 32 << 20, 64
 """Bytes that compressed data may become. Traces shrink 10 to 25 times."""
 TOML_BYTES, TOML_DOTS = 1 << 20, 4_000_000
 """Settings have a few KB. Python keeps every beginning of a dotted key: 40 KB of `a.a.a` would take 2.4 GB."""
