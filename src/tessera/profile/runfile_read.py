@@ -228,6 +228,8 @@ class RunFile:
                 extra = self._db.rows("SELECT row, value FROM extra WHERE row >= ? AND row < ? ORDER BY row", low, end)
                 energies = self._energy(stored, low, end, joules) if joules else []
             for i, (first, rows, heads, data) in enumerate(stored):
+                if not rows:
+                    continue  # nobody writes such a chunk, but a file can have a hundred thousand
                 with self._reading(f"the rows from {first} on are"):
                     values = unpack(heads, data, rows, plain)
                     if points_beyond(values, names=names, launches=launches):  # a live writer has added some
