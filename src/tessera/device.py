@@ -161,12 +161,15 @@ class Device:
         names = [p.name for p in self.operating_points]
         raise ArgumentError(
             f"{self.id} has no operating point {point!r}{did_you_mean(wanted, names)}",
-            fix=(f"known: {', '.join(f'{self.id}@{n}' for n in names)}; or " if names else "")
-            + f"give a power limit or a clock: {self.id}@300W, {self.id}@1200MHz",
+            fix=f"known: {', '.join(f'{self.id}@{n}' for n in names)}"
+            if names
+            else f"give a power limit or a clock: {self.id}@300W, {self.id}@1200MHz",
         )
 
     def _set_limit(self, point: str) -> Device | None:
         """The device with a power limit or a clock set by its driver; None where the text is neither."""
+        if self.kind == "soc":  # nvpmodel sets modes, not watts
+            return None
         kind = point.lower()
         boost = self.clocks.boost_hz
         try:
