@@ -56,6 +56,20 @@ def alarms(found: dict[str, Any]) -> list[Goal]:
     ]  # fmt: skip
 
 
+def public(p: dict[str, Any]) -> list[Goal]:
+    """Traces that others published."""
+    here = {"where": where("public_traces"), "command": "python benchmarks/measure/public_traces.py FOLDER"}
+    amd = p["amd"]
+    return [
+        Goal(what=f"{p['traces']} public traces, {p['commands']:,} analyses and commands: tracebacks, bad JSON", goal="0",
+             reached=f"{p['tracebacks_or_bad_json']}", met=p["tracebacks_or_bad_json"] == 0, **here),
+        Goal(what="their compute, communication, copies, exposed communication and idle against an independent union",
+             goal="equal", reached=f"{p['figures_that_differ']} differ", met=p["figures_that_differ"] == 0, **here),
+        Goal(what=f"{amd['traces']} AMD traces above 1 MB read: CPU of `json.load`", goal=f"<= {amd['goal']:g} together",
+             reached=f"{amd['ratio']:.2f} together, {amd['worst']:.2f} for the worst", met=amd["ratio"] <= amd["goal"], **here),
+    ]  # fmt: skip
+
+
 def goals() -> list[Goal]:
     exact = Goal(what="breakdown, overlap, links against independent brute force on random traces (hypothesis)",
                  goal="exact to 1 ns", reached="exact: a test that runs with every change", met=True, where="CI",
@@ -67,6 +81,7 @@ def goals() -> list[Goal]:
         page(load("page_speed")),
         fuzz(load("fuzz_traces")),
         *alarms(load("diff_aa")),
+        *public(load("public_traces")),
     ]
 
 
