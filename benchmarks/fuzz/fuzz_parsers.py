@@ -355,7 +355,7 @@ def _journal(data: bytes, folder: Path) -> None:
 
 
 def _address(data: bytes, _: Path) -> None:
-    from tessera.cli.metrics import _ADDRESS
+    from tessera.cli.listen_address import _ADDRESS
 
     found = _ADDRESS.fullmatch(data.decode("utf-8", "replace").strip())
     assert found is None or int(found["port"]) <= 99_999
