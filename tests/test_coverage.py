@@ -1,4 +1,4 @@
-"""The 90% intervals hold the truth, by class of load: the short form of benchmarks/measure/coverage.py."""
+"""The 90% intervals hold the truth, by class of load: the short form of benchmarks/measure/interval_coverage.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from places import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "benchmarks" / "measure"))
-import coverage as measure  # type: ignore[import-not-found]
+import interval_coverage as measure  # type: ignore[import-not-found]
 
 FULL = json.loads((REPOSITORY / "benchmarks" / "results" / "coverage.json").read_text())
 SCOPES = [

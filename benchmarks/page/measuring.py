@@ -80,7 +80,7 @@ def whole_runs(a: dict[str, Any]) -> list[Goal]:
 
 def coverage() -> list[Goal]:
     """How often 90% intervals held in the worst class of load, with sensors of known truth."""
-    here = {"where": where("coverage"), "command": "python benchmarks/measure/coverage.py"}
+    here = {"where": where("coverage"), "command": "python benchmarks/measure/interval_coverage.py"}
     rows = []
     for what, classes in load("coverage").items():
         worst, best = (choose(classes, key=lambda row: row["coverage_pct"]) for choose in (min, max))

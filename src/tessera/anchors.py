@@ -42,7 +42,7 @@ WHOLE_S = 0.02
 LEAST_BOARD_W = 1.0
 
 # What follows was chosen on the classes of benchmarks/measure/known_truth.py that are not held out, so that their 90%
-# intervals hold 85-99% of the truths (benchmarks/measure/coverage.py).
+# intervals hold 85-99% of the truths (benchmarks/measure/interval_coverage.py).
 # Segments lose weight with their distance from a window: a program's phases last seconds.
 MEMORY_S = 8.0
 SEGMENTS_BEFORE, SEGMENTS_AFTER = 8, 4

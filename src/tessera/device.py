@@ -184,7 +184,13 @@ class Device:
                 least_w = 1.5 * self.idle_w.value if self.idle_w else 0.0
                 if self.tdp_w is None or not least_w < limit_w <= self.tdp_w.value:
                     told = f"{self.tdp_w.value:.0f} W" if self.tdp_w else "not known"
-                    raise ArgumentError(f"{self.id} cannot be limited to {point}", why=f"its own limit is {told}")
+                    least = f", and it needs more than {least_w:.0f} W" if least_w else ""
+                    names = [p.name for p in self.operating_points]
+                    raise ArgumentError(
+                        f"{self.id} cannot be limited to {point}{did_you_mean(point, names)}",
+                        why=f"its own limit is {told}{least}",
+                        fix=f"known: {', '.join(f'{self.id}@{n}' for n in names)}" if names else None,
+                    )
                 return self._named(f"{limit_w:g}W", power_limit_w=limit_w)
         except UnitError:
             return None

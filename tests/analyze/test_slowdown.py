@@ -231,7 +231,9 @@ def test_without_untraced_steps_the_events_bound_it(tmp_path: Path) -> None:
     assert found.reason is not None and "too few" in found.reason
     assert "tracing made steps up to 1.34x as long (65 ms): up to" in out and "--steps 10:20" in out
     assert said.per_work[0].traced_j is None  # nobody knows what an untraced one costs
-    assert not {"idle", "launch"} & {f.kind for f in said.advice}
+    assert "launch" not in {f.kind for f in said.advice}
+    idle = next(f for f in said.advice if f.kind == "idle")  # much of it, though tracing may have caused a part
+    assert idle.confidence == "low" and "may be the tracer's" in idle.evidence
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="recordings of an H200 are not here")

@@ -325,8 +325,11 @@ def test_a_wrong_mode_is_answered(name, near):
 
 def test_a_device_without_modes():
     with pytest.raises(ArgumentError, match="no operating point") as caught:
-        lookup("h200@300W")
-    assert "h200" in caught.value.fix
+        lookup("h200@fast")
+    assert "h200@300W" in caught.value.fix
+    with pytest.raises(ArgumentError, match="cannot be limited to 20W"):
+        lookup("h200@20W")
+    assert lookup("h200@300W").power_limit_w == 300.0
 
 
 # ---------------------------------------------------------------- the user's files

@@ -69,6 +69,41 @@ def test_more_work_takes_longer():
     assert contexts == sorted(contexts)
 
 
+def test_narrow_weights_are_read_faster_where_they_are_widened_by_the_kernel():
+    steps = {
+        dtype: estimate_serving("llama-3.1-70b", on="h200", tp=2, batch=1, dtype=dtype).decode.time_s
+        for dtype in ("bf16", "fp8", "int4", "fp4")
+    }
+    assert steps["int4"] < steps["fp8"] < steps["bf16"]
+    assert steps["fp4"] < steps["fp8"]
+
+
+@pytest.mark.parametrize("arrivals", ["steady", "once"])
+def test_joules_per_token_are_watts_over_tokens_per_second(arrivals):
+    report = estimate_serving("llama-3.1-8b", on="h200", batch=64, arrivals=arrivals)
+    assert report.joules_per_token * report.tokens_per_s == pytest.approx(report.power_w, rel=0.01)
+    assert report.power_w <= 700
+
+
+def test_experts_need_experts():
+    with pytest.raises(ArgumentError, match="no experts"):
+        estimate_serving("llama-3.1-8b", on="h200", tp=8, ep=8)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hidden_size": "big"}, {"num_attention_heads": 0}, {"vocab_size": -1}, {"num_hidden_layers": True}]
+)
+def test_a_configuration_with_impossible_sizes_is_refused(wrong):
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100} | wrong
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        estimate_serving(json.dumps(config), on="h200")
+
+
+@pytest.mark.parametrize("words", [["--html", "x.html"], ["--mode", "train"], ["--seq", "4096"]])
+def test_options_of_other_predictions_are_refused(words):
+    assert "is not for --serve" in str(invoke(command, "llama-3.1-8b", "--serve", *words).code)
+
+
 def test_the_largest_batch_fits_and_one_more_does_not():
     report = estimate_serving("llama-3.1-70b", on="h100", tp=4, batch=8, prompt=4096, generate=512)
     most = report.largest_batch
@@ -94,11 +129,13 @@ def test_the_cheapest_point_meets_the_limits():
     ("options", "says"),
     [
         ({"dtype": "fp5"}, "fp5"),
-        ({"tp": 3, "ep": 2}, "does not divide"),
+        ({"tp": 4, "ep": 3}, "does not divide"),
         ({"engine": "vlm"}, "did you mean 'vllm'"),
         ({"batch": 0}, "at least 1"),
         ({"arrivals": "never"}, "once"),
         ({"tp": 512}, "heads"),
+        ({"tp": 3}, "heads evenly"),
+        ({"batch": 2.5}, "whole number"),
     ],
 )
 def test_wrong_arguments_are_named(options, says):

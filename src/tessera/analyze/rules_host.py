@@ -107,8 +107,13 @@ def check_idle(run: RunEvidence) -> Advice | None:
 
 
 def describe_idle(run: RunEvidence) -> Advice | None:
-    """The devices waited for 30% of the time or more, however few joules that is and however much tracing caused."""
+    """The devices waited for 30% of the time or more, however few joules that is.
+
+    What tracing may have caused counts too, unless untraced steps show how much that is.
+    """
     seconds, whole_s = sum(g.time_s for g in run.gaps), run.table.time_s * run.devices
+    if run.tracing is not None and run.tracing.basis == "steps":
+        seconds *= run.program_share
     if not run.table.kernels or whole_s <= 0 or seconds < MUCH_IDLE_SHARE * whole_s:
         return None
     most = run.gaps[0]

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from ..serving.estimate import ServingReport
 
 ENGINES = ["vllm", "trtllm", "sglang", "vllm-0.11"]
+# What belongs to other predictions only.
+_REFUSED = {
+    "html": "--html",
+    "mode": "--mode",
+    "optimizer": "--optimizer",
+    "shape": "--input",
+    "seq": "--seq",
+    "burst": "--burst",
+}
 _NAMES = ("prompt", "generate", "tp", "ep", "engine", "max_tpot_s", "max_ttft_s")
 
 
@@ -56,6 +65,17 @@ def refuse_serving_options() -> None:
             raise ArgumentError(f"--{option} needs --serve", fix=f"add --serve, or leave --{option} out")
 
 
+def refuse_other_options() -> None:
+    """Say that an option was typed which a served model does not have."""
+    from click.core import ParameterSource
+
+    context = click.get_current_context()
+    for name, option in _REFUSED.items():
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            instead = "--prompt and --generate" if name == "seq" else "--json" if name == "html" else "nothing"
+            raise ArgumentError(f"{option} is not for --serve", fix=f"leave it out; use {instead} instead")
+
+
 def predict_server(
     model: str,
     *,
@@ -71,6 +91,7 @@ def predict_server(
     """Every combination of chip, format, GPUs and batch as a table, one combination as a report."""
     from ..serving.estimate import sweep_serving
 
+    refuse_other_options()
     reports, best = sweep_serving(
         model,
         on=list(devices),

@@ -91,9 +91,9 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
     for size, names in _KEYS.items():
         value = next((config[n] for n in names if config.get(n) is not None), None)
         if value is not None:
-            sizes[size] = int(value)
+            sizes[size] = _read_size(value, names)
     needed = ("hidden", "layers", "heads", "vocab")
-    missing = [size for size in needed if size not in sizes]
+    missing = [size for size in needed if not sizes.get(size)]
     if missing:
         raise ArgumentError(
             f"the configuration of {kind or 'this model'} does not say {' and '.join(missing)}",
@@ -116,6 +116,13 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
     tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", kind in _TIED))
     sizes |= {"gated": kind not in _TWO_MATRICES, "mla": bool(config.get("kv_lora_rank")), "tied": bool(tied)}
     return ModelShape(**sizes)
+
+
+def _read_size(value: Any, names: tuple[str, ...]) -> int:
+    """A size of a configuration; 0 where it says that there is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
+        raise ArgumentError(f"{' or '.join(names)} is {value!r}, not a size", fix="a whole number of at least 1")
+    return int(value)
 
 
 def _read_module_shape(module: nn.Module) -> ModelShape:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..serving.estimate import PhaseEstimate, ServingReport
+from ..serving.estimate import USED_SHARE, PhaseEstimate, ServingReport
 from ..units import format_bytes, format_duration_error, format_energy_error, format_error, format_power
 from .console import TableColumn, WidthDependent, build_table, dropped_note, fit_columns, label_table, next_line
 
@@ -30,7 +30,9 @@ def serving_screen(
     )
     head = Text(d.name, style="bold").append(f"   {about}", style="dim")
     if len(reports) == 1:
-        return Group(head, _one(first), next_line(next_command))
+        missed = limited and best is None and first.fits is not False
+        verdict = [Text("it does not meet the limits", style="yellow")] if missed else []
+        return Group(head, _one(first), *verdict, next_line(next_command))
     ending = label_table()
     if best is not None:
         within = " within the limits" if limited else ""
@@ -58,7 +60,8 @@ def _one(report: ServingReport) -> RenderableType:
     first, step = report.time_to_first_token_s, report.time_per_output_token_s
     lines.add_row("on", Text(_name(report) + (f", cache {report.deployment.cache}")))
     lines.add_row("first token", Text(format_duration_error(first, first.error)))
-    lines.add_row("each token", Text(f"{format_duration_error(step, step.error)}, prompts of others between them"))
+    others = ", prompts of others between them" if report.batch > 1 and report.arrivals == "steady" else ""
+    lines.add_row("each token", Text(f"{format_duration_error(step, step.error)}{others}"))
     rate, joules, watts = report.tokens_per_s, report.joules_per_token, report.power_w
     lines.add_row("output", Text(f"{format_error(rate, rate.error)} tokens/s"))
     lines.add_row("energy", Text(f"{format_energy_error(joules, joules.error)} per output token"))
@@ -86,6 +89,7 @@ def _memory(report: ServingReport) -> Text:
     if report.largest_batch is not None:
         most = f"; at most {report.largest_batch:,} such sequences fit" if report.largest_batch else "; it does not fit"
         text.append(most, style="" if report.fits else "yellow")
+        text.append(f" ({USED_SHARE:.0%} of {format_bytes(report.capacity_bytes or 0, 3)} may be used)", style="dim")
     return text
 
 

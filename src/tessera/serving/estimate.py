@@ -22,7 +22,7 @@ ERROR_STEP, ERROR_FIRST, ERROR_ENERGY = 0.36, 0.9, 0.36
 # other sequence under way and the power of their number, and steps. Chosen on the same half.
 _FIRST_TOKEN = (2.6, 0.028, 1.34, 9.0)
 # Memory of engines: CUDA context, graphs, and the share of the board that they leave free (vLLM: 0.9 is used).
-_OVERHEAD_BYTES, _USED_SHARE = 3.0e9, 0.92
+_OVERHEAD_BYTES, USED_SHARE = 3.0e9, 0.92
 _MEMORY_ERROR = 0.10
 ARRIVALS = ("steady", "once")
 _FIGURES = (
@@ -76,7 +76,8 @@ class ServingReport:
 
     `time_to_first_token_s` is that of a prompt beside the steps and prompts of the other sequences.
     `time_per_output_token_s` is the mean over a generation, with the prompts of other sequences between the steps where
-    arrivals are steady. `joules_per_token` are those of all GPUs for an output token, its share of the prompt included.
+    arrivals are steady. `tokens_per_s` and `power_w` are those of prefill and decode together. `joules_per_token` are
+    those of all GPUs for an output token, its share of the prompt included.
     """
 
     served: ServedModel
@@ -102,7 +103,7 @@ class ServingReport:
     @property
     def fits(self) -> bool | None:
         """Whether a GPU's memory holds its part; None where the capacity of the chip is not known."""
-        return None if self.capacity_bytes is None else self.memory_bytes <= _USED_SHARE * self.capacity_bytes
+        return None if self.capacity_bytes is None else self.memory_bytes <= USED_SHARE * self.capacity_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -174,8 +175,7 @@ def estimate_serving(
     _check_sizes(batch=batch, prompt=prompt, generate=generate, tp=tp)
     if arrivals not in ARRIVALS:
         raise ArgumentError(f"arrivals={arrivals!r} is not known", fix=f"one of: {', '.join(ARRIVALS)}")
-    if tp // attention_dp > served.shape.heads:
-        raise ArgumentError(f"{tp} GPUs do not share {served.shape.heads} heads", fix="fewer GPUs, or attention_dp")
+    _check_division(served, tp, attention_dp, ep)
     narrow = dtype in ("fp8", "fp4")
     deployment = Deployment(
         device=device,
@@ -191,9 +191,18 @@ def estimate_serving(
     return predict_serving(served, deployment, batch=batch, prompt=prompt, generate=generate, arrivals=arrivals)
 
 
+def _check_division(served: ServedModel, tp: int, attention_dp: int, ep: int | None) -> None:
+    """Refuse what no engine can start: heads that do not divide, experts that are not there."""
+    ranks, heads = max(1, tp // max(1, attention_dp)), served.shape.heads
+    if heads % ranks:
+        raise ArgumentError(f"{ranks} GPUs do not share {heads} heads evenly", fix="another tp, or attention_dp")
+    if ep is not None and ep > 1 and not served.shape.experts:
+        raise ArgumentError(f"ep={ep}: {served.name} has no experts", fix="leave ep out")
+
+
 def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
-        if value < 1:
+        if value != int(value) or value < 1:
             raise ArgumentError(f"{name}={value!r} must be a whole number of at least 1")
 
 
@@ -211,7 +220,9 @@ def predict_serving(
     step_j = mean.energy_j + prompts * first.energy_j
     shown_j = step_j if arrivals == "steady" else mean.energy_j + batch / generate / on.replicas * first.energy_j
     waits_s = _first_token_s(first.seconds, mean.seconds, batch / on.replicas, arrivals)
-    power_w = on.gpus * min(step_j / step_s, on.device.tdp_w.value if on.device.tdp_w else math.inf)
+    # Where all prompts come first, an answer's share of their time counts too.
+    token_s = step_s if arrivals == "steady" else step_s + batch / generate / on.replicas * first.seconds
+    power_w = on.gpus * min(shown_j / token_s, on.device.tdp_w.value if on.device.tdp_w else math.inf)
     weights, cache, all_bytes = count_memory(served, on, batch, prompt + generate)
     capacity = on.device.memory.capacity_bytes
     contexts = sorted({prompt, prompt + generate // 2, prompt + generate})
@@ -226,7 +237,7 @@ def predict_serving(
         arrivals=arrivals,
         time_to_first_token_s=Quantity(waits_s, ERROR_FIRST * waits_s),
         time_per_output_token_s=Quantity(step_s, ERROR_STEP * step_s),
-        tokens_per_s=Quantity(batch / step_s, ERROR_STEP * batch / step_s),
+        tokens_per_s=Quantity(batch / token_s, ERROR_STEP * batch / token_s),
         joules_per_token=Quantity(joules, ERROR_ENERGY * joules),
         power_w=Quantity(power_w, 0.5 * ERROR_ENERGY * power_w),
         memory_bytes=Quantity(all_bytes, _MEMORY_ERROR * all_bytes),
@@ -279,7 +290,7 @@ def find_largest_batch(served: ServedModel, on: Deployment, tokens: int) -> int 
     if capacity is None:
         return None
     weights, each, _ = count_memory(served, on, 1, tokens)
-    room = _USED_SHARE * capacity.value - weights - _OVERHEAD_BYTES
+    room = USED_SHARE * capacity.value - weights - _OVERHEAD_BYTES
     return max(0, math.floor(room / each)) if each > 0 else None
 
 

@@ -105,7 +105,9 @@ def _product_work(device: Device, m: int, n: float, k: float, stored: str, count
     activations = m * (size * depth + 2.0 * columns)
     if activations > 0.5 * chip(device).cache_bytes:
         moved += activations
-    return DeviceWork.of(gemm_time(device, m, columns, depth, 1, precision, hbm_bytes=moved), count)
+    widened = WEIGHT_BYTES[stored] if WEIGHT_BYTES[stored] < size else None  # on the way, by the kernel
+    kernel = gemm_time(device, m, columns, depth, 1, precision, hbm_bytes=moved, weight_bytes=widened)
+    return DeviceWork.of(kernel, count)
 
 
 def _computed(device: Device, stored: str) -> str:

@@ -1,6 +1,6 @@
 """How often the 90% intervals hold, by class of load, with sensors of known truth. Needs no GPU.
 
-    python benchmarks/measure/coverage.py [--seeds 16] [--json OUT.json] [NAME ...]
+    python benchmarks/measure/interval_coverage.py [--seeds 16] [--json OUT.json] [NAME ...]
 
 Scopes of 50 ms to 8 s go through the code that measures a live GPU: samples and counter ticks arrive as time passes, and
 a scope is settled as soon as its samples are there. Kernels go through `attribute`. `half-width` is the median of the
