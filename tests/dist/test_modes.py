@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as c10d
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tessera import dist
 from tessera.dist.reduction import gather_into, reduce_scatter_into
@@ -64,3 +66,26 @@ def test_collectives_that_are_called_directly_are_counted_too() -> None:
     }  # fmt: skip
     assert counted.bytes["all_reduce"] == 64
     assert counted.bytes_along(mesh, "tp") == {"all_to_all": 64, "all_gather": 16}
+
+
+@pytest.mark.parametrize("name", ["product", "linear", "softmax", "transposed sum", "gradient"])
+def test_what_dtensor_moves_by_itself_is_counted_as_torch_counts_it(name: str) -> None:
+    run: dict[str, Callable[[Any], Any]] = {
+        "product": lambda a: a @ a,
+        "linear": lambda a: torch.nn.functional.linear(a, a),
+        "softmax": lambda a: a.softmax(-1),
+        "transposed sum": lambda a: a + a.t(),
+        "gradient": lambda a: (a.requires_grad_() @ a).sum().backward(),
+    }
+    mesh = dist.Mesh(["tp", "dp"], 64, (8, 8))
+    layout = dist.ShardSpec(partition=("row", "col"), mesh_axes=("tp", "dp"))
+    with dist.dry(64) as counted:
+        run[name](dist.tensor(shape=(512, 512), layout=layout, mesh=mesh).dtensor)
+    with dist.dry(64):  # again: torch's counting would let ours see more
+        a = dist.tensor(shape=(512, 512), layout=layout, mesh=mesh).dtensor
+        with CommDebugMode() as seen:
+            run[name](a)
+    assert counted.calls.total() == seen.get_total_counts() > 0
+    if name == "product":  # the left factor's columns and the right one's rows: a part of 64 x 64 floats each
+        part = 64 * 64 * 4
+        assert counted.bytes_along(mesh, "tp") == counted.bytes_along(mesh, "dp") == {"all_gather": part}

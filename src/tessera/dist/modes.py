@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ArgumentError
@@ -72,6 +73,8 @@ class _Counting(TorchDispatchMode):
         self._counted = counted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor goes first; what it does with the parts comes here again
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             kind = _KINDS.get(func._overloadpacket.__name__.removesuffix("_"))
             if kind is not None:
