@@ -81,6 +81,50 @@ def test_a_trace_without_power_is_reported_in_seconds(tmp_path):
     assert "gemm" in invoke(report, trace, "--by", "kernels").output
 
 
+def write_host_trace(path: Path, rank: int | None = None) -> Path:
+    """Three steps of a CPU: "fwd", which calls itself, the optimizer, and Gloo's thread beside it. Times in us."""
+    events: list[dict[str, Any]] = []
+
+    def add(cat: str, name: str, ts: float, dur: float, tid: int = 9, **args: Any) -> None:
+        events.append({"ph": "X", "cat": cat, "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur, "args": args})
+
+    for step in range(3):
+        start = 1_000.0 * step
+        add("user_annotation", f"ProfilerStep#{step}", start, 900)
+        add("user_annotation", "fwd", start + 10, 400)
+        add("user_annotation", "fwd", start + 20, 300)
+        for k in range(20):
+            add("cpu_op", "aten::mm", start + 30 + 10 * k, 5)
+        add("user_annotation", "SGD.step", start + 500, 100)
+        add("cpu_op", "aten::add_", start + 510, 20)
+        add("cpu_op", "gloo:all_reduce", start + 505, 380, tid=10)
+    whole: dict[str, Any] = {"baseTimeNanoseconds": BASE_NS}
+    if rank is not None:
+        whole["distributedInfo"] = {"rank": rank, "world_size": 2, "backend": "gloo"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**whole, "traceEvents": events}))
+    return path
+
+
+def test_calls_of_a_region_are_its_passes(tmp_path):
+    data = json.loads(invoke(report, write_host_trace(tmp_path / "cpu.json"), "--json").output)
+    assert {r["name"]: r["calls"] for r in data["regions"]} == {"ProfilerStep": 3, "fwd": 3, "SGD.step": 3}
+    data = json.loads(invoke(report, write_trace(tmp_path / "gpu.json"), "--json").output)
+    assert {r["name"]: r["calls"] for r in data["regions"]} == {"ProfilerStep": 4}
+
+
+def test_an_operator_that_launches_two_kernels_is_called_once(tmp_path):
+    trace = write_trace(tmp_path / "trace.json", steps=1, kernels=2)
+    data = json.loads(trace.read_text())
+    data["traceEvents"] = [e for e in data["traceEvents"] if e["cat"] != "cpu_op" or e["args"]["External id"] == 1]
+    for event in data["traceEvents"]:
+        if event["args"].get("External id") == 2:
+            event["args"]["External id"] = 1
+    trace.write_text(json.dumps(data))
+    [product] = [r for r in answer_by_time(open_recording(trace)).ops if r.name == "aten::mm"]
+    assert product.calls == 1 and product.time_s == pytest.approx(5e-3)
+
+
 def test_its_page_leads_with_time_and_has_no_joule(tmp_path):
     recording = open_recording(write_trace(tmp_path / "trace.json"))
     page = time_page(recording, answer_by_time(recording))

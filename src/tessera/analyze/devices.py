@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..joules import Floats
 from ..record import CODE
 from ..recording import Recording
 from ..timeline import Launch, Timeline
-from ..timeline.columns import NONE, Ints
+from ..timeline.columns import APART, NONE, Ints
 from ..timeline.intervals import Spans, difference, union
 from .result import columns
 
@@ -199,7 +199,23 @@ def region_paths(timeline: Timeline, rows: Ints) -> tuple[Ints, list[tuple[str, 
     which = []
     for region in innermost.tolist():
         around = links.path(region)
-        names = [(strip_counter(timeline.name(r)) if r in steps else timeline.name(r), r in steps) for r in around]
+        names = [(_name_region(timeline, r, steps), r in steps) for r in around]
         path = tuple(name for i, (name, _) in enumerate(names) if not i or names[i - 1] != (name, True))
         which.append(numbers.setdefault(path, len(numbers)))
     return np.array(which, np.int64)[np.asarray(inverse).reshape(-1)], list(numbers)
+
+
+def region_passes(timeline: Timeline) -> dict[str, list[int]]:
+    """The rows of each region by the name it has in `region_paths`, but for those inside another of that name."""
+    links = timeline.linked
+    steps = {s.row for s in links.steps}
+    passes: dict[str, list[int]] = {}
+    for row in timeline.rows("region").tolist():
+        *around, name = (_name_region(timeline, r, steps) for r in links.path(row))
+        if name not in around or timeline["value"][row] == APART:
+            passes.setdefault(name, []).append(row)
+    return passes
+
+
+def _name_region(timeline: Timeline, row: int, steps: Container[int]) -> str:
+    return strip_counter(timeline.name(row)) if row in steps else timeline.name(row)

@@ -22,7 +22,7 @@ from ..timeline.intervals import Nesting
 from .advise import advise
 from .answer import name_of
 from .breakdown import IDLE, breakdown
-from .devices import explain_no_device, region_paths
+from .devices import explain_no_device, region_passes, region_paths
 from .job_summary import JobSummary, summarize_job
 from .kernel_names import CATEGORIES, category
 
@@ -31,7 +31,10 @@ VIEWS = ("ops", "kernels", "regions", "modules")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeRow:
-    """Seconds of one operator, kernel, region or module; `share` is of all seconds of the devices, idle too."""
+    """Seconds of one operator, kernel, region or module; `share` is of all seconds of the devices, idle too.
+
+    `calls` are its own, however many kernels or operators ran inside; of a region its passes.
+    """
 
     name: str
     kind: str
@@ -165,8 +168,9 @@ def _group(timeline: Timeline, rows: Ints, owners: Ints, kind: str, seconds: Any
     names = timeline["name"][owners[known]]
     if not len(names):
         return []
-    used, inverse, calls = np.unique(names, return_inverse=True, return_counts=True)
+    used, inverse = np.unique(names, return_inverse=True)
     spent = np.bincount(inverse, weights=seconds[rows[known]])
+    calls = np.bincount(np.searchsorted(used, timeline["name"][np.unique(owners[known])]))
     found = [
         TimeRow(name=timeline.names[n], kind=kind, calls=int(c), time_s=float(s), share=float(s) / whole_s)
         for n, c, s in zip(used.tolist(), calls, spent, strict=True)
@@ -178,15 +182,14 @@ def _sum_regions(timeline: Timeline, rows: Ints, seconds: Any, whole_s: float) -
     """Regions with everything inside them; steps are one row."""
     which, paths = region_paths(timeline, rows)
     spent = np.bincount(which, weights=seconds[rows], minlength=len(paths))
-    calls = np.bincount(which, minlength=len(paths))
-    sums: dict[str, list[float]] = {}
-    for path, s, n in zip(paths, spent.tolist(), calls.tolist(), strict=True):
+    passes = region_passes(timeline)
+    sums: dict[str, float] = {}
+    for path, s in zip(paths, spent.tolist(), strict=True):
         for name in set(path):
-            line = sums.setdefault(name, [0.0, 0])
-            line[0] += s
-            line[1] += n
+            sums[name] = sums.get(name, 0.0) + s
     found = [
-        TimeRow(name=name, kind="region", calls=int(n), time_s=s, share=s / whole_s) for name, (s, n) in sums.items()
+        TimeRow(name=name, kind="region", calls=len(passes[name]), time_s=s, share=s / whole_s)
+        for name, s in sums.items()
     ]
     return sorted(found, key=lambda r: -r.time_s)
 
