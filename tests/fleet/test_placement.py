@@ -124,6 +124,32 @@ def test_limits_hold_whatever_is_asked(order: str) -> None:
             assert aisle.heat_w <= max(policy.cooling_budget_w[aisle.aisle], before_w)
 
 
+def test_no_rack_gets_above_what_its_feed_carries() -> None:
+    nodes = [node("n1", 30.0, rack="r1"), node("n2", 40.0, rack="r1"), node("n3", 60.0, rack="r2")]
+    found = place_jobs(nodes, [job("a"), job("b"), job("c")], COOL, rack_limits_w={"r1": 6500.0, "r2": 4000.0})
+    assert where(found) == {"a": ["n1"]}  # r1: 2 kW idle and 4 kW of `a`
+    refused = {r.node: (r.value, r.limit) for r in found.waiting[0].refused if r.kind == "rack_limit"}
+    assert refused == {"n2": (10_000.0, 6500.0)}
+    assert {r.rack: (r.power_w, r.over_w) for r in found.racks} == {"r1": (6000.0, 0.0), "r2": (1000.0, 0.0)}
+
+
+def test_a_rack_above_its_limit_already_is_told_and_gets_nothing() -> None:
+    nodes = [node("n1", 30.0, rack="r1", power_w=3000.0)]
+    found = place_jobs(nodes, [job("a", power_w=1.0)], COOL, rack_limits_w={"r1": 2500.0})
+    assert not found.placed
+    assert found.racks[0].over_w == 500.0
+
+
+def test_a_move_keeps_the_limit_of_the_rack_and_may_stay_within_it() -> None:
+    nodes = [node("hot", 90.0, rack="r1"), node("cool", 40.0, rack="r1"), node("other", 30.0, rack="r2")]
+    jobs = [running("a", "hot", can_migrate=True)]
+    plan = plan_moves(nodes, jobs, COOL, rack_limits_w={"r1": 6000.0, "r2": 4999.0})
+    assert [(m.job, m.takes[0].node) for m in plan.moves] == [("a", "cool")]
+    stays = plan_moves(nodes, jobs, COOL, rack_limits_w={"r1": 5999.0, "r2": 4999.0})
+    assert not stays.moves
+    assert stays.hot_spots[0].unmoved == "no cool node has room"
+
+
 # -- relief ------------------------------------------------------------------------------------------------------------
 
 

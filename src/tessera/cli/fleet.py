@@ -107,12 +107,19 @@ def place(
     given = load_fleet(fleet)
     thermal = _load_policy(policy)
     nodes, notes = fill_nodes(given.nodes, given.metrics)
-    relief = plan_moves(nodes, given.jobs, thermal)
+    relief = plan_moves(nodes, given.jobs, thermal, rack_limits_w=given.rack_limits_w)
     nodes, jobs = settle_moves(nodes, given.jobs, relief)  # what is hot is relieved before anything is added
-    placement = place_jobs(nodes, jobs, thermal, order=order)
+    placement = place_jobs(nodes, jobs, thermal, order=order, rack_limits_w=given.rack_limits_w)
     savings = None
     if compare:
-        savings = compare_packing(nodes, jobs, thermal, supply_c=supply_c, sharing_slowdown=slowdown)
+        savings = compare_packing(
+            nodes,
+            jobs,
+            thermal,
+            supply_c=supply_c,
+            sharing_slowdown=slowdown,
+            rack_limits_w=given.rack_limits_w,
+        )
     if as_json:
         import msgspec
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,20 +21,22 @@ MODERATE_SHARE = 0.5
 
 Order = Literal["cool", "pack", "spread"]
 """Which node is preferred: the coolest; for moderate jobs the fullest, else the coolest; the emptiest."""
-RefusalKind = Literal["unavailable", "no_free_gpus", "node_limit", "hot_spot", "aisle_budget"]
+RefusalKind = Literal["unavailable", "no_free_gpus", "node_limit", "hot_spot", "aisle_budget", "rack_limit"]
 REFUSALS: dict[RefusalKind, str] = {
     "unavailable": "not available",
     "no_free_gpus": "too few free GPUs",
     "node_limit": "above the node's power limit",
     "hot_spot": "above the hot-spot threshold",
     "aisle_budget": "above the aisle's cooling budget",
+    "rack_limit": "above what the rack's feed carries",
 }
 
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Rule = Literal["coolest", "fullest", "emptiest", "first"]
-"""How a node was chosen; "first": in the order in which the nodes were given."""
+Rule = Literal["coolest", "fullest", "emptiest", "first", "unknown"]
+"""How a node was chosen; "first": in the order in which the nodes were given, "unknown": so, for its temperature is not
+known and no cool node of known temperature may take the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +133,30 @@ class AisleLoad:
     budget_w: float | None
 
 
-class NodeFloor:
-    """The nodes as columns, with what was placed on them so far."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RackLoad:
+    """The watts of a rack after the placement, and what its feed carries where that is known."""
 
-    def __init__(self, nodes: Sequence[PlacementNode], jobs: Iterable[PlacementJob], policy: ThermalPolicy) -> None:
+    rack: str
+    power_w: float
+    limit_w: float | None
+
+    @property
+    def over_w(self) -> float:
+        """Watts above the limit. A placement adds nothing there, so the rack was above it already."""
+        return 0.0 if self.limit_w is None else max(self.power_w - self.limit_w, 0.0)
+
+
+class NodeFloor:
+    """The nodes as columns, with what was placed on them so far. `rack_limits_w`: what the feeds of racks carry."""
+
+    def __init__(
+        self,
+        nodes: Sequence[PlacementNode],
+        jobs: Iterable[PlacementJob],
+        policy: ThermalPolicy,
+        rack_limits_w: Mapping[str, float] | None = None,
+    ) -> None:
         self.nodes, self.policy = nodes, policy
         self.index = {n.name: i for i, n in enumerate(nodes)}
         if len(self.index) != len(nodes):
@@ -150,6 +172,9 @@ class NodeFloor:
         self.available = np.array([n.is_available for n in nodes], dtype=bool)
         self._names = list(dict.fromkeys(n.aisle for n in nodes))
         self.aisle = np.array([self._names.index(n.aisle) for n in nodes], dtype=np.int64)
+        self._racks = list(dict.fromkeys(n.rack for n in nodes))
+        self.rack = np.array([self._racks.index(n.rack) for n in nodes], dtype=np.int64)
+        self.limit_w = np.array([(rack_limits_w or {}).get(name, np.inf) for name in self._racks])
         self._placed: list[list[tuple[PlacementJob, NodeShare]]] = [[] for _ in nodes]
         for job in jobs:
             self._check_running(job)
@@ -211,25 +236,32 @@ class NodeFloor:
     # -- what a node may take -----------------------------------------------------------------------------------------
 
     def find_room(
-        self, job: PlacementJob, ranks: Ints, *, margin_c: float = 0.0
+        self, job: PlacementJob, ranks: Ints, *, margin_c: float = 0.0, leaves: int | None = None
     ) -> tuple[tuple[NodeShare, ...], tuple[Refusal, ...]]:
-        """The nodes for a job, all or none of it, and why nodes that come before them were refused."""
+        """The nodes for a job, all or none of it, and why nodes that come before them were refused.
+
+        `leaves` is the node that the job runs on now: its watts there are free for another node of the same rack.
+        """
         spans = job.gpus > int(self.gpus.max(initial=0))
         left, on = job.gpus, []
-        left_w = self._aisle_left_w()
+        left_w, rack_left_w = self._aisle_left_w(), self._rack_left_w()
+        if leaves is not None:
+            rack_left_w[self.rack[leaves]] += job.power_w
         has_room = self.available & (self.free >= (1 if spans else job.gpus))
         refused: dict[RefusalKind, Refusal] = {}
         tried = len(ranks)
         for at in np.flatnonzero(has_room[ranks]).tolist():
             i = int(ranks[at])
             take = min(left, int(self.free[i])) if spans else job.gpus
-            problem = self._judge(i, take * job.power_w / job.gpus, left_w, margin_c)
+            problem = self._judge(i, take * job.power_w / job.gpus, left_w, rack_left_w, margin_c)
             if problem is not None:
                 old = refused.get(problem.kind)
                 refused[problem.kind] = replace(old, count=old.count + 1) if old else problem
                 continue
             on.append(NodeShare(node=self.nodes[i].name, gpus=take))
-            left_w[self.aisle[i]] -= self._added_w(i, take * job.power_w / job.gpus)
+            added_w = self._added_w(i, take * job.power_w / job.gpus)
+            left_w[self.aisle[i]] -= added_w
+            rack_left_w[self.rack[i]] -= added_w
             left -= take
             if left == 0:
                 tried = at
@@ -250,7 +282,7 @@ class NodeFloor:
     def _refuse(self, kind: RefusalKind, i: int, value: float, limit: float, count: int = 1) -> Refusal:
         return Refusal(kind=kind, count=count, node=self.nodes[i].name, value=value, limit=limit)
 
-    def _judge(self, i: int, work_w: float, left_w: Floats, margin_c: float) -> Refusal | None:
+    def _judge(self, i: int, work_w: float, left_w: Floats, rack_left_w: Floats, margin_c: float) -> Refusal | None:
         added_w = self._added_w(i, work_w)
         if self.heat_w[i] + added_w > self.max_w[i]:
             return self._refuse("node_limit", i, float(self.heat_w[i] + added_w), float(self.max_w[i]))
@@ -264,6 +296,10 @@ class NodeFloor:
             return self._refuse(
                 "aisle_budget", i, float(self.budget_w[at] - left_w[at] + added_w), float(self.budget_w[at])
             )
+        at = self.rack[i]
+        if added_w > rack_left_w[at]:
+            value_w = float(self.limit_w[at] - rack_left_w[at] + added_w)
+            return self._refuse("rack_limit", i, value_w, float(self.limit_w[at]))
         return None
 
     def _added_w(self, i: int, work_w: float) -> float:
@@ -272,6 +308,9 @@ class NodeFloor:
 
     def _aisle_left_w(self) -> Floats:
         return np.asarray(self.budget_w - np.bincount(self.aisle, self.heat_w, minlength=len(self.budget_w)))
+
+    def _rack_left_w(self) -> Floats:
+        return np.asarray(self.limit_w - np.bincount(self.rack, self.heat_w, minlength=len(self.limit_w)))
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -358,4 +397,16 @@ class NodeFloor:
                 budget_w=float(self.budget_w[i]) if np.isfinite(self.budget_w[i]) else None,
             )
             for i, name in enumerate(self._names)
+        )
+
+    def rack_loads(self) -> tuple[RackLoad, ...]:
+        """Every rack as it stands."""
+        power_w = np.bincount(self.rack, self.heat_w, minlength=len(self.limit_w))
+        return tuple(
+            RackLoad(
+                rack=name,
+                power_w=float(power_w[i]),
+                limit_w=float(self.limit_w[i]) if np.isfinite(self.limit_w[i]) else None,
+            )
+            for i, name in enumerate(self._racks)
         )

@@ -80,6 +80,7 @@ def compare_packing(
     *,
     supply_c: float = SUPPLY_C,
     sharing_slowdown: float = 0.0,
+    rack_limits_w: Mapping[str, float] | None = None,
 ) -> PackingSavings:
     """Place the jobs packed and spread, and compare the joules until the last job of either has ended.
 
@@ -92,7 +93,7 @@ def compare_packing(
             raise ArgumentError(f"job {job.name!r} has no duration", fix="joules need one: duration: 2h")
     cop = cooling_cop(supply_c)
     orders: tuple[Order, ...] = ("pack", "spread")
-    placements = {order: place_jobs(nodes, jobs, policy, order=order) for order in orders}
+    placements = {order: place_jobs(nodes, jobs, policy, order=order, rack_limits_w=rack_limits_w) for order in orders}
     ends = {order: _end_times(placement, jobs, sharing_slowdown) for order, placement in placements.items()}
     until_s = max((s for times in ends.values() for s in times.values()), default=0.0)
     energy = {

@@ -13,11 +13,22 @@ steady state); without `c_per_w` only the present temperature counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..policy import ThermalPolicy
-from .node_floor import AisleLoad, NodeFloor, NodeLoad, NodeShare, Order, PlacementJob, PlacementNode, Refusal, Rule
+from .node_floor import (
+    AisleLoad,
+    NodeFloor,
+    NodeLoad,
+    NodeShare,
+    Order,
+    PlacementJob,
+    PlacementNode,
+    RackLoad,
+    Refusal,
+    Rule,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +52,13 @@ class WaitingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Who runs where, who waits, and what that does to nodes and aisles."""
+    """Who runs where, who waits, and what that does to nodes, aisles and racks."""
 
     placed: tuple[PlacedJob, ...]
     waiting: tuple[WaitingJob, ...]
     nodes: tuple[NodeLoad, ...]
     aisles: tuple[AisleLoad, ...]
+    racks: tuple[RackLoad, ...] = ()
 
     @property
     def power_w(self) -> float:
@@ -60,10 +72,14 @@ def place_jobs(
     policy: ThermalPolicy | None = None,
     *,
     order: Order = "cool",
+    rack_limits_w: Mapping[str, float] | None = None,
 ) -> Placement:
-    """Place the queued jobs (those that run stay), the important and large ones first."""
+    """Place the queued jobs (those that run stay), the important and large ones first.
+
+    No rack with a limit in `rack_limits_w` gets above it; one that is above it already gets no more.
+    """
     policy = policy or ThermalPolicy(prefer_cool_nodes=True)
-    floor = NodeFloor(nodes, jobs, policy)
+    floor = NodeFloor(nodes, jobs, policy, rack_limits_w)
     placed, waiting = [], []
     for job in sorted((j for j in jobs if not j.on), key=lambda j: (-j.priority, -j.power_w, -j.gpus, j.name)):
         rule, ranks = floor.rank(job, order)
@@ -76,4 +92,10 @@ def place_jobs(
             )
         else:
             waiting.append(WaitingJob(job=job.name, refused=refused))
-    return Placement(placed=tuple(placed), waiting=tuple(waiting), nodes=floor.node_loads(), aisles=floor.aisle_loads())
+    return Placement(
+        placed=tuple(placed),
+        waiting=tuple(waiting),
+        nodes=floor.node_loads(),
+        aisles=floor.aisle_loads(),
+        racks=floor.rack_loads(),
+    )

@@ -45,7 +45,8 @@ class CoolNodeChooser:
         """Ask the nodes now. Raises where none may take the job: it stays saved, and can be started later."""
         nodes, _ = fill_nodes(self._fleet.nodes, self._fleet.metrics)
         open_nodes = [replace(n, is_available=n.is_available and n.name != left) for n in nodes]
-        placement = place_jobs(open_nodes, [*(j for j in self._fleet.jobs if j.on), self._job], self._policy)
+        running = [j for j in self._fleet.jobs if j.on]
+        placement = place_jobs(open_nodes, [*running, self._job], self._policy, rack_limits_w=self._fleet.rack_limits_w)
         if not placement.placed:
             reasons = "; ".join(f"{r.count} {REFUSALS[r.kind]}" for r in placement.waiting[0].refused)
             raise MigrationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -52,14 +52,19 @@ class ReliefPlan:
 
 
 def plan_moves(
-    nodes: Sequence[PlacementNode], jobs: Sequence[PlacementJob], policy: ThermalPolicy | None = None
+    nodes: Sequence[PlacementNode],
+    jobs: Sequence[PlacementJob],
+    policy: ThermalPolicy | None = None,
+    *,
+    rack_limits_w: Mapping[str, float] | None = None,
 ) -> ReliefPlan:
     """Hot spots, hottest first, and which running jobs should leave them for which nodes.
 
-    Of several jobs the smallest that cools the node enough leaves; where none does, the largest, then the next.
+    Of several jobs the smallest that cools the node enough leaves; where none does, the largest, then the next. No move
+    puts a rack above its limit in `rack_limits_w`.
     """
     policy = policy or ThermalPolicy()
-    floor = NodeFloor(nodes, jobs, policy)
+    floor = NodeFloor(nodes, jobs, policy, rack_limits_w)
     moves: list[Move] = []
     spots = []
     for i in floor.hot_nodes():
@@ -138,7 +143,7 @@ def _relieve(floor: NodeFloor, i: int) -> tuple[list[Move], Unmoved]:
         _, ranks = floor.rank(part, "cool")
         # An aisle above its budget is not relieved by its own nodes, nor a hot spot by itself.
         banned = floor.aisle == floor.aisle[i] if floor.over_w(i) > 0 else np.arange(len(floor.nodes)) == i
-        on, _ = floor.find_room(part, ranks[~banned[ranks]], margin_c=MARGIN_C)
+        on, _ = floor.find_room(part, ranks[~banned[ranks]], margin_c=MARGIN_C, leaves=i)
         if not on:
             stuck.add(job.name)
             continue

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..fleet.node_floor import REFUSALS, NodeShare, Refusal
+from ..fleet.node_floor import REFUSALS, NodeShare, RackLoad, Refusal
 from ..fleet.packing import PackingSavings, PlacementEnergy
 from ..fleet.placement import PlacedJob, Placement
 from ..fleet.relief import HotSpot, Move, ReliefPlan
@@ -44,6 +44,10 @@ def place_screen(
         ending.add_row(
             f"aisle {aisle.aisle}" if aisle.aisle else "all nodes", f"{format_power(aisle.heat_w, 3)}{budget}"
         )
+    for rack in placement.racks:
+        if rack.limit_w is not None:
+            row = Text(describe_rack(rack), style="red" if rack.over_w > 0 else "")
+            ending.add_row(f"rack {rack.rack}", row)
     if savings is not None:
         ending.add_row("packing", describe_savings(savings))
     for note in notes:
@@ -106,6 +110,17 @@ def describe_spot(spot: HotSpot) -> str:
         left = f"; shed {format_power(spot.shed_w, 3)} more (a cap of the node, or `tessera governor`)"
     why = f"; {spot.unmoved}" if spot.unmoved else ""
     return f"{where}{over}{why}{left}"
+
+
+def describe_rack(rack: RackLoad) -> str:
+    """A rack against what its feed carries; above it is a warning."""
+    if rack.limit_w is None:
+        return format_power(rack.power_w, 3)
+    text = f"{format_power(rack.power_w, 3)} of {format_power(rack.limit_w, 3)} that its feed carries"
+    if rack.over_w > 0:
+        over = format_power(rack.over_w, 3)
+        text += f"; warning: {over} above it already, so nothing is added: shed {over} (a cap, or `tessera governor`)"
+    return text
 
 
 def describe_savings(savings: PackingSavings) -> str:
