@@ -113,6 +113,24 @@ def test_calls_of_a_region_are_its_passes(tmp_path):
     assert {r["name"]: r["calls"] for r in data["regions"]} == {"ProfilerStep": 4}
 
 
+@pytest.fixture
+def host_ranks(tmp_path):
+    """Two ranks of a CPU; the second does not name its optimizer."""
+    for rank in (0, 1):
+        write_host_trace(tmp_path / "hosts" / f"rank{rank}.json", rank)
+    second = tmp_path / "hosts" / "rank1.json"
+    second.write_text(second.read_text().replace("SGD.step", "update"))
+    return tmp_path / "hosts"
+
+
+def test_a_thread_without_regions_works_for_one_of_its_own_rank(host_ranks):
+    timeline = open_recording(host_ranks).timeline
+    [gloo] = [n for n, name in enumerate(timeline.names) if name == "gloo:all_reduce"]
+    rows = (timeline["name"] == gloo).nonzero()[0]
+    regions = timeline.linked.region[rows]
+    assert len(rows) == 6 and timeline["rank"][regions].tolist() == timeline["rank"][rows].tolist()
+
+
 def test_an_operator_that_launches_two_kernels_is_called_once(tmp_path):
     trace = write_trace(tmp_path / "trace.json", steps=1, kernels=2)
     data = json.loads(trace.read_text())

@@ -193,16 +193,16 @@ def _origin(forward_op: Ints) -> Ints:
 
 
 def _regions(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows: Ints) -> Ints:
-    """The innermost region of each row, on its thread or else on any; regions get their parents on the way."""
+    """The innermost region of each row, on its thread or else on any of its rank; regions get their parents too."""
     regions = timeline.rows("region")
     nested = _nest(timeline, regions)
     parent[regions] = nested.parent
     out = np.full(len(timeline), NONE, np.int64)
     out[rows] = nested.at(threads[rows], times[rows])
     # Autograd's threads have no regions of their own: they work for whoever opened the last one.
-    lone, nowhere = rows[out[rows] == NONE], np.zeros_like(regions)
-    anywhere = Nesting(regions, nowhere, timeline["start_ns"][regions], timeline["end_ns"][regions])
-    out[lone] = anywhere.at(np.zeros_like(lone), times[lone])
+    lone, rank = rows[out[rows] == NONE], timeline["rank"]
+    anywhere = Nesting(regions, rank[regions], timeline["start_ns"][regions], timeline["end_ns"][regions])
+    out[lone] = anywhere.at(rank[lone], times[lone])
     out[regions] = parent[regions]
     return out
 
