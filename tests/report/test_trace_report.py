@@ -131,6 +131,19 @@ def test_a_thread_without_regions_works_for_one_of_its_own_rank(host_ranks):
     assert len(rows) == 6 and timeline["rank"][regions].tolist() == timeline["rank"][rows].tolist()
 
 
+def test_time_of_a_region_of_a_host_is_from_its_begin_to_its_end(host_ranks):
+    """Not the operators inside; and Gloo's thread, which has no region of its own, adds nothing to the optimizer's."""
+    recording = open_recording(host_ranks)
+    result = answer_by_time(recording)
+    times = {r.name: r.time_s for r in result.regions}
+    assert times == pytest.approx({"ProfilerStep": 5.4e-3, "fwd": 2.4e-3, "SGD.step": 0.3e-3, "update": 0.3e-3})
+    assert result.regions[0].share == pytest.approx(5.4e-3 / (2 * result.time_s))
+    told = json.loads(invoke(report, host_ranks, "--json").output)
+    assert {r["name"]: r["time_s"] for r in told["regions"]} == times and "begin to its end" in told["region_time"]
+    assert "begin to its end" in " ".join(invoke(report, host_ranks, "--by", "regions").output.split())
+    assert "begin to its end" in time_page(recording, result)
+
+
 def test_an_operator_that_launches_two_kernels_is_called_once(tmp_path):
     trace = write_trace(tmp_path / "trace.json", steps=1, kernels=2)
     data = json.loads(trace.read_text())

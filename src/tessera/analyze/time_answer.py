@@ -1,7 +1,8 @@
 """The answer of a recording without power: where the time of its devices went, by what ran, and what to do about it.
 
 What `analyze.answer` is for joules. Seconds of kernels are those of devices: several at once count each. Of a recording
-in which nothing ran on a device, seconds are those of operators on the host, without what they call.
+in which nothing ran on a device, seconds are those of operators on the host, without what they call; and those of a
+region are its own, from begin to end, whatever ran inside (`TimeAnswer.region_time` says which of the two).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..advice import Advice
 from ..notes import order_notes
 from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline
-from ..timeline.intervals import Nesting
+from ..timeline.intervals import Nesting, union_by_key
 from .advise import advise
 from .answer import name_of
 from .breakdown import IDLE, breakdown
@@ -27,6 +28,8 @@ from .job_summary import JobSummary, summarize_job
 from .kernel_names import CATEGORIES, category
 
 VIEWS = ("ops", "kernels", "regions", "modules")
+ON_DEVICE_TIME = "time of a region: what it launched, on the device; share: of the devices' time"
+ON_HOST_TIME = "time of a region: from its begin to its end; share: of the traced time of all ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,8 @@ class TimeAnswer:
     kernels: Sequence[TimeRow] = ()
     regions: Sequence[TimeRow] = ()
     modules: Sequence[TimeRow] = ()
+    region_time: str = ""
+    """What the seconds of a region are, in a sentence for the reader."""
     advice: Sequence[Advice] = ()
     job: JobSummary | None = None
     missing: str | None = None
@@ -121,7 +126,7 @@ def answer_by_time(recording: Recording) -> TimeAnswer:
     views = {
         "ops": _group(timeline, rows, op, "op", seconds, whole_s),
         "kernels": _group(timeline, rows, rows, "kernel", seconds, whole_s) if on_device else [],
-        "regions": _sum_regions(timeline, rows, seconds, whole_s),
+        "regions": _sum_regions(timeline, rows, seconds, whole_s) if on_device else _measure_regions(timeline),
         "modules": _group(timeline, rows, links.module[rows], "module", seconds, whole_s),
     }
     parts: dict[str, float] = {}
@@ -136,6 +141,7 @@ def answer_by_time(recording: Recording) -> TimeAnswer:
         steps=_count_steps(timeline),
         devices=devices,
         parts={name: parts[name] for name in CATEGORIES if parts.get(name)},
+        region_time=ON_DEVICE_TIME if on_device else ON_HOST_TIME,
         advice=advise(recording).advice,
         job=summarize_job(recording),
         missing=None if on_device else explain_no_device(recording),
@@ -192,6 +198,18 @@ def _sum_regions(timeline: Timeline, rows: Ints, seconds: Any, whole_s: float) -
         for name, s in sums.items()
     ]
     return sorted(found, key=lambda r: -r.time_s)
+
+
+def _measure_regions(timeline: Timeline) -> list[TimeRow]:
+    """Regions by their own seconds; a moment in which several passes of a rank are open counts once."""
+    start_ns, end_ns = timeline.traced_span if len(timeline) else (0, 0)
+    whole_s = (end_ns - start_ns) * 1e-9 * len(np.unique(timeline["rank"])) or 1.0
+    found = []
+    for name, passes in region_passes(timeline).items():
+        _, spans = union_by_key(*(timeline[c][passes] for c in ("rank", "start_ns", "end_ns")))
+        took_s = spans.total_ns * 1e-9
+        found.append(TimeRow(name=name, kind="region", calls=len(passes), time_s=took_s, share=took_s / whole_s))
+    return sorted((r for r in found if r.time_s > 0), key=lambda r: -r.time_s)
 
 
 def _sum_devices(rows: Sequence[Mapping[str, Any]]) -> list[DeviceTime]:

@@ -132,14 +132,15 @@ def _tables(result: TimeAnswer) -> str:
             f"<button type='button' role='tab' id='tab-{view}' aria-controls='panel-{view}' {state}>"
             f"{_TABS[view]} ({len(rows):,})</button>"
         )
-        panels.append(_panel(rows, view, shown=i == 0))
+        meaning = result.region_time if view == "regions" else ""
+        panels.append(_panel(rows, view, meaning, shown=i == 0))
     return (
         f"<section><h2>Time by row</h2><div role='tablist' aria-label='Time by'>{''.join(heads)}</div>"
         f"{''.join(panels)}</section>"
     )
 
 
-def _panel(rows: Sequence[TimeRow], view: str, *, shown: bool) -> str:
+def _panel(rows: Sequence[TimeRow], view: str, meaning: str, *, shown: bool) -> str:
     listed = rows[:ROWS]
     display = display_names(listed, view)
     cut = fit_all(display.values(), _NAME)
@@ -148,6 +149,7 @@ def _panel(rows: Sequence[TimeRow], view: str, *, shown: bool) -> str:
     hidden = len(rows) - len(listed)
     rest = format_duration(sum(r.time_s for r in rows[ROWS:]), 3)
     more = f"<p class='dim'>and {hidden:,} more, {escape(rest)} together</p>" if hidden > 0 else ""
+    said = f"<p class='dim'>{prose(capitalize(meaning))}.</p>" if meaning else ""
     fold = " fold" if len(listed) > FOLDED + 3 else ""
     unfold = f"<button type='button' class='unfold'>Show all {len(listed)}</button>" if fold else ""
     title, caption = _TABS[view], f"Time by {TITLES[view]}"
@@ -157,7 +159,7 @@ def _panel(rows: Sequence[TimeRow], view: str, *, shown: bool) -> str:
         f"{'' if shown else ' hidden'}>"
         f"<div class='tools'><input type='search' placeholder='filter by name' aria-label='Filter {title.lower()}'>"
         f"<span class='dim' role='status'></span></div>"
-        f"{html_table(heads, body, caption=caption, sorted_by='time', kind=f'sort{fold}')}{unfold}{more}</div>"
+        f"{html_table(heads, body, caption=caption, sorted_by='time', kind=f'sort{fold}')}{unfold}{more}{said}</div>"
     )
 
 

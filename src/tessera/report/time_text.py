@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyze.kernel_names import fit
-from ..analyze.time_answer import VIEWS, DeviceTime, TimeAnswer, TimeRow
+from ..analyze.time_answer import VIEWS, DeviceTime, TimeAnswer
 from ..units import format_duration, format_share
 from .console import open_table
 from .energy import TITLES, display_names
@@ -39,7 +39,7 @@ def headline(result: TimeAnswer) -> str:
 def time_text(result: TimeAnswer, *, width: int, by: str | None = None, top: int | None = None) -> RenderableType:
     """The screen of a trace without power, or one of its tables."""
     if by is not None:
-        return _view(result.rows(by), by, top or len(result.rows(by)) or 1, width)
+        return _view(result, by, top or len(result.rows(by)) or 1, width)
     parts: list[RenderableType] = [Text(fit(result.name, width), style="bold")]
     parts += [Text(result.device, style="dim")] if result.device else []
     parts += [Text(headline(result), style="bold")]
@@ -53,9 +53,8 @@ def time_text(result: TimeAnswer, *, width: int, by: str | None = None, top: int
         parts += ["", Text("do this first", style="bold green"), Text(f"  {first.text}")]
         parts += [Text(f"  also: {a.text}", style="dim") for a in rest[:2]]
     for view in VIEWS:
-        rows = result.rows(view)
-        if rows:
-            parts += ["", _view(rows, view, top or TOP, width)]
+        if result.rows(view):
+            parts += ["", _view(result, view, top or TOP, width)]
     if result.job is not None:
         parts += job_text(result.job, width)
     parts += ["", *(Text(f"note  {note}", style="yellow") for note in result.notes[:6])]
@@ -70,7 +69,8 @@ def _devices(devices: Sequence[DeviceTime]) -> Table:
     return table
 
 
-def _view(rows: Sequence[TimeRow], view: str, top: int, width: int) -> Table:
+def _view(result: TimeAnswer, view: str, top: int, width: int) -> RenderableType:
+    rows = result.rows(view)
     shown = rows[:top]
     title = f"{TITLES[view]} ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else TITLES[view]
     table = open_table(title, "time", "share", "each", "calls")
@@ -79,4 +79,4 @@ def _view(rows: Sequence[TimeRow], view: str, top: int, width: int) -> Table:
         each = format_duration(row.time_s / row.calls, 3) if row.calls else "-"
         name = Text(fit(names[row.name], max(24, width - 44)))
         table.add_row(name, format_duration(row.time_s, 4), format_share(row.share), each, f"{row.calls:,}")
-    return table
+    return Group(table, Text(result.region_time, style="dim")) if view == "regions" and shown else table
