@@ -13,7 +13,9 @@ import torch.distributed as c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tessera import dist
+from tessera.dist.agreement import LINE, SIZE_BYTES
 from tessera.dist.reduction import gather_into, reduce_scatter_into
+from tessera.errors import ArgumentError
 
 from places import REPOSITORY
 
@@ -89,3 +91,23 @@ def test_what_dtensor_moves_by_itself_is_counted_as_torch_counts_it(name: str) -
     if name == "product":  # the left factor's columns and the right one's rows: a part of 64 x 64 floats each
         part = 64 * 64 * 4
         assert counted.bytes_along(mesh, "tp") == counted.bytes_along(mesh, "dp") == {"all_gather": part}
+
+
+def test_collectives_that_exchange_sizes_or_bounds_are_counted() -> None:
+    mesh = dist.Mesh(["tp", "dp"], 64, (8, 8))
+    with dist.dry(64, rank=9) as counted, dist.record_collectives() as records:
+        group = mesh.process_group("tp")
+        x = torch.ones(32, 16)
+        assert dist.all_gather(x, group=group).shape == (256, 16)
+        assert counted.bytes_along(mesh, "tp") == {"all_gather": 32 * 16 * 4 + LINE + SIZE_BYTES}
+        assert dist.all_gather(x).shape == (2048, 16)
+        assert dist.all_gather(torch.ones(4, 2, device="meta"), group=group).shape == (32, 2)
+        rows, received = dist.all_to_all(x, [0, 18, 2, 2, 2, 2, 2, 4], group=group)
+        assert received == [18] * 8 and rows.shape == (144, 16)  # all ranks call as rank 1 of the group does
+        dist.all_reduce(x, mesh=mesh, axis="dp", compress="fp8")
+        dist.reduce_scatter(x, group=group, compress="bf16")
+        assert [r.error_bound for r in records[-2:]] == [None, None]
+        with pytest.raises(ArgumentError, match="cannot be counted"):
+            dist.all_reduce(x, sparse=True)
+    # 512 floats in 8 parts: 64 bytes, a scale and a bound each; then the own part to all.
+    assert counted.bytes_along(mesh, "dp") == {"all_to_all": 8 * (64 + 4 + 4), "all_gather": 64 + 4 + 4}

@@ -18,10 +18,10 @@ import torch.distributed as c10d
 
 from ..errors import ArgumentError
 from .liveness import CollectiveError, explain_failure
-from .reduction import gather_into
+from .reduction import gather_into, is_dry
 
 LINE = 120
-_SIZE = 8
+SIZE_BYTES = 8
 
 
 def is_connected() -> bool:
@@ -32,7 +32,7 @@ def is_connected() -> bool:
 def count_ranks(group: Any = None) -> int:
     """How many ranks a group has; 1 where no process group exists. Launched but unconnected ranks are an error."""
     if not is_connected():
-        world = os.environ.get("WORLD_SIZE", "1")
+        world = os.environ.get("WORLDSIZE_BYTES", "1")
         if world.isdigit() and int(world) > 1:  # a launcher's: reducing nothing would go unseen
             raise ArgumentError(
                 f"{world} ranks were launched, and none of them is connected",
@@ -79,12 +79,14 @@ def agree(line: str, size: int, group: Any, device: torch.device, *, sizes_neede
     text = line.encode()
     if len(text) > LINE:
         text = text[: LINE - 9] + b" " + hashlib.sha256(text).hexdigest()[:8].encode()
-    own = torch.frombuffer(bytearray(size.to_bytes(_SIZE, "little") + text.ljust(LINE)), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(size.to_bytes(SIZE_BYTES, "little") + text.ljust(LINE)), dtype=torch.uint8)
     own = own.to(device)
     whole = own.new_empty(c10d.get_world_size(group) * own.numel())
     gather_into(whole, own, group)
-    messages = [bytes(part) for part in whole.cpu().view(-1, _SIZE + LINE).numpy()]
-    lines = [message[_SIZE:].decode(errors="replace").rstrip() for message in messages]
+    if is_dry():  # no other rank exists: all call what this one does
+        return [size] * c10d.get_world_size(group)
+    messages = [bytes(part) for part in whole.cpu().view(-1, SIZE_BYTES + LINE).numpy()]
+    lines = [message[SIZE_BYTES:].decode(errors="replace").rstrip() for message in messages]
     if len(set(lines)) > 1:
         ranks = c10d.get_process_group_ranks(_resolve(group))
         raise CollectiveError(
@@ -92,7 +94,7 @@ def agree(line: str, size: int, group: Any, device: torch.device, *, sizes_neede
             why="; ".join(f"rank {rank}: {said}" for rank, said in list(zip(ranks, lines, strict=True))[:8]),
             fix="let all ranks call the same collective, with tensors of one shape and type",
         )
-    return [int.from_bytes(message[:_SIZE], "little") for message in messages]
+    return [int.from_bytes(message[:SIZE_BYTES], "little") for message in messages]
 
 
 @contextlib.contextmanager

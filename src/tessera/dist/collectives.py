@@ -31,6 +31,8 @@ from .reduction import (
     Sent,
     as_movable,
     gather_into,
+    is_dry,
+    read_bound,
     reduce_compressed,
     reduce_flat,
     reduce_hierarchical,
@@ -131,7 +133,8 @@ class _Reduction:
 
 def _add(a: Sent, b: Sent) -> Sent:
     between = None if b.between_nodes is None else (a.between_nodes or 0.0) + b.between_nodes
-    return Sent(a.bytes + b.bytes, between, max(a.error_bound, b.error_bound))
+    bound = None if a.error_bound is None or b.error_bound is None else max(a.error_bound, b.error_bound)
+    return Sent(a.bytes + b.bytes, between, bound)
 
 
 _calls: Counter[str] = Counter()
@@ -238,6 +241,12 @@ def _check_way(x: Any, op: str, algorithm: str, compress: str | Codec | None, sp
         raise ArgumentError(f"all_reduce: op={op!r} cannot be compressed or sparse", fix='op="sum" or "mean"')
     if sparse:
         _refuse_in_simulation(x, "all_reduce(sparse=True)")
+        if is_dry():
+            raise ArgumentError(
+                "all_reduce(sparse=True) cannot be counted in dist.dry",
+                why="how many rows travel depends on their values",
+                fix="leave sparse out: the bytes are then those of all rows",
+            )
     if compress and not x.is_floating_point():
         raise ArgumentError(f"all_reduce: compress={compress!r} of {x.dtype}", why="only floats are rounded")
 
@@ -334,7 +343,7 @@ def reduce_scatter(
         if codec is not None:
             total, bound, sent_bytes = scatter_compressed(flat.float(), group, codec, feedback)
             own.copy_(total)
-            sent = Sent(sent_bytes, error_bound=float(bound))
+            sent = Sent(sent_bytes, error_bound=read_bound([bound]))
         elif deterministic:
             own.copy_(scatter_in_order(flat, op, group))
         else:
@@ -367,11 +376,12 @@ def all_to_all(x: torch.Tensor, counts: Sequence[int], *, group: Any = None) -> 
     with explain_failure("all_to_all", group):
         agree(describe_call("all_to_all", x, any_first=True), 0, group, x.device)
         c10d.all_to_all_single(arriving, sending, group=group)
-        received = [int(n) for n in arriving.tolist()]
+        own = counts[c10d.get_rank(group)]
+        # In a dry run every rank calls with what this one does.
+        received = [own] * ranks if is_dry() else [int(n) for n in arriving.tolist()]
         rows = as_movable(x.detach().reshape(x.shape[0], math.prod(x.shape[1:])).contiguous())
         out = rows.new_empty(sum(received), rows.shape[1])
         c10d.all_to_all_single(out, rows, received, list(counts), group=group)
-    own = counts[c10d.get_rank(group)]
     row_bytes = x.element_size() * (x.numel() // x.shape[0] if x.shape[0] else 0)
     note("all_to_all", "flat", ranks, x, Sent((x.shape[0] - own) * row_bytes), time_s=time.perf_counter() - begun)
     return out.view(x.dtype).view(sum(received), *x.shape[1:]), received

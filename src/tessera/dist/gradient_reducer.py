@@ -134,7 +134,7 @@ class GradientReducer:
         else:
             with record_collectives() as records:
                 all_reduce(timed.flat, "mean", group=self.group, feedback=self._find_residual(bucket), **self._way)
-            timed.sent = Sent(records[-1].sent_bytes, error_bound=records[-1].error_bound / self.ranks)
+            timed.sent = records[-1].to_sent(divide_by=self.ranks)
         timed.stamp_end()
 
     def _find_residual(self, bucket: GradientBucket) -> ErrorFeedback | None:

@@ -17,6 +17,7 @@ from .reduction import Sent, ring_bytes
 WAIT_RANGE = "wait for gradients"
 """The name of the waiting on a profiler's timeline."""
 NO_BOUND = "PowerSGD does not bound its error"
+DRY = "a dry run has no values"
 ON_GPU = "on GPUs the profile has it: tessera run, then analyze.collectives"
 
 
@@ -109,14 +110,16 @@ class GradientLedger:
         exposed = covered_ns(union(waits[:, 0], waits[:, 1]), starts, ends)
         sent = sum(r.sent.bytes for r in done)
         on_gpu = done[0].flat.is_cuda  # its times are those of the host, which only queues the work
-        missing = {} if self._has_bound else {"error_bound": NO_BOUND}
+        bounds = [r.sent.error_bound for r in done if r.sent.error_bound is not None]
+        has_bound = self._has_bound and len(bounds) == len(done)
+        missing = {} if has_bound else {"error_bound": DRY if self._has_bound else NO_BOUND}
         self.last_step = GradientReport(
             steps=1,
             reductions=len(done),
             gradient_bytes=sum(r.flat.numel() * r.flat.element_size() for r in done),
             sent_bytes=sent,
             saved_bytes=sum(r.plain_bytes for r in done) - sent,
-            error_bound=max(r.sent.error_bound for r in done) if self._has_bound else None,
+            error_bound=max(bounds) if has_bound else None,
             time_s=float((ends - starts).sum()) * 1e-9,
             wait_s=float((waits[:, 1] - waits[:, 0]).sum()) * 1e-9,
             hidden_s=None if on_gpu else float((ends - starts - exposed).sum()) * 1e-9,

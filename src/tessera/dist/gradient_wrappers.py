@@ -144,5 +144,4 @@ class _ShardedReduction:
         rows = x.view(c10d.get_world_size(group), -1)
         with record_collectives() as records:
             output.copy_(reduce_scatter(rows, "mean" if is_mean else "sum", group=group, **self._way).view(-1))
-        bound = records[-1].error_bound / (len(rows) if is_mean else 1)
-        return Sent(records[-1].sent_bytes, error_bound=bound)
+        return records[-1].to_sent(divide_by=len(rows) if is_mean else 1)

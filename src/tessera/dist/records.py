@@ -16,6 +16,7 @@ from .reduction import Sent
 class CollectiveRecord:
     """One collective of this rank. Bytes are those the rank sent; `error_bound` holds for every element.
 
+    A dry run has no values, and `error_bound` is None there.
     `between_nodes` are the bytes that left the node where that is known, `delay_s` how long it waited for its turn.
     `time_s` is the host's: on CUDA the collective may still run.
     """
@@ -26,9 +27,14 @@ class CollectiveRecord:
     tensor_bytes: int
     sent_bytes: float
     between_nodes: float | None
-    error_bound: float
+    error_bound: float | None
     time_s: float
     delay_s: float
+
+    def to_sent(self, *, divide_by: int) -> Sent:
+        """What was sent, with the error of a sum that was divided."""
+        bound = None if self.error_bound is None else self.error_bound / divide_by
+        return Sent(self.sent_bytes, error_bound=bound)
 
 
 _records: ContextVar[list[CollectiveRecord] | None] = ContextVar("tessera_collectives", default=None)

@@ -13,13 +13,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any
 
 import torch
 import torch.distributed as c10d
+from torch._guards import detect_fake_mode
 
 from .compression import Codec, ErrorFeedback, largest
 
@@ -47,11 +48,24 @@ _EPSILON = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one rank sent: bytes in all, those that left its node (None: not known), and a bound of the error."""
+    """What one rank sent: bytes in all, those that left its node (None: not known), and a bound of the error.
+
+    The bound is None where there are no values to take it from: in a dry run.
+    """
 
     bytes: float
     between_nodes: float | None = None
-    error_bound: float = 0.0
+    error_bound: float | None = 0.0
+
+
+def is_dry() -> bool:
+    """Whether tensors have no values now, and other ranks do not exist: in `dist.dry`."""
+    return detect_fake_mode() is not None
+
+
+def read_bound(bounds: Sequence[torch.Tensor]) -> float | None:
+    """The largest of some bounds; None in a dry run."""
+    return None if is_dry() else max(map(float, bounds))
 
 
 def reduce_flat(x: torch.Tensor, op: str, group: Any) -> Sent:
@@ -142,7 +156,7 @@ def reduce_compressed(x: torch.Tensor, op: str, group: Any, codec: Codec, feedba
     gather_into(gathered, message, group)
     results = [_split_bound(part, codec, count) for part in gathered.view(ranks, -1)]
     x.copy_(torch.cat([part for part, _ in results])[: x.numel()])
-    return Sent(2.0 * (ranks - 1) * message.numel(), error_bound=max(float(b) for _, b in results))
+    return Sent(2.0 * (ranks - 1) * message.numel(), error_bound=read_bound([b for _, b in results]))
 
 
 def scatter_compressed(
