@@ -14,6 +14,7 @@ from tessera.analyze.overview import overview
 from tessera.analyze.passes import count_passes
 from tessera.analyze.sides import Cell, DiffSide
 from tessera.analyze.time_answer import answer_by_time
+from tessera.cli.analyze import command as explain
 from tessera.cli.export import command as export
 from tessera.cli.merge import command as merge
 from tessera.cli.report import command as report
@@ -142,6 +143,18 @@ def test_time_of_a_region_of_a_host_is_from_its_begin_to_its_end(host_ranks):
     assert {r["name"]: r["time_s"] for r in told["regions"]} == times and "begin to its end" in told["region_time"]
     assert "begin to its end" in " ".join(invoke(report, host_ranks, "--by", "regions").output.split())
     assert "begin to its end" in time_page(recording, result)
+
+
+def test_what_collectives_of_a_host_overlap_is_the_same_everywhere(host_ranks, tmp_path):
+    invoke(merge, host_ranks, "-o", tmp_path / "job.tessera")
+    told = [
+        json.loads(invoke(explain, "collectives", path, "--json").output)
+        for path in (host_ranks, tmp_path / "job.tessera")
+    ]
+    shares = [t["facts"]["by_kind"]["all_reduce"]["overlap_pct"] for t in told]
+    [reported] = json.loads(invoke(report, host_ranks, "--json").output)["job"]["collectives"]
+    assert [*shares, reported["overlap_pct"]] == pytest.approx([100 * 20 / 380] * 3)
+    assert [[r["start_s"] for r in t["rows"]] for t in told] == [pytest.approx([505e-6, 1505e-6, 2505e-6])] * 2
 
 
 def test_an_operator_that_launches_two_kernels_is_called_once(tmp_path):
