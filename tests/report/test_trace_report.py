@@ -157,6 +157,11 @@ def test_what_collectives_of_a_host_overlap_is_the_same_everywhere(host_ranks, t
     assert [[r["start_s"] for r in t["rows"]] for t in told] == [pytest.approx([505e-6, 1505e-6, 2505e-6])] * 2
 
 
+def test_a_bandwidth_is_not_called_an_algorithm(ranks):
+    columns = {c.key: c.title for c in analyze.collectives(ranks).columns}
+    assert columns["bytes_per_s"] == "bandwidth" and "algorithm" not in invoke(explain, "collectives", ranks).output
+
+
 def test_an_operator_that_launches_two_kernels_is_called_once(tmp_path):
     trace = write_trace(tmp_path / "trace.json", steps=1, kernels=2)
     data = json.loads(trace.read_text())
