@@ -146,7 +146,7 @@ def predict_same(synchronous: bool) -> dict[str, float]:
     before, after = shape_wave(job, PowerShaper()), shape_wave(job, SHAPER)
     return {
         "peak_ratio": float(after.power_w.max() / before.power_w.max()),
-        "crest_ratio": after.crest_factor / before.crest_factor,
+        "crest_ratio": after.measure(1).crest_factor / before.measure(1).crest_factor,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,9 +13,23 @@ from hypothesis import strategies as st
 
 from tessera.cli.policy import command
 from tessera.errors import ArgumentError
+from tessera.fleet.facility import Facility, NodeKind
+from tessera.fleet.jobs import FleetJob
 from tessera.fleet.lockstep import LockstepJob, shape_wave
 from tessera.fleet.policy_check import PolicyFinding, check_policies
-from tessera.policy import PhaseShift, Policies, PowerShaper, RackPowerGovernor, ThermalPolicy, UtilitySpec
+from tessera.fleet.scenario import Scenario
+from tessera.fleet.simulator import simulate
+from tessera.fleet.supplies import Feed, NodeSupply
+from tessera.fleet.waves import make_square
+from tessera.policy import (
+    PhaseShift,
+    Policies,
+    PowerShaper,
+    RackPowerGovernor,
+    ThermalPolicy,
+    UtilitySpec,
+    parse_policies,
+)
 
 from command_line import invoke
 
@@ -120,7 +135,42 @@ def test_start_heat_and_utility_are_compared_with_the_jobs_figures() -> None:
 def test_the_band_of_a_square_wave_is_that_of_its_harmonics() -> None:
     wave = shape_wave(SYNC, PowerShaper())
     first = 2 * (np.sin(np.pi * 0.75) / np.pi) ** 2 / (0.75 * 0.25)  # 0.5 Hz, of the variance of a square wave
-    assert wave.band_share(0.4, 0.6) == pytest.approx(first, rel=0.01)
+    assert wave.measure(64, (0.4, 0.6)).band_of_swing == pytest.approx(first, rel=0.01)
+
+
+@pytest.mark.parametrize(("period_s", "floor_w"), [(2.0, None), (0.4, None), (3.0, 400.0)])
+def test_figures_and_verdicts_are_those_of_a_simulated_feed(period_s: float, floor_w: float | None) -> None:
+    spec = {"ramp": "25kW/s", "dynamic_range": "20kW", "band_hz": [0.1, 20], "band_share": 0.3, "crest_factor": 1.1}
+    given = {"utility_spec": spec} | ({} if floor_w is None else {"power_shaper": {"power_floor": f"{floor_w:g}W"}})
+    policies = parse_policies(given)
+    ideal = Facility(rows=1, row_racks=2, rack_nodes=4, feed=Feed(ups_efficiency=1.0))
+    ideal = dataclasses.replace(ideal, node=NodeKind(gpus=8, host_w=0.0, supply=NodeSupply(grade="ideal")))
+    wave = make_square(period_s=period_s, duty=0.75, high_w=650, low_w=200)
+    job = FleetJob(name="a", gpus=64, replicas=8, waves=(wave,))
+    scenario = Scenario(facility=ideal, jobs=(job,), policies=policies, duration_s=10 * period_s)
+    simulated = simulate(scenario, engine="numpy")
+    checked = check_policies(policies, LockstepJob(period_s=period_s))
+    for line in simulated.verdicts:
+        found = next(f for f in checked.findings if f.setting == line.what.replace(" ", "_"))
+        assert (found.verdict == "ok") is line.passed, found
+    for name in ("ramp_w_per_s", "range_w", "band_share", "crest_factor", "mean_w"):
+        assert getattr(checked.quality_after, name) == pytest.approx(getattr(simulated.quality, name), rel=0.01), name
+
+
+def test_cooling_takes_the_heat_of_the_shaped_job_and_joules_are_those_of_the_work() -> None:
+    policies = Policies(
+        power_shaper=PowerShaper(power_floor_w=400.0, phase_shift=PhaseShift(dp_groups="auto")),
+        thermal_policy=ThermalPolicy(hotspot_threshold_c=85, redistribute=True, cooling_budget_w={"aisle1": 36e3}),
+    )
+    assert find(policies, SYNC, "cooling_budget").verdict == "cannot"  # 34.4 kW without the floor, 37.6 kW with it
+    wave = check_policies(policies, SYNC).after
+    # each step waits 100 ms at the floor: 40 J more than the ballast's 100 J, of 1075 J
+    assert wave.step_j / SYNC.step_j - 1 == pytest.approx(140 / 1075, rel=0.01)
+
+
+def test_the_shortest_step_is_still_measured() -> None:
+    ramp = shape_wave(LockstepJob(period_s=0.001), PowerShaper()).measure(1).ramp_w_per_s
+    assert ramp == pytest.approx(450.0, rel=0.01)  # the whole swing within one second
 
 
 @settings(deadline=None, max_examples=25)

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..analyze.spectrum import BAND_HZ
 from ..errors import ArgumentError
 from ..policy import PowerShaper
 from ..runtime.shaping import LOSS, GroupPlace, hold_power, rank_offset_s
+from .power_quality import RAMP_S, PowerQuality, measure_quality
 
 _POINTS = 2048
-RAMP_S = 0.005
-"""Ramps are taken over this time, the shortest of the guide's traces of 5 to 20 ms."""
+_LEAST_PERIODS, _MOST_POINTS = 8, 2**17
+_SHORTEST_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +44,10 @@ class LockstepJob:
         for name in ("gpus", "node_gpus", "replicas", "stages", "microbatches"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 0 < self.duty < 1 or not math.isfinite(self.period_s) or self.period_s <= 0:
+        if not 0 < self.duty < 1 or not math.isfinite(self.period_s) or self.period_s < _SHORTEST_S:
             raise ArgumentError(
                 f"a period of {self.period_s:g} s with a duty of {self.duty:g} is not a wave",
-                fix="a period above 0 s, a duty between 0 and 100%",
+                fix="a period of 1 ms or more, a duty between 0 and 100%",
             )
         if not 0 <= self.low_w < self.high_w:
             raise ArgumentError(
@@ -56,6 +58,11 @@ class LockstepJob:
     def mean_w(self) -> float:
         """The mean power of one GPU."""
         return self.duty * self.high_w + (1 - self.duty) * self.low_w
+
+    @property
+    def step_j(self) -> float:
+        """Joules of one GPU for one step."""
+        return self.mean_w * self.period_s
 
     @property
     def node_high_w(self) -> float:
@@ -83,35 +90,26 @@ class ShapedWave:
     period_s: float
     wait_s: float  # longer step, from offsets and jitter
     ballast_w: float  # mean power of a GPU that does no work
+    waiting_w: float  # what a GPU draws while it waits
+
+    @property
+    def step_j(self) -> float:
+        """Joules of one GPU for one step: the same work, whatever the step takes."""
+        return float(self.power_w.mean()) * self.period_s + self.waiting_w * self.wait_s
 
     @property
     def swing_w(self) -> float:
         """From the lowest to the highest power."""
         return float(np.ptp(self.power_w))
 
-    @property
-    def crest_factor(self) -> float:
-        """Peak over root mean square."""
-        rms_w = float(np.sqrt(np.mean(np.square(self.power_w))))
-        return float(self.power_w.max()) / rms_w if rms_w > 0 else 1.0
-
-    @property
-    def ramp_w_per_s(self) -> float:
-        """The steepest rise or fall over `RAMP_S`, or over a point of the wave where that is longer."""
-        step = max(1, round(RAMP_S / self.period_s * len(self.power_w)))
-        if step >= len(self.power_w):
-            return self.swing_w / RAMP_S
-        change = np.abs(np.roll(self.power_w, -step) - self.power_w).max()
-        return float(change) / (step / len(self.power_w) * self.period_s)
-
-    def band_share(self, low_hz: float, high_hz: float) -> float:
-        """The share of the variance within a band; 0 for a wave that does not swing."""
-        line = np.abs(np.fft.rfft(self.power_w))[1:] ** 2
-        total = float(line.sum())
-        if total <= 1e-9 * len(self.power_w) ** 2:
-            return 0.0
-        at_hz = np.arange(1, len(line) + 1) / self.period_s
-        return float(line[(at_hz >= low_hz) & (at_hz <= high_hz)].sum()) / total
+    def measure(self, gpus: int, band_hz: tuple[float, float] = BAND_HZ) -> PowerQuality:
+        """What a utility sees of so many GPUs: the wave repeated, measured as the simulator measures a feed."""
+        periods = max(_LEAST_PERIODS, math.ceil(2 * RAMP_S / self.period_s))
+        every = 1
+        while periods * len(self.power_w) // every > _MOST_POINTS and every < len(self.power_w) // 32:
+            every *= 2  # short steps: fewer points of each
+        wave_w = np.tile(self.power_w.reshape(-1, every).mean(axis=1), periods) * gpus
+        return measure_quality(wave_w, self.period_s * every / len(self.power_w), band_hz=band_hz)
 
     @property
     def loss(self) -> float:
@@ -152,6 +150,7 @@ def shape_wave(job: LockstepJob, shaper: PowerShaper) -> ShapedWave:
         period_s=job.period_s,
         wait_s=jitter_cost_s(job, shaper.jitter_s) + (max(offsets) if job.synchronous else 0.0),
         ballast_w=float(np.mean(held_w - load_w)),
+        waiting_w=float(held_w.min()),
     )
 
 

@@ -7,14 +7,17 @@ does not say enough) or "cannot" (it cannot do what it is for, with this job).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..analyze.spectrum import BAND_HZ
 from ..policy import GroupShift, PhaseShift, Policies, PowerShaper, RackPowerGovernor, ThermalPolicy, UtilitySpec
 from ..runtime.shaping import LOSS, choose_phases, is_whole
 from ..units import format_duration, format_power, format_power_rate, format_share, format_temperature
 from .lockstep import LockstepJob, ShapedWave, shape_wave
+from .power_quality import PowerQuality, judge
+from .power_quality import Verdict as SpecVerdict
 
 Verdict = Literal["ok", "costs", "unclear", "cannot"]
 GAINED = 0.05
@@ -34,12 +37,17 @@ class PolicyFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyCheck:
-    """The findings about a file, for one job; `before` and `after` are the job's power without and with the shaper."""
+    """The findings about a file, for one job; `before` and `after` are the job's power without and with the shaper.
+
+    The qualities are of all its GPUs, by the functions that judge a simulated feed.
+    """
 
     job: LockstepJob
     findings: tuple[PolicyFinding, ...]
     before: ShapedWave
     after: ShapedWave
+    quality_before: PowerQuality
+    quality_after: PowerQuality
 
     @property
     def works(self) -> bool:
@@ -48,20 +56,25 @@ class PolicyCheck:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
-        waves = {name: _wave_figures(getattr(self, name), self.job) for name in ("before", "after")}
+        waves = {
+            "before": _wave_figures(self.before, self.quality_before, self.job),
+            "after": _wave_figures(self.after, self.quality_after, self.job),
+        }
         findings = [dataclasses.asdict(finding) for finding in self.findings]
         return {"works": self.works, "job": dataclasses.asdict(self.job), "findings": findings, **waves}
 
 
-def _wave_figures(wave: ShapedWave, job: LockstepJob) -> dict[str, float]:
+def _wave_figures(wave: ShapedWave, quality: PowerQuality, job: LockstepJob) -> dict[str, float]:
     return {
-        "low_w": float(wave.power_w.min()) * job.gpus,
-        "peak_w": float(wave.power_w.max()) * job.gpus,
-        "mean_w": float(wave.power_w.mean()) * job.gpus,
-        "crest_factor": wave.crest_factor,
-        "ramp_w_per_s": wave.ramp_w_per_s * job.gpus,
+        "low_w": quality.low_w,
+        "peak_w": quality.peak_w,
+        "mean_w": quality.mean_w,
+        "crest_factor": quality.crest_factor,
+        "ramp_w_per_s": quality.ramp_w_per_s,
+        "band_share": quality.band_share,
         "throughput_loss": wave.loss,
         "ballast_share": wave.ballast_w / job.mean_w,
+        "more_joules_per_work": wave.step_j / job.step_j - 1,
     }
 
 
@@ -70,6 +83,9 @@ def check_policies(policies: Policies, job: LockstepJob | None = None) -> Policy
     job = job or LockstepJob()
     shaper = policies.power_shaper or PowerShaper()
     before, after = shape_wave(job, PowerShaper()), shape_wave(job, shaper)
+    spec = policies.utility_spec
+    band_hz = spec.band_hz if spec is not None and spec.band_hz is not None else BAND_HZ
+    quality = after.measure(job.gpus, band_hz)
     findings: list[PolicyFinding] = []
     if policies.power_shaper is not None:
         findings += _check_jitter(shaper, job, before)
@@ -77,12 +93,18 @@ def check_policies(policies: Policies, job: LockstepJob | None = None) -> Policy
         findings += _check_ballast(shaper, job)
     findings += _check_caps(shaper, policies.rack_power_governor, job)
     if policies.rack_power_governor is not None:
-        findings += _check_start(policies.rack_power_governor, policies.utility_spec, job)
+        findings += _check_start(policies.rack_power_governor, spec, job)
     if policies.thermal_policy is not None:
-        findings += _check_thermal(policies.thermal_policy, job)
-    if policies.utility_spec is not None:
-        findings += _check_utility(policies.utility_spec, job, after)
-    return PolicyCheck(job=job, findings=tuple(findings), before=before, after=after)
+        findings += _check_thermal(policies.thermal_policy, quality.mean_w)
+    findings += _check_utility(judge(quality, spec))
+    return PolicyCheck(
+        job=job,
+        findings=tuple(findings),
+        before=before,
+        after=after,
+        quality_before=before.measure(job.gpus, band_hz),
+        quality_after=quality,
+    )
 
 
 # -- the shaper -----------------------------------------------------------------------------------------------------
@@ -99,8 +121,6 @@ def _check_jitter(shaper: PowerShaper, job: LockstepJob, before: ShapedWave) -> 
     setting = f"jitter {format_duration(low_s)} to {format_duration(high_s)}"
     alone = shape_wave(job, PowerShaper(jitter_s=shaper.jitter_s))
     others = not shaper.phase_shift.is_off or shaper.power_floor_w is not None or shaper.max_ramp_w_per_s is not None
-    softer = alone.ramp_w_per_s < (1 - GAINED) * before.ramp_w_per_s
-    edge = f"Only the ramp falls from {_rate(before, job)} to {_rate(alone, job)}; " if softer else ""
     cost = f"a step of {format_duration(job.period_s)} takes {format_duration(alone.wait_s)} more ({_loss(alone)})"
     least_s = min(job.duty, 1 - job.duty) * job.period_s
     if alone.loss > LOSS:
@@ -111,7 +131,7 @@ def _check_jitter(shaper: PowerShaper, job: LockstepJob, before: ShapedWave) -> 
     else:
         text = (
             f"alone it leaves {alone.swing_w / before.swing_w:.0%} of the swing: all GPUs are high together for "
-            f"{format_duration(least_s)} or longer, and starts scatter over less. {edge}{cost}"
+            f"{format_duration(least_s)} or longer, and starts scatter over less; {cost}"
         )
         yield _finding(
             "power_shaper", setting, "costs" if others else "cannot", text,
@@ -292,7 +312,7 @@ def _check_start(rack: RackPowerGovernor, utility: UtilitySpec | None, job: Lock
 # -- heat and the utility -------------------------------------------------------------------------------------------
 
 
-def _check_thermal(thermal: ThermalPolicy, job: LockstepJob) -> Iterator[PolicyFinding]:
+def _check_thermal(thermal: ThermalPolicy, heat_w: float) -> Iterator[PolicyFinding]:
     acts = [name for name in ("redistribute", "migration_on_overheat") if getattr(thermal, name)]
     if thermal.hotspot_threshold_c is not None:
         doing = " and ".join(acts) or "nothing is done"
@@ -303,41 +323,32 @@ def _check_thermal(thermal: ThermalPolicy, job: LockstepJob) -> Iterator[PolicyF
         text = "nothing says what is too hot"
         yield _finding("thermal_policy", " and ".join(acts), "cannot", text, "hotspot_threshold: 85C")
     if thermal.cooling_budget_w:
-        total_w, heat_w = sum(thermal.cooling_budget_w.values()), job.gpus * job.mean_w
+        total_w = sum(thermal.cooling_budget_w.values())
         text = f"the aisles take {format_power(total_w)} of heat, the job makes {format_power(heat_w)}"
         fix = None if total_w >= heat_w else "more aisles, fewer GPUs, or a cap"
         yield _finding("thermal_policy", "cooling_budget", "ok" if fix is None else "cannot", text, fix)
 
 
-def _check_utility(spec: UtilitySpec, job: LockstepJob, after: ShapedWave) -> Iterator[PolicyFinding]:
-    swing_w, ramp = after.swing_w * job.gpus, after.ramp_w_per_s * job.gpus
-    rows: list[tuple[str, float | None, float, Callable[[float], str]]] = [
-        ("dynamic_range", spec.dynamic_range_w, swing_w, format_power),
-        ("ramp", spec.ramp_w_per_s, ramp, format_power_rate),
-        ("crest_factor", spec.crest_factor, after.crest_factor, lambda value: f"{value:.3g}"),
-    ]
-    if spec.band_hz is not None:
-        # What hardly swings has nothing to share out: rounding would be all of its variance.
-        swings = after.swing_w > GAINED * job.mean_w
-        share = after.band_share(*spec.band_hz) if swings else 0.0
-        rows.append(("band_share", spec.band_share, share, format_share))
-    for name, limit, value, show in rows:
-        if limit is None:
-            continue
-        text = f"the job's {name.replace('_', ' ')} is {show(value)}, the utility allows {show(limit)}"
-        if value <= limit * (1 + 1e-9):
-            yield _finding("utility_spec", name, "ok", text)
-        else:
-            fix = "tessera simulate shows what meets it: shifted groups, a floor, a battery"
-            yield _finding("utility_spec", name, "cannot", text, fix)
+def _format_spec(what: str, value: float) -> str:
+    shown: dict[str, Callable[[float], str]] = {
+        "ramp": format_power_rate,
+        "dynamic range": format_power,
+        "band share": format_share,
+    }
+    return shown[what](value) if what in shown else f"{value:.3g}"
+
+
+def _check_utility(verdicts: Sequence[SpecVerdict]) -> Iterator[PolicyFinding]:
+    for line in verdicts:
+        found, limit = (_format_spec(line.what, value) for value in (line.found, line.limit))
+        text = f"the job's {line.what} is {found}, the utility allows {limit}"
+        fix = None if line.passed else "tessera simulate shows what meets it: shifted groups, a floor, a battery"
+        setting = line.what.replace(" ", "_")
+        yield _finding("utility_spec", setting, "ok" if line.passed else "cannot", text, fix)
 
 
 def _finding(policy: str, setting: str, verdict: Verdict, text: str, fix: str | None = None) -> PolicyFinding:
     return PolicyFinding(policy=policy, setting=setting, verdict=verdict, text=text, fix=fix)
-
-
-def _rate(wave: ShapedWave, job: LockstepJob) -> str:
-    return format_power_rate(wave.ramp_w_per_s * job.gpus, 3)
 
 
 def _loss(wave: ShapedWave) -> str:

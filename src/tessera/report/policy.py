@@ -8,6 +8,7 @@ from rich.text import Text
 
 from ..fleet.lockstep import LockstepJob, ShapedWave
 from ..fleet.policy_check import PolicyCheck, PolicyFinding
+from ..fleet.power_quality import PowerQuality
 from ..units import format_duration, format_power, format_power_rate
 from .console import Console, HangingText
 
@@ -30,8 +31,12 @@ def print_policy_check(check: PolicyCheck, file: str, console: Console) -> None:
         for finding in findings:
             _print_finding(finding, console)
     console.print()
-    for name, wave in (("without the shaper", check.before), ("with it", check.after)):
-        console.print(HangingText(f"{name:<19} {_describe_wave(wave, check.job)}", 20))
+    waves = (
+        ("without the shaper", check.before, check.quality_before),
+        ("with it", check.after, check.quality_after),
+    )
+    for name, wave, quality in waves:
+        console.print(HangingText(f"{name:<19} {_describe_wave(wave, quality, check.job)}", 20))
     console.print(Text("next: tessera simulate cluster.yaml", style="cyan"), soft_wrap=True)
 
 
@@ -52,12 +57,12 @@ def _describe_job(job: LockstepJob) -> str:
     )
 
 
-def _describe_wave(wave: ShapedWave, job: LockstepJob) -> str:
-    low_w, high_w = (float(w) * job.gpus for w in (wave.power_w.min(), wave.power_w.max()))
-    parts = [f"{format_power(low_w)} to {format_power(high_w)}", f"crest factor {wave.crest_factor:.3g}"]
-    parts.append(f"ramp {format_power_rate(wave.ramp_w_per_s * job.gpus, 3)}")
+def _describe_wave(wave: ShapedWave, quality: PowerQuality, job: LockstepJob) -> str:
+    parts = [f"{format_power(quality.low_w)} to {format_power(quality.peak_w)}"]
+    parts.append(f"crest factor {quality.crest_factor:.3g}")
+    parts.append(f"ramp {format_power_rate(quality.ramp_w_per_s, 3)}")
     if wave.wait_s:
         parts.append(f"throughput {-wave.loss:+.1%}")
-    if wave.ballast_w:
-        parts.append(f"joules {wave.ballast_w / job.mean_w:+.1%}")
+    if wave.wait_s or wave.ballast_w:
+        parts.append(f"joules per unit of work {wave.step_j / job.step_j - 1:+.1%}")
     return "   ".join(parts)
