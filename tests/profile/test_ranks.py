@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera import profile
+from tessera.analyze.job_summary import summarize_job
 from tessera.cli.merge import command
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
 from tessera.profile.ranks import ClockReading, Offset, align, exchange, merge, settle
@@ -27,6 +28,7 @@ from tessera.profile.ranks.clocks import read
 from tessera.profile.ranks.merge import STRIDE, select_rank
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.profile.runfile_checksum import unseal
+from tessera.report.job import job_notes
 from tessera.schema import Domain, Telemetry
 from tessera.timeline import Builder, Launch, Timeline
 
@@ -336,6 +338,20 @@ def test_merged_rows_say_their_rank_and_stay_tied(tmp_path: Path) -> None:
     assert select_rank(merged.timeline, 1).extra[1]["tc_util_pct"] == 40.0
     with pytest.raises(ArgumentError, match="no rank 7"):
         select_rank(t, 7)
+
+
+@pytest.mark.parametrize(
+    ("codes", "first"), [([1, 1, 143], 1), ([0, 7, 0], 1), ([130, 130, 130], None), ([0, 0, 0], None)]
+)
+def test_the_rank_that_failed_first_is_named(tmp_path: Path, codes: list[int], first: int | None) -> None:
+    ends_ns = [T0 + 3 * 10**9, T0 + 2 * 10**9, T0 + 10**9]  # the launcher's signals come last, whatever the clock says
+    for rank, (code, end_ns) in enumerate(zip(codes, ends_ns, strict=True)):
+        path = tmp_path / f"rank{rank}.tessera"
+        write_run(path, rank_timeline(rank), rank=rank, start_ns=T0, end_ns=end_ns, returncode=code)
+    job = summarize_job(merge(tmp_path))
+    assert job is not None
+    assert [row.rank for row in job.ranks if row.failed_first] == ([] if first is None else [first])
+    assert ("rank 1 failed first" in job_notes(job)) == (codes == [1, 1, 143])
 
 
 def test_a_merged_run_is_a_run(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class RankRow:
 
     `last` is how often it came last to a collective, and `delays_s` how long the others waited for it then, all
     together. `energy_j` is None where its joules cannot be told from other ranks'; `no_energy` says why.
+    `failed_first` is of the rank that ended first with an exit code: others often fail because it is gone.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankRow:
     delays_s: float = 0.0
     straggler: bool = False
     returncode: int | None = None
+    failed_first: bool = False
     crashed: bool = False
 
     @property
@@ -131,6 +133,7 @@ def _describe(timeline: Timeline, told: Mapping[str, Any], met: Sequence[Meeting
         last=len(late),
         delays_s=delays_s,
         returncode=told.get("returncode"),
+        failed_first=bool(told.get("failed_first")),
         crashed=bool(told.get("crashed")),
     )
 

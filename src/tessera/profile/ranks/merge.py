@@ -83,7 +83,7 @@ class MergedRecording(Recording):
             mode=first.mode,
             command=first.command,
             time_limit_reached=any(facts.time_limit_reached for facts, _ in recorded),
-            returncode=_find_job_code([facts for facts, _ in recorded]),
+            returncode=_find_job_code(self.files, self.offsets),
             meta={"command": first.meta["command"]} if "command" in first.meta else {},
         )
 
@@ -157,8 +157,16 @@ def merge(
     timeline.notes += [n for o in offsets for n in o.notes]
     if others:
         timeline.notes.append(f"not traces, and skipped: {list_names(others)}")
+    first = None if any(f.own.get("crashed") for f in files) else _find_first_failure(files, offsets)
     timeline.meta["ranks"] = [
-        {**o.to_dict(), "path": str(f.path), "host": f.host, **f.own} for f, o in zip(files, offsets, strict=True)
+        {
+            **o.to_dict(),
+            "path": str(f.path),
+            "host": f.host,
+            **f.own,
+            "failed_first": f is first and 0 < f.own["returncode"] <= EXIT_SIGNAL,
+        }
+        for f, o in zip(files, offsets, strict=True)
     ]
     name = listed[0].resolve().name if len(listed) == 1 else f"{len(files)} ranks"
     merged = MergedRecording(files, offsets, timeline, name, listed[0] if listed[0].is_dir() else None)
@@ -167,11 +175,22 @@ def merge(
     return merged
 
 
-def _find_job_code(ranks: Sequence[Facts]) -> int | None:
-    """The exit code of a job: that of the rank that failed first, before those that its launcher ended by a signal."""
-    known = [(facts.returncode, facts.span_ns or (0, 0)) for facts in ranks if facts.returncode is not None]
-    failed = sorted((code > EXIT_SIGNAL, end_ns, code) for code, (_, end_ns) in known if code)
-    return (failed[0][2] if failed else 0) if known else None
+def _find_job_code(files: Sequence[RankFile], offsets: Sequence[Offset]) -> int | None:
+    """The exit code of a job: that of the rank that failed first."""
+    first = _find_first_failure(files, offsets)
+    if first is not None:
+        return first.facts.returncode if first.facts is not None else None
+    return 0 if any(f.facts is not None and f.facts.returncode is not None for f in files) else None
+
+
+def _find_first_failure(files: Sequence[RankFile], offsets: Sequence[Offset]) -> RankFile | None:
+    """The rank that ended first with an exit code, before those that its launcher ended by a signal."""
+    failed = []
+    for at, (file, offset) in enumerate(zip(files, offsets, strict=True)):
+        if file.facts is not None and file.facts.returncode:
+            _, end_ns = _move_span(file.facts.span_ns, offset) if file.facts.span_ns is not None else (0, 0)
+            failed.append((file.facts.returncode > EXIT_SIGNAL, end_ns, at))
+    return files[min(failed)[2]] if failed else None
 
 
 def _join_notes(files: Sequence[RankFile]) -> list[str]:
