@@ -20,8 +20,8 @@ from .options import ExistingPath, complete_device, json_option, parse_option
 if TYPE_CHECKING:
     from ..recording import Recording
 
-ON_DEVICE_ONLY = ("overlap", "kernels", "collectives", "memcpy")
-"""The analyses that look at nothing but device rows."""
+ON_DEVICE_ONLY = ("overlap", "kernels", "memcpy")
+"""The analyses that look at nothing but device rows. Collectives of a host hide behind its operators."""
 LARGE_BYTES = 20 << 20
 """A smaller file is read before anybody looks at a progress bar."""
 
