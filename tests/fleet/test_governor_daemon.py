@@ -271,3 +271,35 @@ def test_the_driver_holds_the_cap_and_is_restored(fake_nvml, monkeypatch, tmp_pa
         assert limits_w() == before
     finally:
         nv.nvmlShutdown()
+
+
+@pytest.mark.parametrize(
+    ("role", "share_w", "code"), [(Role.JOB, 1.0, "forbidden"), (Role.NODE, 20_000.0, "too_large")]
+)
+def test_a_first_join_that_is_refused_for_good_ends_the_daemon(governor, role, share_w, code):
+    caps = Caps()
+    daemon = NodeDaemon(governor=governor.client(role), node="n0", guaranteed_w=share_w, appliers=[caps])
+    worker = threading.Thread(target=daemon.run, args=(stop := threading.Event(),), daemon=True)
+    worker.start()
+    worker.join(60.0)
+    ended = not worker.is_alive()
+    stop.set()
+    assert ended
+    assert daemon.refusal.code == code and daemon.refusal.fix
+    assert caps.closed
+
+
+def test_a_daemon_that_has_joined_stays_when_its_token_is_revoked(governor):
+    daemon = make(governor, Caps(), Clock())
+    step(daemon)
+    governor.token_file.revoke("*")
+    stop, seen = threading.Event(), threading.Event()
+    daemon.on_change = lambda state: seen.set() if state.problem else None
+    worker = threading.Thread(target=daemon.run, args=(stop,), daemon=True)
+    worker.start()
+    try:
+        assert seen.wait(60.0)
+        assert daemon.refusal is None and worker.is_alive()
+    finally:
+        stop.set()
+        worker.join(60.0)

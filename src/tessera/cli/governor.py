@@ -202,7 +202,8 @@ def join(
       tessera governor join --guaranteed 800W --sensor redfish --control --host-power 400W
 
     Schedules with power_cap="governor", or with a `node:` cap, follow the lease. Without the governor the node falls
-    back to its guaranteed share before its lease ends.
+    back to its guaranteed share before its lease ends; one that cannot be reached is waited for. Exit code 1: the
+    governor refuses this node, its token or its share.
     """
     from ..fleet.governor.daemon import CapApplier, DaemonState, DriverCap, LeaseFile, NodeDaemon, find_node_power
     from ..monitor.snapshot import PowerWatch
@@ -243,6 +244,8 @@ def join(
         finally:
             stop.set()
             worker.join()
+        if daemon.refusal is not None:
+            raise daemon.refusal
 
 
 @command.command("request")

@@ -44,7 +44,7 @@ class GovernorApp:
                 known = True
             status, body = 200, self._call(route, name, request)
         except _Refused as exc:
-            status, body = exc.status, _encode_error(exc.code, exc.args[0])
+            status, body = exc.status, _encode_error(exc.code, exc.args[0], fix=exc.fix)
         except GovernorRefusal as exc:
             status, body = _STATUS.get(exc.code, 409), _encode_error(exc.code, exc.what, exc.why, exc.fix)
         except ArgumentError as exc:
@@ -57,10 +57,12 @@ class GovernorApp:
         scheme, _, secret = request.headers.get("authorization", "").partition(" ")
         token = self.tokens.find(secret.strip()) if scheme.lower() == "bearer" else None
         if token is None:
-            raise _Refused(401, "unauthorized", "a token is needed: Authorization: Bearer tsg_...")
+            raise _Refused(401, "unauthorized", "a token is needed: Authorization: Bearer tsg_...", fix=_NEW_TOKEN)
         assert route.role is not None
         if not token.may(route.role, name if route.role is Role.NODE else None):
-            raise _Refused(403, "forbidden", f"this token ({token.role} {token.name!r}) may not do that")
+            raise _Refused(
+                403, "forbidden", f"this token ({token.role} {token.name!r}) may not do that", fix=_NEW_TOKEN
+            )
 
     def _call(self, route: Route, name: str | None, request: HttpRequest) -> bytes:
         if not route.call:
@@ -119,12 +121,15 @@ class GovernorApp:
         self.service.store.close()
 
 
+_NEW_TOKEN = "on the governor's machine: tessera governor token create NAME --role ROLE --out FILE; NAME is the node's"
+
+
 class _Refused(Exception):
     """A request that does not reach the budget."""
 
-    def __init__(self, status: int, code: str, what: str) -> None:
+    def __init__(self, status: int, code: str, what: str, *, fix: str | None = None) -> None:
         super().__init__(what)
-        self.status, self.code = status, code
+        self.status, self.code, self.fix = status, code, fix
 
 
 def _find_route(request: HttpRequest) -> tuple[Route, str | None]:

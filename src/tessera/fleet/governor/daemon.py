@@ -31,6 +31,8 @@ TICK_S = 0.1
 SETTLE_S = 1.0
 """Pacing and drivers reach a new cap within a second; only then it is confirmed."""
 _RETRY_S = 1.0
+_FINAL = ("unauthorized", "forbidden", "too_large", "bad_request", "not_found", "full")
+"""Refusals of a first join that stay as they are until a person changes something."""
 
 
 class GovernorCalls(Protocol):
@@ -135,6 +137,8 @@ class NodeDaemon:
     clock: Callable[[], float] = read_boot_clock
     settle_s: float = SETTLE_S
     on_change: Callable[[DaemonState], None] = lambda state: None
+    refusal: GovernorRefusal | None = None
+    """Why the governor will never take this node as it is; `run` then ends."""
     _holder: CapHolder = field(default_factory=CapHolder)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _session: str = ""
@@ -144,11 +148,11 @@ class NodeDaemon:
     _applied: _AppliedCap | None = None
 
     def run(self, stop: threading.Event) -> None:
-        """Work until `stop`. The node then keeps to its guaranteed share."""
+        """Work until `stop`, or until a first join is refused for good. The node then keeps to its guaranteed share."""
         network = threading.Thread(target=self._talk, args=(stop,), name="tessera-governor", daemon=True)
         network.start()
         try:
-            while not stop.wait(TICK_S):
+            while not stop.wait(TICK_S) and self.refusal is None:
                 self.enforce()
         finally:
             for applier in self.appliers:
@@ -188,6 +192,10 @@ class NodeDaemon:
                 self._problem = None
             except GovernorError as exc:  # refusals too
                 self._problem = str(exc.what)
+                # A daemon that has joined once stays: somebody must keep the node to its guaranteed share.
+                if isinstance(exc, GovernorRefusal) and exc.code in _FINAL and self._holder.grant is None:
+                    self.refusal = exc
+                    return
             except TesseraError as exc:  # a sensor: the lease must be renewed all the same
                 self._problem = exc.what
             wait_s = self.heartbeat_s if self._problem is None else _RETRY_S
