@@ -12,6 +12,7 @@ import pytest
 
 from tessera.errors import GovernorError
 from tessera.fleet.governor.client import GovernorClient
+from tessera.fleet.governor.tokens import read_secret
 from tessera.fleet.leases import JobState, PowerRequest
 
 from governor_process import GovernorProcess
@@ -103,3 +104,14 @@ def test_what_is_wrong_is_said_before_anything_listens(tmp_path):
     assert secret.startswith("tsg_")
     assert tessera("token", "list", *state, env=env).split() == ["node", "n1"]
     assert "revoked 1" in tessera("token", "revoke", "n1", *state, env=env)
+
+
+def test_a_token_is_written_for_its_owner_only(tmp_path):
+    out = tmp_path / "node1.token"
+    words = ["token", "create", "node1", "--role", "node", "--state", str(tmp_path / "state"), "--out", str(out)]
+    said = tessera(*words, env={})
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert read_secret(out).startswith("tsg_") and read_secret(out) not in said
+    before = out.read_text()
+    tessera(*words, env={}, code=2)  # there is one already: the file stays as it was
+    assert out.read_text() == before

@@ -38,24 +38,37 @@ def command() -> None:
 
     \b
     Example:
-      tessera governor token create node1 --role node > node1.token
+      tessera governor token create node1 --role node --out node1.token
     """
 
 
 @command.command("create")
 @click.argument("name")
 @click.option("--role", type=WordChoice(ROLES), required=True, help="What it may do; an operator may do everything.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write it there, for its owner only."
+)
 @state_option
-def create_token(name: str, role: str, state: Path | None) -> None:
-    """Print a new token, once: only its hash is kept. NAME is the node's name for a node, or * for any node.
+def create_token(name: str, role: str, out: Path | None, state: Path | None) -> None:
+    """Print or write a new token, once: only its hash is kept. NAME is the node's name for a node, or * for any node.
 
     \b
     Example:
-      tessera governor token create slurm --role job > slurm.token
+      tessera governor token create slurm --role job --out slurm.token
+
+    A file that other users can read is refused by every call: --out writes one that they cannot.
     """
     from ..fleet.governor.tokens import Role, TokenFile
+    from ..output import replace_when_written
 
-    click.echo(TokenFile((state or default_state()) / "tokens.json").create(name, Role(role)))
+    tokens = TokenFile((state or default_state()) / "tokens.json")
+    if out is None:
+        click.echo(tokens.create(name, Role(role)))
+        return
+    with replace_when_written(out) as part:
+        part.chmod(0o600)  # before anything is in it
+        part.write_text(tokens.create(name, Role(role)) + "\n")
+    click.echo(f"wrote {out}", err=True)
 
 
 @command.command("list")
