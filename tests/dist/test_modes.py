@@ -111,3 +111,12 @@ def test_collectives_that_exchange_sizes_or_bounds_are_counted() -> None:
             dist.all_reduce(x, sparse=True)
     # 512 floats in 8 parts: 64 bytes, a scale and a bound each; then the own part to all.
     assert counted.bytes_along(mesh, "dp") == {"all_to_all": 8 * (64 + 4 + 4), "all_gather": 64 + 4 + 4}
+
+
+def test_a_hierarchical_sum_is_counted_along_its_axis() -> None:
+    mesh = dist.Mesh(["tp", "dp"], 64, (8, 8))
+    with dist.dry(64, rank=13) as counted:
+        dist.all_reduce(torch.ones(1024), mesh=mesh, axis="tp", algorithm="hierarchical", node_size=4)
+    # Inside the node all of it is scattered, a quarter is added across the two nodes and gathered again.
+    assert counted.bytes_along(mesh, "tp") == {"reduce_scatter": 4096, "all_reduce": 1024, "all_gather": 1024}
+    assert counted.bytes_along(mesh, "dp") == {}

@@ -46,23 +46,24 @@ class CountedCollectives:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    _by_group: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    _by_group: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
 
     def add(self, kind: str, nbytes: int, ranks: Sequence[int]) -> None:
         """Count one call on a group."""
         self.calls[kind] += 1
         self.bytes[kind] += nbytes
-        self._by_group[kind, *_size_and_stride(ranks)] += nbytes
+        self._by_group[kind, tuple(ranks)] += nbytes
 
     def bytes_along(self, mesh: Mesh, axis: str) -> dict[str, int]:
-        """Bytes by kind, of collectives on the groups of an axis alone."""
-        group = _size_and_stride(mesh.groups(axis)[0])
-        return {kind: nbytes for (kind, *of), nbytes in self._by_group.items() if tuple(of) == group}
-
-
-def _size_and_stride(ranks: Sequence[int]) -> tuple[int, int]:
-    """What tells the groups of one axis from those of another: meshes are regular."""
-    return len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0
+        """Bytes by kind, of collectives on a group of an axis or on a part of one (a hierarchical sum has several)."""
+        groups = [set(group) for group in mesh.groups(axis)]
+        found: Counter[str] = Counter()
+        for (kind, ranks), nbytes in self._by_group.items():
+            whole = next((group for group in groups if ranks[0] in group), set())
+            # A rank alone is a part of every axis, and the group of those that have one place.
+            if whole.issuperset(ranks) and (len(ranks) > 1 or len(whole) == 1):
+                found[kind] += nbytes
+        return dict(found)
 
 
 class _Counting(TorchDispatchMode):
