@@ -97,16 +97,18 @@ class Spectrum:
         total, count = float(np.sum(lines)), len(lines)
         if count < 2 or not total > 1e-12 * self.ac_w2:
             return None
-        top = int(np.argmax(lines))
+        # A swing between two lines is in both: two neighbours together, else its harmonic on a line would win.
+        pair = int(np.argmax(lines[:-1] + lines[1:]))
+        top = pair + int(lines[pair + 1] > lines[pair])
         strongest = float(lines[top] / total)
         chance = min(1.0, count * math.exp((count - 1) * math.log1p(-strongest))) if strongest < 1 else 0.0
         # Higher than the line before it: what merely falls off from slower ones is a trend's shadow.
         if chance > CHANCE or lines[top] <= self.square_w2[top + CYCLES - 2]:
             return None
-        near = slice(max(top + CYCLES - 2, 0), top + CYCLES + 1)  # a swing between two lines is in both
+        both, near = slice(pair + CYCLES - 1, pair + CYCLES + 1), slice(top + CYCLES - 2, top + CYCLES + 1)
         weights = self.square_w2[near]
         return SpectralPeak(
-            frequency_hz=float(np.sum(self.frequencies_hz[near] * weights) / np.sum(weights)),
+            frequency_hz=float(np.average(self.frequencies_hz[both], weights=self.square_w2[both])),
             share=float(np.sum(weights) / self.ac_w2),
             p_value=chance,
             width_hz=1.0 / self.seconds,
