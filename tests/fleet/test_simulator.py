@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tessera import analyze
+from tessera.cli.analyze import command as analyze_command
 from tessera.cli.simulate import command
 from tessera.errors import ArgumentError, MissingExtra
 from tessera.fleet.breakers import Breaker
@@ -19,12 +20,14 @@ from tessera.fleet.facility import Facility, GpuKind
 from tessera.fleet.faults import Fault
 from tessera.fleet.heat import AisleHeat
 from tessera.fleet.jobs import FleetJob, copy_job
+from tessera.fleet.power_quality import measure_quality
 from tessera.fleet.scenario import Scenario, load_scenario, parse_scenario
-from tessera.fleet.simulation import Simulation
+from tessera.fleet.simulation import AIR_HELD, Simulation
 from tessera.fleet.simulator import simulate
 from tessera.fleet.supplies import Battery, Feed, NodeSupply
 from tessera.fleet.waves import make_square, make_wave, report_to_wave
 from tessera.policy import parse_policies
+from tessera.report.simulate import describe_trips
 
 from command_line import invoke
 from places import REPOSITORY
@@ -242,6 +245,30 @@ def test_lost_cooling_heats_one_row_and_slows_its_gpus() -> None:
     assert result.jobs[0].lost_share > 0.01
 
 
+def test_air_that_the_model_holds_is_told() -> None:
+    facility = Facility(rows=2, row_racks=1, rack_nodes=2, aisle=AisleHeat(heat_capacity_j_per_c=500.0))
+    fault = Fault(at_s=1.0, kind="cooling_lost", place="row1")
+    result = simulate(make_scenario(facility=facility, faults=(fault,)), engine="numpy")
+    held = [e for e in result.events if e.kind == AIR_HELD]
+    assert [e.place for e in held] == ["row1"] and held[0].time_s > 1.0
+    assert "holds the air at 60" in " ".join(str(result).split())
+    assert not simulate(make_scenario(facility=facility), engine="numpy").is_air_held
+
+
+def test_a_breaker_that_a_fault_opens_is_counted() -> None:
+    fault = Fault(at_s=2.0, kind="breaker_trip", place="row1/rack2")
+    result = simulate(make_scenario(faults=(fault,)), engine="numpy")
+    assert describe_trips(result) == "none by overload, 1 by a fault of the file"
+    assert describe_trips(simulate(make_scenario(), engine="numpy")) == "none"
+
+
+@pytest.mark.parametrize("seconds", [13, 19, 33, 34])
+def test_the_strongest_frequency_is_the_jobs_also_in_half_a_period_more(seconds: int) -> None:
+    at_s = np.arange(0, seconds, 0.005)
+    watts = np.where(at_s % 2.0 < 1.5, 650.0, 200.0)
+    assert measure_quality(watts, 0.005).dominant_hz == pytest.approx(0.5, abs=0.01)
+
+
 def test_warm_air_comes_round() -> None:
     airs = [AisleHeat(recirculation=r) for r in (0.0, 0.3)]
     results = [
@@ -423,6 +450,12 @@ def test_command_screen_json_page_and_csv(tmp_path: Path) -> None:
     assert "<svg" in text
     assert "http:" not in text
     assert log.read_text().splitlines()[1].endswith("simulated")
+    feed = simulate(file, duration_s=5.0, engine="numpy")
+    said = " ".join(done.stdout.split())
+    assert f"from {feed.quality.from_s:g} s on" in said and "its start is no ramp" in said
+    # The command that the screen names: the feed, and nothing within it again.
+    row = json.loads(invoke(analyze_command, "power", log, "--json").stdout)["rows"][0]
+    assert row["energy_j"] == pytest.approx(feed.energy_j, rel=0.01)
     done = invoke(command, file, *short, "--json", "--check")
     assert done.code == 1
     found = json.loads(done.stdout)

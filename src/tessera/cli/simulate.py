@@ -20,7 +20,7 @@ from .options import write_page as write_html
 @click.option("--check", is_flag=True, help="End with exit code 1 where the utility's spec is not met.")
 @json_option
 @click.option("--html", type=FILE, help="Write a self-contained page to this file.")
-@click.option("--power", type=FILE, help="Write the power of feed and rows as CSV, for `tessera analyze power`.")
+@click.option("--power", type=FILE, help="Write the power of the feed as CSV, for `tessera analyze power`.")
 def command(
     file: Path,
     duration_s: float | None,
@@ -55,7 +55,7 @@ def command(
 
         write_html(html, simulation_page(result))
     if power:
-        result.power.to_csv(power)
+        result.feed_power.to_csv(power)
     code = 1 if check and result.passed is False else 0
     if as_json:
         click.echo(json.dumps(result.to_dict()))

@@ -22,6 +22,9 @@ START_NS = 1_700_000_000_000_000_000
 # (benchmarks/results/fleet_waves.json). What a file says of its facility is not in it.
 LEVEL_ERROR = 0.06
 
+AIR_HELD = "air held at the model's highest"
+"""The kind of the event of a row whose air would be warmer than `AisleHeat.highest_c`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEvent:
@@ -118,6 +121,16 @@ class Simulation:
         return [e for e in self.events if e.kind.endswith("tripped") or e.kind.endswith("switched off")]
 
     @property
+    def ordered_trips(self) -> int:
+        """Breakers that a fault of the file opened."""
+        return sum(fault.kind == "breaker_trip" and fault.at_s < self.duration_s for fault in self.scenario.faults)
+
+    @property
+    def is_air_held(self) -> bool:
+        """Whether the air of a row got as warm as the model lets it: in truth it would be warmer still."""
+        return any(e.kind == AIR_HELD for e in self.events)
+
+    @property
     def passed(self) -> bool | None:
         """Whether every line of the utility's spec is met; None without a spec."""
         return all(v.passed for v in self.verdicts) if self.verdicts else None
@@ -126,6 +139,11 @@ class Simulation:
     def speed(self) -> float:
         """Simulated seconds for each second of a processor."""
         return self.duration_s / self.cpu_s if self.cpu_s > 0 else float("inf")
+
+    @property
+    def feed_power(self) -> PowerTrace:
+        """The feed alone: what a CSV is written from, since a CSV cannot say that the rows are within the feed."""
+        return PowerTrace({"feed": self.power.columns["feed"]}, start_ns=self.power.start_ns, end_ns=self.power.end_ns)
 
     @cached_property
     def power(self) -> PowerTrace:

@@ -25,7 +25,7 @@ from .node_floor import PlacementJob, PlacementNode
 from .placement import place_jobs
 from .power_quality import judge, measure_quality
 from .scenario import Scenario, load_scenario
-from .simulation import JobResult, RackSummary, SimulatedEvent, Simulation
+from .simulation import AIR_HELD, JobResult, RackSummary, SimulatedEvent, Simulation
 from .supplies import BatteryState
 
 MANY_NODES = 20_000
@@ -93,6 +93,7 @@ class Run:
         self.gpu_sum_w = np.zeros(len(self.engine.tree.gpus))
         self.throttled_s = 0.0
         self.trips: list[SimulatedEvent] = []
+        self.air_held: dict[int, SimulatedEvent] = {}
 
     def finish(self) -> Simulation:
         """Run to the end."""
@@ -115,6 +116,7 @@ class Run:
         self._note_trips(result.trips, now_s)
         self.gpu_sum_w += fleet.gpus.sum_w
         self.decisions.warm(now_s, steps)
+        self._note_held_air(now_s)
         if self.decisions.heat.is_slow:
             slow = self.decisions.heat.clock < 1.0
             self.throttled_s += float(np.sum(engine.tree.gpus.instances[slow])) * steps * facility.step_s
@@ -127,6 +129,13 @@ class Run:
         self.racks["peak"].append(fleet.racks.max_w.copy())
         self.racks["inlet"].append(heat.inlet_c.copy())
         self.racks["hottest"].append(np.maximum.reduceat(heat.gpu_c, self.decisions.rack_starts).astype(float))
+
+    def _note_held_air(self, now_s: float) -> None:
+        facility, rows = self.scenario.facility, self.engine.tree.rows
+        for row in np.flatnonzero(self.decisions.heat.supply_c >= facility.aisle.highest_c).tolist():
+            if row not in self.air_held:
+                place, count = facility.name_row(int(rows.first[row])), int(rows.instances[row])
+                self.air_held[row] = SimulatedEvent(time_s=now_s, kind=AIR_HELD, place=place, count=count)
 
     def _note_trips(self, trips: NDArray[np.int64], now_s: float) -> None:
         facility, tree = self.scenario.facility, self.engine.tree
@@ -169,7 +178,7 @@ class Run:
             racks=tuple(self._summarize_rack(i, curves) for i in range(len(tree.racks))),
             rack_class=tuple(int(i) for i in tree.rack_class),
             jobs=tuple(self._summarize_job(i, ballast) for i in range(len(scenario.jobs))),
-            events=tuple(sorted((*happened, *self.trips), key=lambda e: e.time_s)),
+            events=tuple(sorted((*happened, *self.trips, *self.air_held.values()), key=lambda e: e.time_s)),
             classes={name: len(getattr(tree, name)) for name in ("gpus", "nodes", "racks", "rows")},
             quality=quality,
             load_quality=measure_quality(load_w, facility.step_s, **options),

@@ -68,7 +68,7 @@ def list_headlines(result: Simulation) -> list[str]:
         f"mean {format_power(q.mean_w, 3)}",
         f"peak {format_power(q.peak_w, 3)}",
         f"swing {format_power(q.range_w, 3)}",
-        format_energy(result.energy_j, 3),
+        f"{format_energy(result.energy_j, 3)} in all",
     ]
 
 
@@ -77,12 +77,15 @@ def list_figures(result: Simulation) -> list[tuple[str, str]]:
     q = result.quality
     hottest = max((r.hottest_c for r in result.racks), default=0.0)
     inlet = max((r.inlet_c for r in result.racks), default=0.0)
+    highest = format_temperature(result.scenario.facility.aisle.highest_c, 3)
+    held = f" (the model holds the air at {highest}: in truth it gets warmer)" if result.is_air_held else ""
     rows = [
+        ("judged", describe_judged(result)),
         ("feed", describe_swing(q)),
         ("ramp", f"up {format_power_rate(q.ramp_up_w_per_s, 3)}, down {format_power_rate(q.ramp_down_w_per_s, 3)}"),
         ("band", describe_band(q)),
-        ("heat", f"hottest GPU {format_temperature(hottest, 3)}, warmest inlet {format_temperature(inlet, 3)}"),
-        ("trips", describe_trips(result.trips)),
+        ("heat", f"hottest GPU {format_temperature(hottest, 3)}, warmest inlet {format_temperature(inlet, 3)}{held}"),
+        ("trips", describe_trips(result)),
         ("throttled", f"{format_duration(result.throttled_s, 3)} of GPUs, by heat" if result.throttled_s else "none"),
     ]
     if result.ballast_j > 0:
@@ -93,6 +96,17 @@ def list_figures(result: Simulation) -> list[tuple[str, str]]:
     classes = ", ".join(f"{count:,} {name}" for name, count in result.classes.items())
     rows.append(("engine", f"{result.engine}; classes: {classes}; {result.speed:,.0f} times real time"))
     return rows
+
+
+def describe_judged(result: Simulation) -> str:
+    """From when on which figures count."""
+    steady, whole = (format_duration(seconds, 3) for seconds in (result.quality.from_s, result.duration_s))
+    text = f"mean, peak, swing and band from {steady} on; ramps and joules of all {whole}"
+    # Under a governor it starts softly, and the ramp of that is seen.
+    governed = result.scenario.policies.rack_power_governor is not None
+    if not governed and any(job.start_s == 0.0 for job in result.jobs):
+        text += "; a job that starts at 0 s runs from the first step: its start is no ramp"
+    return text
 
 
 def describe_swing(q: PowerQuality) -> str:
@@ -110,14 +124,15 @@ def describe_band(q: PowerQuality) -> str:
     return f"{text}; strongest at {q.dominant_hz:.3g} Hz" if q.dominant_hz else text
 
 
-def describe_trips(trips: Sequence[SimulatedEvent]) -> str:
-    """How many breakers and supplies switched off."""
-    if not trips:
-        return "none"
+def describe_trips(result: Simulation) -> str:
+    """How many breakers and supplies switched off, by themselves and by faults of the file."""
     kinds: dict[str, int] = {}
-    for event in trips:
+    for event in result.trips:
         kinds[event.kind] = kinds.get(event.kind, 0) + event.count
-    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    by_themselves = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    if not result.ordered_trips:
+        return by_themselves or "none"
+    return f"{by_themselves or 'none by overload'}, {result.ordered_trips} by a fault of the file"
 
 
 def format_verdict(verdict: Verdict) -> tuple[str, str, str]:

@@ -17,6 +17,7 @@ from .html import THEME_BUTTON, definitions, document, note, number_cell, table,
 from .predict_html import PAGE_STYLE, STYLE
 from .simulate import (
     count_text,
+    describe_judged,
     describe_size,
     describe_trips,
     format_lost,
@@ -79,7 +80,7 @@ def _tiles(result: Simulation) -> str:
     hottest = max((rack.hottest_c for rack in result.racks), default=0.0)
     passed = {True: "met", False: "not met", None: "none given"}[result.passed]
     tiles = [
-        tile(format_power(q.mean_w, 3), "mean of the feed"),
+        tile(format_power(q.mean_w, 3), f"mean of the feed, from {format_duration(q.from_s, 3)} on"),
         tile(format_power(q.peak_w, 3), f"peak, crest factor {q.crest_factor:.2f}"),
         tile(format_power(q.range_w, 3), f"swing, {format_share(q.range_share)} of the mean"),
         tile(format_energy(result.energy_j, 3), f"in {format_duration(result.duration_s, 3)}"),
@@ -87,7 +88,7 @@ def _tiles(result: Simulation) -> str:
             format_lost(max(lost, key=lambda job: job.lost_share or 0.0)) if lost else "-", "of a job's iterations lost"
         ),
         tile(format_temperature(hottest, 3), "hottest GPU"),
-        tile(describe_trips(result.trips), "trips"),
+        tile(describe_trips(result), "trips"),
         tile(passed, "utility spec"),
     ]
     return f"<div class='tiles'>{''.join(tiles)}</div>"
@@ -104,8 +105,7 @@ def _verdicts(result: Simulation) -> str:
         )
     return table((("limit", False), ("found", True), ("allowed", True), ("", False)), rows, kind="") + note(
         "A ramp is the largest change within one second. The band's share is the root mean square of the swing within "
-        "the band, over the mean power. Ramps count from the start, the rest "
-        f"from {format_duration(result.quality.from_s, 3)} on."
+        f"the band, over the mean power. Judged: {describe_judged(result)}."
     )
 
 
