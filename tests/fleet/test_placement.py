@@ -13,6 +13,7 @@ from tessera.fleet.packing import compare_packing, cooling_cop
 from tessera.fleet.placement import place_jobs
 from tessera.fleet.relief import plan_moves, settle_moves
 from tessera.policy import ThermalPolicy
+from tessera.report.fleet_place import describe_choice
 
 COOL = ThermalPolicy(hotspot_threshold_c=85.0, prefer_cool_nodes=True, redistribute=True, migration_on_overheat=True)
 
@@ -38,7 +39,8 @@ def test_the_coolest_node_is_taken_first_and_an_unknown_one_last() -> None:
     nodes = [node("hot", 80.0), node("unknown", None), node("cool", 40.0), node("warm", 60.0)]
     found = place_jobs(nodes, [job("a"), job("b"), job("c"), job("d")], COOL)
     assert [n for p in found.placed for n in where(found)[p.job]] == ["cool", "warm", "hot", "unknown"]
-    assert {p.rule for p in found.placed} == {"coolest"}
+    assert [p.rule for p in found.placed] == ["coolest", "coolest", "coolest", "unknown"]
+    assert "not known" in describe_choice(found.placed[-1])
 
 
 def test_no_job_makes_a_new_hot_spot() -> None:

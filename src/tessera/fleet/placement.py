@@ -87,6 +87,8 @@ def place_jobs(
         if on:
             floor.add(job, on)
             known = [c for c in (floor.expected_c(s.node) for s in on) if c is not None]
+            if rule == "coolest" and len(known) < len(on):
+                rule = "unknown"
             placed.append(
                 PlacedJob(job=job.name, on=on, rule=rule, expected_c=max(known, default=None), refused=refused)
             )

@@ -21,6 +21,7 @@ _RULES = {
     "fullest": "moderate: packed on the fullest node that may take it",
     "emptiest": "the emptiest node that may take it",
     "first": "the first node that may take it",
+    "unknown": "temperature not known: no node of known temperature may take it",
 }
 
 
