@@ -199,6 +199,11 @@ def test_json_and_plain_lines(fleet_file: Path) -> None:
     assert data["power_w"] == 11_000.0 and data["nodes"][0]["near_trips"] == 1 and data["jobs"][0]["state"] == "active"
     lines = list(plain_lines(status))
     assert "rack=r1 power_w=11000.0 limit_w=12000.0" in lines[0] and "power_w=-" in lines[1]
+    text = "\n".join(lines)
+    assert "node=n3 power_w=- problem='no answer: connection refused'" in text
+    assert "node=n1 power_w=7000.0 leased_w=6000.0 jobs=train" in text
+    assert "budget leased_w=12000.0 limit_w=16000.0 throttled_w=500.0 emergency='feed lost'" in text
+    assert "job=train state=active granted_w=8000.0 asked_w=9000.0" in text
 
 
 def test_a_name_cannot_control_the_terminal(tmp_path: Path) -> None:

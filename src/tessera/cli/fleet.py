@@ -333,7 +333,7 @@ def watch(
       tessera fleet watch fleet.yaml --json --once
 
     Nodes with `metrics:` in FLEET are asked: run `tessera metrics --listen HOST:9400` on each. If the output is not a
-    terminal, prints a line of name=value pairs per rack and poll.
+    terminal, prints lines of name=value pairs: racks, nodes that do not answer and why, leases and jobs.
     """
     import math
 

@@ -28,7 +28,7 @@ def json_line(status: FleetStatus) -> bytes:
 
 
 def plain_lines(status: FleetStatus) -> Iterator[str]:
-    """One line per rack: name=value pairs with the unit in the name."""
+    """Lines of name=value pairs: racks, nodes that do not answer, and a governor's budget, leases and jobs."""
     when = datetime.fromtimestamp(status.epoch_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     for rack in status.racks:
         values = {
@@ -41,8 +41,23 @@ def plain_lines(status: FleetStatus) -> Iterator[str]:
             "known_nodes": f"{rack.known}/{rack.nodes}",
         }
         yield f"{when} " + " ".join(f"{k}={v}" for k, v in values.items())
-    for problem in status.problems:
-        yield f"{when} problem={problem!r}"
+    for node in status.nodes:
+        lease = "" if node.leased_w is None else f" leased_w={_number(node.leased_w)} jobs={','.join(node.jobs) or '-'}"
+        problem = f" problem={node.problem!r}" if node.problem else ""
+        if lease or problem:
+            yield f"{when} node={node.name} power_w={_number(node.power_w)}{lease}{problem}"
+    if status.budget is not None:
+        b = status.budget
+        emergency = f" emergency={b.emergency!r}" if b.emergency else ""
+        yield (
+            f"{when} budget leased_w={_number(b.exposure_w)} limit_w={_number(b.limit_w)} "
+            f"throttled_w={_number(b.throttled_w)}{emergency}"
+        )
+    for job in status.jobs:
+        watts = f"granted_w={_number(job.granted_w)} asked_w={_number(job.asked_w)} ends_in_s={_number(job.ends_in_s)}"
+        yield f"{when} job={job.job} state={job.state} {watts}"
+    for text in status.problems:
+        yield f"{when} problem={text!r}"
 
 
 def fleet_screen(
