@@ -319,3 +319,16 @@ def test_incidents_of_a_run(tmp_path: Path) -> None:
     assert len(data["incidents"]) == 2 and {a["key"] for a in data["checklist"]} == {
         "aligned", "throttle", "feeds", "links",
     }  # fmt: skip
+
+
+def test_incidents_of_a_folder_with_one_run_and_of_a_log_without_events(tmp_path: Path) -> None:
+    from fleet.test_incidents import write_rank
+
+    folder, log = tmp_path / "runs", tmp_path / "pdu.log"
+    folder.mkdir()
+    write_rank(folder, 0)
+    log.write_text('{"foo": 1}')
+    done = invoke(incidents, folder, "--events", log)
+    assert done.code == 0 and "has no power event" in " ".join(done.output.split())
+    notes = json.loads(invoke(incidents, folder, "--events", log, "--json").output)["notes"]
+    assert any("pdu.log has no power event" in note for note in notes)

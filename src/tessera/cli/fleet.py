@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -254,7 +255,14 @@ def incidents(runs: tuple[Path, ...], logs: tuple[Path, ...], within_s: float, t
     from ..fleet.event_log import read_events
     from ..fleet.incidents import find_incidents
 
-    found = find_incidents(list(runs), [e for log in logs for e in read_events(log)], within_s=within_s)
+    events = {log: read_events(log) for log in logs}
+    found = find_incidents(list(runs), [e for some in events.values() for e in some], within_s=within_s)
+    silent = [
+        f"{log} has no power event that is understood (its keys: docs/howto/fleet-watch.md)"
+        for log, some in events.items()
+        if not some
+    ]
+    found = dataclasses.replace(found, notes=(*found.notes, *silent))
     if as_json:
         click.echo(found.to_json())
         return 0

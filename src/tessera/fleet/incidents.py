@@ -44,6 +44,7 @@ from ..notes import Note
 from ..power_event import PowerEvent
 from ..profile.open_recording import open_recording
 from ..profile.ranks.merge import merge
+from ..profile.ranks.read import find_files
 from ..record import CODE, KINDS
 from ..recording import Recording
 from ..timeline.columns import Ints, Timeline
@@ -170,6 +171,9 @@ def _open_runs(runs: Recording | str | Path | Sequence[str | Path]) -> Recording
     if isinstance(runs, Recording):
         return runs
     paths = [Path(runs)] if isinstance(runs, (str, Path)) else [Path(p) for p in runs]
+    if len(paths) == 1 and paths[0].is_dir():
+        inside, _ = find_files(paths)
+        paths = inside if len(inside) == 1 else paths  # a folder with one run is that run
     return merge(paths) if len(paths) > 1 or paths[0].is_dir() else open_recording(paths[0])
 
 

@@ -73,7 +73,7 @@ def read_ranks(
     workers: int | None = None,
 ) -> tuple[list[RankFile], list[Path]]:
     """The files of the ranks in the order of their ranks, and the files that were skipped. `kinds`: rows to keep."""
-    files, others = _find_files(paths)
+    files, others = find_files(paths)
     if len(files) < 2:
         where = f" in {paths[0].resolve()}" if len(paths) == 1 and paths[0].is_dir() else ""
         raise ArgumentError(
@@ -126,7 +126,7 @@ def _list_folder(path: Path) -> list[Path]:
     return sorted(f for folder in below for f in folder.iterdir() if f.name.endswith((*RUNS, *TRACES)))
 
 
-def _find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """The recordings among files and in folders, and other JSON files that lie in those folders."""
     files: list[Path] = []
     others: list[Path] = []
