@@ -109,7 +109,7 @@ FLAGS = {
     "governor resume": _GOVERNOR,
     "governor remove": {"node", *_GOVERNOR},
     "governor token": set(),
-    "governor token create": {"name", "--role", "--state"},
+    "governor token create": {"name", "--role", "--state", "--out"},
     "governor token list": {"--state", "--json"},
     "governor token revoke": {"name", "--state"},
     "hardware": set(),
