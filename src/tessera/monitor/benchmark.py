@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -316,7 +317,7 @@ class EnergyBenchmark:
             power_w=_add_sensor_error(steady.power_w, total, gain),
             utilization_pct=_mean_utilization(monitor, counted),
             work=work,
-            by_domain=_energy_by_domain(monitor, counted, steady.calls),
+            by_domain=_energy_by_domain(monitor, counted, steady.energy_j.value, total),
             converged=steady.within(self.target),
             target=self.target,
             basis=total[-1].basis,
@@ -431,8 +432,16 @@ def _mean_utilization(monitor: Monitor, windows: list[Window]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _energy_by_domain(monitor: Monitor, windows: list[Window], calls: int) -> dict[str, Uncertain]:
-    """Joules per call by domain, including the domains that do not count towards the total."""
+def _energy_by_domain(
+    monitor: Monitor, windows: list[Window], per_call_j: float, total: list[Energy]
+) -> dict[str, Uncertain]:
+    """Joules per call by domain, including the domains that do not count towards the total.
+
+    Each has its share of `per_call_j`, so that the domains add up to the result: where batches differ, that is not the
+    mean over all calls.
+    """
+    all_j = sum(e.energy_j for e in total)
+    calls = all_j / per_call_j if per_call_j > 0 < all_j else math.inf
     monitor.read(windows[-1], everything=True)  # the only one to wait for: what has not come by now does not come
     by_domain: dict[str, list[Energy]] = {}
     for window in windows:
