@@ -32,7 +32,7 @@ def is_connected() -> bool:
 def count_ranks(group: Any = None) -> int:
     """How many ranks a group has; 1 where no process group exists. Launched but unconnected ranks are an error."""
     if not is_connected():
-        world = os.environ.get("WORLDSIZE_BYTES", "1")
+        world = os.environ.get("WORLD_SIZE", "1")
         if world.isdigit() and int(world) > 1:  # a launcher's: reducing nothing would go unseen
             raise ArgumentError(
                 f"{world} ranks were launched, and none of them is connected",
