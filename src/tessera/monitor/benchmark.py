@@ -437,8 +437,7 @@ def _energy_by_domain(
 ) -> dict[str, Uncertain]:
     """Joules per call by domain, including the domains that do not count towards the total.
 
-    Each has its share of `per_call_j`, so that the domains add up to the result: where batches differ, that is not the
-    mean over all calls.
+    Each has its share of `per_call_j`: where batches differ, that is not the mean over all calls.
     """
     all_j = sum(e.energy_j for e in total)
     calls = all_j / per_call_j if per_call_j > 0 < all_j else math.inf
