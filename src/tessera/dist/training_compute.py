@@ -83,12 +83,6 @@ def stream_work(job: TrainingJob, nbytes: float) -> DeviceWork:
     return DeviceWork(fixed_s=seconds, busy_s=0.5 * seconds, hbm_bytes=nbytes)
 
 
-def _scale(work: DeviceWork, factor: float) -> DeviceWork:
-    flops = {unit: n * factor for unit, n in work.flops.items()}
-    numbers = {f.name: getattr(work, f.name) * factor for f in dataclasses.fields(work) if f.name != "flops"}
-    return DeviceWork(**numbers, flops=flops)
-
-
 def _product_work(job: TrainingJob, p: MatrixProduct, tokens: float) -> tuple[DeviceWork, DeviceWork]:
     """Forward and backward of one product for a microbatch."""
     wide = p.part in ("vocabulary", "router")
@@ -125,7 +119,7 @@ def _attention_work(job: TrainingJob) -> tuple[DeviceWork, DeviceWork]:
         slower *= _FLASH8.get(job.device.architecture or "", 1.0) if job.attention == "flash8" else 1.0
         slower /= _ATTENTION.get(job.device.architecture or "", _ATTENTION_OTHER)
         both = [attention_time(job.device, *sizes, True, precision, backward=back) for back in (False, True)]
-        forward, backward = (_scale(DeviceWork.of(kernel), slower / job.cp) for kernel in both)
+        forward, backward = (DeviceWork.of(kernel).times(slower / job.cp) for kernel in both)
         return forward, backward
     # Scores in memory: written, scaled and masked, normalised, dropped out, read again; twice that backward.
     scores = float(job.micro_batch) * heads * job.seq * job.seq / job.cp
@@ -136,7 +130,7 @@ def _attention_work(job: TrainingJob) -> tuple[DeviceWork, DeviceWork]:
     forward = functools.reduce(lambda a, b: a + b, (DeviceWork.of(k) for k in two)) + stream_work(
         job, _SCORE_BYTES * scores
     )
-    return forward, _scale(forward, 2.0)
+    return forward, forward.times(2.0)
 
 
 # What the work of a layer depends on: a planner asks for the same layer in many pipelines and shardings.
@@ -195,16 +189,16 @@ def time_microbatch(job: TrainingJob, recompute: str) -> MicrobatchTime:
         if count:
             a, b, c = _find_work(job, kind)
             part = count / job.pp
-            forward, backward, scores = forward + _scale(a, part), backward + _scale(b, part), scores + _scale(c, part)
+            forward, backward, scores = forward + a.times(part), backward + b.times(part), scores + c.times(part)
     ahead, back, loss = _find_work(job, "vocabulary")
     head = ahead + back + loss
     again = zero
     if recompute == "full":
         again = forward
     elif recompute == "selective":
-        again = scores if job.attention == "unfused" else _scale(forward, 0.15)
+        again = scores if job.attention == "unfused" else forward.times(0.15)
     power = PowerModel.from_device(job.device)
-    whole = forward + backward + again + _scale(head, 1.0 / job.pp)
+    whole = forward + backward + again + head.times(1.0 / job.pp)
     run = power.estimate(whole)
     slower = run.seconds / whole.seconds
     launches = 0.0 if job.graphs else _host_seconds(job) * (4.0 / 3.0 if recompute == "full" else 1.0)

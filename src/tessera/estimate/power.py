@@ -80,6 +80,11 @@ class DeviceWork:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "flops"}
         return DeviceWork(**sums, flops=flops)
 
+    def times(self, factor: float) -> DeviceWork:
+        """This work, `factor` times."""
+        numbers = {f.name: getattr(self, f.name) * factor for f in fields(self) if f.name != "flops"}
+        return DeviceWork(**numbers, flops={unit: n * factor for unit, n in self.flops.items()})
+
     @property
     def seconds(self) -> float:
         """Seconds at the boost clock."""

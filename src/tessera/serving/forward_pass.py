@@ -205,16 +205,8 @@ def _experts(served: ServedModel, on: Deployment, rows: float) -> DeviceWork:
     reached = _EXPERT_BANDWIDTH.get(on.device.architecture or "", _EXPERT_BANDWIDTH_OTHER)
     work = _bounded_work(on.device, flops, nbytes, _computed(on.device, stored), _EXPERT_PEAK, reached)
     router = _product_work(on.device, max(1, round(rows)), s.experts, s.hidden, "bf16")
-    layer = work + router
     waits_s = _IMBALANCE * (on.expert_ranks - 1) * work.seconds
-    return DeviceWork(
-        clock_s=layer.clock_s * s.moe_layers,
-        fixed_s=(layer.fixed_s + waits_s) * s.moe_layers,
-        busy_s=(layer.busy_s + 0.5 * waits_s) * s.moe_layers,
-        flops={unit: n * s.moe_layers for unit, n in layer.flops.items()},
-        hbm_bytes=layer.hbm_bytes * s.moe_layers,
-        l2_bytes=layer.l2_bytes * s.moe_layers,
-    )
+    return (work + router + DeviceWork(fixed_s=waits_s, busy_s=0.5 * waits_s)).times(s.moe_layers)
 
 
 def _bounded_work(
