@@ -338,7 +338,7 @@ def test_a_critical_path_has_no_holes(drawn: Any) -> None:
     for a, b in itertools.pairwise(segments):
         assert a[1] == b[0] and a[0] < a[1]
     device = timeline.device_rows
-    for start, end, on, _, name in segments:
+    for start, end, on, _, name, _ in segments:
         if on == "device":
             held = [r for r in device.tolist() if timeline.name(r) == name and timeline["start_ns"][r] <= start]
             assert any(timeline["end_ns"][r] >= start for r in held) and end > start

@@ -14,21 +14,29 @@
 * Which stream waits for which (CUDA events) is in the traces that have synchronisation events (cuda_sync). In others a
   row that starts later than its launch and its stream explain is taken to have waited for the row of its device that
   ended last before it.
+
+The path of one step ends with the last row that the step launched, or with the step itself, and begins with the step.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ..errors import ArgumentError, did_you_mean
 from ..profile.open_recording import Progress, open_recording
 from ..record import CODE
+from ..recording import Recording
 from ..timeline import Timeline
-from ..timeline.columns import NONE
+from ..timeline.columns import NONE, Ints
 from ..timeline.intervals import Nesting
+from ..timeline.link import Step
+from ..timeline.path_segment import PathPlace, PathSegment
 from .collectives import find_meetings
 from .devices import explain_no_device, find_launches, is_blocking_call, list_devices
 from .result import Result, columns
@@ -55,31 +63,27 @@ _COLUMNS = columns(
     ("share_pct", "share"),
 )
 
-Segment = tuple[int, int, str, str, str]
-"""Start and end in ns, where, kind, name."""
 
-
-def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = None) -> Result:
+def critical_path(
+    trace: Any, *, power: Any = None, step: str | int | None = None, progress: Progress | None = None
+) -> Result:
     """What the traced part of a run waited for, by operator on the host and kernel on the device: seconds and share.
 
     Parts are disjoint and sum to the length, which is the time from where the path begins to the last event's end.
+    `step` takes the path of one step only: its name ("ProfilerStep#5"), or the number in its name (5); or that of the
+    longest region of that name.
     `facts["segments"]` has the longest pieces of the path in time order: [start, end (s since the trace began), on,
-    name].
+    name]. `tessera export TRACE --chrome FILE --critical-path` draws all of them.
 
-    >>> analyze.critical_path("trace.json.gz").facts["host_pct"]
+    >>> analyze.critical_path("trace.json.gz", step=5).facts["host_pct"]
     """
     recording = open_recording(trace, power=power, progress=progress)
     timeline = recording.timeline
-    has_devices = bool(list_devices(timeline))
-    has_rows = has_devices or bool(len(timeline.rows("op", "runtime")))
-    segments: list[Segment] = []
-    waits = StreamWaits(timeline)
-    if has_rows:
-        segments = PathWalk(timeline, {row: m for m in find_meetings(recording) for row in m.rows}, waits).walk()
+    segments = find_path(recording, step)
     sums: dict[tuple[str, str, str], list[int]] = {}
-    for start, end, *key in segments:
-        line = sums.setdefault((key[0], key[1], key[2]), [0, 0])
-        line[0] += end - start
+    for s in segments:
+        line = sums.setdefault((s.on, s.kind, s.name), [0, 0])
+        line[0] += s.end_ns - s.start_ns
         line[1] += 1
     length_ns = sum(ns for ns, _ in sums.values())
     rows: list[dict[str, Any]] = []
@@ -97,23 +101,68 @@ def critical_path(trace: Any, *, power: Any = None, progress: Progress | None = 
         ns = sum(r["ns"] for r in rows if r["on"] == on)
         facts |= {f"{on}_s": ns / 1e9, f"{on}_pct": 100.0 * ns / length_ns if length_ns else None}
     base = timeline.start_ns
-    facts["segments"] = [[(a - base) / 1e9, (b - base) / 1e9, on, name] for a, b, on, _, name in _longest(segments)]
+    facts["segments"] = [[(s.start_ns - base) / 1e9, (s.end_ns - base) / 1e9, s.on, s.name] for s in _longest(segments)]
     tracing = slowdown_of(recording, None)
     slowed = [tracing.text] if tracing is not None and tracing.text else []
+    has_devices = bool(list_devices(timeline))
+    of_step = "" if step is None else f"{select_steps(timeline, step)[0].name} in "
     return Result(
         kind="critical_path",
-        title=f"Critical path of {recording.facts.name}",
+        title=f"Critical path of {of_step}{recording.facts.name}",
         columns=_COLUMNS,
         rows=rows,
         facts=facts,
-        notes=[*recording.notes, *slowed, *([ASSUMED] if has_devices and not waits.known else [])],
-        missing={} if has_rows else {"path": explain_no_device(recording)},
+        notes=[*recording.notes, *slowed, *([ASSUMED] if has_devices and not StreamWaits(timeline).known else [])],
+        missing={} if segments else {"path": explain_no_device(recording)},
     )
 
 
-def _longest(segments: list[Segment]) -> list[Segment]:
-    least = sorted((b - a for a, b, *_ in segments), reverse=True)[:SEGMENTS][-1:] or [0]
-    return [s for s in segments if s[1] - s[0] >= least[0]][:SEGMENTS]
+def find_path(recording: Recording, step: str | int | None = None) -> list[PathSegment]:
+    """The pieces of the critical path of a recording, or of one of its steps, in time order."""
+    timeline = recording.timeline
+    steps = [] if step is None else select_steps(timeline, step)
+    if not len(timeline.device_rows) and not len(timeline.rows("op", "runtime")):
+        return []
+    joined = {row: m for m in find_meetings(recording) for row in m.rows}
+    walk = PathWalk(timeline, joined, StreamWaits(timeline))
+    return walk.walk_step(steps) if steps else walk.walk()
+
+
+def select_steps(timeline: Timeline, step: str | int) -> list[Step]:
+    """The step of that name, or whose name ends with that number; else the longest region of that name.
+
+    Of a merged recording that of each rank.
+    """
+    steps, wanted = timeline.linked.steps, str(step)
+    number = int(wanted) if wanted.isdecimal() else None
+    found = [s for s in steps if s.name == wanted or (number is not None and _number_of(s.name) == number)]
+    if found:
+        return found
+    regions = [r for r in timeline.rows("region").tolist() if timeline.name(r) == wanted]
+    longest: dict[int, Step] = {}
+    for row in regions:
+        region = Step(wanted, int(timeline["start_ns"][row]), int(timeline["end_ns"][row]), row)
+        known = longest.setdefault(int(timeline["rank"][row]), region)
+        if region.end_ns - region.start_ns > known.end_ns - known.start_ns:
+            longest[int(timeline["rank"][row])] = region
+    if longest:
+        return list(longest.values())
+    names = list(dict.fromkeys(s.name for s in steps))
+    if not names:
+        fix = "leave the step out, or give the name of a region; prof.step() and regions called step_1 ... are steps"
+        raise ArgumentError("the recording has no steps", fix=fix)
+    known_names = ", ".join(names if len(names) < 8 else [*names[:3], "...", names[-1]])
+    raise ArgumentError(f"there is no step {wanted!r}{did_you_mean(wanted, names)}", fix=f"one of: {known_names}")
+
+
+def _number_of(name: str) -> int | None:
+    digits = re.search(r"\d+$", name)
+    return int(digits[0]) if digits is not None else None
+
+
+def _longest(segments: list[PathSegment]) -> list[PathSegment]:
+    least = sorted((s.end_ns - s.start_ns for s in segments), reverse=True)[:SEGMENTS][-1:] or [0]
+    return [s for s in segments if s.end_ns - s.start_ns >= least[0]][:SEGMENTS]
 
 
 class PathWalk:
@@ -124,7 +173,7 @@ class PathWalk:
         self._joined = joined
         self._start = timeline["start_ns"].tolist()
         self._end = timeline["end_ns"].tolist()
-        self._segments: list[Segment] = []
+        self._segments: list[PathSegment] = []
         self._device_order()
         self._host_order()
 
@@ -175,24 +224,48 @@ class PathWalk:
         for ended in self._host_ends.values():
             ended.sort()
 
-    def walk(self) -> list[Segment]:
-        """The segments in time order; those that touch and have one name are one."""
+    def walk(self) -> list[PathSegment]:
+        """The segments in time order; those of one row that touch are one."""
         candidates = [c for c in (self._last_device(), self._last_host()) if c is not None]
-        if not candidates:
-            return []
-        at, row, thread = max(candidates)
+        return self._walk_from(max(candidates), 0) if candidates else []
+
+    def walk_step(self, steps: Sequence[Step]) -> list[PathSegment]:
+        """The same from the end of what a step launched back to where the step begins."""
+        t, candidates = self._t, []
+        for step in steps:
+            device = self._launched_in(step, t.device_rows)
+            device = device[t["end_ns"][device] > t["start_ns"][device]]
+            candidates += [(self._end[r], r, NONE) for r in device[np.argsort(t["end_ns"][device])][-1:].tolist()]
+            host = self._launched_in(step, t.rows("op", "runtime")) if step.row == NONE else np.array([step.row])
+            threads = np.unique(t["thread"][host]).tolist()
+            candidates += [(step.end_ns, NONE, thread) for thread in threads if thread in self._lanes]
+        return self._walk_from(max(candidates), min(s.start_ns for s in steps)) if candidates else []
+
+    def _launched_in(self, step: Step, rows: Ints) -> Ints:
+        """Rows that a step of a rank launched, or of all ranks where two marks made it."""
+        launched = self._t.linked.launch_ns[rows]
+        inside = (launched >= step.start_ns) & (launched < step.end_ns)
+        if step.row != NONE:
+            inside &= self._t["rank"][rows] == self._t["rank"][step.row]
+        return rows[inside]
+
+    def _walk_from(self, last: tuple[int, int, int], until_ns: int) -> list[PathSegment]:
+        at, row, thread = last
         place: tuple[int, int] | None = (row, thread)
         for _ in range(4 * len(self._t) + 16):  # every turn goes back in time or to an earlier row: never so many
-            if place is None:
+            if place is None or at <= until_ns:
                 break
             row, thread = place
             at, place = self._on_device(row, at) if row != NONE else self._on_host(thread, at)
-        merged: list[Segment] = []
+        if 0 < until_ns < at:  # nothing was recorded before: the step itself
+            self._add_other(until_ns, at, "host", "op", BETWEEN)
+        merged: list[PathSegment] = []
         for s in reversed(self._segments):
-            if merged and merged[-1][1] == s[0] and merged[-1][2:] == s[2:]:
-                merged[-1] = (merged[-1][0], s[1], *s[2:])
-            elif s[1] > s[0]:
-                merged.append(s)
+            inside = s._replace(start_ns=max(s.start_ns, until_ns))
+            if merged and merged[-1].end_ns == s.start_ns and merged[-1][2:] == s[2:]:
+                merged[-1] = merged[-1]._replace(end_ns=s.end_ns)
+            elif inside.end_ns > inside.start_ns:
+                merged.append(inside)
         return merged
 
     def _last_device(self) -> tuple[int, int, int] | None:
@@ -203,19 +276,24 @@ class PathWalk:
         last = [(ends[-1], NONE, thread) for thread, (_, ends, _) in self._lanes.items()]
         return max(last, default=None)
 
-    def _add(self, start: int, end: int, on: str, kind: str, name: str) -> None:
+    def _add(self, start: int, end: int, row: int) -> None:
+        """A stretch of a row."""
+        on: PathPlace = "device" if row in self._launch else "host"
+        self._add_other(start, end, on, self._t.kind(row), self._t.name(row), row)
+
+    def _add_other(self, start: int, end: int, on: PathPlace, kind: str, name: str, row: int = NONE) -> None:
         if end > start:
-            self._segments.append((start, end, on, kind, name))
+            self._segments.append(PathSegment(start, end, on, kind, name, row))
 
     def _on_device(self, row: int, at: int) -> tuple[int, tuple[int, int] | None]:
         """A device row that is on the path until `at`, and who held it up."""
-        t, begin = self._t, self._start[row]
+        begin = self._start[row]
         met = self._joined.get(row)
         if met is not None and begin < met.ready_ns < at:
-            self._add(met.ready_ns, at, "device", t.kind(row), t.name(row))
+            self._add(met.ready_ns, at, row)
             last = max(met.rows, key=lambda r: (self._start[r], r))
             return self._find_blocker(last, met.ready_ns)
-        self._add(begin, at, "device", t.kind(row), t.name(row))
+        self._add(begin, at, row)
         return self._find_blocker(row, min(begin, at))
 
     def _find_blocker(self, row: int, at: int) -> tuple[int, tuple[int, int] | None]:
@@ -236,7 +314,7 @@ class PathWalk:
                 latest = (self._end[other], 2, (other, NONE))
         if latest is None:
             return at, None
-        self._add(latest[0], at, "gap", "gap", GAP if latest[1] else "(launch latency)")
+        self._add_other(latest[0], at, "gap", "gap", GAP if latest[1] else "(launch latency)")
         return latest[0], latest[2]
 
     def _ended_before(self, row: int, at: int) -> int | None:
@@ -250,7 +328,6 @@ class PathWalk:
 
     def _on_host(self, thread: int, at: int) -> tuple[int, tuple[int, int] | None]:
         """A thread until `at`: one stretch of it, or the pause before; and who held it up."""
-        t = self._t
         starts, ends, rows = self._lanes.get(thread, ([], [], []))
         place = bisect_left(starts, at) - 1
         if place < 0:
@@ -259,9 +336,9 @@ class PathWalk:
             return self._find_waker(thread, at, ends[place])
         row = rows[place]
         if row in self._waits and (done := self._ended_within(row, at)) is not None:
-            self._add(self._end[done], at, "host", t.kind(row), t.name(row))
+            self._add(self._end[done], at, row)
             return self._end[done], (done, NONE)
-        self._add(starts[place], at, "host", t.kind(row), t.name(row))
+        self._add(starts[place], at, row)
         return starts[place], (NONE, thread)
 
     def _ended_within(self, call: int, at: int) -> int | None:
@@ -289,9 +366,9 @@ class PathWalk:
                 best = ended[place]
             place -= 1
         if best is not None and (until is None or at - until > PAUSE_NS):
-            self._add(best[0], at, "host", "op", BETWEEN)
+            self._add_other(best[0], at, "host", "op", BETWEEN)
             return best[0], (NONE, best[1])
         if until is None:
             return at, None
-        self._add(until, at, "host", "op", BETWEEN)
+        self._add_other(until, at, "host", "op", BETWEEN)
         return until, (NONE, thread)

@@ -56,6 +56,7 @@ def _parse_bytes(text: str) -> int:
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="How many rows to show.")
 @click.option("--power", metavar="FILE", type=ExistingPath(), help=POWER_HELP)
 @click.option("--by", help="breakdown: device or step; roofline: kernel or op.")
+@click.option("--step", help="critical_path: of this step only: its name, the number in it, or a region.")
 @click.option("--sort", help="kernels: time or energy.")
 @click.option("--min-bytes", callback=parse_option(_parse_bytes), metavar="SIZE", help="collectives: the smallest.")
 @click.option("--on", "--arch", "on", shell_complete=complete_device, help="roofline, advise: the chip, e.g. h200.")

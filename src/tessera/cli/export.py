@@ -16,6 +16,8 @@ from .options import FILE, ExistingPath, check_writable
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--power", metavar="FILE", type=ExistingPath(), help=POWER_HELP)
 @click.option("--chrome", type=FILE, help="Write a Chrome/Perfetto trace (.json, or .json.gz).")
+@click.option("--critical-path", is_flag=True, help="--chrome: draw what the end of the run waited for above it.")
+@click.option("--step", help="--critical-path: of this step only: its name, the number in it, or a region.")
 @click.option("--csv", type=FILE, help="Write a summary: a line per kernel, operator, region.")
 @click.option("--parquet", type=FILE, help="Write every record to a Parquet file.")
 @click.option("--tensorboard", type=click.Path(file_okay=False, path_type=Path), help="Write into this log directory.")
@@ -25,6 +27,8 @@ def command(
     run: Path,
     power: Path | None,
     chrome: Path | None,
+    critical_path: bool,
+    step: str | None,
     csv: Path | None,
     parquet: Path | None,
     tensorboard: Path | None,
@@ -38,6 +42,7 @@ def command(
       tessera export runs/train.tessera --chrome trace.json.gz --csv summary.csv
       tessera export runs/train.tessera --otlp http://localhost:4318
       tessera export trace.json.gz --power power.csv --csv summary.csv
+      tessera export trace.json.gz --chrome path.json.gz --critical-path --step 12
 
     A trace opens in https://ui.perfetto.dev and chrome://tracing.
     """
@@ -55,6 +60,9 @@ def command(
     exporters = {name: make(target) for name, (target, make) in formats.items() if target is not None}
     if not exporters:
         raise ArgumentError("no output format was given", fix="e.g. tessera export RUN.tessera --chrome trace.json")
+    if (critical_path and chrome is None) or (step is not None and not critical_path):
+        flag, needs = ("--critical-path", "--chrome FILE") if critical_path else ("--step", "--critical-path")
+        raise ArgumentError(f"{flag} needs {needs}", fix="tessera export RUN --chrome path.json.gz --critical-path")
     check_run(run)
     for path in (chrome, csv, parquet):
         if path is not None:
@@ -62,6 +70,10 @@ def command(
     with open_recording(run, power=power) as recording:
         recording.find_energy()
         notes = [str(note) for note in recording.notes]
+        if critical_path and chrome is not None:
+            from ..analyze.critical_path import find_path
+
+            exporters["chrome"] = export.Chrome(chrome, find_path(recording, step))
         written = {name: str(exporter.write(recording)) for name, exporter in exporters.items()}
     if as_json:
         import msgspec

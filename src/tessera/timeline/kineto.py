@@ -28,6 +28,7 @@ from . import stream_names
 from .columns import MOST_NUMBER, NONE, Builder, Ints, Launch, Timeline
 from .events import LIMIT_NS, Args, Batch, LateEvent, RawArgs, TraceEvent, fit, nanoseconds
 from .memory_timeline import is_memory_timeline, read_memory_timeline
+from .path_segment import PATH
 from .shapes import CAUSAL, compact, is_causal
 from .side import NO_TIME, SideEvents
 from .source import open_source, read_json, read_pieces, read_start
@@ -49,8 +50,9 @@ _CATEGORIES: dict[str, int] = {
 _ARROWS = {"ac2g": _ARROW, "fwdbwd": _FLOW}
 _GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
 _COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
-# What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost.
-_EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead"})
+# What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost; and
+# the path that our exporter draws above the rows.
+_EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead", PATH})
 # torch before 1.10 has one category for operators and for what it and its users annotate.
 _OLD_ANNOTATIONS = ("ProfilerStep#", "enumerate(DataLoader)", "Optimizer.", "DistributedDataParallel.")
 _MTIA_WAITS = ("event_wait", "event_record")  # of a stream of MTIA: nothing runs in them

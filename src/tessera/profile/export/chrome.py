@@ -15,7 +15,7 @@ import gzip
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -29,6 +29,7 @@ from ...output import replace_when_written
 from ...record import CODE
 from ...schema import DeviceId
 from ...timeline.columns import NONE
+from ...timeline.path_segment import PATH, PathSegment
 from ...timeline.stream_names import KEY, label
 from .chrome_rows import DEVICE_CODES, LAUNCHERS, Overlap, RowWriter, device_pid, host_pid, track
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 PERIOD_NS = 7_889_238 * 1_000_000_000
 """Kineto counts from the last whole multiple of this (a quarter of a year): a double then holds nanoseconds."""
 _SMALL_PID = 1 << 16  # above any number of GPUs; a process in a container may be number 1
+_PATH_PID = 2**31 - 1  # of no other process
 _LANES = ("kind", "start_ns", "end_ns", "device", "stream", "thread", "correlation", "rank")
 
 
@@ -47,15 +49,20 @@ class Chrome:
     """`profile.chrome("trace.json")`: for Perfetto, chrome://tracing and everything that reads Kineto's traces."""
 
     path: str | Path
+    critical_path: Sequence[PathSegment] = ()
+    """Drawn as a process of its own above all others; rows on it have the argument "critical", as HTA's have."""
 
     def write(self, recording: Recording) -> Path:
         """Write the trace; compressed where the name ends in .gz."""
         target = Path(self.path)
         table = recording.find_energy()
+        critical = {s.row for s in self.critical_path if s.row != NONE}
+        if critical:
+            recording.timeline  # noqa: B018  (the rows of the path are numbered as in it, those of a file may not be)
         survey = _Survey.of(recording)
         pid = recording.facts.pid
         pid += _SMALL_PID if pid < _SMALL_PID else 0
-        rows = RowWriter(recording.rows, table, survey.base_ns, pid, Overlap(survey.intervals))
+        rows = RowWriter(recording.rows, table, survey.base_ns, pid, Overlap(survey.intervals), critical)
         rows.link(survey.launched, survey.ran)
         survey.intervals.clear()
         with (
@@ -65,6 +72,7 @@ class Chrome:
             out.write(json.dumps(_head(recording, survey, table), default=str)[:-1])
             out.write(',"traceEvents":[\n')
             out.write(",\n".join(_names(recording, survey, pid)))
+            _write(out, _draw_path(self.critical_path, survey.base_ns))
             for chunk in recording.rows.chunks(rows.columns):
                 _write(out, rows.events(chunk))
             _write(out, _power(recording, survey.base_ns, pid))
@@ -194,6 +202,23 @@ def _process(pid: int, name: str, label: str, index: int) -> Iterator[str]:
 
 def _meta(kind: str, pid: int, tid: int, args: dict[str, Any]) -> str:
     return json.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}, separators=(",", ":"))
+
+
+def _draw_path(segments: Sequence[PathSegment], base_ns: int) -> Iterator[str]:
+    """The pieces of a critical path on three tracks: what ran on the host, on a device, and gaps."""
+    if not segments:
+        return
+    yield from _process(_PATH_PID, "critical path", "", -1)
+    tracks = {on: number for number, on in enumerate(("host", "device", "gap"), 1)}
+    for on, tid in tracks.items():
+        yield _meta("thread_name", _PATH_PID, tid, {"name": on})
+    for s in segments:
+        since, lasts = s.start_ns - base_ns, s.end_ns - s.start_ns
+        yield (
+            f'{{"ph":"X","cat":"{PATH}","name":{json.dumps(s.name)},"pid":{_PATH_PID},"tid":{tracks[s.on]},'
+            f'"ts":{since // 1000}.{since % 1000:03d},"dur":{lasts // 1000}.{lasts % 1000:03d},'
+            f'"args":{{"kind":"{s.kind}"}}}}'
+        )
 
 
 def _counter(name: str, unit: str, pid: int, since_ns: int, value: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +69,17 @@ for _kineto, _short in DTYPES.items():
 class RowWriter:
     """Makes events of chunks. What many rows share (names, launches, shapes) is turned into JSON once."""
 
-    def __init__(self, rows: Rows, table: EnergyTable | None, base_ns: int, host_pid: int, overlap: Overlap) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        table: EnergyTable | None,
+        base_ns: int,
+        host_pid: int,
+        overlap: Overlap,
+        critical: Container[int] = (),
+    ) -> None:
+        """`critical` are the numbers of the rows on the critical path."""
+        self._critical = critical
         self._base_ns = base_ns
         self._pid = host_pid
         self._overlap = overlap
@@ -130,6 +140,8 @@ class RowWriter:
                 args += self._host_args(chunk, i, code, name)
             if ranks[i] != NONE:
                 args += f',"rank":{ranks[i]}'
+            if chunk.first_row + i in self._critical:
+                args += ',"critical":1'
             if i in chunk.extra:
                 args += _inside(chunk.extra[i])
             category = self._categories.get(name, "cpu_op") if code == CODE["op"] else CATEGORY[KINDS[code]]
