@@ -40,12 +40,14 @@ FLAGS = {
     "runs list": {"folder", "--top", "--read", "--json"},
     "runs diff": _DIFF,
     "runs prune": {"folder", "--keep", "--older-than", "--yes"},
-    "export": {"run", "--power", "--chrome", "--csv", "--otlp", "--parquet", "--tensorboard", "--json"},
+    "export": {
+        "run", "--power", "--chrome", "--critical-path", "--step", "--csv", "--otlp", "--parquet", "--tensorboard", "--json",
+    },
     "attribute": {"trace", "--power", "--by", "--top", "--json"},
     "merge": {"paths", "-o", "--force", "--json"},
     "analyze": {
-        "kind", "trace", "--by", "--group-by", "--min-bytes", "--on", "--power", "--sort", "--threshold",
-        "--top", "--json",
+        "kind", "trace", "--by", "--group-by", "--min-bytes", "--on", "--power", "--sort", "--step",
+        "--threshold", "--top", "--json",
     },
     "diff": _DIFF,
     "plan": {
