@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from .launches import launches as launches
     from .memory import memcpy as memcpy
     from .memory import memory as memory
+    from .phases import phases as phases
     from .power import power as power
     from .roofline import roofline as roofline
+    from .sequences import sequences as sequences
 
 _MODULES = {
     "advise": "advise",
@@ -47,8 +49,10 @@ _MODULES = {
     "memcpy": "memory",
     "memory": "memory",
     "overlap": "breakdown",
+    "phases": "phases",
     "power": "power",
     "roofline": "roofline",
+    "sequences": "sequences",
     "stalls": "kernels",
 }
 KINDS = tuple(k for k in _MODULES if k != "diff")

@@ -58,9 +58,9 @@ _SILENT = re.compile(
 # In this order: a flash-attention kernel is made of matrix products, a fused one is named after both.
 _PATTERNS = {
     "communication": r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|nvshmem",
-    "attention": r"flash|sdpa|attention|fmha|dot_do_o",
+    "attention": r"flash|sdpa|attention|attn|fmha|\bmha_|dot_do_o",
     "convolution": r"conv(?!ert)|winograd|implicit_gemm|wgrad|dgrad|fprop",
-    "matrix product": r"gemm|nvjet|cutlass|gemv|matmul|splitK|::mm|::bmm|::addmm|linear",
+    "matrix product": r"gemm|nvjet|cutlass|gemv|\bCijk_|matmul|splitK|::mm|::bmm|::addmm|linear",
     "normalisation, reduction": (r"norm(?!al(?!i))|GammaBeta|softmax|reduce|_red_|_per_|scan|sum|sort|topk|loss"),
     "elementwise": (
         r"elementwise|_poi_|multi_tensor|dropout|cat|copy|fill|distribution_|normal_|uniform_|bernoulli|random_|"
@@ -110,6 +110,8 @@ class _Node:
 def short_name(name: str) -> str:
     """A kernel's name without namespaces, parameters and the template arguments that say nothing."""
     bare = name.strip().removeprefix("void ")
+    if bare.startswith("_Z"):
+        return _demangled(bare) or name
     if not ("::" in bare or "<" in bare or bare != name.strip()):
         return _GENERATED.sub("", name)
     tokens = _tokens(bare)
@@ -118,6 +120,16 @@ def short_name(name: str) -> str:
     except (IndexError, RecursionError):  # not C++ after all, or cut by whoever wrote the trace
         return name
     return _render(node, 0) if rest == len(tokens) and node.base.isidentifier() else name
+
+
+def _demangled(name: str) -> str | None:
+    """The identifier of a mangled C++ name (`_ZN5aiter8add_normIfE...`: add_norm), as ROCm's traces have them."""
+    at, found = 3 if name.startswith("_ZN") else 2, None
+    while (digits := re.match(r"\d{1,4}", name[at:])) is not None:
+        at += len(digits[0]) + int(digits[0])
+        found = name[at - int(digits[0]) : at]
+        found = None if found.startswith("_GLOBAL__N") else found
+    return found if found and found.isidentifier() else None
 
 
 def op_name(name: str) -> str:

@@ -11,6 +11,7 @@ from ..errors import MissingExtra
 
 _UNITS = {
     "w_per_s": "W/s",
+    "tokens_per_s": "tokens/s",
     "bytes_per_s": "B/s",
     "flop_per_s": "FLOP/s",
     "bytes_per_j": "B/J",

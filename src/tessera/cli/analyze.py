@@ -55,7 +55,9 @@ def _parse_bytes(text: str) -> int:
 @json_option
 @click.option("--top", type=click.IntRange(1), default=20, show_default=True, help="How many rows to show.")
 @click.option("--power", metavar="FILE", type=ExistingPath(), help=POWER_HELP)
-@click.option("--by", help="breakdown: device or step; roofline: kernel or op.")
+@click.option(
+    "--by", help="breakdown: device or step; roofline: kernel or op; sequences: stream or op; phases: phase or batch."
+)
 @click.option("--step", help="critical_path: of this step only: its name, the number in it, or a region.")
 @click.option("--sort", help="kernels: time or energy.")
 @click.option("--min-bytes", callback=parse_option(_parse_bytes), metavar="SIZE", help="collectives: the smallest.")
@@ -70,7 +72,9 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
       breakdown     compute, communication, copies, idle and why, by device or step
       overlap       communication and copies that run at the same time as kernels
       kernels       every kernel: calls, times, joules
+      sequences     kernels that follow each other again and again: candidates for fusion
       launches      launch delay, queue length and short kernels, by stream
+      phases        prefill and decode of vLLM and SGLang: tokens/s, joules a token
       critical_path the chain of work that decided when the run ended
       collectives   bandwidth, skew and stragglers
       memcpy        copies by direction, pinned or pageable

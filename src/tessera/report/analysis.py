@@ -73,6 +73,13 @@ FACTS = {
         "idle_j": "idle energy",
     },
     "launches": {"calls": "kernels, copies and collectives", "short_calls": "short ones", "short_pct": "of all"},
+    "phases": {"passes": "passes", "time_s": "their time"},
+    "sequences": {
+        "sequences": "different sequences",
+        "time_s": "their time",
+        "share_pct": "of all device time",
+        "gap_s": "gaps in them",
+    },
     "critical_path": {
         "length_s": "length",
         "traced_s": "traced",
