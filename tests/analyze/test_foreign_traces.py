@@ -216,6 +216,15 @@ def test_replayed_ranges_and_launches_without_kernels_are_told_from_nothing():
     )
     said = analyze.breakdown(read(op, *ranges, *calls)).missing["device"]
     assert "77 kernels" in said and "nothing ran on a GPU" not in said
+    counters = analyze.kernels(read(op, *ranges, *calls))
+    assert counters.rows == [{"name": "gemm", "op": None, "calls": 77, "smsp__inst.sum": 231}]
+    metrics = {"sm__op_fadd.sum": 2, "sm__op_ffma.sum": 5}
+    of_calls = [event("cuda_profiler_range", f"k{i % 2}", 900.0 + i, 1, tid=0, **metrics) for i in range(5)]
+    by_op = analyze.kernels(read(op, *of_calls, *calls))  # as many as launches: each belongs to its operator
+    assert [(r["name"], r["op"], r["calls"], r["sm__op_ffma.sum"]) for r in by_op.rows] == [
+        ("k0", "aten::mm", 3, 15), ("k1", "aten::mm", 2, 10),
+    ]  # fmt: skip
+    assert [c.title for c in by_op.columns][-2:] == ["fma", "add"] and "replayed" in text(by_op)
     launched = read(op, *calls)
     assert "launched 5 kernels" in analyze.breakdown(launched).missing["device"]
     roofline = analyze.roofline(launched)

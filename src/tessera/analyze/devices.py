@@ -37,8 +37,8 @@ def explain_no_device(recording: Recording) -> str:
     has_operators = len(timeline.rows("op")) > 0
     if ranges := timeline.meta.get("profiler_ranges"):
         return (
-            f"{ranges} kernels were replayed for their counters (CUPTI's range profiler), and have no times of the "
-            "program: record without profiler metrics to see times"
+            f"{len(ranges)} kernels were replayed for their counters (CUPTI's range profiler), and have no times of "
+            "the program: `tessera analyze kernels TRACE` shows the counters; record without metrics to see times"
         )
     if timeline.meta.get("memory_timeline"):
         return "this is torch's memory timeline, which has allocations only: `tessera analyze memory TRACE` shows it"

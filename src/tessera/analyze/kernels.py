@@ -19,6 +19,7 @@ from ..profile.open_recording import Progress, open_recording
 from ..record import KINDS
 from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline
+from .cupti_ranges import list_ranges
 from .devices import explain_no_device, explain_no_power, list_devices, region_paths
 from .result import Result, columns
 
@@ -91,6 +92,8 @@ def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Prog
         )
     spent = {(r.kind, r.name): r for r in table.kernels} if table is not None else {}
     devices = list_devices(timeline)
+    if not devices and timeline.meta.get("profiler_ranges"):
+        return list_ranges(recording)
     rows = np.concatenate([np.zeros(0, np.int64), *(d.rows for d in devices)])
     start, end = timeline["start_ns"], timeline["end_ns"]
     self_s = np.concatenate([np.zeros(0), *(shares(start[d.rows], end[d.rows]) for d in devices)])

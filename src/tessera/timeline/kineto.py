@@ -39,12 +39,12 @@ MODULE = "nn.Module: "
 """How the Python tracer's names of modules begin."""
 
 _SKIP_QUIETLY = -9
-_SKIP, _FRAME, _UNKNOWN, _ARROW, _FLOW, _OLD, _MTIA, _SYNC = -1, -2, -3, -4, -5, -6, -7, -8
+_SKIP, _FRAME, _UNKNOWN, _ARROW, _FLOW, _OLD, _MTIA, _SYNC, _RANGE = -1, -2, -3, -4, -5, -6, -7, -8, -10
 _CATEGORIES: dict[str, int] = {
     "kernel": CODE["kernel"], "concurrent_kernel": CODE["kernel"], "collective_comm": CODE["collective"],
     "gpu_memcpy": CODE["memcpy"], "gpu_memset": CODE["memset"], "cpu_op": CODE["op"], "operator": CODE["op"],
     "user_annotation": CODE["region"], "python_function": _FRAME, "Operator": _OLD, "mtia_ccp_events": _MTIA,
-    "cuda_sync": _SYNC,
+    "cuda_sync": _SYNC, "cuda_profiler_range": _RANGE,
     **{kind: CODE[kind] for kind in KINDS if kind not in ("mark", "counter")},  # as our own exporter writes them
 }  # fmt: skip
 _ARROWS = {"ac2g": _ARROW, "fwdbwd": _FLOW}
@@ -56,7 +56,8 @@ _EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead", PATH})
 # torch before 1.10 has one category for operators and for what it and its users annotate.
 _OLD_ANNOTATIONS = ("ProfilerStep#", "enumerate(DataLoader)", "Optimizer.", "DistributedDataParallel.")
 _MTIA_WAITS = ("event_wait", "event_record")  # of a stream of MTIA: nothing runs in them
-_RANGES = "cuda_profiler_range"
+_MOST_RANGES = 100_000
+"""Of CUPTI's range profiler: it replays every kernel, so that nobody records many."""
 OURS = b'"tessera"'
 """What our exporter writes before the events."""
 COUNTER_KEYS = tuple(f'"{field}"'.encode() for field in ("sm_occupancy", "memory_stall_pct", "warp_divergence_pct"))
@@ -100,6 +101,7 @@ class RowReader:
         self._attention: dict[int, str] = {}
         self._tells_causal = False
         self._syncs: list[tuple[int, int, int, int]] = []
+        self._ranges: list[tuple[int, str, dict[str, float]]] = []
         self._communicates = Known(is_collective)
         self._shapes = Known(self._shape)
         self._threads = Known(self._side.thread)
@@ -122,6 +124,7 @@ class RowReader:
             for i in np.flatnonzero(kinds == code).tolist():
                 kinds[i] = find_kind(events[i])
         timed = starts != NO_TIME
+        self._read_ranges(events, np.flatnonzero((kinds == _RANGE) & timed), starts, text)
         flows = np.flatnonzero((kinds == _FLOW) & timed)
         self._side.flows([events[i] for i in flows.tolist()], starts[flows].tolist())
         for i in np.flatnonzero((kinds == _SKIP) & timed).tolist():
@@ -207,6 +210,16 @@ class RowReader:
             if any(key in args for key in COUNTER_KEYS):
                 fields = msgspec.json.decode(args)
                 self.extra[first + place] = {k: v for k, v in fields.items() if k in COUNTERS and v is not None}
+
+    def _read_ranges(self, events: Batch, places: Ints, starts: Ints, text: bytes) -> None:
+        """Metrics of kernels that CUPTI replayed for them, in the order of their launches."""
+        if not places.size:
+            return
+        raw = msgspec.json.decode(text, type=list[RawArgs])
+        for i in places.tolist()[: _MOST_RANGES - len(self._ranges)]:
+            fields = msgspec.json.decode(raw[i].args)
+            metrics = {k: v for k, v in fields.items() if isinstance(v, (int, float))}
+            self._ranges.append((int(starts[i]), events[i].name, metrics))
 
     def _host_rows(self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]]) -> None:
         index, kinds, threads, shapes = rows.tolist(), columns["kind"], self._threads, self._shapes
@@ -315,8 +328,9 @@ class RowReader:
             "base_ns": base_ns, "threads": self._side.thread_names, "forward_threads": forward_threads,
             "modules": sorted(self._modules), "frames": sorted(self._frame_names),
         }  # fmt: skip
-        if self._left_out[_RANGES]:
-            timeline.meta["profiler_ranges"] = self._left_out[_RANGES]
+        if self._ranges:
+            self._ranges.sort(key=lambda r: r[0])
+            timeline.meta["profiler_ranges"] = [(name, metrics) for _, name, metrics in self._ranges]
         if self._tells_causal:
             timeline.meta["tells_causal"] = True
         if self._syncs:
