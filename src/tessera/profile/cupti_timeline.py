@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..record import CODE
-from ..timeline.columns import NONE, Builder, Launch, Timeline
+from ..timeline.columns import NONE, UNTRACED, Builder, Launch, Timeline
 from ..timeline.transfers import collective_type, copy, is_collective
 from .cupti_collector import RecordBytes
 from .cupti_library import CONCURRENT_KERNEL, MEMSET
@@ -36,6 +36,7 @@ def read_records(pieces: Iterable[RecordBytes]) -> Timeline:
                 columns = columns or _transfers(builder, records, is_set=kind == MEMSET)
                 columns |= {edge + "_ns": piece.to_epoch_ns(records[edge]) for edge in ("start", "end")}
                 columns |= {name: records[name].astype(np.int64) for name in ("device", "stream", "correlation")}
+                columns["external"] = np.full(len(records), UNTRACED)
                 builder.extend(columns, len(records))
     if untimed:
         builder.notes.append(f"CUPTI could not time {untimed} kernels and copies: they are left out")

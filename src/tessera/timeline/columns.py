@@ -30,6 +30,8 @@ CHUNK_ROWS = 65_536
 """Rows of one chunk."""
 NONE = -1
 """What stands in an integer column where there is nothing."""
+UNTRACED = -2
+"""In the column `external`: listed by CUPTI, which knows no operators; `launch_alignment` finds them."""
 MOST_NUMBER = 2**31 - 1
 """The largest number of a device or a rank. Of a trace it may be the number of a process."""
 

@@ -3,8 +3,9 @@
 ::
 
     kernel ──correlation──► runtime call ──thread, time──► region, module, step
-       └──────External id──► operator ──parent──► outermost operator
-                                └─ under XBackward0 ──Sequence number──► forward operator ──► its region, module
+       │──────External id──► operator ──parent──► outermost operator
+       │                        └─ under XBackward0 ──Sequence number──► forward operator ──► its region, module
+       └─ of a step that was not traced ──launch_alignment──► the same kernel of one that was
 
 Everything is numpy over columns; but where operators of a thread overlap, none holding the other, a scan nests them (a
 stack, 0.6 us a row).
@@ -20,6 +21,8 @@ import numpy as np
 from ..record import CODE, ON_DEVICE
 from .columns import NONE, Ints, Timeline
 from .intervals import Nesting, climb, latest, single
+from .launch_alignment import LaunchAlignment, align_launches
+from .launch_times import estimate_launches
 
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _STEP_OF_THE_USER = re.compile(r"(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*(\d+)", re.IGNORECASE)
@@ -46,7 +49,9 @@ class Links:
     regions and modules the next outer one of the same sort. `forward_op`: for what runs under a backward operator,
     the outermost forward operator that made that node of autograd's graph. `region`: the innermost region open at
     the launch. `forward_region`: the region of the forward operator. `module`: the innermost module at the launch, or
-    at the forward operator's. `step`: place in `steps` of the one it was launched in.
+    at the forward operator's. `step`: place in `steps` of the one it was launched in. `twin`: of a device row the
+    traced one whose operator and module it has; itself where it was traced, `NONE` where nothing is known. `shapes`:
+    place in the timeline's names of the shapes of its operator; of an untraced row only where its grid is its twin's.
     """
 
     op: Ints
@@ -60,6 +65,8 @@ class Links:
     forward_region: Ints
     module: Ints
     step: Ints
+    twin: Ints
+    shapes: Ints
     steps: tuple[Step, ...]
     ops: Nesting | None
     """The operators of the host, one inside the other, where nothing ran on a device: they get its joules then."""
@@ -104,6 +111,11 @@ def link(timeline: Timeline) -> Links:
     loose = device[(launch[device] == NONE) & (op[device] != NONE)]
     launch_ns[loose] = start[op[loose]]
     launch_thread[loose] = thread[op[loose]]
+    steps = steps_of(timeline)
+    aligned = align_launches(timeline, device, op, launch)
+    twin, repeats = aligned.twin, aligned.repeats
+    op[repeats], launch_thread[repeats] = op[twin[repeats]], launch_thread[twin[repeats]]
+    launch_ns = estimate_launches(timeline, aligned, steps, launch_ns)
     parent[calls], parent[device] = op[calls], op[device]
 
     itself = np.arange(count)
@@ -116,18 +128,39 @@ def link(timeline: Timeline) -> Links:
     region = _regions(timeline, parent, launch_thread, launch_ns, spanning)
     module = _modules(timeline, parent, launch_thread, launch_ns, spanning)
     module = np.where((module == NONE) & (origin != NONE), module[origin], module)
-    steps = steps_of(timeline)
-    edges = np.array([(s.start_ns, s.end_ns) for s in steps], np.int64).reshape(-1, 2)
-    numbers = np.arange(len(steps))
-    in_step = Nesting(numbers, np.zeros_like(numbers), edges[:, 0], edges[:, 1])
+    module[repeats] = module[twin[repeats]]
+    _take_regions(timeline, repeats, twin[repeats], region, steps)
     timeline.columns["parent"] = parent
     timeline.links = Links(
         op=op, top_op=top_op, parent=parent, launch=launch, launch_ns=launch_ns, launch_thread=launch_thread,
         forward_op=forward_op, region=region, forward_region=np.where(origin == NONE, NONE, region[origin]),
-        module=module, step=in_step.at(np.zeros(count, np.int64), launch_ns), steps=steps,
-        ops=None if len(device) else nested_ops,
+        module=module, step=_open_steps(steps, launch_ns), steps=steps, twin=twin,
+        shapes=_shapes(timeline, op, device, aligned), ops=None if len(device) else nested_ops,
     )  # fmt: skip
     return timeline.links
+
+
+def _open_steps(steps: tuple[Step, ...], times: Ints) -> Ints:
+    """The place in `steps` of the one that is open at each time."""
+    edges = np.array([(s.start_ns, s.end_ns) for s in steps], np.int64).reshape(-1, 2)
+    numbers = np.arange(len(steps))
+    in_step = Nesting(numbers, np.zeros_like(numbers), edges[:, 0], edges[:, 1])
+    return in_step.at(np.zeros(len(times), np.int64), times)
+
+
+def _take_regions(timeline: Timeline, rows: Ints, twins: Ints, region: Ints, steps: tuple[Step, ...]) -> None:
+    """Give untraced rows those regions of their twins that only a tracer names: torch's optimizers."""
+    own, theirs = (np.where(region[r] == NONE, NONE, timeline["name"][region[r]]) for r in (rows, twins))
+    only_traced = (theirs != NONE) & ~np.isin(theirs, own) & ~np.isin(region[twins], [s.row for s in steps])
+    region[rows] = np.where(only_traced, region[twins], region[rows])
+
+
+def _shapes(timeline: Timeline, op: Ints, device: Ints, aligned: LaunchAlignment) -> Ints:
+    shapes = timeline["shapes"].copy()
+    known = device[aligned.is_same[device]]
+    shapes[device] = NONE
+    shapes[known] = np.where(op[known] == NONE, NONE, timeline["shapes"][op[known]])
+    return shapes
 
 
 def _nest(timeline: Timeline, rows: Ints) -> Nesting:

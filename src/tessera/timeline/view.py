@@ -18,7 +18,7 @@ from .link import Links
 _BLOCK = 4096  # rows turned into lists at once: reading single numbers out of numpy arrays is slow
 _DEVICE = frozenset(CODE[kind] for kind in ON_DEVICE)
 _FROM_LAUNCH = tuple(f for f in Launch.__struct_fields__ if f in Record.__struct_fields__)
-_FROM_LINKS = ("op", "region", "module", "parent")
+_FROM_LINKS = ("op", "region", "module", "parent", "shapes")
 
 
 def records(timeline: Timeline, rows: Sequence[int] | Ints | None = None) -> Iterator[Record]:
@@ -87,7 +87,7 @@ def _fields(
     module = one["module"]
     if module != NONE and module not in modules:
         modules[module] = module_name(timeline, module, links)
-    shapes = one["shapes"] if not on_device or operator == NONE else int(timeline["shapes"][operator])
+    shapes = one["shapes"]
     value, joules = one["value"], one["energy_j"]
     rank = timeline.rank if one["rank"] == NONE else one["rank"]
     fields: dict[str, Any] = {

@@ -1,0 +1,279 @@
+"""Which traced launch each untraced kernel repeats: from a few traced steps, operators for a whole run.
+
+::
+
+    traced, a stream      a b c d e | a b c d e        names of kernels in launch order
+    untraced              a b c d e   a b x d e   a b d e   a b c c d e
+    repeats               0 1 2 3 4   0 1 2 3 4   0 1 3 4   0 1 2 2 3 4
+
+A cursor goes through the traced launches as the program does, round and round. Where the next kernel has another name,
+it goes on at the nearest place from which the next names agree: the farther, the more of them (`NAMES_BY_REACH`). What
+is skipped on both sides is paired: a product of another shape runs as another kernel in the same place.
+
+Names decide; grids and blocks then tell whether the shapes are the traced ones too. A kernel whose name, grid and block
+belong to one operator only has that operator wherever it stands.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .columns import NONE, UNTRACED, Ints, Timeline
+
+Bools = NDArray[np.bool_]
+
+NAMES_BY_REACH = ((1, 2), (2, 8), (4, 512), (16, 2**62))
+"""How many names must agree where so many launches were left out: another kernel in one's place, a missing call, the
+experts of one layer, another part of the program."""
+MOST_BACK = 512
+"""How far a cursor goes back at most: one more expert than was traced repeats the launches of the one before."""
+_MIX = np.random.default_rng(0).integers(1, 2**63, 16, dtype=np.uint64) | np.uint64(1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchAlignment:
+    """By row of the timeline. `twin`: the traced row that a device row repeats; itself where it was traced, or `NONE`.
+
+    `is_same`: the twin has the same grid, block and bytes too, so its operator's shapes are this one's as well.
+    `in_order`: it was found by its place among its neighbours, not by its name alone. `repeats` are the rows that have
+    a twin beside themselves; `lanes` the rows of each stream in launch order, of devices with such rows.
+    """
+
+    twin: Ints
+    repeats: Ints
+    is_same: Bools
+    in_order: Bools
+    lanes: tuple[Ints, ...]
+
+
+def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> LaunchAlignment:
+    """Find the twins of the device rows that no operator was traced for.
+
+    `op` has the operator of every traced row, `launch` the call of the host that launched it.
+    """
+    untraced = (timeline["external"][device] == UNTRACED) & (launch[device] == NONE)
+    twin = np.full(len(timeline), NONE, np.int64)
+    twin[device[~untraced]] = device[~untraced]
+    if not untraced.any():
+        known = twin != NONE
+        return LaunchAlignment(twin=twin, repeats=device[:0], is_same=known, in_order=known, lanes=())
+    name, exact = _name_launches(timeline, device)
+    lanes = tuple(_split_lanes(timeline, device))
+    is_untraced = np.zeros(len(timeline), bool)
+    is_untraced[device] = untraced
+    for lane in lanes:
+        pick = is_untraced[lane]
+        reference, rows = lane[~pick], lane[pick]
+        if len(reference) and len(rows):
+            before = np.cumsum(~pick)[pick]  # how many traced ones
+            places = _follow_from_windows(name[reference], name[rows], before)
+            places = _fill_gaps(places, before, op[reference], timeline["name"])
+            twin[rows] = np.where(places == NONE, NONE, reference[places])
+    in_order = twin != NONE
+    traced, rows = device[~untraced], device[untraced]
+    placed = twin[rows]
+    _find_by_key(twin, rows, traced, exact, op, timeline["name"], override=True)
+    _find_by_key(twin, rows, traced, name, op, timeline["name"], override=False)
+    in_order[rows] &= twin[rows] == placed
+    has = (twin != NONE) & is_untraced
+    is_same = np.zeros(len(timeline), bool)
+    is_same[traced] = True
+    is_same[has] = exact[has] == exact[twin[has]]
+    return LaunchAlignment(twin=twin, repeats=np.flatnonzero(has), is_same=is_same, in_order=in_order, lanes=lanes)
+
+
+def _name_launches(timeline: Timeline, device: Ints) -> tuple[Ints, Ints]:
+    """By row: a number for the kind and name of a launch, and one for those with grid, block and bytes."""
+    shapes: dict[object, int] = {}
+    shape = np.array(
+        [shapes.setdefault((launch_shape.grid, launch_shape.block), len(shapes)) for launch_shape in timeline.launches]
+        + [NONE],
+        np.int64,
+    )
+    names, exact = (np.full(len(timeline), NONE, np.int64) for _ in range(2))
+    kind_and_name = timeline["kind"][device] * len(timeline.names) + timeline["name"][device]
+    names[device] = np.unique(kind_and_name, return_inverse=True)[1]
+    exact[device] = names[device]
+    for column in (shape[timeline["launch"][device]], timeline["bytes"][device]):
+        number = np.unique(column, return_inverse=True)[1]
+        exact[device] = np.unique(exact[device] * (number.max(initial=0) + 1) + number, return_inverse=True)[1]
+    return names, exact
+
+
+def _split_lanes(timeline: Timeline, device: Ints) -> Iterator[Ints]:
+    """Rows of each stream of each device (and rank) in the order they ran, which is that of their launches."""
+    columns = [timeline[name][device] for name in ("rank", "device", "stream")]
+    order = np.lexsort((timeline["start_ns"][device], *columns[::-1]))
+    ordered = device[order]
+    changes = np.zeros(len(ordered), bool)
+    for column in columns:
+        changes[1:] |= np.diff(column[order]) != 0
+    yield from np.split(ordered, np.flatnonzero(changes))
+
+
+def _follow_from_windows(reference: Ints, sequence: Ints, before: Ints) -> Ints:
+    """Places in the reference, beginning at what was traced: onwards from there, and backwards from the first.
+
+    `before` says for each launch how many of the reference came before it.
+    """
+    lead = int(np.searchsorted(before, 1))
+    backwards = follow_launches(reference[::-1], sequence[:lead][::-1], np.zeros(lead, np.int64))[::-1]
+    backwards = np.where(backwards == NONE, NONE, len(reference) - 1 - backwards)
+    return np.concatenate((backwards, follow_launches(reference, sequence[lead:], before[lead:])))
+
+
+def follow_launches(reference: Ints, sequence: Ints, before: Ints) -> Ints:
+    """For each launch of a sequence its place in the reference, or `NONE`. Both are numbers of names.
+
+    Where `before` changes, the cursor goes on with that place of the reference.
+    """
+    size, count = len(reference), len(sequence)
+    places = np.full(count, NONE, np.int64)
+    if not count:
+        return places
+    grams = [(_Grams(reference, sequence, length), reach) for length, reach in NAMES_BY_REACH]
+    begins = np.flatnonzero(np.diff(before, prepend=-1))
+    for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), count], strict=True):
+        at, cursor = begin, int(before[begin]) % size
+        while at < end:
+            length = _common_length(reference, sequence[:end], cursor, at)
+            places[at : at + length] = np.arange(cursor, cursor + length)
+            at, cursor = at + length, cursor + length
+            if length and cursor == size:
+                cursor = 0
+            elif at < end:
+                found = _resume(grams, at, cursor, size, end)
+                at, cursor = found or (end, 0)
+    return places
+
+
+def _common_length(reference: Ints, sequence: Ints, cursor: int, at: int) -> int:
+    """How many launches agree from there on."""
+    step, length = 64, 0
+    while True:
+        a, b = reference[cursor + length : cursor + length + step], sequence[at + length : at + length + step]
+        n = min(len(a), len(b))
+        if not n:
+            return length
+        differs = np.flatnonzero(a[:n] != b[:n])
+        if len(differs):
+            return length + int(differs[0])
+        length, step = length + n, step * 4
+
+
+def _resume(grams: list[tuple[_Grams, int]], at: int, cursor: int, size: int, end: int) -> tuple[int, int] | None:
+    """Where sequence and reference agree again: with the fewest launches left out on both sides together."""
+    best, found = 2 * (size + end), None
+    any_name = grams[0][0]
+    ahead = any_name.next_known(at)
+    while ahead < end and ahead - at < best:
+        for gram, reach in grams:
+            moved, place = gram.nearest_place(ahead, cursor, size)
+            left_out = ahead - at + moved
+            if place == NONE or left_out >= best:
+                break  # more names are found nowhere nearer
+            if left_out <= reach:
+                best, found = left_out, (ahead, place)
+                break
+        ahead = any_name.next_known(ahead + 1)
+    return found
+
+
+class _Grams:
+    """Where each few names in a row of a sequence stand in the reference, which begins again at its end."""
+
+    def __init__(self, reference: Ints, sequence: Ints, length: int) -> None:
+        wrapped = np.resize(reference, len(reference) + length - 1)
+        known, number = np.unique(_hash_grams(wrapped, length), return_inverse=True)
+        asked = _hash_grams(sequence, length)
+        at = np.searchsorted(known, asked).clip(max=len(known) - 1)
+        grams = np.full(len(sequence), NONE, np.int64)
+        grams[: len(asked)] = np.where(known[at] == asked, at, NONE)
+        order = np.argsort(number, kind="stable")
+        parts = np.split(order, np.cumsum(np.bincount(number))[:-1])
+        self._places: list[list[int]] = [part.tolist() for part in parts]
+        self._grams: list[int] = grams.tolist()
+        following = np.where(grams == NONE, len(grams), np.arange(len(grams)))
+        self._next: list[int] = [*np.minimum.accumulate(following[::-1])[::-1].tolist(), len(grams)]
+
+    def next_known(self, at: int) -> int:
+        """The next launch whose names stand in the reference at all; behind the last where there is none."""
+        return self._next[min(at, len(self._grams))]
+
+    def nearest_place(self, at: int, cursor: int, size: int) -> tuple[int, int]:
+        """How far the cursor must go, on or a little back, to the nearest place of a launch's names; and that place."""
+        gram = self._grams[at]
+        if gram == NONE:
+            return size, NONE
+        places = self._places[gram]
+        found = bisect_left(places, cursor)
+        place = places[found] if found < len(places) else places[0]
+        onwards = (place - cursor) % size
+        back = cursor - places[found - 1] if found else size
+        return (back, places[found - 1]) if back <= min(onwards, MOST_BACK) else (onwards, place)
+
+
+def _hash_grams(names: Ints, length: int) -> NDArray[np.uint64]:
+    """A number for each few names in a row; two that differ have the same one by a chance of 1e-12 in a run."""
+    count = max(len(names) - length + 1, 0)
+    mixed = np.zeros(count, np.uint64)
+    for i in range(length):
+        part = (names[i : i + count].astype(np.uint64) + np.uint64(1)) * _MIX[i]
+        mixed = (mixed ^ part) * _MIX[(i + 1) % len(_MIX)] + (part >> np.uint64(29))
+    return mixed
+
+
+def _fill_gaps(places: Ints, traced_before: Ints, op: Ints, names: Ints) -> Ints:
+    """Places for launches that were skipped, where those before and after it leave no doubt about the operator.
+
+    As many skipped on both sides: one by one. Else where all that could be meant have one operator, or the launches
+    that would come next from either side have the same.
+    """
+    lost, known = np.flatnonzero(places == NONE), np.flatnonzero(places != NONE)
+    after = np.searchsorted(known, lost)
+    inside = (after > 0) & (after < len(known))
+    lost, after = lost[inside], after[inside]
+    if not len(lost):
+        return places
+    before, behind = known[after - 1], known[after]
+    # No traced window lies between them.
+    together = traced_before[behind] == traced_before[before]
+    lost, before, behind = lost[together], before[together], behind[together]
+    first, last = places[before], places[behind]
+    onwards = last > first
+    one_by_one = last - first == behind - before
+    # All between, or all between with those at the edges, have one operator.
+    changes = np.concatenate(([0], np.cumsum(op[1:] != op[:-1])))
+    inner = first + 1
+    alike = onwards & (last - first > 1) & (changes[np.maximum(last - 1, 0)] == changes[np.minimum(inner, len(op) - 1)])
+    around = onwards & (changes[last] == changes[first]) & (op[first] != NONE)
+    next_one = np.minimum(first + lost - before, len(op) - 1)
+    one_before = np.maximum(last - (behind - lost), 0)
+    agree = (op[next_one] != NONE) & (op[one_before] != NONE) & (names[op[next_one]] == names[op[one_before]])
+    out = places.copy()
+    out[lost] = np.select([one_by_one, alike, around, agree], [next_one, inner, first, one_before], NONE)
+    return out
+
+
+def _find_by_key(twin: Ints, rows: Ints, traced: Ints, keys: Ints, op: Ints, names: Ints, *, override: bool) -> None:
+    """Twins of rows whose key belongs to one operator only; with `override` also where another was found before."""
+    traced = traced[op[traced] != NONE]
+    if not len(traced) or not len(rows):
+        return
+    order = traced[np.argsort(keys[traced], kind="stable")]
+    found, first, count = np.unique(keys[order], return_index=True, return_counts=True)
+    op_name = names[op[order]]
+    only = np.minimum.reduceat(op_name, first) == np.maximum.reduceat(op_name, first)
+    at = np.searchsorted(found, keys[rows]).clip(max=len(found) - 1)
+    fits = (found[at] == keys[rows]) & only[at]
+    now = twin[rows]
+    now_op = np.where(now == NONE, NONE, op[now])
+    has = now_op != NONE
+    wrong = has & (names[now_op] != op_name[first[at]]) if override else np.zeros(len(rows), bool)
+    chosen = fits & (~has | wrong)
+    twin[rows[chosen]] = order[(first + count // 2)[at[chosen]]]
