@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -224,4 +225,100 @@ def test_a_log_of_nvidia_smi_spoilt_after_its_first_lines(tmp_path, spoilt):
     path = smi(tmp_path / "p.csv", "power.draw", [(0.1 * i, 0, "300.25 W") for i in range(2000)])
     path.write_bytes(path.read_bytes() + spoilt)
     with pytest.raises(RecordingError, match="cannot read"):
+        read_power(path)
+
+
+# -- logs of other vendors' tools -----------------------------------------------------------------------------------
+
+SECOND = 1_790_000_000
+
+
+def of_amd_smi(seconds: int) -> list[str]:
+    lines = ["timestamp,gpu,xcp,power_usage,gfx"]
+    for i in range(seconds):
+        for gpu in (0, 1):
+            lines += [f"{SECOND + i},{gpu},{xcp},{300 + 100 * gpu if xcp == 0 else 'N/A'},98" for xcp in (0, 1)]
+    return lines
+
+
+def of_amd_smi_metric(seconds: int) -> list[str]:
+    head = "timestamp,gpu,socket_power,gfx_voltage"
+    return [head, *(f"{SECOND + i},{gpu},{300 + 100 * gpu} W,N/A" for i in range(seconds) for gpu in (0, 1))]
+
+
+def of_rocm_smi(seconds: int) -> list[str]:
+    """A loop that puts a time before each line, and so repeats the head."""
+    lines = []
+    for i in range(seconds):
+        lines.append("timestamp,device,Average Graphics Package Power (W)")
+        lines += [
+            f"{SECOND + i}.5,card0,300.0",
+            f"{SECOND + i}.5,card1,400.0",
+            f"{SECOND + i}.5,card2,N/A (Secondary die)",
+        ]
+    return lines
+
+
+def of_xpu_smi(seconds: int) -> list[str]:
+    lines = ["Timestamp, DeviceId, GPU Utilization (%), GPU Power (W)"]
+    for i in range(seconds):
+        moment = datetime.fromtimestamp(SECOND + i)
+        lines += [f"{moment:%H:%M:%S}.000,    {gpu}, N/A, {300.0 + 100 * gpu:.2f}" for gpu in (0, 1)]
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("make", "source"),
+    [
+        (of_amd_smi, "amd-smi power_usage"),
+        (of_amd_smi_metric, "amd-smi socket_power"),
+        (of_rocm_smi, "rocm-smi Average Graphics Package Power (W)"),
+        (of_xpu_smi, "xpu-smi GPU Power (W)"),
+    ],
+)
+def test_logs_of_other_vendors_are_read(tmp_path, make, source):
+    path = tmp_path / "power.csv"
+    path.write_text("\n".join(make(20)) + "\n")
+    os.utime(path, (SECOND + 20, SECOND + 20))  # xpu-smi writes the time of day: the file says which day
+    trace = read_power(path)
+    assert sorted(trace.columns) == ["gpu0", "gpu1"]
+    for name, watts in (("gpu0", 300.0), ("gpu1", 400.0)):
+        column = trace.columns[name]
+        assert column.domain.source == source and column.domain.resolution_s == pytest.approx(1.0)
+        assert len(column.times_ns) == 20 and set(column.watts.tolist()) == {watts}
+        assert abs(int(column.times_ns[0]) - SECOND * 10**9) <= 500_000_000
+    assert trace.energy_j == pytest.approx(700.0 * 18.5)  # a sample is a mean: that of the last half second came late
+
+
+def test_a_log_of_times_of_day_may_cross_midnight(tmp_path):
+    path = tmp_path / "power.csv"
+    path.write_text("Timestamp, DeviceId, GPU Power (W)\n23:59:59.000, 0, 10\n00:00:01.000, 0, 10\n")
+    midnight = datetime(2026, 11, 15).timestamp()
+    os.utime(path, (midnight + 2, midnight + 2))
+    times = read_power(path).columns["gpu0"].times_ns
+    assert [round(t / 1e9 - midnight) for t in (times[0], times[-1])] == [-1, 1]
+
+
+def test_a_log_of_amd_smi_gives_a_trace_its_joules(tmp_path):
+    path = tmp_path / "power.csv"
+    path.write_text(
+        "\n".join(["timestamp,gpu,power_usage", *(f"{BASE_NS // 10**9 + i},0,500" for i in range(5))]) + "\n"
+    )
+    table = load(write_trace(tmp_path / "t.json", kernels=200), power=path).energy()
+    assert table.energy_j == pytest.approx(500.0 * table.time_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("timestamp,gpu,power_usage\nyesterday,0,5\n", "is not a time"),
+        ("timestamp,gpu,power_usage\n1790000000,0,much\n", "is not a power"),
+        ("timestamp,gpu,temperature\n1790000000,0,50\n", "no power.draw"),
+        ("Timestamp, DeviceId, GPU Power (W)\n25:61:00, 0, 3\n", "is not a time"),
+    ],
+)
+def test_wrong_cells_of_other_logs_are_named(tmp_path, text, what):
+    path = tmp_path / "power.csv"
+    path.write_text(text)
+    with pytest.raises(RecordingError, match=what):
         read_power(path)

@@ -68,6 +68,11 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
     """Explain a recording: a run file, a Kineto trace (.json, .json.gz) or a folder with one for each rank.
 
     \b
+    Examples:
+      tessera analyze breakdown trace.json.gz --by step
+      tessera analyze collectives ranks/ --min-bytes 1MiB --json
+
+    \b
     KIND is one of:
       breakdown     compute, communication, copies, idle and why, by device or step
       overlap       communication and copies that run at the same time as kernels
@@ -80,11 +85,6 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
       memcpy        copies by direction, pinned or pageable
       memory        allocated bytes and their peak
       power, roofline, stalls, divergence, advise
-
-    \b
-    Examples:
-      tessera analyze breakdown trace.json.gz --by step
-      tessera analyze collectives ranks/ --min-bytes 1MiB --json
     """
     from .. import analyze
 

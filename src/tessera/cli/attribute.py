@@ -10,7 +10,7 @@ import click
 from ..attribute.table import VIEWS
 from .options import ExistingPath, WordChoice
 
-POWER_HELP = "Power log of the same time: epoch_us, domain, watts (power_trace().to_csv), or nvidia-smi's CSV."
+POWER_HELP = "Power log of the same time: power_trace().to_csv, or the CSV of nvidia-smi, amd-smi or xpu-smi."
 
 
 @click.command("attribute")

@@ -20,7 +20,7 @@ def load(
 ) -> Recording:
     """Read a Kineto or Chrome trace, or a run file, and a power log of the same time.
 
-    The log is a CSV (epoch_us, domain, watts; or nvidia-smi's) or a `PowerTrace`.
+    The log is a CSV (epoch_us, domain, watts; or that of nvidia-smi, amd-smi, rocm-smi or xpu-smi) or a `PowerTrace`.
 
     >>> profile.load("trace.json.gz", power="power.csv").energy().top(5)
     """

@@ -1,0 +1,238 @@
+"""Power logs of the vendors' tools: nvidia-smi, amd-smi, rocm-smi and xpu-smi, each in its own columns.
+
+::
+
+    nvidia-smi --query-gpu=timestamp,index,power.draw.instant --format=csv -lms 20 > power.csv
+    amd-smi monitor --power-usage --csv --watch 1 --file power.csv       timestamp,gpu,power_usage
+    amd-smi metric --power --csv --watch 1 --file power.csv              timestamp,gpu,socket_power,...
+    rocm-smi --showpower --csv, each line after a time                   timestamp,device,Average Graphics Package ...
+    xpu-smi dump -d 0 -m 1 -i 1 --date > power.csv                       Timestamp, DeviceId, GPU Power (W)
+
+A log says watts and times, not how its sensor lags and smears: that decides which kernels a sample belongs to.
+nvidia-smi's `power.draw` is a 1 s average, `power.draw.instant` refreshes at 10 Hz, and both repeat a value until the
+next one: repeats are not samples. Of the others a sample is taken as the mean since the one before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ArgumentError, RecordingError
+from ..hardware import identify_board
+from ..joules import Floats, Ints
+from ..schema import Domain
+from ..trace import MOST_NS, MOST_W, check_domain_count, open_csv
+
+# nvidia-smi's `power.draw` on GPUs since Ampere: a 1 s average, refreshed at 10 Hz (docs/measuring.md).
+_AVERAGE_S, _REFRESH_S = 1.0, 0.1
+_STAMPS = (
+    "%Y/%m/%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S.%f", "%Y/%m/%d %H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f",
+    "%Y-%m-%dT%H:%M:%S",
+)  # fmt: skip
+_TIMES_OF_DAY = ("%H:%M:%S.%f", "%H:%M:%S")
+_BOARD = ("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "serial", "gpu_serial")
+_WATTS = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(m?W)?\s*$")
+_NUMBER = re.compile(r"\d+")
+_NOT_MEASURED = ("", "n/a", "not supported", "unknown error")
+_ASSUMED_GAIN_ERROR = 0.05
+"""As `sensors` has it for boards that nobody here has measured against a meter."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmiTool:
+    """A tool and its columns: how that of the time, of the device and of the power (any of these) are called."""
+
+    name: str
+    time: str
+    device: str
+    power: tuple[str, ...]
+    example: str
+
+
+TOOLS = (
+    SmiTool(
+        "nvidia-smi", "timestamp", "index", ("power.draw.instant", "power.draw", "power.draw.average"),
+        "nvidia-smi --query-gpu=timestamp,index,power.draw.instant --format=csv -lms 20 > power.csv",
+    ),
+    SmiTool(
+        "amd-smi", "timestamp", "gpu", ("socket_power", "power_usage", "current_socket_power", "average_socket_power"),
+        "amd-smi monitor --power-usage --csv --watch 1 --file power.csv",
+    ),
+    SmiTool(
+        "rocm-smi", "timestamp", "device",
+        ("Current Socket Graphics Package Power (W)", "Average Graphics Package Power (W)"),
+        "rocm-smi --showpower --csv, with a column timestamp before its own",
+    ),
+    SmiTool(
+        "xpu-smi", "Timestamp", "DeviceId", ("GPU Power (W)", "Power (W)"), "xpu-smi dump -d 0 -m 1 -i 1 --date"
+    ),
+)  # fmt: skip
+"""Columns as the tools write them; nvidia-smi's have their unit after them."""
+
+
+def find_tool(head: Sequence[str]) -> SmiTool | None:
+    """The tool that writes such a head; the first where a log has a time and nothing tells."""
+    for tool in TOOLS:
+        if tool.time in head and _power_column(tool, head) is not None:
+            return tool
+    return TOOLS[0] if "timestamp" in head else None
+
+
+def _power_column(tool: SmiTool, head: Sequence[str]) -> str | None:
+    named = {column.partition(" [")[0]: column for column in reversed(head)}
+    return next((named[power] for power in tool.power if power in named), None)
+
+
+def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, tuple[Domain, Ints, Floats]]:
+    """Domain, times and watts of each GPU of a log."""
+    power = _power_column(tool, head)
+    if power is None:
+        raise RecordingError(
+            f"{source} has a timestamp but no power.draw", why=f"its columns are {', '.join(head)}", fix=tool.example
+        )
+    rows: dict[str, dict[int, float]] = {}
+    labels: dict[str, str] = {}
+    boards: set[tuple[str, ...]] = set()
+    stamp = _Stamps(source, tool)
+    with open_csv(source) as reader:
+        for row in itertools.islice(reader, 1, None):
+            line, cells = reader.line_num, dict(zip(head, row, strict=False))
+            if cells.get(tool.time) in (None, "", tool.time):  # a head that was written again
+                continue
+            name = _device_name(cells.get(tool.device))
+            boards.add(tuple(cells.get(c, "").strip() for c in _BOARD))
+            watts = _watts(cells.get(power), source, line, tool)
+            if watts is not None:
+                if name not in rows:
+                    check_domain_count(len(rows), source)
+                # Partitions of one GPU share its watts: the first line of a time counts.
+                rows.setdefault(name, {}).setdefault(stamp.ns(cells[tool.time], line), watts)
+                labels.setdefault(name, cells.get("name", "").strip())
+    if tool.device not in head and len(boards) > 1:
+        raise RecordingError(
+            f"{source} has {len(boards)} GPUs and no {tool.device}",
+            why="their watts cannot be distinguished by device number", fix=tool.example,
+        )  # fmt: skip
+    make = _nvidia_samples if tool is TOOLS[0] else _other_samples
+    return {name: make(name, sorted(pairs.items()), tool, power, labels[name]) for name, pairs in rows.items()}
+
+
+def _device_name(cell: str | None) -> str:
+    """'3', 'card3' and ' 3' are gpu3; a log without such a column is of one GPU."""
+    number = _NUMBER.search(cell or "")
+    return f"gpu{number[0] if number else 0}"
+
+
+Samples = tuple[Domain, Ints, Floats]
+
+
+def _nvidia_samples(name: str, pairs: list[tuple[int, float]], tool: SmiTool, power: str, label: str) -> Samples:
+    times, watts = np.array([t for t, _ in pairs]), np.array([w for _, w in pairs])
+    fresh = _fresh(times, watts)
+    instant = power.startswith("power.draw.instant")
+    averaged_s = 0.0 if instant else _AVERAGE_S
+    domain = Domain(
+        name=name, source=f"{tool.name} {power.split(' ', maxsplit=1)[0]}", label=label, resolution_s=_REFRESH_S,
+        lag_s=0.5 * (averaged_s + _REFRESH_S), blur_s=max(averaged_s, _REFRESH_S) / math.sqrt(12), gain_error=0.05,
+        note="refreshed at 10 Hz" if instant else "a 1 s average, refreshed at 10 Hz: single kernels hardly show",
+        limit_w=_limit_w(label),
+    )  # fmt: skip
+    return domain, times[fresh], watts[fresh]
+
+
+def _other_samples(name: str, pairs: list[tuple[int, float]], tool: SmiTool, power: str, label: str) -> Samples:
+    times, watts = np.array([t for t, _ in pairs]), np.array([w for _, w in pairs])
+    spacing_s = float(np.median(np.diff(times))) * 1e-9 if len(times) > 1 else 0.0
+    domain = Domain(
+        name=name, source=f"{tool.name} {power}", label=label, resolution_s=spacing_s, lag_s=0.5 * spacing_s,
+        blur_s=spacing_s / math.sqrt(12), gain_error=_ASSUMED_GAIN_ERROR, limit_w=_limit_w(label),
+        note="each sample is taken as the mean since the one before",
+    )  # fmt: skip
+    return domain, times, watts
+
+
+def _limit_w(label: str) -> float | None:
+    """The power limit of a board by its name; None where the catalogue does not have it."""
+    try:
+        tdp_w = identify_board(label).tdp_w
+    except ArgumentError:
+        return None
+    return None if tdp_w is None else tdp_w.value
+
+
+def _fresh(times_ns: Ints, watts: Floats) -> NDArray[np.bool_]:
+    """Which readings are new: a value is shown again until the next refresh, and one that stays is refreshed too."""
+    is_new = np.zeros(len(watts), bool)
+    last_ns, last_w = -(1 << 62), math.nan
+    for i, (t, w) in enumerate(zip(times_ns.tolist(), watts.tolist(), strict=True)):
+        if w != last_w or t - last_ns >= 1.4 * _REFRESH_S * 1e9:
+            is_new[i], last_ns, last_w = True, t, w
+    return is_new
+
+
+def _watts(text: str | None, source: Path, line: int, tool: SmiTool) -> float | None:
+    bare = (text or "").strip().strip("[]").lower()
+    if bare in _NOT_MEASURED or bare.startswith("n/a"):  # rocm-smi: N/A (Secondary die)
+        return None
+    match = _WATTS.match(text or "")
+    watts = float(match.group(1)) * (1e-3 if match.group(2) == "mW" else 1.0) if match else math.inf
+    if abs(watts) > MOST_W:
+        raise RecordingError(
+            f"{source}, line {line}: {bare[:40]!r} is not a power", fix=f"{tool.name} writes 300.25 W, or [N/A]"
+        )
+    return watts
+
+
+class _Stamps:
+    """Times of a log: seconds since 1970, or local time. That of a day alone is of the day the file was written on."""
+
+    def __init__(self, source: Path, tool: SmiTool) -> None:
+        self._source, self._tool = source, tool
+        self._known: dict[str, int] = {}
+        self._pattern: str | None = None
+
+    def ns(self, text: str, line: int) -> int:
+        """A cell as nanoseconds since 1970."""
+        known = self._known.get(text)
+        if known is None:
+            known = self._known[text] = self._parse(text.strip(), line)
+        return known
+
+    def _parse(self, text: str, line: int) -> int:
+        if _WATTS.match(text):
+            time_ns = round(float(text) * 1e9)
+            if abs(time_ns) < MOST_NS:
+                return time_ns
+        for pattern in (self._pattern, *_STAMPS, *_TIMES_OF_DAY):
+            if pattern is None:
+                continue
+            try:
+                moment = datetime.strptime(text, pattern)
+                if pattern in _TIMES_OF_DAY:
+                    moment = self._on_its_day(moment)
+                moment = moment.astimezone()
+            except (ValueError, OverflowError):  # the year 1, moved to another zone, is before it
+                continue
+            self._pattern = pattern
+            time_ns = int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
+            if abs(time_ns) < MOST_NS:
+                return time_ns
+        raise RecordingError(
+            f"{self._source}, line {line}: {text[:40]!r} is not a time",
+            fix=f"{self._tool.name} writes 2026/11/15 09:30:00.123, or seconds since 1970",
+        )
+
+    def _on_its_day(self, moment: datetime) -> datetime:
+        """A time of day at the last such moment before the file was written: a log may begin before midnight."""
+        written = datetime.fromtimestamp(self._source.stat().st_mtime) + timedelta(minutes=1)
+        moment = datetime.combine(written, moment.time())
+        return moment if moment <= written else moment - timedelta(days=1)
