@@ -258,7 +258,14 @@ def test_without_a_chip_bytes_are_still_counted():
     assert line.saved_j is None
     assert "not in the catalogue" in line.why
     shown = SimpleNamespace(
-        chosen="default", variants=[], rewrites=[line, line], trace=found, undone=[], notes=found.notes
+        chosen="default",
+        variants=[],
+        rewrites=[line, line],
+        trace=found,
+        undone=[],
+        notes=found.notes,
+        in_use=None,
+        spent_s=0.0,
     )
     assert optimized_text(shown).count(line.why) == 1  # as a note, not beside each line
     priced = trace_rewrites(watch, lookup("a100"), replayed=True)

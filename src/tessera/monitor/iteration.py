@@ -40,7 +40,7 @@ def measure_iteration(
 
     Modelled joules are returned only with `modelled=True`.
     """
-    if not modelled and not _has_sensor():
+    if not modelled and not has_sensor():
         return IterationMeasurement(time_s=_time_iteration(iteration, min(0.2, budget_s)))
     max_s = min(MAX_S, budget_s)
     bench = EnergyBenchmark(target=TARGET, min_s=max_s / 4, budget_s=max_s, monitor=monitor)
@@ -61,7 +61,7 @@ def measure_iteration(
 
 
 @functools.cache
-def _has_sensor() -> bool:
+def has_sensor() -> bool:
     """Tell whether there is any sensor but the modelled one."""
     from ..sensors.discover import discover
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..rewrite.checkpoint_search import CheckpointSetting
     from ..rewrite.optimize import Optimized
     from ..rewrite.variants import Variant
+    from ..rewrite.watch import UseReport, VariantInUse
 
 
 def optimized_text(optimized: Optimized, top: int = 20) -> str:
@@ -23,7 +24,10 @@ def optimized_text(optimized: Optimized, top: int = 20) -> str:
     if not optimized.chosen:
         return f"{type(optimized.original).__name__}: not optimized yet: the first call optimizes it"
     lines = [f"runs as: {optimized.chosen}"]
+    lines += [use_line(optimized.in_use)] if optimized.in_use is not None else []
     lines += [_variant_line(variant, optimized.chosen) for variant in optimized.variants]
+    if optimized.spent_s:
+        lines.append(search_line(optimized.spent_s, optimized.spent_j, optimized.paid_after_calls))
     shown, trace = optimized.rewrites[:top], optimized.trace
     basis = trace.basis if trace is not None else "modelled"
     # A reason that is a note as well is printed there, once.
@@ -41,6 +45,35 @@ def optimized_text(optimized: Optimized, top: int = 20) -> str:
     lines += [f"undone: {rewrite_line(rewrite)}" for rewrite in optimized.undone]
     lines += [f"note: {note}" for note in optimized.notes]
     return "\n".join(lines)
+
+
+def use_line(report: UseReport) -> str:
+    """Whether the choice kept its promise in the user's loop, and what runs now."""
+    if report.outcome == "shared" or not report.variants:
+        return "in use: not compared with its trial, since several threads call it"
+    chosen = report.variants[0]
+    if report.outcome == "confirmed":
+        return f"in use: as promised, {_figures_in_use(chosen)}"
+    if not report.fell_back:
+        return f"in use: still the best of {len(report.variants)}, {_figures_in_use(chosen)}"
+    now = next(v for v in report.variants if v.variant == report.runs)
+    return f"in use: {chosen.variant} took {_figures_in_use(chosen)}; {now.variant} runs now: {_figures_in_use(now)}"
+
+
+def _figures_in_use(used: VariantInUse) -> str:
+    parts = [format_duration(used.time_s)] + ([] if used.energy_j is None else [format_energy(used.energy_j)])
+    if used.promised_s is not None:
+        parts.append(f"promised {format_duration(used.promised_s)}")
+    again = [(used.compilations, "compiled again"), (used.recordings, "graphs recorded again")]
+    parts += [f"{count} {what} in {used.calls} calls" for count, what in again if count]
+    return ", ".join(parts)
+
+
+def search_line(spent_s: float, spent_j: float | None, paid_after_calls: int | None) -> str:
+    """What the search took, and after how many calls it has paid."""
+    joules = "" if spent_j is None else f" and {format_energy(spent_j)}"
+    paid = "nothing is saved" if paid_after_calls is None else f"paid after {paid_after_calls:,} calls"
+    return f"the search took {format_duration(spent_s)}{joules}: {paid}"
 
 
 def rewrite_line(rewrite: Rewrite, usual: str = "modelled") -> str:
@@ -81,6 +114,8 @@ def _variant_line(variant: Variant, chosen: str) -> str:
         parts.append(f"compiled in {format_duration(variant.compile_s)}")
     if variant.comparison is not None and variant.compile_s:
         parts.append(f"error {variant.comparison.relative:.1e} of {variant.comparison.allowed:.0e}")
+    if variant.unsettled:
+        parts.append("it compiles or records again with other data")
     if variant.why:
         parts.append(variant.why)
     return "  ".join(parts)

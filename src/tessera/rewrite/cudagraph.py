@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..graph.nested import PLAIN_TYPES, map_tensors
+from .compile_events import note_recording
 
 if TYPE_CHECKING:
     from .program import Program
@@ -54,10 +55,12 @@ def record_graph(call: Callable[[], Any]) -> tuple[Any, Any]:
     try:
         # Calls of other threads (a data loader, a watchdog) do not fail the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            return graph, call()
+            result = call()
     except RuntimeError:
         abandon_capture(here, pool)
         raise
+    note_recording()
+    return graph, result
 
 
 def abandon_capture(stream: Any, pool: tuple[int, int]) -> None:

@@ -14,21 +14,27 @@ what they miss (`passes.py`). Which of torch.compile's modes runs is decided by 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from ..errors import ArgumentError, MeasurementError, MissingExtra, RewriteError, TesseraError, did_you_mean
 from ..graph.rewrites import Rewrite, announce_rewrites
 
 if TYPE_CHECKING:
     from ..device import Device
+    from ..monitor import EnergyScope
     from .inductor import Pass
     from .kernel_times import KernelProfile
     from .program_cost import HostWork
     from .savings import RewriteTrace
     from .variants import Variant, VariantSearch
+    from .watch import UseReport
 
 OptimizeMode = Literal["infer", "train"]
 
@@ -123,13 +129,16 @@ class Optimized:
     Attributes and methods of the original pass through (`parameters()`, `state_dict()`, `train()`, `eval()`).
     `rewrites` lists what was changed, `undone` what was tried and taken back with the reason, `variants` every variant
     tried with its seconds and joules, `chosen` the one that runs, `priced_for` the chip savings are priced for, `trace`
-    what they add up to; `str()` shows all of it. Compiled code belongs to one model: a copy, or one read from a pickle,
+    what they add up to, `spent_s` and `spent_j` what the search took; `str()` shows all of it. The first calls are
+    watched: `in_use` tells whether the variant does what its trial promised, and which one runs since, if it does not
+    (None: not yet told, or eager). Compiled code belongs to one model: a copy, or one read from a pickle,
     is a copy of the original with the same options (a pickle leaves `progress` out), and tries the variants again.
     """
 
     def __init__(self, original: Callable[..., Any], options: OptimizeOptions) -> None:
         vars(self).update(original=original, rewrites=[], undone=[], variants=[], chosen="", trace=None, notes=[])
-        vars(self).update(priced_for=None, _options=options, _call=None, _undone=False)
+        vars(self).update(priced_for=None, in_use=None, spent_s=0.0, _scope=None)
+        vars(self).update(_options=options, _call=None, _undone=False)
 
     original: Callable[..., Any]
     rewrites: list[Rewrite]
@@ -139,6 +148,9 @@ class Optimized:
     trace: RewriteTrace | None
     notes: list[str]
     priced_for: Device | None
+    in_use: UseReport | None
+    spent_s: float
+    _scope: EnergyScope | None
     _options: OptimizeOptions
     _call: Callable[..., Any] | None
     _undone: bool
@@ -158,6 +170,8 @@ class Optimized:
         except ImportError as e:
             raise MissingExtra("torch", "torch", "tessera.optimize") from e
 
+        from ..monitor import EnergyScope
+        from ..monitor.iteration import has_sensor
         from .kernel_times import PROFILED_S
         from .program import Program, first_line
         from .variants import VariantSearch, choose_modes
@@ -177,8 +191,10 @@ class Optimized:
             observe=bool(options.explain),
         )
         profiled_before = bool(PROFILED_S)
+        self._scope = EnergyScope("tessera.optimize") if has_sensor() else None
         try:
-            best = search.run(modes, self._list_passes())
+            with self._scope or contextlib.nullcontext():
+                best = search.run(modes, self._list_passes())
         except Exception as e:
             if not wrap_errors or search.reference is not None or isinstance(e, TesseraError):
                 raise
@@ -191,14 +207,74 @@ class Optimized:
             note = "a profiler ran in this process before: variants that launch were measured slower than alone"
             search.notes.append(note)
         self.variants, self.chosen, self.notes = search.tried, best.name, search.notes
-        self._call = torch.no_grad()(best.call) if program.mode == "infer" else best.call
+        self.spent_s = time.monotonic() - search.start_s
         self._explain(search, best)
-        if best.compilation is not None:
-            best.compilation.closed = True
-        for variant in search.tried:  # the others may go, with their graphs and memory
+        self._run(search, best, cuda=cuda)
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def _run(self, search: VariantSearch, best: Variant, *, cuda: bool) -> None:
+        """Run the best variant from now on, watched at first; the others may go, with their graphs and memory."""
+        from ..monitor import default
+        from .variants import EAGER, find_cheapest
+        from .watch import Candidate, HostClock, StreamClock, WatchedCall, describe_inputs, find_best_in_use
+
+        # A variant that replays is no fallback: what breaks one replay breaks the other.
+        others = [v for v in search.tried[1:] if v is not best and v.ok and v.time_s and not v.is_replayed]
+        candidates = [best, *([find_cheapest(others)] if others else []), search.tried[0]]
+        calls = {v.name: search.program.wrap(v.call) for v in candidates}
+        for variant in search.tried:
             variant.call = None
+            if variant.compilation is not None:
+                variant.compilation.closed = True
+        if best.mode == EAGER or self._options.budget_s <= 0:  # nothing to compare with, or nothing may be measured
+            self._settle(None, calls[best.name])
+            return
+        self._call = WatchedCall(
+            [Candidate(name=v.name, enter=functools.partial(calls.__getitem__, v.name), promise=v) for v in candidates],
+            functools.partial(find_best_in_use, by=("energy", "time")),
+            lambda report: self._settle(report, calls[report.runs]),
+            clock=StreamClock() if cuda else HostClock(),
+            monitor=default() if self._scope is not None else None,
+            between=search.program.mode == "train",
+            inputs=describe_inputs(search.args, search.kwargs),
+        )
+
+    def _settle(self, report: UseReport | None, call: Callable[..., Any]) -> None:
+        """Run this from now on: it kept its promise, or was the best in use."""
+        import torch
+
+        self.in_use, self._call = report, call
+        if report is not None and report.fell_back:
+            from .savings import replacement_to_rewrite
+
+            variant = next(v for v in self.variants if v.name == report.runs)
+            made = variant.compilation.replacements if variant.compilation is not None else []
+            self.rewrites = [replacement_to_rewrite(r, "another variant was explained") for r in made]
+            self.chosen, self.trace = report.runs, None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    @property
+    def spent_j(self) -> float | None:
+        """Joules that trying the variants took; None without a sensor."""
+        return self._scope.energy_j if self._scope is not None else None
+
+    @property
+    def paid_after_calls(self) -> int | None:
+        """After how many calls the search has saved what it took; None where a call saves nothing.
+
+        By what the variants took in use where they were compared there, else by their trials.
+        """
+        from .search_cost import count_calls_to_pay
+        from .variants import EAGER
+
+        used = {v.variant: v for v in self.in_use.variants} if self.in_use is not None else {}
+        tried = {v.name: v for v in self.variants}
+        figures = used if {self.chosen, EAGER} <= used.keys() else tried
+        if not {self.chosen, EAGER} <= figures.keys():  # nothing was tried yet
+            return None
+        return count_calls_to_pay(self.spent_s, self.spent_j, figures[EAGER], figures[self.chosen])
 
     def _list_passes(self) -> list[Pass]:
         from .passes import drop_known_masks, fuse_attention, make_spectral_pass
@@ -208,14 +284,14 @@ class Optimized:
     # -- explaining -------------------------------------------------------------------------------------------------
 
     def _explain(self, search: VariantSearch, best: Variant) -> None:
-        from .savings import replacement_to_rewrite, trace_rewrites
+        from .savings import make_graph_rewrite, replacement_to_rewrite, trace_rewrites
         from .variants import EAGER
 
         self.undone = [replacement_to_rewrite(replacement, why) for replacement, why in best.undone]
         if best.mode == EAGER:
             self.notes.append("no rewrite pays: the program runs as it is")
         elif best.compilation is None:
-            self.rewrites.append(_make_graph_rewrite(best, self.variants))
+            self.rewrites.append(make_graph_rewrite(best, self.variants))
         elif not self._options.explain:
             replacements = best.compilation.replacements
             self.rewrites.extend(replacement_to_rewrite(r, "explain=False") for r in replacements)
@@ -312,6 +388,10 @@ class Optimized:
             "rewrites": [asdict(r) for r in self.rewrites],
             "undone": [asdict(r) for r in self.undone],
             "variants": [to_row(variant) for variant in self.variants],
+            "in_use": None if self.in_use is None else msgspec.to_builtins(self.in_use),
+            "spent_s": self.spent_s,
+            "spent_j": self.spent_j,
+            "paid_after_calls": self.paid_after_calls,
             "notes": list(self.notes),
             "device": self.priced_for.id if self.priced_for else None,
         }
@@ -379,22 +459,3 @@ def _find_chip(on: str | Device | None, cuda: bool) -> Device | None:
         return identify_board(torch.cuda.get_device_name())
     except TesseraError:
         return None
-
-
-def _make_graph_rewrite(best: Variant, tried: Sequence[Variant]) -> Rewrite:
-    """Return the rewrite of an eager program that is replayed: what it saves was measured."""
-    eager = tried[0]
-    saved_s = eager.time_s - best.time_s if eager.time_s and best.time_s else None
-    saved_j = eager.energy_j - best.energy_j if eager.energy_j and best.energy_j else None
-    errors = [e for e in (eager.error_j, best.error_j) if e is not None]
-    return Rewrite(
-        rule="cuda_graph",
-        before="eager launches",
-        after="replayed",
-        by="tessera",
-        saved_s=saved_s,
-        saved_j=saved_j,
-        saved_error_j=sum(e * e for e in errors) ** 0.5 if saved_j is not None else None,
-        saved_bytes=0.0,
-        basis="measured" if saved_s is not None else "modelled",
-    )

@@ -71,6 +71,11 @@ class Program:
             make_scalar(out).backward()
         return out
 
+    def wrap(self, call: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Return a call in the model's place as its user calls it: for inference without gradients."""
+        assert call is not None
+        return torch.no_grad()(call) if self.mode == "infer" else call
+
     def make_reference(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], tolerance: float | None = None, *, retyped: bool = False
     ) -> Reference:

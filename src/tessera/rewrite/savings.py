@@ -31,6 +31,7 @@ from .program_cost import (
 
 if TYPE_CHECKING:
     from ..device import Device
+    from .variants import Variant
 
 TIMED = "timed"
 """The basis of savings whose seconds were measured kernel by kernel, and whose joules are shared out by the model."""
@@ -374,3 +375,22 @@ def _trace_bytes(compilation: Compilation, after: Sequence[EagerOp]) -> RewriteT
 
 def _count_bytes(op: EagerOp) -> int:
     return sum(t.nbytes for _, t in (*op.reads, *op.writes)) if op.launches else 0
+
+
+def make_graph_rewrite(best: Variant, tried: Sequence[Variant]) -> Rewrite:
+    """Return the rewrite of an eager program that is replayed: what it saves was measured."""
+    eager = tried[0]
+    saved_s = eager.time_s - best.time_s if eager.time_s and best.time_s else None
+    saved_j = eager.energy_j - best.energy_j if eager.energy_j and best.energy_j else None
+    errors = [e for e in (eager.error_j, best.error_j) if e is not None]
+    return Rewrite(
+        rule="cuda_graph",
+        before="eager launches",
+        after="replayed",
+        by="tessera",
+        saved_s=saved_s,
+        saved_j=saved_j,
+        saved_error_j=sum(e * e for e in errors) ** 0.5 if saved_j is not None else None,
+        saved_bytes=0.0,
+        basis="measured" if saved_s is not None else "modelled",
+    )

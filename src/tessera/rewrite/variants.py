@@ -14,7 +14,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,9 +23,12 @@ from ..graph.nested import map_tensors
 from ..monitor.iteration import measure_iteration
 from .compare import OUTSIDE, Comparison, Reference
 from .compilation import Compilation, Replacement
+from .compile_events import CompileEvents
 from .cudagraph import ReplayedProgram
 from .inductor import PRIVATE_ERRORS, Pass, list_mode_options, make_backend
+from .other_inputs import OtherInputs
 from .program import Program, cannot_repeat, first_line
+from .search_cost import CallCost, guess_compile_s
 
 EAGER = "eager"
 REPLAYED_EAGER = "eager + cuda graph"
@@ -41,7 +44,10 @@ _CALLS_TO_REPLAY = 3
 
 @dataclass(slots=True, kw_only=True)
 class Variant:
-    """One variant of the program, and what came of trying it. `ours` tells whether our passes were allowed."""
+    """One variant of the program, and what came of trying it. `ours` tells whether our passes were allowed.
+
+    `unsettled` is what it compiles and records again with every other batch of data.
+    """
 
     mode: str
     ours: bool = True
@@ -53,6 +59,7 @@ class Variant:
     time_s: float | None = None
     energy_j: float | None = None
     error_j: float | None = None
+    unsettled: CompileEvents | None = None
     undone: list[tuple[Replacement, str]] = field(default_factory=list)
     out_of_budget: bool = False
     why: str = ""
@@ -153,6 +160,7 @@ class VariantSearch:
     observe: bool = True
     random: bool = False
     reference: Reference | None = None
+    others: OtherInputs | None = None
     tried: list[Variant] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     start_s: float = field(default_factory=time.monotonic)
@@ -209,25 +217,46 @@ class VariantSearch:
             self.notes.append("the program draws random numbers: it was checked in eval mode")
             with self.program.in_eval_mode():
                 self.reference = make_reference()
+        self.others = self._find_other_inputs()
         self.notes.extend(self.reference.notes)
         skipped = self.program.outside.skipped if self.program.outside is not None else {}
         self.notes.extend(
             f"{name} outside {why}: what is written there is not put back" for name, why in skipped.items()
         )
 
+    def _find_other_inputs(self) -> OtherInputs | None:
+        """Return inputs with other data, if the program takes them."""
+        others = OtherInputs(self.args, self.kwargs)
+        if not others:
+            return None
+        args, kwargs = others.make()
+        try:
+            with self.restoring():
+                self.run_iteration(self.program.call, *args, **kwargs)
+        except Exception:  # noqa: BLE001 (the user's program may refuse its inputs in any way)
+            return None
+        return others
+
     def try_mode(self, mode: str, passes: Sequence[Pass], *, ours: bool = True) -> Variant:
         """Compile and check a variant; if our passes changed the result, without them."""
         variant = Variant(mode=mode, ours=ours, passes=passes)
         if mode == AUTOTUNE and self.left_s < _AUTOTUNE_S:
             variant.why = f"not tried: tuning may take {_AUTOTUNE_S:.0f} s, which budget_s does not leave"
-        elif self.budget_s > 0 and self.left_s <= 0:
-            variant.why = "not tried: budget_s was over"
+        elif self.budget_s > 0 and self.left_s < (needs_s := self._guess_compile_s(mode)):
+            variant.why = f"not tried: compiling may take {needs_s:.0f} s, which budget_s does not leave"
         if variant.why:
             variant.out_of_budget = True
             return variant
         self.say(f"compiling: {variant.name}")
         self._compile(variant)
         return variant if variant.ok else self._retry_without_ours(variant)
+
+    def _guess_compile_s(self, mode: str) -> float:
+        """Return how long trying a mode will take: as long as the longest so far, or a guess before the first."""
+        if mode == REPLAYED_EAGER:
+            return 0.0
+        tried = max((variant.compile_s for variant in self.tried), default=0.0)
+        return tried or guess_compile_s(self.program.modules, trains=self.program.mode != "infer")
 
     def _retry_without_ours(self, variant: Variant) -> Variant:
         """Compile a variant that failed again, without our passes if they changed anything."""
@@ -306,7 +335,10 @@ class VariantSearch:
         run = functools.partial(self.run_iteration, variant.call)
         try:
             with self.restoring():
-                result = measure_iteration(run, max(1.2, self.left_s / (1 + len(self.tried))))
+                if self.others is not None and variant.mode != EAGER:
+                    variant.unsettled = self.others.find_events(run)
+                iteration = functools.partial(self._run_with_other_data, run) if variant.unsettled else run
+                result = measure_iteration(iteration, max(1.2, self.left_s / (1 + len(self.tried))))
         except Exception as e:
             if variant.mode == EAGER:
                 raise cannot_repeat(e) from e
@@ -314,25 +346,28 @@ class VariantSearch:
             return
         variant.time_s, variant.energy_j, variant.error_j = result.time_s, result.energy_j, result.error_j
 
-    def run_iteration(self, call: Callable[..., Any]) -> None:
-        """Run one iteration with `call` in the model's place."""
-        self.program.run(call, self.args, self.kwargs)
+    def _run_with_other_data(self, run: Callable[..., None]) -> None:
+        assert self.others is not None
+        args, kwargs = self.others.make()
+        run(*args, **kwargs)
+
+    def run_iteration(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Run one iteration with `call` in the model's place, with its own inputs where none are given."""
+        self.program.run(call, args or self.args, kwargs or self.kwargs)
         if self.program.mode == "train":
             for module in self.program.modules:
                 module.zero_grad(set_to_none=True)
 
     def _find_cheapest(self, variants: Sequence[Variant]) -> Variant:
-        """Return the variant with the fewest joules, or seconds where no joules were measured."""
+        """Measure variants and return the cheapest."""
         for variant in variants:
             if variant.time_s is None:
                 self._measure(variant)
         variants = [variant for variant in variants if variant.ok]
-        if all(variant.energy_j is not None for variant in variants):
-            return min(variants, key=lambda variant: variant.energy_j or 0.0)
         note = "no sensor measures joules here: the fastest variant was taken"
-        if note not in self.notes:
+        if note not in self.notes and any(variant.energy_j is None for variant in variants):
             self.notes.append(note)
-        return min(variants, key=lambda variant: variant.time_s or 0.0)
+        return find_cheapest(variants)
 
     def _drop_ours_unless_cheaper(self, best: Variant) -> Variant:
         """Measure the same mode with torch's passes alone, and return the cheaper one."""
@@ -344,3 +379,13 @@ class VariantSearch:
         why = "it does not pay: torch's passes alone take less"
         alone.undone = [(replacement, why) for replacement in best.compilation.replacements]
         return alone
+
+
+C = TypeVar("C", bound=CallCost)
+
+
+def find_cheapest(variants: Sequence[C]) -> C:
+    """Return the one with the fewest joules, or seconds where not all joules are known."""
+    if all(variant.energy_j is not None for variant in variants):
+        return min(variants, key=lambda variant: variant.energy_j or 0.0)
+    return min(variants, key=lambda variant: variant.time_s or 0.0)

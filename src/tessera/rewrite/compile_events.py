@@ -1,0 +1,56 @@
+"""Count what a call should not do again and again: compile code, and record CUDA graphs.
+
+Torch calls back when Dynamo compiles a frame or a backward pass, and when reduce-overhead records a graph
+(`torch._dynamo.callback`, the same in 2.11 and 2.13). Graphs of our own are counted where they are recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class CompileEvents:
+    """How often code was compiled and CUDA graphs were recorded."""
+
+    compilations: int = 0
+    recordings: int = 0
+
+    def __sub__(self, other: CompileEvents) -> CompileEvents:
+        return CompileEvents(self.compilations - other.compilations, self.recordings - other.recordings)
+
+    def __add__(self, other: CompileEvents) -> CompileEvents:
+        return CompileEvents(self.compilations + other.compilations, self.recordings + other.recordings)
+
+    def __bool__(self) -> bool:
+        return bool(self.compilations or self.recordings)
+
+
+_lock = threading.Lock()
+_counts: Counter[bool] = Counter()  # by whether a graph was recorded
+
+
+def count_events() -> CompileEvents:
+    """What happened in this process since it was first asked; differences of two answers mean something."""
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is not None and _note_compilation not in handler.start_callbacks:  # torch._dynamo.reset() forgets it
+        handler.register_start_callback(_note_compilation)
+    return CompileEvents(_counts[False], _counts[True])
+
+
+def note_recording() -> None:
+    """Count a CUDA graph of our own."""
+    _add(recorded=True)
+
+
+def _note_compilation(args: Any) -> None:
+    _add(recorded=args.callback_trigger.name == "CUDAGRAPH_RECORDING")
+
+
+def _add(*, recorded: bool) -> None:
+    with _lock:  # compilation may run on any thread
+        _counts[recorded] += 1

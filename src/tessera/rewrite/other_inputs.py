@@ -1,0 +1,77 @@
+"""Inputs of the same shapes with other data: what a variant does once is not what it does in a loop.
+
+A model that routes tokens, or drops padding, has shapes inside that depend on the data. Code compiled for some of them
+is compiled again, and graphs are recorded again, with the next batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .compile_events import CompileEvents, count_events
+
+# The first two calls with other data may compile code for any data; those after them should find it.
+_SETTLE, _LOOKED_AT = 2, 2
+_ROWS = 4  # with fewer rows than this (the two of a list of edges), rows are not alike
+_CLOSED = (torch.bool, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8")))
+
+
+class OtherInputs:
+    """Makes inputs with other data; false where nothing can be changed.
+
+    At each place of a row stands what was at that place of another row: values stay in the range that their column has
+    (a feature's, an index's). Numbers in fewer rows change their order within a row. Left alone: booleans and integers
+    of 0 and 1 (masks), sorted integers (positions, offsets), integers in few rows, and what needs a gradient.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._leaves, self._spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        self._changing = {i for i, leaf in enumerate(self._leaves) if _may_change(leaf)}
+        self._random = torch.Generator().manual_seed(0)
+
+    def __bool__(self) -> bool:
+        return bool(self._changing)
+
+    def make(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the next ones."""
+        leaves = [self._change(leaf) if i in self._changing else leaf for i, leaf in enumerate(self._leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+    def find_events(self, call: Callable[..., Any]) -> CompileEvents:
+        """Return what calls compile and record with other data each, once they should have settled."""
+        before = CompileEvents()
+        for i in range(_SETTLE + _LOOKED_AT):
+            before = count_events() if i == _SETTLE else before
+            args, kwargs = self.make()
+            call(*args, **kwargs)
+        return count_events() - before
+
+    def _change(self, leaf: torch.Tensor) -> torch.Tensor:
+        rows, device = leaf.shape[0], leaf.device
+        if rows < _ROWS or leaf.dim() == 1:
+            order = torch.randperm(leaf.shape[-1], generator=self._random)
+            changed = leaf.index_select(-1, order.to(device))
+        else:
+            flat = leaf.reshape(rows, -1)
+            shift = torch.randint(rows, (flat.shape[1],), generator=self._random).to(device)
+            at = (torch.arange(rows, device=device)[:, None] + shift) % rows
+            changed = flat.gather(0, at).view_as(leaf)
+        return torch.empty_like(leaf).copy_(changed)  # in the same layout: another would be compiled for
+
+
+def _may_change(leaf: Any) -> bool:
+    if type(leaf) is not torch.Tensor or not leaf.dim() or leaf.shape[-1] < 2 or leaf.requires_grad:
+        return False
+    if leaf.layout != torch.strided or leaf.dtype in _CLOSED or torch.empty_like(leaf).stride() != leaf.stride():
+        return False
+    if leaf.is_floating_point() or leaf.is_complex():
+        return True
+    if leaf.dim() > 1 and leaf.shape[0] < _ROWS:
+        return False
+    lowest, highest = torch.aminmax(leaf)
+    return bool(lowest < 0 or highest > 1) and bool((leaf[..., 1:] < leaf[..., :-1]).any())
