@@ -26,7 +26,7 @@ from tessera import profile
 from tessera.rewrite.state import State
 from tessera.runtime.tuning.changes import apply_setting
 from tessera.runtime.tuning.parts import FunctionParts, find_parts
-from tessera.runtime.tuning.tuner import TrialBench
+from tessera.runtime.tuning.trial import TrialBench
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result

@@ -34,7 +34,8 @@ from tessera.runtime.options import ScheduleOptions
 from tessera.runtime.tuning.changes import apply_setting
 from tessera.runtime.tuning.parts import COMPILE_MODES, find_parts
 from tessera.runtime.tuning.plan import Setting, TuningTrial, is_same
-from tessera.runtime.tuning.tuner import TrialBench, TunedFunction
+from tessera.runtime.tuning.trial import TrialBench
+from tessera.runtime.tuning.tuner import TunedFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result

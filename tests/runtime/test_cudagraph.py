@@ -19,7 +19,8 @@ from tessera.runtime.tuning.changes import apply_setting
 from tessera.runtime.tuning.cudagraph import CapturableOptimizers, GraphedFunction
 from tessera.runtime.tuning.parts import FunctionParts, NotApplicable, find_parts
 from tessera.runtime.tuning.plan import Plan
-from tessera.runtime.tuning.tuner import TrialBench, TunedFunction
+from tessera.runtime.tuning.trial import TrialBench
+from tessera.runtime.tuning.tuner import TunedFunction
 
 
 class FakeCuda:

@@ -23,7 +23,8 @@ from tessera.runtime.tuning.knobs import find_knobs
 from tessera.runtime.tuning.parts import NotApplicable, find_parts
 from tessera.runtime.tuning.plan import Plan, TuningTrial, plan_key
 from tessera.runtime.tuning.search import Knob, TuningGoal, count_settings, search
-from tessera.runtime.tuning.tuner import TrialBench, TunedFunction, make_goal
+from tessera.runtime.tuning.trial import TrialBench
+from tessera.runtime.tuning.tuner import TunedFunction, make_goal
 
 ENERGY = TuningGoal(policy="energy")
 
@@ -157,8 +158,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Trials of a tenth of a second, plans in a folder of the test's own."""
     import tessera.runtime.tuning.tuner as module
 
-    real = module.TrialBench
-    monkeypatch.setattr(module, "TrialBench", lambda **k: real(**k, trial_s=0.1))
+    monkeypatch.setattr(module, "TRIAL_S", 0.1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -370,3 +370,207 @@ def test_the_function_as_it_is_is_the_reference_whatever_is_tried_first() -> Non
     model, x = torch.nn.Linear(16, 16).eval(), torch.randn(4, 16)
     tried = bench(model, x, tolerance=1e-6)
     assert tried({"precision": "bf16"}).refused and not tried({}).refused
+
+
+# -- the budget --------------------------------------------------------------------------------------------------------
+
+
+class Budget:
+    """Seconds that are left, of which each trial takes what it says."""
+
+    def __init__(self, seconds: float, costs: dict[Any, tuple[float, float]]) -> None:
+        self.left_s, self.costs, self.tried = seconds, costs, list[Any]()
+
+    def measure(self, setting: dict[str, Any]) -> TuningTrial:
+        value = setting.get("compile")
+        prepared_s, measured_s = self.costs[value]
+        self.left_s -= prepared_s + measured_s
+        self.tried.append(value)
+        return trial(1.0, setting=setting, prepared_s=prepared_s)
+
+
+def test_a_trial_that_does_not_fit_the_budget_is_not_begun() -> None:
+    space = [Knob(name="compile", values=(None, "default", "reduce-overhead"))]
+    costs = {None: (0.5, 1.0), "default": (10.0, 1.0), "reduce-overhead": (10.0, 1.0)}
+    for seconds, tried in ((8.0, 1), (14.0, 2), (40.0, 3)):
+        budget = Budget(seconds, costs)
+        found = search(space, budget.measure, ENERGY, seconds_left=lambda b=budget: b.left_s, compile_s=9.0)
+        assert len(budget.tried) == tried and budget.left_s >= 0 and found.cut == (tried < 3)
+
+
+def test_a_trial_that_lasts_longer_than_what_is_left_is_not_begun() -> None:
+    space = [Knob(name="compile", values=(None, "a", "b"))]
+    budget = Budget(8.0, dict.fromkeys((None, "a", "b"), (0.0, 3.0)))
+    assert search(space, budget.measure, ENERGY, seconds_left=lambda: budget.left_s).cut
+    assert len(budget.tried) == 2 and budget.left_s == 2.0
+
+
+# -- heat --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_heat_within_the_slowdown() -> None:
+    """A chip settles at a temperature that follows its mean power: the coolest is the one that draws least."""
+    goal = make_goal(ScheduleOptions(policy="temperature", max_slowdown="5%", max_temp_c="85C"))
+    measured = {
+        None: trial(2.0, power_w=600.0, temp_c=60.0),
+        "slow": trial(1.5, 1.5, power_w=300.0, temp_c=50.0),
+        "cool": trial(2.1, 1.04, power_w=450.0, temp_c=55.0),
+        "frugal": trial(1.0, power_w=500.0, temp_c=58.0),
+        "hot": trial(1.0, power_w=400.0, temp_c=90.0),
+    }
+
+    def measure(setting: dict[str, Any]) -> TuningTrial:
+        from msgspec.structs import replace
+
+        return replace(measured[setting.get("a")], setting=setting)
+
+    found = search([Knob(name="a", values=tuple(measured))], measure, goal)
+    assert found.best.setting == {"a": "cool"}
+    plan = Plan(function="f", policy="temperature", setting=found.best.setting, why={}, trials=found.trials)
+    assert "450 W" in str(plan) and "55 °C" in str(plan)
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+def test_tiles_are_tried_where_an_operator_of_ours_has_none() -> None:
+    from types import SimpleNamespace
+
+    from tessera import op
+    from tessera.op import hints
+    from tessera.runtime.tuning.knobs import watch_call
+    from tessera.runtime.tuning.operators import follow_setting
+    from tessera.runtime.tuning.parts import FunctionParts
+    from tessera.runtime.tuning.plan import OpPlan
+
+    x, images, filters = torch.randn(64, 64), torch.randn(1, 16, 8, 8), torch.randn(16, 16, 3, 3)
+    seen = []
+
+    def step(x: Any) -> Any:
+        op.conv2d(images, filters, tile_shape=(64, 64, 32))
+        seen.append(dict(hints.current().tiles))
+        return op.matmul(x, x)
+
+    traits = watch_call(lambda: step(x), find_parts(step, (x,)))
+    assert traits.tiled == {"matmul"}  # the convolution has a tile
+    assert watch_call(lambda: x @ x, find_parts(step, (x,))).tiled == frozenset()
+    gpu = FunctionParts(modules=(), optimizers=(), tensors=(SimpleNamespace(device=torch.device("cuda")),))
+    knob = next(k for k in find_knobs(gpu, traits=traits) if k.name == "tile_matmul")
+    assert knob.values[0] is None and "128x128x64" in knob.values
+    assert not [k for k in find_knobs(find_parts(step, (x,)), traits=traits) if k.name.startswith("tile")]
+    with apply_setting(step, find_parts(step, (x,)), {"tile_matmul": "64x64x64"}, {}) as call:
+        torch.testing.assert_close(call(x), x @ x)
+    assert seen[-1] == {"matmul": (64, 64, 64)} and not hints.current().tiles
+    rows = [OpPlan(op="gemm", calls=1, share_pct=60.0), OpPlan(op="conv", calls=1, share_pct=40.0)]
+    rows = follow_setting(rows, {"tile_matmul": "64x64x64"})
+    assert [r.tile for r in rows] == ["64x64x64", None]
+    plan = Plan(function="f", policy="energy", setting={}, why={}, trials=[trial()], ops=rows)
+    assert "tile 64x64x64" in str(plan)
+
+
+# -- in use ------------------------------------------------------------------------------------------------------------
+
+
+class LayoutClock:
+    """A call takes as many milliseconds as `costs` say of the layout that the weights have."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def measure_s(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def make_laid_out(monkeypatch: pytest.MonkeyPatch, costs: dict[bool, float], **options: Any) -> tuple[Any, Any, Any]:
+    """A tuned convolution whose plan is channels_last, promised in 5 ms instead of 10, and what a call takes."""
+    from tessera.runtime.tuning import tuner
+
+    clock, model = LayoutClock(), torch.nn.Conv2d(8, 8, 3)
+    monkeypatch.setattr(tuner, "HostClock", lambda: clock)
+
+    def infer(x: Any) -> Any:
+        clock.now_s += costs[not model.weight.is_contiguous()]
+        with torch.no_grad():
+            return model(x)
+
+    fn = TunedFunction(infer, ScheduleOptions(policy="energy", **options))
+    trials = [trial(1.0, 0.010), trial(0.5, 0.005, setting={"layout": "channels_last"})]
+    plan = Plan(function="infer", policy="energy", setting=trials[1].setting, why={}, trials=trials, spent_s=1.0)
+    return fn, plan, model
+
+
+def test_a_plan_that_is_slower_in_use_than_as_it_was_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, plan, model = make_laid_out(monkeypatch, {False: 0.010, True: 0.012}, cache=False)
+    x = torch.randn(2, 8, 8, 8)
+    fn.use(plan, x)
+    results = [fn(x) for _ in range(50)]
+    assert all(torch.allclose(r, results[0], atol=1e-5) for r in results)
+    now = fn.plan()
+    assert now.setting == {} and now.in_use.fell_back and model.weight.is_contiguous()
+    line = "in use: layout=channels_last took 12 ms, promised 5 ms; unchanged runs now: 10 ms, promised 10 ms"
+    assert line in str(now) and now.paid_after_calls is None and "nothing is saved" in str(now)
+    fn.close()
+
+
+def test_a_plan_that_keeps_its_promise_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fn, plan, model = make_laid_out(monkeypatch, {False: 0.010, True: 0.005}, cache=False)
+    x = torch.randn(2, 8, 8, 8)
+    fn.use(plan, x)
+    for _ in range(50):
+        fn(x)
+    now = fn.plan()
+    assert now.setting == plan.setting and now.in_use.outcome == "confirmed" and not model.weight.is_contiguous()
+    assert "in use: as promised, 5 ms" in str(now) and now.paid_after_calls == 200  # 1 s, 5 ms a call
+    assert Plan.load(now.save(tmp_path / "p.json")) == now
+    fn.close()
+
+
+def test_the_next_process_begins_with_what_was_best_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tessera.runtime.tuning.plan import load_plan, store_plan
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fn, plan, _ = make_laid_out(monkeypatch, {False: 0.010, True: 0.012})
+    from msgspec.structs import replace
+
+    key = {"function": "infer"}
+    store_plan(replace(plan, key=key))
+    x = torch.randn(2, 8, 8, 8)
+    fn.use(load_plan(key), x)
+    for _ in range(50):
+        fn(x)
+    assert load_plan(key).setting == {} and load_plan(key).in_use.fell_back
+    fn.close()
+
+
+def test_slower_than_allowed_is_not_taken_for_its_joules_in_use() -> None:
+    from tessera.rewrite.watch import VariantInUse
+    from tessera.runtime.tuning.tuner import find_best_in_goal
+
+    frugal = VariantInUse(variant="frugal", calls=10, time_s=1.2, energy_j=1.0)
+    middle = VariantInUse(variant="middle", calls=10, time_s=1.0, energy_j=1.5)
+    as_it_was = VariantInUse(variant="unchanged", calls=10, time_s=1.0, energy_j=2.0)
+
+    def best(**options: Any) -> int:
+        return find_best_in_goal(make_goal(ScheduleOptions(**options)), [frugal, middle, as_it_was])
+
+    assert best(policy="throughput_per_watt") == 1 and best(policy="energy") == 0
+    assert best(policy="latency") == 1 and best(policy="peak_power") == 1
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def test_the_search_is_no_call_of_the_report(quick: None) -> None:
+    options: dict[str, Any] = {"policy": "energy", "search": {"way": ["slow", "fast"]}, "compile_modes": False}
+    step = schedule(**options, power_cap="500W", budget_s=30)(slow_and_fast)
+    x = torch.randn(64, 64)
+    step(x)
+    for _ in range(3):
+        step(x)
+    report, plan = step.report(), step.plan()
+    assert report.calls == 3
+    assert report.energy_j < plan.spent_j and plan.spent_s > 0.2
+    assert f"paid after {plan.paid_after_calls:,} calls" in str(report)

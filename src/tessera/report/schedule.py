@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..runtime.ballast_loop import BallastReport
 from ..runtime.cap_report import ScheduleReport, TokenReport, ZoneReport
-from ..runtime.tuning.plan import OpPlan, Plan, TuningTrial, format_value
+from ..runtime.tuning.plan import OpPlan, Plan, TuningTrial, format_setting, format_value
 from ..units import format_duration, format_energy, format_power, format_power_rate, format_share
+from .rewrite import search_line, use_line
 
 
 def schedule_text(report: ScheduleReport) -> str:
@@ -31,8 +32,14 @@ def schedule_text(report: ScheduleReport) -> str:
 
 
 def _plan_lines(plan: Plan) -> list[str]:
-    setting = ", ".join(f"{knob}={format_value(value)}" for knob, value in plan.setting.items()) or "unchanged"
-    return [f"tuned for {plan.policy}: {setting}", _outcome(plan)]
+    lines = [f"tuned for {plan.policy}: {format_setting(plan.setting)}", _outcome(plan)]
+    return [*lines, *_use_and_cost(plan)]
+
+
+def _use_and_cost(plan: Plan) -> list[str]:
+    """How the plan did in use, and what the search took."""
+    lines = [] if plan.in_use is None else [use_line(plan.in_use)]
+    return [*lines, search_line(plan.spent_s, plan.spent_j, plan.paid_after_calls)] if plan.spent_s else lines
 
 
 def _cap_line(report: ScheduleReport) -> str:
@@ -113,11 +120,11 @@ def _against(report: ScheduleReport, power_w: float) -> str:
 
 def plan_text(plan: Plan) -> str:
     """What was chosen and what it saves, what was tried, the operators."""
-    lines = [f"plan of {plan.function} on {plan.device}   policy {plan.policy}", _outcome(plan)]
+    lines = [f"plan of {plan.function} on {plan.device}   policy {plan.policy}", _outcome(plan), *_use_and_cost(plan)]
     for knob, value in plan.setting.items():
         why = f"   ({plan.why[knob]})" if plan.why.get(knob) else ""
         lines.append(f"  {knob}: {format_value(value)}{why}")
-    lines += ["", f"tried {len(plan.trials)} settings in {format_duration(plan.spent_s)}"]
+    lines += ["", f"tried {len(plan.trials)} settings"]
     lines += [f"  {_trial_line(trial)}" for trial in plan.trials]
     if plan.ops:
         width = max(len(o.op) for o in plan.ops)
@@ -140,16 +147,19 @@ def _outcome(plan: Plan) -> str:
 
 
 def _trial_line(trial: TuningTrial) -> str:
-    setting = ", ".join(f"{k}={format_value(v)}" for k, v in trial.setting.items()) or "unchanged"
+    setting = format_setting(trial.setting)
     if trial.time_s is None:
         return f"{setting}: {trial.refused}"
     line = f"{setting}: {format_duration(trial.time_s)}"
     if trial.energy_j is not None:
         line += f"   {format_energy(trial.energy_j)} ± {format_energy(trial.error_j or 0.0)}"
+    line += "" if trial.power_w is None else f"   {format_power(trial.power_w)}"
+    line += "" if trial.temp_c is None else f"   {trial.temp_c:.0f} °C"
     return f"{line}   not used: {trial.refused}" if trial.refused else line
 
 
 def _operator_line(row: OpPlan, width: int) -> str:
     parts = [f"{row.op:<{width}}", f"{row.share_pct:4.0f}%", f"x{row.calls}", f"clock {row.clock}" if row.clock else ""]
     parts += [f"precision {row.precision}"] if row.precision else []
+    parts += [f"tile {row.tile}"] if row.tile else []
     return "  ".join(p for p in parts if p) + (f"  ({row.why})" if row.why else "")

@@ -174,12 +174,13 @@ class Optimized:
         from ..monitor.iteration import has_sensor
         from .kernel_times import PROFILED_S
         from .program import Program, first_line
+        from .program_cost import find_chip
         from .variants import VariantSearch, choose_modes
 
         options, program = self._options, Program.of(self.original, args, kwargs, self._options.mode)
         held = (*pytree.tree_leaves((args, kwargs)), *(p for m in program.modules for p in m.parameters()))
         cuda = any(isinstance(t, torch.Tensor) and t.is_cuda for t in held)
-        self.priced_for = _find_chip(options.on, cuda)
+        self.priced_for = find_chip(options.on, cuda)
         modes = choose_modes(program, options.variants, cuda)
         search = VariantSearch(
             program=program,
@@ -267,14 +268,12 @@ class Optimized:
         By what the variants took in use where they were compared there, else by their trials.
         """
         from .search_cost import count_calls_to_pay
-        from .variants import EAGER
 
-        used = {v.variant: v for v in self.in_use.variants} if self.in_use is not None else {}
-        tried = {v.name: v for v in self.variants}
-        figures = used if {self.chosen, EAGER} <= used.keys() else tried
-        if not {self.chosen, EAGER} <= figures.keys():  # nothing was tried yet
+        used = self.in_use.find_cost() if self.in_use is not None else None
+        tried = [v for v in self.variants if v.name == self.chosen]
+        if used is None and not tried:
             return None
-        return count_calls_to_pay(self.spent_s, self.spent_j, figures[EAGER], figures[self.chosen])
+        return count_calls_to_pay(self.spent_s, self.spent_j, *(used or (self.variants[0], tried[0])))
 
     def _list_passes(self) -> list[Pass]:
         from .passes import drop_known_masks, fuse_attention, make_spectral_pass
@@ -438,24 +437,3 @@ def _recreate(original: Callable[..., Any], options: OptimizeOptions, undone: bo
     if undone:
         optimized.undo()
     return optimized
-
-
-def _find_chip(on: str | Device | None, cuda: bool) -> Device | None:
-    """Return the chip savings are priced for: the one named, else this machine's where the catalogue has it."""
-    from ..device import Device
-    from ..hardware import lookup
-
-    if isinstance(on, Device):
-        return on
-    if on is not None:
-        return lookup(on)
-    if not cuda:
-        return None
-    import torch
-
-    from ..hardware import identify_board
-
-    try:
-        return identify_board(torch.cuda.get_device_name())
-    except TesseraError:
-        return None

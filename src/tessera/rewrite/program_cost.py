@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..device import Device
+from ..errors import TesseraError
+from ..hardware import identify_board, lookup
 from .eager_ops import EagerOp, make_graph
 from .kernel_times import KernelGroup
 
 if TYPE_CHECKING:
-    from ..device import Device
     from ..estimate.host import HostModel
     from ..estimate.kernel_time import KernelTime
     from ..estimate.power import PowerModel
@@ -33,6 +35,22 @@ FACTORS = (0.4, 2.5)
 # How much of the model's error is common to an operator's kernel and to the one that takes its place: assumed, between
 # the same kernel (1) and any other (0).
 COMMON_ERROR = 0.5
+
+
+def find_chip(on: str | Device | None, cuda: bool) -> Device | None:
+    """Return the chip savings are priced for: the one named, else this machine's where the catalogue has it."""
+    if isinstance(on, Device):
+        return on
+    if on is not None:
+        return lookup(on)
+    if not cuda:
+        return None
+    import torch
+
+    try:
+        return identify_board(torch.cuda.get_device_name())
+    except TesseraError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,11 @@ class UseReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     runs: str
     variants: list[VariantInUse] = []
 
+    def find_cost(self) -> tuple[VariantInUse, VariantInUse] | None:
+        """What the program as it was and the variant that runs now took in use; None where they were not compared."""
+        now = [v for v in self.variants if v.variant == self.runs]
+        return (self.variants[-1], now[0]) if self.outcome == "compared" and now else None
+
     @property
     def fell_back(self) -> bool:
         """Whether another variant runs than was chosen."""

@@ -18,7 +18,7 @@ from ..units import (
 from .dvfs import parse_dvfs
 from .node_lease import find_leased_power
 
-POLICIES = ("latency", "throughput_per_watt", "energy", "peak_power")
+POLICIES = ("latency", "throughput_per_watt", "energy", "peak_power", "temperature")
 CAP_POLICIES = ("token_bucket", "driver")
 POINTS = ("auto", "op", "call")
 TOKENS = ("joules", "launches", "warps", "cp_async")

@@ -85,7 +85,7 @@ def schedule(
 
     Tuning by measured joules:
 
-    * `policy`: "latency", "throughput_per_watt", "energy" or "peak_power".
+    * `policy`: "latency", "throughput_per_watt", "energy", "peak_power" or "temperature".
     * `max_slowdown`, `max_temp_c`, `error_tolerance`: what the chosen setting must keep.
     * `budget_s`: the longest search. `search` adds arguments of the function with their values; `per` names the one
       that says how much work a call does. `compile_modes=False`: no torch.compile; `cache=False`: no plans are kept.
@@ -118,6 +118,7 @@ class Schedule:
         self.options = options
         self._blocks = threading.local()
         self._tracker: CapTracker | None = None
+        self._search_tracker: CapTracker | None = None
         self._driver: DriverLimits | None = None
         self._tuned: TunedFunction | None = None
         self.shaper: JobShaper | None = shaper
@@ -127,7 +128,10 @@ class Schedule:
         if options.cap is not None:
             from .cap_report import CapTracker
 
-            self._tracker = CapTracker(options.cap, options.cap_window_ms * 1e-3, tokens=options.tokens)
+            make_tracker = functools.partial(
+                CapTracker, options.cap, options.cap_window_ms * 1e-3, tokens=options.tokens
+            )
+            self._tracker, self._search_tracker = make_tracker(), make_tracker()
 
     # -- as a decorator -------------------------------------------------------------------------------------
 
@@ -234,8 +238,10 @@ class Schedule:
     def _pace(self, each_call: bool) -> contextlib.AbstractContextManager[None]:
         from .control_loop import PacedCall
 
-        assert self._tracker is not None
-        return PacedCall(self._tracker, each_call=each_call)
+        searches = self._tuned is not None and self._tuned.chosen is None
+        tracker = self._search_tracker if searches else self._tracker  # a search is held too, and is no call
+        assert tracker is not None
+        return PacedCall(tracker, each_call=each_call)
 
     @contextlib.contextmanager
     def _hold_floor(self) -> Iterator[None]:

@@ -7,12 +7,24 @@ global switches are set around each call and restored after it: code between two
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from .compilation import compile_modules
-from .parts import FP8, REDUCE_OVERHEAD, TF32, Call, FunctionParts, NotApplicable, WeightCopies, keeps_copies
+from .parts import (
+    FP8,
+    REDUCE_OVERHEAD,
+    TF32,
+    TILE_KNOBS,
+    Call,
+    FunctionParts,
+    NotApplicable,
+    WeightCopies,
+    keeps_copies,
+)
 from .plan import Setting
 
 ATTENTIONS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
@@ -284,6 +296,21 @@ def _benchmark_cudnn(call: Call, parts: FunctionParts, setting: Setting) -> Iter
     yield call_benchmarking
 
 
+@contextlib.contextmanager
+def _use_tile(knob: str, call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
+    """Calls of one operator of ours that name no tile run our kernel with this one."""
+    from ...op import hints
+
+    tile = tuple(int(side) for side in str(setting[knob]).split("x"))
+
+    def call_with_tile(*args: Any, **kwargs: Any) -> Any:
+        now = hints.current()
+        with hints.use(dataclasses.replace(now, tiles={TILE_KNOBS[knob]: tile, **now.tiles})):
+            return call(*args, **kwargs)
+
+    yield call_with_tile
+
+
 # Each takes the call so far, what the function works with and the whole setting, and gives the changed call.
 _CHANGES: dict[str, Callable[[Call, FunctionParts, Setting], AbstractContextManager[Call]]] = {
     "layout": _use_channels_last,
@@ -293,6 +320,7 @@ _CHANGES: dict[str, Callable[[Call, FunctionParts, Setting], AbstractContextMana
     "precision": _lower_precision,
     "attention": _prefer_attention_kernel,
     "cudnn_benchmark": _benchmark_cudnn,
+    **{knob: functools.partial(_use_tile, knob) for knob in TILE_KNOBS},
     "compile": compile_modules,
     "graph": _capture_graph,
 }

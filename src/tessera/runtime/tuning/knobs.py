@@ -15,7 +15,18 @@ from typing import Any
 
 from ...errors import ArgumentError
 from .changes import ATTENTIONS, KNOBS, find_fp8_layers, find_unaligned, prefer_attention
-from .parts import BF16, CHANNELS_LAST, COMPILE_MODES, FOLDED, FP8, FUSED, REDUCE_OVERHEAD, TF32, FunctionParts
+from .parts import (
+    BF16,
+    CHANNELS_LAST,
+    COMPILE_MODES,
+    FOLDED,
+    FP8,
+    FUSED,
+    REDUCE_OVERHEAD,
+    TF32,
+    TILE_KNOBS,
+    FunctionParts,
+)
 from .plan import Value
 from .search import COMPILE, Knob
 
@@ -91,6 +102,15 @@ _TABLE = (
         why="batch norm, sum and relu are done where the convolution writes",
     ),
 )
+# Tiles of our kernels: large ones reuse operands more, small ones keep all multiprocessors busy with a small result.
+TILES = ("128x256x64", "128x128x64", "64x128x64", "64x64x64")
+_TILE = Knob(
+    name="tile",
+    values=(None, *TILES),
+    gain=0.02,  # the best tile took 1.14 times cuBLAS's time and 1.37 times cuDNN's on an H200: it pays for few shapes
+    instead={COMPILE: dict.fromkeys(COMPILE_MODES)},  # compiled code does not ask for hints
+    why="the library's own tile is not always the best for the shape",
+)
 _PRECISION = Knob(name="precision", values=(None, TF32, BF16), gain=0.4, recompiles=True, why="within error_tolerance")
 # fp8 (e4m3) rounds to 3 bits: a product of two such operands is off by some percent.
 FP8_TOLERANCE = 5e-2
@@ -101,12 +121,13 @@ class CallTraits:
     """What one call showed. The defaults mean that nothing was seen.
 
     `infers`: its modules ran without gradients and left their weights alone. `attentions`: kernels worth preferring.
-    `attends`: it calls torch's attention.
+    `attends`: it calls torch's attention. `tiled`: operators of `tessera.op` that it calls without a tile.
     """
 
     infers: bool = False
     attentions: tuple[str, ...] = ()
     attends: bool = False
+    tiled: frozenset[str] = frozenset()
 
 
 def find_knobs(
@@ -142,6 +163,7 @@ def find_knobs(
         values[COMPILE] = (None, COMPILE_MODES[0])
     knobs = [_make_own_knob(name, choices) for name, choices in (own or {}).items()]
     knobs += [replace(k, values=values.get(k.name, k.values)) for k in _TABLE if applies[k.name]]
+    knobs += [replace(_TILE, name=knob) for knob, op in TILE_KNOBS.items() if cuda and op in traits.tiled]
     if tolerance is not None:
         knobs += _precision_knobs(parts, tolerance, torch, infers=cuda and infers)
     return knobs
@@ -178,16 +200,47 @@ def _make_own_knob(name: str, values: Sequence[Value]) -> Knob:
 
 def watch_call(call: Callable[[], Any], parts: FunctionParts) -> CallTraits:
     """Run the function once and watch. The caller restores what the call changes."""
+    from ...op import hints
+
     weights = [t for t in parts.weights() if not t.is_inference()]
     before = [t._version for t in weights]
     try:
-        with _run_eagerly(), _watch_gradients(parts) as gradients, _watch_attention() as kernels:
+        with (
+            _run_eagerly(),
+            _watch_gradients(parts) as gradients,
+            _watch_attention() as kernels,
+            hints.use(replace(hints.current(), tiles=(asked := _AskedTiles(hints.current().tiles)))),
+        ):
             call()
     except Exception:  # noqa: BLE001  (the user's function may fail in any way: the search's first trial reports it)
         return CallTraits()
     unchanged = before == [t._version for t in weights]
     infers = bool(gradients) and not any(gradients) and unchanged
-    return CallTraits(infers=infers, attentions=_find_different(kernels), attends=bool(kernels[None]))
+    return CallTraits(
+        infers=infers,
+        attentions=_find_different(kernels),
+        attends=bool(kernels[None]),
+        tiled=frozenset(asked.without),
+    )
+
+
+class _AskedTiles(Mapping[str, tuple[int, ...]]):
+    """The tiles that are hinted, and the operators that asked for one and found none."""
+
+    def __init__(self, tiles: Mapping[str, tuple[int, ...]]) -> None:
+        self._tiles = tiles
+        self.without: set[str] = set()
+
+    def __getitem__(self, op: str) -> tuple[int, ...]:
+        if op not in self._tiles:
+            self.without.add(op)
+        return self._tiles[op]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tiles)
+
+    def __len__(self) -> int:
+        return 1 + len(self._tiles)  # so that it is asked even where nothing is hinted
 
 
 @contextlib.contextmanager

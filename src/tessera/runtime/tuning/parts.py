@@ -23,6 +23,8 @@ REDUCE_OVERHEAD = "reduce-overhead"
 COMPILE_MODES = ("default", REDUCE_OVERHEAD)
 """Modes of torch.compile that are tried. Not max-autotune: for GPT-2's training on an H200 it compiled for 333 s and
 was no better."""
+TILE_KNOBS = {f"tile_{op}": op for op in ("matmul", "linear", "gemm", "conv2d")}
+"""Knobs that set a tile, and the operator of `tessera.op` whose calls without one they are for."""
 CHANNELS_LAST, FUSED, FOLDED, TF32, BF16, FP8 = "channels_last", "fused", "folded", "tf32", "bf16", "fp8"
 # Weights that change once were loaded; those that change again are being trained, and compiling takes a minute.
 REFREEZES = 1

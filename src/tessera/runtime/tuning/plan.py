@@ -19,6 +19,8 @@ import msgspec
 from ...errors import ArgumentError, RecordingError
 from ...output import replace_when_written
 from ...read_limits import read_bytes
+from ...rewrite.search_cost import count_calls_to_pay
+from ...rewrite.watch import UseReport
 
 if TYPE_CHECKING:
     from .parts import FunctionParts
@@ -52,12 +54,16 @@ class TuningTrial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class OpPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the plan says about one kind of operator. `clock` is a hint for `dvfs="auto"`: "low" or "high"."""
+    """What the plan says about one kind of operator. `clock` is a hint for `dvfs="auto"`: "low" or "high".
+
+    `tile` is that of Tessera's kernel ("128x128x64"); None: the library's own.
+    """
 
     op: str
     calls: int
     share_pct: float
     precision: str | None = None
+    tile: str | None = None
     clock: str | None = None
     why: str = ""
 
@@ -66,6 +72,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The schedule of one function for one machine and one kind of input.
 
     `key` says when it is valid: device, driver, versions of libraries, the function and the shapes of its inputs.
+    `spent_s` and `spent_j` are what the search took; `in_use` is how the plan did in its first calls, None before.
     """
 
     function: str
@@ -78,6 +85,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     key: dict[str, str] = {}
     notes: list[str] = []
     spent_s: float = 0.0
+    spent_j: float | None = None
+    in_use: UseReport | None = None
     made: str = ""
     schema: int = SCHEMA
 
@@ -90,6 +99,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def best(self) -> TuningTrial:
         """The measurement of the chosen setting."""
         return next((t for t in reversed(self.trials) if t.setting == self.setting and not t.refused), self.trials[0])
+
+    @property
+    def paid_after_calls(self) -> int | None:
+        """After how many calls the search has saved what it took; None where a call saves nothing.
+
+        By what the settings took in use where they were compared there, else by their trials.
+        """
+        used = self.in_use.find_cost() if self.in_use is not None else None
+        return count_calls_to_pay(self.spent_s, self.spent_j, *(used or (self.baseline, self.best)))
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON."""
@@ -104,7 +122,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         try:
             raw = msgspec.json.decode(read_bytes(Path(path)))
             if isinstance(raw, dict) and raw.get("schema", 1) == 1:
-                raw |= {"schema": SCHEMA, "trials": [_rename(t) for t in raw.get("trials", ())]}
+                raw |= {"schema": SCHEMA} | {k: [_rename(row) for row in raw.get(k, ())] for k in ("trials", "ops")}
             plan = msgspec.convert(raw, type=cls)
         except OSError as exc:
             raise RecordingError(f"cannot read the plan {path}", why=str(exc), fix=fix) from exc
@@ -121,9 +139,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return plan_text(self)
 
 
-def _rename(trial: Any) -> Any:
-    """A trial of version 1 with today's names."""
-    return {_RENAMED.get(k, k): v for k, v in trial.items()} if isinstance(trial, dict) else trial
+def _rename(row: Any) -> Any:
+    """A trial or an operator of version 1 with today's names; its tile was never set."""
+    return {_RENAMED.get(k, k): v for k, v in row.items() if k != "tile"} if isinstance(row, dict) else row
 
 
 def format_value(value: Value) -> str:
@@ -133,6 +151,11 @@ def format_value(value: Value) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)
+
+
+def format_setting(setting: Mapping[str, Value]) -> str:
+    """A setting for people."""
+    return ", ".join(f"{knob}={format_value(value)}" for knob, value in setting.items()) or "unchanged"
 
 
 def is_same(a: Mapping[str, Value], b: Mapping[str, Value]) -> bool:

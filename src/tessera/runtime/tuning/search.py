@@ -24,6 +24,8 @@ EXHAUSTIVE = 12
 """Spaces up to this many settings are measured whole."""
 COUNTED = 10_000
 """In spaces with more combinations than this, settings that exclude each other are not looked for."""
+POWER_POLICIES = ("peak_power", "temperature")
+"""Policies that minimise mean power: a chip settles at a temperature that follows it, long after a trial has ended."""
 COMPILE = "compile"
 """The knob whose values take long to prepare, and whose code other knobs need compiled again."""
 
@@ -66,14 +68,14 @@ class TuningGoal:
             return math.inf
         if self.policy == "latency":
             return trial.time_s
-        value = trial.power_w if self.policy == "peak_power" else trial.energy_j
+        value = trial.power_w if self.policy in POWER_POLICIES else trial.energy_j
         return math.inf if value is None else value
 
     def error(self, trial: TuningTrial) -> float:
         """Half-width of the score's 90% interval."""
         if self.policy == "latency":
             return trial.error_s or 0.0
-        if self.policy == "peak_power":
+        if self.policy in POWER_POLICIES:
             return 0.01 * (trial.power_w or 0.0)
         return trial.error_j or 0.0
 
@@ -117,17 +119,26 @@ def search(
     goal: TuningGoal,
     *,
     seconds_left: Callable[[], float] = lambda: math.inf,
+    compile_s: float = 0.0,
     progress: Callable[[int, int, TuningTrial], None] | None = None,
 ) -> SearchResult:
-    """Measure settings until the best is known or time is up. The first trial is the function as it is."""
+    """Measure settings until the best is known or time is up. The first trial is the function as it is.
+
+    A trial is begun only if it fits what is left: it takes as long as those before it, and code that is not compiled
+    yet as long as that took for others, or `compile_s` the first time.
+    """
     trials: list[TuningTrial] = []
     size = count_settings(knobs)
     whole = size <= EXHAUSTIVE
     total = size if whole else 1 + sum(len(k.values) - 1 for k in knobs)
     compiling_s: dict[Code, float] = {}
+    measuring_s: list[float] = []
 
     def run_trial(setting: Setting) -> TuningTrial:
+        before_s = seconds_left()
         trial = measure(setting)
+        if math.isfinite(before_s) and not trial.refused:
+            measuring_s.append(max(before_s - seconds_left() - trial.prepared_s, 0.0))
         if trials and not trial.refused and (why := goal.violation(trial, trials[0])):
             import msgspec
 
@@ -142,11 +153,14 @@ def search(
         if any(is_same(t.setting, setting) for t in trials):
             continue
         left, code = seconds_left(), _compiled_code(knobs, setting)
-        if left <= 0:
+        needs_s = statistics.median(measuring_s) if measuring_s else 0.0
+        if left <= needs_s:
             result.cut = True
             break
-        if code and code not in compiling_s and compiling_s and statistics.median(compiling_s.values()) > left:
-            result.cut = True  # it would end long after the time: what needs no compiling still fits
+        if code and code not in compiling_s:
+            needs_s += statistics.median(compiling_s.values()) if compiling_s else compile_s
+        if needs_s > left:
+            result.cut = True  # what needs no compiling still fits
             continue
         trial = run_trial(setting)
         if code:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import gc
 import logging
 import shutil
 import sys
@@ -17,37 +16,43 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 
-from ...errors import ArgumentError, ScheduleError, TesseraError
-from ...estimate.predict import predict
-from ...hardware import identify_board, lookup
-from ...monitor import Monitor
-from ...monitor.core import default
-from ...monitor.iteration import measure_iteration
+from ...errors import ScheduleError
+from ...monitor import EnergyScope, Monitor, default
+from ...monitor.iteration import has_sensor
+from ...rewrite.search_cost import guess_compile_s
 from ...rewrite.state import State
+from ...rewrite.watch import (
+    Candidate,
+    HostClock,
+    StreamClock,
+    UseReport,
+    VariantInUse,
+    WatchedCall,
+    describe_inputs,
+    find_best_in_use,
+)
 from ...units import format_duration
 from ..options import ScheduleOptions
 from .changes import apply_setting
 from .knobs import find_knobs, watch_call
-from .parts import Call, FunctionParts, NotApplicable, find_parts
-from .plan import OpPlan, Plan, Setting, TuningTrial, load_plan, plan_key, store_plan
-from .search import SearchResult, TuningGoal, search
-
-if TYPE_CHECKING:
-    from ...rewrite.compare import Reference
-    from ...rewrite.program import Program
+from .operators import follow_setting, plan_operators
+from .parts import REDUCE_OVERHEAD, Call, FunctionParts, NotApplicable, find_parts
+from .plan import OpPlan, Plan, Setting, TuningTrial, format_setting, is_same, load_plan, plan_key, store_plan
+from .search import POWER_POLICIES, SearchResult, TuningGoal, search
+from .trial import TrialBench
 
 _log = logging.getLogger("tessera")
 
-# The default `max_slowdown`: work per joule at the same speed except for noise; a lower peak costs time.
-_SLOWDOWN = {"latency": None, "throughput_per_watt": 0.01, "energy": None, "peak_power": 0.1}
-# An operator that spends this many times more joules on moving bytes than on arithmetic loses little at a lower clock.
-_MEMORY_SHARE = 2.0
-_OPERATORS = 12
+# The default `max_slowdown`: work per joule at the same speed except for noise; a lower peak, or less heat, costs time.
+_SLOWDOWN = {"latency": None, "throughput_per_watt": 0.01, "energy": None, "peak_power": 0.1, "temperature": 0.1}
+# A trial is measured so long at least, and four times that at most; with a short budget, a thirtieth of it.
+TRIAL_S, _TRIAL_SHARE = 0.6, 1 / 30
+# Capturing and predicting the operators of GPT-2 takes about this long, of which most is loading torch's tracer.
+_CAPTURE_S = 5.0
 
 Progress = Callable[[int, int, TuningTrial], None]
 
@@ -66,6 +71,7 @@ class TunedFunction:
         self._parts: FunctionParts | None = None
         self._stack = ExitStack()
         self._call: Call | None = None
+        self._now: Call = fn
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +89,7 @@ class TunedFunction:
             return result
 
     def plan(self) -> Plan:
-        """What was chosen, what was tried, and why."""
+        """What was chosen, what was tried, and why; in its first calls it may change: see `Plan.in_use`."""
         if self._plan is None:
             raise ScheduleError(
                 "there is no plan yet",
@@ -99,7 +105,7 @@ class TunedFunction:
 
     def use(self, plan: Plan, *args: Any, **kwargs: Any) -> None:
         """Follow a plan that was loaded, without a search; the arguments are those of a call."""
-        self._adopt(plan, find_parts(self._fn, args, kwargs))
+        self._adopt(plan, find_parts(self._fn, args, kwargs), describe_inputs(args, kwargs))
 
     def close(self) -> None:
         """Restore the function: modules and optimizers are as they were."""
@@ -132,7 +138,7 @@ class TunedFunction:
             plan = self._search(parts, args, kwargs, key)
             if options.cache:
                 store_plan(plan)
-        self._adopt(plan, parts)
+        self._adopt(plan, parts, describe_inputs(args, kwargs))
 
     def _search(
         self, parts: FunctionParts, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: dict[str, str]
@@ -148,45 +154,53 @@ class TunedFunction:
             left = format_duration(max(seconds_left(), 0.0))
             _show_progress(f"tuning {name} {done}/{total}, at most {left} more: {_describe_trial(trial)}")
 
-        bench = TrialBench(
-            fn=self._fn,
-            args=args,
-            kwargs=dict(kwargs),
-            parts=parts,
-            state=State(parts),
-            own=options.search,
-            tolerance=options.error_tolerance,
-            monitor=self._monitor,
-            work=self._amount_of_work,
-        )
-        traits = watch_call(lambda: self._fn(*args, **kwargs), parts)
-        bench.state.restore()
-        knobs = find_knobs(
-            parts,
-            tolerance=options.error_tolerance,
-            own=options.search,
-            compile_modes=options.compile_modes,
-            traits=traits,
-        )
-        result = search(
-            knobs,
-            bench,
-            make_goal(options),
-            progress=self._progress or show_trial,
-            seconds_left=seconds_left,
-        )
-        took = format_duration(time.monotonic() - begun)
-        _show_progress(f"tuned {name} in {took}: {len(result.trials)} trials", end="\n")
+        reserve_s = _CAPTURE_S if options.budget_s >= 4 * _CAPTURE_S else 0.0
+        with EnergyScope("tessera.tune", monitor=self._monitor) as scope:
+            bench = self._make_bench(parts, args, kwargs)
+            traits = watch_call(lambda: self._fn(*args, **kwargs), parts)
+            bench.state.restore()
+            knobs = find_knobs(
+                parts,
+                tolerance=options.error_tolerance,
+                own=options.search,
+                compile_modes=options.compile_modes,
+                traits=traits,
+            )
+            result = search(
+                knobs,
+                bench,
+                make_goal(options),
+                progress=self._progress or show_trial,
+                seconds_left=lambda: seconds_left() - reserve_s,
+                compile_s=guess_compile_s(parts.modules, trains=parts.trains),
+            )
+            ops, notes = list[OpPlan](), ["no operators in the plan: budget_s left no time to capture the function"]
+            if seconds_left() >= _CAPTURE_S:
+                ops, notes = plan_operators(self._fn, args, kwargs, key["device"])
+                bench.state.restore()  # it ran the function's Python once more
+        spent_s = time.monotonic() - begun
+        _show_progress(f"tuned {name} in {format_duration(spent_s)}: {len(result.trials)} trials", end="\n")
         if result.trials[0].refused:
             raise ScheduleError(
                 "the function cannot be measured",
                 why=result.trials[0].refused,
                 fix="call it once without a schedule: the error comes from the function",
             )
-        try:
-            return self._make_plan(result, args, kwargs, key, time.monotonic() - begun)
-        finally:
-            bench.state.restore()  # capturing the operators runs the function's Python once more
+        return self._make_plan(result, key, follow_setting(ops, result.best.setting), notes, spent_s, scope.energy_j)
+
+    def _make_bench(self, parts: FunctionParts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrialBench:
+        return TrialBench(
+            fn=self._fn,
+            args=args,
+            kwargs=dict(kwargs),
+            parts=parts,
+            state=State(parts),
+            own=self._options.search,
+            tolerance=self._options.error_tolerance,
+            trial_s=min(TRIAL_S, _TRIAL_SHARE * self._options.budget_s),
+            monitor=self._monitor,
+            work=self._amount_of_work,
+        )
 
     def _amount_of_work(self, setting: Setting) -> float:
         per = self._options.per
@@ -195,12 +209,12 @@ class TunedFunction:
     def _make_plan(
         self,
         result: SearchResult,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
         key: dict[str, str],
+        ops: list[OpPlan],
+        notes: list[str],
         spent_s: float,
+        spent_j: float,
     ) -> Plan:
-        ops, notes = _plan_operators(self._fn, args, kwargs, _find_chip(key["device"]), result.best.setting)
         if result.cut:
             notes.append(f"budget_s={self._options.budget_s:g} ended before every setting was tried")
         basis = result.trials[0].basis
@@ -217,13 +231,97 @@ class TunedFunction:
             key=key,
             notes=notes,
             spent_s=spent_s,
+            spent_j=spent_j if spent_j > 0 else None,
             made=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
 
-    def _adopt(self, plan: Plan, parts: FunctionParts) -> None:
-        self._stack.close()
-        self._call = self._stack.enter_context(apply_setting(self._fn, parts, plan.setting, self._options.search))
+    # -- in use -------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, plan: Plan, parts: FunctionParts, inputs: tuple[Any, ...] | None = None) -> None:
+        """Follow a plan, watched in its first calls; `inputs` are the shapes that it was tuned for."""
         self._plan, self._parts = plan, parts
+        settings = self._find_fallbacks(plan)
+        if len(settings) == 1:
+            self._call = self._enter(plan.setting)
+            return
+        cuda = parts.device is not None and parts.device.type == "cuda"
+        self._call = WatchedCall(
+            [
+                Candidate(
+                    name=format_setting(setting),
+                    enter=functools.partial(self._enter, setting),
+                    promise=self._find_promise(plan, setting),
+                )
+                for setting in settings
+            ],
+            functools.partial(find_best_in_goal, make_goal(self._options)),
+            lambda report: self._settle(report, settings),
+            clock=StreamClock() if cuda else HostClock(),
+            monitor=(self._monitor or default()) if cuda and has_sensor() else None,
+            inputs=inputs,
+        )
+
+    def _enter(self, setting: Setting) -> Call:
+        """The function under a setting, in the place of the one before."""
+        self._stack.close()
+        assert self._parts is not None
+        self._now = self._stack.enter_context(apply_setting(self._fn, self._parts, setting, self._options.search))
+        return self._now
+
+    def _find_fallbacks(self, plan: Plan) -> list[Setting]:
+        """The plan's setting, the next best that replays no graph, and the function as it is, with these arguments."""
+        own = {k: v for k, v in plan.setting.items() if k in self._options.search}
+        if is_same(plan.setting, own):
+            return [plan.setting]
+        goal = make_goal(self._options)
+
+        def may_follow(trial: TuningTrial) -> bool:
+            mine = {k: v for k, v in trial.setting.items() if k in self._options.search}
+            replays = trial.setting.get("graph") or trial.setting.get("compile") == REDUCE_OVERHEAD
+            known = is_same(trial.setting, plan.setting) or is_same(trial.setting, own)
+            return mine == own and not (trial.refused or replays or known)
+
+        others = sorted(filter(may_follow, plan.trials), key=goal.score)[:1]
+        return [plan.setting, *(t.setting for t in others), own]
+
+    def _find_promise(self, plan: Plan, setting: Setting) -> TuningTrial | None:
+        """What a whole call took in the trial of a setting; None where it had none."""
+        trial = next((t for t in reversed(plan.trials) if is_same(t.setting, setting) and t.time_s), None)
+        work = self._amount_of_work(setting)
+        if trial is None or trial.time_s is None:
+            return None
+        joules = None if trial.energy_j is None or trial.basis != "measured" else work * trial.energy_j
+        return msgspec.structs.replace(trial, time_s=work * trial.time_s, energy_j=joules)
+
+    def _settle(self, report: UseReport, settings: Sequence[Setting]) -> None:
+        """Follow what kept its promise, or what was best in use; the next process begins with that."""
+        assert self._plan is not None
+        self._call = self._now
+        runs = next(s for s in settings if format_setting(s) == report.runs)
+        if report.fell_back:
+            _log.warning("%s: in use %s was better than %s", self._plan.function, report.runs, report.chosen)
+        ops = follow_setting(self._plan.ops, runs)
+        self._plan = msgspec.structs.replace(self._plan, setting=runs, ops=ops, in_use=report)
+        if self._options.cache and self._plan.key:
+            store_plan(self._plan)
+
+
+def find_best_in_goal(goal: TuningGoal, figures: Sequence[VariantInUse]) -> int:
+    """The place of the best by a goal, of settings in use; the last one is the function as it is.
+
+    Watts are not compared in use: they follow from what else the loop does.
+    """
+    trials = [
+        TuningTrial(setting={}, time_s=f.time_s, error_s=f.error_s, energy_j=f.energy_j, error_j=f.error_j)
+        for f in figures
+    ]
+    usable = [i for i, t in enumerate(trials) if not goal.violation(t, trials[-1])]
+    if goal.policy in POWER_POLICIES:
+        return usable[0]
+    best = find_best_in_use(
+        [figures[i] for i in usable], by=("time",) if goal.policy == "latency" else ("energy", "time")
+    )
+    return usable[best]
 
 
 def make_goal(options: ScheduleOptions) -> TuningGoal:
@@ -237,11 +335,10 @@ def make_goal(options: ScheduleOptions) -> TuningGoal:
 
 
 def _describe_trial(trial: TuningTrial) -> str:
-    what = ", ".join(f"{k}={v}" for k, v in trial.setting.items()) or "as it is"
     figures = trial.refused or f"{(trial.time_s or 0) * 1e3:.3g} ms" + (
         f", {trial.energy_j:.3g} J" if trial.energy_j is not None else ""
     )
-    return f"{what}: {figures}"
+    return f"{format_setting(trial.setting)}: {figures}"
 
 
 def _show_progress(line: str, end: str = "") -> None:
@@ -250,143 +347,3 @@ def _show_progress(line: str, end: str = "") -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[Ktessera: {line[: shutil.get_terminal_size().columns - 10]}{end}")
         sys.stderr.flush()
-
-
-# -- one trial --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, kw_only=True)
-class TrialBench:
-    """Measures settings: whether the result is the same, and a call's seconds and joules.
-
-    `work` says how much a call does under a setting, where that differs. A trial is measured for `trial_s` at least
-    and four times that at most.
-    """
-
-    fn: Call
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    parts: FunctionParts
-    state: State
-    own: Mapping[str, Any]
-    tolerance: float | None = None
-    trial_s: float = 0.6
-    monitor: Monitor | None = None
-    work: Callable[[Setting], float] = lambda setting: 1.0
-    reference: Reference | None = None
-
-    def __call__(self, setting: Setting) -> TuningTrial:
-        """Apply, check, measure, undo, and restore the state. A failure gives a refused trial."""
-        trial = self._run(setting)
-        if trial.refused:
-            # After a failed capture later trials ran slower (benchmarks/results/tune.json). Cycles that it leaves, a
-            # backward pass whose last nodes belong to its stream, are the cause that torch's warning names.
-            gc.collect()
-        return trial
-
-    def _run(self, setting: Setting) -> TuningTrial:
-        begun = time.monotonic()
-        try:
-            if self.reference is None:  # of the function as it is; number formats change only within a tolerance
-                retyped = self.tolerance is not None
-                self.reference = self.program.make_reference(self.args, self.kwargs, self.tolerance, retyped=retyped)
-            with apply_setting(self.fn, self.parts, setting, self.own) as call:
-                return self._measure(call, setting, self.reference, begun)
-        except NotApplicable as exc:
-            refused = str(exc)
-        except TesseraError as exc:
-            refused = exc.what
-        except Exception as exc:  # noqa: BLE001  (a compiler may fail in any way; the function still runs without it)
-            first = next((line.strip() for line in str(exc).splitlines() if line.strip()), "no message")
-            refused = f"{type(exc).__name__}: {first}"
-        finally:
-            self.state.restore()
-        return TuningTrial(setting=dict(setting), refused=refused)
-
-    @property
-    def program(self) -> Program:
-        """The function as a program to check, from the stored state."""
-        from ...rewrite.program import Program
-
-        parts = self.parts
-        return Program(call=self.fn, modules=parts.modules, optimizers=parts.optimizers, mode="call", state=self.state)
-
-    def _measure(self, call: Call, setting: Setting, reference: Reference, begun: float) -> TuningTrial:
-        deviation = 0.0
-        if not any(k in self.own for k in setting):  # other arguments give other results
-            verdict = reference.compare(self.program.observe(call, self.args, self.kwargs))
-            deviation = verdict.result
-            if not verdict.ok:
-                refused = f"it changed the result: {verdict.why}"
-                return TuningTrial(setting=dict(setting), deviation=deviation, refused=refused)
-        prepared_s, work = time.monotonic() - begun, self.work(setting)
-        again = functools.partial(call, *self.args, **self.kwargs)
-        figures = measure_iteration(again, 4 * self.trial_s, monitor=self.monitor, modelled=True)
-        joules = figures.energy_j
-        return TuningTrial(
-            setting=dict(setting),
-            time_s=figures.time_s / work,
-            error_s=_error_or_default(figures.error_s, figures.time_s) / work,
-            energy_j=None if joules is None else joules / work,
-            error_j=None if joules is None else _error_or_default(figures.spread_j, joules) / work,
-            power_w=figures.power_w,
-            temp_c=self._read_temperature(),
-            deviation=deviation,
-            prepared_s=prepared_s,
-            basis=figures.basis,
-        )
-
-    def _read_temperature(self) -> float | None:
-        telemetry = (self.monitor or default()).sampler.telemetry.values()
-        last = [t[-1].temperature_c for t in telemetry if len(t) and t[-1].temperature_c is not None]
-        return max(last, default=None)
-
-
-def _error_or_default(error: float | None, value: float) -> float:
-    """A single batch has no interval: a twentieth is assumed."""
-    return 0.05 * value if error is None else error
-
-
-# -- the operators of a plan ------------------------------------------------------------------------------------------
-
-
-def _find_chip(board: str) -> str | None:
-    """The catalogue's name of the device; None where it has none."""
-    try:
-        return None if board == "cpu" else identify_board(board).id
-    except ArgumentError:
-        return None
-
-
-def _plan_operators(
-    fn: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], chip: str | None, setting: Setting
-) -> tuple[list[OpPlan], list[str]]:
-    """The operators of one call by predicted joules; and notes, such as why there are none."""
-    try:
-        report = predict(lambda *a: fn(*a, **dict(kwargs)), args, on=lookup(chip or "h200"), check_memory=False)
-    except TesseraError as exc:
-        return [], [f"no operators in the plan: {exc.what.splitlines()[0]}"]
-    except Exception as exc:  # noqa: BLE001  (the user's function, run on tensors without data, may fail in any way)
-        return [], [f"no operators in the plan: it cannot be captured ({type(exc).__name__})"]
-    total = sum(d.total_energy_j for d in report.descriptors) or 1.0
-    by_kind: dict[str, list[Any]] = {}
-    for d in report.descriptors:
-        by_kind.setdefault(d.kind or d.subgraph_name, []).append(d)
-    rows = [_plan_operator(kind, group, total, setting) for kind, group in by_kind.items()]
-    rows.sort(key=lambda r: -r.share_pct)
-    notes = [] if chip else ["the operators' shares are predicted for an H200: this machine's chip is not catalogued"]
-    return rows[:_OPERATORS], notes
-
-
-def _plan_operator(kind: str, group: Sequence[Any], total: float, setting: Setting) -> OpPlan:
-    memory_bound = sum(d.memory_energy_j for d in group) > _MEMORY_SHARE * sum(d.compute_energy_j for d in group)
-    return OpPlan(
-        op=kind,
-        calls=sum(d.calls for d in group),
-        share_pct=100 * sum(d.total_energy_j for d in group) / total,
-        clock="low" if memory_bound else "high",
-        why="it mostly moves bytes: a lower clock costs little time"
-        if memory_bound
-        else "it computes: it needs the clock",
-        precision=None if setting.get("precision") is None else str(setting["precision"]),
-    )
