@@ -1,20 +1,24 @@
 """Hostile and damaged files through the commands that read them, each in a process of its own with limits.
 
-    python benchmarks/fuzz/fuzz_files.py 10000 [--jobs 4]
+    python benchmarks/fuzz/fuzz_files.py 10000 [--jobs 4] [--tried FILE]
 
 Run files (flips, cuts, views, journals, rows without end, nested facts, damaged tables, a killed run's log), traces
 (bombs, cut lists, nesting, wrong JSON, odd values), power logs, reports in JSON and chip files. A case is bounded by 5
 s of CPU and 2 s for each 10 MB of each file that it reads, and by 1 GB of memory. It ends refused (one of our errors),
 right (the answer of the undamaged file, where it can be known; else an answer), wrong, as a traceback, too slow or too
-big. Every case is made from its number: --case N.
+big. Every case is made from its number: --case N. `--tried` names a file that gets a line for each case as it ends; a
+case that has one there is not run again, so that a long series may be stopped and gone on with.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gzip
 import hashlib
+import io
+import json
 import multiprocessing
 import os
 import random
@@ -28,11 +32,12 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -386,10 +391,54 @@ def run_numbered(number: int) -> tuple[int, str, str, float]:
     return number, *run(number)
 
 
-def run_all(first: int, count: int, jobs: int) -> Iterator[tuple[int, str, str, float]]:
-    """All cases, some at a time; each is a process of its own in any case."""
-    with multiprocessing.get_context("fork").Pool(jobs, signal.signal, (signal.SIGTERM, signal.SIG_DFL)) as pool:
-        yield from pool.imap_unordered(run_numbered, range(first, first + count), chunksize=8)
+class Tried:
+    """How each case ended, kept in a file where one is given: one line of JSON a case."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.ends: dict[int, tuple[str, str, float]] = {}
+        lines = path.read_text().splitlines() if path and path.exists() else []
+        for number, *end in map(json.loads, lines):
+            self.ends[number] = tuple(end)
+        self._file = path.open("a", buffering=1) if path else contextlib.nullcontext()
+
+    def __enter__(self) -> Tried:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def run(self, numbers: Sequence[int], jobs: int) -> None:
+        """Run the cases, some at a time (each is a process of its own in any case), until all are done or SIGTERM."""
+        stopping: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
+        seen: set[str] = set()
+        with multiprocessing.get_context("fork").Pool(jobs, signal.signal, (signal.SIGTERM, signal.SIG_DFL)) as pool:
+            for number, *end in pool.imap_unordered(run_numbered, numbers, chunksize=8):
+                self.ends[number] = name, how, _ = tuple(end)
+                if isinstance(self._file, io.TextIOBase):
+                    self._file.write(json.dumps([number, *end]) + "\n")
+                if is_bad(how) and how not in seen:
+                    seen.add(how)
+                    print(number, name, how, flush=True)
+                if stopping:
+                    break
+
+    def figures(self) -> dict[str, Any]:
+        """How many ended how, by kind; what was bad; the slowest."""
+        ends: dict[str, Counter[str]] = defaultdict(Counter)
+        for name, how, _ in self.ends.values():
+            ends[name][how.partition(":")[0]] += 1
+        bad = {number: how for number, (_, how, _) in sorted(self.ends.items()) if is_bad(how)}
+        slowest_s, slowest = max(((end[2], number) for number, end in self.ends.items()), default=(0.0, -1))
+        total = sum(ends.values(), Counter[str]())
+        return {"cases": len(self.ends), "ends": {k: dict(v) for k, v in ends.items()}, "total": dict(total),
+                "bad": dict(Counter(bad.values())), "bad_cases": list(bad), "slowest_cpu_s": slowest_s, "slowest_case": slowest}  # fmt: skip
+
+
+def is_bad(how: str) -> bool:
+    """Whether a case ended neither refused nor right."""
+    return how not in ("right", "refused")
 
 
 def import_all() -> None:
@@ -412,6 +461,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--case", type=int, help="run one case here and show how it ends")
+    parser.add_argument("--tried", type=Path, help="cases tried already; what is tried is added")
     parser.add_argument("--save", type=Path, default=BENCHMARKS / "results" / "fuzz_files.json")
     given = parser.parse_args()
     if given.case is not None:
@@ -424,37 +474,19 @@ def main() -> None:
     import_all()
     _expected("run: flips"), _expected("run: killed")
     begun = time.perf_counter()
-    ends: dict[str, Counter[str]] = defaultdict(Counter)
-    bad: Counter[str] = Counter()
-    slowest = (0.0, -1)
-    stopping: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))  # what was tried until then is stored
-    done = 0
-    for done, (number, name, how, seconds) in enumerate(run_all(given.first, given.count, given.jobs), 1):
-        if done % 1000 == 0:
-            print(f"{done} of {given.count} files, {time.perf_counter() - begun:.0f} s", flush=True)
-        short = how.partition(":")[0]
-        ends[name][short] += 1
-        slowest = max(slowest, (seconds, number))
-        if short not in ("right", "refused"):
-            bad[how] += 1
-            if bad[how] == 1:
-                print(number, name, how, flush=True)
-        if stopping:
-            break
-    for name, counted in ends.items():
+    with Tried(given.tried) as tried:
+        before = len(tried.ends)
+        tried.run([n for n in range(given.first, given.first + given.count) if n not in tried.ends], given.jobs)
+        figures = tried.figures()
+    for name, counted in figures["ends"].items():
         print(f"{name:15}", "  ".join(f"{how} {n}" for how, n in sorted(counted.items())))
-    total = sum(ends.values(), Counter[str]())
-    print(
-        f"{done} of {given.count} files:",
-        "  ".join(f"{how} {n}" for how, n in sorted(total.items())),
-        f"slowest {slowest}",
-    )
-    figures = {"cases": done, "asked": given.count, "first": given.first, "ends": {k: dict(v) for k, v in ends.items()}, "total": dict(total), "bad": dict(bad),
-               "slowest_cpu_s": slowest[0], "slowest_case": slowest[1], "seconds": time.perf_counter() - begun}  # fmt: skip
-    if done >= 1000:
-        write_result(given.save, figures)
-    raise SystemExit(1 if bad else 0)
+    totals = "  ".join(f"{how} {n}" for how, n in sorted(figures["total"].items()))
+    print(f"{figures['cases']} of {given.count} files: {totals}  slowest {figures['slowest_cpu_s']:.1f} CPU s,",
+          f"case {figures['slowest_case']}")  # fmt: skip
+    figures |= {"asked": given.count, "first": given.first, "tried_before": before}
+    if figures["cases"] >= 1000:
+        write_result(given.save, figures | {"seconds": time.perf_counter() - begun})
+    raise SystemExit(1 if figures["bad"] else 0)
 
 
 if __name__ == "__main__":
