@@ -1,10 +1,11 @@
-"""Run the whole suite several times beside busy loops, and tell whether any test is red by chance.
+"""Run the whole suite several times beside load, and tell whether any test is red by chance.
 
-    python benchmarks/measure/suite_under_load.py --runs 10 --busy 4 [--commit HEAD] [--clone FOLDER]
+    python benchmarks/measure/suite_under_load.py --runs 10 --together 5 [--busy 4] [--commit HEAD] [--venv FOLDER]
 
-Each run is `make test` in a clean clone at one commit, one run after the other; the first one also installs. `--clone`
-names a clone that is already there and installed. A run is green if make ends with 0 and no test was retried. After each
-run the results are written, so that an interrupted series says how many runs it had.
+Each run is `make tests` in a clean clone of one commit. `--together` of them run at a time, each the load of the others,
+which says more for its minutes than `--busy` loops do. The environment is made once, in the first clone, or is the one
+of `--venv`. A run is green if make ends with 0 and no test was retried. After each run the results are written, so that
+an interrupted series says how many runs it had.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import argparse
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +47,14 @@ def busy_loops(count: int) -> Iterator[None]:
             loop.wait()
 
 
-def make_clone(folder: Path, commit: str) -> None:
-    """A clean clone of this repository at the commit."""
+def make_clone(folder: Path, commit: str, venv: Path | None) -> None:
+    """A clean clone of this repository at the commit, with the environment."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
     subprocess.run(["git", "checkout", "-q", commit], cwd=folder, check=True)
+    if venv is None:
+        subprocess.run(["make", ".venv/.dev"], cwd=folder, check=True)
+    else:
+        (folder / ".venv").symlink_to(venv)
 
 
 def read_log(text: str) -> dict[str, Any]:
@@ -54,55 +63,95 @@ def read_log(text: str) -> dict[str, Any]:
     return {"tests": {how: int(n) for n, how in _COUNT.findall(last)}, "red": sorted(set(_RED.findall(text)))}
 
 
-def run_suite(clone: Path, log: Path) -> dict[str, Any]:
-    """One `make test`; its exit code, its seconds and what its log says."""
-    begun = time.perf_counter()
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            ["make", "test"], cwd=clone, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
+@dataclass
+class Series:
+    """Runs of the suite, some at a time, and what they found."""
+
+    clones: list[Path]
+    logs: Path
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    processes: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, number: int) -> dict[str, Any]:
+        """One run in a clone that is free; its exit code, its seconds and what its log says."""
+        with self.lock:
+            clone = self.clones.pop()
+        begun, log = time.perf_counter(), self.logs / f"run-{number}.log"
+        with log.open("w") as out, tempfile.TemporaryDirectory(prefix="suite-") as scratch:
+            # The environment is installed already, perhaps from another checkout: this clone's sources come first. `-o`:
+            # it is not out of date because this clone's files are newer.
+            process = subprocess.Popen(
+                ["make", "-o", ".venv/.dev", "tests"], cwd=clone, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True, env={**os.environ, "PYTHONPATH": str(clone / "src"), "TMPDIR": scratch},
+            )  # fmt: skip
+            with self.lock:
+                self.processes.add(process)
             code = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            raise
-    found = read_log(log.read_text(errors="replace"))
-    green = code == 0 and not found["red"] and "rerun" not in found["tests"]
-    return {"green": green, "seconds": round(time.perf_counter() - begun, 1), "load": os.getloadavg()[1], **found}
+        found = read_log(log.read_text(errors="replace"))
+        green = code == 0 and not found["red"] and "rerun" not in found["tests"]
+        load = os.getloadavg()[2]
+        found = {"run": number, "green": green, "seconds": round(time.perf_counter() - begun, 1), "load": load, **found}
+        with self.lock:
+            self.processes.discard(process)
+            self.clones.append(clone)
+            self.runs.append(found)
+        return found
+
+    def stop(self) -> None:
+        """End what still runs."""
+        with self.lock:
+            for process in self.processes:
+                os.killpg(process.pid, signal.SIGTERM)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--busy", type=int, default=4, help="processes that never rest, beside each run")
+    parser.add_argument("--together", type=int, default=1, help="runs at a time")
+    parser.add_argument("--busy", type=int, default=0, help="processes that never rest, beside the runs")
     parser.add_argument("--commit", default="HEAD")
-    parser.add_argument("--clone", type=Path, help="a clone that is already there, at the commit to test")
+    parser.add_argument("--venv", type=Path, help="an environment that is already there")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "suite_under_load")
     parser.add_argument("--save", type=Path, default=BENCHMARKS / "results" / "suite_under_load.json")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run and the busy loops end too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the runs and the busy loops end too
     given.logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        clone = given.clone or Path(folder) / "clone"
-        if given.clone is None:
-            make_clone(clone, given.commit)
-        words = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(words, cwd=clone, capture_output=True, text=True, check=True).stdout.strip()
-        runs: list[dict[str, Any]] = []
-        for number in range(1, given.runs + 1):
-            with busy_loops(given.busy):
-                found = run_suite(clone, given.logs / f"{commit}-{number}.log")
-            runs.append(found)
-            counted = ", ".join(f"{n} {how}" for how, n in found["tests"].items())
-            word = "green" if found["green"] else "RED"
-            print(
-                f"run {number} of {given.runs}: {word}, {found['seconds']:.0f} s, {counted}", *found["red"], flush=True
-            )
-            green = sum(r["green"] for r in runs)
-            write_result(given.save, {"tested": commit, "busy_loops": given.busy, "green": green, "runs": runs})
-    print(f"{green} of {len(runs)} runs green beside {given.busy} busy loops (goal: all of ten)")
-    raise SystemExit(green < len(runs))
+    words = ["git", "rev-parse", "--short", given.commit]
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    with tempfile.TemporaryDirectory(prefix="clones-") as folder, busy_loops(given.busy):
+        clones = [Path(folder) / str(n) for n in range(min(given.together, given.runs))]
+        venv = given.venv.absolute() if given.venv else None
+        for clone in clones:
+            make_clone(clone, commit, venv)
+            venv = venv or clone / ".venv"
+        series = Series(clones, given.logs)
+        with ThreadPoolExecutor(given.together) as pool:
+            try:
+                for found in pool.map(series.run, range(1, given.runs + 1)):
+                    counted = ", ".join(f"{n} {how}" for how, n in found["tests"].items())
+                    word = "green" if found["green"] else "RED"
+                    print(f"run {found['run']} of {given.runs}: {word}, {found['seconds']:.0f} s, {counted}",
+                          *found["red"], flush=True)  # fmt: skip
+                    write_series(given.save, series, commit, given)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                series.stop()
+                raise
+    green = sum(r["green"] for r in series.runs)
+    print(f"{green} of {len(series.runs)} runs green, {given.together} at a time (goal: all of ten)")
+    raise SystemExit(green < len(series.runs))
+
+
+def write_series(path: Path, series: Series, commit: str, given: argparse.Namespace) -> None:
+    """Store what is known so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with series.lock:
+        runs = sorted(series.runs, key=lambda r: r["run"])
+    red = sorted({name for r in runs for name in r["red"]})
+    write_result(path, {"tested": commit, "together": given.together, "busy_loops": given.busy,
+                        "green": sum(r["green"] for r in runs), "red": red, "runs": runs,
+                        "cpu_s_a_run": round((used.ru_utime + used.ru_stime) / len(runs), 1)})  # fmt: skip
 
 
 if __name__ == "__main__":
