@@ -65,6 +65,10 @@ def test_from_serve_to_release(tmp_path, governor):
         assert "of 10 kW allowed" in said and "train" in said and "me" in said
         assert json.loads(tessera("status", "--json", env=env))["jobs"][0]["state"] == "active"
         assert "did you mean 'me'" in tessera("request", "x", "--watts", "mee=1W", env=env, code=1)
+        assert "would shed nothing" in tessera("shed", "--reason", "x", "--to", "11kW", env=env, code=1)
+        assert "no emergency" in tessera("resume", env=env)
+        assert "to 1 kW" in tessera("shed", "--reason", "feed B lost", "--to", "1kW", env=env)
+        assert "feed B lost" in tessera("resume", env=env)
         assert "released" in tessera("release", "train", env=env)
         client.close()
     finally:

@@ -16,6 +16,7 @@ from tessera.fleet.governor.daemon import DriverCap, LeaseFile, NodeDaemon, find
 from tessera.fleet.governor.tokens import Role
 from tessera.fleet.leases import BudgetPolicy, PowerRequest
 from tessera.monitor.snapshot import DomainReading, Snapshot
+from tessera.report.governor import describe_daemon
 from tessera.runtime import options
 from tessera.runtime.node_lease import LeaseReader, NodeLease, write_lease
 
@@ -68,6 +69,8 @@ def step(daemon):
 def test_a_node_keeps_to_its_lease_and_falls_back_before_it_ends(governor):
     caps, clock, seen = Caps(), Clock(), []
     daemon = make(governor, caps, clock, on_change=seen.append, read_power=lambda: (321.0, 4000.0))
+    daemon.enforce()
+    assert seen[-1].cap_w is None and "waits for the governor" in describe_daemon(seen[-1])  # it is not 0 W
     step(daemon)
     assert caps.told == [(500.0, 500.0)]
     governor.client().request(PowerRequest(job="a", watts={"n0": 3000.0}))

@@ -63,11 +63,33 @@ def test_a_job_from_request_to_release(governor):
     assert (status.measured_w, status.exposure_w, status.limit_w) == (5000.0, 4000.0, 10_000.0)
     client.declare_emergency("test", 1000.0)
     assert client.show_job("a").state is JobState.SHED
-    client.end_emergency()
+    assert client.end_emergency().ended.reason == "test"
+    assert client.end_emergency().ended is None  # once more does nothing
     assert client.release("a").state is JobState.ENDED
     with pytest.raises(GovernorRefusal, match="jobs or a lease") as refused:
         client.remove("n0")
     assert refused.value.code == "busy"
+
+
+def test_every_refusal_says_why(governor):
+    client = governor.client()
+    client.join("n0", 500.0, session="s", max_w=5000.0)
+    client.request(PowerRequest(job="a", watts={"n0": 4000.0}))
+    refused = [
+        lambda: client.declare_emergency("more", 10_001.0),
+        lambda: client.request(PowerRequest(job="a", watts={"n0": 3000.0})),
+        lambda: client.request(PowerRequest(job="b", watts={"n0": 30_000.0})),
+        lambda: client.request(PowerRequest(job="b", watts={"n1": 3000.0})),
+        lambda: client.show_job("b"),
+        lambda: client.remove("n0"),
+        lambda: client.join("n1", 50_000.0, session="s"),
+        lambda: governor.client(Role.READ).join("n0", 1.0, session="s"),
+    ]
+    for call in refused:
+        with pytest.raises(GovernorRefusal) as said:
+            call()
+        assert said.value.what and said.value.why and said.value.fix
+    assert client.describe().emergency is None
 
 
 def test_every_route_is_answered_and_described(governor):
@@ -184,7 +206,7 @@ def test_what_is_wrong_changes_nothing(shared, name):
     head, _, body = answer.partition(b"\r\n\r\n")
     assert int(head.split()[1]) == status, answer
     error = json.loads(body)["error"]
-    assert error["code"] and error["what"]
+    assert error["code"] and error["what"] and error["why"] and error["fix"]
     assert token not in answer
     budget = shared.service.budget
     assert (budget.queue.jobs, budget.ended, list(budget.ledger.nodes)) == ({}, {}, ["n0"])

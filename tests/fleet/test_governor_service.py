@@ -8,6 +8,7 @@ import stat
 import pytest
 
 from tessera.errors import ArgumentError, GovernorError, GovernorRefusal
+from tessera.fleet import budget as budget_module
 from tessera.fleet.governor import service as service_module
 from tessera.fleet.governor.service import GovernorService, open_service
 from tessera.fleet.governor.store import LeaseStore, encode_row
@@ -60,6 +61,39 @@ def test_a_restart_keeps_every_lease(tmp_path, clock):
     assert after.exposure_w == before.exposure_w == 7000.0
     assert again.show_job("gone").state is JobState.ENDED
     assert again.heartbeat("n0", "s", grant.seq, None).seq == grant.seq + 1
+
+
+def test_ended_jobs_are_decoded_only_when_asked_for_and_the_oldest_is_forgotten_first(tmp_path, clock, monkeypatch):
+    service = start(tmp_path, clock)
+    fill(service)
+    save(service)
+    for name in ("z", "y", "x"):
+        service.request(PowerRequest(job=name, watts={"n1": 1.0}))
+        service.release(name)
+        save(service)
+    service.store.close()
+    again = start(tmp_path, clock)
+    assert list(again.budget.ended) == ["gone", "z", "y", "x"]
+    assert all(isinstance(job, bytes) for job in again.budget.ended._jobs.values())
+    assert again.request(PowerRequest(job="y", watts={"n1": 1.0})).state is JobState.ENDED  # a late copy
+    monkeypatch.setattr(budget_module, "ENDED_KEPT", 4)
+    again.release("b")
+    save(again)
+    again.store.close()
+    last = start(tmp_path, clock)
+    assert list(last.budget.ended) == ["z", "y", "x", "b"] and list(last.budget.queue.jobs) == ["a"]
+
+
+def test_a_state_of_the_first_version_is_read(tmp_path, clock):
+    """There, jobs that had ended stood among the others."""
+    service = start(tmp_path, clock)
+    fill(service)
+    service.store.write([encode_row("job", "gone", service.budget.ended["gone"])])
+    service.store._db.execute("DROP TABLE ended")
+    service.store._db.execute("PRAGMA user_version=1")
+    service.store.close()
+    again = start(tmp_path, clock)
+    assert again.show_job("gone").state is JobState.ENDED and "gone" not in again.budget.queue.jobs
 
 
 def test_what_was_not_written_was_never_promised(tmp_path, clock):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
-from ..units import parse_fraction, parse_power
+from ..units import format_power, parse_fraction, parse_power
 from .governor_token import command as token_command
 from .governor_token import default_state, print_json, state_option
 from .main import NearestGroup
@@ -367,8 +367,11 @@ def shed(reason: str, to_w: float | None, url: str | None, token_file: Path | No
     Example:
       tessera governor shed --reason "feed B lost" --to 8kW
     """
-    _connect(url, token_file, ca_file).declare_emergency(reason, to_w)
-    click.echo("nodes are told with their next heartbeat\nnext, when it is over: tessera governor resume")
+    emergency = _connect(url, token_file, ca_file).declare_emergency(reason, to_w)
+    to = f"to {format_power(emergency.to_w)}" if emergency.to_w else "to the guaranteed shares"
+    click.echo(
+        f"leases fall {to}: nodes are told with their next heartbeat\nnext, when it is over: tessera governor resume"
+    )
 
 
 @command.command("resume")
@@ -380,7 +383,8 @@ def resume(url: str | None, token_file: Path | None, ca_file: Path | None) -> No
     Example:
       tessera governor resume
     """
-    _connect(url, token_file, ca_file).end_emergency()
+    ended = _connect(url, token_file, ca_file).end_emergency().ended
+    click.echo("there is no emergency: nothing changed" if ended is None else f"ended: {ended.reason}")
 
 
 @command.command("remove")

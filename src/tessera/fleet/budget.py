@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 
 from ..errors import GovernorRefusal, did_you_mean
 from .admission import JobQueue
@@ -54,7 +54,7 @@ class Budget:
         self.policy = policy
         self.queue = JobQueue(policy)
         self.ledger = ExposureLedger(policy.limit_w)
-        self.ended: dict[str, JobLease] = {}
+        self.ended: MutableMapping[str, JobLease] = {}
         self.emergency: Emergency | None = None
         self.changed: set[tuple[str, str]] = set()
         self.now_s = -math.inf
@@ -72,10 +72,12 @@ class Budget:
         *,
         nodes: Iterable[GovernedNode],
         jobs: Iterable[JobLease],
+        ended: MutableMapping[str, JobLease] | None = None,
         emergency: Emergency | None = None,
     ) -> Budget:
         """The budget as it was saved, on the same clock. Leases last as long as they would have."""
         budget = cls(policy)
+        budget.ended = {} if ended is None else ended
         budget.now_s, budget.emergency = now_s, emergency
         for node in nodes:
             budget.queue.set_node(node.name, node.guaranteed_w, node.max_w)
@@ -231,6 +233,7 @@ class Budget:
             raise GovernorRefusal(
                 "conflict",
                 f"job {request.job!r} has asked for something else before",
+                why="a name stands for one request: the same message twice must be one job",
                 fix="release it, and ask under a new name",
             )
         return self.describe_job(request.job)
@@ -318,6 +321,13 @@ class Budget:
     def declare_emergency(self, now_s: float, reason: str, to_w: float | None = None) -> Emergency:
         """Bring all leases down to `to_w` (default: the guaranteed shares); the lowest priorities are shed first."""
         now_s = self.advance(now_s)
+        if to_w is not None and to_w > self.policy.limit_w:
+            raise GovernorRefusal(
+                "too_large",
+                f"an emergency down to {to_w:g} W would shed nothing",
+                why=f"all leases together have {self.policy.limit_w:g} W at most",
+                fix="name fewer watts, or none: down to the guaranteed shares",
+            )
         emergency = Emergency(to_w=0.0 if to_w is None else max(0.0, to_w), reason=reason, since_s=now_s)
         self._shed(emergency)
         return emergency
@@ -332,9 +342,9 @@ class Budget:
             self.queue.shed(lease, emergency.reason)
             self.changed.add(("job", lease.request.job))
 
-    def end_emergency(self, now_s: float) -> None:
-        """Let jobs that were shed wait for admission again, and start softly."""
-        now_s = max(self.now_s, now_s)
+    def end_emergency(self, now_s: float) -> Emergency | None:
+        """Let jobs that were shed wait for admission again, and start softly; the emergency that there was."""
+        now_s, was = max(self.now_s, now_s), self.emergency
         self.emergency = None
         self.changed.add(("emergency", ""))
         for lease in self.queue.jobs.values():
@@ -342,6 +352,7 @@ class Budget:
                 self.queue.requeue(lease)
                 self.changed.add(("job", lease.request.job))
         self._admit(now_s)
+        return was
 
     # -- time -----------------------------------------------------------------------------------------------
 
@@ -379,14 +390,16 @@ class Budget:
         if node is None:
             near = did_you_mean(name, self.ledger.nodes) if len(self.ledger.nodes) < 256 else ""  # it compares with all
             fix = f"on that node: tessera governor join --node {name}"
-            raise GovernorRefusal("unknown_node", f"there is no node {name!r}{near}", fix=fix)
+            raise GovernorRefusal(
+                "unknown_node", f"there is no node {name!r}{near}", why="no daemon has joined for it", fix=fix
+            )
         return node
 
     def _find_job(self, name: str) -> JobLease:
         lease = self.queue.jobs.get(name) or self.ended.get(name)
         if lease is None:
-            fix = "`tessera governor status` lists the jobs"
-            raise GovernorRefusal("unknown_job", f"there is no job {name!r}", fix=fix)
+            fix, why = "`tessera governor status` lists the jobs", "it never asked for watts, or ended long ago"
+            raise GovernorRefusal("unknown_job", f"there is no job {name!r}", why=why, fix=fix)
         return lease
 
     def describe_job(self, name: str) -> JobStatus:

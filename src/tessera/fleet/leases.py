@@ -195,6 +195,13 @@ class Emergency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndedEmergency:
+    """The emergency that was ended; None where there was none."""
+
+    ended: Emergency | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
     """What a job is told. `granted_w` is what its nodes may draw for it now; `position` its place in the queue."""
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.text import Text
-
 from ..fleet.leases import BudgetPolicy, BudgetStatus, JobState, JobStatus
 from ..units import format_duration, format_power
-from .console import Console, TableColumn, build_table, dropped_note, fit_columns
 
 if TYPE_CHECKING:
     from ..fleet.governor.daemon import DaemonState
+    from .console import Console, TableColumn  # rich: a governor that starts again must not wait for it
 
 SHOWN = 40
 """Rows of a table; --json has all."""
@@ -41,6 +39,8 @@ def describe_job(status: JobStatus) -> str:
 def describe_daemon(state: DaemonState) -> str:
     """A change of a node in one line."""
     measured = "not measured" if state.measured_w is None else f"draws {format_power(state.measured_w)}"
+    if state.cap_w is None:
+        return f"{state.node}: waits for the governor ({state.problem}), {measured}"
     held = "by lease" if state.leased else "guaranteed share: no lease"
     text = f"{state.node}: may draw {format_power(state.cap_w)} ({held}), {measured}"
     if state.shed:
@@ -52,6 +52,8 @@ def describe_daemon(state: DaemonState) -> str:
 
 def print_status(status: BudgetStatus, console: Console) -> None:
     """The whole budget."""
+    from rich.text import Text
+
     measured = "not measured" if status.measured_w is None else f"{format_power(status.measured_w)} drawn"
     console.print(
         Text(f"{format_power(status.exposure_w)} of {format_power(status.limit_w)} allowed, {measured}", style="bold"),
@@ -76,6 +78,8 @@ def print_status(status: BudgetStatus, console: Console) -> None:
 
 
 def _print_table(columns: list[TableColumn], console: Console) -> None:
+    from .console import build_table, dropped_note, fit_columns
+
     fitting, dropped = fit_columns(columns, console.width, gap=2)
     console.print(build_table(fitting, gap=2), crop=False)
     if dropped:
@@ -83,6 +87,8 @@ def _print_table(columns: list[TableColumn], console: Console) -> None:
 
 
 def _node_columns(status: BudgetStatus) -> list[TableColumn]:
+    from .console import TableColumn
+
     nodes = status.nodes[:SHOWN]
     heard = ["-" if n.heard_s_ago is None else f"{format_duration(n.heard_s_ago, 2)} ago" for n in nodes]
     return [
@@ -100,6 +106,8 @@ def _node_columns(status: BudgetStatus) -> list[TableColumn]:
 
 
 def _job_columns(status: BudgetStatus) -> list[TableColumn]:
+    from .console import TableColumn
+
     jobs = sorted(status.jobs, key=lambda j: (j.position or 0, j.job))[:SHOWN]
     return [
         TableColumn(heading="job", cells=[j.job for j in jobs]),

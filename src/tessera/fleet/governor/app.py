@@ -44,7 +44,7 @@ class GovernorApp:
                 known = True
             status, body = 200, self._call(route, name, request)
         except _Refused as exc:
-            status, body = exc.status, _encode_error(exc.code, exc.args[0], fix=exc.fix)
+            status, body = exc.status, _encode_error(exc.code, exc.what, exc.why, exc.fix)
         except GovernorRefusal as exc:
             status, body = _STATUS.get(exc.code, 409), _encode_error(exc.code, exc.what, exc.why, exc.fix)
         except ArgumentError as exc:
@@ -57,12 +57,15 @@ class GovernorApp:
         scheme, _, secret = request.headers.get("authorization", "").partition(" ")
         token = self.tokens.find(secret.strip()) if scheme.lower() == "bearer" else None
         if token is None:
-            raise _Refused(401, "unauthorized", "a token is needed: Authorization: Bearer tsg_...", fix=_NEW_TOKEN)
+            what, why = (
+                "a token is needed: Authorization: Bearer tsg_...",
+                "none was given, or it is not one of this governor",
+            )
+            raise _Refused(401, "unauthorized", what, why, _NEW_TOKEN)
         assert route.role is not None
         if not token.may(route.role, name if route.role is Role.NODE else None):
-            raise _Refused(
-                403, "forbidden", f"this token ({token.role} {token.name!r}) may not do that", fix=_NEW_TOKEN
-            )
+            what = f"this token ({token.role} {token.name!r}) may not do that"
+            raise _Refused(403, "forbidden", what, f"it needs {_describe_role(route.role, name)}", _NEW_TOKEN)
 
     def _call(self, route: Route, name: str | None, request: HttpRequest) -> bytes:
         if not route.call:
@@ -71,17 +74,21 @@ class GovernorApp:
         if route.body is not None:
             keywords = _as_keywords(self._decode(route, request))
         elif request.body:
-            raise _Refused(400, "bad_request", "this call has no body")
+            raise _Refused(400, "bad_request", "this call has no body", f"{len(request.body)} bytes came with it")
         answer = getattr(self.service, route.call)(*([] if name is None else [name]), **keywords)
         return msgspec.json.encode({} if answer is None else answer)
 
     def _decode(self, route: Route, request: HttpRequest) -> Any:
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise _Refused(415, "bad_request", "the body is JSON: Content-Type: application/json")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            why = f"its Content-Type is {kind!r}"
+            raise _Refused(415, "bad_request", "the body is not called JSON", why, "Content-Type: application/json")
         try:
             return self._decoders[route.body].decode(request.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-            raise _Refused(400, "bad_request", f"the body cannot be used: {exc}") from None
+            raise _Refused(
+                400, "bad_request", "the body cannot be used", str(exc) or "it is nested too deeply"
+            ) from None
 
     # -- the disk ---------------------------------------------------------------------------------------------
 
@@ -121,15 +128,16 @@ class GovernorApp:
         self.service.store.close()
 
 
+_READ_API = "GET /v1/openapi.json describes every call"
 _NEW_TOKEN = "on the governor's machine: tessera governor token create NAME --role ROLE --out FILE; NAME is the node's"
 
 
 class _Refused(Exception):
     """A request that does not reach the budget."""
 
-    def __init__(self, status: int, code: str, what: str, *, fix: str | None = None) -> None:
+    def __init__(self, status: int, code: str, what: str, why: str, fix: str | None = None) -> None:
         super().__init__(what)
-        self.status, self.code, self.fix = status, code, fix
+        self.status, self.code, self.what, self.why, self.fix = status, code, what, why, fix
 
 
 def _find_route(request: HttpRequest) -> tuple[Route, str | None]:
@@ -143,8 +151,11 @@ def _find_route(request: HttpRequest) -> tuple[Route, str | None]:
             return route, names[0] if names else None
         allowed.append(route.method)
     if allowed:
-        raise _Refused(405, "not_found", f"this path takes {' or '.join(allowed)}")
-    raise _Refused(404, "not_found", "there is no such path; GET /v1/openapi.json lists all")
+        why = f"this path takes {' or '.join(allowed)}"
+        raise _Refused(405, "not_found", f"{request.method} is not a method of this path", why)
+    raise _Refused(
+        404, "not_found", "there is no such path", "no call of this API has it, or a name in it cannot be one"
+    )
 
 
 def _match(template: list[str], parts: list[str]) -> list[str] | None:
@@ -168,10 +179,15 @@ def _as_keywords(body: Any) -> dict[str, Any]:
     return {"request": PowerRequest(**fields)} if isinstance(body, JobBody) else fields
 
 
-def _encode_error(code: str, what: str, why: str | None = None, fix: str | None = None) -> bytes:
-    return msgspec.json.encode(ErrorAnswer(error=ErrorText(code=code, what=what, why=why, fix=fix)))
+def _describe_role(role: Role, name: str | None) -> str:
+    return f"the role {role} of the name {name!r}, or operator" if role is Role.NODE and name else f"the role {role}"
+
+
+def _encode_error(code: str, what: str, why: str | None, fix: str | None) -> bytes:
+    text = ErrorText(code=code, what=what, why=why or "the request asks for what cannot be", fix=fix or _READ_API)
+    return msgspec.json.encode(ErrorAnswer(error=text))
 
 
 def refuse_request(status: int, what: str) -> bytes:
     """The body of an answer to what is not a request."""
-    return _encode_error("bad_request", what)
+    return _encode_error("bad_request", what, f"the request is not one of HTTP that this server reads ({status})", None)

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from ...errors import ArgumentError, GovernorError, GovernorRefusal
-from ..leases import BudgetStatus, CapGrant, Emergency, JobStatus, NodeStatus, PowerRequest
+from ..leases import BudgetStatus, CapGrant, Emergency, EndedEmergency, JobStatus, NodeStatus, PowerRequest
 from .http_server import BODY_BYTES
 from .messages import ErrorAnswer
 from .tokens import read_secret
@@ -108,9 +108,9 @@ class GovernorClient:
         """Shed jobs down to `to_w`."""
         return self._call("POST", "/v1/emergency", Emergency, {"reason": reason, "to_w": to_w})
 
-    def end_emergency(self) -> None:
+    def end_emergency(self) -> EndedEmergency:
         """Let shed jobs come back."""
-        self._call("DELETE", "/v1/emergency", dict)
+        return self._call("DELETE", "/v1/emergency", EndedEmergency)
 
     def describe(self) -> BudgetStatus:
         """The whole budget."""

@@ -102,10 +102,10 @@ class DriverCap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonState:
-    """A daemon at one moment, for a person."""
+    """A daemon at one moment, for a person. `cap_w` is None until the governor has answered once."""
 
     node: str
-    cap_w: float
+    cap_w: float | None
     guaranteed_w: float
     leased: bool
     measured_w: float | None
@@ -234,7 +234,7 @@ class NodeDaemon:
         shed = grant is not None and grant.shed and leased
         state = DaemonState(
             node=self.node,
-            cap_w=cap_w,
+            cap_w=None if grant is None else cap_w,
             guaranteed_w=self._holder.guaranteed_w,
             leased=leased,
             measured_w=self._measured_w,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ..leases import BudgetStatus, CapGrant, Emergency, JobStatus, NodeStatus
+from ..leases import BudgetStatus, CapGrant, Emergency, EndedEmergency, JobStatus, NodeStatus
 from .tokens import Role
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@=+-]{0,127}$(?!\n)"
@@ -86,8 +86,8 @@ class ErrorText(_Body, frozen=True, kw_only=True):
 
     code: str
     what: str
-    why: str | None = None
-    fix: str | None = None
+    why: str
+    fix: str
 
 
 class ErrorAnswer(_Body, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ ROUTES = (
         "POST", "/v1/emergency", "declare_emergency", Role.OPERATOR, "Shed jobs, the lowest priority first.",
         EmergencyBody, Emergency,
     ),
-    Route("DELETE", "/v1/emergency", "end_emergency", Role.OPERATOR, "End an emergency."),
+    Route("DELETE", "/v1/emergency", "end_emergency", Role.OPERATOR, "End an emergency.", answer=EndedEmergency),
 )  # fmt: skip
 
 

@@ -15,11 +15,13 @@ from ...clock import boot_id, read_boot_clock
 from ...errors import GovernorError, GovernorRefusal
 from ..budget import Budget
 from ..leases import BudgetPolicy, BudgetStatus, CapGrant, Emergency, GovernedNode, JobLease, JobStatus, NodeStatus
+from ..leases import EndedEmergency as EndedEmergency
 from ..leases import PowerRequest as PowerRequest
-from .store import LeaseStore, Row, encode_row
+from .store import ENDED, LeaseStore, Row, encode_row
 
 MOST_JOBS, MOST_NODES = 100_000, 10_000
 """What one governor takes: more would be somebody's mistake."""
+_FULL = "one governor takes no more"
 
 
 class GovernorService:
@@ -53,20 +55,21 @@ class GovernorService:
                 why=f"{len(nodes)} nodes have {guaranteed_w:g} W in {self.store.path}",
                 fix="raise --cap, or remove nodes first (tessera governor remove NODE)",
             )
-        return Budget.restore(self.policy, now_s, nodes=nodes, jobs=jobs, emergency=emergency)
+        ended = self.store.read_ended()
+        return Budget.restore(self.policy, now_s, nodes=nodes, jobs=jobs, ended=ended, emergency=emergency)
 
     def take_changes(self) -> list[Row]:
         """What differs from the disk since the last call; the caller writes it."""
         budget, rows = self.budget, []
         for kind, name in budget.changed:
-            value: object | None
             if kind == "node":
-                value = budget.ledger.nodes.get(name)
+                rows.append(encode_row(kind, name, budget.ledger.nodes.get(name)))
             elif kind == "job":
-                value = budget.queue.jobs.get(name) or budget.ended.get(name)
+                rows.append(encode_row(kind, name, budget.queue.jobs.get(name)))
+                if name not in budget.queue.jobs:
+                    rows.append(encode_row(ENDED, name, budget.ended.get(name)))
             else:
-                value = budget.emergency
-            rows.append(encode_row(kind, name, value))
+                rows.append(encode_row(kind, name, budget.emergency))
         budget.changed.clear()
         if rows:
             rows.append(encode_row("clock", "", {"boot": self._boot, "now_s": budget.now_s}))
@@ -82,7 +85,7 @@ class GovernorService:
     def join(self, node: str, guaranteed_w: float, max_w: float | None, session: str) -> NodeStatus:
         """Add a node; see `Budget.join`."""
         if node not in self.budget.ledger.nodes and len(self.budget.ledger.nodes) >= MOST_NODES:
-            raise GovernorRefusal("full", f"there are {MOST_NODES} nodes", fix="use a governor for each row")
+            raise GovernorRefusal("full", f"there are {MOST_NODES} nodes", why=_FULL, fix="use a governor for each row")
         self.budget.join(self._clock(), node, guaranteed_w, max_w=max_w, session=session)
         return self.budget.describe_node(node)
 
@@ -97,7 +100,7 @@ class GovernorService:
     def request(self, request: PowerRequest) -> JobStatus:
         """Ask for watts."""
         if request.job not in self.budget.queue.jobs and len(self.budget.queue.jobs) >= MOST_JOBS:
-            raise GovernorRefusal("full", f"{MOST_JOBS} jobs wait or run", fix="try again later")
+            raise GovernorRefusal("full", f"{MOST_JOBS} jobs wait or run", why=_FULL, fix="try again later")
         return self.budget.request(self._clock(), request)
 
     def show_job(self, job: str) -> JobStatus:
@@ -121,9 +124,9 @@ class GovernorService:
         """Shed jobs down to `to_w`."""
         return self.budget.declare_emergency(self._clock(), reason, to_w)
 
-    def end_emergency(self) -> None:
+    def end_emergency(self) -> EndedEmergency:
         """Let shed jobs come back."""
-        self.budget.end_emergency(self._clock())
+        return EndedEmergency(ended=self.budget.end_emergency(self._clock()))
 
     def describe(self) -> BudgetStatus:
         """Everything."""

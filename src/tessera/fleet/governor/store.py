@@ -1,7 +1,9 @@
 """The leases on disk: one SQLite file, written before anybody is told. A kill at any moment loses nothing.
 
 Rows are whole jobs and nodes. A commit waits for the disk (`synchronous=FULL`), so that a grant that a node may have
-received is never forgotten, also not by a power failure. Only one process can have the file open.
+received is never forgotten, also not by a power failure. Only one process can have the file open. Jobs that have ended
+are in a table of their own, in the order in which they ended, and are decoded when somebody asks for one: a governor
+that starts again has thousands of them.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,42 @@ import msgspec
 from ...errors import GovernorError
 from ..leases import Emergency, GovernedNode, JobLease
 
-VERSION = 1
+VERSION = 2
 Row = tuple[str, str, bytes | None]
 """Kind, name, and the encoded value; None: it is gone."""
+ENDED = "ended"
+"""The kind of a job that has ended."""
 _KINDS: dict[str, Any] = {"node": GovernedNode, "job": JobLease, "emergency": Emergency, "clock": dict[str, Any]}
 
 
 def encode_row(kind: str, name: str, value: object | None) -> Row:
     """A row for `LeaseStore.write`."""
     return kind, name, None if value is None else msgspec.msgpack.encode(value)
+
+
+class EndedJobs(MutableMapping[str, JobLease]):
+    """Jobs that have ended, the oldest first; those of the disk are decoded when they are asked for."""
+
+    def __init__(self, rows: Mapping[str, bytes]) -> None:
+        self._jobs: dict[str, JobLease | bytes] = dict(rows)
+
+    def __getitem__(self, name: str) -> JobLease:
+        job = self._jobs[name]
+        if isinstance(job, bytes):
+            job = self._jobs[name] = msgspec.msgpack.decode(job, type=JobLease)
+        return job
+
+    def __setitem__(self, name: str, job: JobLease) -> None:
+        self._jobs[name] = job
+
+    def __delitem__(self, name: str) -> None:
+        del self._jobs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
 
 
 class LeaseStore:
@@ -48,7 +77,7 @@ class LeaseStore:
 
     def _create(self) -> None:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, VERSION):
+        if version > VERSION:
             raise GovernorError(
                 f"{self.path} is of another version of Tessera ({version})",
                 fix="start the governor with the version that wrote it, or give another --state",
@@ -56,6 +85,9 @@ class LeaseStore:
         self._db.execute(
             "CREATE TABLE IF NOT EXISTS state "
             "(kind TEXT, name TEXT, value BLOB, PRIMARY KEY (kind, name)) WITHOUT ROWID"
+        )
+        self._db.execute(
+            "CREATE TABLE IF NOT EXISTS ended (number INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, value BLOB)"
         )
         self._db.execute(f"PRAGMA user_version={VERSION}")
 
@@ -73,17 +105,21 @@ class LeaseStore:
     def write(self, rows: Iterable[Row]) -> None:
         """Write rows, all or none; once this returns they survive a power failure."""
         rows = list(rows)
-        gone = [(kind, name) for kind, name, value in rows if value is None]
-        kept = [row for row in rows if row[2] is not None]
+        gone = [(kind, name) for kind, name, value in rows if value is None and kind != ENDED]
+        kept = [row for row in rows if row[2] is not None and row[0] != ENDED]
+        ended = [(name, value) for kind, name, value in rows if kind == ENDED and value is not None]
+        forgotten = [(name,) for kind, name, value in rows if kind == ENDED and value is None]
         try:
             with self._transaction():
                 self._db.executemany("DELETE FROM state WHERE kind=? AND name=?", gone)
                 self._db.executemany("INSERT OR REPLACE INTO state VALUES (?, ?, ?)", kept)
+                self._db.executemany("DELETE FROM ended WHERE name=?", forgotten)
+                self._db.executemany("INSERT OR REPLACE INTO ended (name, value) VALUES (?, ?)", ended)
         except sqlite3.Error as exc:
             raise self._explain(exc) from exc
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """Everything, by kind and name."""
+        """Everything but the jobs that have ended, by kind and name."""
         found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
         try:
             for kind, name, value in self._db.execute("SELECT kind, name, value FROM state"):
@@ -91,6 +127,13 @@ class LeaseStore:
         except (sqlite3.Error, msgspec.DecodeError, KeyError) as exc:
             raise self._explain(exc) from exc
         return found
+
+    def read_ended(self) -> EndedJobs:
+        """The jobs that have ended."""
+        try:
+            return EndedJobs(dict(self._db.execute("SELECT name, value FROM ended ORDER BY number")))
+        except sqlite3.Error as exc:
+            raise self._explain(exc) from exc
 
     def close(self) -> None:
         """Close the file."""
