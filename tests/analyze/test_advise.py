@@ -83,6 +83,13 @@ def test_a_healthy_run_is_silent():
     assert "50257" not in str(result.to_json())
 
 
+def test_kernels_without_length_have_no_share():
+    """Found by a damaged run file: all of its kernels began and ended at one moment."""
+    timeline = Builder()
+    timeline.add("kernel", GEMM, T0, T0, device=0, stream=7)
+    assert advise(timeline.build(), on="h200").rows == []
+
+
 def test_every_rule_says_when_it_speaks():
     assert len({rule.__name__ for rule in RULES}) == len(RULES)
     assert all(rule.__doc__ and len(rule.__doc__) > 30 for rule in RULES)

@@ -231,7 +231,7 @@ def _model_table(timeline: Timeline, device: Device | None) -> EnergyTable:
         for place, value in enumerate((calls[i], spent_s[i], watts[i] * spent_s[i])):
             sums[place] += float(value)
     kernels = [
-        EnergyRow(name=name, kind=kind, calls=int(n), time_s=s, energy_j=j, error_j=math.nan, share=j / total)
+        EnergyRow(name=name, kind=kind, calls=int(n), time_s=s, energy_j=j, error_j=math.nan, share=j / (total or 1.0))
         for (name, kind), (n, s, j) in by_name.items()
     ]
     return EnergyTable(
