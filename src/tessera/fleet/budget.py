@@ -321,13 +321,6 @@ class Budget:
     def declare_emergency(self, now_s: float, reason: str, to_w: float | None = None) -> Emergency:
         """Bring all leases down to `to_w` (default: the guaranteed shares); the lowest priorities are shed first."""
         now_s = self.advance(now_s)
-        if to_w is not None and to_w > self.policy.limit_w:
-            raise GovernorRefusal(
-                "too_large",
-                f"an emergency down to {to_w:g} W would shed nothing",
-                why=f"all leases together have {self.policy.limit_w:g} W at most",
-                fix="name fewer watts, or none: down to the guaranteed shares",
-            )
         emergency = Emergency(to_w=0.0 if to_w is None else max(0.0, to_w), reason=reason, since_s=now_s)
         self._shed(emergency)
         return emergency
@@ -389,10 +382,8 @@ class Budget:
         node = self.ledger.nodes.get(name)
         if node is None:
             near = did_you_mean(name, self.ledger.nodes) if len(self.ledger.nodes) < 256 else ""  # it compares with all
-            fix = f"on that node: tessera governor join --node {name}"
-            raise GovernorRefusal(
-                "unknown_node", f"there is no node {name!r}{near}", why="no daemon has joined for it", fix=fix
-            )
+            fix, why = f"on that node: tessera governor join --node {name}", "no daemon has joined for it"
+            raise GovernorRefusal("unknown_node", f"there is no node {name!r}{near}", why=why, fix=fix)
         return node
 
     def _find_job(self, name: str) -> JobLease:

@@ -122,6 +122,13 @@ class GovernorService:
 
     def declare_emergency(self, reason: str, to_w: float | None) -> Emergency:
         """Shed jobs down to `to_w`."""
+        if to_w is not None and to_w > self.policy.limit_w:
+            raise GovernorRefusal(
+                "too_large",
+                f"an emergency down to {to_w:g} W would shed nothing",
+                why=f"all leases together have {self.policy.limit_w:g} W at most",
+                fix="name fewer watts, or none: down to the guaranteed shares",
+            )
         return self.budget.declare_emergency(self._clock(), reason, to_w)
 
     def end_emergency(self) -> EndedEmergency:
