@@ -12,9 +12,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 run: $(VENV)/.installed
 	@PATH="$(abspath $(BIN)):$$PATH" sh examples/first_look.sh
 
-# The checks run side by side: apt and pip wait for the network, mypy and mkdocs have a core each.
+# The checks run side by side: apt and pip wait for the network, and mypy has a core of its own. One of the tests builds the
+# documentation.
 test:
-	$(MAKE) --no-print-directory -j2 --output-sync=target browser lint types contracts docs
+	$(MAKE) --no-print-directory -j2 --output-sync=target browser lint types contracts
 	$(MAKE) --no-print-directory tests
 
 lint: $(VENV)/.dev
@@ -44,10 +45,11 @@ browser:
 
 # Two files at a time, as many tests wait for a process or a clock. A file stays in one worker: its fixtures are made
 # once. One thread each for torch: threads that spin while they wait would take the other worker's core. A worker that
-# crashes ends the run, red: xdist would wait for ever for the rest of its file.
+# crashes ends the run, red: xdist would wait for ever for the rest of its file. Bytecode is kept, also where the
+# environment says otherwise: hundreds of tests start an interpreter, and each would compile all of src again.
 WORKERS ?= 2
 tests: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # The property tests on cases nobody has tried, N times over: what is found becomes an @example and is mended.
 N ?= 10

@@ -17,7 +17,7 @@ from fakes.nvml import T0_US, FakeNvml, missing_compiler
 # Every machine tries the same cases; `make search` tries new ones. No deadline, and no check of how long inputs take to
 # make: a busy machine is not an error.
 ANY_SPEED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("same", derandomize=True, **ANY_SPEED)
+hypothesis.settings.register_profile("same", derandomize=True, max_examples=50, **ANY_SPEED)
 hypothesis.settings.register_profile("search", print_blob=True, **ANY_SPEED)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

@@ -1,4 +1,4 @@
-"""From a plan to the answer: a GPT planned for four ranks, divided, trained over Gloo, profiled, merged, reported."""
+"""From a plan to the answer: a GPT planned for two ranks, divided, trained over Gloo, profiled, merged, reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_parallel.py"
-RANKS, STEPS = 4, 3
+RANKS, STEPS = 2, 3
 
 
 def test_a_planned_job_is_profiled_on_all_ranks(tmp_path: Path) -> None:

@@ -690,7 +690,7 @@ def test_nothing_at_all_is_said_to_be_missing(kind: str) -> None:
 def test_damaged_traces_end_in_a_result_or_our_own_error(first: int) -> None:
     import fuzz_traces
 
-    for number in range(first, first + 500):
+    for number in range(first, first + 125):  # `fuzz_traces.py 100000` tries the rest
         assert fuzz_traces.run(number) in ("result", "result with a note", "error"), number
 
 

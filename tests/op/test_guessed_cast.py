@@ -44,23 +44,22 @@ def cases():
 
 def look(name, x, mended):
     largest = x[x.isfinite()].abs().max()
-    for view in (x, x.t().contiguous().t()):
-        other = exact(40, 24)
-        for given in ([view], [view, other], [other.t(), view]):
-            for matrix, (y, descale) in zip(given, guessed_cast.cast_by_guess(given, (16, 16))):
-                rows, cols = matrix.shape
-                assert y.dtype == torch.float8_e4m3fn and y.is_contiguous() and not any(s % 16 for s in y.shape)
-                back = y.float()[:rows, :cols] * descale
-                assert torch.equal(back.isnan(), ~matrix.isfinite()), name
-                wanted = torch.where(matrix.isfinite(), matrix, 0.0)
-                if mended and matrix is view:  # by the largest value, as `quantize` does it
-                    assert 224 < largest / descale <= 448, (name, largest / descale)
-                    assert ((back.nan_to_num() - wanted).abs() <= wanted.abs() / 8 + 2.0**-9 * descale).all(), name
-                else:
-                    assert torch.equal(back, wanted), name
-                assert not y.float()[rows:].any() and not y.float()[:, cols:].any(), name
-                if matrix is view and not mended and largest > 0:
-                    assert 2 <= largest / descale <= 448, (name, largest / descale)
+    other, across = exact(40, 24), x.t().contiguous().t()
+    for view, given in ((x, [x]), (x, [other.t(), x]), (across, [across, other])):
+        for matrix, (y, descale) in zip(given, guessed_cast.cast_by_guess(given, (16, 16))):
+            rows, cols = matrix.shape
+            assert y.dtype == torch.float8_e4m3fn and y.is_contiguous() and not any(s % 16 for s in y.shape)
+            back = y.float()[:rows, :cols] * descale
+            assert torch.equal(back.isnan(), ~matrix.isfinite()), name
+            wanted = torch.where(matrix.isfinite(), matrix, 0.0)
+            if mended and matrix is view:  # by the largest value, as `quantize` does it
+                assert 224 < largest / descale <= 448, (name, largest / descale)
+                assert ((back.nan_to_num() - wanted).abs() <= wanted.abs() / 8 + 2.0**-9 * descale).all(), name
+            else:
+                assert torch.equal(back, wanted), name
+            assert not y.float()[rows:].any() and not y.float()[:, cols:].any(), name
+            if matrix is view and not mended and largest > 0:
+                assert 2 <= largest / descale <= 448, (name, largest / descale)
 
 
 for case in cases():
