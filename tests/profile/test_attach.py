@@ -813,7 +813,7 @@ def test_a_real_process_with_an_optimizer_is_traced(short, tmp_path):
     ops = [e["ts"] for e in events if e.get("cat") == "cpu_op"]
     assert min(power) < min(ops) < max(ops) < max(power), "power and operators are on one time line"
     rows = {r["metric"]: r for r in read_rows(perf)}
-    assert float(rows["process.cpu"]["mean"]) > 5
+    assert float(rows["process.cpu"]["mean"]) > 0  # how much of a core it gets is up to the machine
     assert rows["process.rss"]["scope"] == "process"
     assert rows["cpu0.power"]["scope"] == rows["cpu0.utilization"]["scope"] == "process", "from its CPU time"
     assert rows["cpu0.power"]["basis"] == "modelled"

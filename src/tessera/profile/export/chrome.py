@@ -49,7 +49,7 @@ class Chrome:
     """`profile.chrome("trace.json")`: for Perfetto, chrome://tracing and everything that reads Kineto's traces."""
 
     path: str | Path
-    critical_path: Sequence[PathSegment] = ()
+    critical_path: Sequence[PathSegment] = field(default=(), repr=False)
     """Drawn as a process of its own above all others; rows on it have the argument "critical", as HTA's have."""
 
     def write(self, recording: Recording) -> Path:
