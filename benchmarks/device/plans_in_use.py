@@ -1,0 +1,456 @@
+"""`optimize` and the tuner in real loops: joules and seconds after 50 calls, beside eager and torch.compile's modes.
+
+    PYTHONPATH=src python benchmarks/device/plans_in_use.py RESULTS.json [--only moe decode] [--budget-s 230] [--quick]
+
+Six programs with other data in every call: a mixture of experts in training (routing changes shapes inside), decoding
+with a cache that grows, a convolutional network in training, and three that nobody tuned anything for. Each runs 50 calls
+in its loop as it is, under each compile mode, and under `optimize` or the tuner; then all are measured in turns, in the
+same loop. `--quick` runs the logic on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
+
+import tessera
+from tessera.monitor.iteration import measure_iteration
+from tessera.runtime.options import ScheduleOptions
+from tessera.runtime.tuning.tuner import TunedFunction
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from result_file import write_result
+
+CALLS = 50
+MODES = ("default", "reduce-overhead")
+GOAL = "after 50 calls at most 2% more joules than the best of eager and the compile modes"
+Call = Callable[..., Any]
+
+
+# -- the programs -----------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal and past is None)
+        return self.out(out.transpose(1, 2).flatten(2)), torch.stack([k, v])
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(width, inner), nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """Two of the experts for each token, each of which gets as many tokens as the router sends."""
+
+    def __init__(self, width: int, inner: int, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(FeedForward(width, inner) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(flat)
+        for i, expert in enumerate(self.experts):
+            token, place = (chosen == i).nonzero(as_tuple=True)
+            out = out.index_add(0, token, expert(flat[token]) * weights[token, place].unsqueeze(-1))
+        return out.view_as(x)
+
+
+class Decoder(nn.Module):
+    def __init__(self, depth: int, width: int, vocabulary: int, experts: int = 0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * depth + 1))
+        self.attention = nn.ModuleList(Attention(width, width // 64, causal=True) for _ in range(depth))
+        inner = 4 * width
+        self.mlp = nn.ModuleList(
+            Experts(width, inner, experts) if experts else FeedForward(width, inner) for _ in range(depth)
+        )
+
+    def forward(self, ids: torch.Tensor, past: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        x, cache = self.embed(ids), []
+        for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
+            seen, now = attention(self.norms[2 * i](x), None if past is None else past[i])
+            x = x + seen
+            x = x + mlp(self.norms[2 * i + 1](x))
+            cache.append(now)
+        return self.head(self.norms[-1](x)), torch.stack(cache)
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.two = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(after) for _ in range(2))
+        self.skip = nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norms[1](self.two(functional.relu(self.norms[0](self.one(x)))))
+        return functional.relu(out + self.skip(x))
+
+
+class Recommender(nn.Module):
+    """Embeddings of categories, their products in pairs, and a tower: DLRM's form."""
+
+    def __init__(self, tables: int, rows: int, width: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
+        self.dense = nn.Sequential(nn.Linear(13, 512), nn.ReLU(), nn.Linear(512, width), nn.ReLU())
+        pairs = (tables + 1) * tables // 2
+        self.tower = nn.Sequential(
+            nn.Linear(pairs + width, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1)
+        )
+
+    def forward(self, numbers: torch.Tensor, categories: torch.Tensor) -> torch.Tensor:
+        dense = self.dense(numbers)
+        vectors = torch.stack([dense, *(t(categories[:, i]) for i, t in enumerate(self.tables))], 1)
+        products = vectors @ vectors.mT
+        row, column = torch.triu_indices(vectors.shape[1], vectors.shape[1], 1, device=products.device).unbind()
+        return self.tower(torch.cat([products[:, row, column], dense], -1)).squeeze(-1)
+
+
+class Encoder(nn.Module):
+    """Patches of an image, then blocks of attention."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 16, 16)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(width), Attention(width, width // 64, causal=False), nn.LayerNorm(width),
+                           nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))])
+            for _ in range(depth)
+        )  # fmt: skip
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patch(images).flatten(2).mT
+        for before, attention, between, mlp in self.blocks:
+            x = x + attention(before(x))[0]
+            x = x + mlp(between(x))
+        return x.mean(1)
+
+
+class Denoiser(nn.Module):
+    """A U of convolutions with group norms, as diffusion models have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, width, 3, padding=1)
+        self.down = nn.ModuleList(nn.Conv2d(width * 2**i, width * 2 ** (i + 1), 3, 2, 1) for i in range(2))
+        self.up = nn.ModuleList(nn.Conv2d(width * 2 ** (i + 1), width * 2**i, 3, padding=1) for i in reversed(range(2)))
+        self.norms = nn.ModuleList(nn.GroupNorm(8, width * k) for k in (2, 4, 2, 1))
+        self.last = nn.Conv2d(width, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        kept = []
+        for conv, norm in zip(self.down, self.norms[:2], strict=True):
+            kept.append(x)
+            x = functional.silu(norm(conv(x)))
+        for conv, norm in zip(self.up, self.norms[2:], strict=True):
+            x = functional.silu(norm(conv(functional.interpolate(x, scale_factor=2.0)))) + kept.pop()
+        return self.last(x)
+
+
+class Loop:
+    """A program in its loop: `iterate(call)` runs `call` in the model's or the step's place on the next batch."""
+
+    tuned = False
+    mode = "infer"
+
+    def __init__(self, model: nn.Module, batches: list[tuple[Any, ...]]) -> None:
+        self.model, self.batches = model, itertools.cycle(batches)
+        self.inputs = batches[0]
+
+    def iterate(self, call: Call) -> Any:
+        with torch.no_grad():
+            return call(*next(self.batches))
+
+
+class TrainedModel(Loop):
+    """The user's loop does the backward pass and the update."""
+
+    mode = "train"
+
+    def __init__(self, model: nn.Module, batches: list[tuple[Any, ...]]) -> None:
+        super().__init__(model, batches)
+        self.optimizer, self.inputs = torch.optim.AdamW(model.parameters(), lr=1e-5), batches[0][:1]
+
+    def iterate(self, call: Call) -> Any:
+        ids, wanted = next(self.batches)
+        logits = call(ids)[0]
+        functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class TrainedStep(Loop):
+    """A function that does a whole step; it is what the tuner tunes."""
+
+    tuned = True
+
+    def __init__(self, model: nn.Module, batches: list[tuple[Any, ...]], loss: Call) -> None:
+        super().__init__(model, batches)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+
+        def step(*batch: Any) -> Any:
+            value = loss(model(*batch[:-1]).float(), batch[-1])
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return value.detach()
+
+        self.step = step
+
+    def iterate(self, call: Call) -> Any:
+        return call(*next(self.batches))
+
+
+class Decoding(Loop):
+    """Token by token; after 64 tokens another prompt."""
+
+    def __init__(self, model: nn.Module, prompts: list[Any]) -> None:
+        self.model, self.prompts = model, itertools.cycle(prompts)
+        self.ids, self.past, self.at = None, None, 0
+        with torch.no_grad():
+            logits, past = model(prompts[0])
+        self.inputs = (logits[:, -1:].argmax(-1), past)
+
+    def iterate(self, call: Call) -> Any:
+        with torch.no_grad():
+            if self.at % 64 == 0:
+                logits, self.past = self.model(next(self.prompts))
+            else:
+                logits, self.past = call(self.ids, self.past)
+            self.ids, self.at = logits[:, -1:].argmax(-1), self.at + 1
+
+
+def make_loop(name: str, quick: bool) -> Loop:
+    """A fresh program with the same weights and data each time."""
+    torch.manual_seed(0)
+    place: dict[str, Any] = {"device": "cpu" if quick else "cuda", "dtype": torch.float32 if quick else torch.bfloat16}
+    device, count = place["device"], 3 if quick else 16
+
+    def ids(rows: int, length: int, vocabulary: int) -> torch.Tensor:
+        return torch.randint(vocabulary, (rows, length), device=device)
+
+    if name == "moe":
+        model = Decoder(1 if quick else 4, 64 if quick else 768, 512 if quick else 16384, experts=4 if quick else 8)
+        size = (2, 16, 512) if quick else (8, 512, 16384)
+        return TrainedModel(model.to(**place), [(ids(*size), ids(*size)) for _ in range(count)])
+    if name == "decode":
+        model = Decoder(2 if quick else 8, 64 if quick else 2048, 512 if quick else 32000)
+        return Decoding(model.to(**place).eval(), [ids(2, 8, 512) if quick else ids(16, 256, 32000) for _ in range(4)])
+    if name == "cnn":
+        widths = (8, 16) if quick else (64, 64, 128, 128, 256, 256)
+        blocks = [ConvBlock(b, a, 1 if a == b else 2) for b, a in itertools.pairwise((3, *widths))]
+        cnn = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 100)).to(**place)
+        side, rows = (16, 2) if quick else (64, 256)
+        images = [
+            (torch.randn(rows, 3, side, side, **place), torch.randint(100, (rows,), device=device))
+            for _ in range(count)
+        ]
+        return TrainedStep(cnn, images, functional.cross_entropy)
+    if name == "recommender":
+        model = Recommender(4 if quick else 26, 100 if quick else 100_000, 16 if quick else 64).to(**place)
+        rows = 8 if quick else 8192
+        batches = [
+            (torch.randn(rows, 13, **place), torch.randint(100, (rows, len(model.tables)), device=device),
+             torch.rand(rows, device=device).round())
+            for _ in range(count)
+        ]  # fmt: skip
+        return TrainedStep(model, batches, functional.binary_cross_entropy_with_logits)
+    if name == "encoder":
+        model = Encoder(1 if quick else 6, 64 if quick else 768).to(**place).eval()
+        side, rows = (32, 2) if quick else (224, 32)
+        return Loop(model, [(torch.randn(rows, 3, side, side, **place),) for _ in range(count)])
+    model = Denoiser(8 if quick else 128).to(**place).eval()
+    side, rows = (16, 2) if quick else (64, 16)
+    return Loop(model, [(torch.randn(rows, 4, side, side, **place),) for _ in range(count)])
+
+
+PROGRAMS = ("moe", "decode", "cnn", "encoder", "denoiser", "recommender")
+# Of the time: many experts, with a backward pass, are the most to compile.
+SHARES = {"moe": 2.0}
+
+
+# -- running them -----------------------------------------------------------------------------------------------------
+
+
+def prepare(loop: Loop, way: str, budget_s: float) -> Call:
+    """What is called in the loop, under a way of running it."""
+    target = loop.step if isinstance(loop, TrainedStep) else loop.model
+    if way == "eager":
+        return target
+    if way != "tessera":
+        how = None if way == "default" else way
+        if loop.tuned:
+            loop.model.compile(mode=how)
+            return target
+        return torch.compile(loop.model, mode=how)
+    if loop.tuned:
+        return TunedFunction(target, ScheduleOptions(policy="throughput_per_watt", budget_s=budget_s, cache=False))
+    return tessera.optimize(target, loop.inputs, mode=loop.mode, budget_s=budget_s, explain=False)
+
+
+def run_first_calls(loop: Loop, way: str, budget_s: float) -> tuple[Call, dict[str, Any]]:
+    """The first 50 calls; what the search said."""
+    begun = time.monotonic()
+    call = prepare(loop, way, budget_s)
+    for _ in range(CALLS + 1):  # the tuner's first call is its search
+        mark_step(way)
+        loop.iterate(call)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    found: dict[str, Any] = {"first_calls_s": time.monotonic() - begun}
+    if way != "tessera":
+        return call, found
+    plan = call.plan() if isinstance(call, TunedFunction) else call
+    print(plan, flush=True)
+    report = plan.in_use
+    return call, found | {
+        "chosen": plan.setting if loop.tuned else plan.chosen,
+        "in_use": None if report is None else {"outcome": report.outcome, "chosen": report.chosen, "runs": report.runs},
+        "search_s": plan.spent_s,
+        "search_j": plan.spent_j,
+        "paid_after_calls": plan.paid_after_calls,
+    }
+
+
+def mark_step(way: str) -> None:
+    if way == "reduce-overhead":
+        torch.compiler.cudagraph_mark_step_begin()
+
+
+def measure_in_turns(ready: dict[str, tuple[Loop, Call]], seconds: float, turns: int) -> dict[str, dict[str, Any]]:
+    """Milliseconds and joules of one iteration, medians of alternating measurements."""
+    seen: dict[str, list[Any]] = {way: [] for way in ready}
+    for _ in range(turns):
+        for way, (loop, call) in ready.items():
+
+            def iterate(way: str = way, loop: Loop = loop, call: Call = call) -> None:
+                mark_step(way)
+                loop.iterate(call)
+
+            seen[way].append(measure_iteration(iterate, seconds))
+    return {
+        way: {
+            "ms": 1e3 * statistics.median(m.time_s for m in all_),
+            "j": statistics.median(m.energy_j for m in all_) if all(m.energy_j for m in all_) else None,
+        }
+        for way, all_ in seen.items()
+    }
+
+
+@contextlib.contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """What the compiler keeps of one program is not the next one's."""
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+def try_program(name: str, quick: bool, budget_s: float, seconds: float) -> dict[str, Any]:
+    """All ways of one program. One that fails says so, and the others go on."""
+    begun = time.monotonic()
+    ready: dict[str, tuple[Loop, Call]] = {}
+    found: dict[str, Any] = {}
+    ways = ("eager", "tessera", *(MODES[:1] if quick else MODES))
+    for way in ways:
+        try:
+            loop = make_loop(name, quick)
+            call, found[way] = run_first_calls(loop, way, 0.6 * budget_s)
+            ready[way] = loop, call
+        except Exception as exc:  # noqa: BLE001 - a mode that cannot run this loop is a finding, too
+            traceback.print_exc(limit=-3)
+            found[way] = {"failed": f"{type(exc).__name__}: {str(exc)[:200]}"}
+    for way, figures in measure_in_turns(ready, seconds, 1 if quick else 2).items():
+        found[way] |= figures
+    what = "j" if all(found[way]["j"] for way in ready) else "ms"
+    best = min((way for way in ready if way != "tessera"), key=lambda way: found[way][what])
+    ours = found["tessera"]
+    return found | {
+        "best": best,
+        "over_best": {k: ours[k] / found[best][k] - 1 for k in ("ms", "j") if ours.get(k) and found[best][k]},
+        "over_eager": {k: ours[k] / found["eager"][k] - 1 for k in ("ms", "j") if ours.get(k) and found["eager"][k]},
+        "took_s": time.monotonic() - begun,
+    }
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    for way in ("eager", *MODES, "tessera"):
+        row = found.get(way, {})
+        if "ms" in row:
+            joules = "" if row["j"] is None else f"{row['j']:.4g} J"
+            print(f"{name:12s} {way:16s} {row['ms']:.4g} ms  {joules}")
+    print(f"{name:12s} best {found['best']}, over it {found['over_best']}, search {found['tessera']}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(PROGRAMS), choices=PROGRAMS)
+    parser.add_argument("--budget-s", type=float, default=230.0)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    if not given.quick and not torch.cuda.is_available():
+        sys.exit("no CUDA device: --quick runs the logic on the CPU")
+    os.environ.setdefault("TESSERA_SENSORS", "modelled" if given.quick else "nvml")
+    end = time.monotonic() + given.budget_s
+    results: dict[str, Any] = {"goal": GOAL, "torch": torch.__version__, "programs": {}}
+    for at, name in enumerate(given.only):
+        left = [SHARES.get(other, 1.0) for other in given.only[at:]]
+        share_s = (end - time.monotonic()) * left[0] / sum(left)
+        if share_s < 10:
+            print(f"{name}: no time left")
+            continue
+        try:
+            with fresh_compiler():
+                results["programs"][name] = found = try_program(
+                    name, given.quick, share_s, 0.1 if given.quick else given.seconds
+                )
+            show(name, found)
+        except Exception:  # noqa: BLE001 - the next program may work
+            traceback.print_exc()
+        write_result(given.out, results)
+
+
+if __name__ == "__main__":
+    main()
