@@ -61,6 +61,8 @@ RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
     rules_cpu.check_formats,
 )
 """All rules; the docstring of each says when it speaks and how its saving is computed."""
+OF_TORCH = (rules_kernels.check_fp32, rules_kernels.check_accumulators, rules_kernels.check_fusion)
+"""Those whose remedy is a setting of torch."""
 _OF_KERNELS = {"fp32", "unaligned", "low tensor use", "accumulators", "low occupancy", "uncoalesced", "divergence"}
 _OF_KERNELS |= {"dropout", "formats"}
 # The numbers first: a narrow screen cuts what comes last.
@@ -158,7 +160,8 @@ def find_advice(run: RunEvidence) -> list[Advice]:
     """Everything that stands out, most joules saved first; [] when nothing does."""
     if not run.table.energy_j > 0:
         return []
-    advice = [a for rule in RULES if (a := rule(run)) is not None]
+    rules = RULES if run.uses_torch else [rule for rule in RULES if rule not in OF_TORCH]
+    advice = [a for rule in rules if (a := rule(run)) is not None]
     if not any(a.kind in IDLE for a in advice) and (idle := rules_host.describe_idle(run)) is not None:
         advice.append(idle)
     advice = [a for a in advice if not 0 < max(a.saves_share, _share_of_time(a, run)) < WORTHWHILE]

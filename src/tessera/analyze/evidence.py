@@ -86,6 +86,13 @@ class RunEvidence:
         labels = [d.label for d in self.power.domains if d.label] if self.power is not None else []
         return find_device(self.timeline, self.on, labels[0] if labels else None) if self.timeline is not None else None
 
+    @property
+    def uses_torch(self) -> bool:
+        """Whether torch ran: traces of other tools say what recorded them, and torch's kernels are told by name."""
+        if self.timeline is None or "recorded_by" not in self.timeline.meta:
+            return True
+        return any("at::native" in name for name in self.timeline.names)
+
     @functools.cached_property
     def ceilings(self) -> Ceilings | None:
         """The ceilings of that chip."""
