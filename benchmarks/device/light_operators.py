@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from cupti_light import DEVICE, DTYPE, IS_GPU, Decoder
 from result_file import write_result
-
 from tessera import monitor, profile
 from tessera.analyze.answer import answer
 from tessera.timeline import Timeline

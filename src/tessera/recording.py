@@ -81,7 +81,9 @@ class Facts:
 
     `kind` is "run" for what Tessera recorded from start to end, and "trace" for a piece that another tool traced.
     `windows` are the stretches that were traced; with `scheduled` they were chosen, and what lies between them was not
-    meant to be traced. `meta` is what the session stated when it began.
+    meant to be traced. `operator_windows` are the parts of them in which operators were traced too, where that was not
+    always so. `collectors` says what recorded "kernels" and "operators" ("cupti", "kineto"), and "why" not CUPTI.
+    `meta` is what the session stated when it began.
     """
 
     name: str = "trace"
@@ -94,6 +96,8 @@ class Facts:
     device: str = ""
     span_ns: Span | None = None
     windows: Sequence[tuple[int, int]] = ()
+    operator_windows: Sequence[tuple[int, int]] = ()
+    collectors: Mapping[str, str | None] = field(default_factory=dict)
     scheduled: bool = False
     tracing_s: float | None = None
     time_limit_reached: bool = False

@@ -23,7 +23,7 @@ from ..recording import Recording
 from ..timeline.columns import NONE, Timeline
 from . import rules_cpu, rules_host, rules_kernels
 from .devices import busy_spans, explain_no_device, explain_no_power, list_devices
-from .evidence import RunEvidence, find_host_gaps, group_telemetry
+from .evidence import RunEvidence, find_run_gaps, group_telemetry
 from .kernels import COMMAND
 from .result import Result, columns
 from .roofline import find_device
@@ -120,7 +120,7 @@ def advise(
         RunEvidence(
             table=table,
             telemetry=group_telemetry(recording.telemetry),
-            gaps=find_host_gaps(timeline, table, *_window(recording)) if table.kernels else [],
+            gaps=find_run_gaps(recording, table),
             timeline=timeline,
             power=recording.power,
             on=on or arch,
@@ -193,14 +193,6 @@ def _missing(recording: Recording) -> dict[str, str]:
     return missing
 
 
-def _window(recording: Recording) -> tuple[int, int]:
-    """What was accounted for, as attribution has it: the idle joules of the table lie in it."""
-    if recording.power is None and recording.facts.kind == "trace":
-        return _span(recording.timeline)
-    windows = recording.accounted_windows
-    return windows[0][0], windows[-1][1]
-
-
 def _span(timeline: Timeline) -> tuple[int, int]:
     """What a trace without power covers: from the first device row to the last."""
     rows = timeline.device_rows
@@ -222,7 +214,7 @@ def _model_table(timeline: Timeline, device: Device | None) -> EnergyTable:
     spent_s, calls = np.bincount(inverse, lengths_s), np.bincount(inverse)
     watts = np.ones(len(first))
     if device is not None and len(rows):
-        watts = prior(timeline, rows[first], spent_s / calls, timeline.linked.op, board).watts
+        watts = prior(timeline, rows[first], spent_s / calls, timeline.linked, board).watts
     devices = list_devices(timeline)
     busy_s = sum(busy_spans(timeline, device.rows).total_ns * 1e-9 for device in devices)
     idle_j = max(0.0, seconds * max(1, len(devices)) - busy_s) * board.static_w

@@ -120,7 +120,7 @@ def describe_idle(run: RunEvidence) -> Advice | None:
     most = run.gaps[0]
     evidence = f"no kernel or copy ran for {seconds / whole_s:.0%} of the time ({format_duration(seconds, 3)})"
     evidence += f", {format_duration(most.time_s, 3)} of it while {most.during}"
-    if run.tracing is not None and run.tracing.matters and run.tracing.idle_s > 0:
+    if run.tracing is not None and run.tracing.matters and run.tracing.idle_s > 0 and not run.tracing.is_brief:
         evidence += f"; up to {format_duration(run.tracing.idle_s, 3)} of it may be the tracer's"
     at_once = _launch_at_once(run)
     action = START_UP if most.during in UNFED else at_once if most.during == LAUNCHING else _remedy(most.during)

@@ -66,6 +66,7 @@ FACTS: Mapping[str, Any] = {
     "rank": _Rank | None,
     "asked_ms": float | None,
     "windows": list[tuple[int, int]] | None,
+    "operator_windows": list[tuple[int, int]] | None,
     "notes": list[str] | None,
     "write_stalls": list[str] | None,
     "returncode": int | None,

@@ -108,6 +108,8 @@ class RunFile:
             device=str(self.get("device") or ""),
             span_ns=(EpochNs(start_ns), EpochNs(end_ns)),
             windows=sorted((int(a), int(b)) for a, b in self.get("windows") or ()),
+            operator_windows=sorted((int(a), int(b)) for a, b in self.get("operator_windows") or ()),
+            collectors=self._get_as(dict[str, str | None], "collectors") or {},
             scheduled=bool(self.get("scheduled")),
             tracing_s=self._get_as(float, "tracing_s"),
             time_limit_reached=any(kind_of(note) == "time_limit" for note in notes),
