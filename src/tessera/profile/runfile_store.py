@@ -20,6 +20,7 @@ from ..errors import ArgumentError, RecordingError
 from ..notes import kinds_by_text
 from ..record import CODE
 from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, NONE, Launch, Timeline
+from .kernel_history import SUMMED, KernelHistory, StoredChunk, sum_kernels
 from .runfile_checksum import PAGE, Checkpointer, seal, unseal
 from .runfile_format import (
     APPLICATION_ID,
@@ -30,6 +31,7 @@ from .runfile_format import (
     TEXTS,
     pack,
     to_json,
+    unpack,
     version,
 )
 from .runfile_open import DAMAGED_FIX, DDL, SIDE_FILES, RunDatabase, bad_file, check_journal
@@ -64,6 +66,7 @@ class Store:
         self._domains: dict[str, tuple[int, str]] = {}
         self._next_row = 0
         self._checkpointer: Checkpointer | None = None
+        self._history = KernelHistory()
         self._open_rows: tuple[int, list[Row]] = (0, [])  # the last chunk of live rows and the number of its first
         self.db = self._open(mode)
         self.path = path.absolute()  # the program may change its directory
@@ -139,6 +142,7 @@ class Store:
         if self.db.in_transaction:
             self.db.execute("COMMIT" if commit else "ROLLBACK")
         self._open_rows = (0, [])
+        self._history = KernelHistory()  # what is in the file stays as it is
         self._resume()
 
     def commit(self) -> None:
@@ -201,10 +205,13 @@ class Store:
             columns[column] = np.array(cells, np.int64)
         self._chunk(first, columns, len(rows))
 
-    def timeline(self, timeline: Timeline, place: list[int], pause: Callable[[], None]) -> None:
+    def timeline(
+        self, timeline: Timeline, place: list[int], pause: Callable[[], None], *, may_shrink: bool = False
+    ) -> None:
         """A whole timeline; `pause` is called after each chunk, and may write rows and commit.
 
-        `place` keeps the number of its first row, so that a second attempt replaces what a first has committed.
+        `place` keeps the number of its first row, so that a second attempt replaces what a first has committed. With
+        `may_shrink` its rows become sums once there are too many (`kernel_history`).
         """
         count = len(timeline)
         ids = np.array([self.intern(n) for n in timeline.names] + [NONE], np.int64)  # [-1] is NONE again
@@ -212,7 +219,8 @@ class Store:
         if not place:  # in one piece, though live rows are written meanwhile: parents are row numbers
             place.append(self._reserve(count))
         base = place[0]
-        self._note(timeline, base, count, ids)
+        if not may_shrink or timeline.notes or timeline.meta:  # kernels come every second, with nothing to say
+            self._note(timeline, base, count, ids)
         present = [c for c in (*INTEGERS, *FLOATS) if c in timeline.columns]
         for i in range(0, count, CHUNK_ROWS):
             columns = {c: timeline.columns[c][i : i + CHUNK_ROWS] for c in present}
@@ -222,13 +230,35 @@ class Store:
                 columns["launch"] = launches[columns["launch"]]
             if "parent" in columns:
                 columns["parent"] = np.where(columns["parent"] == NONE, NONE, columns["parent"] + base)
-            self._chunk(base + i, columns, len(columns["kind"]))
+            rows = len(columns["kind"])
+            self._chunk(base + i, columns, rows)
+            if may_shrink:
+                start_ns, end_ns = int(columns["start_ns"].min()), int(columns["end_ns"].max())
+                self._history.add(StoredChunk(base + i, rows, start_ns, end_ns))
             pause()
         if timeline.energy_j is not None:
             error = timeline.error_j if timeline.error_j is not None else np.full(count, np.nan)
             self.energy(base, {"energy_j": timeline.energy_j, "energy_error_j": error})
         extra = [(base + int(row), to_json(fields)) for row, fields in timeline.extra.items()]
         self.db.executemany("INSERT OR REPLACE INTO extra VALUES (?, ?)", extra)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Replace the oldest kernels by sums while there are too many."""
+        while chunks := (due := self._history.take_due())[0]:
+            first = chunks[0].first_row
+            stored = [
+                (rows, heads, data)
+                for chunk in chunks
+                for rows, heads, data in self.db.execute(
+                    "SELECT rows, columns, data FROM chunks WHERE first_row = ?", (chunk.first_row,)
+                )
+            ]
+            parts = [unpack(heads, data, rows, SUMMED) for rows, heads, data in stored]
+            sums = sum_kernels({c: np.concatenate([p[c] for p in parts]) for c in SUMMED}, due[1])
+            self.db.executemany("DELETE FROM chunks WHERE first_row = ?", [(c.first_row,) for c in chunks])
+            self._chunk(first, sums, rows := len(sums["kind"]))
+            self._history.replace(StoredChunk(first, rows, chunks[0].start_ns, chunks[-1].end_ns), due[1])
 
     def energy(self, first_row: int, columns: Mapping[str, NDArray[Any]]) -> None:
         """Joules of rows, in place of what these rows had."""

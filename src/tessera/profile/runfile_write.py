@@ -96,13 +96,14 @@ class RunWriter:
         """
         self._rows.append((kind, name, start_ns, end_ns, value, integers))
 
-    def add_timeline(self, timeline: Timeline) -> None:
+    def add_timeline(self, timeline: Timeline, *, may_shrink: bool = False) -> None:
         """Many rows at once, with their names, launches, notes and (where attributed) joules.
 
-        Written on the writer's thread: do not change the arrays afterwards (other arrays may take their place).
+        Written on the writer's thread: do not change the arrays afterwards (other arrays may take their place). With
+        `may_shrink`, kernels of a run that has too many of them become sums per second (`kernel_history`).
         """
         now = dataclasses.replace(timeline, columns=dict(timeline.columns), links=None)
-        self._jobs.append(partial(self._store.timeline, now, [], self._commit_when_due))
+        self._jobs.append(partial(self._store.timeline, now, [], self._commit_when_due, may_shrink=may_shrink))
 
     def add_samples(self, domain: Domain, epoch_ns: Ints, watts: Floats) -> None:
         """Power samples of one domain; NaN watts: nothing is known since the sample before."""

@@ -70,6 +70,8 @@ INTEGERS = (
     "launch",  # -> launches
     "unit",  # -> names, of counters
     "rank",  # of rows of a merged timeline; -1: `Timeline.rank` is that of all
+    "graph_node",  # of a kernel that a CUDA graph launched: its node, the same in each launch of that graph
+    "count",  # of a row that stands for many of its kernel (profile.kernel_history): how many; -1: itself alone
 )  # fmt: skip
 FLOATS = ("value",)  # of counters; APART of regions that are; NaN elsewhere
 KINETO_MARKS = {"Iteration Start: PyTorch Profiler": "tracing begins", "Record Window End": "tracing ends"}
