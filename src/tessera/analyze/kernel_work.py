@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..attribute.activity import distinct, rank_values
 from ..attribute.work import OpWork, Shape, is_convolution, work_of
 from ..joules import Floats
 from ..record import CODE
@@ -34,14 +35,12 @@ _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 class Calls:
     """One entry for each of `rows`. `flops` and `bytes` are NaN where unknown; `unit` is an index of `units`, or -1.
 
-    `repeated` marks kernels of untraced steps, whose operator is that of traced ones. `counted` marks bytes that
-    counters measured in device memory; `l2_bytes` are counted ones only. `works` has the work of the operator of a row
-    by its index in `work`, -1 for none.
+    `counted` marks bytes that counters measured in device memory; `l2_bytes` are counted ones only. `works` has the
+    work of the operator of a row by its index in `work`, -1 for none.
     """
 
     rows: Ints
     op: Ints
-    repeated: NDArray[np.bool_]
     seconds: Floats
     flops: Floats
     bytes: Floats
@@ -79,14 +78,8 @@ def _outermost(timeline: Timeline) -> Ints:
 def _calls(timeline: Timeline, rows: Ints, op: Ints) -> Calls:
     seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
     works, work = _works(timeline, op)
-    links = timeline.linked
-    repeated = (links.twin[rows] != NONE) & (links.twin[rows] != rows)
-    work[repeated & (links.shapes[rows] == NONE)] = NONE  # it runs another grid than the one that was traced
     flops, moved = (_by_work(works, work, field) for field in ("flops", "bytes"))
-    share = np.zeros(len(timeline))
-    own = ~repeated
-    share[rows[own]] = _shares(timeline, rows[own], op[own], seconds[own], works, work[own])
-    share = share[np.where(repeated, links.twin[rows], rows)]
+    share = _shares(timeline, rows, op, seconds, works, work)
     # What a helper moves is not known; it computes nothing.
     flops, moved = flops * share, np.where(share > 0, moved * share, np.nan)
     own = timeline["bytes"][rows]
@@ -102,7 +95,6 @@ def _calls(timeline: Timeline, rows: Ints, op: Ints) -> Calls:
     return Calls(
         rows=rows,
         op=op,
-        repeated=repeated,
         seconds=seconds,
         flops=flops,
         bytes=moved,
@@ -118,11 +110,11 @@ def _calls(timeline: Timeline, rows: Ints, op: Ints) -> Calls:
 
 def _works(timeline: Timeline, op: Ints) -> tuple[tuple[OpWork, ...], Ints]:
     """The work of each row's operator: looked up once for each operator, name and shapes."""
-    distinct, inverse = np.unique(op, return_inverse=True)
-    convs = trace_convolutions(timeline, distinct[distinct != NONE])
+    ops, inverse = rank_values(op)
+    convs = trace_convolutions(timeline, ops[ops != NONE])
     numbers: dict[OpWork, int] = {}
-    place = np.full(len(distinct), NONE, np.int64)
-    for i, row in enumerate(distinct.tolist()):
+    place = np.full(len(ops), NONE, np.int64)
+    for i, row in enumerate(ops.tolist()):
         if row == NONE:
             continue
         output, goes_on = convs.get(row, (None, True))
@@ -145,7 +137,7 @@ def _shares(timeline: Timeline, rows: Ints, op: Ints, seconds: Floats, works: tu
     names = [_multiplies(name) for name in timeline.names]
     matrix_kernel = kernel & np.array(names, bool)[timeline["name"][rows]]
     matrix_work = np.array([*(w.matrix for w in works), False])[work]
-    _, inverse = np.unique(op, return_inverse=True)
+    _, inverse = rank_values(op)
     group = np.asarray(inverse).reshape(-1)
     lasted = np.maximum(seconds, 1e-12)
 
@@ -195,14 +187,14 @@ def _counters(
 def _units(timeline: Timeline, rows: Ints, works: tuple[OpWork, ...], work: Ints) -> tuple[tuple[str, ...], Ints]:
     """The unit of each row ("matrix.bf16"); of an fp32 product the kernel's name tells whether it runs as TF32."""
     names: dict[str, int] = {}
-    keys = np.stack([work, timeline["name"][rows]], axis=1)
-    distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
-    place = np.full(len(distinct), NONE, np.int64)
-    for i, (number, name) in enumerate(distinct.tolist()):
-        unit = _unit(works[number], timeline.names[name]) if number != NONE else None
+    name = timeline["name"][rows]
+    first, inverse = distinct(work, name)
+    place = np.full(len(first), NONE, np.int64)
+    for i, at in enumerate(first.tolist()):
+        unit = _unit(works[work[at]], timeline.names[name[at]]) if work[at] != NONE else None
         if unit is not None:
             place[i] = names.setdefault(unit, len(names))
-    return tuple(names), place[np.asarray(inverse).reshape(-1)]
+    return tuple(names), place[inverse]
 
 
 def _unit(work: OpWork, kernel: str) -> str | None:
