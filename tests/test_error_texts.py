@@ -317,7 +317,7 @@ CALLS = [
     Case("a calibration that cannot be read", _calibration, "tessera calibrate"),
     Case("a path is no exporter", lambda: _session(exporters=["trace.json"]), 'profile.chrome("trace.json")'),
     Case("one exporter is no list", lambda: _session(exporters="all.csv"), 'exporters=[profile.summary("all.csv")]'),
-    Case("a mode of a session that is none", lambda: _session(mode="timelien"), "did you mean 'timeline'"),
+    Case("a mode of a session that is none", lambda: _session(mode="operatos"), "did you mean 'operators'"),
     Case("an option of a session that is none", lambda: _session(shapes=True), "shapes"),
     Case("an activity that is none", lambda: _session(activities=["gpus"]), "did you mean 'gpu'"),
     Case("a trace without watts", _loaded, "power="),

@@ -1,11 +1,12 @@
-"""What keeping every kernel costs: `profile.session(mode="kernels")` beside torch.profiler, on four programs.
+"""What the default session costs: every kernel by CUPTI, operators of three steps, on four programs.
 
-    PYTHONPATH=src:.carry/site python benchmarks/device/cupti_light.py RESULTS.json [--budget-s 240]
+    PYTHONPATH=src:.carry/site python benchmarks/device/cupti_light.py RESULTS.json [--programs ...] [--rounds 3]
 
-Ways: "session" (mode="kernels": CUPTI's raw buffers, power samples, the run file); "kernels" (torch.profiler, CUDA only);
-"operators" (torch.profiler, CPU and CUDA, shapes). Each program and way has a process of its own, since Kineto leaves
-the host slower and noisier than it was; in it blocks of the way take turns with plain ones, the order turned round, and
-the median of the ratios stands. Kernels that CUPTI kept are counted beside those that torch.profiler saw.
+One process for each program, about 25 s. In it blocks of steps take turns: plain, "kernels" (a session without operators),
+"calls" (CUPTI with the host's calls), "light" (the default: three steps with operators, then the block that is timed),
+"profiler" (torch.profiler, operators and shapes). After each of the last three comes a plain block again: what a
+collector leaves behind when it has ended. `tied` is the share of the kernels in the operators' steps that have one.
+Without a GPU small models try the script.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics as st
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +30,14 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity
 
 from tessera import monitor, profile
+from tessera.profile.cupti_collector import CuptiCollector
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
 
 Step = Callable[[], None]
-DEVICE, DTYPE = "cuda", torch.bfloat16
-WAYS = {"session": 2, "kernels": 1, "operators": 1}  # and the share of the time that each gets
+IS_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = "cuda" if IS_GPU else "cpu", torch.bfloat16 if IS_GPU else torch.float32
 
 
 class Block(nn.Module):
@@ -82,9 +85,10 @@ class Decoder(nn.Module):
 
 
 def make_training(layers: int, width: int, heads: int, moe_at: int = -1) -> Step:
-    model = Decoder(layers, width, heads, 50257, 1024, moe_at).to(DEVICE, DTYPE)
+    layers, width, length, vocab = (layers, width, 1024, 50257) if IS_GPU else (2, 48, 32, 512)
+    model = Decoder(layers, width, heads, vocab, length, min(moe_at, layers - 1)).to(DEVICE, DTYPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids = torch.randint(0, 50257, (8, 1025), device=DEVICE)
+    ids = torch.randint(0, vocab, (8, length + 1), device=DEVICE)
 
     def step() -> None:
         loss = functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
@@ -160,107 +164,159 @@ PROGRAMS: dict[str, tuple[Callable[[], Step], int]] = {
 }
 
 
+def wait() -> None:
+    if IS_GPU:
+        torch.cuda.synchronize()
+
+
 def timed(step: Step, steps: int) -> float:
     for _ in range(3):
         step()
-    torch.cuda.synchronize()
+    wait()
     t0 = time.perf_counter()
     for _ in range(steps):
         step()
-    torch.cuda.synchronize()
+    wait()
     return (time.perf_counter() - t0) / steps * 1e3
 
 
-def run_block(way: str, step: Step, steps: int, folder: Path) -> dict[str, Any]:
-    """Milliseconds a step, and what starting and stopping took."""
-    if way == "plain":
-        return {"ms": timed(step, steps)}
-    t0 = time.perf_counter()
-    if way == "session":
-        sess = profile.session(mode="kernels", path=folder / f"{time.time_ns()}.tessera").start()
-    else:
-        kinds = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * (way == "operators")
-        prof = torch.profiler.profile(activities=kinds, record_shapes=way == "operators")
-        prof.start()
-    t1 = time.perf_counter()
+def start_session(folder: Path, **options: Any) -> profile.Session:
+    return profile.session(path=folder / f"{time.time_ns()}.tessera", **options).start()
+
+
+def run_kernels(step: Step, steps: int, folder: Path) -> dict[str, Any]:
+    """A session of kernels only: milliseconds a step, and what stopping took."""
+    sess = start_session(folder, operator_steps=0)
     ms = timed(step, steps)
-    t2 = time.perf_counter()
-    if way == "session":
-        sess.stop()
-        t3 = time.perf_counter()
-        rows = len(sess.timeline().rows("kernel"))
-        more = {"file_bytes": sess.path.stat().st_size, "energy_j": sess.power().energy_j, "notes": sess.notes}
-        monitor.use(None)
-        return {"ms": ms, "start_s": t1 - t0, "stop_s": t3 - t2, "kernels": rows, **more}
+    t0 = time.perf_counter()
+    sess.stop()
+    stop_s = time.perf_counter() - t0
+    rows = len(sess.timeline().rows("kernel"))
+    monitor.use(None)
+    return {"ms": ms, "stop_s": stop_s, "kernels": rows, "file_bytes": sess.path.stat().st_size, "notes": sess.notes}
+
+
+def run_calls(step: Step, steps: int) -> dict[str, Any]:
+    """CUPTI with the host's calls, as during the steps with operators; without Kineto, session and file."""
+    collector = CuptiCollector()
+    collector.start(calls=True)
+    ms = timed(step, steps)
+    collector.stop()
+    taken = collector.take()
+    threads = {int(t) for piece in taken for k, r in piece.split().items() if k in (4, 5) for t in set(r["thread"])}
+    named = sorted(taken[-1].calls.values()) if taken else []
+    own = threading.get_native_id() in threads
+    return {"ms": ms, "own_thread_seen": own, "threads": len(threads), "calls": named, "sizes": dict(taken[-1].sizes)}
+
+
+def run_light(step: Step, steps: int, folder: Path) -> dict[str, Any]:
+    """The default: three steps with operators first, then the steps that are timed."""
+    t0 = time.perf_counter()
+    sess = start_session(folder)
+    for _ in range(8):
+        step()
+        sess.step()
+    wait()
+    first_s = time.perf_counter() - t0
+    ms = timed(step, steps)
+    t0 = time.perf_counter()
+    sess.stop()
+    stop_s = time.perf_counter() - t0
+    timeline, facts = sess.timeline(), sess.recording().facts
+    kernels = timeline.rows("kernel", "memcpy", "memset")
+    start_ns = timeline["start_ns"][kernels]
+    begin_ns, end_ns = facts.operator_windows[0] if facts.operator_windows else (0, 0)
+    inside = kernels[(start_ns >= begin_ns) & (start_ns < end_ns)]
+    links = timeline.linked
+    monitor.use(None)
+    return {
+        "ms": ms,
+        "first_8_s": first_s,
+        "stop_s": stop_s,
+        "kernels": len(timeline.rows("kernel")),
+        "in_window": len(inside),
+        "window_ms": (end_ns - begin_ns) * 1e-6,
+        "tied": float((links.op[inside] != -1).mean()) if len(inside) else None,
+        "launched": float((links.launch[inside] != -1).mean()) if len(inside) else None,
+        "in_module": float((links.module[inside] != -1).mean()) if len(inside) else None,
+        "ops": len(timeline.rows("op")),
+        "collectors": facts.collectors,
+        "times_off_s": float(abs(start_ns.max() * 1e-9 - sess.recording().span_ns[1] * 1e-9)) if len(kernels) else None,
+        "energy_j": sess.power().energy_j if sess.recording().power else None,
+        "notes": sess.notes,
+    }
+
+
+def run_profiler(step: Step, steps: int) -> dict[str, Any]:
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * IS_GPU
+    prof = torch.profiler.profile(activities=kinds, record_shapes=True)
+    prof.start()
+    ms = timed(step, steps)
+    t0 = time.perf_counter()
     prof.stop()
-    t3 = time.perf_counter()
-    events = prof.profiler.kineto_results.events()
-    kernels = sum(1 for e in events if str(e.device_type()).endswith("CUDA") and not e.name().startswith("Mem"))
-    return {"ms": ms, "start_s": t1 - t0, "stop_s": t3 - t2, "kernels": kernels}
+    return {"ms": ms, "stop_s": time.perf_counter() - t0}
 
 
-def measure(program: str, way: str, budget_s: float) -> dict[str, Any]:
+def measure(program: str, rounds: int) -> dict[str, Any]:
     make, steps = PROGRAMS[program]
     step = make()
     for _ in range(10):
         step()
-    torch.cuda.synchronize()
+    wait()
     gc.collect()
     gc.freeze()
     gc.disable()
-    ratios: list[float] = []
-    plain: list[float] = []
-    blocks: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        until = time.perf_counter() + budget_s
-        while time.perf_counter() < until or len(ratios) < 2:
-            before = run_block("plain", step, steps, Path(name))["ms"]
-            blocks.append(run_block(way, step, steps, Path(name)))
-            if len(ratios) % 4 == 3:
-                gc.collect()
-            after = run_block("plain", step, steps, Path(name))["ms"]
-            plain += [before, after]
-            ratios.append(blocks[-1]["ms"] / st.mean([before, after]))
-    middle = {k: st.median(b[k] for b in blocks) for k, v in blocks[0].items() if isinstance(v, (int, float))}
-    return {
-        "over_pct": 100 * (st.median(ratios) - 1),
-        "each_pct": [round(100 * (r - 1), 2) for r in ratios],
-        "plain_ms": st.median(plain),
-        **middle,
-        "notes": blocks[0].get("notes", []),
-    }
+        folder = Path(name)
+        plain = [timed(step, steps)]
+        ratios: list[float] = []
+        for _ in range(rounds):
+            found["kernels"] = run_kernels(step, steps, folder)
+            plain.append(timed(step, steps))
+            ratios.append(found["kernels"]["ms"] / st.mean(plain[-2:]))
+        base = st.median(plain)
+        found["plain"] = {"ms": base, "each_ms": plain}
+        found["kernels"] |= {"over_pct": 100 * (st.median(ratios) - 1), "each_pct": [100 * (r - 1) for r in ratios]}
+        if IS_GPU:
+            found["calls"] = run_calls(step, steps)
+            found["after calls"] = {"ms": timed(step, steps)}
+        found["light"] = run_light(step, steps, folder)
+        found["after light"] = {"ms": timed(step, steps)}
+        found["profiler"] = run_profiler(step, steps)
+        found["after profiler"] = {"ms": timed(step, steps)}
+    for row in found.values():
+        row.setdefault("over_pct", 100 * (row["ms"] / base - 1))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--budget-s", type=float, default=240.0)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--programs", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
-    parser.add_argument("--one", nargs=2, metavar=("PROGRAM", "WAY"), help=argparse.SUPPRESS)
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of one program")
+    parser.add_argument("--one", metavar="PROGRAM", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(*args.one, args.budget_s)))
+        print(json.dumps(measure(args.one, args.rounds)))
         return
-    rows: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "programs": {}}
+    gpu = torch.cuda.get_device_name() if IS_GPU else "none"
+    rows: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__, "programs": {}}
     if args.out.exists():  # of other programs
         rows["programs"] = json.loads(args.out.read_text())["programs"]
-    share_s = args.budget_s / (len(args.programs) * sum(WAYS.values()))
     for program in args.programs:
-        found = rows["programs"][program] = {}
-        for way, weight in WAYS.items():
-            budget = str(max(weight * share_s - 7.0, 4.0))  # a process needs about seven seconds to begin
-            call = [sys.executable, __file__, str(args.out), "--budget-s", budget, "--one", program, way]
-            try:
-                done = subprocess.run(call, check=True, capture_output=True, text=True, timeout=weight * share_s + 40)
-            except subprocess.SubprocessError as exc:
-                print(program, way, "failed:", exc, str(getattr(exc, "stderr", ""))[-2000:])
-                continue
-            row = found[way] = json.loads(done.stdout.strip().splitlines()[-1])
-            print(
-                f"{program:36} {way:10} {row['over_pct']:+6.1f}% of {row['plain_ms']:.2f} ms  stop {row['stop_s']:.3f} s  "
-                f"{row['kernels']:.0f} kernels  {row['each_pct']} {row['notes']}",
-                flush=True,
-            )
+        call = [sys.executable, __file__, str(args.out), "--rounds", str(args.rounds), "--one", program]
+        try:
+            done = subprocess.run(call, check=True, capture_output=True, text=True, timeout=args.limit_s)
+        except subprocess.SubprocessError as exc:
+            print(program, "failed:", exc, str(getattr(exc, "stderr", ""))[-3000:], flush=True)
+            continue
+        found = rows["programs"][program] = json.loads(done.stdout.strip().splitlines()[-1])
+        for way, row in found.items():
+            rest = {k: v for k, v in row.items() if k not in ("ms", "over_pct", "each_ms", "calls")}
+            print(f"{program:34} {way:15} {row['over_pct']:+6.1f}% {row['ms']:8.2f} ms  {json.dumps(rest)}", flush=True)
+        print(done.stderr[-1500:], flush=True)
         write_result(args.out, rows)
 
 

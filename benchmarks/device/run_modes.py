@@ -1,9 +1,13 @@
 """`tessera run` in every mode on a GPT-2 training script that knows nothing of us, and a session in the program itself.
 
     PYTHONPATH=src:.carry/site python benchmarks/device/run_modes.py RESULTS.json [--seconds 6] [--quick]
+    PYTHONPATH=src:.carry/site python benchmarks/device/run_modes.py RESULTS.json --only wall --seconds 60
+    PYTHONPATH=src:.carry/site python benchmarks/device/run_modes.py RESULTS.json --only killed --kills 20
 
 Each way: exit code, seconds, joules of the run, kernels seen, how far the parts' sum is from the total, the notes it
-gave, and the screen of the first. `--quick` runs a tiny model wherever it is. No clock, limit or mode is changed.
+gave, and the screen of the first. "wall": the same number of steps plain and under `tessera run`, start to exit; how much
+later the script's process ended than the script, and when the page was there. "killed": SIGKILL at random moments, how
+much of the kernels is missing, and whether the file can be read. `--quick` runs a tiny model wherever it is. No clock, limit or mode is changed.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
+from tessera.profile.runfile import RunFile
 
 os.environ["TESSERA_CONTROL"] = "0"
 
@@ -38,22 +45,30 @@ batch, length = (8, 1024) if device == "cuda" else (2, 32)
 model = GPT2LMHeadModel(config).to(device, torch.bfloat16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 ids = torch.randint(0, config.vocab_size, (batch, length))
+wanted = int(sys.argv[3]) if len(sys.argv) > 3 else 1 << 60
 end = time.monotonic() + seconds
-steps = 0
-while time.monotonic() < end:
+steps, times = 0, []
+while time.monotonic() < end and steps < wanted:
     given = ids.to(device, non_blocking=True)
     loss = model(input_ids=given, labels=given).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     steps += 1
+    times.append(time.perf_counter())
     if steps % 20 == 0:
         print("loss", loss.item(), file=sys.stderr)
+if device == "cuda":
+    torch.cuda.synchronize()
+half = times[len(times) // 2 :]
+step_ms = (half[-1] - half[0]) / max(len(half) - 1, 1) * 1e3
+print(f"RAN {steps} {step_ms:.4f} {time.time():.3f}", file=sys.stderr, flush=True)
 """
 WAYS: dict[str, tuple[str, ...]] = {
-    "timeline": (),
+    "light": (),
+    "operators": ("--mode", "operators"),
     "steps": ("--steps", "5:15"),
-    "modules and memory": ("--modules", "--memory", "--limit", "1"),
+    "memory": ("--memory", "--limit", "1"),
     "sampling": ("--mode", "sampling"),
     "summary": ("--mode", "summary"),
     "counters": ("--counters", "--limit", "0.5"),
@@ -86,6 +101,69 @@ def ran(script: Path, folder: Path, options: tuple[str, ...], device: str, secon
         found["parts_over_total"] = parts / answer["energy_j"]
     found["bytes"] = out.stat().st_size if out.exists() else None
     return found
+
+
+def last_line(text: str) -> list[float]:
+    """Steps, milliseconds a step of the second half, and the epoch seconds at which the script ended."""
+    return [float(word) for word in text.rpartition("RAN ")[2].split()[:3]]
+
+
+def wall(script: Path, folder: Path, device: str, seconds: float) -> dict[str, Any]:
+    """The same steps plain and under `tessera run`: seconds from start to exit, of a step, and of the end."""
+    environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
+
+    def run(*command: str, steps: int | None = None) -> tuple[float, list[float], str]:
+        begun = time.monotonic()
+        argv = [sys.executable, *command, str(script), device, str(seconds if steps is None else 10 * seconds)]
+        argv += [] if steps is None else [str(steps)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False, env=environment)
+        return time.monotonic() - begun, last_line(done.stderr), done.stderr
+
+    plain_s, (steps, plain_ms, _), _ = run()
+    out = folder / "wall.tessera"
+    run_s, (_, step_ms, ended_s), said = run("-m", "tessera", "run", "--out", str(out), steps=int(steps))
+    exited_s = time.time()
+    with RunFile(out) as run_file:
+        closed_s = int(run_file.about["closed_epoch_ns"]) * 1e-9
+        facts, rows = run_file.recording().facts, run_file.rows
+    page = out.with_suffix(".html")
+    return {
+        "steps": steps, "plain_s": plain_s, "plain_ms": plain_ms, "run_s": run_s, "step_ms": step_ms,
+        "step_over_pct": 100 * (step_ms / plain_ms - 1), "end_delayed_s": closed_s - ended_s,
+        "answer_after_s": exited_s - ended_s, "page_after_s": page.stat().st_mtime - ended_s if page.exists() else None,
+        "script_over_pct": 100 * ((closed_s - (exited_s - run_s)) / plain_s - 1), "rows": rows,
+        "file_bytes": out.stat().st_size, "collectors": facts.collectors,
+        "operators_s": sum(b - a for a, b in facts.operator_windows) * 1e-9, "tracing_s": facts.tracing_s,
+        "notes": list(facts.notes), "screen": said.splitlines()[-60:],
+    }  # fmt: skip
+
+
+def killed(script: Path, folder: Path, device: str, kills: int, until_s: float) -> dict[str, Any]:
+    """SIGKILL the script's process at random moments: how much of its kernels is missing."""
+    rng, rows = random.Random(0), []
+    for number in range(kills):
+        if time.monotonic() > until_s:
+            break
+        out = folder / f"killed{number}.tessera"
+        command = [sys.executable, "-m", "tessera", "run", "--out", str(out), str(script), device, "60"]
+        running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert running.stderr is not None
+        for line in running.stderr:  # the first steps have been made
+            if line.startswith("loss"):
+                break
+        time.sleep(rng.uniform(0.5, 4.0))
+        (child,) = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        killed_ns = time.time_ns()
+        os.kill(int(child), signal.SIGKILL)
+        running.communicate()
+        with RunFile(out) as run_file:
+            timeline = run_file.timeline()
+            device_rows = timeline.device_rows if device == "cuda" else timeline.rows("region")
+            missing_s = (killed_ns - int(timeline["end_ns"][device_rows].max())) * 1e-9 if len(device_rows) else None
+            rows.append({"missing_s": missing_s, "rows": len(timeline), "crashed": run_file.crashed})
+        print("killed", rows[-1], flush=True)
+    missing = [r["missing_s"] for r in rows if r["missing_s"] is not None]
+    return {"kills": len(rows), "readable": len(missing), "most_missing_s": max(missing, default=None), "each": rows}
 
 
 def screen(path: Path) -> list[str]:
@@ -131,6 +209,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--only", nargs="*", default=[*WAYS, "session"])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kill-s", type=float, default=240.0, help="no further kill after so many seconds")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     device, seconds = ("cpu", 1.0) if given.quick else ("cuda", given.seconds)
@@ -141,13 +221,22 @@ def main() -> None:
         script.write_text(SCRIPT)
         for way in [w for w in WAYS if w in given.only]:
             found["ways"][way] = row = ran(script, folder, WAYS[way], device, seconds)
-            if way == "timeline" and "error" not in row:
+            if way == "light" and "error" not in row:
                 row["screen"] = screen(folder / "0.tessera")
                 for kept in (folder / "0.tessera", folder / "0.html"):  # a real page, to be looked at
                     if kept.exists():
                         shutil.copy(kept, given.out.parent / f"gpt2_train{kept.suffix}")
                 print("\n".join(row["screen"]))
             print(way, json.dumps({k: v for k, v in row.items() if k not in ("top", "screen")})[:900], flush=True)
+            write_result(given.out, found)
+        if "wall" in given.only:
+            found["wall"] = wall(script, folder, device, seconds)
+            print("wall", json.dumps({k: v for k, v in found["wall"].items() if k != "screen"}), flush=True)
+            print("\n".join(found["wall"]["screen"]), flush=True)
+            write_result(given.out, found)
+        if "killed" in given.only:
+            found["killed"] = killed(script, folder, device, given.kills, time.monotonic() + given.kill_s)
+            print("killed", json.dumps(found["killed"]), flush=True)
             write_result(given.out, found)
         if "session" in given.only:
             try:

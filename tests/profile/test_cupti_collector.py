@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tessera.errors import RecordingError
 from tessera.profile.cupti_collector import CuptiCollector
 from tessera.profile.cupti_library import CONCURRENT_KERNEL, MEMCPY, MEMSET, Cupti, CuptiError, open_cupti
-from tessera.profile.cupti_records import split_records
+from tessera.profile.cupti_records import find_places, split_records
 
 SOURCE = Path(__file__).parents[1] / "fakes" / "fake_cupti.c"
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed: no fake can be compiled")
@@ -52,6 +54,7 @@ def fake(library: str) -> Iterator[Any]:
     fake.fake_set.argtypes = [ctypes.c_uint64] * 3
     fake.fake_reset.argtypes = [ctypes.c_uint32, *[ctypes.c_size_t] * 3]
     fake.fake_time.argtypes = [ctypes.c_uint64]
+    fake.fake_call.argtypes = [*[ctypes.c_uint32] * 2, *[ctypes.c_uint64] * 2, *[ctypes.c_uint32] * 2]
     fake.fake_reset(130001, 216, 96, 88)
     yield fake
     fake.fake_reset(130001, 216, 96, 88)
@@ -178,6 +181,46 @@ def test_times_are_those_of_the_wall_clock_whatever_cupti_counts(
     start_ns, end_ns = (int(piece.to_epoch_ns(kernels[edge])[0]) for edge in ("start", "end"))
     assert start_ns - started_ns == pytest.approx(500_000_000, abs=5)
     assert end_ns - start_ns == pytest.approx(1000, abs=5)
+
+
+def test_calls_of_the_host_come_with_names_and_system_threads(fake: Any, library: str) -> None:
+    collector = CuptiCollector(Cupti(library))
+    collector.start(calls=True)
+    fake.fake_call(5, 0, 100, 110, 4242, 7)
+    fake.fake_other(17)  # enabled by another client: its length is learnt from CUPTI's own walk
+    fake.fake_call(4, 1, 200, 210, 4243, 8)
+    launch(fake, 0)
+    collector.stop()
+    (piece,) = collector.take()
+    calls = {kind: records for kind, records in piece.split().items() if kind in (4, 5)}
+    assert {k: (r["thread"].tolist(), r["correlation"].tolist()) for k, r in calls.items()} == {
+        5: ([4242], [7]),
+        4: ([4243], [8]),
+    }
+    assert piece.calls == {(5, 0): "cudaLaunchKernel", (4, 1): "cuLaunchKernelEx"}
+    collector.start()  # without them
+    fake.fake_call(5, 0, 100, 110, 4242, 9)
+    launch(fake, 1)
+    collector.stop()
+    assert [set(piece.split()) for piece in collector.take()] == [{CONCURRENT_KERNEL}]
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 10]), st.integers(1, 30)), max_size=20), st.integers(0, 3))
+def test_places_of_records_are_found_however_kinds_follow_each_other(runs: list[tuple[int, int]], cut: int) -> None:
+    sizes = {1: 96, 2: 88, 10: 216}
+    expected: dict[int, list[int]] = {}
+    data = bytearray()
+    for kind, count in runs:
+        for _ in range(count):
+            expected.setdefault(kind, []).append(len(data))
+            data += kind.to_bytes(4, "little") + bytes(sizes[kind] - 4)
+    if cut and data:  # within the last record
+        last = max(places[-1] for places in expected.values())
+        kind = next(k for k, places in expected.items() if places[-1] == last)
+        expected[kind].pop()
+        del data[last + 4 * cut :]
+    found = {k: v.tolist() for k, v in find_places(bytes(data), sizes).items()}
+    assert found == {k: v for k, v in expected.items() if v}
 
 
 def test_another_profiler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,8 +110,8 @@ def _region_ns():
 def test_wrong_words_are_answered_with_the_nearest():
     with pytest.raises(ArgumentError, match="did you mean 'collective'"):
         profile.session(activities=["colective"])
-    with pytest.raises(ArgumentError, match="did you mean 'timeline'"):
-        profile.session(mode="timelin")
+    with pytest.raises(ArgumentError, match="did you mean 'operators'"):
+        profile.session(mode="operator")
     with pytest.raises(ArgumentError, match="did you mean 'record_shapes'"):
         profile.session(record_shape=True)
     with pytest.raises(ArgumentError, match="a list"):
@@ -206,7 +206,7 @@ def test_a_session_records_operators_regions_marks_counters_steps_and_power(powe
     assert total.energy_j == pytest.approx(trace.energy_j, rel=0.1)
     assert sess.energy().energy_j == pytest.approx(total.energy_j, rel=0.2)
     with RunFile(sess.path) as run:
-        assert not run.crashed and run.get("mode") == "timeline" and len(run.get("windows")) == 1
+        assert not run.crashed and run.get("mode") == "operators" and len(run.get("windows")) == 1
         assert run.get("end_ns") > run.get("start_ns")
 
 
@@ -367,7 +367,7 @@ def test_without_torch_there_is_power_and_what_the_program_says(power, path, mon
 
 def test_a_trace_ended_by_another_thread_is_said(path):
     sess = profile.session(["cpu"], path=path).start()
-    inner = sess._tracing.collector
+    inner = sess._tracing.operators.collector
     other = threading.Thread(target=sess.stop)
     other.start()
     other.join()
@@ -509,7 +509,7 @@ def test_a_schedules_joules_are_those_of_its_windows(power, path):
 def test_devices_are_numbered_as_the_sensors_do(monkeypatch):
     import torch
 
-    from tessera.profile.kineto_collector import _as_sensors_count
+    from tessera.profile.kineto_collector import find_sensor_numbers, renumber_devices
     from tessera.timeline import Builder
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
@@ -520,7 +520,7 @@ def test_devices_are_numbered_as_the_sensors_do(monkeypatch):
         build.add("kernel" if device >= 0 else "op", "k", 0, 1, device=device)
     build.meta["deviceProperties"] = [{"id": 0, "name": "a"}, {"id": 1, "name": "b"}]
     timeline = build.build()
-    _as_sensors_count(timeline)
+    renumber_devices(timeline, find_sensor_numbers() or [])
     assert timeline["device"].tolist() == [3, 1, -1]
     assert [p["id"] for p in timeline.meta["deviceProperties"]] == [3, 1]
 

@@ -29,10 +29,14 @@ _Callback = Callable[[click.Context, click.Parameter, "str | None"], "_T | None"
 
 
 class WordChoice(click.Choice):  # type: ignore[type-arg]
-    """One of several words; a wrong one is answered with the nearest."""
+    """One of several words; a wrong one is answered with the nearest. `former` words are taken, and not shown."""
+
+    def __init__(self, words: Sequence[str], *, former: Sequence[str] = ()) -> None:
+        super().__init__(words)
+        self._former = former
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value in self.choices:
+        if value in self.choices or value in self._former:
             return value
         words = list(map(str, self.choices))
         option = f" for {max(param.opts, key=len)}" if isinstance(param, click.Option) else ""

@@ -19,7 +19,7 @@ from ..errors import ArgumentError, RecordingError, TesseraError
 from ..job_rank import find_rank
 from ..output import cannot_write
 from .failures import report_failure
-from .options import FILE, check_writable, choice_option, scope_option
+from .options import FILE, WordChoice, check_writable, scope_option
 from .run_report import print_progress, report_run
 
 if TYPE_CHECKING:
@@ -58,17 +58,23 @@ def _parse_seconds(_ctx: click.Context, param: click.Parameter, value: float | N
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
-@choice_option(
+@click.option(
     "--mode",
-    ["timeline", "kernels", "sampling", "summary"],
-    "Record operators and kernels; or every kernel of the whole run, by CUPTI; or only power, clocks and stacks; or "
-    "totals by name, for runs of days.",
+    type=WordChoice(["light", "operators", "sampling", "summary"], former=["timeline", "kernels"]),
+    help="light: every kernel of the whole run, operators of a few steps (the default); operators: every operator too, "
+    "which slows the program; sampling: only power, clocks and stacks; summary: totals by name, for runs of days.",
+)
+@click.option(
+    "--operator-steps",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="With light: trace the operators of N steady steps.  [default: 3]",
 )
 @click.option(
     "--steps",
     metavar="[FIRST:]END",
     callback=_parse_steps,
-    help="Trace only these steps, without END; 10 means 0:10. Power is recorded throughout.",
+    help="Trace operators in these steps only, without END; 10 means 0:10. Power is recorded throughout.",
 )
 @click.option(
     "--limit",
@@ -77,7 +83,8 @@ def _parse_seconds(_ctx: click.Context, param: click.Parameter, value: float | N
     type=float,
     default=LIMIT_S,
     show_default=True,
-    help="Trace this many seconds from the first step on; 0 traces to the end.",
+    help="Where operators are traced throughout (--mode operators, or no GPU): this many seconds from the first step "
+    "on; 0 traces to the end.",
 )
 @click.option(
     "--flush",
@@ -147,16 +154,17 @@ def command(
 
 
 def _make_plan(
-    target: str, arguments: Sequence[str], path: Path, *, module: bool, mode: str, steps: tuple[int, int] | None,
-    limit_s: float, flush_s: float | None, ranks: bool = False, **recorded: Any,
+    target: str, arguments: Sequence[str], path: Path, *, module: bool, mode: str | None, operator_steps: int | None,
+    steps: tuple[int, int] | None, limit_s: float, flush_s: float | None, ranks: bool = False, **recorded: Any,
 ) -> LaunchPlan:  # fmt: skip
     """What the script's process is to record; `recorded` are options that mean there what they mean here."""
     from ..profile.launch import LaunchPlan
-    from ..profile.options import MODES
+    from ..profile.options import choose_mode
 
-    chosen = next(m for m in MODES if m == mode)
+    chosen, few = choose_mode(mode, operator_steps, for_all=recorded["stack"] or recorded["memory"])
     return LaunchPlan(
         target=target, module=module, argv=list(arguments), path=str(path), claimed=not ranks, ranks=ranks, mode=chosen,
+        operator_steps=few,
         command=["python", *(["-m"] if module else []), target, *arguments], steps=steps, flush_s=flush_s or None,
         limit_s=None if steps or chosen == "summary" else limit_s or None, **recorded,
     )  # fmt: skip

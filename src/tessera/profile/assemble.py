@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import RecordingError
 from ..job_rank import find_rank
 from ..sensors.processes import find_owner
+from .ending import wait_for_device
 from .options import ON_DEVICE
-from .recorder import wait_for_device
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -69,7 +69,7 @@ def _writer(session: Session) -> RunWriter:
         "cwd": _cwd(),
         "python": platform.python_version(),
         "asked_ms": options.sample_interval_ms,
-        "scheduled": True if session._schedule is not None and options.mode == "timeline" else None,
+        "scheduled": True if session._schedule is not None and options.mode in ("light", "operators") else None,
         "rank": me.rank if me else None,
         "world_size": me.world_size if me else None,
         "local_rank": me.local_rank if me else None,
@@ -112,9 +112,9 @@ def _power(session: Session, writer: RunWriter, undo: contextlib.ExitStack) -> N
     session._feed = PowerFeed(writer, monitor.sampler, thin=options.mode == "summary")
     session._feed.pull()
     asked_ms = options.sample_interval_ms
-    if asked_ms is not None and options.mode == "timeline" and "stack" not in options.enabled_activities:
+    if asked_ms is not None and options.mode in ("light", "operators") and "stack" not in options.enabled_activities:
         session.notes.append(
-            f"sample_interval_ms={asked_ms:g} has no effect in timeline mode without stacks: power is recorded "
+            f"sample_interval_ms={asked_ms:g} has no effect without stacks: power is recorded "
             "whenever its sensor has a new value"
         )
     for domain in monitor.sampler.domains:
@@ -135,27 +135,31 @@ def _tracing(session: Session, undo: contextlib.ExitStack) -> None:
         session.notes.append("torch is not installed: there are no operators or kernels to trace")
         return
     options = session.options
-    if options.mode == "kernels":
-        from .kernel_tracing import KernelTracing
+    before_stall = session._feed.catch_up if session._feed is not None else lambda: None
+    if options.mode == "light":
+        from .light_tracing import LightTracing
 
-        session._tracing = KernelTracing(session.deliver)
-        if session._begin_tracing:
-            session.begin_tracing()
-        undo.callback(session._tracing.end)
-        return
-    collector = KinetoCollector(options)
-    session._tracing = Tracing(
-        collector,
-        session.deliver,
-        schedule=session._schedule,
-        paced=options.mode == "summary",
-        flush_s=options.flush_s,
-        limit_s=options.limit_s,
-        lead=not session._begin_tracing,
-        before_stall=session._feed.catch_up if session._feed is not None else lambda: None,
-    )
-    if options.with_modules and not options.with_stack:  # the Python tracer lists them itself
-        session._modules = ModuleRanges(lambda: collector.recording)
+        session._tracing = LightTracing(
+            options,
+            session,
+            schedule=session._schedule,
+            lead=not session._begin_tracing,
+            before_stall=before_stall,
+        )
+    else:
+        collector = KinetoCollector(options)
+        session._tracing = Tracing(
+            collector,
+            session.deliver,
+            schedule=session._schedule,
+            paced=options.mode == "summary",
+            flush_s=options.flush_s,
+            limit_s=options.limit_s,
+            lead=not session._begin_tracing,
+            before_stall=before_stall,
+        )
+        if options.with_modules and not options.with_stack:  # the Python tracer lists them itself
+            session._modules = ModuleRanges(lambda: collector.recording)
     if session._begin_tracing:
         try:
             session.begin_tracing()

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RecordingError
-from .cupti_library import KINDS, Cupti, CuptiError, open_cupti
-from .cupti_records import find_names, sizes_of_version, split_records
+from .cupti_library import CALLS, CONCURRENT_KERNEL, KINDS, Cupti, CuptiError, open_cupti
+from .cupti_records import Places, UnknownRecordError, find_distinct, find_places, sizes_of_version, split_records
 
 BUFFER_BYTES = 1 << 20
 """5,000 kernels: a buffer that still has a running kernel in it is not handed over, so they must not be too long."""
@@ -39,18 +39,22 @@ _SAME_CLOCK_NS = 1_000_000
 class RecordBytes:
     """One buffer of records, and the names that its kernels point to. `sizes`: bytes of a record by kind.
 
+    `places` is where the records of each kind begin, `calls` names the host's calls by kind and number.
+
     `clock` has two moments as (CUPTI's time, epoch ns). CUPTI tells the time of the wall clock, unless Kineto has run
     in the process: from then on it counts ticks of the processor.
     """
 
     data: bytes
     names: Mapping[int, str]
+    calls: Mapping[tuple[int, int], str]
     sizes: Mapping[int, int]
+    places: Places
     clock: tuple[tuple[int, int], tuple[int, int]]
 
     def split(self) -> dict[int, NDArray[Any]]:
         """Arrays by kind (`cupti_records.FIELDS`)."""
-        return split_records(self.data, self.sizes)
+        return split_records(self.data, self.sizes, self.places)
 
     def to_epoch_ns(self, times: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Times of records as nanoseconds of the wall clock."""
@@ -75,21 +79,24 @@ class CuptiCollector:
         self._lock = threading.Lock()  # of `take`, which is called by the session and once more at the end
         self._sizes = sizes_of_version(self._cupti.version)
         self._is_checked = False
-        self._running = False
+        self._running: tuple[int, ...] = ()
+        self._calls: dict[tuple[int, int], str] = {}
         self._clock_began = self._clock_now = (0, 0)
         self.dropped = 0
 
     @property
     def running(self) -> bool:
         """Whether records are being kept."""
-        return self._running
+        return bool(self._running)
 
-    def start(self) -> None:
-        """Keep records from now on; also after another client (Kineto) has had CUPTI in between."""
+    def start(self, *, calls: bool = False) -> None:
+        """Keep records from now on, `calls` of the host too; also after another client has had CUPTI in between."""
+        kinds = (*KINDS, *CALLS) if calls else KINDS
         self._cupti.register(self._give, self._take)
+        self._cupti.number_threads(as_system=calls)
         enabled: list[int] = []
         try:
-            for kind in KINDS:
+            for kind in kinds:
                 self._cupti.enable(kind)
                 enabled.append(kind)
         except CuptiError:
@@ -97,14 +104,14 @@ class CuptiCollector:
                 self._cupti.disable(kind)
             raise
         self._clock_began = self._clock_now = self._read_clock()
-        self._running = True
+        self._running = kinds
 
     def stop(self) -> None:
         """Keep no more. What was launched and has not ended is not in the records: synchronise the device before."""
         if not self._running:
             return
-        self._running = False
-        for kind in KINDS:
+        kinds, self._running = self._running, ()
+        for kind in kinds:
             self._cupti.disable(kind)
         self._flush(forced=True)
 
@@ -157,22 +164,43 @@ class CuptiCollector:
     def _keep(self, buffer: NDArray[np.uint8], used: int) -> RecordBytes:
         if not self._is_checked:
             self._check_layout(buffer, used)
-        # Read anew for each buffer: a module that was unloaded may have given its address to another name.
-        addresses = find_names(buffer[:used].data, self._sizes)
-        names = {address: ctypes.string_at(address).decode(errors="replace") for address in addresses}
-        clock = (self._clock_began, self._clock_now)
-        return RecordBytes(data=buffer[:used].tobytes(), names=names, sizes=dict(self._sizes), clock=clock)
+        data = buffer[:used].data
+        try:
+            places = find_places(data, self._sizes)
+        except UnknownRecordError:  # of another client in the process, which has enabled more
+            self._learn_sizes(buffer, used)
+            places = find_places(data, self._sizes)
+        for kind in CALLS:
+            for number in find_distinct(data, places[kind], kind, "number") if kind in places else ():
+                if (kind, number) not in self._calls:
+                    self._calls[kind, number] = self._cupti.name_call(kind, number)
+        kernels = places.get(CONCURRENT_KERNEL)
+        addresses = [] if kernels is None else find_distinct(data, kernels, CONCURRENT_KERNEL, "name")
+        return RecordBytes(
+            data=buffer[:used].tobytes(),
+            # Read anew for each buffer: a module that was unloaded may have given its address to another name.
+            names={a: ctypes.string_at(a).decode(errors="replace") for a in addresses if a},
+            calls=self._calls,
+            sizes=dict(self._sizes),
+            places=places,
+            clock=(self._clock_began, self._clock_now),
+        )
 
     def _check_layout(self, buffer: NDArray[np.uint8], used: int) -> None:
         """Compare with how CUPTI itself walks the first buffer, and learn lengths that no header of ours has."""
-        walked = list(self._cupti.walk(buffer.ctypes.data, used))
-        for (kind, at), (_, following) in itertools.pairwise(walked):
-            self._sizes[kind] = following - at
-        split = split_records(buffer[:used].data, self._sizes)
-        if sum(map(len, split.values())) != len(walked):
+        walked = self._learn_sizes(buffer, used)
+        found = sum(map(len, find_places(buffer[:used].data, self._sizes).values()))
+        if found != walked:
             raise RecordingError(
                 f"CUPTI {self._cupti.version} writes records in a way that is not known",
-                why=f"it reads {len(walked)} records where {sum(map(len, split.values()))} are found",
-                fix="record it with mode='timeline', and report this version",
+                why=f"it reads {walked} records where {found} are found",
+                fix="record it with mode='operators', and report this version",
             )
         self._is_checked = True
+
+    def _learn_sizes(self, buffer: NDArray[np.uint8], used: int) -> int:
+        """The lengths of records as CUPTI itself walks them; returns their number."""
+        walked = [*self._cupti.walk(buffer.ctypes.data, used), (0, buffer.ctypes.data + used)]
+        for (kind, at), (_, following) in itertools.pairwise(walked):
+            self._sizes[kind] = following - at
+        return len(walked) - 1

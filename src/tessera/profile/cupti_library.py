@@ -17,10 +17,14 @@ from typing import Any
 
 from ..errors import MeasurementError
 
-MEMCPY, MEMSET, CONCURRENT_KERNEL, MEMCPY_PEER = 1, 2, 10, 22
+MEMCPY, MEMSET, DRIVER, RUNTIME, CONCURRENT_KERNEL, MEMCPY_PEER, EXTERNAL = 1, 2, 4, 5, 10, 22, 39
 """Kinds of records (CUpti_ActivityKind)."""
 KINDS = (MEMCPY, MEMSET, CONCURRENT_KERNEL, MEMCPY_PEER)
+CALLS = (DRIVER, RUNTIME)
+"""What the host called, and on which thread: a microsecond a call, so for a few steps only."""
 FLUSH_FORCED = 1
+_DOMAINS = {DRIVER: 1, RUNTIME: 2}  # CUpti_CallbackDomain
+_BY_PTHREAD, _BY_SYSTEM = 0, 1  # CUpti_ActivityThreadIdType
 _END_OF_BUFFER = 12  # CUPTI_ERROR_MAX_LIMIT_REACHED
 
 _REQUESTED = ctypes.CFUNCTYPE(
@@ -93,6 +97,17 @@ class Cupti:
     def flush(self, *, forced: bool = False) -> None:
         """Have buffers handed over: those whose records are all complete; `forced`, all of them."""
         self._call("cuptiActivityFlushAll", FLUSH_FORCED if forced else 0)
+
+    def number_threads(self, *, as_system: bool) -> None:
+        """Have calls carry the system's thread numbers, which Kineto's operators have too; else those of pthread."""
+        self._call("cuptiSetThreadIdType", _BY_SYSTEM if as_system else _BY_PTHREAD)
+
+    def name_call(self, kind: int, number: int) -> str:
+        """What a call of the driver or the runtime is called, without its version."""
+        text = ctypes.c_char_p()
+        status = self._library.cuptiGetCallbackName(_DOMAINS[kind], number, ctypes.byref(text))
+        name = text.value.decode(errors="replace") if status == 0 and text.value else f"call {number}"
+        return re.sub(r"(_v\d+|_ptsz|_ptds)+$", "", name)
 
     def count_dropped(self) -> int:
         """Records that were lost since the last call, for lack of a buffer."""

@@ -12,13 +12,22 @@ from numpy.typing import NDArray
 
 from ..record import CODE
 from ..timeline.columns import NONE, UNTRACED, Builder, Launch, Timeline
+from ..timeline.kineto import GRAPH_LAUNCH
 from ..timeline.transfers import collective_type, copy, is_collective
 from .cupti_collector import RecordBytes
-from .cupti_library import CONCURRENT_KERNEL, MEMSET
+from .cupti_library import CALLS, CONCURRENT_KERNEL, DRIVER, MEMSET
 
 # CUpti_ActivityMemcpyKind and CUpti_ActivityMemoryKind, in Kineto's words.
 _COPIES = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
 _MEMORIES = ("Unknown", "Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static")
+# What Kineto shows of the driver, and what it leaves out of the runtime (CuptiActivityProfiler's lists).
+_LAUNCHES = ("cuLaunch", "cuGraphLaunch", "cuMemcpy", "cuMemset")
+_QUERIES = (
+    "cudaGetDevice", "cudaSetDevice", "cudaGetLastError", "cudaPeekAtLastError", "cudaEventCreate", "cudaEventDestroy",
+    "cudaEventQuery", "cudaEventRecord", "cudaStreamIsCapturing", "cudaStreamGetCaptureInfo", "cudaFuncGetAttributes",
+    "cudaOccupancy", "cudaDeviceGetAttribute", "cudaPointerGetAttributes", "cudaThreadExchange",
+    "cudaFuncSetAttribute", "cudaGetDriverEntryPoint", "cudaDeviceGetStreamPriorityRange",
+)  # fmt: skip
 # Odd multipliers: rows that differ in one column differ in the sum (modulo 2**64) but for a chance of 1e-12.
 _MIX = np.random.default_rng(0).integers(1, 2**63, 9, dtype=np.uint64) | np.uint64(1)
 
@@ -31,30 +40,65 @@ def read_records(pieces: Iterable[RecordBytes]) -> Timeline:
         for kind, found in piece.split().items():
             records = found[found["start"] != 0]
             untimed += len(found) - len(records)
-            if len(records):
-                columns = _kernels(builder, records, piece.names) if kind == CONCURRENT_KERNEL else None
-                columns = columns or _transfers(builder, records, is_set=kind == MEMSET)
-                columns |= {edge + "_ns": piece.to_epoch_ns(records[edge]) for edge in ("start", "end")}
-                columns |= {name: records[name].astype(np.int64) for name in ("device", "stream", "correlation")}
+            if not len(records):
+                continue
+            if kind in CALLS:
+                records, columns = _calls(builder, records, kind, piece.calls)
+            elif kind == CONCURRENT_KERNEL:
+                columns = _kernels(builder, records, piece.names)
+            else:
+                columns = _transfers(builder, records, is_set=kind == MEMSET)
+            columns |= {edge + "_ns": piece.to_epoch_ns(records[edge]) for edge in ("start", "end")}
+            kept = ("thread", "correlation") if kind in CALLS else ("device", "stream", "correlation")
+            columns |= {name: records[name].astype(np.int64) for name in kept}
+            if kind not in CALLS:
                 columns["external"] = np.full(len(records), UNTRACED)
-                builder.extend(columns, len(records))
+            builder.extend(columns, len(records))
     if untimed:
         builder.notes.append(f"CUPTI could not time {untimed} kernels and copies: they are left out")
     return builder.build(last=True)
 
 
+def _calls(
+    builder: Builder, records: NDArray[Any], kind: int, names: Mapping[tuple[int, int], str]
+) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+    """The calls that Kineto would show, as rows of the host: those that launch, copy, allocate or wait."""
+    numbers, which = np.unique(records["number"], return_inverse=True)
+    texts = [names.get((kind, number), "unknown call") for number in numbers.tolist()]
+    wanted = [text.startswith(_LAUNCHES) if kind == DRIVER else not text.startswith(_QUERIES) for text in texts]
+    keep = np.array(wanted, bool)[which]
+    kinds = [CODE["graph_launch" if text.startswith(GRAPH_LAUNCH) else "runtime"] for text in texts]
+    rows = {"kind": np.array(kinds, np.int64), "name": np.array([builder.intern(t) for t in texts], np.int64)}
+    return records[keep], {column: values[which][keep] for column, values in rows.items()}
+
+
 def _kernels(builder: Builder, records: NDArray[Any], names: Mapping[int, str]) -> dict[str, NDArray[Any]]:
     shared = records["static_shared"].astype(np.int64) + records["dynamic_shared"]
     shape = [records["registers"], *records["grid"].T, *records["block"].T, shared, records["name"]]
-    keys = sum((part.astype(np.uint64) * mix for part, mix in zip(shape, _MIX, strict=True)), np.uint64(0))
+    keys = np.zeros(len(records), np.uint64)
+    for part, mix in zip(shape, _MIX, strict=True):
+        keys += part.astype(np.uint64) * mix
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
-    rows = [_intern_kernel(builder, records[at], int(shared[at]), names) for at in first.tolist()]
-    kind, name, launch = (np.array(part, np.int64)[which] for part in zip(*rows, strict=True))
-    return {"kind": kind, "name": name, "launch": launch}
+    rows = []
+    for at, key in zip(first.tolist(), keys[first].tolist(), strict=True):
+        mangled = names.get(int(records["name"][at]), "unknown kernel")
+        known = _known.get((key, mangled))
+        if known is None:
+            if len(_known) > _MOST_KNOWN:
+                _known.clear()
+            known = _known[key, mangled] = _describe_kernel(records[at], int(shared[at]), demangle(mangled))
+        kind, name, launch = known
+        rows.append((kind, builder.intern(name), builder.intern_launch(launch)))
+    columns = np.array(rows, np.int64)[which]
+    node = records["graph_node"].astype(np.int64)
+    return {**dict(zip(("kind", "name", "launch"), columns.T, strict=True)), "graph_node": np.where(node, node, NONE)}
 
 
-def _intern_kernel(builder: Builder, record: Any, shared: int, names: Mapping[int, str]) -> tuple[int, int, int]:
-    name = demangle(names.get(int(record["name"]), "unknown kernel"))
+_known: dict[tuple[int, str], tuple[int, str, Launch]] = {}  # as `_describe_kernel` has it, by key and mangled name
+_MOST_KNOWN = 50_000  # a program of changing shapes makes launches for ever
+
+
+def _describe_kernel(record: Any, shared: int, name: str) -> tuple[int, str, Launch]:
     communicates = is_collective(name)
     launch = Launch(
         grid=tuple(record["grid"].tolist()),
@@ -63,7 +107,7 @@ def _intern_kernel(builder: Builder, record: Any, shared: int, names: Mapping[in
         shared_bytes=shared,
         collective_type=collective_type(name.partition("(")[0]) if communicates else None,
     )
-    return CODE["collective" if communicates else "kernel"], builder.intern(name), builder.intern_launch(launch)
+    return CODE["collective" if communicates else "kernel"], name, launch
 
 
 def _transfers(builder: Builder, records: NDArray[Any], *, is_set: bool) -> dict[str, NDArray[Any]]:

@@ -52,6 +52,14 @@ def _stop(session: Session) -> None:
         sys.stderr.write(f"tessera: the session was not ended by the program, and could not be written whole: {exc}\n")
 
 
+def wait_for_device() -> None:
+    """What was launched inside belongs to the session; what fails there has failed in the program too."""
+    from ..monitor.scope import synchronize
+
+    with contextlib.suppress(RuntimeError):
+        synchronize()
+
+
 class Patience:
     """SIGINT while a trace is brought home: the first is answered, the next drops the trace.
 

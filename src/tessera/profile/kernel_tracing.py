@@ -1,22 +1,24 @@
 """Every kernel, copy and set of the whole program by CUPTI: no operators, about 1% of a step.
 
-It has the calls of `Tracing`, which traces windows by Kineto. There are no windows here: CUPTI starts with CUDA and
-stops with the session.
+CUPTI starts with CUDA and stops with the session. Kineto registers callbacks and a clock of its own with CUPTI, so
+ours are taken back after each of its steps (`handed_over`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from ..errors import TesseraError
 from ..monitor.scope import synchronize
 from .cupti_collector import CuptiCollector
 from .cupti_timeline import read_records
-from .tracing import NEVER, Deliver
+from .kineto_collector import drop_unasked, find_sensor_numbers, renumber_devices
+from .options import SessionOptions
+from .tracing import Deliver
 
 FLUSH_S = 0.8
 """How often CUPTI is asked for what is complete: a killed program loses that much, and a buffer that was not full."""
@@ -26,98 +28,130 @@ _log = logging.getLogger("tessera")
 class KernelTracing:
     """Keeps CUPTI's records from the first use of CUDA on, and delivers them as rows about once a second."""
 
-    def __init__(self, deliver: Deliver, *, make_collector: Callable[[], CuptiCollector] = CuptiCollector) -> None:
+    def __init__(
+        self, options: SessionOptions, deliver: Deliver, *, is_taken: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`is_taken`: whether Kineto records kernels at this moment, so that CUPTI is not ours to start."""
         self.notes: list[str] = []
-        self.due_ns = NEVER
-        self.spent_s = 0.0
+        self.why_nothing: str | None = None
+        """Why CUPTI keeps nothing; None while it does, or may yet."""
+        self.tracing_s = 0.0
+        self.kept = 0
+        self._options = options
         self._deliver = deliver
-        self._make_collector = make_collector
         self._collector: CuptiCollector | None = None
-        self._lock = threading.Lock()  # `tick` and `end` are called by different threads
+        self._lock = threading.Lock()  # `tick` and the others are called by different threads
+        self._numbers: list[int] | None = None
+        self._is_taken = is_taken
+        self._is_wanted = self._is_paused = False
         self._began_ns = 0
         self._flushed_s = 0.0
-        self._begun = self._over = False
+        self._over = False
 
     @property
-    def has_begun(self) -> bool:
-        return self._begun
+    def running(self) -> bool:
+        """Whether records are being kept."""
+        return self._collector is not None and not self._over and not self._is_paused
 
-    def begin(self, step: int = 0) -> None:
+    def begin(self) -> None:
         """Start with CUDA: at once where it runs, else when the program first uses it."""
         import torch
 
-        self._begun = True
         if torch.version.cuda is None:
-            self._say_why_nothing("this torch has no CUDA")
+            self.why_nothing = "this torch has no CUDA"
         elif getattr(torch.cuda._tls, "is_initializing", False):
             self._start()  # `tessera run` begins within CUDA's own start, whose lock `_lazy_call` would wait for
         else:  # asking for a GPU here would initialise CUDA, after which the program may not fork
             torch.cuda._lazy_call(self._start)
 
     def _start(self) -> None:
-        if self._over:
+        self._is_wanted = self._is_taken()
+        if self._over or self._is_wanted:
             return
         try:
-            collector = self._make_collector()
+            collector = CuptiCollector()
             collector.start()
         except TesseraError as exc:
-            self._say_why_nothing(f"{exc.what} ({exc.why})" if exc.why else exc.what)
+            self.why_nothing = f"{exc.what} ({exc.why})" if exc.why else exc.what
             return
+        self._numbers = find_sensor_numbers()
         self._began_ns, self._flushed_s = time.time_ns(), time.monotonic()
         self._collector = collector
 
-    def _say_why_nothing(self, why: str) -> None:
-        self.notes.append(f"no kernels were traced: {why}; mode='timeline' traces by Kineto")
-
-    def work_begins(self) -> None:
-        """Nothing changes: everything is traced."""
-
-    def step(self, step: int) -> None:
-        """Nothing changes: everything is traced."""
-
-    def boundary(self, now_ns: int, *, of_step: bool = False) -> None:
-        """Nothing changes: everything is traced."""
-
-    def tick(self, now_ns: int) -> None:
-        """Called by the session's thread a few times a second: bring what is complete to the file."""
-        if self._collector is not None and time.monotonic() - self._flushed_s >= FLUSH_S:
-            with self._lock:
-                if not self._over:
-                    self._flushed_s = time.monotonic()
-                    self._bring(self._collector, self._collector.flush)
-
-    def finish(self, why: str | None = None) -> None:
-        """Stop tracing. The program and all other recording go on."""
+    @contextlib.contextmanager
+    def handed_over(self, *, calls: bool) -> Iterator[None]:
+        """Let another client have CUPTI inside; keep records again after it, with the host's `calls` or without."""
+        if not self.running:
+            yield
+            return
+        synchronize()  # what runs would come in nobody's buffer
         with self._lock:
-            if self._over:
-                return
-            self._over = True
-            if why:
-                self.notes.append(why)
-            collector = self._collector
-            if collector is None:
-                if not self.notes:
-                    self._say_why_nothing("the program did not use CUDA")
-                return
-            self._bring(collector, collector.stop)
-            if collector.dropped:
-                self.notes.append(f"{collector.dropped} kernels and copies are missing: CUPTI had no buffer for them")
+            self._bring(CuptiCollector.stop)
+            try:
+                yield
+            finally:
+                self._run_guarded(lambda collector: collector.start(calls=calls))
+
+    def pause(self) -> None:
+        """Another client takes CUPTI: a profiler of the program."""
+        if self.running:
+            synchronize()
+            with self._lock:
+                self._is_paused = True
+                self._bring(CuptiCollector.stop)
+                self.notes.append("the program ran a profiler of its own: kernels of that time are not recorded")
+
+    def resume(self) -> None:
+        """The other client has let go of CUPTI."""
+        with self._lock:
+            if self._is_paused:
+                self._is_paused = False
+                self._run_guarded(CuptiCollector.start)
+
+    def tick(self) -> None:
+        """Called by the session's thread a few times a second: bring what is complete to the file."""
+        if self._is_wanted:
+            self._start()
+        if self.running and time.monotonic() - self._flushed_s >= FLUSH_S:
+            with self._lock:
+                self._flushed_s = time.monotonic()
+                self._bring(CuptiCollector.flush)
 
     def end(self) -> None:
-        """Stop tracing, with what the device still runs."""
-        if self._collector is not None and not self._over:
+        """Stop, with what the device still runs."""
+        if self.running:
             synchronize()
-        self.finish()
+        with self._lock:
+            collector = self._collector
+            if collector is None and self.why_nothing is None:
+                self.why_nothing = "the program did not use CUDA"
+            self._bring(CuptiCollector.stop)
+            if collector is not None and collector.dropped and not self._over:
+                self.notes.append(f"{collector.dropped} kernels and copies are missing: CUPTI had no buffer for them")
+            self._over = True
 
-    def _bring(self, collector: CuptiCollector, call: Callable[[], Any]) -> None:
+    def _bring(self, call: Callable[[CuptiCollector], None]) -> None:
         begun = time.thread_time()
-        try:
-            call()
+
+        def bring(collector: CuptiCollector) -> None:
+            call(collector)
             timeline = read_records(collector.take())
             if len(timeline):
-                self._deliver(timeline, self._began_ns, time.time_ns())
-        except (TesseraError, OSError) as exc:  # the program must not fail because of us
+                self.kept += len(timeline)
+                if self._numbers is not None:
+                    renumber_devices(timeline, self._numbers)
+                self._deliver(drop_unasked(timeline, self._options), self._began_ns, time.time_ns())
+
+        self._run_guarded(bring)
+        self.tracing_s += time.thread_time() - begun
+
+    def _run_guarded(self, call: Callable[[CuptiCollector], None]) -> None:
+        """Call it; if it fails, end the records with a note: the program must not fail because of us."""
+        if self._collector is None or self._over:
+            return
+        try:
+            call(self._collector)
+        except (TesseraError, OSError) as exc:
             self._over = True
-            self.notes.append(f"tracing ended early: {exc}")
-            _log.warning("tracing by CUPTI ended early", exc_info=exc)
-        self.spent_s += time.thread_time() - begun
+            self.notes.append(f"kernels were recorded until CUPTI failed: {exc}")
+            _log.warning("recording by CUPTI ended early", exc_info=exc)

@@ -16,7 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -28,6 +28,10 @@ from ..timeline.columns import NONE, Timeline
 from ..timeline.stream_names import KEY, key
 from .flight_record import FlightCall, group_sizes, name_groups, read_calls
 from .options import ON_DEVICE, SessionOptions
+from .torch_hooks import ModuleRanges, has_compiled
+
+if TYPE_CHECKING:
+    from .kernel_tracing import KernelTracing
 
 # Kineto writes CUPTI's stream id, which is neither torch's id nor the driver's pointer. CUPTI itself gives it for a
 # pointer (cuptiGetStreamIdEx), where Kineto has loaded it; else the driver does (cuStreamGetId, from CUDA 12 on), whose
@@ -160,7 +164,9 @@ class Finished:
             timeline = kineto.read(path, frames=self._options.with_stack)
         add_stream_names(timeline, self._streams)
         name_groups(timeline, self._calls, self._group_sizes)
-        _as_sensors_count(timeline)
+        numbers = find_sensor_numbers() if sys.modules["torch"].cuda.is_initialized() else None
+        if numbers is not None:
+            renumber_devices(timeline, numbers)
         return drop_unasked(timeline, self._options)
 
     def _let_go(self, prof: Any) -> None:
@@ -269,6 +275,45 @@ class KinetoCollector:
             prof.stop_trace()
 
 
+class OperatorCollector(KinetoCollector):
+    """Kineto for operators alone, while CUPTI's own records go on; for kernels as well where CUPTI cannot be had.
+
+    The host's calls come from CUPTI then: by thread and time they tie kernels to operators (`timeline.link`). Kineto
+    costs half as much without its own records, and neither loses a kernel.
+    """
+
+    def __init__(self, options: SessionOptions, kernels: KernelTracing, modules: ModuleRanges) -> None:
+        super().__init__(options)
+        self._kernels = kernels
+        self._modules = modules
+
+    def prepare(self) -> None:
+        """Warm up where Kineto records kernels too; beside CUPTI it would take the records of that step."""
+        if not self._kernels.running:
+            super().prepare()
+
+    def start(self) -> None:
+        with self._kernels.handed_over(calls=True):
+            super().prepare()
+            super().start()
+        if not has_compiled():  # hooks that come and go make torch.compile compile anew
+            self._modules.install()
+
+    def stop(self) -> Finished:
+        self._modules.remove()
+        with self._kernels.handed_over(calls=False):
+            return super().stop()
+
+    def _activities(self) -> list[Any]:
+        import torch
+
+        return [torch.profiler.ProfilerActivity.CPU] if self._kernels.running else super()._activities()
+
+    def _touch_device(self) -> None:
+        if not self._kernels.running:
+            super()._touch_device()
+
+
 def _trace_only(options: SessionOptions) -> Any:
     """Have torch make no events for Python, which we never ask for (from 2.13 on; it refuses stacks then)."""
     from torch._C._profiler import _ExperimentalConfig
@@ -289,18 +334,25 @@ def _busy(why: str) -> MeasurementError:
     )
 
 
-def _as_sensors_count(timeline: Timeline) -> None:
-    """Number devices as the sensors do (gpu2 is NVML's second): Kineto counts those CUDA_VISIBLE_DEVICES leaves."""
+def find_sensor_numbers() -> list[int] | None:
+    """The sensors' number of each device of torch (gpu2 is NVML's second); None where they are the same.
+
+    Kineto and CUPTI count the devices that CUDA_VISIBLE_DEVICES leaves.
+    """
     torch: Any = sys.modules.get("torch")
-    if torch is None or not os.environ.get("CUDA_VISIBLE_DEVICES") or not torch.cuda.is_initialized():
-        return
+    if torch is None or not os.environ.get("CUDA_VISIBLE_DEVICES") or torch.version.hip is not None:
+        return None
     index_of = getattr(torch.cuda, "_get_nvml_device_index", None)
-    if index_of is None or torch.version.hip is not None:
-        return
+    if index_of is None:
+        return None
     try:
-        numbers = [int(index_of(i)) for i in range(torch.cuda.device_count())]
+        return [int(index_of(i)) for i in range(torch.cuda.device_count())]
     except (RuntimeError, TypeError, ValueError, IndexError):  # a part of a GPU (MIG), which NVML has no number for
-        return
+        return None
+
+
+def renumber_devices(timeline: Timeline, numbers: list[int]) -> None:
+    """Give devices the numbers that the sensors have for them."""
     device = timeline["device"]
     is_mapped = (device >= 0) & (device < len(numbers))
     timeline.columns["device"] = np.where(

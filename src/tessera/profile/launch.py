@@ -33,7 +33,7 @@ from ..schema import Scope
 from ..sensors.discover import SCOPE_VARIABLE
 from . import flight_record
 from .ending import DROPPED, Patience, end_with_parent
-from .options import DEFAULT, Mode, SessionOptions
+from .options import DEFAULT, OPERATOR_STEPS, Mode, SessionOptions
 from .recorder import Session
 from .runfile_open import SIDE_FILES
 from .script_steps import ScriptSteps
@@ -61,7 +61,8 @@ class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     claimed: bool = False
     ranks: bool = False
     command: list[str] = []
-    mode: Mode = "timeline"
+    mode: Mode = "light"
+    operator_steps: int = OPERATOR_STEPS
     shapes: bool = True
     stack: bool = False
     modules: bool = False
@@ -147,7 +148,8 @@ def _teller(pipe: int | None) -> Callable[[bytes], None]:
 def _start_session(plan: LaunchPlan) -> Session | None:
     """The session, begun; None, with a line that says so, where its file cannot be written: the script runs anyway."""
     options = SessionOptions(
-        mode=plan.mode, activities=(*DEFAULT[plan.mode], "memory") if plan.memory else None,
+        mode=plan.mode, operator_steps=plan.operator_steps,
+        activities=(*DEFAULT[plan.mode], "memory") if plan.memory else None,
         record_shapes=plan.shapes, with_stack=plan.stack, with_modules=plan.modules,
         flush_s=plan.flush_s, limit_s=plan.limit_s,
     )  # fmt: skip

@@ -10,23 +10,40 @@ from typing import Any, Literal, get_args
 from ..errors import ArgumentError, did_you_mean
 
 Activity = Literal["cpu", "gpu", "memcpy", "collective", "power", "stack", "memory"]
-Mode = Literal["timeline", "kernels", "sampling", "summary"]
+Mode = Literal["light", "operators", "sampling", "summary"]
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 MODES: tuple[Mode, ...] = get_args(Mode)
 ON_DEVICE: tuple[Activity, ...] = ("gpu", "memcpy", "collective")
 DEFAULT: dict[Mode, tuple[Activity, ...]] = {
-    "timeline": ("cpu", "gpu", "memcpy", "collective", "power"),
-    "kernels": ("gpu", "memcpy", "collective", "power"),
-    "summary": ("cpu", "gpu", "memcpy", "collective", "power"),
+    **dict.fromkeys(("light", "operators", "summary"), ("cpu", "gpu", "memcpy", "collective", "power")),
     "sampling": ("power", "stack"),
 }
-
+FORMER: dict[str, tuple[Mode, int | None]] = {"timeline": ("operators", None), "kernels": ("light", 0)}
+"""What modes were called before, and the steps with operators that they had."""
+OPERATOR_STEPS = 3
 DEFAULT_INTERVAL_MS = 10.0
+
+
+def choose_mode(mode: str | None, operator_steps: int | None, *, for_all: bool) -> tuple[Mode, int]:
+    """The mode and the steps with operators that were asked for, by today's or former names.
+
+    Without a mode: light, but `operators` where something is to be recorded that only Kineto has (`for_all`).
+    """
+    if mode is None:
+        mode = "operators" if for_all else "light"
+    known, steps = FORMER.get(mode, (mode, None))
+    _check_word(known, MODES, "mode")
+    if operator_steps is not None and operator_steps < 0:
+        raise ArgumentError(f"operator_steps={operator_steps!r} is not a number of steps", fix="0 or more")
+    chosen = next(m for m in MODES if m == known)
+    return chosen, next(n for n in (operator_steps, steps, OPERATOR_STEPS) if n is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
     """How a session records. `activities` None: what the mode needs.
+
+    In the mode "light" every kernel of an NVIDIA GPU is recorded, and operators in `operator_steps` steady steps only.
 
     Operators ("cpu") are recorded along with anything on a device: they are what its kernels are tied to. "memory"
     records every allocation of torch (`analyze.memory`), an event more for each.
@@ -37,7 +54,8 @@ class SessionOptions:
     hosts are then merged to within microseconds. Every rank of the job must do it, after `init_process_group`.
     """
 
-    mode: Mode = "timeline"
+    mode: Mode = "light"
+    operator_steps: int = OPERATOR_STEPS
     activities: tuple[Activity, ...] | None = None
     record_shapes: bool = True
     with_stack: bool = False

@@ -5,7 +5,8 @@
     program's threads ── region, mark, counter, step ──────────────────────────┐
     Sampler (power, clocks) ──► PowerFeed ──┐                                  ├──► RunWriter ──► runs/NAME.tessera
     StackSampler (Python stacks) ───────────┴─ one thread, 0.4 s ──────────────┤
-    Kineto ──► Tracing (windows) ──► timeline.kineto.read, or RunSummary ─────────┘
+    CUPTI ───► KernelTracing ──► cupti_timeline ───────────────────────────────┤
+    Kineto ──► Tracing (windows) ──► timeline.kineto.read, or RunSummary ──────┘
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ..trace import PowerTrace
     from .cpu_use import CpuUseCounter
     from .export import Exporter
-    from .kernel_tracing import KernelTracing
+    from .light_tracing import LightTracing
     from .power_feed import PowerFeed
     from .ranks.clocks import ClockReading
     from .region import Pop, Push
@@ -71,14 +72,6 @@ def _compare_clocks() -> ClockReading:
     from .ranks.clocks import exchange
 
     return exchange()
-
-
-def wait_for_device() -> None:
-    """What was launched inside belongs to the session; what fails there has failed in the program too."""
-    from ..monitor.scope import synchronize
-
-    with contextlib.suppress(RuntimeError):
-        synchronize()
 
 
 class Session:
@@ -121,7 +114,7 @@ class Session:
         self._feed: PowerFeed | None = None
         self._stacks: StackSampler | None = None
         self._summary: RunSummary | None = None
-        self._tracing: Tracing | KernelTracing | None = None
+        self._tracing: Tracing | LightTracing | None = None
         self._modules: ModuleRanges | None = None
         self._windows: list[tuple[int, int]] = []
         self._marks: dict[str, int] = {}
@@ -229,7 +222,7 @@ class Session:
                 rest.callback(self._modules.remove)
             if self._stacks is not None:  # first: ending the session is nothing the program does
                 rest.callback(self._stop_stacks, writer, self._stacks)
-            wait_for_device()
+            ending.wait_for_device()
             self._end_ns, self._end_mono_ns = time.time_ns(), time.monotonic_ns()
             if self._scope is not None:
                 self._scope.__exit__(None, None, None)
@@ -289,7 +282,8 @@ class Session:
             self.notes += self._tracing.notes
             if self._schedule is not None and self._tracing.has_begun:
                 self.notes += filter(None, [self._schedule.describe_missed(self.steps)])
-            writer.set("tracing_s", self._tracing.spent_s)
+            for key in ("tracing_s", "collectors", "mode"):
+                writer.set(key, getattr(self._tracing, key))
         self.notes = list(dict.fromkeys(self.notes))  # after an interrupt we come here twice
         if self._cpu_use is not None:
             writer.set("cpu_use", self._cpu_use.to_fact())
@@ -433,9 +427,9 @@ class Session:
         if self._summary is not None:
             self._summary.add_window(timeline, start_ns, end_ns)
         else:
-            self._writer.add_timeline(timeline)
+            self.add_rows(timeline)
             if self._modules is not None:
-                self._writer.add_timeline(self._modules.take())
+                self.add_rows(self._modules.take())
         if self._windows and self._windows[-1][0] == start_ns:
             self._windows.pop()  # it goes on
         bisect.insort(self._windows, (start_ns, end_ns))  # a long window may be read after a short one that came later
@@ -443,6 +437,12 @@ class Session:
         if self._summary is not None and len(self._windows) > MAX_WINDOWS:
             # A summary of days: where the first and the last were is enough.
             del self._windows[1:-1]
+
+    def add_rows(self, timeline: Timeline) -> None:
+        """Rows of what was traced before and is not a window of its own."""
+        if self._writer is not None and len(timeline):
+            # Kernels beside the calls that launched them teach what operator launches which: they are kept.
+            self._writer.add_timeline(timeline, may_shrink=len(timeline.device_rows) == len(timeline))
 
     def __repr__(self) -> str:
         state = "not started" if self._writer is None else "stopped" if self._stopped else "recording"

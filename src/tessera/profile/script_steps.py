@@ -28,7 +28,7 @@ class ScriptSteps:
     def __init__(self, session: Session, *, by_modules: bool) -> None:
         self._session = session
         self._by_modules = by_modules
-        self._optimizer = OptimizerSteps(self._optimizer_stepped)
+        self._optimizer = OptimizerSteps(self._optimizer_stepped, self._optimizer_made)
         self._modules: ModuleCalls | None = None
         self._finder = AfterImport("torch", self._torch_came)
         self._begun = False
@@ -101,6 +101,10 @@ class ScriptSteps:
 
     def _module_returned(self) -> None:
         self._returned_ns = time.time_ns()
+
+    def _optimizer_made(self) -> None:
+        if self._session._tracing is not None:
+            self._session._tracing.expect_steps()
 
     def _optimizer_stepped(self) -> None:
         self._optimized = True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Literal, Never
 
 from ..errors import ArgumentError
 from ..job_rank import find_rank
-from .options import ACTIVITIES, Activity, Mode, SessionOptions, check_keywords
+from .options import ACTIVITIES, Activity, Mode, SessionOptions, check_keywords, choose_mode
 from .recorder import Session
 from .tracing_schedule import TracingSchedule
 
@@ -48,7 +48,8 @@ def rank_path(folder: Path) -> Path:
 def session(
     activities: Sequence[Activity] | None = None,
     *,
-    mode: Mode = "timeline",
+    mode: Mode | Literal["timeline", "kernels"] | None = None,
+    operator_steps: int | None = None,
     record_shapes: bool = True,
     with_stack: bool = False,
     with_modules: bool = False,
@@ -68,10 +69,12 @@ def session(
     ...     step()
     >>> print(sess.energy())
 
-    `mode` "timeline" keeps every event, "kernels" only what runs on an NVIDIA GPU, by CUPTI and at a small part of the
-    cost, "sampling" traces nothing (power, clocks and Python stacks only), "summary" adds up what each name took and
-    forgets the events. See `SessionOptions` for the rest. The run file is `path`, or
-    one in `runs/`, and is written as the run happens.
+    `mode` "light", the default, keeps every kernel of the whole block at a few percent of its time, and the operators,
+    shapes and modules of `operator_steps` steady steps (three; 0 for none). "operators" keeps every event of the host
+    too, and slows the program; it is what stacks and "memory" need. "sampling" traces nothing (power, clocks and Python
+    stacks only), "summary" adds up what each name took and forgets the events. The former names "timeline" (operators)
+    and "kernels" (light without operators) work too. See `SessionOptions` for the rest. The run file is `path`, or one
+    in `runs/`, and is written as the run happens.
     """
     if unknown:
         known = (*SessionOptions.__dataclass_fields__, "exporters", "tensorboard_dir", "path", "schedule")
@@ -83,8 +86,10 @@ def session(
             f"schedule={schedule!r} is not one of ours",
             fix="profile.trace_schedule(wait=..., warmup=..., active=..., repeat=...)",
         )
+    chosen, steps = choose_mode(mode, operator_steps, for_all=with_stack or "memory" in (activities or ()))
     options = SessionOptions(
-        mode=mode,
+        mode=chosen,
+        operator_steps=steps,
         activities=None if activities is None else tuple(activities),
         record_shapes=record_shapes,
         with_stack=with_stack,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import threading
 import time
@@ -61,43 +62,71 @@ class OpenRanges:
 
 
 class OtherProfilers:
-    """Tells when the program starts a torch.profiler of its own: two at once end in a segmentation fault (2.13)."""
+    """Tells when the program starts a torch.profiler of its own, and when that one has ended.
 
-    def __init__(self, torch: Any, call: Callable[[], None], ours: Callable[[], bool]) -> None:
+    Two at once end in a segmentation fault (2.13), and each takes CUPTI from whoever had it.
+    """
+
+    def __init__(
+        self, torch: Any, call: Callable[[], None], ours: Callable[[], bool], ended: Callable[[], None] = lambda: None
+    ) -> None:
         self._class = torch.autograd.profiler.profile
-        self._original = self._class._prepare_trace
+        self._original = (self._class._prepare_trace, self._class.__exit__)
         self._call = call
         self._ours = ours
+        self._ended = ended
+        self._theirs: set[int] = set()
 
     def install(self) -> None:
-        original, ours, call = self._original, self._ours, self._call
+        (prepare, leave), theirs = self._original, self._theirs
 
         def _prepare_trace(this: Any) -> Any:
-            if not ours():
-                call()
-            return original(this)
+            if not self._ours():
+                theirs.add(id(this))
+                self._call()
+            return prepare(this)
 
-        self._class._prepare_trace = _prepare_trace
+        def __exit__(this: Any, *error: Any) -> Any:  # noqa: N807
+            left = leave(this, *error)
+            if id(this) in theirs:
+                theirs.discard(id(this))
+                self._ended()
+            return left
+
+        self._class._prepare_trace, self._class.__exit__ = _prepare_trace, __exit__
 
     def remove(self) -> None:
-        self._class._prepare_trace = self._original
+        self._class._prepare_trace, self._class.__exit__ = self._original
 
 
 # -- steps of a program that says nothing of them --------------------------------------------------------------------
 
 
 class OptimizerSteps:
-    """Calls something after every step of the program's optimizer: of the first one seen, while it lives."""
+    """Calls something after every step of the program's optimizer: of the first one seen, while it lives.
 
-    def __init__(self, call: Callable[[], None]) -> None:
+    `made` is called when there is an optimizer, before its first step.
+    """
+
+    def __init__(self, call: Callable[[], None], made: Callable[[], None] = lambda: None) -> None:
         self._call = call
+        self._made = made
+        self._original: Any = None
         self._first: weakref.ref[Any] | None = None
         self._handle: Any = None
 
     def install(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
         self._handle = register_optimizer_step_post_hook(self._after)
+        self._original, made = Optimizer.__init__, self._made
+
+        @functools.wraps(Optimizer.__init__)
+        def __init__(this: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            made()
+            self._original(this, *args, **kwargs)
+
+        Optimizer.__init__ = __init__
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         # Two optimizers that take turns (a GAN's) make one step of the program.
@@ -108,8 +137,11 @@ class OptimizerSteps:
 
     def remove(self) -> None:
         if self._handle is not None:
+            from torch.optim.optimizer import Optimizer
+
             self._handle.remove()
             self._handle = None
+            Optimizer.__init__ = self._original
 
 
 class ModuleHooks:
@@ -164,6 +196,12 @@ def _compiling() -> bool:
     import torch
 
     return bool(torch.compiler.is_compiling())
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return bool(dynamo is not None and dynamo.counters.get("frames"))
 
 
 class ModuleRanges(ModuleHooks):

@@ -6,6 +6,7 @@
     flush_s=5       |<-- window -->|<-- window -->|<-- window -->|                      each read meanwhile
     schedule        ....warm|<- active ->|.........warm|<- active ->|
     paced           |<- 3 steps ->|................................|<- 3 steps ->|      at most 1% of the time spent
+    steady          ........|<- 3 steps ->|.......................................      kernels meanwhile by CUPTI
 
 Closing a window costs the program's thread: measured on 2 cores of a Xeon, 7 us an event in Kineto's stop (a second
 for 150 000), and about 5 us an event more of the interpreter's lock while it is exported and read in the background.
@@ -33,8 +34,9 @@ from ..monitor.scope import synchronize
 from ..notes import Note
 from ..timeline.columns import Timeline
 from .kineto_collector import Finished, KinetoCollector
+from .options import Mode
 from .torch_hooks import MainThread, OpenRanges, OtherProfilers, model_runs
-from .tracing_schedule import TracingSchedule
+from .tracing_schedule import SteadySteps, TracingSchedule
 
 _log = logging.getLogger("tessera")
 
@@ -63,19 +65,24 @@ class Tracing:
         deliver: Deliver,
         *,
         schedule: TracingSchedule | None = None,
+        steady: SteadySteps | None = None,
         paced: bool = False,
         flush_s: float | None = None,
         limit_s: float | None = None,
         lead: bool = False,
         before_stall: Callable[[], None] = lambda: None,
+        count_kernels: Callable[[], int] = lambda: 0,
     ) -> None:
         self.collector = collector
+        self.mode: Mode = "summary" if paced else "operators"
         self.notes: list[str] = collector.notes
         self.due_ns = NEVER
         """When the window is to be opened or closed (epoch): whoever comes to a boundary later than that, does it."""
-        self.spent_s = 0.0
+        self.tracing_s = 0.0
         self._deliver = deliver
         self._schedule = schedule
+        self._steady = steady if schedule is None else None
+        self._count_kernels = count_kernels
         self._paced = paced and schedule is None
         self._flush_ns = None if flush_s is None else round(flush_s * 1e9)
         self._limit_ns = None if limit_s is None else round(limit_s * 1e9)
@@ -101,7 +108,7 @@ class Tracing:
 
     def begin(self, step: int = 0) -> None:
         """Start, as the schedule has it for a step."""
-        action = self._schedule.action(step) if self._schedule else "active"
+        action = self._schedule.action(step) if self._schedule else "wait" if self._steady and self._lead else "active"
         if action == "warmup":
             self.collector.prepare()
         elif action != "wait":
@@ -118,8 +125,21 @@ class Tracing:
             hook.install()
         self._set_limit(max(self._limit_ns or 0, LEAD_NS) if self._lead else self._limit_ns or 0)
 
+    @property
+    def collectors(self) -> dict[str, str | None]:
+        """What recorded kernels and operators."""
+        by_kineto = "kineto" if self.has_begun else None
+        return {"kernels": by_kineto, "operators": by_kineto, "why": None}
+
+    def expect_steps(self) -> None:
+        """The program has an optimizer: its steps will be seen."""
+        if self._steady is not None:
+            self._steady.steps_expected = True
+
     def work_begins(self) -> None:
         """What is to be traced begins now: the time limit counts from here."""
+        if self._steady is not None:
+            self._steady.work_begins(time.time_ns())
         if self.has_begun:
             self._set_limit(self._limit_ns or 0)
 
@@ -133,6 +153,8 @@ class Tracing:
         self._steps += 1
         if self._schedule is not None:
             self._follow(self._schedule, step)
+        elif self._steady is not None:
+            self._follow_steady(self._steady, time.time_ns())
         elif self._paced and self.collector.recording and self._steps < PACED_STEPS:
             return
         else:
@@ -144,9 +166,11 @@ class Tracing:
         """A moment at which a window may be opened or closed, where that is due."""
         if now_ns < self.due_ns or self._over or self._thread != threading.get_ident() or _capturing():
             return
-        if self._paced and self._stepped and not of_step:
+        if (self._paced or self._steady) and self._stepped and not of_step:
             return
-        if now_ns >= self._until_ns:
+        if self._steady is not None:
+            self._run_guarded(self.finish if self.collector.recording else self._open)
+        elif now_ns >= self._until_ns:
             if self._stepped and not of_step and now_ns < self._until_ns + OVERDUE_NS[True]:
                 return  # the step that runs is traced to its end
             why = "tracing stopped at its time limit: after that there is power, but no events"
@@ -168,8 +192,19 @@ class Tracing:
         if self._lead and model_runs(sys._current_frames().get(main or 0)):
             self._lead = False
             self.work_begins()
+        self._look_for_work(now_ns)
         if not self._over and self._thread == main and now_ns > self.due_ns + OVERDUE_NS[self._stepped]:
             self._main.ask()
+
+    def _look_for_work(self, now_ns: int) -> None:
+        """Have the operators of a program without steps traced, when its time has come."""
+        steady = self._steady
+        if steady is None or self._over or self._stepped or self.due_ns != NEVER:
+            return
+        if self._count_kernels():
+            steady.work_begins(now_ns)  # without a model, too
+        if steady.is_due(now_ns):
+            self.due_ns = now_ns
 
     def finish(self, why: str | None = None) -> None:
         """Stop tracing. The program and all other recording go on."""
@@ -204,12 +239,21 @@ class Tracing:
         elif now == "warmup":
             self._run_guarded(self.collector.prepare)
 
+    def _follow_steady(self, steady: SteadySteps, now_ns: int) -> None:
+        if self.collector.recording:
+            if self._steps >= steady.count or now_ns >= self.due_ns:
+                self.finish()
+        elif steady.step_ended(now_ns):
+            self._run_guarded(self._open)
+
     def _open(self) -> None:
         t0 = time.perf_counter_ns()
         self.collector.start()
         self._cost_ns = time.perf_counter_ns() - t0
         self._opened_ns, self._steps = time.time_ns(), 0
         length_ns = PACED_NS if self._paced else self._flush_ns
+        if self._steady is not None:
+            length_ns = self._steady.find_length_ns(self._opened_ns, self._count_kernels())
         self.due_ns = min(NEVER if length_ns is None else self._opened_ns + length_ns, self._until_ns)
 
     def _close(self) -> None:
@@ -241,7 +285,7 @@ class Tracing:
             self.notes.append(f"a window of the trace could not be read: {type(exc).__name__}: {exc}")
             _log.warning("a window of the trace could not be read", exc_info=exc)
         self._cost_ns += time.perf_counter_ns() - t0
-        self.spent_s += self._cost_ns * 1e-9
+        self.tracing_s += self._cost_ns * 1e-9
         if self._paced:
             self.due_ns = time.time_ns() + max(round(self._cost_ns / PACED_BUDGET), PACED_NS)
 

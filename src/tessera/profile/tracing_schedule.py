@@ -1,4 +1,4 @@
-"""`trace_schedule`: which steps are traced, as in torch.profiler: skip, then cycles of wait, warm-up, active."""
+"""Which steps are traced: those of `trace_schedule` (as in torch.profiler), or the first few that are steady."""
 
 from __future__ import annotations
 
@@ -90,3 +90,53 @@ def between(first: int, end: int) -> TracingSchedule:
         raise ArgumentError(f"steps {first}:{end} are none", fix="first:end with first < end, such as 10:20")
     warmup = 1 if first else 0
     return TracingSchedule(skip_first=first - warmup, warmup=warmup, active=end - first, repeat=1)
+
+
+SAME = 1.25
+"""Two steps in a row are steady if neither takes so many times as long as the other."""
+LATEST = 10
+"""Steps after which operators are traced, steady or not: a program whose steps differ has no better moment."""
+SETTLED_NS = 500_000_000
+"""A program without steps is given so long from when its model first runs."""
+LONGEST_NS, SHORTEST_NS, ENOUGH = 1_000_000_000, 300_000_000, 20_000
+"""How long its operators are traced: so many kernels, in between these two."""
+
+
+class SteadySteps:
+    """Finds the moment to trace the operators of a program: `count` steps once two in a row took about as long.
+
+    A program whose steps nobody sees is traced for a while, soon after its model began to run.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.steps_expected = False
+        """Whether the program has an optimizer: its steps will come, though the first may take long."""
+        self._ended_ns: list[int] = []
+        self._began_ns: int | None = None
+
+    def work_begins(self, now_ns: int) -> None:
+        """The model runs."""
+        if self._began_ns is None:
+            self._began_ns = now_ns
+
+    def step_ended(self, now_ns: int) -> bool:
+        """Whether the next steps are to be traced."""
+        self._ended_ns = [*self._ended_ns, now_ns][-LATEST:]
+        if len(self._ended_ns) >= LATEST:
+            return True
+        if len(self._ended_ns) < 3:
+            return False
+        first, second, third = self._ended_ns[-3:]
+        return max(second - first, third - second) <= SAME * min(second - first, third - second)
+
+    def is_due(self, now_ns: int) -> bool:
+        """Whether a program without steps is to be traced now."""
+        return not self.steps_expected and self._began_ns is not None and now_ns >= self._began_ns + SETTLED_NS
+
+    def find_length_ns(self, now_ns: int, kernels: int) -> int:
+        """How long to trace it, by the kernels that it has launched so far."""
+        if self._began_ns is None or not kernels:
+            return LONGEST_NS
+        wanted_ns = ENOUGH * (now_ns - self._began_ns) // kernels
+        return min(max(wanted_ns, SHORTEST_NS), LONGEST_NS)

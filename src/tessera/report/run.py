@@ -40,8 +40,8 @@ LINES_NOTE = (
 )
 """How joules of functions and lines are to be read."""
 MODES = {
-    "timeline": "every kernel",
-    "kernels": "every kernel, no operators",
+    "light": "every kernel",
+    "operators": "every kernel",
     "sampling": "sampled, no kernels",
     "summary": "totals by name",
 }
@@ -85,10 +85,10 @@ def _title(result: Answer, width: int) -> Text:
 
 def mode_text(result: Answer) -> str:
     """What was recorded, in words."""
-    if result.mode == "timeline" and not result.kernels:
+    if result.mode == "light" and not result.ops:
+        return "every kernel, no operators"
+    if result.mode in ("operators", "timeline") and not result.kernels:
         return "every operator" if result.ops or not result.source else "regions and power"
-    if result.operators is not None:
-        return f"every kernel, {format_share(result.operators.share)} of their joules with operators"
     return MODES.get(result.mode, result.mode)
 
 

@@ -25,7 +25,7 @@ from ..errors import RecordingError
 from ..notes import Note
 from ..record import CODE, COUNTERS, KINDS
 from . import stream_names
-from .columns import MOST_NUMBER, NONE, UNTRACED, Builder, Ints, Launch, Timeline
+from .columns import MOST_NUMBER, NONE, Builder, Ints, Launch, Timeline
 from .events import LIMIT_NS, Args, Batch, LateEvent, RawArgs, TraceEvent, fit, nanoseconds
 from .memory_timeline import is_memory_timeline, read_memory_timeline
 from .path_segment import PATH
@@ -48,7 +48,8 @@ _CATEGORIES: dict[str, int] = {
     **{kind: CODE[kind] for kind in KINDS if kind not in ("mark", "counter")},  # as our own exporter writes them
 }  # fmt: skip
 _ARROWS = {"ac2g": _ARROW, "fwdbwd": _FLOW}
-_GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
+GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
+"""How the calls begin that launch a whole graph."""
 _COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
 # What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost; and
 # the path that our exporter draws above the rows.
@@ -193,8 +194,8 @@ class RowReader:
             **{c: np.full(count, NONE, np.int64) for c in ("device", "stream", "thread", "bytes", "shapes", "launch")},
             **{c: np.full(count, NONE, np.int64) for c in ("sequence", "forward_thread")},
         }
-        for column in ("correlation", "external"):  # 0 stands for "none" in them, UNTRACED is our own exporter's
-            columns[column][(columns[column] <= 0) & (columns[column] != UNTRACED)] = NONE
+        for column in ("correlation", "external"):  # 0 stands for "none" in them
+            columns[column][columns[column] <= 0] = NONE
         device = kinds <= CODE["collective"]
         self._device_rows(np.flatnonzero(device), events, args, columns, first)
         self._host_rows(np.flatnonzero(~device), events, args, columns)
@@ -238,7 +239,7 @@ class RowReader:
             if a.collective is not None and a.external > 0:
                 self._said[a.external] = a
         for i in np.flatnonzero(kinds == CODE["runtime"]).tolist():
-            if events[i].name.startswith(_GRAPH_LAUNCH):
+            if events[i].name.startswith(GRAPH_LAUNCH):
                 kinds[i] = CODE["graph_launch"]
 
     def _mark_causal(self, ops: Ints, args: list[Args], columns: dict[str, NDArray[Any]]) -> None:

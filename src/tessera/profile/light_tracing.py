@@ -1,0 +1,193 @@
+"""The default of a session: every kernel of the whole run by CUPTI, and the operators of a few steady steps by Kineto.
+
+::
+
+    CUPTI    |<------- kernels, copies, sets ----->|<- and calls ->|<----------------------------->|
+    Kineto                                         |<- operators ->| stop, read
+    steps    |  |  |  |  |  |  |  |  |  |  |  |  | |   |   |   |   |   |  |  |  |  |  |  |  |  |  ||
+
+What each program gets is decided when its tracing begins: a machine without an accelerator has no kernels, and its
+operators are traced as long as `limit_s` allows; where CUPTI cannot be had, Kineto records kernels too, in the same few
+steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..notes import Note
+from ..timeline.columns import Timeline
+from .kernel_tracing import KernelTracing
+from .kineto_collector import KinetoCollector, OperatorCollector
+from .options import Mode, SessionOptions
+from .torch_hooks import ModuleRanges, OtherProfilers
+from .tracing import NEVER, Tracing
+from .tracing_schedule import SteadySteps, TracingSchedule
+
+
+class Receiver(Protocol):
+    """Who takes what was recorded: the session."""
+
+    def deliver(self, timeline: Timeline, start_ns: int, end_ns: int) -> None: ...
+    def add_rows(self, timeline: Timeline) -> None: ...
+    def set(self, key: str, value: Any) -> None: ...
+
+
+class LightTracing:
+    """Has the calls of `Tracing`, and passes them on to the two collectors."""
+
+    def __init__(
+        self,
+        options: SessionOptions,
+        receiver: Receiver,
+        *,
+        schedule: TracingSchedule | None = None,
+        lead: bool = False,
+        before_stall: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._options = options
+        self._receiver = receiver
+        self._schedule = schedule
+        self._lead = lead
+        self._before_stall = before_stall
+        self._steady = SteadySteps(options.operator_steps)
+        self._notes: list[str] = []
+        self.kernels = KernelTracing(options, receiver.deliver, is_taken=lambda: self.recording_operators)
+        self._others: OtherProfilers | None = None
+        self._modules = ModuleRanges(lambda: self.recording_operators)
+        self.operators: Tracing | None = None
+        self.mode: Mode = options.mode
+        """What is recorded in the end: `operators` where there is no accelerator."""
+        self._windows: list[tuple[int, int]] = []
+        self._begun = False
+
+    @property
+    def has_begun(self) -> bool:
+        return self._begun
+
+    @property
+    def due_ns(self) -> int:
+        return NEVER if self.operators is None else self.operators.due_ns
+
+    @property
+    def tracing_s(self) -> float:
+        return self.kernels.tracing_s + (0.0 if self.operators is None else self.operators.tracing_s)
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self._notes, *self.kernels.notes, *([] if self.operators is None else self.operators.notes)]
+
+    @property
+    def recording_operators(self) -> bool:
+        """Whether Kineto records at this moment."""
+        return self.operators is not None and self.operators.collector.recording
+
+    @property
+    def collectors(self) -> dict[str, str | None]:
+        """What recorded kernels and operators, and why CUPTI did not."""
+        by_kineto = None if self.operators is None or not self.operators.has_begun else "kineto"
+        if self.mode == "operators":
+            return {"kernels": None, "operators": by_kineto, "why": None}
+        by_cupti = "cupti" if self.kernels.kept else None
+        return {"kernels": by_cupti or by_kineto, "operators": by_kineto, "why": self.kernels.why_nothing}
+
+    def expect_steps(self) -> None:
+        """The program has an optimizer: its steps will be seen."""
+        self._steady.steps_expected = True
+
+    def begin(self, step: int = 0) -> None:
+        """Start what this machine and program have."""
+        import torch
+
+        self._begun = True
+        if not has_accelerator():
+            self.mode = "operators"
+            self.operators = self._make_operators(KinetoCollector(self._options), limited=True)
+            self.operators.begin(step)
+            if self._options.with_modules:
+                self._modules.install()
+            return
+        self.kernels.begin()
+        self._others = OtherProfilers(torch, self.kernels.pause, self._starts_kineto, self.kernels.resume)
+        self._others.install()
+        if self._options.operator_steps or self._schedule is not None:
+            collector = OperatorCollector(self._options, self.kernels, self._modules)
+            self.operators = self._make_operators(collector, lead=self._lead or not torch.cuda.is_initialized())
+            self.operators.begin(step)
+
+    def _starts_kineto(self) -> bool:
+        return self.operators is not None and self.operators.collector.starting
+
+    def _make_operators(
+        self, collector: KinetoCollector, *, lead: bool | None = None, limited: bool = False
+    ) -> Tracing:
+        options = self._options
+        return Tracing(
+            collector,
+            self._deliver if limited else self._deliver_few,
+            schedule=self._schedule,
+            steady=None if limited else self._steady,
+            flush_s=options.flush_s if limited else None,
+            limit_s=options.limit_s if limited else None,
+            lead=self._lead if lead is None else lead,
+            before_stall=self._before_stall,
+            count_kernels=lambda: self.kernels.kept,
+        )
+
+    def _deliver(self, timeline: Timeline, start_ns: int, end_ns: int) -> None:
+        self._receiver.deliver(timeline, start_ns, end_ns)
+        self._receiver.add_rows(self._modules.take())
+
+    def _deliver_few(self, timeline: Timeline, start_ns: int, end_ns: int) -> None:
+        """Operators of a few steps; kernels too, and the only ones, where CUPTI cannot be had."""
+        if self.kernels.kept:
+            self._receiver.add_rows(timeline)
+            self._receiver.add_rows(self._modules.take())
+            self._windows.append((start_ns, end_ns))
+            self._receiver.set("operator_windows", self._windows)
+        else:
+            self._receiver.set("scheduled", True)
+            self._deliver(timeline, start_ns, end_ns)
+
+    def work_begins(self) -> None:
+        if self.operators is not None:
+            self.operators.work_begins()
+
+    def step(self, step: int) -> None:
+        if self.operators is not None:
+            self.operators.step(step)
+
+    def boundary(self, now_ns: int, *, of_step: bool = False) -> None:
+        if self.operators is not None:
+            self.operators.boundary(now_ns, of_step=of_step)
+
+    def tick(self, now_ns: int) -> None:
+        """Called by the session's thread a few times a second."""
+        self.kernels.tick()
+        if self.operators is not None:
+            self.operators.tick(now_ns)
+
+    def finish(self, why: str | None = None) -> None:
+        """Stop tracing operators. Kernels and all other recording go on."""
+        if self.operators is not None:
+            self.operators.finish(why)
+
+    def end(self) -> None:
+        """Stop everything."""
+        if self.operators is not None:
+            self.operators.end()
+        self.kernels.end()
+        self._modules.remove()
+        if self._others is not None:
+            self._others.remove()
+        if self._begun and not self.kernels.kept and self.kernels.why_nothing is not None and has_accelerator():
+            few = "operators and kernels of a few steps are by Kineto"
+            self._notes.append(Note(f"no kernels were recorded by CUPTI: {self.kernels.why_nothing}; {few}"))
+
+
+def has_accelerator() -> bool:
+    """Whether torch sees a GPU. Asks NVML where it can: CUDA's own answer would keep the program from forking."""
+    import torch
+
+    return bool(torch.cuda.device_count()) or bool(hasattr(torch, "xpu") and torch.xpu.is_available())
