@@ -111,7 +111,7 @@ def error(low: float, high: float, *, seconds: float = 1.0, gain: float = 0.0, b
     times = [20_000_000 * i for i in range(n)]
     watts = [low if i % 2 else high for i in range(n)]
     start, end = marks(times, watts, [0, times[-1]], mean=False)
-    return window_error_j(start, end, gain_error=gain, blur_s=blur_s)
+    return window_error_j(start, end, gain_error=gain, edge_s=blur_s / math.sqrt(12))
 
 
 def test_the_error_grows_with_the_swing_and_the_level() -> None:
@@ -126,7 +126,7 @@ def test_the_edge_error_is_never_more_than_the_window_is_long() -> None:
     """A window of 1 ms with a blur of a second cannot be wrong by a second's joules."""
     times, watts = [0, 20_000_000, 40_000_000], [100.0, 700.0, 100.0]
     start, end = marks(times, watts, [20_000_000, 21_000_000], mean=False)
-    assert 0 < window_error_j(start, end, gain_error=0.0, blur_s=1.0) < 600 * 0.001 * 1.65
+    assert 0 < window_error_j(start, end, gain_error=0.0, edge_s=0.3) < 600 * 0.001 * 1.65
 
 
 def test_the_error_covers_the_truth_of_a_random_power() -> None:
@@ -140,7 +140,8 @@ def test_the_error_covers_the_truth_of_a_random_power() -> None:
         a, b = sorted(rng.integers(0, 2000, 2).tolist())
         start, end = marks(times, watts, [int(t[a]), int(t[b])], mean=False)
         truth = float(np.sum((fine[a:b] + fine[a + 1 : b + 1]) / 2) * 0.4e-3)
-        inside += abs(end.joules - start.joules - truth) <= window_error_j(start, end, gain_error=0, blur_s=0.01)
+        error_j = window_error_j(start, end, gain_error=0, edge_s=0.01 / math.sqrt(12))
+        inside += abs(end.joules - start.joules - truth) <= error_j
     assert inside >= 0.82 * 400
 
 

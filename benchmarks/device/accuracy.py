@@ -28,7 +28,7 @@ from tessera import monitor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
 
-COUNTER_LAG_NS = 8_000_000  # the counter at tick T holds the energy up to T - 8 ms (benchmarks/fit/fit_response.py)
+COUNTER_LAG_NS = 9_000_000  # the counter at tick T holds the energy up to T - 9 ms (benchmarks/fit/fit_response.py)
 results: dict[str, Any] = {}
 
 

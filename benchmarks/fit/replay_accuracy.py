@@ -15,8 +15,8 @@ import numpy as np
 
 from fit_response import RECORDING, load, tick_times
 from tessera.joules import DomainSamples
-from tessera.sensors._nvml_counter import COUNTER_LAG_NS
-from tessera.sensors._nvml_power import RingReader
+from tessera.sensors._nvml_counter import COUNTER_LEAD_NS
+from tessera.sensors._nvml_power import RING_LAG_S, RingReader
 from tessera.trace import PowerTrace
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     data = load(RECORDING)
     domain = RingReader(None, None).domain("NVIDIA H200", "")
     ring = data["ring"]
-    ticks = np.round(tick_times(data["ticks"])[0] * 1e6).astype(np.int64) - COUNTER_LAG_NS
+    ticks = np.round(tick_times(data["ticks"])[0] * 1e6).astype(np.int64) - (round(RING_LAG_S * 1e9) - COUNTER_LEAD_NS)
     joules = data["ticks"][:, 2]
     read = np.cumsum(np.resize([10, 11, 8, 12, 9], len(ticks)))  # as EnergyCounter does
     read = read[read < len(ticks)]

@@ -10,12 +10,15 @@ kernels: which kernel ran when, each with watts of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tessera.sensors._nvml_counter import EAGER_READS, SELDOM
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -37,6 +40,15 @@ class Ring:
     noise: float = 0.004  # of one sample, as a share: steady copies on the H200 scatter by so much
     look_s: float = LOOK_S
     regular: bool = True  # whether it looks at regular times, or when its stamps say (recorded mixtures have both)
+
+    @property
+    def lag_s(self) -> float:
+        return self.tau_s + 0.5 * self.box_s
+
+    @property
+    def blur_s(self) -> float:
+        """Standard deviation of the response."""
+        return math.hypot(self.tau_s, self.box_s / math.sqrt(12.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +87,12 @@ def make_board(watts: Floats, rng: Any, ring: Ring | None = None, *, grid_s: flo
     samples = ring.gain * np.interp(looks, (np.arange(len(seen)) + 1) * grid_s, seen)
     samples = samples * (1 + ring.noise * rng.standard_normal(len(samples)))
     stamps_ns = np.maximum.accumulate(np.round(stamps * 1e9).astype(np.int64) + np.arange(len(stamps)))
-    # The phase of the ticks is known to +-2 ms (fit_response.json), the same 2 ms for all of them. A read every 0.8-1.2 s.
+    # The phase of the ticks is known to +-2 ms (fit_response.json), the same 2 ms for all of them. A read every 0.8-1.2 s
+    # at first, later half as often (sensors/_nvml_counter.py).
     phase = rng.uniform(0.0, TICK_S)
     ticks = phase + TICK_S * np.arange(int((seconds - phase) / TICK_S))
-    ticks = ticks[np.cumsum(rng.integers(8, 13, len(ticks)))[: len(ticks) // 13]]
+    read = np.cumsum(rng.integers(8, 13, len(ticks)) * np.where(np.arange(len(ticks)) < EAGER_READS, 1, SELDOM))
+    ticks = ticks[read[read < len(ticks)]]
     joules = np.interp(ticks / grid_s, np.arange(len(so_far)), so_far)
     placed = np.round((ticks + rng.uniform(-0.002, 0.002)) * 1e9).astype(np.int64)
     return Board(
@@ -267,7 +281,7 @@ class Ran:
 Program = Callable[[Any, float], list[tuple[int, float, float]]]
 
 
-def _call_kernel(out: list[tuple[int, float, float]], kernel: int, at_s: float, lasts_s: float, each_s: float) -> float:
+def call_kernel(out: list[tuple[int, float, float]], kernel: int, at_s: float, lasts_s: float, each_s: float) -> float:
     """Call a kernel for so long, a microsecond apart; returns when it is over."""
     count = max(1, round(lasts_s / each_s))
     for _ in range(count):
@@ -276,15 +290,20 @@ def _call_kernel(out: list[tuple[int, float, float]], kernel: int, at_s: float, 
     return at_s
 
 
+def pick_kernels(rng: Any, count: int) -> tuple[Ints, Floats]:
+    """Some kernels in the order of a step, and the share of the step that each takes."""
+    return rng.permutation(len(KERNELS))[:count], rng.dirichlet(np.full(count, 2.0))
+
+
 def loop(step_s: float, kernels: int, *, jitter: float = 0.002, pause_s: float = 0.0) -> Program:
     """A fixed sequence of kernels, each for its share of the step: the usual training."""
 
     def program(rng: Any, seconds: float) -> list[tuple[int, float, float]]:
-        order, share = rng.permutation(len(KERNELS))[:kernels], rng.dirichlet(np.full(kernels, 2.0))
+        order, share = pick_kernels(rng, kernels)
         each_s, out, now = max(2e-4, step_s / 500), [], 0.2
         while now < seconds:
             for kernel, part in zip(order, share, strict=True):
-                now = _call_kernel(out, int(kernel), now, part * step_s * (1 + jitter * rng.standard_normal()), each_s)
+                now = call_kernel(out, int(kernel), now, part * step_s * (1 + jitter * rng.standard_normal()), each_s)
             now += pause_s
         return out
 
@@ -300,9 +319,9 @@ def layers(depth: int, kernels: int, each_s: float, tail_s: float) -> Program:
         while now < seconds:
             slower = 1 + 0.002 * rng.standard_normal()
             for kernel, lasts_s in list(zip(order[:kernels], lasts, strict=True)) * depth:
-                now = _call_kernel(out, int(kernel), now, lasts_s * slower, 1.0)
+                now = call_kernel(out, int(kernel), now, lasts_s * slower, 1.0)
             for kernel in order[kernels : kernels + 2]:
-                now = _call_kernel(out, int(kernel), now, tail_s / 2, 5e-4)
+                now = call_kernel(out, int(kernel), now, tail_s / 2, 5e-4)
         return out
 
     return program
@@ -315,7 +334,7 @@ def shuffled(shortest_s: float, longest_s: float) -> Program:
         chosen, out, now = rng.permutation(len(KERNELS))[:5], [], 0.2
         while now < seconds:
             lasts_s = shortest_s * (longest_s / shortest_s) ** rng.random(2)
-            now = _call_kernel(out, int(rng.choice(chosen)), now, lasts_s[0], 2e-4)
+            now = call_kernel(out, int(rng.choice(chosen)), now, lasts_s[0], 2e-4)
             now += lasts_s[1] if rng.random() < 0.25 else 0.0
         return out
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from .notes import Note
 from .schema import MAX_BOARD_W, Domain, Energy
-from .sums import SQRT12, Z90, Mark, between_variance, edge_variance, energy_between
+from .sums import Z90, Mark, between_variance, edge_sd_s, edge_variance, energy_between
 
 KEPT_ANCHORS = 4096
 # The shortest span between ticks that says something of the level: five ticks of an H200's counter, each misplaced by
@@ -60,6 +60,8 @@ LAG_LEFT = 0.6
 # The lag is the sensor's, not the load's: it is learnt from so many segments at least and at most (about), and believed
 # at two standard errors; from one and a half on it makes edges less sure.
 LAG_SEGMENTS, LAG_SIGMAS, LAG_DOUBT = (6.0, 50.0), 2.0, 1.5
+# A lag that was learnt from kernels this well (90%) is believed more than the counter, whose own is an H200's.
+LAG_LEARNT_S = 0.002
 # A correction of more than this is a load in step with the ticks: no ring that is known is later than 40 ms in all.
 MOST_LAG_S = 0.03
 # Ring and counter of an H200 agree within 0.7% but for square waves in step, where they differ by up to 3%
@@ -172,14 +174,15 @@ class CounterHistory:
         missing_s = seconds - (anchor.mark.covered_s - begin.mark.covered_s)
         if not is_live(begin, anchor) or missing_s > WHOLE_S or sampled_j <= 0.0:
             return
-        edges = edge_variance(begin.mark, anchor.mark, self.domain.blur_s / SQRT12)
+        edges = edge_variance(begin.mark, anchor.mark, edge_sd_s(self.domain))
         segment = Segment(
             begin.time_ns, anchor.time_ns, anchor.joules - begin.joules, sampled_j,
             between_variance(begin.mark, anchor.mark) + edges, anchor.mark.power_w - begin.mark.power_w,
         )  # fmt: skip
         self._segments.append(segment)
         _trim(self._segments)
-        self._lag.add(segment)
+        if not 0.0 < self.domain.lag_error_s < LAG_LEARNT_S:
+            self._lag.add(segment)
 
     def first_after(self, time_ns: int) -> Anchor | None:
         """The first anchor at or after a time."""
@@ -266,7 +269,7 @@ class CounterHistory:
         scale = self.learn(start_ns, end_ns, power_w)
         lag_s = self._lag.off_s
         unseen_w = min(max(UNSEEN_SWING, UNSEEN_PER_OFF * abs(scale.off)), 1.0) * power_w
-        edge_s = math.hypot(domain.blur_s / SQRT12, LAG_LEFT**0.5 * self._lag.doubt_s)
+        edge_s = math.hypot(edge_sd_s(domain), LAG_LEFT**0.5 * self._lag.doubt_s)
         between_j2, edges_j2 = between_variance(start, end), edge_variance(start, end, edge_s, unseen_w)
         variance_j2 = min(scale.variance, 1.0) * between_j2 + edges_j2
         # A slow beat scatters by as much in a short window as in a segment, a fast one by more: twice at most.

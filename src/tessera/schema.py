@@ -97,12 +97,14 @@ class Domain:
     """A named place where power is drawn, and how well its sensor sees it.
 
     `resolution_s` is the period at which the sensor really has something new, `lag_s` how late it shows a change,
-    `blur_s` the width within which an edge may lie, `sample_noise` the relative standard deviation of one
-    sample, `gain_error` the relative 90% error of the level that no averaging removes.
+    `lag_error_s` the 90% error of that (0: not known), `blur_s` the standard deviation of what one sample looks at,
+    `sample_noise` the relative standard deviation of one sample, `gain_error` the relative 90% error of the level that
+    no averaging removes.
     `counted` domains add up to the total; the others (HBM inside a board, a whole chassis) overlap them. `limit_w` is
     the highest power limit that the board accepts, not one that somebody lowered; None where it is not known. `scope`
     says whether it is the power of one process and its children or, as every sensor has it, that of all that ran.
     `taken_as` is the source whose response a log is taken to have, where the log does not say what recorded it.
+    `label` is the board's name and `driver` its driver's version, where they are known.
     """
 
     name: str
@@ -120,6 +122,8 @@ class Domain:
     limit_w: float | None = None
     scope: Scope = "machine"
     taken_as: str = ""
+    lag_error_s: float = 0.0
+    driver: str = ""
 
     @property
     def device(self) -> DeviceId:

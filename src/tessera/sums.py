@@ -138,14 +138,18 @@ def edge_variance(start: Mark, end: Mark, edge_s: float, least_w: float = 0.0) -
     return edge_s**2 * (max(start.swing_w, least_w) ** 2 + max(end.swing_w, least_w) ** 2)
 
 
-def window_error_j(start: Mark, end: Mark, *, gain_error: float, blur_s: float, unseen_s: float = 0.0) -> float:
-    """90% half-width of the joules between two marks.
+def edge_sd_s(domain: Domain) -> float:
+    """Standard deviation of where an edge lies: within the blur (uniform: over √12), and by the lag's error."""
+    return math.hypot(domain.blur_s / SQRT12, domain.lag_error_s / Z90)
 
-    An edge lies anywhere within the blur (uniform: over √12). Time that was not seen may have drawn as much as the time
-    that was, so it widens the interval by as much.
+
+def window_error_j(start: Mark, end: Mark, *, gain_error: float, edge_s: float, unseen_s: float = 0.0) -> float:
+    """90% half-width of the joules between two marks, whose edges are known to `edge_s` (`edge_sd_s`).
+
+    Time that was not seen may have drawn as much as the time that was, so it widens the interval by as much.
     """
     joules = end.joules - start.joules
-    variance = between_variance(start, end) + edge_variance(start, end, blur_s / SQRT12)
+    variance = between_variance(start, end) + edge_variance(start, end, edge_s)
     seen_s = end.covered_s - start.covered_s
     unseen_j = abs(joules) / seen_s * unseen_s if seen_s > 0 and unseen_s > 0 else 0.0
     return math.sqrt((gain_error * joules) ** 2 + Z90**2 * variance) + unseen_j
@@ -157,7 +161,7 @@ def energy_between(domain: Domain, start: Mark, end: Mark, seconds: float) -> En
     coverage = min(max(covered_s / seconds, 0.0), 1.0) if seconds > 0 else 0.0
     unseen_s = (1.0 - coverage) * seconds if coverage < FULL else 0.0
     unknown = coverage <= 0.0 and seconds > 0
-    error_j = window_error_j(start, end, gain_error=domain.gain_error, blur_s=domain.blur_s, unseen_s=unseen_s)
+    error_j = window_error_j(start, end, gain_error=domain.gain_error, edge_s=edge_sd_s(domain), unseen_s=unseen_s)
     joules = max(end.joules - start.joules, 0.0)
     return Energy(
         energy_j=math.nan if unknown else joules,

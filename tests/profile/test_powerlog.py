@@ -51,7 +51,7 @@ def test_a_log_at_20_ms_is_taken_as_the_ring(tmp_path):
     trace = read_power(write_own(tmp_path / "p.csv", [500.0] * 100))
     column = trace.columns["gpu0"]
     assert column.domain.source == "csv", "the log does not say what recorded it"
-    assert response_of(column.domain, 0.02).tau_s == RING_TAU_S
+    assert response_of(column.domain, 0.02).tau_s == pytest.approx(RING_TAU_S, rel=0.01)
     assert column.domain.lag_s > 0
     assert trace.energy_j == pytest.approx(500 * 0.02 * 99, rel=0.02)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from tessera.errors import SensorPermission, SensorUnavailable
 from tessera.monitor.sampler import Sampler
 from tessera.monitor.series import PowerSeries
+from tessera.sensors import response_store
+from tessera.sensors._nvml_power import OTHER_LAG_ERROR_S
 from tessera.sensors.base import Batch
 from tessera.sensors.nvml import NvmlSensor
+from tessera.sensors.response_store import ResponseFit
 
 from fakes.nvml import FakeNvml, Scenario, clock_of
 
@@ -63,6 +67,58 @@ def test_the_ring_is_read_about_once_a_second(fake_nvml: FakeNvml) -> None:
     _, sampler = start(fake_nvml, Scenario(energy="off"))
     run(fake_nvml, sampler, 10.0, most_s=5.0)
     assert fake_nvml.calls("nvmlDeviceGetSamples") <= 2 * 13 + 4  # two calls a read: size, then samples
+
+
+def test_parts_are_read_together_so_that_the_thread_seldom_wakes(fake_nvml: FakeNvml) -> None:
+    """Ring, HBM, telemetry and counter share a wake-up a second; the counter is read every other second."""
+    sensor, sampler = start(fake_nvml, Scenario(wave="const:400"))
+    run(fake_nvml, sampler, 20.0)  # the ticks are found, and the eager reads over
+    wakes, counted = 0, fake_nvml.calls("nvmlDeviceGetTotalEnergyConsumption")
+    rings, telemetry = (fake_nvml.calls(n) for n in ("nvmlDeviceGetSamples", "nvmlDeviceGetTemperature"))
+    end_ns = fake_nvml.monotonic_ns() + 60_000_000_000
+    while fake_nvml.monotonic_ns() < end_ns:
+        wakes += 1
+        fake_nvml.advance(max(sampler.read_due(), 0.0005))
+    assert wakes <= 80
+    assert fake_nvml.calls("nvmlDeviceGetTotalEnergyConsumption") - counted <= 40
+    assert fake_nvml.calls("nvmlDeviceGetSamples") - rings <= 2 * wakes  # two calls a read: size, then samples
+    assert fake_nvml.calls("nvmlDeviceGetTemperature") - telemetry >= 45
+    assert not sampler.gaps
+    assert np.diff(sampler.series["gpu0"].column(0, 1 << 62).times_ns).max() < 60_000_000, "no sample is lost"
+    assert sensor.period_s <= 1.5, "the ring holds 2.4 s"
+
+
+def test_whoever_waits_is_served_at_once(fake_nvml: FakeNvml) -> None:
+    """A reader that needs data up to now does not wait for the next wake-up."""
+    _, sampler = start(fake_nvml, Scenario(wave="const:400"))
+    run(fake_nvml, sampler, 5.0)
+    now = fake_nvml.monotonic_ns()
+    sampler._wanted["gpu0"] = now
+    for _ in range(10):
+        fake_nvml.advance(0.01)
+        sampler.read_due()
+    assert sampler.covers(now, ["gpu0"])
+
+
+def test_a_board_has_the_response_that_was_learnt_on_it(
+    fake_nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    sensor, _ = start(fake_nvml, Scenario(name="NVIDIA L4"))
+    (assumed,) = [d for d in sensor.domains() if d.counted]
+    assert (assumed.driver, assumed.lag_error_s) == ("580.95.05", OTHER_LAG_ERROR_S)
+    fit = ResponseFit(start_ns=1, seconds=20.0, lag_s=0.030, lag_error_s=0.001, blur_s=0.020, blur_error_s=0.001)
+    response_store.keep(assumed, fit)
+    sensor.stop()
+    sensor.start()
+    (learnt,) = [d for d in sensor.domains() if d.counted]
+    assert (learnt.lag_s, learnt.blur_s) == (0.030, 0.020)
+    assert learnt.lag_error_s < 0.002
+    sensor.stop()
+    fake_nvml.set(Scenario(name="NVIDIA L4", driver_version="590.1"))
+    sensor.start()
+    (other,) = [d for d in sensor.domains() if d.counted]
+    assert other.lag_s == assumed.lag_s, "another driver may show it differently"
 
 
 def test_a_blocked_sampler_leaves_a_gap_with_its_reason_and_the_counter_fills_it(fake_nvml: FakeNvml) -> None:

@@ -8,13 +8,15 @@ autocorrelation), so a load that hunts around its power limit gets the wider int
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..joules import Z90, Floats, Ints
 from ..schema import Domain, Hold
+from ..sums import SQRT12
 
 # NVML's ring on an H200: of exponentials and boxcars with a dead time those that fit four recorded mixtures of kernels
 # best (benchmarks/measure/attribution.py --fit; the fall of the power in h200/waves.json is met at +26 and +45 ms). The
@@ -46,6 +48,11 @@ class Response:
     @property
     def delay_s(self) -> float:
         return self.tau_s + 0.5 * self.box_s + self.dead_s
+
+    @property
+    def blur_s(self) -> float:
+        """Standard deviation of what a sample looks at."""
+        return math.hypot(self.tau_s, self.box_s / SQRT12)
 
     @property
     def delay_sd_s(self) -> float:
@@ -87,14 +94,24 @@ def _ramp(t: Floats, tau_s: float) -> Floats:
 
 
 def response_of(domain: Domain, spacing_s: float) -> Response:
-    """The response of a domain's sensor: the ring's is fitted, others follow from what the domain says of itself."""
-    if (domain.taken_as or domain.source).startswith("nvml-samples"):
-        return Response(tau_s=RING_TAU_S, box_s=RING_BOX_S)
+    """The response of a domain's sensor: the ring has the shape of an H200's, others a boxcar.
+
+    Lag and blur are the domain's; those of a ring whose domain has no error of its lag are an H200's, too.
+    """
+    if (domain.taken_as or domain.source).removeprefix("replay:").startswith("nvml-samples"):
+        ring = Response(tau_s=RING_TAU_S, box_s=RING_BOX_S)
+        if domain.lag_error_s == 0.0:
+            return ring
+        wider = domain.blur_s / ring.blur_s
+        error_s = max(domain.lag_error_s, RING_DELAY_ERROR_S)  # which stands for what is not known of its shape, too
+        scaled = replace(ring, tau_s=wider * ring.tau_s, box_s=wider * ring.box_s, delay_error_s=error_s)
+        return scaled.later(domain.lag_s - scaled.delay_s)
     if domain.hold is Hold.MEAN:  # each sample is the mean since the one before
         return Response(tau_s=0.0, box_s=max(spacing_s, 1e-3), dead_s=max(domain.lag_s, 0.0))
     box_s = max(domain.blur_s * np.sqrt(12.0), min(domain.resolution_s, spacing_s), 1e-3)
     dead_s = domain.lag_s - 0.5 * box_s
-    return Response(tau_s=0.0, box_s=box_s, dead_s=dead_s, delay_error_s=max(0.1 * box_s, RING_DELAY_ERROR_S))
+    error_s = max(domain.lag_error_s or 0.1 * box_s, RING_DELAY_ERROR_S)
+    return Response(tau_s=0.0, box_s=box_s, dead_s=dead_s, delay_error_s=error_s)
 
 
 # The noise a sample has at least: watts, share of its level, and seconds of jitter of its stamp times the slope of the
@@ -128,11 +145,20 @@ def exposure(
     `seconds` is what each interval counts for (its share of a shared device, times its relative power).
     """
     edges, weights = response.lags()
-    asked = times_ns[:, None] - np.round(edges * 1e9).astype(np.int64)[None, :]
-    origin = int(asked.min()) if asked.size else 0
-    where = (asked - origin).astype(np.float64)
+    asked_ns = times_ns[:, None] - np.round(edges * 1e9).astype(np.int64)[None, :]
     rate = weights / np.diff(edges)
     design = np.zeros((len(times_ns), classes))
+    for number, sums in running_seconds(asked_ns, start_ns, end_ns, seconds, cls, classes):
+        design[:, number] = (sums[:, :-1] - sums[:, 1:]) @ rate
+    return design
+
+
+def running_seconds(
+    asked_ns: Ints, start_ns: Ints, end_ns: Ints, seconds: Floats, cls: Ints, classes: int
+) -> Iterator[tuple[int, Floats]]:
+    """The number of each class that ran, and how many seconds of it there were until each of the times asked for."""
+    origin = int(asked_ns.min()) if asked_ns.size else 0
+    where = (asked_ns - origin).astype(np.float64)
     order = np.argsort(cls, kind="stable")
     bounds = np.searchsorted(cls[order], np.arange(classes + 1))
     for k in range(classes):
@@ -146,9 +172,7 @@ def exposure(
         y[1::2], y[0::2] = done, done - seconds[members]
         if np.any(np.diff(x) < 0):  # copies of itself at once, on two streams: their edges interleave
             x, y = _merge_overlaps(x, seconds[members])
-        sums = np.interp(where, x, y, left=0.0, right=float(done[-1]))
-        design[:, k] = (sums[:, :-1] - sums[:, 1:]) @ rate
-    return design
+        yield k, np.interp(where, x, y, left=0.0, right=float(done[-1]))
 
 
 def _merge_overlaps(x: Floats, seconds: Floats) -> tuple[Floats, Floats]:

@@ -17,6 +17,7 @@ from ..schema import DeviceId, Domain, Energy, Hold
 from ..sensors.modelled import LINE_ERROR
 from .activity import Activity, Sharing, gaps, sum_by_key
 from .fit import PowerFit, conserve_energy
+from .learn_response import LearntResponse
 
 HOST = DeviceId("", "cpu", 0)
 """The device of operators where nothing ran on an accelerator."""
@@ -41,6 +42,7 @@ class Share:
     error_j: float
     coverage: float
     fit: PowerFit
+    learnt: LearntResponse | None = None
 
     @property
     def on_host(self) -> bool:

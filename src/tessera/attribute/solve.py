@@ -21,12 +21,13 @@ import numpy as np
 
 from ..errors import MeasurementError
 from ..joules import FULL, Z90, DomainSamples, Floats, Ints, sum_windows
-from ..schema import DeviceId
+from ..schema import DeviceId, Domain, Hold
 from ..timeline import Timeline
 from ..timeline.link import Links
 from ..trace import PowerTrace
 from .activity import Activity, activity, gaps, host_activity, sum_by_key
 from .fit import PowerFit, Response, conserve_energy, exposure, groups, response_of, solve
+from .learn_response import Exposed, LearntResponse, horizon_s, learn_response
 from .prior import Board, Prior, board_of, prior
 from .share import HOST, Share, by_time, idle_class
 from .table import EnergyTable
@@ -90,6 +91,7 @@ def attribute(
         spent,
         untraced_j=sum_windows(untraced).energy_j if untraced else 0.0,
         untraced_s=sum(end - begin for begin, end in _list_untraced(power, windows)) * 1e-9,
+        learnt=[(p.domain, p.learnt.fit) for p in parts if p.learnt is not None],
     )
 
 
@@ -152,7 +154,7 @@ def _pairs(
         if column is None:
             notes.append(f"{device} ran {len(own):,} kernels, but its power was not recorded")
         else:
-            pairs.append((device, column, activity(timeline, own, links)))
+            pairs.append((device, column, activity(timeline, own, links.op)))
     if not pairs:
         raise MeasurementError(
             "no joules can be attributed",
@@ -183,7 +185,7 @@ def _host_pairs(
             "none can be given to operators"
         )
         nothing = np.zeros(0, np.int64)
-        return [(c.domain.device, c, activity(timeline, nothing, links)) for c in boards.values()]
+        return [(c.domain.device, c, activity(timeline, nothing, links.op)) for c in boards.values()]
     notes.append("nothing ran on a GPU: the joules of the host are given to its operators")
     name, column = next(iter(hosts.items()))
     others = [n for n in counted if n != name]
@@ -212,6 +214,10 @@ def _solve(
         return by_time(device, column, ran, seen, energy)
     board = board_of(board_name or column.domain.label or _board_name(timeline, device), watts)
     problem = _Problem.of(timeline, links, ran, seen, board, response, times_ns, watts)
+    learnt = problem.learn_response(column.domain, response, seen, times_ns, watts)
+    if learnt is not None and learnt.corrects(response):
+        response = learnt.combine(response)
+        problem.design = problem.expose(response)
     result = problem.solve_with(response)
     covariance = result.covariance + np.diag((_DRIFT * result.watts) ** 2)
     seconds = problem.totals()
@@ -226,7 +232,7 @@ def _solve(
         device=device, domain=column.domain, activity=ran, gap_start_ns=problem.gap_start_ns,
         gap_end_ns=problem.gap_end_ns, gap_cls=problem.gap_cls, watts=level, covariance=covariance,
         group=groups(problem.design)[: ran.classes], joules=energy.energy_j, error_j=energy.error_j,
-        coverage=energy.coverage, fit=result,
+        coverage=energy.coverage, fit=result, learnt=learnt,
     )  # fmt: skip
 
 
@@ -277,9 +283,9 @@ class _Problem:
     ) -> _Problem:  # fmt: skip
         idle_in = [gaps(found, *stretch) for stretch in seen]
         gap_start, gap_end = (np.concatenate([part[i] for part in idle_in]) for i in (0, 1))
-        use = _usable(times_ns, seen, response)
+        use = _usable(times_ns, seen, response.memory_s)
         typical = _typical(found)
-        expected = prior(timeline, found.first, typical, links, board)
+        expected = prior(timeline, found.first, typical, links.op, board)
         problem = cls(
             found=found, gap_start_ns=gap_start, gap_end_ns=gap_end,
             gap_cls=idle_class(gap_start, gap_end, found.classes), times_ns=times_ns[use], samples_w=watts[use],
@@ -325,6 +331,21 @@ class _Problem:
             sd[: self.found.classes] *= max(level, 0.5)
         return watts, sd
 
+    def learn_response(
+        self, domain: Domain, known: Response, seen: Sequence[tuple[int, int]], times_ns: Ints, watts: Floats
+    ) -> LearntResponse | None:
+        """The response that these samples show; None where they cannot tell, or are means and so have none."""
+        if domain.hold is Hold.MEAN or not domain.device.is_gpu:
+            return None
+        use = _usable(times_ns, seen, horizon_s(known))
+        start, end, seconds, cls = self._intervals()
+        prior_w, sd_w = self._prior()
+        ran = Exposed(start_ns=start, end_ns=end, seconds=seconds, cls=cls, prior_w=prior_w, sd_w=sd_w)
+        try:
+            return learn_response(times_ns[use], watts[use], ran, known)
+        except MeasurementError:
+            return None
+
     def solve_with(self, response: Response) -> PowerFit:
         """Watts by class, with the covariance that the sensor's response and its stamps add."""
         if len(self.samples_w) < 3:
@@ -352,9 +373,9 @@ class _Problem:
         return total
 
 
-def _usable(times_ns: Ints, seen: Sequence[tuple[int, int]], response: Response) -> Ints:
+def _usable(times_ns: Ints, seen: Sequence[tuple[int, int]], memory_s: float) -> Ints:
     """The samples whose whole memory was seen (all that end in what was, where those are too few), thinned."""
-    memory_ns = round(response.memory_s * 1e9)
+    memory_ns = round(memory_s * 1e9)
     for back_ns in (memory_ns, 1):
         inside = np.zeros(len(times_ns), bool)
         for begin, end in seen:

@@ -307,11 +307,12 @@ def _import_early() -> None:
 
 def _read_run(plan: LaunchPlan, stack: contextlib.ExitStack) -> Recording:
     from ..profile.open_recording import open_recording
+    from ..sensors.response_store import keep_learnt
 
     recording = stack.enter_context(open_recording(plan.path))
     print_progress("reading events")
     print_progress(f"attributing joules to {len(recording.timeline):,} events")
-    recording.energy()
+    keep_learnt(recording.energy())
     return recording
 
 

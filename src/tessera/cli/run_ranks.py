@@ -75,6 +75,7 @@ def _open_job(files: list[Path], folder: Path, stack: contextlib.ExitStack) -> R
     """The ranks as one recording, written beside their folder; the run itself where there is only one rank."""
     from ..profile.open_recording import open_recording
     from ..profile.ranks import merge
+    from ..sensors.response_store import keep_learnt
 
     path = files[0]
     if len(files) > 1:
@@ -83,7 +84,7 @@ def _open_job(files: list[Path], folder: Path, stack: contextlib.ExitStack) -> R
         merge(files).write(path, replace=True).close()
     recording = stack.enter_context(open_recording(path))
     print_progress(f"attributing joules to {len(recording.timeline):,} events")
-    recording.energy()
+    keep_learnt(recording.energy())
     return recording
 
 

@@ -14,7 +14,14 @@ import numpy as np
 from ..errors import RecordingError
 from ..joules import DomainSamples, Floats, Ints
 from ..schema import Basis, Domain, Hold
-from ..sensors._nvml_power import RING_BLUR_S, RING_GAIN_ERROR, RING_LAG_S, RING_NOISE, RING_RESOLUTION_S
+from ..sensors._nvml_power import (
+    OTHER_LAG_ERROR_S,
+    RING_BLUR_S,
+    RING_GAIN_ERROR,
+    RING_LAG_S,
+    RING_NOISE,
+    RING_RESOLUTION_S,
+)
 from ..sensors.modelled import MODEL_ERROR
 from ..trace import PowerTrace, open_csv, read_csv
 from .smi_log import find_tool, read_smi_log
@@ -70,8 +77,8 @@ def _domain(name: str, times_ns: Ints, basis: Basis | None, of_nvidia: bool) -> 
     if of_nvidia and name.startswith("gpu") and low <= spacing_s <= high and stated_basis == "measured":
         return Domain(
             name=name, source="csv", resolution_s=RING_RESOLUTION_S, lag_s=RING_LAG_S, blur_s=RING_BLUR_S,
-            sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR, counted=counted, taken_as="nvml-samples",
-            note="taken as NVML's ring: 20 ms apart",
+            lag_error_s=OTHER_LAG_ERROR_S, sample_noise=RING_NOISE, gain_error=RING_GAIN_ERROR, counted=counted,
+            taken_as="nvml-samples", note="taken as NVML's ring: 20 ms apart",
         )  # fmt: skip
     if name.startswith(("cpu", "dram", "package")):  # differences of an energy counter
         return Domain(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MeasurementError, RecordingError, TesseraError
 from ..record import APART
+from ..sensors.response_store import keep_learnt
 from . import ending
 from .options import SessionOptions
 from .region import current, install
@@ -362,7 +363,7 @@ class Session:
 
     def energy(self) -> EnergyTable:
         """What the joules were spent on: kernels, operators, regions, modules, steps."""
-        return self.recording().energy()
+        return keep_learnt(self.recording().energy())
 
     def report(self) -> EnergyReport:
         """The measured joules of the whole session as an `EnergyReport`, for diff, JSON and rendering."""

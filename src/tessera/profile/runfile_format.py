@@ -97,7 +97,9 @@ def check_time(*times_ns: int) -> None:
 
 def check_domain(domain: Domain) -> Domain:
     """Return the domain; raise ValueError if its figures are those of no sensor."""
-    figures = (domain.resolution_s, domain.lag_s, domain.blur_s, domain.sample_noise, domain.gain_error)
+    figures = (
+        domain.resolution_s, domain.lag_s, domain.lag_error_s, domain.blur_s, domain.sample_noise, domain.gain_error,
+    )  # fmt: skip
     if any(not abs(figure) <= MOST_FIGURE for figure in figures):
         raise ValueError(f"no sensor is as {domain.name} is described")
     return domain

@@ -10,6 +10,7 @@ from ..actuators import OutstandingChange
 from ..schema import Capability, Domain
 from ..selftest import SelfCheck
 from ..sensors.health import Health, MachineCheck, SensorHealth
+from ..sensors.response_store import SensorResponse
 from ..units import format_duration
 from .console import Console, HangingText
 
@@ -57,16 +58,16 @@ def _print_sensor(sensor: SensorHealth, console: Console) -> None:
         mark, style, sensor.name, f"{len(sensor.domains)} domain{'s' if len(sensor.domains) != 1 else ''}", console
     )
     for domain in sensor.domains:
-        console.print(HangingText(f"    {_domain(domain)}", 6))
+        console.print(HangingText(f"    {_domain(domain, sensor.responses.get(domain.name))}", 6))
     for lack in sensor.lacks:
         console.print(HangingText(Text(f"    without {lack.name}: {_lack(lack)}", style="dim"), 6))
 
 
-def _domain(domain: Domain) -> str:
+def _domain(domain: Domain, learnt: SensorResponse | None) -> str:
     parts = [f"{domain.name:<12}", domain.label or "-", f"source {domain.source}"]
     parts.append(f"new value every {format_duration(domain.resolution_s)}")
     if domain.lag_s:
-        parts.append(f"lag {format_duration(domain.lag_s)}")
+        parts.append(_response(domain, learnt))
     if domain.basis != "measured":
         parts.append(domain.basis.upper())
     if not domain.counted:
@@ -74,6 +75,26 @@ def _domain(domain: Domain) -> str:
     if domain.note:
         parts.append(domain.note)
     return " · ".join(parts)
+
+
+def _response(domain: Domain, learnt: SensorResponse | None) -> str:
+    """Lag, blur and idle power, how well they are known, and from what."""
+    if learnt is None and not domain.lag_error_s:
+        return f"lag {format_duration(domain.lag_s)}"
+    if learnt is None:
+        lag = f"lag {1e3 * domain.lag_s:.0f} ± {1e3 * domain.lag_error_s:.1f} ms, blur {1e3 * domain.blur_s:.0f} ms"
+        return f"{lag} (default: fitted on an H200; a traced run learns this board's)"
+    parts = [
+        f"{name} {1e3 * value_s:.1f} ± {1e3 * error_s:.1f} ms"
+        for name, value_s, error_s in (
+            ("lag", learnt.lag_s, learnt.lag_error_s),
+            ("blur", learnt.blur_s, learnt.blur_error_s),
+        )
+    ]
+    if learnt.idle_w is not None:
+        parts.append(f"idle {learnt.idle_w:.0f} ± {learnt.idle_error_w:.0f} W")
+    runs = f"{learnt.runs} run{'s' if learnt.runs != 1 else ''}"
+    return f"{', '.join(parts)} (learnt from {learnt.seconds:.0f} s of {runs})"
 
 
 def _lack(lack: Capability) -> str:

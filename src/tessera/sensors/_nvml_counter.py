@@ -1,8 +1,8 @@
 """The total-energy counter of one NVIDIA GPU, read in the background at its ticks, as the anchor.
 
-One read costs ~3 ms (6 ms and more under load, H200), so it is read about once a second, in the middle between
-two ticks where its value is unambiguous. Its ticks are found first by reading densely for half a second, and
-watched afterwards by two reads around a tick now and then.
+One read costs ~3 ms (6 ms and more under load, H200), so it is read every other second (at first every second), in the
+middle between two ticks where its value is unambiguous. Its ticks are found first by reading densely for half a second,
+and watched afterwards by two reads around a tick now and then.
 
 The counter is updated every 100 ms. Read at some moment, it holds the energy of its last tick, not of now: taken at
 face value it is up to 100 ms (70 J at 700 W) out of date. Two reads between which the value changed enclose a tick.
@@ -21,13 +21,16 @@ from typing import Any
 
 from ..clock import REAL, Clock
 
-# On the H200 the counter at tick T holds the energy up to T - 8 ms: it leads the ring's 15 ms by 7 ms
-# (benchmarks/fit/fit_response.py).
-COUNTER_LAG_NS = 8_000_000
+# On the H200 the counter leads the ring by 7 ms: at tick T it holds the energy up to T - 9 ms where the ring's lag is
+# 16 ms (benchmarks/fit/fit_response.py).
+COUNTER_LEAD_NS = 7_000_000
 # Not the same pause again and again: what repeats every 0.1, 0.2 or 0.5 s would be met at one phase only, and the
 # counter could not show how late the samples are (tessera.anchors).
 READ_EVERY_NS = (1_000_000_000, 1_100_000_000, 800_000_000, 1_200_000_000, 900_000_000)
-WATCH_EVERY_NS = 15_000_000_000
+# A read is most of what sampling costs: after so many of them it is read half as often. A window between two reads is
+# the samples', scaled by what earlier reads have shown of them.
+EAGER_READS, SELDOM = 10, 2
+WATCH_EVERY_NS = 30_000_000_000
 LEARN_NS = 3_000_000
 # Give up looking for ticks after so many reads, seconds of them: an idle or odd counter may not tick at all. Tried
 # again later. Reads, not time: while torch is imported this thread may not run for seconds.
@@ -59,10 +62,11 @@ _KEPT = 64
 class EnergyCounter:
     """Gives (time_ns, joules) anchors; `due_ns` says when it wants to be read next."""
 
-    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
+    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL, *, ring_lag_s: float = 0.0) -> None:
         self._clock = clock
         self._nvml = nvml
         self._handle = handle
+        self._lag_ns = max(round(ring_lag_s * 1e9) - COUNTER_LEAD_NS, 0)
         self.ticks = TickFinder()
         self.due_ns = 0
         self._tries = 0
@@ -71,6 +75,7 @@ class EnergyCounter:
         self._watching = False
         self._last_mj = -1
         self._pauses_ns = itertools.cycle(READ_EVERY_NS)
+        self._quiet_reads = 0
 
     @property
     def learning(self) -> bool:
@@ -94,7 +99,7 @@ class EnergyCounter:
         self._last, self._last_mj = (begin, end, value_mj), value_mj
         self._plan(end)
         tick = self.ticks.last_tick_ns(begin, end)
-        return [] if tick is None else [(tick - COUNTER_LAG_NS, value_mj * 1e-3)]
+        return [] if tick is None else [(tick - self._lag_ns, value_mj * 1e-3)]
 
     def _plan(self, now: int) -> None:
         if not self.ticks.is_known:
@@ -111,7 +116,9 @@ class EnergyCounter:
             before = self.ticks.next_tick_ns(now + 20_000_000)
             self.due_ns = before - round(self.ticks.uncertainty_ns) - 6_000_000
         else:
-            self.due_ns = self.ticks.next_quiet_ns(now + next(self._pauses_ns))
+            self._quiet_reads += 1
+            pause_ns = next(self._pauses_ns) * (SELDOM if self._quiet_reads > EAGER_READS else 1)
+            self.due_ns = self.ticks.next_quiet_ns(now + pause_ns)
 
 
 class TickFinder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,15 +12,20 @@ from ..errors import SensorError, SensorPermission
 from ..schema import Capability, Domain
 from .base import Sensor
 from .discover import KINDS, make
+from .response_store import SensorResponse, find
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensorHealth:
-    """One kind of sensor: "ok", "missing" or "no permission"; its domains, or the reason and the fix."""
+    """One kind of sensor: "ok", "missing" or "no permission"; its domains, or the reason and the fix.
+
+    `responses` has, by domain, what earlier runs have learnt of the sensor's lag and blur and of the idle board.
+    """
 
     name: str
     state: str
     domains: Sequence[Domain] = ()
+    responses: Mapping[str, SensorResponse] = field(default_factory=dict)
     lacks: Sequence[Capability] = ()
     reason: str | None = None
     fix: str | None = None
@@ -64,7 +69,9 @@ def examine_sensor(name: str) -> SensorHealth:
         sensor = make(name)
         sensor.start()
         lacks = [c for c in sensor.capabilities() if not c.available]
-        return SensorHealth(name=name, state="ok", domains=list(sensor.domains()), lacks=lacks)
+        domains = list(sensor.domains())
+        learnt = {domain.name: found for domain in domains if (found := find(domain)) is not None}
+        return SensorHealth(name=name, state="ok", domains=domains, lacks=lacks, responses=learnt)
     except SensorPermission as exc:
         return SensorHealth(name=name, state="no permission", reason=_reason(exc), fix=exc.fix)
     except SensorError as exc:

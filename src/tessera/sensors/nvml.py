@@ -18,21 +18,35 @@ from typing import Any
 from ..clock import REAL, Clock
 from ..errors import SensorError, SensorLost, SensorPermission, SensorUnavailable
 from ..schema import Capability, Domain, Gap
+from . import response_store
 from ._nvml_counter import EnergyCounter
-from ._nvml_power import MEMORY_SCOPE, POWER_AVERAGE, FieldReader, absent_errors, choose_reader, field_mw
+from ._nvml_power import (
+    MEMORY_SCOPE,
+    POWER_AVERAGE,
+    RING_LAG_S,
+    FieldReader,
+    RingReader,
+    absent_errors,
+    choose_reader,
+    field_mw,
+)
 from ._nvml_telemetry import RAIL_VOLTAGE, TelemetryReader
 from ._visible import GpuBoard, VisibleBoard, visible_boards
 from .base import Batch
 
 TELEMETRY_S = 1.0
 # Field 185 is a ~1 s average (H200): asking more often than that gives nothing new.
-HBM_EVERY_S = 0.5
+HBM_EVERY_S = 1.0
 _RETRY_NS = 1_000_000_000
 _RESUME_NS = 10_000_000_000
 # The ring is never read more often than this, even when somebody waits for a sample (they come every 20 ms); and less
 # often while a counter is read densely, every few milliseconds.
 _AGAIN_NS = 15_000_000
 _DENSE_NS = 50_000_000
+# Each time that the thread wakes costs about as much as a read: what is due this soon (or in two fifths of the ring's
+# period, if that is less) is read with what is due now, and all of it waits so long for the counter, which has its own
+# moment.
+_TOGETHER_NS = 400_000_000
 
 
 class NvmlSensor:
@@ -134,7 +148,9 @@ class NvidiaGpu:
         nvml = self._nvml
         self._handle = nvml.nvmlDeviceGetHandleByIndex(self._visible.board.index)
         self.label = _text(nvml, nvml.nvmlDeviceGetName, self._handle) or self.name
+        self._driver = _text(nvml, nvml.nvmlSystemGetDriverVersion)
         self.power = choose_reader(nvml, self._handle, self.name, self._clock, self._refuse)
+        self._response = response_store.find(self._describe(self.power)) if self.power else None
         self._counter = self._open_counter()
         self._hbm = self._open_hbm()
         self._telemetry = TelemetryReader(nvml, self._handle, self._clock)
@@ -150,7 +166,8 @@ class NvidiaGpu:
         except self._nvml.NVMLError as exc:
             self._refuse("energy counter (the anchor)", exc)
             return None
-        return EnergyCounter(self._nvml, self._handle, self._clock)
+        lag_s = self._response.lag_s if self._response else RING_LAG_S
+        return EnergyCounter(self._nvml, self._handle, self._clock, ring_lag_s=lag_s)
 
     def _open_hbm(self) -> FieldReader | None:
         ask = field_mw(self._nvml, self._handle, POWER_AVERAGE, MEMORY_SCOPE)
@@ -165,16 +182,21 @@ class NvidiaGpu:
             return None
 
     def domains(self) -> list[Domain]:
-        note = ""
-        if self._visible.mig:
-            note = f"MIG: the energy is the whole board's, shared by all its slices (visible: {len(self._visible.mig)})"
-        domains = (
-            [dataclasses.replace(self.power.domain(self.label, note), limit_w=self._limit_w)] if self.power else []
-        )
+        domains = []
+        if self.power:
+            board = dataclasses.replace(self._describe(self.power), limit_w=self._limit_w)
+            domains.append(self._response.apply(board) if self._response else board)
         if self._hbm:
             hbm = self._hbm.domain(f"{self.label} HBM", "part of the board's power")
             domains.append(dataclasses.replace(hbm, counted=False))
         return domains
+
+    def _describe(self, power: RingReader | FieldReader) -> Domain:
+        """The board's domain, with the response that is assumed where none has been learnt."""
+        note = ""
+        if self._visible.mig:
+            note = f"MIG: the energy is the whole board's, shared by all its slices (visible: {len(self._visible.mig)})"
+        return dataclasses.replace(power.domain(self.label, note), driver=self._driver)
 
     def capabilities(self) -> list[Capability]:
         refused = [Capability(name=f"{self.name} {k}", available=False, reason=v) for k, v in self.refused.items()]
@@ -189,10 +211,15 @@ class NvidiaGpu:
         """When the first part wants to be read; the counter only where it is its turn (`anchor`)."""
         if self.lost:
             return self._retry_ns
-        due = [self._power_due, self._telemetry_due]
-        if self._counter and self.power and anchor:
-            due.append(self._counter.due_ns)
-        return min(due)
+        due = min(self._power_due, self._telemetry_due)
+        if self._counter and self.power and anchor and self._counter.due_ns < due + self._together_ns:
+            due = self._counter.due_ns
+        return due
+
+    @property
+    def _together_ns(self) -> int:
+        """How far apart parts may be due that are read together."""
+        return min(_TOGETHER_NS, round(0.4e9 * self.power.period_s)) if self.power else _TOGETHER_NS
 
     def read(self, batch: Batch, *, anchor: bool, again_ns: int) -> None:
         """Read what is due. Raises NVMLError when the GPU gives no power any more; `lose` then records the gap."""
@@ -202,18 +229,19 @@ class NvidiaGpu:
                 return
             self._retry_ns = now + _RETRY_NS
             self._reopen()
-        if self.power and (now >= self._power_due or now >= self._power_read + again_ns):
+        soon = now + self._together_ns
+        if self.power and (soon >= self._power_due or now >= self._power_read + again_ns):
             # Also before it is due: the sampler reads early when somebody waits for data.
             self.power.read(batch)
             self._power_read = now
             self._power_due = now + round(self.power.period_s * 1e9)
         hbm = self._hbm
-        if hbm and now >= self._hbm_due:
+        if hbm and soon >= self._hbm_due:
             self._hbm_due = now + round(HBM_EVERY_S * 1e9)
             self._spare("HBM power", now, lambda: hbm.read(batch), lambda why: hbm.fail(batch, why))
         if self._counter and self.power and anchor:
             self._spare("energy counter (the anchor)", now, lambda: self._read_counter(batch))
-        if now >= self._telemetry_due:
+        if soon >= self._telemetry_due:
             self._telemetry_due = now + self._telemetry_ns
             self._spare("telemetry", now, lambda: batch.telemetry.append(self._telemetry.read(self.name)))
 

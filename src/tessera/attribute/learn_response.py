@@ -1,0 +1,341 @@
+"""Learn how a sensor responds from what ran and the power samples of the same seconds.
+
+::
+
+    what ran ──► seconds of each class in each millisecond before a sample ──┐
+    samples ─────────────────────────────────────────────────────────────────┼──► dead time, boxcar, exponential
+    prior watts by class ────────────────────────────────────────────────────┘    ──► lag, blur, idle power, errors
+
+Watts by class and the three times of a `Response` are fitted together (least squares, Levenberg and Marquardt). The
+split of a response into its parts is hardly determined, its mean (the lag) and its standard deviation (the blur) are.
+A load without edges determines neither: then the fit is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import MeasurementError
+from ..joules import Z90, Floats, Ints
+from ..sensors.response_store import ResponseFit
+from .fit import RING_DELAY_ERROR_S, Response, running_seconds
+
+# Milliseconds before a sample that are looked at, and some after it: a stamp may be early.
+CELLS, EARLY_CELLS = 200, 5
+# More of either no longer sharpen the response, and cost time: the classes with the least seconds are joined.
+MOST_SAMPLES, MOST_CLASSES = 1000, 40
+# What must be there to learn from: samples, samples that lie on an edge, and the share of their variance that what ran
+# explains (another process on the GPU explains the rest).
+LEAST_SAMPLES, LEAST_EDGES, LEAST_EXPLAINED = 40, 12.0, 0.5
+# Answers that are known worse than this (90% half-width: seconds, or a share of the lag) say nothing.
+WORST_LAG_S, WORST_BLUR_S, WORST_SHARE = 0.003, 0.004, 0.2
+# Fits of eight recorded mixtures of an H200 scatter by 0.8 ms about what their own errors are
+# (benchmarks/measure/learn_sensor.py): kernels are not quite as steady as their class. No fit is believed more.
+FLOOR_S, FLOOR_SHARE = 0.0008, 0.03
+# A delay whose error (90%) is larger is not known, and a response that explains a run so much worse than the run's own
+# is not the board's. Otherwise one run does not decide: in a loop, errors of its watts pass for another response.
+VAGUE_S, PLAIN_GAIN = 0.004, 30.0
+# The fit begins from the best of these lags (s, times the scale of the sensor) and shapes (dead time, boxcar and
+# exponential, each times the lag).
+_LAGS_S = np.array([3, 5, 8, 12, 16, 21, 27, 34, 42, 52, 64, 80]) * 1e-3
+_SHAPES = np.array([(0.0, 0.6, 0.7), (0.0, 2.0, 0.0), (0.6, 0.2, 0.3), (0.0, 1.2, 0.4)])
+_STARTS, _SCANNED = 5, 300
+_ROUNDS, _TRIES, _CLOSE = 25, 8, 1e-4
+# Another lag, so far from the one found (s), that fits about as well (as a difference of two chi-squares): a loop looks
+# the same a period later, and where it is short, other watts make up for another lag.
+_APART_S, _AS_GOOD = np.array([-40, -30, -22, -16, -12, -9, -6, 6, 9, 12, 16, 22, 30, 40, 50, 60, 75, 90]) * 1e-3, 12.0
+# What the samples can tell is judged with a prior of the watts that is so much wider than the one they are fitted with:
+# the power of a class is a guess, and the response must not be learnt from it.
+_WIDER = 4.0
+# The noise of a sample, as in `fit.solve`: watts, share of the level, and seconds of its stamp. The residuals scale it.
+_NOISE_W, _NOISE_SHARE, _JITTER_S = 4.0, 0.03, 0.0015
+_BLOCKS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearntResponse:
+    """A response, and what is to be kept of it: lag, blur and idle power with their errors.
+
+    `gain` says how much better it explains the samples than the response that was known before (as a difference of two
+    chi-squares).
+    """
+
+    response: Response
+    fit: ResponseFit
+    gain: float
+
+    def corrects(self, known: Response) -> bool:
+        """Whether it should be used in place of what was known: that is vague, or plainly wrong."""
+        return known.delay_error_s > VAGUE_S or self.gain > PLAIN_GAIN
+
+    def combine(self, known: Response) -> Response:
+        """The learnt shape at the lag that both together make likely; `known` is what was known before."""
+        own, before = (1.0 / max(r.delay_error_s, 1e-6) ** 2 for r in (self.response, known))
+        lag_s = (own * self.response.delay_s + before * known.delay_s) / (own + before)
+        moved = self.response.later(lag_s - self.response.delay_s)
+        return dataclasses.replace(moved, delay_error_s=max((own + before) ** -0.5, RING_DELAY_ERROR_S))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exposed:
+    """What ran, as intervals of classes (the last one is the idle board), and watts to expect of each class."""
+
+    start_ns: Ints
+    end_ns: Ints
+    seconds: Floats
+    cls: Ints
+    prior_w: Floats
+    sd_w: Floats
+
+    def join_small(self, most: int) -> Exposed:
+        """At most so many classes: those with the least seconds become one, each weighted by what it should draw."""
+        classes = len(self.prior_w)
+        if classes <= most:
+            return self
+        total_s = np.bincount(self.cls, self.seconds, minlength=classes)
+        total_s[-1] = np.inf  # the idle board
+        kept = np.sort(np.argsort(-total_s, kind="stable")[: most - 1])
+        number = np.zeros(classes, np.int64)  # class 0 is the joined one
+        number[kept] = np.arange(1, most)
+        rest = np.setdiff1d(np.arange(classes), kept)
+        mean_w = float(np.average(self.prior_w[rest], weights=np.maximum(total_s[rest], 1e-9)))
+        relative = np.ones(classes)
+        relative[rest] = self.prior_w[rest] / mean_w
+        sd_w = float(np.average(self.sd_w[rest], weights=np.maximum(total_s[rest], 1e-9)))
+        return Exposed(
+            start_ns=self.start_ns, end_ns=self.end_ns, seconds=self.seconds * relative[self.cls], cls=number[self.cls],
+            prior_w=np.concatenate([[mean_w], self.prior_w[kept]]), sd_w=np.concatenate([[sd_w], self.sd_w[kept]]),
+        )  # fmt: skip
+
+
+def learn_response(times_ns: Ints, samples_w: Floats, ran: Exposed, known: Response) -> LearntResponse:
+    """Fit the response of a sensor. All of `horizon_s(known)` before each sample must be in `ran`.
+
+    Raises MeasurementError where the samples cannot tell.
+    """
+    if len(times_ns) < LEAST_SAMPLES:
+        raise _refuse(f"there are {len(times_ns)} samples, fewer than {LEAST_SAMPLES}")
+    span_s = float(times_ns[-1] - times_ns[0]) * 1e-9
+    spacing_s = float(np.median(np.diff(times_ns))) * 1e-9
+    if len(times_ns) > MOST_SAMPLES:
+        chosen = np.linspace(0, len(times_ns) - 1, MOST_SAMPLES).astype(np.int64)
+        times_ns, samples_w = times_ns[chosen], samples_w[chosen]
+    problem = _ResponseFit(times_ns, samples_w, ran.join_small(MOST_CLASSES), _cell_s(known))
+    found = problem.solve()
+    lag_s, blur_s = _moments(found)
+    problem.check(lag_s)
+    covariance = problem.covariance(found)
+    floor_s = math.hypot(FLOOR_S, FLOOR_SHARE * lag_s)
+    lag_error_s, blur_error_s = (math.hypot(Z90 * sd, floor_s) for sd in np.sqrt(np.diag(covariance)[:2]))
+    for name, error_s, worst_s in (("lag", lag_error_s, WORST_LAG_S), ("blur", blur_error_s, WORST_BLUR_S)):
+        if error_s > max(worst_s, WORST_SHARE * lag_s):
+            raise _refuse(f"its {name} is known to ±{error_s * 1e3:.1f} ms only: the load has too few edges")
+    dead_s, box_s, tau_s = found.tolist()
+    idle_sd_w = math.sqrt(covariance[2, 2])
+    has_idle = idle_sd_w < 0.5 * float(ran.sd_w[-1])  # else it is what was expected, not what was seen
+    response = Response(tau_s=tau_s, box_s=box_s, dead_s=dead_s, delay_error_s=lag_error_s)
+    fit = ResponseFit(
+        start_ns=int(times_ns[0]), seconds=min(span_s, 2 * spacing_s * len(times_ns)), lag_s=lag_s,
+        lag_error_s=lag_error_s, blur_s=blur_s, blur_error_s=blur_error_s, idle_w=problem.idle_w if has_idle else None,
+        idle_error_w=Z90 * idle_sd_w if has_idle else None,
+    )  # fmt: skip
+    return LearntResponse(response=response, fit=fit, gain=problem.gain_over(known))
+
+
+def horizon_s(known: Response) -> float:
+    """How far back samples may look while their response is being learnt."""
+    return CELLS * _cell_s(known)
+
+
+def _cell_s(known: Response) -> float:
+    """A millisecond; more for averages over a second."""
+    return max(1e-3, known.delay_s / 50)
+
+
+def _refuse(why: str) -> MeasurementError:
+    return MeasurementError(
+        "the response of the power sensor cannot be learnt here", why=why,
+        fix="trace some seconds of a load that rises and falls, with no other program on the GPU",
+    )  # fmt: skip
+
+
+def _response(found: Floats) -> Response:
+    dead_s, box_s, tau_s = found.tolist()
+    return Response(tau_s=tau_s, box_s=box_s, dead_s=dead_s)
+
+
+def _moments(found: Floats) -> tuple[float, float]:
+    """Lag and blur."""
+    response = _response(found)
+    return response.delay_s, response.blur_s
+
+
+class _ResponseFit:
+    """The least squares of one sensor: dead time, boxcar and exponential (s), with the best watts for each."""
+
+    def __init__(self, times_ns: Ints, samples_w: Floats, ran: Exposed, cell_s: float) -> None:
+        self._ran, self._cell_s, self._samples_w = ran, cell_s, samples_w
+        self._edges: Floats = np.arange(-EARLY_CELLS, CELLS + 1, dtype=np.float64) * cell_s
+        self._lagged = _lag_classes(times_ns, ran, self._edges)
+        self._precision = np.diag(ran.sd_w**-2.0)
+        self._least = np.array([-EARLY_CELLS * cell_s / 2, 0.0, 0.0])
+        self._most = 0.75 * CELLS * cell_s
+        self._weight = (_NOISE_W**2 + (_NOISE_SHARE * samples_w) ** 2) ** -1.0 / 4.0
+        self._others: list[Floats] = []
+
+    @property
+    def idle_w(self) -> float:
+        return float(self._watts[-1])
+
+    def _expose(self, found: Floats, every: int = 1) -> Floats:
+        """The design of a response: how much of each sample is each class."""
+        weights = np.diff(_response(found).step_response(self._edges))
+        shares = self._lagged[:, ::every] @ (weights / max(weights.sum(), 1e-9)).astype(np.float32)
+        return np.asarray(shares.T, np.float64)
+
+    def _misfit(self, found: Floats, every: int = 1) -> float:
+        """The sum of squares at the best watts, prior included; keeps those, the design and the residuals."""
+        design, weight, samples_w = self._expose(found, every), self._weight[::every], self._samples_w[::every]
+        prior_w = self._ran.prior_w
+        hessian = design.T @ (design * weight[:, None]) + self._precision
+        watts = np.linalg.solve(hessian, design.T @ (weight * samples_w) + self._precision @ prior_w)
+        residuals = samples_w - design @ watts
+        self._design, self._watts, self._residuals = design, watts, residuals
+        return float(np.sum(weight * residuals**2) + np.sum(((watts - prior_w) / self._ran.sd_w) ** 2))
+
+    def solve(self) -> Floats:
+        """Dead time, boxcar and exponential of the best fit, with the weights that its residuals call for."""
+        every = max(len(self._samples_w) // _SCANNED, 1)
+        best = [
+            min((shape * lag_s * self._cell_s * 1e3 for shape in _SHAPES), key=lambda start: self._misfit(start, every))
+            for lag_s in _LAGS_S
+        ]
+        starts = sorted(best, key=lambda start: self._misfit(start, every))[:_STARTS]
+        ends = sorted((self._descend(start) for start in starts), key=lambda end: end[0])
+        found = ends[0][1]
+        for _ in range(3):
+            self._reweigh(found)
+            _, found = self._descend(found)
+        # The weights may prefer another of the places that the starts have led to.
+        others = [end for _, end in ends[1:] if abs(_moments(end)[0] - _moments(found)[0]) > 4 * self._cell_s]
+        ends = sorted((self._descend(end) for end in (found, *others)), key=lambda end: end[0])
+        found, self._others = ends[0][1], [end for _, end in ends[1:]]
+        self._misfit(found)
+        self._slopes, self._found = self._find_slopes(found), found
+        return found
+
+    def _reweigh(self, found: Floats) -> None:
+        """Weights by the level and slope of the fit, scaled so that the residuals have a variance of 1."""
+        self._misfit(found)
+        level, later = self._samples_w - self._residuals, self._find_slopes(found)[:, 0]
+        variance = _NOISE_W**2 + (_NOISE_SHARE * level) ** 2 + (_JITTER_S * later) ** 2
+        spare = max(len(level) - 0.5 * len(self._watts) - 3.0, 0.3 * len(level))
+        self._weight = 1.0 / (variance * max(float(np.sum(self._residuals**2 / variance)) / spare, 0.02))
+
+    def _find_slopes(self, found: Floats) -> Floats:
+        """How the samples would change with each of the three times (W/s)."""
+        step_s = 0.5 * self._cell_s
+        level = self._design @ self._watts
+        return np.column_stack(
+            [(self._expose(found + step_s * unit) @ self._watts - level) / step_s for unit in np.eye(3)]
+        )
+
+    def _normal(self, slopes: Floats) -> tuple[Floats, Floats]:
+        """The columns of watts and times together, and their normal matrix."""
+        columns = np.column_stack([self._design, slopes])
+        normal = columns.T @ (columns * self._weight[:, None])
+        classes = len(self._watts)
+        normal[:classes, :classes] += self._precision
+        normal[range(classes, classes + 3), range(classes, classes + 3)] += (30 * self._cell_s) ** -2.0
+        return columns, normal
+
+    def _descend(self, found: Floats) -> tuple[float, Floats]:
+        """Go down from a start: the misfit and the times there."""
+        misfit, damping = self._misfit(found), 1e-2
+        classes = len(self._watts)
+        for _ in range(_ROUNDS):
+            columns, normal = self._normal(self._find_slopes(found))
+            right = columns.T @ (self._weight * self._residuals)
+            right[:classes] += self._precision @ (self._ran.prior_w - self._watts)
+            for _ in range(_TRIES):
+                damped = normal.copy()
+                damped[range(classes, classes + 3), range(classes, classes + 3)] *= 1.0 + damping
+                step = np.clip(np.linalg.solve(damped, right)[classes:], -30 * self._cell_s, 30 * self._cell_s)
+                tried = np.clip(found + step, self._least, self._most)
+                lower = self._misfit(tried)
+                if lower < misfit:
+                    break
+                damping *= 4.0
+            else:
+                self._misfit(found)
+                break
+            gained, misfit, found, damping = misfit - lower, lower, tried, max(damping / 8.0, 1e-6)
+            if gained < _CLOSE * misfit:
+                break
+        return misfit, found
+
+    def check(self, lag_s: float) -> None:
+        """Refuse a load without edges, one that something else explains, and one that another lag fits as well."""
+        later = self._slopes[:, 0]
+        edges = float(np.sum(later**2)) ** 2 / max(float(np.sum(later**4)), 1e-30)
+        if not edges >= LEAST_EDGES:
+            raise _refuse(f"{edges:.0f} samples lie on an edge of the power, fewer than {LEAST_EDGES:.0f}")
+        explained = 1.0 - float(np.var(self._residuals)) / max(float(np.var(self._samples_w)), 1e-9)
+        if explained < LEAST_EXPLAINED:
+            raise _refuse(f"what ran explains {max(explained, 0.0):.0%} of the changes of the power")
+        self._precision /= _WIDER**2
+        best, alike = self._misfit(self._found), self._alike
+        moved = [self._found + np.array([apart_s, 0.0, 0.0]) for apart_s in _APART_S * self._cell_s * 1e3]
+        for other in (*self._others, *moved):
+            other_s = _moments(other)[0]
+            worse = (self._misfit(other) - best) * (1.0 - alike) / (1.0 + alike)
+            if other_s > 0.0 and abs(other_s - lag_s) > 4 * self._cell_s and worse < _AS_GOOD:
+                raise _refuse(f"lags of {lag_s * 1e3:.0f} and {other_s * 1e3:.0f} ms explain it alike")
+        self._misfit(self._found)
+        self._edges_seen = edges
+
+    def gain_over(self, known: Response) -> float:
+        """How much better the fit explains the samples than a known response does."""
+        at_known = np.array([known.dead_s, known.box_s, known.tau_s])
+        better = self._misfit(at_known) - self._misfit(self._found)
+        return better * (1.0 - self._alike) / (1.0 + self._alike)
+
+    @property
+    def _alike(self) -> float:
+        """Correlation of the residuals of neighbouring samples."""
+        scaled = self._residuals * np.sqrt(self._weight)
+        return min(max(float(np.sum(scaled[1:] * scaled[:-1]) / np.sum(scaled**2)), 0.0), 0.9)
+
+    def covariance(self, found: Floats) -> Floats:
+        """Of lag, blur and idle power: by the residuals of samples, or of blocks of them if those scatter more."""
+        columns, normal = self._normal(self._slopes)
+        classes = len(self._watts)
+        free = np.ones(classes + 3, bool)
+        free[classes:] = found > self._least + 1e-3 * self._cell_s
+        inverse = np.zeros_like(normal)
+        inverse[np.ix_(free, free)] = np.linalg.inv(normal[np.ix_(free, free)])
+        blur_s = max(_moments(found)[1], 1e-6)
+        turn = np.zeros((3, classes + 3))  # from watts and times to lag, blur and idle power
+        turn[0, classes:] = 1.0, 0.5, 1.0
+        turn[1, classes:] = 0.0, found[1] / 12.0 / blur_s, found[2] / blur_s
+        turn[2, classes - 1] = 1.0
+        expected = np.diag(turn @ inverse @ turn.T) * (1.0 + self._alike) / (1.0 - self._alike)
+        moves = (columns * (self._weight * self._residuals)[:, None]) @ inverse @ turn.T
+        blocks = np.array([part.sum(axis=0) for part in np.array_split(moves, min(_BLOCKS, len(moves) // 4))])
+        seen = np.sum(blocks**2, axis=0) * len(blocks) / (len(blocks) - 1)
+        few = self._edges_seen / (self._edges_seen - 0.6 * LEAST_EDGES)
+        return np.diag(np.maximum(expected, seen) * few)
+
+
+def _lag_classes(times_ns: Ints, ran: Exposed, edges_s: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """The share of each class (first axis) in each cell (last) before each sample."""
+    asked = times_ns[:, None] - np.round(edges_s * 1e9).astype(np.int64)[None, :]
+    classes, cell_s = len(ran.prior_w), edges_s[1] - edges_s[0]
+    lagged = np.zeros((classes, len(times_ns), len(edges_s) - 1), np.float32)
+    for number, sums in running_seconds(asked, ran.start_ns, ran.end_ns, ran.seconds, ran.cls, classes):
+        lagged[number] = (sums[:, :-1] - sums[:, 1:]) / cell_s
+    return lagged
