@@ -233,8 +233,10 @@ def main() -> None:
         both = show_fits(title, fits)
         out[title] = {n: {"lag_ms": 1e3 * f.lag_s, "blur_ms": 1e3 * f.blur_s} for n, f in fits.items()} | {
             "together": {
-                "lag_ms": 1e3 * both.lag_s, "lag_error_ms": 1e3 * both.lag_error_s,
-                "blur_ms": 1e3 * both.blur_s, "blur_error_ms": 1e3 * both.blur_error_s,
+                "lag_ms": 1e3 * both.lag_s,
+                "lag_error_ms": 1e3 * both.lag_error_s,
+                "blur_ms": 1e3 * both.blur_s,
+                "blur_error_ms": 1e3 * both.blur_error_s,
             }
         }
     if args.json:

@@ -17,13 +17,10 @@ import contextlib
 import dataclasses
 import math
 import platform
-import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -48,10 +45,14 @@ SCOPE_US, SAMPLER_PCT, INTEGRAL_PCT, SIMULATED_PCT, MIXTURE_PCT, PREDICTION_PCT 
 _SCOPES = 2000
 # NVML's counter is read densely until its ticks are found (sensors/_nvml_counter.py): half a second of reads in peace.
 _TICKS_S = 4.0
-_SAMPLER_S = 3.0
+_SAMPLER_S = 5.0
+_ALONE_S = 1.2
+# What the checks take whose length is fixed, and the least and the share of what is left that the others get: the
+# integral, the mixture, the prediction.
+_FIXED_S = 1.0 + 2.0 + _SAMPLER_S + 6 * _ALONE_S
+_SHARES = ((4.0, 0.35), (6.0, 0.35), (4.0, 0.3))
 STEPS = 7
 """The six checks, and what is loaded before them."""
-_ALONE_S = 1.2
 _KERNEL_GROUPS = ("gemm.bf16", "attention", "copy", "norm")  # groups of estimate.calibration_kernels that are measured
 
 # Microseconds and watts of kernels, rounded from recordings on an H200 (benchmarks/device/record_kernels.py).
@@ -101,12 +102,14 @@ def run_checks(
 
     `progress` is told of each step before it begins: its number from 0 on, how many there are, and its name.
     """
-    tell, until_s = progress or (lambda *_: None), time.monotonic() + limit_s
-    integral_s, mixture_s, prediction_s = max(4.0, 0.3 * budget_s), max(6.0, 0.3 * budget_s), max(4.0, 0.25 * budget_s)
+    tell, begun_s = progress or (lambda *_: None), time.monotonic()
+    until_s = begun_s + limit_s
     tell(0, STEPS, "loading torch and the sensors")
     _warm_up()
     own = monitor or default()
     _find_ticks(own)
+    left_s = budget_s - (time.monotonic() - begun_s) - _FIXED_S  # loading CUDA alone may take half a minute
+    integral_s, mixture_s, prediction_s = (max(least, share * left_s) for least, share in _SHARES)
     checks: Sequence[tuple[str, float, Callable[[], SelfCheck]]] = (
         ("scope", 1.0, lambda: check_scope(own)),
         ("simulated", 2.0, check_simulated),
@@ -254,9 +257,12 @@ def check_mixture(monitor: Monitor, seconds: float) -> SelfCheck:
         return skip("mixture", what, "no CUDA device")
     if not any(d.counted and d.name.startswith("gpu") for d in monitor.sampler.domains):
         return skip("mixture", what, "no sensor of the GPU can be read: tessera doctor")
-    kernels = _make_kernels(torch)
+    from .profile.mixture import make_kernels, run_mixture
+
+    kernels = make_kernels(torch)
     alone = {name: _measure_alone(monitor, kernel) for name, kernel in kernels.items()}
-    together = _measure_mixture(torch, kernels, alone, seconds)
+    table, calls = run_mixture(torch, kernels, {name: each_s for name, (_, each_s) in alone.items()}, seconds)
+    together = {r.name: r.energy_j / calls[r.name] for r in table.regions if calls.get(r.name)}
     if not kernels.keys() <= together.keys():
         return skip("mixture", what, "Kineto recorded no kernels: is another profiler running?")
     errors = {name: 100 * (together[name] / alone[name][0] - 1) for name in kernels}
@@ -328,44 +334,12 @@ def _load(seconds: float) -> None:
         torch.cuda.synchronize()
 
 
-def _make_kernels(torch: Any) -> dict[str, Callable[[], Any]]:
-    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    b = torch.randn(64 << 20, device="cuda", dtype=torch.bfloat16)
-    c, d = torch.empty_like(b), torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
-    return {"product": lambda: a @ a, "copy": lambda: c.copy_(b), "softmax": lambda: d.softmax(-1)}
-
-
 def _measure_alone(monitor: Monitor, kernel: Callable[[], Any]) -> tuple[float, float]:
     """Joules and seconds of a call in steady state."""
     bench = EnergyBenchmark(target=0.02, min_s=_ALONE_S, budget_s=2 * _ALONE_S, monitor=monitor)
     bench.measure(kernel)()
     row = bench.results[-1]
     return row.energy_per_call_j.value, row.time_per_call_s.value
-
-
-def _measure_mixture(
-    torch: Any, kernels: dict[str, Callable[[], Any]], alone: dict[str, tuple[float, float]], seconds: float
-) -> dict[str, float]:
-    """Joules per call of each kernel, attributed from one session of random runs."""
-    from .profile.region import region
-    from .profile.session import session
-
-    rng, names, calls = random.Random(7), list(kernels), dict.fromkeys(kernels, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        with session(record_shapes=False, path=Path(folder, "selftest.tessera")) as sess:
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                name = rng.choice(names)
-                times = max(1, round(0.002 * 30 ** rng.random() / alone[name][1]))
-                with region(name):
-                    for _ in range(times):
-                        kernels[name]()
-                calls[name] += times
-                torch.cuda.synchronize()
-                if rng.random() < 0.25:
-                    time.sleep(0.002 * 30 ** rng.random())
-        table = sess.energy()
-    return {r.name: r.energy_j / calls[r.name] for r in table.regions if calls.get(r.name)}
 
 
 def _list_errors(errors: Iterable[tuple[str, float]]) -> str:

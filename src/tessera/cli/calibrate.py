@@ -9,6 +9,8 @@ import click
 
 from .options import FILE, check_writable
 
+LEAST_BURSTS_S = 6.0
+
 
 @click.command("calibrate")
 @click.option("--device", type=int, default=0, show_default=True, help="Which GPU, by torch's number.")
@@ -28,6 +30,9 @@ def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bo
     Compares idle power, the power limit, a few kernels of each kind and two small networks with their predictions, and
     writes the correction to ~/.config/tessera/calibration/ (or $XDG_CONFIG_HOME). `tessera predict` then uses it, and
     its report says so. It changes no clock and no limit of the GPU. Delete the file to undo the calibration.
+
+    Then it learns from bursts of kernels how late the board's power sensor shows a change, and keeps that for all
+    later measurements (`tessera doctor` shows it).
     """
     from ..estimate.calibrate import calibrate
     from ..estimate.calibration import save, write_calibration
@@ -38,6 +43,8 @@ def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bo
     with CudaBench(device) as bench:
         result = calibrate(bench, seconds=seconds, progress=_print_progress, force=force)
     path = None if dry_run else save(result.calibration)
+    if not dry_run:
+        _learn_sensor(device, max(LEAST_BURSTS_S, 0.15 * seconds))
     if out is not None:
         write_calibration(result.calibration, out)
         print(f"wrote {out}: it names the board, driver, torch and CPU model, and nothing else of this machine; "
@@ -53,6 +60,26 @@ def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bo
 
     print_calibration(result, path, Console(highlight=False))
     return 0
+
+
+def _learn_sensor(device: int, seconds: float) -> None:
+    """Run bursts of kernels under a session, which keeps what they show of the sensor; says so on standard error."""
+    import torch
+
+    from ..profile.mixture import make_kernels, run_mixture, time_kernels
+
+    if not torch.cuda.is_available():
+        return
+    print(f"learning the response of the power sensor, {seconds:.0f} s", file=sys.stderr)
+    with torch.cuda.device(device):
+        kernels = make_kernels(torch)
+        table, _ = run_mixture(torch, kernels, time_kernels(torch, kernels), seconds)
+    found = [
+        f"{domain.label}: lag {1e3 * fit.lag_s:.1f} ± {1e3 * fit.lag_error_s:.1f} ms, "
+        f"blur {1e3 * fit.blur_s:.1f} ± {1e3 * fit.blur_error_s:.1f} ms"
+        for domain, fit in table.learnt
+    ]
+    print("; ".join(found) or "the power samples could not tell it: the assumed response stays", file=sys.stderr)
 
 
 def _print_progress(done: int, steps: int, name: str) -> None:

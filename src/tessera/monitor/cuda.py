@@ -32,7 +32,7 @@ _KEPT_ANCHORS = 32
 _POOL = 8192
 # Events made in advance (creating one costs the user's thread more than taking one), a few per round so that the
 # sampler's thread never holds the interpreter for long.
-_READY = 4096
+_READY = 1024
 _FILL = 64
 _KNOWN_STREAMS = 256
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, cuda.h

@@ -2,7 +2,7 @@
 
 ::
 
-    a trace ────► open_trace ─────┐   (kineto, rocprof, xplane, perfetto)
+    Kineto JSON ──► kineto.read ──┐
     run file ───► profile.runfile ┴──► Timeline ──► link (operators, regions, steps) ──► attribute, analyze, export
 """
 
