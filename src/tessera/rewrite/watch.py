@@ -35,7 +35,7 @@ WARM, CALLS, SPARE = 2, 10, 12
 """Calls of a turn that only warm up, calls that are measured, and calls that may be measured again: 3 turns make 48."""
 # How much slower than its trial a call may be: half of what the next best would have cost more, within these bounds.
 _LEAST, _MOST = 0.01, 0.05
-# A pause of the user's between two calls (an evaluation, a checkpoint) counts as no more than so many calls.
+# A pause (an evaluation between two calls, a process that had to wait for a core) counts as no more than so many calls.
 _PAUSE = 3.0
 # Joules of a turn are used where it was that long, and known that well: ten samples of an H200's ring (20 ms).
 _LEAST_S, _LEAST_SURE = 0.2, 0.05
@@ -295,9 +295,8 @@ class WatchedCall:
         times = [self._clock.measure_s(s.begin, s.end) for s in spans]
         energy = self._read_energy(window)
         busy = sum(times) / energy.time_s if energy is not None and energy.time_s else 1.0
-        if self._between:
-            most_s = _PAUSE * statistics.median(times)
-            times = [t if s.events else min(t, most_s) for t, s in zip(times, spans, strict=True)]
+        most_s = _PAUSE * statistics.median(times)
+        times = [t if s.events else min(t, most_s) for t, s in zip(times, spans, strict=True)]
         elements = sum(s.elements for s in spans)
         self._elements = self._elements or elements
         scale = self._elements / elements if elements else 1.0
