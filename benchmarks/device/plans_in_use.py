@@ -99,14 +99,17 @@ class Decoder(nn.Module):
             Experts(width, inner, experts) if experts else FeedForward(width, inner) for _ in range(depth)
         )
 
-    def forward(self, ids: torch.Tensor, past: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, ids: torch.Tensor, past: torch.Tensor | None = None, labels: torch.Tensor | None = None) -> Any:
         x, cache = self.embed(ids), []
         for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
             seen, now = attention(self.norms[2 * i](x), None if past is None else past[i])
             x = x + seen
             x = x + mlp(self.norms[2 * i + 1](x))
             cache.append(now)
-        return self.head(self.norms[-1](x)), torch.stack(cache)
+        logits = self.head(self.norms[-1](x))
+        if labels is not None:
+            return {"loss": functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())}
+        return logits, torch.stack(cache)
 
 
 class ConvBlock(nn.Module):
@@ -190,7 +193,7 @@ class Loop:
     tuned = False
     mode = "infer"
 
-    def __init__(self, model: nn.Module, batches: list[tuple[Any, ...]]) -> None:
+    def __init__(self, model: nn.Module, batches: list[Any]) -> None:
         self.model, self.batches = model, itertools.cycle(batches)
         self.inputs = batches[0]
 
@@ -204,14 +207,12 @@ class TrainedModel(Loop):
 
     mode = "train"
 
-    def __init__(self, model: nn.Module, batches: list[tuple[Any, ...]]) -> None:
+    def __init__(self, model: nn.Module, batches: list[Any]) -> None:
         super().__init__(model, batches)
-        self.optimizer, self.inputs = torch.optim.AdamW(model.parameters(), lr=1e-5), batches[0][:1]
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
     def iterate(self, call: Call) -> Any:
-        ids, wanted = next(self.batches)
-        logits = call(ids)[0]
-        functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten()).backward()
+        call(**next(self.batches))["loss"].backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -269,7 +270,7 @@ def make_loop(name: str, quick: bool) -> Loop:
     if name == "moe":
         model = Decoder(1 if quick else 4, 64 if quick else 768, 512 if quick else 16384, experts=4 if quick else 8)
         size = (2, 16, 512) if quick else (8, 512, 16384)
-        return TrainedModel(model.to(**place), [(ids(*size), ids(*size)) for _ in range(count)])
+        return TrainedModel(model.to(**place), [{"ids": ids(*size), "labels": ids(*size)} for _ in range(count)])
     if name == "decode":
         model = Decoder(2 if quick else 8, 64 if quick else 2048, 512 if quick else 32000)
         return Decoding(model.to(**place).eval(), [ids(2, 8, 512) if quick else ids(16, 256, 32000) for _ in range(4)])
@@ -403,6 +404,9 @@ def try_program(name: str, quick: bool, budget_s: float, seconds: float) -> dict
             found[way] = {"failed": f"{type(exc).__name__}: {str(exc)[:200]}"}
     for way, figures in measure_in_turns(ready, seconds, 1 if quick else 2).items():
         found[way] |= figures
+    for _, call in ready.values():
+        if isinstance(call, TunedFunction):
+            call.close()
     what = "j" if all(found[way]["j"] for way in ready) else "ms"
     best = min((way for way in ready if way != "tessera"), key=lambda way: found[way][what])
     ours = found["tessera"]
