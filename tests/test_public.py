@@ -41,8 +41,8 @@ FLAGS = {
     "runs diff": _DIFF,
     "runs prune": {"folder", "--keep", "--older-than", "--yes"},
     "export": {
-        "run", "--power", "--chrome", "--critical-path", "--step", "--csv", "--otlp", "--parquet", "--tensorboard",
-        "--json",
+        "run", "--power", "--chrome", "--critical-path", "--step", "--csv", "--xlsx", "--otlp", "--parquet",
+        "--tensorboard", "--json",
     },
     "attribute": {"trace", "--power", "--by", "--top", "--json"},
     "merge": {"paths", "-o", "--force", "--json"},

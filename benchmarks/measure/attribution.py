@@ -247,7 +247,7 @@ def fit(paths: list[Path]) -> None:
         noise = []
         for f in found:
             timeline = timeline_of(f)
-            activity = activity_module.activity(timeline, timeline.device_rows, np.full(len(timeline), -1))
+            activity = activity_module.activity(timeline, timeline.device_rows, timeline.linked)
             column = power_of(f).columns["gpu0"]
             response = response_of(RING, 0.02).later(dead * 1e-3)
             from tessera.attribute.prior import board_of

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.attribute.activity import MOST_CLASSES, activity, merge_rare_classes
-from tessera.timeline.columns import NONE, Builder, Launch, Timeline
+from tessera.timeline.columns import Builder, Launch, Timeline
 
 
 def kernels(count: int, names: int, launches: int) -> Timeline:
@@ -35,7 +35,7 @@ def kernels(count: int, names: int, launches: int) -> Timeline:
 
 def test_a_program_of_changing_shapes_has_no_more_classes_than_the_solver_can_take() -> None:
     timeline = kernels(20_000, 50, 300)
-    ran = activity(timeline, timeline.device_rows, np.full(len(timeline), NONE))
+    ran = activity(timeline, timeline.device_rows, timeline.linked)
     assert 50 < ran.classes <= MOST_CLASSES
     assert ran.busy_s > 0.17
     # A class has kernels of one name only: rare launches of a kernel join each other, not another kernel.
@@ -45,7 +45,7 @@ def test_a_program_of_changing_shapes_has_no_more_classes_than_the_solver_can_ta
 
 def test_a_program_of_too_many_kernel_names_joins_the_rare_ones_by_kind() -> None:
     timeline = kernels(5_000, 3_000, 1)
-    ran = activity(timeline, timeline.device_rows, np.full(len(timeline), NONE))
+    ran = activity(timeline, timeline.device_rows, timeline.linked)
     assert ran.classes <= MOST_CLASSES
 
 

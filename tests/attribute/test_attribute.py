@@ -282,7 +282,7 @@ def test_exposures_and_gaps_fill_every_sample(pairs):
     for index, (a, b) in enumerate(pairs):
         build.add("kernel", f"k{index % 3}", T0 + a * MS, T0 + (a + b) * MS, device=0, stream=index % 2)
     timeline = build.build()
-    found = activity(timeline, timeline.device_rows, np.full(len(timeline), -1))
+    found = activity(timeline, timeline.device_rows, timeline.linked)
     begin, end = T0 - 200 * MS, T0 + 1500 * MS
     gap_start, gap_end = gaps(found, begin, end)
     times = np.arange(T0, T0 + 1400 * MS, 37 * MS)

@@ -213,7 +213,7 @@ def test_the_answer_adds_up(run: RunFile, made: Made) -> None:
 
 
 def test_gaps_say_what_the_host_did(made: Made) -> None:
-    found = find_host_gaps(made.timeline, made.table, START_NS, made.end_ns)
+    found = find_host_gaps(made.timeline, made.table, [(START_NS, made.end_ns)])
     assert sum(g.time_s for g in found) == pytest.approx(made.table.time_s - made.table.busy_s)
     by = {g.during: g for g in found}
     assert by["in DataLoader.__next__"].count == 11  # before the first there is no kernel yet

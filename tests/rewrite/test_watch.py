@@ -19,27 +19,14 @@ from tessera.rewrite.search_cost import count_calls_to_pay, guess_compile_s
 from tessera.rewrite.variants import Variant
 from tessera.rewrite.watch import Candidate, UseReport, WatchedCall, describe_inputs, find_best_in_use
 
-from rewriting import fresh_compiler, without_inductor  # noqa: F401 - fixtures
-
-
-class FakeClock:
-    """Its time passes only where a call says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def mark(self) -> float:
-        return self.now_s
-
-    def measure_s(self, begin: float, end: float) -> float:
-        return end - begin
+from rewriting import ToldClock, fresh_compiler, without_inductor  # noqa: F401 - fixtures
 
 
 class Loop:
     """A program in three variants whose calls take what `costs` say, in the order of their promises."""
 
     def __init__(self, costs: dict[str, Callable[[], float]], promises: dict[str, float], **options: Any) -> None:
-        self.clock, self.costs, self.entered = FakeClock(), costs, list[str]()
+        self.clock, self.costs, self.entered = ToldClock(), costs, list[str]()
         self.reports: list[UseReport] = []
         candidates = [
             Candidate(name=n, enter=lambda n=n: self.enter(n), promise=SimpleNamespace(time_s=s, energy_j=None))
@@ -332,7 +319,7 @@ def optimize_as(monkeypatch: pytest.MonkeyPatch, times: dict[str, float], mode: 
     return tessera.optimize(Chain(), torch.randn(4, 8), mode=mode, explain=False)
 
 
-class CompilingClock(FakeClock):
+class CompilingClock(ToldClock):
     """Each mark is 10 ms after the one before, and 5 s more for each compilation between them."""
 
     def mark(self) -> float:

@@ -26,6 +26,8 @@ from tessera.runtime.tuning.search import Knob, TuningGoal, count_settings, sear
 from tessera.runtime.tuning.trial import TrialBench
 from tessera.runtime.tuning.tuner import TunedFunction, make_goal
 
+from rewriting import ToldClock
+
 ENERGY = TuningGoal(policy="energy")
 
 
@@ -471,24 +473,11 @@ def test_tiles_are_tried_where_an_operator_of_ours_has_none() -> None:
 # -- in use ------------------------------------------------------------------------------------------------------------
 
 
-class LayoutClock:
-    """A call takes as many milliseconds as `costs` say of the layout that the weights have."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def mark(self) -> float:
-        return self.now_s
-
-    def measure_s(self, begin: float, end: float) -> float:
-        return end - begin
-
-
 def make_laid_out(monkeypatch: pytest.MonkeyPatch, costs: dict[bool, float], **options: Any) -> tuple[Any, Any, Any]:
     """A tuned convolution whose plan is channels_last, promised in 5 ms instead of 10, and what a call takes."""
     from tessera.runtime.tuning import tuner
 
-    clock, model = LayoutClock(), torch.nn.Conv2d(8, 8, 3)
+    clock, model = ToldClock(), torch.nn.Conv2d(8, 8, 3)
     monkeypatch.setattr(tuner, "HostClock", lambda: clock)
 
     def infer(x: Any) -> Any:

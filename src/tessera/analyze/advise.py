@@ -23,7 +23,7 @@ from ..recording import Recording
 from ..timeline.columns import NONE, Timeline
 from . import rules_cpu, rules_host, rules_kernels
 from .devices import busy_spans, explain_no_device, explain_no_power, list_devices
-from .evidence import RunEvidence, find_host_gaps, group_telemetry
+from .evidence import RunEvidence, find_run_gaps, group_telemetry
 from .kernels import COMMAND
 from .result import Result, columns
 from .roofline import find_device
@@ -61,6 +61,8 @@ RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
     rules_cpu.check_formats,
 )
 """All rules; the docstring of each says when it speaks and how its saving is computed."""
+OF_TORCH = (rules_kernels.check_fp32, rules_kernels.check_accumulators, rules_kernels.check_fusion)
+"""Those whose remedy is a setting of torch."""
 _OF_KERNELS = {"fp32", "unaligned", "low tensor use", "accumulators", "low occupancy", "uncoalesced", "divergence"}
 _OF_KERNELS |= {"dropout", "formats"}
 # The numbers first: a narrow screen cuts what comes last.
@@ -118,7 +120,7 @@ def advise(
         RunEvidence(
             table=table,
             telemetry=group_telemetry(recording.telemetry),
-            gaps=find_host_gaps(timeline, table, *_window(recording)) if table.kernels else [],
+            gaps=find_run_gaps(recording, table),
             timeline=timeline,
             power=recording.power,
             on=on or arch,
@@ -158,7 +160,8 @@ def find_advice(run: RunEvidence) -> list[Advice]:
     """Everything that stands out, most joules saved first; [] when nothing does."""
     if not run.table.energy_j > 0:
         return []
-    advice = [a for rule in RULES if (a := rule(run)) is not None]
+    rules = RULES if run.uses_torch else [rule for rule in RULES if rule not in OF_TORCH]
+    advice = [a for rule in rules if (a := rule(run)) is not None]
     if not any(a.kind in IDLE for a in advice) and (idle := rules_host.describe_idle(run)) is not None:
         advice.append(idle)
     advice = [a for a in advice if not 0 < max(a.saves_share, _share_of_time(a, run)) < WORTHWHILE]
@@ -190,14 +193,6 @@ def _missing(recording: Recording) -> dict[str, str]:
     return missing
 
 
-def _window(recording: Recording) -> tuple[int, int]:
-    """What was accounted for, as attribution has it: the idle joules of the table lie in it."""
-    if recording.power is None and recording.facts.kind == "trace":
-        return _span(recording.timeline)
-    windows = recording.accounted_windows
-    return windows[0][0], windows[-1][1]
-
-
 def _span(timeline: Timeline) -> tuple[int, int]:
     """What a trace without power covers: from the first device row to the last."""
     rows = timeline.device_rows
@@ -219,7 +214,7 @@ def _model_table(timeline: Timeline, device: Device | None) -> EnergyTable:
     spent_s, calls = np.bincount(inverse, lengths_s), np.bincount(inverse)
     watts = np.ones(len(first))
     if device is not None and len(rows):
-        watts = prior(timeline, rows[first], spent_s / calls, timeline.linked.op, board).watts
+        watts = prior(timeline, rows[first], spent_s / calls, timeline.linked, board).watts
     devices = list_devices(timeline)
     busy_s = sum(busy_spans(timeline, device.rows).total_ns * 1e-9 for device in devices)
     idle_j = max(0.0, seconds * max(1, len(devices)) - busy_s) * board.static_w

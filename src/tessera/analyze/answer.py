@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..advice import Advice
-from ..attribute.table import EnergyRow, EnergyTable
+from ..attribute.table import EnergyRow, EnergyTable, OperatorCoverage
 from ..config import find_cost
 from ..notes import order_notes
 from ..recording import CpuUse, Facts, Recording
@@ -22,7 +22,7 @@ from ..schema import Basis, Scope
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy_error
 from .advise import find_advice
-from .evidence import HostGap, RunEvidence, find_host_gaps, group_telemetry
+from .evidence import HostGap, RunEvidence, find_run_gaps, group_telemetry
 from .job_summary import JobSummary, summarize_job
 from .kernel_names import CATEGORIES, category
 from .mean_step import StepSpread, mean_step, select_steps, spread_steps
@@ -82,7 +82,8 @@ class Answer:
     `functions` and `lines` are those of the user's own code with what they call, of the whole run, where stacks were
     sampled. `cut` says why the file ends early, where it does. `scope` says whether CPU joules are those of the program
     and its children, or of everything on the machine; `children_j` are the children's part, by CPU time. `tracing` is
-    what tracing did to the program, `job` what each rank and collective of several ranks took.
+    what tracing did to the program, `operators` how much of a light run has operators, `job` what each rank and
+    collective of several ranks took.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Answer:
     advice: Sequence[Advice] = ()
     gaps: Sequence[HostGap] = ()
     tracing: Slowdown | None = None
+    operators: OperatorCoverage | None = None
     cpu_use: CpuUse | None = None
     children_j: float | None = None
     job: JobSummary | None = None
@@ -168,8 +170,7 @@ def answer(recording: Recording) -> Answer:
     """Everything the screen and the page say."""
     table, lines, power, facts = recording.energy(), recording.timeline, recording.power, recording.facts
     is_attributed = bool(table.kernels or table.ops)
-    windows = recording.accounted_windows
-    gaps = find_host_gaps(lines, table, windows[0][0], windows[-1][1], windows=windows) if table.kernels else []
+    gaps = find_run_gaps(recording, table)
     shared = None if is_attributed else _share_by_time(recording, table)
     spent = table if shared is None else _fill_rows(table, shared)
     seen_s = table.time_s * table.coverage if table.energy_j >= 0 else 0.0
@@ -221,6 +222,7 @@ def answer(recording: Recording) -> Answer:
         job=summarize_job(recording),
         gaps=gaps,
         tracing=tracing,
+        operators=table.operators,
         cut=_explain_cut(facts),
         returncode=facts.returncode,
         notes=notes,

@@ -17,7 +17,7 @@ from ..attribute.work import OpWork
 from ..device import Device
 from ..errors import TesseraError
 from ..joules import Floats
-from ..recording import CpuUse
+from ..recording import CpuUse, Recording
 from ..schema import Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Nesting
@@ -27,7 +27,7 @@ from .devices import busy_spans, list_devices, row_joules, strip_counter
 from .kernel_names import op_name, region_name
 from .kernel_work import Calls, list_calls
 from .roofline import Ceilings, find_device
-from .slowdown import Slowdown
+from .slowdown import Slowdown, find_untouched
 
 LAUNCHING = "launching kernels"
 BEFORE, AFTER = "before the first kernel", "after the last kernel"
@@ -86,6 +86,13 @@ class RunEvidence:
         labels = [d.label for d in self.power.domains if d.label] if self.power is not None else []
         return find_device(self.timeline, self.on, labels[0] if labels else None) if self.timeline is not None else None
 
+    @property
+    def uses_torch(self) -> bool:
+        """Whether torch ran: traces of other tools say what recorded them, and torch's kernels are told by name."""
+        if self.timeline is None or "recorded_by" not in self.timeline.meta:
+            return True
+        return any("at::native" in name for name in self.timeline.names)
+
     @functools.cached_property
     def ceilings(self) -> Ceilings | None:
         """The ceilings of that chip."""
@@ -108,7 +115,7 @@ class RunEvidence:
     def program_share(self) -> float:
         """The share of the time a device waited for the host that the program caused, and not the tracer."""
         waited_s = sum(g.time_s for g in self.gaps if g.during not in UNFED)
-        if self.tracing is None or not self.tracing.matters or waited_s <= 0:
+        if self.tracing is None or self.tracing.is_brief or not self.tracing.matters or waited_s <= 0:
             return 1.0
         return max(0.0, 1.0 - self.tracing.idle_s / waited_s)
 
@@ -271,19 +278,33 @@ class HostGap:
         return self.time_s / self.count
 
 
-def find_host_gaps(
-    timeline: Timeline, table: EnergyTable, start_ns: int, end_ns: int, *, windows: Sequence[tuple[int, int]] = ()
-) -> list[HostGap]:
-    """The time no device row ran, by what the host did meanwhile, most first. Joules are shared out by time.
+def find_run_gaps(recording: Recording, table: EnergyTable) -> list[HostGap]:
+    """What the host did while the devices waited, where no tracer of operators made them wait."""
+    timeline = recording.timeline
+    if not table.kernels:
+        return []
+    if recording.power is None and recording.facts.kind == "trace":  # from its first device row to its last
+        rows = timeline.device_rows
+        first, last = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
+        return find_host_gaps(timeline, table, [(first, last)])
+    return find_host_gaps(timeline, table, find_untouched(recording), accounted=recording.accounted_windows)
 
-    `windows` are the stretches between the two times that count, where not all of it was traced.
+
+def find_host_gaps(
+    timeline: Timeline, table: EnergyTable, windows: Sequence[tuple[int, int]], *,
+    accounted: Sequence[tuple[int, int]] = (),
+) -> list[HostGap]:  # fmt: skip
+    """The time no device row ran within some windows, by what the host did meanwhile, most first.
+
+    Joules are shared out by time. Those of the table are of the `accounted` windows, where they are others.
     """
-    parts = [_gaps(timeline, begin, end) for begin, end in windows or [(start_ns, end_ns)]]
+    parts = [_gaps(timeline, begin, end) for begin, end in windows]
     starts, ends = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
     lengths = ends - starts
-    total_s = float(lengths.sum()) * 1e-9
-    if total_s <= 0:
+    if not lengths.sum() > 0:
         return []
+    idle_in = [_gaps(timeline, begin, end) for begin, end in accounted] or parts
+    total_s = float(sum((end - begin).sum() for begin, end in idle_in)) * 1e-9
     seconds: dict[str, float] = {}
     counts: Counter[str] = Counter()
     late = lengths <= LAUNCH_GAP_S * 1e9
@@ -322,7 +343,9 @@ def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
     regions = timeline.rows("region")
     ops = timeline.rows("op")
     ops = ops[links.op[ops] != NONE]  # without the Python tracer's frames
-    inside = [_open_at(timeline, part, middle) for part in (regions, links.top_op[ops], timeline.rows("runtime"))]
+    seen = _find_traced_times(timeline, rows, starts, ends)
+    inside = [_open_at(timeline, regions, middle)]
+    inside += [_open_at(timeline, part, seen) for part in (links.top_op[ops], timeline.rows("runtime"))]
     out = []
     for i, (region, op, call) in enumerate(zip(*(rows.tolist() for rows in inside), strict=True)):
         if ends[i] <= first or starts[i] >= last:
@@ -337,6 +360,16 @@ def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
         parts = [f"in {part}" for part in dict.fromkeys((where, doing)) if part]
         out.append(", ".join(parts) or "no operator running")
     return out
+
+
+def _find_traced_times(timeline: Timeline, rows: Ints, starts: Ints, ends: Ints) -> Ints:
+    """The middle of each gap; before a kernel of an untraced step, as long before the kernel that it repeats."""
+    links = timeline.linked
+    rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
+    following = rows[np.searchsorted(timeline["start_ns"][rows], ends).clip(max=len(rows) - 1)]
+    twin = np.where(links.twin[following] == NONE, following, links.twin[following])
+    moved: Ints = (starts + ends) // 2 + timeline["start_ns"][twin] - timeline["start_ns"][following]
+    return moved
 
 
 def _open_at(timeline: Timeline, rows: Ints, times: Ints) -> Ints:

@@ -35,12 +35,14 @@ _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 class Calls:
     """One entry for each of `rows`. `flops` and `bytes` are NaN where unknown; `unit` is an index of `units`, or -1.
 
-    `counted` marks bytes that counters measured in device memory; `l2_bytes` are counted ones only. `works` has the
-    work of the operator of a row by its index in `work`, -1 for none.
+    `repeated` marks kernels of untraced steps, whose operator is that of traced ones. `counted` marks bytes that
+    counters measured in device memory; `l2_bytes` are counted ones only. `works` has the work of the operator of a row
+    by its index in `work`, -1 for none.
     """
 
     rows: Ints
     op: Ints
+    repeated: NDArray[np.bool_]
     seconds: Floats
     flops: Floats
     bytes: Floats
@@ -78,8 +80,14 @@ def _outermost(timeline: Timeline) -> Ints:
 def _calls(timeline: Timeline, rows: Ints, op: Ints) -> Calls:
     seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
     works, work = _works(timeline, op)
+    links = timeline.linked
+    repeated = (links.twin[rows] != NONE) & (links.twin[rows] != rows)
+    work[repeated & (links.shapes[rows] == NONE)] = NONE  # it runs another grid than the one that was traced
     flops, moved = (_by_work(works, work, field) for field in ("flops", "bytes"))
-    share = _shares(timeline, rows, op, seconds, works, work)
+    share = np.zeros(len(timeline))
+    own = ~repeated
+    share[rows[own]] = _shares(timeline, rows[own], op[own], seconds[own], works, work[own])
+    share = share[np.where(repeated, links.twin[rows], rows)]
     # What a helper moves is not known; it computes nothing.
     flops, moved = flops * share, np.where(share > 0, moved * share, np.nan)
     own = timeline["bytes"][rows]
@@ -95,6 +103,7 @@ def _calls(timeline: Timeline, rows: Ints, op: Ints) -> Calls:
     return Calls(
         rows=rows,
         op=op,
+        repeated=repeated,
         seconds=seconds,
         flops=flops,
         bytes=moved,

@@ -198,7 +198,9 @@ class StepRows:
         """Every row of a view. Operators and kernels sum to the steps, with "idle"; regions and modules are nested."""
         if view in ("ops", "kernels"):
             return self._leaves(view)
-        return self._spans(view)
+        links = self.timeline.linked
+        is_light = bool(np.any((links.twin != NONE) & (links.twin != np.arange(len(self.timeline)))))
+        return self._modules() if view == "modules" and is_light else self._spans(view)
 
     def _leaves(self, view: str) -> dict[str, StepSeries]:
         timeline, links = self.timeline, self.timeline.linked
@@ -211,10 +213,13 @@ class StepRows:
         owner = rows if view == "kernels" else links.op[rows]
         keys = np.where(owner == NONE, NONE, timeline["name"][owner])
         steps = self._numbers()[links.step[rows]]
-        # A call is one kernel, or one operator however many kernels it launched.
-        first = np.unique(np.where(owner == NONE, -2 - rows, owner), return_index=True)[1]
-        calls = np.zeros(len(rows))
-        calls[first] = 1.0
+        # A call is one kernel, or one operator however many kernels it launched: the first, and what repeats it.
+        twin = np.where(links.twin[rows] == NONE, rows, links.twin[rows])
+        own = np.flatnonzero(twin == rows)
+        first = np.unique(np.where(owner == NONE, -2 - rows, owner)[own], return_index=True)[1]
+        leads = np.zeros(len(timeline))
+        leads[rows[own[first]]] = 1.0
+        calls = leads[twin]
         inside = steps != NONE
         parts = self._by_name(keys[inside], steps[inside], joules[inside], seconds[inside], calls[inside])
         rows_by_name = {name: StepSeries(*values) for name, values in parts.items()}
@@ -244,6 +249,29 @@ class StepRows:
         if not seconds.any() and not np.nan_to_num(joules).any():
             return {}
         return {"idle": StepSeries(joules, seconds, np.zeros(len(seconds)))}
+
+    def _modules(self) -> dict[str, StepSeries]:
+        """Modules of a light run by the device's time in them: their calls were seen in a few steps only."""
+        timeline, links = self.timeline, self.timeline.linked
+        rows, seconds = self_time(timeline)
+        module, steps = links.module[rows], self._numbers()[links.step[rows]]
+        of_module = np.bincount(np.maximum(module, 0), np.where(module == NONE, 0.0, seconds), len(timeline))
+        inside = (module != NONE) & (steps != NONE)
+        count = len(self.places)
+        used, where = np.unique(module[inside], return_inverse=True)
+        flat = np.bincount(where * count + steps[inside], seconds[inside], len(used) * count).reshape(-1, count)
+        by_step: dict[str, Floats] = {}
+        whole_s: dict[str, float] = {}
+        for i, row in enumerate(used.tolist()):
+            for name in {timeline.name(outer) for outer in links.path(row)}:
+                by_step[name] = by_step.get(name, 0.0) + flat[i]
+                whole_s[name] = whole_s.get(name, 0.0) + float(of_module[row])
+        series = {}
+        for row in self.table.modules:
+            if row.name in by_step:
+                share = by_step[row.name] / max(whole_s[row.name], 1e-12)
+                series[row.name] = StepSeries(row.energy_j * share, wall_s(row) * share, row.calls * share)
+        return series
 
     def _spans(self, view: str) -> dict[str, StepSeries]:
         """Each row's joules and calls by the time of its passes, of which those inside steps count."""

@@ -142,8 +142,7 @@ def make_rows(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str 
     total_s = float(calls.seconds.sum()) or 1.0
     keys = [timeline["name"][rows]]
     if by == "op":
-        has_op = calls.op != NONE
-        keys = [np.where(has_op, timeline[column][calls.op], NONE) for column in ("name", "shapes")]
+        keys = [np.where(calls.op == NONE, NONE, timeline["name"][calls.op]), timeline.linked.shapes[rows]]
     first_calls, inverse = distinct(*keys)
     joules = np.full(len(rows), np.nan) if timeline.energy_j is None else _joules(timeline, rows)
     groups = _CallGroups(calls, inverse, len(first_calls), joules, by)
@@ -153,7 +152,8 @@ def make_rows(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str 
         op = int(calls.op[first])
         op_name = timeline.name(op) if op != NONE else None
         name = timeline.name(int(rows[first])) if by == "kernel" else op_name or "(no operator)"
-        shapes = timeline.text("shapes", op) if op != NONE else None
+        shape = int(timeline.linked.shapes[rows[first]])
+        shapes = timeline.names[shape] if shape != NONE else None
         line: dict[str, Any] = {"name": name, "op": op_name, "shapes": shapes}
         line |= {"calls": round(float(groups.calls[i])), "time_s": float(groups.seconds[i])}
         line["share_pct"] = 100.0 * float(groups.seconds[i]) / total_s
@@ -186,8 +186,8 @@ class _CallGroups:
         self._calls = calls
         each = np.ones(len(inverse))
         if by == "op":  # an operator that launches three kernels was called once
-            _, place, copies = np.unique(calls.op, return_inverse=True, return_counts=True)
-            each = np.where(calls.op == NONE, 1.0, 1.0 / copies[np.asarray(place).reshape(-1)])
+            copies = np.bincount(calls.op[~calls.repeated] + 1, minlength=int(calls.op.max(initial=NONE)) + 2)
+            each = np.where(calls.op == NONE, 1.0, 1.0 / np.maximum(copies[calls.op + 1], 1))
 
         def total(values: Floats, chosen: Any = True) -> Floats:
             used = ~np.isnan(values) & chosen

@@ -46,7 +46,8 @@ PINNED_SHARE = 0.87
 BESIDE = "in addition to what tracing causes"
 # Idle for so much of the time is said in any case: chosen.
 MUCH_IDLE_SHARE = 0.3
-LAUNCH_AT_ONCE = 'torch.compile(mode="reduce-overhead") or a CUDA graph launches them at once; so does a larger batch'
+COMPILE = 'torch.compile(mode="reduce-overhead") or '
+LAUNCH_AT_ONCE = "a CUDA graph launches them at once; so does a larger batch"
 START_UP = "start up faster, or record more steps to see the program itself"
 # Whole words: DistributedDataParallel loads no data. The first that fits.
 _REMEDIES = tuple(
@@ -119,9 +120,10 @@ def describe_idle(run: RunEvidence) -> Advice | None:
     most = run.gaps[0]
     evidence = f"no kernel or copy ran for {seconds / whole_s:.0%} of the time ({format_duration(seconds, 3)})"
     evidence += f", {format_duration(most.time_s, 3)} of it while {most.during}"
-    if run.tracing is not None and run.tracing.matters and run.tracing.idle_s > 0:
+    if run.tracing is not None and run.tracing.matters and run.tracing.idle_s > 0 and not run.tracing.is_brief:
         evidence += f"; up to {format_duration(run.tracing.idle_s, 3)} of it may be the tracer's"
-    action = START_UP if most.during in UNFED else LAUNCH_AT_ONCE if most.during == LAUNCHING else _remedy(most.during)
+    at_once = _launch_at_once(run)
+    action = START_UP if most.during in UNFED else at_once if most.during == LAUNCHING else _remedy(most.during)
     joules = sum(g.energy_j for g in run.gaps)
     saves = (joules * run.program_share, seconds * run.program_share)
     return run.advise("idle", joules, evidence, action, saves=saves, by="energy table", confidence="low")
@@ -132,6 +134,10 @@ def _remedy(during: str) -> str:
         if pattern.search(during):
             return remedy
     return "keep the device fed: larger batches, work queued ahead, no Python between launches"
+
+
+def _launch_at_once(run: RunEvidence) -> str:
+    return f"{COMPILE * run.uses_torch}{LAUNCH_AT_ONCE}"
 
 
 def check_launches(run: RunEvidence) -> Advice | None:
@@ -149,12 +155,11 @@ def check_launches(run: RunEvidence) -> Advice | None:
     each = format_duration(late.each_s, 2)
     evidence = f"the device waited for {late.count:,} launches, {each} each: {run.format_amount(late.energy_j)} idle"
     evidence += f" {BESIDE}" if run.program_share < 1.0 else ""
-    action = LAUNCH_AT_ONCE
     return run.advise(
         "launch",
         late.energy_j,
         evidence,
-        action,
+        _launch_at_once(run),
         saves=(late.energy_j * (1.0 - left), late.time_s * (1.0 - left)),
         by="prediction",
         confidence="high",

@@ -29,7 +29,7 @@ from ..record import Kind
 from ..recording import Recording
 from ..schema import Energy
 from ..timeline.columns import Ints, Timeline
-from ..timeline.intervals import EMPTY, Spans, covered_ns, intersection, union
+from ..timeline.intervals import EMPTY, Spans, covered_ns, difference, intersection, union
 from ..timeline.link import steps_of
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
@@ -65,6 +65,7 @@ _HALF_WIDTH = 1.645 * math.sqrt(math.pi / 2) * 1.4826
 class Slowdown:
     """How much longer the program took for being traced: `slowdown` 1.4 is 40% longer; None where it is not known.
 
+    `is_brief`: operators were traced in these few steps only, and all others ran as without a tracer.
     `basis` "steps": traced steps against untraced ones of the run, with the half-width of a 90% interval. "events":
     the most it can have been, from the events that were made. `reason` says why untraced steps do not tell. `idle_s`
     and `idle_j` are what the devices waited for the tracer, of the time that was traced.
@@ -84,6 +85,7 @@ class Slowdown:
     idle_s: float = 0.0
     idle_j: float = 0.0
     reason: str | None = None
+    is_brief: bool = False
 
     @property
     def matters(self) -> bool:
@@ -102,6 +104,10 @@ class Slowdown:
         lasted = [format_duration(s, 3) for s in (self.traced_step_s, self.untraced_step_s) if s is not None]
         took = f" ({lasted[0]}{f', {lasted[1]} untraced' if len(lasted) > 1 else ''})" if lasted else ""
         times = f"{'up to ' * at_most}{self.slowdown:.2f}x as long" if self.slowdown else "longer, unknown by how much"
+        if self.is_brief:
+            return (
+                f"tracing operators made {self.traced_steps or 'a few'} steps {times}{took}; all others ran untouched"
+            )
         line = f"tracing made {what} {times}{took}"
         if self.idle_j > 0:
             spent = format_energy(self.idle_j, 3)
@@ -127,12 +133,27 @@ def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | N
     if not windows.total_ns > 0:
         return None
     steps = _StepTimes(timeline, windows, tracing_s)
-    slowdown = steps.by_steps() or steps.by_events()
+    slowdown = dataclasses.replace(steps.by_steps() or steps.by_events(), is_brief=bool(facts.operator_windows))
     if table is not None and table.idle_j > 0:
         idle_s = max(table.time_s * steps.devices - table.busy_s, slowdown.idle_s)
         idle_j = table.idle_j * slowdown.idle_s / idle_s if idle_s > 0 else 0.0
         slowdown = dataclasses.replace(slowdown, idle_j=idle_j)
     return _add_joules(slowdown, steps, power) if power is not None and slowdown.basis == "steps" else slowdown
+
+
+def find_untouched(recording: Recording) -> list[tuple[int, int]]:
+    """The stretches of a run whose idle time is the program's own: of a light run, those without operators.
+
+    Of any other all that is accounted for: there is nothing else to look at.
+    """
+    facts = recording.facts
+    windows = recording.accounted_windows
+    if not facts.operator_windows:
+        return windows
+    traced = _spans(facts.operator_windows)
+    touched = union(traced.start_ns, _find_reading(traced, facts.tracing_s).clip(max=windows[-1][1]))
+    untouched = difference(_spans(windows), touched)
+    return list(zip(*(edge.tolist() for edge in untouched), strict=True)) or windows
 
 
 class _StepTimes:
@@ -222,14 +243,9 @@ def _spans(windows: Sequence[Sequence[int]]) -> Spans:
 def _sort_steps(begins: Ints, ends: Ints, windows: Spans, tracing_s: float | None) -> tuple[Bools, Bools]:
     """Which steps were traced whole and undisturbed, and which not at all.
 
-    A closed window is exported and read on a thread that holds the interpreter's lock: what all of that took is known,
-    and each window's part of it by its length. Of a run that was cut that is not known, and steps after a window tell
-    nothing.
+    Steps after a window are disturbed while it is read.
     """
-    lengths = windows.end_ns - windows.start_ns
-    reading = np.full(len(lengths), np.iinfo(np.int64).max // 2)
-    if tracing_s is not None and lengths.sum() > 0:
-        reading = windows.end_ns + (tracing_s * 1e9 * lengths / lengths.sum()).astype(np.int64)
+    reading = _find_reading(windows, tracing_s)
     inside, touched, disturbed = (np.zeros(len(begins), bool) for _ in range(3))
     for begin, end, until in zip(windows.start_ns.tolist(), windows.end_ns.tolist(), reading.tolist(), strict=True):
         inside |= (begins >= begin) & (ends <= end)
@@ -238,6 +254,20 @@ def _sort_steps(begins: Ints, ends: Ints, windows: Spans, tracing_s: float | Non
     warming = np.r_[touched[1:], False] & ~touched  # Kineto is got ready in the step before a window
     later = (np.arange(len(begins)) >= FIRST) & (ends > begins)
     return inside & ~disturbed & later, ~touched & ~disturbed & ~warming & later
+
+
+def _find_reading(windows: Spans, tracing_s: float | None) -> Ints:
+    """Until when each window was read.
+
+    A closed window is exported and read on a thread that holds the interpreter's lock: what all of that took is known,
+    and each window's part of it by its length. Of a run that was cut that is not known, and what comes after a window
+    tells nothing.
+    """
+    lengths = windows.end_ns - windows.start_ns
+    if tracing_s is None or not lengths.sum() > 0:
+        return np.full(len(lengths), np.iinfo(np.int64).max // 2)
+    until: Ints = windows.end_ns + (tracing_s * 1e9 * lengths / lengths.sum()).astype(np.int64)
+    return until
 
 
 def _doubt(seconds: Floats) -> float:

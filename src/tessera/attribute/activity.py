@@ -56,12 +56,11 @@ class Activity:
         return len(self.names)
 
 
-def activity(timeline: Timeline, rows: Ints, ops: Ints) -> Activity:
-    """The activity of some rows of one device. `ops` has for every row of the timeline the operator it comes from."""
+def activity(timeline: Timeline, rows: Ints, links: Links) -> Activity:
+    """The activity of some rows of one device."""
     order = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
     start, end = timeline["start_ns"][order], timeline["end_ns"][order]
-    op = ops[order]
-    shapes = np.where(op == NONE, NONE, timeline["shapes"][op])
+    op, shapes = links.op[order], links.shapes[order]
     op_name = np.where(op == NONE, NONE, timeline["name"][op])
     size = np.where(
         timeline["bytes"][order] > 0, np.log2(np.maximum(timeline["bytes"][order], 1)).astype(np.int64), NONE

@@ -22,6 +22,7 @@ from ..timeline.columns import APART, NONE
 from ..timeline.intervals import Forest, union_by_key
 from ..timeline.link import Links
 from .activity import rank_values, sum_by_key
+from .repeats import count_module_calls, count_repeats, cover_operators
 from .share import Share
 from .table import EnergyRow, EnergyTable, note_overlaps
 
@@ -76,6 +77,7 @@ def table(
         source="+".join(dict.fromkeys(p.domain.source for p in parts)),
         basis=worst_basis(p.domain.basis for p in parts),
         coverage=min(p.coverage for p in parts),
+        operators=cover_operators(timeline, links, parts),
         idle_w=float(sum(i[0] for i in idle)) / idle_s if idle_s > 0 else None,
         notes=[*notes, *_fit_notes(parts), *note_overlaps(regions)],
     )
@@ -155,11 +157,10 @@ class _Ledger:
 
     def _op_calls(self) -> dict[int, int]:
         """How often operators that launched something were called (a call may launch several kernels)."""
-        calls = np.zeros(len(self._timeline) + 1, bool)  # one more, for NONE
-        for p in self._parts:
-            calls[self._links.op[p.activity.rows]] = True
-        used = np.flatnonzero(calls[:-1])
-        names, counts = np.unique(self._timeline["name"][used], return_counts=True)
+        calls = count_repeats(self._links, self._parts, self._links.op)
+        used = np.flatnonzero(calls)
+        names, where = rank_values(self._timeline["name"][used])
+        counts = np.bincount(where, calls[used], len(names)).astype(np.int64)
         return dict(zip(names.tolist(), counts.tolist(), strict=True))
 
     def regions(self) -> list[EnergyRow]:
@@ -290,7 +291,8 @@ class _Ledger:
             self._add_held(lines, p, kind, forest, innermost, left_out)
             if kind == "region" and p.on_host:
                 self._add_gaps_of_host(lines, p, left_out)
-        self._count_calls(lines, passes[~partial[passes]], again)
+        times = count_module_calls(self._links, self._parts) if kind == "module" else np.ones_like(innermost)
+        self._count_calls(lines, passes[~partial[passes]], again, times)
         if forward is not None:
             self._add_later(lines, innermost, forward, partial)
         rows = [
@@ -376,7 +378,7 @@ class _Ledger:
         partial[rows] = short & has_whole & ~again[rows]
         return partial
 
-    def _count_calls(self, lines: dict[int, _Line], rows: Ints, again: NDArray[np.bool_]) -> None:
+    def _count_calls(self, lines: dict[int, _Line], rows: Ints, again: NDArray[np.bool_], times: Ints) -> None:
         """Calls of a region are its passes, but for those inside another of its name.
 
         Their wall time, within the windows of the joules, is its own: a moment that lies in several counts once a rank.
@@ -389,7 +391,7 @@ class _Ledger:
         names, where = rank_values(timeline["name"][rows])
         ranks, rank = rank_values(timeline["rank"][rows])
         keys, covered = union_by_key(where * len(ranks) + rank, timeline["start_ns"][rows], timeline["end_ns"][rows])
-        calls = np.bincount(where, minlength=len(names))
+        calls = np.bincount(where, times[rows], len(names))
         took_s = sum_by_key(where, self._wall_s(timeline["start_ns"][rows], timeline["end_ns"][rows]), len(names))
         wall_s = sum_by_key(keys // max(len(ranks), 1), self._wall_s(*covered), len(names))
         overlaps = took_s > wall_s + 1e-9 * calls  # nanoseconds

@@ -21,6 +21,7 @@ from ..estimate.power import PowerModel
 from ..joules import Floats
 from ..timeline import Timeline
 from ..timeline.columns import NONE
+from ..timeline.link import Links
 from ..timeline.shapes import CAUSAL
 from .work import work_of
 
@@ -89,28 +90,28 @@ def _device(name: str) -> Device | None:
         return None
 
 
-def prior(timeline: Timeline, first: NDArray[np.int64], seconds: Floats, ops: NDArray[np.int64], board: Board) -> Prior:
+def prior(timeline: Timeline, first: NDArray[np.int64], seconds: Floats, links: Links, board: Board) -> Prior:
     """Expected watts of classes: `first` is a row of each, `seconds` its typical duration."""
-    expected = [_one(timeline, int(row), float(s), int(ops[row]), board) for row, s in zip(first, seconds, strict=True)]
+    expected = [_one(timeline, int(row), float(s), links, board) for row, s in zip(first, seconds, strict=True)]
     watts, spread = (np.array([f[i] for f in expected]) for i in (0, 1))
     floor_w = 0.05 * (board.limit_w - board.static_w)
     return Prior(watts=watts, sd_w=np.maximum(spread * (watts - board.static_w), floor_w))
 
 
-def _one(timeline: Timeline, row: int, seconds: float, op: int, board: Board) -> tuple[float, float]:
+def _one(timeline: Timeline, row: int, seconds: float, links: Links, board: Board) -> tuple[float, float]:
     """Watts and their relative spread of one class."""
     room_w = board.limit_w - board.static_w
     latency = seconds / (seconds + _HALF_S)
     name = timeline.name(row)
     matrix = timeline.kind(row) == "kernel" and _MATRIX.search(name) is not None
-    above_static_w = _known_w(timeline, row, seconds, op, board, matrix)
+    above_static_w = _known_w(timeline, row, seconds, links, board, matrix)
     if above_static_w is not None:
         return board.static_w + min(above_static_w, _BURST * room_w), KNOWN_SPREAD
     share = _GUESSED_SHARE["matrix" if matrix else "memory"]
     return board.static_w + share * latency * room_w, GUESSED_SPREAD
 
 
-def _known_w(timeline: Timeline, row: int, seconds: float, op: int, board: Board, matrix: bool) -> float | None:
+def _known_w(timeline: Timeline, row: int, seconds: float, links: Links, board: Board, matrix: bool) -> float | None:
     """Watts above a waiting board from what is known of the work; None where nothing is."""
     model = board.model
     if model is None or seconds <= 0:
@@ -120,10 +121,10 @@ def _known_w(timeline: Timeline, row: int, seconds: float, op: int, board: Board
     if timeline.kind(row) in ("memcpy", "memset") and moved > 0:
         rate = min(moved * (2 if timeline.kind(row) == "memcpy" else 1) / seconds, board.bandwidth or math.inf)
         return 0.3 * active_w + rate * model.hbm_j_per_byte  # a copy engine or a few SMs do it
-    shapes = timeline.text("shapes", op) if op != NONE else None
-    if not shapes or not matrix:
+    shapes = int(links.shapes[row])
+    if shapes == NONE or not matrix:
         return None
-    flops, dtype = matrix_flops(timeline.name(op), shapes)
+    flops, dtype = matrix_flops(timeline.name(int(links.op[row])), timeline.names[shapes])
     if not flops:
         return None
     joules = flops * model.j_per_flop.get(_UNIT.get(dtype, ""), max(model.j_per_flop.values(), default=0.0))

@@ -154,7 +154,7 @@ def _pairs(
         if column is None:
             notes.append(f"{device} ran {len(own):,} kernels, but its power was not recorded")
         else:
-            pairs.append((device, column, activity(timeline, own, links.op)))
+            pairs.append((device, column, activity(timeline, own, links)))
     if not pairs:
         raise MeasurementError(
             "no joules can be attributed",
@@ -185,7 +185,7 @@ def _host_pairs(
             "none can be given to operators"
         )
         nothing = np.zeros(0, np.int64)
-        return [(c.domain.device, c, activity(timeline, nothing, links.op)) for c in boards.values()]
+        return [(c.domain.device, c, activity(timeline, nothing, links)) for c in boards.values()]
     notes.append("nothing ran on a GPU: the joules of the host are given to its operators")
     name, column = next(iter(hosts.items()))
     others = [n for n in counted if n != name]
@@ -285,7 +285,7 @@ class _Problem:
         gap_start, gap_end = (np.concatenate([part[i] for part in idle_in]) for i in (0, 1))
         use = _usable(times_ns, seen, response.memory_s)
         typical = _typical(found)
-        expected = prior(timeline, found.first, typical, links.op, board)
+        expected = prior(timeline, found.first, typical, links, board)
         problem = cls(
             found=found, gap_start_ns=gap_start, gap_end_ns=gap_end,
             gap_cls=idle_class(gap_start, gap_end, found.classes), times_ns=times_ns[use], samples_w=watts[use],

@@ -53,12 +53,41 @@ class EnergyRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorCoverage:
+    """How many kernels of a light run, and joules of theirs, have an operator.
+
+    "Traced": in the few steps whose operators were recorded. "Aligned": in others, with the operator of the traced
+    kernel they repeat. "Unknown": of no operator, or like nothing that was traced.
+    """
+
+    traced_kernels: int
+    aligned_kernels: int
+    unknown_kernels: int
+    traced_j: float
+    aligned_j: float
+    unknown_j: float
+
+    @property
+    def share(self) -> float:
+        """Of the kernels' joules (of their number, where there are none): what has an operator."""
+        known, unknown = self.traced_j + self.aligned_j, self.unknown_j
+        if not known + unknown > 0:
+            known, unknown = self.traced_kernels + self.aligned_kernels, self.unknown_kernels
+        return known / (known + unknown) if known + unknown > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, with the share."""
+        return {**dataclasses.asdict(self), "share": self.share}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyTable:
     """The joules of what was traced, conserved: kernels and idle sum to `energy_j` (the measured joules).
 
     `time_s` is the traced time. `untraced_j` and `untraced_s` are what the power samples tell of other times: they are
     in no row and not idle, since nobody looked at what ran. `basis` is that of the power samples; `coverage` the share
-    of the time they saw. `learnt` is what the run has shown of its power sensors.
+    of the time they saw. `operators` is how much of a light run has an operator, None of any other; `learnt` what the
+    run has shown of its power sensors.
     """
 
     energy_j: float
@@ -79,6 +108,7 @@ class EnergyTable:
     idle_w: float | None = None
     untraced_j: float = 0.0
     untraced_s: float = 0.0
+    operators: OperatorCoverage | None = None
     notes: Sequence[str] = ()
     learnt: Sequence[tuple[Domain, ResponseFit]] = ()
 
@@ -101,6 +131,7 @@ class EnergyTable:
     def to_json(self) -> dict[str, Any]:
         """Plain data: `energy_j`, `idle_j`, `untraced_j` ..., and the rows of every view."""
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in VIEWS}
+        head["operators"] = self.operators.to_dict() if self.operators is not None else None
         views = {v: [_row(r) for r in self.rows(v)] for v in VIEWS}
         return {**head, "covers": self.covers, "notes": [str(note) for note in self.notes], **views}
 

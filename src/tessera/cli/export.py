@@ -19,6 +19,7 @@ from .options import FILE, ExistingPath, check_writable
 @click.option("--critical-path", is_flag=True, help="--chrome: draw what the end of the run waited for above it.")
 @click.option("--step", help="--critical-path: of this step only: its name, the number in it, or a region.")
 @click.option("--csv", type=FILE, help="Write a summary: a line per kernel, operator, region.")
+@click.option("--xlsx", type=FILE, help="Write a workbook: a sheet for each analysis.")
 @click.option("--parquet", type=FILE, help="Write every record to a Parquet file.")
 @click.option("--tensorboard", type=click.Path(file_okay=False, path_type=Path), help="Write into this log directory.")
 @click.option("--otlp", metavar="URL", help="Send metrics and spans to an OpenTelemetry collector.")
@@ -30,6 +31,7 @@ def command(
     critical_path: bool,
     step: str | None,
     csv: Path | None,
+    xlsx: Path | None,
     parquet: Path | None,
     tensorboard: Path | None,
     otlp: str | None,
@@ -42,6 +44,7 @@ def command(
       tessera export runs/train.tessera --chrome trace.json.gz --csv summary.csv
       tessera export runs/train.tessera --otlp http://localhost:4318
       tessera export trace.json.gz --power power.csv --csv summary.csv
+      tessera export ranks/ --xlsx report.xlsx
       tessera export trace.json.gz --chrome path.json.gz --critical-path --step 12
 
     A trace opens in https://ui.perfetto.dev and chrome://tracing.
@@ -58,13 +61,13 @@ def command(
         "otlp": (otlp, export.Otlp),
     }
     exporters = {name: make(target) for name, (target, make) in formats.items() if target is not None}
-    if not exporters:
+    if not exporters and xlsx is None:
         raise ArgumentError("no output format was given", fix="e.g. tessera export RUN.tessera --chrome trace.json")
     if (critical_path and chrome is None) or (step is not None and not critical_path):
         flag, needs = ("--critical-path", "--chrome FILE") if critical_path else ("--step", "--critical-path")
         raise ArgumentError(f"{flag} needs {needs}", fix="tessera export RUN --chrome path.json.gz --critical-path")
     check_run(run)
-    for path in (chrome, csv, parquet):
+    for path in (chrome, csv, xlsx, parquet):
         if path is not None:
             check_writable(path)
     with open_recording(run, power=power) as recording:
@@ -75,6 +78,10 @@ def command(
 
             exporters["chrome"] = export.Chrome(chrome, find_path(recording, step))
         written = {name: str(exporter.write(recording)) for name, exporter in exporters.items()}
+        if xlsx is not None:
+            from ..report.workbook import write_workbook
+
+            written["xlsx"] = str(write_workbook(xlsx, recording))
     if as_json:
         import msgspec
 

@@ -22,8 +22,6 @@ OF_RANKS = ("*rank*.tessera", "*rank*.json*", "*.pt.trace.json*")
 """What the files of a job's ranks are called, by Tessera and by torch.profiler."""
 SQLITE = b"SQLite format 3"
 """How a run file begins: it is an SQLite database."""
-HEAD_BYTES = 4 << 20
-"""Where `traceEvents` begins, at the latest: Kineto writes the devices and process groups of a job before it."""
 VIEWS = ("ops", "kernels", "regions", "modules", "steps", "functions", "lines")
 
 
@@ -48,7 +46,8 @@ def command(
       tessera report runs/train/
       tessera report trace.json.gz --power power.csv
 
-    RUN is a run file, the folder of a job with the file of each rank, or a trace of torch.profiler (.json, .json.gz).
+    RUN is a run file, the folder of a job with the file of each rank, or a trace: of torch.profiler (.json, .json.gz),
+    rocprofv3 (.json, kernel_trace.csv, .pftrace) or JAX (.xplane.pb).
     Without power a trace is shown in seconds. Prints one screen and writes one HTML page that needs no network:
     runs/train.html. The file of a killed run is readable up to half a second before its end.
     """
@@ -83,7 +82,9 @@ def find_page(run: Path) -> Path:
     """Where the page of a run goes: beside it."""
     if run.is_dir():
         return run.with_name(f"{run.name}.html")
-    name = run.name.removesuffix(".gz").removesuffix(".json").removesuffix(".tessera")
+    name = run.name
+    for end in (".gz", ".json", ".tessera", ".pb", ".xplane", ".pftrace", "_kernel_trace.csv"):
+        name = name.removesuffix(end)
     return run.with_name(f"{name}.html")
 
 
@@ -123,17 +124,18 @@ def check_run(run: Path) -> None:
         return  # of a job: reading them says what is wrong
     if not run.is_file():
         raise missing_file(run, SUFFIXES, HOW_TO_RECORD)
+    from ..timeline.open_trace import is_trace
     from ..timeline.source import read_start
 
-    start = read_start(run, HEAD_BYTES).lstrip()
+    start = read_start(run, 256).lstrip()
     if not start or start.startswith(SQLITE):
         return  # RunFile checks whether it is complete, and ours
+    if is_trace(run):
+        return
     runs = suggest_files(run, SUFFIXES) or HOW_TO_RECORD
     if not start.startswith((b"{", b"[")):
         fix = f"record a run first: tessera run {run}" if run.suffix == ".py" else runs
         raise ArgumentError(f"{run} is not a Tessera run file", why=WHAT_A_RUN_IS, fix=fix)
-    if is_trace(start):
-        return
     why = f"{WHAT_A_RUN_IS}; `tessera diff` reads reports in JSON"
     raise ArgumentError(f"{run} is JSON, not a Tessera run file", why=why, fix=runs)
 
@@ -142,14 +144,6 @@ def _has_ranks(folder: Path) -> bool:
     """Whether a folder has the files of ranks; where it has no files of its own, its subfolders may."""
     below = "" if any(f.is_file() for f in folder.iterdir()) else "*/"
     return any(any(folder.glob(f"{below}{name}")) for name in OF_RANKS)
-
-
-def is_trace(start: bytes) -> bool:
-    """Whether a file that begins so is a trace of torch.profiler or Chrome, or torch's memory timeline."""
-    from ..timeline.memory_timeline import is_memory_timeline
-
-    text = start.lstrip()
-    return b'"traceEvents"' in text or (text.startswith(b"[") and b'"ph"' in text) or is_memory_timeline(text)
 
 
 def write_page(page: Path, recording: Recording, result: Answer) -> Path | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ..errors import ArgumentError, RecordingError
 from ..recording import Facts, Recording
-from ..timeline import Timeline, kineto
+from ..timeline import Timeline
+from ..timeline.open_trace import read_trace
 from ..trace import PowerTrace
 
 Progress = Callable[[float], None]
@@ -18,7 +19,7 @@ OTHERS = ("AMD", "Intel", "MTIA", "ARTEMIS")
 def load(
     trace: str | Path, power: str | Path | PowerTrace | None = None, *, progress: Progress | None = None
 ) -> Recording:
-    """Read a Kineto or Chrome trace, or a run file, and a power log of the same time.
+    """Read a trace (Kineto, Chrome, rocprofv3, JAX, Perfetto) or a run file, and a power log of the same time.
 
     The log is a CSV (epoch_us, domain, watts; or that of nvidia-smi, amd-smi, rocm-smi or xpu-smi) or a `PowerTrace`.
 
@@ -27,7 +28,7 @@ def load(
     path = Path(trace)
     if path.suffix == ".tessera" or path.is_dir():
         return open_recording(path, power=power, progress=progress)
-    timeline = kineto.read(path, progress=progress)
+    timeline = read_trace(path, progress=progress)
     return Recording(timeline, _read_power(power, timeline), facts=Facts(name=path.name, path=path))
 
 

@@ -89,6 +89,8 @@ def mode_text(result: Answer) -> str:
         return "every kernel, no operators"
     if result.mode in ("operators", "timeline") and not result.kernels:
         return "every operator" if result.ops or not result.source else "regions and power"
+    if result.operators is not None:
+        return f"every kernel, {format_share(result.operators.share)} of their joules with operators"
     return MODES.get(result.mode, result.mode)
 
 

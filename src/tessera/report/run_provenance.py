@@ -18,7 +18,7 @@ from ..errors import TesseraError
 from ..record import CAPABILITY, NEEDS_NCU, NEEDS_SHAPES
 from ..recording import Recording
 from ..timeline.columns import Timeline
-from ..units import format_duration, format_power
+from ..units import format_duration, format_power, format_share
 from .html import capitalize, prose
 from .measure import SCOPES
 
@@ -92,6 +92,10 @@ def _energy_sources(recording: Recording, table: EnergyTable, answer: Answer) ->
     if table.idle_w is not None:
         between = "kernels" if table.kernels else "operators"
         yield "idle power", "attributed", f"{format_power(table.idle_w, 3)} between {between}"
+    if (known := answer.operators) is not None:
+        traced = f"{known.traced_kernels:,} kernels traced with them, {known.aligned_kernels:,} aligned with those"
+        rest = f"{known.unknown_kernels:,} unknown ({format_share(1.0 - known.share)} of the kernels' joules)"
+        yield "operators", "attributed", f"{traced}, {rest}"
     if answer.tracing is not None:
         yield "slowdown by tracing", *_slowdown_source(answer.tracing)
     if readings := _device_readings(recording):

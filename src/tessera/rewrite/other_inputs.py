@@ -36,19 +36,34 @@ class OtherInputs:
     def __bool__(self) -> bool:
         return bool(self._changing)
 
+    @classmethod
+    def find(cls, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any]) -> OtherInputs | None:
+        """Return those of a call; None where nothing can be changed, or where it does not take them."""
+        others = cls(args, kwargs)
+        try:
+            if others:
+                others.pass_next(call)
+        except Exception:  # noqa: BLE001 (the user's program may refuse its inputs in any way)
+            return None
+        return others or None
+
     def make(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the next ones."""
         leaves = [self._change(leaf) if i in self._changing else leaf for i, leaf in enumerate(self._leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs
 
+    def pass_next(self, call: Callable[..., Any]) -> None:
+        """Call with the next ones."""
+        args, kwargs = self.make()
+        call(*args, **kwargs)
+
     def find_events(self, call: Callable[..., Any]) -> CompileEvents:
         """Return what calls compile and record with other data each, once they should have settled."""
         before = CompileEvents()
         for i in range(_SETTLE + _LOOKED_AT):
             before = count_events() if i == _SETTLE else before
-            args, kwargs = self.make()
-            call(*args, **kwargs)
+            self.pass_next(call)
         return count_events() - before
 
     def _change(self, leaf: torch.Tensor) -> torch.Tensor:

@@ -217,25 +217,14 @@ class VariantSearch:
             self.notes.append("the program draws random numbers: it was checked in eval mode")
             with self.program.in_eval_mode():
                 self.reference = make_reference()
-        self.others = self._find_other_inputs()
+        with self.restoring():
+            run = functools.partial(self.run_iteration, self.program.call)
+            self.others = OtherInputs.find(self.args, self.kwargs, run)
         self.notes.extend(self.reference.notes)
         skipped = self.program.outside.skipped if self.program.outside is not None else {}
         self.notes.extend(
             f"{name} outside {why}: what is written there is not put back" for name, why in skipped.items()
         )
-
-    def _find_other_inputs(self) -> OtherInputs | None:
-        """Return inputs with other data, if the program takes them."""
-        others = OtherInputs(self.args, self.kwargs)
-        if not others:
-            return None
-        args, kwargs = others.make()
-        try:
-            with self.restoring():
-                self.run_iteration(self.program.call, *args, **kwargs)
-        except Exception:  # noqa: BLE001 (the user's program may refuse its inputs in any way)
-            return None
-        return others
 
     def try_mode(self, mode: str, passes: Sequence[Pass], *, ours: bool = True) -> Variant:
         """Compile and check a variant; if our passes changed the result, without them."""
@@ -337,7 +326,9 @@ class VariantSearch:
             with self.restoring():
                 if self.others is not None and variant.mode != EAGER:
                     variant.unsettled = self.others.find_events(run)
-                iteration = functools.partial(self._run_with_other_data, run) if variant.unsettled else run
+                iteration = run
+                if self.others is not None and variant.unsettled:
+                    iteration = functools.partial(self.others.pass_next, run)
                 result = measure_iteration(iteration, max(1.2, self.left_s / (1 + len(self.tried))))
         except Exception as e:
             if variant.mode == EAGER:
@@ -345,11 +336,6 @@ class VariantSearch:
             variant.call, variant.why = None, f"it failed when it was run again: {first_line(e)}"
             return
         variant.time_s, variant.energy_j, variant.error_j = result.time_s, result.energy_j, result.error_j
-
-    def _run_with_other_data(self, run: Callable[..., None]) -> None:
-        assert self.others is not None
-        args, kwargs = self.others.make()
-        run(*args, **kwargs)
 
     def run_iteration(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Run one iteration with `call` in the model's place, with its own inputs where none are given."""

@@ -2,7 +2,7 @@
 
 ::
 
-    Kineto JSON ──► kineto.read ──┐
+    a trace ────► open_trace ─────┐   (kineto, rocprof, xplane, perfetto)
     run file ───► profile.runfile ┴──► Timeline ──► link (operators, regions, steps) ──► attribute, analyze, export
 """
 

@@ -25,7 +25,7 @@ from ..errors import RecordingError
 from ..notes import Note
 from ..record import CODE, COUNTERS, KINDS
 from . import stream_names
-from .columns import MOST_NUMBER, NONE, Builder, Ints, Launch, Timeline
+from .columns import MOST_NUMBER, NONE, UNTRACED, Builder, Ints, Launch, Timeline
 from .events import LIMIT_NS, Args, Batch, LateEvent, RawArgs, TraceEvent, fit, nanoseconds
 from .memory_timeline import is_memory_timeline, read_memory_timeline
 from .path_segment import PATH
@@ -194,8 +194,8 @@ class RowReader:
             **{c: np.full(count, NONE, np.int64) for c in ("device", "stream", "thread", "bytes", "shapes", "launch")},
             **{c: np.full(count, NONE, np.int64) for c in ("sequence", "forward_thread")},
         }
-        for column in ("correlation", "external"):  # 0 stands for "none" in them
-            columns[column][columns[column] <= 0] = NONE
+        for column in ("correlation", "external"):  # 0 stands for "none" in them, UNTRACED is our own exporter's
+            columns[column][(columns[column] <= 0) & (columns[column] != UNTRACED)] = NONE
         device = kinds <= CODE["collective"]
         self._device_rows(np.flatnonzero(device), events, args, columns, first)
         self._host_rows(np.flatnonzero(~device), events, args, columns)

@@ -20,7 +20,7 @@ UNEVEN = ("scatter", "gather", "all_to_all", "barrier")
 _ALGORITHM = re.compile(
     r"_(RING|TREE|NVLS_TREE|NVLS|COLLNET_DIRECT|COLLNET_CHAIN|PAT)_(LL128|LL|SIMPLE)(?![A-Z0-9])", re.IGNORECASE
 )
-_DIRECTION = re.compile(r"\b([HDPAM])(?:to|2)([HDPAM])\b", re.IGNORECASE)
+_DIRECTION = re.compile(r"(?:\b|Memcpy)([HDPAM])(?:to|2)([HDPAM])\b", re.IGNORECASE)
 _DIRECTION_IN_WORDS = re.compile(r"(?:Copy|\b)(Host|Device)_?To_?(Host|Device)", re.IGNORECASE)
 _COLLECTIVES = (
     ("allreduce", "all_reduce"), ("allgather", "all_gather"), ("reducescatter", "reduce_scatter"),

@@ -21,16 +21,18 @@ import numpy as np
 from ...errors import ArgumentError, RecordingError
 from ...record import CODE, Kind
 from ...recording import Facts
-from ...timeline import Timeline, kineto
+from ...timeline import Timeline
 from ...timeline.columns import NONE
-from ...timeline.source import open_source, read_pieces
+from ...timeline.open_trace import PERFETTO, XPLANE, is_trace, read_trace
+from ...timeline.rocprof import KERNELS
+from ...timeline.source import read_start
 from ...timeline.transfers import ON_HOST
 from ...units import format_duration
 from ..runfile import RunFile
 from .clocks import Offset
 from .facts import describe_rank
 
-TRACES = (".json", ".json.gz", ".json.gzip")
+TRACES = (".json", ".json.gz", ".json.gzip", *XPLANE, *PERFETTO, KERNELS)
 RUNS = (".tessera",)
 MOST_FOLDERS = 4096
 """Subfolders that are looked into, one for each rank."""
@@ -38,7 +40,6 @@ MOST_WORKERS = 8
 """More processes than this wait for the disk, not for each other."""
 Progress = Callable[[float], None]
 _RANK = re.compile(r"rank[-_. ]?(\d+)", re.IGNORECASE)
-_HEAD_PIECES = 64  # of 128 KB or more
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,23 +142,11 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
                 why="it has no .tessera, .json or .json.gz file",
                 fix="give the folder that the ranks wrote to",
             )
-        recordings = [f for f in inside if f.suffix == ".tessera" or _is_trace(f)]
+        # One that is too damaged to tell is one: reading it says what is wrong.
+        recordings = [f for f in inside if f.suffix == ".tessera" or not read_start(f, 1) or is_trace(f)]
         files += recordings
         others += [f for f in inside if f not in recordings]
     return files, others
-
-
-def _is_trace(file: Path) -> bool:
-    """Whether a JSON file is a trace, or too damaged to tell: then reading it says what is wrong."""
-    try:
-        pieces = read_pieces(file, open_source(file), [])
-        head = next(pieces, b"")
-        if b'"traceEvents"' in head or (head.lstrip()[:1] == b"[" and b'"ph"' in head):
-            return True
-        # Kineto writes what it knows of the machine first; a large file is hardly anything else.
-        return any(b'"traceEvents"' in piece for piece in itertools.islice(pieces, _HEAD_PIECES))
-    except RecordingError:
-        return True
 
 
 def _read_files(
@@ -184,7 +173,7 @@ def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> Ra
     """One rank, with its number and host; called in a process of its own."""
     run_id, facts, own = "", None, {}
     if path.name.endswith(TRACES):
-        timeline = kineto.read(path)
+        timeline = read_trace(path)
         clock, named_host = timeline.meta.get("clock"), timeline.meta.get("host_name")
         host = clock_id = named_host if isinstance(named_host, str) else ""
     else:

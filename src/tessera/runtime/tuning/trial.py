@@ -56,12 +56,15 @@ class TrialBench:
         return trial
 
     def _run(self, setting: Setting) -> TuningTrial:
+        from ...rewrite.other_inputs import OtherInputs
+
         begun = time.monotonic()
         try:
             if self.reference is None:  # of the function as it is; number formats change only within a tolerance
                 retyped = self.tolerance is not None
                 self.reference = self.program.make_reference(self.args, self.kwargs, self.tolerance, retyped=retyped)
-                self.others = self._find_other_inputs()
+                self.others = OtherInputs.find(self.args, self.kwargs, self.fn)
+                self.state.restore()
             with apply_setting(self.fn, self.parts, setting, self.own) as call:
                 return self._measure(call, setting, self.reference, begun)
         except NotApplicable as exc:
@@ -94,7 +97,7 @@ class TrialBench:
         again = functools.partial(call, *self.args, **self.kwargs)
         compiles = setting.get("compile") or setting.get("graph")
         if compiles and self.others is not None and self.others.find_events(call):
-            again = functools.partial(self._call_with_other_data, call)
+            again = functools.partial(self.others.pass_next, call)
         prepared_s, work = time.monotonic() - begun, self.work(setting)
         figures = measure_iteration(again, 4 * self.trial_s, monitor=self.monitor, modelled=True)
         joules = figures.energy_j
@@ -110,26 +113,6 @@ class TrialBench:
             prepared_s=prepared_s,
             basis=figures.basis,
         )
-
-    def _find_other_inputs(self) -> OtherInputs | None:
-        """Inputs with other data, if the function takes them."""
-        from ...rewrite.other_inputs import OtherInputs
-
-        others = OtherInputs(self.args, self.kwargs)
-        try:
-            if others:
-                self._call_with_other_data(self.fn, others)
-        except Exception:  # noqa: BLE001  (the user's function may refuse its inputs in any way)
-            return None
-        finally:
-            self.state.restore()
-        return others or None
-
-    def _call_with_other_data(self, call: Call, others: OtherInputs | None = None) -> None:
-        others = others or self.others
-        assert others is not None
-        args, kwargs = others.make()
-        call(*args, **kwargs)
 
     def _read_temperature(self) -> float | None:
         telemetry = (self.monitor or default()).sampler.telemetry.values()

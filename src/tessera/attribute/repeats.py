@@ -1,0 +1,67 @@
+"""What the alignment of a light run means for its table: how often operators were called, and how many are known.
+
+A kernel of an untraced step is tied to the operator of its twin in a traced one (`timeline.launch_alignment`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..joules import Ints
+from ..timeline import Timeline
+from ..timeline.columns import NONE, UNTRACED
+from ..timeline.link import Links
+from .share import Share
+from .table import OperatorCoverage
+
+
+def count_repeats(links: Links, parts: Sequence[Share], around: Ints) -> Ints:
+    """How often each row of the host that something ran for was called; `around` has that row by device row.
+
+    A call of a traced step was made as often as its kernels repeat.
+    """
+    repeats = np.zeros(len(around) + 1, np.int64)  # one more, for NONE
+    for part in parts:
+        rows = np.unique(part.activity.rows) if part.on_host else part.activity.rows
+        twin = links.twin[rows]
+        traced, counts = np.unique(np.where(twin == NONE, rows, twin), return_counts=True)
+        np.maximum.at(repeats, around[traced], counts)
+    return repeats[:-1]
+
+
+def count_module_calls(links: Links, parts: Sequence[Share]) -> Ints:
+    """How often each module was called: as often as anything inside it, and once where it launched nothing."""
+    repeats = count_repeats(links, parts, links.module)
+    inside = np.flatnonzero(repeats)
+    while len(inside):
+        outer = links.parent[inside]
+        held = outer != NONE
+        np.maximum.at(repeats, outer[held], repeats[inside[held]])
+        inside = np.unique(outer[held])
+    return np.maximum(repeats, 1)
+
+
+def cover_operators(timeline: Timeline, links: Links, parts: Sequence[Share]) -> OperatorCoverage | None:
+    """How much of a light run has an operator; None where all of a run was traced, or none of it."""
+    counts, joules = np.zeros(3, np.int64), np.zeros(3)
+    is_light = False
+    for part in parts:
+        rows = part.activity.rows
+        if part.on_host or not len(rows):
+            continue
+        is_light |= bool((timeline["external"][rows] == UNTRACED).any())
+        state = np.where(links.op[rows] == NONE, 2, links.twin[rows] != rows)
+        counts += np.bincount(state, minlength=3)
+        joules += np.bincount(state, part.row_j, 3)
+    if not is_light or counts[0] == 0:
+        return None
+    return OperatorCoverage(
+        traced_kernels=int(counts[0]),
+        aligned_kernels=int(counts[1]),
+        unknown_kernels=int(counts[2]),
+        traced_j=float(joules[0]),
+        aligned_j=float(joules[1]),
+        unknown_j=float(joules[2]),
+    )

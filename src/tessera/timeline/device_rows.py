@@ -1,0 +1,71 @@
+"""Rows of a device from traces that are not Kineto's: what the name of a kernel or copy says is read off it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..record import Kind
+from .columns import NONE, Builder, Launch
+from .events import fit
+from .transfers import collective_type, copy, is_collective
+
+NO_WALL_CLOCK = "times are not those of the wall clock: the trace does not say when it began"
+GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
+"""How the calls begin that launch a whole graph."""
+
+
+def add_kernel(
+    builder: Builder,
+    name: str,
+    start_ns: int,
+    end_ns: int,
+    *,
+    device: int,
+    stream: int,
+    correlation: int = NONE,
+    launch: Launch | None = None,
+) -> None:
+    """A kernel, or a collective where its name says so."""
+    launch = launch or Launch()
+    if is_collective(name):
+        launch = msgspec.structs.replace(launch, collective_type=collective_type(name.partition("(")[0]))
+    builder.add(
+        "collective" if is_collective(name) else "kernel", name, start_ns, end_ns, device=device, stream=fit(stream),
+        correlation=fit(correlation), launch=builder.intern_launch(launch),
+    )  # fmt: skip
+
+
+def add_copy(
+    builder: Builder,
+    name: str,
+    start_ns: int,
+    end_ns: int,
+    *,
+    device: int,
+    stream: int,
+    correlation: int = NONE,
+    size: int = NONE,
+) -> None:
+    """A copy, or a memset where its name says so."""
+    if "memset" in name.lower():
+        builder.add(
+            "memset",
+            name,
+            start_ns,
+            end_ns,
+            device=device,
+            stream=fit(stream),
+            correlation=fit(correlation),
+            bytes=fit(size),
+        )
+        return
+    builder.add(
+        "memcpy", name, start_ns, end_ns, device=device, stream=fit(stream), correlation=fit(correlation),
+        bytes=fit(size), launch=builder.intern_launch(copy(name)),
+    )  # fmt: skip
+
+
+def add_call(builder: Builder, name: str, start_ns: int, end_ns: int, *, thread: int, correlation: int = NONE) -> None:
+    """A call of the runtime on the host."""
+    kind: Kind = "graph_launch" if name.startswith(GRAPH_LAUNCH) else "runtime"
+    builder.add(kind, name, start_ns, end_ns, thread=fit(thread), correlation=fit(correlation))

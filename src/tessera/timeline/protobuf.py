@@ -1,0 +1,80 @@
+"""Protocol buffers without their schema's compiler: the fields of a message, one after the other.
+
+What is read here (JAX's XSpace, Perfetto's traces) has a few dozen fields of which some are wanted: a generated reader
+would bring a package of its own, in a version that clashes with somebody's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+Value = int | memoryview
+
+
+class DamagedMessage(ValueError):
+    """Bytes that are no message."""
+
+
+def read_fields(message: memoryview) -> Iterator[tuple[int, Value]]:
+    """Number and value of each field: an integer, or the bytes of a text, a message or a fixed number."""
+    at, end = 0, len(message)
+    while at < end:
+        key, at = _varint(message, at, end)
+        wire = key & 7
+        if wire == 0:
+            value, at = _varint(message, at, end)
+            yield key >> 3, value
+            continue
+        if wire == 2:
+            size, at = _varint(message, at, end)
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+        else:
+            raise DamagedMessage(f"wire type {wire}")
+        if at + size > end:
+            raise DamagedMessage("cut")
+        yield key >> 3, message[at : at + size]
+        at += size
+
+
+def _varint(message: memoryview, at: int, end: int) -> tuple[int, int]:
+    if at < end and message[at] < 128:  # most are one byte
+        return message[at], at + 1
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = message[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    raise DamagedMessage("a number that does not end")
+
+
+def as_text(value: Value) -> str:
+    """A field of text."""
+    return bytes(value).decode("utf-8", "replace") if isinstance(value, memoryview) else str(value)
+
+
+def as_message(value: Value) -> memoryview:
+    """A field that is a message; an empty one where it is a number."""
+    return value if isinstance(value, memoryview) else memoryview(b"")
+
+
+def as_number(value: Value) -> int:
+    """A field that is a number: those of fixed size too."""
+    if isinstance(value, int):
+        return value
+    return int.from_bytes(value, "little") if len(value) in (4, 8) else 0
+
+
+def as_signed(value: Value) -> int:
+    """An int64: negative ones are written as their complement."""
+    number = as_number(value)
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def as_double(value: Value) -> float:
+    """A double."""
+    return float(struct.unpack("<d", value)[0]) if isinstance(value, memoryview) and len(value) == 8 else float("nan")

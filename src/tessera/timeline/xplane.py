@@ -1,0 +1,248 @@
+"""Traces of JAX and of XLA's profiler (`jax.profiler.start_trace`): `plugins/profile/*/HOST.xplane.pb`.
+
+::
+
+    XSpace ─► planes: /device:GPU:0 ─► lines: Stream #16(Kernel) ─► events: kernels, copies, with their HLO operator
+                      /host:CPU     ─► lines: threads            ─► events: launch calls, Python, annotations
+
+Kernels belong to the operator whose HLO they come from: its framework's name (`jit(f)/dot_general`) is made an operator
+around the call that launched them. Derived lines (XLA Ops, Steps ...) repeat what the streams have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from ..errors import RecordingError
+from ..notes import Note
+from ..read_limits import TRACE_BYTES, ReadBudget
+from .columns import NONE, Builder, Launch, Timeline
+from .device_rows import NO_WALL_CLOCK, add_call, add_copy, add_kernel
+from .events import LIMIT_NS
+from .protobuf import DamagedMessage, as_message, as_number, as_signed, as_text, read_fields
+from .source import open_source, read_pieces
+
+_DEVICE = re.compile(r"/device:[A-Z]+:(\d+)")
+_STREAM = re.compile(r"Stream #(\d+)")
+_CALL = re.compile(r"(?:hip|cuda|cu)[A-Z]\w*")
+_COPY = re.compile(r"Mem(?:cpy|set)|Copy\w+To\w+|CopyBuffer", re.IGNORECASE)
+_DETAIL = re.compile(r"(\w+):([\d,]+)")
+_WALL_CLOCK_NS = 10**18
+_EVENTS_PER_CHECK = 4096
+
+
+def read_xplane(path: Path) -> Timeline:
+    """Kernels, copies, launch calls and annotations of an xplane.pb (or .pb.gz)."""
+    budget, notes = open_source(path), list[str]()
+    pieces, size = [], 0
+    for piece in read_pieces(path, budget, notes):
+        pieces.append(piece)
+        size += len(piece)
+        if size > TRACE_BYTES:
+            raise budget.refuse(f"it has more than {TRACE_BYTES:,} bytes")
+    reader = _SpaceReader(budget)
+    try:
+        with budget.slowly():
+            for number, value in read_fields(memoryview(b"".join(pieces))):
+                if number == 1:
+                    reader.add_plane(as_message(value))
+    except DamagedMessage as error:
+        if not len(reader.builder):
+            raise RecordingError(
+                f"{path} is not a trace of JAX", why=f"its protocol buffer is damaged: {error}", fix="record again"
+            ) from error
+        notes.append(Note(f"the trace was cut or damaged ({error}): what comes before that was read", "omission"))
+    if not len(reader.builder):
+        raise RecordingError(f"{path} contains no event", why="nothing ran while it was recorded", fix="record again")
+    return reader.finish(notes)
+
+
+class _Plane:
+    """A plane's name, its lines as they are in the file, and the names its events and figures refer to."""
+
+    def __init__(self, message: memoryview) -> None:
+        self.name, self.lines = "", list[memoryview]()
+        self.events: dict[int, str] = {}
+        self.stats: dict[int, str] = {}
+        self.own: list[memoryview] = []
+        for number, value in read_fields(message):
+            if number == 2:
+                self.name = as_text(value)
+            elif number == 3:
+                self.lines.append(as_message(value))
+            elif number in (4, 5):
+                key, entry = _read_entry(as_message(value))
+                names = {n: as_text(v) for n, v in read_fields(entry) if n in (2, 4)}
+                shown = names.get(2, "") if number == 5 else names.get(2) or names.get(4, "")
+                (self.events if number == 4 else self.stats)[key] = shown
+            elif number == 6:
+                self.own.append(as_message(value))
+
+    def figures(self, stats: list[memoryview]) -> dict[str, Any]:
+        """What is said of an event: text or whole numbers, by name."""
+        found: dict[str, Any] = {}
+        for stat in stats:
+            name, value = "", cast("str | int | None", None)
+            for number, field in read_fields(stat):
+                if number == 1:
+                    name = self.stats.get(as_number(field), "")
+                elif number == 7:  # a text that many events share
+                    value = self.stats.get(as_number(field), "")
+                elif number in (5, 6):
+                    value = as_text(field)
+                elif number in (3, 4):
+                    value = as_signed(field)
+            if name and value is not None:
+                found[name] = value
+        return found
+
+
+def _read_entry(message: memoryview) -> tuple[int, memoryview]:
+    """An entry of a map."""
+    key, value = 0, memoryview(b"")
+    for number, field in read_fields(message):
+        if number == 1:
+            key = as_signed(field)
+        elif number == 2:
+            value = as_message(field)
+    return key, value
+
+
+class _SpaceReader:
+    """Collects the rows of all planes."""
+
+    def __init__(self, budget: ReadBudget) -> None:
+        self.builder = Builder()
+        self._budget = budget
+        self._base_ns = 0
+        self._left_out: Counter[str] = Counter()
+        self._threads: dict[int, str] = {}
+        self._calls: dict[int, tuple[int, int, int]] = {}
+        self._operators: dict[int, str] = {}
+        self._seen = 0
+
+    def add_plane(self, message: memoryview) -> None:
+        plane = _Plane(message)
+        if plane.name == "Task Environment":
+            self._base_ns = int(plane.figures(plane.own).get("profile_start_time", 0) or 0)
+        device = _DEVICE.match(plane.name)
+        for place, line in enumerate(plane.lines):
+            self._add_line(plane, line, int(device[1][:9]) if device else None, place)
+
+    def _add_line(self, plane: _Plane, line: memoryview, device: int | None, place: int) -> None:
+        name, start_ns, events, number = "", 0, list[memoryview](), place
+        for field, value in read_fields(line):
+            if field == 2:
+                name = as_text(value)
+            elif field == 3:
+                start_ns = as_signed(value)
+            elif field == 4:
+                events.append(as_message(value))
+            elif field == 1:
+                number = as_signed(value)
+        stream = _STREAM.match(name)
+        if device is not None and stream is None:
+            return
+        if device is None:
+            self._threads[number] = name
+        for event in events:
+            self._count_event()
+            self._add_event(plane, event, start_ns, device, int(stream[1][:9]) if stream else number)
+
+    def _count_event(self) -> None:
+        self._seen += 1
+        if self._seen % _EVENTS_PER_CHECK == 0:
+            self._budget.check_rows(self._seen)
+            if self._budget.is_spent:
+                raise self._budget.refuse_slow()
+
+    def _add_event(self, plane: _Plane, event: memoryview, line_ns: int, device: int | None, track: int) -> None:
+        name, offset_ps, lasts_ps, stats = "", 0, 0, list[memoryview]()
+        for number, value in read_fields(event):
+            if number == 1:
+                name = plane.events.get(as_signed(value), "")
+            elif number == 2:
+                offset_ps = as_signed(value)
+            elif number == 3:
+                lasts_ps = as_signed(value)
+            elif number == 4:
+                stats.append(as_message(value))
+        start_ns = line_ns + offset_ps // 1000
+        end_ns = line_ns + (offset_ps + lasts_ps) // 1000
+        if not 0 <= start_ns <= end_ns < LIMIT_NS:
+            self._left_out["with times that cannot be"] += 1
+        elif device is not None:
+            self._add_device_row(plane.figures(stats), name, start_ns, end_ns, device, track)
+        elif name.startswith("$"):  # every call of Python
+            self._left_out["of the Python tracer"] += 1
+        elif lasts_ps > 0:
+            self._add_host_row(plane.figures(stats), name, start_ns, end_ns, track)
+
+    def _add_device_row(
+        self, figures: dict[str, Any], name: str, start_ns: int, end_ns: int, device: int, stream: int
+    ) -> None:
+        correlation = int(figures.get("correlation_id", NONE))
+        details = dict(_DETAIL.findall(str(figures.get("kernel_details") or figures.get("memcpy_details") or "")))
+        if _COPY.match(name):
+            size = int(details.get("size", NONE)) if details.get("size", "").isdecimal() else NONE
+            add_copy(
+                self.builder, name, start_ns, end_ns, device=device, stream=stream, correlation=correlation, size=size
+            )
+            return
+        framework = str(figures.get("tf_op") or "")
+        operator = framework if "/" in framework else str(figures.get("hlo_op") or "")
+        if operator:
+            self._operators.setdefault(correlation, operator)
+        grid, block = (_sizes(details.get(key, "")) for key in ("grid", "block"))
+        shared = details.get("static_shared", "") or details.get("shared", "")
+        launch = Launch(
+            grid=grid, block=block, registers=int(details["regs"]) if details.get("regs", "").isdecimal() else None,
+            shared_bytes=int(shared) if shared.isdecimal() else None,
+        )  # fmt: skip
+        add_kernel(
+            self.builder, name.removesuffix(".kd"), start_ns, end_ns, device=device, stream=stream,
+            correlation=correlation, launch=launch,
+        )  # fmt: skip
+
+    def _add_host_row(self, figures: dict[str, Any], name: str, start_ns: int, end_ns: int, thread: int) -> None:
+        if _CALL.fullmatch(name):
+            correlation = int(figures.get("correlation_id", NONE))
+            add_call(self.builder, name, start_ns, end_ns, thread=thread, correlation=correlation)
+            if correlation != NONE:
+                self._calls[correlation] = (start_ns, end_ns, thread)
+        elif "step_num" in figures:  # jax.profiler.StepTraceAnnotation("train", step_num=5)
+            self.builder.add("region", f"step {figures['step_num']}", start_ns, end_ns, thread=thread)
+        else:
+            self.builder.add("op", name, start_ns, end_ns, thread=thread)
+
+    def finish(self, notes: list[str]) -> Timeline:
+        """The timeline, with an operator around each launch of a kernel that states one."""
+        builder = self.builder
+        for correlation, name in self._operators.items():
+            if correlation in self._calls:
+                start_ns, end_ns, thread = self._calls[correlation]
+                builder.add("op", name, start_ns, end_ns, thread=thread, external=correlation)
+        timeline = builder.build()
+        if self._base_ns and timeline.start_ns < _WALL_CLOCK_NS:
+            for column in ("start_ns", "end_ns"):
+                timeline.columns[column] += self._base_ns
+        if timeline.start_ns < _WALL_CLOCK_NS:
+            notes.append(NO_WALL_CLOCK)
+        is_device = timeline["device"] != NONE  # their numbers tie them to the operators above
+        timeline.columns["external"] = np.where(is_device, timeline["correlation"], timeline["external"])
+        left_out = [Note(f"not read: {count:,} events {what}", "omission") for what, count in self._left_out.items()]
+        timeline.notes = [*notes, *left_out]
+        timeline.meta |= {"threads": self._threads, "recorded_by": "jax"}
+        self._budget.check_devices(timeline["device"])
+        return timeline
+
+
+def _sizes(text: str) -> tuple[int, ...] | None:
+    """'128,1,1'."""
+    parts = [p for p in text.split(",") if p]
+    return tuple(int(p[:9]) for p in parts) if parts else None
