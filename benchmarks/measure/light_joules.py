@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from known_truth import GRID_S, T0_NS, Board, make_board
 from operator_alignment import RECORDING, make_light
 from result_file import write_result
-
 from tessera.attribute.activity import activity
 from tessera.attribute.prior import board_of, prior
 from tessera.joules import DomainSamples
@@ -63,7 +62,9 @@ def extend_run(light: Timeline, seconds: float, step_s: float, rng: Any) -> Time
         if number >= len(in_step):
             own["external"][:], own["correlation"][:] = UNTRACED, NONE
         else:  # its operators and calls keep their places around the launches
-            near = host[(light["start_ns"][host] >= first[index]) & (light["start_ns"][host] < links.steps[index].end_ns)]
+            near = host[
+                (light["start_ns"][host] >= first[index]) & (light["start_ns"][host] < links.steps[index].end_ns)
+            ]
             moved = {name: values[near].copy() for name, values in light.columns.items()}
             for edge in ("start_ns", "end_ns"):
                 moved[edge] += at_ns - first[index]
@@ -117,7 +118,7 @@ def measure(seconds: float, step_s: float, seed: int = 0) -> dict[str, Any]:
     power = PowerTrace({"gpu0": column}, start_ns=start_ns, end_ns=end_ns)
     timeline.links = None
     begun_s = time.process_time()
-    timeline.linked
+    links = timeline.linked
     linked_s = time.process_time() - begun_s
     facts = Facts(kind="run", span_ns=(start_ns, end_ns), windows=[(start_ns, end_ns)])  # type: ignore[arg-type]
     table = Recording(timeline, power, facts=facts).energy()
@@ -133,7 +134,7 @@ def measure(seconds: float, step_s: float, seed: int = 0) -> dict[str, Any]:
         "kernels": len(rows),
         "operators_share": table.operators.share if table.operators else None,
         "samples": len(board.times_ns),
-        "classes": activity(timeline, rows, timeline.linked).classes,
+        "classes": activity(timeline, rows, links).classes,
         "link_cpu_s": linked_s,
         "solve_cpu_s": solved_s,
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,

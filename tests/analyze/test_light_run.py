@@ -15,7 +15,9 @@ from tessera.analyze.answer import answer
 from tessera.cli import report
 from tessera.profile.export import Chrome
 from tessera.profile.open_recording import open_recording
+from tessera.record import CODE
 from tessera.recording import Recording
+from tessera.timeline import Timeline
 from tessera.timeline.columns import NONE
 
 from command_line import invoke
@@ -27,12 +29,26 @@ from operator_alignment import make_light
 STEPS = 16
 
 
+def add_modules(timeline: Timeline) -> None:
+    """A module around each block and one around each forward pass."""
+    rows = np.flatnonzero(np.isin(timeline["name"], [timeline.names.index(name) for name in ("block", "forward")]))
+    names = {timeline.names.index(of): len(timeline.names) + i for i, of in enumerate(("block", "forward"))}
+    timeline.names += ["nn.Module: Block_0", "nn.Module: Model_0"]
+    added = {name: values[rows] for name, values in timeline.columns.items()}
+    added["kind"] = np.full(len(rows), CODE["op"])
+    added["name"] = np.array([names[name] for name in added["name"].tolist()])
+    timeline.columns = {name: np.concatenate([values, added[name]]) for name, values in timeline.columns.items()}
+    timeline.meta["modules"] = list(names.values())
+    timeline.links = None
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same run, light and traced whole."""
     folder = tmp_path_factory.mktemp("runs")
     made = make(steps=STEPS, layers=3, data_ms=12.0)
     made.timeline.energy_j = made.timeline.error_j = None
+    add_modules(made.timeline)
     windows = [(START_NS, made.end_ns)]
     made.write(folder / "whole.tessera", mode="operators", windows=windows, tracing_s=0.0).close()
     steps = made.timeline.linked.steps
@@ -51,9 +67,10 @@ def open_both(runs: tuple[Path, Path]) -> tuple[Recording, Recording]:
     return light, whole
 
 
-@pytest.mark.parametrize("view", ["kernels", "ops", "regions", "steps"])
+@pytest.mark.parametrize("view", ["kernels", "ops", "regions", "modules", "steps"])
 def test_its_table_is_that_of_the_run_traced_whole(runs: tuple[Path, Path], view: str) -> None:
     light, whole = (recording.energy().rows(view) for recording in open_both(runs))
+    assert light
     assert [(row.name, row.calls) for row in light] == [(row.name, row.calls) for row in whole]
     for field in ("energy_j", "error_j", "time_s"):
         own, theirs = ([getattr(row, field) for row in rows] for rows in (light, whole))
@@ -119,6 +136,27 @@ def test_it_differs_in_nothing_from_the_run_traced_whole(runs: tuple[Path, Path]
     for row in result.rows:
         assert row.state == "both"
         assert (row.after_calls, row.after_j) == pytest.approx((row.before_calls, row.before_j))
+
+
+def test_modules_of_a_step_differ_in_nothing(runs: tuple[Path, Path]) -> None:
+    result = analyze.diff(*map(str, runs), by="modules")
+    assert [row.name for row in result.rows]
+    for row in result.rows:
+        assert (row.after_calls, row.after_j) == pytest.approx((row.before_calls, row.before_j), rel=0.02)
+
+
+def test_sums_of_old_kernels_have_operators_by_what_they_are(runs: tuple[Path, Path]) -> None:
+    """A long run keeps sums of its first minutes: rows that stand for many launches, in no order."""
+    timeline = open_both(runs)[0].timeline
+    gemm = next(i for i, name in enumerate(timeline.names) if name.startswith("nvjet_sm90_tst_256"))
+    old = np.flatnonzero(timeline["name"] == gemm)[:3]
+    count = np.full(len(timeline), NONE)
+    count[old] = 1_000
+    timeline.columns |= {"count": count, "external": timeline["external"].copy()}
+    timeline.columns["external"][old] = NONE
+    timeline.links = None
+    links = timeline.linked
+    assert [timeline.name(int(row)) for row in links.op[old]] == ["aten::addmm"] * 3
 
 
 def test_an_exported_trace_has_the_same_operators(runs: tuple[Path, Path], tmp_path: Path) -> None:

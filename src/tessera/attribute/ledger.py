@@ -77,7 +77,7 @@ def table(
         source="+".join(dict.fromkeys(p.domain.source for p in parts)),
         basis=worst_basis(p.domain.basis for p in parts),
         coverage=min(p.coverage for p in parts),
-        operators=cover_operators(timeline, links, parts),
+        operators=cover_operators(timeline, parts),
         idle_w=float(sum(i[0] for i in idle)) / idle_s if idle_s > 0 else None,
         notes=[*notes, *_fit_notes(parts), *note_overlaps(regions)],
     )
@@ -157,7 +157,7 @@ class _Ledger:
 
     def _op_calls(self) -> dict[int, int]:
         """How often operators that launched something were called (a call may launch several kernels)."""
-        calls = count_repeats(self._links, self._parts, self._links.op)
+        calls = count_repeats(self._timeline, self._parts, self._links.op)
         used = np.flatnonzero(calls)
         names, where = rank_values(self._timeline["name"][used])
         counts = np.bincount(where, calls[used], len(names)).astype(np.int64)
@@ -291,7 +291,7 @@ class _Ledger:
             self._add_held(lines, p, kind, forest, innermost, left_out)
             if kind == "region" and p.on_host:
                 self._add_gaps_of_host(lines, p, left_out)
-        times = count_module_calls(self._links, self._parts) if kind == "module" else np.ones_like(innermost)
+        times = count_module_calls(self._timeline, self._parts) if kind == "module" else np.ones_like(innermost)
         self._count_calls(lines, passes[~partial[passes]], again, times)
         if forward is not None:
             self._add_later(lines, innermost, forward, partial)

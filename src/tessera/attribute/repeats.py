@@ -12,28 +12,29 @@ import numpy as np
 from ..joules import Ints
 from ..timeline import Timeline
 from ..timeline.columns import NONE, UNTRACED
-from ..timeline.link import Links
 from .share import Share
 from .table import OperatorCoverage
 
 
-def count_repeats(links: Links, parts: Sequence[Share], around: Ints) -> Ints:
+def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints) -> Ints:
     """How often each row of the host that something ran for was called; `around` has that row by device row.
 
     A call of a traced step was made as often as its kernels repeat.
     """
-    repeats = np.zeros(len(around) + 1, np.int64)  # one more, for NONE
+    links, counts = timeline.linked, timeline.columns.get("count")
+    repeats = np.zeros(len(timeline) + 1, np.int64)  # one more, for NONE
     for part in parts:
         rows = np.unique(part.activity.rows) if part.on_host else part.activity.rows
-        twin = links.twin[rows]
-        traced, counts = np.unique(np.where(twin == NONE, rows, twin), return_counts=True)
-        np.maximum.at(repeats, around[traced], counts)
+        each = np.ones(len(rows)) if counts is None else np.maximum(counts[rows], 1)
+        traced, where = np.unique(np.where(links.twin[rows] == NONE, rows, links.twin[rows]), return_inverse=True)
+        np.maximum.at(repeats, around[traced], np.bincount(where, each, len(traced)).astype(np.int64))
     return repeats[:-1]
 
 
-def count_module_calls(links: Links, parts: Sequence[Share]) -> Ints:
+def count_module_calls(timeline: Timeline, parts: Sequence[Share]) -> Ints:
     """How often each module was called: as often as anything inside it, and once where it launched nothing."""
-    repeats = count_repeats(links, parts, links.module)
+    links = timeline.linked
+    repeats = count_repeats(timeline, parts, links.module)
     inside = np.flatnonzero(repeats)
     while len(inside):
         outer = links.parent[inside]
@@ -43,8 +44,9 @@ def count_module_calls(links: Links, parts: Sequence[Share]) -> Ints:
     return np.maximum(repeats, 1)
 
 
-def cover_operators(timeline: Timeline, links: Links, parts: Sequence[Share]) -> OperatorCoverage | None:
+def cover_operators(timeline: Timeline, parts: Sequence[Share]) -> OperatorCoverage | None:
     """How much of a light run has an operator; None where all of a run was traced, or none of it."""
+    links = timeline.linked
     counts, joules = np.zeros(3, np.int64), np.zeros(3)
     is_light = False
     for part in parts:

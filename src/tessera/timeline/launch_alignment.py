@@ -56,14 +56,16 @@ def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> 
 
     `op` has the operator of every traced row, `launch` the call of the host that launched it.
     """
-    untraced = (timeline["external"][device] == UNTRACED) & (launch[device] == NONE)
+    counts = timeline.columns.get("count")
+    is_sum = np.zeros(len(device), bool) if counts is None else counts[device] != NONE  # of many launches: in no order
+    untraced = is_sum | (timeline["external"][device] == UNTRACED) & (launch[device] == NONE)
     twin = np.full(len(timeline), NONE, np.int64)
     twin[device[~untraced]] = device[~untraced]
     if not untraced.any():
         known = twin != NONE
         return LaunchAlignment(twin=twin, repeats=device[:0], is_same=known, in_order=known, lanes=())
     name, exact = _name_launches(timeline, device)
-    lanes = tuple(_split_lanes(timeline, device))
+    lanes = tuple(_split_lanes(timeline, device[~is_sum]))
     is_untraced = np.zeros(len(timeline), bool)
     is_untraced[device] = untraced
     for lane in lanes:
