@@ -73,7 +73,7 @@ FLAGS = {
     },
     "calibrate": {"--device", "--seconds", "--force", "--json", "--dry-run", "--out"},
     "predict": {
-        "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--burst",
+        "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--state",
         "--top", "--json", "--html", "--no-opportunities", "--serve", "--prompt", "--generate", "--tp", "--ep",
         "--engine", "--max-tpot", "--max-ttft", "--power-curve",
     },

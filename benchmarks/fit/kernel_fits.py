@@ -6,6 +6,7 @@ itself; seconds are compared after the power limit has stretched them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,7 +142,7 @@ GEMM_START: dict[str, tuple[float, float, float]] = {  # start, low, high
     "vector.tile_cost": (1.0, 0.01, 12), "vector.tile_cycles": (3000, 0, 20000), "vector.split_cycles": (9000, 0, 40000),
     "vector.tile_shown": (0.8, 0.0, 1.0), "misaligned_exponent": (1.0, 0.2, 2.0), "overlap": (0.45, 0.0, 0.9), "cache_kept": (0.5, 0.4, 0.8), "cache_spill": (0.5, 0.2, 0.8), "bandwidth": (0.9, 0.7, 0.97),
     "cache_bytes_per_cycle": (22, 18.5, 60), "exponent": (1.75, 1.1, 6), "misaligned_flops_per_cycle": (390, 100, 1000),
-    "switching_vllm": (0.85, 0.4, 1.1), "fp8_block_us": (2.5, 0.0, 20.0), "fp8_block_bytes": (3, 0, 12),
+    "switching_vllm": (0.85, 0.4, 1.1), "cast.fp8_block.us": (2.5, 0.0, 20.0), "cast.fp8_block.bytes": (3, 0, 12),
 }  # fmt: skip
 EFFICIENCIES = ("bf16", "fp16", "tf32", "fp8", "fp8_block", "fp32")
 
@@ -174,7 +175,7 @@ def gemm_predicted_s(
     found = capped_s(power, t, np.where(vllm, c["switching_vllm"], 1.0))
     found = np.where([row.in_situ for row in rows], seconds, found)
     if precision == "fp8_block":
-        found = np.maximum(found, np.where(vllm, gemm.host_floor_s(c, np.array([r.args["m"] for r in rows])), 0.0))
+        found = np.maximum(found, gemm.host_floor_s(c, products(rows)))
     return found
 
 
@@ -182,7 +183,7 @@ def fit_gemm(rows: Sequence[Row], power: dict[str, Any], start: dict[str, Any]) 
     """Constants of the formula by least squares on the logarithm of capped seconds."""
     names = [*GEMM_START, *(f"efficiency.{p}" for p in EFFICIENCIES)]
     bounds = [*(GEMM_START[name][1:] for name in GEMM_START), *((0.4, 1.0) for _ in EFFICIENCIES)]
-    x0 = [start[n.partition(".")[0]][n.partition(".")[2]] if "." in n else start[n] for n in names]
+    x0 = [functools.reduce(lambda table, key: table[key], n.split("."), start) for n in names]
     low, high = np.array(bounds, float).T
     x0 = np.clip(np.array(x0, float), low + 1e-6 * (high - low), high - 1e-6 * (high - low))
     groups = _of_one_kind(rows)
@@ -206,12 +207,13 @@ def fit_gemm(rows: Sequence[Row], power: dict[str, Any], start: dict[str, Any]) 
 def gemm_constants(names: Sequence[str], x: np.ndarray) -> dict[str, Any]:
     c: dict[str, Any] = {}
     for name, value in zip(names, x, strict=True):
-        table, _, entry = name.rpartition(".")
-        (c.setdefault(table, {}) if table else c)[entry] = float(value)
+        *tables, entry = name.split(".")
+        functools.reduce(lambda table, key: table.setdefault(key, {}), tables, c)[entry] = float(value)
     e = c["efficiency"]
     # Not measured: int8 as fp8; other small formats likewise; fp64 on matrix units as tf32.
     e |= {"int8": e["fp8"], "fp6": e["fp8"], "fp4": e["fp8"], "int4": e["fp8"], "fp64": e["tf32"]}
-    return c | {"tile_exponent": 6.0, "fp8_block_floor_s": FLOORS, "flops_per_cycle": _per_cycle()}
+    c["cast"]["fp8_block"]["row_cycles"] = 0.0
+    return c | {"tile_exponent": 6.0, "host_floor_s": FLOORS, "tiles": {}, "flops_per_cycle": _per_cycle()}
 
 
 def _per_cycle() -> dict[str, float]:
@@ -221,7 +223,7 @@ def _per_cycle() -> dict[str, float]:
 
 
 # Medians of the public rows that the device cannot explain (each class within 1%): host time of vLLM's fp8 path.
-FLOORS = [5.2e-5, 7.48e-5, 8.4e-5]
+FLOORS = {"fp8_block": [5.2e-5, 7.48e-5, 8.4e-5, 8.4e-5]}
 
 
 def _of_one_kind(rows: Sequence[Row]) -> list[list[Row]]:
@@ -241,24 +243,27 @@ def fit_trees(
     weight: np.ndarray | None = None,
     *,
     rounds: int = 200,
+    depth: int = DEPTH,
     rate: float = 0.25,
     leaf: int = 10,
     alpha: float = 0.1,
+    digits: int = 6,
 ) -> dict[str, Any]:
     """Boosted trees on the logarithm of measured over predicted, laid out as `kernel_time.Trees` reads them."""
     import lightgbm
 
     params = {
-        "objective": "huber", "alpha": alpha, "learning_rate": rate, "max_depth": DEPTH, "num_leaves": 2**DEPTH, "verbose": -1,
+        "objective": "huber", "alpha": alpha, "learning_rate": rate, "max_depth": depth, "num_leaves": 2**depth, "verbose": -1,
         "min_data_in_leaf": leaf, "min_data_in_bin": 1, "lambda_l2": 2.0, "bagging_fraction": 0.8, "bagging_freq": 1, "feature_fraction": 0.7,
         "seed": 1, "num_threads": 1, "deterministic": True,
     }  # fmt: skip
     booster = lightgbm.train(params, lightgbm.Dataset(x, y, weight=weight), num_boost_round=rounds)
-    inner = 2**DEPTH - 1
+    inner = 2**depth - 1
     split, threshold, leaves = [], [], []
     for tree in booster.dump_model()["tree_info"]:
         s, h, v = [0] * inner, [0.0] * inner, [0.0] * (inner + 1)
         _lay_out(tree["tree_structure"], 0, s, h, v)
+        h = [float(f"{limit:.{digits}g}") for limit in h]
         split.append(s)
         threshold.append(h)
         leaves.append(v)
@@ -274,7 +279,7 @@ def _lay_out(node: dict[str, Any], at: int, split: list[int], threshold: list[fl
         for child in (2 * at + 1, 2 * at + 2):
             _lay_out(node, child, split, threshold, leaf)
     else:
-        split[at], threshold[at] = node["split_feature"], float(f"{node['threshold']:.6g}")
+        split[at], threshold[at] = node["split_feature"], node["threshold"]
         _lay_out(node["left_child"], 2 * at + 1, split, threshold, leaf)
         _lay_out(node["right_child"], 2 * at + 2, split, threshold, leaf)
 
@@ -304,7 +309,7 @@ def gemm_residual(
         x = gemm.features(of, f)
         keep = np.ones(len(members), bool)
         if precision == "fp8_block":
-            keep = torch | (measured > 1.06 * gemm.host_floor_s(c, of.m))
+            keep = torch | (measured > 1.06 * gemm.host_floor_s(c, of))
         xs.append(x[keep])
         ys.append(np.log(measured / gemm_predicted_s(c, power, members, f))[keep])
         ws.append(np.where(torch, 2.0, 1.0)[keep])
@@ -322,6 +327,13 @@ ATTENTION_START: dict[str, tuple[float, float, float]] = {  # start, low, high
 TORCH_ONLY: dict[str, tuple[float, float, float]] = {
     "vector_efficiency": (0.5, 0.1, 1.0), "backward": (0.6, 0.2, 1.2), "backward_us": (8.0, 2.0, 30.0), "mask_factor": (2.0, 1.0, 6.0),
 }  # fmt: skip
+
+
+# FLOPs of one SM of the H200 in a cycle, 16-bit; FlashAttention-3 packs heads into a block, cuDNN for one query only.
+FIXED: dict[str, dict[str, Any]] = {
+    "torch": {"flops_per_cycle": 4096.0, "packing": "single"},
+    "vllm": {"flops_per_cycle": 4096.0, "packing": "always"},
+}
 
 
 def calls(rows: Sequence[Row], *, backward: bool = False) -> attention.AttentionCall:
@@ -378,7 +390,7 @@ def fit_attention(rows: Sequence[Row], power: dict[str, Any], source: str, switc
     stiffness = 0.15 if source == "torch" else 0.0
 
     def errors(x: np.ndarray) -> np.ndarray:
-        c = {**{n: v[0] for n, v in TORCH_ONLY.items()}, **dict(zip(names, x, strict=True)), "flops_per_cycle": 4096.0}
+        c = {**{n: v[0] for n, v in TORCH_ONLY.items()}, **dict(zip(names, x, strict=True)), **FIXED[source]}
         found = [
             np.log(
                 attention_predicted_s(c, power, source, members, switching) / np.array([row.seconds for row in members])
@@ -392,7 +404,7 @@ def fit_attention(rows: Sequence[Row], power: dict[str, Any], source: str, switc
         errors, x0, bounds=(low, high), loss="soft_l1", f_scale=0.1, x_scale=scale, diff_step=2e-3, max_nfev=40
     )
     constants = {**{n: v[0] for n, v in TORCH_ONLY.items()}, **dict(zip(names, result.x.tolist(), strict=True))}
-    return constants | {"flops_per_cycle": 4096.0}  # 16-bit, one SM of the H200
+    return constants | FIXED[source]
 
 
 def gemm_start() -> tuple[list[str], np.ndarray]:

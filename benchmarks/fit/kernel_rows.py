@@ -8,11 +8,12 @@ shape is on the same side in every file and in every run: 60% fit, 20% developme
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ MODELS = ROOT / "benchmarks" / "data" / "h200_dev_models.jsonl.gz"
 class Row:
     """One measured kernel: what it computed (`args` of the model's function), how long, and the joules if trusted."""
 
-    kind: str  # "gemm", "attention", "stream"
+    kind: str  # "gemm", "attention", "moe", "stream"
     device: str
     source: str  # "torch" or "vllm"
     args: dict[str, Any] = field(hash=False)
@@ -37,6 +38,8 @@ class Row:
     clock_hz: float | None = None
     group: str = ""
     in_situ: bool = False  # a kernel's own duration within a running model, without the gap to the next one
+    public_w: float | None = None  # NVML's average over a second, of public timings that last long enough for it
+    limit_w: float | None = None
 
     @property
     def split(self) -> str:
@@ -57,14 +60,29 @@ def load(shared: Path) -> tuple[list[Row], list[str]]:
         rows += _in_situ()
     else:
         missing.append(str(TRACES))
-    for name, read in (("gemm", _public_gemm), ("context_attention", _prefill), ("generation_attention", _decode)):
-        for device in ("h200", "a100"):
-            path = shared / "public_kernels" / f"{device}_sxm_{name}.csv.gz"
-            if path.exists():
-                rows += [read(device, record) for record in _table(path)]
-            else:
-                missing.append(str(path))
-    return rows, missing
+    found = sorted((shared / "public_kernels").glob("*.csv.gz"))
+    if not found:
+        missing.append(str(shared / "public_kernels"))
+    return rows + [row for path in found for row in read_public(path)], missing
+
+
+def read_public(path: Path) -> list[Row]:
+    """The rows of one table of aiconfigurator's form; the chip is what its `device` column says."""
+    rows = []
+    for r in _table(path):
+        row = _READERS[r["op_name"]](_catalogue_id(r["device"]), r)
+        power_w, limit_w = float(r.get("power") or 0), float(r.get("power_limit") or 0)
+        # An average over a second says nothing about kernels that ran for less than that with their loop.
+        trusted = power_w > 0 and row.seconds >= 1e-4
+        rows.append(replace(row, joules=None, public_w=power_w if trusted else None, limit_w=limit_w or None))
+    return rows
+
+
+@functools.cache
+def _catalogue_id(name: str) -> str:
+    from tessera.hardware import lookup
+
+    return lookup(name.lower()).id
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -141,8 +159,11 @@ def _stream(r: dict[str, Any], common: dict[str, Any]) -> Row | None:
     return Row(kind="stream", args=args, group=f"{name}x{n}", **common)
 
 
+_PUBLIC_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "fp4"}
+
+
 def _public_gemm(device: str, r: dict[str, str]) -> Row:
-    precision = {"bfloat16": "bf16", "fp8_block": "fp8_block"}[r["gemm_dtype"]]
+    precision = _PUBLIC_DTYPES[r["gemm_dtype"]]
     shape = {"m": int(r["m"]), "n": int(r["n"]), "k": int(r["k"]), "batch": 1, "precision": precision}
     group = f"{r['n']}x{r['k']}"
     return Row(kind="gemm", device=device, source="vllm", args=shape, seconds=float(r["latency"]) * 1e-3, group=group)
@@ -169,6 +190,26 @@ def _prefill(device: str, r: dict[str, str]) -> Row:
 def _decode(device: str, r: dict[str, str]) -> Row:
     return _public_attention(device, r, 1, int(r["step"]) + 1, False)
 
+
+def _public_moe(device: str, r: dict[str, str]) -> Row:
+    """Fused experts on one rank of `moe_ep_size`, whose experts are divided by width among `moe_tp_size`."""
+    names = ("hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
+    hidden, inter, topk, experts, tp, ranks = (int(r[name]) for name in names)
+    args = {
+        "tokens": int(r["num_tokens"]), "hidden": hidden, "width": inter // tp, "topk": topk, "experts": experts, "ranks": ranks,
+        "skew": float(r["distribution"].removeprefix("power_law_")) if r["distribution"] != "balanced" else 0.0,
+        "precision": _PUBLIC_DTYPES[r["moe_dtype"]],
+    }  # fmt: skip
+    group = "x".join(r[name] for name in names)
+    return Row(kind="moe", device=device, source="vllm", args=args, seconds=float(r["latency"]) * 1e-3, group=group)
+
+
+_READERS = {
+    "gemm": _public_gemm,
+    "context_attention": _prefill,
+    "generation_attention": _decode,
+    "moe": _public_moe,
+}
 
 _DTYPES = {"c10::BFloat16": "bf16", "float": "fp32", "c10::Half": "fp16"}
 
@@ -248,6 +289,19 @@ def _in_situ_attention(name: str, op: list[Any], common: dict[str, Any]) -> Row 
         "mask": not backward and bool(dims[3]),
     }  # fmt: skip
     return Row(kind="attention", args=args, group=f"{batch}x{heads}x{q_len}x{d}", **common)
+
+
+def kernel_of(row: Row) -> Any:
+    """The `KernelTime` of a public row at full clock."""
+    from tessera.estimate.attention import attention_time
+    from tessera.estimate.gemm import gemm_time
+    from tessera.estimate.moe import moe_time
+    from tessera.hardware import lookup
+
+    device = lookup(row.device)
+    if row.kind == "moe":
+        return moe_time(device, **row.args)
+    return (gemm_time if row.kind == "gemm" else attention_time)(device, **row.args, source=row.source)
 
 
 def predict(row: Row) -> tuple[float, float, float, float]:

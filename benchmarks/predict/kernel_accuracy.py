@@ -30,9 +30,9 @@ NOTE = (
     "The final split was first read with products' joules at 18.1% and attention in models at 23.4%, and its rows looked at. "
     "Three changes followed, which rows of the fit split support too: 64-key steps of fp32 attention, watts of small tiles, "
     "wider intervals where rows are few. These are the figures after them. Raw torch attention rows of every split were seen "
-    "when the formula's key step was chosen. No constant was fitted on A100 rows, but rules for chips before Hopper (no "
-    "overlap of the last wave, products and exponentials in turn, half of a launch by clock, joules by process) were chosen "
-    "with the A100's fit and development splits in sight, and its interval's width is from the latter."
+    "when the formula's key step was chosen. Rules for chips before Hopper (no overlap of the last wave, products and "
+    "exponentials in turn, half of a launch by clock, joules by process) were chosen with the A100's fit and development "
+    "splits in sight. Other chips: public_kernels.py."
 )
 RESULT = ROOT / "benchmarks" / "results" / "kernel_accuracy.json"
 
@@ -105,7 +105,6 @@ def accuracy(rows: list[Row]) -> dict[str, Any]:
         )
         lines[f"{kind} seconds, H200, torch in models"] = [r for r in h200 if r.in_situ], seconds
         lines[f"{kind} joules, H200, torch alone"] = [r for r in h200 if r.joules], joules
-        lines[f"{kind} seconds, A100 from its datasheet"] = [r for r in some if r.device == "a100"], seconds
     return {name: figures(members, of) for name, (members, of) in lines.items() if members}
 
 

@@ -288,7 +288,8 @@ class Prediction:
     """What a predicted report knows beside its joules: for which chip and how, what bounds it, and how sure it is.
 
     `clock` is relative to the boost clock (below 1 where the power limit holds it down), `bound` what the time is
-    spent on ("host", "compute", "memory", "overhead", "power"). `hbm_bytes` cross device memory in one iteration of
+    spent on ("host", "compute", "memory", "overhead", "power"), `state` "sustained" under the power limit or "burst" at
+    the boost clock. `hbm_bytes` cross device memory in one iteration of
     many: 0 where all that it touches stays in the last-level cache. `parameters` are those of the model's modules.
     `mfu` (model FLOPs utilisation) is `flops` over the time at the dense peak of the format most of them run in; None
     where there are none. `provenance` says for each part whether it is a datasheet's figure, calibrated on a
@@ -316,6 +317,7 @@ class Prediction:
     memory_capacity_bytes: int | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
+    state: str = "sustained"
     again: Callable[..., EnergyReport] | None = None
 
     def __repr__(self) -> str:

@@ -102,7 +102,7 @@ def test_html_is_written_and_said(own: str, tmp_path: Path, capsys: pytest.Captu
 
 
 def test_training_counts_steps(own: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--mode", "train", "--optimizer", "adamw", "--launch", "graph", "--burst", "--no-opportunities")
+    options = ("--mode", "train", "--optimizer", "adamw", "--launch", "graph", "--state", "burst", "--no-opportunities")
     assert predicted(f"{own}:make", *options) == 0
     out = capsys.readouterr().out
     assert "per step" in out

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tessera.errors import ArgumentError, PredictionError
 from tessera.estimate.attention import attention_time, count_pairs
+from tessera.estimate.chip_fits import find_fit
 from tessera.estimate.gemm import gemm_time
-from tessera.estimate.kernel_time import ELEMENT_BYTES, KernelTime, chip
+from tessera.estimate.kernel_time import ELEMENT_BYTES, FITTED, KernelTime, chip
 from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.hardware import catalogue, lookup
 
@@ -67,8 +68,9 @@ def test_doubling_a_dimension_never_saves_time(m: int, n: int, k: int, which: in
     doubled = [m, n, k]
     doubled[which] *= 2
     before, after = gemm_time(device, m, n, k, 1, p).seconds, gemm_time(device, *doubled, 1, p).seconds
-    # On the calibrated H200 the residual follows what was measured, which is not monotone to the last tenth.
-    assert after >= before * (0.8 if chip(device).calibrated else 1 - 1e-9)
+    # Where a correction was learned it follows what was measured, which is not monotone to the last tenth.
+    learned = chip(device).calibrated or (p == "bf16" and find_fit(chip(device), "gemm", "bf16") is not None)
+    assert after >= before * (0.75 if learned else 1 - 1e-9)
 
 
 @few
@@ -259,7 +261,7 @@ def test_every_device_is_predicted(device) -> None:
         sound(kernel)
         assert model.estimate(DeviceWork.of(kernel)).power_w <= model.limit_w * (1 + 1e-6)
         native = device.peak(precision) is not None
-        calibrated = chip(device).calibrated
+        calibrated = chip(device).calibrated or chip(device).fitted is not None
         assert kernel.relative_error >= (0.02 if calibrated else 0.2 if native else 0.3)
     sound(attention_time(device, 2, 8, 8, 512, 512, 64, True, "fp16"))
 
@@ -281,11 +283,13 @@ def test_operating_points_scale() -> None:
 
 def test_the_data_files_say_where_they_come_from_and_stay_small() -> None:
     total = 0
-    for name in ("power", "gemm", "attention"):
-        text = (resources.files("tessera.estimate") / "data" / f"h200_{name}.json").read_text(encoding="utf-8")
+    scripts = {f"h200_{name}": "fit_kernels.py" for name in ("power", "gemm", "attention")}
+    scripts |= {f"{name}_kernels": "fit_chips.py" for name in (*FITTED, "other")}
+    for name, script in scripts.items():
+        text = (resources.files("tessera.estimate") / "data" / f"{name}.json").read_text(encoding="utf-8")
         total += len(text)
-        assert "fit_kernels.py" in json.loads(text)["provenance"]
-    assert total < 400_000
+        assert script in json.loads(text)["provenance"]
+    assert total < 700_000
 
 
 def test_every_precision_has_a_size() -> None:

@@ -35,7 +35,7 @@ def test_a_clock_holds() -> None:
     assert slow.prediction.clock == pytest.approx(1200 / 1980)
     assert slow.total.time_s > own.total.time_s
     assert slow.total.energy_j < own.total.energy_j
-    burst = tessera.predict(model, x, on="h200@1200MHz", launch="graph", burst=True)
+    burst = tessera.predict(model, x, on="h200@1200MHz", launch="graph", state="burst")
     assert burst.prediction.clock == pytest.approx(1200 / 1980)
 
 

@@ -98,7 +98,7 @@ def test_eager_pays_the_host_and_a_graph_does_not():
 def test_a_power_limit_lowers_the_clock_not_the_physics():
     a, b = (torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta") for _ in range(2))
     sustained = tessera.predict(lambda: a @ b, launch="graph")
-    burst = tessera.predict(lambda: a @ b, launch="graph", burst=True)
+    burst = tessera.predict(lambda: a @ b, launch="graph", state="burst")
     assert sustained.average_power_w <= lookup("h200").tdp_w.value
     assert sustained.prediction.clock < 1.0
     assert burst.prediction.clock == 1.0 and burst.total_latency_s < sustained.total_latency_s

@@ -95,7 +95,7 @@ def _parse_numbers(separator: str, example: str) -> Callable[..., tuple[int, ...
     "--input", "shape", callback=_parse_numbers("x", "3x224x224"), metavar="SHAPE", help="Shape of one sample."
 )
 @click.option("--seq", type=click.IntRange(min=1), help="Tokens in one sequence. [default: 128]")
-@click.option("--burst", is_flag=True, help="The first moments at the boost clock, not the sustained state.")
+@choice_option("--state", ["sustained", "burst"], "Under the power limit, or the first moments at the boost clock.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="How many consumers to list.")
 @json_option
 @click.option("--html", type=FILE, help="Write a self-contained page to this file.")
@@ -112,7 +112,7 @@ def command(
     optimizer: str,
     shape: tuple[int, ...] | None,
     seq: int | None,
-    burst: bool,
+    state: str,
     top: int,
     as_json: bool,
     html: Path | None,
@@ -161,7 +161,7 @@ def command(
     loaded = load_model(model, InputShape(input=shape, seq=seq), training=mode == "train")
     if loaded.note:
         print(remove_controls(f"note: {loaded.note}"), file=sys.stderr)
-    options = {"mode": mode, "launch": launch, "optimizer": optimizer, "burst": burst}
+    options = {"mode": mode, "launch": launch, "optimizer": optimizer, "state": state}
     if len(devices) * len(precisions or (1,)) * len(batches or (1,)) == 1:
         one = {"on": devices[0], "precision": (precisions or (None,))[0], "batch": (batches or (None,))[0]}
         return _predict_one(loaded, {**options, **one}, top, as_json, html, opportunities=not no_opportunities)

@@ -22,7 +22,7 @@ _REFUSED = {
     "optimizer": "--optimizer",
     "shape": "--input",
     "seq": "--seq",
-    "burst": "--burst",
+    "state": "--state",
 }
 _NAMES = ("prompt", "generate", "tp", "ep", "engine", "max_tpot_s", "max_ttft_s")
 

@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from ..schema import EnergyDescriptor as EnergyDescriptor
     from ..schema import EnergyReport as EnergyReport
     from ..serving.estimate import estimate_serving as serving  # noqa: F401
+    from .attention import attention_time as attention_time
     from .concurrency import ConcurrencyAnalyzer as ConcurrencyAnalyzer
     from .concurrency import ConcurrencyReport as ConcurrencyReport
     from .energy import EnergyAnalyzer as EnergyAnalyzer
+    from .gemm import gemm_time as gemm_time
     from .host import HostModel as HostModel
     from .memory import MemoryEstimator as MemoryEstimator
     from .memory import MemoryReport as MemoryReport
+    from .moe import moe_time as moe_time
     from .ops import Precision as Precision
     from .predict import predict as predict
     from .roofline import RooflineAnalyzer as RooflineAnalyzer
@@ -42,10 +45,13 @@ if TYPE_CHECKING:
 _NAMES = {
     "..graph.partition": ("GraphPartitioner", "PartitionReport", "Subgraph"),
     "..schema": ("EnergyDescriptor", "EnergyReport"),
+    ".attention": ("attention_time",),
     ".concurrency": ("ConcurrencyAnalyzer", "ConcurrencyReport"),
     ".energy": ("EnergyAnalyzer",),
+    ".gemm": ("gemm_time",),
     ".host": ("HostModel",),
     ".memory": ("MemoryEstimator", "MemoryReport"),
+    ".moe": ("moe_time",),
     ".ops": ("Precision",),
     ".predict": ("predict",),
     ".roofline": ("RooflineAnalyzer", "RooflineReport"),

@@ -4,7 +4,8 @@ One block holds a tile of queries (grouped query heads are packed into it) and w
 costs the matrix products and the exponentials, whichever is slower; blocks run in waves over the SMs; with few blocks
 the keys are split and merged. Keys and values come at the achieved bandwidth. Rates are per SM and cycle, so that the
 H200's constants carry over to another chip. PyTorch's kernels ("torch": SDPA under graph replay) and vLLM's ("vllm":
-paged FlashAttention) have constants of their own. `benchmarks/fit/fit_kernels.py` fits them.
+paged FlashAttention) have constants of their own, vLLM's also those of other chips (chip_fits.py).
+`benchmarks/fit/fit_kernels.py` and `fit_chips.py` fit them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import numpy as np
 from ..device import Device
 from ..errors import ArgumentError
 from ..joules import Floats
+from .chip_fits import KernelFit, find_fit
 from .kernel_time import (
     ELEMENT_BYTES,
     Chip,
     KernelTime,
+    LearnedCorrection,
     Trees,
     chip,
     find_correction,
@@ -31,6 +34,7 @@ from .kernel_time import (
     stack_columns,
 )
 
+_DATA = "h200_attention.json"
 _SPLITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], float)
 _VECTOR_KEYS = 64.0  # fmha_cutlassF_f32_aligned_64x64: the tile of PyTorch's fp32 kernels
 _KEYS = 128.0  # keys of one step: sequences of 16, 64 and 128 take the same time per block
@@ -102,25 +106,33 @@ def attention_time(
 
 @functools.lru_cache(maxsize=65536)
 def _attention(of: Chip, call: AttentionCall, hbm_bytes: float | None) -> KernelTime:
-    data = load_fit("h200_attention.json")
+    constants, fit = find_constants(of, call)
 
     def parts_on(chip: Chip) -> dict[str, Floats]:
-        return formula(data["constants"][call.source], chip, call, hbm_bytes)
+        return formula(constants, chip, call, hbm_bytes)
 
     parts = parts_on(of)
     t = {name: float(value) for name, value in parts.items()}
-    factor, provenance, correction = 1.0, "tile model of attention, H200 constants carried over by datasheet", None
-    if not call.backward:  # no correction was learned for it
+    factor, source, learned = 1.0, "H200 constants carried over by datasheet", None
+    if fit is not None:
+        source = fit.provenance
+        # Learned from loops that leave out of the cache what they always do: by shape, whatever comes from it here.
+        usual = formula(constants, of, call)
+        learned = None if fit.trees is None else LearnedCorrection(fit.trees(features(call, usual))[0], fit.chip)
+    elif not call.backward:  # no correction was learned for it
         trees = _trees(call.source)
-        correction = find_correction(of, trees, lambda on: features(call, parts if on is of else parts_on(on)))
-    if correction is not None:
-        factor = float(np.exp(correction.log))
-        provenance = f"tile model of attention with residual, fitted on {correction.chips}"
+        learned = find_correction(of, trees, lambda on: features(call, parts if on is of else parts_on(on)))
+        source = source if learned is None else f"with residual, fitted on {learned.chips}"
+    if learned is not None:
         # No correction makes a kernel faster than the chip.
         fastest_s = of.fastest_s(t["flops"], t["hbm_bytes"], call.precision)
-        factor = max(factor, fastest_s / (t["overhead_s"] + t["body_s"]))
+        factor = max(float(np.exp(learned.log)), fastest_s / (t["overhead_s"] + t["body_s"]))
     seconds = (t["overhead_s"] + t["body_s"]) * factor
     unit, native = _rate(of, call.precision)[1:]
+    if fit is None:
+        width = kernel_error(load_fit(_DATA)["interval"], of, native, seconds, call.source)
+    else:
+        width = fit.relative_error(of, seconds, native=native)
     return KernelTime(
         seconds=seconds,
         overhead_s=t["overhead_s"] * factor,
@@ -133,15 +145,35 @@ def _attention(of: Chip, call: AttentionCall, hbm_bytes: float | None) -> Kernel
         vector_flops=t["scores"] * load_fit("h200_power.json")["softmax_flops_per_score"],
         hbm_bytes=t["hbm_bytes"],
         l2_bytes=t["l2_bytes"],
-        relative_error=kernel_error(data["interval"], of, native, seconds, call.source),
-        provenance=provenance,
+        relative_error=width,
+        provenance=f"tile model of attention, {source}",
         activity=min(max(factor, 0.85), 1.15),
     )
 
 
+def find_constants(of: Chip, call: AttentionCall) -> tuple[Mapping[str, Any], KernelFit | None]:
+    """The constants of a call on a chip, and the fit they come from; None: the H200's.
+
+    The public timings are those of vLLM's kernels, forward, in 16 bits.
+    """
+    own = load_fit(_DATA)["constants"][call.source]
+    if call.source != "vllm" or call.backward or call.precision not in ("bf16", "fp16"):
+        return own, None
+    fit = find_fit(of, "attention", name_kernel(call)) or find_fit(of, "attention", name_kernel(call, usual=True))
+    return (own, None) if fit is None else ({**own, **fit.constants}, fit)
+
+
+def name_kernel(call: AttentionCall, *, usual: bool = False) -> str:
+    """What vLLM calls: by phase, format of keys, and whether heads of a usual size have a kernel of their own."""
+    phase = "decode" if call.q_len == 1 and not call.causal else "prefill"
+    narrow = call.kv_precision != call.precision
+    odd = narrow and not usual and call.head_dim not in (64, 128, 256)
+    return f"{phase}.{'fp8' if narrow else 'bf16'}{'.odd' if odd else ''}"
+
+
 @functools.cache
 def _trees(source: str) -> Trees:
-    return Trees.of(load_fit("h200_attention.json")["trees"][source])
+    return Trees.of(load_fit(_DATA)["trees"][source])
 
 
 def _rate(of: Chip, precision: str) -> tuple[float, str, bool]:
@@ -213,9 +245,14 @@ def _compute(c: Mapping[str, Any], of: Chip, call: AttentionCall, pairs: Floats)
     batch, heads, kv_heads, q, kv, d = call.numbers()
     matrix = _rate(of, call.precision)[1].startswith("matrix")
     tile = np.where(d > 256, 64.0, 128.0) if matrix else np.full_like(d, 64.0)
-    # Heads that share keys share a block where that makes fewer blocks, and few blocks split the keys; cuDNN's kernels
-    # do so for a single query only.
-    packs = np.asarray(q == 1) | (call.source == "vllm")
+    # Heads that share keys share a block where that makes fewer blocks, and few blocks split the keys: FlashAttention-3
+    # always, cuDNN and others for a single query, FlashAttention-2 for one that sees all keys and shares them.
+    how = c["packing"]
+    if how == "by library":  # chips before Hopper, and Blackwell for workstations, run FlashAttention-2 in 16 bits
+        how = "always" if of.asynchronous or call.kv_precision != call.precision else "grouped"
+    packs = np.asarray(q == 1) | (how == "always")
+    if how == "grouped":
+        packs = packs & (heads > kv_heads) & np.isinf(np.asarray(call.window))
     blocks = heads * np.ceil(q / tile)
     blocks = batch * np.where(packs, np.minimum(blocks, kv_heads * np.ceil(q * heads / kv_heads / tile)), blocks)
     rows = np.minimum(tile, np.where(q * heads / kv_heads <= 64, 64.0, 128.0))  # a warp group multiplies 64 rows

@@ -126,7 +126,7 @@ def case_of(device: Device, graph: Graph, launch: MeasuredLaunch) -> Calibration
     """A captured program as predicted from the catalogue alone, without any calibration."""
     model, host = OpModel(device), HostModel.of_device(device)
     sustained = estimate(graph, device, model, launch=launch, host=host)
-    burst = estimate(graph, device, model, launch=launch, host=host, burst=True)
+    burst = estimate(graph, device, model, launch=launch, host=host, state="burst")
     own_s = np.array([max(k.seconds, k.clock_s) for k in burst.kernels])
     gaps_s = np.maximum(0.0, burst.solved.device_s - own_s)  # what an iteration adds to its kernels at full clock
     return CalibrationCase(device=device, launch=launch, graph=graph, estimate=sustained, gaps_s=gaps_s)

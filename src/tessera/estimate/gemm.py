@@ -5,8 +5,9 @@
 Tc is the best over tile shapes and split-K factors of waves x (products and operand feed of one tile, plus its
 prologue and epilogue); Tm is device-memory bytes at the achieved bandwidth plus cache bytes at the cache's. SM
 latencies are counted in cycles and rates per SM and cycle, so that constants fitted on the H200 carry over to another
-chip by its SM count, clock, per-SM peak, bandwidth and cache. On the H200 itself a small tree ensemble corrects the
-formula's logarithm. `benchmarks/fit/fit_kernels.py` writes constants and trees.
+chip by its SM count, clock, per-SM peak, bandwidth and cache. Chips with timings have constants of their own
+(chip_fits.py). A small tree ensemble corrects the formula's logarithm. `benchmarks/fit/fit_kernels.py` and
+`fit_chips.py` write constants and trees.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import numpy as np
 from ..device import Device
 from ..errors import ArgumentError
 from ..joules import Floats
+from .chip_fits import KernelFit, find_fit
 from .kernel_time import (
     ELEMENT_BYTES,
     Chip,
     KernelTime,
+    LearnedCorrection,
     Trees,
     chip,
     find_correction,
@@ -48,7 +51,8 @@ _RESIDENT = np.clip(128.0 * 128.0 / (_TM * _TN), 1.0, 8.0)  # blocks that an SM 
 _STEP = 32.0  # elements of k that the shortest pipeline stage holds
 _LAYOUTS = ("nt", "nn", "tn")
 _SOURCES = ("torch", "vllm")
-_MODEL = "tile and wave model"
+_DATA = "h200_gemm.json"
+_FORMATS = ("bf16", "fp8", "fp8_block", "fp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +101,39 @@ def gemm_time(
 
 @functools.lru_cache(maxsize=65536)
 def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None) -> KernelTime:
-    data = load_fit("h200_gemm.json")
+    constants, fit = find_constants(of, p)
 
     def parts_on(chip: Chip) -> dict[str, Floats]:
-        return formula(data["constants"], chip, p, out_bytes, hbm_bytes)
+        return formula(constants, chip, p, out_bytes, hbm_bytes)
 
     parts = parts_on(of)
     t = {name: float(value) for name, value in parts.items()}
-    flops, factor, provenance = (
-        2.0 * p.m * p.n * p.k * p.batch,
-        1.0,
-        f"{_MODEL}, H200 constants carried over by datasheet",
-    )
-    correction = find_correction(of, _trees(), lambda on: features(p, parts if on is of else parts_on(on)))
-    if correction is not None:
-        factor = float(np.exp(correction.log))
-        provenance = f"{_MODEL} with residual, fitted on {correction.chips}"
+    flops, factor = 2.0 * p.m * p.n * p.k * p.batch, 1.0
+    learned: LearnedCorrection | None
+    if fit is None:
+        learned = find_correction(of, _trees(), lambda on: features(p, parts if on is of else parts_on(on)))
+        source = "H200 constants carried over by datasheet"
+        if learned is not None:
+            source = f"with residual, fitted on {learned.chips}"
+    else:
+        # Learned from loops that leave out of the cache what they always do: by shape, whatever comes from it here.
+        usual = formula(constants, of, p, out_bytes)
+        learned = None if fit.trees is None else LearnedCorrection(fit.trees(features(p, usual))[0], fit.chip)
+        source = fit.provenance
+    if learned is not None:
         # No correction makes a kernel faster than the chip.
-        factor = max(factor, of.fastest_s(flops, t["hbm_bytes"], p.precision) / t["body_s"])
-    body, overhead = t["body_s"] * factor, t["overhead_s"]
-    if p.source == "vllm" and p.precision == "fp8_block":
-        overhead = max(overhead, float(host_floor_s(data["constants"], p.m)) - body)
+        factor = max(float(np.exp(learned.log)), of.fastest_s(flops, t["hbm_bytes"], p.precision) / t["body_s"])
+    body, floor_s = t["body_s"] * factor, float(host_floor_s(constants, p))
+    if fit is None:
+        overhead = max(t["overhead_s"], floor_s - body)
+    else:  # corrected with all that the call takes
+        overhead = max(t["overhead_s"], floor_s - t["body_s"]) * factor
     seconds = overhead + body
     unit, native = of.peak(p.precision)[1:]
+    if fit is None:
+        width = kernel_error(load_fit(_DATA)["interval"], of, native, seconds, p.source)
+    else:
+        width = fit.relative_error(of, seconds, native=native)
     return KernelTime(
         seconds=seconds,
         overhead_s=overhead,
@@ -131,15 +145,28 @@ def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None
         unit=unit,
         hbm_bytes=t["hbm_bytes"],
         l2_bytes=t["l2_bytes"],
-        relative_error=kernel_error(data["interval"], of, native, seconds, p.source),
-        provenance=provenance,
+        relative_error=width,
+        provenance=f"tile and wave model, {source}",
         activity=min(max(factor, 0.85), 1.15),
     )
 
 
+def find_constants(of: Chip, p: Product) -> tuple[Mapping[str, Any], KernelFit | None]:
+    """The constants of a product on a chip, and the fit they come from; None: the H200's.
+
+    The public timings are those of vLLM's kernels. Its 16-bit products are torch's.
+    """
+    _, unit, native = of.peak(p.precision)
+    kernel = p.precision if native else unit.partition(".")[2]
+    kernel = "bf16" if kernel == "fp16" else kernel
+    fit = find_fit(of, "gemm", kernel) if p.source == "vllm" or kernel == "bf16" else None
+    own = load_fit(_DATA)["constants"]
+    return (own, None) if fit is None else ({**own, **fit.constants}, fit)
+
+
 @functools.cache
 def _trees() -> Trees:
-    return Trees.of(load_fit("h200_gemm.json")["trees"])
+    return Trees.of(load_fit(_DATA)["trees"])
 
 
 def formula(
@@ -155,10 +182,12 @@ def formula(
     compute_s, load, best = _compute(c, of, p)
     right = size if p.weight_bytes is None else p.weight_bytes
     total = batch * (size * m * k + right * n * k + out * m * n)
-    launch_us = c["launch_us"][p.source]
-    if p.precision == "fp8_block":  # a kernel of its own reads the 16-bit operand and writes it scaled
-        launch_us += c["fp8_block_us"]
-        total = total + c["fp8_block_bytes"] * batch * m * k
+    overhead_s = c["launch_us"][p.source] * 1e-6 * of.launch_factor + 0.0 * m
+    cast = c["cast"].get(p.precision) if p.source == "vllm" or p.precision == "fp8_block" else None
+    if cast is not None:  # a kernel of its own reads the 16-bit operand, row by row, and writes it scaled
+        rows_s = batch * m * cast["row_cycles"] / (of.units * of.clock_hz)
+        overhead_s = overhead_s + cast["us"] * 1e-6 * of.launch_factor + rows_s
+        total = total + cast["bytes"] * batch * m * k
     hbm = total * np.clip((total / of.cache_bytes - c["cache_kept"]) / c["cache_spill"], 0.0, 1.0)
     if hbm_bytes is not None:
         hbm = np.where(np.isnan(hbm_bytes), hbm, hbm_bytes)
@@ -176,7 +205,7 @@ def formula(
     filled = filled * np.minimum(1.0, held / 8192.0) ** 0.25
     return {
         "body_s": body_s,
-        "overhead_s": np.asarray(launch_us * 1e-6 * of.launch_factor),
+        "overhead_s": overhead_s,
         "compute_s": compute_s,
         "memory_s": memory_s,
         "clock_s": body_s * (1.0 - hbm_s / memory_s * memory_s**exponent / whole),
@@ -216,6 +245,9 @@ def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats
     merge_s = own["split_cycles"] / of.clock_hz + 4.0 * _SPLIT * m * n * batch / cache_rate
     all_s = waves * tile_s + shown_s + np.where(_SPLIT > 1, merge_s, 0.0)
     refused = ((_SPLIT > 1) & (depth < 128.0)) | (_VECTOR & ((_TM > 1) | (m > 1)) & ((_TN > 1) | (n > 1)))
+    if p.source == "vllm" and p.precision in c["tiles"]:  # its quantised kernels have few tiles, and do not divide k
+        narrowest, most_split = c["tiles"][p.precision]
+        refused = refused | (np.minimum(_TM, _TN) < narrowest) | (most_split < _SPLIT)
     all_s = np.where(refused, np.inf, all_s)
     best = np.argmin(all_s, axis=-1)
     taken = best[..., None]
@@ -253,10 +285,22 @@ def _misaligned_rate(c: Mapping[str, Any], of: Chip, size: float, n: Floats, k: 
     return np.where(piece < whole, slow, np.inf)
 
 
-def host_floor_s(constants: Mapping[str, Any], m: Any) -> Any:
-    """Seconds under which vLLM's block-scaled fp8 call does not go: its host work, by how m is padded."""
-    low, even, odd = constants["fp8_block_floor_s"]
-    return np.where(np.asarray(m) < 64, low, np.where(np.asarray(m) % 4 == 0, even, odd))
+def host_floor_s(constants: Mapping[str, Any], p: Product) -> Any:
+    """Seconds under which a call of vLLM does not go: the host work of block-scaled fp8.
+
+    By how m is padded, and longer where n or k does not divide into blocks, for which another kernel is called.
+    """
+    if p.source != "vllm" or p.precision not in constants["host_floor_s"]:
+        return 0.0
+    m, n, k = (np.asarray(value) for value in (p.m, p.n, p.k))
+    low, even, odd, unaligned = constants["host_floor_s"][p.precision]
+    whole = np.where(m < 64, low, np.where(m % 4 == 0, even, odd))
+    return np.where((n % 64 == 0) & (k % 128 == 0), whole, unaligned)
+
+
+def _log_alignment(size: Floats) -> Any:
+    """The logarithm of the largest power of two that divides a size, up to 512."""
+    return np.log2(np.gcd(size.astype(np.int64), 512))
 
 
 def features(p: Product, t: Mapping[str, Floats]) -> Floats:
@@ -268,5 +312,7 @@ def features(p: Product, t: Mapping[str, Floats]) -> Floats:
         *(log_m, log_n, log_k, log_batch, ELEMENT_BYTES[p.precision], p.source == "vllm", np.log2(t["body_s"])),
         *(np.log2(t["compute_s"] / t["memory_s"]), np.log2(load), load / np.ceil(load), np.log2(t["tile"])),
         *(np.log2(t["split"]), m % 8 == 0, log_out, log_out + log_k, _LAYOUTS.index(p.layout), p.precision == "fp32"),
+        _FORMATS.index(p.precision) if p.precision in _FORMATS else 0,
+        *(np.log2(t["overhead_s"] / t["body_s"]), _log_alignment(m), _log_alignment(n), _log_alignment(k)),
     ]
     return stack_columns(columns, len(m))

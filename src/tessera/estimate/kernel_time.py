@@ -3,8 +3,8 @@
 `chip(device)` reduces a `Device` to the plain numbers the kernel models need. A figure that the catalogue lacks is
 filled by a stated rule, named in `Chip.assumed`, and widens the error of everything predicted from it.
 
-The files under `data/` hold fitted constants and tree ensembles. `benchmarks/fit/fit_kernels.py` and `fit_ops.py` write
-them; each file says what it was fitted on and how well it holds on shapes it has not seen.
+The files under `data/` hold fitted constants and tree ensembles. `benchmarks/fit/fit_kernels.py`, `fit_chips.py` and
+`fit_ops.py` write them; each file says what it was fitted on and how well it holds on shapes it has not seen.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ _CACHE_S = 62914560 / 4.8e12
 CALIBRATED = "h200"
 """The device whose constants are fitted; other chips are reached from it by ratios."""
 
+FITTED = ("h100", "b200", "rtx-pro-6000", "a100")
+"""Other chips whose matrix products, attention and experts were fitted (chip_fits.py)."""
+
 _FITTED_ON = (132, 1.98e9, 4.8e12, 62914560)  # SMs, clock, bandwidth, cache of hardware/catalog/h200.toml
 
 
@@ -93,8 +96,10 @@ class Chip:
 
     id: str
     architecture: str
+    capability: str
     nvidia: bool
     calibrated: bool
+    fitted: str | None
     units: int
     clock_hz: float
     bandwidth: float
@@ -115,8 +120,11 @@ class Chip:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether matrix units run beside the threads that feed them, as from Hopper on: kernels then overlap more."""
-        return self.architecture in ("hopper", "blackwell")
+        """Whether matrix units run beside the threads that feed them: kernels then overlap more.
+
+        Those of Hopper and of Blackwell for data centres do; Blackwell's for workstations multiplies as Ampere does.
+        """
+        return self.architecture in ("hopper", "blackwell") and self.capability != "sm120"
 
     def fastest_s(self, flops: float, hbm_bytes: float, precision: str) -> float:
         """The least seconds that the peak at the boost clock and the memory bandwidth allow."""
@@ -213,8 +221,10 @@ def _reduce_to_chip(device: Device) -> Chip:
     return Chip(
         id=device.id,
         architecture=device.architecture or "",
+        capability=device.compute_capability or "",
         nvidia=device.vendor.lower() == "nvidia" and device.kind != "cpu",
         calibrated=_is_fitted_chip(device),
+        fitted=_find_fitted(device),
         units=_units(device, figure(device.units, "units", 132.0)),
         clock_hz=figure(device.clocks.boost_hz, "clocks.boost_hz", 1.98e9),
         bandwidth=bandwidth.value,
@@ -231,6 +241,16 @@ def _is_fitted_chip(device: Device) -> bool:
         return False
     figures = (device.units, device.clocks.boost_hz, device.memory.bandwidth_bytes_per_s, device.caches.l2_bytes)
     return tuple(f.value if f else None for f in figures) == _FITTED_ON
+
+
+def _find_fitted(device: Device) -> str | None:
+    """The name of the chip's own data file, where there is one and a user's file did not change its figures."""
+    name = device.id.partition("@")[0]
+    if name not in FITTED:
+        return None
+    figures = (device.units, device.clocks.boost_hz, device.memory.bandwidth_bytes_per_s, device.caches.l2_bytes)
+    fitted_with = load_fit(f"{name}_kernels.json")["chip"]
+    return name if [f.value if f else None for f in figures] == fitted_with else None
 
 
 def _boost_over_quoted(device: Device) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 Launch = Literal["eager", "graph", "compile"]
+State = Literal["sustained", "burst"]
 
 # Between two kernels of a stream the device idles this long: measured on the H200 as (time - sum of kernels) / kernels
 # of device-bound iterations (benchmarks/data/h200_dev_*): 0.9-1.3 us launched one by one, 0.1-0.4 us in a CUDA graph.
@@ -59,7 +60,7 @@ def predict(
     launch: Launch | None = None,
     optimizer: str | torch.optim.Optimizer = "sgd",
     batch: int | None = None,
-    burst: bool = False,
+    state: State = "sustained",
     host: HostModel | None = None,
     calibration: Calibration | Literal["auto"] | None = "auto",
     check_memory: bool = True,
@@ -71,10 +72,10 @@ def predict(
     keyword arguments, real or meta. `precision` asks "what if": bf16, fp16, fp32 and tf32 cast the model; fp8 and int8
     run its matrix products in that format and keep bf16 between them. `launch="graph"` replays a CUDA graph and needs
     no host time per operator (a CPU has no such graph), `"compile"` fuses as `torch.compile` does: the default for a
-    compiled model, as "eager" is for others. `batch` rescales the first dimension. The sustained steady
-    state is predicted, at the clock that the power limit allows; `burst=True` predicts the first moments, at the boost
-    clock. `calibration="auto"` uses the file that `tessera calibrate` wrote for the chip on this machine, if there is
-    one; None does not.
+    compiled model, as "eager" is for others. `batch` rescales the first dimension. `state` is what
+    is predicted: "sustained", one iteration after another at the clock that the power limit allows, or "burst", the
+    first moments at the boost clock. `calibration="auto"` uses the file that `tessera calibrate` wrote for the chip on
+    this machine, if there is one; None does not.
     """
     device = _find_device(on)
     precision = None if precision is None else precision_name(precision)
@@ -82,6 +83,7 @@ def predict(
         raise ArgumentError(f"batch={batch!r}", fix="batch must be a whole number of samples")
     asked, launch = launch, launch or default_launch(model)
     check_launch(launch)
+    check_state(state)
     model_of = OpModel(device, precision=precision)
     if isinstance(model, Graph):
         graph = _recast_graph(model, inputs, precision, batch)
@@ -95,12 +97,12 @@ def predict(
         graph = store_weights(graph, WEIGHT_ONLY[precision])
     measured = _find_calibration(calibration, device)
     program, pieces = compile_program(graph) if launch == "compile" else (graph, None)
-    solved = estimate(program, device, model_of, launch=launch, burst=burst, host=host, calibration=measured, of=pieces)
+    solved = estimate(program, device, model_of, launch=launch, state=state, host=host, calibration=measured, of=pieces)
     if check_memory:
         _check_memory(graph, device, solved.memory)
 
     def again(**changes: Any) -> EnergyReport:
-        options: dict[str, Any] = {"on": device, "precision": precision, "mode": mode, "launch": launch, "burst": burst}
+        options: dict[str, Any] = {"on": device, "precision": precision, "mode": mode, "launch": launch, "state": state}
         options |= {"optimizer": optimizer, "batch": batch, "host": host, "calibration": calibration, "name": name}
         options["check_memory"] = check_memory
         if "on" in changes and "calibration" not in changes:
@@ -111,7 +113,7 @@ def predict(
     notes = [COMPILED_NOTE] if launch == "compile" and asked is None else []
     notes += [EAGER_NOTE] if launch == "eager" and asked is None and graph.compiled_parts else []
     return build_report(
-        program, device, solved, precision=precision, launch=launch, burst=burst, again=again, notes=notes
+        program, device, solved, precision=precision, launch=launch, state=state, again=again, notes=notes
     )
 
 
@@ -170,6 +172,15 @@ def check_launch(launch: str) -> None:
         )
 
 
+def check_state(state: str) -> None:
+    """Refuse a state that does not exist."""
+    if state not in get_args(State):
+        raise ArgumentError(
+            f"no state {state!r}{did_you_mean(state, get_args(State))}",
+            fix="state='sustained' (under the power limit) or 'burst' (at the boost clock)",
+        )
+
+
 def default_launch(model: Any) -> Launch:
     """As `torch.compile` runs it where that made the model (decided without importing torch), else eager."""
     compiled = hasattr(model, "_torchdynamo_orig_callable") or type(model).__name__ == "OptimizedModule"
@@ -191,7 +202,7 @@ def estimate(
     model: OpModel,
     *,
     launch: Launch = "eager",
-    burst: bool = False,
+    state: State = "sustained",
     host: HostModel | None = None,
     calibration: Calibration | None = None,
     of: PartitionReport | None = None,
@@ -221,7 +232,7 @@ def estimate(
         host = host_of_compiled(host)
     host_s = _host_by_kernel(graph, host) if host is not None else None
     synced = [op.sync or cpu for op in ops] if cpu or any(op.sync for op in ops) else []
-    solved = iteration.solve(host_s, synced=synced, drained=cpu or graph.ends_synchronised, burst=burst)
+    solved = iteration.solve(host_s, synced=synced, drained=cpu or graph.ends_synchronised, burst=state == "burst")
     memory = _quantise_weights(graph, MemoryEstimator(device).estimate(of or graph), model.precision)
     return Estimate(ops=ops, kernels=kernels, solved=solved, power=power, memory=memory, host=host)
 

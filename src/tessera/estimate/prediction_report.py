@@ -48,7 +48,7 @@ def build_report(
     *,
     precision: str | None,
     launch: str,
-    burst: bool,
+    state: str,
     again: Callable[..., EnergyReport],
     notes: Sequence[str] = (),
 ) -> EnergyReport:
@@ -63,12 +63,13 @@ def build_report(
         energy_j=joules, error_j=error_j, time_s=seconds, source=f"predicted for {device.id}", basis="predicted"
     )
     average = float((busy * solved.device_s).sum() / seconds) if seconds else 0.0
-    peak_w, peak_notes = find_peak(solved, estimate.power, measured=chip(device).calibrated, burst=burst)
+    peak_w, peak_notes = find_peak(solved, estimate.power, measured=chip(device).calibrated, burst=state == "burst")
     prediction = Prediction(
         device=device.id,
         precision=precision,
         mode=graph.mode,
         launch=launch,
+        state=state,
         batch=graph.samples,
         error_s=latency_error,
         device_s=float(solved.device_s.sum()),
@@ -98,7 +99,7 @@ def build_report(
         work=_work(graph),
         peak_w=peak_w,
         idle_w=device.idle_w.value if device.idle_w else None,
-        notes=(*notes, *_notes(graph, estimate, device, launch, burst), *peak_notes),
+        notes=(*notes, *_notes(graph, estimate, device, launch, state), *peak_notes),
         descriptors=descriptors,
         prediction=prediction,
     )
@@ -243,11 +244,11 @@ def _note_missing_units(estimate: Estimate, device: Device) -> list[str]:
     return notes
 
 
-def _notes(graph: Graph, estimate: Estimate, device: Device, launch: str, burst: bool) -> tuple[str, ...]:
+def _notes(graph: Graph, estimate: Estimate, device: Device, launch: str, state: str) -> tuple[str, ...]:
     notes = [CPU_NOTE, *([NO_GRAPHS_NOTE] if launch == "graph" else [])] if is_cpu(device) else []
     notes += [f"assumed while capturing: {line}" for line in graph.assumptions]
     notes += [*_note_missing_units(estimate, device), *_note_unmodelled(estimate)]
-    if estimate.solved.clock < 0.98 and not burst:
+    if estimate.solved.clock < 0.98 and state == "sustained":
         set_by = (
             "the clock that was set is"
             if estimate.solved.clock >= estimate.power.most_clock

@@ -20,7 +20,7 @@ from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
 from .ops import QUANTISED, precision_name
 from .power import PowerModel
-from .predict import Launch, check_launch, default_launch, import_capture, predict
+from .predict import Launch, State, check_launch, check_state, default_launch, import_capture, predict
 from .prediction_errors import PredictedCost
 
 Mode = Literal["infer", "train"]
@@ -229,7 +229,7 @@ def sweep(
     mode: Mode = "infer",
     launch: Launch | None = None,
     optimizer: Any = "sgd",
-    burst: bool = False,
+    state: State = "sustained",
     accuracy: Mapping[str | None, float] | None = None,
     progress: Progress | None = None,
     name: str | None = None,
@@ -243,6 +243,7 @@ def sweep(
     """
     launch = launch or default_launch(model)
     check_launch(launch)
+    check_state(state)
     names = [on] if isinstance(on, (str, Device)) else on
     names = [chip for name in names for chip in (list_chips() if name == "all" else [name])]
     chips = {d.id: d for d in (lookup(d) if isinstance(d, str) else d for d in names)}
@@ -270,7 +271,7 @@ def sweep(
             row = dataclasses.replace(row, reason=graph.what)
         else:
             titles.append(graph.name)
-            row = _predict_row(row, graph, chip, launch, burst)
+            row = _predict_row(row, graph, chip, launch, state)
         by_point[chip.id, precision, batch] = row
     if len(failures) == len(points):
         raise failures[0]  # nothing ran at all: the reason is the model, not the combination
@@ -379,11 +380,11 @@ def _combinations(
     return [(b, p, chip) for b in dict.fromkeys(batches) for p in chosen for chip in chips.values()]
 
 
-def _predict_row(row: SweepRow, graph: Graph, chip: Device, launch: Any, burst: bool) -> SweepRow:
+def _predict_row(row: SweepRow, graph: Graph, chip: Device, launch: Any, state: State) -> SweepRow:
     row = dataclasses.replace(row, batch=graph.samples if row.batch is None else row.batch)
     try:
         report = predict(
-            graph, on=chip, precision=row.precision, launch=launch, burst=burst, check_memory=False, name=graph.name
+            graph, on=chip, precision=row.precision, launch=launch, state=state, check_memory=False, name=graph.name
         )
     except TesseraError as e:
         return dataclasses.replace(row, reason=e.what)

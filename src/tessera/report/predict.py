@@ -294,11 +294,12 @@ def chip_name(device: str) -> str:
 
 
 def describe_setting(report: EnergyReport) -> str:
-    """How it runs, in words: "bf16, infer, eager, batch 8"."""
+    """How it runs, in words: "bf16, infer, eager, batch 8, sustained"."""
     of = report.prediction
     if of is None:
         return report.total.source
-    parts = [of.precision or "the model's precision", of.mode, of.launch, f"batch {of.batch}" if of.batch else ""]
+    size = f"batch {of.batch}" if of.batch else ""
+    parts = [of.precision or "the model's precision", of.mode, of.launch, size, of.state]
     return ", ".join(part for part in parts if part)
 
 

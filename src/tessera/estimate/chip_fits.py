@@ -1,0 +1,86 @@
+"""What was fitted on chips other than the H200, and which fit a chip gets: its own, a relative's, or the shared one.
+
+`data/CHIP_kernels.json` has constants of the formulas in gemm.py, attention.py and moe.py for one chip, a small
+correction by trees, and 90% half-widths from shapes that were not fitted. They come from public timings of vLLM's
+kernels: short loops at full clock. `data/other_kernels.json` was fitted on all those chips together, and serves NVIDIA
+GPUs of which there are no timings; its half-widths are those of chips that were left out. `benchmarks/fit/fit_chips.py`
+writes all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .kernel_time import Chip, Trees, load_fit
+
+# By compute capability, the chip with timings that runs the same kernels.
+_RELATIVES = {"sm80": "a100", "sm90": "h100", "sm100": "b200", "sm103": "b200", "sm120": "rtx-pro-6000"}
+_SHARED = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFit:
+    """Constants of one kernel family; `chip` is the chip they were fitted on, `own` whether it is this one."""
+
+    constants: Mapping[str, Any]
+    trees: Trees | None
+    log10_s: tuple[float, ...]
+    half_width: tuple[float, ...]
+    chip: str
+    own: bool
+
+    def relative_error(self, of: Chip, seconds: float, *, native: bool) -> float:
+        """The relative 90% half-width by predicted length; wider for assumed figures and formats the chip lacks."""
+        width = float(np.interp(math.log10(max(seconds, 1e-9)), self.log10_s, self.half_width))
+        return min(0.95, width * 1.15 ** len(of.assumed) * (1.0 if native else 1.5))
+
+    @property
+    def provenance(self) -> str:
+        """Where the constants come from, in words."""
+        if self.own:
+            return f"fitted on public timings of the {self.chip}, full clock"
+        if self.chip == _SHARED:
+            return "constants shared by five chips with public timings, carried over by datasheet"
+        return f"fitted on public timings of the {self.chip}, carried over by datasheet"
+
+
+def find_fit(of: Chip, family: str, kernel: str) -> KernelFit | None:
+    """The fit of a family's kernel ("bf16" of "gemm", "decode.bf16" of "attention") for a chip.
+
+    None where the H200's constants are what is known: on the H200, its relatives, and chips of other vendors.
+    """
+    if not of.nvidia or _is_measured_on_h200(of, family, kernel):
+        return None
+    for name in (of.fitted, _RELATIVES.get(of.capability), _SHARED):
+        if name is not None and (fit := _read_fit(name, family, kernel, name == of.fitted)) is not None:
+            return fit
+    return None
+
+
+def _is_measured_on_h200(of: Chip, family: str, kernel: str) -> bool:
+    hopper = of.capability == "sm90" and of.fitted is None
+    return hopper and (family == "attention" or (family == "gemm" and kernel in ("bf16", "fp8_block")))
+
+
+@functools.cache
+def _read_fit(chip: str, family: str, kernel: str, own: bool) -> KernelFit | None:
+    data: Mapping[str, Any] = load_fit(f"{chip}_kernels.json").get(family, {})
+    if kernel not in data.get("constants", {}):
+        return None
+    # A chip that was not measured is as uncertain as those that were left out.
+    widths = data["interval"] if own else load_fit(f"{_SHARED}_kernels.json")[family]["interval"]
+    table = widths.get(kernel) or widths["any"]
+    return KernelFit(
+        constants=data["constants"][kernel],
+        trees=Trees.of(data["trees"]) if "trees" in data else None,
+        log10_s=tuple(table["log10_s"]),
+        half_width=tuple(table["half_width"]),
+        chip=chip,
+        own=own,
+    )

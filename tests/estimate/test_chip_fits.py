@@ -1,0 +1,159 @@
+"""Fits of chips with public timings: which fit a chip gets, what holds for every shape, a few public kernels."""
+
+import dataclasses
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tessera.device import Device, Figure
+from tessera.errors import ArgumentError, PredictionError
+from tessera.estimate.attention import attention_time
+from tessera.estimate.chip_fits import find_fit
+from tessera.estimate.gemm import gemm_time
+from tessera.estimate.kernel_time import FITTED, KernelTime, chip
+from tessera.estimate.moe import moe_time
+from tessera.hardware import catalogue, lookup
+
+NVIDIA = [d.id for d in catalogue().values() if d.memory.bandwidth_bytes_per_s is not None and chip(d).nvidia]
+few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+formats = st.sampled_from(["bf16", "fp8", "fp8_block", "fp4"])
+
+
+def check(device: Device, kernel: KernelTime) -> None:
+    """No kernel is faster than the chip, and its parts are parts of it."""
+    of = chip(device)
+    assert kernel.seconds >= of.least_s(kernel.flops, kernel.unit) * (1 - 1e-9)
+    assert kernel.seconds >= kernel.hbm_bytes / of.bandwidth * (1 - 1e-9)
+    assert 0 <= kernel.clock_s <= kernel.seconds * (1 + 1e-9)
+    assert 0 <= kernel.overhead_s <= kernel.seconds * (1 + 1e-9)
+    assert 0 <= kernel.busy <= 1
+    assert 0 < kernel.relative_error < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "fitted_on"),
+    [
+        *((name, "bf16", name) for name in FITTED),
+        ("gb200", "bf16", "b200"),
+        ("gb300", "fp4", "b200"),
+        ("rtx-5090", "fp8", "rtx-pro-6000"),
+        ("a30", "bf16", "a100"),
+        ("l40s", "bf16", "other"),
+        ("a100", "fp8", "other"),
+        ("h200", "fp8", "h100"),  # vLLM's fp8 products were not timed on it
+    ],
+)
+def test_a_chip_gets_its_own_fit_or_that_of_its_nearest_relative(name: str, kernel: str, fitted_on: str) -> None:
+    fit = find_fit(chip(lookup(name)), "gemm", kernel)
+    assert fit is not None
+    assert (fit.chip, fit.own) == (fitted_on, fitted_on == name)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("h200", "bf16"), ("gh200", "bf16"), ("mi300x", "bf16"), ("l40s", "fp32")]
+)
+def test_where_the_h200s_constants_are_what_is_known_there_is_no_fit(name: str, kernel: str) -> None:
+    assert find_fit(chip(lookup(name)), "gemm", kernel) is None
+
+
+def test_a_board_with_other_figures_is_not_the_chip_that_was_fitted() -> None:
+    own = lookup("b200")
+    slower = dataclasses.replace(own, units=Figure(value=100.0, source="a test"))
+    assert chip(own).fitted == "b200"
+    assert chip(slower).fitted is None
+    fit = find_fit(chip(slower), "gemm", "bf16")
+    assert fit is not None
+    assert not fit.own
+
+
+def test_a_chip_that_was_not_measured_is_less_certain() -> None:
+    shape = (2048, 4096, 4096)
+    assert gemm_time(lookup("gb200"), *shape).relative_error > gemm_time(lookup("b200"), *shape).relative_error
+    assert "carried over" in gemm_time(lookup("gb200"), *shape).provenance
+    assert "fitted on public timings of the b200" in gemm_time(lookup("b200"), *shape).provenance
+
+
+@few
+@given(
+    name=st.sampled_from(NVIDIA),
+    m=st.integers(1, 40000),
+    n=st.integers(1, 60000),
+    k=st.integers(1, 70000),
+    precision=formats,
+)
+def test_products_of_vllm_are_never_faster_than_the_chip(name: str, m: int, n: int, k: int, precision: str) -> None:
+    device = lookup(name)
+    check(device, gemm_time(device, m, n, k, precision=precision, source="vllm"))
+
+
+@few
+@given(
+    name=st.sampled_from(NVIDIA),
+    batch=st.integers(1, 512),
+    kv_heads=st.sampled_from([1, 2, 8]),
+    group=st.sampled_from([1, 4, 16]),
+    queries=st.sampled_from([1, 16, 1000, 8192]),
+    more=st.sampled_from([0, 512, 30000]),
+    size=st.sampled_from([64, 128, 192, 256]),
+    narrow=st.booleans(),
+    window=st.sampled_from([None, 128]),
+)
+def test_attention_of_vllm_is_never_faster_than_the_chip(
+    name: str, batch, kv_heads, group, queries, more, size, narrow, window
+) -> None:
+    device, heads, keys = lookup(name), kv_heads * group, queries + more
+    options = {"kv_precision": "fp8" if narrow else "bf16", "window": window, "source": "vllm"}
+    check(device, attention_time(device, batch, heads, kv_heads, queries, keys, size, queries > 1, **options))
+
+
+@few
+@given(
+    name=st.sampled_from(NVIDIA),
+    tokens=st.integers(1, 20000),
+    width=st.sampled_from([64, 704, 2048]),
+    experts=st.sampled_from([8, 64, 256]),
+    topk=st.integers(1, 8),
+    ranks=st.sampled_from([1, 4, 8]),
+    skew=st.sampled_from([0.0, 1.01, 1.2]),
+    precision=formats,
+)
+def test_experts_are_never_faster_than_the_chip(
+    name: str, tokens, width, experts, topk, ranks, skew, precision
+) -> None:
+    device = lookup(name)
+    check(device, moe_time(device, tokens, 4096, width, topk, experts, precision, ranks=ranks, skew=skew))
+
+
+# Rows of aiconfigurator's tables (Apache-2.0) that lie well inside the intervals, with the latency in milliseconds.
+@pytest.mark.parametrize(
+    ("name", "shape", "precision", "measured_ms"),
+    [
+        ("a100", (1024, 10240, 4096), "bf16", 0.306325),
+        ("h100", (3072, 4096, 64), "fp8", 0.0371813),
+        ("b200", (512, 51200, 65536), "fp4", 0.882975),
+        ("rtx-pro-6000", (8, 4096, 65536), "fp4", 0.232475),  # k is not divided: one block walks all of it
+    ],
+)
+def test_public_products(name: str, shape: tuple[int, int, int], precision: str, measured_ms: float) -> None:
+    kernel = gemm_time(lookup(name), *shape, precision=precision, source="vllm")
+    assert kernel.seconds * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
+def test_decoding_without_shared_keys_is_not_split_by_flash_attention_2() -> None:
+    one = attention_time(lookup("a100"), 1, 1, 1, 1, 65536, 128, False, source="vllm")
+    assert one.seconds == pytest.approx(1.526e-3, rel=0.25)  # 1,526 us on an A100, 30 times what its memory needs
+
+
+def test_experts_wait_for_the_weights_that_tokens_reach() -> None:
+    device = lookup("b200")
+    few_tokens, many = (moe_time(device, n, 2048, 768, 8, 128, "fp8").seconds for n in (1, 160))
+    assert few_tokens < 0.4 * many
+    assert many == pytest.approx(190e-6, rel=0.35)
+
+
+def test_wrong_experts_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="at most the experts"):
+        moe_time(lookup("b200"), 8, 64, 64, 9, 8)
+    with pytest.raises(PredictionError, match="NVIDIA"):
+        moe_time(lookup("mi300x"), 8, 64, 64, 2, 8)
