@@ -1,8 +1,10 @@
 """Ballast: work without a result, that runs only where real work leaves the device free.
 
-On a CUDA device it runs in a stream of the lowest priority, in blocks of `SLOT_S`: whenever a block ends, the blocks of
-streams with a higher priority come first. On a CPU it runs in processes of the lowest priority (nice 19). Both read
-their level while they run, so that a new one takes effect within a slot.
+On a CUDA device it runs in a stream of its own, between calls: it waits in the stream for the end of a call's work, and
+a call that begins ends it within a block of `SLOT_S`. A stream of the lowest priority beside the work is not enough:
+blocks of a matrix product come in clusters, for which several multiprocessors must be free at once, and ballast takes
+each one that is (measured on an H200: products took 6 times as long). On a CPU it runs in processes of the lowest
+priority (nice 19). Both read their level while they run, so that a new one takes effect within a slot.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from typing import Any, Protocol
 from ..errors import ScheduleError
 
 SLOT_S = 0.0002
-"""One block of ballast on a GPU: the longest that a kernel of real work waits for an SM."""
+"""One block of ballast on a GPU: the longest that real work waits for it."""
 WAVES = 20
 """Blocks for each SM in one launch: 4 ms of an idle device, so some 250 launches a second."""
-AHEAD = 3
+AHEAD = 2
 _POLL_S = 0.001
 
 
@@ -37,6 +39,12 @@ class Ballast(Protocol):
 
     def ran_s(self) -> float:
         """How long it has worked, in seconds of the whole device at level 1."""
+
+    def begin_work(self) -> None:
+        """Real work comes now: make room."""
+
+    def end_work(self) -> None:
+        """All of it is queued: go on after it."""
 
     def close(self) -> None:
         """End it."""
@@ -86,6 +94,11 @@ class HostBallast:
     def ran_s(self) -> float:
         return float(sum(struct.unpack_from(f"{self._count}d", self._words, 16))) / self._count
 
+    def begin_work(self) -> None:
+        """The kernel of the machine makes room by priority."""
+
+    end_work = begin_work
+
     def is_working(self) -> bool:
         """Whether it worked since the last question, beyond looking at its level."""
         before, self._seen_s = self._seen_s, self.ran_s()
@@ -107,9 +120,9 @@ class HostBallast:
 
 
 class StreamBallast:
-    """A kernel in a stream of the lowest priority, launched by a thread that keeps `AHEAD` of them queued."""
+    """A kernel in a stream of its own, launched by a thread that keeps `AHEAD` of them queued between calls."""
 
-    where = "in a stream of the lowest priority"
+    where = "in a stream of its own, between calls"
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -125,7 +138,7 @@ class StreamBallast:
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._word, self._ran = self._control.numpy(), self._seen.numpy()
         self.stream = torch.cuda.Stream(device, priority=0)  # 0 is the lowest that CUDA has
-        self.work_stream = torch.cuda.Stream(device, priority=-1)
+        self._level, self._calls, self._lock = 0.0, 0, threading.Lock()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._launch()
         torch.cuda.synchronize(device)  # compiled and loaded now, not beside the first work
@@ -133,8 +146,28 @@ class StreamBallast:
         self._thread.start()
 
     def set_level(self, level: float) -> None:
-        self._word[0] = round(level * self._kernel.ONE)
-        if level > 0:
+        with self._lock:
+            self._level = level
+            self._show()
+
+    def begin_work(self) -> None:
+        """Blocks that run end within a slot; those that are queued find no level and end at once."""
+        with self._lock:
+            self._calls += 1
+            self._show()
+
+    def end_work(self) -> None:
+        """What is launched from now on begins after the work that the current stream has."""
+        with self._lock:
+            self._calls -= 1
+            if not self._calls:
+                self.stream.wait_stream(self._torch.cuda.current_stream(self.device))
+            self._show()
+
+    def _show(self) -> None:
+        """Tell the kernels the level that holds: none while a call queues its work."""
+        self._word[0] = 0 if self._calls else round(self._level * self._kernel.ONE)
+        if self._word[0] > 0:
             self._wake.set()
 
     def ran_s(self) -> float:

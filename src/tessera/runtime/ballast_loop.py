@@ -85,17 +85,16 @@ class BallastLoop:
                 self._open()
                 self._thread = threading.Thread(target=self._run, name="tessera-floor", daemon=True)
                 self._thread.start()
+            if self._ballast is not None:
+                self._ballast.begin_work()
 
     def leave(self) -> None:
-        """A call has ended."""
+        """A call has ended; its work may still be queued."""
         with self._lock:
             self._running -= 1
             self._until_s = time.monotonic() + LINGER_S
-
-    @property
-    def work_stream(self) -> Any:
-        """The stream of a higher priority that real work has to run in; None on a CPU."""
-        return getattr(self._ballast, "work_stream", None)
+            if self._ballast is not None:
+                self._ballast.end_work()
 
     def report(self) -> BallastReport:
         """The figures so far."""
@@ -161,17 +160,23 @@ class BallastLoop:
         began_s, ran_s = time.monotonic(), ballast.ran_s()
         energy_j = seconds = 0.0
         while seconds < CALIBRATE_S and time.monotonic() < began_s + GIVE_UP_S:
-            time.sleep(TICK_S)
+            self._wait_for_reading(sampler)
             reading = self._zone.read(sampler)
             if reading is not None and reading.start_ns >= round(began_s * 1e9):
                 energy_j, seconds = energy_j + reading.power_w * reading.seconds, seconds + reading.seconds
         worked = (ballast.ran_s() - ran_s) / (time.monotonic() - began_s)
         return (energy_j / seconds, min(worked, 1.0)) if seconds >= CALIBRATE_S / 2 else None
 
+    def _wait_for_reading(self, sampler: Any) -> None:
+        """Ask the sensor for what it has: unasked, a ring of samples is read every second or two."""
+        since_ns = self._zone.read_ns or time.monotonic_ns() - round(TICK_S * 1e9)
+        sampler.wait_for(since_ns + round(TICK_S * 0.5e9), timeout_s=TICK_S, names=self._zone.names)
+        time.sleep(TICK_S / 4)
+
     def _run(self) -> None:
         try:
             while self._running or time.monotonic() < self._until_s:
-                time.sleep(TICK_S)
+                self._wait_for_reading(self._sampler or monitor.default().sampler)
                 self._tick(time.monotonic_ns())
         except Exception as exc:  # noqa: BLE001  (a sensor that is lost: ballast must not stay on)
             self._notes["lost"] = f"the floor was given up: {type(exc).__name__}: {exc}"

@@ -80,8 +80,8 @@ def schedule(
 
     * `shaper`: a policy file, or what `tessera.fleet.shaper` made. Each call is a step of it; its cap, floor and ramp
       apply too. `step.schedule.shaper.microbatch()` is called before each microbatch.
-    * `power_floor` ("400W") and `max_ramp` ("200W/s"), of each GPU: ballast, work without a result in a stream of the
-      lowest priority, keeps power from falling below or faster. It costs joules, which the report shows.
+    * `power_floor` ("400W") and `max_ramp` ("200W/s"), of each GPU: ballast, work without a result between the
+      calls, keeps power from falling below or faster. It costs joules, which the report shows.
 
     Tuning by measured joules:
 
@@ -245,24 +245,14 @@ class Schedule:
 
     @contextlib.contextmanager
     def _hold_floor(self) -> Iterator[None]:
-        """Ballast beside the work, which runs in a stream of a higher priority: the default one has the lowest."""
+        """Ballast before and after the work."""
         from .ballast_loop import BallastLoop
 
         if self._ballast is None:
             self._ballast = BallastLoop(self.options.floor_w, self.options.ramp_w_per_s)
         self._ballast.enter()
         try:
-            stream = self._ballast.work_stream
-            if stream is None:
-                yield
-                return
-            import torch
-
-            around = torch.cuda.current_stream()
-            stream.wait_stream(around)
-            with torch.cuda.stream(stream):
-                yield
-            around.wait_stream(stream)
+            yield
         finally:
             self._ballast.leave()
 
@@ -331,7 +321,7 @@ class Schedule:
             held = [format_power(options.floor_w) if options.floor_w is not None else ""]
             held.append(format_power_rate(options.ramp_w_per_s) if options.ramp_w_per_s is not None else "")
             what = " and at a fall of ".join(h for h in held if h)
-            actions.append(f"run ballast at low priority that keeps power at {what}, and count its joules")
+            actions.append(f"run ballast between calls that keeps power at {what}, and count its joules")
         if options.cp_async_depth is not None:
             actions.append(f"keep {options.cp_async_depth} tiles in flight to shared memory in Tessera's kernels")
         if options.warp_mma_concurrency is not None:
