@@ -177,3 +177,12 @@ def test_policies_are_checked_when_made_in_python() -> None:
     assert PowerShaper(cap_rate=0.85).node_cap_w is None
     with pytest.raises(PolicyError, match="rack_cap_w"):
         RackPowerGovernor(rack_cap_w=-1)
+
+
+def test_all_mistakes_of_a_file_are_shown() -> None:
+    table = {"power_shaper": {"jiter_ms": [1, 5], "cap_rate": 3}, "rack_power_governor": {}, "utility": {}}
+    with pytest.raises(PolicyError) as said:
+        parse_policies(table, "p.yaml")
+    assert said.value.what.startswith("p.yaml has 4 mistakes:")
+    for part in ("did you mean 'jitter_ms'", "cap_rate = 3", "rack_cap is missing", "utility_spec"):
+        assert part in said.value.what

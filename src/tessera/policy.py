@@ -39,6 +39,7 @@ phase for each group, over the whole period. A number: seconds between two group
 GROUP_SHIFTS = ("auto", "round_robin")
 _SHIFT_FIX = '"auto", "round_robin", "off", or the time between two groups such as "2ms"'
 _NO_RANGE: Range = (0.0, 0.0)
+_MOST_SHOWN = 20  # mistakes of one file
 # Of each field the least and the most; a range is a pair of such values. Shares are above zero: none of it would mean
 # that nothing may run. The hottest silicon works at 150 °C.
 _LIMITS: dict[str, tuple[float, float]] = {
@@ -314,7 +315,11 @@ def _read_shift(value: Any) -> GroupShift:
 
 def _read_phase_shift(value: Any) -> PhaseShift:
     keys = {name: _Key(name, _read_shift) for name in ("dp_groups", "tp_groups", "pp_stages")}
-    return PhaseShift(**_read_section(value, keys))
+    mistakes: list[PolicyError] = []
+    values = _read_section(value, keys, mistakes)
+    if mistakes:
+        raise mistakes[0]
+    return PhaseShift(**values)
 
 
 _WATTS = {"w": 1.0, "kw": 1e3, "mw": 1e6}  # a key in lower case means megawatts: nobody plans a rack in milliwatts
@@ -367,51 +372,67 @@ POLICIES = tuple(_SECTIONS)
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def _check_known(key: Any, known: Iterable[str], shown: Iterable[str]) -> None:
-    if key not in known:
-        near = did_you_mean(key[:80], known) if isinstance(key, str) else ""
-        raise PolicyError(f"unknown key {quote_value(key)}{near}", fix=f"one of: {', '.join(shown)}")
+def _unknown_key(key: Any, known: Iterable[str], shown: Iterable[str]) -> PolicyError:
+    near = did_you_mean(key[:80], known) if isinstance(key, str) else ""
+    return PolicyError(f"unknown key {quote_value(key)}{near}", fix=f"one of: {', '.join(shown)}")
 
 
-def _read_section(table: Any, keys: Mapping[str, _Key]) -> dict[str, Any]:
+def _read_section(table: Any, keys: Mapping[str, _Key], mistakes: list[PolicyError]) -> dict[str, Any]:
+    """The fields of a table. What is wrong is added to `mistakes`, so that one look shows all of it."""
     shown = list({made.field: key for key, made in list(keys.items())[::-1]}.values())[::-1]  # one spelling of each
     if not isinstance(table, dict):
-        raise PolicyError(f"{quote_value(table)} is not a table of settings", fix=f"keys: {', '.join(shown)}")
+        mistakes.append(
+            PolicyError(f"{quote_value(table)} is not a table of settings", fix=f"keys: {', '.join(shown)}")
+        )
+        return {}
     values: dict[str, Any] = {}
     said: dict[str, str] = {}
     for key, value in table.items():
-        _check_known(key, keys, shown)
+        if key not in keys:
+            mistakes.append(_unknown_key(key, keys, shown))
+            continue
         name = keys[key].field
         if name in said:
-            raise PolicyError(f"{said[name]} and {key} say the same thing", fix="leave one of them out")
+            mistakes.append(PolicyError(f"{said[name]} and {key} say the same thing", fix="leave one of them out"))
         said[name] = key
         try:
             read = keys[key].read(value)
             values[name] = _check_field(name, read) if name in _LIMITS and read is not None else read
         except ArgumentError as error:
-            raise PolicyError(f"{key}: {error.what}", why=error.why, fix=error.fix) from None
+            mistakes.append(PolicyError(f"{key}: {error.what}", why=error.why, fix=error.fix))
+            values[name] = None
     return values
 
 
 def parse_policies(table: Any, where: str = "the policy") -> Policies:
-    """The policies of a table as YAML or JSON gives it; errors begin with `where`."""
+    """The policies of a table as YAML or JSON gives it; errors begin with `where`, and name all that is wrong."""
+    if not isinstance(table, dict):
+        raise PolicyError(f"{where}: has no policies", fix=f"one or more of: {', '.join(POLICIES)}")
     made: dict[str, Any] = {}
-    try:
-        if not isinstance(table, dict):
-            raise PolicyError("has no policies", fix=f"one or more of: {', '.join(POLICIES)}")  # noqa: TRY301
-        for name, section in table.items():
-            _check_known(name, POLICIES, POLICIES)
-            kind, keys = _SECTIONS[name]
-            try:
-                values = _read_section(section, keys)
-                if kind is RackPowerGovernor and "rack_cap_w" not in values:
-                    raise PolicyError("rack_cap is missing", fix="rack_cap_kw: 20")  # noqa: TRY301
-                made[name] = kind(**values)
-            except PolicyError as error:
-                raise PolicyError(f"{name}: {error.what}", why=error.why, fix=error.fix) from None
-    except PolicyError as error:
-        raise PolicyError(f"{where}: {error.what}", why=error.why, fix=error.fix) from None
+    mistakes: list[PolicyError] = []
+    for name, section in table.items():
+        if name not in _SECTIONS:
+            mistakes.append(_unknown_key(name, POLICIES, POLICIES))
+            continue
+        found: list[PolicyError] = []
+        kind, keys = _SECTIONS[name]
+        values = _read_section(section, keys, found)
+        if kind is RackPowerGovernor and isinstance(section, dict) and "rack_cap_w" not in values:
+            found.append(PolicyError("rack_cap is missing", fix="rack_cap_kw: 20"))
+        mistakes += [PolicyError(f"{name}: {error.what}", why=error.why, fix=error.fix) for error in found]
+        if not found:
+            made[name] = kind(**values)
+    if mistakes:
+        raise _join_mistakes(mistakes, where)
     return Policies(**made)
+
+
+def _join_mistakes(mistakes: list[PolicyError], where: str) -> PolicyError:
+    if len(mistakes) == 1:
+        return PolicyError(f"{where}: {mistakes[0].what}", why=mistakes[0].why, fix=mistakes[0].fix)
+    shown = [f"{e.what}{f' (fix: {e.fix})' if e.fix else ''}" for e in mistakes[:_MOST_SHOWN]]
+    more = [f"and {len(mistakes) - _MOST_SHOWN} more"] if len(mistakes) > _MOST_SHOWN else []
+    return PolicyError(f"{where} has {len(mistakes)} mistakes:\n  " + "\n  ".join(shown + more))
 
 
 def load_policies(path: str | Path) -> Policies:

@@ -203,3 +203,9 @@ def test_the_command_exits_1_where_something_cannot_work(tmp_path: Path) -> None
     free = invoke(command, "check", file, "--independent", "--json")
     table = json.loads(free.output)
     assert free.code == 0 and table["works"] and table["after"]["peak_w"] < table["before"]["peak_w"]
+
+
+def test_a_replica_has_a_gpu() -> None:
+    with pytest.raises(ArgumentError, match="7 GPUs cannot be 8 replicas") as said:
+        LockstepJob(gpus=7, replicas=8)
+    assert said.value.fix == "--replicas 7"

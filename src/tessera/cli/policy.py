@@ -44,12 +44,12 @@ def command() -> None:
 @_power_option("--low", "200W", "What it draws while it waits or communicates.")
 @click.option("--gpus", default=64, show_default=True, help="GPUs of the job.")
 @click.option("--node-gpus", default=8, show_default=True, help="GPUs of a node.")
-@click.option("--replicas", default=8, show_default=True, help="Data-parallel groups.")
+@click.option("--replicas", type=int, help="Data-parallel groups.  [default: 8, or what --gpus allows]")
 @click.option("--stages", default=1, show_default=True, help="Pipeline stages of a replica.")
 @click.option("--microbatches", default=4, show_default=True, help="Microbatches of a step: jitter comes at each.")
 @click.option("--independent", is_flag=True, help="The replicas do not wait for each other at every step.")
 @json_option
-def check(file: Path, as_json: bool, independent: bool, **job: Any) -> int:
+def check(file: Path, as_json: bool, independent: bool, replicas: int | None, **job: Any) -> int:
     """Explain each policy of a YAML file for one job, and flag what cannot work, by computing it.
 
     \b
@@ -64,7 +64,8 @@ def check(file: Path, as_json: bool, independent: bool, **job: Any) -> int:
     from ..fleet.policy_check import check_policies
     from ..policy import load_policies
 
-    found = check_policies(load_policies(file), LockstepJob(**job, synchronous=not independent))
+    replicas = max(1, min(8, job["gpus"] // max(1, job["stages"]))) if replicas is None else replicas
+    found = check_policies(load_policies(file), LockstepJob(**job, replicas=replicas, synchronous=not independent))
     if as_json:
         import msgspec
 

@@ -44,6 +44,12 @@ class LockstepJob:
         for name in ("gpus", "node_gpus", "replicas", "stages", "microbatches"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.gpus < self.replicas * self.stages:
+            raise ArgumentError(
+                f"{self.gpus} GPUs cannot be {self.replicas} replicas of {self.stages} stages",
+                why="each stage of each replica has at least one GPU",
+                fix=f"--replicas {max(1, self.gpus // self.stages)}",
+            )
         if not 0 < self.duty < 1 or not math.isfinite(self.period_s) or self.period_s < _SHORTEST_S:
             raise ArgumentError(
                 f"a period of {self.period_s:g} s with a duty of {self.duty:g} is not a wave",
