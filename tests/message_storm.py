@@ -2,7 +2,7 @@
 
 Messages are lost, late, doubled and reordered, daemons and governors die, clocks run apart and step.
 
-Used by tests/fleet/test_message_storm.py and by benchmarks/fleet/governor_storm.py, which runs a million events.
+Used by tests/fleet/test_message_storm.py and by benchmarks/measure/governor_storm.py, which runs a million events.
 """
 
 from __future__ import annotations
@@ -69,19 +69,25 @@ class StormResult:
 
 
 class MessageStorm:
-    """Runs until `events` have happened and all jobs have ended."""
+    """Runs until `events` have happened and all jobs have ended.
 
-    def __init__(self, *, nodes: int = 32, jobs: int = 500, events: int = 50_000, seed: int = 1) -> None:
+    `load` is the share of the limit that jobs need together while they come: above 1 the queue grows until none comes.
+    """
+
+    def __init__(
+        self, *, nodes: int = 32, jobs: int = 500, events: int = 50_000, seed: int = 1, load: float = 0.45
+    ) -> None:
         self.random = random.Random(seed)
         self.policy = BudgetPolicy(cap_w=1000.0 * nodes, soft_start_s=10.0, patience_s=120.0, ageing_s=120.0)
         self.budget = Budget(self.policy)
         self.up = True
         self.now_s = 1000.0
         self.events, self.jobs_left = events, jobs
+        self.most_events = round(3 * max(1.0, load) * events) + 100_000  # work that came faster than it was done
         # Heartbeats of all nodes, with their answers, are most of the events: about 3 in 2 s for each.
         self.spacing_s = events / (2.2 * nodes) / max(jobs, 1)
         # A job needs about 1,650 W (60% of 970 W on 2.8 nodes), and keeps them some seconds longer than it works.
-        self.work_s = 0.45 * self.policy.limit_w / 1650.0 * self.spacing_s
+        self.work_s = load * self.policy.limit_w / 1650.0 * self.spacing_s
         self.result = StormResult()
         self.jobs: dict[str, StormJob] = {}
         self.ends: dict[str, str] = {}  # how each job ended: it must not change
@@ -107,7 +113,7 @@ class MessageStorm:
             self.now_s, _, action = heapq.heappop(self._heap)
             action()
             self.result.events += 1
-            if self.result.events > 3 * self.events + 100_000:
+            if self.result.events > self.most_events:
                 self.fail(f"{sum(not j.done for j in self.jobs.values())} jobs never end: they starve")
                 break
         self.result.sim_s = self.now_s - 1000.0

@@ -16,3 +16,13 @@ def test_the_limit_holds_in_a_storm_and_every_job_gets_its_turn() -> None:
     assert len(storm.jobs) == 500
     assert all(job.done for job in storm.jobs.values())
     assert result.jobs_ended > 400
+
+
+def test_above_saturation_the_limit_holds_and_nobody_starves() -> None:
+    """Jobs need more than twice what there is while they come: the queue grows, and all get their turn."""
+    storm = MessageStorm(events=12_000, jobs=120, seed=8, load=2.2)
+    result = storm.run()
+    assert result.problems == []
+    assert result.highest_share > 0.99
+    assert all(job.done for job in storm.jobs.values())
+    assert result.longest_wait_s > 60.0
