@@ -83,9 +83,10 @@ class MessageStorm:
         self.up = True
         self.now_s = 1000.0
         self.events, self.jobs_left = events, jobs
-        self.most_events = round(3 * max(1.0, load) * events) + 100_000  # work that came faster than it was done
         # Heartbeats of all nodes, with their answers, are most of the events: about 3 in 2 s for each.
         self.spacing_s = events / (2.2 * nodes) / max(jobs, 1)
+        # Twice the time that all work takes, where it comes faster than it can be done.
+        self.longest_s = self.now_s + 2.0 * max(1.0, load) * jobs * self.spacing_s + 2000.0
         # A job needs about 1,650 W (60% of 970 W on 2.8 nodes), and keeps them some seconds longer than it works.
         self.work_s = load * self.policy.limit_w / 1650.0 * self.spacing_s
         self.result = StormResult()
@@ -113,7 +114,7 @@ class MessageStorm:
             self.now_s, _, action = heapq.heappop(self._heap)
             action()
             self.result.events += 1
-            if self.result.events > self.most_events:
+            if self.now_s > self.longest_s:
                 self.fail(f"{sum(not j.done for j in self.jobs.values())} jobs never end: they starve")
                 break
         self.result.sim_s = self.now_s - 1000.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..recording import Recording
 from ..timeline import Launch, Timeline
 from ..timeline.columns import APART, NONE, Ints
 from ..timeline.intervals import Spans, difference, union
+from ..timeline.link import Links
 from .result import columns
 
 ACTIVITIES = {"compute": ("kernel",), "communication": ("collective",), "copies": ("memcpy", "memset")}
@@ -196,12 +198,17 @@ def region_paths(timeline: Timeline, rows: Ints) -> tuple[Ints, list[tuple[str, 
     steps = {s.row for s in links.steps}
     innermost, inverse = np.unique(links.region[rows], return_inverse=True)
     numbers: dict[tuple[str, ...], int] = {}
+    names: dict[int, tuple[str, bool]] = {}
     which = []
     for region in innermost.tolist():
-        around = links.path(region)
-        names = [(_name_region(timeline, r, steps), r in steps) for r in around]
-        path = tuple(name for i, (name, _) in enumerate(names) if not i or names[i - 1] != (name, True))
-        which.append(numbers.setdefault(path, len(numbers)))
+        path: list[str] = []
+        before: tuple[str, bool] | None = None
+        for row in links.path(region):
+            named = names.get(row) or names.setdefault(row, (_name_region(timeline, row, steps), row in steps))
+            if not (named[1] and named == before):
+                path.append(named[0])
+            before = named
+        which.append(numbers.setdefault(tuple(path), len(numbers)))
     return np.array(which, np.int64)[np.asarray(inverse).reshape(-1)], list(numbers)
 
 
@@ -209,12 +216,34 @@ def region_passes(timeline: Timeline) -> dict[str, list[int]]:
     """The rows of each region by the name it has in `region_paths`, but for those inside another of that name."""
     links = timeline.linked
     steps = {s.row for s in links.steps}
+    regions = timeline.rows("region").tolist()
+    names = {row: _name_region(timeline, row, steps) for row in regions}
+    outermost = _find_outermost(links, names)
     passes: dict[str, list[int]] = {}
-    for row in timeline.rows("region").tolist():
-        *around, name = (_name_region(timeline, r, steps) for r in links.path(row))
-        if name not in around or timeline["value"][row] == APART:
-            passes.setdefault(name, []).append(row)
+    for row in regions:
+        if row in outermost or timeline["value"][row] == APART:
+            passes.setdefault(names[row], []).append(row)
     return passes
+
+
+def _find_outermost(links: Links, names: Mapping[int, str]) -> set[int]:
+    """The rows that are not inside another of their name: one walk, however deep they are nested."""
+    inside: dict[int, list[int]] = {}
+    for row in names:
+        inside.setdefault(int(links.parent[row]), []).append(row)
+    found: set[int] = set()
+    open_names: Counter[str] = Counter()
+    left = [(row, True) for parent, rows in inside.items() if parent not in names for row in rows]
+    while left:
+        row, enters = left.pop()
+        name = names[row]
+        open_names[name] += 1 if enters else -1
+        if enters:
+            if open_names[name] == 1:
+                found.add(row)
+            left.append((row, False))
+            left += [(child, True) for child in inside.get(row, ())]
+    return found
 
 
 def _name_region(timeline: Timeline, row: int, steps: Container[int]) -> str:
