@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from tessera.cli.run import _parse_steps, command
 from tessera.errors import ArgumentError
 from tessera.profile import RunFile
-from tessera.profile.launch import LAUNCH, LaunchPlan, exit_code
+from tessera.profile.launch import LaunchPlan, exit_code
 from tessera.profile.script_steps import AfterImport
 from tessera.profile.torch_hooks import ModuleCalls, OptimizerSteps, model_runs
 
@@ -62,12 +62,7 @@ def run(tmp_path, *arguments, env=None):
 def launch(tmp_path, target, *argv, module=False, **plan):
     """The child alone, as a process."""
     given = LaunchPlan(target=target, argv=list(argv), module=module, path="run.tessera", **plan)
-    import msgspec
-
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, msgspec.json.encode(given).decode()], cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    return subprocess.Popen(given.start(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_script_finds_its_world_as_python_makes_it(tmp_path, script):
@@ -154,6 +149,14 @@ def test_six_runs_at_once_all_run(tmp_path, script):
     ]
     assert [child.communicate(timeout=120)[0] for child in children] == [b"ran\n"] * 6
     assert len(list((tmp_path / "runs").glob("*.tessera"))) == 6
+
+
+def test_a_command_of_half_a_megabyte_is_run_and_told_in_a_line(tmp_path, script):
+    """Linux takes 128 KiB for one argument: what we pass on must not be one."""
+    name = script("import sys; print(len(sys.argv), len(sys.argv[1]))")
+    code, out, err = run(tmp_path, "--mode", "sampling", name, "é" * 60_000, *["word"] * 60_000)
+    assert code == 0 and out.split()[:2] == ["60002", "60000"], err
+    assert max(map(len, err.splitlines())) < 300
 
 
 def test_a_script_that_never_began_leaves_no_file(tmp_path, script):

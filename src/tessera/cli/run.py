@@ -252,17 +252,15 @@ def _run_script(plan: LaunchPlan, quiet: bool, on_closed: Callable[[], None] | N
 
     Calls `on_closed` when the run file is complete and the child still exits: torch and CUDA take a second for that.
     """
-    import msgspec
-
     from ..monitor.command import EXIT_SIGNAL, STDERR, forward_signals, survive_user_signals
-    from ..profile.launch import LAUNCH
 
     survive_user_signals()
     reader, writer = os.pipe()
-    argv = [sys.executable, "-c", LAUNCH, msgspec.json.encode(plan).decode(), str(writer)]
     with forward_signals() as started:
         try:
-            child = subprocess.Popen(argv, env=plan.environment, stdout=STDERR if quiet else None, pass_fds=(writer,))
+            child = subprocess.Popen(
+                plan.start(writer), env=plan.environment, stdout=STDERR if quiet else None, pass_fds=(writer,)
+            )
         finally:
             os.close(writer)
         started(child)

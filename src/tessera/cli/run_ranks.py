@@ -52,10 +52,7 @@ def run_ranks(
 
 
 def _run_torchrun(plan: LaunchPlan, nproc: str, options: list[str], quiet: bool) -> int:
-    import msgspec
-
     from ..monitor.command import EXIT_SIGNAL, STDERR, forward_signals, survive_user_signals
-    from ..profile.launch import LAUNCH
 
     if importlib.util.find_spec("torch") is None:
         raise ArgumentError("--nproc starts torchrun, and torch is not installed", fix="pip install torch")
@@ -63,7 +60,7 @@ def _run_torchrun(plan: LaunchPlan, nproc: str, options: list[str], quiet: bool)
     # -P: not from the working directory, as torchrun's own command. A port of its own, unless the user chose one.
     argv = [sys.executable, "-P", "-m", "torch.distributed.run", f"--nproc-per-node={nproc}"]
     argv += options or ["--standalone"]
-    argv += ["--no-python", sys.executable, "-c", LAUNCH, msgspec.json.encode(plan).decode()]
+    argv += ["--no-python", *plan.start()]
     with forward_signals() as started:
         child = subprocess.Popen(argv, env=plan.environment, stdout=STDERR if quiet else None)
         started(child)

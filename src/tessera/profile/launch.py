@@ -1,9 +1,9 @@
 """Runs a script or module unchanged, with a session around it: the child process of `tessera run`.
 
-    python -c LAUNCH PLAN_JSON [FD]
+    python -c LAUNCH FD PLAN_JSON...
 
-`LAUNCH` and not `-m`, which would import from the working directory. `FD` is a pipe of `tessera run`'s: a byte `ENDED`
-when the script has ended, and `CLOSED` when the run file is whole.
+`LAUNCH` and not `-m`, which would import from the working directory. `FD` is a pipe of `tessera run`'s, or "-": a byte
+`ENDED` when the script has ended, and `CLOSED` when the run file is whole.
 
 The script finds `__main__`, `sys.argv` and `sys.path` as Python would have made them, also in what it pickles and
 spawns. Its exit code, its traceback and the signal that ended it are its own. torch is not imported before the script
@@ -48,6 +48,7 @@ main()"""
 """What the child runs. Before anything is imported it drops the working directory, where anybody's files may lie."""
 ENDED, CLOSED = b"e", b"c"
 MISSING = 2
+_PIECE = 30_000  # characters: Linux takes 128 KiB for one argument, and two megabytes for all
 """Python's exit code for a script that is not there."""
 
 
@@ -72,6 +73,12 @@ class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     limit_s: float | None = None
     scope: Scope | None = None
 
+    def start(self, fd: int | None = None) -> list[str]:
+        """The command that runs this plan; the plan's text is as many arguments as it needs."""
+        text = msgspec.json.encode(self).decode()
+        pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
+        return [sys.executable, "-c", LAUNCH, "-" if fd is None else str(fd), *pieces]
+
     @property
     def environment(self) -> dict[str, str] | None:
         """Of the script's process: ours, which None stands for, with whose power is to be measured."""
@@ -87,9 +94,9 @@ class Terminated(SystemExit):
 
 
 def main() -> None:
-    """Run the plan given as the first argument."""
-    plan = msgspec.json.decode(sys.argv[1], type=LaunchPlan)
-    tell = _teller(int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    """Run the plan that the arguments give."""
+    plan = msgspec.json.decode("".join(sys.argv[2:]), type=LaunchPlan)
+    tell = _teller(None if sys.argv[1] == "-" else int(sys.argv[1]))
     me = find_rank()
     if me is not None:  # else the script outlives `tessera run`, and its run is written all the same
         end_with_parent()
