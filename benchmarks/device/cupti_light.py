@@ -159,7 +159,7 @@ def make_decode(*, graph: bool) -> Step:
 PROGRAMS: dict[str, tuple[Callable[[], Step], int]] = {
     "GPT-2 small training": (lambda: make_training(12, 768, 12), 30),
     "MoE decoder training": (lambda: make_training(12, 768, 12, moe_at=6), 30),
-    "decode, 1.1B, batch 16, eager": (lambda: make_decode(graph=False), 30),
+    "decode, 1.1B, batch 16, eager": (lambda: make_decode(graph=False), 20),
     "decode, 1.1B, batch 16, CUDA graph": (lambda: make_decode(graph=True), 30),
 }
 
