@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import RecordingError
-from tessera.profile.cupti_collector import CuptiCollector
+from tessera.profile.cupti_collector import LEAST_BYTES, MOST_BYTES, CuptiCollector
 from tessera.profile.cupti_library import CONCURRENT_KERNEL, MEMCPY, MEMSET, Cupti, CuptiError, open_cupti
 from tessera.profile.cupti_records import find_places, split_records
 
@@ -70,7 +70,7 @@ def test_records_of_every_release_are_read(
     fake: Any, library: str, version: int, kernel: int, copy: int, memset: int
 ) -> None:
     fake.fake_reset(version, kernel, copy, memset)
-    collector = CuptiCollector(Cupti(library), buffer_bytes=1 << 14)
+    collector = CuptiCollector(Cupti(library), most_bytes=1 << 14)
     collector.start()
     for number in range(500):
         launch(fake, number, name=number % 2)
@@ -112,8 +112,8 @@ def test_a_buffer_with_a_running_kernel_comes_later(fake: Any, library: str) -> 
 def test_buffers_that_nobody_takes_are_bounded_and_the_loss_is_counted(
     fake: Any, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tessera.profile.cupti_collector.MOST_WAITING", 2)
-    collector = CuptiCollector(Cupti(library), buffer_bytes=2160)  # ten kernels
+    monkeypatch.setattr("tessera.profile.cupti_collector.MOST_WAITING", 3 * 2160 - 1)
+    collector = CuptiCollector(Cupti(library), most_bytes=2160)  # ten kernels
     collector.start()
     for number in range(100):
         launch(fake, number)
@@ -124,7 +124,7 @@ def test_buffers_that_nobody_takes_are_bounded_and_the_loss_is_counted(
 
 
 def test_buffers_are_used_again(fake: Any, library: str) -> None:
-    collector = CuptiCollector(Cupti(library), buffer_bytes=2160)
+    collector = CuptiCollector(Cupti(library), most_bytes=2160)
     collector.start()
     for number in range(1000):
         launch(fake, number)
@@ -135,12 +135,41 @@ def test_buffers_are_used_again(fake: Any, library: str) -> None:
     assert len(collector._empty) < 10
 
 
+def test_buffers_are_small_where_kernels_are_few_and_large_where_they_are_many(fake: Any, library: str) -> None:
+    """A buffer is handed over when it is full, or nothing in it runs: of few kernels a large one would come late."""
+    collector = CuptiCollector(Cupti(library))
+    collector.start()
+    given = []
+    for count in (100, 100, 100, 20_000, 20_000, 20_000, 10, 10, 10):
+        for number in range(count):
+            launch(fake, number)
+        collector.flush()
+        given.append(max(len(buffer) for buffer, _ in collector._full))
+        kept = sum(len(piece.split()[CONCURRENT_KERNEL]) for piece in collector.take())
+        assert kept == count
+    assert given[2] == given[8] == LEAST_BYTES
+    assert given[5] == MOST_BYTES
+    collector.stop()
+
+
 def test_a_layout_that_contradicts_cupti_is_refused(fake: Any, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     collector = CuptiCollector(Cupti(library))
     collector.start()
     for number in range(3):
         launch(fake, number)
     monkeypatch.setattr(Cupti, "walk", lambda *_: iter([(CONCURRENT_KERNEL, 0), (CONCURRENT_KERNEL, 4096)]))
+    collector.stop()
+    with pytest.raises(RecordingError, match="not known"):
+        collector.take()
+
+
+@pytest.mark.parametrize("wrong", ["grid", "name"])
+def test_kernels_that_cannot_be_are_refused_and_the_program_lives(fake: Any, library: str, wrong: str) -> None:
+    """A layout in which another field lies where a name was: reading there must not end the program."""
+    collector = CuptiCollector(Cupti(library))
+    collector.start()
+    shape = (ctypes.c_int32 * 6)(0 if wrong == "grid" else 3, 2, 1, 128, 1, 1)
+    fake.fake_kernel(12345 if wrong == "name" else ctypes.addressof(NAMES[0]), 10, 20, shape, 0)
     collector.stop()
     with pytest.raises(RecordingError, match="not known"):
         collector.take()

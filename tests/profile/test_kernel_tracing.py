@@ -134,6 +134,24 @@ def test_cupti_that_refuses_does_not_stop_the_program_and_kineto_takes_a_few_ste
     assert facts.collectors["operators"] == facts.collectors["kernels"] == "kineto"
 
 
+def test_an_unknown_layout_leaves_a_few_steps_to_kineto(
+    fake: Any,  # noqa: F811
+    cuda: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tessera.profile.cupti_collector.are_kernels", lambda records: False)
+    with profile.session(path=tmp_path / "a.tessera", schedule=profile.trace_schedule(wait=2, active=2)) as sess:
+        launch(fake, 0, time.time_ns(), 1_000)
+        sess._tracing.kernels._bring(CuptiCollector.flush)  # type: ignore[union-attr]
+        for _ in range(5):
+            torch.ones(4).sum()
+            sess.step()
+    assert any("until CUPTI failed" in note and "not known" in note for note in sess.notes)
+    assert len(sess.recording().facts.windows) == 1
+    assert sess.recording().facts.collectors["kernels"] == "kineto"
+
+
 class Launch(torch.autograd.Function):
     """An operator that launches a kernel on the fake GPU."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -25,13 +26,25 @@ from numpy.typing import NDArray
 
 from ..errors import RecordingError
 from .cupti_library import CALLS, CONCURRENT_KERNEL, KINDS, Cupti, CuptiError, open_cupti
-from .cupti_records import Places, UnknownRecordError, find_distinct, find_places, sizes_of_version, split_records
+from .cupti_records import (
+    Places,
+    UnknownRecordError,
+    are_kernels,
+    find_distinct,
+    find_places,
+    sizes_of_version,
+    split_records,
+)
 
-BUFFER_BYTES = 1 << 20
-"""5,000 kernels: a buffer that still has a running kernel in it is not handed over, so they must not be too long."""
-MOST_WAITING = 256
-"""Buffers that nobody has taken. Beyond that CUPTI gets none and drops records, which is said."""
+MOST_BYTES, LEAST_BYTES = 1 << 20, 1 << 14
+"""Of a buffer: 5,000 kernels, and 75."""
+BUFFERS_A_FLUSH = 2
+"""CUPTI hands over no buffer with a running kernel in it, and in most programs one runs always: so the size follows the
+kernels that come, that a buffer is full (and its kernels safe) before the next flush."""
+MOST_WAITING = 256 << 20
+"""Bytes that nobody has taken. Beyond that CUPTI gets no buffer and drops records, which is said."""
 _EMPTY = (0, 0)
+_NO_BUFFER = np.empty(0, np.uint8)
 _SAME_CLOCK_NS = 1_000_000
 
 
@@ -70,9 +83,10 @@ class RecordBytes:
 class CuptiCollector:
     """Keeps CUPTI's records from `start` to `stop`. `take` may be called from any one thread meanwhile."""
 
-    def __init__(self, cupti: Cupti | None = None, *, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, cupti: Cupti | None = None, *, most_bytes: int = MOST_BYTES) -> None:
         self._cupti = cupti or open_cupti()
-        self._buffer_bytes = buffer_bytes
+        self._most_bytes = self._buffer_bytes = most_bytes
+        self._waiting = self._came = 0  # bytes
         self._lent: dict[int, NDArray[np.uint8]] = {}
         self._empty: deque[NDArray[np.uint8]] = deque()
         self._full: deque[tuple[NDArray[np.uint8], int]] = deque()
@@ -116,9 +130,11 @@ class CuptiCollector:
         self._flush(forced=True)
 
     def flush(self) -> None:
-        """Have CUPTI hand over what is complete."""
+        """Have CUPTI hand over what is complete; to be called a few times a second."""
         if self._running:
             self._flush(forced=False)
+            came, self._came = self._came, 0
+            self._buffer_bytes = min(max(came // BUFFERS_A_FLUSH, LEAST_BYTES), self._most_bytes)
 
     def _flush(self, *, forced: bool) -> None:
         self._clock_now = self._read_clock()
@@ -138,17 +154,21 @@ class CuptiCollector:
                 buffer, used = self._full.popleft()
                 if used:
                     taken.append(self._keep(buffer, used))
-                self._empty.append(buffer)
+                if len(buffer) == self._buffer_bytes:
+                    self._empty.append(buffer)
+            self._waiting = 0
         return taken
 
     # -- called by CUPTI, on its own thread or on one that launches a kernel ----------------------------------------
 
     def _give(self) -> tuple[int, int]:
-        if len(self._full) > MOST_WAITING:
+        if self._waiting > MOST_WAITING:
             return _EMPTY
         try:
             buffer = self._empty.popleft()
         except IndexError:
+            buffer = _NO_BUFFER
+        if len(buffer) != self._buffer_bytes:
             buffer = np.empty(self._buffer_bytes, np.uint8)
         address = buffer.ctypes.data
         self._lent[address] = buffer
@@ -157,6 +177,8 @@ class CuptiCollector:
     def _take(self, address: int, used: int) -> None:
         buffer = self._lent.pop(address, None)
         if buffer is not None:
+            self._waiting += len(buffer)
+            self._came += used
             self._full.append((buffer, used))
 
     # -- bytes and names -------------------------------------------------------------------------------------------
@@ -179,7 +201,7 @@ class CuptiCollector:
         return RecordBytes(
             data=buffer[:used].tobytes(),
             # Read anew for each buffer: a module that was unloaded may have given its address to another name.
-            names={a: ctypes.string_at(a).decode(errors="replace") for a in addresses if a},
+            names={a: _read_text(a) or "unknown kernel" for a in addresses},
             calls=self._calls,
             sizes=dict(self._sizes),
             places=places,
@@ -188,15 +210,21 @@ class CuptiCollector:
 
     def _check_layout(self, buffer: NDArray[np.uint8], used: int) -> None:
         """Compare with how CUPTI itself walks the first buffer, and learn lengths that no header of ours has."""
+        data = buffer[:used].data
         walked = self._learn_sizes(buffer, used)
-        found = sum(map(len, find_places(buffer[:used].data, self._sizes).values()))
-        if found != walked:
+        places = find_places(data, self._sizes)
+        found = sum(map(len, places.values()))
+        why = f"it reads {walked} records where {found} are found" if found != walked else ""
+        kernels = split_records(data, self._sizes, places).get(CONCURRENT_KERNEL)
+        if kernels is not None and not (are_kernels(kernels) and all(map(_read_text, set(kernels["name"].tolist())))):
+            why = "a kernel has a grid, a block, a time or a name that none can have"
+        if why:
             raise RecordingError(
                 f"CUPTI {self._cupti.version} writes records in a way that is not known",
-                why=f"it reads {walked} records where {found} are found",
+                why=why,
                 fix="record it with mode='operators', and report this version",
             )
-        self._is_checked = True
+        self._is_checked = kernels is not None
 
     def _learn_sizes(self, buffer: NDArray[np.uint8], used: int) -> int:
         """The lengths of records as CUPTI itself walks them; returns their number."""
@@ -204,3 +232,21 @@ class CuptiCollector:
         for (kind, at), (_, following) in itertools.pairwise(walked):
             self._sizes[kind] = following - at
         return len(walked) - 1
+
+
+_LONGEST_NAME = 1 << 14
+_memory: list[int] = []  # this process's own, once open
+
+
+def _read_text(address: int) -> str | None:
+    """The text at an address of this process; None where there is none. A wrong address does not end the program."""
+    if not _memory:
+        try:
+            _memory.append(os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:  # a container without /proc: the layouts that are known have right addresses
+            return ctypes.string_at(address).decode(errors="replace") if address else None
+    try:
+        text, end, _ = os.pread(_memory[0], _LONGEST_NAME, address).partition(b"\0")
+    except (OSError, OverflowError):
+        return None
+    return text.decode(errors="replace") if end and text else None

@@ -90,6 +90,8 @@ _SIZES = (
 # CUpti_ActivityAPI and CUpti_ActivityExternalCorrelation (which Kineto asks for): the same from CUDA 11.8 to 13.4.
 _SAME = {DRIVER: 40, RUNTIME: 40, EXTERNAL: 24}
 _LOOK = 64
+MOST_THREADS, MOST_DEVICES = 1024, 1024
+"""Of a block on every GPU so far, and more GPUs than any machine has."""
 _kind_at = struct.Struct("<I").unpack_from
 
 
@@ -170,6 +172,19 @@ def _count_same(kinds: NDArray[np.uint32], kind: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def _steps(count: int) -> NDArray[np.int64]:
     return np.arange(count, dtype=np.int64)
+
+
+def are_kernels(records: NDArray[Any]) -> bool:
+    """Whether all records can be of kernels: no field is where another lies."""
+    grid, block = records["grid"], records["block"].astype(np.int64)
+    return bool(
+        (grid >= 1).all()
+        and (block >= 1).all()
+        and (block.prod(axis=1) <= MOST_THREADS).all()
+        and (records["end"] >= records["start"]).all()
+        and (records["device"] < MOST_DEVICES).all()
+        and (records["name"] != 0).all()
+    )
 
 
 _dtypes: dict[tuple[int, int], Any] = {}

@@ -20,8 +20,8 @@ from .kineto_collector import drop_unasked, find_sensor_numbers, renumber_device
 from .options import SessionOptions
 from .tracing import Deliver
 
-FLUSH_S = 0.8
-"""How often CUPTI is asked for what is complete: a killed program loses that much, and a buffer that was not full."""
+FLUSH_S = 0.3
+"""How often CUPTI is asked for what is complete, where the session's thread comes that often."""
 _log = logging.getLogger("tessera")
 
 
@@ -154,4 +154,6 @@ class KernelTracing:
         except (TesseraError, OSError) as exc:
             self._over = True
             self.notes.append(f"kernels were recorded until CUPTI failed: {exc}")
+            with contextlib.suppress(TesseraError):
+                self._collector.stop()
             _log.warning("recording by CUPTI ended early", exc_info=exc)

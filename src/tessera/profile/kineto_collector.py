@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -213,7 +214,9 @@ class KinetoCollector:
         )  # fmt: skip
         self.starting = True
         try:
-            prof.prepare_trace()
+            with warnings.catch_warnings():  # "Profiler clears events at the end of each cycle": not for our user
+                warnings.simplefilter("ignore")
+                prof.prepare_trace()
         except RuntimeError as exc:
             raise _busy(str(exc)) from exc
         finally:
