@@ -430,7 +430,7 @@ def measure_watching() -> float:
         call = nothing
         if watched:
             clock = watch.StreamClock() if x.is_cuda else watch.HostClock()
-            candidate = watch.Candidate(name="nothing", enter=lambda: nothing)
+            candidate = watch.WatchedVariant(name="nothing", enter=lambda: nothing)
             call = watch.WatchedCall([candidate], lambda _: 0, lambda _: None, clock=clock)
         begun = time.perf_counter()
         for _ in range(watch.CALLS):

@@ -392,7 +392,7 @@ def at_hand(monkeypatch):
     torch._dynamo.reset()
     taken = iter([IterationMeasurement(time_s=4e-3, energy_j=2.0), IterationMeasurement(time_s=1e-3, energy_j=0.5)])
     monkeypatch.setattr(variants.Variant, "is_replayed", property(lambda variant: variant.mode == "default"))
-    monkeypatch.setattr(optimize, "_find_chip", lambda on, cuda: lookup(on or "h200"))
+    monkeypatch.setattr(program_cost, "find_chip", lambda on, cuda: lookup(on or "h200"))
     monkeypatch.setattr("tessera.rewrite.variants.measure_iteration", lambda run, within_s: next(taken))
 
 
@@ -532,6 +532,7 @@ def test_iterations_longer_than_the_budget_has_room_for_are_not_profiled(at_hand
     monkeypatch.setattr(kernel_times, "profile_kernels", lambda *given: pytest.fail("profiled"))
     monkeypatch.setattr(optimize, "_PROFILE_S", 0.0)
     monkeypatch.setattr("tessera.rewrite.variants.VariantSearch.left_s", 9e-3)
+    monkeypatch.setattr(variants, "guess_compile_s", lambda modules, *, trains: 0.0)
     fast = tessera.optimize(*small(), variants=["default"])
     assert any("budget_s leaves no time to profile" in note for note in fast.notes)
 

@@ -17,7 +17,7 @@ from tessera.rewrite.compile_events import CompileEvents, count_events, note_rec
 from tessera.rewrite.other_inputs import OtherInputs
 from tessera.rewrite.search_cost import count_calls_to_pay, guess_compile_s
 from tessera.rewrite.variants import Variant
-from tessera.rewrite.watch import Candidate, UseReport, WatchedCall, describe_inputs, find_best_in_use
+from tessera.rewrite.watch import UseReport, WatchedCall, WatchedVariant, describe_inputs, find_best_in_use
 
 from rewriting import ToldClock, fresh_compiler, without_inductor  # noqa: F401 - fixtures
 
@@ -29,7 +29,7 @@ class Loop:
         self.clock, self.costs, self.entered = ToldClock(), costs, list[str]()
         self.reports: list[UseReport] = []
         candidates = [
-            Candidate(name=n, enter=lambda n=n: self.enter(n), promise=SimpleNamespace(time_s=s, energy_j=None))
+            WatchedVariant(name=n, enter=lambda n=n: self.enter(n), promise=SimpleNamespace(time_s=s, energy_j=None))
             for n, s in promises.items()
         ]
         choose = lambda figures: find_best_in_use(figures, by=("energy", "time"))  # noqa: E731

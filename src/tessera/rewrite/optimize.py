@@ -218,7 +218,7 @@ class Optimized:
         """Run the best variant from now on, watched at first; the others may go, with their graphs and memory."""
         from ..monitor import default
         from .variants import EAGER, find_cheapest
-        from .watch import Candidate, HostClock, StreamClock, WatchedCall, describe_inputs, find_best_in_use
+        from .watch import HostClock, StreamClock, WatchedCall, WatchedVariant, describe_inputs, find_best_in_use
 
         # A variant that replays is no fallback: what breaks one replay breaks the other.
         others = [v for v in search.tried[1:] if v is not best and v.ok and v.time_s and not v.is_replayed]
@@ -232,7 +232,10 @@ class Optimized:
             self._settle(None, calls[best.name])
             return
         self._call = WatchedCall(
-            [Candidate(name=v.name, enter=functools.partial(calls.__getitem__, v.name), promise=v) for v in candidates],
+            [
+                WatchedVariant(name=v.name, enter=functools.partial(calls.__getitem__, v.name), promise=v)
+                for v in candidates
+            ],
             functools.partial(find_best_in_use, by=("energy", "time")),
             lambda report: self._settle(report, calls[report.runs]),
             clock=StreamClock() if cuda else HostClock(),

@@ -107,7 +107,7 @@ def _is_better(a: VariantInUse, b: VariantInUse, by: Sequence[Literal["energy", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class WatchedVariant:
     """A variant that may run: `enter` makes it the one that does. `promise` is its trial; None: it had none."""
 
     name: str
@@ -115,7 +115,7 @@ class Candidate:
     promise: CallCost | None = None
 
 
-class Clock(Protocol):
+class CallClock(Protocol):
     """Marks moments, and tells what lies between two of them."""
 
     def mark(self) -> Any:
@@ -192,11 +192,11 @@ class WatchedCall:
 
     def __init__(
         self,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[WatchedVariant],
         choose: Callable[[Sequence[VariantInUse]], int],
         finish: Callable[[UseReport], None],
         *,
-        clock: Clock,
+        clock: CallClock,
         monitor: Monitor | None = None,
         between: bool = False,
         inputs: tuple[Any, ...] | None = None,
@@ -285,7 +285,7 @@ class WatchedCall:
         names = [c.name for c in self._candidates]
         self._finish(UseReport(outcome=outcome, chosen=names[0], runs=names[at], variants=list(self._figures)))
 
-    def _sum_up(self, turn: _Turn, candidate: Candidate, window: Window | None) -> tuple[VariantInUse, float]:
+    def _sum_up(self, turn: _Turn, candidate: WatchedVariant, window: Window | None) -> tuple[VariantInUse, float]:
         """What a call of the turn took, and the share of the turn within calls.
 
         Where the inputs were larger or smaller than those of the first turn, nobody knows whether a call's cost grows

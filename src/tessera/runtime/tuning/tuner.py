@@ -26,12 +26,12 @@ from ...monitor.iteration import has_sensor
 from ...rewrite.search_cost import guess_compile_s
 from ...rewrite.state import State
 from ...rewrite.watch import (
-    Candidate,
     HostClock,
     StreamClock,
     UseReport,
     VariantInUse,
     WatchedCall,
+    WatchedVariant,
     describe_inputs,
     find_best_in_use,
 )
@@ -247,7 +247,7 @@ class TunedFunction:
         cuda = parts.device is not None and parts.device.type == "cuda"
         self._call = WatchedCall(
             [
-                Candidate(
+                WatchedVariant(
                     name=format_setting(setting),
                     enter=functools.partial(self._enter, setting),
                     promise=self._find_promise(plan, setting),
