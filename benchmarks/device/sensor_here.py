@@ -1,10 +1,11 @@
 """What the sampler costs on this GPU, call by call, and the sensor's response learnt from a training run beside waves.
 
-    PYTHONPATH=src:.carry/site python benchmarks/device/sensor_here.py RESULTS.json [--seconds 60]
+    PYTHONPATH=src:.carry/site python benchmarks/device/sensor_here.py RESULTS.json [--seconds 60] [--run RUN.tessera]
 
 The sampler runs beside a GPT-2 small training under `profile.session(mode="kernels")`: CPU time of its thread by call of
 NVML, and the share of a core. The trace and the samples of those seconds teach lag and blur (`attribute`); square waves of
-a product, of random lengths and with the host's marks, teach them on their own (`learn_sensor.learn_marks`).
+a copy, of random lengths and with the host's marks, teach them on their own (`learn_sensor.learn_marks`). RESULTS.json
+has the samples and marks of the waves, RUN.tessera those of the training.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from learn_sensor import learn_marks
 from loads import Loads
 from result_file import write_result
 from tessera import profile
+from tessera.attribute import solve
+from tessera.errors import MeasurementError
 from tessera.monitor import power_trace
 from tessera.monitor.core import default
 
@@ -84,7 +87,21 @@ def measure_sampler(costs: Costs, seconds: float, work: Callable[[], None]) -> d
     return {"share_pct": share, "rounds_per_s": rounds / took, "calls": calls}
 
 
-def learn_training(costs: Costs, seconds: float) -> dict[str, Any]:
+def say_refusals() -> None:
+    """Print why a run has taught nothing."""
+    learn = solve.learn_response
+
+    def told(*args: Any) -> Any:
+        try:
+            return learn(*args)
+        except MeasurementError as exc:
+            print(f"  refused: {exc.why}", flush=True)
+            raise
+
+    solve.learn_response = told
+
+
+def learn_training(costs: Costs, seconds: float, path: Path) -> dict[str, Any]:
     step = make_training(12, 768, 12)
     for _ in range(3):
         step()
@@ -97,7 +114,6 @@ def learn_training(costs: Costs, seconds: float) -> dict[str, Any]:
         torch.cuda.synchronize()
         time.sleep(rng.uniform(0.0, 0.06))  # as when data come late
 
-    path = Path(tempfile.mkdtemp()) / "run.tessera"
     with profile.session(mode="kernels", path=path) as sess:
         time.sleep(3.0)  # the ticks of the counter are found
         cost = measure_sampler(costs, seconds, work)
@@ -113,7 +129,7 @@ def describe(fit: Any) -> dict[str, float]:
     return {name: round(getattr(fit, name) or 0.0, 5) for name in names}
 
 
-def learn_waves(seconds: float) -> list[dict[str, float]]:
+def learn_waves(seconds: float) -> dict[str, Any]:
     loads, rng, marks = Loads(), random.Random(2), []
     with power_trace() as trace:
         time.sleep(0.5)
@@ -124,22 +140,33 @@ def learn_waves(seconds: float) -> list[dict[str, float]]:
             marks.append((start, time.time_ns()))
             time.sleep(rng.uniform(0.02, 0.15))
     column = trace.columns["gpu0"]
-    fit = learn_marks(column.times_ns[column.known], column.watts[column.known], np.array(marks))
+    times_ns, watts = column.times_ns[column.known], column.watts[column.known]
+    lags_s = np.arange(-0.3, 0.5, 0.005)
+    on = [np.mean([_is_on(marks, t - round(lag * 1e9)) * w for t, w in zip(times_ns.tolist(), watts.tolist(), strict=True)]) for lag in lags_s]  # fmt: skip
+    print(f"{len(times_ns)} samples of {watts.min():.0f} to {watts.max():.0f} W; most alike at a lag of "
+          f"{1e3 * lags_s[int(np.argmax(on))]:.0f} ms", flush=True)  # fmt: skip
+    fit = learn_marks(times_ns, watts, np.array(marks))
     found = [describe(fit)] if fit else []
     print(f"learnt from {len(marks)} waves of a copy: {found or 'nothing'}", flush=True)
-    return found
+    return {"learnt": found, "marks_ns": marks, "samples": list(zip(times_ns.tolist(), watts.tolist(), strict=True))}
+
+
+def _is_on(marks: list[tuple[int, int]], time_ns: int) -> bool:
+    return any(start <= time_ns < end for start, end in marks)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--run", type=Path, default=Path(tempfile.mkdtemp()) / "run.tessera")
     args = parser.parse_args()
     costs = count_calls()
+    say_refusals()
     print(f"domains: {[d.name for d in default().sampler.domains]}", flush=True)
     out: dict[str, Any] = {"waves": learn_waves(0.2 * args.seconds)}
     out["idle"] = measure_sampler(costs, 0.15 * args.seconds, lambda: time.sleep(0.2))
-    out["training"] = learn_training(costs, 0.4 * args.seconds)
+    out["training"] = learn_training(costs, 0.4 * args.seconds, args.run)
     write_result(args.results, out)
 
 

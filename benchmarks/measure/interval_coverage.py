@@ -30,24 +30,28 @@ from tessera.monitor.core import Window
 from tessera.monitor.cuda import DeviceClocks, Edge
 from tessera.monitor.series import CounterAnchors, PowerSeries
 from tessera.record import CODE
+from tessera.schema import Domain
 from tessera.sensors._nvml_power import RingReader
 from tessera.timeline import Builder, Launch, Timeline
 from tessera.trace import PowerTrace
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from known_truth import CLASSES, KERNELS, PROGRAMS, RINGS, T0_NS, Board, LoadClass, Ran, make_board, run_program
+from known_truth import CLASSES, KERNELS, PROGRAMS, RINGS, T0_NS, Board, LoadClass, Ran, Ring, make_board, run_program
 from result_file import write_result
 
 RING = RingReader(None, None).domain("NVIDIA H200", "")
+UNKNOWN_RING = RingReader(None, None).domain("a board whose response nobody has learnt", "")
 SHORTEST_S, LONGEST_S = 0.05, 8.0
 FIRST_S = 3.0  # the counter's ticks are found by then
 FIRST_SEED = 200
 GOAL = (85.0, 99.0)
 
 
-def scope_rows(board: Board, rng: Any, count: int, seconds: float) -> list[tuple[float, float, float]]:
+def scope_rows(
+    board: Board, rng: Any, count: int, seconds: float, domain: Domain = RING
+) -> list[tuple[float, float, float]]:
     """Truth, joules and half-width of scopes at random times."""
-    series = PowerSeries(RING)
+    series = PowerSeries(domain)
     anchors = CounterAnchors(series)
     sampler: Any = SimpleNamespace(lock=contextlib.nullcontext(), series={"gpu0": series}, anchors={"gpu0": anchors})
     spans = []
@@ -110,7 +114,8 @@ def measure_scopes(name: str, seeds: Iterable[int], count: int = 30, seconds: fl
     rows = []
     for seed in seeds:
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        rows += scope_rows(make_board(load.load(rng, seconds), rng, load.ring), rng, count, seconds)
+        domain = RING if (load.ring.tau_s, load.ring.box_s) == (Ring().tau_s, Ring().box_s) else UNKNOWN_RING
+        rows += scope_rows(make_board(load.load(rng, seconds), rng, load.ring), rng, count, seconds, domain)
     return summarize(name, load.held_out, rows)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tessera.sensors._nvml_counter import EAGER_READS, SELDOM
+from tessera.sensors._nvml_counter import CounterPace
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -87,18 +87,28 @@ def make_board(watts: Floats, rng: Any, ring: Ring | None = None, *, grid_s: flo
     samples = ring.gain * np.interp(looks, (np.arange(len(seen)) + 1) * grid_s, seen)
     samples = samples * (1 + ring.noise * rng.standard_normal(len(samples)))
     stamps_ns = np.maximum.accumulate(np.round(stamps * 1e9).astype(np.int64) + np.arange(len(stamps)))
-    # The phase of the ticks is known to +-2 ms (fit_response.json), the same 2 ms for all of them. A read every 0.8-1.2 s
-    # at first, later half as often (sensors/_nvml_counter.py).
+    # The phase of the ticks is known to +-2 ms (fit_response.json), the same 2 ms for all of them.
     phase = rng.uniform(0.0, TICK_S)
     ticks = phase + TICK_S * np.arange(int((seconds - phase) / TICK_S))
-    read = np.cumsum(rng.integers(8, 13, len(ticks)) * np.where(np.arange(len(ticks)) < EAGER_READS, 1, SELDOM))
-    ticks = ticks[read[read < len(ticks)]]
     joules = np.interp(ticks / grid_s, np.arange(len(so_far)), so_far)
+    sampled = np.concatenate([[0.0], np.cumsum(0.5 * (samples[1:] + samples[:-1]) * np.diff(stamps))])
+    read = _pick_reads(joules, np.interp(ticks + ring.lag_s, stamps, sampled), rng)
+    ticks, joules = ticks[read], joules[read]
     placed = np.round((ticks + rng.uniform(-0.002, 0.002)) * 1e9).astype(np.int64)
     return Board(
         watts=watts, times_ns=T0_NS + stamps_ns, samples_w=np.round(samples, 3), ticks_ns=T0_NS + placed,
         ticks_j=np.round(joules, 3), grid_s=grid_s, _so_far=so_far,
     )  # fmt: skip
+
+
+def _pick_reads(joules: Floats, sampled_j: Floats, rng: Any) -> list[int]:
+    """Which ticks are read, at the pace of sensors/_nvml_counter.py."""
+    pace, reads, at = CounterPace(), [], int(rng.integers(5, 13))
+    while at < len(joules):
+        reads.append(at)
+        pace.compare(float(joules[at]), float(sampled_j[at]))
+        at += max(round(pace.next_pause_ns() / (TICK_S * 1e9)), 1)
+    return reads
 
 
 def _smear(watts: Floats, ring: Ring, grid_s: float) -> Floats:

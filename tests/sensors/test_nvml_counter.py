@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.sensors._nvml_counter import TickFinder
+from tessera.sensors._nvml_counter import EAGER_READS, CounterPace, TickFinder
 
 MS = 1_000_000
 S = 1_000 * MS
@@ -257,3 +257,44 @@ def test_a_tick_that_does_not_come_is_noticed() -> None:
     assert finder.is_known, "no tick was due there"
     finder.add_quiet(1_320_000_000, 1_360_000_000)
     assert not finder.is_known, "one was due at 1.342 s"
+
+
+# -- how often it is read --------------------------------------------------------------------------------------------
+
+
+def read_for(pace: CounterPace, reads: int, counted_w: float, sampled_w: float, start_j: float = 0.0) -> list[float]:
+    """Seconds between reads while counter and samples show so many watts."""
+    pauses, now_s = [], 0.0
+    for _ in range(reads):
+        pace.compare(start_j + counted_w * now_s, start_j + sampled_w * now_s)
+        pauses.append(pace.next_pause_ns() * 1e-9)
+        now_s += pauses[-1]
+    return pauses
+
+
+def test_a_counter_that_agrees_with_the_samples_is_read_seldom():
+    pauses = read_for(CounterPace(), 30, 400.0, 401.0)
+    assert max(pauses[: EAGER_READS - 1]) < 1.3
+    assert min(pauses[EAGER_READS:]) >= 4.0
+
+
+def test_a_counter_that_disagrees_is_read_often_until_it_agrees():
+    pace = CounterPace()
+    assert max(read_for(pace, 60, 400.0, 380.0)) < 1.3, "a load in step with the samples"
+    after = read_for(pace, 30, 400.0, 400.0, start_j=1e6)
+    assert min(after[-5:]) >= 4.0
+
+
+def test_a_disagreement_is_noticed_at_the_next_read():
+    pace = CounterPace()
+    read_for(pace, 20, 400.0, 400.0)
+    after = read_for(pace, 3, 400.0, 350.0, start_j=1e6)
+    assert after[-1] < 1.3
+
+
+def test_without_samples_the_pace_is_slow_and_nothing_is_compared():
+    pace = CounterPace()
+    for _ in range(30):
+        pace.compare(1.0, None)
+        pause_ns = pace.next_pause_ns()
+    assert pause_ns >= 4e9

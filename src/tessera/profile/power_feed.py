@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 BEFORE_NS = 1_000_000_000
 """How much of the time before the session is kept: the board's idle power beside it."""
-# Sensors this fine are read again for each pull (the ring of NVML, at 0.5 ms a read); slower ones when they are due.
+# Sensors this fine are read for a pull if their data are older than this (the ring of NVML, at 0.5 ms a read); slower
+# ones when they are due. A program that is killed loses no more power than that and a pull.
 PROMPT_S = 0.05
-BEHIND_NS = 100_000_000
-# A sample of NVML's ring comes 8 to 46 ms after the one before it, and shows the power of 15 ms before.
+BEHIND_NS = 500_000_000
+# A sample of NVML's ring comes 8 to 46 ms after the one before it, and shows the power of 16 ms before.
 CATCH_UP_S = 0.1
 THIN_NS = 1_000_000_000
 MOST_EVENTS = 10_000

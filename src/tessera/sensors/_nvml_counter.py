@@ -1,8 +1,8 @@
 """The total-energy counter of one NVIDIA GPU, read in the background at its ticks, as the anchor.
 
-One read costs ~3 ms (6 ms and more under load, H200), so it is read every other second (at first every second), in the
-middle between two ticks where its value is unambiguous. Its ticks are found first by reading densely for half a second,
-and watched afterwards by two reads around a tick now and then.
+One read takes 2.5 ms of CPU time (4 ms under load, H200), so it is read every five seconds (`CounterPace`), half-way
+between two ticks, where its value is unambiguous. Its ticks are found first by reading densely for half a second, and
+watched afterwards by two reads around a tick now and then.
 
 The counter is updated every 100 ms. Read at some moment, it holds the energy of its last tick, not of now: taken at
 face value it is up to 100 ms (70 J at 700 W) out of date. Two reads between which the value changed enclose a tick.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from ..clock import REAL, Clock
@@ -27,9 +28,10 @@ COUNTER_LEAD_NS = 7_000_000
 # Not the same pause again and again: what repeats every 0.1, 0.2 or 0.5 s would be met at one phase only, and the
 # counter could not show how late the samples are (tessera.anchors).
 READ_EVERY_NS = (1_000_000_000, 1_100_000_000, 800_000_000, 1_200_000_000, 900_000_000)
-# A read is most of what sampling costs: after so many of them it is read half as often. A window between two reads is
-# the samples', scaled by what earlier reads have shown of them.
-EAGER_READS, SELDOM = 10, 2
+# A read is most of what sampling costs. After so many of them, and as long as the samples agree with it to this share,
+# it is read a fifth as often: a window between two reads has the joules of its samples anyway. Samples that do not
+# agree are those of a load in step with them (tessera.anchors), and every read then says more of them.
+EAGER_READS, SELDOM, AGREE = 10, 5, 0.01
 WATCH_EVERY_NS = 30_000_000_000
 LEARN_NS = 3_000_000
 # Give up looking for ticks after so many reads, seconds of them: an idle or odd counter may not tick at all. Tried
@@ -62,11 +64,23 @@ _KEPT = 64
 class EnergyCounter:
     """Gives (time_ns, joules) anchors; `due_ns` says when it wants to be read next."""
 
-    def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL, *, ring_lag_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        nvml: Any,
+        handle: Any,
+        clock: Clock = REAL,
+        *,
+        ring_lag_s: float = 0.0,
+        sampled_j: Callable[[int], float | None] = lambda _time_ns: None,
+    ) -> None:
+        """`sampled_j` gives the joules of the ring's samples up to a time, since any moment; None where unknown."""
         self._clock = clock
         self._nvml = nvml
         self._handle = handle
-        self._lag_ns = max(round(ring_lag_s * 1e9) - COUNTER_LEAD_NS, 0)
+        self._ring_lag_ns = round(ring_lag_s * 1e9)
+        self._lag_ns = max(self._ring_lag_ns - COUNTER_LEAD_NS, 0)
+        self._sampled_j = sampled_j
+        self._pace = CounterPace()
         self.ticks = TickFinder()
         self.due_ns = 0
         self._tries = 0
@@ -74,8 +88,6 @@ class EnergyCounter:
         self._watch_ns = 0
         self._watching = False
         self._last_mj = -1
-        self._pauses_ns = itertools.cycle(READ_EVERY_NS)
-        self._quiet_reads = 0
 
     @property
     def learning(self) -> bool:
@@ -97,8 +109,11 @@ class EnergyCounter:
         elif self._last:
             self.ticks.add_quiet(self._last[1], begin)
         self._last, self._last_mj = (begin, end, value_mj), value_mj
-        self._plan(end)
         tick = self.ticks.last_tick_ns(begin, end)
+        if tick is not None:
+            time_ns = tick - self._lag_ns
+            self._pace.compare(value_mj * 1e-3, self._sampled_j(time_ns + self._ring_lag_ns))
+        self._plan(end)
         return [] if tick is None else [(tick - self._lag_ns, value_mj * 1e-3)]
 
     def _plan(self, now: int) -> None:
@@ -116,9 +131,33 @@ class EnergyCounter:
             before = self.ticks.next_tick_ns(now + 20_000_000)
             self.due_ns = before - round(self.ticks.uncertainty_ns) - 6_000_000
         else:
-            self._quiet_reads += 1
-            pause_ns = next(self._pauses_ns) * (SELDOM if self._quiet_reads > EAGER_READS else 1)
-            self.due_ns = self.ticks.next_quiet_ns(now + pause_ns)
+            self.due_ns = self.ticks.next_quiet_ns(now + self._pace.next_pause_ns())
+
+
+class CounterPace:
+    """How long to wait for the next read: a second at first and while samples and counter disagree, else five."""
+
+    def __init__(self) -> None:
+        self._pauses_ns = itertools.cycle(READ_EVERY_NS)
+        self._eager = EAGER_READS
+        self._base: tuple[float, float] | None = None
+
+    def next_pause_ns(self) -> int:
+        self._eager = max(self._eager - 1, 0)
+        return next(self._pauses_ns) * (1 if self._eager else SELDOM)
+
+    def compare(self, counted_j: float, sampled_j: float | None) -> None:
+        """Compare both since the last read, or since the eager ones began; both count from any moment on."""
+        if sampled_j is None:
+            self._base = None
+            return
+        if self._eager > 1 and self._base is not None:
+            return
+        if self._base is not None:
+            counted, sampled = counted_j - self._base[0], sampled_j - self._base[1]
+            if not abs(counted - sampled) <= AGREE * sampled:
+                self._eager = EAGER_READS + 1
+        self._base = (counted_j, sampled_j)
 
 
 class TickFinder:

@@ -7,10 +7,12 @@ instantaneous value refreshed at 10 Hz. A poll faster than the refresh repeats v
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,8 @@ _PROBE_S = 0.35
 _STALE = 3.0
 # A hole in the ring wider than this is lost samples (the tail of the spacing is 46 ms on the H200).
 HOLE_NS = 250_000_000
+# Sums beside the last samples: the counter is compared with them at its reads, which date from 0.1 s ago at most.
+_KEPT_SUMS = 64
 # A GPU that runs draws power: 0 W is a sensor that failed.
 ZERO_READ = "the sensor read 0 W"
 
@@ -59,6 +63,7 @@ class RingReader:
         self._last_stamp_us = 0
         self._last_ns: int | None = None
         self._silent = False
+        self._sums: deque[tuple[int, float, float]] = deque(maxlen=_KEPT_SUMS)  # time, watts, joules so far
 
     def domain(self, label: str, note: str) -> Domain:
         return Domain(
@@ -106,9 +111,24 @@ class RingReader:
             )
             batch.gaps.append(Gap(domain=self._name, start_ns=last, end_ns=t, reason=reason))
             batch.add(self._name, t - 1, math.nan)
+            self._sums.clear()
         if power_mw == 0:
             batch.gaps.append(Gap(domain=self._name, start_ns=last or t, end_ns=t, reason=ZERO_READ))
+            self._sums.clear()
+        else:
+            before_ns, before_w, so_far_j = self._sums[-1] if self._sums else (t, 0.0, 0.0)
+            power_w = power_mw * 1e-3
+            self._sums.append((t, power_w, so_far_j + 0.5e-9 * (power_w + before_w) * (t - before_ns)))
         batch.add(self._name, t, power_mw * 1e-3 if power_mw else math.nan)
+
+    def joules_until(self, time_ns: int) -> float | None:
+        """Joules of the samples up to a time, since the last hole; None where they do not reach it."""
+        i = bisect.bisect_left(self._sums, time_ns, key=lambda s: s[0])
+        if not 0 < i < len(self._sums):
+            return None
+        (a_ns, a_w, a_j), (b_ns, b_w, _) = self._sums[i - 1], self._sums[i]
+        share = (time_ns - a_ns) / (b_ns - a_ns)
+        return a_j + (a_w + 0.5 * (b_w - a_w) * share) * (time_ns - a_ns) * 1e-9
 
     def _note_silence(self, batch: Batch, fresh: bool) -> None:
         """Add an open gap, once, when the ring has had nothing new for seconds."""

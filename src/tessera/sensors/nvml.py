@@ -34,7 +34,7 @@ from ._nvml_telemetry import RAIL_VOLTAGE, TelemetryReader
 from ._visible import GpuBoard, VisibleBoard, visible_boards
 from .base import Batch
 
-TELEMETRY_S = 1.0
+TELEMETRY_S = 2.0
 # Field 185 is a ~1 s average (H200): asking more often than that gives nothing new.
 HBM_EVERY_S = 1.0
 _RETRY_NS = 1_000_000_000
@@ -167,7 +167,9 @@ class NvidiaGpu:
             self._refuse("energy counter (the anchor)", exc)
             return None
         lag_s = self._response.lag_s if self._response else RING_LAG_S
-        return EnergyCounter(self._nvml, self._handle, self._clock, ring_lag_s=lag_s)
+        ring = self.power if isinstance(self.power, RingReader) else None
+        sampled_j = ring.joules_until if ring else lambda _time_ns: None
+        return EnergyCounter(self._nvml, self._handle, self._clock, ring_lag_s=lag_s, sampled_j=sampled_j)
 
     def _open_hbm(self) -> FieldReader | None:
         ask = field_mw(self._nvml, self._handle, POWER_AVERAGE, MEMORY_SCOPE)
