@@ -7,7 +7,7 @@ from typing import Literal
 
 from .units import format_duration, format_energy
 
-SavingBy = Literal["prediction", "roofline", "counters", "energy table", "experience"]
+SavingBy = Literal["prediction", "roofline", "counters", "energy table", "recorded times", "experience"]
 Confidence = Literal["high", "medium", "low"]
 
 
@@ -19,9 +19,9 @@ class Advice:
     the unit's joules, `saves_s` may be negative: the change costs time. `error_j` and `error_s` are half-widths of 90%
     intervals, None where they are not known. `energy_j` and `share` are the joules that the advice is about, `time_s`
     the seconds of a predicted iteration after the change. Without power `energy_j` is None, and the shares are of the
-    devices' time. `by` says how the saving was computed: "prediction" by the
-    models of `tessera.estimate`, "roofline" by the chip's ceilings, "counters" by what ncu measured, "energy table" by
-    adding up joules that were spent for nothing, "experience" by the share the same change saved elsewhere.
+    devices' time. `by` says how the saving was computed: "prediction" by the models of `tessera.estimate`, "roofline"
+    by the chip's ceilings, "counters" by what ncu measured, "energy table" and "recorded times" by adding up joules or
+    seconds that were spent for nothing, "experience" by the share the same change saved elsewhere.
     """
 
     kind: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 NoteKind = Literal["info", "omission", "time_limit", "no_accelerator"]
@@ -29,6 +29,11 @@ class Note(str):
 def kind_of(note: str) -> NoteKind:
     """The kind of a note."""
     return note.kind if isinstance(note, Note) else "info"
+
+
+def name_several(names: Sequence[str]) -> str:
+    """Some names of one sort: all of a few, else the first, the last and how many."""
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 
 def order_notes(notes: Iterable[str]) -> list[str]:

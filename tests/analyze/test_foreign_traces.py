@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tessera.profile.open_recording import open_recording
 from tessera.profile.ranks.align import fit
 from tessera.profile.ranks.clocks import Offset
 from tessera.profile.ranks.collectives import meetings
+from tessera.profile.ranks.merge import merge
 from tessera.recording import Recording
 from tessera.report.analysis import text
 from tessera.schema import Telemetry
@@ -439,3 +441,38 @@ def test_a_recording_opens_its_own_forms(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": [event("kernel", "k", 0, 1, device=0, stream=1)]}))
     assert isinstance(open_recording(path), Recording)
+
+
+# -- ranks that come late -------------------------------------------------------------------------------------------
+
+
+def of_ranks(folder: Path, slow: int | None, count: int = 4) -> Recording:
+    """Ranks that compute, then meet: one of them computes three times as long."""
+    for r in range(count):
+        rows = []
+        for i in range(6):
+            begin = 1000.0 * i
+            lasts = 600.0 if r == slow else 200.0
+            rows.append(event("kernel", "gemm", begin, lasts, pid=r, device=r, stream=7))
+            meets = event(
+                "kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", begin + lasts, 650.0 - lasts + r * 0.001,
+                pid=r, tid=20, device=r, stream=20,
+            )  # fmt: skip
+            rows.append(meets)
+        about = {"distributedInfo": {"rank": r, "world_size": count}, "host_name": "node0"}
+        trace = {"baseTimeNanoseconds": BASE_NS, "traceEvents": rows, **about}
+        (folder / f"rank{r}.json").write_text(json.dumps(trace))
+    return merge(folder, workers=1)
+
+
+def test_the_rank_that_the_others_wait_for_comes_before_communication(tmp_path):
+    found = analyze.advise(of_ranks(tmp_path, slow=2))
+    late = next(r for r in found.rows if r["kind"] == "late rank")
+    assert found.rows[0]["kind"] == "late rank" and "rank 2 comes last to 6 of 6" in late["evidence"]
+    assert late["saves_s"] == pytest.approx(6 * 3 * 400e-6 / 4, rel=0.05) and late["by"] == "recorded times"
+    sent = [r for r in found.rows if r["kind"] == "communication"]
+    assert not sent or sent[0]["saves_s"] < late["saves_s"]  # waiting is not what overlap would hide
+
+
+def test_ranks_in_step_have_no_late_one(tmp_path):
+    assert "late rank" not in {r["kind"] for r in analyze.advise(of_ranks(tmp_path, slow=None)).rows}

@@ -21,7 +21,8 @@ from ..profile.open_recording import Progress, open_recording
 from ..record import NEEDS_SHAPES
 from ..recording import Recording
 from ..timeline.columns import NONE, Timeline
-from . import rules_cpu, rules_host, rules_kernels
+from . import rules_cpu, rules_host, rules_kernels, rules_ranks
+from .collectives import find_meetings
 from .devices import busy_spans, explain_no_device, explain_no_power, list_devices
 from .evidence import RunEvidence, find_run_gaps, group_telemetry
 from .kernels import COMMAND
@@ -46,7 +47,8 @@ RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
     rules_kernels.check_accumulators,
     rules_host.check_copies,
     rules_kernels.check_fusion,
-    rules_host.check_communication,
+    rules_ranks.check_late_rank,
+    rules_ranks.check_communication,
     rules_kernels.check_occupancy,
     rules_kernels.check_coalescing,
     rules_kernels.check_divergence,
@@ -127,6 +129,7 @@ def advise(
             tracing=tracing,
             cpu_use=recording.facts.cpu_use,
             has_joules=has_joules,
+            meetings=find_meetings(recording),
         )
     )
     rows = []

@@ -22,6 +22,7 @@ from ..schema import Basis, Scope
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy_error
 from .advise import find_advice
+from .collectives import find_meetings
 from .evidence import HostGap, RunEvidence, find_run_gaps, group_telemetry
 from .job_summary import JobSummary, summarize_job
 from .kernel_names import CATEGORIES, category
@@ -182,7 +183,7 @@ def answer(recording: Recording) -> Answer:
     stacks = stacks_of(recording, whole.energy_j)
     evidence = RunEvidence(
         table=spent, telemetry=group_telemetry(recording.telemetry), gaps=gaps, timeline=lines, power=power,
-        tracing=tracing, cpu_use=facts.cpu_use,
+        tracing=tracing, cpu_use=facts.cpu_use, meetings=find_meetings(recording),
     )  # fmt: skip
     notes = [*([shared.note] if shared and shared.note else []), *_notes(recording, table)]
     return Answer(

@@ -105,7 +105,7 @@ def critical_path(
     tracing = slowdown_of(recording, None)
     slowed = [tracing.text] if tracing is not None and tracing.text else []
     has_devices = bool(list_devices(timeline))
-    of_step = "" if step is None else f"{select_steps(timeline, step)[0].name} in "
+    of_step = "" if step is None else f"{find_steps(timeline, step)[0].name} in "
     return Result(
         kind="critical_path",
         title=f"Critical path of {of_step}{recording.facts.name}",
@@ -120,7 +120,7 @@ def critical_path(
 def find_path(recording: Recording, step: str | int | None = None) -> list[PathSegment]:
     """The pieces of the critical path of a recording, or of one of its steps, in time order."""
     timeline = recording.timeline
-    steps = [] if step is None else select_steps(timeline, step)
+    steps = [] if step is None else find_steps(timeline, step)
     if not len(timeline.device_rows) and not len(timeline.rows("op", "runtime")):
         return []
     joined = {row: m for m in find_meetings(recording) for row in m.rows}
@@ -128,7 +128,7 @@ def find_path(recording: Recording, step: str | int | None = None) -> list[PathS
     return walk.walk_step(steps) if steps else walk.walk()
 
 
-def select_steps(timeline: Timeline, step: str | int) -> list[Step]:
+def find_steps(timeline: Timeline, step: str | int) -> list[Step]:
     """The step of that name, or whose name ends with that number; else the longest region of that name.
 
     Of a merged recording that of each rank.

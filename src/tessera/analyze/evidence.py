@@ -17,6 +17,7 @@ from ..attribute.work import OpWork
 from ..device import Device
 from ..errors import TesseraError
 from ..joules import Floats
+from ..profile.ranks.collectives import Meeting
 from ..recording import CpuUse, Recording
 from ..schema import Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
@@ -79,6 +80,8 @@ class RunEvidence:
     tracing: Slowdown | None = None
     cpu_use: CpuUse | None = None
     has_joules: bool = True
+    meetings: Sequence[Meeting] = ()
+    """Collectives that two or more ranks recorded."""
 
     @functools.cached_property
     def device(self) -> Device | None:
@@ -183,7 +186,7 @@ class RunEvidence:
             share = max(0.0, saves_s * self.devices / self.table.energy_j) if self.table.energy_j > 0 else 0.0
             return Advice(
                 kind=kind, evidence=evidence, action=action, share=self.share(energy_j), saves_share=share,
-                saves_s=saves_s, by="roofline" if by == "energy table" else by, confidence=confidence,
+                saves_s=saves_s, by="recorded times" if by == "energy table" else by, confidence=confidence,
             )  # fmt: skip
         return Advice(
             kind=kind,

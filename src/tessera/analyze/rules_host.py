@@ -13,9 +13,7 @@ from ..advice import Advice
 from ..attribute.table import EnergyRow
 from ..errors import MeasurementError, TesseraError
 from ..schema import EnergyReport, Telemetry
-from ..timeline.view import collective_overlap_pct
 from ..units import format_duration, format_energy
-from .devices import exposed_spans, list_devices
 from .evidence import LAUNCHING, PREPARING, SAVES, UNFED, RunEvidence
 from .kernel_names import short
 from .mean_step import find_expensive, select_steps
@@ -31,8 +29,6 @@ ONE_SHARE = 0.3
 THROTTLED_SHARE = 0.3
 OUTLIER_SHARE = 0.08
 COPY_SHARE = 0.05
-COMMUNICATION_SHARE = 0.15
-EXPOSED_SHARE = 0.05
 # A kernel this near its roof is as good as large products and streams get (70-95% on an H200).
 GOOD_PCT = 60.0
 # A board may pass its limit for tens of milliseconds before its governor acts (900 W on 700 W: attribute/prior.py);
@@ -368,38 +364,6 @@ def _save_by_pinning(run: RunEvidence) -> tuple[float, float] | None:
     new_s = np.minimum(seconds, moved / (PINNED_SHARE * link.one_way_bytes_per_s))
     left = np.divide(new_s, seconds, out=np.ones(len(seconds)), where=seconds > 0)
     return float((run.joules * (1.0 - left))[pageable].sum()), float((seconds - new_s)[pageable].sum())
-
-
-def check_communication(run: RunEvidence) -> Advice | None:
-    """Collectives with nothing computing beside them: 5% of the joules or more (15% where overlap is not known).
-
-    The saving is the joules of the time they were alone: at best all of it is hidden.
-    """
-    joules, _ = run.sum_kernels(lambda r: r.kind == "collective")
-    if joules <= 0.0:
-        return None
-    action = "overlap it with compute, or send less (larger buckets, bf16 gradients, accumulation)"
-    if run.calls is None or run.timeline is None:
-        if run.share(joules) < COMMUNICATION_SHARE:
-            return None
-        return run.advise("communication", joules, f"collectives spend {run.format_amount(joules)}", action)
-    overlap = collective_overlap_pct(run.timeline, run.calls.rows)
-    places = {int(r): i for i, r in enumerate(run.calls.rows.tolist()) if int(r) in overlap}
-    alone = {row: 1.0 - pct / 100.0 for row, pct in overlap.items()}
-    exposed_s = (
-        sum(exposed_spans(run.timeline, d.rows, "collective").total_ns for d in list_devices(run.timeline)) * 1e-9
-    )
-    exposed_j = exposed_s
-    if run.has_joules:
-        exposed_j = sum(float(run.joules[i]) * alone[row] for row, i in places.items())
-    if run.share(exposed_j) < EXPOSED_SHARE:
-        return None
-    exposed = run.format_spent(exposed_j)
-    evidence = f"collectives spend {run.format_amount(joules)}, {exposed} of it without any kernel at the same time"
-    action += "; reduce-scatter and sharded optimizers send half, hierarchical rings stay within a node"
-    return run.advise(
-        "communication", joules, evidence, action, saves=(exposed_j, exposed_s), by="energy table", confidence="medium"
-    )
 
 
 # -- a measured command -----------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, MeasurementError
 from ..joules import Floats, Ints
+from ..notes import name_several
 from ..timeline.intervals import Spans, covered_ns, union
 from ..trace import PowerTrace, _between, _shared_grid
 from ..units import format_power
@@ -150,7 +151,7 @@ def make_curve(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int
         edges_ns=np.append(cut[:-1][keep], cut[1:][keep][-1]),
         begin_w=(begin * (1.0 - left) + end * left)[keep],
         end_w=(begin * (1.0 - right) + end * right)[keep],
-        domain="+".join(d.name for d in domains),
+        domain=name_several([d.name for d in domains]).replace(", ", "+"),
         reach_s=max(max(d.blur_s, 0.5 * d.resolution_s) for d in domains),
         resolution_s=max(d.resolution_s for d in domains),
         noise=max(d.sample_noise or ASSUMED_NOISE for d in domains),

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..joules import Z90, Floats, Ints, worst_basis
+from ..notes import name_several
 from ..record import CODE, KINDS
 from ..schema import DeviceId
 from ..timeline import Timeline
@@ -109,20 +110,23 @@ def _half(seconds: Floats, covariance: Floats) -> float:
 
 
 def _fit_notes(parts: Sequence[Share]) -> list[str]:
-    notes = []
+    said: dict[str, list[str]] = {}  # domains by what is said of them: eight GPUs are one note
     for p in parts:
         if p.domain.basis == "modelled":
-            notes.append(f"{p.domain.name}: its power is modelled, so joules are divided among operators by time")
+            said.setdefault("power is modelled, so joules are divided among operators by time", []).append(
+                p.domain.name
+            )
             continue
         busy = sum_by_key(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
         informed = p.fit.informed[: p.activity.classes]
         joules = busy * p.watts[: p.activity.classes]
         if joules.sum() > 0 and float(joules @ informed) < 0.5 * float(joules.sum()):
-            notes.append(
-                f"{p.domain.name}: {p.fit.samples} samples are too few to split the energy among kernels (the sum is "
-                "measured, most of the split is modelled): record more steps for tighter intervals"
+            few = (
+                f"{p.fit.samples} samples are too few to split the energy among kernels (the sum is measured, most of "
+                "the split is modelled): record more steps for tighter intervals"
             )
-    return notes
+            said.setdefault(few, []).append(p.domain.name)
+    return [f"{name_several(names)}: {text}" for text, names in said.items()]
 
 
 class _Ledger:

@@ -74,6 +74,10 @@ def _shade(seconds: float, most: float) -> str:
     return f"{format_duration(seconds, 2)} {_SHADES[level] * 2}"
 
 
+CAPTION_WIDTH = 330
+"""Pixels that the words below a map need, however few cells it has."""
+
+
 def waits_section(waits: Mapping[int, Mapping[int, float]]) -> str:
     """The map on the page: all ranks, a square each, darker the longer the rank of the row waited."""
     if not waits:
@@ -98,7 +102,7 @@ def waits_section(waits: Mapping[int, Mapping[int, float]]) -> str:
     for x, other in enumerate(late):
         if x % every == 0:
             out.append(f"<text x='{left + x * wide + 2}' y='{below + 13}'>{other}</text>")
-    width, height = left + len(late) * wide + 40, below + 34
+    width, height = max(left + len(late) * wide + 40, CAPTION_WIDTH), below + 34
     out.append(f"<text x='{left}' y='{height - 4}'>rank that came last</text>")
     total = sum(seconds for by in waits.values() for seconds in by.values())
     label = f"Who waited for whom: {format_duration(total, 3)} in all; the table of ranks has the sums"

@@ -19,7 +19,7 @@ from ..units import (
     format_si,
 )
 from .console import HangingText, TableColumn, build_table, dropped_note, fit_columns
-from .html import folding_table, note, number_cell, table
+from .html import FOLDED, folding_table, note, number_cell, table
 from .measure import describe_exit
 
 RANKS = 16
@@ -158,9 +158,12 @@ def job_section(job: JobSummary) -> str:
     has_joules = any(row.energy_j is not None for row in job.ranks)
     spent = ("energy", "power") if has_joules else ()
     headings = (*spent, "busy", "waiting", "steps/s", "last", "others waited")
-    body = [_rank_row(row, has_joules) for row in job.ranks]
+    # Of many ranks the first are seen at once: those that the others waited for.
+    late = len(job.ranks) > FOLDED and any(row.delays_s for row in job.ranks)
+    ranks_shown = sorted(job.ranks, key=lambda row: -row.delays_s) if late else job.ranks
+    body = [_rank_row(row, has_joules) for row in ranks_shown]
     columns = [("rank", True), ("host", False), *((name, True) for name in headings)]
-    ranks = folding_table(columns, body, caption="Ranks", sorted_by="rank")
+    ranks = folding_table(columns, body, caption="Ranks", sorted_by="others waited" if late else "rank")
     notes = "".join(note(f"{line[:1].upper()}{line[1:]}.") for line in job_notes(job))
     return f"<section id='ranks'><h2>Ranks</h2>{ranks}{notes}</section>"
 

@@ -13,7 +13,7 @@ from ..analyze.kernel_names import CATEGORIES, category, fit, short
 from ..analyze.overview import TrackLine
 from ..analyze.result import Result
 from ..units import format_bytes, format_duration, format_energy, format_si
-from .collectives import waits_section
+from .collectives import CAPTION_WIDTH, waits_section
 from .html import note, number_cell, prose, table
 from .job import groups_table, steps_table
 from .plots import RooflinePoint, roofline_plot
@@ -107,7 +107,7 @@ def _heat(rows: Sequence[Mapping[str, Any]]) -> str:
         cells.setdefault((x, y), []).append(row)
     across, up = max(xs) + 1, max(ys) + 1
     wide, high = 74, 34
-    width, height = 90 + across * wide, 44 + up * high
+    width, height = max(90 + across * wide, CAPTION_WIDTH), 44 + up * high
     out = [_cell(x, up - 1 - y, wide, high, members) for (x, y), members in sorted(cells.items())]
     for x in range(across):
         size = format_bytes(2.0 ** (x_low + x * x_wide), 3)

@@ -15,6 +15,7 @@ from ..analyze.result import Result
 from ..analyze.slowdown import Slowdown
 from ..attribute.table import EnergyTable
 from ..errors import TesseraError
+from ..notes import name_several
 from ..record import CAPABILITY, NEEDS_NCU, NEEDS_SHAPES
 from ..recording import Recording
 from ..timeline.columns import Timeline
@@ -74,6 +75,7 @@ def _energy_sources(recording: Recording, table: EnergyTable, answer: Answer) ->
         yield "energy of the run", answer.basis, f"{answer.source}, measured {answer.coverage:.1%} of the time"
     else:
         yield "energy of the run", "missing", "no power was recorded"
+    alike: dict[tuple[str, str], list[str]] = {}  # eight GPUs of one node are one line
     for domain in recording.power.domains if recording.power is not None else ():
         detail = f"{domain.source}, every {format_duration(domain.resolution_s, 3)}"
         detail += f", {domain.label}" if domain.label else ""
@@ -81,7 +83,9 @@ def _energy_sources(recording: Recording, table: EnergyTable, answer: Answer) ->
         if domain.device.kind == "cpu" and domain.counted:
             detail += f"; of {SCOPES[domain.scope]}"
         inside = "" if domain.counted else " (inside another domain)"
-        yield f"power of {domain.name}", domain.basis, f"{detail}{inside}"
+        alike.setdefault((domain.basis, f"{detail}{inside}"), []).append(domain.name)
+    for (basis, detail), names in alike.items():
+        yield f"power of {name_several(names)}", basis, detail
     if answer.shared_by:
         yield "energy of the rows", "modelled", f"divided by {answer.shared_by}, without an interval"
     elif table.kernels or table.ops:

@@ -104,8 +104,11 @@ def _devices(devices: Sequence[DeviceTime]) -> str:
         return ""
     keys = "".join(f"<li><i style='background:var(--{_COLOURS[key]})'></i>{name}</li>" for key, name in PARTS)
     columns = [("device", False), ("span", True), ("", False), *((name, True) for _, name in PARTS)]
-    body = [_device_row(device) for device in devices]
-    rows = folding_table(columns, body, caption="Where the time of each device went", sorted_by="device")
+    many = len(devices) > FOLDED  # then the first are seen at once: those that compute most
+    shown = sorted(devices, key=lambda device: -device.compute_s) if many else devices
+    body = [_device_row(device) for device in shown]
+    caption = "Where the time of each device went"
+    rows = folding_table(columns, body, caption=caption, sorted_by="compute" if many else "device")
     return f"<section id='devices'><h2>Each device</h2><ul class='legend'>{keys}</ul>{rows}</section>"
 
 

@@ -47,7 +47,8 @@ def time_text(result: TimeAnswer, *, width: int, by: str | None = None, top: int
     if len(result.devices) > 1:
         parts += ["", _devices(result.devices)]
         if len(result.devices) > DEVICES:
-            parts.append(Text(f"{DEVICES} of {len(result.devices)} devices (--json has all)", style="dim"))
+            least = f"the {DEVICES // 2} that compute least and the {DEVICES // 2} that compute most"
+            parts.append(Text(f"{DEVICES} of {len(result.devices)} devices: {least} (--json has all)", style="dim"))
     if result.advice:
         first, *rest = result.advice
         parts += ["", Text("do this first", style="bold green"), Text(f"  {first.text}")]
@@ -63,7 +64,10 @@ def time_text(result: TimeAnswer, *, width: int, by: str | None = None, top: int
 
 def _devices(devices: Sequence[DeviceTime]) -> Table:
     table = open_table("device", "span", *(name for _, name in PARTS))
-    for d in devices[:DEVICES]:
+    if len(devices) > DEVICES:
+        by_compute = sorted(devices, key=lambda d: d.compute_s)
+        devices = [*by_compute[: DEVICES // 2], *by_compute[-DEVICES // 2 :]]
+    for d in devices:
         shares = [format_share(getattr(d, key) / d.span_s) if d.span_s > 0 else "-" for key, _ in PARTS]
         table.add_row(Text(d.where), format_duration(d.span_s, 4), *shares)
     return table

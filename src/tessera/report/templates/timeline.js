@@ -22,7 +22,7 @@ let LEFT = 86;  // room for the labels of tracks; wider where they are long and 
 const tracks = [];
 let y = data.marks.length ? 37 : 26;  // names of marks have a line of their own
 const add = (kind, height, more) => { tracks.push({ kind, y, h: height, ...more }); y += height + GAP; };
-if (power.length) add("power", 150, { label: "power", lines: power, unit: "W", low: 0, high: extent(power)[1] * 1.06 || 1 });
+if (power.length) add("power", 150, { label: "power", lines: power, unit: "W", low: 0, high: extent(power)[1] * (power.length > 1 ? 1.2 : 1.06) || 1 });
 if (data.throttle.length) add("throttle", 10, { label: "throttled" });
 lanes.forEach(l => {
   add("lane", l.h || (l.kind === "device" ? 24 : 17), { label: l.label, lane: l });
@@ -130,12 +130,12 @@ const scale = (track, dim, rule, right, card) => {
 const legend = (track, colours, css, right, card) => {
   if (track.lines.length < 2) return;
   const heads = new Set(track.lines.map(l => l.name.split(/[ .]/)[0]));
-  let x = right - 6;
+  let x = right - 6, hidden = 0;
   ctx.textAlign = "right";
   [...track.lines.entries()].reverse().forEach(([i, l]) => {
     const text = heads.size > 1 ? l.name : l.name.slice(l.name.split(/[ .]/)[0].length + 1) || "board";
     const w = ctx.measureText(text).width, at = track.y + 6;
-    if (x - w < LEFT + 90) return;
+    if (hidden || x - w < LEFT + 110) { hidden++; return; }
     ctx.globalAlpha = .78;
     ctx.fillStyle = card;
     ctx.fillRect(x - w - 3, at - 7, w + 6, 13);
@@ -144,6 +144,7 @@ const legend = (track, colours, css, right, card) => {
     ctx.fillText(text, x, at);
     x -= w + 14;
   });
+  if (hidden) { ctx.fillStyle = css("dim"); ctx.fillText(`${hidden} more`, x, track.y + 6); }
 };
 const colourOf = (track, i, colours, css) =>
   track.kind === "power" && i === 0 ? css("power") : colours[(i + (track.kind === "power" ? 2 : 3)) % 8];

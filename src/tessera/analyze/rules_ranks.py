@@ -1,0 +1,88 @@
+"""Rules about several ranks: who comes late to collectives, and what of them nothing hides."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..advice import Advice
+from ..timeline.view import collective_overlap_pct
+from ..units import format_duration
+from .devices import exposed_spans, list_devices
+from .evidence import RunEvidence
+
+COMMUNICATION_SHARE = 0.15
+"""Of the joules: what collectives must spend, where it is not known what of it runs beside kernels."""
+EXPOSED_SHARE = 0.05
+LATE_SHARE = 0.05
+"""Of the devices' time: what the others must wait for one rank."""
+
+
+def check_late_rank(run: RunEvidence) -> Advice | None:
+    """One rank makes the others wait at collectives for 5% of their time or more, and for more than all other ranks do.
+
+    The saving is the waiting: at best that rank is as fast as the others.
+    """
+    delays_s: dict[int, float] = {}
+    times: Counter[int] = Counter(met.straggler for met in run.meetings if met.straggler is not None)
+    for met in run.meetings:
+        if met.straggler is not None:
+            delays_s[met.straggler] = delays_s.get(met.straggler, 0.0) + met.wait_s
+    if not delays_s:
+        return None
+    rank, waited_s = max(delays_s.items(), key=lambda item: item[1])
+    whole_s = run.table.time_s * run.devices
+    if waited_s < max(LATE_SHARE * whole_s, 0.5 * sum(delays_s.values())):
+        return None
+    joules = waited_s * _watts_of_collectives(run)
+    evidence = (
+        f"rank {rank} comes last to {times[rank]} of {len(run.meetings)} collectives, and the others wait "
+        f"{format_duration(waited_s, 3)} for it ({waited_s / whole_s:.0%} of the devices' time)"
+    )
+    action = (
+        f"find out why rank {rank} is slower: more work than the others (longer sequences, more experts), lower clocks "
+        "(heat, a power limit), a slower host or disk"
+    )
+    return run.advise(
+        "late rank", joules, evidence, action, saves=(joules, waited_s), by="energy table", confidence="high"
+    )
+
+
+def check_communication(run: RunEvidence) -> Advice | None:
+    """Collectives with nothing computing beside them: 5% of the joules or more (15% where overlap is not known).
+
+    The saving is the joules of the time they were alone, without what they waited for the last rank: at best all of it
+    is hidden.
+    """
+    joules, _ = run.sum_kernels(lambda r: r.kind == "collective")
+    if joules <= 0.0:
+        return None
+    action = "overlap it with compute, or send less (larger buckets, bf16 gradients, accumulation)"
+    if run.calls is None or run.timeline is None:
+        if run.share(joules) < COMMUNICATION_SHARE:
+            return None
+        return run.advise("communication", joules, f"collectives spend {run.format_amount(joules)}", action)
+    overlap = collective_overlap_pct(run.timeline, run.calls.rows)
+    places = {int(r): i for i, r in enumerate(run.calls.rows.tolist()) if int(r) in overlap}
+    alone = {row: 1.0 - pct / 100.0 for row, pct in overlap.items()}
+    exposed_s = (
+        sum(exposed_spans(run.timeline, d.rows, "collective").total_ns for d in list_devices(run.timeline)) * 1e-9
+    )
+    exposed_j = exposed_s
+    if run.has_joules:
+        exposed_j = sum(float(run.joules[i]) * alone[row] for row, i in places.items())
+    exposed, waited_s = run.format_spent(exposed_j), sum(met.wait_s for met in run.meetings)
+    moving = max(0.0, 1.0 - waited_s / exposed_s) if exposed_s > 0 else 1.0
+    if run.share(moving * exposed_j) < EXPOSED_SHARE:
+        return None
+    evidence = f"collectives spend {run.format_amount(joules)}, {exposed} of it without any kernel at the same time"
+    if waited_s > 0.1 * exposed_s:
+        evidence += f" ({format_duration(waited_s, 3)} waiting for the last rank)"
+    action += "; reduce-scatter and sharded optimizers send half, hierarchical rings stay within a node"
+    saves = (moving * exposed_j, moving * exposed_s)
+    return run.advise("communication", joules, evidence, action, saves=saves, by="energy table", confidence="medium")
+
+
+def _watts_of_collectives(run: RunEvidence) -> float:
+    """Joules of a second of a collective; without power a second stands for a joule."""
+    joules, seconds = run.sum_kernels(lambda r: r.kind == "collective")
+    return joules / seconds if seconds > 0 else 0.0
