@@ -50,7 +50,7 @@ def profiled(
     with apply_setting(step, found, setting, {}) as call:
         for _ in range(3):
             call()
-        with profile.session(path=folder / f"{time.time_ns()}.tessera") as sess:
+        with profile.session(mode="operators", path=folder / f"{time.time_ns()}.tessera") as sess:
             for _ in range(steps):
                 call()
     table = sess.energy()

@@ -58,8 +58,8 @@ VARIANTS: dict[str, Callable[[Path], AbstractContextManager[Any]]] = {
     "sampling, power alone": lambda f: of_session(f, mode="sampling", activities=["power"]),
     "torch": lambda _: torch_profile(),
     "torch and the monitor": lambda _: monitored(torch_profile()),
-    "timeline": of_session,
-    "timeline without power": lambda f: of_session(f, activities=list(TRACED)),
+    "timeline": lambda f: of_session(f, mode="operators"),
+    "timeline without power": lambda f: of_session(f, mode="operators", activities=list(TRACED)),
     "torch again": lambda _: torch_profile(),
     "plain again": lambda _: ExitStack(),
 }

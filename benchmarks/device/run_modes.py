@@ -127,23 +127,23 @@ def wall(script: Path, folder: Path, device: str, seconds: float) -> dict[str, A
     """The same steps plain and under `tessera run`: seconds from start to exit, of a step, and of the end."""
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
 
-    def run(*command: str, steps: int | None = None) -> tuple[float, list[float], str]:
+    def run(*command: str, steps: int | None = None) -> tuple[float, list[float], str, int]:
         begun = time.monotonic()
         argv = [sys.executable, *command, str(script), device, str(seconds if steps is None else 10 * seconds)]
         argv += [] if steps is None else [str(steps)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False, env=environment)
-        return time.monotonic() - begun, last_line(done.stderr), done.stderr
+        return time.monotonic() - begun, last_line(done.stderr), done.stderr, done.returncode
 
-    plain_s, (steps, plain_ms, _), _ = run()
+    plain_s, (steps, plain_ms, _), _, _ = run()
     out = folder / "wall.tessera"
-    run_s, (_, step_ms, ended_s), said = run("-m", "tessera", "run", "--out", str(out), steps=int(steps))
+    run_s, (_, step_ms, ended_s), said, code = run("-m", "tessera", "run", "--out", str(out), steps=int(steps))
     exited_s = time.time()
     with RunFile(out) as run_file:
         closed_s = int(run_file.about["closed_epoch_ns"]) * 1e-9
         facts, rows = run_file.recording().facts, run_file.rows
     page = out.with_suffix(".html")
     return {
-        "steps": steps, "plain_s": plain_s, "plain_ms": plain_ms, "run_s": run_s, "step_ms": step_ms,
+        "returncode": code, "steps": steps, "plain_s": plain_s, "plain_ms": plain_ms, "run_s": run_s, "step_ms": step_ms,
         "step_over_pct": 100 * (step_ms / plain_ms - 1), "end_delayed_s": closed_s - ended_s,
         "answer_after_s": exited_s - ended_s, "page_after_s": page.stat().st_mtime - ended_s if page.exists() else None,
         "script_over_pct": 100 * ((closed_s - (exited_s - run_s)) / plain_s - 1), "rows": rows,

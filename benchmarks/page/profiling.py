@@ -48,6 +48,50 @@ def modes(m: dict[str, Any] | None) -> Goal:
     return Goal(what=what, reached="; ".join(said), where=where("run_modes", H200), command=command)
 
 
+LIGHT_GOALS = {"GPT-2": 3.0, "MoE": 3.0, "eager": 10.0, "graph": 3.5}
+
+
+def light(c: dict[str, Any] | None, w: dict[str, Any] | None, d: dict[str, Any] | None) -> list[Goal]:
+    """The default mode: what it costs on four programs, from start to exit, when killed, and over a day."""
+    command = f"{DEVICE}/cupti_light.py benchmarks/results/cupti_light.json"
+    rows = []
+    for program, found in ((c or {}).get("programs") or {}).items():
+        most = next(goal for word, goal in LIGHT_GOALS.items() if word in program)
+        kernels, after, peer = (found[way]["over_pct"] for way in ("kernels", "light", "profiler"))
+        tied = found["light"]["tied"]
+        rows.append(
+            Goal(what=f"{program}, every kernel recorded: longer steps, %", goal=f"<= {most:g}", met=max(kernels, after) <= most,
+                 reached=f"{kernels:+.1f}; after the steps with operators {after:+.1f}, of whose kernels {tied:.0%} have one",
+                 beside=f"torch.profiler {peer:+.0f}, {found['profiler']['stop_s']:.1f} s to stop", where=where("cupti_light", H200),
+                 command=command)
+        )  # fmt: skip
+    runs = f"{DEVICE}/run_modes.py benchmarks/results/light_run.json --only wall killed"
+    if w is not None and "wall" in w:
+        wall = w["wall"]
+        rows.append(
+            Goal(what=f"`tessera run` of a training of {wall['plain_s']:.0f} s: longer from start to exit, %; its end delayed; page after",
+                 goal="<= 10; 0.3 s; 10 s", met=wall["script_over_pct"] <= 10 and wall["end_delayed_s"] <= 0.3 and wall["page_after_s"] <= 10,
+                 reached=f"{wall['script_over_pct']:+.1f}; {wall['end_delayed_s']:.2f} s; {wall['page_after_s']:.1f} s",
+                 where=where("light_run", H200), command=runs)
+        )  # fmt: skip
+    if w is not None and "killed" in w:
+        killed = w["killed"]
+        rows.append(
+            Goal(what=f"kill -9 of a training, {killed['kills']} times: seconds of kernels lost, worst; files readable", goal="<= 1; all",
+                 met=killed["most_missing_s"] <= 1 and killed["readable"] == killed["kills"] >= 20, where=where("light_run", H200),
+                 reached=f"{killed['most_missing_s']:.2f}; {killed['readable']}", command=runs)
+        )  # fmt: skip
+    if d is not None:
+        hours = d["hours"]
+        rows.append(
+            Goal(what="light mode, simulated 24 h at 30,000 kernels/s: memory and file", goal="flat",
+                 met=hours["24"]["resident_mib"] <= 1.1 * hours["2"]["resident_mib"] and hours["24"]["file_mib"] <= 1.1 * hours["2"]["file_mib"],
+                 reached=", ".join(f"{hours[h]['resident_mib']:.0f} and {hours[h]['file_mib']:.0f} MiB after {h} h" for h in ("2", "24")),
+                 where=where("light_24h"), command="python benchmarks/measure/summary_24h.py --light")
+        )  # fmt: skip
+    return rows
+
+
 def after_profile(c: dict[str, Any] | None) -> Goal:
     """Not among the goals: what any session of torch.profiler leaves behind."""
     what = "after a session of torch.profiler has ended: times as long as before it"
@@ -159,6 +203,7 @@ def goals() -> list[Goal]:
     a = load("attribution")
     return [
         *overhead(load_device("overhead_profile")), after_profile(load_device("cupti_after")), modes(load("run_modes")),
+        *light(load_device("cupti_light"), load_device("light_run"), load("light_24h")),
         *attribution(a), *regions(a),
         *files(load("export_million"), load("kill9"), load("summary_24h")), region(load("region_cost")), *attach(load("attach")),
     ]  # fmt: skip

@@ -310,7 +310,7 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
     _synchronize()
     with tempfile.TemporaryDirectory() as folder:
         target = Path(path) if path is not None else Path(folder, "steps.tessera")
-        with collect_rewrites() as programs, session(record_shapes=True, path=target) as sess:
+        with collect_rewrites() as programs, session(mode="operators", path=target) as sess:
             for _ in range(steps):
                 step_fn()
                 sess.step()

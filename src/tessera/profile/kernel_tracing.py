@@ -16,7 +16,7 @@ from ..errors import TesseraError
 from ..monitor.scope import synchronize
 from .cupti_collector import CuptiCollector
 from .cupti_timeline import read_records
-from .kineto_collector import drop_unasked, find_sensor_numbers, renumber_devices
+from .kineto_collector import add_stream_names, drop_unasked, find_sensor_numbers, name_streams, renumber_devices
 from .options import SessionOptions
 from .tracing import Deliver
 
@@ -42,6 +42,7 @@ class KernelTracing:
         self._collector: CuptiCollector | None = None
         self._lock = threading.Lock()  # `tick` and the others are called by different threads
         self._numbers: list[int] | None = None
+        self._streams: dict[str, str] = {}
         self._is_taken = is_taken
         self._is_wanted = self._is_paused = False
         self._began_ns = 0
@@ -121,6 +122,7 @@ class KernelTracing:
         """Stop, with what the device still runs."""
         if self.running:
             synchronize()
+            self._streams = name_streams()
         with self._lock:
             collector = self._collector
             if collector is None and self.why_nothing is None:
@@ -138,6 +140,7 @@ class KernelTracing:
             timeline = read_records(collector.take())
             if len(timeline):
                 self.kept += len(timeline)
+                add_stream_names(timeline, self._streams)
                 if self._numbers is not None:
                     renumber_devices(timeline, self._numbers)
                 self._deliver(drop_unasked(timeline, self._options), self._began_ns, time.time_ns())

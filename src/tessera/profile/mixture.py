@@ -50,7 +50,7 @@ def run_mixture(
     """Run them for so long; the joules by region (one for each kernel), and how often each was called."""
     rng, names, calls = random.Random(7), list(kernels), dict.fromkeys(kernels, 0)
     with tempfile.TemporaryDirectory() as folder:
-        with session(record_shapes=False, path=Path(folder, "mixture.tessera")) as sess:
+        with session(mode="operators", record_shapes=False, path=Path(folder, "mixture.tessera")) as sess:
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 name = rng.choice(names)
