@@ -31,7 +31,8 @@ class OtherInputs:
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._leaves, self._spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         self._changing = {i for i, leaf in enumerate(self._leaves) if _may_change(leaf)}
-        self._random = torch.Generator().manual_seed(0)
+        devices = {self._leaves[i].device for i in self._changing}
+        self._random = {device: torch.Generator(device).manual_seed(0) for device in devices}
 
     def __bool__(self) -> bool:
         return bool(self._changing)
@@ -68,12 +69,12 @@ class OtherInputs:
 
     def _change(self, leaf: torch.Tensor) -> torch.Tensor:
         rows, device = leaf.shape[0], leaf.device
+        drawn: dict[str, Any] = {"generator": self._random[device], "device": device}  # there: a copy would wait
         if rows < _ROWS or leaf.dim() == 1:
-            order = torch.randperm(leaf.shape[-1], generator=self._random)
-            changed = leaf.index_select(-1, order.to(device))
+            changed = leaf.index_select(-1, torch.randperm(leaf.shape[-1], **drawn))
         else:
             flat = leaf.reshape(rows, -1)
-            shift = torch.randint(rows, (flat.shape[1],), generator=self._random).to(device)
+            shift = torch.randint(rows, (flat.shape[1],), **drawn)
             at = (torch.arange(rows, device=device)[:, None] + shift) % rows
             changed = flat.gather(0, at).view_as(leaf)
         # In the same layout: another would be compiled for.
