@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tessera import profile
+from tessera.analyze.answer import answer
+from tessera.cli.report import write_page
 from tessera.profile import kernel_tracing
 from tessera.profile.cupti_collector import CuptiCollector
 from tessera.profile.cupti_library import Cupti
@@ -220,6 +222,9 @@ def test_every_kernel_is_kept_and_a_few_steady_steps_have_operators(
     assert facts.mode == "light"
     assert facts.collectors == {"kernels": "cupti", "operators": "kineto", "why": None}
     assert facts.accounted_windows == list(facts.windows)
+    page = tmp_path / "page.html"
+    write_page(page, sess.recording(), answer(sess.recording()))
+    assert "kernels by CUPTI, operators by Kineto" in page.read_text()
 
 
 def test_the_programs_own_profiler_has_cupti_while_it_runs(fake: Any, cuda: None, tmp_path: Path) -> None:  # noqa: F811

@@ -100,10 +100,19 @@ def _energy_sources(recording: Recording, table: EnergyTable, answer: Answer) ->
         traced = f"{known.traced_kernels:,} kernels traced with them, {known.aligned_kernels:,} aligned with those"
         rest = f"{known.unknown_kernels:,} unknown ({format_share(1.0 - known.share)} of the kernels' joules)"
         yield "operators", "attributed", f"{traced}, {rest}"
+    by = {what: name for what, name in recording.facts.collectors.items() if name and what != "why"}
+    if by:
+        why = f"; not by CUPTI: {recording.facts.collectors['why']}" if recording.facts.collectors.get("why") else ""
+        yield f"{' and '.join(by)} on the timeline", "measured", f"{_name_collectors(by)}{why}"
     if answer.tracing is not None:
         yield "slowdown by tracing", *_slowdown_source(answer.tracing)
     if readings := _device_readings(recording):
         yield readings, "measured", "read from the device"
+
+
+def _name_collectors(by: Mapping[str, str]) -> str:
+    names = {"cupti": "CUPTI", "kineto": "Kineto"}
+    return ", ".join(f"{what} by {names.get(name, name)}" for what, name in by.items())
 
 
 def _slowdown_source(tracing: Slowdown) -> tuple[str, str]:
