@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -23,6 +24,7 @@ import pytest
 from recordings import with_table
 from tessera.profile.export import TensorBoard
 from tessera.profile.runfile import RunFile
+from tessera.tensorboard.compare import compare_runs
 from tessera.tensorboard.runs import REFRESH_S, RunDirectory, parse_roots
 
 from browser import chromium
@@ -187,6 +189,53 @@ def test_runs_are_compared(served: str) -> None:
     assert rows["steps/s"][1]["better"] is True
     assert rows["time"][1]["same"] is False
     assert sum(share for _, share, _ in found["runs"][0]["parts"]) == pytest.approx(1.0)
+
+
+def write_trace(path: Path, steps: int, kernel_us: float) -> None:
+    events = []
+    for i in range(steps):
+        at = 1000.0 * i
+        step = {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": f"ProfilerStep#{i}",
+            "pid": 1,
+            "tid": 1,
+            "ts": at,
+            "dur": 900,
+        }
+        kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": at + 10, "dur": kernel_us}
+        events += [step, {**kernel, "args": {"device": 0, "stream": 7}}]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"baseTimeNanoseconds": 1_790_000_000_000_000_000, "traceEvents": events}))
+
+
+def test_traces_have_names_that_people_know_and_only_what_is_alike_is_compared(tmp_path: Path) -> None:
+    write_trace(tmp_path / "resnet" / "node7_4711.1790000000123456789.pt.trace.json", 5, 500.0)
+    write_trace(tmp_path / "resnet" / "node7_4711.1790000060123.pt.trace.json", 5, 250.0)
+    write_trace(tmp_path / "vit" / "rank0.pt.trace.json", 8, 500.0)
+    runs = RunDirectory({"": tmp_path})
+    first, second = "resnet/node7_4711 2026-09-21 14:13:20", "resnet/node7_4711 2026-09-21 14:14:20"
+    assert set(runs.list()) == {first, second, "vit/rank0"}
+    answers = [(name, runs.answer(runs.list()[name])) for name in (first, second, "vit/rank0")]
+    found = compare_runs(answers)
+    rows = {row["title"]: row["cells"] for row in found["rows"]}
+    assert "energy" not in rows and found["runs"][0]["basis"] == "time only"
+    assert "change" in rows["time"][1] and "change" not in rows["time"][2]  # 5 and 8 steps
+    assert "change" in rows["steps/s"][2] and rows["idle time"][1]["better"] is False
+    assert any("5 and 8 steps" in note for note in found["notes"])
+
+
+def test_runs_whose_power_is_known_differently_are_not_compared_by_joules(logdir: Path) -> None:
+    runs = RunDirectory({"": logdir})
+    name = next(name for name in runs.list() if name.startswith("exp0"))
+    measured = runs.answer(runs.list()[name])
+    modelled = dataclasses.replace(measured, basis="modelled", device="another")
+    found = compare_runs([("a", measured), ("b", modelled)])
+    rows = {row["title"]: row["cells"] for row in found["rows"]}
+    assert "change" not in rows["energy"][1] and "change" not in rows["per step"][1]
+    assert "change" in rows["time"][1] and "change" in rows["steps/s"][1]
+    assert len(found["notes"]) == 2
 
 
 def test_an_empty_logdir(tmp_path: Path) -> None:

@@ -6,23 +6,26 @@ A run is only looked up among those that were found: no name that a browser send
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..analyze.answer import Answer, answer
-from ..analyze.time_answer import answer_by_time
+from ..analyze.time_answer import TimeAnswer, answer_by_time
 from ..profile.open_recording import open_recording
 from ..report.run_html import page
 from ..report.time_html import time_page
+from ..timeline.open_trace import XPLANE
 
 SUFFIX = ".tessera"
-TRACES = (".pt.trace.json", ".pt.trace.json.gz")
-"""What torch.profiler's handler writes; listed where a log directory has no run file."""
+TRACES = (".pt.trace.json", ".pt.trace.json.gz", *XPLANE)
+"""What torch.profiler's handler and JAX write; listed where a log directory has no run file."""
 MAX_DEPTH = 8
 MAX_RUNS = 500
 """How many runs are listed, and how deep they are searched for: a log directory may be a home directory."""
@@ -30,7 +33,9 @@ REFRESH_S = 5.0
 """How long a listing is used before the directory is searched again."""
 CACHED_PAGES = 6
 CACHED_ANSWERS = 200
-_EXPORTED = "plugins/tessera/"  # where the exporter puts runs; left out of their names
+_EXPORTED = ("plugins/tessera/", "plugins/profile/")  # where we and JAX put runs; left out of their names
+_STAMPED = re.compile(r"(.+)\.(\d{13,19})$")
+"""How torch.profiler's handler names a trace: the worker, and when it was written, in ms or ns."""
 
 T = TypeVar("T")
 
@@ -56,7 +61,7 @@ class RunDirectory:
         self._entries: dict[str, RunEntry] = {}
         self._listed_s: float | None = None
         self._pages: OrderedDict[RunEntry, str] = OrderedDict()
-        self._answers: OrderedDict[RunEntry, Answer] = OrderedDict()
+        self._answers: OrderedDict[RunEntry, Answer | TimeAnswer] = OrderedDict()
 
     def list(self) -> dict[str, RunEntry]:
         """The runs by name, newest first."""
@@ -73,8 +78,8 @@ class RunDirectory:
         """The page of a run. TesseraError if the file cannot be read."""
         return self._compute_once(self._pages, run, CACHED_PAGES, self._render)
 
-    def answer(self, run: RunEntry) -> Answer:
-        """What a run cost. TesseraError if the file cannot be read."""
+    def answer(self, run: RunEntry) -> Answer | TimeAnswer:
+        """What a run cost, in seconds where it has no power. TesseraError if the file cannot be read."""
         return self._compute_once(self._answers, run, CACHED_ANSWERS, _read_answer)
 
     def _compute_once(
@@ -96,8 +101,10 @@ class RunDirectory:
             return page(recording, result=result)
 
 
-def _read_answer(run: RunEntry) -> Answer:
+def _read_answer(run: RunEntry) -> Answer | TimeAnswer:
     with open_recording(run.path) as recording:
+        if recording.facts.kind == "trace" and recording.find_energy() is None:
+            return answer_by_time(recording)
         return answer(recording)
 
 
@@ -134,8 +141,13 @@ def _inspect(label: str, top: Path, path: Path) -> RunEntry | None:
         states = [p.stat() for p in (path, log) if p is path or p.exists()]
     except OSError:  # deleted meanwhile
         return None
-    name = path.relative_to(top).as_posix().replace(_EXPORTED, "")
+    name = path.relative_to(top).as_posix()
+    for folder in _EXPORTED:
+        name = name.replace(folder, "")
     name = next((name.removesuffix(end) for end in (SUFFIX, *TRACES) if name.endswith(end)), name)
+    if stamped := _STAMPED.fullmatch(name):
+        seconds = int(stamped[2]) / 10 ** (len(stamped[2]) - 10)
+        name = f"{stamped[1]} {datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
     name = f"{label}/{name}" if label else name
     return RunEntry(name, path, max(s.st_mtime_ns for s in states), sum(s.st_size for s in states))
 

@@ -83,6 +83,7 @@ const table = found => {
   return make("div", {}, make("div", { className: "scroll" }, make("table", { id: "totals" }, make("caption", { hidden: true,
     textContent: "Totals of the chosen runs" }), make("thead", {}, head), make("tbody", {}, ...rows, bars))), legend,
   make("p", { className: "dim", textContent: "± is the half-width of a 90% interval; a change within the intervals is not significant." }),
+  ...found.notes.map(note => make("p", { className: "dim", textContent: `${note}.` })),
   ...found.failed.map(f => make("p", { className: "warn", textContent: `${f.run}: ${f.error}` })));
 };
 
