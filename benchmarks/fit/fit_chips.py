@@ -25,9 +25,10 @@ from scipy.optimize import least_squares
 
 import kernel_fits as fits
 from fit_kernels import DATA, write
-from kernel_rows import ROOT, SHARED, Row, read_public
+from kernel_rows import ROOT, SHARED, Row, kernel_of, read_public
 from tessera.estimate import attention, gemm, moe
 from tessera.estimate.kernel_time import FITTED, Chip, Trees, chip, load_fit
+from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.hardware import lookup
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -222,6 +223,55 @@ def fit_family(family: Family, of: Mapping[str, Sequence[Sample]], *, trees: boo
     return found
 
 
+# ---------------------------------------------------------------- watts
+# Watts always and of busy SMs, pJ per byte of device memory and cache, pJ per FLOP.
+POWER: Table = {
+    "static_w": (200, 137, 350), "active_w": (250, 0, 800), "hbm_j_per_byte": (50, 0, 150), "l2_j_per_byte": (15, 0, 60),
+    "matrix.bf16": (0.3, 0, 1), "matrix.fp8": (0.2, 0, 1), "matrix.fp4": (0.1, 0, 1), "vector.fp32": (5, 0, 20),
+}  # fmt: skip
+
+
+def fit_power(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Constants of the power model from rows whose watts last long enough, on the times that the fits above predict.
+
+    NVML's average over a second mixes a kernel's loop with what ran before it: like shapes differ by a factor of two. So
+    the loss is robust, and the half-width is that of the development split.
+    """
+    base = PowerModel.from_device(lookup(name))
+    trusted = [(row, DeviceWork.of(kernel_of(row))) for row in rows if row.public_w is not None]
+    units = [n for n in POWER if "." in n]
+    t = {
+        n: np.array([getattr(w, n) for _, w in trusted])
+        for n in ("clock_s", "fixed_s", "busy_s", "hbm_bytes", "l2_bytes")
+    }
+    flops = np.array([[w.flops.get(unit, 0.0) for unit in units] for _, w in trusted])
+    measured = np.array([row.public_w * row.seconds for row, _ in trusted])
+    start, low, high = np.array(list(POWER.values()), float).T
+
+    def as_power(x: np.ndarray) -> dict[str, Any]:
+        c = dict(zip(POWER, x.tolist(), strict=True))
+        per_flop = {unit: c.pop(unit) * 1e-12 for unit in units}
+        c |= {"hbm_j_per_byte": c["hbm_j_per_byte"] * 1e-12, "l2_j_per_byte": c["l2_j_per_byte"] * 1e-12}
+        return c | {"j_per_flop": dict(base.j_per_flop) | per_flop | {"matrix.fp16": per_flop["matrix.bf16"]}}
+
+    def joules(x: np.ndarray) -> np.ndarray:
+        law = {"voltage_slope": base.voltage_slope, "voltage_floor": base.voltage_floor, "limit_w": base.limit_w}
+        return fits.capped_j(as_power(x) | law, t | {"flops_j": flops @ x[4:] * 1e-12}, 1.0)
+
+    def solve(chosen: np.ndarray) -> np.ndarray:
+        return least_squares(
+            lambda x: np.log(joules(x) / measured)[chosen], start, bounds=(low, high), loss="soft_l1", f_scale=0.05,
+            x_scale=0.1 * (high - low), diff_step=1e-3,
+        ).x  # fmt: skip
+
+    split = np.array([row.split for row, _ in trusted])
+    unseen = split == "development"
+    error = measured / joules(solve(split == "fit")) - 1
+    print(line(f"{name} joules, development", [(measured[unseen], error[unseen])]), flush=True)
+    width = float(np.quantile(np.abs(error[unseen]), 0.9))
+    return as_power(solve(split != "final")) | {"relative_error": width}
+
+
 # ---------------------------------------------------------------- how good it is
 def relative(family: Family, data: Mapping[str, Any], kernel: str, s: Sample) -> tuple[np.ndarray, np.ndarray]:
     """Predicted seconds and measured over predicted - 1, as the package does it."""
@@ -358,7 +408,11 @@ def main() -> None:
         if name == "other":
             data = fit_others(rows)
         else:
-            data = fit_chip(name, [row for row in rows if row.device == name], given.first)
+            own = [row for row in rows if row.device == name]
+            data = fit_chip(name, own, given.first)
+            write(f"{name}_kernels.json", data)
+            if any(row.public_w is not None for row in own):
+                data["power"] = fit_power(name, own)
         write(f"{name}_kernels.json", data)
         print(f"{name}: {(DATA / f'{name}_kernels.json').stat().st_size / 1e3:.0f} kB", flush=True)
 

@@ -27,7 +27,21 @@ Columns = dict[str, np.ndarray]
 # ---------------------------------------------------------------- the power limit, for arrays
 def capped_s(power: dict[str, Any], t: Columns, switching: Any) -> np.ndarray:
     """`PowerModel.estimate(...).seconds` for arrays; kernel_accuracy.py goes through power.py itself."""
-    limit = 700.0 * power["limit_fraction"]
+    return _capped(power | {"limit_w": 700.0 * power["limit_fraction"]}, t, switching)[0]
+
+
+def capped_j(power: dict[str, Any], t: Columns, switching: Any) -> np.ndarray:
+    """`PowerModel.estimate(...).energy_j` for arrays."""
+    seconds, watts = _capped(power, t, switching)
+    # Memory traffic does not follow the clock: what is still over the limit waits.
+    dynamic = (watts - power["static_w"]) * seconds
+    waits = np.maximum(seconds, dynamic / (power["limit_w"] - power["static_w"]))
+    return power["static_w"] * waits + dynamic
+
+
+def _capped(power: dict[str, Any], t: Columns, switching: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and watts at the highest clock that keeps within the limit."""
+    limit = power["limit_w"]
     run_s = t["clock_s"] + t["fixed_s"]
 
     def watts(f: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -46,7 +60,8 @@ def capped_s(power: dict[str, Any], t: Columns, switching: Any) -> np.ndarray:
         middle = 0.5 * (low + high)
         hot = watts(middle)[0] > limit
         low, high = np.where(hot, low, middle), np.where(hot, middle, high)
-    return np.where(over, watts(low)[1], run_s)
+    watts_w, seconds = watts(np.where(over, low, 1.0))
+    return seconds, watts_w
 
 
 # ---------------------------------------------------------------- power

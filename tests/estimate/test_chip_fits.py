@@ -13,6 +13,7 @@ from tessera.estimate.chip_fits import find_fit
 from tessera.estimate.gemm import gemm_time
 from tessera.estimate.kernel_time import FITTED, KernelTime, chip
 from tessera.estimate.moe import moe_time
+from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.hardware import catalogue, lookup
 
 NVIDIA = [d.id for d in catalogue().values() if d.memory.bandwidth_bytes_per_s is not None and chip(d).nvidia]
@@ -157,3 +158,13 @@ def test_wrong_experts_are_refused() -> None:
         moe_time(lookup("b200"), 8, 64, 64, 9, 8)
     with pytest.raises(PredictionError, match="NVIDIA"):
         moe_time(lookup("mi300x"), 8, 64, 64, 2, 8)
+
+
+def test_watts_of_a_b200_are_those_that_were_read_on_one() -> None:
+    own, carried = PowerModel.from_device(lookup("b200")), PowerModel.from_device(lookup("gb200"))
+    assert "fitted on public readings" in own.provenance
+    assert "carried over" in carried.provenance
+    kernel = gemm_time(lookup("b200"), 8192, 8192, 8192, source="vllm")
+    found = own.estimate(DeviceWork.of(kernel))
+    assert 900 < found.power_w <= own.limit_w * (1 + 1e-9)  # 971 W is the median of 90 such products
+    assert found.seconds < 1.1 * kernel.seconds  # timed at the limit, so the limit does not slow it once more

@@ -151,3 +151,27 @@ def test_the_command_agrees_with_python():
     same = estimate_serving("llama-3.1-8b", on="b200", batch=8, dtype="fp8")
     assert rows[3]["time_per_output_token_s"]["value"] == same.time_per_output_token_s
     assert rows[3]["joules_per_token"]["error"] == same.joules_per_token.error
+
+
+def test_a_prompt_that_is_alone_waits_for_its_own_prefill_and_a_few_steps():
+    alone = estimate_serving("llama-3.1-8b", on="h100", batch=1, prompt=2048)
+    assert alone.prefill.time_s < alone.time_to_first_token_s
+    assert alone.time_to_first_token_s < alone.prefill.time_s + 6 * alone.decode.time_s
+    busy = estimate_serving("llama-3.1-8b", on="h100", batch=64, prompt=2048)
+    assert busy.time_to_first_token_s > 3 * alone.time_to_first_token_s
+
+
+def test_sequences_longer_than_the_models_context_are_refused():
+    with pytest.raises(ArgumentError, match="longer than a sequence of llama-2-7b") as caught:
+        estimate_serving("llama-2-7b", on="h200", prompt=4000, generate=200)
+    assert "4,096" in str(caught.value.why)
+    assert estimate_serving("llama-2-7b", on="h200", prompt=3896, generate=200).batch == 1
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 1000}
+    config |= {"intermediate_size": 128, "model_type": "llama"}
+    assert estimate_serving(config, on="h200", prompt=500_000).batch == 1  # it does not say how much it allows
+
+
+def test_a_language_models_name_without_serve_is_told_about_it():
+    error = invoke(command, "llama-3.1-8b", "--on", "h200").code
+    assert isinstance(error, ArgumentError)
+    assert "tessera predict llama-3.1-8b --serve" in str(error.fix)

@@ -46,6 +46,7 @@ class InputShape:
 
 def load_model(spec: str, shape: InputShape, *, training: bool = False) -> LoadedModel:
     """Load the model of a specification, with one sample of inputs."""
+    _refuse_served_name(spec)
     try:
         import torch as torch
     except ImportError as e:
@@ -59,6 +60,23 @@ def load_model(spec: str, shape: InputShape, *, training: bool = False) -> Loade
     if ":" in spec:
         return _load_own(spec, shape)
     return _load_torchvision(spec, shape)
+
+
+def _refuse_served_name(spec: str) -> None:
+    """Say how to predict a language model given by its public name: as it is served, or by its configuration."""
+    from ..serving.served_model import read_served_model
+
+    if ":" in spec or spec.endswith((".py", ".json")):
+        return
+    try:
+        served = read_served_model(spec)
+    except TesseraError:
+        return
+    raise ArgumentError(
+        f"{spec} is a language model, which is predicted as it is served",
+        why="one forward pass needs its configuration, and nothing is downloaded",
+        fix=f"tessera predict {served.name} --serve; for a forward pass: tessera predict hf:config.json",
+    )
 
 
 def _script_error(spec: str) -> ArgumentError:

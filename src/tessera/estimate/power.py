@@ -229,6 +229,10 @@ def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str)
         constants = {name: data[name] for name in names}
         constants["static_w"] = min(constants["static_w"], 0.5 * limit_w)  # a limit set far below the board's own
         return PowerModel(limit_w=limit_w, provenance="fitted on an H200", **constants, **law)
+    fitted = load_fit(f"{of.fitted}_kernels.json").get("power") if of.fitted else None
+    if fitted is not None:
+        provenance = f"fitted on public readings of the {of.fitted}: NVML's averages over a second"
+        return PowerModel(limit_w=limit_w, provenance=provenance, **fitted, **law)
     share = tdp_w / _H200_TDP_W
     # A board with its clocks up draws more than at idle, in the H200's proportion; at most half the limit.
     static_w = data["static_w"] * (idle_w / _H200_IDLE_W if idle_w else share)

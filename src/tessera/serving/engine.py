@@ -16,7 +16,8 @@ class Engine:
 
     `kernel_s`: a small kernel between two larger ones. `step_s` and `sequence_s`: scheduling, sampling and output of a
     step, and of each sequence in it. `prefill`: how long prompts hold up the steps of other sequences, over what they
-    take alone. `blackwell`: how much longer products and experts take there than with kernels made for that chip.
+    take alone. `queue`: prefills of others that a prompt waits for, by their number. `blackwell`: how much longer
+    products and experts take there than with kernels made for that chip.
     `fp8_experts`: how much longer experts in fp8 take, where their kernels scale blocks on the way.
     """
 
@@ -24,19 +25,20 @@ class Engine:
     step_s: float
     sequence_s: float
     prefill: float
+    queue: float
     blackwell: float = 1.0
     fp8_experts: float = 1.0
 
 
 # Chosen on half of the published servers (benchmarks/measure/published_serving.py), by model and system.
 ENGINES = {
-    "vllm": Engine(kernel_s=4.3e-6, step_s=0.67e-3, sequence_s=13e-6, prefill=1.33),
+    "vllm": Engine(kernel_s=4.3e-6, step_s=0.67e-3, sequence_s=13e-6, prefill=1.33, queue=0.394),
     # Of late 2025 (ML.ENERGY's third benchmark), when Blackwell was new to it.
     "vllm-0.11": Engine(
-        kernel_s=4.3e-6, step_s=0.67e-3, sequence_s=13e-6, prefill=1.33, blackwell=1.45, fp8_experts=2.0
+        kernel_s=4.3e-6, step_s=0.67e-3, sequence_s=13e-6, prefill=1.33, queue=0.394, blackwell=1.45, fp8_experts=2.0
     ),
-    "trtllm": Engine(kernel_s=1.3e-6, step_s=2.2e-3, sequence_s=10e-6, prefill=1.16),
-    "sglang": Engine(kernel_s=7.0e-6, step_s=0.65e-3, sequence_s=10e-6, prefill=0.69),
+    "trtllm": Engine(kernel_s=1.3e-6, step_s=2.2e-3, sequence_s=10e-6, prefill=1.16, queue=0.653),
+    "sglang": Engine(kernel_s=7.0e-6, step_s=0.65e-3, sequence_s=10e-6, prefill=0.69, queue=1.482),
 }
 # A small kernel on Blackwell over one on Hopper: the next one starts before its end. Chosen on the same half.
 _BLACKWELL_KERNEL = 0.85

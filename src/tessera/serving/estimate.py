@@ -18,9 +18,9 @@ from .served_model import ServedModel, read_served_model
 # Half-widths of 90% intervals, relative: on the half of the published servers that the constants were chosen on, 90% of
 # the rows lie within these (benchmarks/measure/published_serving.py; the other half is the test).
 ERROR_STEP, ERROR_FIRST, ERROR_ENERGY = 0.36, 0.9, 0.36
-# Time to the first token under steady arrivals: prefills of its own (chunks between steps of others), prefills for each
-# other sequence under way and the power of their number, and steps. Chosen on the same half.
-_FIRST_TOKEN = (2.6, 0.028, 1.34, 9.0)
+# Time to the first token under steady arrivals: its own prefill, an engine's share of those of other sequences (by a
+# power of their number), and steps that are under way or scheduled first. Chosen on the same half.
+_QUEUE_POWER, _FIRST_STEPS = 0.615, 4.5
 # Memory of engines: CUDA context, graphs, and the share of the board that they leave free (vLLM: 0.9 is used).
 _OVERHEAD_BYTES, USED_SHARE = 3.0e9, 0.92
 _MEMORY_ERROR = 0.10
@@ -175,6 +175,7 @@ def estimate_serving(
     _check_sizes(batch=batch, prompt=prompt, generate=generate, tp=tp)
     if arrivals not in ARRIVALS:
         raise ArgumentError(f"arrivals={arrivals!r} is not known", fix=f"one of: {', '.join(ARRIVALS)}")
+    _check_context(served, prompt, generate)
     _check_division(served, tp, attention_dp, ep)
     narrow = dtype in ("fp8", "fp4")
     deployment = Deployment(
@@ -200,6 +201,16 @@ def _check_division(served: ServedModel, tp: int, attention_dp: int, ep: int | N
         raise ArgumentError(f"ep={ep}: {served.name} has no experts", fix="leave ep out")
 
 
+def _check_context(served: ServedModel, prompt: int, generate: int) -> None:
+    """Refuse sequences that are longer than the model was made for, as engines do."""
+    if served.context is not None and prompt + generate > served.context:
+        raise ArgumentError(
+            f"a prompt of {prompt:,} and an answer of {generate:,} tokens are longer than a sequence of {served.name}",
+            why=f"its configuration allows {served.context:,} (max_position_embeddings)",
+            fix="shorten one of them, or give a config.json that allows more",
+        )
+
+
 def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         if value != int(value) or value < 1:
@@ -219,7 +230,7 @@ def predict_serving(
     step_s = mean.seconds + prompts * find_engine(on.engine).prefill * first.seconds
     step_j = mean.energy_j + prompts * first.energy_j
     shown_j = step_j if arrivals == "steady" else mean.energy_j + batch / generate / on.replicas * first.energy_j
-    waits_s = _first_token_s(first.seconds, mean.seconds, batch / on.replicas, arrivals)
+    waits_s = _first_token_s(on, first.seconds, mean.seconds, batch / on.replicas, arrivals)
     # Where all prompts come first, an answer's share of their time counts too.
     token_s = step_s if arrivals == "steady" else step_s + batch / generate / on.replicas * first.seconds
     power_w = on.gpus * min(shown_j / token_s, on.device.tdp_w.value if on.device.tdp_w else math.inf)
@@ -251,12 +262,12 @@ def predict_serving(
     )
 
 
-def _first_token_s(prefill_s: float, step_s: float, sequences: float, arrivals: str) -> float:
+def _first_token_s(on: Deployment, prefill_s: float, step_s: float, sequences: float, arrivals: str) -> float:
     """Seconds to the first token: of a prompt among others that come at any time, or the mean of all at once."""
     if arrivals == "once":
         return prefill_s * (sequences + 1) / 2
-    own, shared, power, steps = _FIRST_TOKEN
-    return float(prefill_s * (own + shared * sequences**power) + steps * step_s)
+    waits = find_engine(on.engine).queue * max(0.0, sequences - 1.0) ** _QUEUE_POWER
+    return float(prefill_s * (1.0 + waits) + _FIRST_STEPS * step_s)
 
 
 def _phase(run: PowerEstimate, on: Deployment, tokens: float) -> PhaseEstimate:

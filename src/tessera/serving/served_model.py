@@ -86,7 +86,8 @@ class KeyIndex:
 class ServedModel:
     """Sizes of a decoder: its `shape`, and what makes its attention cheaper than that of all keys in all layers.
 
-    `window` keys are seen in `windowed_layers`; the other layers that are not `linear` see all of them.
+    `window` keys are seen in `windowed_layers`; the other layers that are not `linear` see all of them. `context` is
+    the most tokens of a sequence; None where the configuration does not say.
     """
 
     name: str
@@ -97,6 +98,7 @@ class ServedModel:
     window: int = 0
     windowed_layers: int = 0
     expert_format: str | None = None
+    context: int | None = None
 
     @property
     def full_layers(self) -> int:
@@ -234,4 +236,5 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
         window=int(c.get("sliding_window") or 0) if windowed else 0,
         windowed_layers=windowed,
         expert_format="fp4" if c.get("model_type") == "gpt_oss" else None,
+        context=int(c["max_position_embeddings"]) if c.get("max_position_embeddings") else None,
     )
