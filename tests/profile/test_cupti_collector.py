@@ -109,6 +109,21 @@ def test_a_buffer_with_a_running_kernel_comes_later(fake: Any, library: str) -> 
     collector.stop()
 
 
+def test_few_kernels_of_which_one_runs_always_come_soon(fake: Any, library: str) -> None:
+    collector = CuptiCollector(Cupti(library))
+    collector.start()
+    fake.fake_pending(1)
+    kept = launched = 0
+    for _ in range(30):
+        for _ in range(100):
+            launch(fake, launched)
+            launched += 1
+        collector.flush()
+        kept += sum(len(piece.split()[CONCURRENT_KERNEL]) for piece in collector.take())
+        assert launched - kept <= 100
+    collector.stop()
+
+
 def test_buffers_that_nobody_takes_are_bounded_and_the_loss_is_counted(
     fake: Any, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

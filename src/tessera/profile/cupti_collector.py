@@ -85,7 +85,7 @@ class CuptiCollector:
 
     def __init__(self, cupti: Cupti | None = None, *, most_bytes: int = MOST_BYTES) -> None:
         self._cupti = cupti or open_cupti()
-        self._most_bytes = self._buffer_bytes = most_bytes
+        self._most_bytes, self._buffer_bytes = most_bytes, min(LEAST_BYTES, most_bytes)
         self._waiting = self._came = 0  # bytes
         self._lent: dict[int, NDArray[np.uint8]] = {}
         self._empty: deque[NDArray[np.uint8]] = deque()
