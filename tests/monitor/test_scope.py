@@ -349,15 +349,17 @@ def test_several_gpus_are_summed_and_uncounted_domains_are_not(started: Started)
     assert {d.name for d in report.domains} == set(parts)
 
 
-def test_the_total_waits_for_no_uncounted_domain(started: Started) -> None:
+def test_the_total_waits_for_no_uncounted_domain(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """HBM power is a one-second average: a scope read must not take that long."""
-    slow = sensor(lambda t: 40.0, "gpu0.memory", counted=False, step_ms=5000.0)
+    slow = sensor(lambda t: 40.0, "gpu0.memory", counted=False, step_ms=600_000.0)
     m = started(sensor(), slow)
+    waited: list[object] = []
+    wait_for = m.sampler.wait_for
+    monkeypatch.setattr(m.sampler, "wait_for", lambda *given: waited.append(given[2]) or wait_for(*given))
     with energy_scope(monitor=m) as energy:
         time.sleep(0.02)
-    begin = time.monotonic()
     assert energy.energy_j == pytest.approx(100.0 * energy.time_s)
-    assert time.monotonic() - begin < 4.0
+    assert waited and all(names is not None and "gpu0.memory" not in names for names in waited)
 
 
 def test_one_modelled_domain_makes_the_scope_modelled(started: Started) -> None:
@@ -374,9 +376,8 @@ def test_a_sensor_that_dies_leaves_the_joules_so_far(started: Started) -> None:
         one.fail = SensorLost("the GPU fell off the bus", why="Xid 79")
         until(lambda: m.sampler.gaps)
         time.sleep(0.15)
-    begin = time.monotonic()
+    assert m.sampler.is_silent("gpu0"), "nobody waits for a dead sensor"
     parts = energy.by_domain
-    assert time.monotonic() - begin < 4.0, "nobody waits for a dead sensor"
     assert parts["cpu0"].coverage == pytest.approx(1.0)
     assert parts["cpu0"].joules == pytest.approx(50.0 * energy.time_s)
     assert 0.0 < parts["gpu0"].coverage < 0.9
@@ -935,11 +936,10 @@ def test_a_failed_device_neither_hides_the_error_nor_ends_the_measuring(gpu: Fak
     assert energy.energy_j == pytest.approx(100.0 * energy.time_s, rel=0.01)
     assert 0.03 <= energy.time_s <= time.monotonic() - begin
     time.sleep(0.1)
-    begin = time.monotonic()
     with energy_scope("after", monitor=m) as after:
         time.sleep(0.02)
     assert after.energy_j == pytest.approx(100.0 * after.time_s)
-    assert time.monotonic() - begin < 4.0, "the sampler's thread still lives"
+    assert m.sampler._thread is not None and m.sampler._thread.is_alive()
 
 
 def test_without_cuda_in_the_process_nothing_of_it_is_touched(
@@ -1025,8 +1025,8 @@ def test_scopes_of_several_threads_say_that_each_contains_all(started: Started) 
 
     def work(scope: tm.EnergyScope) -> None:
         with scope:
-            both.wait(10)
-            both.wait(10)
+            both.wait(300)
+            both.wait(300)
 
     threads = [threading.Thread(target=work, args=(scope,)) for scope in scopes]
     for thread in threads:

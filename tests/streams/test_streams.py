@@ -148,10 +148,11 @@ def test_wrong_arguments_are_named(call, said):
 
 
 def test_events_on_a_cpu_are_times(cpu):
+    began = time.monotonic()
     first = event.create(timing=True).record(cpu)
     time.sleep(0.01)
     last = event.create(timing=True).record()
-    assert 0.009 < first.elapsed_s(last) < 1.0
+    assert 0.009 < first.elapsed_s(last) < time.monotonic() - began + 0.001
     assert last.query() and last.wait(cpu) is last
     last.synchronize()
     assert "on cpu" in repr(last) and "not recorded" in repr(event.create())
