@@ -52,8 +52,9 @@ class BallastControl:
         self._choose_level()
 
     def start_from(self, idle_w: float, full_w: float) -> None:
-        """Take measured watts in place of guesses."""
+        """Take measured watts in place of guesses. The level for the first pause stands ready before the first work."""
         self.idle_w, self.full_w, self._held_w = idle_w, full_w, idle_w
+        self._note_low(idle_w)
         self._choose_level()
 
     @property
