@@ -65,7 +65,8 @@ def test_the_best_fits_and_is_first(planned: dist.ParallelPlan) -> None:
 
 def test_every_neighbour_has_its_reason(planned: dist.ParallelPlan) -> None:
     settings = {neighbour.setting for neighbour in planned.neighbours}
-    assert settings >= {"tp", "pp", "sharding", "recompute"}
+    assert settings >= {"pp", "sharding", "recompute"}
+    assert settings & {"tp", "cp"}  # where pp and cp take all GPUs there is no neighbour in tp
     for neighbour in planned.neighbours:
         fits = count_over_bytes(planned.problem, neighbour.layout) <= 0
         assert fits == (neighbour.verdict != "does not fit")
