@@ -30,6 +30,7 @@ from torch.nn import functional
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
 import tessera
+from tessera import op
 from tessera.monitor.iteration import measure_iteration
 from tessera.rewrite import watch
 from tessera.runtime.options import ScheduleOptions
@@ -439,6 +440,25 @@ def measure_watching() -> float:
     return 1e6 * (statistics.median(times[True]) - statistics.median(times[False]))
 
 
+def try_tiles(quick: bool, budget_s: float) -> dict[str, Any]:
+    """Tiles for an operator without one: what was tried, and whether one was kept."""
+    device, dtype = ("cpu", torch.float32) if quick else ("cuda", torch.bfloat16)
+    found = {}
+    for rows, inner, columns in ((64, 64, 64),) if quick else ((4096, 4096, 4096), (512, 8192, 1024)):
+        x, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((rows, inner), (inner, columns)))
+        options = ScheduleOptions(policy="energy", budget_s=budget_s, compile_modes=False, cache=False)
+        fn = TunedFunction(op.matmul, options)
+        fn(x, w)
+        plan = fn.plan()
+        print(plan, flush=True)
+        found[f"{rows}x{inner}x{columns}"] = {
+            "kept": plan.setting,
+            "trials": [{"setting": t.setting, "ms": 1e3 * (t.time_s or 0), "j": t.energy_j, "refused": t.refused} for t in plan.trials],
+        }  # fmt: skip
+        fn.close()
+    return found
+
+
 def show(name: str, found: dict[str, Any]) -> None:
     for way in ("eager", *MODES, "tessera"):
         row = found.get(way, {})
@@ -454,6 +474,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(PROGRAMS), choices=PROGRAMS)
     parser.add_argument("--budget-s", type=float, default=230.0)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
+    parser.add_argument("--tiles", action="store_true", help="also try tiles of op.matmul: 25 s more")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     if not given.quick and not torch.cuda.is_available():
@@ -477,6 +498,9 @@ def main() -> None:
             show(name, found)
         except Exception:  # noqa: BLE001 - the next program may work
             traceback.print_exc()
+        write_result(given.out, results)
+    if given.tiles:
+        results["tiles"] = try_tiles(given.quick, 12.0)
         write_result(given.out, results)
 
 
