@@ -117,6 +117,11 @@ def test_slower_than_promised_but_still_the_best_stays() -> None:
     assert loop.reports[0].outcome == "compared" and "still the best of 3" in use_line(loop.reports[0])
 
 
+def test_where_everything_is_faster_than_in_the_trial_the_promise_says_nothing() -> None:
+    loop = Loop({"reduce-overhead": lambda: 0.018, "default": lambda: 0.017, "eager": lambda: 0.015}, PROMISES)
+    assert loop.run(50)[-1] == "eager" and loop.reports[0].outcome == "compared"
+
+
 def test_a_promise_says_nothing_of_other_shapes() -> None:
     x = torch.zeros(4, 2)
     loop = Loop(fixed(), PROMISES, inputs=describe_inputs((x,), {}))

@@ -173,7 +173,7 @@ class Optimized:
         from ..monitor import EnergyScope
         from ..monitor.iteration import has_sensor
         from .kernel_times import PROFILED_S
-        from .program import Program, first_line
+        from .program import Program
         from .program_cost import find_chip
         from .variants import VariantSearch, choose_modes
 
@@ -191,11 +191,22 @@ class Optimized:
             say=options.progress or (lambda _line: None),
             observe=bool(options.explain),
         )
-        profiled_before = bool(PROFILED_S)
+        if PROFILED_S and cuda:
+            note = "a profiler ran in this process before: variants that launch were measured slower than alone"
+            search.notes.append(note)
         self._scope = EnergyScope("tessera.optimize") if has_sensor() else None
+        with self._scope or contextlib.nullcontext():
+            best = self._find_best(search, modes, wrap_errors=wrap_errors)
+            self.variants, self.chosen, self.notes = search.tried, best.name, search.notes
+            self._explain(search, best)
+        self.spent_s = time.monotonic() - search.start_s
+        self._run(search, best, cuda=cuda)
+
+    def _find_best(self, search: VariantSearch, modes: Sequence[str], *, wrap_errors: bool) -> Variant:
+        from .program import first_line
+
         try:
-            with self._scope or contextlib.nullcontext():
-                best = search.run(modes, self._list_passes())
+            return search.run(modes, self._list_passes())
         except Exception as e:
             if not wrap_errors or search.reference is not None or isinstance(e, TesseraError):
                 raise
@@ -204,13 +215,6 @@ class Optimized:
                 why=first_line(e),
                 fix="inputs it can be called with: a tensor, a tuple of positional or a dict of keyword arguments",
             ) from e
-        if profiled_before and cuda:
-            note = "a profiler ran in this process before: variants that launch were measured slower than alone"
-            search.notes.append(note)
-        self.variants, self.chosen, self.notes = search.tried, best.name, search.notes
-        self.spent_s = time.monotonic() - search.start_s
-        self._explain(search, best)
-        self._run(search, best, cuda=cuda)
 
     # -- running ----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ shape may compile; code that is compiled or recorded again and again counts with
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import threading
@@ -35,6 +36,7 @@ WARM, CALLS, SPARE = 2, 10, 12
 """Calls of a turn that only warm up, calls that are measured, and calls that may be measured again: 3 turns make 48."""
 # How much slower than its trial a call may be: half of what the next best would have cost more, within these bounds.
 _LEAST, _MOST = 0.01, 0.05
+_FASTER = 0.1  # by which a call may be faster: beyond, the machine is another than in the trial, and all would be faster
 # A pause (an evaluation between two calls, a process that had to wait for a core) counts as no more than so many calls.
 _PAUSE = 3.0
 # Joules of a turn are used where it was that long, and known that well: ten samples of an H200's ring (20 ms).
@@ -138,13 +140,19 @@ class HostClock:
 
 
 class StreamClock:
-    """Events in the current CUDA stream: when the device was there."""
+    """Events in the current CUDA stream: when the device was there. Those of one turn are made in advance."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._make = functools.partial(torch.cuda.Event, enable_timing=True)
+        self._ready = [self._make() for _ in range(2 * (WARM + CALLS))]
+        for event in self._ready:
+            event.record()  # torch makes it at its first use
 
     def mark(self) -> Any:
         """Record an event."""
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
+        event = self._ready.pop() if self._ready else self._make()
         event.record()
         return event
 
@@ -332,7 +340,8 @@ class WatchedCall:
             return False
         others = [c.promise.time_s for c in self._candidates[1:] if c.promise and c.promise.time_s is not None]
         gap = min(others, default=math.inf) / promised_s - 1.0
-        if figures.time_s > promised_s * (1.0 + min(max(gap / 2, _LEAST), _MOST)):
+        slower = figures.time_s / promised_s - 1.0
+        if not -_FASTER <= slower <= min(max(gap / 2, _LEAST), _MOST):
             return False
         if figures.energy_j is None or promised_j is None or busy < _BUSY:
             return True
