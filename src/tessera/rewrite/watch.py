@@ -36,7 +36,8 @@ WARM, CALLS, SPARE = 2, 10, 12
 """Calls of a turn that only warm up, calls that are measured, and calls that may be measured again: 3 turns make 48."""
 # How much slower than its trial a call may be: half of what the next best would have cost more, within these bounds.
 _LEAST, _MOST = 0.01, 0.05
-_FASTER = 0.1  # by which a call may be faster: beyond, the machine is another than in the trial, and all would be faster
+# How much faster it may be: beyond, the machine is another than in the trial, and other variants may be faster still.
+_FASTER = 0.1
 # A pause (an evaluation between two calls, a process that had to wait for a core) counts as no more than so many calls.
 _PAUSE = 3.0
 # Joules of a turn are used where it was that long, and known that well: ten samples of an H200's ring (20 ms).
