@@ -16,7 +16,7 @@ from torch.nn import functional
 from tessera.runtime.options import ScheduleOptions
 from tessera.runtime.tuning import search as searching
 from tessera.runtime.tuning.changes import apply_setting
-from tessera.runtime.tuning.knobs import CallTraits, _find_different, find_knobs, watch_call
+from tessera.runtime.tuning.knobs import CallTraits, find_knobs, watch_call
 from tessera.runtime.tuning.parts import (
     FunctionParts,
     NotApplicable,
@@ -272,40 +272,6 @@ class Attention(torch.nn.Module):
         return functional.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout_p)
 
 
-def takes(call: Any, kernel: str) -> bool:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        call()
-    return any(kernel in event.key for event in profiled.key_averages())
-
-
-def takes_flash(call: Any) -> bool:
-    return takes(call, "_flash_attention")
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning", "ignore:.*script_method:DeprecationWarning")
-@pytest.mark.parametrize("compiled", [{}, {"compile": "default"}], ids=["eager", "compiled"])
-def test_code_made_for_one_attention_is_not_run_for_another(quick_compiler: None, compiled: dict[str, Any]) -> None:
-    infer, untouched = inferring(Attention().eval(), 2, 8, 16)
-    known, wanted = find_parts(infer), untouched()
-    for value in (None, "math", "flash", None, "math"):
-        setting = {**compiled, "attention": value} if value else compiled
-        with apply_setting(infer, known, setting, {}) as call:
-            assert torch.allclose(call(), wanted, atol=1e-5)
-            assert takes_flash(call) == (value != "math"), value
-    assert takes_flash(untouched)  # torch's own switches are as they were
-
-
-def test_only_attentions_that_are_new_are_tried() -> None:
-    assert _find_different({None: [1, 1], "cudnn": [3, 3], "flash": [1, 1], "efficient": [2, 1]}) == (
-        "cudnn",
-        "efficient",
-    )
-    assert _find_different({None: [3], "cudnn": [3], "flash": [1], "efficient": [1]}) == (
-        "flash",
-    )  # no kernel of its own
-    assert _find_different({None: [], "cudnn": [], "flash": [], "efficient": []}) == ()
-
-
 def test_outputs_that_graphs_keep_are_let_go_of(quick_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's trees of graphs are recorded on a GPU alone: these have their shape, and torch's names."""
     from types import SimpleNamespace
@@ -337,9 +303,7 @@ def test_a_look_sees_gradients_writes_and_failures() -> None:
     model = Attention().eval()
     infer, _ = inferring(model, 2, 8, 16)
     known, x = find_parts(infer), torch.randn(2, 8, 16)
-    assert watch_call(infer, known) == CallTraits(
-        infers=True, attends=True
-    )  # a CPU has one fused kernel: nothing to choose
+    assert watch_call(infer, known) == CallTraits(infers=True, attends=True)
     assert not watch_call(lambda: model(x), known).infers
     assert not watch_call(x.sum, known).infers  # no module ran
 
@@ -351,22 +315,6 @@ def test_a_look_sees_gradients_writes_and_failures() -> None:
     assert not watch_call(averages, known).infers
     assert watch_call(lambda: 1 / 0, known) == CallTraits()
     assert not model._forward_pre_hooks
-
-
-def test_a_look_asks_torch_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chip with three kernels, of which torch takes the first: the other two are worth a trial."""
-    asked = []
-
-    def choice(query: Any, key: Any, value: Any, **more: Any) -> int:
-        asked.append((tuple(query.shape), more.get("is_causal", False)))
-        return int(torch._C._get_sdp_priority_order()[0])
-
-    torch._C._get_sdp_priority_order()
-    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-    infer, _ = inferring(Attention().eval(), 2, 8, 16)
-    seen = watch_call(infer, find_parts(infer))
-    assert seen.attentions == ("cudnn", "efficient")  # flash is the first of torch's own order
-    assert set(asked) == {((2, 2, 8, 8), False)}
 
 
 # -- convolutions, fp8 -------------------------------------------------------------------------------------------------
@@ -464,16 +412,14 @@ def tried(space: list[Knob], saves: dict[str, float], **more: Any) -> list[str]:
 
 
 def test_inference_of_a_transformer() -> None:
-    space = find_knobs(on_cuda(Attention().eval()), traits=CallTraits(infers=True, attentions=("flash", "efficient")))
+    space = find_knobs(on_cuda(Attention().eval()), traits=CallTraits(infers=True))
     order = tried(space, {"compile=default": 0.2, "compile=reduce-overhead": 0.3, "graph": 0.15, "freeze": 0.05})
-    assert order[:7] == [
+    assert order[:5] == [
         "as it is",
         "compile=default",
         "compile=reduce-overhead",
         "compile=default+graph",  # which the graph stands in for; no compiling
         "compile=default+graph+freeze",
-        "compile=default+graph+freeze+attention=flash",
-        "compile=default+graph+freeze+attention=efficient",
     ]
     assert len(order) == len(set(order)) <= count_settings(space)
     assert not any("reduce-overhead" in o and "graph" in o for o in order)
@@ -494,23 +440,19 @@ def test_inference_with_convolutions() -> None:
 def test_training_has_neither_frozen_nor_fused_layers() -> None:
     model = torch.nn.Sequential(convolution(), Attention(), torch.nn.Linear(8, 509)).train()
     known = on_cuda(model, optimizers=(torch.optim.AdamW(model.parameters()),))
-    names = [k.name for k in find_knobs(known, traits=CallTraits(infers=False, attentions=("flash",)), tolerance=0.1)]
+    names = [k.name for k in find_knobs(known, traits=CallTraits(infers=False), tolerance=0.1)]
     assert names == [
         "compile",
         "layout",
         "graph",
         "padding",
         "optimizer",
-        "attention",
         "cudnn_benchmark",
         "precision",
     ]
-    order = tried(
-        find_knobs(known, traits=CallTraits(attentions=("flash",))), {"compile": 0.3, "graph": 0.1, "padding": 0.1}
-    )
+    order = tried(find_knobs(known), {"compile": 0.3, "graph": 0.1, "padding": 0.1})
     quick, slow = (order.index(f"compile=default+graph+{w}") for w in ("optimizer=fused", "padding"))
     assert quick < slow  # first what the compiled code can be run with
-    assert slow < order.index("compile=default+graph+padding+attention=flash")
 
 
 def test_padding_goes_through_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,6 @@ from .parts import (
 )
 from .plan import Setting
 
-ATTENTIONS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
-"""Fused kernels of scaled_dot_product_attention, with torch's names."""
 _FP8_ALIGN = 16  # cuBLAS takes fp8 matrices whose rows are multiples of 16 bytes
 
 
@@ -260,28 +258,6 @@ def _use_fp8(parts: FunctionParts) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _prefer_attention_kernel(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
-    """One fused kernel of attention before the others, which remain for what it cannot do."""
-    kernel = str(setting["attention"])
-
-    def call_preferring(*args: Any, **kwargs: Any) -> Any:
-        with prefer_attention(kernel):
-            return call(*args, **kwargs)
-
-    yield call_preferring
-
-
-def prefer_attention(kernel: str) -> AbstractContextManager[Any]:
-    """Attention by this kernel where possible, then by the other fused ones, and math last. "math" allows only that."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    fused = [] if kernel == "math" else [kernel, *(k for k in ATTENTIONS if k != kernel)]
-    order = [*(getattr(SDPBackend, ATTENTIONS[k]) for k in fused), SDPBackend.MATH]
-    context: AbstractContextManager[Any] = sdpa_kernel(order, set_priority=True)  # since torch 2.6
-    return context
-
-
-@contextlib.contextmanager
 def _benchmark_cudnn(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
     """Let cuDNN measure its algorithms for each shape instead of guessing."""
     import torch
@@ -318,7 +294,6 @@ _CHANGES: dict[str, Callable[[Call, FunctionParts, Setting], AbstractContextMana
     "convolutions": _fuse_convolutions,
     "optimizer": _fuse_optimizer,
     "precision": _lower_precision,
-    "attention": _prefer_attention_kernel,
     "cudnn_benchmark": _benchmark_cudnn,
     **{knob: functools.partial(_use_tile, knob) for knob in TILE_KNOBS},
     "compile": compile_modules,

@@ -1,9 +1,9 @@
 """torch.compile of a function's modules, and which compiled code may be run again.
 
 Dynamo keeps compiled code by its code object, and runs it again for an equal backend where its guards hold. It has no
-guard on the kernel that attention takes, on the values of frozen weights or their layout, or on a replaced forward of a
-module; AOTAutograd's cache on disk has none either. So these go into the backend's options, where both look: code made
-under one choice never runs under another, and runs again where the choice is the same.
+guard on the values of frozen weights or their layout, or on a replaced forward of a module; AOTAutograd's cache on disk
+has none either. So these go into the backend's options, where both look: code made under one choice never runs under
+another, and runs again where the choice is the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .plan import Setting
 # Every mode, layout or padding is one more version of the same code, and dynamo keeps 8: beyond, it runs eagerly.
 RECOMPILES = 256
 # Knobs that compiled code depends on without a guard.
-_UNGUARDED = ("attention", "freeze", "layout", "masks", "padding")
+_UNGUARDED = ("freeze", "layout", "masks", "padding")
 # An option of Inductor that has no effect on the code: notes for readers of an AOTInductor package.
 _NOTES = "aot_inductor.metadata"
 

@@ -7,14 +7,13 @@ and decide nothing: what measures better stays.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import ArgumentError
-from .changes import ATTENTIONS, KNOBS, find_fp8_layers, find_unaligned, prefer_attention
+from .changes import KNOBS, find_fp8_layers, find_unaligned
 from .parts import (
     BF16,
     CHANNELS_LAST,
@@ -81,13 +80,6 @@ _TABLE = (
     ),
     Knob(name="optimizer", values=(None, FUSED), gain=0.05, why="weights are read once a step"),
     Knob(
-        name="attention",
-        values=(None, *ATTENTIONS),
-        gain=0.01,  # torch's own choice was the best for 16 shapes on an H200 (results/ops_rows.json)
-        recompiles=True,
-        why="the kernel that torch takes is not always the best for the shape",
-    ),
-    Knob(
         name="cudnn_benchmark",
         values=(None, True),
         gain=0.05,
@@ -120,12 +112,11 @@ FP8_TOLERANCE = 5e-2
 class CallTraits:
     """What one call showed. The defaults mean that nothing was seen.
 
-    `infers`: its modules ran without gradients and left their weights alone. `attentions`: kernels worth preferring.
-    `attends`: it calls torch's attention. `tiled`: operators of `tessera.op` that it calls without a tile.
+    `infers`: its modules ran without gradients and left their weights alone. `attends`: it calls torch's attention.
+    `tiled`: operators of `tessera.op` that it calls without a tile.
     """
 
     infers: bool = False
-    attentions: tuple[str, ...] = ()
     attends: bool = False
     tiled: frozenset[str] = frozenset()
 
@@ -154,13 +145,10 @@ def find_knobs(
         "graph": cuda,
         "padding": cuda and find_unaligned(parts),
         "optimizer": cuda and groups and all("fused" in g and not g["fused"] for g in groups),
-        "attention": cuda and traits.attentions,
         "cudnn_benchmark": cuda and convolves,
         "convolutions": cuda and convolves and infers,
     }
-    values: dict[str, tuple[Value, ...]] = {"attention": (None, *traits.attentions)}
-    if not cuda:
-        values[COMPILE] = (None, COMPILE_MODES[0])
+    values: dict[str, tuple[Value, ...]] = {} if cuda else {COMPILE: (None, COMPILE_MODES[0])}
     knobs = [_make_own_knob(name, choices) for name, choices in (own or {}).items()]
     knobs += [replace(k, values=values.get(k.name, k.values)) for k in _TABLE if applies[k.name]]
     knobs += [replace(_TILE, name=knob) for knob, op in TILE_KNOBS.items() if cuda and op in traits.tiled]
@@ -208,7 +196,7 @@ def watch_call(call: Callable[[], Any], parts: FunctionParts) -> CallTraits:
         with (
             _run_eagerly(),
             _watch_gradients(parts) as gradients,
-            _watch_attention() as kernels,
+            _watch_attention() as attended,
             hints.use(replace(hints.current(), tiles=(asked := _AskedTiles(hints.current().tiles)))),
         ):
             call()
@@ -218,8 +206,7 @@ def watch_call(call: Callable[[], Any], parts: FunctionParts) -> CallTraits:
     infers = bool(gradients) and not any(gradients) and unchanged
     return CallTraits(
         infers=infers,
-        attentions=_find_different(kernels),
-        attends=bool(kernels[None]),
+        attends=bool(attended),
         tiled=frozenset(asked.without),
     )
 
@@ -272,35 +259,18 @@ def _watch_gradients(parts: FunctionParts) -> Iterator[list[bool]]:
 
 
 @contextlib.contextmanager
-def _watch_attention() -> Iterator[dict[str | None, list[int]]]:
-    """The kernel of each attention, by the preferred one; None for no preference."""
-    import torch
-    from torch.nn import attention, functional
+def _watch_attention() -> Iterator[list[bool]]:
+    """An entry for each call of torch's attention."""
+    from torch.nn import functional
     from torch.overrides import TorchFunctionMode
 
-    if "set_priority" not in inspect.signature(attention.sdpa_kernel).parameters:  # before torch 2.6
-        yield {None: []}
-        return
-    kernels: dict[str | None, list[int]] = {value: [] for value in (None, *ATTENTIONS)}
+    attended: list[bool] = []
 
     class AttentionMode(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
             if func is functional.scaled_dot_product_attention:
-                for value, seen in kernels.items():
-                    with prefer_attention(value) if value is not None else contextlib.nullcontext():
-                        seen.append(int(torch._fused_sdp_choice(*args, **kwargs)))  # it takes the same arguments
-            return func(*args, **kwargs)
+                attended.append(True)
+            return func(*args, **(kwargs or {}))
 
     with AttentionMode():
-        yield kernels
-
-
-def _find_different(kernels: dict[str | None, list[int]]) -> tuple[str, ...]:
-    """Preferences that lead to other kernels than no preference does, and than one another."""
-    seen, different = [kernels[None]], []
-    for value, chosen in kernels.items():
-        if value is not None and chosen not in seen:
-            seen.append(chosen)
-            different.append(value)
-    return tuple(different)
+        yield attended
