@@ -129,6 +129,18 @@ def test_its_roofline_counts_the_work_of_all_steps(runs: tuple[Path, Path]) -> N
     assert [r["time_s"] for r in light.rows] == pytest.approx([r["time_s"] for r in whole.rows])
 
 
+def test_its_idle_time_has_the_reasons_of_the_run_traced_whole(runs: tuple[Path, Path]) -> None:
+    light, whole = (analyze.breakdown(str(path)).facts for path in runs)
+    for reason in ("host_bound", "kernel_gap", "waiting"):
+        assert light[f"idle_{reason}_s"] == pytest.approx(whole[f"idle_{reason}_s"], rel=0.05)
+
+
+def test_its_critical_path_is_that_of_the_steps_with_operators(runs: tuple[Path, Path]) -> None:
+    light, whole = (analyze.critical_path(str(path)).facts for path in runs)
+    assert light["length_s"] == pytest.approx(whole["length_s"] * 3 / STEPS, rel=0.1)
+    assert light["host_pct"] == pytest.approx(whole["host_pct"], abs=3.0)
+
+
 def test_it_differs_in_nothing_from_the_run_traced_whole(runs: tuple[Path, Path]) -> None:
     result = analyze.diff(*map(str, runs))
     assert result.matched == (1.0, 1.0)

@@ -41,6 +41,7 @@ from .devices import (
     explain_no_device,
     explain_no_power,
     find_launches,
+    find_twins,
     group_by_launch,
     list_devices,
 )
@@ -155,19 +156,37 @@ def _classify_idle(timeline: Timeline, device: RankDevice, idle: Spans, gap_ns: 
     """Idle stretches by reason, and how many end with a row whose launch was not recorded."""
     order = device.rows[np.argsort(timeline["start_ns"][device.rows], kind="stable")]
     following = order[np.searchsorted(timeline["start_ns"][order], idle.end_ns, side="left")]
-    call = find_launches(timeline, following)
+    traced = find_twins(timeline, following)
+    looked = _move_gaps(timeline, order, following, traced, idle)
+    call = find_launches(timeline, traced)
     is_launched = call != NONE
-    launch_end = np.where(is_launched, timeline["end_ns"][call], idle.start_ns)
-    late = launch_end > idle.start_ns
+    launch_end = np.where(is_launched, timeline["end_ns"][call], looked.start_ns)
+    late = launch_end > looked.start_ns
     # A row that starts long after its launch waited for something else meanwhile.
-    waited_too = late & (idle.end_ns - launch_end > gap_ns)
-    until = np.where(waited_too, launch_end, np.where(late, idle.end_ns, idle.start_ns))
+    waited_too = late & (looked.end_ns - launch_end > gap_ns)
+    until = np.where(waited_too, launch_end, np.where(late, looked.end_ns, looked.start_ns))
     threads = np.where(is_launched, timeline["thread"][call], NONE)
-    host = _host_bound(timeline, device.rank, idle.start_ns, until, threads)
+    host = _host_bound(timeline, device.rank, looked.start_ns, until, threads)
+    if looked is not idle:
+        share = covered_ns(host, looked.start_ns, until) / (looked.end_ns - looked.start_ns)
+        host = union(idle.end_ns - (share * (idle.end_ns - idle.start_ns)).astype(np.int64), idle.end_ns)
     short = ~late & (idle.end_ns - idle.start_ns <= gap_ns)
     gaps = Spans(idle.start_ns[short], idle.end_ns[short])
     waiting = difference(difference(idle, gaps), host)
     return dict(zip(IDLE, (host, gaps, waiting), strict=True)), int((~is_launched).sum())
+
+
+def _move_gaps(timeline: Timeline, order: Ints, following: Ints, traced: Ints, idle: Spans) -> Spans:
+    """Gaps of untraced steps as those before the traced kernels that end them; all others where they are."""
+    start_ns = timeline["start_ns"][traced]
+    off_ns = start_ns - timeline["start_ns"][following]
+    if not off_ns.any():
+        return idle
+    reached = np.maximum.accumulate(timeline["end_ns"][order])
+    place = np.searchsorted(timeline["start_ns"][order], start_ns, side="left")
+    begun = np.minimum(reached[np.maximum(place - 1, 0)], start_ns)
+    is_gap = (off_ns != 0) & (place > 0) & (begun < start_ns)
+    return Spans(np.where(is_gap, begun, idle.start_ns + off_ns), idle.end_ns + off_ns)
 
 
 def _host_bound(timeline: Timeline, rank: int, starts: Ints, ends: Ints, threads: Ints) -> Spans:
@@ -183,7 +202,7 @@ def _host_bound(timeline: Timeline, rank: int, starts: Ints, ends: Ints, threads
     for thread in np.unique(threads[late]).tolist():
         chosen = late & (threads == thread)
         waited = busy_spans(timeline, waits[timeline["thread"][waits] == thread])
-        parts.append(difference(difference(Spans(starts[chosen], ends[chosen]), waited), silent))
+        parts.append(difference(difference(union(starts[chosen], ends[chosen]), waited), silent))
     return union(np.concatenate([p.start_ns for p in parts]), np.concatenate([p.end_ns for p in parts]))
 
 

@@ -125,6 +125,8 @@ def find_path(recording: Recording, step: str | int | None = None) -> list[PathS
         return []
     joined = {row: m for m in find_meetings(recording) for row in m.rows}
     walk = PathWalk(timeline, joined, StreamWaits(timeline))
+    if step is None and recording.facts.operator_windows:  # of a light run: what was launched elsewhere is not known
+        steps = [Step("", *recording.facts.operator_windows[-1])]
     return walk.walk_step(steps) if steps else walk.walk()
 
 

@@ -18,7 +18,7 @@ from ..joules import Floats
 from ..record import CODE
 from ..recording import Recording
 from ..timeline import Launch, Timeline
-from ..timeline.columns import APART, NONE, Ints
+from ..timeline.columns import APART, NONE, UNTRACED, Ints
 from ..timeline.intervals import Spans, difference, union
 from ..timeline.link import Links
 from .result import columns
@@ -141,6 +141,14 @@ def find_launches(timeline: Timeline, rows: Ints) -> Ints:
 
     calls = timeline.rows("runtime", "graph_launch")
     return _by_key(timeline, "correlation", calls, rows, timeline["start_ns"][rows])
+
+
+def find_twins(timeline: Timeline, rows: Ints) -> Ints:
+    """The traced kernels that rows of untraced steps repeat; themselves where they were traced or none is known."""
+    if not np.any(timeline["external"][rows] == UNTRACED):
+        return rows
+    twin = timeline.linked.twin[rows]
+    return np.where(twin == NONE, rows, twin)
 
 
 def group_by_launch(timeline: Timeline, rows: Ints) -> Iterator[tuple[Launch, Ints]]:

@@ -24,7 +24,7 @@ from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Nesting
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
-from .devices import busy_spans, list_devices, row_joules, strip_counter
+from .devices import busy_spans, find_twins, list_devices, row_joules, strip_counter
 from .kernel_names import op_name, region_name
 from .kernel_work import Calls, list_calls
 from .roofline import Ceilings, find_device
@@ -367,11 +367,10 @@ def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
 
 def _find_traced_times(timeline: Timeline, rows: Ints, starts: Ints, ends: Ints) -> Ints:
     """The middle of each gap; before a kernel of an untraced step, as long before the kernel that it repeats."""
-    links = timeline.linked
     rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
     following = rows[np.searchsorted(timeline["start_ns"][rows], ends).clip(max=len(rows) - 1)]
-    twin = np.where(links.twin[following] == NONE, following, links.twin[following])
-    moved: Ints = (starts + ends) // 2 + timeline["start_ns"][twin] - timeline["start_ns"][following]
+    traced = find_twins(timeline, following)
+    moved: Ints = (starts + ends) // 2 + timeline["start_ns"][traced] - timeline["start_ns"][following]
     return moved
 
 
