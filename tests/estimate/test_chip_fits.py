@@ -3,9 +3,11 @@
 import dataclasses
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tessera
 from tessera.device import Device, Figure
 from tessera.errors import ArgumentError, PredictionError
 from tessera.estimate.attention import attention_time
@@ -168,3 +170,18 @@ def test_watts_of_a_b200_are_those_that_were_read_on_one() -> None:
     found = own.estimate(DeviceWork.of(kernel))
     assert 900 < found.power_w <= own.limit_w * (1 + 1e-9)  # 971 W is the median of 90 such products
     assert found.seconds < 1.1 * kernel.seconds  # timed at the limit, so the limit does not slow it once more
+
+
+def test_under_the_limit_the_error_of_the_watts_counts() -> None:
+    a = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
+    burst, held = (tessera.predict(lambda: a @ a, on="h100", launch="graph", state=s) for s in ("burst", "sustained"))
+    assert burst.prediction.state == "burst"
+    assert held.prediction.state == "sustained"
+    assert held.prediction.clock < burst.prediction.clock
+    relative = [report.prediction.error_s / report.total_latency_s for report in (burst, held)]
+    assert relative[1] > relative[0] + 0.03
+
+
+def test_a_state_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="no state 'bursty'"):
+        tessera.predict(lambda: torch.empty(4, device="meta") + 1, state="bursty")
