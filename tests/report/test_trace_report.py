@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tessera import analyze
 from tessera.analyze.lanes import LANES
@@ -16,6 +17,7 @@ from tessera.analyze.sides import Cell, DiffSide
 from tessera.analyze.time_answer import answer_by_time
 from tessera.cli.analyze import command as explain
 from tessera.cli.export import command as export
+from tessera.cli.main import cli
 from tessera.cli.merge import command as merge
 from tessera.cli.report import command as report
 from tessera.profile.open_recording import open_recording
@@ -172,6 +174,38 @@ def test_an_operator_that_launches_two_kernels_is_called_once(tmp_path):
     trace.write_text(json.dumps(data))
     [product] = [r for r in answer_by_time(open_recording(trace)).ops if r.name == "aten::mm"]
     assert product.calls == 1 and product.time_s == pytest.approx(5e-3)
+
+
+def test_functions_of_the_users_code_have_what_they_launched(tmp_path):
+    """With frames of Python: kernels belong to the innermost own one, backward work to that of its forward."""
+
+    def frame(name: str, ts: float, dur: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": "python_function", "name": name, "pid": 9, "tid": 1, "ts": ts, "dur": dur}
+
+    def op(name: str, ts: float, tid: int, number: int, **args: Any) -> dict[str, Any]:
+        said = {"External id": number, **args}
+        return {"ph": "X", "cat": "cpu_op", "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": 9, "args": said}
+
+    def kernel(ts: float, dur: float, number: int) -> dict[str, Any]:
+        said = {"device": 0, "stream": 7, "External id": number}
+        return {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": ts, "dur": dur, "args": said}
+
+    events = [
+        frame("train.py(3): main", 0, 1000), frame("model.py(40): forward", 10, 50),
+        frame("torch/nn/modules/linear.py(114): forward", 12, 40), frame("<built-in function linear>", 14, 30),
+        op("aten::linear", 20, 1, 1, **{"Sequence number": 5, "Fwd thread id": 0}),
+        op("AddmmBackward0", 400, 2, 2, **{"Sequence number": 5, "Fwd thread id": 1}),
+        op("aten::add", 100, 1, 3), kernel(60, 30, 1), kernel(420, 70, 2), kernel(120, 10, 3),
+    ]  # fmt: skip
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"baseTimeNanoseconds": 1_790_000_000_000_000_000, "traceEvents": events}))
+    words = ["report", str(path), "--by", "functions", "--html", str(tmp_path / "x.html")]
+    result = CliRunner().invoke(cli, words)
+    lines = [" ".join(line.split()[:4]) for line in result.output.splitlines()]
+    assert "model.py(40): forward 100 µs" in lines and "train.py(3): main 10 µs" in lines, result.output
+    assert not answer_by_time(open_recording(path)).functions  # they are most of a trace: read when asked for
+    path.write_text(json.dumps({"traceEvents": [e for e in events if e["cat"] != "python_function"]}))
+    assert "with_stack=True" in str(CliRunner().invoke(cli, words).exception.fix)
 
 
 def test_its_page_leads_with_time_and_has_no_joule(tmp_path):

@@ -26,8 +26,9 @@ from .breakdown import IDLE, breakdown
 from .devices import explain_no_device, region_passes, region_paths
 from .job_summary import JobSummary, summarize_job
 from .kernel_names import CATEGORIES, category
+from .python_frames import find_own_frames
 
-VIEWS = ("ops", "kernels", "regions", "modules")
+VIEWS = ("ops", "kernels", "regions", "modules", "functions")
 ON_DEVICE_TIME = "time of a region: what it launched, on the device; share: of the devices' time"
 ON_HOST_TIME = "time of a region: from its begin to its end; share: of the traced time of all ranks"
 
@@ -77,6 +78,8 @@ class TimeAnswer:
     kernels: Sequence[TimeRow] = ()
     regions: Sequence[TimeRow] = ()
     modules: Sequence[TimeRow] = ()
+    functions: Sequence[TimeRow] = ()
+    """Functions of the user's own code by what they launched, where the trace was read with its Python frames."""
     region_time: str = ""
     """What the seconds of a region are, in a sentence for the reader."""
     advice: Sequence[Advice] = ()
@@ -128,6 +131,7 @@ def answer_by_time(recording: Recording) -> TimeAnswer:
         "kernels": _group(timeline, rows, rows, "kernel", seconds, whole_s) if on_device else [],
         "regions": _sum_regions(timeline, rows, seconds, whole_s) if on_device else _measure_regions(timeline),
         "modules": _group(timeline, rows, links.module[rows], "module", seconds, whole_s),
+        "functions": _group(timeline, rows, find_own_frames(timeline, rows), "function", seconds, whole_s),
     }
     parts: dict[str, float] = {}
     for row in views["kernels"] or views["ops"]:

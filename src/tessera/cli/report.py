@@ -56,9 +56,10 @@ def command(
     from ..profile.open_recording import open_recording
 
     check_run(run)
-    with open_recording(run, power=power) as recording:
+    with open_recording(run, power=power, frames=by == "functions") as recording:
         page = html or (None if as_json else find_page(run))
-        if recording.facts.kind == "trace" and recording.find_energy() is None:
+        by_time = by == "functions" or recording.find_energy() is None  # Python frames have no joules of their own
+        if recording.facts.kind == "trace" and by_time:
             return _report_time(recording, page, by, top, as_json, open_page)
         result = answer(recording)
         remember_joules(recording, result)
@@ -107,6 +108,12 @@ def _report_time(
             fix=f"--by {', '.join(OF_TIME)}; or give a power log with --power",
         )
     result = answer_by_time(recording)
+    if by == "functions" and not result.functions:
+        raise ArgumentError(
+            f"{recording.facts.name} has no functions of your code",
+            why="the trace has no Python frames, or none of them launched anything",
+            fix="record it with torch.profiler.profile(..., with_stack=True)",
+        )
     written = page if page and save_page(page, time_page(recording, result)) else None
     if as_json:
         click.echo(msgspec.json.encode({"path": str(recording.facts.path), **result.to_dict()}).decode())

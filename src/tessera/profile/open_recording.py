@@ -17,29 +17,39 @@ OTHERS = ("AMD", "Intel", "MTIA", "ARTEMIS")
 
 
 def load(
-    trace: str | Path, power: str | Path | PowerTrace | None = None, *, progress: Progress | None = None
+    trace: str | Path,
+    power: str | Path | PowerTrace | None = None,
+    *,
+    progress: Progress | None = None,
+    frames: bool = False,
 ) -> Recording:
     """Read a trace (Kineto, Chrome, rocprofv3, JAX, Perfetto) or a run file, and a power log of the same time.
 
     The log is a CSV (epoch_us, domain, watts; or that of nvidia-smi, amd-smi, rocm-smi or xpu-smi) or a `PowerTrace`.
+
+    `frames` keeps the Python frames of a trace that was recorded `with_stack=True`, which are most of its events.
 
     >>> profile.load("trace.json.gz", power="power.csv").energy().top(5)
     """
     path = Path(trace)
     if path.suffix == ".tessera" or path.is_dir():
         return open_recording(path, power=power, progress=progress)
-    timeline = read_trace(path, progress=progress)
+    timeline = read_trace(path, progress=progress, frames=frames)
     return Recording(timeline, _read_power(power, timeline), facts=Facts(name=path.name, path=path))
 
 
 def open_recording(
-    recorded: object, *, power: str | Path | PowerTrace | None = None, progress: Progress | None = None
+    recorded: object,
+    *,
+    power: str | Path | PowerTrace | None = None,
+    progress: Progress | None = None,
+    frames: bool = False,
 ) -> Recording:
     """A run file, a Kineto trace, a folder of ranks, a session or a timeline as a `Recording`.
 
-    `power` is for one that has no power samples of its own.
+    `power` is for one that has no power samples of its own. `frames` keeps the Python frames of a trace (`load`).
     """
-    recording = _open(recorded, progress)
+    recording = _open(recorded, progress, frames)
     if power is None or recording.power is power:
         return recording
     if recording.power is not None:
@@ -55,13 +65,13 @@ def open_recording(
     return recording
 
 
-def _open(recorded: object, progress: Progress | None) -> Recording:
+def _open(recorded: object, progress: Progress | None, frames: bool) -> Recording:
     if isinstance(recorded, Recording):
         return recorded
     if isinstance(recorded, Timeline):
         return Recording(recorded)
     if isinstance(recorded, (str, Path)):
-        return _open_path(Path(recorded), progress)
+        return _open_path(Path(recorded), progress, frames)
     from .recorder import Session
     from .runfile import RunFile
 
@@ -73,7 +83,7 @@ def _open(recorded: object, progress: Progress | None) -> Recording:
     )
 
 
-def _open_path(path: Path, progress: Progress | None) -> Recording:
+def _open_path(path: Path, progress: Progress | None, frames: bool) -> Recording:
     if path.is_dir():
         from .ranks.merge import merge
 
@@ -85,7 +95,7 @@ def _open_path(path: Path, progress: Progress | None) -> Recording:
         from .runfile import RunFile
 
         return RunFile(path).recording()
-    return load(path, progress=progress)
+    return load(path, progress=progress, frames=frames)
 
 
 def _read_power(power: str | Path | PowerTrace | None, timeline: Timeline) -> PowerTrace | None:

@@ -23,7 +23,7 @@ from .time_text import PARTS, headline
 
 ROWS = 250
 _NAME = 90
-_TABS = {"ops": "Operators", "kernels": "Kernels", "regions": "Regions", "modules": "Modules"}
+_TABS = {"ops": "Operators", "kernels": "Kernels", "regions": "Regions", "modules": "Modules", "functions": "Functions"}
 _COLOURS = {"compute_s": "c1", "communication_s": "power", "copies_s": "c4", "idle_s": "idle"}
 _COLUMNS = [("time", True), ("", False), ("share", True), ("each", True), ("calls", True)]
 

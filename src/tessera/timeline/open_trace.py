@@ -17,8 +17,8 @@ PERFETTO = (".pftrace", ".pftrace.gz", ".perfetto-trace")
 Progress = Callable[[float], None]
 
 
-def read_trace(path: Path, *, progress: Progress | None = None) -> Timeline:
-    """The rows of a trace of any tool."""
+def read_trace(path: Path, *, progress: Progress | None = None, frames: bool = False) -> Timeline:
+    """The rows of a trace of any tool; `frames` keeps those of Python that torch's tracer recorded (`kineto.read`)."""
     if path.name.endswith(rocprof.KERNELS):
         return rocprof.read_csv(path)
     if path.name.endswith(XPLANE):
@@ -27,7 +27,7 @@ def read_trace(path: Path, *, progress: Progress | None = None) -> Timeline:
         return perfetto.read_perfetto(path)
     if rocprof.KEY in read_start(path, 256):
         return rocprof.read_json(path)
-    return kineto.read(path, progress=progress)
+    return kineto.read(path, progress=progress, frames=frames)
 
 
 def is_trace(path: Path) -> bool:
