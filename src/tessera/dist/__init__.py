@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy_names import find_lazily
 from .mesh import Mesh as Mesh
 from .sharding import ShardedTensor as ShardedTensor
 from .sharding import ShardSpec as ShardSpec
@@ -51,57 +52,32 @@ if TYPE_CHECKING:
     from .training_model import ModelShape as ModelShape
     from .training_model import TrainingJob as TrainingJob
 
-_LAZY = {
-    "CollectiveRecord": "records",
-    "Cluster": "cluster",
-    "load_cluster": "cluster",
-    "ParallelPlan": "planner",
-    "PlanCandidate": "plan_cost",
-    "PlanNeighbour": "plan_neighbours",
-    "StepTimeline": "plan_timeline",
-    "plan": "planner",
-    "apply_layout": "apply",
-    "ParallelModule": "parallel_module",
-    "ModuleSplit": "tensor_parallel",
-    "all_gather": "collectives",
-    "all_reduce": "collectives",
-    "all_to_all": "collectives",
-    "broadcast": "collectives",
-    "record_collectives": "records",
-    "reduce_scatter": "collectives",
-    "Codec": "compression",
-    "ErrorFeedback": "compression",
-    "CollectiveCost": "cost",
-    "CollectiveError": "liveness",
-    "choose_all_reduce": "cost",
-    "GradientReport": "gradient_report",
-    "GradientSync": "gradient_sync",
-    "collective_cost": "cost",
-    "Layout": "layout",
-    "read_model_shape": "model_shape",
-    "DispatchedTokens": "experts",
-    "combine_tokens": "experts",
-    "dispatch_tokens": "experts",
-    "dry": "modes",
-    "fft": "fourier",
-    "ifft": "fourier",
-    "simulate": "modes",
-    "overlap_gradients": "overlap",
-    "ModelShape": "training_model",
-    "TrainingCost": "training",
-    "TrainingJob": "training_model",
-    "TrainingMemory": "training_memory",
-    "estimate_training": "training",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = find_lazily(__name__, {
+        "mesh": "Mesh",
+        "sharding": "ShardedTensor ShardSpec tensor",
+        "apply": "apply_layout",
+        "cluster": "Cluster load_cluster",
+        "collectives": "all_gather all_reduce all_to_all broadcast reduce_scatter",
+        "compression": "Codec ErrorFeedback",
+        "cost": "CollectiveCost choose_all_reduce collective_cost",
+        "experts": "DispatchedTokens combine_tokens dispatch_tokens",
+        "fourier": "fft ifft",
+        "gradient_report": "GradientReport",
+        "gradient_sync": "GradientSync",
+        "layout": "Layout",
+        "liveness": "CollectiveError",
+        "model_shape": "read_model_shape",
+        "modes": "dry simulate",
+        "overlap": "overlap_gradients",
+        "parallel_module": "ParallelModule",
+        "plan_cost": "PlanCandidate",
+        "plan_neighbours": "PlanNeighbour",
+        "plan_timeline": "StepTimeline",
+        "planner": "ParallelPlan plan",
+        "records": "CollectiveRecord record_collectives",
+        "tensor_parallel": "ModuleSplit",
+        "training": "TrainingCost estimate_training",
+        "training_memory": "TrainingMemory",
+        "training_model": "ModelShape TrainingJob",
+    })  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_names import find_lazily
 
 if TYPE_CHECKING:
     from ..runtime.shaper import shaper as shaper
@@ -32,40 +33,20 @@ if TYPE_CHECKING:
     from .simulation import Simulation as Simulation
     from .simulator import simulate as simulate
 
-_LAZY: dict[str, str] = {
-    "Budget": "budget",
-    "BudgetPolicy": "leases",
-    "CapGrant": "leases",
-    "CapHolder": "node_cap",
-    "PowerRequest": "leases",
-    "FleetIncidents": "incidents",
-    "MigratableJob": "migration",
-    "Migration": "migration",
-    "NodeShare": "node_floor",
-    "PackingSavings": "packing",
-    "Placement": "placement",
-    "PlacementJob": "node_floor",
-    "PlacementNode": "node_floor",
-    "ReliefPlan": "relief",
-    "Scenario": "scenario",
-    "Simulation": "simulation",
-    "compare_packing": "packing",
-    "find_incidents": "incidents",
-    "load_scenario": "scenario",
-    "migratable": "migration",
-    "place_jobs": "placement",
-    "plan_moves": "relief",
-    "shaper": ".runtime.shaper",
-    "simulate": "simulator",
-    "read_events": "event_log",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    raise AttributeError(f"module 'tessera.fleet' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(_LAZY)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = find_lazily(__name__, {
+        ".runtime.shaper": "shaper",
+        "budget": "Budget",
+        "event_log": "read_events",
+        "incidents": "FleetIncidents find_incidents",
+        "leases": "BudgetPolicy CapGrant PowerRequest",
+        "migration": "MigratableJob Migration migratable",
+        "node_cap": "CapHolder",
+        "node_floor": "NodeShare PlacementJob PlacementNode",
+        "packing": "PackingSavings compare_packing",
+        "placement": "Placement place_jobs",
+        "relief": "ReliefPlan plan_moves",
+        "scenario": "Scenario load_scenario",
+        "simulation": "Simulation",
+        "simulator": "simulate",
+    })  # fmt: skip

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -197,14 +197,3 @@ def _find_levels(plan: ParallelPlan, scale: float) -> tuple[float, float]:
     waiting_w = WAITING * PowerModel.from_device(plan.problem.cluster.device).static_w
     busy_w = (gpu_j - waiting_w * (best.time_s - busy_s)) / busy_s if busy_s > 0 else waiting_w
     return waiting_w, max(busy_w, waiting_w)
-
-
-def describe_wave(wave: Wave) -> dict[str, Any]:
-    """Plain values, for JSON."""
-    return {
-        "source": wave.source,
-        "period_s": wave.period_s,
-        "sync_s": wave.sync_s,
-        "mean_w": wave.mean_w,
-        "peak_w": wave.peak_w,
-    }

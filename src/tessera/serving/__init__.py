@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_names import find_lazily
 
 if TYPE_CHECKING:
     from .deployment import Deployment as Deployment
@@ -13,21 +14,9 @@ if TYPE_CHECKING:
     from .served_model import ServedModel as ServedModel
     from .served_model import read_served_model as read_served_model
 
-_LAZY = {
-    "ServedModel": "served_model",
-    "Deployment": "deployment",
-    "Quantity": "estimate",
-    "ServingReport": "estimate",
-    "estimate_serving": "estimate",
-    "read_served_model": "served_model",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    raise AttributeError(f"module 'tessera.serving' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(_LAZY)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = find_lazily(__name__, {
+        "deployment": "Deployment",
+        "estimate": "Quantity ServingReport estimate_serving",
+        "served_model": "ServedModel read_served_model",
+    })  # fmt: skip
