@@ -272,6 +272,7 @@ def test_a_program_with_an_optimizer_is_waited_for() -> None:
     assert not steady.is_due(100_000_000) and steady.is_due(600_000_000)
     steady.steps_expected = True
     assert not steady.is_due(600_000_000)
+    assert steady.is_due(60_000_000_000)  # it has one, and never uses it
     assert steady.find_length_ns(10**9, 47_000) == 20_000 * 10**9 // 47_000
     assert steady.find_length_ns(10**9, 100) == 10**9
 

@@ -98,6 +98,8 @@ LATEST = 10
 """Steps after which operators are traced, steady or not: a program whose steps differ has no better moment."""
 SETTLED_NS = 500_000_000
 """A program without steps is given so long from when its model first runs."""
+LATE_NS = 60_000_000_000
+"""And one whose optimizer has not made a step by then, though it has one."""
 LONGEST_NS, SHORTEST_NS, ENOUGH = 1_000_000_000, 300_000_000, 20_000
 """How long its operators are traced: so many kernels, in between these two."""
 
@@ -132,7 +134,8 @@ class SteadySteps:
 
     def is_due(self, now_ns: int) -> bool:
         """Whether a program without steps is to be traced now."""
-        return not self.steps_expected and self._began_ns is not None and now_ns >= self._began_ns + SETTLED_NS
+        wait_ns = LATE_NS if self.steps_expected else SETTLED_NS
+        return self._began_ns is not None and now_ns >= self._began_ns + wait_ns
 
     def find_length_ns(self, now_ns: int, kernels: int) -> int:
         """How long to trace it, by the kernels that it has launched so far."""
