@@ -156,7 +156,10 @@ class KernelTracing:
             call(self._collector)
         except (TesseraError, OSError) as exc:
             self._over = True
-            self.notes.append(f"kernels were recorded until CUPTI failed: {exc}")
+            if self.kept:
+                self.notes.append(f"kernels were recorded until CUPTI failed: {exc}")
+            else:
+                self.why_nothing = str(exc)
             with contextlib.suppress(TesseraError):
                 self._collector.stop()
             _log.warning("recording by CUPTI ended early", exc_info=exc)

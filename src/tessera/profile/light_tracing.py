@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..notes import Note
 from ..timeline.columns import Timeline
 from .kernel_tracing import KernelTracing
 from .kineto_collector import KinetoCollector, OperatorCollector
@@ -59,7 +58,7 @@ class LightTracing:
         self.operators: Tracing | None = None
         self.mode: Mode = options.mode
         """What is recorded in the end: `operators` where there is no accelerator."""
-        self._windows: list[tuple[int, int]] = []
+        self._windows: list[tuple[int, int]] = []  # in which operators were recorded
         self._begun = False
 
     @property
@@ -86,7 +85,7 @@ class LightTracing:
     @property
     def collectors(self) -> dict[str, str | None]:
         """What recorded kernels and operators, and why CUPTI did not."""
-        by_kineto = None if self.operators is None or not self.operators.has_begun else "kineto"
+        by_kineto = "kineto" if self._windows else None
         if self.mode == "operators":
             return {"kernels": None, "operators": by_kineto, "why": None}
         by_cupti = "cupti" if self.kernels.kept else None
@@ -136,6 +135,7 @@ class LightTracing:
         )
 
     def _deliver(self, timeline: Timeline, start_ns: int, end_ns: int) -> None:
+        self._windows.append((start_ns, end_ns))
         self._receiver.deliver(timeline, start_ns, end_ns)
         self._receiver.add_rows(self._modules.take())
 
@@ -181,9 +181,14 @@ class LightTracing:
         self._modules.remove()
         if self._others is not None:
             self._others.remove()
-        if self._begun and not self.kernels.kept and self.kernels.why_nothing is not None and has_accelerator():
-            few = "operators and kernels of a few steps are by Kineto"
-            self._notes.append(Note(f"no kernels were recorded by CUPTI: {self.kernels.why_nothing}; {few}"))
+        if not self._begun or self.mode == "operators":
+            return
+        if not self.kernels.kept and self.kernels.why_nothing is not None:
+            few = "; operators and kernels of a few steps are by Kineto" if self._windows else ""
+            self._notes.append(f"no kernels were recorded by CUPTI: {self.kernels.why_nothing}{few}")
+        if self.kernels.kept and self.operators is not None and not self._windows:
+            fix = "--steps 0:10 and --mode operators do not wait for that"
+            self._notes.append(f"there are no operators: the program ended before its steps were steady; {fix}")
 
 
 def has_accelerator() -> bool:
