@@ -17,7 +17,7 @@ from tessera.attribute.learn_response import Exposed, LearntResponse, horizon_s,
 from tessera.attribute.solve import attribute
 from tessera.errors import MeasurementError
 from tessera.sensors._nvml_power import OTHER_LAG_ERROR_S, RING_BLUR_S, RING_LAG_ERROR_S, RING_LAG_S, RingReader
-from tessera.sensors.response_store import ResponseFit, combine
+from tessera.sensors.response_store import ResponseFit, combine, find, keep_learnt
 
 from places import REPOSITORY
 
@@ -207,3 +207,16 @@ def test_a_host_and_means_teach_nothing() -> None:
 
     domain = dataclasses.replace(measure.describe(truth.Ring()), hold=Hold.MEAN)
     assert not attribute(measure.timeline_of(ran), measure.power_of(domain, board)).learnt
+
+
+def test_what_a_run_has_taught_is_found_by_the_next_sensor(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    ring = measure.BOARDS["5 ms"]
+    ran, _, board = truth.run_program(measure.training(SEED), np.random.default_rng(SEED), measure.SECONDS, ring)
+    domain = measure.describe(ring)
+    table = keep_learnt(attribute(measure.timeline_of(ran), measure.power_of(domain, board)))
+    found = find(domain)
+    assert found is not None
+    assert found.lag_s == table.learnt[0][1].lag_s == pytest.approx(ring.lag_s, abs=0.001)
+    keep_learnt(table)
+    assert find(domain) == found, "a run that is read twice counts once"

@@ -21,6 +21,7 @@ from tessera.report.hardware import print_device
 from tessera.schema import Capability, Domain
 from tessera.selftest import judge, skip
 from tessera.sensors.health import Health, MachineCheck, SensorHealth
+from tessera.sensors.response_store import SensorResponse
 
 LONG = " ".join(f"word{i}" for i in range(40))
 
@@ -55,6 +56,26 @@ def test_doctor_fits(width: int) -> None:
     assert text.count("word39") == 8, "nothing is cut off"
     assert "\n             word" in text, "a reason goes on below where it began"
     assert "\n         word" in text, "and so does a fix"
+
+
+def test_doctor_says_how_the_sensor_responds_and_from_what_it_is_known() -> None:
+    domain = Domain(
+        name="gpu0", source="nvml-samples", label="NVIDIA L4", resolution_s=0.02, lag_s=0.016, lag_error_s=0.01,
+        blur_s=0.0114,
+    )  # fmt: skip
+    assumed = SensorHealth(name="nvml", state="ok", domains=(domain,))
+    response = SensorResponse(
+        lag_s=0.0082, lag_error_s=0.0009, blur_s=0.0061, blur_error_s=0.001, idle_w=38.2, idle_error_w=2.1,
+        seconds=61.0, runs=3,
+    )  # fmt: skip
+    learnt = SensorHealth(name="nvml", state="ok", domains=(response.apply(domain),), responses={"gpu0": response})
+    texts = []
+    for sensor in (assumed, learnt):
+        out = console(200)
+        print_health(Health(sensors=(sensor,)), out)
+        texts.append(shown(out))
+    assert "lag 16 ± 10.0 ms, blur 11 ms (default: fitted on an H200" in texts[0]
+    assert "lag 8.2 ± 0.9 ms, blur 6.1 ± 1.0 ms, idle 38 ± 2 W (learnt from 61 s of 3 runs)" in texts[1]
 
 
 @pytest.mark.parametrize("width", [60, 100])

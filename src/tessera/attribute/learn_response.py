@@ -119,8 +119,6 @@ def learn_response(times_ns: Ints, samples_w: Floats, ran: Exposed, known: Respo
     """
     if len(times_ns) < LEAST_SAMPLES:
         raise _refuse(f"there are {len(times_ns)} samples, fewer than {LEAST_SAMPLES}")
-    span_s = float(times_ns[-1] - times_ns[0]) * 1e-9
-    spacing_s = float(np.median(np.diff(times_ns))) * 1e-9
     if len(times_ns) > MOST_SAMPLES:
         chosen = np.linspace(0, len(times_ns) - 1, MOST_SAMPLES).astype(np.int64)
         times_ns, samples_w = times_ns[chosen], samples_w[chosen]
@@ -139,7 +137,7 @@ def learn_response(times_ns: Ints, samples_w: Floats, ran: Exposed, known: Respo
     has_idle = idle_sd_w < 0.5 * float(ran.sd_w[-1])  # else it is what was expected, not what was seen
     response = Response(tau_s=tau_s, box_s=box_s, dead_s=dead_s, delay_error_s=lag_error_s)
     fit = ResponseFit(
-        start_ns=int(times_ns[0]), seconds=min(span_s, 2 * spacing_s * len(times_ns)), lag_s=lag_s,
+        start_ns=int(times_ns[0]), seconds=float(times_ns[-1] - times_ns[0]) * 1e-9, lag_s=lag_s,
         lag_error_s=lag_error_s, blur_s=blur_s, blur_error_s=blur_error_s, idle_w=problem.idle_w if has_idle else None,
         idle_error_w=Z90 * idle_sd_w if has_idle else None,
     )  # fmt: skip
