@@ -165,8 +165,8 @@ def main() -> None:
     say_refusals()
     print(f"domains: {[d.name for d in default().sampler.domains]}", flush=True)
     out: dict[str, Any] = {"waves": learn_waves(0.2 * args.seconds)}
-    out["idle"] = measure_sampler(costs, 0.15 * args.seconds, lambda: time.sleep(0.2))
-    out["training"] = learn_training(costs, 0.4 * args.seconds, args.run)
+    write_result(args.results, out)
+    out["training"] = learn_training(costs, 0.6 * args.seconds, args.run)
     write_result(args.results, out)
 
 

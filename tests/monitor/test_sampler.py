@@ -307,3 +307,17 @@ def test_a_sample_that_no_board_can_draw_is_a_gap(time_: SimulatedClock, bad_w: 
     assert joules(sampler, start_ns, start_ns + 4 * S) == pytest.approx(398.0, abs=0.1)
     (gap,) = sampler.gaps
     assert said in gap.reason and gap.end_ns == wrong_ns
+
+
+def test_waiting_for_data_that_are_there_wakes_nobody(time_: SimulatedClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session asks a few times a second: each would cost a round of the thread."""
+    sampler = Sampler([ScriptSensor(clock=time_)], clock=time_.clock)
+    drive(sampler, time_, 1.0)
+    last_ns = sampler.series["gpu0"].last_ns
+    assert last_ns is not None
+
+    def refuse(*_: object) -> bool:
+        raise AssertionError("the thread was woken")
+
+    monkeypatch.setattr(sampler, "_wait", refuse)
+    assert sampler.wait_for(last_ns - 500_000_000, 0.1, ["gpu0"])

@@ -4,7 +4,7 @@
                            │    ──► CounterAnchors (counter ticks)
                            └──► telemetry, gaps, events (all bounded)
 
-A sensor is read at its `period_s`, about once a second for the NVML ring. Whoever needs data up to a moment wakes the
+A sensor is read at its `period_s`, about once a second for NVML. Whoever needs data up to a moment wakes the
 thread (`wait_for`), which then reads at the sensor's own pace until the data are there.
 """
 
@@ -141,6 +141,8 @@ class Sampler:
         in the middle of a window being read: then it waits in vain, but no data come in there.
         """
         wanted = list(self.series) if names is None else list(names)
+        if self.covers(time_ns, wanted):
+            return True  # without waking the thread
         deadline = time.monotonic() + timeout_s
         try:
             return self._wait(time_ns, wanted, deadline, keep_lock)
