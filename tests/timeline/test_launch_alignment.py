@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -184,6 +184,28 @@ def test_a_validation_between_the_steps_is_given_what_looks_alike() -> None:
 
     found = check(step)
     assert found["operator_time_pct"] >= 98.0
+
+
+def test_a_long_stretch_of_strange_kernels_does_not_lose_the_place() -> None:
+    """After it, experts leave no long run of equal names."""
+    rng = random.Random(1)
+
+    def step(index: int) -> list[Kernel]:
+        strange = [Kernel("aten::other", f"strange_{i % 7}") for i in range(2_000)] if index == 14 else []
+        return [*strange, *(rename(kernel) for kernel in mixture(3, rng))]
+
+    def rename(kernel: Kernel) -> Kernel:
+        if kernel.op in ("aten::silu", "aten::index"):
+            return replace(kernel, name="elementwise", grid=64)
+        return replace(kernel, name=f"gemm_{rng.randrange(40)}") if kernel.op == "aten::mm" else kernel
+
+    timeline = make_run(step)
+    made = make_light(timeline)
+    assert made is not None
+    light, _ = made
+    links, kernels = light.linked, light.rows("kernel")
+    after = kernels[(light["start_ns"][kernels] >= links.steps[15].start_ns)]
+    assert (links.op[after] != NONE).mean() >= 0.8  # half of them, if it were lost
 
 
 def test_kernels_of_a_replayed_graph_have_the_operator_it_was_launched_by() -> None:

@@ -27,9 +27,12 @@ from .columns import NONE, UNTRACED, Ints, Timeline
 
 Bools = NDArray[np.bool_]
 
-NAMES_BY_REACH = ((1, 2), (2, 8), (4, 512), (16, 2**62))
+NAMES_BY_REACH = ((1, 2), (2, 8), (4, 512), (8, 2**62))
 """How many names must agree where so many launches were left out: another kernel in one's place, a missing call, the
 experts of one layer, another part of the program."""
+LOST, LOST_NAMES = 64, 4
+"""After so many launches that were never traced, only those count that are left out of the traced ones, where so many
+names agree."""
 MOST_BACK = 512
 """How far a cursor goes back at most: one more expert than was traced repeats the launches of the one before."""
 _MIX = np.random.default_rng(0).integers(1, 2**63, 16, dtype=np.uint64) | np.uint64(1)
@@ -179,7 +182,8 @@ def _resume(grams: list[tuple[_Grams, int]], at: int, cursor: int, size: int, en
             left_out = ahead - at + moved
             if place == NONE or left_out >= best:
                 break  # more names are found nowhere nearer
-            if left_out <= reach:
+            is_lost = ahead - at >= LOST and gram.length >= LOST_NAMES
+            if (moved if is_lost else left_out) <= reach:
                 best, found = left_out, (ahead, place)
                 break
         ahead = any_name.next_known(ahead + 1)
@@ -190,6 +194,7 @@ class _Grams:
     """Where each few names in a row of a sequence stand in the reference, which begins again at its end."""
 
     def __init__(self, reference: Ints, sequence: Ints, length: int) -> None:
+        self.length = length
         wrapped = np.resize(reference, len(reference) + length - 1)
         known, number = np.unique(_hash_grams(wrapped, length), return_inverse=True)
         asked = _hash_grams(sequence, length)
