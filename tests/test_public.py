@@ -47,7 +47,7 @@ FLAGS = {
     "attribute": {"trace", "--power", "--by", "--top", "--json"},
     "merge": {"paths", "-o", "--force", "--json"},
     "analyze": {
-        "kind", "trace", "--by", "--group-by", "--min-bytes", "--on", "--power", "--sort", "--step",
+        "kind", "trace", "--against", "--by", "--group-by", "--min-bytes", "--on", "--power", "--sort", "--step",
         "--threshold", "--top", "--json",
     },
     "diff": _DIFF,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .launches import launches as launches
     from .memory import memcpy as memcpy
     from .memory import memory as memory
+    from .module_tree import modules as modules
     from .phases import phases as phases
     from .power import power as power
     from .roofline import roofline as roofline
@@ -48,6 +49,7 @@ _MODULES = {
     "launches": "launches",
     "memcpy": "memory",
     "memory": "memory",
+    "modules": "module_tree",
     "overlap": "breakdown",
     "phases": "phases",
     "power": "power",

@@ -27,6 +27,7 @@ from .devices import explain_no_device, region_passes, region_paths
 from .job_summary import JobSummary, summarize_job
 from .kernel_names import CATEGORIES, category
 from .python_frames import find_own_frames
+from .time_table import list_modules
 
 VIEWS = ("ops", "kernels", "regions", "modules", "functions")
 ON_DEVICE_TIME = "time of a region: what it launched, on the device; share: of the devices' time"
@@ -130,7 +131,7 @@ def answer_by_time(recording: Recording) -> TimeAnswer:
         "ops": _group(timeline, rows, op, "op", seconds, whole_s),
         "kernels": _group(timeline, rows, rows, "kernel", seconds, whole_s) if on_device else [],
         "regions": _sum_regions(timeline, rows, seconds, whole_s) if on_device else _measure_regions(timeline),
-        "modules": _group(timeline, rows, links.module[rows], "module", seconds, whole_s),
+        "modules": _sum_modules(timeline, rows, seconds, whole_s),
         "functions": _group(timeline, rows, find_own_frames(timeline, rows), "function", seconds, whole_s),
     }
     parts: dict[str, float] = {}
@@ -184,6 +185,15 @@ def _group(timeline: Timeline, rows: Ints, owners: Ints, kind: str, seconds: Any
     found = [
         TimeRow(name=timeline.names[n], kind=kind, calls=int(c), time_s=float(s), share=float(s) / whole_s)
         for n, c, s in zip(used.tolist(), calls, spent, strict=True)
+    ]
+    return sorted((r for r in found if r.time_s > 0), key=lambda r: -r.time_s)
+
+
+def _sum_modules(timeline: Timeline, rows: Ints, seconds: Any, whole_s: float) -> list[TimeRow]:
+    """Modules with everything inside them, as tables of joules have them."""
+    found = [
+        TimeRow(name=r.name, kind="module", calls=r.calls, time_s=r.time_s, share=r.time_s / whole_s)
+        for r in list_modules(timeline, rows, seconds[rows])
     ]
     return sorted((r for r in found if r.time_s > 0), key=lambda r: -r.time_s)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 
 from ..attribute.table import EnergyRow, EnergyTable
+from ..joules import Floats
 from ..record import KINDS
-from ..timeline.columns import NONE, Timeline
+from ..timeline.columns import NONE, Ints, Timeline
 from .devices import list_devices
 from .mean_step import self_time
+from .module_tree import sum_passes
 
 _NAN = float("nan")
 
@@ -43,6 +46,7 @@ def time_table(timeline: Timeline) -> EnergyTable:
         steps=steps,
         coverage=0.0,
         ops=_timed_rows(timeline, by_op[has_op], codes[has_op], seconds[has_op]),
+        modules=list_modules(timeline, rows, seconds),
     )
 
 
@@ -65,6 +69,16 @@ def _step_lengths(timeline: Timeline) -> list[float]:
         return by_host
     until = np.r_[np.maximum(begins[1:], begins[:-1]), ends[-1]]
     return np.asarray((until - begins) * 1e-9).tolist()  # type: ignore[no-any-return]
+
+
+def list_modules(timeline: Timeline, rows: Ints, seconds: Floats) -> list[EnergyRow]:
+    """Modules with everything inside them."""
+    passes = sum_passes(timeline, rows, seconds)
+    calls = Counter(timeline.name(row) for row in passes)
+    sums: dict[str, float] = {}
+    for row, value in passes.items():
+        sums[timeline.name(row)] = sums.get(timeline.name(row), 0.0) + value
+    return [_timed_row(name, "module", calls[name], value) for name, value in sums.items()]
 
 
 def _timed_rows(timeline: Timeline, names: Any, kinds: Any, seconds: Any) -> list[EnergyRow]:

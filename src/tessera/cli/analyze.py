@@ -59,6 +59,7 @@ def _parse_bytes(text: str) -> int:
     "--by", help="breakdown: device or step; roofline: kernel or op; sequences: stream or op; phases: phase or batch."
 )
 @click.option("--step", help="critical_path: of this step only: its name, the number in it, or a region.")
+@click.option("--against", type=ExistingPath(folder=True), metavar="TRACE", help="modules: compare with this one.")
 @click.option("--sort", help="kernels: time or energy.")
 @click.option("--min-bytes", callback=parse_option(_parse_bytes), metavar="SIZE", help="collectives: the smallest.")
 @click.option("--on", "--arch", "on", shell_complete=complete_device, help="roofline, advise: the chip, e.g. h200.")
@@ -79,6 +80,7 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
       kernels       every kernel: calls, times, joules
       sequences     kernels that follow each other again and again: candidates for fusion
       launches      launch delay, queue length and short kernels, by stream
+      modules       the tree of modules with what each launched; --against TRACE: what differs
       phases        prefill and decode of vLLM and SGLang: tokens/s, joules a token
       critical_path the chain of work that decided when the run ended
       collectives   bandwidth, skew and stragglers

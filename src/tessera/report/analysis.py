@@ -73,6 +73,7 @@ FACTS = {
         "idle_j": "idle energy",
     },
     "launches": {"calls": "kernels, copies and collectives", "short_calls": "short ones", "short_pct": "of all"},
+    "modules": {"modules": "modules", "time_s": "what they launched", "before_s": "before", "after_s": "after"},
     "phases": {"passes": "passes", "time_s": "their time"},
     "sequences": {
         "sequences": "different sequences",

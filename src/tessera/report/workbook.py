@@ -22,8 +22,8 @@ from ..recording import Recording
 
 KINDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("breakdown", {}), ("breakdown by step", {"by": "step"}), ("kernels", {}), ("operators by shape", {"by": "op"}),
-    ("sequences", {}), ("launches", {}), ("phases", {}), ("overlap", {}), ("collectives", {}), ("memcpy", {}),
-    ("memory", {}), ("critical_path", {}), ("advise", {}),
+    ("modules", {}), ("sequences", {}), ("launches", {}), ("phases", {}), ("overlap", {}), ("collectives", {}),
+    ("memcpy", {}), ("memory", {}), ("critical_path", {}), ("advise", {}),
 )  # fmt: skip
 """The sheets in their order: the name of each, and the arguments of its analysis."""
 _ANALYSES = {"breakdown by step": "breakdown", "operators by shape": "roofline"}
