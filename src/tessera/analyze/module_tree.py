@@ -123,7 +123,8 @@ def modules(trace: Any, *, against: Any = None, power: Any = None, progress: Pro
         {
             "name": f"{'  ' * (len(path) - 1)}{path[-1]}", "path": "/".join(path), "depth": len(path) - 1,
             "kind": "module", "instances": len(tree[path].names), "calls": tree[path].calls,
-            "time_s": tree[path].time_s, "share_pct": 100.0 * tree[path].time_s / whole_s if whole_s else None, "self_s": tree[path].self_s,
+            "time_s": tree[path].time_s,
+            "share_pct": 100.0 * tree[path].time_s / whole_s if whole_s else None, "self_s": tree[path].self_s,
             "energy_j": tree[path].energy_j if has_joules else None,
         }
         for path in _order({path: line.time_s for path, line in tree.items()})
