@@ -225,6 +225,22 @@ def test_kernels_of_a_replayed_graph_have_the_operator_it_was_launched_by() -> N
     assert (found["operator_pct"], found["step_pct"]) == (100.0, 100.0)
 
 
+def test_kernels_of_a_rank_repeat_those_of_the_same_rank() -> None:
+    """Also where a stream was never traced, and only their names tell."""
+    one = make_run(lambda i: [*dense(2), *([Kernel("aten::sum", "reduce", stream=99)] if i > 14 else [])])
+    made = make_light(one)
+    assert made is not None
+    light, _ = made
+    columns = {name: np.concatenate([values, values]) for name, values in light.columns.items()}
+    columns["rank"] = np.repeat([0, 1], len(light))
+    for name in ("correlation", "external", "thread"):
+        columns[name][len(light) :] += 10_000 * (columns[name][len(light) :] >= 0)
+    both = Timeline(columns, light.names, light.launches)
+    rows, twin = both.device_rows, both.linked.twin[both.device_rows]
+    assert (both["stream"][rows] == 99).any()
+    assert (both["rank"][twin] == both["rank"][rows]).all()
+
+
 def test_a_kernel_that_nothing_resembles_is_not_aligned() -> None:
     timeline = make_run(lambda i: [*dense(2), *([Kernel("aten::new", "never_traced")] if i > 14 else [])])
     made = make_light(timeline)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..record import KINDS
 from .columns import NONE, UNTRACED, Ints, Timeline
 
 Bools = NDArray[np.bool_]
@@ -93,7 +94,7 @@ def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> 
 
 
 def _name_launches(timeline: Timeline, device: Ints) -> tuple[Ints, Ints]:
-    """By row: a number for the kind and name of a launch, and one for those with grid, block and bytes."""
+    """By row: a number for the rank, kind and name of a launch, and one for those with grid, block and bytes."""
     shapes: dict[object, int] = {}
     shape = np.array(
         [shapes.setdefault((launch_shape.grid, launch_shape.block), len(shapes)) for launch_shape in timeline.launches]
@@ -101,8 +102,8 @@ def _name_launches(timeline: Timeline, device: Ints) -> tuple[Ints, Ints]:
         np.int64,
     )
     names, exact = (np.full(len(timeline), NONE, np.int64) for _ in range(2))
-    kind_and_name = timeline["kind"][device] * len(timeline.names) + timeline["name"][device]
-    names[device] = np.unique(kind_and_name, return_inverse=True)[1]
+    number = timeline["rank"][device] * len(KINDS) + timeline["kind"][device]
+    names[device] = np.unique(number * len(timeline.names) + timeline["name"][device], return_inverse=True)[1]
     exact[device] = names[device]
     for column in (shape[timeline["launch"][device]], timeline["bytes"][device]):
         number = np.unique(column, return_inverse=True)[1]

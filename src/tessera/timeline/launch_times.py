@@ -32,10 +32,15 @@ LATE = 0.01
 def estimate_launches(timeline: Timeline, aligned: LaunchAlignment, steps: tuple[Step, ...], launch_ns: Ints) -> Ints:
     """`launch_ns` with those of untraced rows: estimated where they can be; else when they began on the device."""
     out = launch_ns.copy()
-    if steps and aligned.lanes:
-        edges = _StepEdges(timeline, steps)
-        for lane in aligned.lanes:
-            _estimate_lane(timeline, aligned, edges, lane, launch_ns, out)
+    ranks = timeline["rank"]
+    edges: dict[int, _StepEdges] = {}
+    for lane in aligned.lanes:
+        rank = int(ranks[lane[0]])
+        if rank not in edges:
+            own = tuple(s for s in steps if s.row == NONE or ranks[s.row] == rank)
+            edges[rank] = _StepEdges(timeline, own, rank)
+        if len(edges[rank].start_ns):
+            _estimate_lane(timeline, aligned, edges[rank], lane, launch_ns, out)
     return out
 
 
@@ -115,15 +120,16 @@ def _count_steps(places: Ints, count: int, after: int, own_step: Ints) -> Ints:
 
 
 class _StepEdges:
-    """The steps of a run, and the edges of the regions inside each."""
+    """The steps of a rank, and the edges of the regions inside each."""
 
-    def __init__(self, timeline: Timeline, steps: tuple[Step, ...]) -> None:
+    def __init__(self, timeline: Timeline, steps: tuple[Step, ...], rank: int) -> None:
         self.start_ns, self.end_ns = (
             np.array([getattr(s, e) for s in steps], np.int64) for e in ("start_ns", "end_ns")
         )
         places = np.arange(len(steps))
         self._nesting = Nesting(places, np.zeros_like(places), self.start_ns, self.end_ns)
         regions = np.setdiff1d(timeline.rows("region"), [s.row for s in steps])
+        regions = regions[timeline["rank"][regions] == rank]
         inside = self.at(timeline["start_ns"][regions])
         regions, inside = regions[inside != NONE], inside[inside != NONE]
         # Some are in traced steps only: torch names its optimizers and compiled parts while it is traced.
