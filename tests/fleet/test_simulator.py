@@ -16,7 +16,7 @@ from tessera.cli.analyze import command as analyze_command
 from tessera.cli.simulate import command
 from tessera.errors import ArgumentError, MissingExtra
 from tessera.fleet.breakers import Breaker
-from tessera.fleet.facility import Facility, GpuKind
+from tessera.fleet.facility import Facility, GpuKind, read_facility
 from tessera.fleet.faults import Fault
 from tessera.fleet.heat import AisleHeat
 from tessera.fleet.jobs import FleetJob, copy_job
@@ -217,6 +217,25 @@ def test_an_overload_opens_the_breaker_when_its_curve_says() -> None:
     assert trip.kind == "rack breaker tripped"
     assert trip.time_s == pytest.approx(breaker.trip_s(2.2), rel=0.02)
     assert result.load_w[-1] == 0.0
+
+
+def test_a_rack_may_have_a_breaker_of_its_own() -> None:
+    table = {
+        "nodes": 2,
+        "breaker": {"rating_a": 80},
+        "breakers": {"row1/rack2": {"rating_a": 4}, "row2": {"curve": "D"}},
+    }
+    facility = read_facility({"rows": {"count": 2, "racks": 3}, "racks": table})
+    rated = [facility.find_breaker(rack) for rack in range(6)]
+    assert [b.rating_a for b in rated] == [80, 4, 80, 80, 80, 80] and [b.curve for b in rated] == [*"CCCDDD"]
+    steady = make_wave([("compute", 1.0, 650.0)], synchronous=False)
+    job = make_job(gpus=facility.gpus, waves=(steady,))
+    result = simulate(make_scenario(job, facility=facility, duration_s=20.0), engine="numpy")
+    assert {trip.place for trip in result.trips} == {"row1/rack2"}
+    assert {r.name: r.load > 1 for r in result.racks}["row1/rack2"]
+    for wrong, said in (({"row1/rack9": {}}, "no place"), ({"row1/rack1/node1": {}}, "is a node"), ([], "not a table")):
+        with pytest.raises(ArgumentError, match=said):
+            read_facility({"racks": {"nodes": 2, "breakers": wrong or [1]}})
 
 
 def test_supplies_latch_off_above_their_limit() -> None:

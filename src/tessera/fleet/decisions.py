@@ -42,6 +42,7 @@ class Decisions:
         self._set_node_cap()
         tree = engine.tree
         self.rack_of_gpu = tree.rack_of_gpu
+        self.rack_full_w = np.array([engine.facility.rack_full_w(first) for first in tree.racks.first.tolist()])
         self.rack_starts = np.flatnonzero(np.diff(self.rack_of_gpu, prepend=-1))
         self.heat = HeatState(
             engine.facility.gpu.heat,
@@ -234,7 +235,7 @@ class Decisions:
             rack_of_gpu=self.rack_of_gpu,
             row_of_rack=tree.racks.parent,
             gpu_w=np.multiply(fleet.gpus.sum_w, 1.0 / steps, dtype=np.float32, casting="same_kind"),
-            rack_load=fleet.racks.sum_w / steps / engine.facility.rack_full_w,
+            rack_load=fleet.racks.sum_w / steps / self.rack_full_w,
             row_w=fleet.rows.sum_w / steps,
             cooling=cooling,
         )

@@ -129,9 +129,9 @@ class FleetEngine:
 
         racks = make_breakers(tree.racks.parent, tree.racks.count, size=len(tree.racks))
         rows = make_breakers(tree.rows.parent, tree.rows.count, size=len(tree.rows))
-        for level, breaker in ((racks, facility.rack_breaker), (rows, facility.row_breaker)):
-            if breaker is not None:
-                _set_breaker(level, breaker, facility.step_s)
+        for number, first in enumerate(tree.racks.first.tolist()):
+            _set_breaker(racks, number, facility.find_breaker(first), facility.step_s)
+        _set_breaker(rows, slice(None), facility.row_breaker, facility.step_s)
         return FleetArrays(
             gpus=GpuArrays(
                 place_s=np.full(gpus, 0.0),
@@ -269,11 +269,13 @@ class FleetEngine:
         return self._was_limited
 
 
-def _set_breaker(level: BreakerArrays, breaker: Breaker, step_s: float) -> None:
-    level.rating_w[:] = breaker.rating_w
-    level.hold[:] = breaker.holds**2
-    level.follow[:] = -math.expm1(-step_s / breaker.tau_s)
-    level.magnetic[:] = breaker.magnetic_at
+def _set_breaker(level: BreakerArrays, which: int | slice, breaker: Breaker | None, step_s: float) -> None:
+    if breaker is None:
+        return
+    level.rating_w[which] = breaker.rating_w
+    level.hold[which] = breaker.holds**2
+    level.follow[which] = -math.expm1(-step_s / breaker.tau_s)
+    level.magnetic[which] = breaker.magnetic_at
 
 
 def choose_engine(

@@ -4,7 +4,7 @@
 
     gpus:  {chip: h200}                     or {limit: 700W, idle: 77W}
     nodes: {gpus: 8, host: 1450W, supplies: {count: 6, needed: 4, rating: 3300W, grade: titanium}}
-    racks: {nodes: 4, breaker: {rating_a: 80, voltage: 415, curve: C}}
+    racks: {nodes: 4, breaker: {rating_a: 80, voltage: 415, curve: C}, breakers: {row1/rack3: {rating_a: 50}}}
     rows:  {count: 2, racks: 16, breaker: {rating_a: 1600}, cooling: 800kW, supply: 22C, recirculation: 10%}
     feed:  {ups_efficiency: 95%, storage: {power: 300kW, energy: 3MJ, smoothing: 10s}}
 
@@ -84,7 +84,7 @@ class NodeKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Facility:
-    """Equal rows of equal racks of equal nodes, and the feed."""
+    """Equal rows of equal racks of equal nodes, and the feed. `own_breakers` are those of racks that differ."""
 
     name: str = "facility"
     rows: int = 1
@@ -93,6 +93,7 @@ class Facility:
     gpu: GpuKind = field(default_factory=GpuKind)
     node: NodeKind = field(default_factory=NodeKind)
     rack_breaker: Breaker | None = None
+    own_breakers: Mapping[int, Breaker] = field(default_factory=dict)
     row_breaker: Breaker | None = None
     aisle: AisleHeat = field(default_factory=AisleHeat)
     feed: Feed = field(default_factory=Feed)
@@ -126,10 +127,14 @@ class Facility:
         load_w = self.node.gpus * self.gpu.limit_w + self.node.host_w
         return float(self.node.supply.draw_w(np.array([load_w]))[0])
 
-    @property
-    def rack_full_w(self) -> float:
+    def find_breaker(self, rack: int) -> Breaker | None:
+        """The breaker of a rack, from its number (0 first)."""
+        return self.own_breakers.get(rack, self.rack_breaker)
+
+    def rack_full_w(self, rack: int) -> float:
         """What a rack is built for: its breaker's rating, else the nameplate of its nodes."""
-        return self.rack_breaker.rating_w if self.rack_breaker else self.rack_nodes * self.node_limit_w
+        breaker = self.find_breaker(rack)
+        return breaker.rating_w if breaker else self.rack_nodes * self.node_limit_w
 
     def name_row(self, row: int) -> str:
         """The name of a row, from its number (0 first)."""
@@ -259,6 +264,7 @@ _NODES: dict[str, tuple[str, Read]] = {
 _RACKS: dict[str, tuple[str, Read]] = {
     "nodes": ("rack_nodes", read_whole),
     "breaker": ("rack_breaker", lambda table: build(Breaker, table, _BREAKER, "racks.breaker")),
+    "breakers": ("breakers", lambda table: table),
 }
 _ROWS: dict[str, tuple[str, Read]] = {
     "count": ("rows", read_whole),
@@ -316,8 +322,10 @@ def read_facility(table: Mapping[str, Any]) -> Facility:
         values["gpu"] = read_gpu(table["gpus"])
     if "nodes" in table:
         values["node"] = build(NodeKind, table["nodes"], _NODES, "nodes")
+    own: Any = {}
     if "racks" in table:
         values |= read_section(table["racks"], _RACKS, "racks")
+        own = values.pop("breakers", {})
     if "rows" in table:
         rows = read_section(table["rows"], {**_ROWS, **_AISLE}, "rows")
         air = {name: rows.pop(name) for name, _ in _AISLE.values() if name in rows}
@@ -325,4 +333,23 @@ def read_facility(table: Mapping[str, Any]) -> Facility:
         values["aisle"] = AisleHeat(**air)
     if "feed" in table:
         values["feed"] = build(Feed, table["feed"], _FEED, "feed")
-    return Facility(**values)
+    facility = Facility(**values)
+    return dataclasses.replace(facility, own_breakers=_read_own_breakers(own, facility)) if own else facility
+
+
+def _read_own_breakers(table: Any, facility: Facility) -> dict[int, Breaker]:
+    """The breakers of single racks, or of all racks of a row; what one does not say is as the others have it."""
+    if not isinstance(table, Mapping):
+        raise ArgumentError("racks.breakers is not a table of places", fix="breakers: {row1/rack3: {rating_a: 50}}")
+    found: dict[int, Breaker] = {}
+    for place, settings in table.items():
+        level, number = facility.find_place(str(place))
+        if level == "node":
+            raise ArgumentError(f"racks.breakers: {place} is a node", fix="row1/rack3, or row1 for all of its racks")
+        values = read_section(settings, _BREAKER, f"racks.breakers.{place}")
+        if facility.rack_breaker is None and "rating_a" not in values:
+            raise ArgumentError(f"racks.breakers.{place} has no rating_a", fix=f"{place}: {{rating_a: 50}}")
+        breaker = dataclasses.replace(facility.rack_breaker or Breaker(rating_a=values["rating_a"]), **values)
+        size = facility.row_racks if level == "row" else 1
+        found |= {number * size + i: breaker for i in range(size)}
+    return found

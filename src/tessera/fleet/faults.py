@@ -78,9 +78,9 @@ def read_faults(tables: Any, facility: Facility) -> list[Fault]:
     return faults
 
 
-def mark_faults(faults: list[Fault], facility: Facility) -> dict[str, dict[int, object]]:
+def mark_differences(faults: list[Fault], facility: Facility) -> dict[str, dict[int, object]]:
     """What differs from others alike, by level and number: for the tree of classes."""
-    marks: dict[str, dict[int, object]] = {"node": {}, "rack": {}, "row": {}}
+    marks: dict[str, dict[int, object]] = {"node": {}, "rack": dict(facility.own_breakers), "row": {}}
     for i, fault in enumerate(faults):
         level, number = fault.find(facility)
         marks[level][number] = (marks[level].get(number), i)

@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from ..joules import Floats
 from .decisions import Decisions
 from .engine import FleetEngine, RankTable
-from .faults import mark_faults
+from .faults import mark_differences
 from .node_floor import PlacementJob, PlacementNode
 from .placement import place_jobs
 from .power_quality import judge, measure_quality
@@ -74,7 +74,7 @@ class Run:
             waves,
             [job.name for job in scenario.jobs],
             distinct=distinct,
-            marks=mark_faults(list(scenario.faults), facility),
+            marks=mark_differences(list(scenario.faults), facility),
             engine=engine,
             steps=steps,
         )
@@ -198,7 +198,7 @@ class Run:
             count=int(tree.racks.instances[rack]),
             mean_w=float(curves["mean"][:, rack].mean()),
             peak_w=peak_w,
-            load=peak_w / facility.rack_full_w,
+            load=peak_w / facility.rack_full_w(int(tree.racks.first[rack])),
             inlet_c=float(curves["inlet"][:, rack].max()),
             hottest_c=float(curves["hottest"][:, rack].max()),
             is_closed=bool(self.engine.arrays.racks.closed[rack]),

@@ -257,7 +257,9 @@ def draw_maps(result: Simulation) -> str:
     supply = result.scenario.facility.aisle.supply_c
     heat = _map(result, lambda r: (r.hottest_c - supply) / (slow_at - supply), "temperature")
     load = _map(result, lambda r: r.load, "load")
-    full = "its breaker's rating" if result.scenario.facility.rack_breaker else "the nameplate of its nodes"
+    facility = result.scenario.facility
+    has_breakers = facility.rack_breaker or facility.own_breakers
+    full = "its breaker's rating" if has_breakers else "the nameplate of its nodes"
     return (
         f"<div class='maps'><figure>{heat}<figcaption>Hottest GPU of each rack: blue {format_temperature(supply, 3)}, "
         f"red {format_temperature(slow_at, 3)}, where GPUs slow down</figcaption></figure>"
