@@ -44,6 +44,7 @@ os.environ.setdefault("TESSERA_SENSORS", "nvml")  # "node" is then the GPUs alon
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
 import torch
+from tessera.runtime.launches import Cadence, Countdown, PointPlacer
 
 from tessera import monitor, schedule
 from tessera.cli.model_loader import import_package
@@ -51,7 +52,6 @@ from tessera.runtime import controller
 from tessera.runtime.cap_report import MeanPower, PowerMeter, ScheduleReport
 from tessera.runtime.control_loop import get_loop
 from tessera.runtime.controller import PaceCommand
-from tessera.runtime.launches import Cadence, Countdown, PointPlacer
 from tessera.runtime.pacer import PaceCounts, make_pacer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -34,8 +34,12 @@ a test can check that all three are there.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
 from collections.abc import Iterable
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 
@@ -215,3 +219,16 @@ def _count_edits(one: str, two: str) -> int:
             row.append(cost)
         older, last = last, row
     return last[-1]
+
+
+def find_caller() -> tuple[str, int, int]:
+    """File and line of the first frame outside this package and contextlib, and its `stacklevel` for our caller."""
+    ours, level, frame = str(Path(__file__).parent), 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((ours, contextlib.__file__)):
+        frame, level = frame.f_back, level + 1
+    return frame.f_code.co_filename, frame.f_lineno, level
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line of the program that called us."""
+    warnings.warn(text, UserWarning, stacklevel=find_caller()[2])

@@ -17,6 +17,7 @@ static _Thread_local int mode;
 static int refuse;  // the call that is refused from now on, by its place in `names`
 static const char *names[] = {"", "cuModuleLoadData", "cuLaunchKernel", "cuMemHostAlloc"};
 static long launched;
+static volatile int paused;
 
 void fake_refuse(const char *name) {
     refuse = 0;
@@ -24,6 +25,7 @@ void fake_refuse(const char *name) {
 }
 long fake_launched(void) { return launched; }
 int fake_mode(void) { return mode; }
+int fake_paused(void) { return paused; }
 
 static uint64_t now_ns(void) {
     struct timespec t;
@@ -35,6 +37,7 @@ static void pause_device(volatile int64_t *control, volatile uint64_t *state, vo
     uint64_t began = now_ns(), now = began, resume = state[0] ? state[0] : began;
     int64_t busy = began > resume ? (int64_t)(began - resume) : 0, wait;
     if (busy > control[2]) busy = control[2];
+    paused = 1;
     for (;;) {
         wait = busy * control[0] / 1024;
         if (wait > control[1]) wait = control[1];
@@ -43,6 +46,7 @@ static void pause_device(volatile int64_t *control, volatile uint64_t *state, vo
         nanosleep(&nap, NULL);
         now = now_ns();
     }
+    paused = 0;
     stats[1] += wait > 0;
     stats[2] += now - began;
     stats[3] += busy;
@@ -82,9 +86,9 @@ int cuCtxPushCurrent_v2(void *context) { current = context; return 0; }
 int cuCtxPopCurrent_v2(void **context) { *context = current; current = NULL; return 0; }
 int cuCtxSetCurrent(void *context) { current = context; return 0; }
 int cuThreadExchangeStreamCaptureMode(int *other) { int was = mode; mode = *other; *other = was; return 0; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 16 ? 132 : attribute == 106 ? 32 : 0; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { (void)device; *value = attribute == 16 ? 132 : attribute == 106 ? 32 : 0; return 0; }
 int cuModuleLoadData(void **module, const void *image) { *module = (void *)1; return !current || !strstr(image, "tessera_pause") || refuse == 1 ? 218 : 0; }
-int cuModuleGetFunction(void **function, void *module, const char *name) { *function = (void *)2; return strcmp(name, "tessera_pause") ? 500 : 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { (void)module; *function = (void *)2; return strcmp(name, "tessera_pause") ? 500 : 0; }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
 int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
     Stream *s = calloc(1, sizeof *s);
@@ -94,7 +98,7 @@ int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
     *stream = s;
     return flags == 1 && priority == -5 ? 0 : 1;
 }
-int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags) { *memory = malloc(bytes); return refuse == 3 ? 2 : 0; }
+int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags) { (void)flags; *memory = malloc(bytes); return refuse == 3 ? 2 : 0; }
 int cuMemAlloc_v2(uint64_t *memory, size_t bytes) { *memory = (uint64_t)malloc(bytes); return 0; }
 int cuMemsetD8_v2(uint64_t memory, unsigned char value, size_t bytes) { memset((void *)memory, value, bytes); return 0; }
 int cuLaunchHostFunc(void *stream, void (*call)(void *), void *word) { return put(stream, (Work){call, word, {0}}); }

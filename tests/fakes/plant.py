@@ -1,4 +1,4 @@
-"""A GPU that is only arithmetic: ops with watts, the pace points' rule, clocks that fall at the limit, a late sensor.
+"""A GPU that is only arithmetic: ops with watts, pauses, clocks that fall at the limit, a late sensor.
 
 Fitted to an H200's duty curve (shared/design.md, bursts of 2.4 ms): 690 W at duty 1.0 and 0.75, 510 W at 0.5, 304 W at
 0.25 lie on min(690, 100 + 818 duty). One op takes 0.190 ms at full clocks and 0.204 ms when limited (0.141 J). After a
@@ -29,7 +29,7 @@ from tessera.errors import SensorLost
 from tessera.monitor.sampler import Sampler
 from tessera.runtime.cap_report import MeanPower, PowerMeter
 from tessera.runtime.controller import Cap, PaceCommand
-from tessera.runtime.launches import Cadence
+from tessera.runtime.gpu_pacer import LONGEST_S as LONGEST_PAUSE_S
 from tessera.runtime.pacer import LIMIT_S, LONGEST_S, PaceCounts
 from tessera.runtime.power_zone import PowerZone, TokenTally
 from tessera.schema import Capability, Domain
@@ -46,19 +46,30 @@ ADC_S = 0.00055
 TICK_S = 0.1  # of the energy counter
 
 
+# A launch of our thread comes late by up to this; once in a hundred the interpreter's lock is held by others.
+LATE_S, STALLED_S = 0.00015, 0.003
+
+
 @dataclass
 class Op:
-    """A piece of work: seconds at full clocks, the watts it draws there, and the tokens it spends."""
+    """A piece of work: seconds at full clocks, the watts it draws there, and the tokens it spends.
+
+    The host has launched it at `ready_s`. `block_s`: its blocks, which a pause waits for, take this long at most.
+    """
 
     seconds: float = GEMM_S
     power_w: float = BURST_W
     tokens: int = 1
-    point: bool | None = None  # whether a point follows; None: by the plant's own count
+    ready_s: float = 0.0
+    block_s: float = 0.0001
 
 
 @dataclass
 class Plant:
-    """Runs ops in order with a pace point after every `every` of them; power is kept in steps of half a millisecond."""
+    """Runs ops in order, paused as GpuPacer does it; power is kept in steps of half a millisecond.
+
+    With `spends`, a wait for tokens follows every `every` ops instead.
+    """
 
     ops: Iterator[Op]
     every: int = 4
@@ -71,11 +82,14 @@ class Plant:
     noise: float = 0.012
     adc_s: float = ADC_S
     idle_w: float = IDLE_W
+    paused_w: float = 0.0  # while paused; 0: as idle
     limit_w: float = LIMIT_W
-    spends: bool = False  # whether points spend tokens instead of timing the work
+    spends: bool = False  # whether waits are for tokens
 
     def __post_init__(self) -> None:
-        self.now_s = 0.0
+        self.now_s = self.at_s = 0.0
+        self._launch_s, self._drained_s = math.inf, math.inf
+        self._jitter = random.Random(1)
         self.command = PaceCommand()
         self.power_w: list[float] = []  # one per step
         self.done = 0
@@ -117,10 +131,11 @@ class Plant:
         """Half a millisecond: works and waits fill it in order."""
         end, at, joules = self.now_s + STEP_S, self.now_s, 0.0
         while at < end - 1e-12:
+            self.at_s = at
             if self._waiting is not None:
                 until = self._until(*self._waiting)
                 upto = min(max(until, at), end)
-                joules += self._draw(self.idle_w, at, upto)
+                joules += self._draw(self.paused_w or self.idle_w, at, upto)
                 self.waited_s += upto - at
                 at = upto
                 if at >= until:
@@ -129,9 +144,17 @@ class Plant:
             if self._op is None:
                 self._op = next(self.ops)
                 self._left_s = self._op.seconds
+            upto = min(end, self._begin_pause(at))
+            if self._waiting is not None:
+                continue
+            if self._op.ready_s > at:
+                upto = min(upto, self._op.ready_s)
+                joules += self._draw(self.idle_w, at, upto)
+                at = upto
+                continue
             draw_w = self.idle_w + (self._op.power_w - self.idle_w) * self._scale
             speed = self._scale**SPEED
-            ran = min(end - at, self._left_s / speed)
+            ran = min(upto - at, self._left_s / speed)
             joules += self._draw(draw_w, at, at + ran)
             at += ran
             self._left_s -= ran * speed
@@ -139,6 +162,27 @@ class Plant:
                 self._finish(at)
         self._account(joules / STEP_S)
         self.now_s = end
+
+    def _begin_pause(self, at: float) -> float:
+        """Until when work goes on: to the next launch of a pause, then to the end of the blocks that run."""
+        if self.spends or self.command.ratio <= 0:
+            self._launch_s = self._drained_s = math.inf
+            return math.inf
+        if self._launch_s == math.inf:
+            late_s = STALLED_S if self._jitter.random() < 0.01 else LATE_S * self._jitter.random()
+            self._launch_s = at + self.command.slice_s + late_s
+        if at < self._launch_s - 1e-12:
+            return self._launch_s
+        if self._drained_s == math.inf:
+            assert self._op is not None
+            block_s = 0.0 if self._op.ready_s > at else min(self._op.block_s, self._left_s)
+            self._drained_s = at + block_s * self._jitter.random()
+        if at >= self._drained_s - 1e-12:
+            self._busy_s = min(at - self._resume_s, LIMIT_S)
+            self._waiting = (at, self._busy_s)
+            self._launch_s = self._drained_s = math.inf
+            self.waits += 1
+        return self._drained_s
 
     def _draw(self, power_w: float, start_s: float, end_s: float) -> float:
         """So much for a while, of which the sensor sees the moments it looks at; joules."""
@@ -151,21 +195,15 @@ class Plant:
 
     def _finish(self, at: float) -> None:
         assert self._op is not None
-        tokens, point, self._op = self._op.tokens, self._op.point, None
-        self._spent += tokens
+        tokens, self._op = self._op.tokens, None
         self.done += 1
-        self._since += not self.spends or tokens > 0  # what is not ours is not heard of
-        if point is False or (point is None and self._since < self.every) or (self.spends and not tokens):
+        if not self.spends or not tokens:  # what is not ours is not heard of
             return
-        self._since = 0
-        busy = min(at - self._resume_s, LIMIT_S)
-        if self.spends:
-            self._spend(at, busy)
-        elif busy >= self.command.slice_s:
-            self._waiting, self._busy_s = (at, busy), busy
-            self.waits += 1
-        else:
-            self.points += 1
+        self._spent += tokens
+        self._since += 1
+        if self._since >= self.every:
+            self._since = 0
+            self._spend(at, min(at - self._resume_s, LIMIT_S))
 
     def _spend(self, at: float, busy: float) -> None:
         """The rule of `tessera_spend` (wait_kernel.py)."""
@@ -182,7 +220,7 @@ class Plant:
     def _until(self, began: float, busy: float) -> float:
         """When a wait ends by the newest command, as in the kernel."""
         if not self.spends:
-            return began + min(busy * self.command.ratio, LONGEST_S)
+            return began + min(busy * self.command.ratio, LONGEST_PAUSE_S)
         cost_s = self._cost_s()
         return began + min(self._before_s + cost_s - began, LONGEST_S) if cost_s else began
 
@@ -269,10 +307,9 @@ class PlantSensor:
 
 
 class PlantPacer:
-    """The plant's own pace points, as the loop sees them."""
+    """The plant's own pauses or waits, as the loop sees them."""
 
     where = "in the plant"
-    ahead = 256
 
     def __init__(self, plant: Plant) -> None:
         self._plant = plant
@@ -280,8 +317,11 @@ class PlantPacer:
     def obey(self, command: PaceCommand) -> None:
         self._plant.command = command
 
-    def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
-        raise AssertionError("the plant puts its own points")
+    def count_tokens(self, wanted: bool) -> None:
+        pass
+
+    def spend(self, tokens: int, *, restart: bool = False) -> None:
+        raise AssertionError("the plant spends by itself")
 
     def counts(self) -> PaceCounts:
         plant = self._plant
@@ -298,7 +338,6 @@ class Bench:
     plant: Plant
     cap: Cap
     tick_s: float = 0.020
-    cadence: Cadence | None = None  # that of who launches (launching.py); None: points by the plant's own count
 
     def __post_init__(self) -> None:
         self.sensor = PlantSensor(self.plant)
@@ -327,8 +366,6 @@ class Bench:
             self.sampler.read_due()
             reading = self.zone.read(self.sampler)
             self.pacer.obey(self.zone.steer(self.sampler, reading, self.now_ns()))
-            if self.cadence is not None:
-                self.cadence.adapt(self.pacer.counts(), self.zone.command)
             if reading is not None:
                 self.meter.add(reading)
 

@@ -28,7 +28,7 @@ device = BusySensor(name)
 device.start()
 monitor.use(Monitor([device]).start())
 
-@schedule(power_cap=cap, points="call")
+@schedule(power_cap=cap)
 def step():
     device.work(0.002)
 

@@ -1,4 +1,4 @@
-"""`schedule`: options, decorator and context, pace points where torch work is launched, and the loop in real time."""
+"""`schedule`: options, decorator and context, where a CPU waits, and the loop in real time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -16,11 +15,11 @@ import pytest
 from tessera import monitor, schedule
 from tessera.errors import ArgumentError, ScheduleError, TesseraError, UnitError
 from tessera.monitor import Monitor
-from tessera.runtime import control_loop, launches
+from tessera.runtime import control_loop
 from tessera.runtime.controller import PaceCommand
-from tessera.runtime.launches import Cadence, Countdown, PointPlacer
+from tessera.runtime.cpu_points import CpuPoints
 from tessera.runtime.options import ScheduleOptions
-from tessera.runtime.pacer import PaceCounts
+from tessera.runtime.pacer import SLACK, HostPacer
 
 from fakes.busy import BusySensor
 from waiting import wait_until
@@ -28,32 +27,16 @@ from waiting import wait_until
 torch = pytest.importorskip("torch")
 
 
-class CountingPacer:
-    """Counts points, and notes on which thread they came; waits for nothing."""
-
-    where = "nowhere"
+class CountingPacer(HostPacer):
+    """Counts points; waits for nothing."""
 
     def __init__(self):
-        self.threads, self.restarts, self.worked_s = [], 0, 0.0
-
-    def obey(self, command):
-        pass
+        super().__init__()
+        self.points = self.restarts = 0
 
     def point(self, *, restart=False, tokens=None):
+        self.points += not restart
         self.restarts += restart
-        self.threads.append(threading.current_thread().name)
-
-    def counts(self):
-        return PaceCounts(len(self.threads), 0, 0.0, self.worked_s)
-
-    def count_queued(self):
-        return 0
-
-
-@pytest.fixture
-def counted():
-    cadence = Cadence(CountingPacer())
-    return cadence, PointPlacer(lambda _out=None: cadence, Countdown(), each_call=False)
 
 
 # -- options ----------------------------------------------------------------------------------------------------
@@ -73,7 +56,7 @@ def test_caps_are_per_gpu_unless_they_say_node():
     ("wrong", "says"),
     [
         ({"power_cap": "275"}, "unit"),
-        ({"power_cap": "rack:20kW"}, "rack"),
+        ({"power_cap": "rack:20kW"}, "rack:20kW' is for a rack"),
         ({"power_cap": "nod:1kW"}, "did you mean 'node'"),
         ({"power_cap": 0}, "above 0 W"),
         ({"policy": "troughput_per_watt"}, "did you mean 'throughput_per_watt'"),
@@ -87,7 +70,7 @@ def test_caps_are_per_gpu_unless_they_say_node():
         ({"cp_async_depth": 0}, "cp_async_depth"),
         ({"cp_async_depth": True}, "cp_async_depth"),
         ({"warp_mma_concurrency": 9}, "warp_mma_concurrency"),
-        ({"points": "ops"}, "did you mean 'op'"),
+        ({"points": "op"}, "no option 'points'"),
         ({"powercap": "275W"}, "did you mean 'power_cap'"),
     ],
 )
@@ -263,8 +246,9 @@ def test_a_driver_cap_that_was_not_opted_in_is_held_by_waits(board, device):
 
 def test_clocks_without_permission_are_said_once_and_the_function_runs(board):
     fn = schedule(dvfs="shape:sm_down_200MHz@flash_attention")(lambda: 7)
-    with pytest.warns(UserWarning, match="are not changed"):
+    with pytest.warns(UserWarning, match="are not changed") as told:
         assert fn() == 7
+    assert told[0].filename == __file__  # the line of the call, not contextlib's
     assert fn() == 7
     with pytest.raises(ArgumentError, match="sm_down"):
         schedule(dvfs="shape:sm_dwn_200MHz@x")
@@ -284,69 +268,64 @@ def test_a_policy_is_the_tuners_and_its_plan_the_functions(device, monkeypatch, 
     assert fn.plan().policy == "latency"
 
 
-# -- where points come ------------------------------------------------------------------------------------------
+def test_a_racks_watts_are_not_offered_as_a_gpus():
+    with pytest.raises(ArgumentError) as told:
+        schedule(power_cap="rack:20kW")
+    assert "20000" not in str(told.value)
+    assert 'power_cap="governor"' in told.value.fix
 
 
-def test_points_come_after_every_few_operators_and_mirrored_in_the_backward_pass(counted):
-    cadence, seen = counted
+# -- where a CPU waits ------------------------------------------------------------------------------------------
+
+
+def test_points_come_after_operators_and_mirrored_in_the_backward_pass():
+    pacer = CountingPacer()
     weight = torch.randn(8, 8, requires_grad=True)
-    with seen:
-        cadence.every = 2
+    with CpuPoints(pacer, each_call=False):
         x = torch.randn(4, 8)
         for _ in range(10):
             x = torch.relu(torch.mm(x, weight))
         loss = x.sum()
-        forward = len(cadence.pacer.threads)
+        forward = pacer.points
         loss.backward()
-    assert 8 <= forward <= 14  # 22 operators, one point after every second
-    assert len(cadence.pacer.threads) - forward >= 8  # and as many on the way back
+    assert forward >= 21  # ten times two operators, and the sum
+    assert pacer.points - forward >= 20
     assert weight.grad is not None
     assert torch._C._len_torch_function_stack() == 0
 
 
-def test_results_and_gradients_are_those_without_a_schedule(counted):
+def test_results_and_gradients_are_those_without_a_schedule():
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(6, 6), torch.randn(3, 6)
     plain = layer(x).square().sum()
     plain.backward()
     wanted = layer.weight.grad.clone()
     layer.zero_grad()
-    with counted[1]:
+    with CpuPoints(CountingPacer(), each_call=False):
         paced = layer(x).square().sum()
         paced.backward()
     assert torch.equal(plain, paced)
     assert torch.equal(wanted, layer.weight.grad)
 
 
-def test_a_call_of_one_launch_counts_across_calls(counted):
-    cadence, _ = counted
-    countdown = Countdown()
-    for _ in range(12):
-        with PointPlacer(lambda _out=None: cadence, countdown, each_call=False):
-            cadence.every = 4
-            torch.add(1, torch.ones(1))
-    assert 4 <= len(cadence.pacer.threads) - cadence.pacer.restarts <= 9
-
-
 def test_each_call_is_a_point_where_that_is_all_there_is():
-    cadence = Cadence(CountingPacer())
-    cadence.every = 100
+    pacer = CountingPacer()
     for _ in range(5):
-        with PointPlacer(lambda _out=None: cadence, Countdown(), each_call=True):
+        with CpuPoints(pacer, each_call=True):
             assert torch._C._len_torch_function_stack() == 0
-    assert len(cadence.pacer.threads) - cadence.pacer.restarts == 5
+    assert pacer.points == 5
+    assert pacer.restarts >= 1  # the first at least: what was before it is not work
 
 
-def test_no_point_is_put_after_a_failure(counted):
-    cadence, seen = counted
-    seen._countdown.left = 100
-    with pytest.raises(RuntimeError, match="mat1"), seen:
+def test_no_point_is_put_after_a_failure():
+    pacer = CountingPacer()
+    with pytest.raises(RuntimeError, match="mat1"), CpuPoints(pacer, each_call=True):
         torch.mm(torch.ones(2, 2), torch.ones(3, 3))
     assert torch._C._len_torch_function_stack() == 0
-    assert len(cadence.pacer.threads) == cadence.pacer.restarts
+    assert pacer.points == 0
 
 
-def test_compiled_code_runs_under_a_schedule_and_compiles_once(counted):
+def test_compiled_code_runs_under_a_schedule_and_compiles_once():
     compiles = []
 
     def backend(graph, _inputs):
@@ -354,9 +333,9 @@ def test_compiled_code_runs_under_a_schedule_and_compiles_once(counted):
         return graph.forward
 
     fn = torch.compile(lambda x: torch.sin(x) + torch.cos(x), backend=backend)
-    x = torch.ones(4)
+    x, points = torch.ones(4), CpuPoints(CountingPacer(), each_call=False)
     for _ in range(3):
-        with counted[1]:
+        with points:
             assert torch.allclose(fn(x), torch.sin(x) + torch.cos(x))
     assert len(compiles) == 1
     assert not any("point" in node.name for graph in compiles for node in graph.graph.nodes)
@@ -370,91 +349,32 @@ def test_a_compiled_function_is_paced_between_calls():
 
 
 def test_a_cap_that_never_binds_is_entered_without_the_mode():
-    cadence = Cadence(CountingPacer())
-    seen = PointPlacer(lambda _out=None: cadence, Countdown(), each_call=False)
-    for _ in range(launches.SLACK_TICKS):
-        with seen:
+    pacer = CountingPacer()
+    points = CpuPoints(pacer, each_call=False)
+    for _ in range(SLACK):
+        with points:
             assert torch._C._len_torch_function_stack() == 1
-        cadence.adapt(cadence.pacer.counts(), PaceCommand())
-    before = len(cadence.pacer.threads)
-    with seen:
+        pacer.obey(PaceCommand())
+    with points:
         assert torch._C._len_torch_function_stack() == 0
-    assert len(cadence.pacer.threads) == before + 1  # a point after the call goes on telling of it
-    cadence.adapt(cadence.pacer.counts(), PaceCommand(0.1))
-    with seen:
+    pacer.obey(PaceCommand(0.1))
+    with points:
         assert torch._C._len_torch_function_stack() == 1
 
 
-def test_what_launches_nothing_is_not_counted(counted):
+def test_what_computes_nothing_is_passed_over():
     """An optimizer asks every parameter for its gradient; points among that would follow no work."""
-    cadence, seen = counted
+    pacer = CountingPacer()
     x = torch.randn(8, 8)
-    with seen:
-        cadence.every = 3
+    with CpuPoints(pacer, each_call=False):
         torch.add(x, x)
-        before = len(cadence.pacer.threads)
+        before = pacer.points
         for _ in range(50):
             x.view(64).reshape(8, 8).transpose(0, 1).size()
             _ = (x.grad, x.shape, x.is_contiguous())
-        assert len(cadence.pacer.threads) == before
-        for _ in range(6):
-            torch.add(x, x)
-        assert len(cadence.pacer.threads) == before + 2
-
-
-def test_a_call_on_much_data_has_a_point_after_it(counted):
-    cadence, seen = counted
-    large, small = torch.empty(40, launches.LAUNCH_ELEMENTS, device="meta"), torch.ones(2)
-    with seen:
-        cadence.every = 30
-        torch.add(small, small)
-        before = len(cadence.pacer.threads)
-        torch.add(small, small)
-        assert len(cadence.pacer.threads) == before
-        torch.neg(large)  # 40 times as much as a launch is worth
-        assert len(cadence.pacer.threads) == before + 1
-        large.sum()  # and where it only goes in
-        assert len(cadence.pacer.threads) == before + 2
-        torch._foreach_add([small] * 31, 1.0)
-        assert len(cadence.pacer.threads) == before + 3
-
-
-def test_how_often_points_come_follows_the_time_of_launches():
-    cadence = Cadence(CountingPacer())
-    cadence.point(100)
-    cadence.pacer.worked_s = 0.01  # 100 launches in 10 ms
-    cadence.adapt(cadence.pacer.counts(), PaceCommand(1.0, 0.006))
-    assert cadence.every == 20  # three points in a slice of 6 ms
-    for _ in range(10):
-        cadence.point(20)
-    cadence.pacer.worked_s += 5.0  # then a launch takes 25 ms
-    cadence.adapt(cadence.pacer.counts(), PaceCommand(1.0, 0.006))
-    assert cadence.every == 1
-    assert cadence.pacer.ahead == 4  # 5 s for ten points: the host may not be far ahead
-    cadence.adapt(cadence.pacer.counts(), PaceCommand(1.0, 0.006))  # nothing new: no change
-    assert cadence.every == 1
-
-
-def test_launches_that_have_yet_to_run_do_not_count():
-    """A host launches a step at once and then stands for a while: by that, points came in heaps."""
-    cadence, ran = Cadence(CountingPacer()), 0
-    for tick in range(200):
-        if tick % 10 == 0:
-            for _ in range(50):
-                cadence.point(10)
-        ran += 5
-        cadence.adapt(PaceCounts(ran, 0, 0.0, ran * 0.001), PaceCommand(1.0, 0.006))
-        assert cadence.every == 20  # 10 launches take a millisecond, whenever they were launched
-
-
-def test_points_of_a_replayed_graph_teach_nothing():
-    cadence = Cadence(CountingPacer())
-    for _ in range(10):
-        cadence.point(10)
-    cadence.adapt(PaceCounts(10, 0, 0.0, 0.010), PaceCommand(1.0, 0.006))
-    assert cadence.every == 20
-    cadence.adapt(PaceCounts(500, 0, 0.0, 0.9), PaceCommand(1.0, 0.006))
-    assert cadence.every == 20
+        assert pacer.points == before
+        torch.add(x, x)
+        assert pacer.points == before + 1
 
 
 # -- the loop, in real time -------------------------------------------------------------------------------------
@@ -557,7 +477,7 @@ def test_after_the_last_call_nothing_waits_and_the_thread_sleeps(device):
     stepped(device, 0.5, power_cap="300W")
     engine = control_loop.get_loop()
     wait_until(lambda: engine._idle)
-    pacer = engine.find_cadence().pacer
+    pacer = engine.find_spender().pacer
     waits = pacer.counts().waits
     pacer.point()
     assert pacer.counts().waits == waits
@@ -614,188 +534,6 @@ def test_a_forked_child_has_a_loop_of_its_own(device):
     if pid == 0:
         os._exit(0 if control_loop._loop is None else 1)
     assert os.waitpid(pid, 0)[1] == 0
-
-
-# -- the kernel -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("restart", [False, True])
-def test_the_pace_kernel_compiles_and_waits_on_the_global_timer(capability, restart):
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from tessera.runtime import wait_kernel
-
-    types = {"control": "*i64", "state": "*i64", "stats": "*i64", "restart": "constexpr"}
-    made = triton.compile(
-        ASTSource(fn=wait_kernel.tessera_pace, signature=types, constexprs={"restart": restart}),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": 1},
-    )
-    ptx = made.asm["ptx"]
-    assert "%globaltimer" in ptx
-    assert "nanosleep.u32" in ptx
-    assert "ld.volatile.global" in ptx  # the command is read while it waits, not once
-    assert ".reqntid 32" in ptx  # one warp
-    assert made.metadata.shared == 0
-
-
-INTERPRETED = """
-    import contextlib, json, sys
-    import torch, triton, triton.language as tl
-    from tessera.runtime import pacer as pace, wait_kernel as k
-    from tessera.runtime.controller import PaceCommand
-
-    class Timer:  # the two pieces of assembly; all else is the kernel itself
-        now = 1_000
-    def now_ns():
-        return tl.full((), Timer.now, tl.int64)
-    def nap(nap_ns):
-        Timer.now += int(nap_ns.handle.data.item()) if hasattr(nap_ns, "handle") else int(nap_ns)
-        if Timer.release_ns and Timer.now >= Timer.release_ns:
-            control[k.RATIO] = 0
-        return now_ns()
-    Timer.release_ns = 0
-    jit = k.tessera_pace.fn.__globals__
-    jit["_now_ns"], jit["_nap"] = now_ns, nap
-    control, state, stats = (torch.zeros(k.WORDS, dtype=torch.int64) for _ in range(3))
-    control[k.SLICE_NS], control[k.LIMIT_NS], control[k.LONGEST_NS] = 300_000, 25_000_000, 5_000_000_000
-    control[k.RATIO] = 2 * k.ONE
-    seen = []
-    def point(after_ns, restart=False):
-        Timer.now += after_ns
-        k.launch(control, state, stats, restart=restart)
-        seen.append([int(v) for v in (stats[k.POINTS], stats[k.WAITS], stats[k.WAITED_NS], stats[k.BUSY_NS])])
-    point(0, restart=True)
-    point(200_000)                # part of a slice: no wait
-    point(200_000)                # 0.4 ms of work: 0.8 ms of waiting
-    point(10_000_000_000, restart=True)  # idle
-    point(100_000)                # and no debt for it
-    control[k.RATIO] = k.ONE // 128
-    point(70_000_000)             # a long op: taken for 25 ms at most
-    Timer.release_ns = Timer.now + 10_000_000 + 200_000
-    control[k.RATIO] = 40 * k.ONE
-    point(10_000_000)             # 400 ms to wait, released after 0.2
-
-    # The pacer around it, with CUDA's calls replaced and nothing else.
-    class Cuda:
-        cuda_stream, capturing = 7, False
-    Timer.release_ns = 0
-    torch.Tensor.pin_memory = lambda self: self
-    torch.cuda.current_stream = lambda device=None: Cuda
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.device = lambda device: contextlib.nullcontext()
-    torch.cuda.is_current_stream_capturing = lambda: Cuda.capturing
-    pacer = pace.StreamPacer(torch.device("cpu"))
-    pacer.obey(PaceCommand(0.5, 0.0001))
-    pacer.point(restart=True)
-    Timer.now += 400_000
-    pacer.point()
-    Cuda.cuda_stream = 8  # another stream has its own time
-    pacer.point()
-    first, queued = pacer.counts(), pacer.count_queued()
-    Cuda.capturing = True
-    Cuda.cuda_stream = 9  # torch captures on a stream of its own
-    pacer.point()  # runs once here as a replay would: counted as run, not as launched
-    after_capture = [pacer.count_queued(), len(pacer._slots)]
-    Cuda.capturing, Cuda.cuda_stream = False, 8
-    pacer.point()
-    after_capture.append(pacer.count_queued())
-    launch, k.launch, Cuda.capturing = k.launch, lambda *a, **b: None, False
-    pacer.ahead, pace.GIVE_UP_S = 4, 0.05
-    for _ in range(7):  # a stream that stands still: the host waits, then gives up
-        pacer.point()
-    stuck = pacer.count_queued()
-    Cuda.capturing = True
-    try:
-        pace.StreamPacer(torch.device("cpu"))
-        refused = ""
-    except Exception as exc:
-        refused = str(exc)
-    print(json.dumps([seen, [first.points, first.waits, first.waited_s, first.worked_s], queued, after_capture, stuck,
-                      refused]))
-"""
-
-
-def test_the_pace_kernel_computes_the_waits_in_the_interpreter():
-    pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(INTERPRETED)], capture_output=True, text=True, env=env, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    import json
-
-    seen, passed, queued, after_capture, stuck, refused = json.loads(ran.stdout)
-    assert [row[0] for row in seen] == [1, 2, 3, 4, 5, 6, 7]
-    assert [row[1] for row in seen] == [0, 0, 1, 1, 1, 2, 3]
-    assert seen[2][2] == pytest.approx(800_000, rel=0.03)
-    assert seen[2][3] == 400_000
-    assert seen[5][2] - seen[4][2] == pytest.approx(25_000_000 // 128, rel=0.1)
-    assert seen[6][2] - seen[5][2] == pytest.approx(200_000, rel=0.1)
-    assert passed == [7, 1, pytest.approx(0.0002, rel=0.1), pytest.approx(0.0004)]
-    assert queued == 0
-    assert after_capture == [0, 2, 0]  # timed with the stream before it; no count is left that would never run
-    assert stuck <= 4
-    assert "captured" in refused
-
-
-BOUND = """
-    import json, torch
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    calls = []
-    class Launcher:  # what Triton's own launcher is called with
-        def __init__(self, src, metadata):
-            pass
-        def __call__(self, *args):
-            words = [a.data_ptr() if hasattr(a, "data_ptr") else a for a in args]
-            calls.append([w for w in words if isinstance(w, int)])  # not the hooks and what they would be told
-    class Utils:
-        def load_binary(self, *args):
-            return 1, 2, 16, 0, 1024
-        def get_device_properties(self, device):
-            return {"max_shared_mem": 232448}
-    class Driver:
-        utils, launcher_cls = Utils(), Launcher
-        get_current_device = staticmethod(lambda: 0)
-        get_current_stream = staticmethod(lambda device: 7)
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    driver.set_active(Driver())
-    from tessera.runtime import wait_kernel as k
-
-    control, bucket, state, stats = (torch.zeros(k.WORDS, dtype=torch.int64) for _ in range(4))
-    for restart in (True, False):
-        compiled = k.launch(control, state, stats, restart=restart)
-        k.make_launcher(compiled, control, state, stats, restart)(7)
-    k.make_launcher(k.spend(control, bucket, state, stats, 5, restart=True), control, bucket, state, stats)(7, 5, 1)
-    print(json.dumps(calls))
-"""
-
-
-def test_a_bound_point_is_launched_as_triton_launches_it():
-    """The same arguments in the same places, without looking for the kernel again."""
-    pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(BOUND)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    import json
-
-    calls = json.loads(ran.stdout)
-    assert [len(call) for call in calls] == [9, 9, 9, 9, 11, 11]  # grid, stream, function, arguments
-    assert calls[0::2] == calls[1::2]
-
-
-def test_the_mode_is_made_once():
-    assert launches._mode_class() is launches._mode_class()
 
 
 def test_a_fault_in_the_loop_leaves_the_work_running(device, caplog):

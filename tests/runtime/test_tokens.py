@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 
@@ -21,10 +22,10 @@ from tessera.monitor import Monitor
 from tessera.op import hints
 from tessera.runtime import control_loop
 from tessera.runtime.controller import Cap, Controller, PaceCommand
-from tessera.runtime.launches import Cadence, count_tokens
 from tessera.runtime.options import ScheduleOptions
 from tessera.runtime.pacer import HostPacer, PaceCounts
 from tessera.runtime.power_zone import TokenTally
+from tessera.runtime.token_launches import TokenSpender, count_tokens
 
 from fakes.busy import BusySensor
 from fakes.plant import BURST_W, GEMM_S, IDLE_W, Bench, Op, Plant, gemms, mean_w, training
@@ -58,7 +59,6 @@ def test_tokens_are_joules_unless_told():
         ({"tokens": "warps"}, "tokens='warps' without a power_cap"),
         ({"power_cap": "400W", "cap_policy": "driver", "tokens": "warps"}, "tokens='warps' needs waits"),
         ({"power_cap": "node:1kW", "tokens": "cp_async"}, "tokens='cp_async' with power_cap='node:1kW'"),
-        ({"power_cap": "400W", "points": "call", "tokens": "launches"}, "points='call' with tokens='launches'"),
     ],
 )
 def test_a_wrong_bucket_names_its_argument(wrong, says):
@@ -215,7 +215,7 @@ def test_a_steady_load_of_our_kernels_is_held(cap_w, each):
     made = bench((Op(tokens=each) for _ in itertools.repeat(0)), cap_w)
     assert made.mean_w() == pytest.approx(cap_w, rel=0.03)
     assert made.worst_w() <= 1.05 * cap_w
-    assert made.worst_w(0.0) <= 1.05 * cap_w  # from the first point on: by time, until tokens have a price
+    assert made.worst_w(0.5) <= 1.05 * cap_w
     assert made.zone.token_j == pytest.approx(GEMM_J / each, rel=0.05)
     held = made.plant.tokens / made.plant.now_s
     assert held == pytest.approx((made.mean_w(0.0) - IDLE_W) / (GEMM_J / each), rel=0.03)
@@ -349,26 +349,68 @@ def test_a_release_ends_the_wait_and_the_debt():
     assert time_.slept_ns - slept <= 10_000_000
 
 
-def test_a_point_comes_after_every_few_launches_with_all_their_tokens():
-    seen = []
+class Waits:
+    """Notes what is spent; nothing waits."""
 
-    class Points:
-        ahead = 4
+    def __init__(self):
+        self.seen = []
 
-        def point(self, *, restart=False, tokens=None):
-            seen.append((restart, tokens))
+    def spend(self, tokens, *, restart=False):
+        self.seen.append((restart, tokens))
 
-        def count_queued(self):
-            return 0
+    def count_queued(self):
+        return 1
 
-    cadence = Cadence(Points())
-    cadence.leave_call()
-    cadence.enter_call(spends=True)  # the first time even right after another call: the kernel is loaded by it
-    cadence.enter_call(spends=True)
-    cadence.every = 3
+
+def test_a_wait_comes_after_every_few_launches_with_all_their_tokens():
+    waits = Waits()
+    spender = TokenSpender(waits)
+    spender.enter_call()
+    spender.leave_call()
+    spender.enter_call()  # something is queued: the device was not idle
+    spender.every = 3
     for tokens in (1, 10, 100, 1000, 10_000):
-        cadence.spend(tokens)
-    assert seen == [(True, 0), (False, 1), (False, 1110)]
+        spender.spend(tokens)
+    assert waits.seen == [(True, 0), (False, 1), (False, 1110)]
+
+
+def spend_ten(spender, times=1):
+    for _ in range(times):
+        spender._left = 1
+        spender.every = 10
+        spender.spend(1)
+
+
+def test_how_often_waits_come_follows_the_time_of_launches():
+    spender = TokenSpender(Waits())
+    spend_ten(spender, 10)
+    spender.adapt(PaceCounts(10, 0, 0.0, 0.01), PaceCommand(1.0, 0.006))  # 100 launches in 10 ms
+    assert spender.every == 20  # three waits in a slice of 6 ms
+    spend_ten(spender)
+    spender.adapt(PaceCounts(11, 0, 0.0, 5.01), PaceCommand(1.0, 0.006))  # then a launch takes half a second
+    assert spender.every == 1
+    spender.adapt(PaceCounts(11, 0, 0.0, 5.01), PaceCommand(1.0, 0.006))  # nothing new: no change
+    assert spender.every == 1
+
+
+def test_launches_that_have_yet_to_run_do_not_count():
+    """A host launches a step at once and then stands for a while: by that, waits came in heaps."""
+    spender, ran = TokenSpender(Waits()), 0
+    for tick in range(200):
+        if tick % 10 == 0:
+            spend_ten(spender, 50)
+        ran += 5
+        spender.adapt(PaceCounts(ran, 0, 0.0, ran * 0.001), PaceCommand(1.0, 0.006))
+        assert spender.every == 20  # 10 launches take a millisecond, whenever they were launched
+
+
+def test_waits_of_a_replayed_graph_teach_nothing():
+    spender = TokenSpender(Waits())
+    spend_ten(spender, 10)
+    spender.adapt(PaceCounts(10, 0, 0.0, 0.010), PaceCommand(1.0, 0.006))
+    assert spender.every == 20
+    spender.adapt(PaceCounts(500, 0, 0.0, 0.9), PaceCommand(1.0, 0.006))
+    assert spender.every == 20
 
 
 # -- the kernel -------------------------------------------------------------------------------------------------
@@ -398,7 +440,7 @@ def test_the_kernel_compiles_and_shares_one_bucket_by_atomics(capability):
 SPENT = """
 import contextlib, json, random
 import torch, triton.language as tl
-from tessera.runtime import pacer as pace, wait_kernel as k
+from tessera.runtime import pacer as pace, token_stream, wait_kernel as k
 from tessera.runtime.controller import PaceCommand
 
 class Timer:
@@ -422,14 +464,14 @@ torch.cuda.synchronize = lambda device=None: None
 torch.cuda.device = lambda device: contextlib.nullcontext()
 torch.cuda.is_current_stream_capturing = lambda: Cuda.capturing
 
-pacer = pace.StreamPacer(torch.device("cpu"))
 Cuda.capturing = True
 try:
-    pacer.point(tokens=1)
+    token_stream.TokenStream(torch.device("cpu"))
     refused = ""
 except Exception as exc:
     refused = str(exc)
 Cuda.capturing = False
+pacer = token_stream.TokenStream(torch.device("cpu"))
 
 class Host:
     now = Timer.now
@@ -439,7 +481,7 @@ host = pace.HostPacer(lambda: Host.now, sleep)
 rng, rows = random.Random(4), []
 Timer.now = Host.now
 for both in (pacer, host):
-    both.point(restart=True, tokens=0)
+    both.spend(0, restart=True)
 for i in range(60):
     command = PaceCommand(rng.uniform(0.0, 9.0) * (i % 10 != 9), rng.uniform(3e-4, 5e-3), 0.0 if i < 5 else 3e-6)
     busy, tokens = rng.randrange(5_000_000), rng.choice([1, 16, 999, 2**33 // 10**6])
@@ -447,7 +489,7 @@ for i in range(60):
     Host.now += busy
     for both in (pacer, host):
         both.obey(command)
-        both.point(tokens=tokens)
+        both.spend(tokens)
     a, b = pacer.counts(), host.counts()
     rows.append([a.waited_s, b.waited_s, a.worked_s, b.worked_s, a.tokens, b.tokens, a.waits, b.waits])
 
@@ -456,14 +498,28 @@ pacer.obey(PaceCommand(1.0, 3e-4, 1e-3))
 before = pacer.counts().waited_s
 for stream in (7, 8, 7, 8):
     Cuda.cuda_stream = stream
-    pacer.point(tokens=5)  # 10 ms each
+    pacer.spend(5)  # 10 ms each
 shared = pacer.counts().waited_s - before
 Timer.release = PaceCommand()
 pacer.obey(PaceCommand(40.0, 3e-4, 1e-3))
 before = pacer.counts().waited_s
-pacer.point(tokens=2**40)
+pacer.spend(2**40)
 released = pacer.counts().waited_s - before
-print(json.dumps([refused, rows, shared, released, pacer.counts().ended_s - Timer.now * 1e-9]))
+ended = pacer.counts().ended_s - Timer.now * 1e-9
+
+queued = [pacer.count_queued()]
+Cuda.capturing, Cuda.cuda_stream = True, 9  # torch captures on a stream of its own
+pacer.spend(1)  # runs once here as a replay would: counted as run, not as launched
+queued += [pacer.count_queued(), len(pacer._slots)]
+Cuda.capturing, Cuda.cuda_stream = False, 8
+pacer.spend(1)
+queued.append(pacer.count_queued())
+k.spend = lambda *a, **b: None
+pacer.ahead, token_stream.GIVE_UP_S = 4, 0.05
+for _ in range(7):  # a stream that stands still: the host waits, then gives up
+    pacer.spend(1)
+queued.append(pacer.count_queued())
+print(json.dumps([refused, rows, shared, released, ended, queued]))
 """
 
 
@@ -473,8 +529,10 @@ def test_the_kernel_computes_in_the_interpreter_what_the_host_does():
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run([sys.executable, "-c", SPENT], capture_output=True, text=True, env=env, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    refused, rows, shared, released, ended = json.loads(ran.stdout)
+    refused, rows, shared, released, ended, queued = json.loads(ran.stdout)
     assert "captured" in refused  # the kernel was not loaded before
+    assert queued[:4] == [0, 0, 2, 0]  # timed with the stream before it; no count is left that would never run
+    assert queued[4] <= 4
     for device_waited, host_waited, device_worked, host_worked, *counts in rows:
         assert device_waited == pytest.approx(host_waited, rel=2e-3, abs=1e-5)
         assert device_worked == pytest.approx(host_worked, rel=1e-3, abs=1e-5)
@@ -484,6 +542,53 @@ def test_the_kernel_computes_in_the_interpreter_what_the_host_does():
     assert shared == pytest.approx(0.04, rel=0.25)  # not half of it: two streams are not two buckets
     assert released == pytest.approx(1.0, rel=0.01)  # the first nap of five seconds
     assert ended == pytest.approx(0.0, abs=1e-3)
+
+
+BOUND = """
+    import json, torch
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    calls = []
+    class Launcher:  # what Triton's own launcher is called with
+        def __init__(self, src, metadata):
+            pass
+        def __call__(self, *args):
+            words = [a.data_ptr() if hasattr(a, "data_ptr") else a for a in args]
+            calls.append([w for w in words if isinstance(w, int)])  # not the hooks and what they would be told
+    class Utils:
+        def load_binary(self, *args):
+            return 1, 2, 16, 0, 1024
+        def get_device_properties(self, device):
+            return {"max_shared_mem": 232448}
+    class Driver:
+        utils, launcher_cls = Utils(), Launcher
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 7)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    driver.set_active(Driver())
+    from tessera.runtime import wait_kernel as k
+
+    control, bucket, state, stats = (torch.zeros(k.WORDS, dtype=torch.int64) for _ in range(4))
+    k.make_launcher(k.spend(control, bucket, state, stats, 5, restart=True), control, bucket, state, stats)(7, 5, 1)
+    print(json.dumps(calls))
+"""
+
+
+def test_a_bound_wait_is_launched_as_triton_launches_it():
+    """The same arguments in the same places, without looking for the kernel again."""
+    pytest.importorskip("triton")
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(BOUND)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    calls = json.loads(ran.stdout)
+    assert [len(call) for call in calls] == [11, 11]  # grid, stream, function, arguments
+    assert calls[0] == calls[1]
 
 
 # -- the loop, in real time: nothing here depends on how long anything takes -----------------------------------------
@@ -539,7 +644,7 @@ def test_launches_of_other_threads_are_heard(device):
         worker = threading.Thread(target=lambda: [hints.announce_launch(8, 4) for _ in range(3)])  # as autograd's
         worker.start()
         worker.join()
-        assert control_loop.get_loop().find_cadence().pacer.counts().points >= 1
+        assert control_loop.get_loop().find_spender().pacer.counts().points >= 1
     assert held.report().tokens.spent >= 1
 
 
@@ -556,10 +661,9 @@ def test_beside_a_bucket_of_joules_all_are_of_joules(device):
     with schedule(power_cap="500W") as outer, schedule(power_cap="300W", tokens="launches") as inner:
         engine = control_loop.get_loop()
         assert engine.own.tokens == "joules"
-        points = engine.find_cadence().pacer.counts().points
         for _ in range(300):
             hints.announce_launch(8, 4)
-        assert engine.find_cadence().pacer.counts().points > points  # a launch like any other
+        assert engine.find_spender().pacer.counts().tokens == 0
     assert any("held by joules" in note for note in inner.report().notes)
     assert outer.report().tokens is None
     assert inner.report().tokens.spent == 0
@@ -580,7 +684,7 @@ def test_one_after_the_other_each_has_its_own_and_in_turn_what_suits_both(device
 
 def test_each_counts_its_own_kind_alone(device, monkeypatch):
     monkeypatch.setattr(control_loop, "LINGER_NS", 10**18)
-    monkeypatch.setattr(Cadence, "adapt", lambda *_: None)  # a point after every launch
+    monkeypatch.setattr(TokenSpender, "adapt", lambda *_: None)  # a wait after every launch
     first, second = (schedule(power_cap="300W", tokens=kind) for kind in ("warps", "launches"))
     for held, launches in ((first, 3), (second, 2)):
         with held:

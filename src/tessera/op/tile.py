@@ -17,10 +17,9 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, TileError
+from ..errors import ArgumentError, TileError, find_caller
 from . import hints
 
 DEFAULT_ARCH = 90
@@ -313,10 +312,7 @@ def warn_once(text: str) -> None:
     """
     if sys.modules["torch"].compiler.is_compiling():
         return
-    here, level, frame = str(Path(__file__).parent), 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
-        frame, level = frame.f_back, level + 1
-    place = (frame.f_code.co_filename, frame.f_lineno, text)
-    if place not in _warned:
-        _warned.add(place)
+    file, line, level = find_caller()
+    if (file, line, text) not in _warned:
+        _warned.add((file, line, text))
         warnings.warn(text, UserWarning, stacklevel=level)

@@ -1,13 +1,14 @@
-"""The thread that holds caps: power readings in, commands to the pace points out. One per process.
+"""The thread that holds caps: power readings in, commands to the pacers out. One per process.
 
 ::
 
     Schedule ──PacedCall──► ControlLoop ──► PowerZone (caps, Controller) per GPU, and one for the node
                                 ▲                │ PaceCommand
       monitor's samples ────────┘                ▼
-                                              Pacer (control word in pinned memory) ──► points in the stream
+                                              Pacer ──► pauses of the GPU, or waits on the host
 
-It runs while a schedule with a cap is in a call or its queued work runs, and sleeps otherwise. It makes no CUDA call.
+It runs while a schedule with a cap is in a call or has just been, and sleeps otherwise. Well below the cap it looks ten
+times a second and nothing waits; near it, at every sample of the sensor. It makes no CUDA call.
 """
 
 from __future__ import annotations
@@ -27,16 +28,23 @@ from ..op import hints
 from ..units import ScopedPower
 from .cap_report import CapTracker, MeanPower
 from .controller import Cap, PaceCommand
-from .launches import Cadence, Countdown, OwnLaunches, PointPlacer
+from .cpu_points import CpuPoints
+from .gpu_pacer import GpuPacer, make_pacer
 from .node_bucket import NodeBucket, NodeMember, job_key
 from .node_lease import LeasedPower, LeaseReader
-from .pacer import make_pacer
+from .pacer import HostPacer, Pacer
 from .power_zone import PowerZone, TokenTally
+from .token_launches import OwnLaunches, TokenSpender
 
 _log = logging.getLogger("tessera")
 
 # An H200's ring gives a sample every 20 ms: a shorter tick would find nothing new.
 TICK_NS = 20_000_000
+# Where nothing is near its cap, and for how long after a start nobody knows yet whether it is.
+WATCH_NS = 100_000_000
+FRESH_NS = 400_000_000
+# A call that ended this recently may only have launched its work.
+JUST_NS = 250_000_000
 # After the last call: the sensor is late, and queued work still runs.
 LINGER_NS = 500_000_000
 _ALONE_S = 0.1
@@ -50,14 +58,14 @@ class ControlLoop:
         self._wake = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._zones: dict[str, PowerZone] = {}
-        self._cadences: dict[int, Cadence] = {}  # by CUDA device; -1 is the host
+        self._spenders: dict[int, TokenSpender] = {}  # with their pacers, by CUDA device; -1 is the host
         self._trackers: list[CapTracker] = []
         self._node: NodeBucket | None = None
         self._lease: LeaseReader | None = None  # where there is a node's cap
         self._job_ratio = 0.0
-        self.countdown = Countdown()
-        self.own = OwnLaunches(self.find_cadence, self.countdown)
+        self.own = OwnLaunches(self.find_spender)
         self._idle = True
+        self._woken_ns = 0
         self._stopping = False
         self._warned: set[str] = set()
         self.job = job_key()
@@ -71,14 +79,14 @@ class ControlLoop:
                 self._open(tracker)
             elif tracker.tokens != self.own.tokens:  # called in turn with another: choose again what suits both
                 self._choose_tokens(self._trackers)
-            now = time.monotonic_ns()  # a first call has compiled its points by now: no reading was missed meanwhile
+            now = time.monotonic_ns()
             tracker.running += 1
             tracker.calls += 1
             tracker.until_ns = now
             if tracker.tokens != "joules":
                 self._listen()
             if self._idle:
-                self._idle = False
+                self._idle, self._woken_ns = False, now
                 for zone in self._zones.values():
                     zone.restart(now)
                 self._wake.notify_all()
@@ -91,17 +99,21 @@ class ControlLoop:
             if tracker.tokens != "joules":
                 self._listen()
 
-    def find_cadence(self, result: Any = None) -> Cadence:
-        """The points of the device that work goes to: that of a CUDA result, the current CUDA device, or the host."""
-        device = result.get_device() if getattr(result, "is_cuda", False) else _current_device()
-        cadence = self._cadences.get(device)
-        if cadence is not None:
-            return cadence
+    def find_spender(self) -> TokenSpender:
+        """The pacer of the current CUDA device, or of the host, and the tokens that are spent there."""
+        device = _current_device()
+        spender = self._spenders.get(device)
+        if spender is not None:
+            return spender
         with self._lock:
-            if device not in self._cadences:
-                self._cadences[device] = Cadence(make_pacer(device))
+            if device not in self._spenders:
+                self._spenders[device] = TokenSpender(make_pacer(device))
                 self._share_pacers()
-            return self._cadences[device]
+            return self._spenders[device]
+
+    @property
+    def _pacers(self) -> list[Pacer]:
+        return [s.pacer for s in self._spenders.values()]
 
     def wait_for_readings(self, tracker: CapTracker, timeout_s: float = 1.0) -> None:
         """Wait until the sensor's readings include a schedule's last call; not while one runs."""
@@ -123,6 +135,8 @@ class ControlLoop:
                 )
         if tokens != self.own.tokens and trackers:
             self.own.tokens = tokens
+            for pacer in self._pacers:
+                pacer.count_tokens(tokens != "joules")
             for zone in self._zones.values():
                 zone.count_tokens(None if tokens == "joules" else TokenTally())
             for tracker in self._trackers:
@@ -135,7 +149,8 @@ class ControlLoop:
         torch: Any = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
             torch.cuda.init()
-        pacer = self.find_cadence().pacer
+        pacer = self.find_spender().pacer
+        pacer.count_tokens(self.own.tokens != "joules")
         now = time.monotonic_ns()
         if (tracker.cap.scope == "node" or self.job) and self._node is None:
             self._node = NodeBucket()
@@ -187,12 +202,12 @@ class ControlLoop:
     def _share_pacers(self) -> None:
         """Device i of torch is the i-th GPU that NVML shows to this process; the node's zone has all of them."""
         gpus = [n for n in monitor.default().sampler.counted_domains() if n.startswith("gpu")]
-        for device, cadence in self._cadences.items():
+        for device, spender in self._spenders.items():
             own = "cpu" if device < 0 else gpus[device] if device < len(gpus) else f"gpu{device}"
             for key in (own, "node"):
                 zone = self._zones.get(key)
-                if zone is not None and cadence.pacer not in zone.pacers:
-                    zone.pacers.append(cadence.pacer)
+                if zone is not None and spender.pacer not in zone.pacers:
+                    zone.pacers.append(spender.pacer)
 
     # -- the thread -----------------------------------------------------------------------------------------
 
@@ -214,16 +229,22 @@ class ControlLoop:
         names = sorted({n for z in self._zones.values() if z.caps for n in z.names})
         read = [z.read_ns for z in self._zones.values() if z.caps and z.read_ns is not None]
         began = time.monotonic_ns()
-        sampler.wait_for(min(read, default=began - TICK_NS) + TICK_NS // 2, timeout_s=_ALONE_S, names=names)
-        left_ns = TICK_NS - (time.monotonic_ns() - began)
+        tick_ns = TICK_NS if self._is_near(began) else WATCH_NS
+        sampler.wait_for(min(read, default=began - tick_ns) + tick_ns // 2, timeout_s=_ALONE_S, names=names)
+        left_ns = tick_ns - (time.monotonic_ns() - began)
         if left_ns > 0:
             time.sleep(left_ns * 1e-9)
         with self._lock:
             self._steer(sampler, time.monotonic_ns())
 
+    def _is_near(self, now: int) -> bool:
+        """Whether every sample counts: something waits or may soon have to, or too little is known yet."""
+        fresh = now - self._woken_ns < FRESH_NS
+        return fresh or self._node is not None or any(z.is_near_cap() for z in self._zones.values() if z.caps)
+
     def _steer(self, sampler: Sampler, now: int) -> None:
         readings = {}
-        running = any(t.running for t in self._trackers)
+        running = any(t.running or now - t.until_ns < JUST_NS for t in self._trackers)
         for tracker in self._trackers:
             if self._lease is not None and tracker.cap.scope == "node":
                 asked = Cap(tracker.cap.power_w, tracker.window_s)
@@ -238,7 +259,7 @@ class ControlLoop:
         if self._node is not None:
             self._look_at_node(self._node, sampler, readings, now)
         self._command(now)
-        queued = any(c.pacer.count_queued() for c in self._cadences.values())
+        queued = any(p.count_queued() for p in self._pacers)
         for tracker in self._trackers:
             if tracker.running or queued:
                 tracker.until_ns = now
@@ -280,17 +301,21 @@ class ControlLoop:
 
     def _command(self, now: int) -> None:
         """Give each pacer the strictest command of its zones, or the job's if that is stricter still."""
-        for cadence in self._cadences.values():
-            zones = [z for z in self._zones.values() if cadence.pacer in z.pacers]
+        for spender in self._spenders.values():
+            pacer = spender.pacer
+            zones = [z for z in self._zones.values() if pacer in z.pacers]
             command = max((z.command for z in zones if z.caps), key=lambda c: c.ratio, default=None)
             if command is None:
                 command = PaceCommand()
             elif self._job_ratio > command.ratio:
                 command = replace(command, ratio=self._job_ratio)
-            cadence.pacer.obey(command)
-            cadence.adapt(cadence.pacer.counts(), command)
+            pacer.obey(command)
+            if self.own.tokens != "joules":
+                spender.adapt(pacer.counts(), command)
             for zone in zones:
                 zone.follow(command, now)
+                if isinstance(pacer, GpuPacer) and pacer.failure is not None:
+                    zone.notes["pause"] = pacer.failure
 
     def _warn_once(self, text: str) -> None:
         about = text.partition(":")[0]  # once for each zone or reason: this may come fifty times a second
@@ -312,9 +337,9 @@ class ControlLoop:
             self._idle = True
 
     def release_all(self) -> None:
-        """Nothing waits any more, queued points included."""
-        for cadence in self._cadences.values():
-            cadence.pacer.obey(PaceCommand())
+        """Nothing waits any more, also of what is queued."""
+        for pacer in self._pacers:
+            pacer.obey(PaceCommand())
         if self._node is not None:
             self._node.leave()
 
@@ -325,29 +350,44 @@ class ControlLoop:
         if self._thread is not None:
             self._thread.join(timeout=0.5)
         self.release_all()
+        for pacer in self._pacers:
+            if isinstance(pacer, GpuPacer):
+                pacer.stop()
 
 
 class PacedCall:
-    """A context in which a schedule's cap is held: what `schedule` enters around a call or a block."""
+    """A context in which a schedule's cap is held: what `schedule` enters around a call or a block.
 
-    __slots__ = ("_loop", "_placer", "_tracker")
+    On a GPU the program itself does nothing for it, except where it spends tokens.
+    """
+
+    __slots__ = ("_each_call", "_loop", "_points", "_spender", "_tracker")
 
     def __init__(self, tracker: CapTracker, *, each_call: bool) -> None:
-        self._loop, self._tracker = get_loop(), tracker
-        spends = tracker.tokens != "joules"
-        self._placer = PointPlacer(self._loop.find_cadence, self._loop.countdown, each_call=each_call, tokens=spends)
+        self._loop, self._tracker, self._each_call = get_loop(), tracker, each_call
+        self._points: CpuPoints | None = None
+        self._spender: TokenSpender | None = None
 
     def __enter__(self) -> None:
         self._loop.enter(self._tracker)
         try:
-            self._placer.__enter__()
+            spender = self._loop.find_spender()
+            if self._loop.own.tokens != "joules":
+                self._spender = spender
+                spender.enter_call()
+            elif isinstance(spender.pacer, HostPacer):
+                self._points = CpuPoints(spender.pacer, each_call=self._each_call)
+                self._points.__enter__()
         except BaseException:
             self._loop.leave(self._tracker)
             raise
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: Any) -> None:
         try:
-            self._placer.__exit__(kind, exc, trace)
+            if self._points is not None:
+                self._points.__exit__(kind, exc, trace)
+            if self._spender is not None:
+                self._spender.leave_call()
         finally:
             self._loop.leave(self._tracker)
 

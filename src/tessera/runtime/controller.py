@@ -78,9 +78,11 @@ FLOOR_RESTED_S = 0.5
 STUCK_DUTY = 0.5
 AGAIN_S = 10.0
 SLICE_S = (0.0005, 0.025)
-# Before the first measurement: an H200 limited to 700 W draws 918 W in short bursts (docs/howto/power-cap.md: 510 W at
-# a duty of 0.5 and 304 W at 0.25 both lie on 100 W + 818 W x duty).
-FIRST_BURST = 1.31
+# A slice and its wait take at least this long: a pause is a launch by a thread that needs the interpreter's lock, and
+# 470 a second cost an H200's programs nothing, where 900 slowed a host-bound one by half (2026-11-17).
+FASTEST_S = 1 / 470
+# Readings of the first START_S after a start count as they come: nothing is known to judge them by.
+START_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Controller:
     def __init__(
         self, cap: Cap, *, idle_w: float, burst_w: float, blur_s: float = 0.0, stuck_duty: float = MIN_DUTY
     ) -> None:
-        """`stuck_duty`: the lowest duty while the cap cannot be held at any duty."""
+        """`burst_w`: what work is expected to draw. `stuck_duty`: the lowest duty while the cap cannot be held."""
         self.idle_w, self._blur_s, self.stuck_duty = idle_w, blur_s, stuck_duty
         self.burst_w = max(burst_w, idle_w + 1.0)
         self._quick_w = self._last_w = self.burst_w
@@ -235,7 +237,9 @@ class Controller:
         self._quick_w += (seen_w - self._quick_w) * -math.expm1(-seconds / quick_s)
         both_w, self._last_w = min(seen_w, self._last_w), seen_w
         self._unchanged_s, self._learnt_s = self._unchanged_s + seconds, self._learnt_s + seconds
-        if (
+        if self._learnt_s <= START_S and quick_s <= 2 * QUICK_S:
+            self.burst_w = self._quick_w = seen_w
+        elif (
             both_w > (1.0 + SURGE) * self.burst_w and quick_s <= 2 * QUICK_S
         ):  # too much at once is worse than too little
             self.burst_w, self._quick_w, self._unchanged_s = both_w, both_w, 0.0
@@ -259,8 +263,9 @@ class Controller:
                 break
         while len(self._past) > count:
             self._past.popleft()
-        # a few samples of a training step may all be its peaks
-        return joules / seen_s if seen_s >= span_s and count >= FEW else None
+        if count < FEW:  # a few samples of a training step may all be its peaks
+            return None
+        return (joules + (span_s - seen_s) * self.idle_w) / span_s  # before the first reading there was no work
 
     def _window_allows_w(self, lately_w: float | None) -> float:
         """The most that the rest of a window may draw after what was measured before it."""
@@ -302,5 +307,5 @@ class Controller:
         longest = RIPPLE * self.cap.power_w * self.cap.window_s / above_w if above_w > 0 else math.inf
         whole_s = max(PERIOD_S * duty, SLICE_S[0])  # the work within PERIOD_S
         part = min(1.0, self.cap.window_s / USUAL_WINDOW_S)  # ripple is proportional to a slice's share of the window
-        usual = max(longest, part * (SHARED_S if self.shared else min(SHORT_S, whole_s)))
+        usual = max(longest, FASTEST_S * duty, part * (SHARED_S if self.shared else min(SHORT_S, whole_s)))
         return min(usual * math.pow(LONGER, self._longer), max(usual, whole_s), SLICE_S[1])

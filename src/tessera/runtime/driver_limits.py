@@ -10,12 +10,11 @@ import contextlib
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..actuators import Actuator, GpuHold, find_gpu, list_gpus
-from ..errors import ActuatorError, TesseraError
+from ..errors import ActuatorError, TesseraError, warn_caller
 from .dvfs import ClockRule, ClockShaper, follow_operators, parse_dvfs
 
 VARIABLE = "TESSERA_CONTROL"
@@ -221,7 +220,7 @@ def _refuse(limits: DriverLimits, exc: TesseraError, *, warn: bool) -> None:
 def _warn_once(text: str) -> None:
     if text not in _warned:
         _warned.add(text)
-        warnings.warn(text, stacklevel=5)
+        warn_caller(text)
 
 
 # -- limits that stay for a moment after their block ------------------------------------------------------------------

@@ -20,7 +20,6 @@ from .node_lease import find_leased_power
 
 POLICIES = ("latency", "throughput_per_watt", "energy", "peak_power", "temperature")
 CAP_POLICIES = ("token_bucket", "driver")
-POINTS = ("auto", "op", "call")
 TOKENS = ("joules", "launches", "warps", "cp_async")
 # Long enough for ten samples of an H200 (20 ms).
 CAP_WINDOW_MS = 200.0
@@ -51,7 +50,6 @@ class ScheduleOptions:
     cp_async_depth: int | None = None
     warp_mma_concurrency: int | None = None
     tokens: str = "joules"
-    points: str = "auto"
     shaper: Any = None
     power_floor: str | float | None = None
     max_ramp: str | float | None = None
@@ -69,7 +67,6 @@ class ScheduleOptions:
         self._check_tokens()
         if self.policy is not None:
             _check_choice("policy", self.policy, POLICIES)
-        _check_choice("points", self.points, POINTS)
         # Triton pipelines up to a handful of tiles, and a block has at most 32 warps: 8 groups of four.
         _check_integer("cp_async_depth", self.cp_async_depth, 1, 16)
         _check_integer("warp_mma_concurrency", self.warp_mma_concurrency, 1, 8)
@@ -84,9 +81,9 @@ class ScheduleOptions:
             object.__setattr__(self, "power_cap", cap)
         if cap is not None and cap.scope not in ("gpu", "node"):
             raise ArgumentError(
-                f"power_cap={str(cap)!r} is for a {cap.scope}",
-                why="a schedule can cap a GPU or the processes of a node",
-                fix=f'"{cap.power_w:g}W" per GPU or "node:{cap.power_w:g}W"',
+                f"power_cap={str(cap)!r} is for a {cap.scope}, and a schedule sees one node only",
+                why=f"a {cap.scope}'s watts are shared out among its nodes by a power governor",
+                fix='power_cap="governor" under `tessera governor`, or this node\'s share as "node:..."',
             )
         if cap is not None and cap.power_w <= 0:
             raise ArgumentError(f"power_cap={str(cap)!r} must be above 0 W")
@@ -118,12 +115,6 @@ class ScheduleOptions:
                 f"{option} with power_cap={str(self.cap)!r}",
                 why="the processes of a node share one bucket, which counts joules",
                 fix=f'power_cap="{self.cap.power_w:g}W" per GPU, or tokens="joules"',
-            )
-        if self.points != "auto":
-            raise ArgumentError(
-                f"points={self.points!r} with {option}",
-                why="waits then come after launches of Tessera's own kernels",
-                fix="leave points out",
             )
 
     def _check_tuning(self) -> None:

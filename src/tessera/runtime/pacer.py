@@ -1,47 +1,41 @@
-"""Pace points: they time the work before them and wait, in the stream of a CUDA device or on the host for a CPU.
+"""What makes work wait on a device, as the loop sees it; and the waits of a CPU, between its operators.
 
 ::
 
-    stream   ■■■■■■■■■■■■ ● wait ■■■■■■■■■■■■ ● wait ■■■       ● a point that found a whole slice of work before it
+    device   ■■■■■■■■■■■■  wait  ■■■■■■■■■■■■  wait  ■■■
              ←  slice_s →   ratio x that
 
-Points come often (after a few launches); each decides when it runs whether a slice is full. So the host need not know
-how long kernels take, and queued launches follow the newest `PaceCommand`, not the one at their launch.
+A GPU is paused from outside (gpu_pacer.py). A CPU has no queue: the thread that computes sleeps at points between its
+operators (cpu_points.py), and each point decides by the newest `PaceCommand` whether a slice is full.
 
-A point with tokens spends them instead: it waits until the bucket, which regains one token every `token_ns`, is full
-again. At most a few slices of idling are saved, and a debt of less than a slice is not waited for.
+Work that spends tokens waits until the bucket, which regains one token every `token_ns`, is full again. At most a few
+slices of idling are saved, and a debt of less than a slice is not waited for.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
-from ..errors import ScheduleError
 from .controller import PaceCommand
 
-# A stream without a point for longer than this was mostly idle, and idling owes nothing; the sensor sees what a longer
-# kernel drew. The time of a host thread is mostly its own work.
+# A device without a wait for longer than this was idle, or nothing had to wait, and that owes nothing; the sensor sees
+# what was drawn. The time of a host thread is mostly its own work.
 LIMIT_S = 0.05
 HOST_LIMIT_S = 0.25
-# The longest wait: whoever waits for this stream (a collective) gives up after minutes.
+# The longest wait: whoever waits for this work (a collective) gives up after minutes.
 LONGEST_S = 5.0
-# Points that are launched and have not run may hold this many seconds of work. Beyond, the host waits too, so that
-# leaving a schedule or Ctrl-C is not followed by seconds of queued work (a CUDA stream takes about 1000 launches).
-AHEAD_S = 0.5
-AHEAD = (4, 256)
-GIVE_UP_S = 5.0
-STREAMS = 32
 _LOOK_S = 0.005
+# After this many commands without a wait (more than a second), calls on a CPU run without points between operators.
+SLACK = 20
 
 
 @dataclass(frozen=True, slots=True)
 class PaceCounts:
-    """What pace points have done so far: how many ran, how many of them waited, and for how long.
+    """What has waited so far: how many points or pauses there were, how many of them took time, and how much.
 
     `ended_s` is when the last one that spent tokens ended, by the device's own clock. `resting_ns` is since when all
     work has been waiting; None where some runs, or nobody can tell. Sums and differences leave both out.
@@ -69,29 +63,30 @@ class PaceCounts:
 
 
 class Pacer(Protocol):
-    """The pace points of one device."""
+    """What makes work wait on one device."""
 
     where: str
-    ahead: int  # points that may be queued before the host waits
 
     def obey(self, command: PaceCommand) -> None:
-        """Follow this command from now on, queued points included."""
+        """Follow this command from now on, also for work that is queued."""
 
-    def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
-        """Put a point here, which may spend tokens; `restart` when the device had nothing to do before it."""
+    def count_tokens(self, wanted: bool) -> None:
+        """Whether work waits for the tokens it spends (`spend`), or for the time it takes."""
+
+    def spend(self, tokens: int, *, restart: bool = False) -> None:
+        """Work here spends tokens, and waits for them; `restart` when the device had nothing to do before it."""
 
     def counts(self) -> PaceCounts:
-        """What the points have done; never waits for the device."""
+        """What has waited; never waits for the device."""
 
     def count_queued(self) -> int:
-        """Points that are launched and have not run."""
+        """Waits for tokens that are launched and have not run."""
 
 
 class HostPacer:
     """Waits on the thread that computes: for a CPU, where launching is running."""
 
     where = "on the host between operators"
-    ahead = AHEAD[1]
 
     def __init__(
         self, clock_ns: Callable[[], int] = time.monotonic_ns, sleep: Callable[[float], None] = time.sleep
@@ -104,9 +99,23 @@ class HostPacer:
         self._seen: set[int] = set()  # threads that had a point; one that has ended may still compute, for all we know
         self._resting: dict[int, int] = {}  # threads that wait, and since when
         self._full_s = 0.0  # when the bucket of tokens is, or was, full
+        self._free = 0  # commands in a row without a wait
+        self.left_ns = 0  # when a call last ended
 
     def obey(self, command: PaceCommand) -> None:
         self._command = command
+        self._free = 0 if command.ratio > 0 else self._free + 1
+
+    @property
+    def slack(self) -> bool:
+        """Whether nothing has had to wait for a while: a point after each call is then enough."""
+        return self._free >= SLACK
+
+    def count_tokens(self, wanted: bool) -> None:
+        pass  # a point spends tokens or time, as it is told
+
+    def spend(self, tokens: int, *, restart: bool = False) -> None:
+        self.point(restart=restart, tokens=tokens)
 
     def count_queued(self) -> int:
         return 0
@@ -168,154 +177,3 @@ class HostPacer:
             # without a ratio the schedule has ended, and nothing is owed
             self._full_s = min(self._full_s + newest - cost, now + LONGEST_S if self._command.ratio else now)
         return slept_s
-
-
-class StreamPacer:
-    """Waits in the current stream of one CUDA device, without the host: see wait_kernel.py.
-
-    The host makes no CUDA call except the launch itself: commands and counts go through pinned memory.
-    """
-
-    where = "in the stream between launches"
-
-    def __init__(self, device: Any) -> None:
-        import torch
-
-        from . import wait_kernel as kernel
-
-        if torch.cuda.is_current_stream_capturing():
-            raise _capturing_error()
-        self.ahead = AHEAD[1]
-        self._kernel, self.device = kernel, device
-        self._lock = threading.Lock()
-        self._control = torch.zeros(kernel.WORDS, dtype=torch.int64, device="cpu").pin_memory()
-        self._stats = torch.zeros(STREAMS, kernel.WORDS, dtype=torch.int64, device="cpu").pin_memory()
-        self._state = torch.zeros(STREAMS, kernel.WORDS, dtype=torch.int64, device=device)
-        self._bucket = torch.zeros(kernel.WORDS, dtype=torch.int64, device=device)
-        self._spends = False  # whether the kernel of tokens is loaded
-        # numpy shares the memory and reads it without a torch call, which a function mode would see
-        self._words, self._numbers = self._control.numpy(), self._stats.numpy()
-        self._points = self._numbers[:, kernel.POINTS]
-        self._slots: dict[int, tuple[Any, Any]] = {}
-        self._launchers: dict[tuple[int, str], Callable[..., None]] = {}
-        self._home = 0  # the stream in which work last began
-        self._launched = 0
-        self._words[kernel.LIMIT_NS] = round(LIMIT_S * 1e9)
-        self._words[kernel.LONGEST_NS] = round(LONGEST_S * 1e9)
-        self.obey(PaceCommand())
-        for restart in (True, False) * 2:  # compiled and loaded now, not while a graph is captured
-            self.point(restart=restart)
-        torch.cuda.synchronize(device)
-        if self._count_ran() < self._launched:
-            raise ScheduleError(
-                f"pace points do not run on {torch.cuda.get_device_name(device)}",
-                why="the kernel's counts in pinned host memory do not reach the host",
-                fix='cap_policy="driver" with permission to set the power limit',
-            )
-
-    def obey(self, command: PaceCommand) -> None:
-        self._words[self._kernel.SLICE_NS] = round(command.slice_s * 1e9)
-        self._words[self._kernel.RATIO] = round(command.ratio * self._kernel.ONE)
-        self._words[self._kernel.SAVED_NS] = round(command.saved_s * 1e9)
-        self._words[self._kernel.TOKEN] = round(min(command.token_ns, LONGEST_S * 1e9) * self._kernel.ONE_NS)
-
-    def point(self, *, restart: bool = False, tokens: int | None = None) -> None:
-        torch: Any = sys.modules["torch"]
-        # A backward hook may run with another device current, and under the launch mode, which must not count the
-        # torch calls of a launch as launches.
-        with torch.cuda.device(self.device), torch._C.DisableTorchFunction():
-            captured = torch.cuda.is_current_stream_capturing()
-            if captured and tokens is not None and not self._spends:
-                raise _capturing_error()
-            if captured and restart:
-                return
-            ran = self._count_ran()  # before the launch: what is counted beyond it has yet to run
-            # A captured point runs where it is replayed, mostly the stream in which the schedule was entered: it is
-            # timed together with what runs between replays.
-            here = torch.cuda.current_stream().cuda_stream
-            stream = self._home if captured else here
-            if restart:
-                self._home = stream
-            self._launch(here, stream, restart, tokens)
-        if captured:  # runs at every replay, however often that is: not counted as launched
-            return
-        with self._lock:  # replays run points that were never counted; beyond them the count continues
-            self._launched = max(self._launched, ran) + 1
-        if self._launched - ran > self.ahead:
-            self._wait_for_queue()
-
-    def _launch(self, here: int, stream: int, restart: bool, tokens: int | None) -> None:
-        """Launch on `here` with the words of `stream`; the first of a kind compiles, the next reuse its launcher."""
-        kind = "spends" if tokens is not None else "restarts" if restart else "times"
-        launcher = self._launchers.get((stream, kind))
-        if launcher is not None:
-            launcher(here, *(() if tokens is None else (tokens, int(restart))))
-            return
-        state, stats = self._slot(stream)
-        words: tuple[Any, ...]
-        if tokens is None:
-            words = (self._control, state, stats, restart)
-            compiled = self._kernel.launch(*words[:3], restart=restart)
-        else:
-            words = (self._control, self._bucket, state, stats)
-            compiled = self._kernel.spend(*words, tokens, restart=restart)
-            self._spends = True
-        if compiled is not None:
-            self._launchers[stream, kind] = self._kernel.make_launcher(compiled, *words)
-
-    def _slot(self, stream: int) -> tuple[Any, Any]:
-        """The words of a stream. With more streams than slots some share, and then time each other's work."""
-        slot = self._slots.get(stream)
-        if slot is None:
-            with self._lock:
-                i = len(self._slots) % STREAMS
-                slot = self._slots.setdefault(stream, (self._state[i], self._stats[i]))
-        return slot
-
-    def _wait_for_queue(self) -> None:
-        """Wait until the queue is half as long. Only reads memory; gives up where replayed points confuse the count."""
-        give_up = time.monotonic() + GIVE_UP_S
-        while self.count_queued() > self.ahead // 2 and time.monotonic() < give_up:
-            time.sleep(0.0005)
-        if time.monotonic() >= give_up:
-            self._launched = self._count_ran()
-
-    def _count_ran(self) -> int:
-        return int(sum(self._points.tolist()))
-
-    def count_queued(self) -> int:
-        return max(self._launched - self._count_ran(), 0)
-
-    def counts(self) -> PaceCounts:
-        kernel, total = self._kernel, self._numbers.sum(axis=0)
-        return PaceCounts(
-            int(total[kernel.POINTS]),
-            int(total[kernel.WAITS]),
-            float(total[kernel.WAITED_NS]) * 1e-9,
-            float(total[kernel.BUSY_NS]) * 1e-9,
-            int(total[kernel.TOKENS]),
-            float(self._numbers[:, kernel.RESUME_NS].max()) * 1e-9,
-        )
-
-
-def _capturing_error() -> ScheduleError:
-    return ScheduleError(
-        "a power cap begins while a CUDA graph is captured",
-        why="its memory and kernel must exist before the capture",
-        fix="enter the schedule before the capture, or once before it",
-    )
-
-
-def make_pacer(device: int) -> Pacer:
-    """The pacer of a CUDA device; -1 is the host."""
-    if device < 0:
-        return HostPacer()
-    import torch
-
-    if torch.version.hip is not None:
-        raise ScheduleError(
-            "there is no pace kernel for AMD GPUs yet",
-            why="it reads NVIDIA's %globaltimer",
-            fix='cap_policy="driver" with permission to set the power limit',
-        )
-    return StreamPacer(torch.device("cuda", device))

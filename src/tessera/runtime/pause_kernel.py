@@ -197,6 +197,19 @@ class PauseKernel:
         self._check("cuCtxSetCurrent", self._context)
         self._check("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
+    def set_ratio(self, ratio: float) -> None:
+        """Pauses last this many times as long as the work before them; also the one under way."""
+        self.control[RATIO] = round(ratio * ONE)
+
+    def set_limits(self, *, busy_s: float, longest_s: float) -> None:
+        """The most work that one pause is for, and the longest pause."""
+        self.control[LIMIT_NS], self.control[LONGEST_NS] = round(busy_s * 1e9), round(longest_s * 1e9)
+
+    def read_counts(self) -> tuple[int, int, float, float]:
+        """Pauses that are over, those of them that took time, seconds paused, and seconds of work before them."""
+        points, waits, waited_ns, busy_ns = self.stats[:4]
+        return points, waits, waited_ns * 1e-9, busy_ns * 1e-9
+
     def launch(self) -> None:
         """Pause the device, for the ratio times the time since the last pause."""
         self._check("cuLaunchKernel", self._function, *self._grid, self._stream, self._pointers, None)

@@ -23,11 +23,15 @@ from ..hardware import host_cpu, identify_board
 from ..monitor.sampler import Sampler
 from ..units import format_power
 from .cap_report import MeanPower
-from .controller import FIRST_BURST, MIN_DUTY, STUCK_DUTY, Cap, Controller, PaceCommand
+from .controller import MIN_DUTY, STUCK_DUTY, Cap, Controller, PaceCommand
 from .pacer import PaceCounts, Pacer
 
 # Without a reading for this long while work runs, the duty follows what is known of the load.
 BLIND_NS = 500_000_000
+# A sensor this fine shows what a load draws before it has drawn much: until then it runs freely.
+PROMPT_S = 0.05
+# Above this share of a cap every sample counts.
+NEAR = 0.85
 # A sensor that smears shows work for this many times its blur after its end (5% of an exponential is left).
 _SMEARED = 3.0
 # The fastest pace needs at least this much work: one launch between two looks says little.
@@ -56,7 +60,6 @@ class PowerZone:
     tally: TokenTally | None = None  # None: a bucket of joules
     _duties: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 1.0)], maxlen=256))
     _points: int = -1  # points that had ended at the last reading
-    _looked: int = -1  # and at the last look
 
     def tightest(self, sampler: Sampler) -> Cap | None:
         """The lowest cap, over the shortest window that the sensor can resolve."""
@@ -98,13 +101,11 @@ class PowerZone:
             self.controller = None
             return self._set(PaceCommand(), now_ns)
         controller = self._get_controller(cap, sampler)
-        ended = sum(p.counts().points for p in self.pacers)
-        active = ended != self._looked or self.running or any(p.count_queued() for p in self.pacers)
-        self._looked = ended
+        active = self.running or any(p.count_queued() for p in self.pacers)
         if self.tally is not None:
             controller.rescale(self.tally.add_counts(self._sum_counts(), now_ns))
         if reading is not None:
-            self._observe(controller, reading, sampler, now_ns, active=active, ended=ended)
+            self._observe(controller, reading, sampler, now_ns, active=active)
         elif active and now_ns - self.observed_ns > BLIND_NS:
             self.blind = True
             self.notes["blind"] = (
@@ -121,9 +122,10 @@ class PowerZone:
         return self.command
 
     def _observe(
-        self, controller: Controller, reading: MeanPower, sampler: Sampler, now_ns: int, *, active: bool, ended: int
+        self, controller: Controller, reading: MeanPower, sampler: Sampler, now_ns: int, *, active: bool
     ) -> None:
         self.observed_ns, self.blind = now_ns, False
+        ended = sum(p.counts().points for p in self.pacers)
         if self.tally is None:
             duty = self.duty_between(reading.start_ns, reading.time_ns)
         else:
@@ -134,11 +136,16 @@ class PowerZone:
             duty=duty,
             # With hardly a token spent, the power is not ours and says nothing about our work.
             active=active and (self.tally is None or duty >= 0.5 * MIN_DUTY),
-            moved=ended != self._points,  # since the last reading: looks come more often than a slow sensor's readings
+            moved=ended != self._points or (self.tally is None and duty == 1.0),  # nothing waited: that is the load
             rested=active and self._rested_during(reading, sampler),
         )
         self._points = ended
         self._set(command, now_ns)
+
+    def is_near_cap(self) -> bool:
+        """Whether something waits here, or soon may have to."""
+        power_w = sum(p for p, _ in self.latest.values())
+        return self.command.ratio > 0 or self.controller is None or power_w > NEAR * self.controller.cap.power_w
 
     def begin(self, sampler: Sampler, now_ns: int) -> PaceCommand:
         """Before the first reading: start from the catalogue's figures, or from what was learnt before."""
@@ -217,6 +224,8 @@ class PowerZone:
             boards = [sampler.series[n].domain.label if n in sampler.series else "" for n in self.names]
             domains = list(zip(self.names, boards, strict=True)) or [(self.key, self.board)]
             idle_w, burst_w = guess_power(domains, cap.power_w)
+            if 0 < self.resolution_s(sampler) <= PROMPT_S:
+                burst_w = min(burst_w, NEAR * cap.power_w)  # the first readings come at once, and tell more
             stuck_duty = STUCK_DUTY if self.key == "cpu" else MIN_DUTY
             blur_s = self._blur_s(sampler)
             self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s, stuck_duty=stuck_duty)
@@ -239,7 +248,7 @@ def guess_power(domains: Sequence[tuple[str, str]], cap_w: float) -> tuple[float
             continue
         idle = device.idle_context_w or device.idle_w
         idle_w += idle.value if idle else 0.0
-        burst_w += device.tdp_w.value * (1.0 if cpu else FIRST_BURST)
+        burst_w += device.tdp_w.value
     return min(idle_w, 0.9 * cap_w), burst_w
 
 

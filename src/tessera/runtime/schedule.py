@@ -45,7 +45,6 @@ def schedule(
     cp_async_depth: int | None = None,
     warp_mma_concurrency: int | None = None,
     tokens: str = "joules",
-    points: str = "auto",
     shaper: Any = None,
     power_floor: str | float | None = None,
     max_ramp: str | float | None = None,
@@ -71,9 +70,8 @@ def schedule(
     * `power_cap`: watts per GPU ("275W") or for all processes of the node ("node:1.2kW"), or "governor": what this node
       may draw by its lease of a power governor.
     * `cap_window_ms`: the cap applies to the mean over this window, or over the sensor's resolution if that is longer.
-    * `cap_policy`: "token_bucket" (default) waits in the stream and needs no permission. "driver" sets the driver's
-      limit: it needs permission and `allow_control=True` or TESSERA_CONTROL=1. If that is refused, waits hold the cap.
-    * `points`: where waits may come: "op", "call" or "auto".
+    * `cap_policy`: "token_bucket" (default) pauses the GPU and needs no permission. "driver" sets the driver's limit:
+      it needs permission and `allow_control=True` or TESSERA_CONTROL=1. If that is refused, pauses hold the cap.
     * `tokens`: what the bucket counts: "joules", or "launches", "warps" or "cp_async" of Tessera's own kernels only.
 
     Smoothing:
@@ -171,9 +169,7 @@ class Schedule:
         return wrapper
 
     def _waits_between_calls(self, fn: Callable[..., Any]) -> bool:
-        """Whether waits come only between calls: on request, or for compiled code (a mode makes it compile again)."""
-        if self.options.points != "auto":
-            return self.options.points == "call"
+        """Whether a CPU waits only between calls: a mode would make compiled code compile again."""
         if self.options.policy is not None:  # the plan may be a compiled function or a graph
             return True
         return hasattr(fn, "_torchdynamo_orig_callable") or type(fn).__name__ == "OptimizedModule"
@@ -189,7 +185,7 @@ class Schedule:
         stack = contextlib.ExitStack()
         if self.options.limits:
             _check_torch()
-            stack.enter_context(self._around(each_call=self.options.points == "call"))
+            stack.enter_context(self._around())
         if not hasattr(self._blocks, "stacks"):
             self._blocks.stacks = []
         self._blocks.stacks.append(stack)
@@ -201,7 +197,7 @@ class Schedule:
         self._blocks.stacks.pop().__exit__(kind, exc, trace)
 
     @contextlib.contextmanager
-    def _around(self, *, each_call: bool, linger_s: float = 0.0) -> Iterator[None]:
+    def _around(self, *, each_call: bool = False, linger_s: float = 0.0) -> Iterator[None]:
         options = self.options
         if options.dry_run:
             self._print_actions()
@@ -311,10 +307,10 @@ class Schedule:
         if options.paces and cap is not None:
             scope = "all processes of this node together" if cap.scope == "node" else "each GPU"
             window = format_duration(options.cap_window_ms * 1e-3)
-            waits = "in the stream"
+            waits = "pauses"
             if options.tokens != "joules":
-                waits = f"after Tessera's own kernels, by their {options.tokens}"
-            actions.append(f"hold {cap.power_w:g} W for {scope} by waits {waits}: the mean over {window}")
+                waits = f"waits after Tessera's own kernels, by their {options.tokens}"
+            actions.append(f"hold {cap.power_w:g} W for {scope} by {waits}: the mean over {window}")
         if self.shaper is not None:
             actions.append("wait at steps and microbatches as the power shaper's policy says")
         if options.has_ballast:

@@ -1,4 +1,4 @@
-"""The wait in the stream: one warp that times the work before it on `%globaltimer` and sleeps by the bucket's ratio.
+"""Waits in a stream: one warp that sleeps until the bucket of tokens is full again, or for a given time.
 
 `%globaltimer` counts nanoseconds at any SM clock (torch's `_sleep` counts SM cycles, so its length changes with the
 clock). The kernel reads its command from host memory when it runs, not when it is launched: queued launches and
@@ -50,13 +50,6 @@ def _nap(nap_ns):
 
 
 @triton.jit
-def _wait_ns(control, busy_ns):
-    """How long work of `busy_ns` has to wait now; at most LONGEST_NS."""
-    ratio = tl.load(control, volatile=True)
-    return tl.minimum(busy_ns * ratio // _ONE, tl.load(control + 3, volatile=True))
-
-
-@triton.jit
 def _add(state, stats, amount):
     """Add to a word of STATE, and show the sum to the host."""
     total = tl.load(state) + amount
@@ -64,43 +57,11 @@ def _add(state, stats, amount):
     tl.store(stats, total)
 
 
-@triton.jit
-def tessera_pace(control, state, stats, restart: tl.constexpr):
-    """One pace point. `restart` ignores the time since the last one: the stream had nothing to do."""
-    began = _now_ns()
-    resume = tl.load(state)
-    if restart:
-        resume = began
-    resume = tl.where(resume == 0, began, resume)
-    # Longer than LIMIT_NS counts as a stream that was idle; the sensor still sees what a longer kernel spent.
-    busy = tl.minimum(tl.maximum(began - resume, 0), tl.load(control + 2, volatile=True))
-    if busy >= tl.load(control + 1, volatile=True):
-        wait = _wait_ns(control, busy)
-        now = began
-        naps = 0
-        while (now - began < wait) & (naps < _MOST_NAPS):
-            left = wait - (now - began)
-            now = _nap(tl.minimum(left // 2 + 1, _NAP_NS).to(tl.int32))
-            wait = _wait_ns(control, busy)
-            naps += 1
-        _add(state + 2, stats + 2, tl.where(naps > 0, 1, 0))
-        _add(state + 3, stats + 3, now - began)
-        _add(state + 4, stats + 4, busy)
-        resume = now
-    tl.store(state, resume)
-    _add(state + 1, stats + 1, 1)
-
-
-def launch(control: Any, state: Any, stats: Any, *, restart: bool = False) -> Any:
-    """Put a pace point on the current stream; the compiled kernel (None in the interpreter)."""
-    return tessera_pace[(1,)](control, state, stats, restart=restart, num_warps=1, num_stages=1)
-
-
 def make_launcher(compiled: Any, *args: Any) -> Callable[..., None]:
     """A function that launches a compiled kernel on the stream it gets, with `args` and then its own arguments.
 
     `kernel[(1,)](...)` looks at every argument to find the compiled code, which takes the host longer than the launch.
-    A point's arguments are always the same, so this makes the final call directly.
+    The first arguments are always the same, so this makes the final call directly.
     """
     run = compiled[(1, 1, 1)]
 
@@ -121,7 +82,7 @@ def _cost_ns(control, tokens, busy, longest):
 
 @triton.jit(do_not_specialize=["tokens", "restart"])
 def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.int64):
-    """A pace point that spends tokens. `bucket` is when it is full again: one word for all streams of a device.
+    """Spend tokens, and wait for them. `bucket` is when it is full again: one word for all streams of a device.
 
     The arguments are not specialised, so there is one kernel, which is loaded before a graph is captured.
     """
@@ -156,7 +117,7 @@ def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.i
 
 
 def spend(control: Any, bucket: Any, state: Any, stats: Any, tokens: int, *, restart: bool = False) -> Any:
-    """Put a pace point on the current stream that spends tokens; the compiled kernel (None in the interpreter)."""
+    """Let the current stream spend tokens here and wait for them; the compiled kernel (None in the interpreter)."""
     return tessera_spend[(1,)](control, bucket, state, stats, tokens, int(restart), num_warps=1, num_stages=1)
 
 

@@ -1,0 +1,80 @@
+"""Where work on a CPU may wait: between its operators, mirrored in the backward pass, and after each call.
+
+A CPU computes on the thread that calls, so nobody else can make it wait. A torch function mode sees what Python calls.
+Views, attributes and an optimizer's Python take no time and are passed over. The mode is thread-local and does not see
+autograd's C++ nodes, so each operator of the forward pass puts a point on the backward node beside it. Code under
+`torch.compile` would be compiled once more under a mode: it waits between calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from types import TracebackType
+from typing import Any
+
+from .pacer import HostPacer
+
+# Calls that compute nothing: attributes, views, questions, and what surrounds regions.
+_FREE = """__get__ __set__ __len__ __repr__ __hash__ size stride dim ndimension numel nelement storage_offset data_ptr
+    element_size get_device is_complex is_floating_point is_contiguous is_signed is_pinned is_shared view view_as
+    reshape reshape_as transpose swapaxes t permute movedim unsqueeze squeeze expand expand_as split chunk unbind
+    narrow select unfold flatten unflatten detach item requires_grad_ retain_grad register_hook _set_grad_enabled
+    _record_function_enter_new _record_function_exit._RecordFunction"""
+FREE = frozenset(_FREE.split())
+# After longer than this without a call, the thread did something else.
+AWAY_NS = 2_000_000
+
+
+class CpuPoints:
+    """A context: points between the operators of this thread, unless `each_call`, and one at the end."""
+
+    def __init__(self, pacer: HostPacer, *, each_call: bool) -> None:
+        self._pacer, self._each_call = pacer, each_call
+        self._mode: Any = None
+
+    def __enter__(self) -> None:
+        if time.monotonic_ns() - self._pacer.left_ns > AWAY_NS:
+            self._pacer.point(restart=True)
+        if not self._each_call and not self._pacer.slack:
+            self._mode = _mode_class()(self._pacer)
+            self._mode.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(kind, exc, trace)
+        if kind is None:
+            self._pacer.point()
+            self._pacer.left_ns = time.monotonic_ns()
+
+
+@functools.cache
+def _mode_class() -> type:
+    """The mode; made late, because torch is imported late."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    is_compiling = torch.compiler.is_compiling
+
+    class OperatorMode(TorchFunctionMode):
+        """Puts a point after every operator."""
+
+        def __init__(self, pacer: HostPacer) -> None:
+            super().__init__()
+            self._pacer = pacer
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            if is_compiling() or getattr(func, "__name__", "") in FREE:  # a trace must not contain points
+                return out
+            pacer = self._pacer
+            pacer.point()
+            node = getattr(out, "grad_fn", None)
+            if node is not None:  # runs on autograd's thread
+                node.register_prehook(lambda _grads: pacer.point())
+            return out
+
+    return OperatorMode

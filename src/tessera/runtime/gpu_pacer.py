@@ -1,0 +1,155 @@
+"""Holds the duty of a GPU from outside: a thread that pauses it, a few hundred times a second, while a cap asks for it.
+
+::
+
+    this thread   launch     launch     launch            nothing while nothing has to wait
+    GPU           ■■■■■■ ▒▒▒ ■■■■■■ ▒▒▒ ■■■■■■ ▒▒▒        ▒ a pause: ratio x the work before it (pause_kernel.py)
+
+The program's own threads do nothing for it, and it need not know their streams. Tokens of Tessera's own kernels are
+waited for in the stream instead (token_stream.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ScheduleError
+from .controller import PaceCommand
+from .pacer import LIMIT_S, PaceCounts, Pacer
+
+if TYPE_CHECKING:
+    from .pause_kernel import PauseKernel
+    from .token_stream import TokenStream
+
+_log = logging.getLogger("tessera")
+
+# One pause; more is paid by the next. What waits for this GPU (a collective) gives up after minutes.
+LONGEST_S = 0.5
+# Launched and not yet over: more would only be late.
+QUEUED = 2
+
+
+class GpuPacer:
+    """The pauses of one CUDA device, and the waits for tokens in its streams."""
+
+    where = "by pauses of the GPU"
+
+    def __init__(self, device: int, make_kernel: Callable[[int], PauseKernel] | None = None) -> None:
+        self.device = device
+        self.failure: str | None = None
+        self._make_kernel = make_kernel
+        self._kernel: PauseKernel | None = None
+        self._command = PaceCommand()
+        self._wake = threading.Condition()
+        self._launched = 0
+        self._tokens: TokenStream | None = None
+        self._spends = self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"tessera-pause-{device}", daemon=True)
+        self._thread.start()
+
+    def obey(self, command: PaceCommand) -> None:
+        if self._tokens is not None:
+            self._tokens.obey(command if self._spends else PaceCommand())
+        with self._wake:
+            woken = command.ratio > 0 and self._command.ratio == 0
+            self._command = PaceCommand() if self._spends else command
+            if self._kernel is not None:
+                self._kernel.set_ratio(self._command.ratio)
+            if woken:
+                self._wake.notify_all()
+
+    def count_tokens(self, wanted: bool) -> None:
+        if wanted and self._tokens is None:
+            import torch
+
+            from .token_stream import TokenStream
+
+            self._tokens = TokenStream(torch.device("cuda", self.device))
+        self._spends = wanted
+
+    def spend(self, tokens: int, *, restart: bool = False) -> None:
+        if self._tokens is not None:
+            self._tokens.spend(tokens, restart=restart)
+
+    def counts(self) -> PaceCounts:
+        kernel, tokens = self._kernel, self._tokens
+        paused = PaceCounts() if kernel is None else PaceCounts(*kernel.read_counts())
+        spent = PaceCounts() if tokens is None else tokens.counts()
+        return replace(paused + spent, ended_s=spent.ended_s)
+
+    def count_queued(self) -> int:
+        return 0 if self._tokens is None else self._tokens.count_queued()
+
+    def stop(self) -> None:
+        """Nothing is paused from now on; the thread ends."""
+        with self._wake:
+            self._stopping = True
+            self._command = PaceCommand()
+            if self._kernel is not None:
+                self._kernel.set_ratio(0.0)
+            self._wake.notify_all()
+        self._thread.join(timeout=0.5)
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._kernel = self._load()
+            while self._wait_for_command():
+                self._pause(self._kernel)
+        except ScheduleError as exc:  # no such kernel here, or the program's own CUDA error: its work goes on
+            self.failure = f"gpu{self.device}: the power cap is not held: {exc}"
+            _log.warning("%s", self.failure)
+
+    def _load(self) -> PauseKernel:
+        """Compile and load; on this thread, since it takes tens of milliseconds."""
+        if self._make_kernel is not None:
+            kernel = self._make_kernel(self.device)
+        else:
+            from .pause_kernel import PauseKernel
+
+            kernel = PauseKernel(self.device)
+        kernel.set_limits(busy_s=LIMIT_S, longest_s=LONGEST_S)
+        kernel.make_current()
+        kernel.launch()  # the first loads its code; without a ratio it is over at once
+        self._launched = 1
+        kernel.set_ratio(self._command.ratio)
+        return kernel
+
+    def _wait_for_command(self) -> bool:
+        """Until something has to wait; False at the end."""
+        with self._wake:
+            while not self._stopping and self._command.ratio == 0:
+                self._wake.wait()
+        return not self._stopping
+
+    def _pause(self, kernel: PauseKernel) -> None:
+        """Let work run for a slice, then pause it. The kernel times both: a late launch makes a longer pause."""
+        command = self._command
+        time.sleep(command.slice_s * (1.0 + command.ratio))
+        if self._launched - kernel.read_counts()[0] < QUEUED:
+            self._launched += 1
+            kernel.launch()
+
+
+def make_pacer(device: int) -> Pacer:
+    """The pacer of a CUDA device; -1 is the host."""
+    if device < 0:
+        from .pacer import HostPacer
+
+        return HostPacer()
+    import torch
+
+    version: Any = torch.version
+    if version.hip is not None:
+        raise ScheduleError(
+            "AMD GPUs cannot be paused yet",
+            why="the kernel is for NVIDIA's",
+            fix='cap_policy="driver" with permission to set the power limit',
+        )
+    return GpuPacer(device)
