@@ -179,15 +179,16 @@ def test_schedules(pages: dict[str, ModuleType], tmp_path: Path) -> None:
     capped = {
         "mean_off_pct": -1.0,
         "worst_window_off_pct": 4.0,
-        "of_best_fixed_duty_pct": 97.0,
-        "joules_per_unit": 30.0,
+        "of_best_fixed_duty_pct": 98.0,
+        "joules_per_call": 30.0,
     }
-    caps = {
-        "machine": H200, "gemm free": {"mean_w": 690.0, "joules_per_unit": 0.14}, "gemm capped at 500 W": capped,
-        "gemm capped at 400 W": {**capped, "worst_window_off_pct": 6.0}, "gemm capped at 300 W": {"skipped": "no time"},
-        "node: two processes, one killed": {"mean_off_pct": -1.0, "fairness": 0.97, "took_over_after_s": 0.3},
-        "overhead, nothing limits": {"slowdown_pct": 0.2, "error_pct": 0.3},
-    }  # fmt: skip
+    caps = {"machine": H200, "two processes on one GPU, 450 W": {**capped, "calls_per_s": [90.0, 100.0]}}
+    for name, row in (("MoE training", capped), ("compiled BERT", {**capped, "worst_window_off_pct": 6.0})):
+        caps |= {f"{name} free": {"mean_w": 690.0, "joules_per_call": 20.0}}
+        caps |= {f"{name} at {share}": row for share in (0.85, 0.7, 0.5)}
+    caps |= {"GPT-2 training free": {"skipped": "no time"}}
+    for name in pages["schedules"].UNREACHED:
+        caps[f"{name} under a cap that is not reached"] = {"over_pct": 0.4}
     write(tmp_path, "schedule_caps", caps)
     both = (("best_mode", 17.5), ("eager", 26.5), ("chosen", 16.0))
     modes = {k: {"setting": {"compile": "x"}, "energy_j": j} for k, j in both}
@@ -202,11 +203,14 @@ def test_schedules(pages: dict[str, ModuleType], tmp_path: Path) -> None:
         {"device": "NVIDIA H200", "models": models, "regret": {"regret_pct": 1.0, "settings": 6}},
     )
     page = pages["schedules"]
-    assert [rows_of(page, f"GEMM loop at {w} W")[0].met for w in (600, 500, 400, 300)] == [None, True, False, None]
+    assert [rows_of(page, f"of free, {name}")[0].met for name in ("MoE", "compiled", "GPT-2")] == [True, False, None]
+    assert rows_of(page, "of free, MoE")[0].reached == "-1.0, +4.0, 98; -1.0, +4.0, 98; -1.0, +4.0, 98"
     assert [rows_of(page, m)[0].met for m in ("GPT-2-small training", "BERT-base", "ResNet-50")] == [True, False, None]
     assert rows_of(page, "GPT-2-small training")[0].reached == "41.0; 1.90; 6.0 (compile=x: 16.00 J)"
     assert rows_of(page, "at least 5% below")[0].reached == "2 of 2 (gpt2, bert)"
-    assert rows_of(page, "node bucket")[0].met and rows_of(page, "regret")[0].met and rows_of(page, "overhead")[0].met
+    assert (
+        rows_of(page, "node bucket")[0].met and rows_of(page, "regret")[0].met and rows_of(page, "not reached")[0].met
+    )
 
 
 def test_a_run_cut_off_is_compared_by_its_trials(pages: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -251,9 +255,8 @@ READ = {
     "optimize": ("j_ratio", "s_ratio", "explained_", "best_mode", "optimize over best mode"),
     "checkpointing": ("off", "peak_bytes"),
     "schedule_caps": (
-        "mean_off_pct", "worst_window_off_pct", "of_best_fixed_duty_pct", "joules_per_unit", "took_over_after_s",
-        "fairness", "node: two processes, one killed", "overhead, nothing limits", "overhead, a cap that does not bind",
-        " capped at ", " free",
+        "mean_off_pct", "worst_window_off_pct", "of_best_fixed_duty_pct", "joules_per_call", "calls_per_s", "over_pct",
+        "two processes on one GPU, 450 W", " under a cap that is not reached", " at {share}", " free",
     ),
     "tune": ("saved_pct", "speedup", "below_best_mode_pct", "regret_pct", "best_mode", "again"),
     "overhead_profile": ("over_pct", "low_pct", "high_pct", "beside_ms", "sampling", "timeline"),

@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/measure/schedule_cost.py [RESULTS.json]
 
-A schedule that limits nothing; one with a cap that does not bind, by call and by operator; a dispatch mode beside it;
-and the CPU time of the loop's thread and the sampler while a cap is held.
+A schedule that limits nothing; one with a cap that does not bind, and an operator of a CPU under it; a dispatch mode
+beside it; and the CPU time of the loop's thread and the sampler while a cap is held.
 """
 
 from __future__ import annotations
@@ -70,12 +70,10 @@ def main() -> None:
 
     rows: dict[str, float | None] = {}
     rows["schedule that limits nothing, us a call (goal 1)"] = cost_us(schedule()(nothing), nothing)
-    capped = schedule(power_cap="1MW", points="call")(nothing)
+    capped = schedule(power_cap="1MW")(nothing)
     capped()
     time.sleep(1.0)
-    rows["cap that does not bind, by call, us a call"] = cost_us(capped, nothing)
-    by_op = schedule(power_cap="1MW")(nothing)
-    rows["cap that does not bind, by operator, us a call"] = cost_us(by_op, nothing)
+    rows["cap that does not bind, us a call"] = cost_us(capped, nothing)
     with schedule(power_cap="1MW"):
         add()
         time.sleep(0.2)

@@ -27,8 +27,9 @@ def host_bound(host_s: float = 0.000012, seconds: float = 0.000007, power_w: flo
     def ops(plant: Plant) -> Iterator[Op]:
         host = plant.at_s
         while True:
-            host = max(host, plant.at_s - 1000 * host_s) + host_s  # a stream takes about a thousand launches
-            yield Op(seconds, power_w, ready_s=host, block_s=seconds)
+            host = max(host, plant.at_s - 1000 * host_s)  # a stream takes about a thousand launches
+            host += host_s * plant.rng.uniform(0.5, 1.5)  # not in step with the moments that the sensor looks at
+            yield Op(seconds * plant.rng.uniform(0.5, 1.5), power_w, ready_s=host, block_s=seconds)
 
     return ops
 

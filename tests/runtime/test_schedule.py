@@ -15,7 +15,7 @@ import pytest
 from tessera import monitor, schedule
 from tessera.errors import ArgumentError, ScheduleError, TesseraError, UnitError
 from tessera.monitor import Monitor
-from tessera.runtime import control_loop
+from tessera.runtime import control_loop, cpu_points
 from tessera.runtime.controller import PaceCommand
 from tessera.runtime.cpu_points import CpuPoints
 from tessera.runtime.options import ScheduleOptions
@@ -278,7 +278,8 @@ def test_a_racks_watts_are_not_offered_as_a_gpus():
 # -- where a CPU waits ------------------------------------------------------------------------------------------
 
 
-def test_points_come_after_operators_and_mirrored_in_the_backward_pass():
+def test_points_come_after_operators_and_mirrored_in_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(cpu_points, "APART_NS", -1)
     pacer = CountingPacer()
     weight = torch.randn(8, 8, requires_grad=True)
     with CpuPoints(pacer, each_call=False):

@@ -81,7 +81,7 @@ def _zone_line(report: ScheduleReport, zone: ZoneReport) -> str:
     if zone.peak_w is not None:
         parts.append(f"highest window {_against(report, zone.peak_w)}")
     elif zone.first_peak_w is not None:
-        parts.append(f"highest window of the first second {_against(report, zone.first_peak_w)}")
+        parts.append(f"highest window of the beginning {_against(report, zone.first_peak_w)}")
     parts.append(f"{format_energy(zone.energy_j)} in {format_duration(zone.time_s)}, {zone.basis}")
     return ", ".join(parts)
 

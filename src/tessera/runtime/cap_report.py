@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .shaper import ShaperReport
     from .tuning.plan import Plan
 
-# The controller needs this long to find the load's duty; windows before it are reported separately.
-FIRST_S = 1.0
+# The controller needs this long to find the load's duty, or two windows; windows before it are reported separately.
+FIRST_S = 0.5
 # A reading that ends this much after the last call still belongs to it: one sample of an H200's ring.
 _TAIL_NS = 20_000_000
 
@@ -43,12 +43,13 @@ class PowerMeter:
 
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
+        self.first_s = max(FIRST_S, 2.0 * window_s)
         self.energy_j = 0.0
         self.seconds = 0.0
         self.windows = 0
         self.peak_w: float | None = None
         self.first_peak_w: float | None = None
-        self._settled = (0.0, 0.0)  # joules and seconds after FIRST_S
+        self._settled = (0.0, 0.0)  # joules and seconds after first_s
         self._sums: deque[tuple[int, float]] = deque()  # (time_ns, joules so far): one window, and one point before it
 
     def add(self, reading: MeanPower) -> None:
@@ -56,7 +57,7 @@ class PowerMeter:
         joules = reading.power_w * reading.seconds
         self.energy_j += joules
         self.seconds += reading.seconds
-        if self.seconds > FIRST_S:
+        if self.seconds > self.first_s:
             self._settled = (self._settled[0] + joules, self._settled[1] + reading.seconds)
         sums = self._sums
         if not sums or abs(reading.start_ns - sums[-1][0]) > 1_000_000:
@@ -73,14 +74,14 @@ class PowerMeter:
 
     def _add_window(self, mean_w: float) -> None:
         self.windows += 1
-        if self.seconds - self.window_s < FIRST_S:
+        if self.seconds - self.window_s < self.first_s:
             self.first_peak_w = max(self.first_peak_w or 0.0, mean_w)
         else:
             self.peak_w = max(self.peak_w or 0.0, mean_w)
 
     @property
     def mean_w(self) -> float | None:
-        """Mean power after the first second; of everything where there was no more."""
+        """Mean power after the beginning; of everything where there was no more."""
         joules, seconds = self._settled
         if seconds > 0.2:
             return joules / seconds
@@ -91,8 +92,8 @@ class PowerMeter:
 class ZoneReport:
     """One GPU, the CPUs or the node: what was measured under the cap. None: too short to tell.
 
-    `mean_w` and `peak_w` (the highest mean of any window of `window_s`) leave out the first second, in which the
-    controller learns the load; `first_peak_w` is the highest window of that second.
+    `mean_w` and `peak_w` (the highest mean of any window of `window_s`) leave out the beginning (half a second,
+    or two windows), in which the controller learns the load; `first_peak_w` is the highest window of that time.
     """
 
     zone: str
@@ -256,6 +257,9 @@ class CapTracker:
     def report(self, notes: Sequence[str] = ()) -> ScheduleReport:
         """The figures so far; `notes` are added to our own."""
         counts = self._counts()
+        # A GPU's pauses time only the work between them; several threads of a CPU work and wait at once.
+        past_s = max((m.seconds for m in self._meters.values()), default=0.0)
+        worked_s = max(counts.worked_s, past_s - counts.waited_s)
         tokens = self._token_report()
         zones = tuple(
             ZoneReport(
@@ -282,7 +286,7 @@ class CapTracker:
             points=counts.points,
             waits=counts.waits,
             waited_s=counts.waited_s,
-            slowdown=counts.waited_s / counts.worked_s if counts.worked_s > 0 else 0.0,
+            slowdown=counts.waited_s / worked_s if worked_s > 0 else 0.0,
             tokens=tokens,
             notes=(*notes, *self.notes.values()),
         )

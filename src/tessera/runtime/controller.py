@@ -5,7 +5,7 @@ the cap, is full again when ::
 
     burst_w b + idle_w w = cap_w (b + w)        so    w = b (burst_w - cap_w) / (cap_w - idle_w)
 
-`w / b` is the ratio that pace points get (`PaceCommand`): they time the work themselves and wait that much longer. The
+`w / b` is the ratio that pacers get (`PaceCommand`): they time the work themselves and wait that much longer. The
 sensor corrects `burst_w`. Work larger than the bucket runs alone and pays afterwards, so nothing waits for ever.
 
 The plant is not linear: on an H200 clocks rise to fill short pauses, and a duty of 0.75 draws as much as 1.0. `burst_w`
@@ -78,9 +78,10 @@ FLOOR_RESTED_S = 0.5
 STUCK_DUTY = 0.5
 AGAIN_S = 10.0
 SLICE_S = (0.0005, 0.025)
-# A slice and its wait take at least this long: a pause is a launch by a thread that needs the interpreter's lock, and
-# 470 a second cost an H200's programs nothing, where 900 slowed a host-bound one by half (2026-11-17).
-FASTEST_S = 1 / 470
+# A slice and its wait take at least this long. A pause is a launch by a thread that needs the interpreter's lock: 900 a
+# second slowed a host-bound program on an H200 by half, 470 cost nothing. And the running blocks must end first: GEMMs
+# at half of the time gave 2% fewer results for a joule with 470 pauses a second than with 275 (2026-11-18).
+FASTEST_S = 1 / 400
 # Readings of the first START_S after a start count as they come: nothing is known to judge them by.
 START_S = 0.1
 
@@ -95,7 +96,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class PaceCommand:
-    """What pace points do: after at least `slice_s` of work, wait `ratio` times as long as it took.
+    """What a pacer does: after at least `slice_s` of work, wait `ratio` times as long as it took.
 
     Where tokens are spent, `token_s` is the work of one, and the bucket regains one every `token_ns`.
     """
@@ -150,7 +151,7 @@ class Controller:
         self._quick_w = self._last_w = self.burst_w
         self._unchanged_s = self._learnt_s = self._quiet_s = 0.0
         self._usual_s = QUICK_S / FEW  # the time of a reading
-        self._slow = (0.0, 0.0, 0.0)  # seconds, joules, seconds x duty since a pace point last ended
+        self._slow = (0.0, 0.0, 0.0)  # seconds, joules, seconds x duty since a wait last ended
         self._past: deque[tuple[float, float]] = deque()  # (seconds, watts) of one window, newest last
         self._longer, self._same_s = 0.0, 0.0  # by how much slices are longer, and since when
         self.shared = False  # whether processes take turns on a GPU
@@ -194,7 +195,7 @@ class Controller:
         """Take the mean power measured over some seconds in which work had `duty`; returns what to do next.
 
         `active` is False without work: the bucket fills, and nothing is learnt of the load. `moved` is False when no
-        pace point ended meanwhile: work longer than a reading is judged together with its wait. `rested`: all our work
+        point ended meanwhile: work longer than a reading is judged together with its wait. `rested`: all our work
         waited during the whole reading.
         """
         if not (seconds > 0 and math.isfinite(power_w)):

@@ -24,6 +24,8 @@ _FREE = """__get__ __set__ __len__ __repr__ __hash__ size stride dim ndimension 
 FREE = frozenset(_FREE.split())
 # After longer than this without a call, the thread did something else.
 AWAY_NS = 2_000_000
+# Points of the backward pass come from operators this far apart: less than a slice.
+APART_NS = 200_000
 
 
 class CpuPoints:
@@ -64,7 +66,7 @@ def _mode_class() -> type:
 
         def __init__(self, pacer: HostPacer) -> None:
             super().__init__()
-            self._pacer = pacer
+            self._pacer, self._hooked_ns = pacer, 0
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -73,8 +75,9 @@ def _mode_class() -> type:
             pacer = self._pacer
             pacer.point()
             node = getattr(out, "grad_fn", None)
-            if node is not None:  # runs on autograd's thread
-                node.register_prehook(lambda _grads: pacer.point())
+            if node is not None and (now := time.monotonic_ns()) - self._hooked_ns > APART_NS:
+                self._hooked_ns = now
+                node.register_prehook(lambda _grads: pacer.point())  # on autograd's thread
             return out
 
     return OperatorMode

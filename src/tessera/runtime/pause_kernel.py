@@ -8,11 +8,12 @@
 Blocks of a stream with a higher priority go first, and an SM holds a fixed number of blocks (32 on an H200). So a grid
 of that many one-warp blocks for each SM stops everything behind it, whoever launched it and however: eager work,
 compiled code, a graph in the middle of its replay, any stream. The program is not touched, and nothing waits in its
-streams. Work that runs is never interrupted: the pause begins when the last of the running blocks has ended.
+streams. Work that runs is never interrupted: the pause begins when the last of the running blocks has ended, or after
+`DRAIN_NS` where some do not (a collective that waits for its peers).
 
-Nobody can be locked out. A block of ours needs less than any other (one warp, 28 registers, no shared memory), so
-where one of the program's fits, ours does, and sleeps no longer than `DRAIN_NS` and the pause. Blocks of the program
-that wait for other blocks of their grid therefore get them.
+Nobody can be locked out. A block of ours needs less than any other (one warp, 28 registers, no shared memory), so where
+one of the program's fits, ours does, and leaves when the pause is over. Blocks that wait for other blocks of their grid
+therefore get them.
 
 Times are those of `%globaltimer`, which counts nanoseconds at any clock. The command is read from host memory while
 the pause lasts: a ratio of 0 ends it. The driver compiles the code below in about 20 ms; no compiler is needed.
@@ -33,8 +34,8 @@ POINTS, WAITS, WAITED_NS, BUSY_NS = range(
 )  # STATS; STATE has: end of the last pause, blocks that came, left, and until
 WORDS = 8
 ONE = 1024  # the ratio is in 1/1024
-DRAIN_NS = 20_000_000
-"""A pause gives up where the running blocks do not end within this time."""
+DRAIN_NS = 2_500_000
+"""A pause waits this long for the running blocks to end: longer than most kernels take."""
 
 PTX = f"""
 .version 7.0
@@ -61,13 +62,13 @@ PTX = f"""
     mov.u64 %began, %globaltimer;
     mov.u64 %now, %began;
     atom.global.add.u64 %k, [%state+8], %one;
-    setp.eq.u64 %p0, %k, %last;
-    @%p0 bra LEAD;
+    setp.eq.u64 %p0, %k, 0;
+    @%p0 bra DRAIN;
 
-FOLLOW: // until the last block has come and set the end, or for DRAIN_NS
+FOLLOW: // until the first block has set the end, then until that
     ld.volatile.global.u64 %until, [%state+24];
-    setp.ne.u64 %p1, %until, 0;
-    @!%p1 add.u64 %until, %began, {DRAIN_NS};
+    setp.eq.u64 %p1, %until, 0;
+    @%p1 add.u64 %until, %now, 20000;
     setp.ge.u64 %p2, %now, %until;
     @%p2 bra LEAVE;
     sub.u64 %left, %until, %now;
@@ -79,7 +80,20 @@ FOLLOW: // until the last block has come and set the end, or for DRAIN_NS
     mov.u64 %now, %globaltimer;
     bra FOLLOW;
 
-LEAD: // the last block: nothing else runs now. Blocks that gave up have left: then there is no pause
+DRAIN: // the first block: until all have come and nothing else runs, or for DRAIN_NS
+    ld.volatile.global.u64 %x, [%state+8];
+    setp.gt.u64 %p3, %x, %last;
+    @%p3 bra PAUSE;
+    sub.u64 %x, %now, %began;
+    setp.ge.u64 %p4, %x, {DRAIN_NS};
+    @%p4 bra PAUSE;
+    mov.u32 %nap, 1000;
+    nanosleep.u32 %nap;
+    mov.u64 %now, %globaltimer;
+    bra DRAIN;
+PAUSE:
+    mov.u64 %now, %globaltimer;
+    mov.u64 %began, %now;
     ld.volatile.global.u64 %x, [%state];
     setp.eq.u64 %p3, %x, 0;
     @%p3 mov.u64 %x, %began;
@@ -87,9 +101,6 @@ LEAD: // the last block: nothing else runs now. Blocks that gave up have left: t
     max.s64 %busy, %busy, 0;
     ld.volatile.global.u64 %y, [%control+{8 * LIMIT_NS}];
     min.s64 %busy, %busy, %y;
-    ld.volatile.global.u64 %y, [%state+16];
-    setp.ne.u64 %p4, %y, 0;
-    @%p4 mov.u64 %busy, 0;
 HOLD: // at the newest ratio
     ld.volatile.global.u64 %ratio, [%control+{8 * RATIO}];
     mul.lo.u64 %wait, %busy, %ratio;

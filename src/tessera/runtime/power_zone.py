@@ -253,7 +253,7 @@ def guess_power(domains: Sequence[tuple[str, str]], cap_w: float) -> tuple[float
 
 
 class TokenTally:
-    """Tokens over time, from the pace points' own counts and clock."""
+    """Tokens over time, from the waits' own counts and clock."""
 
     def __init__(self) -> None:
         self.token_s = 0.0  # device seconds of a token at the fastest pace; 0 before any was seen
