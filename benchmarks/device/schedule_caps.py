@@ -18,6 +18,7 @@ Power is the driver's ring, read by another process that knows nothing of Tesser
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -38,9 +39,10 @@ import torch
 from torch import nn
 
 from tessera import schedule
+from tessera.runtime import gpu_pacer
 from tessera.runtime.control_loop import get_loop
 from tessera.runtime.controller import FASTEST_S, PaceCommand
-from tessera.runtime.gpu_pacer import make_pacer
+from tessera.runtime.pause_kernel import PauseKernel
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -265,6 +267,24 @@ def capped_row(ring: Ring, step: Step, cap_w: float, seconds: float, points: lis
     }
 
 
+def in_stream_row(ring: Ring, step: Step, seconds: float) -> dict[str, Any]:
+    """For comparison: the same thread puts waits of one warp into the program's own stream."""
+
+    def make_kernel(device: int) -> PauseKernel:
+        kernel = PauseKernel(device)
+        kernel._stream, kernel._arguments[3].value = ctypes.c_void_p(0), 1
+        kernel._grid = tuple(ctypes.c_uint(n) for n in (1, 1, 1, 1, 1, 1, 0))
+        return kernel
+
+    queued, gpu_pacer.QUEUED = gpu_pacer.QUEUED, 10_000  # they stand behind what the host has launched
+    pacer = gpu_pacer.GpuPacer(0, make_kernel)
+    pacer.obey(PaceCommand(0.4 / 0.6, SLICE_S))
+    found = measure(ring, step, 0.55 * seconds)
+    pacer.stop()
+    gpu_pacer.QUEUED = queued
+    return found
+
+
 def load_part(part: str, rows: Rows) -> None:
     name, make = LOADS[part]
     step = tiny() if QUICK else make()
@@ -286,13 +306,15 @@ def load_part(part: str, rows: Rows) -> None:
         )
         time.sleep(1.0)
         points = [(free["mean_w"], free["calls_per_s"])]
-        pacer = make_pacer(0 if torch.cuda.is_available() else -1)
+        pacer = gpu_pacer.make_pacer(0 if torch.cuda.is_available() else -1)
         for duty in DUTIES:
             pacer.obey(PaceCommand((1 - duty) / duty, max(SLICE_S, FASTEST_S * duty)))
             found = rows.add(f"{name} fixed duty {duty}", 2.5, lambda: measure(ring, step, 0.55 * seconds))
             if found is not None:
                 points.append((found["mean_w"], found["calls_per_s"]))
         pacer.obey(PaceCommand())
+        if torch.cuda.is_available():
+            rows.add(f"{name} waits in its stream, duty 0.6", 2.5, lambda: in_stream_row(ring, step, seconds))
         if first is not None and (best := interpolate(points, first["mean_w"])):
             first["of_best_fixed_duty_pct"] = 100 * first["calls_per_s"] / best
         for share in SHARES[1:]:

@@ -225,11 +225,6 @@ class PauseKernel:
         """Pause the device, for the ratio times the time since the last pause."""
         self._check("cuLaunchKernel", self._function, *self._grid, self._stream, self._pointers, None)
 
-    def launch_after(self, microseconds: int) -> None:
-        """Pause the device a while after what our stream holds has ended. A thread of the driver sleeps meanwhile."""
-        self._check("cuLaunchHostFunc", self._stream, _usleep(), ctypes.c_void_p(microseconds))
-        self.launch()
-
     def _get_attribute(self, attribute: int, number: ctypes.c_int) -> int:
         value = ctypes.c_int()
         self._check("cuDeviceGetAttribute", ctypes.byref(value), attribute, number)
@@ -254,9 +249,3 @@ def load_driver() -> Any:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as exc:
         raise ScheduleError("CUDA's driver library cannot be loaded", why=str(exc)) from exc
-
-
-@functools.cache
-def _usleep() -> ctypes.c_void_p:
-    """Libc's usleep: what CUDA calls with one word as its argument, without Python and its lock."""
-    return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p)
