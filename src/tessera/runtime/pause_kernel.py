@@ -223,7 +223,10 @@ class PauseKernel:
 
     def launch(self) -> None:
         """Pause the device, for the ratio times the time since the last pause."""
-        self._check("cuLaunchKernel", self._function, *self._grid, self._stream, self._pointers, None)
+        # Without the interpreter's lock: the driver may make it wait for a thread that waits for that lock.
+        code = self._cuda.cuLaunchKernel(self._function, *self._grid, self._stream, self._pointers, None)
+        if code:
+            raise self._make_error("cuLaunchKernel", code)
 
     def _get_attribute(self, attribute: int, number: ctypes.c_int) -> int:
         value = ctypes.c_int()
@@ -233,13 +236,16 @@ class PauseKernel:
     def _check(self, call: str, *args: Any) -> None:
         code = getattr(self._cuda, call)(*args)
         if code:
-            name = ctypes.c_char_p()
-            self._cuda.cuGetErrorName(code, ctypes.byref(name))
-            raise ScheduleError(
-                f"the GPU cannot be paused: {call} failed",
-                why=(name.value or b"").decode() or f"CUDA error {code}",
-                fix='cap_policy="driver" with permission to set the power limit',
-            )
+            raise self._make_error(call, code)
+
+    def _make_error(self, call: str, code: int) -> ScheduleError:
+        name = ctypes.c_char_p()
+        self._cuda.cuGetErrorName(code, ctypes.byref(name))
+        return ScheduleError(
+            f"the GPU cannot be paused: {call} failed",
+            why=(name.value or b"").decode() or f"CUDA error {code}",
+            fix='cap_policy="driver" with permission to set the power limit',
+        )
 
 
 @functools.cache
