@@ -44,6 +44,7 @@ from fakes.programs import (
     host_bound,
     saturated,
     synchronising,
+    uneven,
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -63,6 +64,7 @@ SEEN: dict[str, Program] = {
     "synchronised at each call": synchronising(1),
     "synchronised every 8 calls": synchronising(8),
     "bursts of 30 ms": bursty(0.03, 0.01),
+    "heavy and light in turn, uneven": uneven(),
 }
 KEPT_APART: dict[str, Program] = {
     "saturated, 700 W": saturated(0.0004, 700.0, 0.0002),

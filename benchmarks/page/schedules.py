@@ -15,7 +15,13 @@ MODELS = {
     "bert": ("BERT-base inference", 0.0),
     "resnet": ("ResNet-50 inference", 0.0),
 }
-LOADS = ("MoE training", "ViT-L/16 inference, batch 64", "eager decode, 1.1B, batch 16", "GPT-2 training", "compiled BERT")
+LOADS = (
+    "MoE training",
+    "ViT-L/16 inference, batch 64",
+    "eager decode, 1.1B, batch 16",
+    "GPT-2 training",
+    "compiled BERT",
+)
 UNREACHED = ("GPT-2 training", "MoE training", "eager decode", "graph decode")
 
 
@@ -174,7 +180,9 @@ def simulation_goals(p: dict[str, Any] | None) -> list[Goal]:
 
 
 def node(c: dict[str, Any] | None) -> Goal:
-    what = "node bucket, two processes on one GPU: mean off, worst 200 ms window off, %; the smaller share over the larger"
+    what = (
+        "node bucket, two processes on one GPU: mean off, worst 200 ms window off, %; the smaller share over the larger"
+    )
     goal, row = "within 3; <= 5; >= 0.8", find_row(c, "two processes on one GPU, 450 W")
     if row is None:
         return Goal(what=what, goal=goal, command=CAPS)

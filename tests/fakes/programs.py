@@ -64,6 +64,22 @@ def bursty(on_s: float, off_s: float, power_w: float = 900.0) -> Program:
     return ops
 
 
+def uneven(heavy_w: float = 720.0, light_w: float = 330.0, busy_s: float = 0.02) -> Program:
+    """Heavy and light work in turn, of lengths that differ, with a host that is late now and then: as MoE training."""
+
+    def ops(plant: Plant) -> Iterator[Op]:
+        rng = random.Random(5)
+        host = plant.at_s
+        while True:
+            for power_w in (light_w, heavy_w):
+                for _ in range(round(busy_s / 0.0002 * rng.uniform(0.5, 1.5))):
+                    yield Op(0.0002, power_w * rng.uniform(0.9, 1.1), ready_s=host)
+            late_s = 0.02 * rng.random() if rng.random() < 0.2 else 0.0
+            host = max(host + 2 * busy_s, plant.at_s - 0.02) + late_s
+
+    return ops
+
+
 # Kernels of a layer's forward pass in microseconds, with the heavy ones' watts (h200/gpt2_train.kineto.json.gz); the
 # others draw 450 W, so that all of it draws the 540 W that were measured.
 _LAYER = (

@@ -16,6 +16,7 @@ from tessera.runtime.cap_report import FIRST_S, MeanPower, PowerMeter
 from tessera.runtime.controller import (
     AGAIN_S,
     MIN_DUTY,
+    PERIOD_S,
     SHARED_S,
     STUCK_DUTY,
     TARGET,
@@ -138,7 +139,7 @@ def test_a_slice_is_as_short_as_the_window_asks():
     wide = Controller(Cap(400.0, 1.0), idle_w=100.0, burst_w=918.0).command
     narrow = Controller(Cap(400.0, 0.2), idle_w=100.0, burst_w=918.0).command
     assert narrow.ratio == wide.ratio
-    assert narrow.slice_s < wide.slice_s / 2
+    assert narrow.slice_s < wide.slice_s / 1.5
 
 
 # -- the zone and the plant -------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def test_windows_that_are_off_make_slices_another_length_and_no_longer_than_allo
     for i in range(300):  # a beat of 400 ms, of 5%
         told = controller.observe(394.0 * (1.05 if i // 10 % 2 else 0.95), 0.02, duty=0.32)
         seen.add(round(told.slice_s / usual, 1))
-        assert told.slice_s <= 0.004 * told.duty * 1.001 or told.slice_s <= 1.01 * usual
+        assert told.slice_s <= PERIOD_S * told.duty * 1.001 or told.slice_s <= 1.01 * usual
     assert len(seen) >= 3
     for _ in range(100):
         controller.observe(394.0, 0.02, duty=0.32)
@@ -276,7 +277,7 @@ def test_a_gemm_loop_is_held(cap_w):
     assert made.worst_w() <= 1.06 * cap_w  # at 300 W a launch that is late by 3 ms is 4% of a window
     # and what the meter reports from the sensor is what the plant drew
     assert made.meter.mean_w == pytest.approx(made.mean_w(), rel=0.02)
-    assert made.meter.peak_w == pytest.approx(made.worst_w(), rel=0.04)
+    assert made.meter.peak_w == pytest.approx(made.worst_w(), rel=0.06)  # it beats with the slices
 
 
 @pytest.mark.parametrize("cap_w", [500.0, 400.0, 300.0])

@@ -113,13 +113,19 @@ def test_a_new_command_ends_a_pause_that_is_under_way(pacer):
     wait_until(lambda: not load_fake().fake_paused())
 
 
-def test_at_most_two_pauses_are_queued(pacer, monkeypatch):
-    pacer.obey(PaceCommand(40.0, 0.0005))
+@pytest.mark.parametrize("ratio", [0.2, 4.0])
+def test_one_pause_is_launched_at_a_time(pacer, ratio):
+    """A second one, queued behind a long pause, would find no work before it, and the third too much."""
+    pacer.obey(PaceCommand(ratio, 0.002))
     most = 0
-    for _ in range(200):
+
+    def look():
+        nonlocal most
         most = max(most, pacer._launched - pacer.counts().points)
-        time.sleep(0.001)
-    assert most <= 2
+
+    before = pacer.counts().waits
+    wait_until(lambda: pacer.counts().waits >= before + 40, look)
+    assert most <= 1
 
 
 def test_a_failure_is_said_and_the_thread_ends(cuda, caplog):

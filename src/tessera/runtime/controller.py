@@ -32,7 +32,7 @@ RIPPLE = 0.003
 # Slices are at least SHORT_S where a slice and its wait take less than PERIOD_S: the filter's input are moments about
 # half a millisecond apart (inferred: tests/fakes/plant.py), which beat with slices of that length.
 SHORT_S = 0.0007
-PERIOD_S = 0.004
+PERIOD_S = 0.0055
 # Processes that share a GPU take turns of milliseconds, and each one's measured work includes the others' turns: their
 # sum depends on how their waits overlap, which wanders. It wanders least with slices this long.
 SHARED_S = 0.0025
@@ -81,7 +81,7 @@ SLICE_S = (0.0005, 0.025)
 # A slice and its wait take at least this long. A pause is a launch by a thread that needs the interpreter's lock: 900 a
 # second slowed a host-bound program on an H200 by half, 470 cost nothing. And the running blocks must end first: GEMMs
 # at half of the time gave 2% fewer results for a joule with 470 pauses a second than with 275 (2026-11-18).
-FASTEST_S = 1 / 400
+FASTEST_S = 0.0037
 # Readings of the first START_S after a start count as they come: nothing is known to judge them by.
 START_S = 0.1
 
@@ -155,6 +155,7 @@ class Controller:
         self._past: deque[tuple[float, float]] = deque()  # (seconds, watts) of one window, newest last
         self._longer, self._same_s = 0.0, 0.0  # by how much slices are longer, and since when
         self.shared = False  # whether processes take turns on a GPU
+        self.fastest_s = FASTEST_S  # 0 where waits are the program's own
         self.set_cap(cap)
         self.command = self._command_for(self.target_w)
 
@@ -308,5 +309,5 @@ class Controller:
         longest = RIPPLE * self.cap.power_w * self.cap.window_s / above_w if above_w > 0 else math.inf
         whole_s = max(PERIOD_S * duty, SLICE_S[0])  # the work within PERIOD_S
         part = min(1.0, self.cap.window_s / USUAL_WINDOW_S)  # ripple is proportional to a slice's share of the window
-        usual = max(longest, FASTEST_S * duty, part * (SHARED_S if self.shared else min(SHORT_S, whole_s)))
+        usual = max(longest, self.fastest_s * duty, part * (SHARED_S if self.shared else min(SHORT_S, whole_s)))
         return min(usual * math.pow(LONGER, self._longer), max(usual, whole_s), SLICE_S[1])

@@ -30,8 +30,11 @@ _log = logging.getLogger("tessera")
 
 # One pause; more is paid by the next. What waits for this GPU (a collective) gives up after minutes.
 LONGEST_S = 0.5
-# Launched and not yet over: more would only be late.
-QUEUED = 2
+# Below this ratio launches come at fixed distances.
+SHORT = 0.5
+# Looks at a pause that is not over yet; and the most by which a slice is expected to be late.
+LOOK_S = 0.0003
+LATE_S = 0.001
 
 
 class GpuPacer:
@@ -47,6 +50,7 @@ class GpuPacer:
         self._command = PaceCommand()
         self._wake = threading.Condition()
         self._launched = 0
+        self._worked_s = 0.0
         self._tokens: TokenStream | None = None
         self._spends = self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"tessera-pause-{device}", daemon=True)
@@ -116,8 +120,7 @@ class GpuPacer:
             kernel = PauseKernel(self.device)
         kernel.set_limits(busy_s=LIMIT_S, longest_s=LONGEST_S)
         kernel.make_current()
-        kernel.launch()  # the first loads its code; without a ratio it is over at once
-        self._launched = 1
+        self._launch(kernel)  # the first loads its code; without a ratio it is over at once
         kernel.set_ratio(self._command.ratio)
         return kernel
 
@@ -129,12 +132,30 @@ class GpuPacer:
         return not self._stopping
 
     def _pause(self, kernel: PauseKernel) -> None:
-        """Let work run for a slice, then pause it. The kernel times both: a late launch makes a longer pause."""
+        """Let work run for a slice, then pause it. The kernel times both: a late launch makes a longer pause.
+
+        Launches at fixed distances do for short pauses only. Where they are longer than the work, one that is too long
+        makes the next too short, and that too long again: then a slice begins when the pause is over.
+        """
         command = self._command
-        time.sleep(command.slice_s * (1.0 + command.ratio))
-        if self._launched - kernel.read_counts()[0] < QUEUED:
-            self._launched += 1
-            kernel.launch()
+        if command.ratio < SHORT:
+            time.sleep(command.slice_s * (1.0 + command.ratio))
+            if kernel.read_counts()[0] >= self._launched:
+                self._launch(kernel)
+            return
+        time.sleep(command.slice_s)
+        before_s = kernel.read_counts()[2]
+        self._launch(kernel)
+        time.sleep(command.ratio * self._worked_s)
+        while kernel.read_counts()[0] < self._launched and self._command.ratio > 0:
+            time.sleep(LOOK_S)
+        # What a slice really takes, with the launch and the last blocks, is how long the next pause will be.
+        worked_s = (kernel.read_counts()[2] - before_s) / command.ratio
+        self._worked_s = min(worked_s, command.slice_s + LATE_S)
+
+    def _launch(self, kernel: PauseKernel) -> None:
+        kernel.launch()
+        self._launched += 1
 
 
 def make_pacer(device: int) -> Pacer:

@@ -229,6 +229,8 @@ class PowerZone:
             stuck_duty = STUCK_DUTY if self.key == "cpu" else MIN_DUTY
             blur_s = self._blur_s(sampler)
             self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s, stuck_duty=stuck_duty)
+            if self.tally is not None or self.key == "cpu":
+                self.controller.fastest_s = 0.0
             if self.command.ratio > 0:  # taken over from another leader
                 self.controller.continue_from(self.command)
         elif cap != self.controller.cap:
