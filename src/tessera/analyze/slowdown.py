@@ -49,6 +49,8 @@ FIRST = 3
 """Steps of a run that count for nothing: they compile, allocate and warm up."""
 UNTRACED, TRACED = 5, 3
 """Fewer steps say nothing."""
+MANY = 10
+"""Times as many steps that nobody disturbed: what the few with operators took is then not worth a line."""
 SURE = 0.1
 """A ratio known worse than this (90%) is not known: the steps of that program differ too much, or are too few."""
 MATTERS = 1.05
@@ -97,7 +99,7 @@ class Slowdown:
     @property
     def text(self) -> str | None:
         """One line for a reader; None where it does not matter."""
-        if not self.matters:
+        if not self.matters or (self.is_brief and self.untraced_steps > MANY * max(self.traced_steps, TRACED)):
             return None
         at_most = self.basis == "events"
         what = "steps" if self.traced_step_s is not None else "the program"

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..joules import Z90, Floats, Ints, worst_basis
-from ..notes import name_several
 from ..record import CODE, KINDS
 from ..schema import DeviceId
 from ..timeline import Timeline
@@ -23,8 +22,8 @@ from ..timeline.columns import APART, NONE
 from ..timeline.intervals import Forest, union_by_key
 from ..timeline.link import Links
 from .activity import rank_values, sum_by_key
-from .repeats import count_module_calls, count_repeats, cover_operators
-from .share import Share
+from .repeats import count_calls, count_repeats, cover_operators
+from .share import Share, note_fits
 from .table import EnergyRow, EnergyTable, note_overlaps
 
 NO_OP = "(no operator)"
@@ -80,7 +79,7 @@ def table(
         coverage=min(p.coverage for p in parts),
         operators=cover_operators(timeline, parts),
         idle_w=float(sum(i[0] for i in idle)) / idle_s if idle_s > 0 else None,
-        notes=[*notes, *_fit_notes(parts), *note_overlaps(regions)],
+        notes=[*notes, *note_fits(parts), *note_overlaps(regions)],
     )
 
 
@@ -107,26 +106,6 @@ def _idle(part: Share) -> tuple[float, float, float]:
 def _half(seconds: Floats, covariance: Floats) -> float:
     variance = max(float(seconds @ covariance @ seconds), 0.0)
     return Z90 * math.sqrt(variance)
-
-
-def _fit_notes(parts: Sequence[Share]) -> list[str]:
-    said: dict[str, list[str]] = {}  # domains by what is said of them: eight GPUs are one note
-    for p in parts:
-        if p.domain.basis == "modelled":
-            said.setdefault("power is modelled, so joules are divided among operators by time", []).append(
-                p.domain.name
-            )
-            continue
-        busy = sum_by_key(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
-        informed = p.fit.informed[: p.activity.classes]
-        joules = busy * p.watts[: p.activity.classes]
-        if joules.sum() > 0 and float(joules @ informed) < 0.5 * float(joules.sum()):
-            few = (
-                f"{p.fit.samples} samples are too few to split the energy among kernels (the sum is measured, most of "
-                "the split is modelled): record more steps for tighter intervals"
-            )
-            said.setdefault(few, []).append(p.domain.name)
-    return [f"{name_several(names)}: {text}" for text, names in said.items()]
 
 
 class _Ledger:
@@ -295,7 +274,7 @@ class _Ledger:
             self._add_held(lines, p, kind, forest, innermost, left_out)
             if kind == "region" and p.on_host:
                 self._add_gaps_of_host(lines, p, left_out)
-        times = count_module_calls(self._timeline, self._parts) if kind == "module" else np.ones_like(innermost)
+        times = count_calls(self._timeline, self._parts, innermost, nested=kind == "module")
         self._count_calls(lines, passes[~partial[passes]], again, times)
         if forward is not None:
             self._add_later(lines, innermost, forward, partial)
@@ -396,13 +375,15 @@ class _Ledger:
         ranks, rank = rank_values(timeline["rank"][rows])
         keys, covered = union_by_key(where * len(ranks) + rank, timeline["start_ns"][rows], timeline["end_ns"][rows])
         calls = np.bincount(where, times[rows], len(names))
+        passes = np.bincount(where, minlength=len(names))
         took_s = sum_by_key(where, self._wall_s(timeline["start_ns"][rows], timeline["end_ns"][rows]), len(names))
         wall_s = sum_by_key(keys // max(len(ranks), 1), self._wall_s(*covered), len(names))
         overlaps = took_s > wall_s + 1e-9 * calls  # nanoseconds
         for i, key in enumerate(names.tolist()):
             if key in lines:
                 line = lines[key]
-                line.calls, line.wall_s, line.overlaps = int(calls[i]), float(wall_s[i]), bool(overlaps[i])
+                line.calls, line.overlaps = int(calls[i]), bool(overlaps[i])
+                line.wall_s = float(wall_s[i] * calls[i] / passes[i])
 
     def _wall_s(self, start_ns: Ints, end_ns: Ints) -> Floats:
         """Seconds of some stretches that lie in the windows of the joules."""

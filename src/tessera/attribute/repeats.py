@@ -19,25 +19,31 @@ from .table import OperatorCoverage
 def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints) -> Ints:
     """How often each row of the host that something ran for was called; `around` has that row by device row.
 
-    A call of a traced step was made as often as its kernels repeat.
+    A call of a traced step was made as often as its kernels repeat, where what repeats them is tied to it too.
     """
     links, counts = timeline.linked, timeline.columns.get("count")
     repeats = np.zeros(len(timeline) + 1, np.int64)  # one more, for NONE
     for part in parts:
         rows = np.unique(part.activity.rows) if part.on_host else part.activity.rows
+        twin = np.where(links.twin[rows] == NONE, rows, links.twin[rows])
+        rows, twin = (some[around[rows] == around[twin]] for some in (rows, twin))
         each = np.ones(len(rows)) if counts is None else np.maximum(counts[rows], 1)
-        traced, where = np.unique(np.where(links.twin[rows] == NONE, rows, links.twin[rows]), return_inverse=True)
+        traced, where = np.unique(twin, return_inverse=True)
         np.maximum.at(repeats, around[traced], np.bincount(where, each, len(traced)).astype(np.int64))
     return repeats[:-1]
 
 
-def count_module_calls(timeline: Timeline, parts: Sequence[Share]) -> Ints:
-    """How often each module was called: as often as anything inside it, and once where it launched nothing."""
-    links = timeline.linked
-    repeats = count_repeats(timeline, parts, links.module)
-    inside = np.flatnonzero(repeats)
+def count_calls(timeline: Timeline, parts: Sequence[Share], around: Ints, *, nested: bool) -> Ints:
+    """How often each module or region of `around` was called, at least once.
+
+    `nested`: what holds another was called as often as that. So it is with modules, which only a tracer sees; of the
+    regions that a program names, every pass has a row of its own.
+    """
+    parent = timeline.linked.parent
+    repeats = count_repeats(timeline, parts, around)
+    inside = np.flatnonzero(repeats) if nested else np.zeros(0, np.int64)
     while len(inside):
-        outer = links.parent[inside]
+        outer = parent[inside]
         held = outer != NONE
         np.maximum.at(repeats, outer[held], repeats[inside[held]])
         inside = np.unique(outer[held])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..joules import FULL, Z90, DomainSamples, Floats, Ints, accumulate
+from ..notes import name_several
 from ..schema import DeviceId, Domain, Energy, Hold
 from ..sensors.modelled import LINE_ERROR
 from .activity import Activity, Sharing, gaps, sum_by_key
@@ -23,6 +24,8 @@ HOST = DeviceId("", "cpu", 0)
 """The device of operators where nothing ran on an accelerator."""
 # Idle gaps shorter than this are the device waiting for the next launch, longer ones the program doing other things.
 _SHORT_GAP_NS = 2_000_000
+ENOUGH = 500
+"""Samples of ten seconds of the ring: more of them hardly change what they tell apart (measure/light_joules.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,3 +137,22 @@ def _covariance(column: DomainSamples, seen: Sequence[tuple[int, int]], watts: F
     spread_w = float(samples_w.std()) if len(samples_w) > 1 else 0.0
     covariance: Floats = np.diag((LINE_ERROR / Z90 * watts) ** 2 + spread_w**2)
     return covariance
+
+
+def note_fits(parts: Sequence[Share]) -> list[str]:
+    """What a reader should know of how joules were divided, each text once for all devices it is true of."""
+    said: dict[str, list[str]] = {}
+    for p in parts:
+        if p.domain.basis == "modelled":
+            text = "power is modelled, so joules are divided among operators by time"
+            said.setdefault(text, []).append(p.domain.name)
+            continue
+        busy = sum_by_key(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
+        informed = p.fit.informed[: p.activity.classes]
+        joules = busy * p.watts[: p.activity.classes]
+        if joules.sum() > 0 and float(joules @ informed) < 0.5 * float(joules.sum()):
+            modelled = "(the sum is measured, most of the split is modelled)"
+            few = f"{p.fit.samples} samples are too few to split the energy among kernels {modelled}: record more steps"
+            alike = f"{p.fit.samples} samples, yet many kernels run too close together to be told apart {modelled}"
+            said.setdefault(few if p.fit.samples < ENOUGH else alike, []).append(p.domain.name)
+    return [f"{name_several(names)}: {text}" for text, names in said.items()]

@@ -90,7 +90,7 @@ def mode_text(result: Answer) -> str:
     if result.mode in ("operators", "timeline") and not result.kernels:
         return "every operator" if result.ops or not result.source else "regions and power"
     if result.operators is not None:
-        return f"every kernel, {format_share(result.operators.share)} of their joules with operators"
+        return f"every kernel, {format_share(result.operators.share)} with operators"
     return MODES.get(result.mode, result.mode)
 
 
@@ -296,7 +296,8 @@ def _ending(result: Answer, html: Path | None, width: int) -> Table:
 
 def _tracing_hint(result: Answer) -> str:
     """How to measure the slowdown instead of estimating its upper limit: leave steps untraced."""
-    known = result.tracing is None or result.tracing.basis == "steps" or result.whole.steps is None
+    tracing = result.tracing
+    known = tracing is None or tracing.basis == "steps" or tracing.is_brief or result.whole.steps is None
     return "" if known else " (to measure it, leave some steps untraced: --steps 10:20)"
 
 
