@@ -90,6 +90,13 @@ def test_rows_that_do_not_start_at_16_bytes_are_slow() -> None:
     )
 
 
+def test_misaligned_rows_of_the_result_alone_cost_less() -> None:
+    head = gemm_time(H200, 4096, 30522, 768)  # BERT's vocabulary: pieces of two elements, in the result only
+    assert head.seconds == pytest.approx(779e-6, rel=0.15)
+    both = gemm_time(H200, 4096, 30522, 770)
+    assert both.seconds > 1.2 * head.seconds
+
+
 @pytest.mark.parametrize(
     ("shape", "precision", "layout", "measured_s"),
     [  # shared/h200/kernels.jsonl and kernels_more.jsonl, less 0.9 us of one-kernel graphs

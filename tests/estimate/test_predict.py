@@ -403,3 +403,14 @@ def test_dropout_costs_in_fused_attention():
     attend = nn.functional.scaled_dot_product_attention
     plain = _one(lambda t: attend(t, t, t, is_causal=True), q)
     assert _one(lambda t: attend(t, t, t, dropout_p=0.1, is_causal=True), q) > 1.5 * plain
+
+
+def test_grouped_products_of_experts_take_longer_than_batched_ones() -> None:
+    tokens = torch.empty(2048, 1024, dtype=torch.bfloat16, device="meta")
+    weights = torch.empty(8, 1024, 7168, dtype=torch.bfloat16, device="meta")
+    ends = torch.arange(256, 2049, 256, dtype=torch.int32)
+    grouped = tessera.predict(
+        lambda: torch._grouped_mm(tokens, weights, offs=ends.to("meta")), launch="graph", state="burst"
+    )
+    batched = tessera.predict(lambda: tokens.view(8, 256, 1024) @ weights, launch="graph", state="burst")
+    assert 1.4 < grouped.total_latency_s / batched.total_latency_s < 1.9
