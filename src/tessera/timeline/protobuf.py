@@ -7,13 +7,32 @@ would bring a package of its own, in a version that clashes with somebody's.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..notes import Note
+from ..read_limits import ReadBudget
+from .source import read_whole
 
 Value = int | memoryview
 
 
 class DamagedMessage(ValueError):
     """Bytes that are no message."""
+
+
+def read_messages(path: Path, budget: ReadBudget, notes: list[str], add: Callable[[memoryview], None]) -> str | None:
+    """Give the messages of a file (its fields 1) to `add`, until one is damaged: then what is wrong with it."""
+    whole = memoryview(read_whole(path, budget, notes))
+    try:
+        with budget.slowly():
+            for number, value in read_fields(whole):
+                if number == 1:
+                    add(as_message(value))
+    except DamagedMessage as error:
+        notes.append(Note(f"the trace was cut or damaged ({error}): what comes before that was read", "omission"))
+        return str(error)
+    return None
 
 
 def read_fields(message: memoryview) -> Iterator[tuple[int, Value]]:

@@ -23,11 +23,11 @@ from msgspec import Struct, field
 
 from ..errors import RecordingError
 from ..notes import Note
-from ..read_limits import TRACE_BYTES, ReadBudget
+from ..read_limits import ReadBudget
 from .columns import NONE, Builder, Launch, Timeline
 from .device_rows import NO_WALL_CLOCK, add_call, add_copy, add_kernel
 from .events import LIMIT_NS
-from .source import open_source, read_pieces
+from .source import open_source, read_whole
 
 KEY = b'"rocprofiler-sdk-tool"'
 """What the JSON begins with."""
@@ -111,12 +111,12 @@ class _Strings(Struct, gc=False):
     marker_api: list[_Message] = field(default_factory=list)
 
 
-class _Node(Struct, gc=False):
+class _HostNode(Struct, gc=False):
     hostname: str = ""
 
 
 class _Metadata(Struct, gc=False):
-    node: _Node = field(default_factory=_Node)
+    node: _HostNode = field(default_factory=_HostNode)
     pid: int = 0
     command: list[str] = field(default_factory=list)
 
@@ -129,16 +129,16 @@ class _Process(Struct, gc=False):
     buffer_records: _Records = field(default_factory=_Records)
 
 
-class _File(Struct, gc=False):
+class _ToolOutput(Struct, gc=False):
     tool: list[_Process] = field(default_factory=list, name="rocprofiler-sdk-tool")
 
 
 def read_json(path: Path) -> Timeline:
     """The trace of a process, from rocprofv3's JSON."""
     budget, notes = open_source(path), list[str]()
-    text = _read_whole(path, budget, notes)
+    text = read_whole(path, budget, notes)
     try:
-        processes = msgspec.json.decode(text, type=_File).tool
+        processes = msgspec.json.decode(text, type=_ToolOutput).tool
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RecordingError(f"{path} is not rocprofv3's JSON", why=str(error)[:200], fix="record again") from error
     del text
@@ -233,16 +233,6 @@ def _finish(builder: Builder, budget: ReadBudget, notes: list[str], path: Path) 
     return timeline
 
 
-def _read_whole(path: Path, budget: ReadBudget, notes: list[str]) -> bytes:
-    pieces, size = [], 0
-    for piece in read_pieces(path, budget, notes):
-        pieces.append(piece)
-        size += len(piece)
-        if size > TRACE_BYTES:
-            raise budget.refuse(f"it has more than {TRACE_BYTES:,} bytes")
-    return b"".join(pieces)
-
-
 def _sound(records: list[_Record]) -> Iterator[_Record]:
     """Records whose times can be; rocprofv3 writes 0 where a kernel had not ended."""
     return (r for r in records if 0 < r.start_timestamp <= r.end_timestamp < LIMIT_NS)
@@ -268,7 +258,7 @@ def _read_table(path: Path, budget: ReadBudget, notes: list[str]) -> Iterator[di
     """The rows of a CSV file that have sound times; none where there is no such file."""
     if not path.exists():
         return
-    text = _read_whole(path, budget, notes).decode("utf-8", "replace")
+    text = read_whole(path, budget, notes).decode("utf-8", "replace")
     try:
         for count, row in enumerate(csv.DictReader(io.StringIO(text))):
             budget.check_rows(count)

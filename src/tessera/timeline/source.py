@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import RecordingError
-from ..read_limits import JSON_BYTES, ReadBudget, open_file
+from ..read_limits import JSON_BYTES, TRACE_BYTES, ReadBudget, open_file
 
 CHUNK_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
@@ -51,6 +51,17 @@ def read_start(path: Path, size: int) -> bytes:
     except RecordingError:
         return b""
     return start[:size]
+
+
+def read_whole(path: Path, budget: ReadBudget, notes: list[str]) -> bytes:
+    """All bytes of a file, decompressed; more than a trace may have is refused."""
+    pieces, size = [], 0
+    for piece in read_pieces(path, budget, notes):
+        pieces.append(piece)
+        size += len(piece)
+        if size > TRACE_BYTES:
+            raise budget.refuse(f"it has more than {TRACE_BYTES:,} bytes")
+    return b"".join(pieces)
 
 
 def read_json(path: Path) -> bytes:

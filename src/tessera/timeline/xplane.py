@@ -20,12 +20,12 @@ import numpy as np
 
 from ..errors import RecordingError
 from ..notes import Note
-from ..read_limits import TRACE_BYTES, ReadBudget
+from ..read_limits import ReadBudget
 from .columns import NONE, Builder, Launch, Timeline
 from .device_rows import NO_WALL_CLOCK, add_call, add_copy, add_kernel
 from .events import LIMIT_NS
-from .protobuf import DamagedMessage, as_message, as_number, as_signed, as_text, read_fields
-from .source import open_source, read_pieces
+from .protobuf import as_message, as_number, as_signed, as_text, read_fields, read_messages
+from .source import open_source
 
 _DEVICE = re.compile(r"/device:[A-Z]+:(\d+)")
 _STREAM = re.compile(r"Stream #(\d+)")
@@ -39,24 +39,11 @@ _EVENTS_PER_CHECK = 4096
 def read_xplane(path: Path) -> Timeline:
     """Kernels, copies, launch calls and annotations of an xplane.pb (or .pb.gz)."""
     budget, notes = open_source(path), list[str]()
-    pieces, size = [], 0
-    for piece in read_pieces(path, budget, notes):
-        pieces.append(piece)
-        size += len(piece)
-        if size > TRACE_BYTES:
-            raise budget.refuse(f"it has more than {TRACE_BYTES:,} bytes")
     reader = _SpaceReader(budget)
-    try:
-        with budget.slowly():
-            for number, value in read_fields(memoryview(b"".join(pieces))):
-                if number == 1:
-                    reader.add_plane(as_message(value))
-    except DamagedMessage as error:
-        if not len(reader.builder):
-            raise RecordingError(
-                f"{path} is not a trace of JAX", why=f"its protocol buffer is damaged: {error}", fix="record again"
-            ) from error
-        notes.append(Note(f"the trace was cut or damaged ({error}): what comes before that was read", "omission"))
+    damage = read_messages(path, budget, notes, reader.add_plane)
+    if damage is not None and not len(reader.builder):
+        why = f"its protocol buffer is damaged: {damage}"
+        raise RecordingError(f"{path} is not a trace of JAX", why=why, fix="record again")
     if not len(reader.builder):
         raise RecordingError(f"{path} contains no event", why="nothing ran while it was recorded", fix="record again")
     return reader.finish(notes)
