@@ -17,6 +17,7 @@ from tessera.errors import MeasurementError
 from tessera.monitor import Monitor
 from tessera.report.console import Console
 from tessera.report.doctor import print_checks
+from tessera.schema import Domain
 
 from fakes.driven import Driven
 from fakes.nvml import FakeNvml, Scenario
@@ -142,3 +143,14 @@ def test_torch_is_loaded_before_the_counters_ticks_are_sought(monkeypatch: pytes
     with pytest.raises(InterruptedError):
         selftest.run_checks()
     assert order == ["torch", "sampling"]
+
+
+@pytest.mark.parametrize(("names", "limit"), [(["gpu0", "gpu1"], 1.0), (["gpu0"], 0.5), (["cpu0"], 1.0)])
+def test_the_sampler_may_take_so_much_for_each_gpu(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], limit: float
+) -> None:
+    monkeypatch.setattr(selftest, "_SAMPLER_S", 0.01)
+    domains = [Domain(name=name, source="stub", resolution_s=0.02) for name in names]
+    monitor = SimpleNamespace(sampler=SimpleNamespace(cpu_time_s=0.0, domains=domains))
+    found = selftest.check_sampler(monitor)  # type: ignore[arg-type]
+    assert (found.verdict, found.limit) == ("pass", limit)

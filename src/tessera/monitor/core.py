@@ -31,8 +31,8 @@ MAX_REGIONS = 10_000
 MAX_PENDING = 50_000
 # How long the sampler's thread settles windows before it reads again: until the next sensor is due, within these
 # limits. A counter whose ticks are being searched is due every 3 ms, and thousands of short scopes take seconds.
-SETTLE_NS = (4_000_000, 200_000_000)
-LAST_WAIT_S = 0.5
+SETTLE_NS = (4_000_000, 400_000_000)
+LAST_WAIT_S, LAST_SETTLE_NS = 0.5, 200_000_000
 OTHER_REGION = "(other regions)"
 
 
@@ -213,7 +213,7 @@ class Monitor:
         """
         self.settle_all(LAST_WAIT_S)
         self.sampler.stop()
-        self._settle_pending(SETTLE_NS[1])
+        self._settle_pending(LAST_SETTLE_NS)
 
     def abandon(self) -> None:
         """In a forked child: locks and threads are the parent's, and this monitor measures nothing here."""

@@ -92,7 +92,7 @@ def _response(domain: Domain, learnt: SensorResponse | None) -> str:
         )
     ]
     if learnt.idle_w is not None:
-        parts.append(f"idle {learnt.idle_w:.0f} ± {learnt.idle_error_w:.0f} W")
+        parts.append(f"idle {learnt.idle_w:.1f} ± {learnt.idle_error_w:.1f} W")
     runs = f"{learnt.runs} run{'s' if learnt.runs != 1 else ''}"
     return f"{', '.join(parts)} (learnt from {learnt.seconds:.0f} s of {runs})"
 
