@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity
 
 from tessera import monitor, profile
 from tessera.profile.cupti_collector import CuptiCollector
+from tessera.profile.cupti_library import CALLS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -203,10 +204,10 @@ def run_calls(step: Step, steps: int) -> dict[str, Any]:
     ms = timed(step, steps)
     collector.stop()
     taken = collector.take()
-    threads = {int(t) for piece in taken for k, r in piece.split().items() if k in (4, 5) for t in set(r["thread"])}
-    named = sorted(taken[-1].calls.values()) if taken else []
+    assert taken is not None
+    threads = {int(t) for kind, records in taken.split().items() if kind in CALLS for t in set(records["thread"])}
     own = threading.get_native_id() in threads
-    return {"ms": ms, "own_thread_seen": own, "threads": len(threads), "calls": named, "sizes": dict(taken[-1].sizes)}
+    return {"ms": ms, "own_thread_seen": own, "threads": len(threads), "calls": sorted(taken.calls.values())}
 
 
 def run_light(step: Step, steps: int, folder: Path) -> dict[str, Any]:

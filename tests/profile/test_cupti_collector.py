@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.errors import RecordingError
-from tessera.profile.cupti_collector import LEAST_BYTES, MOST_BYTES, CuptiCollector
+from tessera.profile.cupti_collector import LEAST_BYTES, MOST_BYTES, CuptiCollector, RecordBytes
 from tessera.profile.cupti_library import CONCURRENT_KERNEL, MEMCPY, MEMSET, Cupti, CuptiError, open_cupti
 from tessera.profile.cupti_records import find_places, split_records
 
@@ -65,6 +65,10 @@ def launch(fake: Any, number: int, name: int = 0) -> None:
     fake.fake_kernel(ctypes.addressof(NAMES[name]), 1000 + 10 * number, 1005 + 10 * number, shape, 0)
 
 
+def count_kernels(piece: RecordBytes | None) -> int:
+    return 0 if piece is None else len(piece.split()[CONCURRENT_KERNEL])
+
+
 @pytest.mark.parametrize(("version", "kernel", "copy", "memset"), RELEASES)
 def test_records_of_every_release_are_read(
     fake: Any, library: str, version: int, kernel: int, copy: int, memset: int
@@ -79,20 +83,17 @@ def test_records_of_every_release_are_read(
         if number % 11 == 5:
             fake.fake_set(9000 + number, 9001 + number, 64)
     collector.stop()
+    assert len(collector._full) > 3  # several buffers
     taken = collector.take()
-    assert len(taken) > 3  # several buffers
-    parts = [piece.split() for piece in taken]
-    kernels = np.concatenate([p[CONCURRENT_KERNEL] for p in parts if CONCURRENT_KERNEL in p])
-    copies = np.concatenate([p[MEMCPY] for p in parts if MEMCPY in p])
-    sets = np.concatenate([p[MEMSET] for p in parts if MEMSET in p])
+    assert taken is not None
+    kernels, copies, sets = (taken.split()[kind] for kind in (CONCURRENT_KERNEL, MEMCPY, MEMSET))
     assert kernels["grid"][:, 0].tolist() == list(range(1, 501))
     assert set(kernels["block"][:, 0].tolist()) == {128}
     assert kernels["start"].tolist() == [1000 + 10 * n for n in range(500)]
     assert set((kernels["end"] - kernels["start"]).tolist()) == {5}
     assert copies["bytes"].tolist() == [4096 + n for n in range(500) if n % 7 == 3]
     assert len(sets) == sum(n % 11 == 5 for n in range(500))
-    names = {k: v for piece in taken for k, v in piece.names.items()}
-    assert [names[p] for p in kernels["name"][:2].tolist()] == ["_Z4gemmPf", "softmax"]
+    assert [taken.names[p] for p in kernels["name"][:2].tolist()] == ["_Z4gemmPf", "softmax"]
 
 
 def test_a_buffer_with_a_running_kernel_comes_later(fake: Any, library: str) -> None:
@@ -101,10 +102,11 @@ def test_a_buffer_with_a_running_kernel_comes_later(fake: Any, library: str) -> 
     launch(fake, 0)
     fake.fake_pending(1)
     collector.flush()
-    assert collector.take() == []
+    assert collector.take() is None
     fake.fake_pending(0)
     collector.flush()
-    (piece,) = collector.take()
+    piece = collector.take()
+    assert piece is not None
     assert len(piece.split()[CONCURRENT_KERNEL]) == 1
     collector.stop()
 
@@ -119,7 +121,7 @@ def test_few_kernels_of_which_one_runs_always_come_soon(fake: Any, library: str)
             launch(fake, launched)
             launched += 1
         collector.flush()
-        kept += sum(len(piece.split()[CONCURRENT_KERNEL]) for piece in collector.take())
+        kept += count_kernels(collector.take())
         assert launched - kept <= 100
     collector.stop()
 
@@ -133,7 +135,7 @@ def test_buffers_that_nobody_takes_are_bounded_and_the_loss_is_counted(
     for number in range(100):
         launch(fake, number)
     collector.stop()
-    kept = sum(len(piece.split()[CONCURRENT_KERNEL]) for piece in collector.take())
+    kept = count_kernels(collector.take())
     assert 0 < kept < 100
     assert kept + collector.dropped == 100
 
@@ -144,7 +146,7 @@ def test_buffers_are_used_again(fake: Any, library: str) -> None:
     for number in range(1000):
         launch(fake, number)
         if number % 50 == 0:
-            assert collector.take() is not None
+            collector.take()
     collector.stop()
     collector.take()
     assert len(collector._empty) < 10
@@ -160,7 +162,7 @@ def test_buffers_are_small_where_kernels_are_few_and_large_where_they_are_many(f
             launch(fake, number)
         collector.flush()
         given.append(max(len(buffer) for buffer, _ in collector._full))
-        kept = sum(len(piece.split()[CONCURRENT_KERNEL]) for piece in collector.take())
+        kept = count_kernels(collector.take())
         assert kept == count
     assert given[2] == given[8] == LEAST_BYTES
     assert given[5] == MOST_BYTES
@@ -220,7 +222,8 @@ def test_times_are_those_of_the_wall_clock_whatever_cupti_counts(
     fake.fake_kernel(ctypes.addressof(NAMES[0]), middle, middle + int(1000 * ticks_per_ns), shape, 0)
     tick(1_000_000_000)
     collector.stop()
-    (piece,) = collector.take()
+    piece = collector.take()
+    assert piece is not None
     kernels = piece.split()[CONCURRENT_KERNEL]
     start_ns, end_ns = (int(piece.to_epoch_ns(kernels[edge])[0]) for edge in ("start", "end"))
     assert start_ns - started_ns == pytest.approx(500_000_000, abs=5)
@@ -235,7 +238,8 @@ def test_calls_of_the_host_come_with_names_and_system_threads(fake: Any, library
     fake.fake_call(4, 1, 200, 210, 4243, 8)
     launch(fake, 0)
     collector.stop()
-    (piece,) = collector.take()
+    piece = collector.take()
+    assert piece is not None
     calls = {kind: records for kind, records in piece.split().items() if kind in (4, 5)}
     assert {k: (r["thread"].tolist(), r["correlation"].tolist()) for k, r in calls.items()} == {
         5: ([4242], [7]),
@@ -246,7 +250,8 @@ def test_calls_of_the_host_come_with_names_and_system_threads(fake: Any, library
     fake.fake_call(5, 0, 100, 110, 4242, 9)
     launch(fake, 1)
     collector.stop()
-    assert [set(piece.split()) for piece in collector.take()] == [{CONCURRENT_KERNEL}]
+    piece = collector.take()
+    assert piece is not None and set(piece.split()) == {CONCURRENT_KERNEL}
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 10]), st.integers(1, 30)), max_size=20), st.integers(0, 3))
@@ -281,4 +286,4 @@ def test_a_kind_that_cannot_be_recorded_leaves_nothing_enabled(fake: Any, librar
     assert not collector.running
     fake.fake_copy(1, 2, 3, 1)
     collector._cupti.flush(forced=True)
-    assert collector.take() == []
+    assert collector.take() is None

@@ -115,7 +115,9 @@ def test_records_without_a_time_are_left_out_and_said(fake: Any, library: str) -
     launch(fake, 0, 0, 0)
     launch(fake, 0, time.time_ns(), 10)
     collector.stop()
-    timeline = read_records(collector.take())
+    taken = collector.take()
+    assert taken is not None
+    timeline = read_records(taken)
     assert timeline["kind"].tolist() == [CODE["kernel"]]
     assert any("could not time 1" in note for note in timeline.notes)
 

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ _SAME_CLOCK_NS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordBytes:
-    """One buffer of records, and the names that its kernels point to. `sizes`: bytes of a record by kind.
+    """Records of some buffers, and the names that their kernels point to. `sizes`: bytes of a record by kind.
 
     `places` is where the records of each kind begin, `calls` names the host's calls by kind and number.
 
@@ -95,6 +95,7 @@ class CuptiCollector:
         self._is_checked = False
         self._running: tuple[int, ...] = ()
         self._calls: dict[tuple[int, int], str] = {}
+        self._names: dict[int, str] = {}
         self._clock_began = self._clock_now = (0, 0)
         self.dropped = 0
 
@@ -146,18 +147,19 @@ class CuptiCollector:
         before_ns = time.time_ns()
         return self._cupti.timestamp_ns(), (before_ns + time.time_ns()) // 2
 
-    def take(self) -> list[RecordBytes]:
-        """What has been handed over since the last call."""
-        taken: list[RecordBytes] = []
+    def take(self) -> RecordBytes | None:
+        """What has been handed over since the last call, in one piece; None where there is nothing.
+
+        One, however many buffers: each call of numpy takes the interpreter from a program that launches kernels.
+        """
         with self._lock:
-            while self._full:
-                buffer, used = self._full.popleft()
-                if used:
-                    taken.append(self._keep(buffer, used))
-                if len(buffer) == self._buffer_bytes:
-                    self._empty.append(buffer)
+            full = [self._full.popleft() for _ in range(len(self._full))]
             self._waiting = 0
-        return taken
+            filled = [buffer[:used] for buffer, used in full if used]
+            try:
+                return self._keep(filled) if filled else None
+            finally:
+                self._empty.extend(buffer for buffer, _ in full if len(buffer) == self._buffer_bytes)
 
     # -- called by CUPTI, on its own thread or on one that launches a kernel ----------------------------------------
 
@@ -179,39 +181,44 @@ class CuptiCollector:
         if buffer is not None:
             self._waiting += len(buffer)
             self._came += used
+            if self._came > 2 * self._buffer_bytes:  # more than was thought: no need to wait for the next flush
+                self._buffer_bytes = min(2 * self._buffer_bytes, self._most_bytes)
             self._full.append((buffer, used))
 
     # -- bytes and names -------------------------------------------------------------------------------------------
 
-    def _keep(self, buffer: NDArray[np.uint8], used: int) -> RecordBytes:
-        if not self._is_checked:
-            self._check_layout(buffer, used)
-        data = buffer[:used].data
+    def _keep(self, buffers: Sequence[NDArray[np.uint8]]) -> RecordBytes:
+        for buffer in buffers:
+            if not self._is_checked:
+                self._check_layout(buffer)
+        data = b"".join(buffers)  # type: ignore[arg-type]
         try:
             places = find_places(data, self._sizes)
         except UnknownRecordError:  # of another client in the process, which has enabled more
-            self._learn_sizes(buffer, used)
+            for buffer in buffers:
+                self._learn_sizes(buffer)
             places = find_places(data, self._sizes)
         for kind in CALLS:
             for number in find_distinct(data, places[kind], kind, "number") if kind in places else ():
                 if (kind, number) not in self._calls:
                     self._calls[kind, number] = self._cupti.name_call(kind, number)
         kernels = places.get(CONCURRENT_KERNEL)
-        addresses = [] if kernels is None else find_distinct(data, kernels, CONCURRENT_KERNEL, "name")
+        for address in () if kernels is None else find_distinct(data, kernels, CONCURRENT_KERNEL, "name"):
+            if address not in self._names:
+                self._names[address] = _read_text(address) or "unknown kernel"
         return RecordBytes(
-            data=buffer[:used].tobytes(),
-            # Read anew for each buffer: a module that was unloaded may have given its address to another name.
-            names={a: _read_text(a) or "unknown kernel" for a in addresses},
+            data=data,
+            names=self._names,
             calls=self._calls,
             sizes=dict(self._sizes),
             places=places,
             clock=(self._clock_began, self._clock_now),
         )
 
-    def _check_layout(self, buffer: NDArray[np.uint8], used: int) -> None:
+    def _check_layout(self, buffer: NDArray[np.uint8]) -> None:
         """Compare with how CUPTI itself walks the first buffer, and learn lengths that no header of ours has."""
-        data = buffer[:used].data
-        walked = self._learn_sizes(buffer, used)
+        data = buffer.data
+        walked = self._learn_sizes(buffer)
         places = find_places(data, self._sizes)
         found = sum(map(len, places.values()))
         why = f"it reads {walked} records where {found} are found" if found != walked else ""
@@ -226,9 +233,10 @@ class CuptiCollector:
             )
         self._is_checked = kernels is not None
 
-    def _learn_sizes(self, buffer: NDArray[np.uint8], used: int) -> int:
+    def _learn_sizes(self, buffer: NDArray[np.uint8]) -> int:
         """The lengths of records as CUPTI itself walks them; returns their number."""
-        walked = [*self._cupti.walk(buffer.ctypes.data, used), (0, buffer.ctypes.data + used)]
+        address, used = buffer.ctypes.data, len(buffer)
+        walked = [*self._cupti.walk(address, used), (0, address + used)]
         for (kind, at), (_, following) in itertools.pairwise(walked):
             self._sizes[kind] = following - at
         return len(walked) - 1

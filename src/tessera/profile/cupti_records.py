@@ -115,8 +115,12 @@ def split_records(data: Buffer, sizes: Mapping[int, int], places: Places | None 
     for kind, own in (find_places(data, sizes) if places is None else places).items():
         if kind in FIELDS:
             size = sizes[kind]
-            rows = np.lib.stride_tricks.as_strided(whole, (max(len(whole) - size + 1, 0), size), (1, 1))
-            found[kind] = rows[own].view(_dtype(kind, size))[:, 0]
+            first, end = int(own[0]), int(own[-1]) + size
+            if end - first == size * len(own):  # one run: nothing to copy
+                found[kind] = whole[first:end].view(_dtype(kind, size))
+            else:
+                rows = np.lib.stride_tricks.as_strided(whole, (max(len(whole) - size + 1, 0), size), (1, 1))
+                found[kind] = rows[own].view(_dtype(kind, size))[:, 0]
     return found
 
 

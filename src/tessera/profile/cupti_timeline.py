@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,28 +32,28 @@ _QUERIES = (
 _MIX = np.random.default_rng(0).integers(1, 2**63, 9, dtype=np.uint64) | np.uint64(1)
 
 
-def read_records(pieces: Iterable[RecordBytes]) -> Timeline:
+def read_records(piece: RecordBytes) -> Timeline:
     """The rows of some buffers. Records that CUPTI could not time are left out, and counted in a note."""
     builder = Builder()
     untimed = 0
-    for piece in pieces:
-        for kind, found in piece.split().items():
-            records = found[found["start"] != 0]
-            untimed += len(found) - len(records)
-            if not len(records):
-                continue
-            if kind in CALLS:
-                records, columns = _calls(builder, records, kind, piece.calls)
-            elif kind == CONCURRENT_KERNEL:
-                columns = _kernels(builder, records, piece.names)
-            else:
-                columns = _transfers(builder, records, is_set=kind == MEMSET)
-            columns |= {edge + "_ns": piece.to_epoch_ns(records[edge]) for edge in ("start", "end")}
-            kept = ("thread", "correlation") if kind in CALLS else ("device", "stream", "correlation")
-            columns |= {name: records[name].astype(np.int64) for name in kept}
-            if kind not in CALLS:
-                columns["external"] = np.full(len(records), UNTRACED)
-            builder.extend(columns, len(records))
+    for kind, found in piece.split().items():
+        is_timed = found["start"] != 0
+        records = found if is_timed.all() else found[is_timed]
+        untimed += len(found) - len(records)
+        if not len(records):
+            continue
+        if kind in CALLS:
+            records, columns = _calls(builder, records, kind, piece.calls)
+        elif kind == CONCURRENT_KERNEL:
+            columns = _kernels(builder, records, piece.names)
+        else:
+            columns = _transfers(builder, records, is_set=kind == MEMSET)
+        columns |= {edge + "_ns": piece.to_epoch_ns(records[edge]) for edge in ("start", "end")}
+        kept = ("thread", "correlation") if kind in CALLS else ("device", "stream", "correlation")
+        columns |= {name: records[name] for name in kept}
+        if kind not in CALLS:
+            columns["external"] = np.array(UNTRACED)
+        builder.extend(columns, len(records))
     if untimed:
         builder.notes.append(f"CUPTI could not time {untimed} kernels and copies: they are left out")
     return builder.build(last=True)

@@ -137,8 +137,9 @@ class KernelTracing:
 
         def bring(collector: CuptiCollector) -> None:
             call(collector)
-            timeline = read_records(collector.take())
-            if len(timeline):
+            taken = collector.take()
+            timeline = read_records(taken) if taken is not None else None
+            if timeline is not None and len(timeline):
                 self.kept += len(timeline)
                 add_stream_names(timeline, self._streams)
                 if self._numbers is not None:
