@@ -302,6 +302,14 @@ def test_a_compilation_that_does_not_fit_the_budget_is_not_begun(uncompiled: Non
     assert fast.chosen == "eager" and [v.why[:26] for v in fast.variants[1:]] == ["not tried: compiling may t"]
 
 
+def test_a_trial_leaves_no_hooks_that_every_later_backward_pass_would_ask(uncompiled: None) -> None:
+    model = torch.nn.Linear(4, 4)
+    kept = model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    tessera.optimize(model, torch.randn(2, 4), mode="train", explain=False, budget_s=20)
+    assert model.weight._post_accumulate_grad_hooks is None
+    assert list(model.bias._post_accumulate_grad_hooks) == [kept.id]
+
+
 # -- the whole, with a compiler ----------------------------------------------------------------------------------------
 
 

@@ -167,12 +167,15 @@ class Program:
             watched = {id(t): (name, t) for name, t in named}
         for _, tensor in watched.values():
             tensor.grad = None
+        plain = [t for _, t in watched.values() if not t._post_accumulate_grad_hooks]
         hooks = [t.register_post_accumulate_grad_hook(functools.partial(note, name)) for name, t in watched.values()]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+            for tensor in plain:  # an empty list of hooks would still be asked in every later backward pass
+                tensor._post_accumulate_grad_hooks = None
 
     @contextlib.contextmanager
     def restoring(self, seed: int = 0) -> Iterator[State]:
