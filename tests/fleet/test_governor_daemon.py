@@ -240,7 +240,7 @@ def test_a_scheduled_function_runs_under_a_lease(tmp_path, monkeypatch):
     monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path / "run"))
     LeaseFile(path).apply(5000.0, 300.0, read_boot_clock() + 1000.0)
 
-    @schedule(power_cap="governor", points="call")
+    @schedule(power_cap="governor")
     def work():
         return 7
 
