@@ -119,7 +119,8 @@ def _split_lanes(timeline: Timeline, device: Ints) -> Iterator[Ints]:
     changes = np.zeros(len(ordered), bool)
     for column in columns:
         changes[1:] |= np.diff(column[order]) != 0
-    yield from np.split(ordered, np.flatnonzero(changes))
+    if len(ordered):  # none where all rows are sums
+        yield from np.split(ordered, np.flatnonzero(changes))
 
 
 def _follow_from_windows(reference: Ints, sequence: Ints, before: Ints) -> Ints:
