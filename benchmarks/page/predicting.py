@@ -134,7 +134,7 @@ def kernels(k: dict[str, Any], rest: dict[str, Any]) -> list[Goal]:
     ]  # fmt: skip
 
 
-KINDS = {"gemm": "products", "attention": "attention", "moe": "fused experts"}
+KERNEL_FAMILIES = {"gemm": "products", "attention": "attention", "moe": "fused experts"}
 
 
 def chips(public: dict[str, Any], left_out: dict[str, Any]) -> list[Goal]:
@@ -144,14 +144,14 @@ def chips(public: dict[str, Any], left_out: dict[str, Any]) -> list[Goal]:
         for kind, v in kinds.items():
             beside = f"roofline {pct(v['roofline_mean_abs_error'])}" if "roofline_mean_abs_error" in v else ""
             rows.append(
-                Goal(what=f"{KINDS[kind]}, {chip}, full clock: mean error %", goal=f"<= {100 * v['goal']:.0f}", met=v["mean_abs_error"] <= v["goal"],
+                Goal(what=f"{KERNEL_FAMILIES[kind]}, {chip}, full clock: mean error %", goal=f"<= {100 * v['goal']:.0f}", met=v["mean_abs_error"] <= v["goal"],
                      reached=f"{pct(v['mean_abs_error'])} ({v['rows']} rows; {pct(v['coverage_90'])}% in the 90% interval)", beside=beside,
                      where=where("public_kernels"), command="python benchmarks/predict/public_kernels.py")
             )  # fmt: skip
             if "joules" in v and chip == "b200":
                 j = v["joules"]
                 rows.append(
-                    Goal(what=f"{KINDS[kind]}, {chip}, over 0.1 ms: mean error of joules, %", goal=f"<= {100 * j['goal']:.0f}",
+                    Goal(what=f"{KERNEL_FAMILIES[kind]}, {chip}, over 0.1 ms: mean error of joules, %", goal=f"<= {100 * j['goal']:.0f}",
                          met=j["mean_abs_error"] <= j["goal"], reached=f"{pct(j['mean_abs_error'])} ({j['rows']} rows)",
                          where=where("public_kernels"), command="python benchmarks/predict/public_kernels.py")
                 )  # fmt: skip
@@ -159,7 +159,7 @@ def chips(public: dict[str, Any], left_out: dict[str, Any]) -> list[Goal]:
         for chip, v in left_out["left_out"][kind].items():
             formats = ", ".join(f"{name} {pct(error)}" for name, error in v["by_kernel"].items())
             rows.append(
-                Goal(what=f"{KINDS[kind]}, {chip} left out of the fit: mean error %", goal=f"<= {100 * goal:.0f}" if goal else "printed",
+                Goal(what=f"{KERNEL_FAMILIES[kind]}, {chip} left out of the fit: mean error %", goal=f"<= {100 * goal:.0f}" if goal else "printed",
                      met=v["mean_abs_error"] <= goal if goal else None,
                      reached=f"{pct(v['mean_abs_error'])} ({formats}; {pct(v['coverage_90'])}% in the 90% interval)",
                      where=where("left_out_chips"), command="python benchmarks/fit/fit_chips.py --chips other")
