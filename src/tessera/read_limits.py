@@ -35,6 +35,7 @@ SECONDS, SECONDS_PER_BYTE = 3.0, 1.6e-7
 """CPU seconds for what does not read straight through: SQL, and text that has to be repaired."""
 ROWS, BYTES_PER_ROW = 500_000, 6
 """Rows of a timeline. A run file and a compressed trace take about 17 bytes for each."""
+_ROWS_PER_CHECK = 4096
 DEVICES = 4096
 """Devices of one recording; ranks that are merged have their own each."""
 INFLATED_BYTES, INFLATION = 32 << 20, 64
@@ -168,6 +169,13 @@ class ReadBudget:
         """Refuse so many rows in all."""
         if rows > ROWS + self.size / BYTES_PER_ROW:
             raise self.refuse(f"it has {rows:,} rows, more than a recording of {self.size:,} bytes can hold")
+
+    def check_row(self, rows: int) -> None:
+        """For each row of a reader that takes its time (`slowly`): every few thousand, refuse too many or too slow."""
+        if rows % _ROWS_PER_CHECK == 0:
+            self.check_rows(rows)
+            if self.is_spent:
+                raise self.refuse_slow()
 
     def check_devices(self, numbers: NDArray[np.int64]) -> None:
         """Refuse devices of more numbers than any machine has."""

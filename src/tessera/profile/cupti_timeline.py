@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from ..record import CODE
 from ..timeline.columns import NONE, UNTRACED, Builder, Launch, Timeline
-from ..timeline.kineto import GRAPH_LAUNCH
-from ..timeline.transfers import collective_type, copy, is_collective
+from ..timeline.transfers import GRAPH_LAUNCH, collective_type, copy, is_collective
 from .cupti_collector import RecordBytes
 from .cupti_library import CALLS, CONCURRENT_KERNEL, DRIVER, MEMSET
 

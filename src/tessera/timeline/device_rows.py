@@ -7,11 +7,7 @@ import msgspec
 from ..record import Kind
 from .columns import NONE, Builder, Launch
 from .events import fit
-from .transfers import collective_type, copy, is_collective
-
-NO_WALL_CLOCK = "times are not those of the wall clock: the trace does not say when it began"
-GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
-"""How the calls begin that launch a whole graph."""
+from .transfers import GRAPH_LAUNCH, collective_type, copy, is_collective
 
 
 def add_kernel(
@@ -47,22 +43,16 @@ def add_copy(
     size: int = NONE,
 ) -> None:
     """A copy, or a memset where its name says so."""
-    if "memset" in name.lower():
-        builder.add(
-            "memset",
-            name,
-            start_ns,
-            end_ns,
-            device=device,
-            stream=fit(stream),
-            correlation=fit(correlation),
-            bytes=fit(size),
-        )
-        return
+    is_set = "memset" in name.lower()
     builder.add(
-        "memcpy", name, start_ns, end_ns, device=device, stream=fit(stream), correlation=fit(correlation),
-        bytes=fit(size), launch=builder.intern_launch(copy(name)),
+        "memset" if is_set else "memcpy", name, start_ns, end_ns, device=device, stream=fit(stream),
+        correlation=fit(correlation), bytes=fit(size), launch=NONE if is_set else builder.intern_launch(copy(name)),
     )  # fmt: skip
+
+
+def name_copy(operation: str) -> str:
+    """MEMORY_COPY_HOST_TO_DEVICE and HOST_TO_DEVICE as others name it."""
+    return f"Memcpy {operation.removeprefix('MEMORY_COPY_')}"
 
 
 def add_call(builder: Builder, name: str, start_ns: int, end_ns: int, *, thread: int, correlation: int = NONE) -> None:

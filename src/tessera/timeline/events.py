@@ -93,6 +93,9 @@ FLOAT_HOLDS_US = 2.0**43
 
 LIMIT_NS = 2**61
 """73 years: the sum of a base, a start and a duration below this fits 64 bits."""
+WALL_CLOCK_NS = 10**18
+"""September 2001: a time before that is no wall clock's."""
+NO_WALL_CLOCK = "times are not those of the wall clock: the trace does not say when it began"
 
 _ARGS: dict[str, tuple[str, Any]] = {f.encode_name: (f.name, f.type) for f in msgspec.structs.fields(Args)}
 _CONTROLS = bytes(32 if b < 32 else b for b in range(256))  # a line break outside a string is as good as a space

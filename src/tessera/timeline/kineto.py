@@ -26,14 +26,25 @@ from ..notes import Note
 from ..record import CODE, COUNTERS, KINDS
 from . import stream_names
 from .columns import MOST_NUMBER, NONE, UNTRACED, Builder, Ints, Launch, Timeline
-from .events import LIMIT_NS, Args, Batch, LateEvent, RawArgs, TraceEvent, fit, nanoseconds
+from .events import (
+    LIMIT_NS,
+    NO_WALL_CLOCK,
+    WALL_CLOCK_NS,
+    Args,
+    Batch,
+    LateEvent,
+    RawArgs,
+    TraceEvent,
+    fit,
+    nanoseconds,
+)
 from .memory_timeline import is_memory_timeline, read_memory_timeline
 from .path_segment import PATH
 from .shapes import CAUSAL, compact, is_causal
 from .side import NO_TIME, SideEvents
 from .source import open_source, read_json, read_pieces, read_start
 from .stream import Events
-from .transfers import collective, copy, is_collective
+from .transfers import GRAPH_LAUNCH, collective, copy, is_collective
 
 MODULE = "nn.Module: "
 """How the Python tracer's names of modules begin."""
@@ -48,8 +59,6 @@ _CATEGORIES: dict[str, int] = {
     **{kind: CODE[kind] for kind in KINDS if kind not in ("mark", "counter")},  # as our own exporter writes them
 }  # fmt: skip
 _ARROWS = {"ac2g": _ARROW, "fwdbwd": _FLOW}
-GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
-"""How the calls begin that launch a whole graph."""
 _COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
 # What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost; and
 # the path that our exporter draws above the rows.
@@ -64,7 +73,6 @@ OURS = b'"tessera"'
 COUNTER_KEYS = tuple(f'"{field}"'.encode() for field in ("sm_occupancy", "memory_stall_pct", "warp_divergence_pct"))
 """At least one of these is in the arguments of a kernel that was counted."""
 _MOST_NOTES = 20  # of one sort
-_WALL_CLOCK_NS = 10**18  # September 2001: a time before that is no wall clock's
 
 
 _both = b",".join  # of two JSON texts, either of which may be missing; a third of the time that a tuple of them takes
@@ -312,8 +320,8 @@ class RowReader:
         base_ns = base if isinstance(base, int) and abs(base) < LIMIT_NS else 0
         for column in ("start_ns", "end_ns"):
             timeline.columns[column] += base_ns
-        if len(timeline) and timeline.start_ns < _WALL_CLOCK_NS:
-            notes.append("times are not those of the wall clock: the trace does not say when it began")
+        if len(timeline) and timeline.start_ns < WALL_CLOCK_NS:
+            notes.append(NO_WALL_CLOCK)
         odd = sorted(Counter({c: n for c, n in self._left_out.items() if c not in _EXPECTED}).most_common(_MOST_NOTES))
         notes += [Note(f"not read: {_events(n)} of category {c[:80]!r}", "omission") for c, n in odd]
         notes += [f"{what}: {_events(n)}" for what, n in sorted(self._odd.items()) if n]

@@ -22,27 +22,22 @@ from ..errors import RecordingError
 from ..notes import Note
 from ..read_limits import ReadBudget
 from .columns import NONE, Builder, Timeline
-from .device_rows import NO_WALL_CLOCK, add_call, add_copy, add_kernel
-from .events import LIMIT_NS
+from .device_rows import add_call, add_copy, add_kernel, name_copy
+from .events import LIMIT_NS, NO_WALL_CLOCK, WALL_CLOCK_NS
 from .protobuf import as_double, as_message, as_number, as_signed, as_text, read_fields, read_messages
 from .source import open_source
 
 _BEGIN, _END = 1, 2
 _DEVICE = re.compile(r"(?:COMPUTE|COPY|GPU|Agent|to)\s*\[?(\d+)\]?", re.IGNORECASE)
 _QUEUE = re.compile(r"(?:QUEUE|STREAM|ENGINE)\s*\[?(\d+)\]?", re.IGNORECASE)
-_KERNELS, _COPIES, _CALLS = ("kernel",), ("memory_copy", "memcpy"), ("hip", "hsa", "rccl", "rocdecode")
-_PACKETS_PER_CHECK = 4096
-_WALL_CLOCK_NS = 10**18
+_KERNEL, _COPIES, _CALLS = "kernel", ("memory_copy", "memcpy"), ("hip", "hsa", "rccl", "rocdecode")
 
 
 def read_perfetto(path: Path) -> Timeline:
     """Kernels, copies, calls and regions of a Perfetto trace."""
     budget, notes = open_source(path), list[str]()
     reader = _TraceReader(budget)
-    damage = read_messages(path, budget, notes, reader.add_packet)
-    if damage is not None and not len(reader.builder):
-        why = f"its protocol buffer is damaged: {damage}"
-        raise RecordingError(f"{path} is not a Perfetto trace", why=why, fix="record again")
+    read_messages(path, "a Perfetto trace", reader.builder, budget, notes, reader.add_packet)
     if not len(reader.builder):
         raise RecordingError(
             f"{path} contains no slice", why="kernels, calls and regions are slices of tracks",
@@ -86,10 +81,7 @@ class _TraceReader:
 
     def add_packet(self, packet: memoryview) -> None:
         self._seen += 1
-        if self._seen % _PACKETS_PER_CHECK == 0:
-            self._budget.check_rows(self._seen)
-            if self._budget.is_spent:
-                raise self._budget.refuse_slow()
+        self._budget.check_row(self._seen)
         fields = dict(read_fields(packet))
         state = self._sequences.setdefault(as_number(fields.get(10, 0)), _Sequence())
         if as_number(fields.get(13, 0)) & 1:  # the writer forgets what it interned
@@ -151,26 +143,26 @@ class _TraceReader:
     ) -> None:
         correlation = said.get("corr_id", said.get("correlation_id", NONE))
         correlation = correlation if isinstance(correlation, int) else NONE
-        sort, builder = category.lower(), self.builder
+        sort, builder, end_ns = category.lower(), self.builder, max(start_ns, end_ns)
         thread = track.thread if track.thread != NONE else uuid % (1 << 31)
-        if any(word in sort for word in _KERNELS) or any(word in sort for word in _COPIES):
+        is_kernel = _KERNEL in sort
+        if is_kernel or any(word in sort for word in _COPIES):
             device, queue = _DEVICE.search(track.name), _QUEUE.search(track.name)
             place: dict[str, Any] = {
                 "device": int(device[1][:9]) if device else 0,
                 "stream": int(queue[1][:9]) if queue else uuid % (1 << 31),
                 "correlation": correlation,
             }
-            if any(word in sort for word in _KERNELS):
-                add_kernel(builder, name, start_ns, max(start_ns, end_ns), **place)
+            if is_kernel:
+                add_kernel(builder, name, start_ns, end_ns, **place)
             else:
                 size = said.get("bytes", said.get("size", NONE))
-                copied = f"Memcpy {name.removeprefix('MEMORY_COPY_')}"
-                number = size if isinstance(size, int) else NONE
-                add_copy(builder, copied, start_ns, max(start_ns, end_ns), size=number, **place)
+                size = size if isinstance(size, int) else NONE
+                add_copy(builder, name_copy(name), start_ns, end_ns, size=size, **place)
         elif sort.startswith(_CALLS):
-            add_call(builder, name, start_ns, max(start_ns, end_ns), thread=thread, correlation=correlation)
+            add_call(builder, name, start_ns, end_ns, thread=thread, correlation=correlation)
         else:
-            builder.add("region", name, start_ns, max(start_ns, end_ns), thread=thread)
+            builder.add("region", name, start_ns, end_ns, thread=thread)
 
     def finish(self, notes: list[str]) -> Timeline:
         """The timeline; GPUs are numbered from 0 by the numbers of their agents, which are of CPUs too."""
@@ -183,7 +175,7 @@ class _TraceReader:
         if still_open:
             self._left_out["begin without an end"] += still_open
         left_out = [Note(f"not read: {count:,} slices: {what}", "omission") for what, count in self._left_out.items()]
-        clock = [NO_WALL_CLOCK] if timeline.start_ns < _WALL_CLOCK_NS else []
+        clock = [NO_WALL_CLOCK] if timeline.start_ns < WALL_CLOCK_NS else []
         timeline.notes = [*notes, *clock, *left_out]
         threads = {t.thread: t.name for t in self._tracks.values() if t.thread != NONE and t.name}
         timeline.meta |= {"threads": threads, "recorded_by": "perfetto"}

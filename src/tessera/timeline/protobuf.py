@@ -10,8 +10,10 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..errors import RecordingError
 from ..notes import Note
 from ..read_limits import ReadBudget
+from .columns import Builder
 from .source import read_whole
 
 Value = int | memoryview
@@ -21,8 +23,13 @@ class DamagedMessage(ValueError):
     """Bytes that are no message."""
 
 
-def read_messages(path: Path, budget: ReadBudget, notes: list[str], add: Callable[[memoryview], None]) -> str | None:
-    """Give the messages of a file (its fields 1) to `add`, until one is damaged: then what is wrong with it."""
+def read_messages(
+    path: Path, what: str, builder: Builder, budget: ReadBudget, notes: list[str], add: Callable[[memoryview], None]
+) -> None:
+    """Give the messages of a file (its fields 1) to `add`, until one is damaged; refused where that left no row.
+
+    `what` is what a file that is not damaged would be.
+    """
     whole = memoryview(read_whole(path, budget, notes))
     try:
         with budget.slowly():
@@ -30,9 +37,10 @@ def read_messages(path: Path, budget: ReadBudget, notes: list[str], add: Callabl
                 if number == 1:
                     add(as_message(value))
     except DamagedMessage as error:
+        if not len(builder):
+            why = f"its protocol buffer is damaged: {error}"
+            raise RecordingError(f"{path} is not {what}", why=why, fix="record again") from error
         notes.append(Note(f"the trace was cut or damaged ({error}): what comes before that was read", "omission"))
-        return str(error)
-    return None
 
 
 def read_fields(message: memoryview) -> Iterator[tuple[int, Value]]:

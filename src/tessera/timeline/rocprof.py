@@ -25,8 +25,8 @@ from ..errors import RecordingError
 from ..notes import Note
 from ..read_limits import ReadBudget
 from .columns import NONE, Builder, Launch, Timeline
-from .device_rows import NO_WALL_CLOCK, add_call, add_copy, add_kernel
-from .events import LIMIT_NS
+from .device_rows import add_call, add_copy, add_kernel, name_copy
+from .events import LIMIT_NS, NO_WALL_CLOCK
 from .source import open_source, read_whole
 
 KEY = b'"rocprofiler-sdk-tool"'
@@ -168,7 +168,7 @@ def read_json(path: Path) -> Timeline:
     for r in _sound(records.memory_copy):
         device = next((gpus[a.handle] for a in (r.dst_agent_id, r.src_agent_id) if a.handle in gpus), NONE)
         add_copy(
-            builder, _name_copy(_operation(operations, r)), r.start_timestamp, r.end_timestamp, device=device,
+            builder, name_copy(_operation(operations, r)), r.start_timestamp, r.end_timestamp, device=device,
             stream=max(r.stream_id.handle, 0), correlation=r.correlation_id.internal, size=r.bytes,
         )  # fmt: skip
     for r in _sound(records.hip_api):
@@ -206,7 +206,7 @@ def read_csv(path: Path) -> Timeline:
         ends = (row.get("Destination_Agent_Id", ""), row.get("Source_Agent_Id", ""))
         device = next((agents[_agent(a)][0] for a in ends if _agent(a) in agents), NONE)
         add_copy(
-            builder, _name_copy(row.get("Direction", "")), *_times(row), device=device,
+            builder, name_copy(row.get("Direction", "")), *_times(row), device=device,
             stream=_int(row, "Stream_Id", 0), correlation=_int(row, "Correlation_Id"),
         )  # fmt: skip
     for row in _read_table(Path(stem + _CALLS), budget, notes):
@@ -247,11 +247,6 @@ def _operation(kinds: list[_Operations], record: _Record) -> str:
     if 0 <= record.kind < len(kinds) and 0 <= record.operation < len(kinds[record.kind].operations):
         return kinds[record.kind].operations[record.operation]
     return f"operation {record.operation}"
-
-
-def _name_copy(operation: str) -> str:
-    """MEMORY_COPY_HOST_TO_DEVICE and HOST_TO_DEVICE as others name it."""
-    return f"Memcpy {operation.removeprefix('MEMORY_COPY_')}"
 
 
 def _read_table(path: Path, budget: ReadBudget, notes: list[str]) -> Iterator[dict[str, str]]:

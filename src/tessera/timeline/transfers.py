@@ -1,4 +1,4 @@
-"""What names and arguments of copies and collectives say about them."""
+"""What names and arguments of copies, collectives and launch calls say about them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ DTYPE_BYTES = {
 }  # fmt: skip
 ON_HOST = ("gloo:", "mpi:", "ucc:")
 """How the rows of collectives begin that run on the host."""
+GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
+"""How the calls begin that launch a whole graph."""
 UNEVEN = ("scatter", "gather", "all_to_all", "barrier")
 """Collectives whose ranks may state different tensors: the root's alone, or those of one side."""
 _ALGORITHM = re.compile(

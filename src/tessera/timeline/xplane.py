@@ -22,8 +22,8 @@ from ..errors import RecordingError
 from ..notes import Note
 from ..read_limits import ReadBudget
 from .columns import NONE, Builder, Launch, Timeline
-from .device_rows import NO_WALL_CLOCK, add_call, add_copy, add_kernel
-from .events import LIMIT_NS
+from .device_rows import add_call, add_copy, add_kernel
+from .events import LIMIT_NS, NO_WALL_CLOCK, WALL_CLOCK_NS
 from .protobuf import as_message, as_number, as_signed, as_text, read_fields, read_messages
 from .source import open_source
 
@@ -32,18 +32,13 @@ _STREAM = re.compile(r"Stream #(\d+)")
 _CALL = re.compile(r"(?:hip|cuda|cu)[A-Z]\w*")
 _COPY = re.compile(r"Mem(?:cpy|set)|Copy\w+To\w+|CopyBuffer", re.IGNORECASE)
 _DETAIL = re.compile(r"(\w+):([\d,]+)")
-_WALL_CLOCK_NS = 10**18
-_EVENTS_PER_CHECK = 4096
 
 
 def read_xplane(path: Path) -> Timeline:
     """Kernels, copies, launch calls and annotations of an xplane.pb (or .pb.gz)."""
     budget, notes = open_source(path), list[str]()
     reader = _SpaceReader(budget)
-    damage = read_messages(path, budget, notes, reader.add_plane)
-    if damage is not None and not len(reader.builder):
-        why = f"its protocol buffer is damaged: {damage}"
-        raise RecordingError(f"{path} is not a trace of JAX", why=why, fix="record again")
+    read_messages(path, "a trace of JAX", reader.builder, budget, notes, reader.add_plane)
     if not len(reader.builder):
         raise RecordingError(f"{path} contains no event", why="nothing ran while it was recorded", fix="record again")
     return reader.finish(notes)
@@ -138,15 +133,9 @@ class _SpaceReader:
         if device is None:
             self._threads[number] = name
         for event in events:
-            self._count_event()
+            self._seen += 1
+            self._budget.check_row(self._seen)
             self._add_event(plane, event, start_ns, device, int(stream[1][:9]) if stream else number)
-
-    def _count_event(self) -> None:
-        self._seen += 1
-        if self._seen % _EVENTS_PER_CHECK == 0:
-            self._budget.check_rows(self._seen)
-            if self._budget.is_spent:
-                raise self._budget.refuse_slow()
 
     def _add_event(self, plane: _Plane, event: memoryview, line_ns: int, device: int | None, track: int) -> None:
         name, offset_ps, lasts_ps, stats = "", 0, 0, list[memoryview]()
@@ -215,10 +204,10 @@ class _SpaceReader:
                 start_ns, end_ns, thread = self._calls[correlation]
                 builder.add("op", name, start_ns, end_ns, thread=thread, external=correlation)
         timeline = builder.build()
-        if self._base_ns and timeline.start_ns < _WALL_CLOCK_NS:
+        if self._base_ns and timeline.start_ns < WALL_CLOCK_NS:
             for column in ("start_ns", "end_ns"):
                 timeline.columns[column] += self._base_ns
-        if timeline.start_ns < _WALL_CLOCK_NS:
+        if timeline.start_ns < WALL_CLOCK_NS:
             notes.append(NO_WALL_CLOCK)
         is_device = timeline["device"] != NONE  # their numbers tie them to the operators above
         timeline.columns["external"] = np.where(is_device, timeline["correlation"], timeline["external"])
