@@ -238,7 +238,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(capability: int) -> None
     from tessera.runtime import ballast_kernel, wait_kernel
 
     target = GPUTarget("cuda", capability, 32)
-    types = {"control": "*i64", "stats": "*i64", "slot_ns": "i64", "SIZE": "constexpr"}
+    types = {"control": "*i64", "stats": "*i64", "slot_ns": "i64", "slots": "i64", "SIZE": "constexpr"}
     source = ASTSource(fn=ballast_kernel.tessera_ballast, signature=types, constexprs={"SIZE": ballast_kernel.SIZE})
     made = triton.compile(source, target=target, options={"num_warps": ballast_kernel.WARPS, "num_stages": 1})
     product = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability]

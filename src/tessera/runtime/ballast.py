@@ -1,7 +1,7 @@
 """Ballast: work without a result, that runs only where real work leaves the device free.
 
 On a CUDA device it runs in a stream of its own, between calls: it waits in the stream for the end of a call's work, and
-a call that begins ends it within a block of `SLOT_S`. A stream of the lowest priority beside the work is not enough:
+a call that begins ends it within `SLOT_S`. A stream of the lowest priority beside the work is not enough:
 blocks of a matrix product come in clusters, for which several multiprocessors must be free at once, and ballast takes
 each one that is (measured on an H200: products took 6 times as long). On a CPU it runs in processes of the lowest
 priority (nice 19). Both read their level while they run, so that a new one takes effect within a slot.
@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from ..errors import ScheduleError
 
 SLOT_S = 0.0002
-"""One block of ballast on a GPU: the longest that real work waits for it."""
-WAVES = 20
-"""Blocks for each SM in one launch: 4 ms of an idle device, so some 250 launches a second."""
+"""How long ballast on a GPU works between two looks at its level: the longest that real work waits for it."""
+SLOTS = 250
+"""In one launch, 50 ms: whoever is killed leaves no ballast for longer."""
 AHEAD = 2
 _POLL_S = 0.001
 
@@ -138,6 +138,7 @@ class StreamBallast:
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._word, self._ran = self._control.numpy(), self._seen.numpy()
         self.stream = torch.cuda.Stream(device, priority=0)  # 0 is the lowest that CUDA has
+        self._looks = torch.cuda.Stream(device)
         self._level, self._calls, self._lock = 0.0, 0, threading.Lock()
         self._stop, self._wake = threading.Event(), threading.Event()
         self._launch()
@@ -171,6 +172,9 @@ class StreamBallast:
             self._wake.set()
 
     def ran_s(self) -> float:
+        with self._torch.cuda.device(self.device), self._torch.cuda.stream(self._looks):
+            self._seen.copy_(self._stats, non_blocking=True)
+        self._looks.synchronize()
         return float(self._ran[0]) * 1e-9 / float(self._blocks)
 
     def close(self) -> None:
@@ -181,8 +185,7 @@ class StreamBallast:
 
     def _launch(self) -> Any:
         with self._torch.cuda.device(self.device), self._torch.cuda.stream(self.stream):
-            self._kernel.launch(self._control, self._stats, self._blocks * WAVES, round(SLOT_S * 1e9))
-            self._seen.copy_(self._stats, non_blocking=True)
+            self._kernel.launch(self._control, self._stats, self._blocks, round(SLOT_S * 1e9), SLOTS)
             ended = self._torch.cuda.Event()
             ended.record()
         return ended

@@ -1,4 +1,4 @@
-"""The kernel of ballast: each block multiplies matrices for `level` of a slot, and sleeps for the rest of it.
+"""The kernel of ballast: each block multiplies matrices for `level` of each slot, and sleeps for the rest of it.
 
 Matrix products, since nothing else draws as much; of values without a pattern, since equal ones toggle no wires (a
 product of zeros draws 403 W on an H200, one of random values 689 W).
@@ -37,17 +37,18 @@ def _read_time():
     return tl.max(tl.inline_asm_elementwise(asm, "=l,l", [each], dtype=tl.int64, is_pure=False, pack=1), axis=0)
 
 
-@triton.jit(do_not_specialize=["slot_ns"])
-def tessera_ballast(control, stats, slot_ns: tl.int64, SIZE: tl.constexpr):
-    """`control` is the level, in host memory; `stats` the nanoseconds of work of all blocks."""
+@triton.jit(do_not_specialize=["slot_ns", "slots"])
+def tessera_ballast(control, stats, slot_ns: tl.int64, slots: tl.int64, SIZE: tl.constexpr):
+    """`control` is the level, in host memory; `stats` the nanoseconds of work of all blocks. Ends at a level of 0."""
+    at = tl.arange(0, SIZE)
+    mixed = at[:, None] * 7919 + at[None, :] * at[None, :] * 613
+    a = (((mixed % 251) - 125).to(tl.float32) * 0.008).to(tl.float16)
+    b = (((mixed % 241) - 120).to(tl.float32) * 0.008).to(tl.float16)
     level = _read_level(control)
-    if level > 0:
+    slot = tl.zeros((), dtype=tl.int64)
+    while (slot < slots) & (level > 0):
         began = _read_time()
         until = slot_ns * level // _ONE
-        at = tl.arange(0, SIZE)
-        mixed = at[:, None] * 7919 + at[None, :] * at[None, :] * 613
-        a = (((mixed % 251) - 125).to(tl.float32) * 0.008).to(tl.float16)
-        b = (((mixed % 241) - 120).to(tl.float32) * 0.008).to(tl.float16)
         total = tl.zeros((SIZE, SIZE), dtype=tl.float32)
         now = began
         while now - began < until:
@@ -59,8 +60,10 @@ def tessera_ballast(control, stats, slot_ns: tl.int64, SIZE: tl.constexpr):
         tl.atomic_add(stats, now - began + tl.where(largest > 1e30, 1, 0))
         while now - began < slot_ns:
             now = _nap(tl.minimum(slot_ns - (now - began), _NAP_NS).to(tl.int32))
+        slot += 1
+        level = _read_level(control)
 
 
-def launch(control: Any, stats: Any, blocks: int, slot_ns: int) -> Any:
+def launch(control: Any, stats: Any, blocks: int, slot_ns: int, slots: int) -> Any:
     """Put ballast on the current stream."""
-    return tessera_ballast[(blocks,)](control, stats, slot_ns, SIZE=SIZE, num_warps=WARPS, num_stages=1)
+    return tessera_ballast[(blocks,)](control, stats, slot_ns, slots, SIZE=SIZE, num_warps=WARPS, num_stages=1)
