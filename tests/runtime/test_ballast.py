@@ -149,6 +149,8 @@ def test_ballast_of_a_gpu_never_runs_beside_the_work_of_a_call() -> None:
     ballast, torch = StreamBallast.__new__(StreamBallast), FakeCuda()
     ballast._torch, ballast._kernel, ballast.device, ballast.stream = torch, SimpleNamespace(ONE=1024), 0, torch
     ballast._word, ballast._wake = [0], threading.Event()
+    ballast._wanted, ballast._control, told = ballast._word, None, []
+    ballast._copy = lambda to, source: told.append(source[0])
     ballast._level, ballast._calls, ballast._lock = 0.0, 0, threading.Lock()
     ballast.set_level(0.5)
     assert ballast._word == [512] and ballast._wake.is_set()
@@ -161,6 +163,7 @@ def test_ballast_of_a_gpu_never_runs_beside_the_work_of_a_call() -> None:
     assert ballast._word == [0] and torch.waits == [] and not ballast._wake.is_set()
     ballast.end_work()
     assert ballast._word == [768] and torch.waits == ["the user's"] and ballast._wake.is_set()
+    assert told == [512, 0, 0, 0, 0, 768]  # the device hears of each
 
 
 def test_the_loop_sets_levels_reports_joules_and_ends_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:

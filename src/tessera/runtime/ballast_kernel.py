@@ -39,7 +39,7 @@ def _read_time():
 
 @triton.jit(do_not_specialize=["slot_ns", "slots"])
 def tessera_ballast(control, stats, slot_ns: tl.int64, slots: tl.int64, SIZE: tl.constexpr):
-    """`control` is the level, in host memory; `stats` the nanoseconds of work of all blocks. Ends at a level of 0."""
+    """`control` is the level; `stats` the nanoseconds of work of all blocks. Ends at a level of 0."""
     at = tl.arange(0, SIZE)
     mixed = at[:, None] * 7919 + at[None, :] * at[None, :] * 613
     a = (((mixed % 251) - 125).to(tl.float32) * 0.008).to(tl.float16)
