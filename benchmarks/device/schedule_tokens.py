@@ -103,7 +103,7 @@ def first_calls(step: Step) -> dict[str, float]:
 def wait_cost() -> dict[str, float]:
     """Host microseconds of a wait that has nothing to wait for; device microseconds of a thousand in line."""
     pacer = make_pacer(0 if CUDA else -1)
-    pacer.count_tokens(True)
+    pacer.pace_by_tokens(True)
     pacer.obey(PaceCommand())
     pacer.spend(0, restart=True)
     synchronize()

@@ -29,7 +29,7 @@ from tessera.errors import SensorLost
 from tessera.monitor.sampler import Sampler
 from tessera.runtime.cap_report import MeanPower, PowerMeter
 from tessera.runtime.controller import Cap, PaceCommand
-from tessera.runtime.gpu_pacer import LONGEST_S as LONGEST_PAUSE_S
+from tessera.runtime.gpu_pacer import LONGEST_PAUSE_S
 from tessera.runtime.pacer import LIMIT_S, LONGEST_S, PaceCounts
 from tessera.runtime.power_zone import PowerZone, TokenTally
 from tessera.schema import Capability, Domain
@@ -317,7 +317,7 @@ class PlantPacer:
     def obey(self, command: PaceCommand) -> None:
         self._plant.command = command
 
-    def count_tokens(self, wanted: bool) -> None:
+    def pace_by_tokens(self, wanted: bool) -> None:
         pass
 
     def spend(self, tokens: int, *, restart: bool = False) -> None:

@@ -136,7 +136,7 @@ class ControlLoop:
         if tokens != self.own.tokens and trackers:
             self.own.tokens = tokens
             for pacer in self._pacers:
-                pacer.count_tokens(tokens != "joules")
+                pacer.pace_by_tokens(tokens != "joules")
             for zone in self._zones.values():
                 zone.count_tokens(None if tokens == "joules" else TokenTally())
             for tracker in self._trackers:
@@ -150,7 +150,7 @@ class ControlLoop:
         if torch is not None and torch.cuda.is_available():
             torch.cuda.init()
         pacer = self.find_spender().pacer
-        pacer.count_tokens(self.own.tokens != "joules")
+        pacer.pace_by_tokens(self.own.tokens != "joules")
         now = time.monotonic_ns()
         if (tracker.cap.scope == "node" or self.job) and self._node is None:
             self._node = NodeBucket()

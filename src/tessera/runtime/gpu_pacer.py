@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tessera")
 
 # One pause; more is paid by the next. What waits for this GPU (a collective) gives up after minutes.
-LONGEST_S = 0.5
+LONGEST_PAUSE_S = 0.5
 # Below this ratio launches come at fixed distances.
 SHORT = 0.5
 # Looks at a pause that is not over yet; and the most by which a slice is expected to be late.
@@ -67,7 +67,7 @@ class GpuPacer:
             if woken:
                 self._wake.notify_all()
 
-    def count_tokens(self, wanted: bool) -> None:
+    def pace_by_tokens(self, wanted: bool) -> None:
         if wanted and self._tokens is None:
             import torch
 
@@ -118,7 +118,7 @@ class GpuPacer:
             from .pause_kernel import PauseKernel
 
             kernel = PauseKernel(self.device)
-        kernel.set_limits(busy_s=LIMIT_S, longest_s=LONGEST_S)
+        kernel.set_limits(busy_s=LIMIT_S, longest_s=LONGEST_PAUSE_S)
         kernel.make_current()
         self._launch(kernel)  # the first loads its code; without a ratio it is over at once
         kernel.set_ratio(self._command.ratio)

@@ -70,7 +70,7 @@ class Pacer(Protocol):
     def obey(self, command: PaceCommand) -> None:
         """Follow this command from now on, also for work that is queued."""
 
-    def count_tokens(self, wanted: bool) -> None:
+    def pace_by_tokens(self, wanted: bool) -> None:
         """Whether work waits for the tokens it spends (`spend`), or for the time it takes."""
 
     def spend(self, tokens: int, *, restart: bool = False) -> None:
@@ -112,7 +112,7 @@ class HostPacer:
         """Whether nothing has had to wait for a while: a point after each call is then enough."""
         return self._free >= SLACK
 
-    def count_tokens(self, wanted: bool) -> None:
+    def pace_by_tokens(self, wanted: bool) -> None:
         pass  # a point spends tokens or time, as it is told
 
     def spend(self, tokens: int, *, restart: bool = False) -> None:

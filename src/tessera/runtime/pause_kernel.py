@@ -27,15 +27,24 @@ from typing import Any
 
 from ..errors import ScheduleError
 
-# Words of 8 bytes. CONTROL and STATS lie in host memory that the device reads, STATE on the device.
+# Words of 8 bytes. CONTROL and STATS lie in host memory that the device reads. STATE lies on the device: the end of the
+# last pause, blocks that came and that left, and the end of this pause.
 RATIO, LONGEST_NS, LIMIT_NS = range(3)  # CONTROL
-POINTS, WAITS, WAITED_NS, BUSY_NS = range(
-    4
-)  # STATS; STATE has: end of the last pause, blocks that came, left, and until
+POINTS, WAITS, WAITED_NS, BUSY_NS = range(4)  # STATS
 WORDS = 8
 ONE = 1024  # the ratio is in 1/1024
 DRAIN_NS = 2_500_000
 """A pause waits this long for the running blocks to end: longer than most kernels take."""
+
+# Sleep for half of what is left, so as not to be late (nanosleep may take twice its argument); at most 20 us, so that
+# a new command is soon read.
+_NAP = """sub.u64 %left, %until, %now;
+    shr.u64 %left, %left, 1;
+    add.u64 %left, %left, 1;
+    min.u64 %left, %left, 20000;
+    cvt.u32.u64 %nap, %left;
+    nanosleep.u32 %nap;
+    mov.u64 %now, %globaltimer;"""
 
 PTX = f"""
 .version 7.0
@@ -71,13 +80,7 @@ FOLLOW: // until the first block has set the end, then until that
     @%p1 add.u64 %until, %now, 20000;
     setp.ge.u64 %p2, %now, %until;
     @%p2 bra LEAVE;
-    sub.u64 %left, %until, %now;
-    shr.u64 %left, %left, 1;
-    add.u64 %left, %left, 1;
-    min.u64 %left, %left, 20000;
-    cvt.u32.u64 %nap, %left;
-    nanosleep.u32 %nap;
-    mov.u64 %now, %globaltimer;
+    {_NAP}
     bra FOLLOW;
 
 DRAIN: // the first block: until all have come and nothing else runs, or for DRAIN_NS
@@ -111,13 +114,7 @@ HOLD: // at the newest ratio
     st.volatile.global.u64 [%state+24], %until;
     setp.ge.u64 %p5, %now, %until;
     @%p5 bra HELD;
-    sub.u64 %left, %until, %now;
-    shr.u64 %left, %left, 1;
-    add.u64 %left, %left, 1;
-    min.u64 %left, %left, 20000;
-    cvt.u32.u64 %nap, %left;
-    nanosleep.u32 %nap;
-    mov.u64 %now, %globaltimer;
+    {_NAP}
     bra HOLD;
 HELD:
     setp.gt.u64 %p6, %wait, 0;
