@@ -131,7 +131,7 @@ class Cupti:
             raise CuptiError(f"this CUPTI has no {name}", why=self.path, fix="CUDA 11.8 or newer has it") from None
         status = function(*arguments)
         if status:
-            raise CuptiError(f"{name} failed", why=self._explain(status), fix="trace with mode='timeline'")
+            raise CuptiError(f"{name} failed", why=self._explain(status), fix="trace with mode='operators'")
 
     def _explain(self, status: int) -> str:
         text = ctypes.c_char_p()
