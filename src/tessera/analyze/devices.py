@@ -144,11 +144,8 @@ def find_launches(timeline: Timeline, rows: Ints) -> Ints:
 
 
 def find_twins(timeline: Timeline, rows: Ints) -> Ints:
-    """The traced kernels that rows of untraced steps repeat; themselves where they were traced or none is known."""
-    if not np.any(timeline["external"][rows] == UNTRACED):
-        return rows
-    twin = timeline.linked.twin[rows]
-    return np.where(twin == NONE, rows, twin)
+    """The same as `Links.find_twins`, without linking a timeline of which all was traced."""
+    return timeline.linked.find_twins(rows) if np.any(timeline["external"][rows] == UNTRACED) else rows
 
 
 def group_by_launch(timeline: Timeline, rows: Ints) -> Iterator[tuple[Launch, Ints]]:

@@ -81,13 +81,14 @@ def _calls(timeline: Timeline, rows: Ints, op: Ints) -> Calls:
     seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
     works, work = _works(timeline, op)
     links = timeline.linked
-    repeated = (links.twin[rows] != NONE) & (links.twin[rows] != rows)
+    twin = links.find_twins(rows)
+    repeated = twin != rows
     work[repeated & (links.shapes[rows] == NONE)] = NONE  # it runs another grid than the one that was traced
     flops, moved = (_by_work(works, work, field) for field in ("flops", "bytes"))
     share = np.zeros(len(timeline))
     own = ~repeated
     share[rows[own]] = _shares(timeline, rows[own], op[own], seconds[own], works, work[own])
-    share = share[np.where(repeated, links.twin[rows], rows)]
+    share = share[twin]
     # What a helper moves is not known; it computes nothing.
     flops, moved = flops * share, np.where(share > 0, moved * share, np.nan)
     own = timeline["bytes"][rows]

@@ -198,8 +198,8 @@ class StepRows:
         """Every row of a view. Operators and kernels sum to the steps, with "idle"; regions and modules are nested."""
         if view in ("ops", "kernels"):
             return self._leaves(view)
-        links = self.timeline.linked
-        is_light = bool(np.any((links.twin != NONE) & (links.twin != np.arange(len(self.timeline)))))
+        rows = np.arange(len(self.timeline))
+        is_light = bool(np.any(self.timeline.linked.find_twins(rows) != rows))
         return self._modules() if view == "modules" and is_light else self._spans(view)
 
     def _leaves(self, view: str) -> dict[str, StepSeries]:
@@ -214,7 +214,7 @@ class StepRows:
         keys = np.where(owner == NONE, NONE, timeline["name"][owner])
         steps = self._numbers()[links.step[rows]]
         # A call is one kernel, or one operator however many kernels it launched: the first, and what repeats it.
-        twin = np.where(links.twin[rows] == NONE, rows, links.twin[rows])
+        twin = links.find_twins(rows)
         own = np.flatnonzero(twin == rows)
         first = np.unique(np.where(owner == NONE, -2 - rows, owner)[own], return_index=True)[1]
         leads = np.zeros(len(timeline))

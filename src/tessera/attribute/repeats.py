@@ -25,7 +25,7 @@ def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints) -> I
     repeats = np.zeros(len(timeline) + 1, np.int64)  # one more, for NONE
     for part in parts:
         rows = np.unique(part.activity.rows) if part.on_host else part.activity.rows
-        twin = np.where(links.twin[rows] == NONE, rows, links.twin[rows])
+        twin = links.find_twins(rows)
         rows, twin = (some[around[rows] == around[twin]] for some in (rows, twin))
         each = np.ones(len(rows)) if counts is None else np.maximum(counts[rows], 1)
         traced, where = np.unique(twin, return_inverse=True)

@@ -79,6 +79,11 @@ class Links:
             row = int(self.parent[row])
         return rows[::-1]
 
+    def find_twins(self, rows: Ints) -> Ints:
+        """The traced rows that device rows repeat; themselves where they were traced or none is known."""
+        twin = self.twin[rows]
+        return np.where(twin == NONE, rows, twin)
+
 
 def link(timeline: Timeline) -> Links:
     """Tie the rows of a timeline together; fills its column "parent" and keeps the result as `timeline.links`."""
