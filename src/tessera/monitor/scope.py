@@ -235,6 +235,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: waiting for the device would break it, and nothing in it has a time."""
+    torch = sys.modules.get("torch")
+    return bool(torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
 def energy_scope(name: str = "scope", *, sync: bool = False, monitor: Monitor | None = None) -> EnergyScope:
     """Measure the joules of a `with` block, or of every call of a decorated function.
 

@@ -27,10 +27,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ..errors import TesseraError
-from ..monitor.scope import synchronize
+from ..monitor.scope import is_capturing, synchronize
 from ..notes import Note
 from ..timeline.columns import Timeline
 from .kineto_collector import Finished, KinetoCollector
@@ -164,7 +163,7 @@ class Tracing:
 
     def boundary(self, now_ns: int, *, of_step: bool = False) -> None:
         """A moment at which a window may be opened or closed, where that is due."""
-        if now_ns < self.due_ns or self._over or self._thread != threading.get_ident() or _capturing():
+        if now_ns < self.due_ns or self._over or self._thread != threading.get_ident() or is_capturing():
             return
         if (self._paced or self._steady) and self._stepped and not of_step:
             return
@@ -312,9 +311,3 @@ class Tracing:
 
     def _on_step(self) -> None:
         self.boundary(time.time_ns(), of_step=True)
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being captured: closing a window waits for the device, which would break the capture."""
-    torch: Any = sys.modules.get("torch")
-    return bool(torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

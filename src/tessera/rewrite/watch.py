@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from ..monitor.scope import is_capturing
 from .compile_events import CompileEvents, count_events
 from .search_cost import CallCost
 
@@ -220,7 +221,7 @@ class WatchedCall:
         self._call, self._turn = candidates[0].enter(), _Turn()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._over or _is_capturing():
+        if self._over or is_capturing():
             return self._call(*args, **kwargs)
         if not self._lock.acquire(blocking=False):
             self._shared = True
@@ -353,10 +354,3 @@ def _is_sure(energy: Energy) -> bool:
     """Whether the joules of a turn are known well enough to compare them."""
     known = energy.basis == "measured" and energy.joules > 0 and energy.error_j <= _LEAST_SURE * energy.joules
     return known and energy.time_s >= _LEAST_S
-
-
-def _is_capturing() -> bool:
-    """Whether the user records a CUDA graph now: nothing in it has a time of its own."""
-    import torch
-
-    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
