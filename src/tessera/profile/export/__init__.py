@@ -7,9 +7,10 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from ...lazy_names import find_lazily
 
 if TYPE_CHECKING:
     from ...recording import Recording
@@ -19,23 +20,17 @@ if TYPE_CHECKING:
     from .summary import SummaryCsv as SummaryCsv
     from .tensorboard import TensorBoard as TensorBoard
 
-_LAZY = {
-    "Chrome": ".chrome",
-    "Otlp": ".otlp",
-    "Parquet": ".parquet",
-    "SummaryCsv": ".summary",
-    "TensorBoard": ".tensorboard",
-}
-
 __all__ = ["Chrome", "Exporter", "Otlp", "Parquet", "SummaryCsv", "TensorBoard"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = find_lazily(__name__, {
+        "chrome": "Chrome",
+        "otlp": "Otlp",
+        "parquet": "Parquet",
+        "summary": "SummaryCsv",
+        "tensorboard": "TensorBoard",
+    })  # fmt: skip
 
 
 class Exporter(Protocol):
