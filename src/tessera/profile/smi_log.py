@@ -45,6 +45,7 @@ _NUMBER = re.compile(r"\d+")
 _NOT_MEASURED = ("", "n/a", "not supported", "unknown error")
 _ASSUMED_GAIN_ERROR = 0.05
 """As `sensors` has it for boards that nobody here has measured against a meter."""
+Samples = tuple[Domain, Ints, Floats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _power_column(tool: SmiTool, head: Sequence[str]) -> str | None:
     return next((named[power] for power in tool.power if power in named), None)
 
 
-def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, tuple[Domain, Ints, Floats]]:
+def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samples]:
     """Domain, times and watts of each GPU of a log."""
     power = _power_column(tool, head)
     if power is None:
@@ -123,7 +124,12 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, tupl
             why="their watts cannot be distinguished by device number", fix=tool.example,
         )  # fmt: skip
     make = _nvidia_samples if tool is TOOLS[0] else _other_samples
-    return {name: make(name, sorted(pairs.items()), tool, power, labels[name]) for name, pairs in rows.items()}
+    found = {}
+    for name, pairs in rows.items():
+        times = sorted(pairs)
+        logged_w = np.array([pairs[t] for t in times])
+        found[name] = make(name, np.array(times), logged_w, tool, power, labels[name])
+    return found
 
 
 def _device_name(cell: str | None) -> str:
@@ -132,25 +138,21 @@ def _device_name(cell: str | None) -> str:
     return f"gpu{number[0] if number else 0}"
 
 
-Samples = tuple[Domain, Ints, Floats]
-
-
-def _nvidia_samples(name: str, pairs: list[tuple[int, float]], tool: SmiTool, power: str, label: str) -> Samples:
-    times, watts = np.array([t for t, _ in pairs]), np.array([w for _, w in pairs])
+def _nvidia_samples(name: str, times: Ints, watts: Floats, tool: SmiTool, power: str, label: str) -> Samples:
     fresh = _fresh(times, watts)
     instant = power.startswith("power.draw.instant")
     averaged_s = 0.0 if instant else _AVERAGE_S
     domain = Domain(
         name=name, source=f"{tool.name} {power.split(' ', maxsplit=1)[0]}", label=label, resolution_s=_REFRESH_S,
-        lag_s=0.5 * (averaged_s + _REFRESH_S), blur_s=max(averaged_s, _REFRESH_S) / math.sqrt(12), gain_error=0.05,
+        lag_s=0.5 * (averaged_s + _REFRESH_S), blur_s=max(averaged_s, _REFRESH_S) / math.sqrt(12),
+        gain_error=_ASSUMED_GAIN_ERROR,
         note="refreshed at 10 Hz" if instant else "a 1 s average, refreshed at 10 Hz: single kernels hardly show",
         limit_w=_limit_w(label),
     )  # fmt: skip
     return domain, times[fresh], watts[fresh]
 
 
-def _other_samples(name: str, pairs: list[tuple[int, float]], tool: SmiTool, power: str, label: str) -> Samples:
-    times, watts = np.array([t for t, _ in pairs]), np.array([w for _, w in pairs])
+def _other_samples(name: str, times: Ints, watts: Floats, tool: SmiTool, power: str, label: str) -> Samples:
     spacing_s = float(np.median(np.diff(times))) * 1e-9 if len(times) > 1 else 0.0
     domain = Domain(
         name=name, source=f"{tool.name} {power}", label=label, resolution_s=spacing_s, lag_s=0.5 * spacing_s,
