@@ -122,7 +122,7 @@ def learn_response(times_ns: Ints, samples_w: Floats, ran: Exposed, known: Respo
     if len(times_ns) > MOST_SAMPLES:
         chosen = np.linspace(0, len(times_ns) - 1, MOST_SAMPLES).astype(np.int64)
         times_ns, samples_w = times_ns[chosen], samples_w[chosen]
-    problem = _ResponseFit(times_ns, samples_w, ran.join_small(MOST_CLASSES), _cell_s(known))
+    problem = _ResponseSolver(times_ns, samples_w, ran.join_small(MOST_CLASSES), _cell_s(known))
     found = problem.solve()
     lag_s, blur_s = _moments(found)
     problem.check(lag_s)
@@ -172,7 +172,7 @@ def _moments(found: Floats) -> tuple[float, float]:
     return response.delay_s, response.blur_s
 
 
-class _ResponseFit:
+class _ResponseSolver:
     """The least squares of one sensor: dead time, boxcar and exponential (s), with the best watts for each."""
 
     def __init__(self, times_ns: Ints, samples_w: Floats, ran: Exposed, cell_s: float) -> None:
