@@ -121,8 +121,7 @@ def modules(trace: Any, *, against: Any = None, power: Any = None, progress: Pro
     has_joules = recording.find_energy() is not None
     rows = [
         {
-            "name": f"{'  ' * (len(path) - 1)}{path[-1]}", "path": "/".join(path), "depth": len(path) - 1,
-            "kind": "module", "instances": len(tree[path].names), "calls": tree[path].calls,
+            **_describe_place(path), "instances": len(tree[path].names), "calls": tree[path].calls,
             "time_s": tree[path].time_s,
             "share_pct": 100.0 * tree[path].time_s / whole_s if whole_s else None, "self_s": tree[path].self_s,
             "energy_j": tree[path].energy_j if has_joules else None,
@@ -159,8 +158,7 @@ def _compare(before: Recording, after: Recording, tree: dict[Path, ModuleSum]) -
         before_s, after_s = a.time_s / first, b.time_s / second
         rows.append(
             {
-                "name": f"{'  ' * (len(path) - 1)}{path[-1]}", "path": "/".join(path), "depth": len(path) - 1,
-                "kind": "module", "before_s": before_s, "after_s": after_s, "change_s": after_s - before_s,
+                **_describe_place(path), "before_s": before_s, "after_s": after_s, "change_s": after_s - before_s,
                 "change_pct": 100.0 * (after_s / before_s - 1.0) if before_s > 0 else None,
                 "self_change_s": b.self_s / second - a.self_s / first, "calls": a.calls / first,
                 "after_calls": b.calls / second, "before_j": a.energy_j / first if with_joules else None,
@@ -181,6 +179,11 @@ def _compare(before: Recording, after: Recording, tree: dict[Path, ModuleSum]) -
         notes=[*before.notes, *(n for n in after.notes if n not in before.notes)],
         missing={} if rows else {"modules": NO_MODULES},
     )
+
+
+def _describe_place(path: Path) -> dict[str, Any]:
+    depth = len(path) - 1
+    return {"name": f"{'  ' * depth}{path[-1]}", "path": "/".join(path), "depth": depth, "kind": "module"}
 
 
 def _order(weight: dict[Path, float]) -> list[Path]:
