@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DEVICE_RESULTS = (
     "ops_gemm", "ops_rows", "ops_precision", "ops_streams", "optimize", "checkpointing", "schedule_caps", "tune",
-    "overhead_profile",
+    "overhead_profile", "cupti_light",
 )  # fmt: skip
 H200 = {"gpu": "NVIDIA H200", "torch": "2.11.0+cu130"}
 

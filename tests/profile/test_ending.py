@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 
-import msgspec
 import pytest
 
 from tessera.profile.ending import DROPPED, SAME_S, Patience
@@ -194,11 +193,9 @@ SLOW = """
 @pytest.mark.parametrize("drop", [False, True])
 def test_a_trace_outlives_one_interrupt_and_is_dropped_by_the_next(tmp_path, drop):
     (tmp_path / "slow.py").write_text(textwrap.dedent(SLOW))
-    plan = msgspec.json.encode(LaunchPlan(target="slow.py", path="run.tessera")).decode()
+    plan = LaunchPlan(target="slow.py", path="run.tessera")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(
-        [sys.executable, "-m", "tessera.profile.launch", plan], cwd=tmp_path, text=True, **pipes
-    ) as child:
+    with subprocess.Popen(plan.start(), cwd=tmp_path, text=True, **pipes) as child:
         watchdog = threading.Timer(300.0, child.kill)  # a word that does not come must not stop the suite
         watchdog.start()
         assert child.stdout.readline() == "reading\n"

@@ -30,7 +30,7 @@ _ANALYSES = {"breakdown by step": "breakdown", "operators by shape": "roofline"}
 _MOST_ROWS = 1_000_000
 _MOST_LETTERS = 32_000
 """Below what a sheet and a cell can hold: 1,048,576 rows, 32,767 letters."""
-_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _MAIN = "http://schemas.openxmlformats.org/spreadsheetml/2006/main"
 _OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 _PACKAGE = "http://schemas.openxmlformats.org/package/2006"

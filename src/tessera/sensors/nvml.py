@@ -35,6 +35,8 @@ from ._visible import GpuBoard, VisibleBoard, visible_boards
 from .base import Batch
 
 TELEMETRY_S = 2.0
+# Activity (GPM) is that between two readings: the second one comes early, so that a short look has it.
+_SECOND_TELEMETRY_S = 0.5
 # Field 185 is a ~1 s average (H200): asking more often than that gives nothing new.
 HBM_EVERY_S = 1.0
 _RETRY_NS = 1_000_000_000
@@ -244,7 +246,9 @@ class NvidiaGpu:
         if self._counter and self.power and anchor:
             self._spare("energy counter (the anchor)", now, lambda: self._read_counter(batch))
         if soon >= self._telemetry_due:
-            self._telemetry_due = now + self._telemetry_ns
+            is_first = self._telemetry_due == 0
+            pause_ns = min(round(_SECOND_TELEMETRY_S * 1e9), self._telemetry_ns) if is_first else self._telemetry_ns
+            self._telemetry_due = now + pause_ns
             self._spare("telemetry", now, lambda: batch.telemetry.append(self._telemetry.read(self.name)))
 
     def _spare(
