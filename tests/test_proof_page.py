@@ -259,6 +259,7 @@ READ = {
         "two processes on one GPU, 450 W", " under a cap that is not reached", " at {share}", " free",
     ),
     "tune": ("saved_pct", "speedup", "below_best_mode_pct", "regret_pct", "best_mode", "again"),
+    "cupti_light": ("programs", "over_pct", "tied", "stop_s"),
     "overhead_profile": ("over_pct", "low_pct", "high_pct", "beside_ms", "sampling", "timeline"),
 }  # fmt: skip
 

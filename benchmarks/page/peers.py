@@ -41,7 +41,7 @@ def rows() -> list[tuple[str, str, str, str]]:
         for precision, counted in (("fp8_row fast", "bf16 operands, weight prepared"), ("bf16", "bf16 operands"))
     )
     llama = {r["way"]: r for r in load("ops_rows")["rows"] if r["op"] == "manual rms_norm" and r["training"]}
-    traced = load("overhead_profile")["timeline"]
+    traced = load("cupti_light")["programs"]["GPT-2 small training"]
     faster = geometric(v["graphs_s"] / v["warm_s"] for v in peers.values())
     return [
         ('GPT-2\'s training step, BERT and ResNet-50 on a batch, unchanged, under `schedule(policy="throughput_per_watt")`, J', chosen,
@@ -54,8 +54,8 @@ def rows() -> list[tuple[str, str, str, str]]:
          f"plain least squares: {final['nnls_mean_pct']:.1f}", "measure/attribution.py"),
         ("a profiled region outside a session, ns", f"{r['region_off_ns']:.0f}", f"torch's record_function: {r['record_function_off_ns']:.0f}",
          "measure/region_cost.py"),
-        ("a step of GPT-2's training while every kernel is traced, ms", f"{traced['step_ms']:.1f}",
-         f"torch.profiler: {traced['beside_ms']:.1f}", "device/overhead_profile.py"),
+        (f"a step of GPT-2's training while every kernel is recorded, ms (plain: {traced['plain']['ms']:.1f})", f"{traced['light']['ms']:.1f}",
+         f"torch.profiler: {traced['profiler']['ms']:.1f}", "device/cupti_light.py"),
         ("latency of two sets of models never seen, mean % off at the first look; after repairs of what it found",
          f"{pct(models['all']['latency'])}, {pct(second['all']['latency'])}; {pct(repair_json[0]['all']['latency'])}, {pct(repair_json[1]['all']['latency'])}",
          f"datasheet roofline: {pct(models['all']['roofline_latency'])}, {pct(second['all']['roofline_latency'])}", "predict/predict_models.py"),
