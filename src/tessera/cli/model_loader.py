@@ -218,7 +218,7 @@ def _load_transformers(text: str, shape: InputShape, training: bool) -> LoadedMo
         ) from e
     inputs = _make_inputs(model, config, shape)
     if training:
-        inputs |= _make_labels(model, config, inputs)
+        inputs |= _make_labels(model, inputs)
     return LoadedModel(name=names[0] if names else type(model).__name__, model=model, inputs=inputs)
 
 
@@ -274,7 +274,7 @@ def _make_pixels(config: Any, shape: InputShape) -> Any:
     return _make_image(shape.input or (getattr(vision, "num_channels", 3) or 3, height, width))
 
 
-def _make_labels(model: Any, config: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _make_labels(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Labels for training, if the model computes its loss from them; otherwise the loss is a cross-entropy."""
     import torch
 

@@ -29,7 +29,7 @@ def assemble(session: Session) -> None:
         writer = _writer(session)
         undo.callback(_discard, writer)
         if "power" in options.enabled_activities:
-            _power(session, writer, undo)
+            _power(session, writer)
         if options.mode == "summary":
             from .summary_mode import RunSummary
 
@@ -101,7 +101,7 @@ def _discard(writer: RunWriter) -> None:
     writer.path.unlink(missing_ok=True)
 
 
-def _power(session: Session, writer: RunWriter, undo: contextlib.ExitStack) -> None:
+def _power(session: Session, writer: RunWriter) -> None:
     from ..monitor import EnergyScope, default
     from .power_feed import PowerFeed
 

@@ -70,10 +70,9 @@ class _Level:
 class KernelHistory:
     """Which chunks of kernels are to be summed up next."""
 
-    def __init__(self, *, most_events: int | None = None, most_sums: int | None = None) -> None:
-        self._events = _Level(MOST_EVENTS if most_events is None else most_events, SECOND_NS)
-        self._sums = _Level(MOST_SUMS if most_sums is None else most_sums, MINUTE_NS)
-        self._levels = (self._events, self._sums)
+    def __init__(self) -> None:
+        self._events = _Level(MOST_EVENTS, SECOND_NS)
+        self._sums = _Level(MOST_SUMS, MINUTE_NS)
 
     def add(self, chunk: StoredChunk) -> None:
         """A chunk of single kernels was written."""
@@ -81,7 +80,7 @@ class KernelHistory:
 
     def take_due(self) -> tuple[list[StoredChunk], int]:
         """Chunks that are to become one of sums, and the nanoseconds of its period; none where there is room."""
-        for level in self._levels:
+        for level in (self._events, self._sums):
             if taken := level.take_oldest():
                 return taken, level.into_ns
         return [], 0

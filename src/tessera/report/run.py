@@ -72,7 +72,7 @@ def text(
     if result.job is not None and by is None:
         parts += job_text(result.job, wide)
     parts += _tables(result, table, wide, by, top)
-    parts.append(_ending(result, html, wide))
+    parts.append(_ending(result, html))
     return Group(*parts, *_next_command(recording.facts.path, result, table, html, by))
 
 
@@ -279,7 +279,7 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
     return parts
 
 
-def _ending(result: Answer, html: Path | None, width: int) -> Table:
+def _ending(result: Answer, html: Path | None) -> Table:
     table = label_table()
     table.add_row("", "")
     telling = [note for note in result.notes if note != result.cut and kind_of(note) != "omission"]

@@ -144,7 +144,7 @@ class RowReader:
         if keep.size:
             first = len(self.builder)
             self._extend([events[i] for i in keep.tolist()], kinds[keep], starts[keep], lasting[keep])
-            self._read_counters(events, keep, first, text)
+            self._read_counters(keep, first, text)
         self._side.flush()
 
     def _category(self, category: str) -> int:
@@ -209,7 +209,7 @@ class RowReader:
         self._host_rows(np.flatnonzero(~device), events, args, columns)
         self.builder.extend(columns, count)
 
-    def _read_counters(self, events: Batch, kept: Ints, first: int, text: bytes) -> None:
+    def _read_counters(self, kept: Ints, first: int, text: bytes) -> None:
         """Hardware counters that our own exporter wrote into the arguments of kernels."""
         if not self.ours or not any(key in text for key in COUNTER_KEYS):
             return
