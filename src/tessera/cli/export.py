@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -82,6 +83,10 @@ def command(
             from ..report.workbook import write_workbook
 
             written["xlsx"] = str(write_workbook(xlsx, recording))
+    _print_written(run, written, notes, as_json)
+
+
+def _print_written(run: Path, written: Mapping[str, str], notes: Sequence[str], as_json: bool) -> None:
     if as_json:
         import msgspec
 
