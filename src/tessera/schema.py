@@ -414,7 +414,7 @@ class EnergyReport:
         return self.prediction.wasted_energy_j if self.prediction else None
 
     def top(self, count: int = 10) -> list[EnergyDescriptor]:
-        """The subgraphs that spend most, dearest first."""
+        """The subgraphs that spend most, the most expensive first."""
         return sorted(self.descriptors, key=lambda d: d.total_energy_j, reverse=True)[:count]
 
     def opportunities(self) -> list[Advice]:

@@ -3,7 +3,7 @@
 ::
 
     warm-up   A B
-    turn 1    A B      a machine that slowly warms up makes the later runs dearer: with every second turn reversed,
+    turn 1    A B      a machine that slowly warms up makes the later runs cost more: with every second turn reversed,
     turn 2    B A      both commands have as many late runs
     turn 3    A B ...
 
