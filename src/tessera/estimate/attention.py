@@ -22,10 +22,10 @@ from ..errors import ArgumentError
 from ..joules import Floats
 from .chip_fits import KernelFit, find_fit
 from .kernel_time import (
+    CARRIED_OVER,
     ELEMENT_BYTES,
     Chip,
     KernelTime,
-    LearnedCorrection,
     Trees,
     chip,
     find_correction,
@@ -113,17 +113,15 @@ def _attention(of: Chip, call: AttentionCall, hbm_bytes: float | None) -> Kernel
 
     parts = parts_on(of)
     t = {name: float(value) for name, value in parts.items()}
-    factor, source, learned = 1.0, "H200 constants carried over by datasheet", None
+    factor, source, learned = 1.0, CARRIED_OVER if fit is None else fit.provenance, None
     if fit is not None:
-        source = fit.provenance
         # Learned from loops that leave out of the cache what they always do: by shape, whatever comes from it here.
-        usual = formula(constants, of, call)
-        learned = None if fit.trees is None else LearnedCorrection(fit.trees(features(call, usual))[0], fit.chip)
+        learned = fit.correct(features(call, formula(constants, of, call)))
     elif not call.backward:  # no correction was learned for it
         trees = _trees(call.source)
         learned = find_correction(of, trees, lambda on: features(call, parts if on is of else parts_on(on)))
-        source = source if learned is None else f"with residual, fitted on {learned.chips}"
     if learned is not None:
+        source = learned.source
         # No correction makes a kernel faster than the chip.
         fastest_s = of.fastest_s(t["flops"], t["hbm_bytes"], call.precision)
         factor = max(float(np.exp(learned.log)), fastest_s / (t["overhead_s"] + t["body_s"]))

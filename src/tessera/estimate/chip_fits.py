@@ -10,14 +10,12 @@ writes all of them.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from .kernel_time import Chip, Trees, load_fit
+from ..joules import Floats
+from .kernel_time import Chip, LearnedCorrection, Trees, load_fit, widen_error
 
 # By compute capability, the chip with timings that runs the same kernels.
 _RELATIVES = {"sm80": "a100", "sm90": "h100", "sm100": "b200", "sm103": "b200", "sm120": "rtx-pro-6000"}
@@ -30,15 +28,17 @@ class KernelFit:
 
     constants: Mapping[str, Any]
     trees: Trees | None
-    log10_s: tuple[float, ...]
-    half_width: tuple[float, ...]
+    half_widths: Mapping[str, Any]
     chip: str
     own: bool
 
     def relative_error(self, of: Chip, seconds: float, *, native: bool) -> float:
-        """The relative 90% half-width by predicted length; wider for assumed figures and formats the chip lacks."""
-        width = float(np.interp(math.log10(max(seconds, 1e-9)), self.log10_s, self.half_width))
-        return min(0.95, width * 1.15 ** len(of.assumed) * (1.0 if native else 1.5))
+        """The relative 90% half-width by predicted length."""
+        return widen_error(self.half_widths, of, native, seconds)
+
+    def correct(self, features: Floats) -> LearnedCorrection | None:
+        """The correction of one kernel, from its features; None where none was learned."""
+        return None if self.trees is None else LearnedCorrection(self.trees(features)[0], self.provenance)
 
     @property
     def provenance(self) -> str:
@@ -75,12 +75,10 @@ def _read_fit(chip: str, family: str, kernel: str, own: bool) -> KernelFit | Non
         return None
     # A chip that was not measured is as uncertain as those that were left out.
     widths = data["interval"] if own else load_fit(f"{_SHARED}_kernels.json")[family]["interval"]
-    table = widths.get(kernel) or widths["any"]
     return KernelFit(
         constants=data["constants"][kernel],
         trees=Trees.of(data["trees"]) if "trees" in data else None,
-        log10_s=tuple(table["log10_s"]),
-        half_width=tuple(table["half_width"]),
+        half_widths=widths.get(kernel) or widths["any"],
         chip=chip,
         own=own,
     )

@@ -24,10 +24,10 @@ from ..errors import ArgumentError
 from ..joules import Floats
 from .chip_fits import KernelFit, find_fit
 from .kernel_time import (
+    CARRIED_OVER,
     ELEMENT_BYTES,
     Chip,
     KernelTime,
-    LearnedCorrection,
     Trees,
     chip,
     find_correction,
@@ -109,18 +109,13 @@ def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None
     parts = parts_on(of)
     t = {name: float(value) for name, value in parts.items()}
     flops, factor = 2.0 * p.m * p.n * p.k * p.batch, 1.0
-    learned: LearnedCorrection | None
+    source = CARRIED_OVER if fit is None else fit.provenance
     if fit is None:
         learned = find_correction(of, _trees(), lambda on: features(p, parts if on is of else parts_on(on)))
-        source = "H200 constants carried over by datasheet"
-        if learned is not None:
-            source = f"with residual, fitted on {learned.chips}"
-    else:
-        # Learned from loops that leave out of the cache what they always do: by shape, whatever comes from it here.
-        usual = formula(constants, of, p, out_bytes)
-        learned = None if fit.trees is None else LearnedCorrection(fit.trees(features(p, usual))[0], fit.chip)
-        source = fit.provenance
+    else:  # learned from loops that leave out of the cache what they always do: by shape, whatever comes from it here
+        learned = fit.correct(features(p, formula(constants, of, p, out_bytes)))
     if learned is not None:
+        source = learned.source
         # No correction makes a kernel faster than the chip.
         factor = max(float(np.exp(learned.log)), of.fastest_s(flops, t["hbm_bytes"], p.precision) / t["body_s"])
     body, floor_s = t["body_s"] * factor, float(host_floor_s(constants, p))

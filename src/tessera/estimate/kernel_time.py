@@ -324,12 +324,16 @@ class Trees:
         return np.clip(sums, -self.bound, self.bound)
 
 
+CARRIED_OVER = "H200 constants carried over by datasheet"
+"""The source of figures for which nothing was learned."""
+
+
 @dataclass(frozen=True, slots=True)
 class LearnedCorrection:
-    """What the trees add to the logarithm of a formula's seconds; `chips` says on which chips it was learned."""
+    """What the trees add to the logarithm of a formula's seconds; `source` says where it was learned."""
 
     log: Any
-    chips: str
+    source: str
 
 
 def correction_chip(of: Chip) -> Chip | None:
@@ -352,7 +356,7 @@ def find_correction(of: Chip, trees: Trees, features_on: Callable[[Chip], Floats
     if fitted_chip is None:
         return None
     chips = "the H200" if fitted_chip is of else "the H200, which has the same SMs"
-    return LearnedCorrection(trees(features_on(fitted_chip))[0], chips)
+    return LearnedCorrection(trees(features_on(fitted_chip))[0], f"with residual, fitted on {chips}")
 
 
 def stack_columns(columns: Sequence[Any], rows: int) -> Floats:
@@ -361,14 +365,17 @@ def stack_columns(columns: Sequence[Any], rows: int) -> Floats:
 
 
 def kernel_error(data: Mapping[str, Any], of: Chip, native: bool, seconds: float, source: str) -> float:
-    """The relative 90% half-width of a kernel: by its length on the calibrated chip, one wide figure elsewhere.
-
-    A precision that the chip has no unit for widens it by half, each assumed figure by 15%.
-    """
+    """The relative 90% half-width of a kernel: by its length on the calibrated chip, one wide figure elsewhere."""
     if of.calibrated:
-        table = data["calibrated"][source]
-        width = float(np.interp(math.log10(max(seconds, 1e-9)), table["log10_s"], table["half_width"]))
-    else:
-        width = float(data["same_vendor"] if of.nvidia else data["other_vendor"])
-    width *= 1.15 ** len(of.assumed) * (1.0 if native else 1.5)
-    return min(width, 0.95)
+        return widen_error(data["calibrated"][source], of, native, seconds)
+    return _widen(float(data["same_vendor"] if of.nvidia else data["other_vendor"]), of, native)
+
+
+def widen_error(table: Mapping[str, Any], of: Chip, native: bool, seconds: float) -> float:
+    """The relative 90% half-width that a table has for a kernel's length, widened for what is not known of a chip."""
+    return _widen(float(np.interp(math.log10(max(seconds, 1e-9)), table["log10_s"], table["half_width"])), of, native)
+
+
+def _widen(width: float, of: Chip, native: bool) -> float:
+    """A precision that the chip has no unit for widens it by half, each assumed figure by 15%."""
+    return min(0.95, width * (1.15 ** len(of.assumed) * (1.0 if native else 1.5)))

@@ -81,7 +81,8 @@ def _moe(of: Chip, call: ExpertCall) -> KernelTime:
         )
     parts = formula(fit.constants, of, call)
     t = {name: float(value) for name, value in parts.items()}
-    factor = 1.0 if fit.trees is None else float(np.exp(fit.trees(features(call, parts))[0]))
+    learned = fit.correct(features(call, parts))
+    factor = 1.0 if learned is None else float(np.exp(learned.log))
     formula_s = t["overhead_s"] + t["body_s"]
     # Weights of experts are read once at least; no correction makes a kernel faster than the chip.
     factor = max(factor, of.fastest_s(t["flops"], t["weight_bytes"], call.precision) / formula_s)
