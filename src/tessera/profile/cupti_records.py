@@ -19,6 +19,8 @@ from .cupti_library import CONCURRENT_KERNEL, DRIVER, EXTERNAL, MEMCPY, MEMCPY_P
 
 Buffer = bytes | memoryview
 _COMMON = {"start": ("<u8", 16), "end": ("<u8", 24)}
+_TRANSFER = {**_COMMON, "bytes": ("<u8", 8), "device": ("<u4", 32), "stream": ("<u4", 40)}
+_COPY = {**_TRANSFER, "copy_kind": ("<u1", 4), "source": ("<u1", 5), "target": ("<u1", 6)}
 _CALL = {
     "number": ("<u4", 4),
     "start": ("<u8", 8),
@@ -39,42 +41,10 @@ FIELDS: Mapping[int, Mapping[str, tuple[Any, int]]] = {
         "correlation": ("<u4", 92),
         "name": ("<u8", 104),
         "graph_node": ("<u8", 144),
-        "graph": ("<u4", 156),
     },
-    MEMCPY: {
-        **_COMMON,
-        "copy_kind": ("<u1", 4),
-        "source": ("<u1", 5),
-        "target": ("<u1", 6),
-        "bytes": ("<u8", 8),
-        "device": ("<u4", 32),
-        "stream": ("<u4", 40),
-        "correlation": ("<u4", 44),
-        "graph_node": ("<u8", 64),
-        "graph": ("<u4", 72),
-    },
-    MEMSET: {
-        **_COMMON,
-        "target": ("<u2", 50),
-        "bytes": ("<u8", 8),
-        "device": ("<u4", 32),
-        "stream": ("<u4", 40),
-        "correlation": ("<u4", 44),
-        "graph_node": ("<u8", 64),
-        "graph": ("<u4", 72),
-    },
-    MEMCPY_PEER: {
-        **_COMMON,
-        "copy_kind": ("<u1", 4),
-        "source": ("<u1", 5),
-        "target": ("<u1", 6),
-        "bytes": ("<u8", 8),
-        "device": ("<u4", 32),
-        "stream": ("<u4", 40),
-        "correlation": ("<u4", 60),
-        "graph_node": ("<u8", 72),
-        "graph": ("<u4", 80),
-    },
+    MEMCPY: {**_COPY, "correlation": ("<u4", 44)},
+    MEMSET: {**_TRANSFER, "target": ("<u2", 50), "correlation": ("<u4", 44)},
+    MEMCPY_PEER: {**_COPY, "correlation": ("<u4", 60)},
     DRIVER: _CALL,
     RUNTIME: _CALL,
 }
