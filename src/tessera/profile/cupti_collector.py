@@ -43,7 +43,7 @@ BUFFERS_A_FLUSH = 2
 kernels that come, that a buffer is full (and its kernels safe) before the next flush."""
 MOST_WAITING = 256 << 20
 """Bytes that nobody has taken. Beyond that CUPTI gets no buffer and drops records, which is said."""
-_EMPTY = (0, 0)
+_NOTHING = (0, 0)  # no address, no bytes
 _NO_BUFFER = np.empty(0, np.uint8)
 _SAME_CLOCK_NS = 1_000_000
 
@@ -107,7 +107,7 @@ class CuptiCollector:
     def start(self, *, calls: bool = False) -> None:
         """Keep records from now on, `calls` of the host too; also after another client has had CUPTI in between."""
         kinds = (*KINDS, *CALLS) if calls else KINDS
-        self._cupti.register(self._give, self._take)
+        self._cupti.register(self._lend_buffer, self._receive_buffer)
         self._cupti.number_threads(as_system=calls)
         enabled: list[int] = []
         try:
@@ -163,9 +163,9 @@ class CuptiCollector:
 
     # -- called by CUPTI, on its own thread or on one that launches a kernel ----------------------------------------
 
-    def _give(self) -> tuple[int, int]:
+    def _lend_buffer(self) -> tuple[int, int]:
         if self._waiting > MOST_WAITING:
-            return _EMPTY
+            return _NOTHING
         try:
             buffer = self._empty.popleft()
         except IndexError:
@@ -176,7 +176,7 @@ class CuptiCollector:
         self._lent[address] = buffer
         return address, len(buffer)
 
-    def _take(self, address: int, used: int) -> None:
+    def _receive_buffer(self, address: int, used: int) -> None:
         buffer = self._lent.pop(address, None)
         if buffer is not None:
             self._waiting += len(buffer)

@@ -161,19 +161,8 @@ def are_kernels(records: NDArray[Any]) -> bool:
     )
 
 
-_dtypes: dict[tuple[int, int], Any] = {}
-
-
+@functools.cache
 def _dtype(kind: int, size: int) -> Any:
     """The structured type of a record: `FIELDS` at their places in `size` bytes."""
-    known = _dtypes.get((kind, size))
-    if known is None:
-        fields = FIELDS[kind]
-        known = np.dtype({
-            "names": list(fields),
-            "formats": [kind_and_place[0] for kind_and_place in fields.values()],
-            "offsets": [kind_and_place[1] for kind_and_place in fields.values()],
-            "itemsize": size,
-        })  # fmt: skip
-        _dtypes[kind, size] = known
-    return known
+    formats, offsets = zip(*FIELDS[kind].values(), strict=True)
+    return np.dtype({"names": list(FIELDS[kind]), "formats": formats, "offsets": offsets, "itemsize": size})

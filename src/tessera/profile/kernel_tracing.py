@@ -44,7 +44,7 @@ class KernelTracing:
         self._numbers: list[int] | None = None
         self._streams: dict[str, str] = {}
         self._is_taken = is_taken
-        self._is_wanted = self._is_paused = False
+        self._starts_later = self._is_paused = False
         self._began_ns = 0
         self._flushed_s = 0.0
         self._over = False
@@ -66,8 +66,8 @@ class KernelTracing:
             torch.cuda._lazy_call(self._start)
 
     def _start(self) -> None:
-        self._is_wanted = self._is_taken()
-        if self._over or self._is_wanted:
+        self._starts_later = self._is_taken()
+        if self._over or self._starts_later:
             return
         try:
             collector = CuptiCollector()
@@ -111,7 +111,7 @@ class KernelTracing:
 
     def tick(self) -> None:
         """Called by the session's thread a few times a second: bring what is complete to the file."""
-        if self._is_wanted:
+        if self._starts_later:
             self._start()
         if self.running and time.monotonic() - self._flushed_s >= FLUSH_S:
             with self._lock:
