@@ -67,6 +67,7 @@ def _learn_sensor(device: int, seconds: float) -> None:
     import torch
 
     from ..profile.mixture import make_kernels, run_mixture, time_kernels
+    from ..report.doctor import lag_and_blur
 
     if not torch.cuda.is_available():
         return
@@ -74,11 +75,7 @@ def _learn_sensor(device: int, seconds: float) -> None:
     with torch.cuda.device(device):
         kernels = make_kernels(torch)
         table, _ = run_mixture(torch, kernels, time_kernels(torch, kernels), seconds)
-    found = [
-        f"{domain.label}: lag {1e3 * fit.lag_s:.1f} ± {1e3 * fit.lag_error_s:.1f} ms, "
-        f"blur {1e3 * fit.blur_s:.1f} ± {1e3 * fit.blur_error_s:.1f} ms"
-        for domain, fit in table.learnt
-    ]
+    found = [f"{domain.label}: {lag_and_blur(fit)}" for domain, fit in table.learnt]
     print("; ".join(found) or "the power samples could not tell it: the assumed response stays", file=sys.stderr)
 
 

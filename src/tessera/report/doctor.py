@@ -10,7 +10,7 @@ from ..actuators import OutstandingChange
 from ..schema import Capability, Domain
 from ..selftest import SelfCheck
 from ..sensors.health import Health, MachineCheck, SensorHealth
-from ..sensors.response_store import SensorResponse
+from ..sensors.response_store import ResponseFit, SensorResponse
 from ..units import format_duration
 from .console import Console, HangingText
 
@@ -84,17 +84,15 @@ def _response(domain: Domain, learnt: SensorResponse | None) -> str:
     if learnt is None:
         lag = f"lag {1e3 * domain.lag_s:.0f} ± {1e3 * domain.lag_error_s:.1f} ms, blur {1e3 * domain.blur_s:.0f} ms"
         return f"{lag} (default: fitted on an H200; a traced run learns this board's)"
-    parts = [
-        f"{name} {1e3 * value_s:.1f} ± {1e3 * error_s:.1f} ms"
-        for name, value_s, error_s in (
-            ("lag", learnt.lag_s, learnt.lag_error_s),
-            ("blur", learnt.blur_s, learnt.blur_error_s),
-        )
-    ]
-    if learnt.idle_w is not None:
-        parts.append(f"idle {learnt.idle_w:.1f} ± {learnt.idle_error_w:.1f} W")
+    idle = "" if learnt.idle_w is None else f", idle {learnt.idle_w:.1f} ± {learnt.idle_error_w:.1f} W"
     runs = f"{learnt.runs} run{'s' if learnt.runs != 1 else ''}"
-    return f"{', '.join(parts)} (learnt from {learnt.seconds:.0f} s of {runs})"
+    return f"{lag_and_blur(learnt)}{idle} (learnt from {learnt.seconds:.0f} s of {runs})"
+
+
+def lag_and_blur(learnt: SensorResponse | ResponseFit) -> str:
+    """Both with their errors, in milliseconds."""
+    figures = (("lag", learnt.lag_s, learnt.lag_error_s), ("blur", learnt.blur_s, learnt.blur_error_s))
+    return ", ".join(f"{name} {1e3 * value_s:.1f} ± {1e3 * error_s:.1f} ms" for name, value_s, error_s in figures)
 
 
 def _lack(lack: Capability) -> str:
