@@ -164,26 +164,19 @@ class _SpaceReader:
     ) -> None:
         correlation = int(figures.get("correlation_id", NONE))
         details = dict(_DETAIL.findall(str(figures.get("kernel_details") or figures.get("memcpy_details") or "")))
+        numbers = {key: int(text[:18]) for key, text in details.items() if text.isdecimal()}
+        place: dict[str, Any] = {"device": device, "stream": stream, "correlation": correlation}
         if _COPY.match(name):
-            size = int(details.get("size", NONE)) if details.get("size", "").isdecimal() else NONE
-            add_copy(
-                self.builder, name, start_ns, end_ns, device=device, stream=stream, correlation=correlation, size=size
-            )
+            add_copy(self.builder, name, start_ns, end_ns, size=numbers.get("size", NONE), **place)
             return
         framework = str(figures.get("tf_op") or "")
         operator = framework if "/" in framework else str(figures.get("hlo_op") or "")
         if operator:
             self._operators.setdefault(correlation, operator)
         grid, block = (_sizes(details.get(key, "")) for key in ("grid", "block"))
-        shared = details.get("static_shared", "") or details.get("shared", "")
-        launch = Launch(
-            grid=grid, block=block, registers=int(details["regs"]) if details.get("regs", "").isdecimal() else None,
-            shared_bytes=int(shared) if shared.isdecimal() else None,
-        )  # fmt: skip
-        add_kernel(
-            self.builder, name.removesuffix(".kd"), start_ns, end_ns, device=device, stream=stream,
-            correlation=correlation, launch=launch,
-        )  # fmt: skip
+        shared = numbers.get("static_shared", numbers.get("shared"))
+        launch = Launch(grid=grid, block=block, registers=numbers.get("regs"), shared_bytes=shared)
+        add_kernel(self.builder, name.removesuffix(".kd"), start_ns, end_ns, launch=launch, **place)
 
     def _add_host_row(self, figures: dict[str, Any], name: str, start_ns: int, end_ns: int, thread: int) -> None:
         if _CALL.fullmatch(name):
