@@ -5,11 +5,14 @@ import torch
 from torch import nn
 
 import tessera
+from tessera.cli.predict import command
 from tessera.errors import ArgumentError
 from tessera.estimate import power_curve, sweep
 from tessera.estimate.search import list_chips, list_limits
 from tessera.hardware import catalogue, lookup
 from tessera.report.predict import text, work_text
+
+from command_line import invoke
 
 
 def products(layers: int = 4, size: int = 4096, rows: int = 8192) -> tuple[nn.Module, torch.Tensor]:
@@ -37,6 +40,25 @@ def test_a_clock_holds() -> None:
     assert slow.total.energy_j < own.total.energy_j
     burst = tessera.predict(model, x, on="h200@1200MHz", launch="graph", state="burst")
     assert burst.prediction.clock == pytest.approx(1200 / 1980)
+
+
+def test_a_burst_under_a_power_limit_is_refused_everywhere() -> None:
+    model, x = products()
+    said = set()
+    for ask in (
+        lambda: tessera.predict(model, x, on="h200@400W", state="burst"),
+        lambda: sweep(model, x, on=["h200", "h200@400W"], state="burst"),
+        lambda: power_curve(model, x, limits_w=[400], state="burst"),
+        lambda: raise_code("torch.nn:Identity", "--input", "8", "--on", "h200@400W", "--state", "burst"),
+    ):
+        with pytest.raises(ArgumentError, match="a burst is the same on h200@400W as on h200") as caught:
+            ask()
+        said.add(caught.value.fix)
+    assert len(said) == 1 and "sustained" in said.pop(), "Python and the command give one answer"
+
+
+def raise_code(*words: str) -> None:
+    raise invoke(command, *words).code
 
 
 @pytest.mark.parametrize("name", ["h200@50W", "h200@9000W", "h200@3GHz", "h200@banana", "h200@0W"])

@@ -72,10 +72,10 @@ def predict(
     keyword arguments, real or meta. `precision` asks "what if": bf16, fp16, fp32 and tf32 cast the model; fp8 and int8
     run its matrix products in that format and keep bf16 between them. `launch="graph"` replays a CUDA graph and needs
     no host time per operator (a CPU has no such graph), `"compile"` fuses as `torch.compile` does: the default for a
-    compiled model, as "eager" is for others. `batch` rescales the first dimension. `state` is what
-    is predicted: "sustained", one iteration after another at the clock that the power limit allows, or "burst", the
-    first moments at the boost clock. `calibration="auto"` uses the file that `tessera calibrate` wrote for the chip on
-    this machine, if there is one; None does not.
+    compiled model, as "eager" is for others. `batch` rescales the first dimension. `state` is what is predicted:
+    "sustained", one iteration after another at the clock that the power limit allows, or "burst", the first moments at
+    the boost clock, before a power limit acts. `calibration="auto"` uses the file that `tessera calibrate` wrote for
+    the chip on this machine, if there is one; None does not.
     """
     device = _find_device(on)
     precision = None if precision is None else precision_name(precision)
@@ -83,7 +83,7 @@ def predict(
         raise ArgumentError(f"batch={batch!r}", fix="batch must be a whole number of samples")
     asked, launch = launch, launch or default_launch(model)
     check_launch(launch)
-    check_state(state)
+    check_state(state, device)
     model_of = OpModel(device, precision=precision)
     if isinstance(model, Graph):
         graph = _recast_graph(model, inputs, precision, batch)
@@ -172,12 +172,19 @@ def check_launch(launch: str) -> None:
         )
 
 
-def check_state(state: str) -> None:
-    """Refuse a state that does not exist."""
+def check_state(state: str, *devices: Device) -> None:
+    """Refuse a state that does not exist, and a burst under a limit that would act after its end."""
     if state not in get_args(State):
         raise ArgumentError(
             f"no state {state!r}{did_you_mean(state, get_args(State))}",
             fix="state='sustained' (under the power limit) or 'burst' (at the boost clock)",
+        )
+    limited = next((device for device in devices if device.power_limit_w is not None), None)
+    if state == "burst" and limited is not None:
+        raise ArgumentError(
+            f"a burst is the same on {limited.id} as on {limited.id.partition('@')[0]}",
+            why="it ends before a power limit acts",
+            fix="state sustained (the default) shows the limit; for the burst leave the limit out",
         )
 
 

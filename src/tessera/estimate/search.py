@@ -243,10 +243,10 @@ def sweep(
     """
     launch = launch or default_launch(model)
     check_launch(launch)
-    check_state(state)
     names = [on] if isinstance(on, (str, Device)) else on
     names = [chip for name in names for chip in (list_chips() if name == "all" else [name])]
     chips = {d.id: d for d in (lookup(d) if isinstance(d, str) else d for d in names)}
+    check_state(state, *chips.values())
     points = _combinations(chips, precisions, batches, accuracy)
     by_point: dict[tuple[str, str | None, int | None], SweepRow] = {}
     failures: list[CaptureError] = []
