@@ -159,11 +159,12 @@ class Device:
         if limited is not None:
             return limited
         names = [p.name for p in self.operating_points]
+        other = f"give a power limit or a clock: {self.id}@300W, {self.id}@1200MHz"
+        if self.kind == "soc":
+            other = f"it has one only: {self.id}"
         raise ArgumentError(
             f"{self.id} has no operating point {point!r}{did_you_mean(wanted, names)}",
-            fix=f"known: {', '.join(f'{self.id}@{n}' for n in names)}"
-            if names
-            else f"give a power limit or a clock: {self.id}@300W, {self.id}@1200MHz",
+            fix=f"known: {', '.join(f'{self.id}@{n}' for n in names)}" if names else other,
         )
 
     def _set_limit(self, point: str) -> Device | None:
@@ -176,25 +177,37 @@ class Device:
             if kind.endswith("hz"):
                 clock_hz = parse_frequency(point[:-3] + point[-3].upper() + "Hz")
                 if boost is None or not 0.1 * boost.value <= clock_hz <= boost.value * 1.001:
-                    told = f"{boost.value / 1e6:.0f} MHz" if boost else "not known"
-                    raise ArgumentError(f"{self.id} cannot be set to {point}", why=f"its highest clock is {told}")
+                    most = boost.value / 1e6 if boost else None
+                    raise ArgumentError(
+                        f"{self.id} cannot be set to {point}",
+                        why=f"its highest clock is {f'{most:.0f} MHz' if most else 'not known'}",
+                        fix=self._name_range(math.ceil(0.1 * most), most, "MHz") if most else "give a power limit",
+                    )
                 return self._named(f"{clock_hz / 1e6:g}MHz", clock_limit_hz=clock_hz)
             if kind.endswith("w"):
                 limit_w = parse_power(point[:-1] + "W")
                 least_w = 1.5 * self.idle_w.value if self.idle_w else 0.0
                 if self.tdp_w is None or not least_w < limit_w <= self.tdp_w.value:
-                    told = f"{self.tdp_w.value:.0f} W" if self.tdp_w else "not known"
-                    least = f", and it needs more than {least_w:.0f} W" if least_w else ""
-                    names = [p.name for p in self.operating_points]
-                    raise ArgumentError(
-                        f"{self.id} cannot be limited to {point}{did_you_mean(point, names)}",
-                        why=f"its own limit is {told}{least}",
-                        fix=f"known: {', '.join(f'{self.id}@{n}' for n in names)}" if names else None,
-                    )
+                    raise self._refuse_limit(point, least_w)
                 return self._named(f"{limit_w:g}W", power_limit_w=limit_w)
         except UnitError:
             return None
         return None
+
+    def _refuse_limit(self, point: str, least_w: float) -> ArgumentError:
+        told = f"{self.tdp_w.value:.0f} W" if self.tdp_w else "not known"
+        least = f", and it needs more than {least_w:.0f} W" if least_w else ""
+        names = [p.name for p in self.operating_points]
+        fixes = [f"known: {', '.join(f'{self.id}@{n}' for n in names)}"] if names else []
+        fixes += [self._name_range(math.floor(least_w) + 1, self.tdp_w.value, "W")] if self.tdp_w else []
+        return ArgumentError(
+            f"{self.id} cannot be limited to {point}{did_you_mean(point, names)}",
+            why=f"its own limit is {told}{least}",
+            fix="; ".join(fixes) or "give tdp_w in a device file of your own",
+        )
+
+    def _name_range(self, least: float, most: float, unit: str) -> str:
+        return f"give one from {self.id}@{least:g}{unit} to {self.id}@{most:g}{unit}"
 
     def _named(self, point: str, **setting: float) -> Device:
         named = {"id": f"{self.id}@{point}", "name": f"{self.name} at {point}", "point": point}

@@ -1,5 +1,7 @@
 """Power limits, clocks, weight-only formats, and what the screen says of a model: parameters, FLOPs, MFU."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,23 @@ def raise_code(*words: str) -> None:
 def test_limits_that_no_driver_sets(name: str) -> None:
     with pytest.raises(ArgumentError):
         lookup(name)
+
+
+@pytest.mark.parametrize("wrong", ["h200@40W", "h200@5000W", "h200@50MHz", "h200@9GHz", "gaudi3@5kW", "t4@1W"])
+def test_a_limit_out_of_range_is_told_the_range_and_both_its_ends_work(wrong: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        lookup(wrong)
+    ends = re.search(r"give one from (\S+) to (\S+)", caught.value.fix or "")
+    assert ends is not None
+    for name in ends.groups():
+        assert lookup(name).id == name
+
+
+@pytest.mark.parametrize(("wrong", "fix"), [("m3-max@300W", "it has one only: m3-max"), ("h20@9GHz", "a power limit")])
+def test_a_chip_that_takes_no_such_limit_is_offered_none(wrong: str, fix: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        lookup(wrong)
+    assert fix in str(caught.value.fix)
 
 
 def test_power_modes_still_work() -> None:
