@@ -99,9 +99,62 @@ def test_a_configuration_with_impossible_sizes_is_refused(wrong):
         estimate_serving(json.dumps(config), on="h200")
 
 
-@pytest.mark.parametrize("words", [["--html", "x.html"], ["--mode", "train"], ["--seq", "4096"]])
-def test_options_of_other_predictions_are_refused(words):
-    assert "is not for --serve" in str(invoke(command, "llama-3.1-8b", "--serve", *words).code)
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--html", "x.html"], "leave --html out; use --json instead"),
+        (["--mode", "train"], "leave --mode out"),
+        (["--state", "burst"], "leave --state out"),
+        (["--seq", "4096"], "leave --seq out; use --prompt and --generate instead"),
+    ],
+)
+def test_options_of_other_predictions_are_refused(words, fix):
+    error = invoke(command, "llama-3.1-8b", "--serve", *words).code
+    assert error.what == f"{words[0]} is not for --serve"
+    assert error.fix == fix
+
+
+def run_next(monkeypatch, *words):
+    """The screen of a command, and the result of the next command that it offers."""
+
+    def run(*line):
+        monkeypatch.setattr("sys.argv", ["tessera", "predict", *line])
+        return invoke(command, *line)
+
+    screen = run(*words).output
+    offered = screen.rpartition("next  tessera predict ")[2].split()
+    return screen, offered, run(*offered, "--json")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("llama-3.1-70b --on h200", "--tp 2"),
+        ("llama-3.1-70b --on h200 --batch 8,32", "--tp 2"),
+        ("llama-3.1-70b --on h200 --tp 2 --batch 5000", "--batch 310"),
+        ("llama-3.1-405b --on h100", "--dtype fp8"),
+        ("llama-3.1-405b --on h100,a100 --precision bf16 --tp 8", "--dtype fp8"),
+    ],
+)
+def test_what_does_not_fit_is_offered_what_does(monkeypatch, words, offered):
+    screen, after, result = run_next(monkeypatch, *words.split(), "--serve")
+    assert offered in " ".join(after)
+    assert result.code == 0 and json.loads(result.output)["fits"] is True
+    if "," not in words:
+        assert screen.index("it does not fit") < screen.index("first token"), "said before the figures"
+
+
+def test_larger_batches_are_offered_as_far_as_they_fit(monkeypatch):
+    words = ["llama-3.1-70b", "--on", "h200", "--tp", "2", "--batch", "64", "--serve"]
+    screen, after, result = run_next(monkeypatch, *words)
+    assert "does not fit" not in screen and after[-1] == "64,256"
+    assert all(row["fits"] for row in json.loads(result.output)["rows"])
+
+
+def test_nothing_fits_a_model_that_no_node_holds(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["tessera", "predict", "deepseek-v3", "--serve", "--on", "t4"])
+    result = invoke(command, "deepseek-v3", "--serve", "--on", "t4")
+    assert result.code == 1 and "next  tessera hardware list" in result.output
 
 
 def test_the_largest_batch_fits_and_one_more_does_not():

@@ -12,6 +12,7 @@ from ..errors import ArgumentError
 from .options import choice_option, duration_option, retype_command
 
 if TYPE_CHECKING:
+    from ..serving.deployment import Deployment
     from ..serving.estimate import ServingReport
 
 ENGINES = ["vllm", "trtllm", "sglang", "vllm-0.11"]
@@ -72,8 +73,8 @@ def refuse_other_options() -> None:
     context = click.get_current_context()
     for name, option in _REFUSED.items():
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            instead = "--prompt and --generate" if name == "seq" else "--json" if name == "html" else "nothing"
-            raise ArgumentError(f"{option} is not for --serve", fix=f"leave it out; use {instead} instead")
+            instead = {"seq": "; use --prompt and --generate instead", "html": "; use --json instead"}.get(name, "")
+            raise ArgumentError(f"{option} is not for --serve", fix=f"leave {option} out{instead}")
 
 
 def predict_server(
@@ -120,10 +121,19 @@ def predict_server(
 
 
 def _next(reports: Sequence[ServingReport], best: ServingReport | None) -> str:
-    if len(reports) == 1:
-        size = reports[0].batch
-        return retype_command("predict", batch=f"{size},{size * 4},{size * 16}")
-    if best is None:
-        return retype_command("predict", tp="1,2,4,8")
-    on = best.deployment
-    return retype_command("predict", on=on.device.id, precision=None, dtype=on.weights, tp=on.gpus, batch=best.batch)
+    from ..serving.estimate import find_fitting
+
+    if not any(report.fits is not False for report in reports):
+        fitting = next(filter(None, map(find_fitting, reports)), None)
+        return _retype(*fitting) if fitting else "tessera hardware list"
+    if len(reports) > 1 and best is not None:
+        return _retype(best.deployment, best.batch)
+    size, most = reports[0].batch, reports[0].largest_batch
+    sizes = [n for n in (size, 4 * size, 16 * size) if most is None or n <= most]
+    if len(reports) == 1 and len(sizes) > 1:
+        return retype_command("predict", batch=",".join(map(str, sizes)))
+    return retype_command("predict", tp="1,2,4,8")
+
+
+def _retype(on: Deployment, batch: int) -> str:
+    return retype_command("predict", on=on.device.id, precision=None, dtype=on.weights, tp=on.gpus, batch=batch)

@@ -32,7 +32,8 @@ def serving_screen(
     if len(reports) == 1:
         missed = limited and best is None and first.fits is not False
         verdict = [Text("it does not meet the limits", style="yellow")] if missed else []
-        return Group(head, _one(first), *verdict, next_line(next_command))
+        misfit = [Text(_misfit(first), style="yellow")] if first.fits is False else []
+        return Group(head, *misfit, _one(first), *verdict, next_line(next_command))
     ending = label_table()
     if best is not None:
         within = " within the limits" if limited else ""
@@ -47,6 +48,12 @@ def serving_screen(
         "J of all GPUs for an output token, its share of the prompt included; ± is a 90% half-width", style="dim"
     )
     return Group(head, table, note, ending, next_line(next_command))
+
+
+def _misfit(report: ServingReport) -> str:
+    usable = format_bytes(USED_SHARE * (report.capacity_bytes or 0), 3)
+    needs = f"it needs {format_bytes(report.memory_bytes, 3)} on each GPU, where {usable} may be used"
+    return f"it does not fit: {needs}; with enough memory it would have these figures"
 
 
 def _name(report: ServingReport) -> str:
@@ -87,8 +94,10 @@ def _memory(report: ServingReport) -> Text:
     parts = f"{format_bytes(report.weights_bytes, 3)} weights, {format_bytes(report.cache_bytes, 3)} cache"
     text = Text(f"{format_bytes(report.memory_bytes, 3)} on each GPU ({parts})")
     if report.largest_batch is not None:
-        most = f"; at most {report.largest_batch:,} such sequences fit" if report.largest_batch else "; it does not fit"
-        text.append(most, style="" if report.fits else "yellow")
+        most = (
+            f"at most {report.largest_batch:,} such sequences fit" if report.largest_batch else "not one sequence fits"
+        )
+        text.append(f"; {most}", style="" if report.fits else "yellow")
         text.append(f" ({USED_SHARE:.0%} of {format_bytes(report.capacity_bytes or 0, 3)} may be used)", style="dim")
     return text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..device import Device
@@ -24,6 +24,7 @@ _QUEUE_POWER, _FIRST_STEPS = 0.615, 4.5
 # Memory of engines: CUDA context, graphs, and the share of the board that they leave free (vLLM: 0.9 is used).
 _OVERHEAD_BYTES, USED_SHARE = 3.0e9, 0.92
 _MEMORY_ERROR = 0.10
+_NODE_GPUS = 8
 ARRIVALS = ("steady", "once")
 _FIGURES = (
     "time_to_first_token_s",
@@ -177,7 +178,6 @@ def estimate_serving(
         raise ArgumentError(f"arrivals={arrivals!r} is not known", fix=f"one of: {', '.join(ARRIVALS)}")
     _check_context(served, prompt, generate)
     _check_division(served, tp, attention_dp, ep)
-    narrow = dtype in ("fp8", "fp4")
     deployment = Deployment(
         device=device,
         gpus=tp,
@@ -185,11 +185,16 @@ def estimate_serving(
         expert_ranks=(ep or 1) if served.shape.experts else 1,
         weights=dtype,
         experts=experts_dtype or dtype,
-        cache=cache_dtype or ("fp8" if narrow else "bf16"),
+        cache=cache_dtype or _cache_of(dtype),
         launch=launch,
         engine=engine,
     )
     return predict_serving(served, deployment, batch=batch, prompt=prompt, generate=generate, arrivals=arrivals)
+
+
+def _cache_of(dtype: str) -> str:
+    """The format of the cache beside weights of a format, where none is asked for."""
+    return "fp8" if dtype in ("fp8", "fp4") else "bf16"
 
 
 def _check_division(served: ServedModel, tp: int, attention_dp: int, ep: int | None) -> None:
@@ -303,6 +308,26 @@ def find_largest_batch(served: ServedModel, on: Deployment, tokens: int) -> int 
     weights, each, _ = count_memory(served, on, 1, tokens)
     room = USED_SHARE * capacity.value - weights - _OVERHEAD_BYTES
     return max(0, math.floor(room / each)) if each > 0 else None
+
+
+def find_fitting(report: ServingReport) -> tuple[Deployment, int] | None:
+    """The nearest deployment and batch that fit where a report's do not: fewer sequences, more GPUs, narrower weights.
+
+    None where not even all GPUs of a node hold the narrowest weights.
+    """
+    on, served, tokens = report.deployment, report.served, report.prompt + report.generate
+    if report.largest_batch:
+        return on, report.largest_batch
+    narrower = [form for form in ("fp8", "fp4") if WEIGHT_BYTES[form] < WEIGHT_BYTES[on.weights]]
+    formats = [on, *(replace(on, weights=form, experts=form, cache=_cache_of(form)) for form in narrower)]
+    sizes = [n for n in (on.gpus, 2 * on.gpus, 4 * on.gpus, 8 * on.gpus) if n in (on.gpus, 2, 4, _NODE_GPUS)]
+    for form in formats:
+        for gpus in sizes:
+            other = replace(form, gpus=gpus)
+            divides = served.shape.heads % other.attention_ranks == 0
+            if divides and (find_largest_batch(served, other, tokens) or 0) >= report.batch:
+                return other, report.batch
+    return None
 
 
 def sweep_serving(
