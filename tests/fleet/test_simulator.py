@@ -27,7 +27,7 @@ from tessera.fleet.simulator import simulate
 from tessera.fleet.supplies import Battery, Feed, NodeSupply
 from tessera.fleet.waves import make_square, make_wave, report_to_wave
 from tessera.policy import parse_policies
-from tessera.report.simulate import describe_trips
+from tessera.report.simulate import describe_trips, simulation_text
 
 from command_line import invoke
 from places import REPOSITORY
@@ -319,6 +319,50 @@ def test_a_governor_admits_starts_softly_and_holds_the_rack() -> None:
     assert rack_w[30] < 0.8 * rack_w[300:].mean()
     assert rack_w[200:].max() < 24e3
     assert result.jobs[0].lost_share > 0.02
+
+
+def govern_tight(duration_s: float, *jobs: FleetJob) -> Simulation:
+    """4 racks of 4 nodes under a cap of 20 kW, where a full rack asks for 28 kW."""
+    table = {"rack_cap_kw": 20, "breaker_margin": 0.8, "soft_start": "60s"}
+    policies = {"rack_power_governor": table, "utility_spec": {"ramp_kw_per_s": 500}}
+    facility = Facility(rows=1, row_racks=4, rack_nodes=4)
+    jobs = jobs or (make_job(gpus=128),)
+    return simulate(make_scenario(*jobs, facility=facility, policies=policies, duration_s=duration_s), engine="numpy")
+
+
+def test_a_job_that_a_governor_holds_is_told_with_what_it_got_and_a_fix() -> None:
+    result = govern_tight(20.0)
+    job = result.jobs[0]
+    assert job.state == "held" and job.iterations < 0.1
+    assert job.granted_w is not None and job.asked_w is not None
+    assert job.granted_w < 0.4 * job.asked_w
+    screen = " ".join(simulation_text(result).split())
+    assert "train by rack_power_governor" in screen and "soft_start of 60 s" in screen
+    assert f"rack_cap of {result.rack_asked_w / 0.8e3:.1f} kW" in screen
+    assert "judged without its work" in screen
+
+
+def test_a_job_that_gets_what_it_asks_for_is_not_held() -> None:
+    assert not simulate(make_scenario(), engine="numpy").held_jobs
+    policies = {"rack_power_governor": {"rack_cap": "60kW", "soft_start": "0s"}}
+    result = simulate(make_scenario(policies=policies, duration_s=160.0), engine="numpy")
+    assert result.jobs[0].state == "running"
+    # Its grant comes with the second heartbeat, after 2 s.
+    assert not result.held_jobs and not result.racks_above_cap
+
+
+def test_racks_are_held_from_the_first_step_whenever_their_first_heartbeat_comes() -> None:
+    # Racks that differ send their heartbeats at different times within 2 s.
+    result = govern_tight(4.0, *(make_job(name=f"job{i}") for i in range(4)))
+    assert len(result.racks) == 4
+    assert result.rack_peak_w.max() < 16e3
+    assert not result.racks_above_cap
+
+
+def test_a_rack_above_its_cap_is_told() -> None:
+    result = govern_tight(75.0)
+    assert [rack.count for rack in result.racks_above_cap] == [4]
+    assert "above rack_cap 4 racks up to" in " ".join(simulation_text(result).split())
 
 
 def test_a_lost_sensor_changes_nothing_but_what_the_governor_sees() -> None:

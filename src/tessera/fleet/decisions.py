@@ -6,13 +6,12 @@ The rules are not here: phases, jitter and ballast are `runtime.shaping`'s, caps
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ..runtime.shaping import LOSS, GroupPlace, draw_jitter_s, rank_offset_s
 from .engine import FleetEngine
+from .governing import RackGovernors
 from .heat import HeatState
 from .scenario import Scenario
 
@@ -32,10 +31,8 @@ class Decisions:
         self._offset_s = np.zeros(len(engine.job))
         self._applied: set[int] = set()
         self._iteration = np.full(len(self.jobs), -1, dtype=np.int64)
-        self.governors: Any = None
+        self.governors: RackGovernors | None = None
         if scenario.policies.rack_power_governor is not None:
-            from .governing import RackGovernors
-
             self.governors = RackGovernors(engine, scenario.policies.rack_power_governor, self.jobs)
         self._set_offsets()
         self._set_smoothing()
@@ -152,6 +149,16 @@ class Decisions:
             self.events.append((now_s, "job ended", self.jobs[number].name))
         if self.governors is not None and number in self._asked:
             self.governors.release(number, now_s)
+
+    def count_grants(self, seconds: float) -> None:
+        """Count what the governors granted to the jobs that ran in the last block."""
+        if self.governors is not None:
+            self.governors.count_grants(self.started_s.keys() - self.ended_s.keys(), seconds)
+
+    @property
+    def all_events(self) -> list[tuple[float, str, str]]:
+        """(time, kind, place) of jobs, faults and governors."""
+        return self.events + (self.governors.shed if self.governors is not None else [])
 
     def _draw_delays(self, number: int, iteration: int) -> NDArray[np.float64]:
         shaper = self.scenario.policies.power_shaper

@@ -6,6 +6,7 @@ GPUs to what they are granted. A job begins once all racks that it uses have adm
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,9 @@ from .engine import FleetEngine
 from .jobs import FleetJob
 from .leases import BudgetPolicy, JobState, PowerRequest
 
+SHED = "rack governor sheds its jobs: above rack_cap"
+"""The kind of the event of a rack whose measured power was above its cap."""
+_ROUNDING_W = 1.0  # the curve of a supply is inverted by a table
 _LONG_S = 1e7  # a lease that lasts for the whole simulation: its job does not stop asking
 
 
@@ -28,6 +32,7 @@ class _GovernedRack:
     nodes: list[tuple[int, str]]
     acked: dict[str, int] = field(default_factory=dict)
     next_s: float = 0.0
+    shed_s: float | None = None
 
 
 class RackGovernors:
@@ -55,7 +60,13 @@ class RackGovernors:
                 governed.budget.join(0.0, name, share_w, max_w=facility.node_limit_w)
             self.racks.append(governed)
         self._jobs_of_node = self._find_jobs()
-        self.throttled_w = 0.0
+        # Until its first heartbeat a node obeys its guaranteed share.
+        self._granted_w = np.full(len(tree.nodes), share_w)
+        self._set_caps(self._granted_w)
+        self._asked_w = {job: np.array([of.get(job, 0.0) for of in self._jobs_of_node]) for job in range(len(jobs))}
+        self._all_asked_w = sum(self._asked_w.values(), np.zeros(len(tree.nodes)))
+        self.granted_j = np.zeros(len(jobs))
+        self.shed: list[tuple[float, str, str]] = []
 
     def _find_jobs(self) -> list[dict[int, float]]:
         """For each class of nodes the watts at the plug that each of its jobs wants."""
@@ -115,8 +126,43 @@ class RackGovernors:
                 grant = rack.budget.heartbeat(now_s, name, acked=rack.acked.get(name, 0), measured_w=measured_w)
                 rack.acked[name] = grant.seq
                 caps_w[node] = min(caps_w[node], grant.cap_w)
+            self._note_shed(rack, now_s)
         if due:
             self._set_caps(caps_w)
+            np.copyto(self._granted_w, caps_w, where=np.isfinite(caps_w))
+
+    def _note_shed(self, rack: _GovernedRack, now_s: float) -> None:
+        since_s = None if rack.budget.emergency is None else rack.budget.emergency.since_s
+        if since_s is not None and since_s != rack.shed_s:
+            first = int(self.engine.tree.racks.first[self.racks.index(rack)])
+            self.shed.append((now_s, SHED, self.engine.facility.name_rack(first)))
+        rack.shed_s = since_s
+
+    # -- what jobs asked for and got ------------------------------------------------------------------------------
+
+    def count_grants(self, jobs: Iterable[int], seconds: float) -> None:
+        """Add what the jobs that run were granted for so long."""
+        instances = self.engine.tree.nodes.instances
+        for job in jobs:
+            asked_w = self._asked_w[job]
+            share = np.divide(asked_w, self._all_asked_w, out=np.zeros_like(asked_w), where=asked_w > 0)
+            granted_w = np.minimum(asked_w, self._granted_w * share)
+            self.granted_j[job] += seconds * float(np.dot(granted_w, instances))
+
+    def asked_w(self, job: int) -> float:
+        """Watts at the plugs of its nodes that a job asks for."""
+        return float(np.dot(self._asked_w[job], self.engine.tree.nodes.instances))
+
+    @property
+    def rack_asked_w(self) -> float:
+        """The most that all jobs ask of one rack."""
+        nodes = self.engine.tree.nodes
+        return float(np.bincount(nodes.parent, weights=self._all_asked_w * nodes.count).max())
+
+    def is_held(self, job: int) -> bool:
+        """Whether a GPU of the job may draw no more than idle now: nobody in the job gets on."""
+        gpus, chosen = self.engine.arrays.gpus, self.engine.job == job
+        return bool(np.any(gpus.cap_w[chosen] < gpus.idle_w[chosen] + _ROUNDING_W))
 
     def _set_caps(self, caps_w: NDArray[np.float64]) -> None:
         """From watts at the plug of a node to the limit of each of its GPUs."""

@@ -40,7 +40,8 @@ class SimulatedEvent:
 class JobResult:
     """A job: what it took and what it lost. `lost_share` is of the iterations that nothing would have slowed.
 
-    `energy_j` is that of its GPUs, `ballast_j` the part of it that did no work.
+    `energy_j` is that of its GPUs, `ballast_j` the part of it that did no work. `asked_w` and `granted_w` are watts at
+    the plugs of its nodes, the latter the mean since it started: None without a rack governor.
     """
 
     name: str
@@ -53,6 +54,8 @@ class JobResult:
     energy_j: float
     ballast_j: float
     mean_w: float
+    asked_w: float | None = None
+    granted_w: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,7 @@ class Simulation:
     ballast_j: float
     throttled_s: float
     cpu_s: float
+    rack_asked_w: float | None = None
 
     @property
     def duration_s(self) -> float:
@@ -124,6 +128,17 @@ class Simulation:
     def ordered_trips(self) -> int:
         """Breakers that a fault of the file opened."""
         return sum(fault.kind == "breaker_trip" and fault.at_s < self.duration_s for fault in self.scenario.faults)
+
+    @property
+    def held_jobs(self) -> list[JobResult]:
+        """Jobs that a rack governor gave less than they asked for."""
+        return [j for j in self.jobs if j.granted_w is not None and j.asked_w and j.granted_w < 0.99 * j.asked_w]
+
+    @property
+    def racks_above_cap(self) -> list[RackSummary]:
+        """Racks whose power was above the governor's `rack_cap`, for a step or longer."""
+        governor = self.scenario.policies.rack_power_governor
+        return [] if governor is None else [rack for rack in self.racks if rack.peak_w > governor.rack_cap_w]
 
     @property
     def is_air_held(self) -> bool:
@@ -213,6 +228,7 @@ class Simulation:
             "passed": self.passed,
             "jobs": [dataclasses.asdict(job) for job in self.jobs],
             "events": [dataclasses.asdict(event) for event in self.events],
+            "rack_asked_w": self.rack_asked_w,
             "racks": [dataclasses.asdict(rack) for rack in self.racks],
             "feed_w_by_s": [float(w) for w in _average(self.feed_w, per_s)],
             "cpu_s": self.cpu_s,

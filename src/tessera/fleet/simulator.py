@@ -114,6 +114,7 @@ class Run:
         result = engine.advance(steps)
         fleet = engine.arrays
         self._note_trips(result.trips, now_s)
+        self.decisions.count_grants(steps * facility.step_s)
         self.gpu_sum_w += fleet.gpus.sum_w
         self.decisions.warm(now_s, steps)
         self._note_held_air(now_s)
@@ -159,7 +160,7 @@ class Run:
         if spec is not None and spec.band_hz is not None:
             options["band_hz"] = spec.band_hz
         quality = measure_quality(feed_w, facility.step_s, **options)
-        happened = [SimulatedEvent(time_s=t, kind=kind, place=place) for t, kind, place in self.decisions.events]
+        happened = [SimulatedEvent(time_s=t, kind=kind, place=place) for t, kind, place in self.decisions.all_events]
         ballast = engine.arrays.gpus.ballast_w * facility.step_s * tree.gpus.instances
         return Simulation(
             scenario=scenario,
@@ -187,6 +188,7 @@ class Run:
             ballast_j=float(np.sum(ballast)),
             throttled_s=self.throttled_s,
             cpu_s=time.process_time() - self.began_s,
+            rack_asked_w=None if self.decisions.governors is None else self.decisions.governors.rack_asked_w,
         )
 
     def _summarize_rack(self, rack: int, curves: dict[str, Floats]) -> RackSummary:
@@ -214,6 +216,9 @@ class Run:
         ran_s = 0.0 if start_s is None else end_s - start_s
         work_s = self.decisions.count_work(number)
         state = "queued" if start_s is None else "finished" if number in self.decisions.ended_s else "running"
+        governors = self.decisions.governors
+        if state == "running" and governors is not None and governors.is_held(number):
+            state = "held"
         if start_s is not None and not alive:
             state = "stalled"
         return JobResult(
@@ -227,6 +232,8 @@ class Run:
             energy_j=energy_j,
             ballast_j=float(np.sum(ballast[chosen])),
             mean_w=energy_j / (len(self.feed_w) and self.scenario.duration_s),
+            asked_w=None if governors is None else governors.asked_w(number),
+            granted_w=None if governors is None or ran_s <= 0 else float(governors.granted_j[number]) / ran_s,
         )
 
 

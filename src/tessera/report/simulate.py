@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..fleet.engine import LIMIT_S
 from ..fleet.power_quality import PowerQuality, Verdict
 from ..fleet.simulation import JobResult, SimulatedEvent, Simulation
 from ..units import format_duration, format_energy, format_power, format_power_rate, format_share, format_temperature
@@ -88,6 +89,9 @@ def list_figures(result: Simulation) -> list[tuple[str, str]]:
         ("trips", describe_trips(result)),
         ("throttled", f"{format_duration(result.throttled_s, 3)} of GPUs, by heat" if result.throttled_s else "none"),
     ]
+    rows += [("held", describe_held(job, result)) for job in result.held_jobs]
+    if result.racks_above_cap:
+        rows.append(("above rack_cap", describe_above_cap(result)))
     if result.ballast_j > 0:
         share = format_share(result.ballast_j / result.energy_j)
         rows.append(("ballast", f"{format_energy(result.ballast_j, 3)}, {share} of the feed's joules"))
@@ -133,6 +137,43 @@ def describe_trips(result: Simulation) -> str:
     if not result.ordered_trips:
         return by_themselves or "none"
     return f"{by_themselves or 'none by overload'}, {result.ordered_trips} by a fault of the file"
+
+
+def describe_held(job: JobResult, result: Simulation) -> str:
+    """What a rack governor gave to a job, why no more, and what to change."""
+    governor = result.scenario.policies.rack_power_governor
+    if governor is None or job.granted_w is None or job.asked_w is None or job.start_s is None:
+        return "none"
+    granted, asked = (format_power(watts, 3) for watts in (job.granted_w, job.asked_w))
+    text = f"{job.name} by rack_power_governor: {granted} of {asked} asked"
+    fixes = []
+    if result.duration_s - job.start_s < 2 * governor.soft_start_s:
+        fixes.append(f"simulate longer than its soft_start of {format_duration(governor.soft_start_s, 3)}")
+    if result.rack_asked_w is not None and result.rack_asked_w > governor.usable_w:
+        text += (
+            f"; a rack gives out {format_power(governor.usable_w, 3)}, its jobs ask for "
+            f"{format_power(result.rack_asked_w, 3)}"
+        )
+        fixes.append(
+            f"rack_cap of {format_power(result.rack_asked_w / governor.breaker_margin, 3)}, or fewer GPUs a rack"
+        )
+    if job.iterations < 1 and result.verdicts:
+        text += "; the utility spec is judged without its work"
+    return f"{text}. Fix: {'; '.join(fixes)}" if fixes else text
+
+
+def describe_above_cap(result: Simulation) -> str:
+    """How far racks were above the cap of their governor."""
+    governor, racks = result.scenario.policies.rack_power_governor, result.racks_above_cap
+    if governor is None or not racks:
+        return "none"
+    count = sum(rack.count for rack in racks)
+    mean_w = float(result.rack_mean_w.max())
+    return (
+        f"{count:,} rack{'s' if count > 1 else ''} up to {format_power(max(rack.peak_w for rack in racks), 3)} of "
+        f"{format_power(governor.rack_cap_w, 3)}, up to {format_power(mean_w, 3)} over "
+        f"{format_duration(result.decide_s, 3)}: a GPU's limit takes {format_duration(LIMIT_S, 3)} to hold"
+    )
 
 
 def format_verdict(verdict: Verdict) -> tuple[str, str, str]:
