@@ -65,7 +65,7 @@ FLAGS = {
     },
     "policy": set(),
     "policy check": {
-        "file", "--period", "--duty", "--high", "--low", "--gpus", "--node-gpus", "--replicas", "--stages",
+        "file", "--period", "--duty", "--high", "--low", "--gpus", "--host", "--node-gpus", "--replicas", "--stages",
         "--microbatches", "--independent", "--json",
     },
     "simulate": {

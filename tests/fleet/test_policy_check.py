@@ -114,6 +114,14 @@ def test_caps_that_contradict_each_other_or_the_machine() -> None:
     assert slows.verdict == "costs" and "+9%" in slows.text
 
 
+def test_nodes_that_fit_into_a_rack_are_counted_with_their_hosts_where_those_are_known() -> None:
+    policies = parse_policies({"rack_power_governor": {"rack_cap_kw": 20, "breaker_margin": 0.8}})
+    assert "3 nodes of 5.2 kW fit" in (bare := find(policies, SYNC, "rack_cap").text) and "GPUs only" in bare
+    whole = find(policies, LockstepJob(host_w=1450.0), "rack_cap").text
+    assert "2 nodes of 6.65 kW fit into a rack; the job needs 4 racks" in whole
+    assert "GPUs only" not in whole
+
+
 def test_start_heat_and_utility_are_compared_with_the_jobs_figures() -> None:
     big = LockstepJob(gpus=100_000, synchronous=False)
     rack, utility = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,7 @@ def test_a_job_that_a_governor_holds_is_told_with_what_it_got_and_a_fix() -> Non
     assert "train by rack_power_governor" in screen and "soft_start of 60 s" in screen
     assert f"rack_cap of {result.rack_asked_w / 0.8e3:.1f} kW" in screen
     assert "judged without its work" in screen
+    assert "Hz: 0 W rms" in screen  # a flat feed has no swing in the band
 
 
 def test_a_job_that_gets_what_it_asks_for_is_not_held() -> None:
@@ -517,6 +519,8 @@ def test_command_screen_json_page_and_csv(tmp_path: Path) -> None:
     said = " ".join(done.stdout.split())
     assert f"from {feed.quality.from_s:g} s on" in said and "its start is no ramp" in said
     # The command that the screen names: the feed, and nothing within it again.
+    assert re.search(r"ramp up \S+ kW/s, down \S+ kW/s within 1 s; \S+ MW/s over one step of 5 ms", said)
+    assert "ramps are over one sample of 5 ms" in " ".join(invoke(analyze_command, "power", log).stdout.split())
     row = json.loads(invoke(analyze_command, "power", log, "--json").stdout)["rows"][0]
     assert row["energy_j"] == pytest.approx(feed.energy_j, rel=0.01)
     done = invoke(command, file, *short, "--json", "--check")

@@ -343,6 +343,8 @@ class _DomainStudy:
             f"steepest {way}, {abs(r.watts_per_s):,.0f} W/s over {s.step_s * 1e3:.3g} ms: {self._describe(r)}"
             for way, r in (ramps if self.timeline is not None else ())
         ]
+        if ramps and self.timeline is None:
+            notes.append(f"ramps are over one sample of {s.step_s * 1e3:.3g} ms: a utility means those over a second")
         low, high = s.resolvable_hz
         if low > BAND_HZ[0] or high < BAND_HZ[1]:
             notes.append(

@@ -44,6 +44,7 @@ def command() -> None:
 @_power_option("--low", "200W", "What it draws while it waits or communicates.")
 @click.option("--gpus", default=64, show_default=True, help="GPUs of the job.")
 @click.option("--node-gpus", default=8, show_default=True, help="GPUs of a node.")
+@_power_option("--host", "0W", "What a node draws beside its GPUs: processors, memory, fans.")
 @click.option("--replicas", type=int, help="Data-parallel groups.  [default: 8, or what --gpus allows]")
 @click.option("--stages", default=1, show_default=True, help="Pipeline stages of a replica.")
 @click.option("--microbatches", default=4, show_default=True, help="Microbatches of a step: jitter comes at each.")

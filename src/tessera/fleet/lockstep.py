@@ -26,7 +26,8 @@ _SHORTEST_S = 1e-3
 class LockstepJob:
     """A job that draws `high_w` a GPU for `duty` of each step of `period_s`, and `low_w` for the rest.
 
-    `synchronous`: its replicas wait for each other at the end of every step, as an all-reduce makes them.
+    `synchronous`: its replicas wait for each other at the end of every step, as an all-reduce makes them. `host_w` is
+    what a node draws beside its GPUs; 0: not known.
     """
 
     period_s: float = 2.0
@@ -35,6 +36,7 @@ class LockstepJob:
     low_w: float = 200.0
     gpus: int = 64
     node_gpus: int = 8
+    host_w: float = 0.0
     replicas: int = 8
     stages: int = 1
     microbatches: int = 4
@@ -55,6 +57,8 @@ class LockstepJob:
                 f"a period of {self.period_s:g} s with a duty of {self.duty:g} is not a wave",
                 fix="a period of 1 ms or more, a duty between 0 and 100%",
             )
+        if not 0 <= self.host_w < math.inf:
+            raise ArgumentError(f"a host of {self.host_w:g} W is none", fix="0 W or more")
         if not 0 <= self.low_w < self.high_w:
             raise ArgumentError(
                 f"a wave from {self.low_w:g} W to {self.high_w:g} W does not rise", fix="low below high"
@@ -72,8 +76,12 @@ class LockstepJob:
 
     @property
     def node_high_w(self) -> float:
-        """What the GPUs of a node draw while they work."""
-        return self.high_w * min(self.node_gpus, self.gpus)
+        """What a node draws while its GPUs work."""
+        return self.node_w(self.high_w)
+
+    def node_w(self, gpu_w: float) -> float:
+        """What a node draws when each of its GPUs draws `gpu_w`."""
+        return self.host_w + gpu_w * min(self.node_gpus, self.gpus)
 
     @property
     def places(self) -> list[GroupPlace]:

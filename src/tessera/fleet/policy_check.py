@@ -261,6 +261,8 @@ def _check_caps(shaper: PowerShaper, rack: RackPowerGovernor | None, job: Lockst
         racks = -(-job.gpus // (node_gpus * max(1, int(rack.usable_w // node_w))))
         fit = f"{int(rack.usable_w // node_w)} nodes of {format_power(node_w)}"
         text = f"{fit} fit into a rack; the job needs {racks} racks"
+        if not job.host_w and node_w == job.node_high_w:
+            text += ". This counts GPUs only: add what the rest of a node draws (--host 1450W)"
         if rack.usable_w >= node_w:
             yield _finding("rack_power_governor", limits[-1][1], "ok", text)
 
@@ -268,14 +270,16 @@ def _check_caps(shaper: PowerShaper, rack: RackPowerGovernor | None, job: Lockst
 def _check_limit(policy: str, setting: str, limit_w: float, floor_w: float | None, job: LockstepJob) -> PolicyFinding:
     """One limit against one node: its low power, its ballast, its high power."""
     node_gpus = min(job.node_gpus, job.gpus)
-    low_w = node_gpus * job.low_w
+    low_w = job.node_w(job.low_w)
     if limit_w < low_w:
         text = f"{format_power(limit_w)} is below the {format_power(low_w)} that a node draws while it waits"
         return _finding(policy, setting, "cannot", text, "a higher limit: waiting cannot save what idling draws")
-    if floor_w is not None and node_gpus * floor_w > limit_w:
-        held = format_power(node_gpus * floor_w)
+    if floor_w is not None and job.node_w(floor_w) > limit_w:
+        held = format_power(job.node_w(floor_w))
         text = f"they contradict: power_floor holds a node at {held}, above {format_power(limit_w)}"
-        return _finding(policy, setting, "cannot", text, f"power_floor below {format_power(limit_w / node_gpus)}")
+        return _finding(
+            policy, setting, "cannot", text, f"power_floor below {format_power((limit_w - job.host_w) / node_gpus)}"
+        )
     if limit_w >= job.node_high_w:
         text = f"{format_power(limit_w)} is above the {format_power(job.node_high_w)} of a node: never reached"
         return _finding(policy, setting, "ok", text)

@@ -91,9 +91,9 @@ def measure_quality(
     rms_w = math.sqrt(float(np.mean(np.square(steady))))
     up, down = find_ramps_within(watts, step_s)
     spectrum = compute_spectrum(EvenSamples(start_ns=0, step_s=step_s, watts=steady))
-    band_w2 = spectrum.band_w2(*band_hz) if spectrum else 0.0
     # A swing of a billionth of the mean is rounding, not a swing.
     swing_w2 = spectrum.ac_w2 if spectrum and spectrum.ac_w2 > (1e-9 * mean_w) ** 2 else 0.0
+    band_w2 = spectrum.band_w2(*band_hz) if spectrum and swing_w2 else 0.0
     peak = spectrum.peak() if spectrum and swing_w2 else None
     return PowerQuality(
         from_s=from_s,

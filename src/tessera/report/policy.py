@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ..fleet.lockstep import LockstepJob, ShapedWave
 from ..fleet.policy_check import PolicyCheck, PolicyFinding
-from ..fleet.power_quality import PowerQuality
+from ..fleet.power_quality import RAMP_S, PowerQuality
 from ..units import format_duration, format_power, format_power_rate
 from .console import Console, HangingText
 
@@ -53,14 +53,14 @@ def _describe_job(job: LockstepJob) -> str:
     return (
         f"for a job of {job.gpus:,} GPUs that draw {format_power(job.high_w)} for {job.duty:.0%} of "
         f"{format_duration(job.period_s)} and {format_power(job.low_w)} for the rest, together; its {job.replicas} "
-        f"replicas {wait} (--period, --duty, --high, --low, --gpus, --replicas, --independent: your own)"
+        f"replicas {wait} (--period, --duty, --high, --low, --gpus, --host, --replicas, --independent: your own)"
     )
 
 
 def _describe_wave(wave: ShapedWave, quality: PowerQuality, job: LockstepJob) -> str:
     parts = [f"{format_power(quality.low_w)} to {format_power(quality.peak_w)}"]
     parts.append(f"crest factor {quality.crest_factor:.3g}")
-    parts.append(f"ramp {format_power_rate(quality.ramp_w_per_s, 3)}")
+    parts.append(f"ramp {format_power_rate(quality.ramp_w_per_s, 3)} within {format_duration(RAMP_S)}")
     if wave.wait_s:
         parts.append(f"throughput {-wave.loss:+.1%}")
     if wave.wait_s or wave.ballast_w:

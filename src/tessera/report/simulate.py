@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..fleet.engine import LIMIT_S
-from ..fleet.power_quality import PowerQuality, Verdict
+from ..fleet.power_quality import RAMP_S, PowerQuality, Verdict
 from ..fleet.simulation import JobResult, SimulatedEvent, Simulation
 from ..units import format_duration, format_energy, format_power, format_power_rate, format_share, format_temperature
 from .console import (
@@ -83,7 +83,7 @@ def list_figures(result: Simulation) -> list[tuple[str, str]]:
     rows = [
         ("judged", describe_judged(result)),
         ("feed", describe_swing(q)),
-        ("ramp", f"up {format_power_rate(q.ramp_up_w_per_s, 3)}, down {format_power_rate(q.ramp_down_w_per_s, 3)}"),
+        ("ramp", describe_ramps(result)),
         ("band", describe_band(q)),
         ("heat", f"hottest GPU {format_temperature(hottest, 3)}, warmest inlet {format_temperature(inlet, 3)}{held}"),
         ("trips", describe_trips(result)),
@@ -117,6 +117,16 @@ def describe_swing(q: PowerQuality) -> str:
     """From where to where the power swings."""
     levels = f"{format_power(q.low_w, 3)} to {format_power(q.peak_w, 3)}"
     return f"{levels} ({format_share(q.range_share)} of the mean), crest factor {q.crest_factor:.2f}"
+
+
+def describe_ramps(result: Simulation) -> str:
+    """The largest rise and fall within `RAMP_S`, and the steepest step."""
+    q = result.quality
+    up, down, steepest = (
+        format_power_rate(rate, 3) for rate in (q.ramp_up_w_per_s, q.ramp_down_w_per_s, q.steepest_w_per_s)
+    )
+    within, step = (format_duration(seconds, 3) for seconds in (RAMP_S, result.step_s))
+    return f"up {up}, down {down} within {within}; {steepest} over one step of {step}"
 
 
 def describe_band(q: PowerQuality) -> str:
