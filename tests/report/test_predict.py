@@ -252,10 +252,12 @@ def test_a_tie_is_said_and_what_is_apart_is_not() -> None:
     tied = Sweep(name="m", mode="train", launch="eager", rows=rows)
     sentence = "tied for lowest latency within 90%: a100 batch 1 and h200 batch 1"
     assert sweeps.ties(tied) == [sentence]
+    assert [label for label, _ in sweeps.choices(tied)] == ["least energy", "fastest (tied)", "most throughput"]
+    assert "fastest (tied)" in text_of(sweeps.comparison(tied)) and "fastest (tied)" in page(tied)
     assert f"<p role='note'>T{sentence[1:]}. They differ by less than their intervals.</p>" in page(tied)
     assert sentence in " ".join(text_of(sweeps.comparison(tied)).split()), "the terminal says what the page says"
     apart = dataclasses.replace(tied, rows=rows[1:])
-    assert sweeps.ties(apart) == [] and "Tied" not in page(apart)
+    assert sweeps.ties(apart) == [] and "tied" not in f"{page(apart)}{sweeps.choices(apart)}".lower()
     many = dataclasses.replace(tied, rows=[_row(f"chip{i}", (6.4, 3.8), (24, 9)) for i in range(6)])
     assert all(said.endswith(" and 3 more") for said in sweeps.ties(many)) and len(sweeps.ties(many)) == 2
     assert (

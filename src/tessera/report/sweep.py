@@ -118,32 +118,36 @@ def reasons(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def choices(sweep: Sweep) -> list[tuple[str, SweepRow]]:
-    """The best rows: least energy, lowest latency, most samples per second."""
+    """The best rows: least energy, lowest latency, most samples per second; a label says where others are as good."""
     best = {"least energy": sweep.best_batch(), "fastest": sweep.fastest(), "most throughput": sweep.most_throughput()}
-    return [(label, row) for label, row in best.items() if row is not None]
+    tied = _tied(sweep)
+    return [(f"{label} (tied)" if tied.get(label) else label, row) for label, row in best.items() if row is not None]
 
 
 def ties(sweep: Sweep) -> list[str]:
     """Where the best combinations differ by less than their errors: a sentence for time, one for energy."""
+    sentences = []
+    for label, question in (("fastest", "lowest latency"), ("least energy", "least energy")):
+        if tied := _tied(sweep).get(label):
+            names = tied[:MAX_TIED]
+            names += [f"{len(tied) - MAX_TIED} more"] if len(tied) > MAX_TIED else []
+            sentences.append(f"tied for {question} within 90%: {', '.join(names[:-1])} and {names[-1]}")
+    return sentences
+
+
+def _tied(sweep: Sweep) -> dict[str, list[str]]:
+    """The best and the rows that differ from it by no more than the error, as `tessera diff` of the two would say."""
     fastest, least = sweep.fastest(), sweep.best_batch()
     if fastest is None or least is None:
-        return []
+        return {}
     time = [((r.time_s or 0.0) - (fastest.time_s or 0.0), r.difference_error(fastest)[0], r) for r in sweep.feasible]
     least_j = least.energy_per_sample_j or 0.0
     energy = [((r.energy_per_sample_j or 0.0) - least_j, r.difference_error(least)[1], r) for r in sweep.feasible]
-    sentences = (_tie(fastest, time, "lowest latency"), _tie(least, energy, "least energy"))
-    return [sentence for sentence in sentences if sentence]
-
-
-def _tie(best: SweepRow, others: Sequence[tuple[float, float, SweepRow]], question: str) -> str:
-    """Rows whose difference from the best is within its error, as `tessera diff` of the two would say."""
-    alike = [(more, row_name(row)) for more, error, row in others if row is not best and more <= error]
-    if not alike:
-        return ""
-    tied = [row_name(best), *(name for _, name in sorted(alike))]
-    names = tied[:MAX_TIED]
-    names += [f"{len(tied) - MAX_TIED} more"] if len(tied) > MAX_TIED else []
-    return f"tied for {question} within 90%: {', '.join(names[:-1])} and {names[-1]}"
+    tied = {}
+    for label, best, others in (("fastest", fastest, time), ("least energy", least, energy)):
+        alike = sorted((more, row_name(row)) for more, error, row in others if row is not best and more <= error)
+        tied[label] = [row_name(best), *(name for _, name in alike)] if alike else []
+    return tied
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
