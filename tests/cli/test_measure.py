@@ -187,7 +187,8 @@ def test_trace_is_a_csv_that_replays(gpu: dict[str, str], tmp_path: Path) -> Non
     again = tessera("measure", "--json", "--sensor", f"replay:{path}", *sleeper(0.5))
     total = json.loads(again.stdout)["report"]["total"]
     assert total["source"].startswith("replay")
-    assert total["energy_j"] / total["time_s"] == pytest.approx(600, rel=0.1)
+    seen_s = total["time_s"] * total["coverage"]  # on a busy machine the program outlasts the recording
+    assert total["energy_j"] / seen_s == pytest.approx(600, rel=0.1)
 
 
 def test_scopes_of_the_program_are_listed(gpu: dict[str, str]) -> None:
