@@ -196,7 +196,7 @@ class Device:
 
     def _refuse_limit(self, point: str, least_w: float) -> ArgumentError:
         told = f"{self.tdp_w.value:.0f} W" if self.tdp_w else "not known"
-        least = f", and it needs more than {least_w:.0f} W" if least_w else ""
+        least = f", and it needs more than {least_w:g} W" if least_w else ""
         names = [p.name for p in self.operating_points]
         fixes = [f"known: {', '.join(f'{self.id}@{n}' for n in names)}"] if names else []
         fixes += [self._name_range(math.floor(least_w) + 1, self.tdp_w.value, "W")] if self.tdp_w else []

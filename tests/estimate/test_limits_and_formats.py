@@ -77,6 +77,9 @@ def test_a_limit_out_of_range_is_told_the_range_and_both_its_ends_work(wrong: st
     assert ends is not None
     for name in ends.groups():
         assert lookup(name).id == name
+        assert f"more than {name.partition('@')[2][:-1]} W" not in str(caught.value.why), (
+            "no end is ruled out by the why"
+        )
 
 
 @pytest.mark.parametrize(("wrong", "fix"), [("m3-max@300W", "it has one only: m3-max"), ("h20@9GHz", "a power limit")])
