@@ -773,9 +773,11 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     with RunFile(tmp_path / "p.tessera") as run:
         out, rendered, spent = both(run)
         said = answer(with_table(run, spent))
+        path = analyze.critical_path(run.recording())
     assert spent.energy_j == pytest.approx(55, rel=0.02)
     assert said.whole.energy_j == pytest.approx(600, rel=0.02)
     assert (said.whole.time_s, said.whole.steps, said.traced_steps) == (2.0, 20, 5)
+    assert path.facts["traced_s"] == said.time_s == 0.55 and path.facts["recorded_s"] == 2.0
     first, second, third = out.splitlines()[1:4]
     (after,) = said.outside
     assert (after.where, after.steps) == ("after", 15) and after.time_s == pytest.approx(1.45)

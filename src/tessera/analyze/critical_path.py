@@ -92,9 +92,10 @@ def critical_path(
         figures = {"segments": times, "time_s": ns / 1e9, "ns": ns, "share_pct": share_pct}
         rows.append({"on": on, "kind": kind, "name": name, **figures})
     begun_ns, ended_ns = recording.span_ns
+    windows = recording.facts.accounted_windows or [timeline.traced_span]
     facts: dict[str, Any] = {
         "length_s": length_ns / 1e9,
-        "traced_s": (timeline.end_ns - timeline.start_ns) / 1e9,
+        "traced_s": sum(end - begin for begin, end in windows) / 1e9,
         "recorded_s": (ended_ns - begun_ns) / 1e9,
     }
     for on in ("host", "device", "gap"):
