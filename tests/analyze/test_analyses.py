@@ -478,6 +478,11 @@ def test_the_joules_of_gpt2_are_conserved() -> None:
     (compute,) = [r for r in parts.rows if r["part"] == "compute"]
     assert compute["error_j"] <= parts.facts["error_j"] + parts.facts["idle_error_j"]
     assert all(r["error_j"] >= 0 and 50 < r["power_w"] < 800 for r in parts.rows)
+    computed = {r["step"]: r for r in analyze.breakdown(source, by="step").rows if r["part"] == "compute"}
+    for step in source.energy().steps:  # a step's compute is known as the step is, not as all of the run
+        error_j = computed[step.name]["error_j"]
+        assert error_j <= step.error_j + parts.facts["idle_error_j"] / parts.facts["idle_j"] * 0.2 * step.energy_j
+        assert error_j < 0.2 * compute["error_j"]
     kernels = analyze.kernels(source, sort="energy")
     assert sum(r["energy_j"] for r in kernels.rows) == pytest.approx(busy_j, rel=1e-9)
     spent = [r["energy_j"] for r in kernels.rows]

@@ -86,7 +86,7 @@ def breakdown(
     for split in splits:
         windows = _windows(timeline, split) if by == "step" else [(None, split.start_ns, split.end_ns)]
         for step, start_ns, end_ns in windows:
-            rows += [{**split.device.ids, "step": step, **r} for r in _parts(split, start_ns, end_ns, joules)]
+            rows += [{**split.device.ids, "step": step, **r} for r in _parts(split, step, start_ns, end_ns, joules)]
         if joules is not None and joules.outside_ns(split):
             rows.append({**split.device.ids, "step": None, **joules.outside(split)})
     if len(splits) > 1 and by != "step":
@@ -239,14 +239,17 @@ def _windows(timeline: Timeline, split: _Split) -> Iterator[tuple[str, int, int]
         yield name, before, split.end_ns
 
 
-def _parts(split: _Split, start_ns: int, end_ns: int, joules: _PartJoules | None) -> list[dict[str, Any]]:
-    """The parts that occur within a window, with their joules."""
+def _parts(
+    split: _Split, step: str | None, start_ns: int, end_ns: int, joules: _PartJoules | None
+) -> list[dict[str, Any]]:
+    """The parts that occur within a window, a step or all, with their joules."""
     window = Spans(np.array([start_ns]), np.array([end_ns]))
+    known = joules.known_of(step, window) if joules is not None else None
     rows = []
     for part, spans in split.parts.items():
         inside = intersection(window, spans)
         if inside.total_ns:
-            energy = joules.spent_in(split, part, inside) if joules is not None else (None, None)
+            energy = joules.spent_in(split, part, inside, *known) if joules is not None and known else (None, None)
             rows.append(_part(part, inside.total_ns, 100.0 * inside.total_ns / (end_ns - start_ns), *energy))
     return rows
 
@@ -261,12 +264,12 @@ class _PartJoules:
     """The joules of parts. With the time outside the devices' spans they sum to the table's total."""
 
     def __init__(self, timeline: Timeline, table: EnergyTable, splits: Sequence[_Split]) -> None:
-        self._timeline, self._window_ns = timeline, round(table.time_s * 1e9)
+        self._timeline, self._table, self._splits = timeline, table, splits
+        self._window_ns = round(table.time_s * 1e9)
         idle_ns = sum(s.parts[n].total_ns for s in splits for n in IDLE) + sum(map(self.outside_ns, splits))
         idle_s = max(idle_ns, 1) / 1e9
         self._idle_w, self._idle_error_w = table.idle_j / idle_s, table.idle_error_j / idle_s
-        self._busy_error_j = math.hypot(table.error_j, table.idle_error_j)
-        self._all_errors_j = sum(self._sum(s.device.rows, busy_spans(timeline, s.device.rows))[1] for s in splits)
+        self._steps = {row.name: row for row in table.steps}
 
     def outside_ns(self, split: _Split) -> int:
         """How much of the accounted time lies before a device's first row and after its last."""
@@ -277,15 +280,28 @@ class _PartJoules:
         ns = self.outside_ns(split)
         return _part(OUTSIDE, ns, None, self._idle_w * ns / 1e9, self._idle_error_w * ns / 1e9)
 
-    def spent_in(self, split: _Split, part: str, inside: Spans) -> tuple[float, float]:
-        """Joules and half-width of a part within some spans."""
+    def known_of(self, step: str | None, window: Spans) -> tuple[float, float]:
+        """Of a step, else of all: the half-width of what it spent while busy, and the plain sum of its rows' errors."""
+        row = self._steps.get(step) if step is not None else None
+        error_j, idle_error_j = self._table.error_j, self._table.idle_error_j
+        if row is not None:
+            error_j, idle_error_j = row.error_j, self._idle_error_w * (row.idle_s or 0.0)
+        else:
+            window = Spans(*(np.array([edge]) for edge in (self._timeline.start_ns, self._timeline.end_ns)))
+        all_errors_j = sum(self._sum(s.device.rows, window)[1] for s in self._splits)
+        return math.hypot(error_j, idle_error_j), all_errors_j
+
+    def spent_in(
+        self, split: _Split, part: str, inside: Spans, busy_error_j: float, all_errors_j: float
+    ) -> tuple[float, float]:
+        """Joules and half-width of a part within some spans; `known_of` has the last two."""
         if part in IDLE:
             return self._idle_w * inside.total_ns / 1e9, self._idle_error_w * inside.total_ns / 1e9
         energy_j, most_j = self._sum(split.device.rows, inside)
         # A part is also the total less idle less all other parts: where those are small, that is known far better
         # than the sum of kernels that the samples cannot tell apart.
-        rest_j = max(0.0, self._all_errors_j - most_j)
-        return energy_j, min(most_j, math.hypot(self._busy_error_j, rest_j))
+        rest_j = max(0.0, all_errors_j - most_j)
+        return energy_j, min(most_j, math.hypot(busy_error_j, rest_j))
 
     def _sum(self, rows: Ints, inside: Spans) -> tuple[float, float]:
         """What rows spent within some spans, each evenly over its own time, and the plain sum of their errors."""
