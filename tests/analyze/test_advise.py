@@ -303,6 +303,8 @@ def test_a_recorded_training_is_told_to_pad_its_vocabulary():
     # Twelve steps: 15.4 ms of products each, 3 ms as the measured padded ones (1.03 pJ/FLOP, 700 W) would take.
     assert row["saves_s"] == pytest.approx(12 * (15.4e-3 - 3e-3), rel=0.1)
     assert 15 < rows["fuse"]["saves_j"] < 70
+    # No more than all idle time from the first kernel to the last.
+    assert "of it after the last kernel; up to 150 ms of it may be the tracer's" in rows["idle"]["evidence"]
     assert "one operator" not in rows  # it would say the same again
 
 

@@ -14,7 +14,7 @@ from ..attribute.table import EnergyRow
 from ..errors import MeasurementError, TesseraError
 from ..schema import EnergyReport, Telemetry
 from ..units import format_duration, format_energy
-from .evidence import LAUNCHING, PREPARING, SAVES, UNFED, RunEvidence
+from .evidence import LAUNCHING, PREPARING, SAVES, UNFED, HostGap, RunEvidence
 from .kernel_names import short
 from .mean_step import find_expensive, select_steps
 from .run_energy import FUNCTION
@@ -115,14 +115,20 @@ def describe_idle(run: RunEvidence) -> Advice | None:
         return None
     most = run.gaps[0]
     evidence = f"no kernel or copy ran for {seconds / whole_s:.0%} of the time ({format_duration(seconds, 3)})"
-    evidence += f", {format_duration(most.time_s, 3)} of it while {most.during}"
+    evidence += f", {format_duration(most.time_s, 3)} of it {_when(most)}"
     if run.tracing is not None and run.tracing.matters and run.tracing.idle_s > 0 and not run.tracing.is_brief:
-        evidence += f"; up to {format_duration(run.tracing.idle_s, 3)} of it may be the tracer's"
+        tracer_s = min(run.tracing.idle_s, sum(g.time_s for g in run.gaps if g.during not in UNFED))
+        evidence += f"; up to {format_duration(tracer_s, 3)} of it may be the tracer's"
     at_once = _launch_at_once(run)
     action = START_UP if most.during in UNFED else at_once if most.during == LAUNCHING else _remedy(most.during)
     joules = sum(g.energy_j for g in run.gaps)
     saves = (joules * run.program_share, seconds * run.program_share)
     return run.advise("idle", joules, evidence, action, saves=saves, by="energy table", confidence="low")
+
+
+def _when(gap: HostGap) -> str:
+    """When a gap was: while in backward, or after the last kernel."""
+    return gap.during if gap.during in UNFED else f"while {gap.during}"
 
 
 def _remedy(during: str) -> str:
