@@ -173,7 +173,7 @@ def test_the_joules_of_a_step_are_those_of_an_untraced_one(slowed: RunFile) -> N
     out = screen(slowed)
     left_out = "without the run's first 3 and those the tracer disturbed"
     assert f"22.2 steps/s (of 26 untraced, {left_out}; 24.1 J traced)" in out
-    assert "note tracing made steps 1.44x as long (65 ms, 45 ms untraced): about 40 J of idle" in out
+    assert "note tracing made steps 1.44x as long (median: 65 ms traced, 45 ms untraced): about 40 J of idle" in out
     assert "are the tracer's, which no advice counts" in out
 
 
@@ -210,7 +210,7 @@ def test_what_waits_for_the_tracer_is_no_advice(slowed: RunFile) -> None:
 
 def test_the_page_says_it(slowed: RunFile) -> None:
     html = page(slowed.recording())
-    assert "Tracing made steps 1.44x as long (65 ms, 45 ms untraced)" in html
+    assert "Tracing made steps 1.44x as long (median: 65 ms traced, 45 ms untraced)" in html
     assert "per step (of 26 untraced; 24.1 J traced)" in html
     assert "of it are caused by tracing; which gaps is unknown" in html
     assert "1.44x ± 0.00: 19 traced steps compared with 26 untraced" in html
@@ -229,7 +229,7 @@ def test_without_untraced_steps_the_events_bound_it(tmp_path: Path) -> None:
     assert found.basis == "events" and found.untraced_step_s is None and found.slowdown_error is None
     assert found.slowdown == pytest.approx(65 / (65 - 3004 * EVENT_S["device"] * 1e3), rel=1e-3)
     assert found.reason is not None and "too few" in found.reason
-    assert "tracing made steps up to 1.34x as long (65 ms): up to" in out and "--steps 10:20" in out
+    assert "tracing made steps up to 1.34x as long (median: 65 ms traced): up to" in out and "--steps 10:20" in out
     assert said.per_work[0].traced_j is None  # nobody knows what an untraced one costs
     assert "launch" not in {f.kind for f in said.advice}
     idle = next(f for f in said.advice if f.kind == "idle")  # much of it, though tracing may have caused a part

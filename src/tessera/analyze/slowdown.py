@@ -104,7 +104,7 @@ class Slowdown:
         at_most = self.basis == "events"
         what = "steps" if self.traced_step_s is not None else "the program"
         lasted = [format_duration(s, 3) for s in (self.traced_step_s, self.untraced_step_s) if s is not None]
-        took = f" ({lasted[0]}{f', {lasted[1]} untraced' if len(lasted) > 1 else ''})" if lasted else ""
+        took = f" (median: {lasted[0]} traced{f', {lasted[1]} untraced' if len(lasted) > 1 else ''})" if lasted else ""
         times = f"{'up to ' * at_most}{self.slowdown:.2f}x as long" if self.slowdown else "longer, unknown by how much"
         if self.is_brief:
             return (
