@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 
 from click.testing import CliRunner
 
+from tessera import analyze
 from tessera.cli.main import cli
-from tessera.report.workbook import KINDS, _render_cell
+from tessera.report.workbook import _ANALYSES, KINDS, _render_cell
 
 MAIN = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
 
@@ -66,6 +67,10 @@ def test_a_trace_becomes_a_workbook(tmp_path):
     assert row[head.index("Shapes")] == "[8,16]f32 [16,32]f32" and row[head.index("Calls")] == 3
     missing = [row for row in sheets["about"] if row[1] == "missing"]
     assert any(row[0] == "phases" for row in missing)  # what has no rows says why
+
+
+def test_every_analysis_has_a_sheet():
+    assert {_ANALYSES.get(sheet, sheet) for sheet, _ in KINDS} == set(analyze.KINDS)
 
 
 def test_cells_are_numbers_text_or_empty():

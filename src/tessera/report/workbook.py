@@ -23,7 +23,8 @@ from ..recording import Recording
 KINDS: tuple[tuple[str, dict[str, str]], ...] = (
     ("breakdown", {}), ("breakdown by step", {"by": "step"}), ("kernels", {}), ("operators by shape", {"by": "op"}),
     ("modules", {}), ("sequences", {}), ("launches", {}), ("phases", {}), ("overlap", {}), ("collectives", {}),
-    ("memcpy", {}), ("memory", {}), ("critical_path", {}), ("advise", {}),
+    ("memcpy", {}), ("memory", {}), ("critical_path", {}), ("roofline", {}), ("power", {}), ("stalls", {}),
+    ("divergence", {}), ("advise", {}),
 )  # fmt: skip
 """The sheets in their order: the name of each, and the arguments of its analysis."""
 _ANALYSES = {"breakdown by step": "breakdown", "operators by shape": "roofline"}
