@@ -116,6 +116,7 @@ def test_a_value_that_stays_is_refreshed_and_na_is_left_out(tmp_path):
         ("timestamp, power.draw [W]\n2026/01/01 00:00:00.000, warm\n", "is not a power"),
         ("timestamp, power.draw [W]\n", "no power sample"),
         ("a,b\n1,2\n", "not a power log"),
+        ('{"samples_mw": [[1, 2]]}', "it is JSON, and a log is CSV"),
     ],
 )
 def test_bad_logs_say_what_is_wrong(tmp_path, text, match):
