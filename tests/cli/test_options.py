@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from tessera.cli.main import main
+from tessera.cli.main import cli, main
 from tessera.cli.options import SUGGESTED, missing_file
 
 
@@ -69,3 +70,8 @@ def test_a_folder_in_place_of_a_run_is_answered_with_its_runs(here: Path) -> Non
     assert said.why == "days is a folder" and said.fix == "one of: days/monday.tessera"
     (here / "days" / "monday.tessera").unlink()
     assert missing_file(Path("days"), (".tessera",), "record one").fix == "record one"
+
+
+def test_the_limit_of_tracing_acts_at_the_end_of_a_step() -> None:
+    said = " ".join(CliRunner().invoke(cli, ["run", "--help"]).output.split())
+    assert "from the first step on, and the step that runs then to its end" in said
