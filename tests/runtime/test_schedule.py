@@ -472,6 +472,29 @@ def test_as_a_context_nested_the_tightest_holds(device):
             torch.add(small, small)
     assert inner.report().mean_w < 600.0  # not the outer's 700; how near to 300 is tested on a virtual clock
     assert outer.report().mean_w == pytest.approx(inner.report().mean_w, rel=0.25)
+    assert "another schedule's cap of 300 W was in force at the same time" in str(outer.report())
+    assert "another schedule" not in str(inner.report())
+
+
+def test_on_a_cpu_a_cap_ends_where_the_call_of_another_schedule_begins(device):
+    small = torch.ones(2)
+
+    def work():
+        device.work(0.001)
+        torch.add(small, small)
+
+    tight, loose = schedule(power_cap="150W")(work), schedule(power_cap="2kW")(work)
+    loop, holding = control_loop.get_loop(), []
+    wait_until(lambda: tight.report().waits > 20, tight)
+    for _ in range(3):
+        loose()
+    holding.append([c.power_w for c in loop._zones["cpu"].caps.values()])
+    report, waited = loose.report(), tight.report()
+    assert (report.waits, report.waited_s) == (0, 0.0) and "nothing had to wait" in str(report)
+    tight()  # and again, of a schedule that the loop still knows
+    holding.append([c.power_w for c in loop._zones["cpu"].caps.values()])
+    assert holding == [[2000.0], [150.0]]
+    assert tight.report().calls == waited.calls + 1 and tight.report().waits >= waited.waits
 
 
 def test_after_the_last_call_nothing_waits_and_the_thread_sleeps(device):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..monitor.sampler import Sampler
 from ..schema import Basis
-from ..units import ScopedPower
+from ..units import ScopedPower, format_power
 from .pacer import PaceCounts, Pacer
 
 if TYPE_CHECKING:
@@ -185,20 +185,20 @@ class CapTracker:
         self.until_ns = 0
         self.notes: dict[str, str] = {}
         self._from_ns = 0
-        self._zones: Sequence[PowerZone] = ()
+        self.zones: Sequence[PowerZone] = ()
         self._meters: dict[str, PowerMeter] = {}
         self._domains: dict[str, tuple[tuple[str, ...], Basis]] = {}
         self._window_from = "cap_window_ms"
         self._pacer: Pacer | None = None
-        self._open = False
+        self.held = False  # whether the cap is in force
         self._at_open, self._earlier = PaceCounts(), PaceCounts()
         self._spent, self._since = 0, -1  # tokens, and the device's count at which ours began; -1: they are not ours
         self._token_j: float | None = None
 
     def open(self, zones: Sequence[PowerZone], pacer: Pacer, sampler: Sampler, now_ns: int) -> None:
         """Work begins, for the first time or again."""
-        self._zones, self._pacer, self._from_ns, self._open = zones, pacer, now_ns, True
-        self._at_open = pacer.counts()
+        self.zones, self._pacer, self._from_ns = zones, pacer, now_ns
+        self.resume()
         for zone in zones:
             finest_s = zone.resolution_s(sampler)
             self._window_from = "sensor" if finest_s > self.window_s else "cap_window_ms"
@@ -209,10 +209,16 @@ class CapTracker:
             if not domains:
                 self.notes["sensor"] = "there is no power sensor: the cap is held by prediction alone"
 
+    def resume(self) -> None:
+        """The cap is in force, or again: what waits from now on counts."""
+        assert self._pacer is not None
+        self._at_open, self.held = self._pacer.counts(), True
+
     def add_readings(self, readings: Mapping[str, MeanPower | None]) -> None:
         """Take the readings that belong to our calls."""
-        for zone in self._zones:
+        for zone in self.zones:
             self.notes.update(zone.notes)
+            self._note_tighter(zone)
             if self._since >= 0:
                 self._token_j = zone.token_j or self._token_j
             reading = readings.get(zone.key)
@@ -221,14 +227,22 @@ class CapTracker:
             if reading.time_ns <= self.until_ns + _TAIL_NS:
                 self._meters[zone.key].add(reading)
 
+    def _note_tighter(self, zone: PowerZone) -> None:
+        own, lowest = zone.caps.get(id(self)), min(zone.caps.values(), key=lambda c: c.power_w, default=None)
+        if self.running and own is not None and lowest is not None and lowest.power_w < own.power_w:
+            self.notes["tighter"] = (
+                f"{zone.key}: another schedule's cap of {format_power(lowest.power_w)} was in force at the same time: "
+                "waits for it are counted here too"
+            )
+
     def is_up_to_date(self) -> bool:
         """Whether the sensor's readings include the last call."""
-        return all(z.read_ns is not None and z.read_ns >= self.until_ns for z in self._zones)
+        return all(z.read_ns is not None and z.read_ns >= self.until_ns for z in self.zones)
 
     def close(self) -> None:
         """Work has ended; the figures stay."""
         self.switch_tokens(None)
-        self._earlier, self._at_open, self._open = self._counts(), PaceCounts(), False
+        self._earlier, self._at_open, self.held = self._counts(), PaceCounts(), False
 
     def switch_tokens(self, kind: str | None) -> None:
         """The device counts this kind of tokens from now on; those of another kind are not ours."""
@@ -237,7 +251,7 @@ class CapTracker:
         self._since = now if kind == self.tokens else -1
 
     def _counts(self) -> PaceCounts:
-        if self._pacer is None or not self._open:
+        if self._pacer is None or not self.held:
             return self._earlier
         return self._earlier + (self._pacer.counts() - self._at_open)
 

@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,8 @@ class ControlLoop:
             tracker.running += 1
             tracker.calls += 1
             tracker.until_ns = now
+            if _current_device() < 0:
+                self._end_lingering(tracker, now)
             if tracker.tokens != "joules":
                 self._listen()
             if self._idle:
@@ -164,15 +167,35 @@ class ControlLoop:
         for zone in zones:
             if not zone.caps:
                 zone.restart(now)
-            zone.caps[id(tracker)] = self._node_cap(Cap(tracker.cap.power_w, tracker.window_s), tracker.cap)
-            if zone.key != "node":
-                zone.begin(sampler, now)
+        self._hold(tracker, zones, now)
         if self._node is not None:
             self._look_at_node(self._node, sampler, {}, now)
         self._command(now)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tessera-pace", daemon=True)
             self._thread.start()
+
+    def _hold(self, tracker: CapTracker, zones: Iterable[PowerZone], now: int) -> None:
+        """Put a schedule's cap in force."""
+        for zone in zones:
+            zone.caps[id(tracker)] = self._node_cap(Cap(tracker.cap.power_w, tracker.window_s), tracker.cap)
+            if zone.key != "node":
+                zone.begin(monitor.default().sampler, now)
+
+    def _end_lingering(self, entered: CapTracker, now: int) -> None:
+        """A CPU has nothing queued: the caps of schedules without a call end where another schedule has one."""
+        ended = [t for t in self._trackers if t.held and not t.running]
+        if not ended and entered.held:
+            return
+        for tracker in ended:
+            tracker.close()  # it still takes the readings of its last call
+            for zone in self._zones.values():
+                zone.caps.pop(id(tracker), None)
+        if not entered.held:
+            entered.resume()
+            entered.switch_tokens(self.own.tokens)
+        self._hold(entered, entered.zones, now)
+        self._command(now)
 
     def _node_cap(self, cap: Cap, asked: ScopedPower) -> Cap:
         """The cap of a node with the lease of its governor: the tighter of both, or the lease where it is followed."""
@@ -245,7 +268,7 @@ class ControlLoop:
         readings = {}
         running = any(t.running or now - t.until_ns < JUST_NS for t in self._trackers)
         for tracker in self._trackers:
-            if self._lease is not None and tracker.cap.scope == "node":
+            if self._lease is not None and tracker.cap.scope == "node" and tracker.held:
                 asked = Cap(tracker.cap.power_w, tracker.window_s)
                 cap = self._zones["node"].caps[id(tracker)] = self._node_cap(asked, tracker.cap)
                 if isinstance(tracker.cap, LeasedPower):

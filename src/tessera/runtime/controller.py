@@ -157,7 +157,6 @@ class Controller:
         self.shared = False  # whether processes take turns on a GPU
         self.fastest_s = FASTEST_S  # 0 where waits are the program's own
         self.set_cap(cap)
-        self.command = self._command_for(self.target_w)
 
     def set_cap(self, cap: Cap) -> None:
         """Hold another cap from now on; what was learnt of the load stays."""
@@ -167,6 +166,7 @@ class Controller:
         self._lowest, self._stuck_until_s, self._now_s = MIN_DUTY, 0.0, 0.0
         self.target_w = cap.power_w * TARGET
         self.bucket = Bucket(self.target_w, depth_j=cap.power_w * DEPTH_S, debt_j=cap.power_w * DEBT_S)
+        self.command = self._command_for(self.target_w)  # the old cap's waits end with it
 
     def continue_from(self, command: PaceCommand) -> None:
         """Take over the duty of another controller: the load is such that this duty meets the target."""
