@@ -563,3 +563,13 @@ def test_the_search_is_no_call_of_the_report(quick: None) -> None:
     assert report.calls == 3
     assert report.energy_j < plan.spent_j and plan.spent_s > 0.2
     assert f"paid after {plan.paid_after_calls:,} calls" in str(report)
+
+
+def test_without_a_gpu_a_plan_has_no_hints_for_clocks():
+    torch = pytest.importorskip("torch")
+    from tessera.runtime.tuning.operators import plan_operators
+
+    args = (torch.ones(64, 64), torch.ones(64, 64))
+    here, _ = plan_operators(torch.mm, args, {}, "cpu")
+    board, _ = plan_operators(torch.mm, args, {}, "NVIDIA H200")
+    assert [(op.clock, op.why) for op in here] == [(None, "")] and [op.clock for op in board] in (["low"], ["high"])

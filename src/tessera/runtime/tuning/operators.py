@@ -46,23 +46,21 @@ def plan_operators(
     by_kind: dict[str, list[Any]] = {}
     for d in report.descriptors:
         by_kind.setdefault(d.kind or d.subgraph_name, []).append(d)
-    rows = [_plan_operator(kind, group, total) for kind, group in by_kind.items()]
+    rows = [_plan_operator(kind, group, total, hints=board != "cpu") for kind, group in by_kind.items()]
     rows.sort(key=lambda r: -r.share_pct)
     notes = [] if chip else ["the operators' shares are predicted for an H200: this machine's chip is not catalogued"]
     return rows[:_OPERATORS], notes
 
 
-def _plan_operator(kind: str, group: Sequence[Any], total: float) -> OpPlan:
-    memory_bound = sum(d.memory_energy_j for d in group) > _MEMORY_SHARE * sum(d.compute_energy_j for d in group)
-    return OpPlan(
-        op=kind,
-        calls=sum(d.calls for d in group),
-        share_pct=100 * sum(d.total_energy_j for d in group) / total,
-        clock="low" if memory_bound else "high",
-        why="it mostly moves bytes: a lower clock costs little time"
-        if memory_bound
-        else "it computes: it needs the clock",
-    )
+def _plan_operator(kind: str, group: Sequence[Any], total: float, *, hints: bool) -> OpPlan:
+    """A row; with a hint for the clock where there is a GPU that has one."""
+    share_pct = 100 * sum(d.total_energy_j for d in group) / total
+    row = OpPlan(op=kind, calls=sum(d.calls for d in group), share_pct=share_pct)
+    if not hints:
+        return row
+    if sum(d.memory_energy_j for d in group) > _MEMORY_SHARE * sum(d.compute_energy_j for d in group):
+        return msgspec.structs.replace(row, clock="low", why="it mostly moves bytes: a lower clock costs little time")
+    return msgspec.structs.replace(row, clock="high", why="it computes: it needs the clock")
 
 
 def follow_setting(ops: Sequence[OpPlan], setting: Setting) -> list[OpPlan]:
