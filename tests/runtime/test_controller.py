@@ -12,6 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tessera.clock import Clock
+from tessera.monitor.sampler import Sampler
+from tessera.runtime import power_zone
 from tessera.runtime.cap_report import FIRST_S, MeanPower, PowerMeter
 from tessera.runtime.controller import (
     AGAIN_S,
@@ -27,6 +30,8 @@ from tessera.runtime.controller import (
 )
 from tessera.runtime.pacer import HostPacer
 from tessera.runtime.power_zone import PowerZone, guess_power
+from tessera.schema import Domain, Hold
+from tessera.sensors.base import Batch
 
 from fakes.plant import (
     BURST_W,
@@ -495,6 +500,55 @@ def test_the_tightest_of_several_caps_holds_and_the_next_after_it():
     del made.zone.caps[7]
     made.run(2.0)
     assert mean_w(made.plant.power_w, 5.0) == pytest.approx(500.0, rel=0.04)
+
+
+class ProcessSensor:
+    """A program's own watts by its CPU time, every 100 ms: 8 W at work, 0 W while it waits."""
+
+    name, period_s = "process", 0.1
+
+    def __init__(self):
+        self.batch = Batch()
+
+    def start(self):
+        pass
+
+    def stop(self):
+        pass
+
+    def domains(self):
+        return [
+            Domain(name="cpu0", source="modelled", resolution_s=0.1, basis="modelled", hold=Hold.MEAN, scope="process")
+        ]
+
+    def capabilities(self):
+        return []
+
+    def read(self):
+        self.batch, batch = Batch(), self.batch
+        return batch
+
+
+@pytest.mark.parametrize("neighbours", [0.0, 0.4])
+def test_a_programs_own_watts_reach_the_cap_though_the_machine_idles_at_most_of_it(monkeypatch, neighbours):
+    """The machine's idling was taken for the program's own: beside neighbours it was left with 79% of its 3 W."""
+    monkeypatch.setattr(power_zone, "guess_power", lambda *_: (2.7, 16.0))
+    sensor, now, rng, drawn = ProcessSensor(), [10**9], random.Random(0), []
+    sampler = Sampler([sensor], clock=Clock(lambda: now[0], lambda: now[0]))
+    pacer = HostPacer(lambda: now[0])
+    zone = PowerZone("cpu", ["cpu0"], [pacer])
+    zone.caps[0], zone.running = Cap(3.0, 0.2), True
+    zone.restart(now[0])
+    zone.begin(sampler, now[0])
+    for _ in range(600):
+        now[0] += 100_000_000
+        pacer.point(restart=True)
+        power_w = 8.0 * zone.command.duty * (1.0 - rng.uniform(0.0, 2.0) * neighbours)
+        sensor.batch.add("cpu0", now[0], power_w)
+        drawn.append(power_w)
+        sampler.read_due()
+        zone.steer(sampler, zone.read(sampler), now[0])
+    assert sum(drawn[50:]) / len(drawn[50:]) == pytest.approx(3.0 * TARGET, rel=0.05)
 
 
 def test_another_leader_goes_on_from_the_same_duty():

@@ -16,10 +16,12 @@ from tessera import monitor, schedule
 from tessera.errors import ArgumentError, ScheduleError, TesseraError, UnitError
 from tessera.monitor import Monitor
 from tessera.runtime import control_loop, cpu_points
+from tessera.runtime.cap_report import ScheduleReport, ZoneReport
 from tessera.runtime.controller import PaceCommand
 from tessera.runtime.cpu_points import CpuPoints
 from tessera.runtime.options import ScheduleOptions
 from tessera.runtime.pacer import SLACK, HostPacer
+from tessera.units import parse_scoped_power
 
 from fakes.busy import BusySensor
 from waiting import wait_until
@@ -84,6 +86,21 @@ def test_a_schedule_without_parentheses_is_told_what_it_lacks():
     with pytest.raises(ArgumentError, match="by name only") as told:
         schedule(print)
     assert '@schedule(power_cap="275W")' in str(told.value)
+
+
+def test_a_cap_of_nothing_is_refused_with_a_fix():
+    with pytest.raises(ArgumentError, match="must be above 0 W") as refused:
+        schedule(power_cap="0W")
+    assert refused.value.fix == 'power_cap="275W"'
+
+
+def test_a_report_says_that_the_watts_are_the_programs_own():
+    zone = ZoneReport(
+        zone="cpu", domains=("cpu0",), basis="modelled", window_s=0.2, mean_w=2.9, peak_w=3.0, first_peak_w=3.0,
+        energy_j=3.0, time_s=1.0, own=True,
+    )  # fmt: skip
+    said = str(ScheduleReport(cap=parse_scoped_power("3W"), how="token_bucket", window_s=0.2, zones=(zone,)))
+    assert "cap 3 W for this program and its children, by their CPU time" in said and "machine" not in said
 
 
 def test_options_are_frozen_and_parsed_once():

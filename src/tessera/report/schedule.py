@@ -61,6 +61,8 @@ def _cap_scope(report: ScheduleReport) -> str:
     """What the cap applies to."""
     if report.cap is not None and report.cap.scope == "node":
         return "all processes of this node"
+    if any(zone.own for zone in report.zones):
+        return "this program and its children, by their CPU time"
     if any(zone.zone == "cpu" for zone in report.zones):
         return "this machine's CPUs together"
     return "each GPU" if report.zones or report.how == "driver" else "each GPU, or the CPUs of a machine without one"

@@ -93,7 +93,8 @@ class ZoneReport:
     """One GPU, the CPUs or the node: what was measured under the cap. None: too short to tell.
 
     `mean_w` and `peak_w` (the highest mean of any window of `window_s`) leave out the beginning (half a second,
-    or two windows), in which the controller learns the load; `first_peak_w` is the highest window of that time.
+    or two windows), in which the controller learns the load; `first_peak_w` is the highest window of that time. `own`:
+    the watts are those of this program and its children, not all that the machine draws.
     """
 
     zone: str
@@ -105,6 +106,7 @@ class ZoneReport:
     first_peak_w: float | None
     energy_j: float
     time_s: float
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,7 @@ class CapTracker:
         self._from_ns = 0
         self.zones: Sequence[PowerZone] = ()
         self._meters: dict[str, PowerMeter] = {}
-        self._domains: dict[str, tuple[tuple[str, ...], Basis]] = {}
+        self._domains: dict[str, tuple[tuple[str, ...], Basis, bool]] = {}
         self._window_from = "cap_window_ms"
         self._pacer: Pacer | None = None
         self.held = False  # whether the cap is in force
@@ -204,7 +206,7 @@ class CapTracker:
             self._window_from = "sensor" if finest_s > self.window_s else "cap_window_ms"
             domains = [sampler.series[n].domain for n in zone.names if n in sampler.series]
             basis: Basis = "modelled" if any(d.basis == "modelled" for d in domains) else "measured"
-            self._domains[zone.key] = (tuple(zone.names), basis)
+            self._domains[zone.key] = (tuple(zone.names), basis, zone.is_own_power(sampler))
             self._meters.setdefault(zone.key, PowerMeter(max(self.window_s, finest_s)))
             if not domains:
                 self.notes["sensor"] = "there is no power sensor: the cap is held by prediction alone"
@@ -286,6 +288,7 @@ class CapTracker:
                 first_peak_w=m.first_peak_w,
                 energy_j=m.energy_j,
                 time_s=m.seconds,
+                own=self._domains[key][2],
             )
             for key, m in self._meters.items()
         )

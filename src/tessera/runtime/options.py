@@ -86,7 +86,7 @@ class ScheduleOptions:
                 fix='power_cap="governor" under `tessera governor`, or this node\'s share as "node:..."',
             )
         if cap is not None and cap.power_w <= 0:
-            raise ArgumentError(f"power_cap={str(cap)!r} must be above 0 W")
+            raise ArgumentError(f"power_cap={str(cap)!r} must be above 0 W", fix='power_cap="275W"')
         if self.cap_policy is not None:
             _check_choice("cap_policy", self.cap_policy, CAP_POLICIES)
             if cap is None:

@@ -73,6 +73,10 @@ class PowerZone:
         """The coarsest resolution among the domains; a shorter window cannot be measured."""
         return max((sampler.series[n].domain.resolution_s for n in self.names if n in sampler.series), default=0.0)
 
+    def is_own_power(self, sampler: Sampler) -> bool:
+        """Whether the watts here are the program's own, not the machine's."""
+        return {sampler.series[n].domain.scope for n in self.names if n in sampler.series} == {"process"}
+
     def read(self, sampler: Sampler) -> MeanPower | None:
         """The mean power since the last reading; None when there is nothing new."""
         with sampler.lock:
@@ -224,6 +228,8 @@ class PowerZone:
             boards = [sampler.series[n].domain.label if n in sampler.series else "" for n in self.names]
             domains = list(zip(self.names, boards, strict=True)) or [(self.key, self.board)]
             idle_w, burst_w = guess_power(domains, cap.power_w)
+            if self.is_own_power(sampler):
+                idle_w = 0.0  # a program that waits draws nothing of its own
             if 0 < self.resolution_s(sampler) <= PROMPT_S:
                 burst_w = min(burst_w, NEAR * cap.power_w)  # the first readings come at once, and tell more
             stuck_duty = STUCK_DUTY if self.key == "cpu" else MIN_DUTY
