@@ -502,7 +502,7 @@ def test_on_a_cpu_a_cap_ends_where_the_call_of_another_schedule_begins(device):
 
     tight, loose = schedule(power_cap="150W")(work), schedule(power_cap="2kW")(work)
     loop, holding = control_loop.get_loop(), []
-    wait_until(lambda: tight.report().waits > 20, tight)
+    wait_until(lambda: loop.find_spender().pacer.counts().waits > 20, tight)
     for _ in range(3):
         loose()
     holding.append([c.power_w for c in loop._zones["cpu"].caps.values()])
