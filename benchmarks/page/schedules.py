@@ -31,6 +31,7 @@ def goals() -> list[Goal]:
         *tuner_goals(t),
         regret(t),
         settings(load_device("compiled_profile")),
+        *plans_in_use(load_device("plans_in_use")),
         *caps(c),
         *tokens(load_device("schedule_tokens")),
         *simulation_goals(load("schedule_plant")),
@@ -63,6 +64,23 @@ def tuner_goals(t: dict[str, Any] | None) -> list[Goal]:
     said = f"{len(far)} of {len(found)}" + (f" ({', '.join(far)})" if far else "") if found else ""
     what = "the same: models at least 5% below the best compile mode"
     rows.append(Goal(what=what, goal=">= 2 of 3", reached=said, met=len(far) >= 2, where=where("tune"), command=TUNE))
+    return rows
+
+
+def plans_in_use(p: dict[str, Any] | None) -> list[Goal]:
+    """What a plan takes in the user's own loop, beside eager and the compile modes that were timed."""
+    command = f"{DEVICE}/plans_in_use.py benchmarks/results/plans_in_use.json"
+    what, goal = "{}, after 50 calls: J and s above the best of eager and compile modes, %", "<= 2; <= 2"
+    if p is None:
+        return [Goal(what=what.format("programs in their own loops"), goal=goal, command=command)]
+    rows = []
+    for name, found in p["programs"].items():
+        over, eager, mine = found["over_best"], found["eager"], found["tessera"]
+        rows.append(
+            Goal(what=what.format(name), goal=goal, met=max(over["j"], over["ms"]) <= 0.02, command=command,
+                 reached=f"{100 * over['j']:+.1f}; {100 * over['ms']:+.1f} (runs as {mine['chosen']}, after a search of {mine['search_j'] / 1e3:.1f} kJ)",
+                 beside=f"eager {eager['j']:.2f} J, {eager['ms']:.1f} ms", where=where("plans_in_use"))
+        )  # fmt: skip
     return rows
 
 
