@@ -2,7 +2,8 @@
 
     python benchmarks/device/record_models.py benchmarks/device/heldout2_cases.py OUT_PREFIX --quick
 
-The format is that of dev_cases.py, from which nothing is imported: a change there must not move these. Autocast, TF32
+The format is that of dev_cases.py, from which nothing is imported: a change there must not move these. What is in
+case_forms.py was written here first; it makes these models too, so it may only be added to. Autocast, TF32
 matrix products and gradient checkpointing are part of the models here, as a user writes them; the `dtype` of a case is
 that of its weights and inputs.
 """
@@ -10,9 +11,8 @@ that of its weights and inputs.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,69 +20,33 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-Inputs = tuple[Any, ...] | dict[str, Any]
-Factory = Callable[[str, torch.dtype], tuple[nn.Module, Inputs]]
-Maker = Callable[[str, torch.dtype], Inputs]
+sys.path.insert(0, str(Path(__file__).parent))
 
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    name: str
-    factory: Factory
-    batch: int
-    dtype: str = "fp32"  # fp32, bf16, fp16: the model is cast with .to(dtype)
-    mode: str = "infer"  # infer, train
-    optimizer: str = "sgd"  # sgd (momentum 0.9), adamw; both otherwise default
-    channels_last: bool = False
-
-
-def ids(device: str, batch: int, seq: int, vocab: int) -> torch.Tensor:
-    return torch.randint(0, vocab, (batch, seq), device=device)
-
+from case_forms import (
+    LAST,
+    TRAIN_ADAMW,
+    TRAIN_SGD,
+    Factory,
+    Inputs,
+    Maker,
+    Res,
+    autocast,
+    built_on,
+    by_hand,
+    case,
+    decode,
+    hf,
+    ids,
+    images,
+    layers_of,
+    numbers,
+    tf32,
+    tokens,
+    vision,
+    waves,
+)
 
 # -- how a model is run -----------------------------------------------------------------------------------------
-
-
-class Autocast(nn.Module):
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model, self.dtype = model, dtype
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cuda", dtype=self.dtype):
-            return self.model(*args, **kwargs)
-
-
-class Tf32(nn.Module):
-    """TF32 in the matrix products of the forward pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kept = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = True
-        try:
-            return self.model(*args, **kwargs)
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = kept
-
-
-def autocast(factory: Factory, to: torch.dtype = torch.bfloat16) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        model, inputs = factory(device, dtype)
-        return Autocast(model, to), inputs
-
-    return build
-
-
-def tf32(factory: Factory) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        model, inputs = factory(device, dtype)
-        return Tf32(model), inputs
-
-    return build
 
 
 def checkpointed(factory: Factory) -> Factory:
@@ -99,26 +63,6 @@ def checkpointed(factory: Factory) -> Factory:
 # -- torchvision and timm ---------------------------------------------------------------------------------------
 
 
-def built_on(device: str) -> torch.device:
-    """Some compute widths or drop-path rates with tensors, which "meta" cannot answer."""
-    return torch.device("cpu" if device == "meta" else device)
-
-
-def vision(name: str, batch: int, size: int = 224) -> Factory:
-    """A classifier, or a segmentation model where the name is one of torchvision.models.segmentation."""
-
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        import torchvision
-
-        segments = name.startswith("deeplabv3")
-        known = torchvision.models.segmentation if segments else torchvision.models
-        with built_on(device):
-            model = getattr(known, name)(weights=None, **({"weights_backbone": None} if segments else {}))
-        return model.to(device, dtype), (torch.randn(batch, 3, size, size, device=device, dtype=dtype),)
-
-    return build
-
-
 def timm_model(name: str, batch: int, size: int = 224) -> Factory:
     def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
         import timm
@@ -133,38 +77,12 @@ def timm_model(name: str, batch: int, size: int = 224) -> Factory:
 # -- Hugging Face -----------------------------------------------------------------------------------------------
 
 
-def hf(cls: str, config: str, inputs: Maker, **kwargs: Any) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        import transformers
-
-        with torch.device(device):
-            model = getattr(transformers, cls)(getattr(transformers, config)(**kwargs))
-        return model.to(device, dtype), inputs(device, dtype)
-
-    return build
-
-
-def tokens(batch: int, seq: int, vocab: int, labels: bool = False) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Inputs:
-        x = ids(device, batch, seq, vocab)
-        return {"input_ids": x, "labels": x} if labels else {"input_ids": x}
-
-    return make
-
-
 def classified(batch: int, seq: int, vocab: int, classes: int) -> Maker:
     def make(device: str, dtype: torch.dtype) -> Inputs:
         return {
             "input_ids": ids(device, batch, seq, vocab),
             "labels": torch.randint(0, classes, (batch,), device=device),
         }
-
-    return make
-
-
-def images(batch: int, size: int) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Inputs:
-        return {"pixel_values": torch.randn(batch, 3, size, size, device=device, dtype=dtype)}
 
     return make
 
@@ -384,37 +302,6 @@ def clip_l14(batch: int) -> Factory:
     return build
 
 
-class Decode(nn.Module):
-    """One token against a cache of `past` tokens, which is put back to that length before every call."""
-
-    def __init__(self, model: nn.Module, batch: int, past: int, device: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        from transformers import DynamicCache
-
-        self.model, self.cache = model, DynamicCache(config=model.config)
-        c = model.config
-        shape = (batch, c.num_key_value_heads, past, c.hidden_size // c.num_attention_heads)
-        self.past = [
-            (torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype))
-            for _ in range(c.num_hidden_layers)
-        ]
-        for i, (k, v) in enumerate(self.past):
-            self.cache.update(k, v, i)
-
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        for layer, (k, v) in zip(self.cache.layers, self.past, strict=True):
-            layer.keys, layer.values = k, v
-        return self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True)
-
-
-def decode(factory: Factory, batch: int, past: int) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        model, inputs = factory(device, dtype)
-        return Decode(model, batch, past, device, dtype), inputs
-
-    return build
-
-
 class WhisperDecode(nn.Module):
     """One token of a transcript; keys and values of the sound (1500 frames) are in the cache."""
 
@@ -502,12 +389,6 @@ class DitBlock(nn.Module):
         return x + gate2 * self.down(F.gelu(self.up(y), approximate="tanh"))
 
 
-def waves(t: torch.Tensor, width: int) -> torch.Tensor:
-    rates = torch.exp(torch.arange(width // 2, device=t.device) * (-math.log(10000) / (width // 2)))
-    angles = t[:, None].float() * rates
-    return torch.cat([angles.cos(), angles.sin()], -1)
-
-
 class Dit(nn.Module):
     """DiT-XL/2, cut: a transformer over latent patches, told time and class by scales and shifts."""
 
@@ -530,24 +411,6 @@ class Dit(nn.Module):
         x = self.head(self.norm(x))
         n = self.size // 2
         return x.view(-1, n, n, 2, 2, 8).permute(0, 5, 1, 3, 2, 4).reshape(-1, 8, self.size, self.size)
-
-
-class Res(nn.Module):
-    """Two convolutions after GroupNorm and SiLU; told the time where there is one."""
-
-    def __init__(self, cin: int, cout: int, time: int = 0, drop: float = 0.0) -> None:
-        super().__init__()
-        self.n1, self.c1 = nn.GroupNorm(32, cin, eps=1e-6), nn.Conv2d(cin, cout, 3, padding=1)
-        self.n2, self.c2 = nn.GroupNorm(32, cout, eps=1e-6), nn.Conv2d(cout, cout, 3, padding=1)
-        self.time = nn.Linear(time, cout) if time else None
-        self.drop = nn.Dropout(drop)
-        self.skip = nn.Conv2d(cin, cout, 1) if cin != cout else nn.Identity()
-
-    def forward(self, x: torch.Tensor, t: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.c1(F.silu(self.n1(x)))
-        if self.time is not None and t is not None:
-            h = h + self.time(F.silu(t))[:, :, None, None]
-        return self.skip(x) + self.c2(self.drop(F.silu(self.n2(h))))
 
 
 class PixelAttention(nn.Module):
@@ -729,13 +592,6 @@ class Nerf(nn.Module):
         return torch.cat([torch.sigmoid(self.colour(seen)), F.relu(self.density(x))], -1)
 
 
-def layers_of(*widths: int) -> nn.Sequential:
-    steps: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        steps += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*steps[:-1])
-
-
 class DcnV2(nn.Module):
     """Clicks: one table for 26 fields, three full cross layers beside an MLP with BatchNorm."""
 
@@ -813,19 +669,6 @@ class Seq2Seq(nn.Module):
         return torch.stack(answers, 1)
 
 
-def by_hand(make: Callable[[], nn.Module], inputs: Maker) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        with torch.device(device):
-            model = make()
-        return model.to(device, dtype), inputs(device, dtype)
-
-    return build
-
-
-def numbers(*shapes: tuple[int, ...]) -> Maker:
-    return lambda device, dtype: tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-
-
 def words(*shapes: tuple[int, int], vocab: int) -> Maker:
     return lambda device, dtype: tuple(ids(device, *shape, vocab) for shape in shapes)
 
@@ -861,14 +704,6 @@ def noisy(batch: int) -> Maker:
 
 # -- the cases --------------------------------------------------------------------------------------------------
 
-
-def case(name: str, factory: Factory, batch: int, dtype: str = "fp32", **more: Any) -> Case:
-    return Case(name=name, factory=factory, batch=batch, dtype=dtype, **more)
-
-
-TRAIN_SGD = {"mode": "train", "optimizer": "sgd"}
-TRAIN_ADAMW = {"mode": "train", "optimizer": "adamw"}
-LAST = {"channels_last": True}
 
 CASES = [
     # every kind once, then more of each, in case the time runs out
