@@ -59,7 +59,8 @@ class CpuUse:
     """CPU seconds of a program and its children; `children` are their number and seconds by name.
 
     `cores` may be used, by affinity and quota; `threads` are those of torch's operators; `waited_s` is how long the
-    main thread was ready to run and had no core; `formats` are the narrow ones that the CPU has instructions for.
+    main thread was ready to run and had no core; `others_s` are the CPU seconds of other programs on the machine
+    meanwhile; `formats` are the narrow ones that the CPU has instructions for.
     """
 
     cpu_s: float
@@ -67,12 +68,22 @@ class CpuUse:
     cores: float
     threads: int | None = None
     waited_s: float | None = None
+    others_s: float | None = None
     formats: Sequence[str] = ()
 
     @property
     def children_s(self) -> float:
         """CPU seconds of all children."""
         return sum(seconds for _, seconds in self.children.values())
+
+    def crowded_share(self, time_s: float) -> float:
+        """The share of a run's time that its main thread waited for a core because of other programs; 0 where none did.
+
+        A program with more threads than cores waits for itself: others count where they ran for half as long as it
+        waited.
+        """
+        waited_s, others_s = self.waited_s or 0.0, self.others_s or 0.0
+        return min(waited_s / time_s, 1.0) if time_s > 0 and others_s >= 0.5 * waited_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tessera import analyze
 from tessera.analyze.advise import advise
 from tessera.analyze.answer import answer
 from tessera.joules import DomainSamples
 from tessera.recording import CpuUse, Facts, Recording
-from tessera.report.run import children_text
+from tessera.report import run
+from tessera.report.console import plain_console
+from tessera.report.run import busy_text, children_text
 from tessera.schema import Domain, Hold
 from tessera.timeline import Builder
 from tessera.trace import PowerTrace
@@ -236,3 +240,34 @@ def test_without_children_there_is_no_such_line() -> None:
     assert children_text(result) == "" and result.children_j == 0.0
     unknown = answer(train(30.0).recording(None))
     assert unknown.children_j is None and children_text(unknown) == "" and not math.isnan(unknown.energy_j)
+
+
+def test_a_busy_machine_is_on_the_screen_and_a_program_that_crowds_itself_is_not() -> None:
+    program = train(30.0)
+    time_s = answer(program.recording()).whole.time_s
+    waited = dataclasses.replace(QUIET, waited_s=0.4 * time_s)
+    crowded = answer(program.recording(dataclasses.replace(waited, others_s=1.5 * time_s)))
+    assert busy_text(crowded) == (
+        "busy machine: other programs used 1.5 cores, and the main thread waited 40.0% of the time for one; "
+        "on a quiet machine the run takes less time"
+    )
+    shown = plain_console(200).text(run.text(program.recording(dataclasses.replace(waited, others_s=1.5 * time_s))))
+    assert "busy machine: other programs used 1.5 cores" in shown
+    for use in (waited, dataclasses.replace(waited, others_s=0.1 * time_s), QUIET, None):
+        assert busy_text(answer(program.recording(use))) == ""
+
+
+def test_two_runs_of_one_program_on_a_machine_whose_load_changed_are_noise() -> None:
+    quiet, held_up = (Program(), Program())
+    for program, factor in ((quiet, 1.0), (held_up, 1.5)):
+        for i in range(24):
+            program.op("aten::mm", factor * (10.0 + 0.1 * (i % 3))).step()
+    time_s = (held_up.now - T0) * 1e-9
+    crowded = dataclasses.replace(QUIET, waited_s=0.35 * time_s, others_s=time_s)
+    alone = analyze.diff(quiet.recording(), held_up.recording())
+    assert alone.total.significant and alone.total.significant_s
+    found = analyze.diff(quiet.recording(), held_up.recording(crowded))
+    assert not found.total.significant and not found.total.significant_s and not any(r.significant for r in found.rows)
+    assert "waited 0% of the time for a core before and 35.0% after" in found.notes[0]
+    both = analyze.diff(quiet.recording(crowded), held_up.recording(crowded))
+    assert both.total.significant_s, "both waited alike: the rest is the program's"

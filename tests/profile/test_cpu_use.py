@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tessera import profile
-from tessera.profile.cpu_use import count_cores, list_formats
+from tessera.profile.cpu_use import CpuUseCounter, count_cores, list_formats
 from tessera.sensors.processes import ProcessOwner
 
 
@@ -58,3 +58,10 @@ def test_formats_are_those_of_the_flags(tmp_path: Path) -> None:
     cpuinfo.write_text("processor : 0\nflags : fpu avx2 avx512_bf16 amx_int8\n")
     assert list_formats(cpuinfo) == ["bf16", "int8"]
     assert list_formats(tmp_path / "missing") == []
+
+
+def test_what_other_programs_used_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_s = iter([100.0, 103.0])
+    monkeypatch.setattr("tessera.profile.cpu_use.proc_stat_busy", lambda: (next(machine_s), 0.0))
+    fact = CpuUseCounter().to_fact()
+    assert fact is not None and fact["others_s"] == pytest.approx(3.0 - fact["cpu_s"])  # type: ignore[operator]

@@ -219,7 +219,7 @@ def _of_recording(recording: Recording) -> DiffSide:
         table = time_table(timeline)
         stepped = find_step_rows(timeline, table)
         side = _of_table(table, name, work=work, notes=notes, span="trace", stepped=stepped, command=command)
-        return dataclasses.replace(side, chip=describe_device(recording))
+        return dataclasses.replace(side, chip=describe_device(recording), crowded=_crowded_share(facts))
     whole = None
     if is_run and is_partial(recording, table):
         run = whole_of(recording, table, True, None)
@@ -237,7 +237,14 @@ def _of_recording(recording: Recording) -> DiffSide:
         stepped=find_step_rows(timeline, table, recording.accounted_windows if is_run else ()),
         command=command,
     )
-    return dataclasses.replace(side, chip=describe_device(recording))
+    return dataclasses.replace(side, chip=describe_device(recording), crowded=_crowded_share(facts))
+
+
+def _crowded_share(facts: Facts) -> float:
+    """The share of a run's time that it waited for a core because of other programs; 0 where that is not known."""
+    if facts.cpu_use is None or facts.span_ns is None:
+        return 0.0
+    return facts.cpu_use.crowded_share((facts.span_ns[1] - facts.span_ns[0]) * 1e-9)
 
 
 def _untraced_step(tracing: Slowdown | None) -> Cell | None:

@@ -25,7 +25,7 @@ from ..errors import ArgumentError
 from ..schema import EnergyDiff
 from ..units import format_duration, format_energy, format_energy_error, format_share
 from .compare import side_of, split_runs
-from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common_error, mean_rows
+from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common_error, find_load, mean_rows
 from .kernel_names import fit
 from .mean_step import select_steps
 from .passes import compare_chips, count_passes
@@ -173,7 +173,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     unit = unit_of(sides, notes)
     span = "run" if unit else span_of(sides)
     view = _choose_view(sides, by, notes)
-    maker = ChangeMaker.of_sides(sides)
+    maker = ChangeMaker.of_sides(before, after)
     total = maker.from_runs("total", *([total_of(side, unit, span) for side in group] for group in groups))
     rows = maker.rows(*_match_rows(before, after, unit, view, span, notes))
     outside = None
@@ -182,7 +182,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     commands = _compare_commands(one.command, two.command)
     is_prediction = one.is_prediction or two.is_prediction
     commands = [*compare_chips(one, two), *commands]
-    machine = [] if commands or is_prediction else _suspect_machine(rows, view)
+    machine = find_load(before, after)[1] or ([] if commands or is_prediction else _suspect_machine(rows, view))
     alone = total.significant and len(sides) == 2 and not is_prediction
     notes = [*commands, *machine, *_order_notes(sides, unit, maker, rows, notes, alone=alone)]
     amounts = (amount(one, unit), amount(two, unit))

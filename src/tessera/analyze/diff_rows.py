@@ -24,6 +24,8 @@ from .sides import UNSTATED, ZERO, Cell, DiffSide, RunScatter
 
 ROUNDING = 1e-9
 """As a share: less is no change."""
+LEAST_LOAD = 0.05
+"""As a share of a run's time: what other programs account for below this is in the scatter of the steps."""
 _NAN = float("nan")
 _ATTENTION = re.compile(
     r"(?:_?(?:scaled_dot_product|flash|efficient|cudnn|mem_eff)\w*attention\w*?|attention)(_backward)?$"
@@ -93,18 +95,22 @@ class ChangeMaker:
     """Computes lines: `gain` is the share both sides' joules are off by together, `same`: one model predicted both.
 
     `mixed`: one side is a prediction, whose error is known, so that a run measured once is good enough beside it.
+    `load` is the share of a run's time that other programs on the machine account for, on one side more than on the
+    other: no change up to so much can be told from theirs.
     """
 
     gain: float = 0.0
     same: bool = False
     mixed: bool = False
+    load: float = 0.0
 
     @classmethod
-    def of_sides(cls, sides: Sequence[DiffSide]) -> ChangeMaker:
+    def of_sides(cls, before: Sequence[DiffSide], after: Sequence[DiffSide]) -> ChangeMaker:
         """What the sides have in common."""
-        one, two = sides[0], sides[-1]
+        sides, one, two = [*before, *after], before[0], after[0]
         same = bool(one.model) and all(side.model == one.model for side in sides)
-        return cls(find_common_error(sides)[0], same, one.is_prediction != two.is_prediction)
+        load, _ = find_load(before, after)
+        return cls(find_common_error(sides)[0], same, one.is_prediction != two.is_prediction, load)
 
     def from_runs(self, name: str, before: Sequence[Cell], after: Sequence[Cell]) -> RowChange:
         """One line, of one run each or of several."""
@@ -114,6 +120,8 @@ class ChangeMaker:
         """One line."""
         a, b = before or ZERO, after or ZERO
         error_j, error_s, error_w = self._errors(a, b)
+        error_j = math.hypot(error_j, self.load * max(a.energy_j, b.energy_j))
+        error_s = math.hypot(error_s, self.load * max(a.seconds, b.seconds))
         return RowChange(
             name=name,
             kind=(before or b).kind,
@@ -181,6 +189,18 @@ def find_common_error(sides: Sequence[DiffSide]) -> tuple[float, list[str]]:
     what = "the same power model gave both" if one.basis == "modelled" else "the same sensors measured both"
     text = f"{what}: their common error of {format_share(gain)} is in each ± and cancels in the change"
     return gain, [text] if gain > 0.005 else []
+
+
+def find_load(before: Sequence[DiffSide], after: Sequence[DiffSide]) -> tuple[float, list[str]]:
+    """The share of its time that other programs held one side up longer than the other, in words too; 0 for little."""
+    a, b = (float(np.mean([side.crowded for side in sides])) for sides in (before, after))
+    if abs(a - b) < LEAST_LOAD:
+        return 0.0, []
+    waited = f"waited {format_share(a)} of the time for a core before and {format_share(b)} after"
+    return abs(a - b), [
+        f"the machine's load changed: the main thread {waited}, because of other programs. That is in each ±: repeat "
+        "both in turn, or on a quiet machine, to know more"
+    ]
 
 
 def _weight(row: RowChange) -> tuple[float, float]:

@@ -119,6 +119,7 @@ class DiffSide:
     it is not known. `gain` is the share of the joules by which their level may be off, a part of `total.error_j`; sides
     of equal `sensors` are off by the same factor. `untraced` is a step that was not traced, where tracing slowed the
     others. `model` is what predicted it: equal ones have the same errors.
+    `crowded` is the share of its time that its main thread waited for a core because of other programs.
     `command` is what was run, word by word, `chip` where it ran; empty where that is not recorded.
     """
 
@@ -139,6 +140,7 @@ class DiffSide:
     model: str = ""
     command: Sequence[str] = ()
     chip: str = ""
+    crowded: float = 0.0
 
     @property
     def is_prediction(self) -> bool:

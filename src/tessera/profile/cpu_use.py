@@ -11,6 +11,7 @@ import msgspec
 
 from ..errors import SensorUnavailable
 from ..recording import CpuUse
+from ..sensors.modelled import proc_stat_busy
 from ..sensors.processes import PROC, ProcessTree
 
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
@@ -25,7 +26,7 @@ class CpuUseCounter:
         self._tree: ProcessTree | None = None
         with contextlib.suppress(SensorUnavailable):  # no /proc: nothing is known
             self._tree = ProcessTree()
-        self._waited_s = _read_wait_s()
+        self._waited_s, self._machine_s = _read_wait_s(), _read_machine_s()
 
     def poll(self) -> None:
         """Look at the processes."""
@@ -36,7 +37,7 @@ class CpuUseCounter:
         """What is known by now, as plain data; None where nothing is."""
         if self._tree is None:
             return None
-        cpu_s, now_s = self._tree.poll(), _read_wait_s()
+        cpu_s, now_s, machine_s = self._tree.poll(), _read_wait_s(), _read_machine_s()
         torch = sys.modules.get("torch")
         use = CpuUse(
             cpu_s=cpu_s,
@@ -44,6 +45,9 @@ class CpuUseCounter:
             cores=count_cores(),
             threads=torch.get_num_threads() if torch is not None else None,
             waited_s=None if now_s is None or self._waited_s is None else now_s - self._waited_s,
+            others_s=None
+            if machine_s is None or self._machine_s is None
+            else max(machine_s - self._machine_s - cpu_s, 0.0),
             formats=list_formats(),
         )
         fact: dict[str, object] = msgspec.to_builtins(use)
@@ -55,6 +59,14 @@ def _read_wait_s(file: Path = PROC / "self" / "schedstat") -> float | None:
     try:
         return int(file.read_text().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
+        return None
+
+
+def _read_machine_s() -> float | None:
+    """CPU seconds of everything on the machine; None where they are not counted."""
+    try:
+        return proc_stat_busy()[0]
+    except SensorUnavailable:
         return None
 
 

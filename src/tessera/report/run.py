@@ -26,6 +26,8 @@ from .predict import format_rate
 
 BAR = 30
 CHILDREN_SHARE = 0.02
+BUSY_SHARE = 0.05
+"""The share of a run's time that its main thread has to wait for a core before the screen says so."""
 TOP = 5
 REGIONS = 3
 _PLACES = {
@@ -162,11 +164,24 @@ def _warnings(result: Answer) -> list[RenderableType]:
     lines = []
     if result.basis != "measured":
         lines.append(basis_text(result))
+    if busy := busy_text(result):
+        lines.append(busy)
     if result.cut:
         lines.append(f"INCOMPLETE: {result.cut}")
     if result.returncode:
         lines.append(f"the program {describe_exit(result.returncode)}; the energy is up to then")
     return [Text(line, style="yellow") for line in lines]
+
+
+def busy_text(result: Answer) -> str:
+    """That other programs took the cores; "" where that is next to nothing."""
+    use, time_s = result.cpu_use, result.whole.time_s
+    share = use.crowded_share(time_s) if use is not None else 0.0
+    if use is None or share < BUSY_SHARE:
+        return ""
+    cores = f"other programs used {(use.others_s or 0.0) / time_s:.2g} cores"
+    waited = f"the main thread waited {format_share(share)} of the time for one"
+    return f"busy machine: {cores}, and {waited}; on a quiet machine the run takes less time"
 
 
 def _facts(result: Answer, path: Path | None, by: str | None) -> Table:

@@ -24,7 +24,7 @@ from .html import THEME_BUTTON, capitalize, document, note, prose, tile
 from .job import job_section
 from .measure import describe_exit
 from .predict import format_rate
-from .run import basis_text, children_text, limit_cut, mode_text, outside_text, traced_text
+from .run import basis_text, busy_text, children_text, limit_cut, mode_text, outside_text, traced_text
 from .run_provenance import find_missing, missing_section, provenance, run_analyses
 from .run_tables import gaps, steps, tables
 from .run_timeline import payload, timeline_section
@@ -99,6 +99,8 @@ def _warnings(result: Answer) -> str:
     lines = []
     if result.basis != "measured":
         lines.append(f"{basis_text(result)}.")
+    if busy := busy_text(result):
+        lines.append(f"{capitalize(busy)}.")
     if result.cut:
         lines.append(f"Incomplete: {result.cut}.")
     if result.shared_by:
