@@ -136,6 +136,8 @@ def test_the_caret_is_on_the_line_below_the_text(text, data):
         ("h201", ("h100", "h20", "h200"), "; did you mean 'h200'?"),  # one wrong letter, not one too many
         ("b20", ("h20", "b200"), "; did you mean 'b200'?"),
         ("rela", ("real", "rel"), "; did you mean 'rel'?"),
+        ("--bogus", ("--out", "--runs"), ""),  # all that they have in common is their dashes
+        ("--ouput", ("--out", "--output"), "; did you mean '--output'?"),
     ],
 )
 def test_did_you_mean(word, known, answer):

@@ -15,6 +15,8 @@ import pytest
 from tessera.monitor import Monitor, repeat
 from tessera.monitor.command import CommandRun
 from tessera.monitor.repeat import RepeatedRuns, find_outliers, label_of, measure_repeatedly
+from tessera.report.console import plain_console
+from tessera.report.repeat import renderable
 from tessera.schema import Domain, Energy, EnergyReport
 
 
@@ -191,3 +193,12 @@ def test_the_json_has_every_run(machine: FakeMachine) -> None:
     assert [c["label"] for c in data["commands"]] == ["A", "B"]
     assert data["commands"][0]["reports"][0] == dataclasses.replace(report(100.0))
     assert data["comparisons"][0]["energy_share"] == 0.0
+
+
+def test_the_commands_are_on_a_narrow_screen_too(machine: FakeMachine) -> None:
+    result = machine.measure("python train.py --epochs 1 --batch 32", "python train.py --epochs 1 --batch 64", runs=3)
+    for width in (50, 80, 200):
+        shown = plain_console(width).text(renderable(result))
+        assert all(command.name in shown for command in result.commands), width
+        assert "not shown: command" not in shown and ", command" not in shown
+    assert "not shown: lowest … highest" in plain_console(40).text(renderable(result))

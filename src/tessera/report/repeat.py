@@ -31,9 +31,17 @@ def renderable(result: RepeatedRuns) -> RenderableType:
 
 
 def _table(columns: Sequence[TableColumn], width: int) -> RenderableType:
+    """The columns that fit; the commands, which say what A and B are, in lines of their own where they do not."""
+    labels, commands = columns[0], columns[-1]
     fitting, dropped = fit_columns(columns, width, gap=2)
-    table = build_table(fitting, gap=2)
-    return Group(table, dropped_note(dropped)) if dropped else table
+    parts: list[RenderableType] = [build_table(fitting, gap=2)]
+    if commands not in fitting:
+        dropped = ", ".join(c.heading for c in columns[:-1] if c not in fitting)
+        lines = label_table()
+        for label, command in zip(labels.cells, commands.cells, strict=True):
+            lines.add_row(label, command)
+        parts.append(lines)
+    return Group(*parts, *([dropped_note(dropped)] if dropped else []))
 
 
 def _columns(commands: Sequence[RepeatedCommand]) -> list[TableColumn]:
