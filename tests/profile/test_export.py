@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import gzip
 import json
 import math
@@ -24,6 +25,7 @@ from tessera.cli.export import command
 from tessera.errors import ArgumentError, MissingExtra, TesseraError
 from tessera.profile.export import Chrome, Exporter, Otlp, Parquet, SummaryCsv, TensorBoard
 from tessera.profile.export.chrome_rows import Overlap
+from tessera.profile.export.summary import lines as summary_lines
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.record import CODE
 from tessera.schema import Domain, Telemetry
@@ -393,6 +395,23 @@ def test_the_summary_adds_up(run, tmp_path):
     assert by["module", "Net/Linear_0"]["min_us"] == ""
     assert by["runtime", "cudaLaunchKernel"]["energy_j"] == ""
     assert not {"mark", "counter"} & {r["kind"] for r in rows}
+
+
+def test_shares_of_time_are_of_the_traced_part_as_in_the_analyses(tmp_path):
+    def shares(table: EnergyTable, **facts: object) -> dict[str, float | None]:
+        recording = with_table(run, table)
+        recording.facts = dataclasses.replace(recording.facts, **facts)
+        return {line.name: line.share_time_pct for line in summary_lines(recording)}
+
+    quarter, eighth = [(T0, T0 + 500 * MS)], [(T0, T0 + 250 * MS)]  # of a run of 2 s
+    with make_run(tmp_path / "part.tessera") as run:
+        whole, part = shares(make_table()), shares(make_table(), windows=quarter)
+        for name in ("aten::mm", "cudaLaunchKernel", "step_1", "Net/Linear_0", "idle"):
+            assert part[name] == pytest.approx(4 * whole[name]), name
+        light = shares(make_table(), windows=quarter, operator_windows=eighth)
+        assert light["aten::mm"] == pytest.approx(8 * whole["aten::mm"]) and light["step_1"] == part["step_1"]
+        regions = dataclasses.replace(make_table(), steps=[])  # they go on while nothing is traced
+        assert shares(regions, windows=quarter)["step_1"] == shares(regions)["step_1"]
 
 
 def test_a_name_in_the_summary_is_no_formula(tmp_path):

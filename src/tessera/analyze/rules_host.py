@@ -306,7 +306,7 @@ def check_main_operator(run: RunEvidence) -> Advice | None:
     action = "use a lower precision, or fewer or larger calls"
     if most.kind == FUNCTION:
         evidence = f"the host is in {most.name} while {run.format_amount(most.energy_j)} are used"
-        action = "record without --mode sampling to see which kernels run at that time"
+        action = "make it faster, or call it less often; if it waits for a GPU, `tessera run` without --mode shows the kernels"
     return run.advise("one operator", most.energy_j, evidence, action)
 
 

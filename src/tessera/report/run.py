@@ -87,6 +87,8 @@ def _title(result: Answer, width: int) -> Text:
 
 def mode_text(result: Answer) -> str:
     """What was recorded, in words."""
+    if result.shared_by == BY_STACKS and result.mode != "sampling":
+        return "sampled Python stacks"
     if result.mode == "light" and not result.ops:
         return "every kernel, no operators"
     if result.mode in ("operators", "timeline") and not result.kernels:

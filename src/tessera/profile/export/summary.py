@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,8 +45,9 @@ class SummaryLine(NamedTuple):
 class SummaryCsv:
     """`profile.summary("summary.csv")`.
 
-    `share_time_pct` of what runs on a device is its share of all device time; of a runtime call, operator, region,
-    module or step its share of the run's wall time (nested and parallel ones overlap). `total_s` of modules and steps,
+    `share_time_pct` of what runs on a device is its share of all device time; of a runtime call, operator, module, step
+    or idle its share of the time that was traced, as in `analyze`; of a region, which is recorded all the time, its
+    share of the run's wall time (nested and parallel ones overlap). `total_s` of modules and steps,
     which only attribution knows, is wall time where it says so, else time on the device. `active_s` is the time over
     which the joules were spent (an operator's self time, or its kernels'): `power_w` is over that. Steps are listed
     once, as steps. The joules of kernels, copies, collectives and "idle" sum to the joules of the run.
@@ -68,7 +69,9 @@ def lines(recording: Recording) -> Iterator[SummaryLine]:
     table = recording.find_energy()
     groups = _SummaryGroups.of(recording.rows)
     names = recording.rows.names
-    seconds = (recording.span_ns[1] - recording.span_ns[0]) * 1e-9
+    run_s = (recording.span_ns[1] - recording.span_ns[0]) * 1e-9
+    accounted_s = _length_s(recording.facts.accounted_windows) or run_s
+    operators_s = _length_s(recording.facts.operator_windows) or accounted_s
     device_s = sum(total for (kind, _), (_, total, *_) in groups.items() if KINDS[kind] in ON_DEVICE) * 1e-9
     energies = _energies(table)
     steps = {r.name for r in table.steps} if table is not None else set()
@@ -80,14 +83,18 @@ def lines(recording: Recording) -> Iterator[SummaryLine]:
         joules, error = own if row is None else (row.energy_j, row.error_j)
         # Joules are spent on the device: an operator's watts are over its time there, not the host's.
         over_s = total_s if row is None else _span_s(row)
-        whole_s = device_s if kind in ON_DEVICE else seconds
+        whole_s = device_s if kind in ON_DEVICE else run_s if kind == "region" else operators_s
         yield SummaryLine(
             name, kind, calls, total_s, None if math.isnan(joules) else over_s, total / calls / 1e3, low / 1e3,
             high / 1e3, 100.0 * total_s / whole_s if whole_s > 0 else None, joules, error,
             joules / over_s if over_s > 0 else None, joules / calls,
         )  # fmt: skip
     if table is not None:
-        yield from _only_attributed(table, seconds)
+        yield from _only_attributed(table, accounted_s)
+
+
+def _length_s(windows: Sequence[tuple[int, int]]) -> float:
+    return sum(end_ns - start_ns for start_ns, end_ns in windows) * 1e-9
 
 
 def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine]:
