@@ -60,7 +60,7 @@ class CpuUse:
 
     `cores` may be used, by affinity and quota; `threads` are those of torch's operators; `waited_s` is how long the
     main thread was ready to run and had no core; `others_s` are the CPU seconds of other programs on the machine
-    meanwhile; `formats` are the narrow ones that the CPU has instructions for.
+    meanwhile, `over_s` how long all this was counted; `formats` are the narrow ones that the CPU has instructions for.
     """
 
     cpu_s: float
@@ -69,6 +69,7 @@ class CpuUse:
     threads: int | None = None
     waited_s: float | None = None
     others_s: float | None = None
+    over_s: float | None = None
     formats: Sequence[str] = ()
 
     @property
@@ -76,14 +77,20 @@ class CpuUse:
         """CPU seconds of all children."""
         return sum(seconds for _, seconds in self.children.values())
 
-    def crowded_share(self, time_s: float) -> float:
-        """The share of a run's time that its main thread waited for a core because of other programs; 0 where none did.
+    @property
+    def others_cores(self) -> float:
+        """How many cores other programs used on average; 0 where that is not known."""
+        return self.others_s / self.over_s if self.others_s and self.over_s else 0.0
+
+    @property
+    def crowded_share(self) -> float:
+        """The share of the time that the main thread waited for a core because of other programs; 0 where none ran.
 
         A program with more threads than cores waits for itself: others count where they ran for half as long as it
         waited.
         """
-        waited_s, others_s = self.waited_s or 0.0, self.others_s or 0.0
-        return min(waited_s / time_s, 1.0) if time_s > 0 and others_s >= 0.5 * waited_s else 0.0
+        waited_s = self.waited_s or 0.0
+        return waited_s / self.over_s if self.over_s and (self.others_s or 0.0) >= 0.5 * waited_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,16 @@ def test_a_healthy_run_is_silent():
     assert "50257" not in str(result.to_json())
 
 
+def test_a_chip_that_ran_nothing_has_no_joules():
+    timeline = Builder()
+    for i in range(12):
+        timeline.add("op", "aten::mm", T0 + i * 10_000_000, T0 + i * 10_000_000 + 9_000_000, thread=1)
+    result = advise(timeline.build(), on="h200")
+    assert result.facts["energy_j"] is None and result.facts["basis"] is None
+    assert not any("J" in str(row["evidence"]) for row in result.rows)
+    assert any("nothing in the trace ran on it" in note for note in result.notes)
+
+
 def test_kernels_without_length_have_no_share():
     """Found by a damaged run file: all of its kernels began and ended at one moment."""
     timeline = Builder()

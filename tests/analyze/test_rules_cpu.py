@@ -12,6 +12,10 @@ import pytest
 from tessera import analyze
 from tessera.analyze.advise import advise
 from tessera.analyze.answer import answer
+from tessera.analyze.evidence import RunEvidence
+from tessera.analyze.rules_host import check_main_operator
+from tessera.analyze.run_energy import FUNCTION
+from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.joules import DomainSamples
 from tessera.recording import CpuUse, Facts, Recording
 from tessera.report import run
@@ -243,18 +247,15 @@ def test_without_children_there_is_no_such_line() -> None:
 
 
 def test_a_busy_machine_is_on_the_screen_and_a_program_that_crowds_itself_is_not() -> None:
-    program = train(30.0)
-    time_s = answer(program.recording()).whole.time_s
-    waited = dataclasses.replace(QUIET, waited_s=0.4 * time_s)
-    crowded = answer(program.recording(dataclasses.replace(waited, others_s=1.5 * time_s)))
-    assert busy_text(crowded) == (
+    waited = dataclasses.replace(QUIET, waited_s=0.4, over_s=1.0)
+    crowded = train(30.0).recording(dataclasses.replace(waited, others_s=1.5))
+    assert busy_text(answer(crowded)) == (
         "busy machine: other programs used 1.5 cores, and the main thread waited 40.0% of the time for one; "
         "on a quiet machine the run takes less time"
     )
-    shown = plain_console(200).text(run.text(program.recording(dataclasses.replace(waited, others_s=1.5 * time_s))))
-    assert "busy machine: other programs used 1.5 cores" in shown
-    for use in (waited, dataclasses.replace(waited, others_s=0.1 * time_s), QUIET, None):
-        assert busy_text(answer(program.recording(use))) == ""
+    assert "busy machine: other programs used 1.5 cores" in plain_console(200).text(run.text(crowded))
+    for use in (waited, dataclasses.replace(waited, others_s=0.1), dataclasses.replace(QUIET, over_s=1.0), None):
+        assert busy_text(answer(train(30.0).recording(use))) == ""
 
 
 def test_two_runs_of_one_program_on_a_machine_whose_load_changed_are_noise() -> None:
@@ -262,8 +263,7 @@ def test_two_runs_of_one_program_on_a_machine_whose_load_changed_are_noise() -> 
     for program, factor in ((quiet, 1.0), (held_up, 1.5)):
         for i in range(24):
             program.op("aten::mm", factor * (10.0 + 0.1 * (i % 3))).step()
-    time_s = (held_up.now - T0) * 1e-9
-    crowded = dataclasses.replace(QUIET, waited_s=0.35 * time_s, others_s=time_s)
+    crowded = dataclasses.replace(QUIET, waited_s=0.35, others_s=1.0, over_s=1.0)
     alone = analyze.diff(quiet.recording(), held_up.recording())
     assert alone.total.significant and alone.total.significant_s
     found = analyze.diff(quiet.recording(), held_up.recording(crowded))
@@ -271,3 +271,17 @@ def test_two_runs_of_one_program_on_a_machine_whose_load_changed_are_noise() -> 
     assert "waited 0% of the time for a core before and 35.0% after" in found.notes[0]
     both = analyze.diff(quiet.recording(crowded), held_up.recording(crowded))
     assert both.total.significant_s, "both waited alike: the rest is the program's"
+
+
+@pytest.mark.parametrize(("samples", "told"), [(9, False), (10, True)])
+def test_a_function_seen_a_few_times_is_no_advice(samples: int, told: bool) -> None:
+    row = EnergyRow(
+        name="./a.py:4 f", kind=FUNCTION, calls=samples, time_s=1.0, energy_j=9.0, error_j=math.nan, share=0.9
+    )
+    table = EnergyTable(
+        energy_j=10.0, error_j=1.0, idle_j=0.0, idle_error_j=0.0, time_s=1.0, busy_s=1.0, ops=[row], kernels=[],
+        regions=[], steps=[], groups=[], source="modelled",
+    )  # fmt: skip
+    advice = check_main_operator(RunEvidence(table=table, telemetry={}))
+    assert (advice is not None) == told
+    assert advice is None or "the host is in ./a.py:4 f while 9 J" in advice.evidence

@@ -126,6 +126,10 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path, script):
     script("import sys; from beside import VALUE; print(sys.path[0], VALUE)", "x.py")
     code, out, err = run(tmp_path / "here", "--out", str(tmp_path / "run.tessera"), "../x.py")
     assert (code, out) == (0, f"{tmp_path} 7\n"), err
+    (tmp_path / "here" / "tessera.py").unlink()  # -m would find no other, whatever we do
+    typed = [sys.executable, "-m", "tessera", "run", "--mode", "sampling", "--out", "m.tessera", "../x.py"]
+    done = subprocess.run(typed, cwd=tmp_path / "here", capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path} 7\n"), done.stderr
 
 
 def test_a_script_may_change_its_directory(tmp_path, script):

@@ -111,8 +111,12 @@ def advise(
     notes, missing = list(recording.notes), _missing(recording)
     has_joules = table is not None and table.energy_j > 0
     if table is None or not has_joules:
-        # Joules of a model only where the user names the chip and so asks for them.
+        # Joules of a model only where the user names the chip and so asks for them, and it ran something: of a chip
+        # that waits for a CPU's operators only the idle power would be counted.
         device = find_device(timeline, on or arch) if on or arch else None
+        if device is not None and not len(timeline.device_rows):
+            notes.append(f"no joules of {device.name}: nothing in the trace ran on it, and its idle power says nothing")
+            device = None
         table, has_joules = _model_table(timeline, device), device is not None
         missing["energy"] = explain_no_power(recording)
         if device is not None:

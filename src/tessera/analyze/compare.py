@@ -214,12 +214,13 @@ def _of_recording(recording: Recording) -> DiffSide:
     name = f"{name_of(recording)} ({facts.name})" if is_run else facts.name
     work = {unit.removesuffix("s"): n for unit, n in work_amounts(facts.work).items()} if is_run else {}
     command = _command_of(facts) if is_run else []
+    crowded = facts.cpu_use.crowded_share if facts.cpu_use is not None else 0.0
     if table is None:
         notes = [*recording.notes, f"{name} has no power: only time is known"]
         table = time_table(timeline)
         stepped = find_step_rows(timeline, table)
         side = _of_table(table, name, work=work, notes=notes, span="trace", stepped=stepped, command=command)
-        return dataclasses.replace(side, chip=describe_device(recording), crowded=_crowded_share(facts))
+        return dataclasses.replace(side, chip=describe_device(recording), crowded=crowded)
     whole = None
     if is_run and is_partial(recording, table):
         run = whole_of(recording, table, True, None)
@@ -237,14 +238,7 @@ def _of_recording(recording: Recording) -> DiffSide:
         stepped=find_step_rows(timeline, table, recording.accounted_windows if is_run else ()),
         command=command,
     )
-    return dataclasses.replace(side, chip=describe_device(recording), crowded=_crowded_share(facts))
-
-
-def _crowded_share(facts: Facts) -> float:
-    """The share of a run's time that it waited for a core because of other programs; 0 where that is not known."""
-    if facts.cpu_use is None or facts.span_ns is None:
-        return 0.0
-    return facts.cpu_use.crowded_share((facts.span_ns[1] - facts.span_ns[0]) * 1e-9)
+    return dataclasses.replace(side, chip=describe_device(recording), crowded=crowded)
 
 
 def _untraced_step(tracing: Slowdown | None) -> Cell | None:

@@ -26,6 +26,7 @@ MOSTLY_IDLE_SHARE = 0.5
 LAUNCH_SHARE = 0.08
 OUTSIDE_SHARE = 0.3
 ONE_SHARE = 0.3
+SAMPLES = 10  # of stacks: the share of fewer is chance
 THROTTLED_SHARE = 0.3
 OUTLIER_SHARE = 0.08
 COPY_SHARE = 0.05
@@ -305,8 +306,11 @@ def check_main_operator(run: RunEvidence) -> Advice | None:
     evidence = f"{short(most.name, most.kind)} {what}, {amount} in {most.calls:,} calls"
     action = "use a lower precision, or fewer or larger calls"
     if most.kind == FUNCTION:
+        if most.calls < SAMPLES:
+            return None
         evidence = f"the host is in {most.name} while {run.format_amount(most.energy_j)} are used"
-        action = "make it faster, or call it less often; if it waits for a GPU, `tessera run` without --mode shows the kernels"
+        seen = "if it waits for a GPU, `tessera run` without --mode shows the kernels"
+        action = f"make it faster, or call it less often; {seen}"
     return run.advise("one operator", most.energy_j, evidence, action)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ class CpuUseCounter:
         self._tree: ProcessTree | None = None
         with contextlib.suppress(SensorUnavailable):  # no /proc: nothing is known
             self._tree = ProcessTree()
+        self._began_s = time.monotonic()
         self._waited_s, self._machine_s = _read_wait_s(), _read_machine_s()
 
     def poll(self) -> None:
@@ -48,6 +50,7 @@ class CpuUseCounter:
             others_s=None
             if machine_s is None or self._machine_s is None
             else max(machine_s - self._machine_s - cpu_s, 0.0),
+            over_s=time.monotonic() - self._began_s,
             formats=list_formats(),
         )
         fact: dict[str, object] = msgspec.to_builtins(use)

@@ -177,12 +177,11 @@ def _warnings(result: Answer) -> list[RenderableType]:
 
 def busy_text(result: Answer) -> str:
     """That other programs took the cores; "" where that is next to nothing."""
-    use, time_s = result.cpu_use, result.whole.time_s
-    share = use.crowded_share(time_s) if use is not None else 0.0
-    if use is None or share < BUSY_SHARE:
+    use = result.cpu_use
+    if use is None or use.crowded_share < BUSY_SHARE:
         return ""
-    cores = f"other programs used {(use.others_s or 0.0) / time_s:.2g} cores"
-    waited = f"the main thread waited {format_share(share)} of the time for one"
+    cores = f"other programs used {use.others_cores:.2g} cores"
+    waited = f"the main thread waited {format_share(use.crowded_share)} of the time for one"
     return f"busy machine: {cores}, and {waited}; on a quiet machine the run takes less time"
 
 
