@@ -345,3 +345,14 @@ def test_what_run_prints_is_read(run: Callable[..., Any], tmp_path: Path) -> Non
     (tmp_path / "w.json").write_text(done.stdout)
     shown = run(tmp_path / "w.json", tmp_path / "w.tessera")
     assert shown.code == 0 and "no change" in shown.output and "w.tessera (w.json)" in shown.output
+
+
+def test_a_measured_command_beside_a_recorded_run_is_told_to_count_its_start(part: Path, tmp_path: Path) -> None:
+    told = "counts the interpreter's start"
+    one, two = (saved(tmp_path / f"{n}.json", measured(j)) for n, j in (("a", 100.0), ("b", 101.0)))
+    several = {"returncode": 0, "commands": [{"reports": [msgspec.to_builtins(measured(100.0 + i)) for i in range(3)]}]}
+    (tmp_path / "several.json").write_bytes(msgspec.json.encode(several))
+    for runs in (one, tmp_path / "several.json", [one, two]):
+        assert any(told in note for note in analyze.diff(runs, part).notes)
+    assert not any(told in note for note in analyze.diff(one, two).notes)
+    assert not any(told in note for note in analyze.diff(part, printed(part)).notes)

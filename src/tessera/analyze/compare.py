@@ -80,7 +80,7 @@ def _of_result(given: Any, name: str) -> DiffSide | None:
     if isinstance(given, EnergyScope):
         return _of_report(given.report())
     if isinstance(given, CommandRun):
-        return _of_report(given.report)
+        return dataclasses.replace(_of_report(given.report), from_start=True)
     return None
 
 
@@ -93,7 +93,7 @@ def split_runs(given: Any) -> list[Any]:
     if len(commands) != 1 or not isinstance(commands[0], Mapping):
         fix = "measure each in a file of its own; the JSON itself compares the commands (comparisons)"
         raise RecordingError(f"{given} has the runs of {len(commands)} commands", fix=fix)
-    return list(commands[0].get("reports") or ())
+    return [{"returncode": 0, "report": report} for report in commands[0].get("reports") or ()]
 
 
 # -- reports --------------------------------------------------------------------------------------------------------
@@ -302,7 +302,8 @@ def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
         if isinstance(report, Mapping) and "total" in report:
             if int(report.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
                 raise RecordingError(f"{name} was written by a newer Tessera", fix="update Tessera")
-            return _of_report(msgspec.convert(_restore_nan(report), EnergyReport))
+            side = _of_report(msgspec.convert(_restore_nan(report), EnergyReport))
+            return dataclasses.replace(side, from_start="returncode" in data and not side.is_prediction)
     except (msgspec.ValidationError, TypeError, ValueError, KeyError, OverflowError) as exc:
         if isinstance(exc, ArgumentError):
             raise

@@ -358,6 +358,8 @@ def _order_notes(
     """All notes, those first that change how a number is read. `alone`: one run of each side differs."""
     one, two = sides[0], sides[-1]
     first = _compare_batches(one, two, unit)
+    if one.from_start != two.from_start and not one.is_prediction and not two.is_prediction:
+        first.append("`tessera measure` counts the interpreter's start; a recorded run begins with its script")
     if alone:
         first.append(f"± covers variation between steps only; to include variation between runs, repeat each: {REPEAT}")
     if maker.same:

@@ -120,6 +120,7 @@ class DiffSide:
     of equal `sensors` are off by the same factor. `untraced` is a step that was not traced, where tracing slowed the
     others. `model` is what predicted it: equal ones have the same errors.
     `crowded` is the share of its time that its main thread waited for a core because of other programs.
+    `from_start`: the start of the interpreter is in it, as `tessera measure` counts; a recorded run begins later.
     `command` is what was run, word by word, `chip` where it ran; empty where that is not recorded.
     """
 
@@ -141,6 +142,7 @@ class DiffSide:
     command: Sequence[str] = ()
     chip: str = ""
     crowded: float = 0.0
+    from_start: bool = False
 
     @property
     def is_prediction(self) -> bool:

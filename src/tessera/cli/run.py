@@ -128,7 +128,8 @@ def command(
       srun tessera run train.py
 
     Steps are those of the script's optimizer or, with --steps, the calls of its model. Its output is not changed, its
-    exit code is passed on, and Ctrl-C still prints the report. Everything is written to one file while it happens.
+    exit code is passed on, and Ctrl-C still prints the report. Everything is written to one file while it happens,
+    from the script's first line on: `tessera measure` counts the interpreter's start too.
     With --nproc, or under torchrun or srun, each rank writes a file of its own into one folder, and one answer is
     printed for all of them.
     """
