@@ -414,6 +414,11 @@ def test_shares_of_time_are_of_the_traced_part_as_in_the_analyses(tmp_path):
         assert shares(regions, windows=quarter)["step_1"] == shares(regions)["step_1"]
 
 
+def test_what_was_not_traced_is_not_idle(run):
+    sampled = dataclasses.replace(make_table(), kernels=[], ops=[], busy_s=0.0)
+    assert not any(line.kind == "idle" for line in summary_lines(with_table(run, sampled)))
+
+
 def test_a_name_in_the_summary_is_no_formula(tmp_path):
     name = '=HYPERLINK("http://evil")'
     with RunWriter(tmp_path / "a.tessera") as writer:

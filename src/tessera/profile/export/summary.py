@@ -108,6 +108,8 @@ def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine
                 r.name, kind, r.calls, total_s, total_s, mean_us, None, None, share, r.energy_j, r.error_j, power_w,
                 r.j_per_call,
             )  # fmt: skip
+    if not table.kernels and not table.ops:
+        return  # nothing was traced: what ran is not known, and not idle
     idle_s = table.time_s - table.busy_s
     yield SummaryLine(
         "idle", "idle", 1, idle_s, share_time_pct=100.0 * idle_s / seconds if seconds > 0 else None,
