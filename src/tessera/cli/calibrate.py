@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .options import FILE, check_writable
+from .options import FILE, check_writable, print_json
 
 LEAST_BURSTS_S = 6.0
 
@@ -50,10 +50,8 @@ def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bo
         print(f"wrote {out}: it names the board, driver, torch and CPU model, and nothing else of this machine; "
               "others add it by `tessera hardware add`", file=sys.stderr)  # fmt: skip
     if as_json:
-        import msgspec
-
         data = {"calibration": result.calibration, "points": result.rows, "time_s": result.seconds}
-        click.echo(msgspec.json.encode({**data, "path": str(path) if path else None}).decode())
+        print_json({**data, "path": str(path) if path else None})
         return 0
     from ..report.calibrate import print_calibration
     from ..report.console import Console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import sys
@@ -13,7 +14,7 @@ import click
 
 from ..errors import ArgumentError, TesseraError
 from .failures import WRONG_USAGE, report_failure
-from .options import FILE, WordChoice, choice_option, json_option, missing_file, save_page
+from .options import FILE, WordChoice, choice_option, json_option, missing_file, print_json, save_page
 
 if TYPE_CHECKING:
     from ..analyze.diff import Difference, DiffVerdict, Metric
@@ -128,7 +129,7 @@ def command(
     if github:
         _write_summary(difference, verdict)
     if as_json:
-        _print_json(difference, verdict)
+        print_json({**difference.to_dict(), "verdict": dataclasses.asdict(verdict)})
     elif not github or os.environ.get(STEP_SUMMARY):
         from ..report.console import Console
         from ..report.diff import renderable
@@ -178,14 +179,6 @@ def _split_sides(files: list[Path], after: list[Path] | None) -> tuple[list[Path
 def _check_exists(path: Path, suffixes: tuple[str, ...], otherwise: str) -> None:
     if not path.exists():
         raise missing_file(path, (*suffixes, path.suffix), otherwise)
-
-
-def _print_json(difference: Difference, verdict: DiffVerdict) -> None:
-    import dataclasses
-
-    import msgspec
-
-    click.echo(msgspec.json.encode({**difference.to_dict(), "verdict": dataclasses.asdict(verdict)}).decode())
 
 
 def _typed_command(before: list[Path], after: list[Path], power_a: Path | None, power_b: Path | None) -> str:

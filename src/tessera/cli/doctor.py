@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from .options import json_option
+from .options import json_option, print_json
 
 
 @click.command("doctor")
@@ -37,7 +37,7 @@ def command(sensors: tuple[str, ...], as_json: bool, restore: bool) -> int:
     if as_json:
         import msgspec
 
-        click.echo(msgspec.json.encode({**msgspec.to_builtins(health), "control": control}).decode())
+        print_json({**msgspec.to_builtins(health), "control": control})
     else:
         from ..report.console import open_console
         from ..report.doctor import print_health

@@ -10,7 +10,7 @@ import click
 from ..errors import ArgumentError
 from ..output import remove_controls
 from .attribute import POWER_HELP
-from .options import FILE, ExistingPath, check_writable
+from .options import FILE, ExistingPath, check_writable, print_json
 
 
 @click.command("export")
@@ -88,9 +88,7 @@ def command(
 
 def _print_written(run: Path, written: Mapping[str, str], notes: Sequence[str], as_json: bool) -> None:
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode({"run": str(run), "written": written, "notes": notes}).decode())
+        print_json({"run": str(run), "written": written, "notes": notes})
         return
     from ..report.console import Console
 

@@ -11,7 +11,7 @@ import click
 
 from ..errors import ArgumentError
 from .main import NearestGroup
-from .options import ExistingPath, WordChoice, duration_option, json_option, parse_option
+from .options import ExistingPath, WordChoice, duration_option, json_option, parse_option, print_json
 
 if TYPE_CHECKING:
     from ..fleet.status import FleetPoller
@@ -122,9 +122,7 @@ def place(
             rack_limits_w=given.rack_limits_w,
         )
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(place_data(placement, relief, savings, notes)).decode())
+        print_json(place_data(placement, relief, savings, notes))
     else:
         from ..report.console import open_console
 
@@ -165,13 +163,7 @@ def migrate(folder: Path, ranks: int | None, node: str | None, as_json: bool) ->
         )
     OrderFile(folder).write(ranks=ranks, node=node)
     if as_json:
-        import msgspec
-
-        click.echo(
-            msgspec.json.encode(
-                {"folder": str(folder), "step": status.get("step"), "ranks": ranks, "node": node}
-            ).decode()
-        )
+        print_json({"folder": str(folder), "step": status.get("step"), "ranks": ranks, "node": node})
     else:
         print(f"ordered: the job (at step {status.get('step')} when it began) saves itself and ends")
     return 0

@@ -16,9 +16,9 @@ import click
 from ..errors import ArgumentError
 from ..units import format_power, parse_fraction, parse_power
 from .governor_token import command as token_command
-from .governor_token import default_state, print_json, state_option
+from .governor_token import default_state, state_option
 from .main import NearestGroup
-from .options import FILE, duration_option, json_option, parse_option, sensor_option
+from .options import FILE, duration_option, json_option, parse_option, print_json, sensor_option
 
 if TYPE_CHECKING:
     from ..fleet.governor.client import GovernorClient

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from .main import NearestGroup
-from .options import WordChoice, json_option
+from .options import WordChoice, json_option, print_json
 
 ROLES = ["node", "job", "read", "operator"]
 
@@ -18,13 +18,6 @@ def default_state() -> Path:
     if os.geteuid() == 0:
         return Path("/var/lib/tessera-governor")
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "tessera" / "governor"
-
-
-def print_json(value: object) -> None:
-    """Print a value as one line of JSON."""
-    import msgspec
-
-    click.echo(msgspec.json.encode(value).decode())
 
 
 state_option = click.option(

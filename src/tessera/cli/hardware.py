@@ -9,7 +9,7 @@ import click
 
 from ..device import Kind
 from .main import NearestGroup
-from .options import ExistingPath, WordChoice, complete_device, json_option
+from .options import ExistingPath, WordChoice, complete_device, json_option, print_json
 
 
 @click.group("hardware", cls=NearestGroup)
@@ -40,9 +40,7 @@ def list_devices(kind: str | None, as_json: bool) -> None:
 
     devices = [device for device in catalogue().values() if kind in (None, device.kind)]
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(devices).decode())
+        print_json(devices)
         return
     from ..report.console import open_console
     from ..report.hardware import print_devices
@@ -76,9 +74,7 @@ def add(file: Path, force: bool, as_json: bool) -> None:
         device, path = add_file(file, force=force)
         name, what = device.id, device.name
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode({"device": name, "path": str(path)}).decode())
+        print_json({"device": name, "path": str(path)})
         return
     from ..output import remove_controls
 
@@ -102,9 +98,7 @@ def show(name: str, as_json: bool) -> None:
 
     device = lookup(name)
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(device).decode())
+        print_json(device)
         return
     from ..report.console import open_console
     from ..report.hardware import print_device

@@ -12,7 +12,7 @@ import click
 
 from ..errors import ArgumentError
 from .failures import print_error, report_failure
-from .options import FILE, check_writable, scope_option, sensor_option
+from .options import FILE, check_writable, print_json, scope_option, sensor_option
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -144,14 +144,12 @@ def _write_trace(run: CommandRun, trace: Path | None) -> Path | None:
 
 def _print_report(run: CommandRun, trace: Path | None, as_json: bool) -> None:
     if as_json:
-        import msgspec
-
         from ..config import find_cost
 
         sys.stdout.flush()
         total = run.report.total
-        data = {"returncode": run.returncode, "report": run.report, "cost": find_cost(total.energy_j, total.error_j)}
-        click.echo(msgspec.json.encode(data).decode())
+        cost = find_cost(total.energy_j, total.error_j)
+        print_json({"returncode": run.returncode, "report": run.report, "cost": cost})
         return
     from ..analyze.rules_host import advise_measurement
     from ..report.console import Console

@@ -117,6 +117,13 @@ def duration_option(name: str, help: str, default: str | None = None) -> Callabl
     )
 
 
+def print_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    import msgspec
+
+    click.echo(msgspec.json.encode(value).decode())
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 sensor_option = click.option(
     "--sensor",

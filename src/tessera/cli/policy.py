@@ -10,7 +10,7 @@ import click
 
 from ..units import parse_fraction, parse_power
 from .main import NearestGroup
-from .options import ExistingPath, duration_option, json_option, parse_option
+from .options import ExistingPath, duration_option, json_option, parse_option, print_json
 
 
 def _power_option(name: str, default: str, help: str) -> Callable[[Any], Any]:
@@ -68,9 +68,7 @@ def check(file: Path, as_json: bool, independent: bool, replicas: int | None, **
     replicas = max(1, min(8, job["gpus"] // max(1, job["stages"]))) if replicas is None else replicas
     found = check_policies(load_policies(file), LockstepJob(**job, replicas=replicas, synchronous=not independent))
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(found.to_dict()).decode())
+        print_json(found.to_dict())
     else:
         from ..report.console import open_console
         from ..report.policy import print_policy_check

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import IO, TYPE_CHECKING
 
-import click
-
 from ..errors import ArgumentError
+from .options import print_json
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -41,7 +40,6 @@ def measure_in_turns(
     show_output: bool,
 ) -> int:
     """Measure, print the screen on standard error or the JSON on standard output, and return the exit code."""
-    import msgspec
     from rich.progress import Progress
 
     from ..monitor.repeat import measure_repeatedly
@@ -73,7 +71,7 @@ def measure_in_turns(
             _print_tail(log)
     if as_json:
         sys.stdout.flush()
-        click.echo(msgspec.json.encode(result.to_dict()).decode())
+        print_json(result.to_dict())
     else:
         console.show(renderable(result))
     return result.returncode

@@ -9,7 +9,7 @@ import click
 
 from ..errors import ArgumentError
 from .attribute import POWER_HELP
-from .options import FILE, ExistingPath, WordChoice, missing_file, save_page, suggest_files
+from .options import FILE, ExistingPath, WordChoice, missing_file, print_json, save_page, suggest_files
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
@@ -93,8 +93,6 @@ def _report_time(
     recording: Recording, page: Path | None, by: str | None, top: int | None, as_json: bool, open_page: bool
 ) -> int:
     """A recording without power: seconds instead of joules."""
-    import msgspec
-
     from ..analyze.time_answer import VIEWS as OF_TIME
     from ..analyze.time_answer import answer_by_time
     from ..report.console import Console
@@ -116,7 +114,7 @@ def _report_time(
         )
     written = page if page and save_page(page, time_page(recording, result)) else None
     if as_json:
-        click.echo(msgspec.json.encode({"path": str(recording.facts.path), **result.to_dict()}).decode())
+        print_json({"path": str(recording.facts.path), **result.to_dict()})
         return _end(written, page, open_page)
     console = Console(highlight=False)
     console.show(time_text(result, width=console.width, by=by, top=top))
@@ -162,15 +160,12 @@ def write_page(page: Path, recording: Recording, result: Answer) -> Path | None:
 
 
 def _print_json(recording: Recording, result: Answer) -> None:
-    import msgspec
-
     from ..analyze.answer import find_rows
 
     table, facts = find_rows(recording, recording.energy()), recording.facts
     about = {"path": str(facts.path), "run": result.whole.to_dict(), "crashed": facts.crashed}
     tracing = result.tracing.to_dict() if result.tracing is not None else None
-    data = {**about, **table.to_json(), "tracing": tracing, "answer": result.to_dict()}
-    click.echo(msgspec.json.encode(data).decode())
+    print_json({**about, **table.to_json(), "tracing": tracing, "answer": result.to_dict()})
 
 
 def print_answer(

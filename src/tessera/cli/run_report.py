@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
+from .options import print_json
 
 if TYPE_CHECKING:
     from ..analyze.answer import Answer
@@ -31,8 +31,6 @@ def report_run(recording: Recording, code: int, html: Path | None, as_json: bool
 
 
 def _print_json(recording: Recording, result: Answer, code: int) -> None:
-    import msgspec
-
     from ..analyze.answer import find_rows
     from ..config import find_cost
 
@@ -48,7 +46,7 @@ def _print_json(recording: Recording, result: Answer, code: int) -> None:
         data["job"] = result.job.to_dict()
     if facts.summary:
         data["summary"] = facts.summary
-    click.echo(msgspec.json.encode(data).decode())
+    print_json(data)
 
 
 def print_progress(text: str, width: int = 60) -> None:

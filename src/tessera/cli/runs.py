@@ -13,7 +13,7 @@ from ..errors import ArgumentError, did_you_mean
 from ..output import remove_controls
 from .diff import command as diff_command
 from .main import NearestGroup
-from .options import RUNS, duration_option, json_option
+from .options import RUNS, duration_option, json_option, print_json
 
 if TYPE_CHECKING:
     from ..analyze.run_list import ListedRun
@@ -67,9 +67,7 @@ def list_runs(folder: Path | None, top: int | None, read: bool, as_json: bool) -
     where = _check_folder(folder)
     runs = _read_runs(where, read=read)[:top]
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode([r.to_dict() for r in runs]).decode())
+        print_json([r.to_dict() for r in runs])
         return 0
     from ..report.console import Console
     from ..report.runs import renderable

@@ -6,6 +6,8 @@ import sys
 
 import click
 
+from .options import print_json
+
 MOST = 2
 """No check begins that would end later than so many times `--seconds`: loading CUDA alone may take half a minute."""
 
@@ -33,9 +35,7 @@ def command(seconds: float, as_json: bool) -> int:
     if sys.stderr.isatty():
         print("\r\033[K", file=sys.stderr, end="", flush=True)
     if as_json:
-        import msgspec
-
-        click.echo(msgspec.json.encode(to_dict(checks)).decode())
+        print_json(to_dict(checks))
     else:
         from ..report.console import open_console
         from ..report.doctor import print_checks
