@@ -127,7 +127,7 @@ def main() -> None:
     for name, (model, image) in networks().items():
         show(predict(model, image, on=chips[0], precision="fp32", name=name), console)
         swept = sweep(model, image, on=chips, precisions=("fp32", "fp16"), batches=BATCHES, name=name)
-        console.print(comparison(swept, width=console.width))
+        console.print(comparison(swept))
         console.print()
         found += insights(name, swept, chips)
     console.print("Insights", style="bold")

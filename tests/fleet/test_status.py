@@ -185,11 +185,11 @@ def test_a_governor_that_is_away_does_not_hide_the_nodes(fleet_file: Path) -> No
 
 def test_the_screen_has_the_hottest_first_and_says_why_a_node_is_unknown(fleet_file: Path) -> None:
     status = poll(fleet_file, governor=FakeGovernor())
-    text = plain_console(160).text(fleet_screen(status, width=160))
+    text = plain_console(160).text(fleet_screen(status))
     assert "11 kW" in text and "leased 12 kW of 16 kW" in text and "EMERGENCY: feed lost" in text
     assert "92%" in text and "connection refused" in text and "power cap" in text
     assert text.index("n3 ") < text.index("n1 ") < text.index("n2 ")  # unknown, hottest, cooler
-    narrow = plain_console(60).text(fleet_screen(status, width=60))
+    narrow = plain_console(60).text(fleet_screen(status))
     assert max(map(len, narrow.splitlines())) <= 60 and "not shown" in narrow
 
 
@@ -209,7 +209,7 @@ def test_json_and_plain_lines(fleet_file: Path) -> None:
 def test_a_name_cannot_control_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text('nodes: [{name: "n\\e[31m", gpus: 1, idle: 1W, power: 5W, rack: "[bold]r"}]')
-    text = plain_console(120).text(fleet_screen(FleetPoller(load_fleet(path)).poll(), width=120))
+    text = plain_console(120).text(fleet_screen(FleetPoller(load_fleet(path)).poll()))
     assert "\x1b" not in text and "[bold]r" in text
 
 

@@ -175,7 +175,7 @@ def test_a_sweep_marks_the_frontier_and_says_what_cannot_be(found: Sweep) -> Non
     assert "a100 fp8 batch 1, 8: a100 has no fp8 units" in out
     for words in ("least energy", "fastest", "most throughput", "next"):
         assert words in out
-    assert "memory" not in text_of(sweeps.comparison(found, width=80), width=80).splitlines()[1]
+    assert "memory" not in text_of(sweeps.comparison(found), width=80).splitlines()[1]
 
 
 UNITS = re.compile(r"±\s+[\d.]+\s(?:[mµ]?s|[mµ]?J)\b")
@@ -183,7 +183,7 @@ UNITS = re.compile(r"±\s+[\d.]+\s(?:[mµ]?s|[mµ]?J)\b")
 
 @pytest.mark.parametrize("width", [40, 50, 60, 70, 80, 100, 140])
 def test_a_narrow_terminal_loses_no_unit_no_chip_and_no_star(found: Sweep, width: int) -> None:
-    out = text_of(sweeps.comparison(found, width=width), width=width)
+    out = text_of(sweeps.comparison(found), width=width)
     assert "…" not in out
     assert all(len(line) <= width for line in out.splitlines())
     table = out[: out.index("* on the")]

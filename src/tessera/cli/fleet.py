@@ -361,8 +361,7 @@ def _print_status(poller: FleetPoller, as_json: bool, hot_c: float) -> None:
     elif sys.stdout.isatty():
         from ..report.console import Console
 
-        console = Console(highlight=False)
-        console.print(report.fleet_screen(status, width=console.width, hot_c=hot_c))
+        Console(highlight=False).print(report.fleet_screen(status, hot_c=hot_c))
     else:
         for line in report.plain_lines(status):
             print(remove_controls(line), flush=True)
@@ -378,7 +377,7 @@ def _show_live(poller: FleetPoller, intervals: Any, hot_c: float) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             status = poller.poll()
-            shown = report.fleet_screen(status, width=console.width, height=console.height, hot_c=hot_c, keys=True)
+            shown = report.fleet_screen(status, height=console.height, hot_c=hot_c, keys=True)
             live.update(shown, refresh=True)
             if next(intervals, intervals) is intervals:
                 return

@@ -228,8 +228,7 @@ def _predict_several(loaded: LoadedModel, options: dict[str, Any], as_json: bool
         from ..report.console import Console
         from ..report.sweep import comparison
 
-        console = Console(highlight=False)
-        console.print(comparison(sweep, next_command=_next_after_sweep(sweep), width=console.width), crop=False)
+        Console(highlight=False).print(comparison(sweep, next_command=_next_after_sweep(sweep)), crop=False)
     return 0 if sweep.feasible else 1
 
 

@@ -72,11 +72,10 @@ def list_runs(folder: Path | None, top: int | None, read: bool, as_json: bool) -
     from ..report.console import Console
     from ..report.runs import renderable
 
-    console = Console(highlight=False)
     if not runs:
         print(f"there is no run in {where}: record one with tessera run SCRIPT", file=sys.stderr)
         return 0
-    console.show(renderable(runs, width=console.width, next_command=_next_command(runs, where)))
+    Console(highlight=False).show(renderable(runs, next_command=_next_command(runs, where)))
     return 0
 
 

@@ -111,12 +111,9 @@ def predict_server(
         from ..report.console import Console
         from ..report.serving import serving_screen
 
-        console = Console(highlight=False)
         limited = max_tpot_s is not None or max_ttft_s is not None
-        console.print(
-            serving_screen(reports, best, limited=limited, next_command=_next(reports, best), width=console.width),
-            crop=False,
-        )
+        screen = serving_screen(reports, best, limited=limited, next_command=_next(reports, best))
+        Console(highlight=False).print(screen, crop=False)
     return 0 if best is not None else 1
 
 

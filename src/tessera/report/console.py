@@ -193,6 +193,19 @@ def build_table(columns: Sequence[TableColumn], gap: int = 1, styles: Sequence[s
     return table
 
 
+class FittedTable:
+    """A table of the columns that fit the terminal; it says below which do not. `styles` are those of the rows."""
+
+    def __init__(self, columns: Sequence[TableColumn], *, gap: int = 2, styles: Sequence[str] = ()) -> None:
+        self._columns, self._gap, self._styles = columns, gap, styles
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        fitting, dropped = fit_columns(self._columns, options.max_width, self._gap)
+        yield build_table(fitting, self._gap, self._styles)
+        if dropped:
+            yield dropped_note(dropped)
+
+
 def open_table(*headings: str, gap: int = 2) -> Table:
     """A table without lines; the first heading's column is on the left, the other columns on the right."""
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")

@@ -14,7 +14,7 @@ from ..fleet.packing import PackingSavings, PlacementEnergy
 from ..fleet.placement import PlacedJob, Placement
 from ..fleet.relief import HotSpot, Move, ReliefPlan
 from ..units import format_duration, format_energy, format_power, format_temperature
-from .console import TableColumn, WidthDependent, build_table, fit_columns, label_table, next_line, note_dropped
+from .console import FittedTable, TableColumn, label_table, next_line
 
 _RULES = {
     "coolest": "the coolest node that may take it",
@@ -32,7 +32,7 @@ def place_screen(
     title = f"{len(placement.placed)} jobs placed, {len(placement.waiting)} wait"
     parts: list[RenderableType] = [Text(title, style="bold")]
     if placement.placed:
-        parts.append(WidthDependent(lambda width: _table(placement.placed, width)))
+        parts.append(_table(placement.placed))
     ending = label_table()
     for waiting in placement.waiting:
         ending.add_row(f"{waiting.job} waits", "; ".join(map(describe_refusal, waiting.refused)))
@@ -56,15 +56,14 @@ def place_screen(
     return Group(*parts, ending, next_line(next_command))
 
 
-def _table(placed: Sequence[PlacedJob], width: int) -> RenderableType:
+def _table(placed: Sequence[PlacedJob]) -> FittedTable:
     columns = [
         TableColumn(heading="job", cells=[p.job for p in placed]),
         TableColumn(heading="on", cells=[describe_shares(p.on) for p in placed]),
         TableColumn(heading="then", cells=[_temperature(p.expected_c) for p in placed], right=True),
         TableColumn(heading="why", cells=[describe_choice(p) for p in placed]),
     ]
-    fitting, dropped = fit_columns(columns, width, gap=2)
-    return note_dropped(build_table(fitting, gap=2), [dropped] if dropped else [])
+    return FittedTable(columns)
 
 
 def describe_shares(on: Iterable[NodeShare]) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..fleet.status import FleetNode, FleetRack, FleetStatus
 from ..units import format_duration, format_power, format_temperature
-from .console import TableColumn, build_table, fit_columns, note_dropped
+from .console import FittedTable, TableColumn
 
 _ROWS_OF_NODES = 24
 HOT_C = 85.0
@@ -61,7 +61,7 @@ def plain_lines(status: FleetStatus) -> Iterator[str]:
 
 
 def fleet_screen(
-    status: FleetStatus, *, width: int, height: int | None = None, hot_c: float = HOT_C, keys: bool = False
+    status: FleetStatus, *, height: int | None = None, hot_c: float = HOT_C, keys: bool = False
 ) -> RenderableType:
     """One screen: totals, racks, the nodes worth looking at first, leases, events."""
     known = sum(n.power_w is not None for n in status.nodes)
@@ -77,15 +77,16 @@ def fleet_screen(
             title.append(f"  EMERGENCY: {b.emergency}", style="bold red")
     parts: list[RenderableType] = [title]
     parts += [Text(problem, style="red") for problem in status.problems]
-    parts += [Text(""), _fit(_rack_columns(status.racks), width, [_rack_style(r, hot_c) for r in status.racks])]
+    racks = FittedTable(_rack_columns(status.racks), styles=[_rack_style(r, hot_c) for r in status.racks])
+    parts += [Text(""), racks]
     room = _ROWS_OF_NODES if height is None else max(height - len(status.racks) - len(status.jobs[:6]) - 14, 4)
     nodes = sorted(status.nodes, key=lambda n: (not n.problem, -(n.temperature_c or 0.0), n.name))
     styles = [_node_style(n, hot_c) for n in nodes[:room]]
-    parts += [Text(""), _fit(_node_columns(nodes[:room]), width, styles)]
+    parts += [Text(""), FittedTable(_node_columns(nodes[:room]), styles=styles)]
     if len(nodes) > room:
         parts.append(Text(f"and {len(nodes) - room} cooler nodes (--json shows all)", style="dim"))
     if status.jobs:
-        parts += [Text(""), _fit(_job_columns(status), width, [""] * len(status.jobs[:6]))]
+        parts += [Text(""), FittedTable(_job_columns(status))]
     if status.events:
         parts.append(Text(""))
         parts += [
@@ -94,11 +95,6 @@ def fleet_screen(
     if keys:
         parts.append(Text("q quits", style="dim"))
     return Group(*parts)
-
-
-def _fit(columns: Sequence[TableColumn], width: int, styles: Sequence[str]) -> RenderableType:
-    fitting, dropped = fit_columns(columns, width, gap=2)
-    return note_dropped(build_table(fitting, gap=2, styles=styles), [dropped] if dropped else [])
 
 
 def _rack_columns(racks: Sequence[FleetRack]) -> list[TableColumn]:

@@ -54,6 +54,8 @@ def print_status(status: BudgetStatus, console: Console) -> None:
     """The whole budget."""
     from rich.text import Text
 
+    from .console import FittedTable
+
     measured = "not measured" if status.measured_w is None else f"{format_power(status.measured_w)} drawn"
     console.print(
         Text(f"{format_power(status.exposure_w)} of {format_power(status.limit_w)} allowed, {measured}", style="bold"),
@@ -66,24 +68,15 @@ def print_status(status: BudgetStatus, console: Console) -> None:
         console.print(Text(f"EMERGENCY, {to}: {status.emergency.reason}", style="red"), soft_wrap=True)
     if status.nodes:
         console.print()
-        _print_table(_node_columns(status), console)
+        console.print(FittedTable(_node_columns(status)), crop=False)
     if status.jobs:
         console.print()
-        _print_table(_job_columns(status), console)
+        console.print(FittedTable(_job_columns(status)), crop=False)
     more = max(0, len(status.nodes) - SHOWN) + max(0, len(status.jobs) - SHOWN)
     if more:
         console.print(Text(f"{more} more rows: --json has all", style="dim"))
     if not status.nodes:
         console.print(Text("next, on each node: tessera governor join --guaranteed 300W", style="cyan"), soft_wrap=True)
-
-
-def _print_table(columns: list[TableColumn], console: Console) -> None:
-    from .console import build_table, dropped_note, fit_columns
-
-    fitting, dropped = fit_columns(columns, console.width, gap=2)
-    console.print(build_table(fitting, gap=2), crop=False)
-    if dropped:
-        console.print(dropped_note(dropped))
 
 
 def _node_columns(status: BudgetStatus) -> list[TableColumn]:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ..device import Device, Figure
 from ..units import format_bytes, format_si
-from .console import Console, HangingText, TableColumn, build_table, dropped_note, fit_columns
+from .console import Console, FittedTable, HangingText, TableColumn
 
 _ENDINGS = (("_bytes_per_s", "B/s"), ("_bytes", "B"), ("_hz", "Hz"), ("_w", "W"))
 
@@ -19,10 +19,7 @@ STAND_IN = "generic-cpu"
 def print_devices(devices: Iterable[Device], console: Console) -> None:
     """One line per device; "~" marks assumed figures, "-" unknown ones."""
     listed = list(devices)
-    columns, dropped = fit_columns(_columns(listed), console.width, gap=2)
-    console.print(build_table(columns, gap=2), crop=False)
-    if dropped:
-        console.print(dropped_note(dropped))
+    console.print(FittedTable(_columns(listed)), crop=False)
     chips = sum(device.id != STAND_IN for device in listed)
     also = f" and {STAND_IN}, for any other CPU" if chips < len(listed) else ""
     console.print()

@@ -18,7 +18,7 @@ from ..units import (
     format_share,
     format_si,
 )
-from .console import HangingText, TableColumn, build_table, dropped_note, fit_columns
+from .console import FittedTable, HangingText, TableColumn
 from .html import FOLDED, folding_table, note, number_cell, table
 from .measure import describe_exit
 
@@ -29,13 +29,12 @@ STEPS = 200
 _INDENT = 4
 
 
-def job_text(job: JobSummary, width: int) -> list[RenderableType]:
+def job_text(job: JobSummary) -> list[RenderableType]:
     """The ranks as a table, the collectives as lines."""
     shown = _choose(job.ranks)
-    columns, dropped = fit_columns(_columns(shown, several=len({r.host for r in job.ranks}) > 1), width, gap=2)
+    columns = _columns(shown, several=len({r.host for r in job.ranks}) > 1)
     styles = ["yellow" if r.straggler or r.returncode or r.crashed else "" for r in shown]
-    parts: list[RenderableType] = [Text(""), build_table(columns, gap=2, styles=styles)]
-    parts += [dropped_note(dropped)] if dropped else []
+    parts: list[RenderableType] = [Text(""), FittedTable(columns, styles=styles)]
     if len(shown) < len(job.ranks):
         parts.append(Text(f"{len(shown)} of {len(job.ranks)} ranks (--json has all)", style="dim"))
     parts += [Text(line, style="yellow") for line in job_notes(job)]

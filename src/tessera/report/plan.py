@@ -21,18 +21,7 @@ from ..units import (
     format_power,
     format_share,
 )
-from .console import (
-    TableColumn,
-    TextFlow,
-    WidthDependent,
-    build_table,
-    fit_columns,
-    label_table,
-    next_line,
-    note_dropped,
-    open_table,
-    plain_console,
-)
+from .console import FittedTable, TableColumn, TextFlow, label_table, next_line, open_table, plain_console
 
 _LISTED, _NEIGHBOURS = 6, 8
 
@@ -63,7 +52,7 @@ def plan_screen(plan: ParallelPlan, *, next_command: str | None = None) -> Rende
         TextFlow(*(Text(figure, style="bold") for figure in figures), Text("a step, 90% intervals", style="dim")),
         facts,
         Text(""),
-        WidthDependent(lambda width: _rank(plan, width)),
+        _rank(plan),
         Text(""),
         ending,
         *([next_line(next_command)] if next_command else []),
@@ -128,7 +117,7 @@ def _list_shares(parts: dict[str, float], whole: float) -> str:
     return ", ".join(shown)
 
 
-def _rank(plan: ParallelPlan, width: int) -> RenderableType:
+def _rank(plan: ParallelPlan) -> FittedTable:
     """The best layout of each division, best first."""
     rows = plan.candidates[:_LISTED]
     layouts = [row.layout for row in rows]
@@ -148,8 +137,7 @@ def _rank(plan: ParallelPlan, width: int) -> RenderableType:
     if any(layout.offload for layout in layouts):
         cells = ["+".join(layout.offload) for layout in layouts]
         columns.insert(5, TableColumn(heading="on the host", cells=cells, drop=5))
-    fitting, dropped = fit_columns(columns, width, gap=2)
-    return note_dropped(build_table(fitting, gap=2), [dropped] if dropped else [])
+    return FittedTable(columns)
 
 
 def describe_loss(plan: ParallelPlan, row: PlanCandidate) -> str:

@@ -72,7 +72,7 @@ def text(
     if result.idle_share is not None:
         parts.append(_split(result, wide))
     if result.job is not None and by is None:
-        parts += job_text(result.job, wide)
+        parts += job_text(result.job)
     parts += _tables(result, table, wide, by, top)
     parts.append(_ending(result, html))
     return Group(*parts, *_next_command(recording.facts.path, result, table, html, by))

@@ -10,17 +10,14 @@ from rich.text import Text
 
 from ..analyze.run_list import ListedRun
 from ..units import format_bytes, format_duration, format_energy_error
-from .console import TableColumn, build_table, dropped_note, fit_columns, next_line
+from .console import FittedTable, TableColumn, next_line
 
 _STYLES = {"failed": "red", "killed": "yellow", "unreadable": "yellow", "running": "green"}
 
 
-def renderable(runs: Sequence[ListedRun], *, width: int, next_command: str | None) -> RenderableType:
+def renderable(runs: Sequence[ListedRun], *, next_command: str | None) -> RenderableType:
     """A table, and what it does not show."""
-    fitting, dropped = fit_columns(_columns(runs), width, gap=2)
-    parts: list[RenderableType] = [build_table(fitting, gap=2, styles=[_STYLES.get(r.state, "") for r in runs])]
-    if dropped:
-        parts.append(dropped_note(dropped))
+    parts: list[RenderableType] = [FittedTable(_columns(runs), styles=[_STYLES.get(r.state, "") for r in runs])]
     if any(r.joules is not None and r.joules.basis != "measured" for r in runs):
         parts.append(Text("~ modelled, not measured; ± is the half-width of a 90% interval", style="dim"))
     parts += [Text(f"{r.path.name}: {r.problem}", style="yellow") for r in runs if r.problem]

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..serving.estimate import USED_SHARE, PhaseEstimate, ServingReport
 from ..units import format_bytes, format_duration_error, format_energy_error, format_error, format_power
-from .console import TableColumn, WidthDependent, build_table, dropped_note, fit_columns, label_table, next_line
+from .console import FittedTable, TableColumn, label_table, next_line
 
 
 def serving_screen(
@@ -18,7 +18,6 @@ def serving_screen(
     *,
     limited: bool,
     next_command: str,
-    width: int = 100,
 ) -> RenderableType:
     """What the terminal shows."""
     first = reports[0]
@@ -43,11 +42,10 @@ def serving_screen(
     else:
         why = "none fits and meets the limits" if limited else "none fits into the memory of its GPUs"
         ending.add_row("fewest joules", Text(why, style="yellow"))
-    table = WidthDependent(lambda terminal: _rows(reports, best, min(width, terminal)))
     note = Text(
         "J of all GPUs for an output token, its share of the prompt included; ± is a 90% half-width", style="dim"
     )
-    return Group(head, table, note, ending, next_line(next_command))
+    return Group(head, _rows(reports, best), note, ending, next_line(next_command))
 
 
 def _misfit(report: ServingReport) -> str:
@@ -102,7 +100,7 @@ def _memory(report: ServingReport) -> Text:
     return text
 
 
-def _rows(reports: Sequence[ServingReport], best: ServingReport | None, width: int) -> RenderableType:
+def _rows(reports: Sequence[ServingReport], best: ServingReport | None) -> FittedTable:
     def pair(name: str) -> list[str]:
         return [format_duration_error(getattr(r, name), getattr(r, name).error) for r in reports]
 
@@ -125,7 +123,5 @@ def _rows(reports: Sequence[ServingReport], best: ServingReport | None, width: i
         TableColumn(heading="memory", cells=[format_bytes(r.memory_bytes, 3) for r in reports], right=True, drop=5),
         TableColumn(heading="fits", cells=fits),
     ]
-    shown, dropped = fit_columns(columns, width)
     styles = ["bold" if r is best else "dim" if r.fits is False else "" for r in reports]
-    lines = build_table(shown, styles=styles)
-    return Group(lines, dropped_note(dropped)) if dropped else lines
+    return FittedTable(columns, gap=1, styles=styles)

@@ -11,16 +11,7 @@ from ..fleet.engine import LIMIT_S
 from ..fleet.power_quality import RAMP_S, PowerQuality, Verdict
 from ..fleet.simulation import JobResult, SimulatedEvent, Simulation
 from ..units import format_duration, format_energy, format_power, format_power_rate, format_share, format_temperature
-from .console import (
-    TableColumn,
-    TextFlow,
-    WidthDependent,
-    build_table,
-    fit_columns,
-    label_table,
-    next_line,
-    plain_console,
-)
+from .console import FittedTable, TableColumn, TextFlow, label_table, next_line, plain_console
 
 _EVENTS, _JOBS = 8, 12
 
@@ -43,7 +34,7 @@ def simulation_screen(result: Simulation, *, next_command: str | None = None) ->
     if result.verdicts:
         parts += [Text(""), _list_verdicts(result.verdicts)]
     if result.jobs:
-        parts += [Text(""), WidthDependent(lambda width: _list_jobs(result.jobs, width))]
+        parts += [Text(""), _list_jobs(result.jobs)]
     notable = [e for e in result.events if not e.kind.startswith("job ")]
     if notable:
         parts += [Text(""), _list_events(notable)]
@@ -207,7 +198,7 @@ def _list_verdicts(verdicts: Sequence[Verdict]) -> RenderableType:
         TableColumn(heading="allowed", cells=[t[1] for t in texts], right=True),
         TableColumn(heading="", cells=[t[2] for t in texts]),
     ]
-    return build_table(columns, gap=2, styles=["" if v.passed else "red" for v in verdicts])
+    return FittedTable(columns, styles=["" if v.passed else "red" for v in verdicts])
 
 
 def format_lost(job: JobResult) -> str:
@@ -217,7 +208,7 @@ def format_lost(job: JobResult) -> str:
     return format_share(max(0.0, job.lost_share)) if job.lost_share > 5e-4 else "0%"
 
 
-def _list_jobs(jobs: Sequence[JobResult], width: int) -> RenderableType:
+def _list_jobs(jobs: Sequence[JobResult]) -> RenderableType:
     shown = jobs[:_JOBS]
     columns = [
         TableColumn(heading="job", cells=[j.name for j in shown]),
@@ -229,7 +220,7 @@ def _list_jobs(jobs: Sequence[JobResult], width: int) -> RenderableType:
         TableColumn(heading="GPU energy", cells=[format_energy(j.energy_j, 3) for j in shown], right=True),
         TableColumn(heading="ballast", cells=[format_energy(j.ballast_j, 3) for j in shown], right=True, drop=4),
     ]
-    table = build_table(fit_columns(columns, width, gap=2)[0], gap=2)
+    table = FittedTable(columns)
     if len(jobs) > len(shown):
         return Group(table, Text(f"and {len(jobs) - len(shown)} more jobs (--json has all)", style="dim"))
     return table

@@ -17,16 +17,7 @@ from ..units import (
     format_energy_error,
     format_power,
 )
-from .console import (
-    TableColumn,
-    TextFlow,
-    WidthDependent,
-    build_table,
-    dropped_note,
-    fit_columns,
-    label_table,
-    next_line,
-)
+from .console import FittedTable, TableColumn, TextFlow, label_table, next_line
 from .html import capitalize, definitions, note, number_cell, table, tile
 from .plots import ParetoPoint, pareto_plot
 from .predict import components, format_rate
@@ -37,12 +28,13 @@ COMPONENTS = {"compute": "arithmetic", "memory": "moving data", "static": "power
 """What the colours of a bar mean."""
 
 
-def comparison(sweep: Sweep, *, next_command: str | None = None, width: int = 100) -> RenderableType:
+def comparison(sweep: Sweep, *, next_command: str | None = None) -> RenderableType:
     """One row per combination, with the Pareto frontier marked; impossible ones and why; the best choices."""
     front = set(map(id, sweep.pareto()))
     parts: list[RenderableType] = [Text(sweep.name, style="bold").append(f"   {_about(sweep)}", style="dim")]
     if sweep.feasible:
-        parts.append(WidthDependent(lambda terminal: _rows(sweep, front, min(width, terminal))))
+        styles = ["bold" if id(row) in front else "" for row in sweep.feasible]
+        parts.append(FittedTable(_columns(sweep.feasible, front), gap=1, styles=styles))
         legend = "* on the Pareto frontier of energy per sample and latency; ± is a 90% half-width"
         parts.append(Text(legend, style="dim"))
     impossible = reasons(sweep)
@@ -63,13 +55,6 @@ def comparison(sweep: Sweep, *, next_command: str | None = None, width: int = 10
 
 def _about(sweep: Sweep) -> str:
     return f"{sweep.mode}, {sweep.launch}; {len(sweep.feasible)} of {len(sweep.rows)} combinations are possible"
-
-
-def _rows(sweep: Sweep, front: set[int], width: int) -> RenderableType:
-    rows = sweep.feasible
-    columns, dropped = fit_columns(_columns(rows, front), width)
-    lines = build_table(columns, styles=["bold" if id(row) in front else "" for row in rows])
-    return Group(lines, dropped_note(dropped)) if dropped else lines
 
 
 def _columns(rows: Sequence[SweepRow], front: set[int]) -> list[TableColumn]:

@@ -57,7 +57,7 @@ def time_text(result: TimeAnswer, *, width: int, by: str | None = None, top: int
         if result.rows(view):
             parts += ["", _view(result, view, top or TOP, width)]
     if result.job is not None:
-        parts += job_text(result.job, width)
+        parts += job_text(result.job)
     parts += ["", *(Text(f"note  {note}", style="yellow") for note in result.notes[:6])]
     return Group(*parts)
 
