@@ -26,7 +26,7 @@ from .diff import (
     quantity,
 )
 from .energy import TITLES
-from .html import THEME_BUTTON, capitalize, card, definitions, document, number_cell, table, tile
+from .html import THEME_BUTTON, capitalize, card, definitions, document, filter_field, number_cell, table, tile
 
 BARS = 14
 ROWS = 400
@@ -214,9 +214,8 @@ def _table(difference: Difference) -> str:
     more = f"<p class='dim'>and {count - ROWS:,} more that changed less</p>" if count > ROWS else ""
     lines = table(columns, body, sorted_by="")
     return (
-        f"<section role='tabpanel'><h2>All {count:,} rows, largest change first</h2><div class='tools'>"
-        "<input type='search' placeholder='filter by name' aria-label='Filter rows'><span class='dim' role='status'>"
-        f"</span></div>{lines}{more}</section>"
+        f"<section role='tabpanel'><h2>All {count:,} rows, largest change first</h2>{filter_field('rows')}{lines}{more}"
+        "</section>"
     )
 
 

@@ -16,6 +16,9 @@ from functools import cache
 from html import escape
 from importlib import resources
 
+from ..analyze.kernel_names import CATEGORIES
+from ..units import format_share
+
 THEME_BUTTON = "<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button>"
 """Switches the theme; every page has it once, page.js does the rest."""
 _SCRIPTS = ("page.js", "timeline.js")
@@ -107,6 +110,35 @@ def definitions(rows: Iterable[tuple[str, str]]) -> str:
     return "".join(f"<dt>{escape(name)}</dt><dd>{prose(text)}</dd>" for name, text in rows)
 
 
+def advice_section(texts: Sequence[str]) -> str:
+    """What to do first, and what else."""
+    if not texts:
+        return ""
+    first, *rest = texts
+    more = "".join(f"<li>{prose(capitalize(text))}</li>" for text in rest)
+    also = f"<ul class='also'>{more}</ul>" if more else ""
+    return f"<section class='do'><b>Do this first</b><p>{prose(capitalize(first))}.</p></section>{also}"
+
+
+def category_bar(parts: Sequence[tuple[str, str, float]]) -> str:
+    """A bar of categories of work and its legend: (category, its figure in words, its share of the bar)."""
+    pieces = "".join(
+        f"<i class='{category_class(name)}' style='width:{100 * share:.2f}%'></i>"
+        for name, _, share in parts
+        if share > 0
+    )
+    keys = "".join(
+        f"<li><i class='{category_class(name)}'></i>{escape(f'{name} {figure} ({format_share(share)})')}</li>"
+        for name, figure, share in parts
+    )
+    return f"<div class='bar' aria-hidden='true'>{pieces}</div><ul class='legend'>{keys}</ul>"
+
+
+def category_class(name: str) -> str:
+    """The colour of a category."""
+    return "kidle" if name == "idle" else f"k{CATEGORIES.index(name)}"
+
+
 # -- tables ---------------------------------------------------------------------------------------------------------
 
 
@@ -145,3 +177,28 @@ def table(
     head = heading_row(columns, sorted_by, sortable=bool(kind))
     css = f" class='{kind}'" if kind else ""
     return f"<div class='scroll'><table{css}>{title}{head}<tbody>{rows}</tbody></table></div>"
+
+
+def tabs_section(what: str, tabs: Sequence[tuple[str, str, int, str]]) -> str:
+    """Tables by row behind tabs (view, title, number of rows, table), of which the first is shown; "" without any."""
+    heads, panels = "", ""
+    for i, (view, title, count, content) in enumerate(tabs):
+        state = "aria-selected='false' tabindex='-1'" if i else "aria-selected='true' tabindex='0'"
+        heads += (
+            f"<button type='button' role='tab' id='tab-{view}' aria-controls='panel-{view}' {state}>"
+            f"{title} ({count:,})</button>"
+        )
+        panels += (
+            f"<div role='tabpanel' id='panel-{view}' aria-labelledby='tab-{view}' data-title='{title}'"
+            f"{' hidden' if i else ''}>{filter_field(title.lower())}{content}</div>"
+        )
+    tab_list = f"<div role='tablist' aria-label='{what} by'>{heads}</div>"
+    return f"<section><h2>{what} by row</h2>{tab_list}{panels}</section>" if tabs else ""
+
+
+def filter_field(what: str) -> str:
+    """A field that filters the rows of the table after it by their names."""
+    return (
+        f"<div class='tools'><input type='search' placeholder='filter by name' aria-label='Filter {what}'>"
+        "<span class='dim' role='status'></span></div>"
+    )

@@ -20,7 +20,7 @@ from ..recording import Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from . import run_analyses as analyses
 from .energy import SUMMARY_NOTE
-from .html import THEME_BUTTON, capitalize, document, note, prose, tile
+from .html import THEME_BUTTON, advice_section, capitalize, category_bar, document, note, prose, tile
 from .job import job_section
 from .measure import describe_exit
 from .predict import format_rate
@@ -59,7 +59,7 @@ def page(
     absent = find_missing(results, lines, telemetry=bool(view.telemetry))
     parts = [
         _header(result),
-        _advice(result),
+        advice_section([advice.text for advice in result.advice]),
         job_section(result.job) if result.job is not None else "",
         timeline_section(view, f"{format_energy_error(result.whole.energy_j, result.whole.error_j)} in total"),
         _tree(build_stack_tree(stacks) if stacks else build_energy_tree(lines, table), bool(stacks), bool(view.rows)),
@@ -144,32 +144,9 @@ def _tiles(result: Answer) -> str:
     return f"<div class='tiles'>{''.join(tiles)}</div>"
 
 
-def kind_class(name: str) -> str:
-    """The colour of a category."""
-    return "kidle" if name == "idle" else f"k{CATEGORIES.index(name)}"
-
-
 def _parts(result: Answer) -> str:
-    if not result.parts:
-        return ""
-    pieces = "".join(
-        f"<i class='{kind_class(p.name)}' style='width:{100 * p.share:.2f}%'></i>" for p in result.parts if p.share > 0
-    )
-    keys = "".join(
-        f"<li><i class='{kind_class(p.name)}'></i>"
-        f"{escape(f'{p.name} {format_energy(p.energy_j, 3)} ({format_share(p.share)})')}</li>"
-        for p in result.parts
-    )
-    return f"<div class='bar' aria-hidden='true'>{pieces}</div><ul class='legend'>{keys}</ul>"
-
-
-def _advice(result: Answer) -> str:
-    if not result.advice:
-        return ""
-    first, *rest = result.advice
-    more = "".join(f"<li>{prose(capitalize(f.text))}</li>" for f in rest)
-    also = f"<ul class='also'>{more}</ul>" if more else ""
-    return f"<section class='do'><b>Do this first</b><p>{prose(capitalize(first.text))}.</p></section>{also}"
+    parts = [(p.name, format_energy(p.energy_j, 3), p.share) for p in result.parts]
+    return category_bar(parts) if parts else ""
 
 
 # -- plots ----------------------------------------------------------------------------------------------------------

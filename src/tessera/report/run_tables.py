@@ -12,7 +12,7 @@ from ..analyze.run_energy import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .energy import OWN, TITLES, display_names, group_letter, idle_row, rest_row
-from .html import FOLDED, number_cell
+from .html import folding_table, number_cell, tabs_section
 from .html import table as html_table
 
 ROWS = 250
@@ -33,27 +33,13 @@ _NAME = 90
 
 def tables(table: EnergyTable, answer: Answer) -> str:
     """A tab for each view that has rows; idle is a row of its own in each."""
-    views = [(view, title) for view, title in _TABS.items() if _rows(table, answer, view)]
-    if not views:
-        return ""
-    heads, panels = [], []
-    for i, (view, title) in enumerate(views):
-        rows = _rows(table, answer, view)
-        state = "aria-selected='true' tabindex='0'" if i == 0 else "aria-selected='false' tabindex='-1'"
-        name = "Functions" if rows[0].kind == FUNCTION and view not in OWN else title
-        heads.append(
-            f"<button type='button' role='tab' id='tab-{view}' aria-controls='panel-{view}' {state}>"
-            f"{name} ({len(rows):,})</button>"
-        )
-        panels.append(_panel(table, answer, view, name, shown=i == 0))
-    return (
-        f"<section><h2>Energy by row</h2><div role='tablist' aria-label='Energy by'>{''.join(heads)}</div>"
-        f"{''.join(panels)}</section>"
-    )
-
-
-def _rows(table: EnergyTable, answer: Answer, view: str) -> Sequence[EnergyRow]:
-    return _known_steps(table) if view == "steps" else answer.rows(view)
+    tabs = []
+    for view, title in _TABS.items():
+        rows = _known_steps(table) if view == "steps" else answer.rows(view)
+        if rows:
+            name = "Functions" if rows[0].kind == FUNCTION and view not in OWN else title
+            tabs.append((view, name, len(rows), _view(table, answer, rows, view)))
+    return tabs_section("Energy", tabs)
 
 
 def _known_steps(table: EnergyTable) -> list[EnergyRow]:
@@ -61,8 +47,7 @@ def _known_steps(table: EnergyTable) -> list[EnergyRow]:
     return [row for row in table.steps if not math.isnan(row.energy_j)]
 
 
-def _panel(table: EnergyTable, answer: Answer, view: str, title: str, *, shown: bool) -> str:
-    all_rows = _rows(table, answer, view)
+def _view(table: EnergyTable, answer: Answer, all_rows: Sequence[EnergyRow], view: str) -> str:
     rows = list(all_rows[:ROWS])
     idle = idle_row(table, view) or rest_row(answer, view)
     lines = [*rows, *([idle] if idle else [])]
@@ -71,23 +56,15 @@ def _panel(table: EnergyTable, answer: Answer, view: str, title: str, *, shown: 
     cut = fit_all(display.values(), _NAME)
     names = {name: cut[text] for name, text in display.items()} | ({idle.name: idle.name} if idle else {})
     most = max((r.energy_j + _error(r) for r in lines), default=0.0) or 1.0
-    body = "".join(_row(r, names[r.name], most, view) for r in lines)
-    sampled = bool(rows) and rows[0].kind == FUNCTION
+    body = [_row(r, names[r.name], most, view) for r in lines]
+    sampled = rows[0].kind == FUNCTION
     first = FUNCTION if sampled and view not in OWN else TITLES[view]
     columns = [("samples" if sampled and name == "calls" else name, number) for name, number in _COLUMNS]
     rest = format_energy(sum(r.energy_j for r in all_rows[ROWS:]), 3)
     hidden = len(all_rows) - ROWS
     more = f"<p class='dim'>and {hidden:,} more, {escape(rest)} together</p>" if hidden > 0 else ""
-    state = "" if shown else " hidden"
-    fold = " fold" if len(lines) > FOLDED + 3 else ""
-    unfold = f"<button type='button' class='unfold'>Show all {len(lines)}</button>" if fold else ""
-    return (
-        f"<div role='tabpanel' id='panel-{view}' aria-labelledby='tab-{view}' data-title='{title}'{state}>"
-        f"<div class='tools'><input type='search' placeholder='filter by name' aria-label='Filter {title.lower()}'>"
-        f"<span class='dim' role='status'></span></div>"
-        f"{html_table([(first, False), *columns], body, caption=f'Energy by {TITLES[view]}', kind=f'sort{fold}')}"
-        f"{unfold}{more}{_group_note(table, rows)}</div>"
-    )
+    shown = folding_table([(first, False), *columns], body, caption=f"Energy by {TITLES[view]}", sorted_by="energy")
+    return f"{shown}{more}{_group_note(table, rows)}"
 
 
 def _error(row: EnergyRow) -> float:

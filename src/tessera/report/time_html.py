@@ -13,10 +13,21 @@ from ..recording import Recording
 from ..units import format_duration, format_share
 from . import run_analyses as analyses
 from .energy import TITLES, display_names
-from .html import FOLDED, THEME_BUTTON, capitalize, document, folding_table, number_cell, prose, tile
-from .html import table as html_table
+from .html import (
+    FOLDED,
+    THEME_BUTTON,
+    advice_section,
+    capitalize,
+    category_bar,
+    document,
+    folding_table,
+    number_cell,
+    prose,
+    tabs_section,
+    tile,
+)
 from .job import job_section
-from .run_html import SECTIONS, kind_class
+from .run_html import SECTIONS
 from .run_provenance import find_missing, missing_section, run_analyses
 from .run_timeline import payload, timeline_section
 from .time_text import PARTS, headline
@@ -39,7 +50,7 @@ def time_page(recording: Recording, result: TimeAnswer) -> str:
     notes = "".join(f"<li>{prose(str(note))}</li>" for note in result.notes)
     parts = [
         _header(result),
-        _advice(result),
+        advice_section([advice.text for advice in result.advice]),
         _devices(result.devices),
         job_section(result.job) if result.job is not None else "",
         timeline_section(view, headline(result)),
@@ -74,28 +85,13 @@ def _tiles(result: TimeAnswer) -> str:
 
 def _bar(result: TimeAnswer) -> str:
     """Kinds of work by seconds, and idle."""
-    parts = [(name, seconds) for name, seconds in result.parts.items()]
+    parts = dict(result.parts)
     if result.on_device and (idle_s := result.share("idle_s") * result.device_s) > 0:
-        parts.append(("idle", idle_s))
-    whole = sum(seconds for _, seconds in parts)
+        parts["idle"] = idle_s
+    whole = sum(parts.values())
     if not whole > 0:
         return ""
-    pieces = "".join(f"<i class='{kind_class(name)}' style='width:{100 * s / whole:.2f}%'></i>" for name, s in parts)
-    keys = "".join(
-        f"<li><i class='{kind_class(name)}'></i>"
-        f"{escape(f'{name} {format_duration(s, 3)} ({format_share(s / whole)})')}</li>"
-        for name, s in parts
-    )
-    return f"<div class='bar' aria-hidden='true'>{pieces}</div><ul class='legend'>{keys}</ul>"
-
-
-def _advice(result: TimeAnswer) -> str:
-    if not result.advice:
-        return ""
-    first, *rest = result.advice
-    more = "".join(f"<li>{prose(capitalize(a.text))}</li>" for a in rest)
-    also = f"<ul class='also'>{more}</ul>" if more else ""
-    return f"<section class='do'><b>Do this first</b><p>{prose(capitalize(first.text))}.</p></section>{also}"
+    return category_bar([(name, format_duration(seconds, 3), seconds / whole) for name, seconds in parts.items()])
 
 
 def _devices(devices: Sequence[DeviceTime]) -> str:
@@ -124,46 +120,22 @@ def _device_row(device: DeviceTime) -> str:
 
 
 def _tables(result: TimeAnswer) -> str:
-    views = [view for view in VIEWS if result.rows(view)]
-    if not views:
-        return ""
-    heads, panels = [], []
-    for i, view in enumerate(views):
-        rows = result.rows(view)
-        state = "aria-selected='true' tabindex='0'" if i == 0 else "aria-selected='false' tabindex='-1'"
-        heads.append(
-            f"<button type='button' role='tab' id='tab-{view}' aria-controls='panel-{view}' {state}>"
-            f"{_TABS[view]} ({len(rows):,})</button>"
-        )
-        meaning = result.region_time if view == "regions" else ""
-        panels.append(_panel(rows, view, meaning, shown=i == 0))
-    return (
-        f"<section><h2>Time by row</h2><div role='tablist' aria-label='Time by'>{''.join(heads)}</div>"
-        f"{''.join(panels)}</section>"
-    )
+    views = {view: rows for view in VIEWS if (rows := result.rows(view))}
+    return tabs_section("Time", [(v, _TABS[v], len(rows), _view(result, rows, v)) for v, rows in views.items()])
 
 
-def _panel(rows: Sequence[TimeRow], view: str, meaning: str, *, shown: bool) -> str:
+def _view(result: TimeAnswer, rows: Sequence[TimeRow], view: str) -> str:
     listed = rows[:ROWS]
     display = display_names(listed, view)
     cut = fit_all(display.values(), _NAME)
     most = max((r.time_s for r in listed), default=0.0) or 1.0
-    body = "".join(_row(r, cut[display[r.name]], most, view) for r in listed)
+    body = [_row(r, cut[display[r.name]], most, view) for r in listed]
     hidden = len(rows) - len(listed)
     rest = format_duration(sum(r.time_s for r in rows[ROWS:]), 3)
     more = f"<p class='dim'>and {hidden:,} more, {escape(rest)} together</p>" if hidden > 0 else ""
-    said = f"<p class='dim'>{prose(capitalize(meaning))}.</p>" if meaning else ""
-    fold = " fold" if len(listed) > FOLDED + 3 else ""
-    unfold = f"<button type='button' class='unfold'>Show all {len(listed)}</button>" if fold else ""
-    title, caption = _TABS[view], f"Time by {TITLES[view]}"
+    said = f"<p class='dim'>{prose(capitalize(result.region_time))}.</p>" if view == "regions" else ""
     heads = [(TITLES[view], False), *_COLUMNS]
-    return (
-        f"<div role='tabpanel' id='panel-{view}' aria-labelledby='tab-{view}' data-title='{title}'"
-        f"{'' if shown else ' hidden'}>"
-        f"<div class='tools'><input type='search' placeholder='filter by name' aria-label='Filter {title.lower()}'>"
-        f"<span class='dim' role='status'></span></div>"
-        f"{html_table(heads, body, caption=caption, sorted_by='time', kind=f'sort{fold}')}{unfold}{more}{said}</div>"
-    )
+    return f"{folding_table(heads, body, caption=f'Time by {TITLES[view]}', sorted_by='time')}{more}{said}"
 
 
 def _row(row: TimeRow, name: str, most_s: float, view: str) -> str:
