@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
+from ..units import parse_temperature
 from .main import NearestGroup
-from .options import ExistingPath, WordChoice, duration_option, json_option, parse_option, print_json
+from .options import ExistingPath, WordChoice, duration_option, json_option, parse_option, power_option, print_json
 
 if TYPE_CHECKING:
     from ..fleet.status import FleetPoller
@@ -32,18 +33,6 @@ def command() -> None:
       tessera fleet watch fleet.yaml
       tessera fleet incidents runs/job7/ --events pdu.log
     """
-
-
-def _temperature(text: str) -> float:
-    from ..units import parse_temperature
-
-    return parse_temperature(text)
-
-
-def _power(text: str) -> float:
-    from ..units import parse_power
-
-    return parse_power(text)
 
 
 def _load_policy(path: Path | None) -> ThermalPolicy:
@@ -75,7 +64,7 @@ def _load_policy(path: Path | None) -> ThermalPolicy:
     metavar="TEMPERATURE",
     default="20C",
     show_default=True,
-    callback=parse_option(_temperature),
+    callback=parse_option(parse_temperature),
     help="Of the air that the cooling supplies, for --compare.",
 )
 @click.option(
@@ -177,14 +166,7 @@ def migrate(folder: Path, ranks: int | None, node: str | None, as_json: bool) ->
 @click.option("--fleet", type=ExistingPath(), metavar="FILE", help="Choose {node} from these nodes, the coolest first.")
 @click.option("--policy", type=ExistingPath(), metavar="FILE", help="A file with a thermal_policy, for --fleet.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs of the job, for --fleet.")
-@click.option(
-    "--power",
-    "power_w",
-    metavar="POWER",
-    default="0W",
-    callback=parse_option(_power),
-    help="What the job draws above idle, for --fleet.",
-)
+@power_option("--power", "What the job draws above idle, for --fleet.", "0W")
 def run(
     folder: Path,
     words: tuple[str, ...],
@@ -337,13 +319,17 @@ def watch(
     """
     import math
 
-    from .watch import Quit, wait_intervals
+    from ..report.fleet_watch import fleet_screen
+    from .watch import Quit, show_live, wait_intervals
 
     poller, hot_c = _open_poller(fleet, governor, token_file, ca), _find_hot(policy)
     live = sys.stdout.isatty() and not (once or as_json)
     with Quit(keys=live) as quit_:
         if live:
-            _show_live(poller, wait_intervals(quit_, interval_s, duration_s or math.inf), hot_c)
+            show_live(
+                lambda console: fleet_screen(poller.poll(), height=console.height, hot_c=hot_c, keys=True),
+                wait_intervals(quit_, interval_s, duration_s or math.inf),
+            )
             return
         _print_status(poller, as_json, hot_c)
         if not once:
@@ -365,22 +351,6 @@ def _print_status(poller: FleetPoller, as_json: bool, hot_c: float) -> None:
     else:
         for line in report.plain_lines(status):
             print(remove_controls(line), flush=True)
-
-
-def _show_live(poller: FleetPoller, intervals: Any, hot_c: float) -> None:
-    from rich.live import Live
-
-    from ..report import fleet_watch as report
-    from ..report.console import Console
-
-    console = Console(highlight=False)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            status = poller.poll()
-            shown = report.fleet_screen(status, height=console.height, hot_c=hot_c, keys=True)
-            live.update(shown, refresh=True)
-            if next(intervals, intervals) is intervals:
-                return
 
 
 @command.command("serve")

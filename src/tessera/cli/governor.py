@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -18,30 +19,28 @@ from ..units import format_power, parse_fraction, parse_power
 from .governor_token import command as token_command
 from .governor_token import default_state, state_option
 from .main import NearestGroup
-from .options import FILE, duration_option, json_option, parse_option, print_json, sensor_option
+from .options import FILE, duration_option, json_option, parse_option, power_option, print_json, sensor_option
 
 if TYPE_CHECKING:
     from ..fleet.governor.client import GovernorClient
     from ..fleet.leases import BudgetPolicy
 
+Connect = Callable[..., "GovernorClient"]
 OPERATOR_FILE = "operator.token"
 _POLL_S = 2.0
 
 
-def _power_option(name: str, help: str, **more: Any) -> Callable[[Any], Any]:
-    parameter = f"{name.removeprefix('--').replace('-', '_')}_w"
-    return click.option(name, parameter, metavar="POWER", callback=parse_option(parse_power), help=help, **more)
-
-
 def connect_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--url, --token-file and --ca: where the governor is, and who we are."""
-    for option in (
-        click.option("--ca", "ca_file", type=FILE, help="The governor's certificate, where it has TLS."),
-        click.option("--token-file", type=FILE, help="File with our token."),
-        click.option("--url", help="The governor's address.  [default: http://127.0.0.1:9410]"),
-    ):
-        function = option(function)
-    return function
+    """--url, --token-file and --ca: where the governor is, and who we are. `connect()` makes the client of it."""
+
+    @click.option("--url", help="The governor's address.  [default: http://127.0.0.1:9410]")
+    @click.option("--token-file", type=FILE, help="File with our token.")
+    @click.option("--ca", "ca_file", type=FILE, help="The governor's certificate, where it has TLS.")
+    @functools.wraps(function)
+    def run(url: str | None, token_file: Path | None, ca_file: Path | None, **arguments: Any) -> Any:
+        return function(connect=functools.partial(_connect, url, token_file, ca_file), **arguments)
+
+    return run
 
 
 def _connect(url: str | None, token_file: Path | None, ca_file: Path | None, **more: Any) -> GovernorClient:
@@ -72,7 +71,7 @@ command.add_command(token_command, "token")
 
 
 @command.command("serve")
-@_power_option("--cap", "The rating of the rack's breaker or feed.")
+@power_option("--cap", "The rating of the rack's breaker or feed.")
 @click.option("--policy", "policy_file", type=FILE, help="Take the cap and more from a rack_power_governor: section.")
 @click.option(
     "--margin", callback=parse_option(parse_fraction), help="The share of the cap that is given out.  [default: 80%]"
@@ -170,13 +169,13 @@ def _first_token(folder: Path) -> Any:
 
 
 @command.command("join")
-@_power_option("--guaranteed", "What this node may always draw, also without the governor.", required=True)
-@_power_option("--max", "The most that this node can draw.")
+@power_option("--guaranteed", "What this node may always draw, also without the governor.", required=True)
+@power_option("--max", "The most that this node can draw.")
 @click.option("--node", help="This node's name.  [default: its host name]")
 @sensor_option
 @click.option("--rack-meter", is_flag=True, help="Also report the rack's PDUs, which this node reads by Redfish.")
 @click.option("--control", is_flag=True, help="Hold the cap by the GPUs' power limits, too (needs permission).")
-@_power_option("--host-power", "With --control: what the node draws besides its GPUs.", default="0W", show_default=True)
+@power_option("--host-power", "With --control: what the node draws besides its GPUs.", "0W")
 @click.option("--lease-file", type=FILE, help="Where schedules of this node find the lease.")
 @connect_options
 @json_option
@@ -189,9 +188,7 @@ def join(
     control: bool,
     host_power_w: float,
     lease_file: Path | None,
-    url: str | None,
-    token_file: Path | None,
-    ca_file: Path | None,
+    connect: Connect,
     as_json: bool,
 ) -> None:
     """Speak for this node: report its power, and keep it to its lease. Runs until Ctrl-C.
@@ -212,7 +209,7 @@ def join(
     from ..sensors.discover import discover
     from .watch import Quit
 
-    client = _connect(url, token_file, ca_file, timeout_s=2.0)
+    client = connect(timeout_s=2.0)
     stop = threading.Event()
     with Quit() as quit_, PowerWatch(discover(sensors or None, scope="machine"), 1.0) as watch:
         appliers: list[CapApplier] = [LeaseFile(lease_file or lease_path())]
@@ -269,9 +266,7 @@ def request(
     ttl_s: float,
     soft_start_s: float | None,
     wait_s: float | None,
-    url: str | None,
-    token_file: Path | None,
-    ca_file: Path | None,
+    connect: Connect,
     as_json: bool,
 ) -> None:
     """Ask for watts for a job. The same request again is the same lease.
@@ -287,7 +282,7 @@ def request(
         job=job, watts=_parse_watts(watts), priority=priority, user=user, min_share=min_share, ttl_s=ttl_s,
         soft_start_s=soft_start_s,
     )  # fmt: skip
-    client = _connect(url, token_file, ca_file)
+    client = connect()
     status = client.request(wanted)
     end_s = time.monotonic() + (wait_s or 0.0)
     while status.state is JobState.QUEUED and time.monotonic() < end_s:
@@ -317,10 +312,10 @@ def _job_command(name: str, call: Callable[..., Any], text: str) -> None:
     @click.argument("job")
     @connect_options
     @json_option
-    def run(job: str, url: str | None, token_file: Path | None, ca_file: Path | None, as_json: bool) -> None:
+    def run(job: str, connect: Connect, as_json: bool) -> None:
         from ..report.governor import describe_job
 
-        status = call(_connect(url, token_file, ca_file), job)
+        status = call(connect(), job)
         print_json(status) if as_json else click.echo(describe_job(status))
 
 
@@ -339,14 +334,14 @@ _job_command(
 @command.command("status")
 @connect_options
 @json_option
-def status(url: str | None, token_file: Path | None, ca_file: Path | None, as_json: bool) -> None:
+def status(connect: Connect, as_json: bool) -> None:
     """Show the budget: what nodes may draw and draw, which jobs run and wait.
 
     \b
     Example:
       tessera governor status
     """
-    found = _connect(url, token_file, ca_file).describe()
+    found = connect().describe()
     if as_json:
         print_json(found)
         return
@@ -358,16 +353,16 @@ def status(url: str | None, token_file: Path | None, ca_file: Path | None, as_js
 
 @command.command("shed")
 @click.option("--reason", required=True, help="Why; jobs are told.")
-@_power_option("--to", "Down to how much.  [default: the guaranteed shares]")
+@power_option("--to", "Down to how much.  [default: the guaranteed shares]")
 @connect_options
-def shed(reason: str, to_w: float | None, url: str | None, token_file: Path | None, ca_file: Path | None) -> None:
+def shed(reason: str, to_w: float | None, connect: Connect) -> None:
     """Declare an emergency: take watts away from jobs, the lowest priority first.
 
     \b
     Example:
       tessera governor shed --reason "feed B lost" --to 8kW
     """
-    emergency = _connect(url, token_file, ca_file).declare_emergency(reason, to_w)
+    emergency = connect().declare_emergency(reason, to_w)
     to = f"to {format_power(emergency.to_w)}" if emergency.to_w else "to the guaranteed shares"
     click.echo(
         f"leases fall {to}: nodes are told with their next heartbeat\nnext, when it is over: tessera governor resume"
@@ -376,25 +371,25 @@ def shed(reason: str, to_w: float | None, url: str | None, token_file: Path | No
 
 @command.command("resume")
 @connect_options
-def resume(url: str | None, token_file: Path | None, ca_file: Path | None) -> None:
+def resume(connect: Connect) -> None:
     """End an emergency: jobs that were shed wait for admission, and start softly.
 
     \b
     Example:
       tessera governor resume
     """
-    ended = _connect(url, token_file, ca_file).end_emergency().ended
+    ended = connect().end_emergency().ended
     click.echo("there is no emergency: nothing changed" if ended is None else f"ended: {ended.reason}")
 
 
 @command.command("remove")
 @click.argument("node")
 @connect_options
-def remove(node: str, url: str | None, token_file: Path | None, ca_file: Path | None) -> None:
+def remove(node: str, connect: Connect) -> None:
     """Take a node out for good, once its power is off: its guaranteed share is free then.
 
     \b
     Example:
       tessera governor remove node7
     """
-    _connect(url, token_file, ca_file).remove(node)
+    connect().remove(node)

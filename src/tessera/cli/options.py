@@ -110,10 +110,22 @@ def duration_option(name: str, help: str, default: str | None = None) -> Callabl
     """An option such as --duration 5s, in seconds; the parameter of --duration is `duration_s`."""
     from ..units import parse_duration
 
-    callback = parse_option(parse_duration)
-    parameter = f"{name.removeprefix('--').replace('-', '_')}_s"
+    return _quantity_option(name, "s", "TIME", parse_duration, help=help, default=default)
+
+
+def power_option(name: str, help: str, default: str | None = None, *, required: bool = False) -> Callable[[Any], Any]:
+    """An option such as --cap 20kW, in watts; the parameter of --cap is `cap_w`."""
+    from ..units import parse_power
+
+    return _quantity_option(name, "w", "POWER", parse_power, help=help, default=default, required=required)
+
+
+def _quantity_option(
+    name: str, unit: str, metavar: str, parse: Callable[[str], float], *, default: str | None, **more: Any
+) -> Callable[[Any], Any]:
+    parameter, callback = f"{name.removeprefix('--').replace('-', '_')}_{unit}", parse_option(parse)
     return click.option(
-        name, parameter, metavar="TIME", callback=callback, default=default, show_default=bool(default), help=help
+        name, parameter, metavar=metavar, callback=callback, default=default, show_default=bool(default), **more
     )
 
 

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..units import parse_fraction, parse_power
+from ..units import parse_fraction
 from .main import NearestGroup
-from .options import ExistingPath, duration_option, json_option, parse_option, print_json
-
-
-def _power_option(name: str, default: str, help: str) -> Callable[[Any], Any]:
-    return click.option(
-        name,
-        f"{name.removeprefix('--')}_w",
-        metavar="POWER",
-        default=default,
-        show_default=True,
-        callback=parse_option(parse_power),
-        help=help,
-    )
+from .options import ExistingPath, duration_option, json_option, parse_option, power_option, print_json
 
 
 @click.group("policy", cls=NearestGroup)
@@ -40,11 +27,11 @@ def command() -> None:
 @duration_option("--period", "How long a step of the job takes.", "2s")
 @click.option("--duty", metavar="SHARE", default="75%", show_default=True, callback=parse_option(parse_fraction),
               help="The share of a step in which its GPUs work.")  # fmt: skip
-@_power_option("--high", "650W", "What a GPU draws while it works.")
-@_power_option("--low", "200W", "What it draws while it waits or communicates.")
+@power_option("--high", "What a GPU draws while it works.", "650W")
+@power_option("--low", "What it draws while it waits or communicates.", "200W")
 @click.option("--gpus", default=64, show_default=True, help="GPUs of the job.")
 @click.option("--node-gpus", default=8, show_default=True, help="GPUs of a node.")
-@_power_option("--host", "0W", "What a node draws beside its GPUs: processors, memory, fans.")
+@power_option("--host", "What a node draws beside its GPUs: processors, memory, fans.", "0W")
 @click.option("--replicas", type=int, help="Data-parallel groups.  [default: 8, or what --gpus allows]")
 @click.option("--stages", default=1, show_default=True, help="Pipeline stages of a replica.")
 @click.option("--microbatches", default=4, show_default=True, help="Microbatches of a step: jitter comes at each.")

@@ -12,8 +12,8 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
@@ -25,6 +25,11 @@ from ..report import watch as report
 from ..sensors.discover import discover
 from ..units import parse_duration
 from .options import duration_option, parse_option, sensor_option
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..report.console import Console
 
 MIN_INTERVAL_S = 0.05
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -82,7 +87,12 @@ def command(
             quit_.wait(ONCE_S)
             _print(watch.take_snapshot(), as_json, processes)
         elif live:
-            _show_screen(watch, wait_intervals(quit_, interval_s, until_s), processes)
+
+            def draw(console: Console) -> RenderableType:
+                look = watch.take_snapshot()
+                return report.screen(look, width=console.width, height=console.height, processes=processes)
+
+            show_live(draw, wait_intervals(quit_, interval_s, until_s))
             print(remove_controls(report.summary(watch.take_snapshot())))
         else:
             for _ in wait_intervals(quit_, interval_s, until_s):
@@ -114,19 +124,17 @@ def _print(snapshot: Snapshot, as_json: bool, processes: int) -> None:
             print(remove_controls(line), flush=True)
 
 
-def _show_screen(watch: PowerWatch, intervals: Iterator[None], processes: int) -> None:
+def show_live(draw: Callable[[Console], RenderableType], intervals: Iterator[None]) -> None:
+    """Draw a screen, and again at each interval."""
     from rich.live import Live
 
     from ..report.console import Console
 
     console = Console()
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            look = watch.take_snapshot()
-            shown = report.screen(look, width=console.width, height=console.height, processes=processes)
-            live.update(shown, refresh=True)
-            if next(intervals, intervals) is intervals:
-                return
+        live.update(draw(console), refresh=True)
+        for _ in intervals:
+            live.update(draw(console), refresh=True)
 
 
 class Quit:
