@@ -361,6 +361,25 @@ def test_racks_are_held_from_the_first_step_whenever_their_first_heartbeat_comes
     assert not result.racks_above_cap
 
 
+STEADY = make_job(waves=(make_square(period_s=0.4, duty=0.75, high_w=650, low_w=649),))
+
+
+@pytest.mark.parametrize("held", [{"limit_w": 500.0}, {"smooth_up_w_per_s": 200.0}, {}], ids=["limit", "board", "free"])
+def test_a_job_that_starts_with_the_simulation_is_no_ramp_and_one_that_starts_later_is(held) -> None:
+    facility = Facility(rows=2, row_racks=2, rack_nodes=2, gpu=GpuKind(**held))
+    begun = simulate(make_scenario(STEADY, facility=facility), engine="numpy")
+    assert begun.quality.ramp_w_per_s < 0.005 * begun.quality.mean_w
+    later = simulate(make_scenario(dataclasses.replace(STEADY, start_s=1.0), facility=facility), engine="numpy")
+    assert later.quality.ramp_up_w_per_s > 0.1 * later.quality.mean_w
+
+
+def test_a_governed_job_is_a_ramp_also_at_0_s() -> None:
+    policies = {"rack_power_governor": {"rack_cap": "60kW", "soft_start": "0s"}}
+    result = simulate(make_scenario(STEADY, policies=policies), engine="numpy")
+    assert result.jobs[0].start_s == 0.0
+    assert result.quality.ramp_up_w_per_s > 0.1 * result.quality.mean_w
+
+
 def test_a_rack_above_its_cap_is_told() -> None:
     result = govern_tight(75.0)
     assert [rack.count for rack in result.racks_above_cap] == [4]

@@ -133,6 +133,8 @@ class Decisions:
         if job.scatter:
             draw = draw_jitter_s((0.0, job.period_s), self.scenario.seed, engine.unit[chosen].astype(np.uint64), 0)
             engine.arrays.gpus.place_s[chosen] = draw
+        if self.governors is None and now_s == 0.0:
+            engine.settle_job(number)  # it has run before: what a limit or the board's smoothing takes up is no ramp
         shaper = self.scenario.policies.power_shaper
         floor_w = max(shaper.power_floor_w or 0.0 if shaper else 0.0, engine.facility.gpu.smooth_floor_w)
         engine.arrays.gpus.floor_w[chosen] = floor_w

@@ -210,6 +210,16 @@ class FleetEngine:
             gpus.delay_s[chosen] = gpus.next_delay_s[chosen]
             gpus.place_s[chosen] = at_s - gpus.delay_s[chosen]
 
+    def settle_job(self, number: int) -> None:
+        """Set the power and the clocks of a job's GPUs to what an iteration before this one would have left."""
+        gpus, chosen = self.arrays.gpus, self.job == number
+        before_s = np.mod(gpus.place_s[chosen] - self.step_s, gpus.period_s[chosen])
+        cell = np.minimum((before_s * gpus.cells_per_s[chosen]).astype(np.int32), gpus.cells[chosen] - 1)
+        idle_w = gpus.idle_w[chosen]
+        dynamic_w = self.arrays.waves.watts[gpus.base[chosen] + 1 + cell] - idle_w
+        gpus.gain[chosen] = np.clip((gpus.cap_w[chosen] - idle_w) / np.maximum(1.0, dynamic_w), 0.0, 1.0)
+        gpus.last_w[chosen] = idle_w + dynamic_w * gpus.gain[chosen]
+
     def end_job(self, number: int) -> None:
         """Leave a job's GPUs idle."""
         gpus = self.arrays.gpus
