@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,7 +74,7 @@ class RackSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """A finished simulation. Powers are by step of `step_s`; temperatures by decision, every `decide_s`.
+    """A finished simulation. Powers are by step of `step_s`, those of racks by decision, every `decide_s`.
 
     `feed_w` is what the utility delivers, after storage and UPS; `load_w` what the rows draw. `row_w` has a column for
     each class of rows, `row_names` the first of each and `row_counts` how many there are. `racks` are classes too, and
@@ -92,9 +91,6 @@ class Simulation:
     row_names: tuple[str, ...]
     row_counts: tuple[int, ...]
     rack_mean_w: Floats
-    rack_peak_w: Floats
-    rack_inlet_c: Floats
-    rack_hottest_c: Floats
     racks: tuple[RackSummary, ...]
     rack_class: tuple[int, ...]
     jobs: tuple[JobResult, ...]
@@ -230,7 +226,7 @@ class Simulation:
             "events": [dataclasses.asdict(event) for event in self.events],
             "rack_asked_w": self.rack_asked_w,
             "racks": [dataclasses.asdict(rack) for rack in self.racks],
-            "feed_w_by_s": [float(w) for w in _average(self.feed_w, per_s)],
+            "feed_w_by_s": _average(self.feed_w, per_s),
             "cpu_s": self.cpu_s,
         }
 
@@ -240,6 +236,6 @@ class Simulation:
         return simulation_text(self)
 
 
-def _average(values: Floats, count: int) -> Sequence[float]:
+def _average(values: Floats, count: int) -> list[float]:
     whole = len(values) // count * count
     return [float(v) for v in values[:whole].reshape(-1, count).mean(axis=1)] if whole else [float(np.mean(values))]

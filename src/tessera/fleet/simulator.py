@@ -89,7 +89,9 @@ class Run:
         self.load_w: list[Floats] = []
         self.feed_w: list[Floats] = []
         self.row_w: list[Floats] = []
-        self.racks: dict[str, list[Floats]] = {"mean": [], "peak": [], "inlet": [], "hottest": []}
+        self.rack_mean_w: list[Floats] = []
+        lowest = np.full(len(self.engine.tree.racks), -np.inf)
+        self.rack_peak_w, self.rack_inlet_c, self.rack_hottest_c = lowest, lowest.copy(), lowest.copy()
         self.gpu_sum_w = np.zeros(len(self.engine.tree.gpus))
         self.throttled_s = 0.0
         self.trips: list[SimulatedEvent] = []
@@ -126,10 +128,11 @@ class Run:
         self.feed_w.append(smoothed / facility.feed.ups_efficiency)
         self.row_w.append(result.row_w)
         heat = self.decisions.heat
-        self.racks["mean"].append(fleet.racks.sum_w / steps)
-        self.racks["peak"].append(fleet.racks.max_w.copy())
-        self.racks["inlet"].append(heat.inlet_c.copy())
-        self.racks["hottest"].append(np.maximum.reduceat(heat.gpu_c, self.decisions.rack_starts).astype(float))
+        hottest_c = np.maximum.reduceat(heat.gpu_c, self.decisions.rack_starts)
+        self.rack_mean_w.append(fleet.racks.sum_w / steps)
+        np.maximum(self.rack_peak_w, fleet.racks.max_w, out=self.rack_peak_w)
+        np.maximum(self.rack_inlet_c, heat.inlet_c, out=self.rack_inlet_c)
+        np.maximum(self.rack_hottest_c, hottest_c, out=self.rack_hottest_c)
 
     def _note_held_air(self, now_s: float) -> None:
         facility, rows = self.scenario.facility, self.engine.tree.rows
@@ -154,7 +157,7 @@ class Run:
         scenario, engine, tree = self.scenario, self.engine, self.engine.tree
         facility = scenario.facility
         feed_w, load_w = np.concatenate(self.feed_w), np.concatenate(self.load_w)
-        curves = {name: np.array(values) for name, values in self.racks.items()}
+        rack_mean_w = np.array(self.rack_mean_w)
         spec = scenario.policies.utility_spec
         options: dict[str, Any] = {"from_s": scenario.steady_from_s}
         if spec is not None and spec.band_hz is not None:
@@ -172,11 +175,8 @@ class Run:
             row_w=np.concatenate(self.row_w),
             row_names=tuple(facility.name_row(int(i)) for i in tree.rows.first),
             row_counts=tuple(int(c) for c in tree.rows.instances),
-            rack_mean_w=curves["mean"],
-            rack_peak_w=curves["peak"],
-            rack_inlet_c=curves["inlet"],
-            rack_hottest_c=curves["hottest"],
-            racks=tuple(self._summarize_rack(i, curves) for i in range(len(tree.racks))),
+            rack_mean_w=rack_mean_w,
+            racks=tuple(self._summarize_rack(i, float(w)) for i, w in enumerate(rack_mean_w.mean(axis=0))),
             rack_class=tuple(int(i) for i in tree.rack_class),
             jobs=tuple(self._summarize_job(i, ballast) for i in range(len(scenario.jobs))),
             events=tuple(sorted((*happened, *self.trips, *self.air_held.values()), key=lambda e: e.time_s)),
@@ -191,18 +191,18 @@ class Run:
             rack_asked_w=None if self.decisions.governors is None else self.decisions.governors.rack_asked_w,
         )
 
-    def _summarize_rack(self, rack: int, curves: dict[str, Floats]) -> RackSummary:
+    def _summarize_rack(self, rack: int, mean_w: float) -> RackSummary:
         facility, tree = self.scenario.facility, self.engine.tree
-        peak_w = float(curves["peak"][:, rack].max())
+        first, peak_w = int(tree.racks.first[rack]), float(self.rack_peak_w[rack])
         return RackSummary(
-            name=facility.name_rack(int(tree.racks.first[rack])),
-            row=facility.name_row(int(tree.racks.first[rack]) // facility.row_racks),
+            name=facility.name_rack(first),
+            row=facility.name_row(first // facility.row_racks),
             count=int(tree.racks.instances[rack]),
-            mean_w=float(curves["mean"][:, rack].mean()),
+            mean_w=mean_w,
             peak_w=peak_w,
-            load=peak_w / facility.rack_full_w(int(tree.racks.first[rack])),
-            inlet_c=float(curves["inlet"][:, rack].max()),
-            hottest_c=float(curves["hottest"][:, rack].max()),
+            load=peak_w / facility.rack_full_w(first),
+            inlet_c=float(self.rack_inlet_c[rack]),
+            hottest_c=float(self.rack_hottest_c[rack]),
             is_closed=bool(self.engine.arrays.racks.closed[rack]),
         )
 
