@@ -74,11 +74,6 @@ class HeatState:
         self._racks_of_rows = racks_of_rows
         self.is_slow = self.is_changing = False
 
-    def settle(self, rack_of_gpu: np.ndarray, row_of_rack: np.ndarray, gpu_w: Floats, rack_load: Floats) -> None:
-        """Begin as if these watts had been drawn for long."""
-        self._update_inlets(row_of_rack, rack_load)
-        self.gpu_c[:] = self.inlet_c[rack_of_gpu] + self.gpu.resistance_c_per_w * gpu_w
-
     def advance(
         self,
         step_s: float,
@@ -95,7 +90,8 @@ class HeatState:
         excess_w = row_w * (1.0 - cooling) if a.cooling_w is None else row_w - a.cooling_w * cooling
         warming = excess_w / (a.heat_capacity_j_per_c * self._racks_of_rows)
         self.supply_c = np.clip(self.supply_c + step_s * warming, a.supply_c, a.highest_c)
-        self._update_inlets(row_of_rack, rack_load)
+        back = a.recirculation / (1.0 - a.recirculation)
+        self.inlet_c = self.supply_c[row_of_rack] + back * a.rise_c * rack_load
         # T + a (inlet + R power - T), in place: there may be 100,000 of them ten times a second.
         share = -math.expm1(-step_s / g.tau_s)
         self.gpu_c *= np.float32(1.0 - share)
@@ -114,8 +110,3 @@ class HeatState:
         # It speeds up again only once it is two degrees cooler: at the threshold it would flutter.
         change[(self.gpu_c > g.slow_at_c - 2.0) & (self.gpu_c <= g.slow_at_c)] = 0.0
         np.clip(self.clock + change, g.lowest_clock, 1.0, out=self.clock)
-
-    def _update_inlets(self, row_of_rack: np.ndarray, rack_load: Floats) -> None:
-        a = self.aisle
-        back = a.recirculation / (1.0 - a.recirculation)
-        self.inlet_c = self.supply_c[row_of_rack] + back * a.rise_c * rack_load
