@@ -15,15 +15,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from ..errors import ArgumentError, did_you_mean
-
-HOUR_S = 3600.0
-SMALL_A = 63.0
-"""Up to this rating the conventional time of both IEC standards is one hour, above it two."""
-
-Standard = Literal["iec60898", "iec60947", "ul489"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +28,6 @@ class TripLimits:
     check_at: float
     check_s: tuple[float, float]
     source: str
-
-    @staticmethod
-    def conventional_s(rating_a: float) -> float:
-        """Within this time `opens_at` must open the breaker, and `holds_at` must not."""
-        return HOUR_S if rating_a <= SMALL_A else 2.0 * HOUR_S
 
 
 # IEC 60898-1 table 7 as copied by the manual of IEK VA47-100 (1.13, 1.45 and 2.55 In) and Schneider's FA369327, which
