@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 
 from gloo_ranks import GlooRanks
 from tessera.errors import ArgumentError, GovernorError, MigrationError
-from tessera.fleet.job_checkpoint import find_newest
+from tessera.fleet.job_checkpoint import find_newest, read_json
 from tessera.fleet.leases import JobState, JobStatus
-from tessera.fleet.migration import MigratableJob, Migration, migratable, read_status
+from tessera.fleet.migration import MigratableJob, Migration, migratable
 from tessera.fleet.migration_order import OrderFile, OrderWatch, OverheatSource, ShedSource
 from tessera.fleet.node_floor import NodeShare, PlacementJob, PlacementNode
 from tessera.fleet.placement_file import FleetFile
@@ -77,12 +77,12 @@ def test_a_job_of_four_ranks_goes_on_in_four_or_two_other_processes(tmp_path: Pa
     whole = [curve for curve, _ in run_ranks(4, tmp_path / "whole")]
     first = [curve for curve, _ in run_ranks(4, tmp_path / "job", LEAVE_AT)]
     assert {len(curve) for curve in first} == {LEAVE_AT + 2}  # the vote takes a step, and all ranks leave at the same
-    assert (read_status(tmp_path / "job") or {})["phase"] == "moved"
+    assert (read_json(tmp_path / "job" / "status.json") or {})["phase"] == "moved"
     shutil.copytree(tmp_path / "job", tmp_path / "smaller")
     four = run_ranks(4, tmp_path / "job")
     for rank in range(4):  # losses and random numbers, to the last bit; no step is lost, none is done twice
         assert first[rank] + four[rank][0] == whole[rank]
-    assert (read_status(tmp_path / "job") or {})["phase"] == "done"
+    assert (read_json(tmp_path / "job" / "status.json") or {})["phase"] == "done"
     migration = four[0][1]
     assert migration is not None
     assert (migration.order, migration.ranks_before, migration.ranks_after) == ("request", 4, 4)

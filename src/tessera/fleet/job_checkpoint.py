@@ -71,11 +71,6 @@ class Manifest:
     version: int = 1
 
 
-def describe_folder(folder: Path, step: int) -> Path:
-    """The folder of a checkpoint."""
-    return folder / f"step-{step:08d}"
-
-
 def find_newest(folder: Path) -> tuple[Path, Manifest] | None:
     """The newest checkpoint that is whole; None where there is none."""
     found = sorted((p for p in folder.glob("step-*") if _STEP.fullmatch(p.name)), key=lambda p: p.name, reverse=True)
@@ -123,7 +118,7 @@ class JobCheckpoint:
 
     def save(self, folder: Path, manifest: Manifest) -> Path:
         """Write a checkpoint; it counts once all ranks are through, by the manifest of rank 0."""
-        path = describe_folder(folder, manifest.step)
+        path = folder / f"step-{manifest.step:08d}"
         own = self._pack_own()  # before anything is written: what cannot be packed must not stop a job half way
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ from torch import nn
 
 from ..errors import ArgumentError
 from ..policy import ThermalPolicy
-from .job_checkpoint import JobCheckpoint, JobPhase, Manifest, OrderKind, Stateful, find_newest, read_json, write_json
+from .job_checkpoint import JobCheckpoint, JobPhase, Manifest, OrderKind, Stateful, find_newest, write_json
 from .migration_order import HOLD_S, OrderFile, OrderWatch, OverheatSource, Source, read_hottest_c
 
 _ORDERS: tuple[OrderKind, ...] = ("request", "signal", "overheat")
@@ -224,8 +224,3 @@ def _find_threshold(policy: ThermalPolicy | str | Path | None) -> float | None:
 
         policy = load_policies(policy).thermal_policy
     return policy.hotspot_threshold_c if policy is not None and policy.migration_on_overheat else None
-
-
-def read_status(folder: str | Path) -> dict[str, Any] | None:
-    """What status.json of a job's folder says; None without one."""
-    return read_json(Path(folder) / "status.json")
