@@ -28,7 +28,8 @@ class CapHolder:
         self.guaranteed_w = guaranteed_w
         self.grant: CapGrant | None = None
         self.acked = 0
-        self._end_s = -math.inf
+        self.end_s = -math.inf
+        """When the node falls back."""
         self._number = 0
         self._sent_s: dict[int, float] = {}
 
@@ -45,7 +46,7 @@ class CapHolder:
         if sent_s is None or grant.seq <= (self.grant.seq if self.grant else 0):
             return False
         self.grant, self.guaranteed_w = grant, grant.guaranteed_w
-        self._end_s = sent_s + grant.lease_s * (1.0 - FALLBACK_SHARE)
+        self.end_s = sent_s + grant.lease_s * (1.0 - FALLBACK_SHARE)
         return True
 
     def confirm(self) -> None:
@@ -54,13 +55,8 @@ class CapHolder:
 
     def cap_w(self, now_s: float) -> float:
         """What the node may draw now."""
-        return self.grant.cap_w if self.grant is not None and now_s < self._end_s else self.guaranteed_w
+        return self.grant.cap_w if self.grant is not None and now_s < self.end_s else self.guaranteed_w
 
     def is_leased(self, now_s: float) -> bool:
         """Whether a grant holds; otherwise the node has fallen back to its guaranteed share."""
-        return self.grant is not None and now_s < self._end_s
-
-    @property
-    def end_s(self) -> float:
-        """When the node falls back."""
-        return self._end_s
+        return self.grant is not None and now_s < self.end_s
