@@ -70,15 +70,14 @@ def build_tree(
     """
     nodes = gpu_keys.reshape(-1, node_gpus)
     racks_count, rows_count = len(nodes) // rack_nodes, len(nodes) // rack_nodes // row_racks
-    sorted_keys = np.sort(nodes, axis=1)
     node_kind = _number_kinds(
-        [(row.tobytes(), marks.get("node", {}).get(i)) for i, row in enumerate(sorted_keys)]
+        [(row.tobytes(), marks.get("node", {}).get(i)) for i, row in enumerate(np.sort(nodes, axis=1))]
     ).reshape(racks_count, rack_nodes)
     rack_kind = _number_kinds(
         [(np.sort(row).tobytes(), marks.get("rack", {}).get(i)) for i, row in enumerate(node_kind)]
     ).reshape(rows_count, row_racks)
     row_kind = _number_kinds([(np.sort(row).tobytes(), marks.get("row", {}).get(i)) for i, row in enumerate(rack_kind)])
-    return _expand(sorted_keys, nodes, node_kind, rack_kind, row_kind)
+    return _expand(nodes, node_kind, rack_kind, row_kind)
 
 
 def _number_kinds(keys: Sequence[Any]) -> NDArray[np.int64]:
@@ -87,11 +86,7 @@ def _number_kinds(keys: Sequence[Any]) -> NDArray[np.int64]:
 
 
 def _expand(
-    sorted_keys: NDArray[np.int64],
-    nodes: NDArray[np.int64],
-    node_kind: NDArray[np.int64],
-    rack_kind: NDArray[np.int64],
-    row_kind: NDArray[np.int64],
+    nodes: NDArray[np.int64], node_kind: NDArray[np.int64], rack_kind: NDArray[np.int64], row_kind: NDArray[np.int64]
 ) -> ClassTree:
     """From the kinds of each level to classes under one parent each, top down."""
     rack_nodes, row_racks = node_kind.shape[1], rack_kind.shape[1]
@@ -105,8 +100,7 @@ def _expand(
     node_gpus = nodes.shape[1]
     gpu_of = np.repeat(node_class, node_gpus)
     within = np.isin(np.repeat(np.arange(len(nodes)), node_gpus), made.first)
-    keys = nodes.ravel()
-    gpus, _ = _level(gpu_of, keys, within, made)
+    gpus, _ = _level(gpu_of, nodes.ravel(), within, made)
     return ClassTree(gpus=gpus, nodes=made, racks=racks, rows=rows, rack_class=rack_class, row_class=row_class)
 
 

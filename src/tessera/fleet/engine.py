@@ -111,8 +111,8 @@ class FleetEngine:
         self.advance_block, self.engine = choose_engine(engine, len(self.tree.gpus), steps)
         self._bases: list[int] = []
         self._was_limited = False
-        self.arrays = self._make_arrays()
         self._gains, self._speeds = facility.gpu.tabulate_speed(SPEEDS)
+        self.arrays = self._make_arrays()
         self.is_shaped = False  # whether anybody sets floors or ramps: else they need not be looked at
         self._highest_w = max((wave.peak_w for wave in self.waves), default=0.0)
 
@@ -121,8 +121,6 @@ class FleetEngine:
     def _make_arrays(self) -> FleetArrays:
         facility, tree = self.facility, self.tree
         gpus, nodes = len(tree.gpus), len(tree.nodes)
-        table = self._make_table()
-        idle = np.float32(facility.gpu.idle_w)
 
         def fill(value: float) -> NDArray[np.float32]:
             return np.full(gpus, value, dtype=np.float32)
@@ -138,8 +136,8 @@ class FleetEngine:
                 delay_s=np.full(gpus, 0.0),
                 next_delay_s=np.full(gpus, 0.0),
                 gain=fill(1.0),
-                last_w=fill(float(idle)),
-                idle_w=fill(float(idle)),
+                last_w=fill(facility.gpu.idle_w),
+                idle_w=fill(facility.gpu.idle_w),
                 cap_w=fill(facility.gpu.limit_w),
                 gain_limit=fill(1.0),
                 floor_w=fill(0.0),
@@ -175,7 +173,7 @@ class FleetEngine:
                 lowest_s=np.zeros(len(self.job_names)),
                 iterations=np.zeros(len(self.job_names), dtype=np.int64),
             ),
-            waves=table,
+            waves=self._make_table(),
         )
 
     def _make_table(self) -> WaveTable:
@@ -188,8 +186,7 @@ class FleetEngine:
             watts.append(np.concatenate([[wave.wait_w], wave.watts]).astype(np.float32))
             compute.append(np.concatenate([[0.0], wave.compute]).astype(np.float32))
             at += len(wave.watts) + 1
-        _, speeds = self.facility.gpu.tabulate_speed(SPEEDS)
-        return WaveTable(watts=np.concatenate(watts), compute=np.concatenate(compute), speed=speeds)
+        return WaveTable(watts=np.concatenate(watts), compute=np.concatenate(compute), speed=self._speeds)
 
     # -- changing, between blocks -------------------------------------------------------------------------------
 
