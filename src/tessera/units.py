@@ -113,17 +113,6 @@ class ScopedPower:
 POWER_SCOPES = ("gpu", "node", "rack", "cluster")
 
 
-def _number_at(text: str, start: int, accepted: str) -> tuple[float, int]:
-    at = _SPACE.match(text, start).end()  # type: ignore[union-attr]
-    number = _NUMBER.match(text, at)
-    if not number:
-        raise UnitError(text, at, "a number is expected here", accepted)
-    value = float(number.group())
-    if not math.isfinite(value):
-        raise UnitError(text, at, "the number is too large", accepted)
-    return value, number.end()
-
-
 def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         try:
@@ -136,13 +125,15 @@ def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
     if not isinstance(text, str):
         raise UnitError(repr(text), 0, f"a {dim.name} is text or a number", dim.example)
     start = _SPACE.match(text, start).end()  # type: ignore[union-attr]
-    number, end = _number_at(text, start, dim.example)
-    at = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+    number = _NUMBER.match(text, start)
+    if not number:
+        raise UnitError(text, start, "a number is expected here", dim.example)
+    at = _SPACE.match(text, number.end()).end()  # type: ignore[union-attr]
     unit = text[at:].rstrip().replace("\N{GREEK SMALL LETTER MU}", "\N{MICRO SIGN}")  # keyboards have either
     if unit not in dim.units:
         wrong = f"unknown unit {unit!r}" + _near_unit(unit, dim) if unit else f"a unit of {dim.name} is missing"
         raise UnitError(text, at, wrong, dim.example)
-    value = number * dim.units[unit] + dim.offsets.get(unit, 0.0)
+    value = float(number.group()) * dim.units[unit] + dim.offsets.get(unit, 0.0)
     if not math.isfinite(value):
         raise UnitError(text, start, "the number is too large", dim.example)
     if value < dim.minimum:
@@ -167,11 +158,11 @@ def parse_power_rate(text: str | float) -> float:
     return _parse(text, _POWER_RATE)
 
 
-def parse_scoped_power(text: str | float, default: str = "gpu") -> ScopedPower:
-    """Scope and watts of "node:1.2kW"; a bare "275W" has the default scope."""
+def parse_scoped_power(text: str | float) -> ScopedPower:
+    """Scope and watts of "node:1.2kW"; a bare "275W" is a GPU's."""
     prefix = _SCOPE.match(text) if isinstance(text, str) else None
     if not prefix:
-        return ScopedPower(default, _parse(text, _POWER))
+        return ScopedPower("gpu", _parse(text, _POWER))
     scope = prefix.group(1)
     if scope not in POWER_SCOPES:
         problem = f"unknown scope {scope!r}{did_you_mean(scope, POWER_SCOPES)}"
@@ -207,33 +198,6 @@ def parse_temperature(text: str | float) -> float:
 def parse_fraction(text: str | float) -> float:
     """The fraction of "5%" or "0.05"."""
     return _parse(text, _FRACTION)
-
-
-def parse_range(text: str | list[float] | tuple[float, float], what: str = "range") -> tuple[float, float]:
-    """Low and high of "[1,5]" or of a pair of numbers; low must not exceed high."""
-    accepted = f"'[low,high]' such as '[1,5]' for {what}"
-    if not isinstance(text, str):
-        try:
-            low, high = (float(v) for v in text)
-        except (TypeError, ValueError, OverflowError):
-            raise UnitError(repr(text), 0, "two numbers are expected", accepted) from None
-        shown = str([low, high])
-    else:
-        shown = text
-        opening = _SPACE.match(text).end()  # type: ignore[union-attr]
-        if text[opening : opening + 1] != "[":
-            raise UnitError(text, opening, "'[' is expected here", accepted)
-        low, at = _number_at(text, opening + 1, accepted)
-        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-        if text[at : at + 1] != ",":
-            raise UnitError(text, at, "',' is expected here", accepted)
-        high, at = _number_at(text, at + 1, accepted)
-        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-        if text[at:].rstrip() != "]":
-            raise UnitError(text, at, "']' is expected here, and nothing after it", accepted)
-    if not (math.isfinite(low) and math.isfinite(high)) or low > high:
-        raise UnitError(shown, 0, "both numbers must be finite, and low must not exceed high", accepted)
-    return low, high
 
 
 def _format(value: float, dim: _Dimension, digits: int) -> str:
