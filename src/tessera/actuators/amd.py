@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ActuatorError, ActuatorPermission, SensorError
-from ..sensors._amd_gpu import MICROWATTS_ABOVE, NO_PERMISSION, AmdGpu, Smi, as_nonzero, error_text
+from ..sensors._amd_gpu import NO_PERMISSION, AmdGpu, Smi, as_nonzero, as_watts, error_text
 from ..sensors.amd import import_amdsmi, order_by_hip, select_gpus
 from .actuator import PowerLimit
 
@@ -36,16 +36,16 @@ class AmdActuator:
 
     def power_limit(self) -> PowerLimit:
         info = self._call("read its power cap", "amdsmi_get_power_cap_info")
-        now_w = _watts(info.get("power_cap"))
+        now_w = as_watts(info.get("power_cap"))
         if now_w is None:
             raise ActuatorError(
                 f"{self.gpu} does not report its power cap", why="AMD SMI reports N/A", fix="use pacing"
             )
-        max_w = _watts(info.get("max_power_cap")) or now_w
+        max_w = as_watts(info.get("max_power_cap")) or now_w
         return PowerLimit(
             now_w=now_w,
-            default_w=_watts(info.get("default_power_cap")) or max_w,
-            min_w=_watts(info.get("min_power_cap")) or 0.0,
+            default_w=as_watts(info.get("default_power_cap")) or max_w,
+            min_w=as_watts(info.get("min_power_cap")) or 0.0,
             max_w=max_w,
         )
 
@@ -107,11 +107,6 @@ class AmdActuator:
                 f"{self.gpu} cannot {what}", why=why, fix="use pacing: this board does not offer that control"
             )
         return ActuatorError(f"{self.gpu}: could not {what}", why=why, fix="see `sudo dmesg | grep amdgpu`")
-
-
-def _watts(value: Any) -> float | None:
-    cap = as_nonzero(value)
-    return cap / 1e6 if cap is not None and cap > MICROWATTS_ABOVE else cap
 
 
 def _machine() -> tuple[Smi, list[AmdGpu]]:

@@ -121,7 +121,7 @@ def _apply(
     fresh = Journal(uuid=actuator.uuid, gpu=actuator.gpu, vendor=actuator.vendor, boot=journals.boot_id())
     journal = dataclasses.replace(journals.read_journal(actuator.uuid) or fresh, claims=claims)
     failed: ActuatorError | None = None
-    for part in (_apply_limit, _apply_clocks, _apply_smoothing, _apply_profiles):
+    for part in (_apply_limit, _apply_clocks, apply_smoothing, apply_profiles):
         try:
             journal = part(actuator, journal, outcome)
         except ActuatorError as exc:
@@ -165,14 +165,6 @@ def _apply_limit(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) ->
                 fix="look for another tool that sets limits (dcgm, nvidia-smi in a cron job)",
             )
     return dataclasses.replace(journal, limit=None if restoring else LimitChange(was_w=was_w, ours_w=(now_w,)))
-
-
-def _apply_smoothing(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -> Journal:
-    return apply_smoothing(actuator, journal, outcome.notes)
-
-
-def _apply_profiles(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -> Journal:
-    return apply_profiles(actuator, journal, outcome.notes)
 
 
 def _apply_clocks(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -> Journal:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ActuatorError
+from ..sensors.processes import read_stat
 from . import journal
 
 if TYPE_CHECKING:
@@ -236,8 +237,5 @@ def _follow(pid: int, started: int | None) -> None:
 
 def process_start(pid: int) -> int | None:
     """When a process started, in clock ticks since boot: a reused PID has another start. None: no such process."""
-    try:
-        # Field 22 of /proc/PID/stat; the second field, in parentheses, may itself contain spaces and parentheses.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return None
+    stat = read_stat(pid)
+    return None if stat is None else stat.began

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ActuatorError
+from ..sensors._nvml_power import number
 from .smoothing import PARAMETERS, SmoothingLimits, SmoothingState
 
-# NVML_VALUE_TYPE_*: which member of the union a field's value is.
-_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 _MASK_WORDS, _WORD = 8, 32
 
 
@@ -89,7 +88,7 @@ class NvmlSmoothing:
                     why=f"NVML reports: {self._nvml.NVMLError(value.nvmlReturn)}",
                     fix="it needs a Blackwell GPU or a newer one, with a driver that offers it",
                 )
-        return [float(getattr(v.value, _MEMBERS[v.valueType])) for v in values]
+        return [number(v.value, v.valueType) for v in values]
 
     # -- workload power profiles ----------------------------------------------------------------------------
 

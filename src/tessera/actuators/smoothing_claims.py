@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import ActuatorError, ActuatorPermission
 from . import journal as journals
@@ -18,6 +19,9 @@ from .smoothing import (
     SmoothingState,
     describe_profiles,
 )
+
+if TYPE_CHECKING:
+    from .claims import ClaimOutcome
 
 
 def check_smoothing_claim(actuator: Actuator, claim: Claim) -> None:
@@ -46,7 +50,7 @@ def strictest_smoothing(claims: Sequence[Claim]) -> PowerSmoothing | None:
     return PowerSmoothing(**{name: pick[name](v) for name, v in values.items() if v})
 
 
-def apply_smoothing(actuator: Actuator, journal: Journal, notes: list[str]) -> Journal:
+def apply_smoothing(actuator: Actuator, journal: Journal, outcome: ClaimOutcome) -> Journal:
     """Set the GPU's power smoothing to what the claims ask for, or back to what it was."""
     wanted, change = strictest_smoothing(journal.claims), journal.smoothing
     if wanted is None and change is None:
@@ -56,7 +60,7 @@ def apply_smoothing(actuator: Actuator, journal: Journal, notes: list[str]) -> J
         assert change is not None
         if change.done and not smoother.smoothing_state(change.ours.profile).is_near(change.ours):
             note = f"{actuator.gpu}: somebody else changed its power smoothing meanwhile; it stays as it is"
-            notes += [note] if note not in notes else []
+            outcome.notes += [note] if note not in outcome.notes else []
         else:
             smoother.set_smoothing(change.was)
         return dataclasses.replace(journal, smoothing=None)
@@ -82,7 +86,7 @@ def apply_smoothing(actuator: Actuator, journal: Journal, notes: list[str]) -> J
     return dataclasses.replace(journal, smoothing=dataclasses.replace(pending, done=True))
 
 
-def apply_profiles(actuator: Actuator, journal: Journal, notes: list[str]) -> Journal:
+def apply_profiles(actuator: Actuator, journal: Journal, _: ClaimOutcome) -> Journal:
     """Request the workload power profiles of all claims, and take back ours that no claim needs any more."""
     wanted = sorted({p for c in journal.claims for p in c.profiles})
     ours = journal.profiles.added if journal.profiles is not None else ()

@@ -23,7 +23,7 @@ NO_PERMISSION = 10
 _UNFILLED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 # Caps are in microwatts on bare metal, in watts on a hypervisor (amdsmi.h, amdsmi_power_cap_info_t). No board's cap is
 # above 100 kW or below 0.1 W, so the size tells which.
-MICROWATTS_ABOVE = 100_000
+_MICROWATTS_ABOVE = 100_000
 # The call for violations may sleep inside the library to see counters twice; it gets at most 2% of the time.
 _VIOLATION_REST = 50
 _VIOLATION_SLOW_NS = 20_000_000
@@ -48,6 +48,12 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value in _UNFILLED:
         return None
     return float(value)
+
+
+def as_watts(cap: Any) -> float | None:
+    """A power cap in watts, or None where it is missing."""
+    value = as_nonzero(cap)
+    return value / 1e6 if value is not None and value > _MICROWATTS_ABOVE else value
 
 
 def error_text(err: Exception) -> str:
@@ -194,8 +200,7 @@ class AmdGpu:
 
     def _power_limit_w(self) -> float | None:
         info = self._ask("power_limit", "amdsmi_get_power_cap_info") or {}
-        cap = as_nonzero(info.get("power_cap"))
-        return cap * 1e-6 if cap is not None and cap > MICROWATTS_ABOVE else cap
+        return as_watts(info.get("power_cap"))
 
     def _throttle(self) -> tuple[str, ...] | None:
         before_ns = now_ns()
