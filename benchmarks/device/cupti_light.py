@@ -1,12 +1,17 @@
 """What the default session costs: every kernel by CUPTI, operators of three steps, on four programs.
 
-    PYTHONPATH=src:.carry/site python benchmarks/device/cupti_light.py RESULTS.json [--programs ...] [--rounds 3]
+    PYTHONPATH=src:.carry/site python benchmarks/device/cupti_light.py RESULTS.json [--programs ...] [--turns-s 26]
 
-One process for each program, about 25 s. In it blocks of steps take turns: plain, "kernels" (a session without operators),
-"calls" (CUPTI with the host's calls), "light" (the default: three steps with operators, then the block that is timed),
-"profiler" (torch.profiler, operators and shapes). After each of the last three comes a plain block again: what a
-collector leaves behind when it has ended. `tied` is the share of the kernels in the operators' steps that have one.
-Without a GPU small models try the script.
+One process for each program. A shared host's speed drifts by 10 to 30% within seconds, so short blocks of steps take
+turns, plain and traced, and each traced block is compared with the mean of the plain ones right before and after it:
+`over_pct` is the median of those ratios, `low_pct` to `high_pct` its 90% interval by order statistics. `cpu_pct` is the
+same of the CPU time of the thread that calls the steps, which other tenants disturb less; `process_cpu_pct` has our own
+threads in it too. Starting and stopping lie outside the timed part, and a traced block runs for `LEAD_S` before it: so as
+many buffers are read in the timed part as are filled in it.
+
+"kernels" is a session without operators in a process that has not run Kineto; "light" the same after a default session has
+traced three steps with operators; "profiler" torch.profiler, operators and shapes. `tied` is the share of the kernels in the
+operators' steps that have one. Without a GPU small models try the script.
 """
 
 from __future__ import annotations
@@ -14,15 +19,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics as st
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,8 +35,6 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity
 
 from tessera import monitor, profile
-from tessera.profile.cupti_collector import CuptiCollector
-from tessera.profile.cupti_library import CALLS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -39,6 +42,10 @@ from result_file import write_result
 Step = Callable[[], None]
 IS_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = "cuda" if IS_GPU else "cpu", torch.bfloat16 if IS_GPU else torch.float32
+BLOCK_S = 0.7
+"""Of a timed part: two rounds of the session's thread, which comes every 0.4 s."""
+LEAD_S = 0.6
+"""Before it, in a session: its sampler looks for the ticks of the energy counter for half a second."""
 
 
 class Block(nn.Module):
@@ -157,12 +164,13 @@ def make_decode(*, graph: bool) -> Step:
     return replay
 
 
-PROGRAMS: dict[str, tuple[Callable[[], Step], int]] = {
-    "GPT-2 small training": (lambda: make_training(12, 768, 12), 30),
-    "MoE decoder training": (lambda: make_training(12, 768, 12, moe_at=6), 30),
-    "decode, 1.1B, batch 16, eager": (lambda: make_decode(graph=False), 20),
-    "decode, 1.1B, batch 16, CUDA graph": (lambda: make_decode(graph=True), 30),
+PROGRAMS: dict[str, tuple[Callable[[], Step], float]] = {
+    "GPT-2 small training": (lambda: make_training(12, 768, 12), 0.4),
+    "MoE decoder training": (lambda: make_training(12, 768, 12, moe_at=6), 1.0),
+    "decode, 1.1B, batch 16, eager": (lambda: make_decode(graph=False), 1.0),
+    "decode, 1.1B, batch 16, CUDA graph": (lambda: make_decode(graph=True), 0.4),
 }
+"""Each with its share of `--turns-s`: a program that waits for the GPU is disturbed less."""
 
 
 def wait() -> None:
@@ -170,48 +178,55 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def timed(step: Step, steps: int) -> float:
-    for _ in range(3):
+class Cost(NamedTuple):
+    """Milliseconds of a step: of the clock, of this thread's CPU, of the process's CPU."""
+
+    ms: float
+    cpu_ms: float
+    process_cpu_ms: float
+
+
+def timed(step: Step, steps: int, lead_s: float = 0.1) -> Cost:
+    until_s = time.monotonic() + lead_s
+    while time.monotonic() < until_s:
         step()
     wait()
-    t0 = time.perf_counter()
+    before = time.perf_counter(), time.thread_time(), time.process_time()
     for _ in range(steps):
         step()
     wait()
-    return (time.perf_counter() - t0) / steps * 1e3
+    after = time.perf_counter(), time.thread_time(), time.process_time()
+    return Cost(*((b - a) / steps * 1e3 for a, b in zip(before, after, strict=True)))
 
 
 def start_session(folder: Path, **options: Any) -> profile.Session:
     return profile.session(path=folder / f"{time.time_ns()}.tessera", **options).start()
 
 
-def run_kernels(step: Step, steps: int, folder: Path) -> dict[str, Any]:
-    """A session of kernels only: milliseconds a step, and what stopping took."""
+def run_kernels(step: Step, steps: int, folder: Path) -> tuple[Cost, dict[str, Any]]:
+    """A session of kernels only: what a step costs, and what stopping takes."""
     sess = start_session(folder, operator_steps=0)
-    ms = timed(step, steps)
+    cost = timed(step, steps, LEAD_S)
     t0 = time.perf_counter()
     sess.stop()
     stop_s = time.perf_counter() - t0
     rows = len(sess.timeline().rows("kernel"))
     monitor.use(None)
-    return {"ms": ms, "stop_s": stop_s, "kernels": rows, "file_bytes": sess.path.stat().st_size, "notes": sess.notes}
+    return cost, {"stop_s": stop_s, "kernels": rows, "file_bytes": sess.path.stat().st_size, "notes": sess.notes}
 
 
-def run_calls(step: Step, steps: int) -> dict[str, Any]:
-    """CUPTI with the host's calls, as during the steps with operators; without Kineto, session and file."""
-    collector = CuptiCollector()
-    collector.start(calls=True)
-    ms = timed(step, steps)
-    collector.stop()
-    taken = collector.take()
-    assert taken is not None
-    threads = {int(t) for kind, records in taken.split().items() if kind in CALLS for t in set(records["thread"])}
-    own = threading.get_native_id() in threads
-    return {"ms": ms, "own_thread_seen": own, "threads": len(threads), "calls": sorted(taken.calls.values())}
+def run_profiler(step: Step, steps: int, _folder: Path) -> tuple[Cost, dict[str, Any]]:
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * IS_GPU
+    prof = torch.profiler.profile(activities=kinds, record_shapes=True)
+    prof.start()
+    cost = timed(step, steps)
+    t0 = time.perf_counter()
+    prof.stop()
+    return cost, {"stop_s": time.perf_counter() - t0}
 
 
-def run_light(step: Step, steps: int, folder: Path) -> dict[str, Any]:
-    """The default: three steps with operators first, then the steps that are timed."""
+def run_default(step: Step, folder: Path) -> dict[str, Any]:
+    """A default session: three steps with operators among its first eight; what it has of them."""
     t0 = time.perf_counter()
     sess = start_session(folder)
     for _ in range(8):
@@ -219,7 +234,6 @@ def run_light(step: Step, steps: int, folder: Path) -> dict[str, Any]:
         sess.step()
     wait()
     first_s = time.perf_counter() - t0
-    ms = timed(step, steps)
     t0 = time.perf_counter()
     sess.stop()
     stop_s = time.perf_counter() - t0
@@ -231,10 +245,8 @@ def run_light(step: Step, steps: int, folder: Path) -> dict[str, Any]:
     links = timeline.linked
     monitor.use(None)
     return {
-        "ms": ms,
         "first_8_s": first_s,
         "stop_s": stop_s,
-        "kernels": len(timeline.rows("kernel")),
         "in_window": len(inside),
         "window_ms": (end_ns - begin_ns) * 1e-6,
         "tied": float((links.op[inside] != -1).mean()) if len(inside) else None,
@@ -242,24 +254,52 @@ def run_light(step: Step, steps: int, folder: Path) -> dict[str, Any]:
         "in_module": float((links.module[inside] != -1).mean()) if len(inside) else None,
         "ops": len(timeline.rows("op")),
         "collectors": facts.collectors,
-        "times_off_s": float(abs(start_ns.max() * 1e-9 - sess.recording().span_ns[1] * 1e-9)) if len(kernels) else None,
-        "energy_j": sess.power().energy_j if sess.recording().power else None,
         "notes": sess.notes,
     }
 
 
-def run_profiler(step: Step, steps: int) -> dict[str, Any]:
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * IS_GPU
-    prof = torch.profiler.profile(activities=kinds, record_shapes=True)
-    prof.start()
-    ms = timed(step, steps)
-    t0 = time.perf_counter()
-    prof.stop()
-    return {"ms": ms, "stop_s": time.perf_counter() - t0}
+Traced = Callable[[Step, int, Path], tuple[Cost, dict[str, Any]]]
 
 
-def measure(program: str, rounds: int) -> dict[str, Any]:
-    make, steps = PROGRAMS[program]
+def take_turns(step: Step, steps: int, folder: Path, traced: Traced, until_s: float) -> dict[str, Any]:
+    """Plain and traced blocks by turns until then, three of them at least; what the traced ones cost more."""
+    plain, costs, last = [timed(step, steps)], [], {}
+    while time.monotonic() < until_s or len(costs) < 3:
+        cost, last = traced(step, steps, folder)
+        costs.append(cost)
+        plain.append(timed(step, steps))
+    pairs = [(cost, before, after) for cost, before, after in zip(costs, plain, plain[1:], strict=False)]
+    over: dict[str, Any] = {}
+    for field, name in (("ms", ""), ("cpu_ms", "cpu_"), ("process_cpu_ms", "process_cpu_")):
+        value = [[getattr(block, field) for block in pair] for pair in pairs]
+        pct = sorted(100 * (with_it / ((before + after) / 2) - 1) for with_it, before, after in value)
+        low = find_low_rank(len(pct))
+        over |= {name + "pct" if name else "over_pct": st.median(pct)}
+        over |= {f"{name}low_pct": pct[low], f"{name}high_pct": pct[-1 - low], f"{name}each_pct": pct}
+    return {
+        "ms": st.median(c.ms for c in costs),
+        "plain_ms": st.median(c.ms for c in plain),
+        "cpu_ms": st.median(c.cpu_ms for c in costs),
+        "plain_cpu_ms": st.median(c.cpu_ms for c in plain),
+        "turns": len(costs),
+        "steps": steps,
+        **over,
+        **last,
+    }
+
+
+def find_low_rank(count: int) -> int:
+    """The rank from both ends between which the median lies 90 times of 100; the extremes where there are too few."""
+    below = 0.0
+    for rank in range(count // 2):
+        below += math.comb(count, rank) / 2**count
+        if below > 0.05:
+            return max(rank - 1, 0)
+    return 0
+
+
+def measure(program: str, turns_s: float) -> dict[str, Any]:
+    make, share = PROGRAMS[program]
     step = make()
     for _ in range(10):
         step()
@@ -267,47 +307,38 @@ def measure(program: str, rounds: int) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     gc.disable()
+    steps = max(3, round(BLOCK_S * 1e3 / timed(step, 5).ms))
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plain = [timed(step, steps)]
-        ratios: list[float] = []
-        for _ in range(rounds):
-            found["kernels"] = run_kernels(step, steps, folder)
-            plain.append(timed(step, steps))
-            ratios.append(found["kernels"]["ms"] / st.mean(plain[-2:]))
-        base = st.median(plain)
-        found["plain"] = {"ms": base, "each_ms": plain}
-        found["kernels"] |= {"over_pct": 100 * (st.median(ratios) - 1), "each_pct": [100 * (r - 1) for r in ratios]}
-        if IS_GPU:
-            found["calls"] = run_calls(step, steps)
-            found["after calls"] = {"ms": timed(step, steps)}
-        found["light"] = run_light(step, steps, folder)
-        found["after light"] = {"ms": timed(step, steps)}
-        found["profiler"] = run_profiler(step, steps)
-        found["after profiler"] = {"ms": timed(step, steps)}
-    for row in found.values():
-        row.setdefault("over_pct", 100 * (row["ms"] / base - 1))
+        part_s = share * turns_s / 2
+        found["kernels"] = take_turns(step, steps, folder, run_kernels, time.monotonic() + part_s)
+        default = run_default(step, folder)
+        found["light"] = {**take_turns(step, steps, folder, run_kernels, time.monotonic() + part_s), **default}
+        found["profiler"] = take_turns(step, max(3, steps // 2), folder, run_profiler, 0.0)
+    found["plain"] = {"ms": st.median(row["plain_ms"] for row in found.values()), "over_pct": 0.0}
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--turns-s", type=float, default=26.0, help="of plain and traced blocks, of a host-bound program"
+    )
     parser.add_argument("--programs", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
-    parser.add_argument("--limit-s", type=float, default=60.0, help="of one program")
+    parser.add_argument("--limit-s", type=float, default=90.0, help="of one program")
     parser.add_argument("--one", metavar="PROGRAM", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.one, args.rounds)))
+        print(json.dumps(measure(args.one, args.turns_s)))
         return
     gpu = torch.cuda.get_device_name() if IS_GPU else "none"
     rows: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__, "programs": {}}
     if args.out.exists():  # of other programs
         rows["programs"] = json.loads(args.out.read_text())["programs"]
     for program in args.programs:
-        call = [sys.executable, __file__, str(args.out), "--rounds", str(args.rounds), "--one", program]
+        call = [sys.executable, __file__, str(args.out), "--turns-s", str(args.turns_s), "--one", program]
         try:
             done = subprocess.run(call, check=True, capture_output=True, text=True, timeout=args.limit_s)
         except subprocess.SubprocessError as exc:
@@ -315,8 +346,8 @@ def main() -> None:
             continue
         found = rows["programs"][program] = json.loads(done.stdout.strip().splitlines()[-1])
         for way, row in found.items():
-            rest = {k: v for k, v in row.items() if k not in ("ms", "over_pct", "each_ms", "calls")}
-            print(f"{program:34} {way:15} {row['over_pct']:+6.1f}% {row['ms']:8.2f} ms  {json.dumps(rest)}", flush=True)
+            rest = {k: v for k, v in row.items() if k not in ("ms", "over_pct") and not k.endswith("each_pct")}
+            print(f"{program:34} {way:10} {row['over_pct']:+6.1f}% {row['ms']:8.2f} ms  {json.dumps(rest)}", flush=True)
         print(done.stderr[-1500:], flush=True)
         write_result(args.out, rows)
 
