@@ -1,12 +1,14 @@
 """Operators and joules of light runs on a GPU: what has an operator, whether it is right, and how sure the joules are.
 
-    PYTHONPATH=src python benchmarks/device/light_operators.py RESULTS.json [--seconds 60] [--programs eager compiled]
-                                                               [--keep RUN.tessera]
+    PYTHONPATH=src python benchmarks/device/light_operators.py RESULTS.json [--seconds 60] [--keep RUN.tessera]
+                                                               [--programs eager compiled reduce-overhead graph]
 
-GPT-2 small is trained in a default session, then some steps of it in one that traces every operator. `agreement` is the
-share of the kernels' time whose kernel has the same operator in both: of each kernel name, what its operators have in
-common. `half_width` are those of the ten kernels with the most joules, of their joules. Without a GPU a small model
-tries the script.
+GPT-2 small is trained in a default session, then some steps of it in one that traces every operator; "graph" is a decode
+step that is captured as a CUDA graph within the session, and run without it in the second. `with_operator` is the share of
+the kernels' joules that have an operator. `agreement` is the share of the kernels' time whose kernel has the same operator
+in both sessions: of each kernel name, what its operators have in common (of "reduce-overhead", whose graphs show a tracer
+no operators, with those of "compiled"). `half_width` are those of the ten kernels with the most joules, of their joules.
+Without a GPU a small model tries the script, and "graph" is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
-from cupti_light import DEVICE, DTYPE, IS_GPU, Decoder
+from cupti_light import DEVICE, DTYPE, IS_GPU, Decoder, make_decode, wait
 from result_file import write_result
 from tessera import monitor, profile
 from tessera.analyze.answer import answer
@@ -35,17 +37,21 @@ from tessera.timeline import Timeline
 from tessera.timeline.columns import NONE
 
 TRACED_STEPS = 10
+PROGRAMS = ("eager", "moe", "compiled", "reduce-overhead", "graph")
+Step = Callable[[], None]
+COMPILED = {"compiled": "default", "reduce-overhead": "reduce-overhead"}
 
 
-def make_training(program: str, layers: int) -> Callable[[], None]:
+def make_training(program: str, layers: int) -> Step:
     """A training step of GPT-2 small with so many layers; "moe" with a mixture of experts in one block."""
     layers, width, length, vocab = (layers, 768, 1024, 50257) if IS_GPU else (2, 48, 32, 512)
     model = Decoder(layers, width, 12, vocab, length, layers // 2 if program == "moe" else -1).to(DEVICE, DTYPE)
-    run = torch.compile(model) if program == "compiled" else model
+    run = torch.compile(model, mode=COMPILED[program]) if program in COMPILED else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(0, vocab, (8, length + 1), device=DEVICE)
 
     def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         loss = functional.cross_entropy(run(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         optimizer.step()
@@ -54,11 +60,22 @@ def make_training(program: str, layers: int) -> Callable[[], None]:
     return step
 
 
-def record(step: Callable[[], None], seconds: float, folder: Path, **options: Any) -> profile.Session:
-    """A session of so many seconds; of `TRACED_STEPS` steps where that is 0."""
+def make_step(program: str, layers: int, *, traced: bool) -> Step:
+    """What runs in a session; `traced`: in the one that traces every operator, which sees none in a graph."""
+    if program == "graph":
+        return make_decode(graph=not traced)
+    return make_training("compiled" if program == "reduce-overhead" and traced else program, layers)
+
+
+def record(make: Callable[[], Step], seconds: float, folder: Path, **options: Any) -> profile.Session:
+    """A session of so many seconds; of `TRACED_STEPS` steps where that is 0. Graphs are captured within it."""
     sess = profile.session(path=folder / f"{time.time_ns()}.tessera", **options)
-    until_s, steps = time.monotonic() + seconds, 0
     with sess:
+        step = make()
+        for _ in range(5):  # compiles, captures
+            step()
+        wait()
+        until_s, steps = time.monotonic() + seconds, 0
         while time.monotonic() < until_s or steps < TRACED_STEPS:
             step()
             sess.step()
@@ -78,11 +95,11 @@ def share_by_operator(timeline: Timeline) -> dict[tuple[str, str | None], float]
     return {key: value / whole for key, value in seconds.items()}
 
 
-def measure(step: Callable[[], None], seconds: float, folder: Path, keep: Path | None) -> dict[str, Any]:
-    light = record(step, seconds, folder)
+def measure(program: str, layers: int, seconds: float, folder: Path, keep: Path | None) -> dict[str, Any]:
+    light = record(lambda: make_step(program, layers, traced=False), seconds, folder)
     if keep is not None:
         shutil.copyfile(light.path, keep)
-    whole = record(step, 0.0, folder, mode="operators")
+    whole = record(lambda: make_step(program, layers, traced=True), 0.0, folder, mode="operators")
     begun_s = time.process_time()
     recording = light.recording()
     table = recording.energy()
@@ -93,7 +110,11 @@ def measure(step: Callable[[], None], seconds: float, folder: Path, keep: Path |
     wrong = sorted(((v - theirs.get(k, 0.0), k) for k, v in ours.items()), key=lambda pair: -abs(pair[0]))[:6]
     return {
         "kernels": len(recording.timeline.device_rows),
+        "with_operator": _share_with_operator(recording.timeline),
         "operators": table.operators.to_dict() if table.operators is not None else None,
+        "captured": int((recording.timeline["captured"] != NONE).sum()),
+        "replayed": int((recording.timeline["graph_node"] != NONE).sum()),
+        "tracing_s": recording.facts.tracing_s,
         "agreement": sum(min(share, theirs.get(key, 0.0)) for key, share in ours.items()),
         "agreement_possible": sum(min(share, sum(s for k, s in theirs.items() if k[0] == name))
                                   for name, share in _by_kernel(ours).items()),
@@ -116,6 +137,15 @@ def measure(step: Callable[[], None], seconds: float, folder: Path, keep: Path |
     }  # fmt: skip
 
 
+def _share_with_operator(timeline: Timeline) -> float | None:
+    """The share of the joules of everything on the device that has an operator."""
+    rows = timeline.device_rows
+    if timeline.energy_j is None or not len(rows):
+        return None
+    joules = timeline.energy_j[rows]
+    return float(joules[timeline.linked.op[rows] != NONE].sum() / joules.sum())
+
+
 def _by_kernel(shares: dict[tuple[str, str | None], float]) -> dict[str, float]:
     found: dict[str, float] = {}
     for (name, _), share in shares.items():
@@ -127,20 +157,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--programs", nargs="+", default=["eager", "compiled"], choices=["eager", "moe", "compiled"])
+    parser.add_argument("--programs", nargs="+", default=["eager", "compiled"], choices=PROGRAMS)
     parser.add_argument("--compiled-layers", type=int, default=12, help="fewer take less time to compile")
     parser.add_argument("--keep", type=Path, help="where the run file of the first program goes")
     args = parser.parse_args()
     results: dict[str, Any] = {}
     for number, program in enumerate(args.programs):
-        layers = args.compiled_layers if program == "compiled" else 12
-        step = make_training(program, layers)
-        for _ in range(5):
-            step()
+        layers = args.compiled_layers if program in COMPILED else 12
+        if program == "graph" and not IS_GPU:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             keep = args.keep if number == 0 else None
             seconds = args.seconds if number == 0 else args.seconds / 4
-            results[program] = {"layers": layers, **measure(step, seconds, Path(folder), keep)}
+            results[program] = {"layers": layers, **measure(program, layers, seconds, Path(folder), keep)}
         print(program, json.dumps(results[program]), flush=True)
         write_result(args.out, results)
 

@@ -130,10 +130,10 @@ class CuptiCollector:
             self._cupti.disable(kind)
         self._flush(forced=True)
 
-    def flush(self) -> None:
-        """Have CUPTI hand over what is complete; to be called a few times a second."""
+    def flush(self, *, forced: bool = False) -> None:
+        """Have CUPTI hand over what is complete; to be called a few times a second. `forced`: what is not, too."""
         if self._running:
-            self._flush(forced=False)
+            self._flush(forced=forced)
             came, self._came = self._came, 0
             self._buffer_bytes = min(max(came // BUFFERS_A_FLUSH, LEAST_BYTES), self._most_bytes)
 

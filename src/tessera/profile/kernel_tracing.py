@@ -10,10 +10,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import TesseraError
 from ..monitor.scope import synchronize
+from .captured_kernels import CapturedKernel, tie_captured
 from .cupti_collector import CuptiCollector
 from .cupti_timeline import read_records
 from .kineto_collector import add_stream_names, drop_unasked, find_sensor_numbers, name_streams, renumber_devices
@@ -44,7 +45,7 @@ class KernelTracing:
         self._numbers: list[int] | None = None
         self._streams: dict[str, str] = {}
         self._is_taken = is_taken
-        self._starts_later = self._is_paused = False
+        self._starts_later = self._is_paused = self._is_held = False
         self._began_ns = 0
         self._flushed_s = 0.0
         self._over = False
@@ -109,11 +110,25 @@ class KernelTracing:
                 self._is_paused = False
                 self._run_guarded(CuptiCollector.start)
 
+    def begin_capture(self) -> None:
+        """A CUDA graph is about to be captured: its calls are kept in one piece."""
+        synchronize()  # a forced flush hands over what still runs without its times
+        with self._lock:
+            self._bring(lambda collector: collector.flush(forced=True))
+            self._is_held = True
+
+    def end_capture(self, captured: Sequence[CapturedKernel]) -> None:
+        """It has been captured, with these kernels: name them by the calls that launched them."""
+        synchronize()
+        with self._lock:
+            self._is_held = False
+            self._bring(lambda collector: collector.flush(forced=True), captured)
+
     def tick(self) -> None:
         """Called by the session's thread a few times a second: bring what is complete to the file."""
         if self._starts_later:
             self._start()
-        if self.running and time.monotonic() - self._flushed_s >= FLUSH_S:
+        if self.running and not self._is_held and time.monotonic() - self._flushed_s >= FLUSH_S:
             with self._lock:
                 self._flushed_s = time.monotonic()
                 self._bring(CuptiCollector.flush)
@@ -132,7 +147,7 @@ class KernelTracing:
                 self.notes.append(f"{collector.dropped} kernels and copies are missing: CUPTI had no buffer for them")
             self._over = True
 
-    def _bring(self, call: Callable[[CuptiCollector], None]) -> None:
+    def _bring(self, call: Callable[[CuptiCollector], None], captured: Sequence[CapturedKernel] = ()) -> None:
         begun = time.thread_time()
 
         def bring(collector: CuptiCollector) -> None:
@@ -140,6 +155,8 @@ class KernelTracing:
             taken = collector.take()
             timeline = read_records(taken) if taken is not None else None
             if timeline is not None and len(timeline):
+                if captured and not tie_captured(timeline, captured):
+                    self.notes.append("the kernels of a CUDA graph have no operators: its launches were not all seen")
                 self.kept += len(timeline)
                 add_stream_names(timeline, self._streams)
                 if self._numbers is not None:

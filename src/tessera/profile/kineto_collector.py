@@ -184,13 +184,14 @@ class Finished:
 class KinetoCollector:
     """Starts and stops Kineto. Only the thread that started it may stop it: Kineto keeps its state by thread."""
 
+    starting: ClassVar[bool] = False
+    """While a profiler that starts is ours; a process has one Kineto."""
+
     def __init__(self, options: SessionOptions) -> None:
         self._options = options
         self._prof: Any = None
         self._prepared: Any = None
         self.thread: int | None = None
-        self.starting = False
-        """While a profiler that starts is ours."""
         self.notes: list[str] = []
 
     @property
@@ -212,7 +213,7 @@ class KinetoCollector:
             activities=self._activities(), record_shapes=options.record_shapes, with_stack=options.with_stack,
             profile_memory="memory" in options.enabled_activities, experimental_config=_trace_only(options),
         )  # fmt: skip
-        self.starting = True
+        KinetoCollector.starting = True
         try:
             with warnings.catch_warnings():  # "Profiler clears events at the end of each cycle": not for our user
                 warnings.simplefilter("ignore")
@@ -220,7 +221,7 @@ class KinetoCollector:
         except RuntimeError as exc:
             raise _busy(str(exc)) from exc
         finally:
-            self.starting = False
+            KinetoCollector.starting = False
         self._prepared = prof
         self._touch_device()
 

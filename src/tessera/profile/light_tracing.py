@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..timeline.columns import Timeline
+from .graph_capture import GraphCaptures
 from .kernel_tracing import KernelTracing
 from .kineto_collector import KinetoCollector, OperatorCollector
 from .options import Mode, SessionOptions
@@ -55,6 +56,7 @@ class LightTracing:
         self.kernels = KernelTracing(options, receiver.deliver, is_taken=lambda: self.recording_operators)
         self._others: OtherProfilers | None = None
         self._modules = ModuleRanges(lambda: self.recording_operators)
+        self._captures: GraphCaptures | None = None
         self.operators: Tracing | None = None
         self.mode: Mode = options.mode
         """What is recorded in the end: `operators` where there is no accelerator."""
@@ -71,25 +73,32 @@ class LightTracing:
 
     @property
     def tracing_s(self) -> float:
-        return self.kernels.tracing_s + (0.0 if self.operators is None else self.operators.tracing_s)
+        others = (self.operators, self._captures)
+        return self.kernels.tracing_s + sum(other.tracing_s for other in others if other is not None)
 
     @property
     def notes(self) -> list[str]:
-        return [*self._notes, *self.kernels.notes, *([] if self.operators is None else self.operators.notes)]
+        others = (self.kernels, self.operators, self._captures)
+        return [*self._notes, *(note for other in others if other is not None for note in other.notes)]
 
     @property
     def recording_operators(self) -> bool:
         """Whether Kineto records at this moment."""
-        return self.operators is not None and self.operators.collector.recording
+        capturing = self._captures is not None and self._captures.recording
+        return capturing or (self.operators is not None and self.operators.collector.recording)
 
     @property
     def collectors(self) -> dict[str, str | None]:
         """What recorded kernels and operators, and why CUPTI did not."""
-        by_kineto = "kineto" if self._windows else None
+        by_kineto = "kineto" if self._has_operators else None
         if self.mode == "operators":
             return {"kernels": None, "operators": by_kineto, "why": None}
         by_cupti = "cupti" if self.kernels.kept else None
         return {"kernels": by_cupti or by_kineto, "operators": by_kineto, "why": self.kernels.why_nothing}
+
+    @property
+    def _has_operators(self) -> bool:
+        return bool(self._windows) or (self._captures is not None and bool(self._captures.captured))
 
     def expect_steps(self) -> None:
         """The program has an optimizer: its steps will be seen."""
@@ -108,15 +117,16 @@ class LightTracing:
                 self._modules.install()
             return
         self.kernels.begin()
-        self._others = OtherProfilers(torch, self.kernels.pause, self._starts_kineto, self.kernels.resume)
+        self._others = OtherProfilers(torch, self.kernels.pause, lambda: KinetoCollector.starting, self.kernels.resume)
         self._others.install()
         if self._options.operator_steps or self._schedule is not None:
-            collector = OperatorCollector(self._options, self.kernels, self._modules)
-            self.operators = self._make_operators(collector, lead=self._lead or not torch.cuda.is_initialized())
+            steady, captures = (OperatorCollector(self._options, self.kernels, self._modules) for _ in range(2))
+            self._captures = GraphCaptures(
+                torch, captures, self.kernels, self._deliver_capture, is_traced=lambda: steady.recording
+            )
+            self._captures.install()
+            self.operators = self._make_operators(steady, lead=self._lead or not torch.cuda.is_initialized())
             self.operators.begin(step)
-
-    def _starts_kineto(self) -> bool:
-        return self.operators is not None and self.operators.collector.starting
 
     def _make_operators(
         self, collector: KinetoCollector, *, lead: bool | None = None, limited: bool = False
@@ -150,6 +160,11 @@ class LightTracing:
             self._receiver.set("scheduled", True)
             self._deliver(timeline, start_ns, end_ns)
 
+    def _deliver_capture(self, timeline: Timeline) -> None:
+        """Operators of a CUDA graph's capture: no step of the program, so no window of its operators."""
+        self._receiver.add_rows(timeline)
+        self._receiver.add_rows(self._modules.take())
+
     def work_begins(self) -> None:
         if self.operators is not None:
             self.operators.work_begins()
@@ -175,6 +190,8 @@ class LightTracing:
 
     def end(self) -> None:
         """Stop everything."""
+        if self._captures is not None:
+            self._captures.remove()
         if self.operators is not None:
             self.operators.end()
         self.kernels.end()
@@ -186,7 +203,7 @@ class LightTracing:
         if not self.kernels.kept and self.kernels.why_nothing is not None:
             few = "; operators and kernels of a few steps are by Kineto" if self._windows else ""
             self._notes.append(f"no kernels were recorded by CUPTI: {self.kernels.why_nothing}{few}")
-        if self.kernels.kept and self.operators is not None and not self._windows:
+        if self.kernels.kept and self.operators is not None and not self._has_operators:
             fix = "--steps 0:10 and --mode operators do not wait for that"
             self._notes.append(f"there are no operators: the program ended before its steps were steady; {fix}")
 

@@ -22,7 +22,7 @@ from ..notes import NoteKind
 from ..record import KINDS
 from ..schema import Domain, PowerEvent
 from ..timeline import stream_names
-from ..timeline.columns import INTEGERS, MOST_NUMBER, NONE
+from ..timeline.columns import INTEGERS, MOST_NUMBER, NONE, TEXTS
 from ..trace import MOST_NS
 
 DAMAGE = (
@@ -124,7 +124,8 @@ def check_columns(columns: dict[str, NDArray[Any]], *, names: int, launches: int
     for column in ("start_ns", "end_ns"):
         if len(values := columns.get(column, _NOTHING)):
             check_time(int(values.min()), int(values.max()))
-    return [n for c, end in (("shapes", names), ("unit", names), ("launch", launches)) for n in let_go(columns, c, end)]
+    ends = {**dict.fromkeys(TEXTS[1:], names), "launch": launches}
+    return [note for column, end in ends.items() for note in let_go(columns, column, end)]
 
 
 def let_go(columns: dict[str, NDArray[Any]], column: str, end: int) -> list[str]:
@@ -152,8 +153,6 @@ RUN_VERSION = 1
 APPLICATION_ID = 0x54455353  # "TESS", SQLite's mark of whose file it is
 OPEN_ROWS = 1_024
 """Live rows come a few at a time: a chunk of them is written again and again until it has so many."""
-TEXTS = ("name", "shapes", "unit")
-"""The columns that point to `names`."""
 NAME_LISTS = ("modules", "frames")
 """Parts of a timeline's meta that are numbers of names, and so change with them."""
 BY_NUMBER = ("threads", "forward_threads")

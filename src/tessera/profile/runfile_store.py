@@ -19,7 +19,7 @@ from ..clock import boot_id
 from ..errors import ArgumentError, RecordingError
 from ..notes import kinds_by_text
 from ..record import CODE
-from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, NONE, Launch, Timeline
+from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, NONE, TEXTS, Launch, Timeline
 from .kernel_history import SUMMED, KernelHistory, StoredChunk, sum_kernels
 from .runfile_checksum import PAGE, Checkpointer, seal, unseal
 from .runfile_format import (
@@ -28,7 +28,6 @@ from .runfile_format import (
     NAME_LISTS,
     OPEN_ROWS,
     RUN_VERSION,
-    TEXTS,
     pack,
     to_json,
     unpack,

@@ -71,8 +71,11 @@ INTEGERS = (
     "unit",  # -> names, of counters
     "rank",  # of rows of a merged timeline; -1: `Timeline.rank` is that of all
     "graph_node",  # of a kernel that a CUDA graph launched: its node, the same in each launch of that graph
+    "captured",  # -> names: the kernel that a call put into a CUDA graph, whose launch has its grid
     "count",  # of a row that stands for many of its kernel (profile.kernel_history): how many; -1: itself alone
 )  # fmt: skip
+TEXTS = ("name", "shapes", "unit", "captured")
+"""Those that point to names; every row has the first."""
 FLOATS = ("value",)  # of counters; APART of regions that are; NaN elsewhere
 KINETO_MARKS = {"Iteration Start: PyTorch Profiler": "tracing begins", "Record Window End": "tracing ends"}
 """What Kineto marks by itself, in words that need no knowledge of it."""

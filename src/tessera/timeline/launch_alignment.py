@@ -69,7 +69,7 @@ def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> 
         known = twin != NONE
         return LaunchAlignment(twin=twin, repeats=device[:0], is_same=known, in_order=known, lanes=())
     name, exact = _name_launches(timeline, device)
-    lanes = tuple(_split_lanes(timeline, device[~is_sum]))
+    lanes = tuple(split_lanes(timeline, device[~is_sum]))
     is_untraced = np.zeros(len(timeline), bool)
     is_untraced[device] = untraced
     for lane in lanes:
@@ -83,8 +83,8 @@ def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> 
     in_order = twin != NONE
     traced, rows = device[~untraced], device[untraced]
     placed = twin[rows]
-    _find_by_key(twin, rows, traced, exact, op, timeline["name"], override=True)
-    _find_by_key(twin, rows, traced, name, op, timeline["name"], override=False)
+    find_by_key(twin, rows, traced, exact, op, timeline["name"], override=True)
+    find_by_key(twin, rows, traced, name, op, timeline["name"], override=False)
     in_order[rows] &= twin[rows] == placed
     has = (twin != NONE) & is_untraced
     is_same = np.zeros(len(timeline), bool)
@@ -111,7 +111,7 @@ def _name_launches(timeline: Timeline, device: Ints) -> tuple[Ints, Ints]:
     return names, exact
 
 
-def _split_lanes(timeline: Timeline, device: Ints) -> Iterator[Ints]:
+def split_lanes(timeline: Timeline, device: Ints) -> Iterator[Ints]:
     """Rows of each stream of each device (and rank) in the order they ran, which is that of their launches."""
     columns = [timeline[name][device] for name in ("rank", "device", "stream")]
     order = np.lexsort((timeline["start_ns"][device], *columns[::-1]))
@@ -269,7 +269,7 @@ def _fill_gaps(places: Ints, traced_before: Ints, op: Ints, names: Ints) -> Ints
     return out
 
 
-def _find_by_key(twin: Ints, rows: Ints, traced: Ints, keys: Ints, op: Ints, names: Ints, *, override: bool) -> None:
+def find_by_key(twin: Ints, rows: Ints, traced: Ints, keys: Ints, op: Ints, names: Ints, *, override: bool) -> None:
     """Twins of rows whose key belongs to one operator only; with `override` also where another was found before."""
     traced = traced[op[traced] != NONE]
     if not len(traced) or not len(rows):

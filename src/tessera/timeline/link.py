@@ -5,6 +5,7 @@
     kernel ──correlation──► runtime call ──thread, time──► region, module, step
        │──────External id──► operator ──parent──► outermost operator
        │                        └─ under XBackward0 ──Sequence number──► forward operator ──► its region, module
+       ├─ of a CUDA graph ──graph_alignment──► the call that put it there ──► its operator, module
        └─ of a step that was not traced ──launch_alignment──► the same kernel of one that was
 
 Everything is numpy over columns; but where operators of a thread overlap, none holding the other, a scan nests them (a
@@ -20,6 +21,7 @@ import numpy as np
 
 from ..record import CODE, ON_DEVICE
 from .columns import NONE, Ints, Timeline
+from .graph_alignment import align_graphs
 from .intervals import Nesting, climb, latest, single
 from .launch_alignment import LaunchAlignment, align_launches
 from .launch_times import estimate_launches
@@ -117,9 +119,12 @@ def link(timeline: Timeline) -> Links:
     launch_ns[loose] = start[op[loose]]
     launch_thread[loose] = thread[op[loose]]
     steps = steps_of(timeline)
+    nodes, put_by, is_same = align_graphs(timeline, device, op)
+    op[nodes] = op[put_by]  # those of traced steps teach the others, too
     aligned = align_launches(timeline, device, op, launch)
     twin, repeats = aligned.twin, aligned.repeats
     op[repeats], launch_thread[repeats] = op[twin[repeats]], launch_thread[twin[repeats]]
+    op[nodes], aligned.is_same[nodes] = op[put_by], is_same
     launch_ns = estimate_launches(timeline, aligned, steps, launch_ns)
     parent[calls], parent[device] = op[calls], op[device]
 
@@ -134,6 +139,7 @@ def link(timeline: Timeline) -> Links:
     module = _modules(timeline, parent, launch_thread, launch_ns, spanning)
     module = np.where((module == NONE) & (origin != NONE), module[origin], module)
     module[repeats] = module[twin[repeats]]
+    module[nodes] = np.where(module[put_by] == NONE, module[nodes], module[put_by])
     _take_regions(timeline, repeats, twin[repeats], region, steps)
     timeline.columns["parent"] = parent
     timeline.links = Links(

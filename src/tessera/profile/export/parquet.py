@@ -13,7 +13,7 @@ import numpy as np
 from ...errors import MissingExtra
 from ...output import replace_when_written
 from ...record import KINDS
-from ...timeline.columns import FLOATS, INTEGERS, NONE, Chunk, Launch
+from ...timeline.columns import FLOATS, INTEGERS, NONE, TEXTS, Chunk, Launch
 
 if TYPE_CHECKING:
     from ...recording import Recording, Rows
@@ -62,7 +62,7 @@ class _Maker:
         self._launches = self._launch_columns(rows.launches)
         self._extra = self._extra_types(rows)
         text = pa.dictionary(pa.int32(), pa.string())
-        types = {"kind": text, "name": text, "shapes": text, "unit": text, "value": pa.float64()}
+        types = {"kind": text, **dict.fromkeys(TEXTS, text), "value": pa.float64()}
         integers = {_RENAMED.get(c, c): types.get(c, pa.int64()) for c in INTEGERS if c != "launch"}
         fields = {
             "row": pa.int64(), **integers, "value": pa.float64(), **dict.fromkeys(_ENERGY, pa.float64()),
@@ -79,7 +79,7 @@ class _Maker:
             empty = values == NONE
             if column == "kind":
                 out[column] = pa.DictionaryArray.from_arrays(values.astype(np.int32), pa.array(KINDS))
-            elif column in ("name", "shapes", "unit"):
+            elif column in TEXTS:
                 indices = pa.array(np.where(empty, 0, values).astype(np.int32), mask=empty)
                 out[column] = pa.DictionaryArray.from_arrays(indices, self._names)
             elif column != "launch":

@@ -16,7 +16,7 @@ from ...errors import ArgumentError
 from ...record import Kind
 from ...recording import Facts, Recording
 from ...timeline import stream_names
-from ...timeline.columns import FLOATS, INTEGERS, NONE, Ints, Launch, Timeline
+from ...timeline.columns import FLOATS, INTEGERS, NONE, TEXTS, Ints, Launch, Timeline
 from ..runfile import RunFile, RunWriter
 from .align import align
 from .clocks import Offset
@@ -323,7 +323,7 @@ def _concatenate(timelines: Sequence[Timeline], offsets: Sequence[Offset], first
         launch = np.array([*(launches.setdefault(x, len(launches)) for x in t.launches), NONE], dtype=np.int64)
         columns = {c: t.columns.get(c, np.full(len(t), NONE, np.int64)) for c in INTEGERS}
         columns |= {c: t.columns.get(c, np.full(len(t), np.nan)) for c in FLOATS}
-        columns |= {c: text[columns[c]] for c in ("name", "shapes", "unit")}
+        columns |= {c: text[columns[c]] for c in TEXTS}
         columns |= {c: offset.apply(columns[c]) for c in ("start_ns", "end_ns")}
         columns |= {c: np.where(columns[c] < 0, columns[c], columns[c] + place * STRIDE) for c in _NUMBERS}
         made_on = columns["forward_thread"]  # 0 says "a forward operator", on every rank

@@ -22,7 +22,7 @@ from ...errors import ArgumentError, RecordingError
 from ...record import CODE, Kind
 from ...recording import Facts
 from ...timeline import Timeline
-from ...timeline.columns import NONE
+from ...timeline.columns import NONE, TEXTS
 from ...timeline.open_trace import PERFETTO, XPLANE, is_trace, read_trace
 from ...timeline.rocprof import KERNELS
 from ...timeline.source import read_start
@@ -203,11 +203,11 @@ def _keep_kinds(timeline: Timeline, kinds: Sequence[Kind]) -> Timeline:
     columns: dict[str, Any] = {c: v[keep] for c, v in timeline.columns.items()}
     columns["parent"] = np.full(len(keep), NONE, np.int64)
     names = timeline.names
-    used = np.unique(np.concatenate([columns[c] for c in ("name", "shapes", "unit")]))
+    used = np.unique(np.concatenate([columns[c] for c in TEXTS]))
     used = used[used != NONE]
     number = np.full(len(names) + 1, NONE, np.int64)
     number[used] = np.arange(len(used))
-    columns |= {c: number[columns[c]] for c in ("name", "shapes", "unit")}
+    columns |= {c: number[columns[c]] for c in TEXTS}
     return Timeline(
         columns=columns,
         names=[names[i] for i in used.tolist()],
