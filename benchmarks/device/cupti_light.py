@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import statistics as st
@@ -94,7 +95,8 @@ class Decoder(nn.Module):
 
 def make_training(layers: int, width: int, heads: int, moe_at: int = -1) -> Step:
     layers, width, length, vocab = (layers, width, 1024, 50257) if IS_GPU else (2, 48, 32, 512)
-    model = Decoder(layers, width, heads, vocab, length, min(moe_at, layers - 1)).to(DEVICE, DTYPE)
+    with torch.device(DEVICE):  # made on the host, a billion weights take ten seconds
+        model = Decoder(layers, width, heads, vocab, length, min(moe_at, layers - 1)).to(DTYPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids = torch.randint(0, vocab, (8, length + 1), device=DEVICE)
 
@@ -136,7 +138,8 @@ class DecodeStep(nn.Module):
 
 
 def make_decode(*, graph: bool) -> Step:
-    model = DecodeStep().to(DEVICE, DTYPE).eval()
+    with torch.device(DEVICE):
+        model = DecodeStep().to(DTYPE).eval()
     ids = torch.zeros(16, dtype=torch.long, device=DEVICE)
     cache = torch.zeros(22, 2, 16, 512, 16, 128, device=DEVICE, dtype=DTYPE)
     at = torch.tensor([100], device=DEVICE)
@@ -229,9 +232,11 @@ def run_default(step: Step, folder: Path) -> dict[str, Any]:
     """A default session: three steps with operators among its first eight; what it has of them."""
     t0 = time.perf_counter()
     sess = start_session(folder)
+    ended_s = [time.perf_counter()]
     for _ in range(8):
         step()
         sess.step()
+        ended_s.append(time.perf_counter())
     wait()
     first_s = time.perf_counter() - t0
     t0 = time.perf_counter()
@@ -246,6 +251,7 @@ def run_default(step: Step, folder: Path) -> dict[str, Any]:
     monitor.use(None)
     return {
         "first_8_s": first_s,
+        "each_step_s": [round(b - a, 4) for a, b in itertools.pairwise(ended_s)],
         "stop_s": stop_s,
         "in_window": len(inside),
         "window_ms": (end_ns - begin_ns) * 1e-6,
@@ -315,7 +321,7 @@ def measure(program: str, turns_s: float) -> dict[str, Any]:
         found["kernels"] = take_turns(step, steps, folder, run_kernels, time.monotonic() + part_s)
         default = run_default(step, folder)
         found["light"] = {**take_turns(step, steps, folder, run_kernels, time.monotonic() + part_s), **default}
-        found["profiler"] = take_turns(step, max(3, steps // 2), folder, run_profiler, 0.0)
+        found["profiler"] = take_turns(step, max(3, steps // 3), folder, run_profiler, 0.0)
     found["plain"] = {"ms": st.median(row["plain_ms"] for row in found.values()), "over_pct": 0.0}
     return found
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,13 @@ def wall(script: Path, folder: Path, device: str, seconds: float) -> dict[str, A
     exited_s = time.time()
     with RunFile(out) as run_file:
         closed_s = int(run_file.about["closed_epoch_ns"]) * 1e-9
-        facts, rows = run_file.recording().facts, run_file.rows
+        recording, rows = run_file.recording(), run_file.rows
+        facts, table = recording.facts, recording.energy()
     page = out.with_suffix(".html")
     return {
+        "half_width": [round(row.error_j / row.energy_j, 4) for row in table.top(10)],
+        "top": [(row.name[:60], round(row.energy_j, 2), row.calls) for row in table.top(10)],
+        "operators": table.operators.to_dict() if table.operators is not None else None, "energy_j": table.energy_j,
         "returncode": code, "steps": steps, "plain_s": plain_s, "plain_ms": plain_ms, "run_s": run_s, "step_ms": step_ms,
         "step_over_pct": 100 * (step_ms / plain_ms - 1), "end_delayed_s": closed_s - ended_s,
         "answer_after_s": exited_s - ended_s, "page_after_s": page.stat().st_mtime - ended_s if page.exists() else None,
@@ -153,30 +158,35 @@ def wall(script: Path, folder: Path, device: str, seconds: float) -> dict[str, A
     }  # fmt: skip
 
 
-def killed(script: Path, folder: Path, device: str, kills: int, until_s: float) -> dict[str, Any]:
-    """SIGKILL the script's process at random moments: how much of its kernels is missing."""
-    rng, rows = random.Random(0), []
-    for number in range(kills):
-        if time.monotonic() > until_s:
+def kill_one(script: Path, out: Path, device: str, after_s: float) -> dict[str, Any]:
+    """SIGKILL the script's process so many seconds after its first steps: how much of its kernels is missing."""
+    command = [sys.executable, "-m", "tessera", "run", "--out", str(out), str(script), device, "60"]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    for line in running.stderr:  # the first steps have been made
+        if line.startswith("loss"):
             break
-        out = folder / f"killed{number}.tessera"
-        command = [sys.executable, "-m", "tessera", "run", "--out", str(out), str(script), device, "60"]
-        running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        assert running.stderr is not None
-        for line in running.stderr:  # the first steps have been made
-            if line.startswith("loss"):
-                break
-        time.sleep(rng.uniform(0.5, 4.0))
-        (child,) = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-        killed_ns = time.time_ns()
-        os.kill(int(child), signal.SIGKILL)
-        running.communicate()
-        with RunFile(out) as run_file:
-            timeline = run_file.timeline()
-            device_rows = timeline.device_rows if device == "cuda" else timeline.rows("region")
-            missing_s = (killed_ns - int(timeline["end_ns"][device_rows].max())) * 1e-9 if len(device_rows) else None
-            rows.append({"missing_s": missing_s, "rows": len(timeline), "crashed": run_file.crashed})
-        print("killed", rows[-1], flush=True)
+    time.sleep(after_s)
+    (child,) = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    killed_ns = time.time_ns()
+    os.kill(int(child), signal.SIGKILL)
+    running.communicate()
+    with RunFile(out) as run_file:
+        timeline = run_file.timeline()
+        device_rows = timeline.device_rows if device == "cuda" else timeline.rows("region")
+        missing_s = (killed_ns - int(timeline["end_ns"][device_rows].max())) * 1e-9 if len(device_rows) else None
+        row = {"after_s": after_s, "missing_s": missing_s, "rows": len(timeline), "crashed": run_file.crashed}
+    print("killed", row, flush=True)
+    return row
+
+
+def killed(script: Path, folder: Path, device: str, kills: int, at_once: int) -> dict[str, Any]:
+    """SIGKILL at random moments. Some run at once, since starting takes most of the time; each has its own run file."""
+    rng = random.Random(0)
+    after_s = [rng.uniform(0.5, 4.0) for _ in range(kills)]
+    outs = [folder / f"killed{number}.tessera" for number in range(kills)]
+    with ThreadPoolExecutor(at_once) as pool:
+        rows = list(pool.map(lambda out, seconds: kill_one(script, out, device, seconds), outs, after_s))
     missing = [r["missing_s"] for r in rows if r["missing_s"] is not None]
     return {"kills": len(rows), "readable": len(missing), "most_missing_s": max(missing, default=None), "each": rows}
 
@@ -225,7 +235,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--only", nargs="*", default=[*WAYS, "session"])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--kill-s", type=float, default=240.0, help="no further kill after so many seconds")
+    parser.add_argument("--at-once", type=int, default=4, help="programs that run beside each other, to be killed")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     device, seconds = ("cpu", 1.0) if given.quick else ("cuda", given.seconds)
@@ -250,9 +260,10 @@ def main() -> None:
             found["wall"] = wall(quick, folder, device, seconds)
             print("wall", json.dumps({k: v for k, v in found["wall"].items() if k != "screen"}), flush=True)
             print("\n".join(found["wall"]["screen"]), flush=True)
+            shutil.copy(folder / "wall.tessera", given.out.with_suffix(".tessera"))  # for attribution, looked at later
             write_result(given.out, found)
         if "killed" in given.only:
-            found["killed"] = killed(quick, folder, device, given.kills, time.monotonic() + given.kill_s)
+            found["killed"] = killed(quick, folder, device, given.kills, given.at_once)
             print("killed", json.dumps(found["killed"]), flush=True)
             write_result(given.out, found)
         if "session" in given.only:
