@@ -349,7 +349,7 @@ def _recorded_model(
     model, inputs = build()
     hidden = replay and row.get("capture_differs") is False
     graph = capture(
-        model, inputs, mode=row["mode"], optimizer=row.get("optimizer") or "sgd", replay=replay and not hidden
+        model, inputs, mode=row["mode"], optimizer=row.get("optimizer") or "sgd", launch="graph" if replay and not hidden else "eager"
     )  # fmt: skip
     guesses = {}
     for view, device in chips.items():

@@ -67,7 +67,9 @@ def captured(case: Any, replay: bool = False) -> Any:
     if case.channels_last:
         model = model.to(memory_format=torch.channels_last)
         inputs = tuple(x.to(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs)
-    return capture(model, inputs, mode=case.mode, optimizer=case.optimizer, name=case.name, replay=replay)
+    return capture(
+        model, inputs, mode=case.mode, optimizer=case.optimizer, name=case.name, launch="graph" if replay else "eager"
+    )
 
 
 SETS = ("dev", "heldout", "heldout2")
@@ -90,7 +92,7 @@ def graphs(cache: Path) -> dict[Any, Any]:
             assert name not in found, name
             found[name] = captured(case)
             if case.mode == "infer":
-                found[name, "replay"] = captured(case, replay=True)
+                found[name, "replay"] = captured(case, launch="graph")
     cache.write_bytes(pickle.dumps(found))
     return found
 
@@ -148,7 +150,7 @@ def swept(cache: Path) -> list[tuple[dict[str, Any], Any]]:
             continue
         try:
             with record_kernels.precision(op.params.get("dtype")):
-                found.append((row, capture(op.make(), name=op.case, replay=True)))
+                found.append((row, capture(op.make(), name=op.case, launch="graph")))
         except (TesseraError, RuntimeError, TypeError, AttributeError, NotImplementedError):
             lost += 1
     print(f"{len(found)} operators of the sweep, {lost} not captured, {len(rows)} rows")

@@ -130,7 +130,7 @@ def reported(r: dict[str, Any], build: Any) -> tuple[Any, Any, float]:
         mode=r["mode"],
         optimizer=r.get("optimizer") or "sgd",
         name=r["name"],
-        replay=replay and not hidden,
+        launch="graph" if replay and not hidden else "eager",
     )
     launch = "graph" if replay else "eager"
     report = tessera.predict(graph, on="h200", launch=launch, check_memory=False, calibration=None)

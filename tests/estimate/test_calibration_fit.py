@@ -88,7 +88,7 @@ def test_kernels_alone_are_faster_than_in_a_model_whatever_was_measured() -> Non
 
 def test_the_factor_of_an_uncapped_copy_by_hand() -> None:
     point = next(p for p in kernel_points(lookup("h200")) if p.group == "copy")
-    case = case_of(lookup("h200"), capture(*point.make("meta"), replay=True), "graph")
+    case = case_of(lookup("h200"), capture(*point.make("meta"), launch="graph"), "graph")
     (kernel,) = case.estimate.kernels
     seconds = 1.5 * kernel.seconds + float(case.gaps_s.sum())
     found = time_ratio(case, Sample(seconds=seconds))

@@ -36,6 +36,6 @@ def test_the_tf32_switch_is_put_back() -> None:
 def test_every_point_is_of_its_group() -> None:
     for point in kernel_points(lookup("h200")):
         with point.set_tf32():
-            graph = capture(*point.make("meta"), replay=True)
+            graph = capture(*point.make("meta"), launch="graph")
         (op,) = graph.kernels
         assert calibration.group_of(op.kind, op.precision) == (point.group, True), point.name

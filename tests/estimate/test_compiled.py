@@ -88,3 +88,61 @@ def test_a_vocabulary_without_aligned_rows_is_padded() -> None:
         head, x = nn.Linear(768, 50257, bias=False).bfloat16(), torch.empty(8192, 768, dtype=torch.bfloat16)
     eager, compiled = (tessera.predict(head, x, launch=launch).prediction.device_s for launch in ("eager", "compile"))
     assert compiled < 0.5 * eager
+
+
+class Masked(nn.Module):
+    """Builds a mask only while it is compiled, as transformers does, and then multiplies by it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.ones_like(x) if torch.compiler.is_compiling() else x.relu()
+
+
+def test_a_program_that_asks_learns_that_it_is_compiled() -> None:
+    x = torch.empty(256, 256, device="meta")
+    names = {launch: [op.name for op in capture(Masked(), x, launch=launch).kernels] for launch in ("eager", "compile")}
+    assert names["eager"] == ["aten.relu"] and "aten.mm" in names["compile"]
+    assert any("whether it is being compiled" in note for note in capture(Masked(), x, launch="compile").assumptions)
+    assert not torch.compiler.is_compiling()  # put back
+
+
+def test_torch_itself_is_not_told_that_it_is_compiled() -> None:
+    """AdamW would leave out its own preparation, which Dynamo does for it."""
+    eager, compiled = (
+        capture(Block(), torch.empty(64, 256, device="meta"), mode="train", optimizer="adamw", launch=launch)
+        for launch in ("eager", "compile")
+    )
+    assert [op.name for op in compiled.ops] == [op.name for op in eager.ops]
+
+
+def _generated(program, *inputs: torch.Tensor) -> list[tuple[str, int]]:
+    """Name and bytes read of every launch of the compiled program."""
+    with torch.no_grad():
+        graph, _ = compile_program(capture(program, inputs))
+    return [(op.label.rpartition(".")[2], op.bytes_in) for op in graph.kernels]
+
+
+def test_rows_and_their_sum_and_constants_are_one_kernel() -> None:
+    """A softmax that gives 0 for rows of -inf: Inductor makes one kernel of it, and constants are part of the code."""
+
+    def safe_softmax(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.isneginf(x).all(-1, keepdim=True)
+        return torch.where(hidden, torch.scalar_tensor(0.0, device=x.device), torch.softmax(x, -1))
+
+    x = torch.empty(4096, 512, device="meta")
+    ((_, read),) = _generated(safe_softmax, x)
+    assert read == 4 * 4096 * 512
+
+
+def test_lookups_are_part_of_the_kernel_and_read_their_rows_only() -> None:
+    words, ids = nn.Embedding(100_000, 64, device="meta"), torch.empty(8, 16, dtype=torch.int64, device="meta")
+    ((_, read),) = _generated(lambda ids: words(ids).relu(), ids)
+    assert read == 8 * 16 * (8 + 4 * 64)
+
+
+def test_a_concatenation_is_generated_code_at_the_speed_of_memory() -> None:
+    parts = [torch.empty(64, 1 << 18, device="meta").mT for _ in range(2)]
+    compiled, eager = (
+        tessera.predict(lambda a, b: torch.cat([a, b], 0), parts, launch=launch) for launch in ("compile", "eager")
+    )
+    assert compiled.prediction.device_s <= eager.prediction.device_s
+    assert compiled.prediction.device_s < 1.5 * 4 * parts[0].nbytes / 4.8e12

@@ -106,7 +106,7 @@ def predict_case(fn: Any, inputs: tuple[Any, ...], launch: Any, device: Any) -> 
     shapes = tuple((tuple(x.shape), x.stride(), x.dtype) for x in inputs)
     key = program(fn), shapes, launch, device.name, torch.backends.cuda.matmul.allow_tf32
     if key not in _cases:
-        _cases[key] = case_of(device, capture(fn, inputs, replay=launch == "graph"), launch)
+        _cases[key] = case_of(device, capture(fn, inputs, launch=launch), launch)
     return _cases[key]
 
 
@@ -155,5 +155,5 @@ class FakeBench:
 
 
 def a_kernel() -> Any:
-    graph = capture(*kernel_points(lookup("h200"))[0].make("meta"), replay=True)
+    graph = capture(*kernel_points(lookup("h200"))[0].make("meta"), launch="graph")
     return OpModel(lookup("h200")).time(graph.kernels[0])

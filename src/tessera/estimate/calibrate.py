@@ -225,14 +225,13 @@ def predict_point(
     from ..graph.capture import capture
     from .calibration_kernels import copies_to_fill, repeat
 
-    replay = launch == "graph"
     with point.set_tf32():
         fn, inputs = point.make("meta")
-        if copies is None and replay:
-            once = case_of(device, capture(fn, inputs, replay=True), launch)
+        if copies is None and launch == "graph":
+            once = case_of(device, capture(fn, inputs, launch="graph"), launch)
             copies = copies_to_fill(once.estimate.solved.seconds)
         many = copies or 1
-        return case_of(device, capture(repeat(fn, many), inputs, replay=replay, name=point.name), launch), many
+        return case_of(device, capture(repeat(fn, many), inputs, launch=launch, name=point.name), launch), many
 
 
 class _CalibrationSteps:

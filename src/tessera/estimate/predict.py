@@ -10,7 +10,7 @@ import numpy as np
 
 from ..device import Device
 from ..errors import ArgumentError, DoesNotFit, MissingExtra, did_you_mean
-from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph
+from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph, Launch
 from ..graph.partition import PartitionReport
 from ..hardware import lookup
 from ..joules import Floats
@@ -30,7 +30,6 @@ from .prediction_report import Estimate, build_report
 if TYPE_CHECKING:
     import torch
 
-Launch = Literal["eager", "graph", "compile"]
 State = Literal["sustained", "burst"]
 
 # Between two kernels of a stream the device idles this long: measured on the H200 as (time - sum of kernels) / kernels
@@ -89,9 +88,8 @@ def predict(
         graph = _recast_graph(model, inputs, precision, batch)
     else:
         capture = import_capture()
-        replay = launch == "graph"
         graph = capture(
-            model, inputs, mode=mode, precision=precision, optimizer=optimizer, batch=batch, replay=replay, name=name
+            model, inputs, mode=mode, precision=precision, optimizer=optimizer, batch=batch, launch=launch, name=name
         )
     if precision is not None and precision in WEIGHT_ONLY:
         graph = store_weights(graph, WEIGHT_ONLY[precision])

@@ -252,8 +252,7 @@ def sweep(
     failures: list[CaptureError] = []
     titles: list[str] = []
     graphs: dict[tuple[str | None, int | None], Graph | CaptureError] = {}
-    replay = launch == "graph"
-    capture = partial(import_capture(), model, inputs, mode=mode, optimizer=optimizer, replay=replay, name=name)
+    capture = partial(import_capture(), model, inputs, mode=mode, optimizer=optimizer, launch=launch, name=name)
     for done, (batch, precision, chip) in enumerate(points):
         if progress:
             progress(done, len(points), _label(chip.id, precision, batch))

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArgumentError, CaptureError, TesseraError, did_you_mean
 from .intercept import Interceptor
-from .ir import Graph
+from .ir import Graph, Launch
 from .nested import find_instances
 from .patches import TorchPatches, patch_torch
 from .recorder import Recorder, first_line, is_user_code, pause
@@ -36,7 +36,7 @@ def capture(
     precision: str | None = None,
     optimizer: str | torch.optim.Optimizer = "sgd",
     batch: int | None = None,
-    replay: bool = False,
+    launch: Launch = "eager",
     name: str | None = None,
 ) -> Graph:
     """Capture one steady iteration of a model, or of a callable that does its own step.
@@ -44,7 +44,7 @@ def capture(
     `inputs` are a tensor, a tuple of positional or a dict of keyword arguments, real or meta. In mode "infer" a module
     runs in eval mode without gradients; "train" adds the loss, backward and an optimizer step. A callable that is not a
     module runs as it is. `precision` casts parameters and floating-point inputs; `batch` changes the first dimension;
-    `replay` says that the program will be recorded into a CUDA graph, which some programs ask about.
+    `launch` is how it will run, which some programs ask about: recorded into a CUDA graph, or compiled.
     """
     model = _eager_form(model)
     _check_arguments(model, mode, precision, optimizer, batch)
@@ -68,7 +68,7 @@ def capture(
             _adopt_tensors(recorder, m, stack)
         _follow_modules(recorder, modules, stack)
         interceptor = Interceptor(recorder)
-        patch_torch(stack, recorder, interceptor.autocast, replay=replay)
+        patch_torch(stack, recorder, interceptor.autocast, launch)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(interceptor)
         stack.enter_context(recorder)

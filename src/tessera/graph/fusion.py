@@ -12,7 +12,7 @@ optimizer are separate programs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .ir import Graph, Op
@@ -20,7 +20,9 @@ from .op_kinds import MATRIX_KINDS
 from .partition import Flow, main_op, outlives
 
 _ROWWISE = frozenset({"norm", "softmax"})
-_GENERATED_COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous"})
+# Moves of data that Inductor writes as pointwise code, with an index for each element it reads.
+_COPIES = frozenset({"clone", "copy_", "_to_copy", "contiguous", "constant_pad_nd", "flip", "roll", "repeat"})
+_GENERATED_MOVES = _COPIES | {"cat", "stack", "embedding", "index_select", "gather"}
 
 
 @dataclass(slots=True)
@@ -102,9 +104,9 @@ class _Fuser:
         written = (t for op in ops if op.kernels for t in op.outputs if t.nbytes)
         return any(outlives(self._graph, t.storage) for t in written)
 
-    def _can_move(self, group: _Group, to: int) -> bool:
-        """Whether the group may run as late as piece `to`: nothing in between overwrites what it reads."""
-        members = set(group.members)
+    def _can_move(self, group: _Group, to: int, inside: Collection[int] = ()) -> bool:
+        """Whether the group may run as late as piece `to`, with those `inside`: nothing overwrites what it reads."""
+        members = {*group.members, *inside}
         for member in group.members:
             for storage in self._touches[member]:
                 writers = self._writers.get(storage, [])
@@ -117,7 +119,11 @@ class _Fuser:
 
 
 class _InductorFuser(_Fuser):
-    """Fusion as torch.compile's default mode does it."""
+    """Fusion as torch.compile's default mode does it.
+
+    Constants are written into the code that reads them; smaller pointwise values are computed where they are broadcast;
+    a sum over rows shares its loop with what reads the rows, before it and after it.
+    """
 
     def _place(self, i: int) -> _Group:
         ops = self._pieces[i]
@@ -126,41 +132,51 @@ class _InductorFuser(_Fuser):
         joined = _Group([i], i, matrix=False, rowwise=rowwise)
         if not rowwise and not _is_generated(ops):
             return joined
-        for group in self._candidates(i):
-            if self._can_move(group, i):
-                joined = _Group([*group.members, *joined.members], i, False, rowwise or group.rowwise)
+        for group in self._movable(self._candidates(i), i):
+            joined = _Group([*group.members, *joined.members], i, False, joined.rowwise or group.rowwise)
         for member in joined.members:
             self._group[member] = joined
         return joined
 
     def _candidates(self, i: int) -> list[_Group]:
-        """Groups whose value piece i reads first, of its phase and its number of elements."""
+        """Groups of its phase whose value piece i reads first, in the loop over its elements."""
         main = main_op(self._pieces[i])
-        size = max((t.numel for t in main.inputs), default=0) if main.kind == "reduce" else _numel(self._pieces[i])
+        size = _loop_size(self._pieces[i])
         groups: dict[int, _Group] = {}
         for source in sorted(self._flow.sources[i], reverse=True):
-            group, made = self._group[source], main_op(self._pieces[source])
-            if (
-                (made.kind in _ROWWISE or _is_generated(self._pieces[source]))
-                and made.phase == main.phase
-                and group.tail == source
-                and min(self._flow.users[source]) == i
-                and _numel(self._pieces[source]) == size
-            ):
+            group, ops = self._group[source], self._pieces[source]
+            made = main_op(ops)
+            if made.phase != main.phase or group.tail != source or min(self._flow.users[source]) != i:
+                continue
+            if self._escapes(source) and made.kind == "fill":
+                continue
+            if made.kind in _ROWWISE or made.kind == "reduce" or group.rowwise:
+                fits = size in (_loop_size(ops), _numel(ops))
+            else:  # a smaller value is computed once more for each element that reads it
+                fits = _is_generated(ops) and _numel(ops) <= size
+            if fits:
                 groups[id(group)] = group
         return list(groups.values())
 
-    def _can_move(self, group: _Group, to: int) -> bool:
-        """Also: whoever else reads a value of the group runs later still."""
-        members = {*group.members, to}
-        late = all(user >= to for m in group.members for user in self._flow.users[m] if user not in members)
-        return late and super()._can_move(group, to)
+    def _movable(self, groups: list[_Group], to: int) -> list[_Group]:
+        """The groups that may run as late as piece `to`, as one with it: whoever else reads them runs later still."""
+        while True:
+            inside = {to, *(member for group in groups for member in group.members)}
+            late = [
+                group
+                for group in groups
+                if all(user >= to for m in group.members for user in self._flow.users[m] if user not in inside)
+                and self._can_move(group, to, inside)
+            ]
+            if len(late) == len(groups):
+                return groups
+            groups = late
 
 
 def _is_generated(ops: Sequence[Op]) -> bool:
     """Whether Inductor generates the piece as part of a pointwise kernel: also copies into another layout."""
     return all(
-        _is_pointwise_op(op) or (op.kind == "copy" and op.name.rpartition(".")[2] in _GENERATED_COPIES)
+        _is_pointwise_op(op) or op.kind == "fill" or op.name.rpartition(".")[2] in _GENERATED_MOVES
         for op in ops
         if op.kernels
     )
@@ -177,6 +193,12 @@ def _is_pointwise_op(op: Op) -> bool:
     if op.kind == "copy":  # a cast; moves and concatenations change places
         return op.name.endswith("._to_copy") and bool(op.inputs) and op.inputs[0].shape == op.outputs[0].shape
     return op.kind in ("elementwise", "random")
+
+
+def _loop_size(ops: Sequence[Op]) -> int:
+    """Elements that the loop over a piece visits: of a sum, those that it adds up."""
+    main = main_op(ops)
+    return max((t.numel for t in main.inputs), default=0) if main.kind == "reduce" else _numel(ops)
 
 
 def _numel(ops: Sequence[Op]) -> int:

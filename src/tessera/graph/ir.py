@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 Phase = Literal["forward", "backward", "optimizer"]
+Launch = Literal["eager", "graph", "compile"]
 Category = Literal["weights", "gradients", "optimizer", "activations", "workspace", "inputs"]
 
 DTYPE_BYTES: Mapping[str, float] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -323,9 +323,17 @@ def _subgraph(graph: Graph, flow: Flow, index: int, name: str, ops: tuple[Op, ..
         depends_on=tuple(sorted(flow.order[index])),
         parallelism=max((t.numel for t in main.outputs), default=1) or 1,
         tiles=_count_tiles(main),
-        reads=tuple(t for t, _ in reads),
-        writes=tuple(t for t, _ in writes),
+        reads=tuple(_moved_part(t, nbytes) if fused else t for t, nbytes in reads),
+        writes=tuple(_moved_part(t, nbytes) if fused else t for t, nbytes in writes),
     )
+
+
+def _moved_part(t: TensorSpec, nbytes: int) -> TensorSpec:
+    """The part of a tensor that a kernel moves: of a table, as many rows as it looks up, side by side."""
+    if nbytes >= t.nbytes:
+        return t
+    elements = t.numel * nbytes // t.nbytes
+    return replace(t, shape=(elements,), stride=(1,), nbytes=nbytes)
 
 
 # -- tiles ------------------------------------------------------------------------------------------------------

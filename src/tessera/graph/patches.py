@@ -71,12 +71,14 @@ class TorchPatches(contextlib.ExitStack):
                 setattr(module, key, originals[id(value)])
 
 
-def patch_torch(patches: TorchPatches, recorder: Recorder, autocast: Autocast, *, replay: bool) -> None:
-    """Replace everything. `replay`: programs that ask whether a CUDA graph is being captured are answered yes."""
+def patch_torch(patches: TorchPatches, recorder: Recorder, autocast: Autocast, launch: str) -> None:
+    """Replace everything. Programs that ask whether a CUDA graph is captured or they are compiled learn of `launch`."""
     _patch_autocast(patches, autocast, recorder.assumptions)
     _patch_functions(patches, recorder, autocast)
-    if replay:
+    if launch == "graph":
         _patch_graph_question(patches, recorder)
+    if launch == "compile":
+        _patch_compile_question(patches, recorder)
     _patch_optimizers(patches)
     _patch_transformer_layers(patches, recorder, autocast)
     _patch_flex_attention(patches, recorder)
@@ -108,6 +110,25 @@ def _patch_graph_question(patches: TorchPatches, recorder: Recorder) -> None:
         return True
 
     patches.replace(torch.cuda, "is_current_stream_capturing", is_capturing)
+
+
+def _patch_compile_question(patches: TorchPatches, recorder: Recorder) -> None:
+    """`torch.compiler.is_compiling` says yes to the program, as it does while Dynamo traces it.
+
+    Transformers then builds its masks, and attention with a mask runs on other kernels. Torch's own code is answered
+    as ever: its optimizers, which stay outside of a compiled model, would take paths that only Dynamo can follow.
+    """
+    real = torch.compiler.is_compiling
+
+    def is_compiling() -> bool:
+        asker = sys._getframe(1).f_globals.get("__name__", "")
+        if asker.partition(".")[0] == "torch" or not patches.in_capture():
+            return real()
+        note = "the program asks whether it is being compiled; the answer is yes (transformers then builds its masks)"
+        recorder.assumptions[note] = None
+        return True
+
+    patches.replace(torch.compiler, "is_compiling", is_compiling)
 
 
 def _patch_optimizers(patches: TorchPatches) -> None:

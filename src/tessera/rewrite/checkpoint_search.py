@@ -220,7 +220,7 @@ class StepPredictor:
                 mode="train",
                 optimizer=self.optimizer,
                 precision=self.precision,
-                replay=self.launch == "graph",
+                launch=self.launch,
             )
         quantised = self.precision if self.precision in QUANTISED else None  # the others are in the capture
         report = predict(graph, on=self.device, precision=quantised, launch=self.launch, check_memory=False)
