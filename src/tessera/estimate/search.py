@@ -14,13 +14,13 @@ import msgspec
 from ..config import EnergyCost, find_cost
 from ..device import PRECISIONS, Device
 from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError, TesseraError, did_you_mean
-from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph
+from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph, Launch
 from ..hardware import catalogue, lookup
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..units import format_bytes, format_duration
 from .ops import QUANTISED, precision_name
 from .power import PowerModel
-from .predict import Launch, State, check_launch, check_state, default_launch, import_capture, predict
+from .predict import State, check_launch, check_state, default_launch, import_capture, predict
 from .prediction_errors import PredictedCost
 
 Mode = Literal["infer", "train"]

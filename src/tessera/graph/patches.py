@@ -123,7 +123,7 @@ def _patch_compile_question(patches: TorchPatches, recorder: Recorder) -> None:
     def is_compiling() -> bool:
         asker = sys._getframe(1).f_globals.get("__name__", "")
         if asker.partition(".")[0] == "torch" or not patches.in_capture():
-            return real()
+            return bool(real())
         note = "the program asks whether it is being compiled; the answer is yes (transformers then builds its masks)"
         recorder.assumptions[note] = None
         return True
