@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -157,25 +158,29 @@ class Program:
         """Note every gradient as soon as it exists: a step may clear it before it ends. Those of inputs count, too."""
 
         @torch.compiler.disable  # a compiled step would take its hooks in, too
-        def note(name: str, parameter: torch.Tensor) -> None:
+        def note(name: str, parameter: torch.Tensor, *_: Any) -> None:
             if parameter.grad is not None:  # compiled code also calls this for a weight behind detach()
                 observed[GRADIENT + name] = parameter.grad.detach().clone()
 
-        watched = {}
-        if self.mode in ("train", "step"):
-            named = [*inputs.differentiable.items(), *self._list_named("parameters")]
-            watched = {id(t): (name, t) for name, t in named}
+        if self.mode not in ("train", "step"):
+            yield
+            return
+        named = [*inputs.differentiable.items(), *self._list_named("parameters")]
+        watched = {id(t): (name, t) for name, t in named}
         for _, tensor in watched.values():
             tensor.grad = None
-        plain = [t for _, t in watched.values() if not t._post_accumulate_grad_hooks]
-        hooks = [t.register_post_accumulate_grad_hook(functools.partial(note, name)) for name, t in watched.values()]
+        # Hooks of the node that adds a gradient up go with that node. One of the tensor itself would stay for good, with
+        # an empty list to ask in every later backward pass: Python cannot take it away (torch 2.11 to 2.13).
+        nodes = [(get_gradient_edge(t).node, name, t) for name, t in watched.values()] if self.mode == "step" else []
+        hooks = [node.register_hook(functools.partial(note, name, t)) for node, name, t in nodes]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for tensor in plain:  # an empty list of hooks would still be asked in every later backward pass
-                tensor._post_accumulate_grad_hooks = None
+        if self.mode == "train":  # nothing has cleared them
+            for name, tensor in watched.values():
+                note(name, tensor)
 
     @contextlib.contextmanager
     def restoring(self, seed: int = 0) -> Iterator[State]:
