@@ -10,7 +10,7 @@ import torch
 
 from tessera.rewrite import variants
 from tessera.rewrite.compilation import Compilation
-from tessera.rewrite.inductor import Pass, apply_passes, note_runs
+from tessera.rewrite.inductor import Pass, apply_passes, hold_graph
 
 
 def make_recorder(compilation: Compilation, passes: Sequence[Pass] = ()) -> Any:
@@ -18,7 +18,7 @@ def make_recorder(compilation: Compilation, passes: Sequence[Pass] = ()) -> Any:
 
     def run_graph(module: Any, inputs: Sequence[Any]) -> Any:
         apply_passes(module, passes, compilation)
-        return note_runs(module.forward, compilation, compilation.graphs)
+        return hold_graph(module.forward, module, compilation)
 
     return run_graph
 
@@ -48,3 +48,9 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         variants, "make_backend", lambda compilation, passes, options: make_recorder(compilation, passes)
     )
+
+
+def in_turns(*values: Any) -> list[Any]:
+    """What variants measure in turns, where each measures the same every time."""
+    there, back = list(values), list(values)[::-1]
+    return [*there, *back] * 2

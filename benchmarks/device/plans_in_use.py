@@ -5,7 +5,8 @@
 Six programs with other data in every call: a mixture of experts in training (routing changes shapes inside), decoding
 with a cache that grows, a convolutional network in training, and three that nobody tuned anything for. Each runs 50 calls
 in its loop as it is, twice (what both differ by is noise), under each compile mode, and under `optimize` or the tuner;
-then all are measured in turns, in the same loop. `--quick` runs the logic on a CPU.
+then all are measured in the same loop in turns of short blocks, there and back, because the host's speed drifts: what
+one takes over another is the median of pairs of blocks. `--quick` runs the logic on a CPU.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import argparse
 import contextlib
 import gc
 import itertools
+import math
 import os
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +34,12 @@ os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never c
 
 import tessera
 from tessera import op
-from tessera.monitor.iteration import measure_iteration
+from tessera.graph.nested import map_tensors
+from tessera.monitor import Monitor
+from tessera.monitor.core import Window
+from tessera.monitor.scope import synchronize
 from tessera.rewrite import watch
+from tessera.rewrite.call_clock import HostClock, StreamClock
 from tessera.runtime.options import ScheduleOptions
 from tessera.runtime.tuning.tuner import TunedFunction
 
@@ -40,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
 
 CALLS = 50
+BLOCK_S, EDGE_S = 0.25, 0.05  # of a block, and of the same work before and after it, for the sensor's lag and blur
 MODES = ("default", "reduce-overhead")
 GOAL = "after 50 calls at most 2% more joules than the best of eager and the compile modes"
 Call = Callable[..., Any]
@@ -321,7 +329,10 @@ def prepare(loop: Loop, way: str, budget_s: float) -> Call:
         if loop.tuned:
             loop.model.compile(mode=how)
             return target
-        return torch.compile(loop.model, mode=how)
+        compiled = torch.compile(loop.model, mode=how)
+        if loop.mode == "infer" and way == "reduce-overhead":  # the next replay overwrites its results
+            return lambda *args: map_tensors(torch.clone, compiled(*args))
+        return compiled
     if loop.tuned:
         return TunedFunction(target, ScheduleOptions(policy="throughput_per_watt", budget_s=budget_s, cache=False))
     return tessera.optimize(target, loop.inputs, mode=loop.mode, budget_s=budget_s, explain=False)
@@ -358,25 +369,76 @@ def mark_step(way: str) -> None:
         torch.compiler.cudagraph_mark_step_begin()
 
 
-def measure_in_turns(ready: dict[str, tuple[Loop, Call]], seconds: float, turns: int) -> dict[str, dict[str, Any]]:
-    """Milliseconds and joules of one iteration, medians of turns, whose order is turned round each time."""
-    seen: dict[str, list[Any]] = {way: [] for way in ready}
-    for turn in range(turns):
-        for way in list(ready)[:: 1 if turn % 2 else -1]:
+def run_block(iterate: Callable[[], object], seconds: float, monitor: Monitor) -> tuple[float, Window, int]:
+    """Seconds of an iteration and the window over one block, with the same work before and after for the sensor's blur."""
+    run_for(iterate, EDGE_S)
+    synchronize()
+    window, begun = monitor.open("block", nested=True), time.perf_counter()
+    count = run_for(iterate, seconds)
+    synchronize()
+    took_s = (time.perf_counter() - begun) / count
+    monitor.close(window)
+    run_for(iterate, EDGE_S)
+    return took_s, window, count
+
+
+def run_for(iterate: Callable[[], object], seconds: float) -> int:
+    begun, count = time.perf_counter(), 0
+    while not count or time.perf_counter() - begun < seconds:
+        iterate()
+        count += 1
+    return count
+
+
+def measure_in_turns(ready: dict[str, tuple[Loop, Call]], seconds: float, rounds: int) -> dict[str, Blocks]:
+    """Milliseconds and joules of an iteration in short blocks, there and back: a drift of the host hits all alike.
+
+    A way that is half as slow again as the fastest after two rounds is left out of the others.
+    """
+    seen = {way: Blocks() for way in ready}
+    monitor = tessera.monitor.default()
+    for turn in range(rounds):
+        fastest = min(blocks.median("ms") for blocks in seen.values()) if turn == 2 else 0.0
+        if turn == 2:
+            ready = {way: each for way, each in ready.items() if seen[way].median("ms") < 1.5 * fastest}
+        for way in list(ready)[:: -1 if turn % 2 else 1]:
             loop, call = ready[way]
 
             def iterate(way: str = way, loop: Loop = loop, call: Call = call) -> None:
                 mark_step(way)
                 loop.iterate(call)
 
-            seen[way].append(measure_iteration(iterate, seconds))
-    return {
-        way: {
-            "ms": 1e3 * statistics.median(m.time_s for m in all_),
-            "j": statistics.median(m.energy_j for m in all_) if all(m.energy_j for m in all_) else None,
-        }
-        for way, all_ in seen.items()
-    }
+            took_s, window, count = run_block(iterate, seconds, monitor)
+            seen[way].ms.append(1e3 * took_s)
+            seen[way].windows.append((window, count))
+    for blocks in seen.values():
+        for window, count in blocks.windows:
+            monitor.read(window, 2.0)
+            energy = monitor.total(window)
+            if energy is not None and energy.basis == "measured":
+                blocks.j.append(energy.joules / count)
+    return seen
+
+
+@dataclass(slots=True)
+class Blocks:
+    """What the blocks of one way took, an iteration."""
+
+    ms: list[float] = field(default_factory=list)
+    j: list[float] = field(default_factory=list)
+    windows: list[tuple[Window, int]] = field(default_factory=list)
+
+    def median(self, what: str) -> float:
+        return statistics.median(getattr(self, what))
+
+    def compare(self, other: Blocks, what: str) -> tuple[float, float] | None:
+        """By how much this is more than the other, by pairs of the same round, and the 90% half-width of that."""
+        pairs = list(zip(getattr(self, what), getattr(other, what)))  # noqa: B905 - a way that was left out has fewer
+        if not pairs:
+            return None
+        ratios = [mine / others for mine, others in pairs]
+        error = 1.645 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+        return statistics.median(ratios) - 1, error
 
 
 @contextlib.contextmanager
@@ -404,25 +466,36 @@ def try_program(name: str, quick: bool, budget_s: float, seconds: float) -> dict
             continue
         try:
             loop = make_loop(name, quick)
-            call, found[way] = run_first_calls(loop, way, 0.6 * budget_s)
+            call, found[way] = run_first_calls(loop, way, 0.5 * budget_s)
             ready[way] = loop, call
         except Exception as exc:  # noqa: BLE001 - a mode that cannot run this loop is a finding, too
             traceback.print_exc(limit=-3)
             found[way] = {"failed": f"{type(exc).__name__}: {str(exc)[:200]}"}
-    for way, figures in measure_in_turns(ready, seconds, 1 if quick else 3).items():
-        found[way] |= figures
+    seen = measure_in_turns(ready, seconds, 2 if quick else 8)
+    for way, blocks in seen.items():
+        found[way] |= {
+            "ms": blocks.median("ms"),
+            "j": blocks.median("j") if blocks.j else None,
+            "blocks": len(blocks.ms),
+        }
     for _, call in ready.values():
         if isinstance(call, TunedFunction):
             call.close()
-    what = "j" if all(found[way]["j"] for way in ready) else "ms"
-    best = min((way for way in ready if way not in ("tessera", "eager again")), key=lambda way: found[way][what])
-    ours = found["tessera"]
-    return found | {
-        "best": best,
-        "over_best": {k: ours[k] / found[best][k] - 1 for k in ("ms", "j") if ours.get(k) and found[best][k]},
-        "over_eager": {k: ours[k] / found["eager"][k] - 1 for k in ("ms", "j") if ours.get(k) and found["eager"][k]},
-        "took_s": time.monotonic() - begun,
-    }
+    what = "j" if all(blocks.j for blocks in seen.values()) else "ms"
+    best = min((way for way in seen if way not in ("tessera", "eager again")), key=lambda way: found[way][what])
+    for name, other in (("best", best), ("eager", "eager")):
+        found[f"over_{name}"] = compare_ways(seen["tessera"], seen[other])
+    found["eager_again_over_eager"] = compare_ways(seen["eager again"], seen["eager"])
+    return found | {"best": best, "took_s": time.monotonic() - begun}
+
+
+def compare_ways(ours: Blocks, other: Blocks) -> dict[str, float]:
+    """How much more a way takes, in seconds and joules: medians of pairs of blocks, and their 90% half-widths."""
+    found = {}
+    for what in ("ms", "j"):
+        if (pair := ours.compare(other, what)) is not None:
+            found[what], found[f"{what}_error"] = pair
+    return found
 
 
 def measure_watching() -> float:
@@ -436,7 +509,7 @@ def measure_watching() -> float:
     for watched in (False, True) * 50:
         call = nothing
         if watched:
-            clock = watch.StreamClock() if x.is_cuda else watch.HostClock()
+            clock = StreamClock(2 * watch.MOST_CALLS) if x.is_cuda else HostClock()
             candidate = watch.WatchedVariant(name="nothing", enter=lambda: nothing)
             call = watch.WatchedCall([candidate], lambda _: 0, lambda _: None, clock=clock)
         begun = time.perf_counter()
@@ -447,20 +520,32 @@ def measure_watching() -> float:
 
 
 def try_tiles(quick: bool, budget_s: float) -> dict[str, Any]:
-    """Tiles for an operator without one: what was tried, and whether one was kept."""
+    """Tiles for an operator without one, by two policies: what was tried, and whether one was kept."""
     device, dtype = ("cpu", torch.float32) if quick else ("cuda", torch.bfloat16)
     found = {}
-    for rows, inner, columns in ((64, 64, 64),) if quick else ((4096, 4096, 4096), (512, 8192, 1024)):
-        x, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((rows, inner), (inner, columns)))
-        options = ScheduleOptions(policy="energy", budget_s=budget_s, compile_modes=False, cache=False)
-        fn = TunedFunction(op.matmul, options)
+    rows, inner, columns = (64, 64, 64) if quick else (512, 8192, 1024)
+    x, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((rows, inner), (inner, columns)))
+    for policy in ("energy", "temperature"):
+        fn = TunedFunction(
+            op.matmul, ScheduleOptions(policy=policy, budget_s=budget_s, compile_modes=False, cache=False)
+        )
         fn(x, w)
         plan = fn.plan()
         print(plan, flush=True)
-        found[f"{rows}x{inner}x{columns}"] = {
+        found[policy] = {
+            "product": [rows, inner, columns],
             "kept": plan.setting,
-            "trials": [{"setting": t.setting, "ms": 1e3 * (t.time_s or 0), "j": t.energy_j, "refused": t.refused} for t in plan.trials],
-        }  # fmt: skip
+            "trials": [
+                {
+                    "setting": t.setting,
+                    "ms": 1e3 * (t.time_s or 0),
+                    "j": t.energy_j,
+                    "w": t.power_w,
+                    "refused": t.refused,
+                }
+                for t in plan.trials
+            ],
+        }
         fn.close()
     return found
 
@@ -471,16 +556,17 @@ def show(name: str, found: dict[str, Any]) -> None:
         if "ms" in row:
             joules = "" if row["j"] is None else f"{row['j']:.4g} J"
             print(f"{name:12s} {way:16s} {row['ms']:.4g} ms  {joules}")
-    print(f"{name:12s} best {found['best']}, over it {found['over_best']}, search {found['tessera']}", flush=True)
+    for what in ("over_best", "over_eager", "eager_again_over_eager"):
+        print(f"{name:12s} {what}: " + ", ".join(f"{k} {100 * v:+.1f}%" for k, v in found[what].items()))
+    print(f"{name:12s} best {found['best']}, took {found['took_s']:.0f} s, search {found['tessera']}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="*", default=list(PROGRAMS), choices=PROGRAMS)
-    parser.add_argument("--budget-s", type=float, default=230.0)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
-    parser.add_argument("--tiles", action="store_true", help="also try tiles of op.matmul: 25 s more")
+    parser.add_argument("--budget-s", type=float, default=330.0)
+    parser.add_argument("--tiles", action="store_true", help="also try tiles of op.matmul, by two policies: 12 s more")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
     if not given.quick and not torch.cuda.is_available():
@@ -489,7 +575,7 @@ def main() -> None:
     end = time.monotonic() + given.budget_s
     results: dict[str, Any] = {"goal": GOAL, "torch": torch.__version__, "programs": {}}
     results["watching_us"] = measure_watching()
-    print(f"watching adds {results['watching_us']:.1f} us to a call, for {watch.WARM + watch.CALLS} to 48 calls")
+    print(f"watching adds {results['watching_us']:.1f} us to a call, for {watch.CALLS + 2} to {watch.MOST_CALLS} calls")
     for at, name in enumerate(given.only):
         left = [SHARES.get(other, 1.0) for other in given.only[at:]]
         share_s = (end - time.monotonic()) * left[0] / sum(left)
@@ -499,14 +585,14 @@ def main() -> None:
         try:
             with fresh_compiler():
                 results["programs"][name] = found = try_program(
-                    name, given.quick, share_s, 0.1 if given.quick else given.seconds
+                    name, given.quick, share_s, 0.05 if given.quick else BLOCK_S
                 )
             show(name, found)
         except Exception:  # noqa: BLE001 - the next program may work
             traceback.print_exc()
         write_result(given.out, results)
     if given.tiles:
-        results["tiles"] = try_tiles(given.quick, 12.0)
+        results["tiles"] = try_tiles(given.quick, 6.0)
         write_result(given.out, results)
 
 

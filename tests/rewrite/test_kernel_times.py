@@ -35,6 +35,7 @@ from tessera.rewrite.savings import trace_rewrites
 from tessera.timeline.kineto import read
 
 from places import REPOSITORY
+from rewriting import in_turns
 
 # Torch's compiler warns of itself (deprecated parts it still imports, recompilations): none of our business here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -390,7 +391,8 @@ def test_what_our_passes_replaced_is_priced_by_what_eager_torch_ran_there():
 def at_hand(monkeypatch):
     """An H200 that is said to be here; eager takes 4 ms and 2 J, compiled and replayed 1 ms and 0.5 J."""
     torch._dynamo.reset()
-    taken = iter([IterationMeasurement(time_s=4e-3, energy_j=2.0), IterationMeasurement(time_s=1e-3, energy_j=0.5)])
+    eager, fast = (IterationMeasurement(time_s=s, energy_j=j) for s, j in ((4e-3, 2.0), (1e-3, 0.5)))
+    taken = iter(in_turns(eager, fast))
     monkeypatch.setattr(variants.Variant, "is_replayed", property(lambda variant: variant.mode == "default"))
     monkeypatch.setattr(program_cost, "find_chip", lambda on, cuda: lookup(on or "h200"))
     monkeypatch.setattr("tessera.rewrite.variants.measure_iteration", lambda run, within_s: next(taken))

@@ -30,7 +30,7 @@ from tessera.rewrite.program import Program
 from tessera.rewrite.savings import trace_rewrites
 from tessera.rewrite.variants import VariantSearch
 
-from rewriting import fresh_compiler, make_recorder, without_inductor  # noqa: F401 - fixtures
+from rewriting import fresh_compiler, in_turns, make_recorder, without_inductor  # noqa: F401 - fixtures
 
 # Torch's compiler warns of itself (deprecated parts it still imports, recompilations): none of our business here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -351,7 +351,7 @@ def test_a_rewrite_that_changes_the_result_is_undone(uncompiled):
 
 
 def test_ours_stay_only_where_they_pay(uncompiled, monkeypatch):
-    seconds = iter([3.0, 2.0, 1.0])  # eager, with ours, without
+    seconds = iter([*in_turns(3.0, 2.0), *in_turns(2.0, 1.0)])  # eager, with ours; with ours, without
     monkeypatch.setattr(
         "tessera.rewrite.variants.measure_iteration", lambda run, within_s: IterationMeasurement(time_s=next(seconds))
     )

@@ -28,7 +28,7 @@ from tessera.rewrite.passes import fuse_attention
 from tessera.rewrite.program import Program
 from tessera.rewrite.state import Inputs
 
-from rewriting import fresh_compiler, make_recorder, without_inductor  # noqa: F401 - fixtures
+from rewriting import fresh_compiler, in_turns, make_recorder, without_inductor  # noqa: F401 - fixtures
 
 # Torch's compiler warns of itself (deprecated parts it still imports, recompilations): none of our business here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -405,7 +405,7 @@ def test_a_copy_runs_its_own_weights(uncompiled: None) -> None:
 def test_inference_has_no_gradients_where_eager_is_chosen_too(uncompiled: None, monkeypatch: Any) -> None:
     from tessera.monitor.iteration import IterationMeasurement
 
-    seconds = iter([1.0, 2.0])
+    seconds = iter(in_turns(1.0, 2.0))
     monkeypatch.setattr(
         "tessera.rewrite.variants.measure_iteration", lambda run, within_s: IterationMeasurement(time_s=next(seconds))
     )

@@ -78,11 +78,19 @@ class Compilation:
     closed: bool = False
     missing: list[str] = field(default_factory=list)
     broken: bool = False
+    held: list[tuple[list[Any], Any]] = field(default_factory=list, repr=False)
 
     @property
     def complete(self) -> bool:
         """Whether all graphs were seen before and after: half a program cannot be priced."""
         return bool(self.ops and self.kernels) and not self.broken
+
+    def release(self) -> None:
+        """Let the compiled code go, with its CUDA graphs. Should Dynamo call it once more, its graph runs as it is."""
+        self.closed = True
+        for held, module in self.held:
+            held[0] = module.forward
+        self.held.clear()
 
     def select_graphs_that_ran(self) -> Compilation:
         """Drop graphs that were compiled for a first iteration only: an optimizer's before it has any state."""

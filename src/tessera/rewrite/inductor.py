@@ -37,24 +37,29 @@ def make_backend(
         watch = Compilation(observe=False) if compilation.closed else compilation
         apply_passes(module, passes, watch)
         if not watch.observe:
-            return compile_fx(module, inputs, config_patches=dict(options or {}))
+            return hold_graph(compile_fx(module, inputs, config_patches=dict(options or {})), module, compilation)
         hooks = {**(options or {}), **_make_hooks(compilation)}
         # A graph that comes out of autograd's cache, where there is one, is not seen.
         cached = hasattr(autograd_config, "enable_autograd_cache")
         with autograd_config.patch("enable_autograd_cache", False) if cached else contextlib.nullcontext():
             compiled = compile_fx(module, inputs, inner_compile=_make_inner_compile(compilation), config_patches=hooks)
-        return note_runs(compiled, compilation, compilation.graphs)
+        return hold_graph(compiled, module, compilation)
 
     return compile_graph
 
 
-def note_runs(compiled: Any, compilation: Compilation, graph: int) -> Any:
-    """Let a compiled graph note that it runs: which of several belong to the steady state is observed."""
+def hold_graph(compiled: Any, module: Any, compilation: Compilation) -> Any:
+    """Return a compiled graph that notes that it runs, and that `compilation.release` can let go.
+
+    Dynamo keeps what it compiled for as long as the user's code lives, with CUDA graphs and their memory.
+    """
+    held, graph = [compiled], compilation.graphs
+    compilation.held.append((held, module))
 
     def run(*args: Any) -> Any:
         if not compilation.closed:
             compilation.ran.add(graph)
-        return compiled(*args)
+        return held[0](*args)
 
     return run
 

@@ -158,7 +158,8 @@ class Optimized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
             self.prepare(args, kwargs, wrap_errors=False)  # the program's own errors pass through, as in any call of it
-        announce_rewrites(self.rewrites)
+        if self.rewrites:
+            announce_rewrites(self.rewrites)
         assert self._call is not None
         return self._call(*args, **kwargs)
 
@@ -219,20 +220,25 @@ class Optimized:
     # -- running ----------------------------------------------------------------------------------------------------
 
     def _run(self, search: VariantSearch, best: Variant, *, cuda: bool) -> None:
-        """Run the best variant from now on, watched at first; the others may go, with their graphs and memory."""
+        """Run the best variant from now on, watched at first; the others go, with their graphs and memory."""
         from ..monitor import default
+        from .call_clock import HostClock, StreamClock
         from .variants import EAGER, find_cheapest
-        from .watch import HostClock, StreamClock, WatchedCall, WatchedVariant, describe_inputs, find_best_in_use
+        from .watch import MOST_CALLS, WatchedCall, WatchedVariant, describe_inputs, find_best_in_use
 
-        # A variant that replays is no fallback: what breaks one replay breaks the other.
+        # A variant that replays is no fallback of another: what breaks one replay breaks the other.
         others = [v for v in search.tried[1:] if v is not best and v.ok and v.time_s and not v.is_replayed]
         candidates = [best, *([find_cheapest(others)] if others else []), search.tried[0]]
+        if best.mode == EAGER or self._options.budget_s <= 0:  # nothing to compare with, or nothing may be measured
+            candidates = [best]
         calls = {v.name: search.program.wrap(v.call) for v in candidates}
         for variant in search.tried:
             variant.call = None
             if variant.compilation is not None:
                 variant.compilation.closed = True
-        if best.mode == EAGER or self._options.budget_s <= 0:  # nothing to compare with, or nothing may be measured
+            if variant.name not in calls:
+                variant.release()
+        if len(candidates) == 1:
             self._settle(None, calls[best.name])
             return
         self._call = WatchedCall(
@@ -242,7 +248,7 @@ class Optimized:
             ],
             functools.partial(find_best_in_use, by=("energy", "time")),
             lambda report: self._settle(report, calls[report.runs]),
-            clock=StreamClock() if cuda else HostClock(),
+            clock=StreamClock(2 * MOST_CALLS) if cuda else HostClock(),
             monitor=default() if self._scope is not None else None,
             between=search.program.mode == "train",
             inputs=describe_inputs(search.args, search.kwargs),
@@ -250,9 +256,14 @@ class Optimized:
 
     def _settle(self, report: UseReport | None, call: Callable[..., Any]) -> None:
         """Run this from now on: it kept its promise, or was the best in use."""
+        import gc
+
         import torch
 
         self.in_use, self._call = report, call
+        for variant in self.variants if report is not None else ():
+            if variant.name != report.runs:
+                variant.release()
         if report is not None and report.fell_back:
             from .savings import replacement_to_rewrite
 
@@ -260,6 +271,8 @@ class Optimized:
             made = variant.compilation.replacements if variant.compilation is not None else []
             self.rewrites = [replacement_to_rewrite(r, "another variant was explained") for r in made]
             self.chosen, self.trace = report.runs, None
+        # Compiled code, and a backward pass of a trial, are cycles that hold device memory.
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -169,8 +169,8 @@ class Program:
         watched = {id(t): (name, t) for name, t in named}
         for _, tensor in watched.values():
             tensor.grad = None
-        # Hooks of the node that adds a gradient up go with that node. One of the tensor itself would stay for good, with
-        # an empty list to ask in every later backward pass: Python cannot take it away (torch 2.11 to 2.13).
+        # Hooks of the node that adds a gradient up go with that node. Those of the tensor itself stay for good, as an
+        # empty list to ask in every later backward pass: Python cannot take it away (torch 2.11 to 2.13).
         nodes = [(get_gradient_edge(t).node, name, t) for name, t in watched.values()] if self.mode == "step" else []
         hooks = [node.register_hook(functools.partial(note, name, t)) for node, name, t in nodes]
         try:

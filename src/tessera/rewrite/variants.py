@@ -20,7 +20,7 @@ import torch
 
 from ..errors import ArgumentError, RewriteError, did_you_mean
 from ..graph.nested import map_tensors
-from ..monitor.iteration import measure_iteration
+from ..monitor.iteration import IterationMeasurement, has_sensor, measure_iteration
 from .compare import OUTSIDE, Comparison, Reference
 from .compilation import Compilation, Replacement
 from .compile_events import CompileEvents
@@ -29,6 +29,7 @@ from .inductor import PRIVATE_ERRORS, Pass, list_mode_options, make_backend
 from .other_inputs import OtherInputs
 from .program import Program, cannot_repeat, first_line
 from .search_cost import CallCost, guess_compile_s
+from .turns import compare_rounds, order_turns
 
 EAGER = "eager"
 REPLAYED_EAGER = "eager + cuda graph"
@@ -40,6 +41,9 @@ _REPLAYED = frozenset({"reduce-overhead", REPLAYED_EAGER})
 _AUTOTUNE_S = 350.0
 # Torch warms a CUDA graph up with the first call and records it with the second: the third is the first replay.
 _CALLS_TO_REPLAY = 3
+# Variants are measured in so many turns, of so many seconds each: a sensor's batches need half a second, a clock less.
+_ROUNDS = 4
+_TURN_S, _TIMED_S = (0.6, 1.5), (0.05, 0.05)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,6 +63,7 @@ class Variant:
     time_s: float | None = None
     energy_j: float | None = None
     error_j: float | None = None
+    turns: list[IterationMeasurement] = field(default_factory=list)
     unsettled: CompileEvents | None = None
     undone: list[tuple[Replacement, str]] = field(default_factory=list)
     out_of_budget: bool = False
@@ -73,6 +78,12 @@ class Variant:
     def ok(self) -> bool:
         """Whether it compiled and, as far as it was checked, computes the same."""
         return self.call is not None and (self.comparison is None or self.comparison.ok)
+
+    def release(self) -> None:
+        """Let it go, with its compiled code and its graphs; what came of trying it stays."""
+        self.call = None
+        if self.compilation is not None:
+            self.compilation.release()
 
     @property
     def is_replayed(self) -> bool:
@@ -319,23 +330,45 @@ class VariantSearch:
     # -- measuring and choosing -------------------------------------------------------------------------------------
 
     def _measure(self, variant: Variant) -> None:
+        """Measure one turn of a variant."""
         assert variant.call is not None
-        self.say(f"measuring: {variant.name}")
         run = functools.partial(self.run_iteration, variant.call)
         try:
             with self.restoring():
-                if self.others is not None and variant.mode != EAGER:
+                if self.others is not None and variant.mode != EAGER and not variant.turns:
                     variant.unsettled = self.others.find_events(run)
                 iteration = run
                 if self.others is not None and variant.unsettled:
                     iteration = functools.partial(self.others.pass_next, run)
-                result = measure_iteration(iteration, max(1.2, self.left_s / (1 + len(self.tried))))
+                shortest, longest = _TURN_S if has_sensor() else _TIMED_S
+                turn_s = min(max(self.left_s / (_ROUNDS * (1 + len(self.tried))), shortest), longest)
+                variant.turns.append(measure_iteration(iteration, turn_s))
         except Exception as e:
             if variant.mode == EAGER:
                 raise cannot_repeat(e) from e
             variant.call, variant.why = None, f"it failed when it was run again: {first_line(e)}"
-            return
-        variant.time_s, variant.energy_j, variant.error_j = result.time_s, result.energy_j, result.error_j
+
+    def _measure_in_turns(self, variants: Sequence[Variant]) -> None:
+        for variant in variants:
+            variant.turns.clear()
+        self.say(f"measuring in turns: {', '.join(variant.name for variant in variants)}")
+        for order in order_turns(len(variants), _ROUNDS):
+            begun_s = self.left_s
+            for variant in [variants[at] for at in order]:
+                if variant.call is not None:
+                    self._measure(variant)
+            if begun_s - self.left_s > self.left_s:  # an iteration of minutes: once is enough
+                break
+        measured = [variant for variant in variants if variant.call is not None and variant.turns]
+        by_round = list(zip(*(variant.turns for variant in measured), strict=True))
+        times = compare_rounds([[[turn.time_s] for turn in each] for each in by_round]) if measured else []
+        for variant, level in zip(measured, times, strict=True):
+            variant.time_s = level.mean
+        if measured and all(turn.energy_j for each in by_round for turn in each):
+            joules = compare_rounds([[[turn.energy_j or 0.0] for turn in each] for each in by_round])
+            for variant, level in zip(measured, joules, strict=True):
+                known = max(turn.error_j or 0.0 for turn in variant.turns)
+                variant.energy_j, variant.error_j = level.mean, max(level.error, known)
 
     def run_iteration(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Run one iteration with `call` in the model's place, with its own inputs where none are given."""
@@ -345,10 +378,9 @@ class VariantSearch:
                 module.zero_grad(set_to_none=True)
 
     def _find_cheapest(self, variants: Sequence[Variant]) -> Variant:
-        """Measure variants and return the cheapest."""
-        for variant in variants:
-            if variant.time_s is None:
-                self._measure(variant)
+        """Measure variants in turns, unless that is done, and return the cheapest."""
+        if any(variant.time_s is None for variant in variants):
+            self._measure_in_turns(variants)
         variants = [variant for variant in variants if variant.ok]
         note = "no sensor measures joules here: the fastest variant was taken"
         if note not in self.notes and any(variant.energy_j is None for variant in variants):

@@ -2,30 +2,30 @@
 
 A trial runs on the inputs that it was given; the loop brings others, with other shapes among them.
 
-    calls   1 2 | 3 ... 12 | as fast as promised, nothing compiled again: confirmed, and nothing is watched any more
-            warm   chosen  | else 2 + 10 of the next best | 2 + 10 of the program as it was | the best of them runs on
+    calls   settle | 8 of the chosen: as fast as promised, nothing compiled again: confirmed, watched no more
+            else: the others settle | all in turns, there and back: A B C, C B A, ... | the best of them runs on
 
-Times are CUDA events in the stream (the host's clock without a GPU), joules a window over a turn: nothing waits for
-them before the turn ends. A turn in which code was compiled begins again a few times, since the first call with a new
-shape may compile; code that is compiled or recorded again and again counts with the time that takes.
+A variant settles while its code is compiled for the loop's shapes: two calls in a row without a compilation, or it is
+judged as it is, with what compiling costs it. Times are CUDA events in the stream (the host's clock without a GPU),
+joules windows over its turns: nothing waits for them before they are compared. In turns, because a host's speed drifts.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from ..monitor.scope import is_capturing
+from .call_clock import CallClock
 from .compile_events import CompileEvents, count_events
 from .search_cost import CallCost
+from .turns import Level, compare_rounds, order_turns
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -33,20 +33,26 @@ if TYPE_CHECKING:
     from ..schema import Energy
 
 Call = Callable[..., Any]
-WARM, CALLS, SPARE = 2, 10, 12
-"""Calls of a turn that only warm up, calls that are measured, and calls that may be measured again: 3 turns make 48."""
+MOST_CALLS = 48
+"""Calls after which a watched call has decided."""
+CALLS = 8
+"""Calls that are held against the promise."""
+# Calls without a compilation in a row, after which code has settled, and the calls in which that must come about: sizes
+# that change become dynamic ones at the second of them, frame by frame.
+_SETTLED, _SETTLE_WITHIN = 2, 10
+ROUNDS = 4
+"""Rounds of turns, where entering a variant is free; half as many where it captures a graph, or moves weights."""
 # How much slower than its trial a call may be: half of what the next best would have cost more, within these bounds.
 _LEAST, _MOST = 0.01, 0.05
 # How much faster it may be: beyond, the machine is another than in the trial, and other variants may be faster still.
 _FASTER = 0.1
 # A pause (an evaluation between two calls, a process that had to wait for a core) counts as no more than so many calls.
 _PAUSE = 3.0
-# Joules of a turn are used where it was that long, and known that well: ten samples of an H200's ring (20 ms).
+# Joules of a variant are used where its turns took so long, and are known so well: ten samples of an H200 (20 ms).
 _LEAST_S, _LEAST_SURE = 0.2, 0.05
 # Joules of a turn include what the user does between calls: they are held against the trial's where that is little.
 _BUSY = 0.9
 _READ_S = 2.0
-_QUANTILE = 1.645  # of the normal distribution, for 90%
 
 
 class VariantInUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -119,51 +125,6 @@ class WatchedVariant:
     promise: CallCost | None = None
 
 
-class CallClock(Protocol):
-    """Marks moments, and tells what lies between two of them."""
-
-    def mark(self) -> Any:
-        """Mark this moment."""
-
-    def measure_s(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks; it may wait for the second."""
-
-
-class HostClock:
-    """The host's clock."""
-
-    def mark(self) -> float:
-        """Read it."""
-        return time.perf_counter()
-
-    def measure_s(self, begin: float, end: float) -> float:
-        """Seconds between two readings."""
-        return end - begin
-
-
-class StreamClock:
-    """Events in the current CUDA stream: when the device was there. Those of one turn are made in advance."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._make = functools.partial(torch.cuda.Event, enable_timing=True)
-        self._ready = [self._make() for _ in range(2 * (WARM + CALLS))]
-        for event in self._ready:
-            event.record()  # torch makes it at its first use
-
-    def mark(self) -> Any:
-        """Record an event."""
-        event = self._ready.pop() if self._ready else self._make()
-        event.record()
-        return event
-
-    def measure_s(self, begin: Any, end: Any) -> float:
-        """Seconds between two events; waits for the second."""
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e-3
-
-
 def describe_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The shapes of tensors among the arguments."""
     from torch.utils import _pytree as pytree
@@ -182,17 +143,45 @@ class _Span:
 
 @dataclass(slots=True)
 class _Turn:
-    """The calls of one variant that are measured."""
+    """A variant's calls in a row: those until `quiet` of them compiled nothing (`within` a bound), then `calls` more.
 
-    warm: int = WARM
+    With `settles`, a compilation among the latter begins it anew, and a turn that is not quiet in time is over.
+    """
+
+    at: int
+    calls: int
+    quiet: int
+    within: int
+    settles: bool = False
+    warm: list[_Span] = field(default_factory=list)
     spans: list[_Span] = field(default_factory=list)
-    begun: tuple[Any, CompileEvents, int] | None = None
-    window: Window | None = None
+    windows: list[Window] = field(default_factory=list)
     familiar: bool = True  # all inputs had the shapes of the trial
+
+    @property
+    def settled(self) -> bool:
+        last = self.warm[-self.quiet :] if self.quiet else []
+        return len(last) == self.quiet and not any(s.events for s in last)
+
+    @property
+    def warming(self) -> bool:
+        return not self.settled and len(self.warm) < self.within
+
+    @property
+    def over(self) -> bool:
+        return not self.warming and (len(self.spans) >= self.calls or (self.settles and not self.settled))
+
+    def add(self, span: _Span) -> None:
+        if self.warming:
+            self.warm.append(span)
+            return
+        self.spans.append(span)
+        if self.settles and span.events:
+            self.warm, self.spans = [*self.warm, *self.spans], []
 
 
 class WatchedCall:
-    """Calls the first candidate, then, where it does not keep its promise, the others; at last the best.
+    """Calls the first candidate, then, where it does not keep its promise, all of them in turns; at last the best.
 
     The last candidate is the program as it was. `choose` is given what each took and returns the place of the best;
     `finish` is given the outcome once, and should then call the variant itself. With `between`, a call lasts until the
@@ -210,15 +199,18 @@ class WatchedCall:
         monitor: Monitor | None = None,
         between: bool = False,
         inputs: tuple[Any, ...] | None = None,
+        rounds: int = ROUNDS,
     ) -> None:
         self._candidates, self._choose, self._finish = candidates, choose, finish
         self._clock, self._monitor, self._between, self._inputs = clock, monitor, between, inputs
+        self._rounds, self._used = rounds, 0
         self._lock = threading.Lock()
         self._shared = self._over = False
-        self._spare = SPARE
         self._figures: list[VariantInUse] = []
-        self._elements = 0
-        self._call, self._turn = candidates[0].enter(), _Turn()
+        self._begun: tuple[Any, CompileEvents, int] | None = None
+        self._at, self._call = 0, candidates[0].enter()
+        self._turns = self._take_turns()
+        self._turn = next(self._turns)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._over or is_capturing():
@@ -232,125 +224,166 @@ class WatchedCall:
             self._lock.release()
 
     def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        turn, begin, events = self._turn, self._clock.mark(), count_events()
-        if turn.begun is not None:
-            self._add_span(*turn.begun, begin, events)
-            turn.begun = None
-        if self._shared or len(turn.spans) >= CALLS:
-            self._end_turn()
-            if self._over:
-                return self._call(*args, **kwargs)
-            turn, begin, events = self._turn, self._clock.mark(), count_events()
-        shapes = describe_inputs(args, kwargs)
+        begin, events = self._clock.mark(), count_events()
+        if self._begun is not None:
+            self._add_span(*self._begun, begin, events)
+            self._begun = None
+        if self._shared:
+            self._end("shared", self._at)
+        elif self._turn.over:
+            self._begin_turn()
+            begin, events = self._clock.mark(), count_events()
+        if self._over:
+            return self._call(*args, **kwargs)
+        turn, shapes = self._turn, describe_inputs(args, kwargs)
         turn.familiar = turn.familiar and shapes == self._inputs
         elements = sum(map(math.prod, shapes))
-        if not turn.warm and turn.window is None and self._monitor is not None:
-            turn.window = self._monitor.open("watch", nested=True)  # nested: no region of the user's report
+        if turn.calls and not turn.warming and not turn.windows and self._monitor is not None:
+            turn.windows.append(self._monitor.open("watch", nested=True))  # nested: no region of the user's report
         result = self._call(*args, **kwargs)
         if self._between:
-            turn.begun = begin, events, elements
+            self._begun = begin, events, elements
         else:
             self._add_span(begin, events, elements, self._clock.mark(), count_events())
         return result
 
     def _add_span(self, begin: Any, before: CompileEvents, elements: int, end: Any, after: CompileEvents) -> None:
-        turn, events = self._turn, after - before
-        if turn.warm:
-            turn.warm -= 1
-        elif events and self._spare > len(turn.spans):
-            self._spare -= len(turn.spans) + 1
-            turn.spans.clear()
-            self._close_window(turn)
-        else:
-            turn.spans.append(_Span(begin, end, events, elements))
+        self._used += 1
+        self._turn.add(_Span(begin, end, after - before, elements))
+        if not self._turn.spans:
+            self._close_windows()  # nothing counts so far
 
-    def _close_window(self, turn: _Turn) -> Window | None:
-        window, turn.window = turn.window, None
-        if window is not None and self._monitor is not None:
+    # -- whose turn it is ---------------------------------------------------------------------------------------------
+
+    def _close_windows(self) -> list[Window]:
+        windows, self._turn.windows = self._turn.windows, []
+        for window in windows:
+            assert self._monitor is not None
             self._monitor.close(window)
-        return window
+        return windows
 
-    # -- judging ------------------------------------------------------------------------------------------------------
+    def _begin_turn(self) -> None:
+        self._turn.windows = self._close_windows()
+        try:
+            self._turn = next(self._turns)
+            self._enter(self._turn.at)
+        except StopIteration as decided:
+            outcome, at = decided.value
+            self._enter(at)
+            self._end(outcome, at)
 
-    def _end_turn(self) -> None:
-        turn, at = self._turn, len(self._figures)
-        window = self._close_window(turn)
-        if self._shared:
-            self._end("shared", at)
-            return
-        figures, busy = self._sum_up(turn, self._candidates[at], window)
-        self._figures.append(figures)
-        if at == 0 and turn.familiar and self._is_kept(figures, busy):
-            self._end("confirmed", 0)
-        elif at + 1 < len(self._candidates):
-            self._call, self._turn = self._candidates[at + 1].enter(), _Turn()
-        else:
-            best = self._choose(self._figures)
-            if best != at:
-                self._call = self._candidates[best].enter()
-            self._end("compared", best)
+    def _enter(self, at: int) -> None:
+        if at != self._at:
+            self._at, self._call = at, self._candidates[at].enter()
 
     def _end(self, outcome: Literal["confirmed", "compared", "shared"], at: int) -> None:
         self._over = True
         names = [c.name for c in self._candidates]
         self._finish(UseReport(outcome=outcome, chosen=names[0], runs=names[at], variants=list(self._figures)))
 
-    def _sum_up(self, turn: _Turn, candidate: WatchedVariant, window: Window | None) -> tuple[VariantInUse, float]:
-        """What a call of the turn took, and the share of the turn within calls.
+    def _take_turns(self) -> Generator[_Turn, None, tuple[Literal["confirmed", "compared"], int]]:
+        """Yield turns, which are full when it goes on; return how it ended and the place of the best."""
+        settling = {}
+        for at in range(len(self._candidates)):
+            calls = CALLS if at == 0 and not self._between else 0
+            settling[at] = turn = _Turn(at, calls, _SETTLED, _SETTLE_WITHIN, settles=True)
+            yield turn
+            if turn.spans:
+                self._figures = self._sum_up({0: [turn]})
+                if turn.familiar and self._is_kept(turn, self._figures[0]):
+                    return "confirmed", 0
+        ready = [at for at, turn in settling.items() if turn.settled] or [len(self._candidates) - 1]
+        taken: dict[int, list[_Turn]] = {at: [] for at in ready}
+        left = max(MOST_CALLS - self._used, 0)
+        rounds = max(2, min(self._rounds, left // (3 * len(ready))) // 2 * 2)  # as often there as back
+        calls = max(1, left // (rounds * len(ready)) - 1)  # the first call after a change warms up
+        for order in order_turns(len(ready), rounds):
+            for at in order:
+                yield (turn := _Turn(ready[at], calls, 1, 2))
+                taken[ready[at]].append(turn)
+        for at, turn in settling.items():
+            if at not in taken:  # it compiles on and on: by its later calls, with what compiling takes
+                taken[at] = [_Turn(at, 0, 0, 0, spans=turn.warm[len(turn.warm) // 2 :])]
+        self._figures = self._sum_up(dict(sorted(taken.items())))
+        return "compared", self._choose(self._figures)
 
-        Where the inputs were larger or smaller than those of the first turn, nobody knows whether a call's cost grows
-        with them: the figures lie between both answers, and their errors include both.
+    # -- judging ------------------------------------------------------------------------------------------------------
+
+    def _sum_up(self, taken: Mapping[int, Sequence[_Turn]]) -> list[VariantInUse]:
+        """What a call of each variant took, by all of its turns.
+
+        Where its inputs were larger or smaller than the first variant's, nobody knows whether a call's cost grows with
+        them: the figures lie between both answers, and their errors include both.
         """
-        spans, count = turn.spans, len(turn.spans)
-        times = [self._clock.measure_s(s.begin, s.end) for s in spans]
-        energy = self._read_energy(window)
-        busy = sum(times) / energy.time_s if energy is not None and energy.time_s else 1.0
+        times = {at: [self._time_turn(turn) for turn in turns] for at, turns in taken.items()}
+        rounds = max(map(len, times.values()))
+        together = [at for at in times if len(times[at]) == rounds]
+        compared = compare_rounds([[times[at][i] for at in together] for i in range(rounds)])
+        levels = dict(zip(together, compared, strict=True))
+        figures, first = [], 0.0
+        for at, turns in taken.items():
+            spans = [span for turn in turns for span in turn.spans]
+            level = levels.get(at) or compare_rounds([[times[at][0]]])[0]
+            elements = sum(s.elements for s in spans) / len(spans)
+            first = first or elements
+            scale = first / elements if elements else 1.0
+            figures.append(self._make_figures(self._candidates[at], turns, level, scale))
+        return figures
+
+    def _time_turn(self, turn: _Turn) -> list[float]:
+        times = [self._clock.measure_s(s.begin, s.end) for s in turn.spans]
         most_s = _PAUSE * statistics.median(times)
-        times = [t if s.events else min(t, most_s) for t, s in zip(times, spans, strict=True)]
-        elements = sum(s.elements for s in spans)
-        self._elements = self._elements or elements
-        scale = self._elements / elements if elements else 1.0
+        return [t if s.events else min(t, most_s) for t, s in zip(times, turn.spans, strict=True)]
+
+    def _make_figures(
+        self, candidate: WatchedVariant, turns: Sequence[_Turn], level: Level, scale: float
+    ) -> VariantInUse:
+        spans = [span for turn in turns for span in turn.spans]
         middle, off = (1.0 + scale) / 2, abs(1.0 - scale) / 2
-        plain = [t for t, s in zip(times, spans, strict=True) if not s.events]
-        spread_s = _QUANTILE * statistics.stdev(plain) / math.sqrt(len(plain)) if len(plain) > 1 else 0.0
-        events, mean_s = sum((s.events for s in spans), CompileEvents()), sum(times) / count
-        joules = None if energy is None or not _is_sure(energy) else energy.joules / count
-        figures = VariantInUse(
+        events = sum((s.events for s in spans), CompileEvents())
+        known = self._read_energies(turns) if level.mean * len(spans) >= _LEAST_S else []
+        joules = sum(e.joules for e in known) / len(spans) if known else None
+        error_j = sum(e.error_j for e in known) / len(spans)
+        return VariantInUse(
             variant=candidate.name,
-            calls=count,
-            time_s=mean_s * middle,
-            error_s=spread_s * middle + mean_s * off,
+            calls=len(spans),
+            time_s=level.mean * middle,
+            error_s=level.error * middle + level.mean * off,
             promised_s=candidate.promise.time_s if candidate.promise else None,
             energy_j=None if joules is None else joules * middle,
-            error_j=None if joules is None or energy is None else energy.error_j / count * middle + joules * off,
+            error_j=None if joules is None else error_j * middle + joules * off,
             promised_j=candidate.promise.energy_j if candidate.promise else None,
             compilations=events.compilations,
             recordings=events.recordings,
         )
-        return figures, busy
 
-    def _read_energy(self, window: Window | None) -> Energy | None:
-        if window is None or self._monitor is None:
-            return None
-        self._monitor.read(window, _READ_S)
-        return self._monitor.total(window)
+    def _read_energies(self, turns: Sequence[_Turn]) -> list[Energy]:
+        """The joules of all turns; nothing where they are not known well enough to compare them."""
+        if self._monitor is None:
+            return []
+        windows = [window for turn in turns for window in turn.windows]
+        for window in windows:
+            self._monitor.read(window, _READ_S)
+        energies = [self._monitor.total(window) for window in windows]
+        known = [e for e in energies if e is not None and e.basis == "measured" and e.joules > 0]
+        sure = sum(e.error_j for e in known) <= _LEAST_SURE * sum(e.joules for e in known)
+        return known if known and sure and len(known) == len(turns) else []
 
-    def _is_kept(self, figures: VariantInUse, busy: float) -> bool:
+    def _is_kept(self, turn: _Turn, figures: VariantInUse) -> bool:
         """Whether the first candidate does what its trial promised."""
         promised_s, promised_j = figures.promised_s, figures.promised_j
-        if self._between or promised_s is None or figures.compilations or figures.recordings:
+        if promised_s is None or figures.compilations or figures.recordings:
             return False
         others = [c.promise.time_s for c in self._candidates[1:] if c.promise and c.promise.time_s is not None]
         gap = min(others, default=math.inf) / promised_s - 1.0
         slower = figures.time_s / promised_s - 1.0
         if not -_FASTER <= slower <= min(max(gap / 2, _LEAST), _MOST):
             return False
-        if figures.energy_j is None or promised_j is None or busy < _BUSY:
+        if figures.energy_j is None or promised_j is None or self._share_within_calls(turn) < _BUSY:
             return True
         return figures.energy_j - (figures.error_j or 0.0) <= promised_j * (1.0 + _MOST)
 
-
-def _is_sure(energy: Energy) -> bool:
-    """Whether the joules of a turn are known well enough to compare them."""
-    known = energy.basis == "measured" and energy.joules > 0 and energy.error_j <= _LEAST_SURE * energy.joules
-    return known and energy.time_s >= _LEAST_S
+    def _share_within_calls(self, turn: _Turn) -> float:
+        energies = self._read_energies([turn])
+        within_s = sum(self._clock.measure_s(s.begin, s.end) for s in turn.spans)
+        return within_s / energies[0].time_s if energies and energies[0].time_s else 1.0

@@ -23,11 +23,12 @@ import msgspec
 from ...errors import ScheduleError
 from ...monitor import EnergyScope, Monitor, default
 from ...monitor.iteration import has_sensor
+from ...rewrite.call_clock import HostClock, StreamClock
 from ...rewrite.search_cost import guess_compile_s
 from ...rewrite.state import State
 from ...rewrite.watch import (
-    HostClock,
-    StreamClock,
+    MOST_CALLS,
+    ROUNDS,
     UseReport,
     VariantInUse,
     WatchedCall,
@@ -256,9 +257,10 @@ class TunedFunction:
             ],
             functools.partial(find_best_in_goal, make_goal(self._options)),
             lambda report: self._settle(report, settings),
-            clock=StreamClock() if cuda else HostClock(),
+            clock=StreamClock(2 * MOST_CALLS) if cuda else HostClock(),
             monitor=(self._monitor or default()) if cuda and has_sensor() else None,
             inputs=inputs,
+            rounds=ROUNDS // 2,  # entering a setting moves weights, and captures its graph again
         )
 
     def _enter(self, setting: Setting) -> Call:

@@ -1,0 +1,52 @@
+"""Clocks that time calls without waiting for them: the host's, and events in a CUDA stream."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any, Protocol
+
+
+class CallClock(Protocol):
+    """Marks moments, and tells what lies between two of them."""
+
+    def mark(self) -> Any:
+        """Mark this moment."""
+
+    def measure_s(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks; it may wait for the second."""
+
+
+class HostClock:
+    """The host's clock."""
+
+    def mark(self) -> float:
+        """Read it."""
+        return time.perf_counter()
+
+    def measure_s(self, begin: float, end: float) -> float:
+        """Seconds between two readings."""
+        return end - begin
+
+
+class StreamClock:
+    """Events in the current CUDA stream: when the device was there. `marks` of them are made in advance."""
+
+    def __init__(self, marks: int) -> None:
+        import torch
+
+        self._make = functools.partial(torch.cuda.Event, enable_timing=True)
+        self._ready = [self._make() for _ in range(marks)]
+        for event in self._ready:
+            event.record()  # torch makes it at its first use
+
+    def mark(self) -> Any:
+        """Record an event."""
+        event = self._ready.pop() if self._ready else self._make()
+        event.record()
+        return event
+
+    def measure_s(self, begin: Any, end: Any) -> float:
+        """Seconds between two events; waits for the second."""
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
