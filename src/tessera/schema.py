@@ -214,7 +214,7 @@ class RegionEnergy:
     """All the passes through one named region of a program, together, from its first start to its last end.
 
     A moment that lies in several passes counts once. `overlaps`: other passes or regions were open at the same time (in
-    other threads or asyncio tasks), and each contains the joules of all of them.
+    other threads or asyncio tasks), and each contains the joules of all of them. `apart`: the total does not.
     """
 
     name: str
@@ -223,6 +223,7 @@ class RegionEnergy:
     start_ns: int = 0
     end_ns: int = 0
     overlaps: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,11 +290,10 @@ class Prediction:
 
     `clock` is relative to the boost clock (below 1 where the power limit holds it down), `bound` what the time is
     spent on ("host", "compute", "memory", "overhead", "power"), `state` "sustained" under the power limit or "burst" at
-    the boost clock. `hbm_bytes` cross device memory in one iteration of
-    many: 0 where all that it touches stays in the last-level cache. `parameters` are those of the model's modules.
-    `mfu` (model FLOPs utilisation) is `flops` over the time at the dense peak of the format most of them run in; None
-    where there are none. `provenance` says for each part whether it is a datasheet's figure, calibrated on a
-    measurement, or assumed.
+    the boost clock. `hbm_bytes` cross device memory in one iteration of many: 0 where all that it touches stays in the
+    last-level cache. `parameters` are those of the model's modules. `mfu` (model FLOPs utilisation) is `flops` over the
+    time at the dense peak of the format most of them run in; None where there are none. `provenance` says for each part
+    whether it is a datasheet's figure, calibrated on a measurement, or assumed.
     """
 
     device: str

@@ -43,6 +43,9 @@ def checked(report: EnergyReport | None, steps: int, samples: int) -> None:
     regions = {r.name: r.energy for r in report.regions}
     assert set(regions) == {"steps", "evaluation", "saving"}
     assert regions["steps"].energy_j == report.total.energy_j
+    assert {r.name for r in report.regions if r.apart} == {"evaluation", "saving"}
+    shown = str(report)
+    assert shown.count("(not in the total)") == 2 and shown.count("(100%") == 1 + len(report.by_domain)
     for energy in (*regions.values(), *report.by_domain.values()):
         assert energy.error_j >= 0.2 * energy.energy_j * (1 - 1e-9), "no number of windows makes the level surer"
 

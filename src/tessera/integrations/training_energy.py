@@ -132,7 +132,12 @@ class TrainingEnergy:
 def _describe_phase(phase: str, scopes: Sequence[EnergyScope]) -> RegionEnergy:
     energy = sum_windows([s.energy for s in scopes])
     return RegionEnergy(
-        name=phase, calls=len(scopes), energy=energy, start_ns=scopes[0].start_ns, end_ns=scopes[-1].end_ns
+        name=phase,
+        calls=len(scopes),
+        energy=energy,
+        start_ns=scopes[0].start_ns,
+        end_ns=scopes[-1].end_ns,
+        apart=phase != STEPS,
     )
 
 

@@ -96,7 +96,8 @@ def _region_text(region: RegionEnergy, total_j: float) -> str:
     share = energy.energy_j / total_j if total_j > 0 else 0.0
     each = format_energy_error(energy.energy_j / calls, energy.error_j / calls)
     with_others = ", with what other scopes did meanwhile" if region.overlaps else ""
-    return f"{region.name}: {calls} x {each} = {format_energy(energy.energy_j)} ({format_share(share)}{with_others})"
+    part = "not in the total" if region.apart else format_share(share)
+    return f"{region.name}: {calls} x {each} = {format_energy(energy.energy_j)} ({part}{with_others})"
 
 
 def _domain_text(report: EnergyReport, name: str, energy: Energy) -> str:
