@@ -858,6 +858,25 @@ def test_a_process_without_the_variable_shows_its_python_functions():
     assert sum(f["energy_j"] for f in answer["functions"]) == pytest.approx(spent_j)
 
 
+def test_a_python_process_without_torch_shows_its_functions_too_and_another_program_has_none():
+    code = "import time\ndef hot():\n    while True: sum(range(1000))\nprint('ready', flush=True)\nhot()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        try:
+            answer = json.loads(prof("--pid", str(child.pid), "--duration", "2s", "--json").stdout)
+        finally:
+            child.kill()
+    if refused := [note for note in answer["notes"] if "py-spy" in note]:
+        pytest.skip(refused[0])
+    assert any(f["name"].endswith(" hot") for f in answer["functions"]), answer
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            answer = json.loads(prof("--pid", str(child.pid), "--duration", "200ms", "--json").stdout)
+        finally:
+            child.kill()
+    assert not answer["functions"] and not any("py-spy" in note for note in answer["notes"])
+
+
 def test_without_py_spy_the_answer_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(stacks, "find_py_spy", lambda: None)
     with stacks.PySpy(os.getpid()) as spy:

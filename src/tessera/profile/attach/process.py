@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import pwd
+import re
 import select
 import shlex
 import time
@@ -24,6 +25,7 @@ SOCKET_VARIABLE = "KINETO_IPC_SOCKET_DIR"
 TRACE_VARIABLE = "KINETO_ONDEMAND_TRACE_DIR"
 _READ = (b"KINETO_", b"CUDA_")  # of a process's environment; the rest (keys, passwords) is not even kept
 _TORCH = ("libtorch_cpu.", "libtorch.", "libkineto.")
+_PYTHON = re.compile(r"/(?:lib)?python\d[^/\n]*$", re.MULTILINE)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _UTIME, _STARTED = 11, 19  # places in /proc/PID/stat, counted from the state
@@ -254,11 +256,19 @@ def _environ(pid: int) -> dict[str, str]:
 
 def maps_torch(pid: int) -> bool:
     """Whether PyTorch is loaded in a process."""
+    return any(name in _read_maps(pid) for name in _TORCH)
+
+
+def maps_python(pid: int) -> bool:
+    """Whether a process is a Python interpreter, or has one inside."""
+    return _PYTHON.search(_read_maps(pid)) is not None
+
+
+def _read_maps(pid: int) -> str:
     try:
-        text = (PROC / str(pid) / "maps").read_text(errors="replace")
+        return (PROC / str(pid) / "maps").read_text(errors="replace")
     except OSError:
-        return False
-    return any(name in text for name in _TORCH)
+        return ""
 
 
 def same(pid: int, what: str) -> bool:

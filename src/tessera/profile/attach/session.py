@@ -23,7 +23,7 @@ from ...sensors.discover import DiscoveredSensors, discover
 from ...sensors.gpu_processes import GpuProcessReader
 from ...sensors.processes import ProcessTree
 from .daemon import TraceDaemon
-from .process import Kineto, NoProcess, Target, descendants, find, kineto
+from .process import Kineto, NoProcess, Target, descendants, find, kineto, maps_python
 from .request import Folder, TraceFigures, What, figures
 from .sampling import ProcessSampler, ProcessUse
 from .stacks import PySpy
@@ -161,7 +161,7 @@ class _Session:
         """Until the time is over and the trace is there, given up, or the process is gone."""
         with contextlib.ExitStack() as stack:
             folder = self._listen(stack)
-            if self._kineto.state == "off":
+            if self._kineto.state == "off" or (self._kineto.state == "not torch" and maps_python(self._target.pid)):
                 self._spy = stack.enter_context(PySpy(self._target.pid))
             looked = time.monotonic()
             while sampler.ended_ns is None:
