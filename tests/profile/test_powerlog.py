@@ -313,6 +313,8 @@ def test_a_log_of_amd_smi_gives_a_trace_its_joules(tmp_path):
     ("text", "what"),
     [
         ("timestamp,gpu,power_usage\nyesterday,0,5\n", "is not a time"),
+        (f"timestamp,gpu,power_usage\n{'9' * 400},0,5\n", "is not a time"),  # infinite, found by fuzzing
+        ("timestamp,gpu,power_usage\n300 W,0,5\n", "is not a time"),
         ("timestamp,gpu,power_usage\n1790000000,0,much\n", "is not a power"),
         ("timestamp,gpu,temperature\n1790000000,0,50\n", "no power.draw"),
         ("Timestamp, DeviceId, GPU Power (W)\n25:61:00, 0, 3\n", "is not a time"),

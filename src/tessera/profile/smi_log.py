@@ -210,10 +210,11 @@ class _Stamps:
         return known
 
     def _parse(self, text: str, line: int) -> int:
-        if _WATTS.match(text):
-            time_ns = round(float(text) * 1e9)
-            if abs(time_ns) < MOST_NS:
-                return time_ns
+        number = _WATTS.match(text)
+        if number and not number.group(2):
+            time_s = float(number.group(1))  # of 400 digits: infinite
+            if abs(time_s) * 1e9 < MOST_NS:
+                return round(time_s * 1e9)
         for pattern in (self._pattern, *_STAMPS, *_TIMES_OF_DAY):
             if pattern is None:
                 continue
