@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -146,7 +146,15 @@ def test_kernels_of_a_graph_have_the_operators_of_its_capture(driver: Driver, tm
     timeline, facts = sess.timeline(), sess.recording().facts
     assert name_operators(timeline) == 12 * WORK
     captured = np.flatnonzero(timeline["captured"] != NONE)
-    assert [timeline.text("captured", row) for row in captured.tolist()] == "gemm norm add gemm gemm norm add".split()
+    assert [timeline.text("captured", row) for row in captured.tolist()] == [
+        "gemm",
+        "norm",
+        "add",
+        "gemm",
+        "gemm",
+        "norm",
+        "add",
+    ]
     assert len(facts.operator_windows) == 1  # of the three steps; a capture is none
     assert (FakeGraph.capture_begin, FakeGraph.capture_end) == original
     assert sess.notes == []
@@ -216,25 +224,25 @@ class FakeCuda:
     """The driver's calls that list a graph's nodes: a copy, a kernel by its handle, one by its function."""
 
     nodes = ((1, None), (0, (11, None)), (0, (None, 12)))
-    names = {11: b"_Z4gemmPf", 12: b"triton_add"}
+    names: ClassVar = {11: b"_Z4gemmPf", 12: b"triton_add"}
 
-    def cuStreamGetCaptureInfo_v2(  # noqa: N802
+    def cuStreamGetCaptureInfo_v2(
         self, stream: Any, status: Any, number: Any, graph: Any, dependencies: Any, count: Any
     ) -> int:
         graph._obj.value = 99 if stream.value == 7 else None
         return 0
 
-    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:  # noqa: N802
+    def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:
         count._obj.value = len(self.nodes)
         for number in range(len(self.nodes) if nodes is not None else 0):
             nodes[number] = number + 1
         return 0
 
-    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:  # noqa: N802
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
         kind._obj.value = self.nodes[node.value - 1][0]
         return 0
 
-    def cuGraphKernelNodeGetParams_v2(self, node: Any, params: Any) -> int:  # noqa: N802
+    def cuGraphKernelNodeGetParams_v2(self, node: Any, params: Any) -> int:
         handles = self.nodes[node.value - 1][1]
         assert handles is not None
         # As cuda.h lays it out (CUDA 12 and 13): checked by compiling it.
@@ -244,11 +252,11 @@ class FakeCuda:
         np.frombuffer(raw, "<u8")[[7, 0]] = [handle or 0 for handle in handles]
         return 0
 
-    def cuKernelGetName(self, text: Any, handle: Any) -> int:  # noqa: N802
+    def cuKernelGetName(self, text: Any, handle: Any) -> int:
         text._obj.value = self.names[handle.value]
         return 0
 
-    cuFuncGetName = cuKernelGetName  # noqa: N815
+    cuFuncGetName = cuKernelGetName
 
 
 def test_kernels_of_a_graph_are_listed_by_the_driver() -> None:

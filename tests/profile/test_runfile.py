@@ -729,3 +729,44 @@ def test_chunks_stream_the_columns_asked_for(tmp_path):
     np.testing.assert_array_equal(np.concatenate([c["end_ns"] for c in chunks]), timeline["end_ns"])
     assert np.isnan(chunks[0]["energy_j"]).all()
     assert chunks[2].extra == {140_000 - 131_072: {"sm_occupancy": 1.0}}
+
+
+@pytest.mark.parametrize("jitter_ns", [32, 400])
+def test_replays_of_a_graph_are_read_though_their_rows_take_a_few_bytes(
+    jitter_ns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tessera.read_limits.ROWS", 0)
+    rng, kernels, replays = np.random.default_rng(0), 334, 300
+    count = kernels * replays
+    lasts_ns = np.tile(rng.integers(1_500, 12_000, kernels), replays) + 32 * rng.integers(-1, 2, count)
+    start_ns = T0 + np.cumsum(lasts_ns + 700 + jitter_ns * rng.integers(0, 2, count))
+    builder = Builder()
+    for number in range(20):
+        builder.intern(f"kernel_{number}")
+    which = np.tile(rng.integers(0, 20, kernels), replays)
+    columns = {"name": which, "kind": 0, "start_ns": start_ns, "end_ns": start_ns + lasts_ns, "device": 0, "stream": 7}
+    columns |= {
+        "correlation": np.repeat(np.arange(replays), kernels),
+        "graph_node": np.tile(np.arange(kernels), replays),
+    }
+    builder.extend({name: np.asarray(values) for name, values in columns.items()}, count)
+    path = tmp_path / "graph.tessera"
+    with RunWriter(path) as writer:
+        writer.add_timeline(builder.build())
+    assert path.stat().st_size / count < 6
+    with RunFile(path) as run:
+        assert len(run.timeline()) == count
+
+
+def test_a_small_file_of_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessera.read_limits.ROWS", 1_000)
+    builder = Builder()
+    builder.intern("kernel")
+    builder.extend(
+        {"name": np.array(0), "kind": np.array(0), "start_ns": np.array(T0), "end_ns": np.array(T0)}, 200_000
+    )
+    path = tmp_path / "rows.tessera"
+    with RunWriter(path) as writer:
+        writer.add_timeline(builder.build())
+    with RunFile(path) as run, pytest.raises(RecordingError, match="200,000 rows"):
+        run.timeline()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..clock import EpochNs
 from ..joules import DomainSamples
 from ..notes import kind_of, restore_kinds
-from ..read_limits import JSON_BYTES
+from ..read_limits import JSON_BYTES, RUN_BYTES_PER_ROW
 from ..recording import CpuUse, Facts, Recording, Stack
 from ..schema import Domain, Gap, PowerEvent, Telemetry
 from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, Chunk, Launch, Timeline
@@ -217,7 +217,7 @@ class RunFile:
         wanted = (*INTEGERS, *FLOATS) if columns is None else tuple(columns)
         self._unpacked = 0
         self._db.budget.size = size_with_log(self.path)  # a live run grows
-        self._db.budget.check_rows(self.rows)
+        self._db.budget.check_rows(self.rows, RUN_BYTES_PER_ROW)
         plain = [c for c in wanted if c not in ENERGY]
         joules = [c for c in wanted if c in ENERGY]
         names, launches = self._count("names"), self._count("launches")
@@ -265,7 +265,8 @@ class RunFile:
         sql = "SELECT first_row, rows, columns, data FROM energy WHERE first_row < ? AND first_row + rows > ?"
         for start, count, heads, data in self._db.rows(sql, end, low):
             self._unpacked += row_count(count)
-            self._db.budget.check_rows(self._unpacked // 8)  # joules lie as rows do: each is unpacked once or twice
+            # Joules lie as rows do: each is unpacked once or twice.
+            self._db.budget.check_rows(self._unpacked // 8, RUN_BYTES_PER_ROW)
             unpacked = unpack(heads, data, count, columns)
             for i in range(max(bisect_right(firsts, start) - 1, 0), bisect_left(firsts, start + count)):
                 first, rows = chunks[i][:2]
