@@ -1,17 +1,17 @@
 """What the default session costs: every kernel by CUPTI, operators of three steps, on four programs.
 
-    PYTHONPATH=src:.carry/site python benchmarks/device/cupti_light.py RESULTS.json [--programs ...] [--turns-s 26]
+    PYTHONPATH=src:.carry/site python benchmarks/device/cupti_light.py RESULTS.json [--programs ...] [--turns 16]
 
 One process for each program. A shared host's speed drifts by 10 to 30% within seconds, so short blocks of steps take
 turns, plain and traced, and each traced block is compared with the mean of the plain ones right before and after it:
-`over_pct` is the median of those ratios, `low_pct` to `high_pct` its 90% interval by order statistics. `cpu_pct` is the
-same of the CPU time of the thread that calls the steps, which other tenants disturb less; `process_cpu_pct` has our own
-threads in it too. Starting and stopping lie outside the timed part, and a traced block runs for `LEAD_S` before it: so as
-many buffers are read in the timed part as are filled in it.
+`over_pct` is the median of those ratios, `over_low_pct` to `over_high_pct` its 90% interval by order statistics. `cpu_pct` is
+the same of the CPU time of the thread that calls the steps, which other tenants disturb less; `process_cpu_pct` has all
+threads in it, CUPTI's and ours. Starting and stopping lie outside the timed part.
 
-"kernels" is a session without operators in a process that has not run Kineto; "light" the same after a default session has
-traced three steps with operators; "profiler" torch.profiler, operators and shapes. `tied` is the share of the kernels in the
-operators' steps that have one. Without a GPU small models try the script.
+"light" is a default session after its three steps with operators; its tracing of kernels is switched on and off, its power
+sampler runs on (0.2% of a core, `tessera selftest`). "raw" is CUPTI alone, its buffers thrown away: the rest of "light" is
+ours. "profiler" is torch.profiler, operators and shapes. `tied` is the share of the kernels in the operators' steps that have
+one. Without a GPU small models try the script.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity
 
 from tessera import monitor, profile
+from tessera.profile.cupti_collector import CuptiCollector
+from tessera.profile.kernel_tracing import KernelTracing
+from tessera.profile.light_tracing import LightTracing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
@@ -43,10 +47,11 @@ from result_file import write_result
 Step = Callable[[], None]
 IS_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = "cuda" if IS_GPU else "cpu", torch.bfloat16 if IS_GPU else torch.float32
-BLOCK_S = 0.7
-"""Of a timed part: two rounds of the session's thread, which comes every 0.4 s."""
-LEAD_S = 0.6
-"""Before it, in a session: its sampler looks for the ticks of the energy counter for half a second."""
+BLOCK_S = 0.4
+"""Of a timed part."""
+LEAD_S = 0.45
+"""Before it, while traced: a round of the session's thread, which comes every 0.4 s. So as many records are read in the
+timed part as are made in it."""
 
 
 class Block(nn.Module):
@@ -173,7 +178,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Step], float]] = {
     "decode, 1.1B, batch 16, eager": (lambda: make_decode(graph=False), 1.0),
     "decode, 1.1B, batch 16, CUDA graph": (lambda: make_decode(graph=True), 0.4),
 }
-"""Each with its share of `--turns-s`: a program that waits for the GPU is disturbed less."""
+"""Each with its share of `--turns`: a program that waits for the GPU is disturbed less."""
 
 
 def wait() -> None:
@@ -189,10 +194,12 @@ class Cost(NamedTuple):
     process_cpu_ms: float
 
 
-def timed(step: Step, steps: int, lead_s: float = 0.1) -> Cost:
+def timed(step: Step, steps: int, lead_s: float = 0.03) -> Cost:
     until_s = time.monotonic() + lead_s
-    while time.monotonic() < until_s:
+    while True:
         step()
+        if time.monotonic() >= until_s:
+            break
     wait()
     before = time.perf_counter(), time.thread_time(), time.process_time()
     for _ in range(steps):
@@ -202,43 +209,83 @@ def timed(step: Step, steps: int, lead_s: float = 0.1) -> Cost:
     return Cost(*((b - a) / steps * 1e3 for a, b in zip(before, after, strict=True)))
 
 
-def start_session(folder: Path, **options: Any) -> profile.Session:
-    return profile.session(path=folder / f"{time.time_ns()}.tessera", **options).start()
+@contextmanager
+def raw() -> Iterator[None]:
+    """CUPTI alone, its buffers thrown away: what is CUPTI's own of the cost."""
+    collector = CuptiCollector()
+    collector.start()
+    yield
+    collector.stop()
+    collector.take()
 
 
-def run_kernels(step: Step, steps: int, folder: Path) -> tuple[Cost, dict[str, Any]]:
-    """A session of kernels only: what a step costs, and what stopping takes."""
-    sess = start_session(folder, operator_steps=0)
-    cost = timed(step, steps, LEAD_S)
-    t0 = time.perf_counter()
-    sess.stop()
-    stop_s = time.perf_counter() - t0
-    rows = len(sess.timeline().rows("kernel"))
-    monitor.use(None)
-    return cost, {"stop_s": stop_s, "kernels": rows, "file_bytes": sess.path.stat().st_size, "notes": sess.notes}
+@contextmanager
+def resumed(kernels: KernelTracing) -> Iterator[None]:
+    """Tracing of a session that is paused otherwise."""
+    kernels.resume()
+    yield
+    kernels.pause()
 
 
-def run_profiler(step: Step, steps: int, _folder: Path) -> tuple[Cost, dict[str, Any]]:
+@contextmanager
+def profiler() -> Iterator[None]:
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * IS_GPU
     prof = torch.profiler.profile(activities=kinds, record_shapes=True)
     prof.start()
-    cost = timed(step, steps)
-    t0 = time.perf_counter()
+    yield
     prof.stop()
-    return cost, {"stop_s": time.perf_counter() - t0}
 
 
-def run_default(step: Step, folder: Path) -> dict[str, Any]:
-    """A default session: three steps with operators among its first eight; what it has of them."""
+Traced = Callable[[], AbstractContextManager[None]]
+
+
+def take_turns(step: Step, steps: int, traced: Traced, turns: int, lead_s: float = LEAD_S) -> dict[str, Any]:
+    """Plain and traced blocks by turns; what the traced ones cost more."""
+    plain, costs, stops_s = [timed(step, steps)], [], []
+    for _ in range(turns):
+        with traced():
+            costs.append(timed(step, steps, lead_s))
+            stop_s = time.perf_counter()
+        stops_s.append(time.perf_counter() - stop_s)
+        plain.append(timed(step, steps))
+    over: dict[str, Any] = {}
+    for field, name in (("ms", "over_"), ("cpu_ms", "cpu_"), ("process_cpu_ms", "process_cpu_")):
+        value = [[getattr(block, field) for block in blocks] for blocks in zip(costs, plain, plain[1:], strict=False)]
+        pct = sorted(100 * (with_it / ((before + after) / 2) - 1) for with_it, before, after in value)
+        low = find_low_rank(len(pct))
+        over |= {f"{name}pct": st.median(pct), f"{name}low_pct": pct[low], f"{name}high_pct": pct[-1 - low]}
+        over |= {f"{name}each_pct": [round(p, 2) for p in pct]}
+    return {
+        "ms": st.median(c.ms for c in costs),
+        "plain_ms": st.median(c.ms for c in plain),
+        "cpu_ms": st.median(c.cpu_ms for c in costs),
+        "plain_cpu_ms": st.median(c.cpu_ms for c in plain),
+        "stop_s": st.median(stops_s),
+        "turns": turns,
+        "steps": steps,
+        **over,
+    }
+
+
+def run_default(step: Step, steps: int, turns: int, folder: Path) -> dict[str, Any]:
+    """A default session: three steps with operators first, then turns with its tracing of kernels and without it."""
     t0 = time.perf_counter()
-    sess = start_session(folder)
+    sess = profile.session(path=folder / "light.tessera").start()
+    start_s = time.perf_counter() - t0
     ended_s = [time.perf_counter()]
     for _ in range(8):
         step()
         sess.step()
         ended_s.append(time.perf_counter())
     wait()
-    first_s = time.perf_counter() - t0
+    time.sleep(1.0)  # the operators are read, which takes the interpreter for a while
+    tracing = sess._tracing
+    assert isinstance(tracing, LightTracing)
+    if IS_GPU:
+        tracing.kernels.pause()
+        found = take_turns(step, steps, lambda: resumed(tracing.kernels), turns)
+    else:
+        found = take_turns(step, steps, nullcontext, turns)
     t0 = time.perf_counter()
     sess.stop()
     stop_s = time.perf_counter() - t0
@@ -250,47 +297,21 @@ def run_default(step: Step, folder: Path) -> dict[str, Any]:
     links = timeline.linked
     monitor.use(None)
     return {
-        "first_8_s": first_s,
+        **found,
+        "start_s": start_s,
         "each_step_s": [round(b - a, 4) for a, b in itertools.pairwise(ended_s)],
         "stop_s": stop_s,
+        "kernels": len(kernels),
+        "file_bytes": sess.path.stat().st_size,
         "in_window": len(inside),
         "window_ms": (end_ns - begin_ns) * 1e-6,
         "tied": float((links.op[inside] != -1).mean()) if len(inside) else None,
         "launched": float((links.launch[inside] != -1).mean()) if len(inside) else None,
         "in_module": float((links.module[inside] != -1).mean()) if len(inside) else None,
         "ops": len(timeline.rows("op")),
+        "tracing_s": facts.tracing_s,
         "collectors": facts.collectors,
-        "notes": sess.notes,
-    }
-
-
-Traced = Callable[[Step, int, Path], tuple[Cost, dict[str, Any]]]
-
-
-def take_turns(step: Step, steps: int, folder: Path, traced: Traced, until_s: float) -> dict[str, Any]:
-    """Plain and traced blocks by turns until then, three of them at least; what the traced ones cost more."""
-    plain, costs, last = [timed(step, steps)], [], {}
-    while time.monotonic() < until_s or len(costs) < 3:
-        cost, last = traced(step, steps, folder)
-        costs.append(cost)
-        plain.append(timed(step, steps))
-    pairs = [(cost, before, after) for cost, before, after in zip(costs, plain, plain[1:], strict=False)]
-    over: dict[str, Any] = {}
-    for field, name in (("ms", ""), ("cpu_ms", "cpu_"), ("process_cpu_ms", "process_cpu_")):
-        value = [[getattr(block, field) for block in pair] for pair in pairs]
-        pct = sorted(100 * (with_it / ((before + after) / 2) - 1) for with_it, before, after in value)
-        low = find_low_rank(len(pct))
-        over |= {name + "pct" if name else "over_pct": st.median(pct)}
-        over |= {f"{name}low_pct": pct[low], f"{name}high_pct": pct[-1 - low], f"{name}each_pct": pct}
-    return {
-        "ms": st.median(c.ms for c in costs),
-        "plain_ms": st.median(c.ms for c in plain),
-        "cpu_ms": st.median(c.cpu_ms for c in costs),
-        "plain_cpu_ms": st.median(c.cpu_ms for c in plain),
-        "turns": len(costs),
-        "steps": steps,
-        **over,
-        **last,
+        "notes": sess.notes[:2],
     }
 
 
@@ -304,8 +325,9 @@ def find_low_rank(count: int) -> int:
     return 0
 
 
-def measure(program: str, turns_s: float) -> dict[str, Any]:
+def measure(program: str, turns: int) -> dict[str, Any]:
     make, share = PROGRAMS[program]
+    turns = round(share * turns)
     step = make()
     for _ in range(10):
         step()
@@ -316,12 +338,10 @@ def measure(program: str, turns_s: float) -> dict[str, Any]:
     steps = max(3, round(BLOCK_S * 1e3 / timed(step, 5).ms))
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        part_s = share * turns_s / 2
-        found["kernels"] = take_turns(step, steps, folder, run_kernels, time.monotonic() + part_s)
-        default = run_default(step, folder)
-        found["light"] = {**take_turns(step, steps, folder, run_kernels, time.monotonic() + part_s), **default}
-        found["profiler"] = take_turns(step, max(3, steps // 3), folder, run_profiler, 0.0)
+        found["light"] = run_default(step, steps, turns, Path(name))
+    if IS_GPU:
+        found["raw"] = take_turns(step, steps, raw, turns // 2, 0.03)
+    found["profiler"] = take_turns(step, max(3, steps // 2), profiler, 3, 0.03)
     found["plain"] = {"ms": st.median(row["plain_ms"] for row in found.values()), "over_pct": 0.0}
     return found
 
@@ -329,22 +349,20 @@ def measure(program: str, turns_s: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--turns-s", type=float, default=26.0, help="of plain and traced blocks, of a host-bound program"
-    )
+    parser.add_argument("--turns", type=int, default=16, help="of a plain and a traced block, of a host-bound program")
     parser.add_argument("--programs", nargs="*", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--limit-s", type=float, default=90.0, help="of one program")
     parser.add_argument("--one", metavar="PROGRAM", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(args.one, args.turns_s)))
+        print(json.dumps(measure(args.one, args.turns)))
         return
     gpu = torch.cuda.get_device_name() if IS_GPU else "none"
     rows: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__, "programs": {}}
     if args.out.exists():  # of other programs
         rows["programs"] = json.loads(args.out.read_text())["programs"]
     for program in args.programs:
-        call = [sys.executable, __file__, str(args.out), "--turns-s", str(args.turns_s), "--one", program]
+        call = [sys.executable, __file__, str(args.out), "--turns", str(args.turns), "--one", program]
         try:
             done = subprocess.run(call, check=True, capture_output=True, text=True, timeout=args.limit_s)
         except subprocess.SubprocessError as exc:
