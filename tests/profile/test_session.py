@@ -906,3 +906,17 @@ def test_allocations_are_recorded_where_asked(tmp_path):
     with profile.session(activities=["cpu"], path=tmp_path / "n.tessera"):
         torch.ones(256, 1024)
     assert not analyze.memory(tmp_path / "n.tessera").rows
+
+
+def test_tracing_a_program_that_compiles_nothing_does_not_import_inductor(tmp_path: Path) -> None:
+    """torch.profiler would, to ask for a setting: 4 s on the host of an H200."""
+    program = f"""
+        import sys, torch
+        from tessera import profile
+        with profile.session(path={str(tmp_path / "a.tessera")!r}, activities=["gpu"]) as sess:
+            torch.ones(4).sum()
+        assert len(sess.timeline().rows("op"))
+        assert "torch._inductor" not in sys.modules
+        assert torch._inductor.config  # as ever
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=300)

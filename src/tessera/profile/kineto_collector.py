@@ -6,6 +6,7 @@ torch's own `events()` and `key_averages()` are never called: they make a Python
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -215,7 +216,8 @@ class KinetoCollector:
         )  # fmt: skip
         KinetoCollector.starting = True
         try:
-            with warnings.catch_warnings():  # "Profiler clears events at the end of each cycle": not for our user
+            # "Profiler clears events at the end of each cycle": not for our user
+            with warnings.catch_warnings(), _without_inductor(torch):
                 warnings.simplefilter("ignore")
                 prof.prepare_trace()
         except RuntimeError as exc:
@@ -316,6 +318,23 @@ class OperatorCollector(KinetoCollector):
     def _touch_device(self) -> None:
         if not self._kernels.running:
             super()._touch_device()
+
+
+@contextlib.contextmanager
+def _without_inductor(torch: Any) -> Iterator[None]:
+    """Keep torch.profiler from importing Inductor to ask for a setting of it: 4 s of a program that compiles nothing.
+
+    torch imports it when `torch._inductor` is first asked for (2.11, 2.13); what compiles has imported it before.
+    """
+    lazy = getattr(torch, "_lazy_modules", None)
+    if "torch._inductor" in sys.modules or not isinstance(lazy, set) or "_inductor" not in lazy:
+        yield
+        return
+    lazy.discard("_inductor")
+    try:
+        yield
+    finally:
+        lazy.add("_inductor")
 
 
 def _trace_only(options: SessionOptions) -> Any:
