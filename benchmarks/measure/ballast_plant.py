@@ -20,14 +20,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
 from tessera.runtime.ballast_control import BallastControl
 
-from fakes.ballast_plant import STEP_S, BallastPlant, wave
+from fakes.ballast_plant import FILTER_S, STEP_S, BallastPlant, wave
 
 HIGH_W, LOW_W, DUTY, SECONDS, FROM_S = 700.0, 125.0, 0.75, 40.0, 10.0
 HALF_W = (HIGH_W + LOW_W) / 2
 
 
 def run(floor_w: float | None, ramp: float | None, period_s: float, gain: float) -> dict[str, float]:
-    control = BallastControl(floor_w=floor_w, max_ramp_w_per_s=ramp, idle_w=LOW_W, full_w=LOW_W + 500.0)
+    control = BallastControl(
+        floor_w=floor_w, max_ramp_w_per_s=ramp, idle_w=LOW_W, full_w=LOW_W + 500.0, blur_s=FILTER_S
+    )
     plant = BallastPlant(wave(HIGH_W, period_s, DUTY), control, low_w=LOW_W, gain_w=500.0 * gain)
     plant.run(SECONDS)
     power_w = np.array(plant.power_w)

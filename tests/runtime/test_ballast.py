@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.runtime.ballast_control import BallastControl
+from tessera.runtime.ballast_control import BINS, BallastControl
 from tessera.schema import Domain
 
-from fakes.ballast_plant import STEP_S, BallastPlant, wave
+from fakes.ballast_plant import FILTER_S, STEP_S, BallastPlant, wave
 
 HIGH_W, LOW_W = 700.0, 125.0
 
 
 def run_wave(
-    floor_w: float | None, ramp: float | None, *, gain_w: float = 500.0, period_s: float = 2.0, seconds: float = 20.0
+    floor_w: float | None,
+    ramp: float | None,
+    *,
+    gain_w: float = 500.0,
+    slow: float = 0.0,
+    period_s: float = 2.0,
+    seconds: float = 20.0,
 ) -> BallastPlant:
-    control = BallastControl(floor_w=floor_w, max_ramp_w_per_s=ramp, idle_w=LOW_W, full_w=LOW_W + 500.0)
-    plant = BallastPlant(wave(HIGH_W, period_s, 0.75), control, low_w=LOW_W, gain_w=gain_w)
+    control = BallastControl(
+        floor_w=floor_w, max_ramp_w_per_s=ramp, idle_w=LOW_W, full_w=LOW_W + 500.0, blur_s=FILTER_S
+    )
+    plant = BallastPlant(wave(HIGH_W, period_s, 0.75), control, low_w=LOW_W, gain_w=gain_w, slow=slow)
     plant.run(seconds)
     return plant
 
@@ -51,6 +62,16 @@ def test_a_floor_halves_the_swing_and_its_joules_are_those_that_were_added() -> 
     assert plant.control.energy_j == pytest.approx(plant.ballast_j, rel=0.1)
 
 
+def test_what_ballast_lacks_right_after_the_work_is_learnt_from_pause_to_pause() -> None:
+    """A chip that was slowed down draws less with the same ballast; pauses of 0.25 s are too short to correct in."""
+    floor_w, seen = 350.0, {}
+    for seconds in (1.0, 12.0):
+        plant = run_wave(floor_w, None, slow=0.4, period_s=1.0, seconds=seconds)
+        power = np.array(plant.power_w[-round(0.25 / STEP_S) :])
+        seen[seconds] = power.reshape(-1, 25).mean(axis=1).min()
+    assert seen[1.0] < 0.85 * floor_w and seen[12.0] > 0.95 * floor_w
+
+
 @pytest.mark.parametrize("ramp", [400.0, 800.0])
 def test_power_falls_no_faster_than_the_ramp(ramp: float) -> None:
     plant = run_wave(None, ramp, period_s=4.0)
@@ -64,13 +85,13 @@ def test_power_falls_no_faster_than_the_ramp(ramp: float) -> None:
 
 def test_nothing_asked_is_nothing_added() -> None:
     plant = run_wave(None, None, seconds=4.0)
-    assert plant.ballast_j == 0.0 and plant.control.level == 0.0
+    assert plant.ballast_j == 0.0 and not any(plant.control.levels)
     below = run_wave(100.0, None, seconds=8.0)
     assert below.ballast_j < 5.0  # a floor below what the device draws anyway
 
 
 def test_after_the_work_has_ended_a_ramp_ends_too() -> None:
-    control = BallastControl(floor_w=None, max_ramp_w_per_s=200.0, idle_w=LOW_W, full_w=625.0)
+    control = BallastControl(floor_w=None, max_ramp_w_per_s=200.0, idle_w=LOW_W, full_w=625.0, blur_s=FILTER_S)
     plant = BallastPlant(lambda at_s: HIGH_W if at_s < 2.0 else None, control, low_w=LOW_W)
     plant.run(12.0)
     assert plant.power_w[round(2.3 / STEP_S)] > 400.0
@@ -82,15 +103,21 @@ def test_cpu_ballast_burns_the_share_of_cpu_time_that_its_level_asks_for() -> No
 
     ballast = HostBallast(workers=1)
     try:
-        ballast.set_level(0.5)
+        ballast.set_levels([0.5] * BINS)
         deadline = time.monotonic() + 60
         while ballast.ran_s() < 0.1 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert ballast.ran_s() >= 0.1
-        ballast.set_level(0.0)
+        ballast.begin_work()
+        assert ballast.ended_ns() is None
         while ballast.is_working() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not ballast.is_working()
+        ballast.end_work()
+        before_s = ballast.ran_s()
+        while ballast.ran_s() < before_s + 0.05 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert ballast.ran_s() >= before_s + 0.05 and ballast.ended_ns() <= time.monotonic_ns()
     finally:
         ballast.close()
     assert not ballast.is_running()
@@ -109,10 +136,10 @@ class CountingBallast:
         self.closed, self.calls = False, 0
         self._level, self._since, self._ran = 0.0, time.monotonic(), 0.0
 
-    def set_level(self, level: float) -> None:
+    def set_levels(self, levels: Sequence[float]) -> None:
         self._ran, self._since = self.ran_s(), time.monotonic()
-        self._level = level
-        self.levels.append(level)
+        self._level = levels[0]
+        self.levels.append(levels[0])
 
     def ran_s(self) -> float:
         return self._ran + self._level * (time.monotonic() - self._since)
@@ -123,6 +150,9 @@ class CountingBallast:
     def end_work(self) -> None:
         self.calls -= 1
 
+    def ended_ns(self) -> int | None:
+        return None if self.calls else time.monotonic_ns()
+
     def close(self) -> None:
         self.closed = True
 
@@ -131,7 +161,7 @@ class FakeCuda:
     """The streams that StreamBallast asks torch for: which waited for which."""
 
     def __init__(self) -> None:
-        self.cuda, self.waits = self, []
+        self.cuda, self.waits, self.events = self, [], []
 
     def current_stream(self, device: object) -> str:
         return "the user's"
@@ -139,31 +169,38 @@ class FakeCuda:
     def wait_stream(self, other: str) -> None:
         self.waits.append(other)
 
+    def Event(self, *, blocking: bool) -> Any:
+        self.events.append(SimpleNamespace(record=lambda stream: None, synchronize=lambda: None))
+        return self.events[-1]
+
 
 def test_ballast_of_a_gpu_never_runs_beside_the_work_of_a_call() -> None:
     """Beside it, products took six times as long on an H200."""
-    from types import SimpleNamespace
-
     from tessera.runtime.ballast import StreamBallast
 
     ballast, torch = StreamBallast.__new__(StreamBallast), FakeCuda()
-    ballast._torch, ballast._kernel, ballast.device, ballast.stream = torch, SimpleNamespace(ONE=1024), 0, torch
-    ballast._word, ballast._wake = [0], threading.Event()
-    ballast._wanted, ballast._control, told = ballast._word, None, []
-    ballast._copy = lambda to, source: told.append(source[0])
-    ballast._level, ballast._calls, ballast._lock = 0.0, 0, threading.Lock()
-    ballast.set_level(0.5)
-    assert ballast._word == [512] and ballast._wake.is_set()
+    kernel = SimpleNamespace(ONE=1024, WORKS=0, BEGAN_NS=1, LEVELS=2)
+    ballast._torch, ballast._kernel, ballast.device, ballast.stream = torch, kernel, 0, torch
+    ballast._wanted = ballast._words = ballast._control = np.zeros(5, dtype=np.int64)
+    ballast._wake, ballast._end, ballast._ended_ns, told = threading.Event(), None, 0, []
+    ballast._copy = lambda to, source: told.append(source.tolist())
+    ballast._calls, ballast._lock = 0, threading.Lock()
     ballast.begin_work()
-    ballast._wake.clear()
-    assert ballast._word == [0]
-    ballast.set_level(0.75)  # a reading that comes meanwhile
+    assert told == [[0, 0, 0, 0, 0]] and ballast.ended_ns() is None
+    ballast.set_levels([0.5, 0.25, 0.75])  # a reading that comes meanwhile
     ballast.begin_work()  # of another thread
     ballast.end_work()
-    assert ballast._word == [0] and torch.waits == [] and not ballast._wake.is_set()
+    assert torch.waits == [] and not ballast._wake.is_set() and not ballast._may_work()
     ballast.end_work()
-    assert ballast._word == [768] and torch.waits == ["the user's"] and ballast._wake.is_set()
-    assert told == [512, 0, 0, 0, 0, 768]  # the device hears of each
+    assert torch.waits == ["the user's"] and ballast._wake.is_set() and ballast._may_work()
+    assert told[1:] == [[512, 256, 768], [0, 0, 512, 256, 768], [1, 0, 512, 256, 768]]  # the device hears of each
+    ballast._wait_for_end()
+    assert ballast.ended_ns() is not None
+    ballast.begin_work()
+    ballast._end = torch.events[0]  # work that began while the thread waited for the end of the work before it
+    torch.events[0].synchronize = lambda: setattr(ballast, "_end", None)
+    ballast._wait_for_end()
+    assert ballast.ended_ns() is None
 
 
 def test_the_loop_sets_levels_reports_joules_and_ends_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +278,15 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(capability: int) -> None
     from tessera.runtime import ballast_kernel, wait_kernel
 
     target = GPUTarget("cuda", capability, 32)
-    types = {"control": "*i64", "stats": "*i64", "slot_ns": "i64", "slots": "i64", "SIZE": "constexpr"}
-    source = ASTSource(fn=ballast_kernel.tessera_ballast, signature=types, constexprs={"SIZE": ballast_kernel.SIZE})
-    made = triton.compile(source, target=target, options={"num_warps": ballast_kernel.WARPS, "num_stages": 1})
+    words = dict.fromkeys(("control", "stats"), "*i64") | dict.fromkeys(("left", "right"), "*fp16")
+    numbers = dict.fromkeys(("slot_ns", "slots", "bin_ns", "bins"), "i64")
+    sizes = {"SIZE": ballast_kernel.SIZE, "DEPTH": ballast_kernel.DEPTH}
+    types = words | numbers | dict.fromkeys(sizes, "constexpr")
+    aligned = {(at,): [["tt.divisibility", 16]] for at in range(len(words))}  # torch's memory is
+    source = ASTSource(fn=ballast_kernel.tessera_ballast, signature=types, constexprs=sizes, attrs=aligned)
+    options = {"num_warps": ballast_kernel.WARPS, "num_stages": ballast_kernel.STAGES}
+    made = triton.compile(source, target=target, options=options)
+    assert "ld.global" not in made.asm["ptx"]  # tiles come beside the products, as in a real one
     product = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability]
     assert product in made.asm["ptx"] and "%globaltimer" in made.asm["ptx"]
     assert made.metadata.shared <= 99 << 10  # what every GPU has for a block

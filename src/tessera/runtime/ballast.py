@@ -4,7 +4,7 @@ On a CUDA device it runs in a stream of its own, between calls: it waits in the 
 a call that begins ends it within `SLOT_S`. A stream of the lowest priority beside the work is not enough:
 blocks of a matrix product come in clusters, for which several multiprocessors must be free at once, and ballast takes
 each one that is (measured on an H200: products took 6 times as long). On a CPU it runs in processes of the lowest
-priority (nice 19). Both read their level while they run, so that a new one takes effect within a slot.
+priority (nice 19). Both read their levels while they run, so that new ones take effect within a slot.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import ScheduleError
+from .ballast_control import BIN_S, BINS
 
 SLOT_S = 0.0002
 """How long ballast on a GPU works between two looks at its level: the longest that real work waits for it."""
 SLOTS = 250
 """In one launch, 50 ms: whoever is killed leaves no ballast for longer."""
 AHEAD = 2
-_POLL_S = 0.001
+_POLL_S = 0.005
 
 
 class Ballast(Protocol):
-    """Work that can be set to a level between 0 and 1."""
+    """Work that runs when real work has ended, at a level between 0 and 1 for each `BIN_S` since then."""
 
     where: str
 
-    def set_level(self, level: float) -> None:
-        """The share of its time that it works when the device is free."""
+    def set_levels(self, levels: Sequence[float]) -> None:
+        """The shares of its time that it works when the device is free; the last one holds on."""
 
     def ran_s(self) -> float:
         """How long it has worked, in seconds of the whole device at level 1."""
@@ -46,24 +49,29 @@ class Ballast(Protocol):
     def end_work(self) -> None:
         """All of it is queued: go on after it."""
 
+    def ended_ns(self) -> int | None:
+        """When the last work ended, by the monotonic clock; None while some runs."""
+
     def close(self) -> None:
         """End it."""
 
 
-# Each worker spins for `level` of every 10 ms, and writes its CPU time. It ends when its parent does.
+# Each worker spins for its level of every 10 ms, and writes its CPU time. It ends when its parent does.
+# Words: stop, when the work ended (0: it runs), the seconds of a level, the levels; then the workers' times.
 _WORKER = """
 import mmap, os, struct, sys, time
 os.nice(19)
-parent = os.getppid()
+parent, count = os.getppid(), int(sys.argv[3])
 with open(sys.argv[1], "r+b") as file:
     words = mmap.mmap(file.fileno(), 0)
-at = 16 + 8 * int(sys.argv[2])
+at = 8 * (3 + count + int(sys.argv[2]))
 while os.getppid() == parent:
-    level, stop = struct.unpack_from("dd", words, 0)
+    stop, ended, each, *levels = struct.unpack_from("%dd" % (3 + count), words, 0)
     if stop:
         break
-    end = time.monotonic() + 0.01 * level
-    while time.monotonic() < end:
+    now = time.monotonic()
+    level = levels[min(max(int((now - ended) / each), 0), count - 1)] if ended else 0.0
+    while time.monotonic() < now + 0.01 * level:
         pass
     struct.pack_into("d", words, at, time.process_time())
     time.sleep(0.01 * (1.0 - level) if level < 1.0 else 0.0)
@@ -78,26 +86,38 @@ class HostBallast:
     def __init__(self, workers: int | None = None) -> None:
         self._count = workers or len(os.sched_getaffinity(0))
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
-        self._file.truncate(16 + 8 * self._count)
+        self._file.truncate(8 * (3 + BINS + self._count))
         self._words = mmap.mmap(self._file.fileno(), 0)
+        struct.pack_into("ddd", self._words, 0, 0.0, time.monotonic(), BIN_S)
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         self._workers = [
-            subprocess.Popen([sys.executable, "-S", "-E", "-c", _WORKER, path, str(i)], stdin=subprocess.DEVNULL)
+            subprocess.Popen(
+                [sys.executable, "-S", "-E", "-c", _WORKER, path, str(i), str(BINS)], stdin=subprocess.DEVNULL
+            )
             for i in range(self._count)
         ]
-        self._level, self._seen_s = 0.0, 0.0
+        self._seen_s, self._calls, self._lock = 0.0, 0, threading.Lock()
 
-    def set_level(self, level: float) -> None:
-        self._level = level
-        struct.pack_into("d", self._words, 0, level)
+    def set_levels(self, levels: Sequence[float]) -> None:
+        struct.pack_into(f"{BINS}d", self._words, 24, *levels)
 
     def ran_s(self) -> float:
-        return float(sum(struct.unpack_from(f"{self._count}d", self._words, 16))) / self._count
+        return float(sum(struct.unpack_from(f"{self._count}d", self._words, 24 + 8 * BINS))) / self._count
 
     def begin_work(self) -> None:
-        """The kernel of the machine makes room by priority."""
+        with self._lock:
+            self._calls += 1
+            struct.pack_into("d", self._words, 8, 0.0)
 
-    end_work = begin_work
+    def end_work(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            if not self._calls:
+                struct.pack_into("d", self._words, 8, time.monotonic())
+
+    def ended_ns(self) -> int | None:
+        (ended_s,) = struct.unpack_from("d", self._words, 8)
+        return round(ended_s * 1e9) if ended_s else None
 
     def is_working(self) -> bool:
         """Whether it worked since the last question, beyond looking at its level."""
@@ -109,7 +129,7 @@ class HostBallast:
         return any(worker.poll() is None for worker in self._workers)
 
     def close(self) -> None:
-        struct.pack_into("dd", self._words, 0, 0.0, 1.0)
+        struct.pack_into("d", self._words, 0, 1.0)
         for worker in self._workers:
             try:
                 worker.wait(timeout=5.0)
@@ -120,7 +140,7 @@ class HostBallast:
 
 
 class StreamBallast:
-    """A kernel in a stream of its own, launched by a thread that keeps `AHEAD` of them queued between calls."""
+    """A kernel in a stream of its own. A thread launches one behind the work, and keeps `AHEAD` queued once that ended."""
 
     where = "in a stream of its own, between calls"
 
@@ -132,51 +152,66 @@ class StreamBallast:
         if torch.version.hip is not None:
             raise ScheduleError("there is no ballast kernel for AMD GPUs yet", why="it reads NVIDIA's %globaltimer")
         self._torch, self._kernel, self.device = torch, kernel, device
-        self._blocks = torch.cuda.get_device_properties(device).multi_processor_count * kernel.BLOCKS_PER_SM
+        props = torch.cuda.get_device_properties(device)
+        each = max(1, props.shared_memory_per_multiprocessor // (kernel.SHARED_BYTES + 1024))
+        self._blocks = props.multi_processor_count * min(each, 2)
         # The kernels look at their level in the device's memory. With the level in the host's, on an H200, 250 slots of
         # 0.2 ms took 0.3 s: ballast worked for a fifth of its level.
-        self._control = torch.zeros(1, dtype=torch.int64, device=device)
-        self._wanted = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
+        self._control = torch.zeros(kernel.LEVELS + BINS, dtype=torch.int64, device=device)
+        self._wanted = torch.zeros(kernel.LEVELS + BINS, dtype=torch.int64, device="cpu").pin_memory()
         self._stats = torch.zeros(1, dtype=torch.int64, device=device)
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
-        self._word, self._ran = self._wanted.numpy(), self._seen.numpy()
+        self._words, self._ran = self._wanted.numpy(), self._seen.numpy()
+        self._matrices = kernel.make_matrices(torch, device)
         self.stream = torch.cuda.Stream(device, priority=0)  # 0 is the lowest that CUDA has
         self._looks = torch.cuda.Stream(device)
-        self._level, self._calls, self._lock = 0.0, 0, threading.Lock()
+        self._calls, self._lock = 0, threading.Lock()
         self._stop, self._wake = threading.Event(), threading.Event()
+        self._end: Any = None  # an event behind the last work
+        self._ended_ns: int | None = time.monotonic_ns()
+        self._words[kernel.WORKS] = 1
         self._launch()
         torch.cuda.synchronize(device)  # compiled and loaded now, not beside the first work
+        self._show(slice(None))
         self._thread = threading.Thread(target=self._run, name="tessera-ballast", daemon=True)
         self._thread.start()
 
-    def set_level(self, level: float) -> None:
+    def set_levels(self, levels: Sequence[float]) -> None:
         with self._lock:
-            self._level = level
-            self._show()
+            self._words[self._kernel.LEVELS :] = [round(level * self._kernel.ONE) for level in levels]
+            self._show(slice(self._kernel.LEVELS, None))
 
     def begin_work(self) -> None:
-        """Blocks that run end within a slot; those that are queued find no level and end at once."""
+        """Blocks that run end within a slot; those that are queued end at once."""
         with self._lock:
             self._calls += 1
-            self._show()
+            self._ended_ns = self._end = None
+            self._words[self._kernel.WORKS] = 0
+            self._show(slice(None))
 
     def end_work(self) -> None:
         """What is launched from now on begins after the work that the current stream has."""
         with self._lock:
             self._calls -= 1
-            if not self._calls:
-                self.stream.wait_stream(self._torch.cuda.current_stream(self.device))
-            self._show()
+            if self._calls:
+                return
+            self.stream.wait_stream(self._torch.cuda.current_stream(self.device))
+            self._end = self._torch.cuda.Event(blocking=True)
+            self._end.record(self.stream)
+            self._words[self._kernel.WORKS] = 1
+            self._show(slice(None))
 
-    def _show(self) -> None:
-        """Tell the kernels the level that holds: none while a call queues its work."""
-        self._word[0] = 0 if self._calls else round(self._level * self._kernel.ONE)
-        self._copy(self._control, self._wanted)
-        if self._word[0] > 0:
+    def ended_ns(self) -> int | None:
+        return self._ended_ns
+
+    def _show(self, part: slice) -> None:
+        """Tell the kernels: whether to work, that the time since the work begins anew, and the levels."""
+        self._copy(self._control[part], self._wanted[part])
+        if self._words[self._kernel.WORKS] > 0:
             self._wake.set()
 
     def _copy(self, to: Any, source: Any) -> None:
-        """Copy a word between host and device, which needs no multiprocessor."""
+        """Copy words between host and device, which needs no multiprocessor."""
         with self._torch.cuda.device(self.device), self._torch.cuda.stream(self._looks):
             to.copy_(source, non_blocking=True)
 
@@ -186,31 +221,54 @@ class StreamBallast:
         return float(self._ran[0]) * 1e-9 / float(self._blocks)
 
     def close(self) -> None:
-        self.set_level(0.0)
+        with self._lock:
+            self._words[self._kernel.WORKS] = 0
+            self._show(slice(None))
         self._stop.set()
         self._wake.set()
         self._thread.join(timeout=1.0)
 
     def _launch(self) -> Any:
         with self._torch.cuda.device(self.device), self._torch.cuda.stream(self.stream):
-            self._kernel.launch(self._control, self._stats, self._blocks, round(SLOT_S * 1e9), SLOTS)
+            self._kernel.launch(
+                self._control, self._stats, self._matrices,
+                blocks=self._blocks, slot_ns=round(SLOT_S * 1e9), slots=SLOTS, bin_ns=round(BIN_S * 1e9),
+            )  # fmt: skip
             ended = self._torch.cuda.Event()
             ended.record()
         return ended
 
+    # -- the thread -------------------------------------------------------------------------------------------------
+
     def _run(self) -> None:
         queued: deque[Any] = deque()
         while not self._stop.is_set():
-            while queued and queued[0].query():
-                queued.popleft()
-            if self._word[0] <= 0 and not queued:
+            queued = deque(event for event in queued if not event.query())
+            if not self._may_work():
                 self._wake.clear()
-                if self._word[0] <= 0:  # set between the look and the clearing
+                if not self._may_work():  # set between the look and the clearing
                     self._wake.wait(0.1)
-            elif self._word[0] > 0 and len(queued) < AHEAD:
+                continue
+            if len(queued) < (AHEAD if self._ended_ns is not None else 1):
                 queued.append(self._launch())
+            elif self._ended_ns is None:
+                self._wait_for_end()
             else:
                 self._stop.wait(_POLL_S)
+
+    def _may_work(self) -> bool:
+        """Whether work has ended, or will, and there is any ballast to add."""
+        return bool(self._words[self._kernel.WORKS] > 0 and self._words[self._kernel.LEVELS :].any())
+
+    def _wait_for_end(self) -> None:
+        """Until the work has ended: in the driver, without the interpreter's lock."""
+        end = self._end
+        if end is None:
+            return
+        end.synchronize()
+        with self._lock:
+            if end is self._end:  # no other work has begun meanwhile
+                self._ended_ns = time.monotonic_ns()
 
 
 def make_ballast(device: int) -> Ballast:

@@ -4,100 +4,104 @@
 
     power      ████████▇▇▆▆▅▅▄▄▄▄▄▄▄▄▄▄████████      floor_w is held, and the fall is at most max_ramp
     of work    ████████                ████████
-    ballast            ▇▇▆▆▅▅▄▄▄▄▄▄▄▄▄▄
+    ballast            ▇▇▆▆▅▅▄▄▄▄▄▄▄▄▄▄              levels by the time since the work ended: one for each BIN_S
 
-The sensor shows a fall some 45 ms late. So ballast does not wait for it: its level stands ready while work runs, whose
-blocks come first on the device, and takes over when there are none. The sensor then lowers the level along the ramp.
+The sensor shows a fall some 45 ms late, and pauses are often as short as that. So the levels of a whole pause stand
+ready before it begins, and what the sensor shows of one pause corrects the next: a chip that was slowed down to stay
+within its power limit takes tens of milliseconds to speed up again, in which the same ballast draws less.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from dataclasses import dataclass, field
 
-from .shaping import hold_power
-
-# The power of the device without work is the least that was seen within this time.
-LOW_S = 5.0
-# How much of what is missing at the floor is corrected with each reading.
-TRIM = 0.3
+BIN_S = 0.02  # an H200's samples
+BINS = 32
+"""Levels of a pause; the last holds for the rest of it."""
+# How much of what is missing is corrected with each reading, at its own time and later.
+TRIM = 0.4
 # Ballast that ran for at least this share of its level was not held up by work: the power is its own.
 FREE = 0.8
-# After so many such readings the sensor's filter has forgotten the work before (11 ms, samples of 20 ms).
-SETTLED = 4
+# A reading with more than this share of the work before a pause, by the sensor's blur, says too little of the pause.
+MOST_OF_WORK = 0.3
+# The watts from which a ramp falls are those of the work, a mean over about so many readings.
+WORK_READINGS = 5
 
 
 @dataclass(slots=True)
 class BallastControl:
-    """The level of ballast (0 to 1) that holds a floor and a ramp.
+    """The levels of ballast (0 to 1) that hold a floor and a ramp.
 
     `idle_w` is what the device draws without work, and `full_w` with ballast only, at level 1: first guesses, which the
-    sensor corrects.
+    sensor corrects. `blur_s` is the standard deviation of what one of its samples looks at.
     """
 
     floor_w: float | None
     max_ramp_w_per_s: float | None
     idle_w: float
     full_w: float
-    level: float = 0.0
+    blur_s: float = 0.0
     energy_j: float = 0.0  # of ballast, so far
-    _held_w: float = 0.0
-    _trim: float = 0.0
-    _free: int = 0
-    _lows: deque[tuple[float, float]] = field(default_factory=deque)  # (time, least load), falling never back
-    _now_s: float = 0.0
+    levels: list[float] = field(default_factory=list)
+    _work_w: float = 0.0
+    _trims: list[float] = field(default_factory=lambda: [0.0] * BINS)
 
     def __post_init__(self) -> None:
-        self._held_w = self.idle_w
-        self._choose_level()
+        self.start_from(self.idle_w, self.full_w)
 
     def start_from(self, idle_w: float, full_w: float) -> None:
-        """Take measured watts in place of guesses. The level for the first pause stands ready before the first work."""
-        self.idle_w, self.full_w, self._held_w = idle_w, full_w, idle_w
-        self._note_low(idle_w)
-        self._choose_level()
+        """Take measured watts in place of guesses. The levels for the first pause stand ready before the first work."""
+        self.idle_w, self.full_w, self._work_w = idle_w, full_w, full_w
+        self._choose_levels()
 
     @property
     def gain_w(self) -> float:
         """What level 1 adds to a device without work."""
         return max(self.full_w - self.idle_w, 1.0)
 
-    @property
-    def low_w(self) -> float:
-        """What the device draws when no work runs: idling, or waiting for others."""
-        return self._lows[0][1] if self._lows else self.idle_w
+    def get_level(self, since_s: float) -> float:
+        """The level at a time since the work ended."""
+        return self.levels[_find_bin(since_s)]
 
-    def observe(self, power_w: float, dt_s: float, worked: float) -> float:
-        """Take a reading: mean power over `dt_s`, and the share of that time in which ballast worked. The new level."""
-        self._now_s += dt_s
-        before, aimed_w = self.level, self._target_w
-        load_w = max(power_w - worked * self.gain_w, 0.0)
+    def get_target_w(self, since_s: float) -> float:
+        """What the device should draw at a time since the work ended."""
+        ramp = self.max_ramp_w_per_s
+        falling_w = 0.0 if ramp is None else self._work_w - ramp * since_s
+        return max(self.floor_w or 0.0, falling_w)
+
+    def observe(self, power_w: float, dt_s: float, worked: float, since_s: float | None) -> list[float]:
+        """Take a reading: mean power over `dt_s`, and the share of that time in which ballast worked. The new levels.
+
+        `since_s` is the middle of that time since the work ended; None where work ran.
+        """
         self.energy_j += worked * self.gain_w * dt_s
-        self._note_low(load_w)
-        self._held_w = hold_power(
-            load_w, self._held_w, dt_s,
-            floor_w=self.floor_w, max_ramp_w_per_s=self.max_ramp_w_per_s, most_w=self.low_w + self.gain_w,
-        )  # fmt: skip
-        self._free = self._free + 1 if before > 0 and worked >= FREE * before else 0
-        if self._free >= SETTLED:
-            missing = (aimed_w - power_w) / self.gain_w
-            self._trim = min(max(self._trim + TRIM * missing, -0.5), 0.5)
-        self._choose_level()
-        return self.level
+        if since_s is None:
+            self._work_w += (power_w - self._work_w) / WORK_READINGS
+        else:
+            blur_s = math.hypot(self.blur_s, dt_s / math.sqrt(12.0))
+            of_work = 0.5 * math.erfc(since_s / blur_s / math.sqrt(2.0))
+            if of_work < MOST_OF_WORK:
+                self._correct((power_w - of_work * self._work_w) / (1.0 - of_work), worked, since_s)
+        self._choose_levels()
+        return self.levels
 
-    @property
-    def _target_w(self) -> float:
-        """What ballast should bring the device to once work ends: where it fell from, or only the floor."""
-        return self._held_w if self.max_ramp_w_per_s is not None else self.floor_w or 0.0
+    def _correct(self, power_w: float, worked: float, since_s: float) -> None:
+        at = _find_bin(since_s)
+        level, missing = self.levels[at], (self.get_target_w(since_s) - power_w) / self.gain_w
+        held_up = level > 0 and worked < FREE * level
+        if held_up or (missing > 0 and level >= 1.0) or (missing < 0 and level <= 0.0):
+            return
+        for each in range(max(at - 1, 0), BINS):  # a reading is of two bins, mostly
+            self._trims[each] = min(max(self._trims[each] + TRIM * missing, -1.0), 1.0)
 
-    def _choose_level(self) -> None:
-        wanted = (self._target_w - self.low_w) / self.gain_w
-        self.level = min(max(wanted + self._trim, 0.0), 1.0) if wanted > 0 else 0.0
+    def _choose_levels(self) -> None:
+        wanted = [(self.get_target_w((at + 0.5) * BIN_S) - self.idle_w) / self.gain_w for at in range(BINS)]
+        self.levels = [
+            min(max(level + trim, 0.0), 1.0) if level > 0 else 0.0
+            for level, trim in zip(wanted, self._trims, strict=True)
+        ]
 
-    def _note_low(self, load_w: float) -> None:
-        lows = self._lows
-        while lows and lows[-1][1] >= load_w:
-            lows.pop()
-        lows.append((self._now_s, load_w))
-        while lows[0][0] < self._now_s - LOW_S:
-            lows.popleft()
+
+def _find_bin(since_s: float) -> int:
+    return min(max(int(since_s / BIN_S + 1e-9), 0), BINS - 1)

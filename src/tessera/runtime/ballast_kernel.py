@@ -1,7 +1,8 @@
 """The kernel of ballast: each block multiplies matrices for `level` of each slot, and sleeps for the rest of it.
 
 Matrix products, since nothing else draws as much; of values without a pattern, since equal ones toggle no wires (a
-product of zeros draws 403 W on an H200, one of random values 689 W).
+product of zeros draws 403 W on an H200, one of random values 689 W); and of matrices in memory, as real products are:
+blocks that multiplied what they had in registers drew 613 W at clocks at which a product draws 956 W.
 """
 
 # Triton reads the annotations of its kernels itself, and accepts only its own:
@@ -17,16 +18,24 @@ from .wait_kernel import NAP_NS, _nap  # isort: skip  (says what is missing wher
 import triton
 import triton.language as tl
 
-ONE = 1024  # the level is in 1/1024
-BLOCKS_PER_SM = 2
-WARPS, SIZE = 4, 128
+ONE = 1024  # a level is in 1/1024
+# Words of CONTROL, int64 each: whether to work, when the first block after the work began, and the levels since then.
+WORKS, BEGAN_NS, LEVELS = range(3)
+WARPS, STAGES, SIZE, DEPTH = 4, 3, 128, 64
+STEPS = 8
+"""Steps of `DEPTH` between two looks at the clock: some 5 us."""
+SHARED_BYTES = STAGES * 2 * SIZE * DEPTH * 2
+ROWS, COLUMNS = 2048, 4096
+"""Of the matrices: 16 MiB each, which an L2 cache holds, as it holds the tiles of a real product."""
 _ONE, _NAP_NS, _THREADS = tl.constexpr(ONE), tl.constexpr(NAP_NS), tl.constexpr(WARPS * 32)
+_WORKS, _BEGAN_NS, _LEVELS = tl.constexpr(WORKS), tl.constexpr(BEGAN_NS), tl.constexpr(LEVELS)
+_ROWS, _COLUMNS, _STEPS = tl.constexpr(ROWS), tl.constexpr(COLUMNS), tl.constexpr(STEPS)
 
 
 @triton.jit
-def _read_level(control):
-    """The level, the same for all warps of a block: they must take the same branches around a product."""
-    return tl.max(tl.load(control + tl.zeros((_THREADS,), dtype=tl.int32), volatile=True), axis=0)
+def _read(word):
+    """A word, the same for all warps of a block: they must take the same branches around a product."""
+    return tl.max(tl.load(word + tl.zeros((_THREADS,), dtype=tl.int32), volatile=True), axis=0)
 
 
 @triton.jit
@@ -37,23 +46,34 @@ def _read_time():
     return tl.max(tl.inline_asm_elementwise(asm, "=l,l", [each], dtype=tl.int64, is_pure=False, pack=1), axis=0)
 
 
-@triton.jit(do_not_specialize=["slot_ns", "slots"])
-def tessera_ballast(control, stats, slot_ns: tl.int64, slots: tl.int64, SIZE: tl.constexpr):
-    """`control` is the level; `stats` the nanoseconds of work of all blocks. Ends at a level of 0."""
-    at = tl.arange(0, SIZE)
-    mixed = at[:, None] * 7919 + at[None, :] * at[None, :] * 613
-    a = (((mixed % 251) - 125).to(tl.float32) * 0.008).to(tl.float16)
-    b = (((mixed % 241) - 120).to(tl.float32) * 0.008).to(tl.float16)
-    level = _read_level(control)
+@triton.jit(do_not_specialize=["slot_ns", "slots", "bin_ns", "bins"])
+def tessera_ballast(
+    control, stats, left, right, slot_ns: tl.int64, slots: tl.int64, bin_ns: tl.int64, bins: tl.int64,
+    SIZE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """`stats` are the nanoseconds of work of all blocks. Ends when it shall not work any more."""
+    rows = (tl.program_id(0) % (_ROWS // SIZE)) * SIZE + tl.arange(0, SIZE)
+    columns = (tl.program_id(0) // (_ROWS // SIZE) % (_ROWS // SIZE)) * SIZE + tl.arange(0, SIZE)
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros((SIZE, SIZE), dtype=tl.float32)
+    works = _read(control + _WORKS)
+    if works > 0:
+        tl.atomic_cas(control + _BEGAN_NS, tl.zeros((), dtype=tl.int64), _read_time())
     slot = tl.zeros((), dtype=tl.int64)
-    while (slot < slots) & (level > 0):
+    chunk = tl.zeros((), dtype=tl.int32)
+    while (slot < slots) & (works > 0):
         began = _read_time()
-        until = slot_ns * level // _ONE
-        total = tl.zeros((SIZE, SIZE), dtype=tl.float32)
+        since = began - _read(control + _BEGAN_NS)
+        until = slot_ns * _read(control + _LEVELS + tl.minimum(tl.maximum(since // bin_ns, 0), bins - 1)) // _ONE
         now = began
         while now - began < until:
-            for _ in range(4):  # some 3 us
+            at = chunk % (_COLUMNS // (_STEPS * DEPTH)) * (_STEPS * DEPTH)  # a multiple, which the compiler must see
+            for step in range(_STEPS):
+                along = at + step * DEPTH + depth
+                a = tl.load(left + rows[:, None] * _COLUMNS + along[None, :])
+                b = tl.load(right + along[:, None] * _ROWS + columns[None, :])
                 total = tl.dot(a, b, total)
+            chunk += 1
             now = _read_time()
         # A product that nobody reads would be removed by the compiler; it stays far below this, so nothing is added.
         largest = tl.max(tl.max(total, axis=1), axis=0)
@@ -61,9 +81,22 @@ def tessera_ballast(control, stats, slot_ns: tl.int64, slots: tl.int64, SIZE: tl
         while now - began < slot_ns:
             now = _nap(tl.minimum(slot_ns - (now - began), _NAP_NS).to(tl.int32))
         slot += 1
-        level = _read_level(control)
+        works = _read(control + _WORKS)
 
 
-def launch(control: Any, stats: Any, blocks: int, slot_ns: int, slots: int) -> Any:
+def make_matrices(torch: Any, device: Any) -> tuple[Any, Any]:
+    """The two matrices, of random values, whose sums stay far below what fp16 and fp32 hold."""
+    shapes = ((ROWS, COLUMNS), (COLUMNS, ROWS))
+    left, right = (0.1 * torch.randn(*shape, device=device, dtype=torch.float16) for shape in shapes)
+    return left, right
+
+
+def launch(
+    control: Any, stats: Any, matrices: tuple[Any, Any], *, blocks: int, slot_ns: int, slots: int, bin_ns: int
+) -> Any:
     """Put ballast on the current stream."""
-    return tessera_ballast[(blocks,)](control, stats, slot_ns, slots, SIZE=SIZE, num_warps=WARPS, num_stages=1)
+    bins = control.numel() - LEVELS
+    return tessera_ballast[(blocks,)](
+        control, stats, *matrices, slot_ns, slots, bin_ns, bins,
+        SIZE=SIZE, DEPTH=DEPTH, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from .. import monitor
 from ..errors import ScheduleError
 from .ballast import Ballast, make_ballast
-from .ballast_control import BallastControl
+from .ballast_control import BINS, BallastControl
 from .cap_report import MeanPower
 from .power_zone import PowerZone, guess_power
 
@@ -70,6 +70,8 @@ class BallastLoop:
         self._control: BallastControl | None = None
         self._ran: deque[tuple[int, float]] = deque(maxlen=512)  # (monotonic ns, seconds that ballast worked)
         self._total_j = self._energy_j = self._ran_s = self._seen_s = 0.0
+        self._pauses: deque[tuple[int, int | None]] = deque(maxlen=8)  # between work: from, until (None: it lasts)
+        self._began_ns = 0  # of the last call
         self._extremes: tuple[float, float] | None = None
         self._zone: PowerZone = PowerZone("floor", [], [])
         self._where = ""
@@ -85,6 +87,7 @@ class BallastLoop:
                 self._open()
                 self._thread = threading.Thread(target=self._run, name="tessera-floor", daemon=True)
                 self._thread.start()
+            self._began_ns = time.monotonic_ns()
             if self._ballast is not None:
                 self._ballast.begin_work()
 
@@ -136,19 +139,23 @@ class BallastLoop:
         self._ballast = self._make(device)
         self._where = self._ballast.where
         self._control = BallastControl(
-            floor_w=self.floor_w, max_ramp_w_per_s=self.max_ramp_w_per_s, idle_w=idle_w, full_w=max(burst_w, idle_w + 1)
+            floor_w=self.floor_w,
+            max_ramp_w_per_s=self.max_ramp_w_per_s,
+            idle_w=idle_w,
+            full_w=max(burst_w, idle_w + 1),
+            blur_s=max((sampler.series[n].domain.blur_s for n in names if n in sampler.series), default=0.0),
         )
         self._zone = PowerZone("floor", names, [])
         self._calibrate(sampler, self._ballast, self._control)
-        self._ballast.set_level(self._control.level)
+        self._ballast.set_levels(self._control.levels)
 
     def _calibrate(self, sampler: Any, ballast: Ballast, control: BallastControl) -> None:
         """Measure the device with nothing and with ballast only: half a second, once, before the first work."""
         idle = self._measure(sampler, ballast)
-        ballast.set_level(1.0)
+        ballast.set_levels([1.0] * BINS)
         time.sleep(SETTLE_S)
         full = self._measure(sampler, ballast)
-        ballast.set_level(0.0)
+        ballast.set_levels([0.0] * BINS)
         if idle is not None and full is not None and full[1] > 0.2 and full[0] > 1.05 * idle[0]:
             control.start_from(idle[0], idle[0] + (full[0] - idle[0]) / full[1])
         else:
@@ -191,8 +198,24 @@ class BallastLoop:
         if reading is None:
             return
         worked = (self._ran_at(reading.time_ns) - self._ran_at(reading.start_ns)) / max(reading.seconds, 1e-9)
-        ballast.set_level(control.observe(reading.power_w, reading.seconds, min(max(worked, 0.0), 1.0)))
+        since_s = self._find_time_since_work(reading, ballast.ended_ns())
+        ballast.set_levels(control.observe(reading.power_w, reading.seconds, min(max(worked, 0.0), 1.0), since_s))
         self._add(reading)
+
+    def _find_time_since_work(self, reading: MeanPower, ended_ns: int | None) -> float | None:
+        """The middle of a reading since the work before it ended; None where work ran.
+
+        A reading is some 20 ms old: the work that it is of may be over, or the next one may run by now.
+        """
+        middle_ns = (reading.start_ns + reading.time_ns) // 2
+        if ended_ns is not None and (not self._pauses or self._pauses[-1][0] != ended_ns):
+            self._pauses.append((ended_ns, None))
+        if ended_ns is None and self._pauses and self._pauses[-1][1] is None:
+            self._pauses[-1] = (self._pauses[-1][0], self._began_ns)
+        for began_ns, until_ns in reversed(self._pauses):
+            if middle_ns >= began_ns:
+                return (middle_ns - began_ns) * 1e-9 if until_ns is None or reading.time_ns <= until_ns else None
+        return None
 
     def _ran_at(self, time_ns: int) -> float:
         """The seconds that ballast had worked at a time, between two looks."""
