@@ -8,7 +8,7 @@ from typing import Any
 
 from ..fleet.leases import JobState
 from ..fleet.status import FleetStatus
-from .metrics import Labels, Sample, import_client
+from .metrics import Sample, make_families
 
 FLEET_METRICS: Mapping[str, tuple[str, str]] = {
     "tessera_fleet_node_up": ("gauge", "1 while a node's metrics answer, else 0."),
@@ -57,21 +57,8 @@ class FleetCollector:
     def collect(self) -> Iterator[Any]:
         """The families that have samples now."""
         status = self._look()
-        if status is None:
-            return
-        rows: dict[str, list[tuple[Labels, float]]] = {}
-        for name, labels, value in self._samples(status):
-            if value is not None:
-                rows.setdefault(name, []).append((labels, value))
-        core = import_client().core
-        for name, (kind, text) in FLEET_METRICS.items():
-            if name not in rows:
-                continue
-            made = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
-            family = made(name, text, labels=list(rows[name][0][0]))
-            for labels, value in rows[name]:
-                family.add_metric(list(labels.values()), value)
-            yield family
+        if status is not None:
+            yield from make_families(FLEET_METRICS, self._samples(status))
 
     def _samples(self, status: FleetStatus) -> Iterator[Sample]:
         for node in status.nodes:

@@ -10,14 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..analyze.job_summary import JobSummary, RankRow
-from ..units import (
-    format_bytes,
-    format_duration,
-    format_energy_error,
-    format_power,
-    format_share,
-    format_si,
-)
+from ..units import format_bytes, format_duration, format_energy_error, format_power, format_share, format_si
 from .console import FittedTable, HangingText, TableColumn
 from .html import FOLDED, folding_table, note, number_cell, table
 from .measure import describe_exit
@@ -106,23 +99,30 @@ def _choose(rows: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _columns(rows: Sequence[RankRow], *, several: bool) -> list[TableColumn]:
-    def right(heading: str, cells: Sequence[str], drop: int) -> TableColumn:
-        return TableColumn(heading=heading, cells=cells, right=True, drop=drop)
-
     columns = [TableColumn(heading="rank", cells=[str(r.rank) for r in rows])]
     if several:
         columns.append(TableColumn(heading="host", cells=[r.host or "-" for r in rows], drop=2))
-    if any(r.energy_j is not None for r in rows):
-        columns.append(right("energy", [_energy(r.energy_j, r.error_j) for r in rows], 0))
-        columns.append(right("power", ["-" if r.power_w is None else format_power(r.power_w, 3) for r in rows], 4))
-    return [
-        *columns,
-        right("busy", [_share(r.busy_share) for r in rows], 0),
-        right("waiting", [_share(r.wait_share) for r in rows], 0),
-        right("steps/s", ["-" if r.steps_per_s is None else f"{r.steps_per_s:.3g}" for r in rows], 1),
-        right("last", [f"{r.last:,}" for r in rows], 3),
-        right("others waited", [format_duration(r.delays_s, 3) if r.last else "-" for r in rows], 3),
-    ]
+    has_joules = any(r.energy_j is not None for r in rows)
+    figures = [_figures(r, has_joules) for r in rows]
+    drops = {"power": 4, "steps/s": 1, "last": 3, "others waited": 3}
+    for heading in figures[0]:
+        cells = [figure[heading][0] for figure in figures]
+        columns.append(TableColumn(heading=heading, cells=cells, right=True, drop=drops.get(heading, 0)))
+    return columns
+
+
+def _figures(row: RankRow, has_joules: bool) -> dict[str, tuple[str, float | None]]:
+    """The figures of a rank by their headings, in words and as numbers."""
+    spent = {"energy": (_energy(row.energy_j, row.error_j), row.energy_j), "power": (_power(row.power_w), row.power_w)}
+    rate = "-" if row.steps_per_s is None else f"{row.steps_per_s:.3g}"
+    return {
+        **(spent if has_joules else {}),
+        "busy": (_share(row.busy_share), row.busy_share),
+        "waiting": (_share(row.wait_share), row.wait_share),
+        "steps/s": (rate, row.steps_per_s),
+        "last": (f"{row.last:,}", row.last),
+        "others waited": (format_duration(row.delays_s, 3) if row.last else "-", row.delays_s),
+    }
 
 
 def describe_collective(row: Mapping[str, Any]) -> str:
@@ -145,6 +145,10 @@ def _energy(joules: float | None, error: float | None) -> str:
     return "-" if joules is None else format_energy_error(joules, error)
 
 
+def _power(watts: float | None) -> str:
+    return "-" if watts is None else format_power(watts, 3)
+
+
 def _share(share: float | None) -> str:
     return "-" if share is None else format_share(share)
 
@@ -155,12 +159,11 @@ def _share(share: float | None) -> str:
 def job_section(job: JobSummary) -> str:
     """The ranks as a section of the page."""
     has_joules = any(row.energy_j is not None for row in job.ranks)
-    spent = ("energy", "power") if has_joules else ()
-    headings = (*spent, "busy", "waiting", "steps/s", "last", "others waited")
     # Of many ranks the first are seen at once: those that the others waited for.
     late = len(job.ranks) > FOLDED and any(row.delays_s for row in job.ranks)
     ranks_shown = sorted(job.ranks, key=lambda row: -row.delays_s) if late else job.ranks
     body = [_rank_row(row, has_joules) for row in ranks_shown]
+    headings = _figures(job.ranks[0], has_joules)
     columns = [("rank", True), ("host", False), *((name, True) for name in headings)]
     ranks = folding_table(columns, body, caption="Ranks", sorted_by="others waited" if late else "rank")
     notes = "".join(note(f"{line[:1].upper()}{line[1:]}.") for line in job_notes(job))
@@ -168,21 +171,8 @@ def job_section(job: JobSummary) -> str:
 
 
 def _rank_row(row: RankRow, has_joules: bool) -> str:
-    spent = [
-        number_cell(_energy(row.energy_j, row.error_j), row.energy_j),
-        number_cell("-" if row.power_w is None else format_power(row.power_w, 3), row.power_w),
-    ]
-    cells = [
-        number_cell(str(row.rank), row.rank),
-        f"<td>{escape(row.host or '-')}</td>",
-        *(spent if has_joules else ()),
-        number_cell(_share(row.busy_share), row.busy_share),
-        number_cell(_share(row.wait_share), row.wait_share),
-        number_cell("-" if row.steps_per_s is None else f"{row.steps_per_s:.3g}", row.steps_per_s),
-        number_cell(f"{row.last:,}", row.last),
-        number_cell(format_duration(row.delays_s, 3) if row.last else "-", row.delays_s),
-    ]
-    return f"<tr>{''.join(cells)}</tr>"
+    figures = "".join(number_cell(text, value) for text, value in _figures(row, has_joules).values())
+    return f"<tr>{number_cell(str(row.rank), row.rank)}<td>{escape(row.host or '-')}</td>{figures}</tr>"
 
 
 def groups_table(rows: Sequence[Mapping[str, Any]]) -> str:

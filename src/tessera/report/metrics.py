@@ -88,6 +88,24 @@ def dashboard() -> str:
     return (resources.files(__package__) / "grafana.json").read_text(encoding="utf-8")
 
 
+def make_families(metrics: Mapping[str, tuple[str, str]], samples: Iterable[Sample]) -> Iterator[Any]:
+    """The families of the metrics that have samples; unknown values are left out."""
+    known: dict[str, list[tuple[Labels, float]]] = {}
+    for name, labels, value in samples:
+        if value is not None:
+            known.setdefault(name, []).append((labels, value))
+    core = import_client().core
+    kinds = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
+    for name, (kind, text) in metrics.items():
+        if kind == "info":
+            yield core.InfoMetricFamily(name.removesuffix("_info"), text, value={"version": __version__})
+        elif rows := known.get(name):
+            family = kinds[kind](name, text, labels=list(rows[0][0]))
+            for labels, value in rows:
+                family.add_metric(list(labels.values()), value)
+            yield family
+
+
 class SnapshotCollector:
     """Takes a snapshot at each scrape and turns it into metric families."""
 
@@ -100,22 +118,8 @@ class SnapshotCollector:
     def collect(self) -> Iterator[Any]:
         """The families that have samples now."""
         with self._lock:
-            snapshot = self._look()
-            samples: dict[str, list[tuple[Labels, float]]] = {}
-            for name, labels, value in self._samples(snapshot):
-                if value is not None:
-                    samples.setdefault(name, []).append((labels, value))
-        core = import_client().core
-        families = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
-        for name, (kind, text) in METRICS.items():
-            rows = samples.get(name, [])
-            if kind == "info":
-                yield core.InfoMetricFamily(name.removesuffix("_info"), text, value={"version": __version__})
-            elif rows:
-                family = families[kind](name, text, labels=list(rows[0][0]))
-                for labels, value in rows:
-                    family.add_metric(list(labels.values()), value)
-                yield family
+            samples = list(self._samples(self._look()))
+        yield from make_families(METRICS, samples)
 
     def _samples(self, snapshot: Snapshot) -> Iterator[Sample]:
         for r in snapshot.readings:
