@@ -85,6 +85,64 @@ STATES = {
 """What a figure's state means, in words."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFigure:
+    """One row in the unit that is compared: joules, or seconds where joules are not known for both."""
+
+    row: RowChange
+    name: str
+    unit: str
+    before: float
+    after: float
+    change: float
+    error: float
+    share: float | None
+    is_sure: bool
+
+    @property
+    def texts(self) -> tuple[str, str, str, str]:
+        """Before, after, the change with its half-width, and its share."""
+        before, after = (quantity(value, math.nan, self.unit) for value in (self.before, self.after))
+        change = quantity(self.change, self.error, self.unit, signed=True)
+        return before, after, change, percent(self.share, state=self.row.state)
+
+    @property
+    def direction(self) -> str:
+        """One of "more", "less" and "noise"."""
+        return "noise" if not self.is_sure else "more" if self.change > 0 else "less"
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it did not change but for rounding."""
+        return self.row.state == "both" and is_unchanged(self.before, self.after)
+
+
+def row_figures(difference: Difference) -> list[RowFigure]:
+    """The rows, those that changed most first, with names for people: kernels short, no two the same."""
+    unit = compared_unit(difference)
+    kind = {"kernels": "kernel", "ops": "op"}.get(difference.by)
+    names = distinct([r.name for r in difference.rows], kind) if kind else {}
+    return [
+        RowFigure(
+            row=r,
+            name=names.get(r.name, r.name),
+            unit=unit,
+            before=r.before_j if unit == "J" else r.before_s,
+            after=r.after_j if unit == "J" else r.after_s,
+            change=r.change_j if unit == "J" else r.change_s,
+            error=r.error_j if unit == "J" else r.error_s,
+            share=r.share_j if unit == "J" else r.share_s,
+            is_sure=r.significant if unit == "J" else r.significant_s,
+        )
+        for r in difference.rows
+    ]
+
+
+def compared_unit(difference: Difference) -> str:
+    """What rows are compared in: joules, or seconds where joules are not known for both."""
+    return "s" if math.isnan(difference.total.change_j) else "J"
+
+
 def headline(difference: Difference) -> list[DiffFigure]:
     """Energy, time and mean power."""
     t, nan = difference.total, math.nan
@@ -182,8 +240,7 @@ def all_notes(difference: Difference) -> list[str]:
 
 def legend(difference: Difference) -> str:
     """What "~" means in this comparison."""
-    timed = math.isnan(difference.total.change_j)
-    if all(math.isnan(r.error_s if timed else r.error_j) for r in difference.rows):
+    if all(math.isnan(figure.error) for figure in row_figures(difference)):
         return "~ unknown: the scatter of the rows was not recorded"
     return "~ noise: within the 90% interval"
 
@@ -195,13 +252,6 @@ def outside_text(difference: Difference) -> str | None:
         return None
     sides = (quantity(out.before_j, math.nan, "J"), quantity(out.after_j, math.nan, "J"))
     return f"not in these rows: {sides[0]} before and {sides[1]} after, outside the compared steps"
-
-
-def display_names(difference: Difference) -> dict[str, str]:
-    """Names for people: kernels short, no two the same."""
-    kind = {"kernels": "kernel", "ops": "op"}.get(difference.by)
-    names = [r.name for r in difference.rows]
-    return distinct(names, kind) if kind else {n: n for n in names}
 
 
 # -- the screen -----------------------------------------------------------------------------------------------------
@@ -266,10 +316,9 @@ def _figures(difference: Difference, width: int) -> Table:
 
 
 def _rows(difference: Difference, top: int, width: int) -> Table:
-    timed = math.isnan(difference.total.change_j)
-    shown, names = list(difference.rows)[:top], display_names(difference)
-    cells = [_cells(r, timed=timed) for r in shown]
-    headings = ("before", "after", "change", "", *(() if timed else ("time",)))
+    shown = row_figures(difference)[:top]
+    cells = [_cells(figure) for figure in shown]
+    headings = ("before", "after", "change", "", *(("time",) if compared_unit(difference) == "J" else ()))
     widths = [max(len(h), *(len(c[i].plain) for c in cells)) + 2 for i, h in enumerate(headings)]
     kept = list(range(len(headings)))
     for place in (4, 0, 1):  # the change is what it is about
@@ -277,16 +326,11 @@ def _rows(difference: Difference, top: int, width: int) -> Table:
             kept.remove(place)
     room = max(NARROWEST, width - sum(widths[i] for i in kept) - 2)
     count = f" ({len(shown)} of {len(difference.rows)})" if len(difference.rows) > len(shown) else ""
-    table = open_table(f"{TITLES.get(difference.by, difference.by)}{count}", *(headings[i] for i in kept))
-    for row, line in zip(shown, cells, strict=True):
-        style = "" if is_significant(row, timed=timed) else "dim"
-        table.add_row(Text(fit(names[row.name], room)), *(line[i] for i in kept), style=style)
+    table = open_table(f"{TITLES[difference.by]}{count}", *(headings[i] for i in kept))
+    for figure, line in zip(shown, cells, strict=True):
+        style = "" if figure.is_sure else "dim"
+        table.add_row(Text(fit(figure.name, room)), *(line[i] for i in kept), style=style)
     return note_dropped(table, [h for i, h in enumerate(headings) if i not in kept])
-
-
-def is_significant(row: RowChange, *, timed: bool) -> bool:
-    """Whether a row changed by more than noise: in joules, or in seconds if there are none."""
-    return row.significant_s if timed else row.significant
 
 
 def is_unchanged(before: float, after: float) -> bool:
@@ -294,25 +338,15 @@ def is_unchanged(before: float, after: float) -> bool:
     return abs(after - before) <= ROUNDING * max(abs(before), abs(after))
 
 
-def _cells(row: RowChange, *, timed: bool) -> list[Text]:
+def _cells(figure: RowFigure) -> list[Text]:
+    row, (*_, change, share) = figure.row, figure.texts
+    known = [Text("-" if math.isnan(v) else quantity(v, math.nan, figure.unit)) for v in (figure.before, figure.after)]
     if row.state == "unstated":
-        sides = (row.before_s, row.after_s) if timed else (row.before_j, row.after_j)
-        known = [Text("-" if math.isnan(v) else quantity(v, math.nan, "s" if timed else "J")) for v in sides]
-        return [*known, Text("-"), Text(percent(None, state=row.state)), *([] if timed else [Text("")])]
-    sure = is_significant(row, timed=timed)
-    change = row.change_s if timed else row.change_j
-    style = ("red" if change > 0 else "green") if sure else "dim"
-    share = percent(row.share_s if timed else row.share_j, state=row.state) + ("" if sure else " ~")
-    if row.state == "both" and is_unchanged(*((row.before_s, row.after_s) if timed else (row.before_j, row.after_j))):
-        share = STATES["same"]
-    if timed:
-        numbers = [quantity(v, math.nan, "s") for v in (row.before_s, row.after_s)]
-        moved = Text(quantity(row.change_s, row.error_s, "s", signed=True), style=style)
-        return [*(Text(n) for n in numbers), moved, Text(share, style=style)]
-    numbers = [format_energy(v, 3) if not math.isnan(v) else "-" for v in (row.before_j, row.after_j)]
-    moved = Text(quantity(row.change_j, row.error_j, "J", signed=True), style=style)
-    took = Text(percent(row.share_s, state=row.state), style="dim")
-    return [*(Text(n) for n in numbers), moved, Text(share, style=style), took]
+        return [*known, Text("-"), Text(share), *([Text("")] if figure.unit == "J" else [])]
+    style = {"more": "red", "less": "green"}.get(figure.direction, "dim")
+    share = STATES["same"] if figure.is_same else share + ("" if figure.is_sure else " ~")
+    took = [Text(percent(row.share_s, state=row.state), style="dim")] if figure.unit == "J" else []
+    return [*known, Text(change, style=style), Text(share, style=style), *took]
 
 
 def _verdict(verdict: DiffVerdict) -> Table:

@@ -6,24 +6,23 @@ import math
 from html import escape
 
 from ..analyze.diff import Difference, DiffVerdict
-from ..analyze.diff_rows import RowChange
 from ..analyze.kernel_names import fit
 from ..units import format_duration
 from .diff import (
     STATES,
     DiffFigure,
+    RowFigure,
     about,
     all_notes,
     basis_text,
     calls_text,
-    display_names,
+    compared_unit,
     headline,
-    is_significant,
-    is_unchanged,
     modelled_warning,
     outside_text,
     percent,
     quantity,
+    row_figures,
 )
 from .energy import TITLES
 from .html import THEME_BUTTON, capitalize, card, definitions, document, filter_field, number_cell, table, tile
@@ -80,9 +79,8 @@ def diff_card(difference: Difference, *, top: int = 10) -> str:
         f"<span class='dim'>{STATES[f.state]}</span></p>"
         for f in headline(difference)
     )
-    head = "".join(f"<th>{h}</th>" for h in (TITLES.get(difference.by, difference.by), "before", "after", "change", ""))
-    names, timed = display_names(difference), math.isnan(difference.total.change_j)
-    rows = "".join(_card_row(r, names[r.name], timed=timed) for r in list(difference.rows)[:top])
+    head = "".join(f"<th>{h}</th>" for h in (TITLES[difference.by], "before", "after", "change", ""))
+    rows = "".join(map(_card_row, row_figures(difference)[:top]))
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
     notes = "".join(f"<p class='dim'>{escape(n)}</p>" for n in all_notes(difference))
     title = f"<p><b>{escape(difference.before)} → {escape(difference.after)}</b> {escape(about(difference))}</p>"
@@ -92,21 +90,10 @@ def diff_card(difference: Difference, *, top: int = 10) -> str:
     return card(title, figures, body, notes, verdict)
 
 
-def _card_row(row: RowChange, name: str, *, timed: bool) -> str:
-    unit = "s" if timed else "J"
-    before, after, change, error, share = _numbers(row, timed=timed)
-    cells = [quantity(before, math.nan, unit), quantity(after, math.nan, unit)]
-    cells += [quantity(change, error, unit, signed=True), percent(share, state=row.state)]
-    sort = "" if is_significant(row, timed=timed) else " class='dim'"
-    return (
-        f"<tr{sort}><td class='name'>{escape(fit(name, 70))}</td>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
-    )
-
-
-def _numbers(row: RowChange, *, timed: bool) -> tuple[float, float, float, float, float | None]:
-    if timed:
-        return row.before_s, row.after_s, row.change_s, row.error_s, row.share_s
-    return row.before_j, row.after_j, row.change_j, row.error_j, row.share_j
+def _card_row(figure: RowFigure) -> str:
+    cells = "".join(f"<td>{escape(text)}</td>" for text in figure.texts)
+    kind = "" if figure.is_sure else " class='dim'"
+    return f"<tr{kind}><td class='name'>{escape(fit(figure.name, 70))}</td>{cells}</tr>"
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
@@ -148,68 +135,58 @@ def _verdict(difference: Difference, verdict: DiffVerdict) -> str:
 
 
 def _pairs(difference: Difference) -> str:
-    timed = math.isnan(difference.total.change_j)
-    known = [r for r in difference.rows if r.state != "unstated"]  # both sides are needed for a bar
-    rows = sorted(known, key=lambda r: -max(_numbers(r, timed=timed)[:2]))[:BARS]
-    if not rows:
+    known = [f for f in row_figures(difference) if f.row.state != "unstated"]  # both sides are needed for a bar
+    shown = sorted(known, key=lambda f: -max(f.before, f.after))[:BARS]
+    if not shown:
         return ""
-    errors = [_errors(r, timed=timed) for r in rows]
-    values = [_numbers(r, timed=timed) for r in rows]
-    most = max(max(b + e[0], a + e[1]) for (b, a, *_), e in zip(values, errors, strict=True)) or 1.0
-    names = display_names(difference)
-    bars = "".join(_pair(r, names[r.name], e, most, timed=timed) for r, e in zip(rows, errors, strict=True))
-    what = "Time" if timed else "Energy"
+    most = max(value + error for f in shown for _, value, error in _bars(f)) or 1.0
+    bars = "".join(_pair(f, most) for f in shown)
+    what = "Time" if compared_unit(difference) == "s" else "Energy"
     per = "" if difference.per == "run" else f" per {difference.per}"
     keys = (
         f"<li><i class='a'></i>before: {escape(fit(difference.before, 60))}</li>"
         f"<li><i class='b'></i>after: {escape(fit(difference.after, 60))}</li><li>faint: noise, or unknown</li>"
     )
     return (
-        f"<section><h2>{what}{escape(per)} by {TITLES.get(difference.by, difference.by)}, largest first</h2>"
+        f"<section><h2>{what}{escape(per)} by {TITLES[difference.by]}, largest first</h2>"
         f"<div class='pairs' role='img' aria-label='{what} before and after; the table below has the same numbers'>"
         f"{bars}</div><ul class='legend'>{keys}</ul></section>"
     )
 
 
-def _errors(row: RowChange, *, timed: bool) -> tuple[float, float]:
-    if timed:
-        return 0.0, 0.0
-    return tuple(0.0 if math.isnan(e) else e for e in (row.before_error_j, row.after_error_j))  # type: ignore[return-value]
+def _bars(figure: RowFigure) -> list[tuple[str, float, float]]:
+    """The bar before ("a") and after ("b"): its length, and the half-width of it, which seconds do not have."""
+    errors = (figure.row.before_error_j, figure.row.after_error_j) if figure.unit == "J" else (math.nan, math.nan)
+    widths = [0.0 if math.isnan(error) else error for error in errors]
+    return list(zip("ab", (figure.before, figure.after), widths, strict=True))
 
 
-def _pair(row: RowChange, name: str, errors: tuple[float, float], most: float, *, timed: bool) -> str:
-    before, after, change, error, share = _numbers(row, timed=timed)
-    sure = is_significant(row, timed=timed)
+def _pair(figure: RowFigure, most: float) -> str:
     marks = []
-    for kind, value, wide in (("a", before, errors[0]), ("b", after, errors[1])):
+    for kind, value, wide in _bars(figure):
         marks.append(f"<i class='{kind}' style='width:{100 * max(value, 0.0) / most:.2f}%'></i>")
         if wide > 0:
             low, high = max(value - wide, 0.0), value + wide
             marks.append(
                 f"<u class='{kind}' style='left:{100 * low / most:.2f}%;width:{100 * (high - low) / most:.2f}%'></u>"
             )
-    state = "noise" if not sure else "more" if change > 0 else "less"
-    faint = "" if sure else " noise"
-    moved = f"{quantity(change, error, 's' if timed else 'J', signed=True)} ({percent(share, state=row.state)})"
+    faint = "" if figure.is_sure else " noise"
+    *_, change, share = figure.texts
     return (
-        f"<span class='name{faint}' title='{escape(fit(row.name, 300))}'>{escape(fit(name, 42))}</span>"
-        f"<span class='pair{faint}'>{''.join(marks)}</span><span class='{state}'>{escape(moved)}</span>"
+        f"<span class='name{faint}' title='{escape(fit(figure.row.name, 300))}'>{escape(fit(figure.name, 42))}</span>"
+        f"<span class='pair{faint}'>{''.join(marks)}</span>"
+        f"<span class='{figure.direction}'>{escape(f'{change} ({share})')}</span>"
     )
 
 
 def _table(difference: Difference) -> str:
     if not difference.rows:
         return ""
-    timed, names = math.isnan(difference.total.change_j), display_names(difference)
-    body = "".join(_row(r, names[r.name], timed=timed) for r in list(difference.rows)[:ROWS])
-    unit = "time" if timed else "energy"
+    body = "".join(map(_row, row_figures(difference)[:ROWS]))
+    unit = "time" if compared_unit(difference) == "s" else "energy"
     calls = "calls" if difference.per == "run" else f"calls per {difference.per}"
     numbers = ("before", "after", f"change of {unit}", "%", calls, "time before", "time after", "time %")
-    columns = [
-        (TITLES.get(difference.by, difference.by), False),
-        *((name, True) for name in numbers),
-        ("verdict", False),
-    ]
+    columns = [(TITLES[difference.by], False), *((name, True) for name in numbers), ("verdict", False)]
     count = len(difference.rows)
     more = f"<p class='dim'>and {count - ROWS:,} more that changed less</p>" if count > ROWS else ""
     lines = table(columns, body, sorted_by="")
@@ -219,24 +196,18 @@ def _table(difference: Difference) -> str:
     )
 
 
-def _row(row: RowChange, name: str, *, timed: bool) -> str:
-    before, after, change, error, share = _numbers(row, timed=timed)
-    unit, sure = "s" if timed else "J", is_significant(row, timed=timed)
-    state = "noise" if not sure else "more" if change > 0 else "less"
-    calls = calls_text(row)
-    sort = math.inf if row.state == "new" else share
+def _row(figure: RowFigure) -> str:
+    row, sure, (before, after, change, share) = figure.row, figure.is_sure, figure.texts
     only = {"new": "only after", "vanished": "only before", "unstated": "not stated on both sides"}.get(row.state, "")
-    noise = "more than noise" if sure else "unknown" if math.isnan(error) else "noise"
-    if row.state == "both" and is_unchanged(before, after):
-        noise = STATES["same"]
-    noise = "" if row.state == "unstated" else noise
+    noise = "more than noise" if sure else "unknown" if math.isnan(figure.error) else "noise"
+    noise = "" if row.state == "unstated" else STATES["same"] if figure.is_same else noise
     cells = (
-        f"<td class='name' title='{escape(fit(row.name, 300))}'>{escape(fit(name, 90))}</td>",
-        number_cell(quantity(before, math.nan, unit), before),
-        number_cell(quantity(after, math.nan, unit), after),
-        number_cell(quantity(change, error, unit, signed=True), change, state),
-        number_cell(percent(share, state=row.state), sort, state),
-        number_cell(calls, row.after_calls),
+        f"<td class='name' title='{escape(fit(row.name, 300))}'>{escape(fit(figure.name, 90))}</td>",
+        number_cell(before, figure.before),
+        number_cell(after, figure.after),
+        number_cell(change, figure.change, figure.direction),
+        number_cell(share, math.inf if row.state == "new" else figure.share, figure.direction),
+        number_cell(calls_text(row), row.after_calls),
         number_cell(quantity(row.before_s, math.nan, "s"), row.before_s),
         number_cell(quantity(row.after_s, math.nan, "s"), row.after_s),
         number_cell(percent(row.share_s, state=row.state), row.share_s),

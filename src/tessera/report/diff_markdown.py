@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 from ..analyze.diff import Difference, DiffVerdict
 from ..analyze.kernel_names import fit
-from .diff import STATES, about, all_notes, display_names, headline, is_significant, percent, quantity
+from .diff import STATES, about, all_notes, headline, percent, quantity, row_figures
 from .energy import TITLES
 from .html import capitalize
 
@@ -33,19 +31,11 @@ def markdown(difference: Difference, verdict: DiffVerdict) -> str:
 
 
 def _rows(difference: Difference) -> list[str]:
-    timed, names = math.isnan(difference.total.change_j), display_names(difference)
-    changed = [r for r in difference.rows if r.state != "unstated" and is_significant(r, timed=timed)][:TOP]
+    changed = [f for f in row_figures(difference) if f.row.state != "unstated" and f.is_sure][:TOP]
     if not changed:
         return []
-    lines = ["", f"| {TITLES.get(difference.by, difference.by)} | before | after | change | |", "|---|--:|--:|--:|--:|"]
-    for r in changed:
-        unit = "s" if timed else "J"
-        both = (r.before_s, r.after_s) if timed else (r.before_j, r.after_j)
-        change = quantity(r.change_s if timed else r.change_j, r.error_s if timed else r.error_j, unit, signed=True)
-        share = percent(r.share_s if timed else r.share_j, state=r.state)
-        before, after = (quantity(v, math.nan, unit) for v in both)
-        lines.append(f"| {_cell(fit(names[r.name], 60))} | {before} | {after} | {change} | {share} |")
-    return lines
+    lines = ["", f"| {TITLES[difference.by]} | before | after | change | |", "|---|--:|--:|--:|--:|"]
+    return lines + [f"| {' | '.join((_cell(fit(f.name, 60)), *f.texts))} |" for f in changed]
 
 
 def _cell(text: str) -> str:
