@@ -48,7 +48,6 @@ class CellEnergy:
 
     @property
     def joules(self) -> float:
-        """All joules of the cell."""
         return self.energy.energy_j
 
     def lines(self) -> list[str]:

@@ -137,7 +137,6 @@ class EnergyResults:
         self.tests: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep what a test reported."""
         if report.when == "call":
             self.tests += [v for name, v in report.user_properties if name == PROPERTY and isinstance(v, dict)]
 
@@ -149,7 +148,6 @@ class EnergyResults:
                 terminalreporter.line(_describe(figures), red=figures["above"])
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file."""
         if self.path is not None:
             Path(self.path).write_text(json.dumps({"tests": self.tests}, indent=1) + "\n", encoding="utf-8")
 

@@ -74,7 +74,6 @@ class CpuUse:
 
     @property
     def children_s(self) -> float:
-        """CPU seconds of all children."""
         return sum(seconds for _, seconds in self.children.values())
 
     @property

@@ -276,7 +276,6 @@ class _PartJoules:
         return max(0, self._window_ns - (split.end_ns - split.start_ns))
 
     def outside(self, split: _Split) -> dict[str, Any]:
-        """That as a row."""
         ns = self.outside_ns(split)
         return _part(OUTSIDE, ns, None, self._idle_w * ns / 1e9, self._idle_error_w * ns / 1e9)
 

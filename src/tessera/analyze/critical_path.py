@@ -280,7 +280,6 @@ class PathWalk:
         return max(last, default=None)
 
     def _add(self, start: int, end: int, row: int) -> None:
-        """A stretch of a row."""
         on: PathPlace = "device" if row in self._launch else "host"
         self._add_other(start, end, on, self._t.kind(row), self._t.name(row), row)
 

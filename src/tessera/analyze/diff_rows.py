@@ -54,7 +54,6 @@ class RowChange(DiffRow):
 
     @property
     def change_s(self) -> float:
-        """Seconds after less seconds before."""
         return self.after_s - self.before_s
 
     @property
@@ -64,7 +63,6 @@ class RowChange(DiffRow):
 
     @property
     def after_w(self) -> float:
-        """Mean watts after."""
         return self.after_j / self.after_s if self.after_s > 0 else _NAN
 
     @property
@@ -117,7 +115,6 @@ class ChangeMaker:
         return self.make(name, mean_of_runs(before, after), mean_of_runs(after, before))
 
     def make(self, name: str, before: Cell | None, after: Cell | None) -> RowChange:
-        """One line."""
         a, b = before or ZERO, after or ZERO
         error_j, error_s, error_w = self._errors(a, b)
         error_j = math.hypot(error_j, self.load * max(a.energy_j, b.energy_j))

@@ -98,7 +98,6 @@ class RunEvidence:
 
     @functools.cached_property
     def ceilings(self) -> Ceilings | None:
-        """The ceilings of that chip."""
         return Ceilings.of(self.device) if self.device is not None else None
 
     @functools.cached_property
@@ -110,7 +109,6 @@ class RunEvidence:
 
     @functools.cached_property
     def joules(self) -> Floats:
-        """Joules of every call."""
         assert self.timeline is not None and self.calls is not None
         return row_joules(self.timeline, self.calls.rows, self.table)
 
@@ -134,7 +132,6 @@ class RunEvidence:
         return sum(r.energy_j for r in rows), sum(r.time_s for r in rows)
 
     def share(self, energy_j: float) -> float:
-        """Of the whole run."""
         return energy_j / self.table.energy_j
 
     def format_spent(self, energy_j: float) -> str:
@@ -277,7 +274,6 @@ class HostGap:
 
     @property
     def each_s(self) -> float:
-        """Mean length of a gap."""
         return self.time_s / self.count
 
 

@@ -260,7 +260,6 @@ class CounterMeans:
 
     @property
     def counted_pct(self) -> float:
-        """The share of the time with counters."""
         return 100.0 * self.counted_s / self.seconds if self.seconds > 0 else 0.0
 
     def value(self, field: str) -> float | None:
@@ -300,7 +299,6 @@ class _RowGroups:
         return head | {"energy_j": mean.energy_j, "counted_pct": mean.counted_pct}
 
     def overall(self, fields: tuple[str, ...]) -> dict[str, Any]:
-        """The means over all rows."""
         mean = CounterMeans(self._timeline, self._rows, fields)
         return {"time_s": self.total_s, "counted_pct": mean.counted_pct, **{f: mean.value(f) for f in fields}}
 

@@ -77,7 +77,6 @@ class ThrottleEpisode:
 
     @property
     def time_s(self) -> float:
-        """How long."""
         return (self.end_ns - self.start_ns) * 1e-9
 
 
@@ -258,7 +257,6 @@ class _DomainStudy:
         return self.spectrum.band_w2(*BAND_HZ) if self.spectrum else None
 
     def row(self) -> dict[str, Any]:
-        """The domain's row of the table."""
         spent = self.log.energy(self.domain, self.curve.start_ns, self.curve.end_ns)
         s, band_w2 = self.spectrum, self.band_w2
         return {

@@ -210,7 +210,6 @@ class _CallGroups:
         self.counted = np.bincount(inverse, calls.counted, count) > 0
 
     def figures(self, i: int, roofs: Ceilings | None) -> dict[str, Any]:
-        """One group under the roofs."""
         number = int(self._calls.unit[int(self.first[i])])
         has_flops, has_bytes = bool(self.flops_calls[i]), bool(self.bytes_calls[i])
         has_joules = self.joules[i] > 0

@@ -43,7 +43,6 @@ class EvenSamples:
 
     @property
     def seconds(self) -> float:
-        """How long the stretch is."""
         return len(self.watts) * self.step_s
 
 

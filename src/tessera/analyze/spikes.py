@@ -56,22 +56,18 @@ class Curve:
 
     @property
     def start_ns(self) -> int:
-        """Start of the first piece."""
         return int(self.edges_ns[0])
 
     @property
     def end_ns(self) -> int:
-        """End of the last piece."""
         return int(self.edges_ns[-1])
 
     @property
     def is_known(self) -> NDArray[np.bool_]:
-        """Which pieces are known."""
         return ~np.isnan(self.end_w)
 
     @property
     def known_spans(self) -> Spans:
-        """When the power is known."""
         at = np.flatnonzero(self.is_known)
         return union(self.edges_ns[at], self.edges_ns[at + 1])
 

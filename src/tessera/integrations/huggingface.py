@@ -51,7 +51,6 @@ class HuggingFaceEnergyCallback(TrainerCallback):  # type: ignore[misc]
         self._energy.begin()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Whatever came before is over."""
         self._energy.switch(STEPS)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -71,11 +70,9 @@ class HuggingFaceEnergyCallback(TrainerCallback):  # type: ignore[misc]
         self._energy.switch(EVALUATION)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The evaluation is over."""
         self._energy.switch(SAVING if control.should_save else STEPS)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The checkpoint is written."""
         self._energy.switch(STEPS)
 
     def _expect(self, control: Any) -> None:

@@ -64,7 +64,6 @@ class LightningEnergyCallback(Callback):  # type: ignore[misc]
         self._energy.switch(EVALUATION)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Steps again."""
         self._energy.switch(STEPS)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

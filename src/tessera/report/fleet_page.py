@@ -60,7 +60,6 @@ class StatusFeed:
         self._thread.join()
 
     def newest(self) -> FleetStatus | None:
-        """The newest status."""
         return self._newest
 
     def _run(self) -> None:

@@ -59,7 +59,6 @@ class Frame:
     bottom: int
 
     def axes(self, xs: Sequence[float], ys: Sequence[float]) -> tuple[LogAxis, LogAxis]:
-        """Axes over these values."""
         x = LogAxis.over(xs, self.left, self.width - self.right)
         return x, LogAxis.over(ys, self.height - self.bottom, self.top)
 

@@ -230,7 +230,6 @@ class Consumer:
 
     @property
     def energy_j(self) -> float:
-        """All joules of the group."""
         return self.compute_energy_j + self.memory_energy_j + self.static_energy_j
 
     @property
