@@ -61,9 +61,9 @@ class NvmlSmoothing:
         """Off first and on last: a preset is never active half-written."""
         if not state.enabled:
             self._set_enabled(False)
-        for number, name in enumerate(PARAMETERS):
+        for place, name in enumerate(PARAMETERS):
             asked = self._nvml.c_nvmlPowerSmoothingProfile_v1_t()
-            asked.profileId, asked.paramId, asked.value = state.profile, number, getattr(state, name)
+            asked.profileId, asked.paramId, asked.value = state.profile, place, getattr(state, name)
             self._call(
                 f"set {name} of its power smoothing", "nvmlDevicePowerSmoothingUpdatePresetProfileParam",
                 ctypes.byref(asked),

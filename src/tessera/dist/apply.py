@@ -58,9 +58,10 @@ def apply_layout(
     if layout.pp > 1:
         stack = require_stack(module, "a pipeline")
         tracer = StackTracer(module, stack)
-        parts = _cut_pipeline(
-            module, stack, tracer, layout, mesh, _choose_inputs(module, stack, example_inputs, device)
-        )
+        trace = tracer.trace(_choose_inputs(module, stack, example_inputs, device))
+        mine = mesh.coordinate(c10d.get_rank())["pp"]
+        indices = [mine + chunk * layout.pp for chunk in range(layout.vp)]
+        parts = cut_stages(module, stack, trace, indices=indices, stages=layout.pp * layout.vp)
         splits += [
             ModuleSplit(module=f"{stack.path}[{p.first}:{p.last}]", how=f"stage {p.index}", axis="pp") for p in parts
         ]
@@ -172,14 +173,6 @@ def _choose_inputs(module: nn.Module, stack: BlockStack, inputs: Any, device: to
             fix="apply(module, ..., example_inputs=torch.zeros(1, 64))",
         )
     return (torch.zeros((1, 8), dtype=torch.int64, device=device),), {}
-
-
-def _cut_pipeline(
-    module: nn.Module, stack: BlockStack, tracer: StackTracer, layout: Layout, mesh: Mesh, inputs: Batch
-) -> list[StagePart]:
-    mine = mesh.coordinate(c10d.get_rank())["pp"]
-    indices = [mine + chunk * layout.pp for chunk in range(layout.vp)]
-    return cut_stages(module, stack, tracer.trace(inputs), indices=indices, stages=layout.pp * layout.vp)
 
 
 def _recompute_blocks(blocks: Sequence[nn.Module], recompute: str) -> None:

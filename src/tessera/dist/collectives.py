@@ -116,8 +116,8 @@ class _Reduction:
         bounds = [round(i * flat.numel() / self.pace.chunks) for i in range(self.pace.chunks + 1)]
         total = Sent(0.0)
         for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            if number:
-                self.pace.wait_between()
+            if number and self.pace.gap_s:
+                time.sleep(self.pace.gap_s)
             total = _add(total, self._reduce_chunk(flat[start:stop]))
         return total
 

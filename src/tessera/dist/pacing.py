@@ -67,8 +67,3 @@ class Pace:
         if delay_s:
             time.sleep(delay_s)
         return delay_s
-
-    def wait_between(self) -> None:
-        """Sleep between two chunks."""
-        if self.gap_s:
-            time.sleep(self.gap_s)

@@ -215,17 +215,14 @@ def cut_stages(
         first, last = bounds[index], bounds[index + 1]
         absent = _remove_blocks(part.get_submodule(stack.path), first, last, trace.tuple_size)
         used = (trace.before if index == 0 else frozenset()) | (trace.after if index == stages - 1 else frozenset())
-        lost = (trace.before | trace.after) - used
-        if index:  # what no gradient reaches stays on the first stage
-            lost |= {name for name in named if name not in trace.before | trace.after and not _is_in(name, stack.path)}
+        outside = trace.before | trace.after
+        lost = outside - used
+        if index and stack.path:  # what no gradient reaches stays on the first stage
+            lost |= {name for name in named if name not in outside and not name.startswith(f"{stack.path}.")}
         _remove_parameters(part, lost)
         entry = absent.get(first - 1)
         parts.append(StagePart(module=part, index=index, first=first, last=last, shared=shared, entry=entry))
     return parts
-
-
-def _is_in(name: str, path: str) -> bool:
-    return not path or name.startswith(f"{path}.")
 
 
 def _remove_blocks(container: nn.Module, first: int, last: int, tuple_size: int | None) -> dict[int, AbsentBlock]:

@@ -153,7 +153,8 @@ def plan(
     if not 1 <= used <= where.gpus:
         raise ArgumentError(f"gpus={gpus} of a cluster of {where.gpus}", fix=f"1 to {where.gpus}")
     if global_batch is None:
-        global_batch = batch or (used if work is not None else _default_batch(max(1, seq), used))
+        each = 1 if work is not None else max(1, round(_DEFAULT_TOKENS / max(1, seq) / used))
+        global_batch = batch or each * used
     if seq < 1 or global_batch < 1:
         raise ArgumentError(f"a step of {global_batch} x {seq} tokens", fix="at least one sequence of one token")
     if not 0.0 < memory_limit <= 1.0:
@@ -220,10 +221,6 @@ def _check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
         if name not in known:
             raise ArgumentError(f"no option {name!r}{did_you_mean(name, known)}", fix=f"one of: {', '.join(known)}")
     return options
-
-
-def _default_batch(seq: int, gpus: int) -> int:
-    return max(1, round(_DEFAULT_TOKENS / seq / gpus)) * gpus
 
 
 def _parse_goal(goal: str) -> tuple[str, float | None]:

@@ -258,16 +258,14 @@ def _replace_matrix(block: nn.Module, name: str, parts: Sequence[int]) -> list[n
 @functools.cache
 def _teach_cpu_attention() -> None:
     """Tell DTensor that the attention of CPUs may be cut by heads or by batch, as it knows of the GPUs' kernels."""
+
+    def list_cuts(tensors_out: int, tensors_in: int, *args: Any, attn_mask: Any = None, **_: Any) -> Any:
+        mask = None if attn_mask is None else Replicate()
+        cuts = (Replicate(), Shard(1), Shard(0) if mask is None else Replicate())
+        return [([cut] * tensors_out, [cut] * tensors_in + [None, None, mask, None]) for cut in cuts]
+
     aten = torch.ops.aten
-
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)
-    def cut_forward(*args: Any, attn_mask: Any = None, **_: Any) -> Any:
-        mask = None if attn_mask is None else Replicate()
-        cuts = (Replicate(), Shard(1), Shard(0) if mask is None else Replicate())
-        return [([cut] * 2, [cut] * 3 + [None, None, mask, None]) for cut in cuts]
-
-    @register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-    def cut_backward(*args: Any, attn_mask: Any = None, **_: Any) -> Any:
-        mask = None if attn_mask is None else Replicate()
-        cuts = (Replicate(), Shard(1), Shard(0) if mask is None else Replicate())
-        return [([cut] * 3, [cut] * 6 + [None, None, mask, None]) for cut in cuts]
+    register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)(functools.partial(list_cuts, 2, 3))
+    register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(
+        functools.partial(list_cuts, 3, 6)
+    )

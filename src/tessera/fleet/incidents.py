@@ -233,7 +233,7 @@ def _describe_incident(
         begin, end = start_ns - margin_ns, end_ns + margin_ns
         nodes.append(_describe_node(timeline, rows, host, ranks, begin, end, error_s))
     power_w, peak_w = (None, None) if curve is None else _power_between(curve, start_ns, end_ns)
-    is_outside = all(node.busy_share == 0 for node in nodes) and not _overlaps(timeline, start_ns, end_ns)
+    is_recorded = bool(timeline.start_ns < end_ns and timeline.end_ns > start_ns)
     return Incident(
         event=event,
         start_ns=start_ns,
@@ -241,12 +241,8 @@ def _describe_incident(
         nodes=tuple(nodes),
         power_w=power_w,
         peak_w=peak_w,
-        outside=is_outside,
+        outside=not is_recorded and all(node.busy_share == 0 for node in nodes),
     )
-
-
-def _overlaps(timeline: Timeline, start_ns: int, end_ns: int) -> bool:
-    return bool(timeline.start_ns < end_ns and timeline.end_ns > start_ns)
 
 
 def _describe_node(

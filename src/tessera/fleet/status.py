@@ -140,9 +140,9 @@ class FleetPoller:
 
     def poll(self) -> FleetStatus:
         """Ask everyone once."""
-        names = list(self.fleet.metrics)
-        with ThreadPoolExecutor(max_workers=max(min(AT_ONCE, len(names)), 1)) as pool:
-            answers = dict(zip(names, pool.map(self._ask_node, names), strict=True))
+        metrics = self.fleet.metrics
+        with ThreadPoolExecutor(max_workers=max(min(AT_ONCE, len(metrics)), 1)) as pool:
+            answers = dict(zip(metrics, pool.map(self._ask, metrics.values()), strict=True))
         budget, problems = self._ask_governor()
         leases = {n.node: n for n in budget.nodes} if budget is not None else {}
         now_s = self._clock_s()
@@ -178,9 +178,6 @@ class FleetPoller:
             events=tuple(self._events),
             problems=tuple(problems),
         )
-
-    def _ask_node(self, name: str) -> NodeReading:
-        return self._ask(self.fleet.metrics[name])
 
     def _ask_governor(self) -> tuple[BudgetStatus | None, list[str]]:
         if self._governor is None:

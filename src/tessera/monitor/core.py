@@ -20,7 +20,7 @@ from ..sensors.discover import discover
 from .cuda import DeviceClocks, Edge
 from .regions import REGIONS_VARIABLE, ProcessRegions, RegionTotal, sort_regions, write_regions
 from .sampler import Sampler
-from .series import CounterAnchors, PowerSeries
+from .series import CounterAnchors
 
 _log = logging.getLogger("tessera")
 
@@ -338,8 +338,9 @@ class Monitor:
         """The domains that are in step with what ran: by their counter, or, where there is none, by its period."""
         notes: list[str | None] = []
         with self.sampler.lock:
-            for series, anchors in self._counted():
-                domain, device = series.domain, on_device(series.domain)
+            for name in self.sampler.counted_domains():
+                domain, anchors = self.sampler.series[name].domain, self.sampler.anchors[name]
+                device = on_device(domain)
                 notes.append(anchors.history.note_step(start.time_ns(device), end.time_ns(device)))
                 if not len(anchors) and is_in_step(period_s, domain.resolution_s):
                     notes.append(
@@ -348,9 +349,6 @@ class Monitor:
                         "energy counter to tell"
                     )
         return [note for note in notes if note is not None]
-
-    def _counted(self) -> list[tuple[PowerSeries, CounterAnchors]]:
-        return [(self.sampler.series[n], self.sampler.anchors[n]) for n in self.sampler.counted_domains()]
 
     # -- what was measured ----------------------------------------------------------------------------------
 

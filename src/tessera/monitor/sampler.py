@@ -48,9 +48,6 @@ class _SensorSlot:
         self.lost: SensorLost | None = None
         self.names: set[str] = set()  # kept here: a lost sensor may not know its domains any more
 
-    def retry_s(self) -> float:
-        return RETRY_S[min(self.failures, len(RETRY_S)) - 1]
-
 
 class Sampler:
     """Reads started sensors and keeps what they said, in bounded memory. `start` makes the thread.
@@ -146,9 +143,11 @@ class Sampler:
         deadline = time.monotonic() + timeout_s
         try:
             return self._wait(time_ns, wanted, deadline, keep_lock)
-        finally:  # met, timed out or interrupted: nobody waits for this any more
+        finally:  # met, timed out or interrupted: a sensor with nothing new need not be asked a hundred times a second
             with self._lock:
-                self._give_up(time_ns, wanted)
+                for name in wanted:
+                    if self._wanted.get(name) == time_ns:
+                        del self._wanted[name]
 
     def _wait(self, time_ns: int, wanted: Sequence[str], deadline: float, keep_lock: bool) -> bool:
         with self._wake:
@@ -167,12 +166,6 @@ class Sampler:
                 else:
                     self._wake.wait(min(left, _URGENT_S if self._thread is None else 0.1))
         return True
-
-    def _give_up(self, time_ns: int, names: Collection[str]) -> None:
-        """Nobody waits for this any more: a sensor with nothing new need not be asked a hundred times a second."""
-        for name in names:
-            if self._wanted.get(name) == time_ns:
-                del self._wanted[name]
 
     def _has_data(self, name: str, time_ns: int) -> bool:
         """Whether a domain has data up to a time, or none are to be expected: it is silent, or another sampler's."""
@@ -292,7 +285,7 @@ class Sampler:
                     reason = f"{exc.what}: {exc.why}" if exc.why else exc.what
                     self._note_gap(Gap(domain=d.name, start_ns=last or now, end_ns=None, reason=reason))
         slot.failures += 1
-        slot.due_ns = now + round(slot.retry_s() * 1e9)
+        slot.due_ns = now + round(RETRY_S[min(slot.failures, len(RETRY_S)) - 1] * 1e9)
 
     def _adopt(self, slot: _SensorSlot) -> None:
         """Make room for a sensor's domains, or update them with what it has learnt since."""

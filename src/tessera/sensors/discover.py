@@ -52,17 +52,13 @@ def _load_redfish() -> Sensor:
     return SlowSensor(RedfishSensor(config))
 
 
-def _load_ipmi() -> Sensor:
-    return SlowSensor(_load("ipmi", "IpmiSensor"))
-
-
 KINDS: dict[str, Callable[[], Sensor]] = {  # a vendor's module is imported only when its sensor is wanted
     "nvml": functools.partial(_load, "nvml", "NvmlSensor"),
     "amd": functools.partial(_load, "amd", "AmdSensor"),
     "intel": functools.partial(_load, "intel", "IntelSensor"),
     "rapl": functools.partial(_load, "rapl", "RaplSensor"),
     "redfish": _load_redfish,
-    "ipmi": _load_ipmi,
+    "ipmi": lambda: SlowSensor(_load("ipmi", "IpmiSensor")),
     "modelled": functools.partial(_load, "modelled", "ModelledSensor"),
 }
 # Started only when asked for by name: they need an address, or root and seconds.

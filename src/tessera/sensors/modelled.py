@@ -170,7 +170,10 @@ class ModelledSensor:
         batch = Batch(replaces=self._tree is not None)
         t = self._clock()  # before the CPU time: what a sample covers is in it
         try:
-            busy_s, total_s = self._busy() if self._tree is None else self._read_tree(t)
+            if self._tree is None:
+                busy_s, total_s = self._busy()
+            else:
+                busy_s, total_s = self._tree.poll(), (os.cpu_count() or 1) * t / NS_PER_S
         except SensorUnavailable as exc:
             raise SensorLost(exc.what, why=exc.why, fix=exc.fix) from exc
         last, self._last = self._last, (busy_s, total_s)
@@ -197,10 +200,6 @@ class ModelledSensor:
                 batch.add(self._name + IDLE_PART, span.end_ns, idle_w * span.used_s / span.room_s)
         batch.telemetry.append(Telemetry(time_ns=t, domain=self._name, utilization_pct=100.0 * share))
         return batch
-
-    def _read_tree(self, time_ns: int) -> tuple[float, float]:
-        assert self._tree is not None
-        return self._tree.poll(), (os.cpu_count() or 1) * time_ns / NS_PER_S
 
     def stop(self) -> None:
         """Nothing to release."""
