@@ -32,7 +32,6 @@ class ModuleShape(ModelShape):
 
     @property
     def parameters(self) -> float:
-        """All parameters."""
         return self.count
 
 

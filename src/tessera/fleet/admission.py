@@ -53,7 +53,6 @@ class JobQueue:
         return self._on_node.get(node, {})
 
     def submit(self, request: PowerRequest, now_s: float) -> JobLease:
-        """Put a job into the queue."""
         held = self._user_w.get(request.user, 0.0) / self.policy.limit_w
         key = now_s + self.policy.ageing_s * (held - request.priority)
         lease = JobLease(request=request, submitted_s=now_s, end_s=now_s + request.ttl_s, key=key)
@@ -70,7 +69,6 @@ class JobQueue:
             self._count_active(lease, 1.0)
 
     def end(self, lease: JobLease, reason: str) -> None:
-        """Take a job out."""
         self._leave(lease)
         self._count_user(lease, -1.0)
         lease.state, lease.reason = JobState.ENDED, reason

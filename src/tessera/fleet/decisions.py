@@ -101,7 +101,6 @@ class Decisions:
     # -- between blocks -------------------------------------------------------------------------------------------
 
     def decide(self, now_s: float) -> None:
-        """Everything that is due at `now_s`."""
         self._run_faults(now_s)
         if self.governors is not None:
             nodes = self.engine.arrays.nodes

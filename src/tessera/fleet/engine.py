@@ -237,7 +237,6 @@ class FleetEngine:
         self.arrays.groups.sync_s[number] = np.nan
 
     def kill_nodes(self, chosen: NDArray[np.bool_]) -> None:
-        """Take nodes away."""
         self.arrays.nodes.alive[chosen] = False
         self.arrays.gpus.alive[chosen[self.arrays.gpus.node]] = False
 

@@ -66,7 +66,6 @@ class LockstepJob:
 
     @property
     def mean_w(self) -> float:
-        """The mean power of one GPU."""
         return self.duty * self.high_w + (1 - self.duty) * self.low_w
 
     @property

@@ -374,7 +374,6 @@ class NodeFloor:
         return max(too_hot_c / float(self.c_per_w[i]), over_w) if self.c_per_w[i] > 0 else None
 
     def node_loads(self) -> tuple[NodeLoad, ...]:
-        """Every node as it stands."""
         return tuple(
             NodeLoad(
                 node=n.name,
@@ -388,7 +387,6 @@ class NodeFloor:
         )
 
     def aisle_loads(self) -> tuple[AisleLoad, ...]:
-        """Every aisle as it stands."""
         heat_w = np.bincount(self.aisle, self.heat_w, minlength=len(self.budget_w))
         return tuple(
             AisleLoad(
@@ -400,7 +398,6 @@ class NodeFloor:
         )
 
     def rack_loads(self) -> tuple[RackLoad, ...]:
-        """Every rack as it stands."""
         power_w = np.bincount(self.rack, self.heat_w, minlength=len(self.limit_w))
         return tuple(
             RackLoad(

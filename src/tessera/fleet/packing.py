@@ -34,7 +34,6 @@ class PlacementEnergy:
 
     @property
     def total_j(self) -> float:
-        """All joules."""
         return self.it_j + self.fans_j + self.cooling_j
 
 

@@ -55,7 +55,6 @@ class PolicyCheck:
         return not any(finding.verdict == "cannot" for finding in self.findings)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
         waves = {
             "before": _wave_figures(self.before, self.quality_before, self.job),
             "after": _wave_figures(self.after, self.quality_after, self.job),

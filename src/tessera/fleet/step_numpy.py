@@ -62,7 +62,6 @@ class _Stepper:
         self.all_alike = bool(np.all(gpus.copies == 1))
 
     def step_gpus(self) -> None:
-        """Power and progress of every GPU."""
         gpus, waves, settings = self.fleet.gpus, self.fleet.waves, self.settings
         cell, place = self._find_cells()
         watts = waves.watts[cell]

@@ -86,7 +86,6 @@ class Sampler:
 
     @property
     def domains(self) -> list[Domain]:
-        """All the domains of all sensors."""
         return [s.domain for s in list(self.series.values())]  # a copy: the thread may learn of more
 
     @property
@@ -107,7 +106,6 @@ class Sampler:
         self._after_read.append(call)
 
     def latest(self, domain: str) -> Telemetry | None:
-        """The newest telemetry of a domain."""
         telemetry = self.telemetry.get(domain)
         return telemetry[-1] if telemetry else None
 

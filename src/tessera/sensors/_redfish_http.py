@@ -84,7 +84,6 @@ class RedfishConfig:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
         parts = _split_url(self.url)
         assert parts is not None  # checked in __post_init__
         return parts[0], parts[1]

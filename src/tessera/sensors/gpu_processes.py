@@ -44,7 +44,6 @@ class GpuProcessReader:
             return None
 
     def close(self) -> None:
-        """Let NVML go."""
         with contextlib.suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
 

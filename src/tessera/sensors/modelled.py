@@ -227,7 +227,6 @@ class ProcessShare:
         return self._sensor.period_s
 
     def start(self) -> None:
-        """Start the sensor behind it."""
         self._sensor.start()
         self._last = None
         self._spans.clear()
@@ -278,5 +277,4 @@ class ProcessShare:
         return batch
 
     def stop(self) -> None:
-        """Stop the sensor behind it."""
         self._sensor.stop()

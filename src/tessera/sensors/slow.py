@@ -35,7 +35,6 @@ class SlowSensor:
 
     @property
     def name(self) -> str:
-        """The wrapped sensor's name."""
         return self.inner.name
 
     @property

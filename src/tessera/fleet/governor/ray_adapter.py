@@ -68,31 +68,24 @@ class RayCalls:
         self._governor: Any = None  # the actor's handle
 
     def join(self, node: str, guaranteed_w: float, *, session: str, max_w: float | None = None) -> NodeStatus:
-        """Speak for a node from now on."""
         return self._call("join", node=node, guaranteed_w=guaranteed_w, session=session, max_w=max_w)  # type: ignore[no-any-return]
 
     def heartbeat(self, node: str, *, session: str, acked: int, measured_w: float | None) -> CapGrant:
-        """Renew a node's lease."""
         return self._call("heartbeat", node=node, session=session, acked=acked, measured_w=measured_w)  # type: ignore[no-any-return]
 
     def report_power(self, measured_w: float) -> None:
-        """Report the rack's own meter."""
         self._call("report_power", measured_w=measured_w)
 
     def request(self, request: PowerRequest) -> JobStatus:
-        """Ask for watts."""
         return self._call("request", request=request)  # type: ignore[no-any-return]
 
     def renew(self, job: str, ttl_s: float | None = None) -> JobStatus:
-        """Let a job's lease last from now."""
         return self._call("renew", job=job, ttl_s=ttl_s)  # type: ignore[no-any-return]
 
     def release(self, job: str) -> JobStatus:
-        """End a job."""
         return self._call("release", job=job)  # type: ignore[no-any-return]
 
     def describe(self) -> Any:
-        """The whole budget."""
         return self._call("describe")
 
     def _call(self, method: str, **arguments: Any) -> Any:
@@ -126,7 +119,6 @@ class RayDaemon:
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Whether the daemon runs."""
         return self._thread.is_alive()
 
 

@@ -80,48 +80,39 @@ class GovernorService:
         """Whether something must be written."""
         return bool(self.budget.changed)
 
-    # -- the calls --------------------------------------------------------------------------------------------
+    # -- the calls: those of `Budget`, at the time of the clock ------------------------------------------------------
 
     def join(self, node: str, guaranteed_w: float, max_w: float | None, session: str) -> NodeStatus:
-        """Add a node; see `Budget.join`."""
         if node not in self.budget.ledger.nodes and len(self.budget.ledger.nodes) >= MOST_NODES:
             raise GovernorRefusal("full", f"there are {MOST_NODES} nodes", why=_FULL, fix="use a governor for each row")
         self.budget.join(self._clock(), node, guaranteed_w, max_w=max_w, session=session)
         return self.budget.describe_node(node)
 
     def heartbeat(self, node: str, session: str, acked: int, measured_w: float | None) -> CapGrant:
-        """Renew a node's lease."""
         return self.budget.heartbeat(self._clock(), node, session=session, acked=acked, measured_w=measured_w)
 
     def remove(self, node: str) -> None:
-        """Take a node out for good."""
         self.budget.remove(self._clock(), node)
 
     def request(self, request: PowerRequest) -> JobStatus:
-        """Ask for watts."""
         if request.job not in self.budget.queue.jobs and len(self.budget.queue.jobs) >= MOST_JOBS:
             raise GovernorRefusal("full", f"{MOST_JOBS} jobs wait or run", why=_FULL, fix="try again later")
         return self.budget.request(self._clock(), request)
 
     def show_job(self, job: str) -> JobStatus:
-        """Where a job stands."""
         self.advance()
         return self.budget.describe_job(job)
 
     def renew(self, job: str, ttl_s: float | None) -> JobStatus:
-        """Let a job's lease last from now."""
         return self.budget.renew(self._clock(), job, ttl_s)
 
     def release(self, job: str) -> JobStatus:
-        """End a job."""
         return self.budget.release(self._clock(), job)
 
     def report_power(self, measured_w: float) -> None:
-        """Take a reading of the rack's own meter."""
         self.budget.report_power(self._clock(), measured_w)
 
     def declare_emergency(self, reason: str, to_w: float | None) -> Emergency:
-        """Shed jobs down to `to_w`."""
         if to_w is not None and to_w > self.policy.limit_w:
             raise GovernorRefusal(
                 "too_large",
@@ -132,11 +123,9 @@ class GovernorService:
         return self.budget.declare_emergency(self._clock(), reason, to_w)
 
     def end_emergency(self) -> EndedEmergency:
-        """Let shed jobs come back."""
         return EndedEmergency(ended=self.budget.end_emergency(self._clock()))
 
     def describe(self) -> BudgetStatus:
-        """Everything."""
         return self.budget.describe(self._clock())
 
     def advance(self) -> None:

@@ -129,14 +129,12 @@ class LeaseStore:
         return found
 
     def read_ended(self) -> EndedJobs:
-        """The jobs that have ended."""
         try:
             return EndedJobs(dict(self._db.execute("SELECT name, value FROM ended ORDER BY number")))
         except sqlite3.Error as exc:
             raise self._explain(exc) from exc
 
     def close(self) -> None:
-        """Close the file."""
         self._db.close()
 
     def _explain(self, exc: Exception) -> GovernorError:
