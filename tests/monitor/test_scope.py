@@ -267,14 +267,25 @@ def test_a_scope_may_be_asynchronous(as_default: Monitor) -> None:
 
 
 def test_scopes_that_are_never_left_wait_for_nothing(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is looked at until its start is known, and then no more."""
-    monkeypatch.setattr(core, "GIVE_UP_NS", 0)  # this sensor has no counter to wait for
+    """Each is looked at until its start is known, and then no more: this sensor has no counter whose tick may come."""
+    monkeypatch.setattr(core, "GIVE_UP_NS", 1 << 62)
     m = started()
     left = [energy_scope("never", monitor=m).__enter__() for _ in range(300)]
     until(lambda: not m._pending)
     left[0].__exit__(None)
     until(lambda: [r.calls for r in m.regions()] == [1])
     assert left[8].energy_j >= 0.0
+
+
+def test_open_scopes_are_looked_at_again_when_the_counter_ticks(started: Started) -> None:
+    m = started()
+    window = m.open("open")
+    until(lambda: not m._pending)
+    assert list(m._waiting.values()) == [window] and not window._firsts
+    name = next(iter(m.sampler.anchors))
+    with m.sampler.lock:
+        m.sampler.anchors[name].history.add(time.monotonic_ns(), 1.0, m.sampler.series[name].mark(time.monotonic_ns()))
+    until(lambda: name in window._firsts and not m._waiting)
 
 
 def test_a_decorated_function_that_raises_is_counted(as_default: Monitor) -> None:
@@ -585,8 +596,8 @@ def test_settling_ends_when_a_sensor_is_due(monkeypatch: pytest.MonkeyPatch, spa
         return False
 
     own = Monitor([])
-    own.sampler = types.SimpleNamespace(spare_s=spare_s, counted_domains=list)  # type: ignore[assignment]
-    window = types.SimpleNamespace(end=None, settle=settle, is_idle=lambda *_: False)
+    own.sampler = types.SimpleNamespace(spare_s=spare_s, counted_domains=list, anchors={})  # type: ignore[assignment]
+    window = types.SimpleNamespace(end=None, settle=settle, is_marked=lambda *_: False)
     own._pending = dict.fromkeys(range(1000), window)  # type: ignore[arg-type]
     monkeypatch.setattr(core, "time", types.SimpleNamespace(monotonic_ns=lambda: now_ns[0]))
     own._after_read()

@@ -136,12 +136,9 @@ class Window:
     def _has(self, names: Collection[str]) -> bool:
         return all(n in self.energies for n in names)
 
-    def is_idle(self, sampler: Sampler, names: Collection[str]) -> bool:
-        """Whether nothing is to be done before its end: it is open, and its start is marked."""
-        if self.end is not None or not all(n in self._starts for n in names):
-            return False
-        late = time.monotonic_ns() - self.start.host_ns > GIVE_UP_NS  # no counter: none will come
-        return late or all(n in self._firsts for n in sampler.anchors)
+    def is_marked(self, names: Collection[str]) -> bool:
+        """Whether nothing is to be done before its end but to note a first tick: it is open, its start is marked."""
+        return self.end is None and all(n in self._starts for n in names)
 
     def so_far(self, sampler: Sampler, end: Edge) -> Mapping[str, Energy]:
         """The joules up to a provisional end, without ending the window."""
@@ -194,7 +191,8 @@ class Monitor:
         self.missing = tuple(missing)
         self._lock = threading.Lock()
         self._pending: dict[int, Window] = {}
-        self._warned_untracked = False
+        self._waiting: dict[int, Window] = {}  # open, for a tick of a counter; only the sampler's thread touches it
+        self._ticks, self._warned_untracked = list[list[Anchor]](), False
         self._open_counts: dict[int, int] = {}  # open windows by thread
         self._met = 0  # how often a window was opened beside one of another thread
         self._regions: dict[str, RegionTotal] = {}
@@ -218,7 +216,7 @@ class Monitor:
     def abandon(self) -> None:
         """In a forked child: locks and threads are the parent's, and this monitor measures nothing here."""
         self._lock = threading.Lock()
-        self._pending = {}
+        self._pending, self._waiting = {}, {}
         self.clocks = DeviceClocks()
         self.sampler.abandon()
 
@@ -290,18 +288,30 @@ class Monitor:
         now = time.monotonic_ns()
         until = now + slice_ns
         counted = self.sampler.counted_domains()
+        self._wake_waiting(now)
         for key, window in list(self._pending.items()):
             end = window.end
             stale = end is not None and now - end.host_ns > GIVE_UP_NS and end.event is None
             if window.settle(self.sampler, self.clocks, counted, force=stale):
                 self._pending.pop(key, None)
                 self._report(window)
-            elif window.is_idle(self.sampler, counted):  # thousands of scopes that are never left cost nothing
+            elif window.is_marked(counted):  # thousands of scopes that are never left cost nothing
+                if len(self._waiting) < MAX_PENDING and not window._firsts.keys() >= self.sampler.anchors.keys():
+                    self._waiting[key] = window
                 self._pending.pop(key, None)
                 if window.end is not None:  # it was closed just now
                     self._pending[key] = window
             if time.monotonic_ns() > until:
                 break
+
+    def _wake_waiting(self, now: int) -> None:
+        """Look again at open windows that wait for a tick where one has come; forget those for which none will."""
+        before, self._ticks = self._ticks, [a.history.anchors[-1:] for a in self.sampler.anchors.values()]
+        if self._ticks != before:
+            self._pending.update(self._waiting)
+            self._waiting.clear()
+        if self._waiting and now - next(iter(self._waiting.values())).start.host_ns > GIVE_UP_NS:
+            self._waiting = {k: w for k, w in self._waiting.items() if now - w.start.host_ns <= GIVE_UP_NS}
 
     def _report(self, window: Window) -> None:
         """Add a settled window to its region, once."""
