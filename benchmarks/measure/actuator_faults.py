@@ -214,7 +214,8 @@ def _signal(way: str) -> signal.Signals:
 def _act(schedule: Schedule, ready: Callable[[], None], foreign: bool) -> None:
     stop = threading.Event()
     _prior(schedule, stop)
-    second = threading.Thread(target=_rounds, args=(schedule, ready, stop), daemon=True)
+    # Ready is what the main thread has begun: handlers are installed there, and before that only a watcher can help.
+    second = threading.Thread(target=_rounds, args=(schedule, lambda: None, stop), daemon=True)
     if schedule.second_thread and schedule.way not in ("os_exit", "thread"):
         second.start()
     try:

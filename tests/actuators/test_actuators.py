@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessera import actuators
-from tessera.actuators import Actuator, claims, guard, journal
+from tessera.actuators import Actuator, claims, guard, hold, journal
 from tessera.actuators.journal import Claim, ClockChange, Journal, LimitChange
 from tessera.errors import ActuatorError, ActuatorPermission, ArgumentError
 from tessera.sensors.health import power_control
@@ -750,6 +750,53 @@ def test_a_signal_restores_and_ends_the_process_as_it_would_have(world, signum):
     child.send_signal(signum)
     assert finish(child) == -signum
     assert seen() == [(700, 0)] * 2
+
+
+def test_a_hold_of_another_thread_is_restored_by_a_signal_after_one_of_the_main_thread(world):
+    """While nothing is held for a moment the handlers stay: the other thread could not install them again."""
+    env, seen = world
+    code = """
+first, go = threading.Event(), threading.Event()
+def work():
+    with actuators.cap_power("gpu0", cap_w=500):
+        pass
+    first.set()
+    go.wait()
+    hold()
+threading.Thread(target=work, daemon=True).start()
+first.wait()
+with actuators.cap_power("gpu0", cap_w=400):
+    pass
+go.set()
+while True:
+    time.sleep(0.01)
+"""
+    child = start(env, code)
+    assert seen() == [(300, 900)] * 2
+    child.send_signal(signal.SIGTERM)
+    assert finish(child) == -signal.SIGTERM
+    assert seen() == [(700, 0)] * 2
+
+
+def test_an_interrupt_does_not_come_while_gpus_are_sought(fake, run_dir, monkeypatch):
+    """NVML's binding locks and unlocks by hand: a KeyboardInterrupt in between hung the next thread for ever."""
+    found, seek = [], hold._find_all
+
+    def interrupted(gpus):
+        os.kill(os.getpid(), signal.SIGINT)
+        found.append(seek(gpus))
+        return found[-1]
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with actuators.cap_power("gpu0", cap_w=400):
+            monkeypatch.setattr(hold, "_find_all", interrupted)
+            with pytest.raises(KeyboardInterrupt), actuators.cap_power("gpu0", cap_w=300):
+                pytest.fail("the body must not run")
+            assert len(found) == 1 and limit_w() == 400
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert limit_w() == 700
 
 
 def test_a_hold_of_another_thread_ends_with_the_program(world):

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,8 @@ class _GuardState:
     mutex: threading.Lock = field(default_factory=threading.Lock)  # while the watcher is started
     watched_pid: int = 0
     at_exit: bool = False
+    # Other threads that held something: they may again, and cannot install handlers, so ours stay while they live.
+    threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
     ending: bool = False
 
 
@@ -70,6 +73,8 @@ def register(hold: GpuHold) -> None:
             _state.holds.remove(hold)
             raise ActuatorError("no more changes are made", why="the process is ending", fix="set the limit earlier")
         time.sleep(0.05)  # a thread that runs on while the process ends: it has nothing left to do
+    if threading.current_thread() is not threading.main_thread():
+        _state.threads.add(threading.current_thread())
     if not _state.at_exit:
         _state.at_exit = True
         atexit.register(_release_all)
@@ -82,8 +87,10 @@ def unregister(hold: GpuHold) -> None:
     """The hold has ended and everything is restored."""
     if hold in _state.holds:
         _state.holds.remove(hold)
-    if not _state.holds:
+    if not _state.holds and not any(thread.is_alive() for thread in list(_state.threads)):
         _remove_handlers()
+        if _state.holds:  # of another thread, since a moment ago
+            _install_handlers()
 
 
 @contextlib.contextmanager

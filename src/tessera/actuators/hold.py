@@ -179,7 +179,8 @@ def hold_gpus(
     profiles: tuple[int, ...] = (),
 ) -> Iterator[GpuHold]:
     """Hold a cap, clocks, smoothing and power profiles on one GPU or several, all or none, during the block."""
-    hold = GpuHold(_find_all(gpus), cap_w, clocks_mhz, smoothing, profiles)
+    with guard.defer_signals():  # an interrupt within NVML's own lock would leave it locked, for all threads
+        hold = GpuHold(_find_all(gpus), cap_w, clocks_mhz, smoothing, profiles)
     try:
         hold.take()
         yield hold
