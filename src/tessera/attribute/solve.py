@@ -26,6 +26,7 @@ from ..timeline import Timeline
 from ..timeline.link import Links
 from ..trace import PowerTrace
 from .activity import Activity, activity, gaps, host_activity, sum_by_key
+from .blas_threads import one_blas_thread
 from .fit import PowerFit, Response, conserve_energy, exposure, groups, response_of, solve
 from .learn_response import Exposed, LearntResponse, horizon_s, learn_response
 from .prior import Board, Prior, board_of, prior
@@ -68,7 +69,8 @@ def attribute(
         windows, notes = [(begin, end)], [*timeline.notes, *([] if asked else _partly(timeline, begin, end))]
     parts = []
     for device, column, ran in _pairs(timeline, links, power, notes):
-        part = _solve(timeline, links, device, column, ran, windows, board)
+        with one_blas_thread():
+            part = _solve(timeline, links, device, column, ran, windows, board)
         if part is None:
             notes.append(f"{column.domain.name}: no sample lies within the trace, so its joules are not known")
         else:
@@ -275,6 +277,7 @@ class _Problem:
     expected: Prior
     board: Board
     design: Floats
+    by_class: tuple[Ints, Ints, Floats, Ints] | None = None
 
     @classmethod
     def of(
@@ -299,13 +302,18 @@ class _Problem:
         return self.found.classes + 2
 
     def _intervals(self) -> tuple[Ints, Ints, Floats, Ints]:
-        gap_s = (self.gap_end_ns - self.gap_start_ns) * 1e-9
-        return (
-            np.concatenate([self.found.start_ns, self.gap_start_ns]),
-            np.concatenate([self.found.end_ns, self.gap_end_ns]),
-            np.concatenate([self.found.share_s * self.found.weight, gap_s]),
-            np.concatenate([self.found.cls, self.gap_cls]),
-        )
+        """Start, end, weighted seconds and class of all that ran or waited; by class, as each exposure needs them."""
+        if self.by_class is None:
+            gap_s = (self.gap_end_ns - self.gap_start_ns) * 1e-9
+            cls = np.concatenate([self.found.cls, self.gap_cls])
+            order = np.argsort(cls, kind="stable")
+            self.by_class = (
+                np.concatenate([self.found.start_ns, self.gap_start_ns])[order],
+                np.concatenate([self.found.end_ns, self.gap_end_ns])[order],
+                np.concatenate([self.found.share_s * self.found.weight, gap_s])[order],
+                cls[order],
+            )
+        return self.by_class
 
     def expose(self, response: Response, off_ns: Ints | int = 0) -> Floats:
         start, end, seconds, cls = self._intervals()
