@@ -235,8 +235,10 @@ class TrainedStep(Loop):
         super().__init__(model, batches)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
+        self.compiled: Call | None = None  # what a compile mode runs in the model's place
+
         def step(*batch: Any) -> Any:
-            value = loss(model(*batch[:-1]).float(), batch[-1])
+            value = loss((self.compiled or model)(*batch[:-1]).float(), batch[-1])
             value.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -326,15 +328,15 @@ def prepare(loop: Loop, way: str, budget_s: float) -> Call:
         return target
     if way != "tessera":
         how = None if way == "default" else way
-        if loop.tuned:
-            loop.model.compile(mode=how)
-            return target
         compiled = torch.compile(loop.model, mode=how)
+        if isinstance(loop, TrainedStep):
+            loop.compiled = compiled
+            return target
         if loop.mode == "infer" and way == "reduce-overhead":  # the next replay overwrites its results
             return lambda *args: map_tensors(torch.clone, compiled(*args))
         return compiled
     if loop.tuned:
-        return TunedFunction(target, ScheduleOptions(policy="throughput_per_watt", budget_s=budget_s, cache=False))
+        return TunedFunction(target, ScheduleOptions(policy="energy", budget_s=budget_s, cache=False))
     return tessera.optimize(target, loop.inputs, mode=loop.mode, budget_s=budget_s, explain=False)
 
 
@@ -483,9 +485,13 @@ def try_program(name: str, quick: bool, budget_s: float, seconds: float) -> dict
             call.close()
     what = "j" if all(blocks.j for blocks in seen.values()) else "ms"
     best = min((way for way in seen if way not in ("tessera", "eager again")), key=lambda way: found[way][what])
-    for name, other in (("best", best), ("eager", "eager")):
-        found[f"over_{name}"] = compare_ways(seen["tessera"], seen[other])
-    found["eager_again_over_eager"] = compare_ways(seen["eager again"], seen["eager"])
+    for name, (ours, other) in {
+        "over_best": ("tessera", best),
+        "over_eager": ("tessera", "eager"),
+        "eager_again_over_eager": ("eager again", "eager"),
+    }.items():
+        if ours in seen and other in seen:
+            found[name] = compare_ways(seen[ours], seen[other])
     return found | {"best": best, "took_s": time.monotonic() - begun}
 
 
@@ -557,7 +563,7 @@ def show(name: str, found: dict[str, Any]) -> None:
             joules = "" if row["j"] is None else f"{row['j']:.4g} J"
             print(f"{name:12s} {way:16s} {row['ms']:.4g} ms  {joules}")
     for what in ("over_best", "over_eager", "eager_again_over_eager"):
-        print(f"{name:12s} {what}: " + ", ".join(f"{k} {100 * v:+.1f}%" for k, v in found[what].items()))
+        print(f"{name:12s} {what}: " + ", ".join(f"{k} {100 * v:+.1f}%" for k, v in found.get(what, {}).items()))
     print(f"{name:12s} best {found['best']}, took {found['took_s']:.0f} s, search {found['tessera']}", flush=True)
 
 

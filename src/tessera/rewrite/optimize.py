@@ -261,8 +261,8 @@ class Optimized:
         import torch
 
         self.in_use, self._call = report, call
-        for variant in self.variants if report is not None else ():
-            if variant.name != report.runs:
+        for variant in self.variants:
+            if report is not None and variant.name != report.runs:
                 variant.release()
         if report is not None and report.fell_back:
             from .savings import replacement_to_rewrite

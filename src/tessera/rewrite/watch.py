@@ -46,8 +46,9 @@ ROUNDS = 4
 _LEAST, _MOST = 0.01, 0.05
 # How much faster it may be: beyond, the machine is another than in the trial, and other variants may be faster still.
 _FASTER = 0.1
-# A pause (an evaluation between two calls, a process that had to wait for a core) counts as no more than so many calls.
-_PAUSE = 3.0
+# A pause (an evaluation between two calls, a process that waits for a core, the collection of what a compiler left)
+# counts as no more than so many usual calls of its variant.
+_PAUSE = 2.0
 # Joules of a variant are used where its turns took so long, and are known so well: ten samples of an H200 (20 ms).
 _LEAST_S, _LEAST_SURE = 0.2, 0.05
 # Joules of a turn include what the user does between calls: they are held against the trial's where that is little.
@@ -315,7 +316,7 @@ class WatchedCall:
         Where its inputs were larger or smaller than the first variant's, nobody knows whether a call's cost grows with
         them: the figures lie between both answers, and their errors include both.
         """
-        times = {at: [self._time_turn(turn) for turn in turns] for at, turns in taken.items()}
+        times = {at: self._time_turns(turns) for at, turns in taken.items()}
         rounds = max(map(len, times.values()))
         together = [at for at in times if len(times[at]) == rounds]
         compared = compare_rounds([[times[at][i] for at in together] for i in range(rounds)])
@@ -330,10 +331,10 @@ class WatchedCall:
             figures.append(self._make_figures(self._candidates[at], turns, level, scale))
         return figures
 
-    def _time_turn(self, turn: _Turn) -> list[float]:
-        times = [self._clock.measure_s(s.begin, s.end) for s in turn.spans]
-        most_s = _PAUSE * statistics.median(times)
-        return [t if s.events else min(t, most_s) for t, s in zip(times, turn.spans, strict=True)]
+    def _time_turns(self, turns: Sequence[_Turn]) -> list[list[float]]:
+        times = [[(self._clock.measure_s(s.begin, s.end), s.events) for s in turn.spans] for turn in turns]
+        most_s = _PAUSE * statistics.median(t for turn in times for t, _ in turn)
+        return [[t if events else min(t, most_s) for t, events in turn] for turn in times]
 
     def _make_figures(
         self, candidate: WatchedVariant, turns: Sequence[_Turn], level: Level, scale: float
@@ -367,7 +368,7 @@ class WatchedCall:
         energies = [self._monitor.total(window) for window in windows]
         known = [e for e in energies if e is not None and e.basis == "measured" and e.joules > 0]
         sure = sum(e.error_j for e in known) <= _LEAST_SURE * sum(e.joules for e in known)
-        return known if known and sure and len(known) == len(turns) else []
+        return known if sure and 0 < len(known) == len(turns) else []
 
     def _is_kept(self, turn: _Turn, figures: VariantInUse) -> bool:
         """Whether the first candidate does what its trial promised."""

@@ -140,7 +140,7 @@ class HostBallast:
 
 
 class StreamBallast:
-    """A kernel in a stream of its own. A thread launches one behind the work, and keeps `AHEAD` queued once that ended."""
+    """A kernel in a stream of its own. A thread launches one behind the work, and keeps `AHEAD` queued after that."""
 
     where = "in a stream of its own, between calls"
 
