@@ -86,70 +86,111 @@ def find_first_view(timeline: Timeline, start_ns: int, span_ns: int) -> tuple[in
     return max(first_ns - start_ns - margin, 0), min(last_ns - start_ns + margin, span_ns)
 
 
-def region_lanes(timeline: Timeline, start_ns: int, span_ns: int, names: dict[str, int], *, banded: bool) -> list[Lane]:
-    """Steps in a lane of their own, other regions by how deep they are nested; of several ranks, a band for each."""
-    links, rows = timeline.linked, timeline.rows("region")
-    steps = np.array([s.row for s in links.steps if s.row != NONE], np.int64)
-    if ranks := [rank for rank in np.unique(timeline["rank"]).tolist() if rank != NONE][:RANKS]:
-        bands = [("rank {} steps", "step", steps), ("collectives", "region", host_rows(timeline))]
-        if banded:  # what its device did tells more of a rank: the steps of one are enough
-            ranks, bands = ranks[:1], bands[:1]
-        own = [(w.format(r), kind, rows[timeline["rank"][rows] == r]) for r in ranks for w, kind, rows in bands]
-        return [_region_lane(timeline, rows, w, k, start_ns, span_ns, names) for w, k, rows in own if len(rows)]
-    lanes = [_region_lane(timeline, steps, "steps", "step", start_ns, span_ns, names)] if len(steps) else []
-    rows = np.setdiff1d(rows, steps)
-    depth = np.zeros(len(rows), np.int64)
-    outer = links.parent[rows]
-    while (outer != NONE).any():
-        depth += (outer != NONE) & ~np.isin(outer, steps)
-        outer = np.where(outer == NONE, NONE, links.parent[outer])
-    for level in range(min(4, int(depth.max(initial=-1)) + 1)):
-        mine = rows[depth == level]
-        label = "regions" if level == 0 else ""
-        lanes.append(_region_lane(timeline, mine, label, "region", start_ns, span_ns, names))
-    return lanes
+class LaneMaker:
+    """Makes the lanes of a timeline, from `start_ns` on; `names` numbers the names that their bars have."""
 
+    def __init__(self, timeline: Timeline, start_ns: int, span_ns: int) -> None:
+        self._timeline, self._start_ns, self._span_ns = timeline, start_ns, span_ns
+        self.names: dict[str, int] = {}
 
-def _region_lane(
-    timeline: Timeline, rows: Ints, label: str, kind: str, start_ns: int, span_ns: int, names: dict[str, int]
-) -> Lane:
-    quantum = span_ns / REGIONS if len(rows) > REGIONS else 0.0
-    return _bars(timeline, rows, np.full(len(rows), np.nan), label, kind, start_ns, quantum, names, None)
+    def make_regions(self, *, banded: bool) -> list[Lane]:
+        """Steps in a lane of their own, other regions by how deep they are nested; of several ranks a band for each."""
+        timeline = self._timeline
+        links, rows = timeline.linked, timeline.rows("region")
+        steps = np.array([s.row for s in links.steps if s.row != NONE], np.int64)
+        if ranks := [rank for rank in np.unique(timeline["rank"]).tolist() if rank != NONE][:RANKS]:
+            bands = [("rank {} steps", "step", steps), ("collectives", "region", host_rows(timeline))]
+            if banded:  # what its device did tells more of a rank: the steps of one are enough
+                ranks, bands = ranks[:1], bands[:1]
+            own = [(w.format(r), kind, rows[timeline["rank"][rows] == r]) for r in ranks for w, kind, rows in bands]
+            return [self._make_region(rows, label, kind) for label, kind, rows in own if len(rows)]
+        lanes = [self._make_region(steps, "steps", "step")] if len(steps) else []
+        rows = np.setdiff1d(rows, steps)
+        depth = np.zeros(len(rows), np.int64)
+        outer = links.parent[rows]
+        while (outer != NONE).any():
+            depth += (outer != NONE) & ~np.isin(outer, steps)
+            outer = np.where(outer == NONE, NONE, links.parent[outer])
+        for level in range(min(4, int(depth.max(initial=-1)) + 1)):
+            lanes.append(self._make_region(rows[depth == level], "" if level else "regions", "region"))
+        return lanes
 
+    def _make_region(self, rows: Ints, label: str, kind: str) -> Lane:
+        quantum_ns = self._span_ns / REGIONS if len(rows) > REGIONS else 0.0
+        return self._draw_bars(rows, np.full(len(rows), np.nan), label, kind, quantum_ns)
 
-def device_lanes(
-    timeline: Timeline,
-    start_ns: int,
-    span_ns: int,
-    names: dict[str, int],
-    table: EnergyTable | None,
-    whole: tuple[int, int] | None,
-) -> tuple[list[Lane], int]:
-    """A lane for each stream, those with most time; of many devices a band for each. And how many are not shown."""
-    rows = timeline.rows(*ON_DEVICE)
-    if not len(rows):
-        return [], 0
-    joules = np.full(len(rows), np.nan) if table is None else row_joules(timeline, rows, table)
-    devices = list_devices(timeline)
-    streams: list[tuple[RankDevice, str, Ints]] = []
-    for device in devices:
-        numbers = timeline["stream"][device.rows]
-        for number in np.unique(numbers).tolist():
-            label = stream_names.label(timeline.meta, device.device, number, timeline.rank)
-            label = f"{device.name} {label}" if len(devices) > 1 else label
-            streams.append((device, label, device.rows[numbers == number]))
-    if len(devices) > 1 and len(streams) > LANES:
-        chosen, hidden = _bands(timeline, devices)
-    else:
-        by_time = sorted(range(len(streams)), key=lambda i: -busy_spans(timeline, streams[i][2]).total_ns)[:LANES]
-        chosen, hidden = [(*streams[i][1:], 24) for i in sorted(by_time)], len(streams) - min(len(streams), LANES)
-    quantum = span_ns / BARS * len(chosen) if len(rows) > BARS else 0.0
-    out = []
-    for label, own, height in chosen:
-        spent = joules[np.searchsorted(rows, own)]
-        lane = _bars(timeline, own, spent, label, "device", start_ns, quantum, names, whole)
-        out.append(dataclasses.replace(_without_overlap(lane), height=height) if len(devices) > 1 else lane)
-    return out, hidden
+    def make_devices(self, table: EnergyTable | None, whole: tuple[int, int] | None) -> tuple[list[Lane], int]:
+        """A lane for each stream, those with most time; of many devices a band for each. And how many are not shown.
+
+        What begins within `whole` is drawn one by one, however short.
+        """
+        timeline, rows = self._timeline, self._timeline.rows(*ON_DEVICE)
+        if not len(rows):
+            return [], 0
+        joules = np.full(len(rows), np.nan) if table is None else row_joules(timeline, rows, table)
+        devices = list_devices(timeline)
+        streams: list[tuple[str, Ints]] = []
+        for device in devices:
+            numbers = timeline["stream"][device.rows]
+            for number in np.unique(numbers).tolist():
+                label = stream_names.label(timeline.meta, device.device, number, timeline.rank)
+                label = f"{device.name} {label}" if len(devices) > 1 else label
+                streams.append((label, device.rows[numbers == number]))
+        if len(devices) > 1 and len(streams) > LANES:
+            chosen, hidden = _bands(timeline, devices)
+        else:
+            by_time = sorted(range(len(streams)), key=lambda i: -busy_spans(timeline, streams[i][1]).total_ns)[:LANES]
+            chosen, hidden = [(*streams[i], 24) for i in sorted(by_time)], len(streams) - len(by_time)
+        quantum_ns = self._span_ns / BARS * len(chosen) if len(rows) > BARS else 0.0
+        lanes = []
+        for label, own, height in chosen:
+            lane = self._draw_bars(own, joules[np.searchsorted(rows, own)], label, "device", quantum_ns, whole)
+            lanes.append(dataclasses.replace(_without_overlap(lane), height=height) if len(devices) > 1 else lane)
+        return lanes, hidden
+
+    def _draw_bars(
+        self,
+        rows: Ints,
+        joules: Floats,
+        label: str,
+        kind: str,
+        quantum_ns: float,
+        whole: tuple[int, int] | None = None,
+    ) -> Lane:
+        """A bar for each row; those shorter than `quantum_ns` that begin in one stretch of that length are one."""
+        timeline = self._timeline
+        order = np.argsort(timeline["start_ns"][rows], kind="stable")
+        rows, joules = rows[order], joules[order]
+        starts, ends = timeline["start_ns"][rows], timeline["end_ns"][rows]
+        alone = ends - starts >= quantum_ns
+        if whole is not None:
+            alone |= (starts >= whole[0]) & (starts < whole[1])
+        bucket = ((starts - self._start_ns) // max(quantum_ns, 1.0)).astype(np.int64)
+        # A new bar where this one or the one before stands alone, or another stretch begins.
+        new = np.r_[True, alone[1:] | alone[:-1] | (bucket[1:] != bucket[:-1])]
+        group, first = np.cumsum(new) - 1, np.flatnonzero(new)
+        ops = timeline.linked.op[rows]
+        name = self._intern(timeline["name"][rows])
+        op = self._intern(np.where(ops == NONE, NONE, timeline["name"][ops]))
+        chosen = _longest(group, timeline["name"][rows], ends - starts)
+        count = np.diff(np.r_[first, len(rows)])
+        return Lane(
+            label=label,
+            kind=kind,
+            start_ns=starts[first] - self._start_ns,
+            end_ns=np.maximum.reduceat(ends, first) - self._start_ns,
+            name=name[chosen],
+            op=np.where(count == 1, op[chosen], NONE),
+            count=count,
+            energy_j=np.add.reduceat(joules, first),
+        )
+
+    def _intern(self, column: NDArray[Any]) -> Ints:
+        """The numbers that names of the timeline have here."""
+        used, inverse = np.unique(column, return_inverse=True)
+        names, texts = self.names, self._timeline.names
+        ids = [NONE if i == NONE else names.setdefault(texts[i], len(names)) for i in used.tolist()]
+        return np.array(ids, np.int64)[np.asarray(inverse).reshape(-1)]
 
 
 def _bands(timeline: Timeline, devices: Sequence[RankDevice]) -> tuple[list[tuple[str, Ints, int]], int]:
@@ -177,42 +218,6 @@ def _without_overlap(lane: Lane) -> Lane:
     return dataclasses.replace(lane, start_ns=np.minimum(start, lane.end_ns), end_ns=np.maximum(lane.end_ns, start))
 
 
-def _bars(
-    timeline: Timeline,
-    rows: Ints,
-    joules: Floats,
-    label: str,
-    kind: str,
-    start_ns: int,
-    quantum_ns: float,
-    names: dict[str, int],
-    whole: tuple[int, int] | None,
-) -> Lane:
-    order = np.argsort(timeline["start_ns"][rows], kind="stable")
-    rows, joules = rows[order], joules[order]
-    starts, ends = timeline["start_ns"][rows], timeline["end_ns"][rows]
-    alone = ends - starts >= quantum_ns
-    if whole is not None:
-        alone |= (starts >= whole[0]) & (starts < whole[1])
-    bucket = ((starts - start_ns) // max(quantum_ns, 1.0)).astype(np.int64)
-    # A new bar where this one or the one before stands alone, or another stretch begins.
-    new = np.r_[True, alone[1:] | alone[:-1] | (bucket[1:] != bucket[:-1])]
-    group, first = np.cumsum(new) - 1, np.flatnonzero(new)
-    name, op = _intern_names(timeline, timeline["name"][rows], names), _ops(timeline, rows, names)
-    chosen = _longest(group, timeline["name"][rows], ends - starts)
-    count = np.diff(np.r_[first, len(rows)])
-    return Lane(
-        label=label,
-        kind=kind,
-        start_ns=starts[first] - start_ns,
-        end_ns=np.maximum.reduceat(ends, first) - start_ns,
-        name=name[chosen],
-        op=np.where(count == 1, op[chosen], NONE),
-        count=count,
-        energy_j=np.add.reduceat(joules, first),
-    )
-
-
 def _longest(group: Ints, name: Ints, lengths: Ints) -> Ints:
     """Of each group a row of the name that takes most of its time."""
     order = np.lexsort((name, group))
@@ -223,16 +228,3 @@ def _longest(group: Ints, name: Ints, lengths: Ints) -> Ints:
     winner = best[np.unique(g[first][best], return_index=True)[1]]
     chosen: Ints = order[first[winner]]
     return chosen
-
-
-def _intern_names(timeline: Timeline, column: NDArray[Any], names: dict[str, int]) -> Ints:
-    used, inverse = np.unique(column, return_inverse=True)
-    ids = [NONE if i == NONE else names.setdefault(timeline.names[i], len(names)) for i in used.tolist()]
-    return np.array(ids, np.int64)[np.asarray(inverse).reshape(-1)]
-
-
-def _ops(timeline: Timeline, rows: Ints, names: dict[str, int]) -> Ints:
-    """The operator each device row comes from."""
-    ops = timeline.linked.op[rows]
-    column = np.where(ops == NONE, NONE, timeline["name"][ops])
-    return _intern_names(timeline, column, names)

@@ -20,7 +20,7 @@ from ..timeline.columns import KINETO_MARKS, NONE, Ints, Timeline
 from ..trace import PowerTrace
 from .devices import region_paths, row_joules
 from .kernel_names import op_name, short_name
-from .lanes import BARS, Lane, device_lanes, find_first_view, find_one, region_lanes
+from .lanes import BARS, Lane, LaneMaker, find_first_view, find_one
 
 POINTS = 6000
 """Points of one line: each of 3000 stretches keeps its lowest and highest, more than a screen has pixels."""
@@ -78,11 +78,9 @@ def overview(
         ends.append(power.end_ns)
     start = min(begins, default=0)
     span = max(max(ends, default=0) - start, 1)
-    names: dict[str, int] = {}
-    one = find_one(timeline)
-    whole = one if len(timeline.device_rows) > BARS else None
-    bands, hidden = device_lanes(timeline, start, span, names, table, whole)
-    lanes = [*region_lanes(timeline, start, span, names, banded=len(bands) > 0), *bands]
+    one, maker = find_one(timeline), LaneMaker(timeline, start, span)
+    bands, hidden = maker.make_devices(table, one if len(timeline.device_rows) > BARS else None)
+    lanes = [*maker.make_regions(banded=len(bands) > 0), *bands]
     limits = [t.power_limit_w for rows in telemetry.values() for t in rows if t.power_limit_w is not None]
     return Overview(
         start_ns=start,
@@ -92,7 +90,7 @@ def overview(
         throttle=_throttle(telemetry, -start),
         lanes=lanes,
         marks=_marks(timeline, start),
-        names=list(names),
+        names=list(maker.names),
         shown=find_first_view(timeline, start, span),
         rows=len(timeline.device_rows),
         merged=sum(int(lane.count[lane.count > 1].sum()) for lane in lanes if lane.kind == "device"),
