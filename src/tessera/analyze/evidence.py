@@ -177,25 +177,21 @@ class RunEvidence:
         saves_j, saves_s = saves
         if saves_s is not None:  # of all devices together, which work at the same time: no more than the run is long
             saves_s = min(saves_s / self.devices, self.table.time_s)
+        joules: dict[str, Any] = {"energy_j": energy_j, "saves_j": saves_j, "saves_share": self.share(saves_j)}
         if not self.has_joules:
             if saves_s is None:
                 saves_s = min(saves_j / self.devices, self.table.time_s)
             share = max(0.0, saves_s * self.devices / self.table.energy_j) if self.table.energy_j > 0 else 0.0
-            return Advice(
-                kind=kind, evidence=evidence, action=action, share=self.share(energy_j), saves_share=share,
-                saves_s=saves_s, by="recorded times" if by == "energy table" else by, confidence=confidence,
-            )  # fmt: skip
+            joules, by = {"saves_share": share}, "recorded times" if by == "energy table" else by
         return Advice(
             kind=kind,
             evidence=evidence,
             action=action,
-            energy_j=energy_j,
             share=self.share(energy_j),
-            saves_j=saves_j,
-            saves_share=self.share(saves_j),
             saves_s=saves_s,
             by=by,
             confidence=confidence,
+            **joules,
         )
 
 
