@@ -117,8 +117,6 @@ class _HostNode(Struct, gc=False):
 
 class _Metadata(Struct, gc=False):
     node: _HostNode = field(default_factory=_HostNode)
-    pid: int = 0
-    command: list[str] = field(default_factory=list)
 
 
 class _Process(Struct, gc=False):

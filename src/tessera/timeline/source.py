@@ -53,25 +53,20 @@ def read_start(path: Path, size: int) -> bytes:
     return start[:size]
 
 
-def read_whole(path: Path, budget: ReadBudget, notes: list[str]) -> bytes:
-    """All bytes of a file, decompressed; more than a trace may have is refused."""
+def read_whole(path: Path, budget: ReadBudget, notes: list[str], most: int = TRACE_BYTES, of: str = "") -> bytes:
+    """All bytes of a file, decompressed; more than `most` are refused."""
     pieces, size = [], 0
     for piece in read_pieces(path, budget, notes):
         pieces.append(piece)
         size += len(piece)
-        if size > TRACE_BYTES:
-            raise budget.refuse(f"it has more than {TRACE_BYTES:,} bytes")
+        if size > most:
+            raise budget.refuse(f"it has more than {most:,} bytes{of}")
     return b"".join(pieces)
 
 
 def read_json(path: Path) -> bytes:
     """The whole text of a JSON file, decompressed; what is too long for its objects to be kept is refused."""
-    budget, text = open_source(path), b""
-    for piece in read_pieces(path, budget, []):
-        text += piece
-        if len(text) > JSON_BYTES:
-            raise budget.refuse(f"it has more than {JSON_BYTES:,} bytes of JSON")
-    return text
+    return read_whole(path, open_source(path), [], JSON_BYTES, " of JSON")
 
 
 def _cannot_read(source: Path, error: OSError) -> RecordingError:

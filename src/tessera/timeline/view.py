@@ -103,14 +103,11 @@ def _fields(
         "power_w": None if joules is None or lasts_ns <= 0 else joules / lasts_ns * 1e9,
     }  # fmt: skip
     if one["launch"] != NONE:
-        fields |= _launch_fields(timeline.launches[one["launch"]])
+        launch = timeline.launches[one["launch"]]
+        fields |= {name: getattr(launch, name) for name in _FROM_LAUNCH}
     if code == CODE["memcpy"] and lasts_ns > 0 and one["bytes"] != NONE:
         fields["memcpy_gbps"] = one["bytes"] / lasts_ns
     return fields
-
-
-def _launch_fields(launch: Launch) -> dict[str, Any]:
-    return {name: getattr(launch, name) for name in _FROM_LAUNCH}
 
 
 def _none_if_missing(number: int) -> int | None:
