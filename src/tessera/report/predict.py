@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..advice import Advice
 from ..config import find_cost
+from ..device import Device
 from ..errors import ArgumentError
 from ..estimate.iteration import WINDOW_S
 from ..estimate.search import SweepRow
@@ -286,10 +287,8 @@ def saving_text(o: Advice) -> str:
 
 def chip_name(device: str) -> str:
     """A chip's full name by its id, with the power mode if one was chosen; the id if the catalogue lacks it."""
-    try:
-        return lookup(device).name
-    except ArgumentError:
-        return device
+    chip = _find_chip(device)
+    return device if chip is None else chip.name
 
 
 def describe_setting(report: EnergyReport) -> str:
@@ -308,17 +307,18 @@ def bound_text(report: EnergyReport) -> str:
     if of is None:
         return ""
     limit = BOUNDS.get(of.bound, of.bound)
-    if _is_cpu(of.device):  # its share would be a GPU's efficiency under another name
+    chip = _find_chip(of.device)
+    if chip is not None and chip.kind == "cpu":  # its share would be a GPU's efficiency under another name
         return limit
     share = of.average_utilization
     return f"{limit}; {f'{share:.0%}' if share >= 0.01 else 'under 1%'} of the tighter roof reached"
 
 
-def _is_cpu(device: str) -> bool:
+def _find_chip(device: str) -> Device | None:
     try:
-        return lookup(device).kind == "cpu"
+        return lookup(device)
     except ArgumentError:
-        return False
+        return None
 
 
 def provenance(report: EnergyReport) -> list[tuple[str, str]]:
