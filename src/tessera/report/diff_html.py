@@ -29,31 +29,6 @@ from .html import THEME_BUTTON, capitalize, card, definitions, document, filter_
 
 BARS = 14
 ROWS = 400
-# In addition to the style of all pages: paired bars, and colours for worse, better and unchanged.
-_STYLE = """
-.pairs { display: grid; grid-template-columns: minmax(120px, 320px) 1fr max-content; gap: 7px 14px;
-  align-items: center; }
-.pairs .name { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; text-align: right; }
-.pair { position: relative; display: block; height: 26px; border-left: 1px solid var(--line); }
-.pair i { position: absolute; left: 0; height: 11px; border-radius: 0 3px 3px 0; min-width: 1px; }
-.pair i.a { top: 1px; } .pair i.b { top: 14px; } .a { background: var(--idle); } .b { background: var(--c3); }
-.pair u { position: absolute; height: 1px; background: var(--ink); text-decoration: none; }
-.pair u.a, .pair u.b { background: var(--ink); opacity: .7; } .pair u.a { top: 6px; } .pair u.b { top: 19px; }
-.pair u::before, .pair u::after { content: ""; position: absolute; top: -3px; height: 7px; width: 1px;
-  background: var(--ink); }
-.pair u::before { left: 0; } .pair u::after { right: 0; }
-.more { color: var(--power); } .less { color: var(--good); } .noise, .unsure, .unknown { color: var(--dim); }
-.pair.noise { opacity: .5; } .pairs .name.noise, tr.noise td { color: var(--dim); }
-@media (max-width: 700px) { .pairs { grid-template-columns: 96px 1fr max-content; gap: 7px 8px; font-size: 12.5px; } }
-/* Ten columns on a small screen: headings wrap, and so does the verdict in the last column. */
-.sort th { white-space: normal; vertical-align: bottom; } .sort td.name { max-width: 300px; }
-.sort td:last-child { white-space: normal; min-width: 8em; padding-right: 0; }
-.tile.wide { min-width: 230px; } .tile .now { display: block; margin-top: 2px; font-size: 13.5px; color: var(--ink); }
-.tile .now.more { color: var(--power); } .tile .now.less { color: var(--good); }
-.tile .now.noise, .tile .now.same, .tile .now.unsure { color: var(--dim); }
-.do.bad { border-color: var(--power); } .do.bad b { color: var(--power); }
-.do.calm { border-color: var(--idle); } .do.calm b { color: var(--dim); }
-"""
 
 
 def page(difference: Difference, *, verdict: DiffVerdict | None = None) -> str:
@@ -68,7 +43,7 @@ def page(difference: Difference, *, verdict: DiffVerdict | None = None) -> str:
         _table(difference),
         _origin(difference),
     ]
-    return document(f"{title} - tessera diff", "".join(parts), style=_STYLE)
+    return document(f"{title} - tessera diff", "".join(parts), styles=["diff.css"])
 
 
 def diff_card(difference: Difference, *, top: int = 10) -> str:

@@ -14,24 +14,6 @@ from .fleet_watch import HOT_C, json_line
 from .html import THEME_BUTTON, table, template
 from .metrics import Application
 
-_STYLE = """
-#racks { display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 10px; }
-.rack { border: 1px solid var(--line); background: var(--card); border-radius: 8px; padding: 8px 12px 12px; }
-.rack h3 { margin: 0 0 6px; font-size: 14px; display: flex; justify-content: space-between; gap: 8px; flex-wrap: wrap; }
-.rack h3 small { font-weight: 400; color: var(--dim); }
-.load { height: 6px; border-radius: 3px; background: var(--soft); overflow: hidden; margin-bottom: 8px; }
-.load i { display: block; height: 100%; background: var(--accent); } .load i.bad { background: var(--power); }
-.cells { display: grid; grid-template-columns: repeat(auto-fill, minmax(110px, 1fr)); gap: 5px; }
-.cell { border-radius: 6px; padding: 5px 8px; color: #fff; overflow: hidden; }
-.cell b, .cell span { display: block; white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
-.cell span { font-size: 12px; }
-.cell.lost { background: var(--soft); color: var(--dim); border: 1px dashed var(--line); }
-.bad, .rack h3 small.bad { color: var(--power); } .warned { color: var(--warn); }
-.tile.bad b { color: var(--power); } .tile.warned b { color: var(--warn); }
-#chart { width: 100%; height: 190px; display: block; }
-#chart path { fill: none; stroke-width: 1.6; } #chart .grid { stroke: var(--line); }
-#chart text { fill: var(--dim); font-size: 11.5px; }
-"""
 _NODES = (
     ("node", False), ("rack", False), ("power", True), ("cap", True), ("lease", True), ("temperature", True),
     ("crest factor", True), ("near trips", True), ("throttled, or why unknown", False),
@@ -88,7 +70,7 @@ def fleet_page(interval_s: float, hot_c: float = HOT_C) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><link rel="icon" href="data:,">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><title>Fleet - Tessera</title>'
-        f"<style>{template('run.css')}{_STYLE}</style></head>"
+        f"<style>{template('run.css')}{template('fleet.css')}</style></head>"
         f"<body data-period='{escape(f'{interval_s:g}')}' data-hot='{escape(f'{hot_c:g}')}'><main>{body}</main>"
         f"<script>{script}</script></body></html>\n"
     )

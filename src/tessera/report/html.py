@@ -25,16 +25,23 @@ _SCRIPTS = ("page.js", "timeline.js")
 _CODE = re.compile(r"`([^`]+)`")
 
 
-def document(title: str, body: str, *, data: str = "{}", style: str = "") -> str:
-    """A whole page. `data` is the JSON that the timeline draws, `style` is added to the common one."""
+def document(title: str, body: str, *, data: str = "{}", styles: Sequence[str] = ()) -> str:
+    """A whole page. `data` is the JSON that the timeline draws, `styles` are templates beside the common one."""
+    css = "".join(map(template, ("run.css", *styles)))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{template('run.css')}{style}</style></head>"
+        f"<title>{escape(title)}</title><style>{css}</style></head>"
         f'<body><main>{body}</main><div id="tip" role="status" hidden></div>'
         f'<script type="application/json" id="data">{data}</script><script>{_script()}</script></body></html>\n'
     )
+
+
+def framed_page(title: str, content: str, *styles: str) -> str:
+    """A page of sections that look like the card of a prediction."""
+    frame = f"<div class='tessera'>{THEME_BUTTON}{content}</div>"
+    return document(title, frame, styles=["predict.css", "framed.css", *styles])
 
 
 def policy() -> str:

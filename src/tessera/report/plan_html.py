@@ -14,7 +14,7 @@ from ..units import (
     format_energy_error,
     format_power,
 )
-from .html import THEME_BUTTON, definitions, document, note, number_cell, table, tile
+from .html import definitions, framed_page, note, number_cell, table, tile
 from .plan import (
     describe_layout,
     describe_least_sure,
@@ -28,7 +28,6 @@ from .plan import (
     name_setting,
     name_unit,
 )
-from .predict_html import PAGE_STYLE, STYLE
 
 _COLOURS = {
     "forward": "#2b8fc4",
@@ -38,11 +37,6 @@ _COLOURS = {
     "host": "#8a6d3b",
     "waiting": "#8c8c8c",
 }
-_STYLE = """
-.tessera .steps text{font-size:11px;fill:currentColor}.tessera .steps .lane{fill:var(--soft)}
-.tessera td.name{min-width:240px}
-.tessera .steps rect{shape-rendering:geometricPrecision}.tessera .steps rect.second{fill-opacity:.62}
-"""
 _WIDTH, _LEFT, _LANE, _GAP, _MOST_LANES = 1040, 70, 22, 5, 24
 _MOST_MISFITS = 20
 
@@ -68,8 +62,7 @@ def plan_page(plan: ParallelPlan) -> str:
     parts.append(
         f"<details open><summary>Where the numbers come from</summary><dl>{definitions(sources)}</dl></details>"
     )
-    frame = f"<div class='tessera'>{THEME_BUTTON}<section>{''.join(parts)}</section></div>"
-    return document(f"{describe_title(plan)} - tessera plan", frame, style=STYLE + PAGE_STYLE + _STYLE)
+    return framed_page(f"{describe_title(plan)} - tessera plan", f"<section>{''.join(parts)}</section>", "plan.css")
 
 
 def _tiles(plan: ParallelPlan) -> str:

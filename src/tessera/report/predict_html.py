@@ -9,7 +9,7 @@ from ..advice import Advice
 from ..estimate.search import Sweep
 from ..schema import EnergyReport
 from ..units import format_duration, format_duration_error, format_energy, format_energy_error, format_power
-from .html import THEME_BUTTON, capitalize, definitions, document, number_cell, prose, table, tile
+from .html import capitalize, definitions, framed_page, number_cell, prose, table, template, tile
 from .predict import (
     BOUNDS,
     chip_name,
@@ -24,49 +24,10 @@ from .predict import (
 )
 from .sweep import component_bar, sweep_section
 
-STYLE = """
-.tessera{--c:#2f9e6e;--m:#2b8fc4;--s:#e0a02c;--line:rgba(128,128,128,.28);--soft:rgba(128,128,128,.10);
-font:14px/1.45 system-ui,sans-serif;color:inherit;font-variant-numeric:tabular-nums}
-.tessera h2{font-size:20px;margin:0 0 2px}.tessera h3{font-size:15px;margin:26px 0 8px}
-.tessera .dim{opacity:.68}.tessera .tiles{display:flex;flex-wrap:wrap;gap:10px;margin:14px 0}
-.tessera .tile{border:1px solid var(--line);border-radius:8px;padding:8px 14px;min-width:118px}
-.tessera .tile b{display:block;font-size:18px;font-weight:600;white-space:nowrap}
-.tessera .tile span{opacity:.68;font-size:12px;display:block}.tessera .wide .tile{flex:1 1 0;min-width:250px}
-.tessera .bar{display:flex;height:18px;border-radius:5px;overflow:hidden;background:var(--soft)}
-.tessera .bar i{display:block;min-width:0}.tessera .compute{background:var(--c)}.tessera .memory{background:var(--m)}
-.tessera .static{background:var(--s)}.tessera .legend{margin:6px 0 0;display:flex;flex-wrap:wrap;gap:4px 18px}
-.tessera .legend i{display:inline-block;width:11px;height:11px;border-radius:3px;margin-right:6px}
-.tessera .legend i.line{height:0;width:18px;border-top:2px dashed currentColor;border-radius:0;vertical-align:middle}
-.tessera table{border-collapse:collapse;width:100%;font-size:13px}
-.tessera th,.tessera td{text-align:left;padding:4px 10px 4px 0;border-bottom:1px solid var(--line);white-space:nowrap}
-.tessera th{font-weight:600}
-.tessera .n{text-align:right}.tessera td.name{white-space:normal;word-break:break-word}
-.tessera td .bar{height:9px;width:110px;border-radius:3px}.tessera tr.front td{background:rgba(47,158,110,.13)}
-.tessera tr:hover td{background:var(--soft)}
-.tessera ul{list-style:none;padding:0;margin:0}
-.tessera li{margin:3px 0}.tessera li::before{content:"✓";color:var(--c);font-weight:700;margin-right:8px}
-.tessera .scroll{overflow-x:auto}.tessera svg{width:100%;height:auto;max-width:1040px;min-width:620px}
-.tessera .rule{stroke:var(--line)}.tessera .tick,.tessera .label{font-size:11px;fill:currentColor;opacity:.75}
-.tessera .axis{font-size:12px;fill:currentColor;text-anchor:middle}.tessera .label.front{font-weight:600;opacity:1}
-.tessera .frontier{fill:none;stroke:currentColor;stroke-width:1.5;stroke-dasharray:6 4;opacity:.55}
-.tessera .whisker{fill:none;stroke-width:1;opacity:.13}.tessera .front .whisker{opacity:.45}
-.tessera .point:hover .whisker{opacity:1}.tessera .point:hover circle{stroke:currentColor;stroke-width:2}
-.tessera .front circle{stroke:currentColor;stroke-width:1.5}
-.tessera .label{paint-order:stroke;stroke:var(--paper,transparent);stroke-width:3px;stroke-linejoin:round}
-.tessera details{margin-top:18px;font-size:13px}.tessera summary{cursor:pointer;opacity:.68}
-.tessera dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;margin:8px 0}
-.tessera dt{opacity:.68}.tessera dd{margin:0}
-"""
-# In addition to the style of all pages.
-PAGE_STYLE = """
-main{max-width:1120px}.tessera #theme{float:right}.tessera .dim,.tessera .tile span{opacity:1}
-section+section{border-top:1px solid rgba(128,128,128,.28);margin-top:34px;padding-top:26px}
-"""
-
 
 def card(report: EnergyReport) -> str:
     """A report for a notebook: the key numbers, the components, the five most expensive subgraphs."""
-    return f"<style>{STYLE}</style><div class='tessera'>{_report(report, top=5)}</div>"
+    return f"<style>{template('predict.css')}</style><div class='tessera'>{_report(report, top=5)}</div>"
 
 
 def page(
@@ -80,8 +41,7 @@ def page(
         title = ", ".join(dict.fromkeys(report.name for report in reports)) or "nothing"
         sections = [_report(report, top=20, kind="sort", opportunities=opportunities) for report in reports]
     body = "".join(f"<section>{section}</section>" for section in sections)
-    frame = f"<div class='tessera'>{THEME_BUTTON}{body}</div>"
-    return document(f"{title} - tessera predict", frame, style=STYLE + PAGE_STYLE)
+    return framed_page(f"{title} - tessera predict", body)
 
 
 def _report(report: EnergyReport, *, top: int, kind: str = "", opportunities: Sequence[Advice] | None = None) -> str:

@@ -13,8 +13,7 @@ from ..analyze.spectrum import EvenSamples, compute_spectrum
 from ..fleet.simulation import RackSummary, Simulation
 from ..joules import Floats
 from ..units import format_duration, format_energy, format_power, format_share, format_temperature
-from .html import THEME_BUTTON, definitions, document, note, number_cell, table, tile
-from .predict_html import PAGE_STYLE, STYLE
+from .html import definitions, framed_page, note, number_cell, table, tile
 from .simulate import (
     count_text,
     describe_judged,
@@ -28,23 +27,6 @@ from .simulate import (
 _WIDTH, _LEFT, _HEIGHT = 1040, 78, 210
 _POINTS = 900
 _MOST_RACKS, _MOST_ROWS, _MOST_EVENTS, _CLOSE_PERIODS = 4000, 40, 200, 4
-_STYLE = """
-.tessera .plot{border:0;background:none;overflow:visible}
-.tessera .plot text{font-size:11px;fill:currentColor}
-.tessera .plot .grid{stroke:var(--line)}.tessera .plot .area{fill:#2b8fc4;fill-opacity:.28}
-.tessera .plot .feed{fill:none;stroke:#2b8fc4;stroke-width:1.3}
-.tessera .plot .load{fill:none;stroke:#8c8c8c;stroke-width:1;stroke-dasharray:4 3}
-.tessera .plot .mark{stroke:#c2410c;stroke-width:1}.tessera .plot .lane{fill:var(--soft)}
-.tessera .band{fill:#e0a02c;fill-opacity:.18}
-.tessera .fail{color:#c2410c;font-weight:600}.tessera .pass{color:#1d7f55;font-weight:600}
-.tessera .maps{display:flex;flex-wrap:wrap;gap:24px}.tessera .maps figure{flex:1 1 440px;min-width:320px}
-.tessera .maps svg{min-width:0}.tessera .map rect{stroke:var(--paper);stroke-width:1}
-.tessera .map rect.open{stroke:#c2410c;stroke-width:2;stroke-dasharray:3 2}
-:root[data-theme="dark"] .tessera .fail,:root[data-theme="dark"] .tessera .plot .mark{color:#f08a4b;stroke:#f08a4b}
-:root[data-theme="dark"] .tessera .pass{color:#5cc795}
-@media (prefers-color-scheme:dark){:root:not([data-theme="light"]) .tessera .pass{color:#5cc795}
-:root:not([data-theme="light"]) .tessera .fail{color:#f08a4b}}
-"""
 # From blue over white-ish to red, by lightness too (ColorBrewer's RdYlBu, reversed; safe for colour-blind readers).
 _RAMP = ("#4575b4", "#74add1", "#abd9e9", "#e0f3f8", "#fee090", "#fdae61", "#f46d43", "#d73027")
 
@@ -70,8 +52,8 @@ def simulation_page(result: Simulation) -> str:
     if result.events:
         parts.append(f"<h3>What happened</h3>{_events(result)}")
     parts.append(f"<details open><summary>Figures</summary><dl>{definitions(list_figures(result))}</dl></details>")
-    frame = f"<div class='tessera'>{THEME_BUTTON}<section>{''.join(parts)}</section></div>"
-    return document(f"{facility.name} - tessera simulate", frame, style=STYLE + PAGE_STYLE + _STYLE)
+    content = f"<section>{''.join(parts)}</section>"
+    return framed_page(f"{facility.name} - tessera simulate", content, "simulate.css")
 
 
 def _tiles(result: Simulation) -> str:
