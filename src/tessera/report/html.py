@@ -65,21 +65,10 @@ def template(name: str) -> str:
 
 # -- notebooks ------------------------------------------------------------------------------------------------------
 
-_CARD_STYLE = (
-    ".tessera-card{font:14px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums;color:inherit}"
-    ".tessera-card table{border-collapse:collapse;font-size:13px}.tessera-card p{margin:4px 0}"
-    ".tessera-card th,.tessera-card td{padding:3px 12px 3px 0;text-align:right;white-space:nowrap;"
-    "border-bottom:1px solid rgba(128,128,128,.28)}.tessera-card summary{cursor:pointer}"
-    ".tessera-card .name{text-align:left;max-width:440px;overflow:hidden;text-overflow:ellipsis}"
-    ".tessera-card .note{border-left:3px solid rgba(214,158,46,.8);padding-left:8px}"
-    ".tessera-card .dim{opacity:.6}.tessera-card .more{color:#c2410c}.tessera-card .less{color:#1d7f55}"
-    ".tessera-card i{display:inline-block;height:9px;border-radius:2px;background:#2b8fc4;vertical-align:middle}"
-)
-
 
 def card(*parts: str) -> str:
     """A result for a notebook: it fetches nothing, and its colours are those of the notebook, light or dark."""
-    return f"<style>{_CARD_STYLE}</style><div class='tessera-card'>{''.join(parts)}</div>"
+    return f"<style>{template('card.css')}</style><div class='tessera-card'>{''.join(parts)}</div>"
 
 
 def card_bar(share: float) -> str:
