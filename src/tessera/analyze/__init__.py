@@ -14,10 +14,11 @@ Each takes a run file, a Kineto trace, a folder of ranks, a session or a timelin
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from ..lazy_names import find_lazily
 
 if TYPE_CHECKING:
     from .advise import advise as advise
@@ -38,28 +39,25 @@ if TYPE_CHECKING:
     from .roofline import roofline as roofline
     from .sequences import sequences as sequences
 
-_MODULES = {
+_HOMES = {
     "advise": "advise",
-    "breakdown": "breakdown",
+    "breakdown": "breakdown overlap",
     "collectives": "collectives",
     "critical_path": "critical_path",
     "diff": "diff",
-    "divergence": "kernels",
-    "kernels": "kernels",
+    "kernels": "divergence kernels stalls",
     "launches": "launches",
-    "memcpy": "memory",
-    "memory": "memory",
-    "modules": "module_tree",
-    "overlap": "breakdown",
+    "memory": "memcpy memory",
+    "module_tree": "modules",
     "phases": "phases",
     "power": "power",
     "roofline": "roofline",
     "sequences": "sequences",
-    "stalls": "kernels",
 }
-KINDS = tuple(k for k in _MODULES if k != "diff")
+_NAMES = sorted(" ".join(_HOMES.values()).split())
+KINDS = tuple(name for name in _NAMES if name != "diff")
 
-__all__ = ["KINDS", *_MODULES]  # noqa: PLE0604
+__all__ = ["KINDS", *_NAMES]  # noqa: PLE0604
 
 
 class _Analyses(ModuleType):
@@ -69,19 +67,11 @@ class _Analyses(ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _MODULES and isinstance(value, ModuleType)):
+        if not (name in _NAMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Analyses
 
-if not TYPE_CHECKING:  # a type checker that saw it would accept every misspelt name
-
-    def __getattr__(name: str) -> Any:
-        if name in _MODULES:
-            return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
-        raise AttributeError(f"module 'tessera.analyze' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = find_lazily(__name__, _HOMES)
