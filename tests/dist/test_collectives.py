@@ -178,6 +178,12 @@ def test_a_compressed_sum_is_within_the_bound_it_states(ranks, seed, shape, comp
             assert record.sent_bytes < 0.6 * 2 * plain * (ranks.count - 1) / ranks.count
 
 
+@pytest.mark.parametrize("codec", [dist.Codec("bf16"), dist.Codec("bf16", stochastic=True), dist.Codec("fp8")])
+def test_a_nan_of_any_bits_arrives_as_nan(codec):
+    x = torch.tensor([0x7F800001, -0x00700001, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    assert x.isnan().all() and codec.decode(codec.encode(x), len(x)).isnan().all()
+
+
 def train(rank: int, steps: int, with_feedback: bool) -> float:
     """The sum of what arrived over many steps, against what should have."""
     feedback = dist.ErrorFeedback() if with_feedback else None

@@ -59,7 +59,7 @@ class Codec:
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """The bytes of flat float32 values: scales first, where there are any, then the numbers."""
         if self.format == "bf16":
-            return _to_bf16_stochastic(x) if self.stochastic else x.to(torch.bfloat16).view(torch.uint8)
+            return (round_by_chance(x) if self.stochastic else x.to(torch.bfloat16)).view(torch.uint8)
         padded = torch.nn.functional.pad(x, (0, _blocks(len(x)) * BLOCK - len(x))).view(-1, BLOCK)
         finite = torch.isfinite(padded)
         scale = torch.where(finite, padded, 0.0).abs().amax(1).clamp_min(_TINY) / _SCALED[self.format]
@@ -92,13 +92,15 @@ def _blocks(count: int) -> int:
     return -(-count // BLOCK)
 
 
-def _to_bf16_stochastic(x: torch.Tensor) -> torch.Tensor:
-    """Round up or down with the chance that makes the mean right: random bits below the last one kept, then cut."""
+def round_by_chance(x: torch.Tensor, **options: torch.Generator) -> torch.Tensor:
+    """float32 as bf16, rounded up or down with the chance that makes the mean right; `options` are those of randint.
+
+    bf16 is the upper half of a float32: add 16 random bits below it and cut them off. Exact, subnormals too.
+    """
     bits = x.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=x.device)
-    is_finite = torch.isfinite(x)
-    rounded = torch.where(is_finite, bits + noise, bits) & -65536
-    return rounded.view(torch.float32).to(torch.bfloat16).view(torch.uint8)
+    noise = torch.randint(0, 1 << 16, x.shape, device=x.device, dtype=torch.int32, **options)
+    rounded = ((bits + noise) & -0x10000).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x).to(torch.bfloat16)
 
 
 def largest(x: torch.Tensor) -> Any:

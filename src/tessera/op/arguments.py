@@ -80,7 +80,7 @@ def _dtype(op: str, name: str, value: Any, why: str, fix: str) -> ArgumentError:
     return ArgumentError(f"op.{op}: {name} is {value.dtype}", why=why, fix=fix)
 
 
-def check_product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> None:
+def check_product(op: str, a: Any, b: Any) -> None:
     """`a` and `b` can be multiplied as torch.matmul would: one device, one dtype, the inner dimensions agree."""
     # The usual case, in as few calls as possible: this runs before every product of a program.
     try:
@@ -89,10 +89,10 @@ def check_product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b")
         fits = False
     if fits:
         if a.ndim > 2 and b.ndim > 2 and a.shape[:-2] != b.shape[:-2]:
-            broadcast_batches(op, a, b, a_name, b_name)
+            broadcast_batches(op, a, b)
         return
-    check_tensors(op, one_dtype=not is_autocast(a), **{a_name: a, b_name: b})
-    for name, value in ((a_name, a), (b_name, b)):
+    check_tensors(op, one_dtype=not is_autocast(a), a=a, b=b)
+    for name, value in (("a", a), ("b", b)):
         if value.ndim == 0:
             raise ArgumentError(
                 f"op.{op}: {name} has no dimension", why="a product needs at least vectors", fix="use *"
@@ -102,12 +102,12 @@ def check_product(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b")
         return
     fix = "make the two inner dimensions equal"
     if b.ndim > 1 and a.shape[-1] == b.shape[-1]:
-        fix = f"{b_name}.mT would fit"
+        fix = "b.mT would fit"
     elif a.ndim > 1 and a.shape[-2] == inner:
-        fix = f"{a_name}.mT would fit"
+        fix = "a.mT would fit"
     raise ArgumentError(
-        f"op.{op}: {a_name} is {format_shape(a)}, {b_name} is {format_shape(b)}",
-        why=f"the last dimension of {a_name} is {a.shape[-1]}, but the inner dimension of {b_name} is {inner}",
+        f"op.{op}: a is {format_shape(a)}, b is {format_shape(b)}",
+        why=f"the last dimension of a is {a.shape[-1]}, but the inner dimension of b is {inner}",
         fix=fix,
     )
 
@@ -133,7 +133,7 @@ def without_autocast(tensor: Any) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(tensor.device.type, enabled=False) if is_autocast(tensor) else _HERE
 
 
-def broadcast_batches(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = "b") -> tuple[int, ...]:
+def broadcast_batches(op: str, a: Any, b: Any) -> tuple[int, ...]:
     """What the leading dimensions of two stacks of matrices broadcast to."""
     if a.shape[:-2] == b.shape[:-2] or b.ndim < 3:
         return tuple(a.shape[:-2])
@@ -141,7 +141,7 @@ def broadcast_batches(op: str, a: Any, b: Any, a_name: str = "a", b_name: str = 
         return tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
     except RuntimeError as e:
         raise ArgumentError(
-            f"op.{op}: {a_name} is {format_shape(a)}, {b_name} is {format_shape(b)}",
+            f"op.{op}: a is {format_shape(a)}, b is {format_shape(b)}",
             why="their leading dimensions do not broadcast",
             fix="equal sizes, or 1 in one of them",
         ) from e

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..dist.compression import round_by_chance
 from ..errors import ArgumentError
 
 # Mantissa bits and the exponent of the smallest normal number (IEEE 754; e4m3: OCP 8-bit formats, 2023).
@@ -35,16 +36,8 @@ def stochastic_round(
     if x.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(f"x is {x.dtype}", why="it is rounded from a wider type", fix="x.float()")
     if dtype == torch.bfloat16 and x.dtype == torch.float32:
-        return _to_bf16(x, generator)
+        return round_by_chance(x, **_generator_option(generator))
     return _to_grid(x, dtype, generator)
-
-
-def _to_bf16(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """bf16 is the upper half of an fp32: add 16 random bits below it and cut them off. Exact, subnormals too."""
-    bits = x.contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, x.shape, device=x.device, dtype=torch.int32, **_generator_option(generator))
-    rounded = ((bits + noise) & -0x10000).view(torch.float32)
-    return torch.where(torch.isfinite(x), rounded, x).to(torch.bfloat16)
 
 
 def _generator_option(generator: torch.Generator | None) -> dict[str, Any]:
