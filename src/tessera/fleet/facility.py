@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError, UnitError, did_you_mean
+from ..errors import ArgumentError, did_you_mean
 from ..hardware import lookup
 from ..units import parse_duration, parse_energy, parse_fraction, parse_power, parse_temperature
 from .breakers import Breaker
@@ -186,11 +186,9 @@ def read_section(table: Any, keys: Mapping[str, tuple[str, Read]], where: str) -
         name, read = keys[key]
         try:
             values[name] = read(value)
-        except UnitError as error:
-            raise ArgumentError(f"{where}.{key}: {error.what}", fix=error.fix) from None
-        except (TypeError, ValueError) as error:
-            if isinstance(error, ArgumentError):
-                raise ArgumentError(f"{where}.{key}: {error.what}", why=error.why, fix=error.fix) from None
+        except ArgumentError as error:
+            raise ArgumentError(f"{where}.{key}: {error.what}", why=error.why, fix=error.fix) from None
+        except (TypeError, ValueError):
             raise ArgumentError(f"{where}.{key}: cannot use {str(value)[:80]!r}") from None
     return values
 
