@@ -6,7 +6,9 @@
 #   a job:       sbatch --comment=watts=6000 --time=2:00:00 train.sh      (watts per node)
 #
 # A job without watts= in its comment is let through: it runs within the guaranteed share of its nodes. Slurm requeues a
-# job whose prolog fails, so one that gets no watts within WAIT_S waits in Slurm's own queue.
+# batch job whose PrologSlurmctld fails (and cancels an interactive one), so one that gets no watts within WAIT_S waits in
+# Slurm's own queue. It comes back under its old id, and a governor starts no job twice: each run has a name of its own,
+# slurm-ID-RESTARTS.
 set -euo pipefail
 PATH=${PATH:-/usr/local/bin:/usr/bin:/bin} # Slurm sets none
 URL=${TESSERA_GOVERNOR_URL:-https://rack1:9410}
@@ -25,10 +27,12 @@ call() { # METHOD PATH [BODY]; the token is read from a file, so that it is in n
 
 # Each node of the job with its watts: {"node1": 6000, "node2": 6000}
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/.*/\"&\": $watts/" | paste -sd,)
+shown=$(scontrol show job "$SLURM_JOB_ID" -o)
+job=slurm-$SLURM_JOB_ID-$(grep -oP ' Restarts=\K[0-9]+' <<<"$shown" || echo 0)
 # The lease lasts as long as the job may run, and a little longer; the epilog ends it earlier.
-seconds=$(($(scontrol show job "$SLURM_JOB_ID" -o | grep -oP 'TimeLimit=\K\S+' | awk -F'[-:]' '
+seconds=$(($(grep -oP ' TimeLimit=\K\S+' <<<"$shown" | awk -F'[-:]' '
     { n = NF; s = $n + 60 * $(n-1) + 3600 * $(n-2) + (n > 3 ? 86400 * $1 : 0); print (s > 0) ? s : 86400 }') + 600))
-body="{\"job\": \"slurm-$SLURM_JOB_ID\", \"watts\": {$nodes}, \"user\": \"${SLURM_JOB_USER:-}\", \"ttl_s\": $seconds}"
+body="{\"job\": \"$job\", \"watts\": {$nodes}, \"user\": \"${SLURM_JOB_USER:-}\", \"ttl_s\": $seconds}"
 
 answer=$(call POST /v1/jobs "$body")
 for ((waited = 0; waited < WAIT_S; waited += 5)); do
@@ -37,8 +41,8 @@ for ((waited = 0; waited < WAIT_S; waited += 5)); do
         *'"state":"queued"'* | *'"state":"shed"'*) sleep 5 ;;
         *) echo "governor: $answer" >&2; exit 1 ;;
     esac
-    answer=$(call GET "/v1/jobs/slurm-$SLURM_JOB_ID")
+    answer=$(call GET "/v1/jobs/$job")
 done
 echo "governor: no watts for job $SLURM_JOB_ID within $WAIT_S s: $answer" >&2
-call DELETE "/v1/jobs/slurm-$SLURM_JOB_ID" >/dev/null || true
+call DELETE "/v1/jobs/$job" >/dev/null || true
 exit 1

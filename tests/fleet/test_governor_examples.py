@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tessera.fleet.governor.tokens import Role
-from tessera.fleet.leases import BudgetPolicy, JobState
+from tessera.fleet.leases import BudgetPolicy, JobState, PowerRequest
 
 from governor_process import LocalGovernor
 from places import REPOSITORY
@@ -20,7 +20,8 @@ from places import REPOSITORY
 EXAMPLES = REPOSITORY / "examples" / "governor"
 POLICY = BudgetPolicy(cap_w=10_000.0, breaker_margin=1.0, soft_start_s=0.0)
 SCONTROL = """#!/bin/bash
-if [ "$2" = hostnames ]; then echo n0; echo n1; else echo "JobId=7 TimeLimit=1-02:30:00 NodeList=n[0-1]"; fi
+if [ "$2" = hostnames ]; then echo n0; echo n1; else 
+echo "JobId=7 Requeue=1 Restarts=${FAKE_RESTARTS:-0} BatchFlag=1 TimeLimit=1-02:30:00 NodeList=n[0-1]"; fi
 """
 
 
@@ -53,12 +54,26 @@ def run_script(name, tmp_path, governor, **env):
 def test_a_job_of_slurm_gets_its_watts_and_gives_them_back(tmp_path, governor):
     done = run_script("slurm_prolog.sh", tmp_path, governor, SLURM_JOB_COMMENT="team=a watts=3000")
     assert (done.returncode, done.stderr) == (0, "")
-    lease = governor.service.budget.queue.jobs["slurm-7"]
+    lease = governor.service.budget.queue.jobs["slurm-7-0"]
     assert lease.state is JobState.ACTIVE
     assert (dict(lease.request.watts), lease.request.user) == ({"n0": 3000.0, "n1": 3000.0}, "ada")
     assert lease.request.ttl_s == 26.5 * 3600 + 600
     assert run_script("slurm_epilog.sh", tmp_path, governor).returncode == 0
-    assert governor.service.show_job("slurm-7").state is JobState.ENDED
+    assert governor.service.show_job("slurm-7-0").state is JobState.ENDED
+
+
+def test_a_job_that_slurm_requeues_starts_once_there_are_watts(tmp_path, governor):
+    comment = {"SLURM_JOB_COMMENT": "watts=3000"}
+    governor.client().request(PowerRequest(job="other", watts={"n0": 9000.0}, min_share=1.0))
+    full = run_script("slurm_prolog.sh", tmp_path, governor, TESSERA_GOVERNOR_WAIT_S="1", **comment)
+    assert full.returncode == 1 and "no watts for job 7" in full.stderr
+    governor.client().release("other")
+    again = run_script("slurm_prolog.sh", tmp_path, governor, FAKE_RESTARTS="1", **comment)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert governor.service.show_job("slurm-7-1").state is JobState.ACTIVE
+    # Slurm counts a requeue before the epilog of the run that it ends.
+    assert run_script("slurm_epilog.sh", tmp_path, governor, FAKE_RESTARTS="2").returncode == 0
+    assert governor.service.show_job("slurm-7-1").state is JobState.ENDED
 
 
 def test_a_job_without_watts_runs_and_one_that_cannot_have_them_is_told(tmp_path, governor):
