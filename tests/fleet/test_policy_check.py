@@ -18,6 +18,7 @@ from tessera.fleet.jobs import FleetJob
 from tessera.fleet.lockstep import LockstepJob, shape_wave
 from tessera.fleet.policy_check import PolicyFinding, check_policies
 from tessera.fleet.scenario import Scenario
+from tessera.fleet.simulation import Simulation
 from tessera.fleet.simulator import simulate
 from tessera.fleet.supplies import Feed, NodeSupply
 from tessera.fleet.waves import make_square
@@ -110,8 +111,49 @@ def test_caps_that_contradict_each_other_or_the_machine() -> None:
     assert "contradict" in find(floor, SYNC, "cap_rate").text
     assert find(shaper(cap_rate=0.85), SYNC, "cap_rate").verdict == "unclear"
     slows = find(shaper(cap_rate=0.8, psu_limit_w=6e3), SYNC, "cap_rate")
-    # 5.2 kW at work, 1.6 kW waiting, 4.8 kW allowed: each second of work owes 0.4/3.2 of one
-    assert slows.verdict == "costs" and "+9%" in slows.text
+    assert slows.verdict == "costs" and "steps take +" in slows.text
+
+
+def simulate_ideal(policies: Policies, *, period_s: float = 2.0, steps: int = 10, host_w: float = 0.0) -> Simulation:
+    """The job of the check on nodes without losses."""
+    ideal = Facility(rows=1, row_racks=2, rack_nodes=4, feed=Feed(ups_efficiency=1.0))
+    ideal = dataclasses.replace(ideal, node=NodeKind(gpus=8, host_w=host_w, supply=NodeSupply(grade="ideal")))
+    wave = make_square(period_s=period_s, duty=0.75, high_w=650, low_w=200)
+    job = FleetJob(name="a", gpus=64, replicas=8, waves=(wave,))
+    return simulate(
+        Scenario(facility=ideal, jobs=(job,), policies=policies, duration_s=steps * period_s), engine="numpy"
+    )
+
+
+@pytest.mark.parametrize(("limit_kw", "host_w"), [(5.27, 0.0), (3.0, 0.0), (6.0, 1450.0)])
+def test_a_cap_costs_what_it_costs_in_the_simulator(limit_kw: float, host_w: float) -> None:
+    policies = shaper(cap_rate=0.85, psu_limit_w=1e3 * limit_kw)
+    simulated = simulate_ideal(policies, steps=12, host_w=host_w)
+    checked = check_policies(policies, LockstepJob(host_w=host_w))
+    assert checked.after.loss == pytest.approx(simulated.jobs[0].lost_share, abs=0.005)
+    for name in ("peak_w", "low_w", "mean_w"):
+        assert getattr(checked.quality_after, name) == pytest.approx(getattr(simulated.quality, name), rel=0.01), name
+    assert f"{checked.after.loss:.1%} of throughput lost" in find(policies, LockstepJob(host_w=host_w), "cap_rate").text
+    assert not checked.works  # more is lost than may be
+
+
+def test_a_cap_below_idle_is_answered() -> None:
+    checked = check_policies(shaper(cap_rate=0.5, psu_limit_w=1e3), SYNC)
+    assert not checked.works and checked.after.loss > 0.5
+
+
+def test_start_and_cooling_count_hosts_and_caps() -> None:
+    policies = Policies(
+        rack_power_governor=RackPowerGovernor(rack_cap_w=20e3, soft_start_s=10.0),
+        thermal_policy=ThermalPolicy(cooling_budget_w={"aisle1": 40e3}),
+    )
+    assert "41.6 kW come at 4.16 kW/s" in find(policies, SYNC, "soft_start").text
+    assert find(policies, SYNC, "cooling_budget").verdict == "ok"  # 34.3 kW
+    hosts = LockstepJob(host_w=1450.0)
+    assert "53.2 kW come at 5.32 kW/s" in find(policies, hosts, "soft_start").text
+    assert find(policies, hosts, "cooling_budget").verdict == "cannot"  # 45.9 kW
+    capped = dataclasses.replace(policies, power_shaper=PowerShaper(cap_rate=0.8, psu_limit_w=6e3))
+    assert "38.4 kW come at 3.84 kW/s" in find(capped, SYNC, "soft_start").text
 
 
 def test_nodes_that_fit_into_a_rack_are_counted_with_their_hosts_where_those_are_known() -> None:
@@ -151,12 +193,7 @@ def test_figures_and_verdicts_are_those_of_a_simulated_feed(period_s: float, flo
     spec = {"ramp": "25kW/s", "dynamic_range": "20kW", "band_hz": [0.1, 20], "band_share": 0.3, "crest_factor": 1.1}
     given = {"utility_spec": spec} | ({} if floor_w is None else {"power_shaper": {"power_floor": f"{floor_w:g}W"}})
     policies = parse_policies(given)
-    ideal = Facility(rows=1, row_racks=2, rack_nodes=4, feed=Feed(ups_efficiency=1.0))
-    ideal = dataclasses.replace(ideal, node=NodeKind(gpus=8, host_w=0.0, supply=NodeSupply(grade="ideal")))
-    wave = make_square(period_s=period_s, duty=0.75, high_w=650, low_w=200)
-    job = FleetJob(name="a", gpus=64, replicas=8, waves=(wave,))
-    scenario = Scenario(facility=ideal, jobs=(job,), policies=policies, duration_s=10 * period_s)
-    simulated = simulate(scenario, engine="numpy")
+    simulated = simulate_ideal(policies, period_s=period_s)
     checked = check_policies(policies, LockstepJob(period_s=period_s))
     for line in simulated.verdicts:
         found = next(f for f in checked.findings if f.setting == line.what.replace(" ", "_"))

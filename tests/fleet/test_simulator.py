@@ -373,6 +373,18 @@ def test_a_job_that_starts_with_the_simulation_is_no_ramp_and_one_that_starts_la
     assert later.quality.ramp_up_w_per_s > 0.1 * later.quality.mean_w
 
 
+def test_a_cap_of_the_shaper_and_a_lease_hold_together_from_0_s_on() -> None:
+    rack = {"rack_cap": "60kW", "soft_start": "6s"}
+    both = {"rack_power_governor": rack, "power_shaper": {"cap_rate": 0.5, "psu_limit": "9kW"}}
+    leased = simulate(make_scenario(policies={"rack_power_governor": rack}, duration_s=12.0), engine="numpy")
+    capped = simulate(make_scenario(policies=both, duration_s=12.0), engine="numpy")
+    assert capped.feed_w[:200].max() <= leased.feed_w[:200].max()  # the cap does not undo the soft start
+    alone = simulate(make_scenario(policies={"power_shaper": both["power_shaper"]}, duration_s=12.0), engine="numpy")
+    late = slice(-400, None)  # the lease is wide by now, and does not undo the cap
+    assert capped.feed_w[late].mean() == pytest.approx(alone.feed_w[late].mean(), rel=0.01)
+    assert leased.feed_w[late].mean() > 1.1 * capped.feed_w[late].mean()
+
+
 def test_a_governed_job_is_a_ramp_also_at_0_s() -> None:
     policies = {"rack_power_governor": {"rack_cap": "60kW", "soft_start": "0s"}}
     result = simulate(make_scenario(STEADY, policies=policies), engine="numpy")

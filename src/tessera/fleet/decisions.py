@@ -31,12 +31,12 @@ class Decisions:
         self._offset_s = np.zeros(len(engine.job))
         self._applied: set[int] = set()
         self._iteration = np.full(len(self.jobs), -1, dtype=np.int64)
+        self._set_node_cap()
         self.governors: RackGovernors | None = None
         if scenario.policies.rack_power_governor is not None:
             self.governors = RackGovernors(engine, scenario.policies.rack_power_governor, self.jobs)
         self._set_offsets()
         self._set_smoothing()
-        self._set_node_cap()
         tree = engine.tree
         self.rack_of_gpu = tree.rack_of_gpu
         self.rack_full_w = np.array([engine.facility.rack_full_w(first) for first in tree.racks.first.tolist()])
@@ -94,9 +94,8 @@ class Decisions:
             return
         supply = facility.node.supply
         limit_w = shaper.psu_limit_w or supply.limit_at * supply.capacity_w
-        each_w = (shaper.cap_rate * limit_w - facility.node.host_w) / facility.node.gpus
-        cap_w = min(facility.gpu.limit_w, max(facility.gpu.idle_w, each_w))
-        self.engine.arrays.gpus.cap_w[:] = cap_w
+        node = facility.node
+        self.engine.set_cap(facility.gpu.share_cap(shaper.cap_rate * limit_w, host_w=node.host_w, gpus=node.gpus))
 
     # -- between blocks -------------------------------------------------------------------------------------------
 

@@ -108,6 +108,8 @@ class FleetEngine:
         self.job_names = list(job_names)
         self.unplaced = ranks.unplaced
         self.step_s = facility.step_s
+        self.cap_w = facility.gpu.limit_w
+        """What the shaper allows a GPU. A governor's lease may be tighter, not wider."""
         self.advance_block, self.engine = choose_engine(engine, len(self.tree.gpus), steps)
         self._bases: list[int] = []
         self._was_limited = False
@@ -189,6 +191,11 @@ class FleetEngine:
         return WaveTable(watts=np.concatenate(watts), compute=np.concatenate(compute), speed=self._speeds)
 
     # -- changing, between blocks -------------------------------------------------------------------------------
+
+    def set_cap(self, cap_w: float) -> None:
+        """Let no GPU draw more than this for longer than its limit takes to hold."""
+        self.cap_w = cap_w
+        np.minimum(self.arrays.gpus.cap_w, np.float32(cap_w), out=self.arrays.gpus.cap_w)
 
     def start_job(self, number: int, *, at_s: float = 0.0) -> None:
         """Let a job's ranks begin, `at_s` into their first iteration."""

@@ -61,6 +61,10 @@ class GpuKind:
         if not 0.0 <= self.idle_w < self.limit_w < math.inf:
             raise ArgumentError(f"a GPU that idles at {self.idle_w:g} W cannot have a limit of {self.limit_w:g} W")
 
+    def share_cap(self, node_w: float, *, host_w: float, gpus: int) -> float:
+        """What each of a node's GPUs may draw under a cap on the node: the host's watts are not theirs to save."""
+        return min(self.limit_w, max(self.idle_w, (node_w - host_w) / gpus))
+
     def tabulate_speed(self, steps: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Shares of the dynamic power from 0 to 1, and the share of the clock that each allows: power is f V(f)^2."""
         clock = np.linspace(0.0, 1.0, 1001)

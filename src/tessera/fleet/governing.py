@@ -77,7 +77,7 @@ class RackGovernors:
         for gpu, node in enumerate(engine.tree.gpus.parent):
             job = int(engine.job[gpu])
             if job >= 0:
-                peak_w = engine.waves[int(engine.wave[gpu])].peak_w
+                peak_w = min(engine.waves[int(engine.wave[gpu])].peak_w, engine.cap_w)
                 found[node][job] = found[node].get(job, 0.0) + float(counts[gpu]) * peak_w
         for wanted in found:
             busy = sum(wanted.values())
@@ -169,8 +169,6 @@ class RackGovernors:
         facility, gpus = self.engine.facility, self.engine.arrays.gpus
         known = np.isfinite(caps_w)
         load_w = facility.node.supply.find_load(np.where(known, caps_w, 0.0))
-        each_w = np.clip(
-            (load_w - facility.node.host_w) / facility.node.gpus, facility.gpu.idle_w, facility.gpu.limit_w
-        )
+        each_w = np.clip((load_w - facility.node.host_w) / facility.node.gpus, facility.gpu.idle_w, self.engine.cap_w)
         chosen = known[gpus.node]
         gpus.cap_w[chosen] = each_w[gpus.node[chosen]]

@@ -6,7 +6,8 @@ This is what `tessera policy check` computes with. It has one job and no racks; 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,20 @@ from ..analyze.spectrum import BAND_HZ
 from ..errors import ArgumentError
 from ..policy import PowerShaper
 from ..runtime.shaping import LOSS, GroupPlace, hold_power, rank_offset_s
+from .engine import LIMIT_S, FleetEngine, RankTable
+from .facility import STEP_S, Facility, GpuKind, NodeKind
 from .power_quality import RAMP_S, PowerQuality, measure_quality
+from .supplies import NodeSupply
+from .waves import make_square
 
 _POINTS = 2048
 _LEAST_PERIODS, _MOST_POINTS = 8, 2**17
 _SHORTEST_S = 1e-3
+_FEWEST_STEPS, _MOST_STEPS = 32, 512  # of the simulator's engine, in one period under a cap
+_SETTLE_S, _LEAST_GAIN = (
+    5 * LIMIT_S,
+    0.1,
+)  # until a capped wave repeats; a clock that stood still would never end a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +37,8 @@ class LockstepJob:
     """A job that draws `high_w` a GPU for `duty` of each step of `period_s`, and `low_w` for the rest.
 
     `synchronous`: its replicas wait for each other at the end of every step, as an all-reduce makes them. `host_w` is
-    what a node draws beside its GPUs; 0: not known.
+    what a node draws beside its GPUs; 0: not known. `gpu` says what a GPU draws when idle, and how its clock follows
+    its power.
     """
 
     period_s: float = 2.0
@@ -41,6 +52,7 @@ class LockstepJob:
     stages: int = 1
     microbatches: int = 4
     synchronous: bool = True
+    gpu: GpuKind = field(default_factory=GpuKind)
 
     def __post_init__(self) -> None:
         for name in ("gpus", "node_gpus", "replicas", "stages", "microbatches"):
@@ -74,6 +86,11 @@ class LockstepJob:
         return self.mean_w * self.period_s
 
     @property
+    def nodes(self) -> int:
+        """Its nodes."""
+        return -(-self.gpus // self.node_gpus)
+
+    @property
     def node_high_w(self) -> float:
         """What a node draws while its GPUs work."""
         return self.node_w(self.high_w)
@@ -100,7 +117,8 @@ class ShapedWave:
     """One period of the job's power, the mean of its GPUs, and what shaping it cost."""
 
     power_w: NDArray[np.float64]
-    period_s: float
+    period_s: float  # a cap makes it longer than the job's
+    work_s: float  # the job's own period
     wait_s: float  # longer step, from offsets and jitter
     ballast_w: float  # mean power of a GPU that does no work
     waiting_w: float  # what a GPU draws while it waits
@@ -115,19 +133,19 @@ class ShapedWave:
         """From the lowest to the highest power."""
         return float(np.ptp(self.power_w))
 
-    def measure(self, gpus: int, band_hz: tuple[float, float] = BAND_HZ) -> PowerQuality:
-        """What a utility sees of so many GPUs: the wave repeated, measured as the simulator measures a feed."""
+    def measure(self, gpus: int, band_hz: tuple[float, float] = BAND_HZ, *, hosts_w: float = 0.0) -> PowerQuality:
+        """What a utility sees of so many GPUs and their hosts: the wave repeated, measured as a simulated feed is."""
         periods = max(_LEAST_PERIODS, math.ceil(2 * RAMP_S / self.period_s))
         every = 1
         while periods * len(self.power_w) // every > _MOST_POINTS and every < len(self.power_w) // 32:
             every *= 2  # short steps: fewer points of each
-        wave_w = np.tile(self.power_w.reshape(-1, every).mean(axis=1), periods) * gpus
+        wave_w = np.tile(self.power_w.reshape(-1, every).mean(axis=1), periods) * gpus + hosts_w
         return measure_quality(wave_w, self.period_s * every / len(self.power_w), band_hz=band_hz)
 
     @property
     def loss(self) -> float:
-        """The share of throughput that waiting costs."""
-        return self.wait_s / (self.period_s + self.wait_s)
+        """The share of throughput that waiting, and slower work under a cap, cost."""
+        return 1 - self.work_s / (self.period_s + self.wait_s)
 
 
 def scatter_s(job: LockstepJob, jitter_s: tuple[float, float]) -> float:
@@ -147,24 +165,61 @@ def jitter_cost_s(job: LockstepJob, jitter_s: tuple[float, float]) -> float:
 
 
 def shape_wave(job: LockstepJob, shaper: PowerShaper) -> ShapedWave:
-    """The job's power under a shaper: ballast on each GPU, offsets between groups, jitter over all of them."""
-    at = np.arange(_POINTS) / _POINTS
-    load_w = np.where(at < job.duty, job.high_w, job.low_w)
-    held_w = _hold(load_w, job.period_s, shaper)
+    """The job's power under a shaper: its cap and ballast on each GPU, offsets between groups, jitter over all."""
+    load_w, period_s = limit_wave(job, shaper.node_cap_w)
+    held_w = _hold(load_w, period_s, shaper)
     most_s = LOSS * job.period_s if job.synchronous else math.inf
     offsets = [rank_offset_s(shaper.phase_shift, place, job.period_s, job.duty, most_s=most_s) for place in job.places]
-    power_w = np.mean([np.roll(held_w, round(o / job.period_s * _POINTS)) for o in offsets], axis=0)
-    width = min(round(scatter_s(job, shaper.jitter_s) / job.period_s * _POINTS), 64 * _POINTS)
+    power_w = np.mean([np.roll(held_w, round(o / period_s * _POINTS)) for o in offsets], axis=0)
+    width = min(round(scatter_s(job, shaper.jitter_s) / period_s * _POINTS), 64 * _POINTS)
     if width > 1:
         box = np.bincount(np.arange(width) % _POINTS, minlength=_POINTS) / width
         power_w = np.fft.irfft(np.fft.rfft(power_w) * np.fft.rfft(box), _POINTS)
     return ShapedWave(
         power_w=power_w,
-        period_s=job.period_s,
+        period_s=period_s,
+        work_s=job.period_s,
         wait_s=jitter_cost_s(job, shaper.jitter_s) + (max(offsets) if job.synchronous else 0.0),
         ballast_w=float(np.mean(held_w - load_w)),
         waiting_w=float(held_w.min()),
     )
+
+
+def limit_wave(job: LockstepJob, node_cap_w: float | None) -> tuple[NDArray[np.float64], float]:
+    """One step of one GPU under a cap on its node, and how long it takes then; without a cap, the job's own step."""
+    cap_w = math.inf
+    if node_cap_w is not None:
+        cap_w = job.gpu.share_cap(node_cap_w, host_w=job.host_w, gpus=min(job.node_gpus, job.gpus))
+    if cap_w >= job.high_w:
+        return np.where(np.arange(_POINTS) < job.duty * _POINTS, job.high_w, job.low_w), job.period_s
+    return _run_capped(job.period_s, job.duty, job.high_w, job.low_w, job.gpu, cap_w)
+
+
+@lru_cache(maxsize=64)
+def _run_capped(
+    period_s: float, duty: float, high_w: float, low_w: float, gpu: GpuKind, cap_w: float
+) -> tuple[NDArray[np.float64], float]:
+    """A step of one GPU once it repeats, by the simulator's own engine: a check and a simulation have one answer."""
+    node = NodeKind(gpus=1, host_w=0.0, supply=NodeSupply(grade="ideal"))
+    step_s = period_s / min(max(_FEWEST_STEPS, math.ceil(period_s / STEP_S)), _MOST_STEPS)
+    place = Facility(rows=1, row_racks=1, rack_nodes=1, gpu=gpu, node=node, step_s=step_s, decide_s=max(step_s, 0.1))
+    ranks = RankTable.make_empty(1)
+    ranks.job[0] = ranks.wave[0] = 0
+    wave = make_square(period_s=period_s, duty=duty, high_w=high_w, low_w=low_w)
+    engine = FleetEngine(place, ranks, [wave], ["job"], engine="numpy")
+    engine.set_cap(max(cap_w, gpu.idle_w + _LEAST_GAIN * (high_w - gpu.idle_w)))
+    engine.start_job(0)
+    engine.settle_job(0)
+    watts: list[float] = []
+    ends = [0]
+    settle = 1 + math.ceil(_SETTLE_S / period_s)
+    while len(ends) < settle + 3:
+        watts.append(float(engine.advance(1).feed_w[0]))
+        if engine.arrays.groups.iterations[0] == len(ends):
+            ends.append(len(watts))
+    last = np.array(watts[ends[-3] : ends[-1]])  # two steps, so that their length is known to half a step of the engine
+    at = (np.arange(2 * _POINTS) * len(last)) // (2 * _POINTS)
+    return last[at].reshape(2, _POINTS).mean(axis=0), len(last) * step_s / 2
 
 
 def _hold(load_w: NDArray[np.float64], period_s: float, shaper: PowerShaper) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ does not say enough) or "cannot" (it cannot do what it is for, with this job).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,8 @@ from ..analyze.spectrum import BAND_HZ
 from ..policy import GroupShift, PhaseShift, Policies, PowerShaper, RackPowerGovernor, ThermalPolicy, UtilitySpec
 from ..runtime.shaping import LOSS, choose_phases, is_whole
 from ..units import format_duration, format_power, format_power_rate, format_share, format_temperature
-from .lockstep import LockstepJob, ShapedWave, shape_wave
+from .engine import LIMIT_S
+from .lockstep import LockstepJob, ShapedWave, limit_wave, shape_wave
 from .power_quality import PowerQuality, judge
 from .power_quality import Verdict as SpecVerdict
 
@@ -84,7 +86,7 @@ def check_policies(policies: Policies, job: LockstepJob | None = None) -> Policy
     before, after = shape_wave(job, PowerShaper()), shape_wave(job, shaper)
     spec = policies.utility_spec
     band_hz = spec.band_hz if spec is not None and spec.band_hz is not None else BAND_HZ
-    quality = after.measure(job.gpus, band_hz)
+    quality = after.measure(job.gpus, band_hz, hosts_w=job.nodes * job.host_w)
     findings: list[PolicyFinding] = []
     if policies.power_shaper is not None:
         findings += _check_jitter(shaper, job, before)
@@ -92,7 +94,7 @@ def check_policies(policies: Policies, job: LockstepJob | None = None) -> Policy
         findings += _check_ballast(shaper, job)
     findings += _check_caps(shaper, policies.rack_power_governor, job)
     if policies.rack_power_governor is not None:
-        findings += _check_start(policies.rack_power_governor, spec, job)
+        findings += _check_start(policies.rack_power_governor, shaper.node_cap_w, spec, job)
     if policies.thermal_policy is not None:
         findings += _check_thermal(policies.thermal_policy, quality.mean_w)
     findings += _check_utility(judge(quality, spec))
@@ -101,7 +103,7 @@ def check_policies(policies: Policies, job: LockstepJob | None = None) -> Policy
         findings=tuple(findings),
         before=before,
         after=after,
-        quality_before=before.measure(job.gpus, band_hz),
+        quality_before=before.measure(job.gpus, band_hz, hosts_w=job.nodes * job.host_w),
         quality_after=quality,
     )
 
@@ -282,15 +284,22 @@ def _check_limit(policy: str, setting: str, limit_w: float, floor_w: float | Non
     if limit_w >= job.node_high_w:
         text = f"{format_power(limit_w)} is above the {format_power(job.node_high_w)} of a node: never reached"
         return _finding(policy, setting, "ok", text)
-    slower = job.duty * (job.node_high_w - limit_w) / (limit_w - low_w)
-    text = f"{format_power(limit_w)} for a node that works at {format_power(job.node_high_w)}: steps take {slower:+.0%}"
-    fix = None if slower <= LOSS else f"{LOSS:.0%} may be lost: a higher limit, or fewer GPUs under it"
-    return _finding(policy, setting, "costs", text, fix)
+    slower = limit_wave(job, limit_w)[1] / job.period_s - 1
+    text = f"{format_power(limit_w)} for a node that works at {format_power(job.node_high_w)}: steps take {slower:+.1%}"
+    text += f" (each begins above the limit, for about {format_duration(LIMIT_S)}, until it holds)"
+    lost = slower / (1 + slower)
+    if lost <= LOSS:
+        return _finding(policy, setting, "costs", text)
+    text += f", {lost:.1%} of throughput lost: more than the {LOSS:.0%} that may be"
+    return _finding(policy, setting, "cannot", text, "a higher limit, or fewer GPUs under it")
 
 
-def _check_start(rack: RackPowerGovernor, utility: UtilitySpec | None, job: LockstepJob) -> Iterator[PolicyFinding]:
+def _check_start(
+    rack: RackPowerGovernor, cap_w: float | None, utility: UtilitySpec | None, job: LockstepJob
+) -> Iterator[PolicyFinding]:
     setting = f"soft_start {format_duration(rack.soft_start_s)}"
-    power_w = job.gpus * job.high_w
+    # A lease rises to all of a node's watts, those of its host included.
+    power_w = min(job.gpus * job.high_w + job.nodes * job.host_w, math.inf if cap_w is None else job.nodes * cap_w)
     if rack.soft_start_s <= 0:
         yield _finding("rack_power_governor", setting, "unclear", "the whole job starts at once", "soft_start: 60s")
         return

@@ -61,8 +61,8 @@ def _describe_wave(wave: ShapedWave, quality: PowerQuality, job: LockstepJob) ->
     parts = [f"{format_power(quality.low_w)} to {format_power(quality.peak_w)}"]
     parts.append(f"crest factor {quality.crest_factor:.3g}")
     parts.append(f"ramp {format_power_rate(quality.ramp_w_per_s, 3)} within {format_duration(RAMP_S)}")
-    if wave.wait_s:
+    if wave.loss:
         parts.append(f"throughput {-wave.loss:+.1%}")
-    if wave.wait_s or wave.ballast_w:
+    if wave.loss or wave.ballast_w:
         parts.append(f"joules per unit of work {wave.step_j / job.step_j - 1:+.1%}")
     return "   ".join(parts)
