@@ -122,12 +122,13 @@ def drop_impossible_samples(domain: Domain, watts: Floats) -> Floats:
 def sum_domains(parts: Sequence[Energy], seconds: float) -> Energy:
     """The sum of several domains over one window. Their errors are independent, so they add in quadrature.
 
-    A domain of which nothing is known (NaN) is left out, and the error widened by what the others drew on average.
+    A domain of which nothing is known (NaN) is left out, and the error widened by what the others drew on average. The
+    sum of no domain is not known either: nothing was measured, which is not 0 J.
     """
     known = [p for p in parts if not math.isnan(p.energy_j)]
     joules = sum(p.energy_j for p in known)
     missing_j = (len(parts) - len(known)) * joules / len(known) if known else 0.0
-    nothing = bool(parts) and not known
+    nothing = not known and (bool(parts) or seconds > 0)
     return Energy(
         energy_j=math.nan if nothing else float(joules),
         error_j=math.nan if nothing else float(np.sqrt(sum(p.error_j**2 for p in known))) + missing_j,

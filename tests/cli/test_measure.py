@@ -16,9 +16,12 @@ import pytest
 
 from tessera.cli.measure import command
 from tessera.errors import ArgumentError
+from tessera.joules import sum_domains
 from tessera.monitor.command import CommandRun
 from tessera.output import cannot_write
-from tessera.schema import Energy, EnergyReport
+from tessera.report.console import plain_console
+from tessera.report.measure import answer
+from tessera.schema import Domain, Energy, EnergyReport
 from tessera.trace import read_csv
 
 from command_line import invoke
@@ -381,3 +384,16 @@ def test_wrong_use_of_runs(args: list[str], code: int, words: str) -> None:
     done = invoke(command, "--sensor", "modelled", *args)
     assert words in (done.stderr if code == 127 else str(done.code))
     assert done.code == code or isinstance(done.code, ArgumentError)
+
+
+def test_joules_that_nothing_measured_are_unknown_and_not_zero() -> None:
+    node = Energy(energy_j=1551.0, error_j=47.0, time_s=3.0, source="redfish")
+    report = EnergyReport(
+        name="sleep 3",
+        total=sum_domains([], 3.0),
+        by_domain={"node": node},
+        domains=[Domain(name="node", source="redfish", resolution_s=1.0, counted=False, label="Server")],
+    )
+    shown = plain_console(100).text(answer(report, advice=None, next_command=None))
+    assert shown.startswith("unknown J   unknown W   3 s   none") and "0 J" not in shown.split("node")[0]
+    assert "node  1.551 ± 0.047 kJ (not in the total)  Server" in shown

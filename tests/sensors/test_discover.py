@@ -30,7 +30,9 @@ class Stub:
             raise self._error
 
     def domains(self):
-        return [Domain(name=d, source=self.name, resolution_s=1.0) for d in self._domains]
+        basis = "modelled" if self.name == "modelled" else "measured"
+        counted = self.name not in ("redfish", "ipmi")
+        return [Domain(name=d, source=self.name, resolution_s=1.0, basis=basis, counted=counted) for d in self._domains]
 
     def capabilities(self):
         return []
@@ -118,6 +120,14 @@ def test_with_nothing_to_measure_there_is_the_model(machine):
     found = discover(environ={})
     assert names(found) == ["modelled"]
     assert found.modelled_only
+
+
+def test_with_a_bmc_alone_there_is_the_model_too(machine):
+    """A node's power is not counted: without the model the total was 0 J, measured."""
+    for name in ("nvml", "intel"):
+        machine(name, error=SensorUnavailable(f"no {name}"))
+    found = discover(environ={"TESSERA_REDFISH_URL": "https://bmc"})
+    assert sorted(names(found)) == ["modelled", "redfish"] and found.modelled_only
 
 
 def test_the_model_never_stands_in_for_what_was_asked_for(machine):

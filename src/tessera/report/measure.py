@@ -84,7 +84,7 @@ def describe_exit(returncode: int) -> str:
 def _headline(report: EnergyReport) -> Text:
     total = report.total
     error_w = total.error_j / total.time_s if total.time_s > 0 else None
-    power = format_error(total.power_w or 0.0, error_w, "W")
+    power = "unknown W" if total.power_w is None else format_error(total.power_w, error_w, "W")
     parts = [format_energy_error(total.energy_j, total.error_j), power, format_duration(total.time_s)]
     if report.peak_w is not None:
         parts.append(f"peak {format_power(report.peak_w)}")
@@ -108,7 +108,10 @@ def _domain_text(report: EnergyReport, name: str, energy: Energy) -> str:
         label += f", {SCOPES[domain.scope]}"
     inside = "" if domain is None or domain.counted else f", {_inside(domain)}"
     seen = "" if energy.coverage > 0.995 else f", measured {energy.coverage:.0%} of the time"
-    return f"{format_energy_error(energy.energy_j, energy.error_j)} ({format_share(share)}{inside}{seen}){label}"
+    part = f"{format_share(share)}{inside}"
+    if inside and not energy.energy_j <= report.total.energy_j:  # a node's power, or nothing is known of the total
+        part = "not in the total"
+    return f"{format_energy_error(energy.energy_j, energy.error_j)} ({part}{seen}){label}"
 
 
 def _inside(domain: Domain) -> str:

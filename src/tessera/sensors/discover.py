@@ -30,8 +30,8 @@ class DiscoveredSensors:
 
     @property
     def modelled_only(self) -> bool:
-        """Whether nothing here measures."""
-        return all(s.name == "modelled" for s in self.sensors)
+        """Whether nothing here measures what counts."""
+        return not any(d.counted and d.basis == "measured" for s in self.sensors for d in s.domains())
 
 
 def _load(module: str, sensor: str) -> Sensor:
@@ -72,7 +72,7 @@ def discover(
     scope: Scope | None = None,
     tree: ProcessTree | None = None,
 ) -> DiscoveredSensors:
-    """Start the named sensors, or all that this machine has; the modelled one if there is no other.
+    """Start the named sensors, or all that this machine has; the modelled one if no other has power that counts.
 
     Two sensors that claim one domain name (an NVIDIA and an Intel GPU are both gpu0) do not mix: the first wins.
     `scope` "process" is the CPU energy of a process `tree` (this process and its children by default), "machine" that
@@ -89,8 +89,8 @@ def discover(
             _try(name, started, missing)
         if automatic and env.get("TESSERA_REDFISH_URL"):
             _try("redfish", started, missing)
-        if not started and automatic:
-            _try("modelled", started, missing)
+        if automatic and not any(d.counted for s in started for d in s.domains()):
+            _try("modelled", started, missing)  # a BMC has the node's power, of which nobody knows the chips' share
     except BaseException:  # a wrong name, a recording that cannot be read: nobody will stop those already started
         for sensor in started:
             sensor.stop()
