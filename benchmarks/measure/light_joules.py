@@ -36,6 +36,8 @@ from tessera.timeline.columns import NONE, UNTRACED
 from tessera.trace import PowerTrace
 
 STATIC_W = 118.0
+SCATTER = 0.2
+"""Of a kernel's watts around the prior, of what it draws above a waiting board: as found on an H200 (attribute/prior.py)."""
 RING = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02, sample_noise=0.004, label="NVIDIA H200")
 
 
@@ -92,7 +94,7 @@ def draw_power(timeline: Timeline, seconds: float, rng: Any) -> tuple[np.ndarray
     lasted = (ran.end_ns - ran.start_ns) * 1e-9
     typical = np.bincount(ran.cls, lasted) / np.bincount(ran.cls)
     watts = prior(timeline, ran.first, typical, timeline.linked, board).watts
-    watts = STATIC_W + (watts - STATIC_W) * np.clip(rng.normal(1.0, 0.25, len(watts)), 0.4, 1.6)
+    watts = STATIC_W + (watts - STATIC_W) * np.clip(rng.normal(1.0, SCATTER, len(watts)), 0.4, 1.6)
     wander = np.interp(ran.start_ns, T0_NS + np.arange(seconds + 2) * 1e9, rng.standard_normal(int(seconds) + 2))
     drawn = watts[ran.cls] * (1 + 0.01 * wander)
     edges, so_far = np.empty(2 * len(drawn)), np.zeros(2 * len(drawn))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tessera.attribute.activity import activity, distinct, gaps, rank_values, shares
 from tessera.attribute.fit import Response, conserve_energy, exposure, groups, response_of
-from tessera.attribute.prior import board_of, matrix_flops
+from tessera.attribute.prior import Prior, board_of, prior
 from tessera.attribute.solve import attribute
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.joules import DomainSamples
@@ -347,14 +347,59 @@ def test_boards_and_work_from_names():
     unknown = board_of("Contoso X1", np.linspace(50, 300, 100))
     assert unknown.model is None
     assert 45 < unknown.static_w < 60
-    assert matrix_flops("aten::mm", "[8,16]bf16 [16,4]bf16") == (2 * 8 * 16 * 4, "bf16")
-    assert matrix_flops("aten::addmm", "[4]bf16 [8,16]bf16 [16,4]bf16") == (2 * 8 * 16 * 4, "bf16")
-    assert matrix_flops("aten::linear", "[2,8,16]f16 [4,16]f16 [4]f16") == (2 * 2 * 8 * 16 * 4, "f16")
-    attention, _ = matrix_flops(
-        "aten::_scaled_dot_product_flash_attention", "[2,3,8,4]bf16 [2,3,8,4]bf16 [2,3,8,4]bf16"
-    )
-    assert attention == 4 * 2 * 3 * 8 * 8 * 4
-    assert matrix_flops("aten::mul", "[8,16]bf16 [8,16]bf16") == (0.0, "")
+
+
+SOFTMAX = ("aten::_softmax", "[16384,4096]bf16", "cunn_SoftMaxForward", 211.0)
+NORM = ("aten::native_layer_norm_backward", "[8192,768]bf16 [8192,768]bf16", "norm_grad_input", 20.0)
+
+
+def find_prior(*calls: tuple[str, str, str, float]) -> Prior:
+    """Of kernels, each launched by an operator (name, shapes, kernel, microseconds)."""
+    builder = Builder()
+    for number, (op, shapes, kernel, length_us) in enumerate(calls):
+        at, ends = 10_000 * number, 10_000 * number + 5_000
+        builder.add("op", op, at, ends, thread=1, external=number + 1, shapes=builder.intern(shapes))
+        builder.add("runtime", "cudaLaunchKernel", at + 10, at + 20, thread=1, correlation=number, external=number + 1)
+        builder.add("kernel", kernel, at, at + round(1e3 * length_us), device=0, stream=7, correlation=number)
+    timeline = builder.build()
+    first = timeline.rows("kernel")
+    seconds = np.array([call[3] for call in calls]) * 1e-6
+    return prior(timeline, first, seconds, timeline.linked, board_of("NVIDIA H200", np.zeros(0)))
+
+
+@pytest.mark.parametrize(
+    ("call", "measured_w"),  # in bursts beside other loads: h200_mixture_dev-11.json.gz
+    [
+        (("aten::mm", "[4096,4096]bf16 [4096,4096]bf16", "nvjet_sm90", 172.5), 931.0),
+        (
+            ("aten::_scaled_dot_product_flash_attention", f"{3 * '[8,16,2048,64]bf16 '}causal", "flash_fprop", 184.0),
+            761.0,
+        ),
+        (SOFTMAX, 538.0),
+    ],
+)
+def test_the_prior_of_known_work_is_near_what_was_measured(
+    call: tuple[str, str, str, float], measured_w: float
+) -> None:
+    found = find_prior(call)
+    assert abs(found.watts[0] - measured_w) < 2 * found.sd_w[0]
+    assert found.sd_w[0] < 0.2 * measured_w
+
+
+def test_an_operator_of_several_kernels_does_not_say_what_each_draws() -> None:
+    alone, both = find_prior(NORM), find_prior(NORM, (*NORM[:2], "gamma_beta_backward", 10.0))
+    assert alone.sd_w[0] < both.sd_w[0]
+
+
+def test_a_copy_from_the_host_leaves_the_board_waiting() -> None:
+    board = board_of("NVIDIA H200", np.zeros(0))
+    builder = Builder()
+    builder.add("memcpy", "Memcpy HtoD", 0, 20_000_000, device=0, stream=7, bytes=1 << 30)
+    builder.add("memcpy", "Memcpy DtoD", 30_000_000, 30_129_000, device=0, stream=7, bytes=256 << 20)
+    timeline = builder.build()
+    found = prior(timeline, timeline.device_rows, np.array([0.02, 129e-6]), timeline.linked, board)
+    assert found.watts[0] < board.static_w + 30
+    assert abs(found.watts[1] - 613) < 2 * found.sd_w[1]  # as measured in bursts
 
 
 @pytest.mark.skipif(not (SHARED / "gpt2_train.kineto.json.gz").exists(), reason="the shared recording is not here")

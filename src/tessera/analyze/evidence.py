@@ -300,13 +300,13 @@ def find_host_gaps(
         return []
     idle_in = [_gaps(timeline, begin, end) for begin, end in accounted] or parts
     total_s = float(sum((end - begin).sum() for begin, end in idle_in)) * 1e-9
+    is_long = lengths > LAUNCH_GAP_S * 1e9
     seconds: dict[str, float] = {}
     counts: Counter[str] = Counter()
-    late = lengths <= LAUNCH_GAP_S * 1e9
-    labels = np.full(len(starts), LAUNCHING, dtype=object)
-    long = np.flatnonzero(~late)
-    labels[long] = _labels(timeline, starts[long], ends[long])
-    for label, length in zip(labels.tolist(), lengths.tolist(), strict=True):
+    if short := int((~is_long).sum()):
+        seconds[LAUNCHING], counts[LAUNCHING] = float(lengths[~is_long].sum()) * 1e-9, short
+    labels = _labels(timeline, starts[is_long], ends[is_long])
+    for label, length in zip(labels, lengths[is_long].tolist(), strict=True):
         seconds[label] = seconds.get(label, 0.0) + length * 1e-9
         counts[label] += 1
     return [

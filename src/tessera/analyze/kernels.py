@@ -241,10 +241,10 @@ class CounterMeans:
         self._sums: dict[str, list[float]] = {}
         self._reasons: dict[str, float] = {}
         self._reasons_s = 0.0
-        for row, row_s in zip(rows.tolist(), seconds.tolist(), strict=True):
-            extra = timeline.extra.get(row)
-            if extra:
-                self._add({f: extra[f] for f in fields if extra.get(f) is not None}, row_s)
+        has_counters = np.isin(rows, np.fromiter(timeline.extra, np.int64))  # few rows of many do
+        for row, row_s in zip(rows[has_counters].tolist(), seconds[has_counters].tolist(), strict=True):
+            extra = timeline.extra[row]
+            self._add({f: extra[f] for f in fields if extra.get(f) is not None}, row_s)
 
     def _add(self, values: Mapping[str, Any], seconds: float) -> None:
         for name, value in values.items():
@@ -281,16 +281,20 @@ class _RowGroups:
         self.total_s = float((timeline["end_ns"][rows] - timeline["start_ns"][rows]).sum()) * 1e-9
         links = timeline.linked
         if by == "kernel":
-            keys = [timeline.names[i] for i in timeline["name"][rows].tolist()]
+            numbers, names = timeline["name"][rows], timeline.names
         elif by == "op":
-            keys = [timeline.name(i) if i != NONE else "(no operator)" for i in links.op[rows].tolist()]
+            op = links.op[rows]
+            numbers = np.where(op == NONE, NONE, timeline["name"][op])
+            names = [*timeline.names, "(no operator)"]  # the last is that of NONE
         else:
             numbers, paths = region_paths(timeline, rows)
-            keys = ["/".join(paths[i]) or "(no region)" for i in numbers.tolist()]
-        groups: dict[str, list[int]] = {}
-        for row, key in zip(rows.tolist(), keys, strict=True):
-            groups.setdefault(key, []).append(row)
-        self.members = {key: np.array(members, np.int64) for key, members in groups.items()}
+            names = ["/".join(path) or "(no region)" for path in paths]
+        order = np.argsort(numbers, kind="stable")
+        parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
+        groups: dict[str, list[Ints]] = {}
+        for part in sorted(parts, key=lambda places: int(places[0])):
+            groups.setdefault(names[int(numbers[part[0]])], []).append(rows[part])
+        self.members = {name: np.sort(np.concatenate(members)) for name, members in groups.items()}
 
     def head(self, name: str, mean: CounterMeans) -> dict[str, Any]:
         """What the rows of both analyses have in common."""
