@@ -29,7 +29,7 @@ from tessera.errors import SensorLost
 from tessera.monitor.sampler import Sampler
 from tessera.runtime.cap_report import MeanPower, PowerMeter
 from tessera.runtime.controller import Cap, PaceCommand
-from tessera.runtime.gpu_pacer import LONGEST_PAUSE_S
+from tessera.runtime.gpu_pacer import LONGEST_PAUSE_S, vary_slice
 from tessera.runtime.pacer import LIMIT_S, LONGEST_S, PaceCounts
 from tessera.runtime.power_zone import PowerZone, TokenTally
 from tessera.schema import Capability, Domain
@@ -170,7 +170,7 @@ class Plant:
             return math.inf
         if self._launch_s == math.inf:
             late_s = STALLED_S if self._jitter.random() < 0.01 else LATE_S * self._jitter.random()
-            self._launch_s = at + self.command.slice_s + late_s
+            self._launch_s = at + vary_slice(self.command.slice_s, self._jitter) + late_s
         if at < self._launch_s - 1e-12:
             return self._launch_s
         if self._drained_s == math.inf:

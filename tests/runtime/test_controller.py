@@ -19,7 +19,6 @@ from tessera.runtime.cap_report import FIRST_S, MeanPower, PowerMeter
 from tessera.runtime.controller import (
     AGAIN_S,
     MIN_DUTY,
-    PERIOD_S,
     SHARED_S,
     STUCK_DUTY,
     TARGET,
@@ -188,25 +187,8 @@ def test_moments_that_the_sensor_looks_at_do_not_lock_to_slices(cap_w, adc_s):
     """Slices of 0.7 ms every 1.6 ms did, three moments each: windows of +8.5% by the ring, +10.5% by the counter."""
     made = run_program(saturated(), cap_w, adc_s=adc_s)
     assert made.mean_w() == pytest.approx(cap_w, rel=0.03)
-    assert made.ring.peak_w <= 1.06 * cap_w
-    assert counter_window_w(made.plant.counted_j, 1.0) <= 1.06 * cap_w
-
-
-def test_windows_that_are_off_make_slices_another_length_and_no_longer_than_allowed():
-    controller = Controller(Cap(400.0, 0.2), idle_w=118.0, burst_w=976.0)
-    usual = controller.command.slice_s
-    seen = set()
-    for i in range(300):  # a beat of 400 ms, of 5%
-        told = controller.observe(394.0 * (1.05 if i // 10 % 2 else 0.95), 0.02, duty=0.32)
-        seen.add(round(told.slice_s / usual, 1))
-        assert told.slice_s <= PERIOD_S * told.duty * 1.001 or told.slice_s <= 1.01 * usual
-    assert len(seen) >= 3
-    for _ in range(100):
-        controller.observe(394.0, 0.02, duty=0.32)
-    last = controller._longer
-    for _ in range(100):
-        controller.observe(394.0, 0.02, duty=0.32)
-    assert controller._longer == last  # nothing is off: it stays
+    assert made.ring.peak_w <= 1.05 * cap_w
+    assert counter_window_w(made.plant.counted_j, 1.0) <= 1.05 * cap_w
 
 
 def test_who_shares_a_gpu_has_slices_of_a_turn():
@@ -230,15 +212,15 @@ PROGRAMS = {
 @pytest.mark.parametrize("share", [0.85, 0.7, 0.5])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_of_every_kind_are_held_from_half_a_second_on(name, share):
-    """Mean within 3%, no window of 200 ms above the cap by 5%, whatever the host does; more with the plant's faults."""
+    """Mean within 3%, no window of 200 ms above the cap by 5%, whatever the host does."""
     free = Plant(iter(()), idle_w=118.0)
     free.ops = PROGRAMS[name](free)
     free.run_until(2.0)
     cap_w = share * mean_w(free.power_w, 1.0)
     made = run_program(PROGRAMS[name], cap_w)
-    assert made.ring.mean_w == pytest.approx(cap_w, rel=0.035)
-    assert made.mean_w() == pytest.approx(cap_w, rel=0.04)  # calls of 22 ms beat with samples of 20 ms
-    assert made.worst_w(0.5) <= 1.06 * cap_w  # one in a hundred launches is late by 3 ms, which is 1-4% of a window
+    assert made.ring.mean_w == pytest.approx(cap_w, rel=0.03)
+    assert made.mean_w() == pytest.approx(cap_w, rel=0.03)
+    assert made.worst_w(0.5) <= 1.05 * cap_w
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -268,7 +250,7 @@ def test_two_processes_that_take_turns_on_a_gpu_are_held(cap_w, turn_s):
     made = Bench(plant, Cap(cap_w, 0.2))
     made.zone.controller.shared = True
     made.run(4.0)
-    assert made.mean_w() == pytest.approx(cap_w, rel=0.035)
+    assert made.mean_w() == pytest.approx(cap_w, rel=0.03)
     assert made.worst_w() <= 1.10 * cap_w
     shares = [p.done for p in plant.processes]
     assert min(shares) >= 0.95 * max(shares)
@@ -279,7 +261,7 @@ def test_a_gemm_loop_is_held(cap_w):
     """The goals of issue 7: mean within 3%, no 200 ms window above the cap by 5%, after the first second."""
     made = bench(gemms(), cap_w)
     assert made.mean_w() == pytest.approx(cap_w, rel=0.03)
-    assert made.worst_w() <= 1.06 * cap_w  # at 300 W a launch that is late by 3 ms is 4% of a window
+    assert made.worst_w() <= 1.05 * cap_w
     # and what the meter reports from the sensor is what the plant drew
     assert made.meter.mean_w == pytest.approx(made.mean_w(), rel=0.02)
     assert made.meter.peak_w == pytest.approx(made.worst_w(), rel=0.06)  # it beats with the slices
@@ -352,7 +334,7 @@ def test_random_loads_are_held_or_run_free(cap_w, op_s, burst_w, sample_s, every
 def test_work_does_not_burst_after_a_pause(pause_s):
     """A host that loads data, another process that ends: nothing is learnt of the load while it does not run."""
     made = run_program(bursty(1.0, pause_s, 976.0), 300.0, seconds=8.0)
-    assert made.worst_w() <= 1.06 * 300.0
+    assert made.worst_w() <= 1.05 * 300.0
     assert made.mean_w() >= 0.85 * 300.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import time
@@ -200,3 +201,12 @@ def test_a_gpu_that_cannot_be_paused_is_in_the_report(device, cuda):
     cuda.fake_refuse(b"cuModuleLoadData")
     step = schedule(power_cap="400W")(lambda: device(5))
     wait_until(lambda: any("not held" in note for note in step.report().notes), step)
+
+
+def test_slices_differ_and_keep_their_mean() -> None:
+    from tessera.runtime.gpu_pacer import VARIED, vary_slice
+
+    rng = random.Random(0)
+    slices = [vary_slice(0.002, rng) for _ in range(2000)]
+    assert sum(slices) / len(slices) == pytest.approx(0.002, rel=0.01)
+    assert max(abs(s / 0.002 - 1.0) for s in slices) <= VARIED and len({round(s, 6) for s in slices}) > 100

@@ -37,12 +37,6 @@ PERIOD_S = 0.0055
 # sum depends on how their waits overlap, which wanders. It wanders least with slices this long.
 SHARED_S = 0.0025
 USUAL_WINDOW_S = 0.2  # for shorter windows both are the same share of the window
-# A beat is slow: for the length of a window everything seems to draw more, or less. Where the mean is off by BEAT,
-# slices become longer, by up to LONGER, in steps that take long to repeat: the beat then changes. A load that really
-# draws more is slowed down all the same.
-BEAT = 0.025
-LONGER = 1.5
-STEP = 0.618
 # The level of the bucket acts within this time, many round trips of the sensor (15 ms lag, 20 ms samples, a tick).
 SETTLE_S = 0.9
 # The power of working is the mean since the load last changed, over at most LEARN_S: training swings within its steps,
@@ -153,7 +147,6 @@ class Controller:
         self._usual_s = QUICK_S / FEW  # the time of a reading
         self._slow = (0.0, 0.0, 0.0)  # seconds, joules, seconds x duty since a wait last ended
         self._past: deque[tuple[float, float]] = deque()  # (seconds, watts) of one window, newest last
-        self._longer, self._same_s = 0.0, 0.0  # by how much slices are longer, and since when
         self.shared = False  # whether processes take turns on a GPU
         self.fastest_s = FASTEST_S  # 0 where waits are the program's own
         self.set_cap(cap)
@@ -215,7 +208,6 @@ class Controller:
             self._find_floor(joules / span_s, span_s, lowest=duty_s / span_s <= 1.2 * MIN_DUTY)
         self._look_for_others(power_w, seconds, rested=rested)
         lately_w = self._mean_of_window_w()
-        self._leave_beat(lately_w, seconds)
         self.command = self._command_for(min(self.target_w + level / SETTLE_S, self._window_allows_w(lately_w)))
         return self.command
 
@@ -273,12 +265,6 @@ class Controller:
         """The most that the rest of a window may draw after what was measured before it."""
         return math.inf if lately_w is None else (TOP * self.cap.power_w - (1.0 - AHEAD) * lately_w) / AHEAD
 
-    def _leave_beat(self, lately_w: float | None, seconds: float) -> None:
-        """Change the length of slices where windows are off; each length lasts for half a window at least."""
-        self._same_s += seconds
-        if lately_w is not None and abs(lately_w / self.target_w - 1.0) > BEAT and self._same_s > self.cap.window_s / 2:
-            self._longer, self._same_s = (self._longer + STEP) % 1.0, 0.0
-
     def _find_floor(self, power_w: float, seconds: float, *, lowest: bool, after_s: float = FLOOR_S) -> None:
         """Above the cap for `after_s` at the lowest duty: that much is drawn whatever we do."""
         stuck_s, joules = self._stuck
@@ -310,4 +296,4 @@ class Controller:
         whole_s = max(PERIOD_S * duty, SLICE_S[0])  # the work within PERIOD_S
         part = min(1.0, self.cap.window_s / USUAL_WINDOW_S)  # ripple is proportional to a slice's share of the window
         usual = max(longest, self.fastest_s * duty, part * (SHARED_S if self.shared else min(SHORT_S, whole_s)))
-        return min(usual * math.pow(LONGER, self._longer), max(usual, whole_s), SLICE_S[1])
+        return min(usual, SLICE_S[1])

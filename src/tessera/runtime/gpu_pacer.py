@@ -12,6 +12,7 @@ waited for in the stream instead (token_stream.py).
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -32,9 +33,20 @@ _log = logging.getLogger("tessera")
 LONGEST_PAUSE_S = 0.5
 # Below this ratio launches come at fixed distances.
 SHORT = 0.5
+# By how much slices differ: their waits follow, so that the duty is the same.
+VARIED = 0.1
 # Looks at a pause that is not over yet; and the most by which a slice is expected to be late.
 LOOK_S = 0.0003
 LATE_S = 0.001
+
+
+def vary_slice(slice_s: float, rng: random.Random) -> float:
+    """Return a slice of another length each time, of the same length on average.
+
+    Equal ones keep step with the moments at which a sensor looks: for the length of a window it then shows more than is
+    drawn, or less.
+    """
+    return slice_s * rng.uniform(1.0 - VARIED, 1.0 + VARIED)
 
 
 class GpuPacer:
@@ -51,6 +63,7 @@ class GpuPacer:
         self._wake = threading.Condition()
         self._launched = 0
         self._worked_s = 0.0
+        self._random = random.Random()
         self._tokens: TokenStream | None = None
         self._spends = self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"tessera-pause-{device}", daemon=True)
@@ -138,12 +151,13 @@ class GpuPacer:
         makes the next too short, and that too long again: then a slice begins when the pause is over.
         """
         command = self._command
+        slice_s = vary_slice(command.slice_s, self._random)
         if command.ratio < SHORT:
-            time.sleep(command.slice_s * (1.0 + command.ratio))
+            time.sleep(slice_s * (1.0 + command.ratio))
             if kernel.read_counts()[0] >= self._launched:
                 self._launch(kernel)
             return
-        time.sleep(command.slice_s)
+        time.sleep(slice_s)
         before_s = kernel.read_counts()[2]
         self._launch(kernel)
         time.sleep(command.ratio * self._worked_s)
@@ -151,7 +165,7 @@ class GpuPacer:
             time.sleep(LOOK_S)
         # What a slice really takes, with the launch and the last blocks, is how long the next pause will be.
         worked_s = (kernel.read_counts()[2] - before_s) / command.ratio
-        self._worked_s = min(worked_s, command.slice_s + LATE_S)
+        self._worked_s = min(worked_s, slice_s + LATE_S)
 
     def _launch(self, kernel: PauseKernel) -> None:
         kernel.launch()
