@@ -22,9 +22,8 @@ from ..record import NEEDS_SHAPES
 from ..recording import Recording
 from ..timeline.columns import NONE, Timeline
 from . import rules_cpu, rules_host, rules_kernels, rules_ranks
-from .collectives import find_meetings
 from .devices import busy_spans, explain_no_device, explain_no_power, list_devices
-from .evidence import RunEvidence, find_run_gaps, group_telemetry
+from .evidence import RunEvidence, find_run_gaps
 from .kernels import COMMAND
 from .result import Result, columns
 from .roofline import find_device
@@ -122,20 +121,8 @@ def advise(
         if device is not None:
             notes.append(f"joules are modelled for {device.name}: no power was recorded")
     tracing = slowdown_of(recording, table if has_joules else None)
-    advice = find_advice(
-        RunEvidence(
-            table=table,
-            telemetry=group_telemetry(recording.telemetry),
-            gaps=find_run_gaps(recording, table),
-            timeline=timeline,
-            power=recording.power,
-            on=on or arch,
-            tracing=tracing,
-            cpu_use=recording.facts.cpu_use,
-            has_joules=has_joules,
-            meetings=find_meetings(recording),
-        )
-    )
+    found = {"table": table, "gaps": find_run_gaps(recording, table), "tracing": tracing, "has_joules": has_joules}
+    advice = find_advice(RunEvidence.of_recording(recording, on=on or arch, **found))
     rows = []
     for a in advice:
         row = {key: getattr(a, key) for key in ("kind", "evidence", "action", "saves_s", "by", "confidence")}

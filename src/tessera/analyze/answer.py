@@ -22,8 +22,7 @@ from ..schema import Basis, Scope
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy_error
 from .advise import find_advice
-from .collectives import find_meetings
-from .evidence import HostGap, RunEvidence, find_run_gaps, group_telemetry
+from .evidence import HostGap, RunEvidence, find_run_gaps
 from .job_summary import JobSummary, summarize_job
 from .kernel_names import CATEGORIES, category
 from .mean_step import StepSpread, mean_step, select_steps, spread_steps
@@ -176,15 +175,11 @@ def answer(recording: Recording) -> Answer:
     spent = table if shared is None else _fill_rows(table, shared)
     seen_s = table.time_s * table.coverage if table.energy_j >= 0 else 0.0
     steps = {s.name for s in table.steps} | {s.name for s in lines.linked.steps}
-    error_j = table.error_j
     partial = is_partial(recording, table)
     tracing = slowdown_of(recording, table)
     whole = whole_of(recording, table, partial, shared)
     stacks = stacks_of(recording, whole.energy_j)
-    evidence = RunEvidence(
-        table=spent, telemetry=group_telemetry(recording.telemetry), gaps=gaps, timeline=lines, power=power,
-        tracing=tracing, cpu_use=facts.cpu_use, meetings=find_meetings(recording),
-    )  # fmt: skip
+    evidence = RunEvidence.of_recording(recording, table=spent, gaps=gaps, tracing=tracing)
     notes = [*([shared.note] if shared and shared.note else []), *_notes(recording, table)]
     return Answer(
         name=name_of(recording),
@@ -195,10 +190,10 @@ def answer(recording: Recording) -> Answer:
         coverage=table.coverage,
         scope=_scope(power),
         energy_j=table.energy_j,
-        error_j=error_j,
+        error_j=table.error_j,
         time_s=table.time_s,
         power_w=table.energy_j / seen_s if seen_s > 0 else None,
-        error_w=error_j / seen_s if seen_s > 0 else None,
+        error_w=table.error_j / seen_s if seen_s > 0 else None,
         peak_w=_peak_w(power, table, whole),
         **_busy_and_idle(table, len(lines.devices), is_attributed),
         whole=whole,

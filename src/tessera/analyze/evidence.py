@@ -24,6 +24,7 @@ from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Nesting
 from ..trace import PowerTrace
 from ..units import format_duration, format_energy
+from .collectives import find_meetings
 from .devices import busy_spans, find_twins, list_devices, row_joules, strip_counter
 from .kernel_names import op_name, region_name
 from .kernel_work import Calls, list_calls
@@ -82,6 +83,18 @@ class RunEvidence:
     has_joules: bool = True
     meetings: Sequence[Meeting] = ()
     """Collectives that two or more ranks recorded."""
+
+    @classmethod
+    def of_recording(cls, recording: Recording, **more: Any) -> RunEvidence:
+        """What a recording shows; `more` is what was computed of it: the table, gaps, tracing."""
+        return cls(
+            telemetry=group_telemetry(recording.telemetry),
+            timeline=recording.timeline,
+            power=recording.power,
+            cpu_use=recording.facts.cpu_use,
+            meetings=find_meetings(recording),
+            **more,
+        )
 
     @functools.cached_property
     def device(self) -> Device | None:

@@ -41,6 +41,7 @@ from .spectrum import BAND_HZ, Ramp, Spectrum, alias_hz, compute_spectrum, even_
 from .spikes import NOISE_SIGMAS, Curve, Spike, choose_threshold, find_spikes, make_curve
 
 TOTAL = "all counted"
+NEEDS_TIMELINE = "a timeline of the same time: tessera analyze power TRACE --power LOG"
 # A dominant frequency this near the step rate (or twice, three times it) is it, where the lines are narrower still.
 SAME = 0.02
 Readings = Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]]
@@ -134,11 +135,8 @@ def power(
         notes += correlation.notes
     else:
         level_w, spikes, answers = _find_spikes_alone(focus.curve, readings, threshold_w, events or log.events)
-        missing["what ran in the spikes"] = (
-            "nothing ran on a GPU here"
-            if timeline is not None and len(timeline)
-            else "a timeline of the same time: tessera analyze power TRACE --power LOG"
-        )
+        has_rows = timeline is not None and len(timeline) > 0
+        missing["what ran in the spikes"] = "nothing ran on a GPU here" if has_rows else NEEDS_TIMELINE
     if not readings:
         missing |= _explain_no_throttle(log, is_run)
     throttled = _episodes([t for t in readings if focus.curve.start_ns <= t.time_ns <= focus.curve.end_ns])
