@@ -23,7 +23,9 @@ from .options import FILE, duration_option, json_option, parse_option, power_opt
 
 if TYPE_CHECKING:
     from ..fleet.governor.client import GovernorClient
+    from ..fleet.governor.daemon import NodeDaemon
     from ..fleet.leases import BudgetPolicy
+    from .watch import Quit
 
 Connect = Callable[..., "GovernorClient"]
 OPERATOR_FILE = "operator.token"
@@ -210,7 +212,6 @@ def join(
     from .watch import Quit
 
     client = connect(timeout_s=2.0)
-    stop = threading.Event()
     with Quit() as quit_, PowerWatch(discover(sensors or None, scope="machine"), 1.0) as watch:
         appliers: list[CapApplier] = [LeaseFile(lease_file or lease_path())]
         if control:
@@ -233,16 +234,22 @@ def join(
             read_power=read_power,
             on_change=show,
         )
-        worker = threading.Thread(target=daemon.run, args=(stop,), name="tessera-node")
-        worker.start()
-        try:
-            while worker.is_alive() and not quit_.wait(1.0):
-                pass
-        finally:
-            stop.set()
-            worker.join()
-        if daemon.refusal is not None:
-            raise daemon.refusal
+        _run_daemon(daemon, quit_)
+
+
+def _run_daemon(daemon: NodeDaemon, quit_: Quit) -> None:
+    """Until the user quits, or the governor refuses this node, which is raised."""
+    stop = threading.Event()
+    worker = threading.Thread(target=daemon.run, args=(stop,), name="tessera-node")
+    worker.start()
+    try:
+        while worker.is_alive() and not quit_.wait(1.0):
+            pass
+    finally:
+        stop.set()
+        worker.join()
+    if daemon.refusal is not None:
+        raise daemon.refusal
 
 
 @command.command("request")
@@ -258,16 +265,7 @@ def join(
 @connect_options
 @json_option
 def request(
-    job: str,
-    watts: tuple[str, ...],
-    priority: int,
-    user: str,
-    min_share: float,
-    ttl_s: float,
-    soft_start_s: float | None,
-    wait_s: float | None,
-    connect: Connect,
-    as_json: bool,
+    job: str, watts: tuple[str, ...], wait_s: float | None, connect: Connect, as_json: bool, **asked: Any
 ) -> None:
     """Ask for watts for a job. The same request again is the same lease.
 
@@ -278,10 +276,7 @@ def request(
     from ..fleet.leases import JobState, PowerRequest
     from ..report.governor import describe_job
 
-    wanted = PowerRequest(
-        job=job, watts=_parse_watts(watts), priority=priority, user=user, min_share=min_share, ttl_s=ttl_s,
-        soft_start_s=soft_start_s,
-    )  # fmt: skip
+    wanted = PowerRequest(job=job, watts=_parse_watts(watts), **asked)
     client = connect()
     status = client.request(wanted)
     end_s = time.monotonic() + (wait_s or 0.0)

@@ -46,12 +46,10 @@ def command(
     cluster: str,
     goal: str,
     seq: int | None,
-    global_batch: int | None,
-    precision: str,
-    gpus: int | None,
     no_offload: bool,
     as_json: bool,
     html: Path | None,
+    **options: Any,
 ) -> int:
     """Choose how to divide the training of a model over many GPUs: what it takes, and why.
 
@@ -82,17 +80,8 @@ def command(
     if html:
         check_writable(html)
     sizes, inputs = _load(model, seq)
-    result = plan(
-        sizes,
-        inputs,
-        where,
-        goal,
-        seq=seq or (None if inputs is not None else DEFAULT_SEQ),
-        global_batch=global_batch,
-        precision=precision,
-        gpus=gpus,
-        offload=not no_offload,
-    )
+    tokens = seq or (None if inputs is not None else DEFAULT_SEQ)
+    result = plan(sizes, inputs, where, goal, seq=tokens, offload=not no_offload, **options)
     if html:
         from ..report.plan_html import plan_page
 

@@ -138,12 +138,7 @@ def command(
     """
     from .model_loader import InputShape, load_model
 
-    if mode != "train" and _is_typed("optimizer"):
-        raise ArgumentError(
-            f"--optimizer {optimizer} needs --mode train",
-            why="a forward pass (--mode infer, the default) has no optimizer",
-            fix="add --mode train, or leave --optimizer out",
-        )
+    _check_optimizer(mode, optimizer)
     devices = _expand_devices(devices, power_curve=power_curve)  # fails on a wrong name before torch is imported
     if serve:
         return predict_server(
@@ -167,6 +162,15 @@ def command(
         return _predict_one(loaded, {**options, **one}, top, as_json, html, opportunities=not no_opportunities)
     points = {"on": devices, "precisions": precisions or (None,), "batches": batches or (None,)}
     return _predict_several(loaded, {**options, **points}, as_json, html)
+
+
+def _check_optimizer(mode: str, optimizer: str) -> None:
+    if mode != "train" and _is_typed("optimizer"):
+        raise ArgumentError(
+            f"--optimizer {optimizer} needs --mode train",
+            why="a forward pass (--mode infer, the default) has no optimizer",
+            fix="add --mode train, or leave --optimizer out",
+        )
 
 
 def _expand_devices(devices: tuple[str, ...], *, power_curve: bool) -> tuple[str, ...]:

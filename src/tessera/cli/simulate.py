@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,17 +22,7 @@ from .options import write_page as write_html
 @json_option
 @click.option("--html", type=FILE, help="Write a self-contained page to this file.")
 @click.option("--power", type=FILE, help="Write the power of the feed as CSV, for `tessera analyze power`.")
-def command(
-    file: Path,
-    duration_s: float | None,
-    seed: int | None,
-    distinct: bool,
-    engine: str,
-    check: bool,
-    as_json: bool,
-    html: Path | None,
-    power: Path | None,
-) -> int:
+def command(file: Path, check: bool, as_json: bool, html: Path | None, power: Path | None, **options: Any) -> int:
     """Simulate the power of a data centre: jobs, racks, breakers, heat, policies, against a utility's spec.
 
     \b
@@ -49,7 +40,7 @@ def command(
     from ..fleet.simulator import simulate
     from ..report.console import Console
 
-    result = simulate(file, distinct=distinct, engine=engine, duration_s=duration_s, seed=seed)
+    result = simulate(file, **options)
     if html:
         from ..report.simulate_html import simulation_page
 
