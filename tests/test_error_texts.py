@@ -311,7 +311,6 @@ CALLS = [
     Case("a power without a unit", lambda: _units("power", "275"), "unit"),
     Case("a unit in the wrong case", lambda: _units("power", "5mw"), "'mW' or 'MW'"),
     Case("a scope that is none", lambda: _units("scoped_power", "noed:1kW"), "did you mean 'node'"),
-    Case("a range the wrong way round", lambda: _units("range", "[5,1]"), "low must not exceed high"),
     Case("a package that is missing", _pandas_missing, "pip install"),
     Case("a device file with a wrong key", _bad_device, "did you mean 'tdp_w'"),
     Case("a calibration that cannot be read", _calibration, "tessera calibrate"),

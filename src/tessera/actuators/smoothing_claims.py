@@ -93,7 +93,7 @@ def apply_profiles(actuator: Actuator, journal: Journal, _: ClaimOutcome) -> Jou
     if not wanted and not ours:
         return journal
     smoother = _as_smoother(actuator)
-    _, requested = smoother.power_profiles()
+    requested = smoother.power_profiles()[1]
     extra = [p for p in ours if p not in wanted and p in requested]
     missing = [p for p in wanted if p not in requested]
     added = tuple(sorted({p for p in (*ours, *missing) if p in wanted}))
