@@ -314,3 +314,59 @@ def test_a_node_falls_back_before_its_lease_ends_and_ignores_older_answers() -> 
     assert (holder.acked, holder.cap_w(1003.0)) == (2, 3000.0)
     assert holder.cap_w(1002.0 + 20.0 - 3.0) == 500.0
     assert not holder.is_leased(1020.0)
+
+
+def restart(rack: Rack, cap_w: float) -> None:
+    """The governor starts again with another cap, and all nodes go on."""
+    was = rack.budget
+    policy = BudgetPolicy(cap_w=cap_w, breaker_margin=1.0, soft_start_s=60.0)
+    rack.budget = Budget.restore(
+        policy, rack.now_s, nodes=was.ledger.nodes.values(), jobs=was.queue.jobs.values(), emergency=was.emergency
+    )
+
+
+def test_a_smaller_cap_after_a_restart_leaves_no_job_below_its_least() -> None:
+    rack = Rack(nodes=2)
+    for name, node, priority in (("low", "n0", 3), ("high", "n1", 7)):
+        rack.request(PowerRequest(job=name, watts={node: 4000.0}, priority=priority, min_share=0.8, ttl_s=1e6))
+    rack.run(80.0)
+    restart(rack, 5000.0)  # 3.2 kW each, where 500 W stay with the other node: one fits
+    rack.run(80.0)
+    low, high = (rack.budget.describe_job(name) for name in ("low", "high"))
+    assert (low.state, high.state) == (JobState.QUEUED, JobState.ACTIVE)
+    assert low.reason == "it needs 2700 W, 1300 W are free"
+    assert high.granted_w >= 3200.0 and rack.caps["n1"] >= 3200.0
+    restart(rack, 10_000.0)
+    rack.run(80.0)
+    rack.budget.release(rack.now_s, "high")  # what is free is given out
+    rack.run(80.0)
+    assert rack.budget.describe_job("low").granted_w == 4000.0
+
+
+def test_a_restart_with_the_same_cap_takes_nothing_away_though_a_node_waits() -> None:
+    rack = Rack(nodes=2)
+    rack.request(PowerRequest(job="a", watts={"n0": 9500.0}, min_share=1.0, ttl_s=1e6))
+    rack.run(80.0)
+    rack.budget.join(rack.now_s, "late", 500.0, session="a")  # nothing is free for it
+    restart(rack, 10_000.0)
+    assert rack.budget.describe_job("a").state is JobState.ACTIVE
+    assert not rack.budget.describe_node("late").joined
+
+
+@pytest.mark.parametrize(
+    ("watts", "reason"),
+    [
+        ({"n1": 9000.0}, "it needs 8500 W, 3000 W are free"),
+        ({"n0": 400.0, "n9": 400.0}, "node n9 is silent"),
+    ],
+)
+def test_a_job_that_waits_says_why(watts: dict[str, float], reason: str) -> None:
+    rack = Rack(nodes=2)
+    rack.budget.join(rack.now_s, "n9", 0.0, session="a")
+    rack.request(PowerRequest(job="a", watts={"n0": 6500.0}, min_share=1.0, ttl_s=1e6))
+    rack.run(30.0, "n0", "n1")
+    rack.request(PowerRequest(job="b", watts=watts, min_share=1.0, ttl_s=1e6))
+    status = rack.budget.describe_job("b")
+    assert (status.state, status.reason) == (JobState.QUEUED, reason)
+    rack.budget.declare_emergency(rack.now_s, "feed B lost")
+    assert rack.budget.describe_job("b").reason == "emergency: feed B lost"

@@ -12,7 +12,7 @@ import pytest
 from tessera import schedule
 from tessera.clock import boot_id, read_boot_clock
 from tessera.errors import ActuatorError, GovernorError, ScheduleError
-from tessera.fleet.governor.daemon import DriverCap, LeaseFile, NodeDaemon, find_node_power
+from tessera.fleet.governor.daemon import NO_SHARE, DriverCap, LeaseFile, NodeDaemon, find_node_power
 from tessera.fleet.governor.tokens import Role
 from tessera.fleet.leases import BudgetPolicy, PowerRequest
 from tessera.monitor.snapshot import DomainReading, Snapshot
@@ -87,6 +87,24 @@ def test_a_node_keeps_to_its_lease_and_falls_back_before_it_ends(governor):
     assert caps.told[-1] == (500.0, 500.0)
     assert not seen[-1].leased
     assert governor.service.describe().exposure_w == 3000.0  # the governor still counts it
+
+
+def test_a_node_whose_share_is_not_free_says_so(governor):
+    full = governor.client()
+    full.join("busy", 500.0, session="s")
+    full.heartbeat("busy", session="s", acked=0, measured_w=None)
+    full.request(PowerRequest(job="a", watts={"busy": 10_000.0}, min_share=1.0))
+    full.heartbeat("busy", session="s", acked=1, measured_w=None)
+    seen = []
+    daemon = make(governor, Caps(), Clock(), on_change=seen.append)
+    step(daemon)
+    assert seen[-1].cap_w == 0.0 and seen[-1].problem == NO_SHARE
+    assert "guaranteed share is not free yet" in describe_daemon(seen[-1])
+    full.release("a")
+    full.heartbeat("busy", session="s", acked=2, measured_w=None)
+    full.heartbeat("busy", session="s", acked=3, measured_w=None)
+    step(daemon)
+    assert (seen[-1].cap_w, seen[-1].problem) == (500.0, None)
 
 
 def test_only_what_is_in_force_is_confirmed(governor):

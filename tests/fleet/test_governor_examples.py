@@ -20,7 +20,7 @@ from places import REPOSITORY
 EXAMPLES = REPOSITORY / "examples" / "governor"
 POLICY = BudgetPolicy(cap_w=10_000.0, breaker_margin=1.0, soft_start_s=0.0)
 SCONTROL = """#!/bin/bash
-if [ "$2" = hostnames ]; then echo n0; echo n1; else 
+if [ "$2" = hostnames ]; then echo n0; echo n1; else
 echo "JobId=7 Requeue=1 Restarts=${FAKE_RESTARTS:-0} BatchFlag=1 TimeLimit=1-02:30:00 NodeList=n[0-1]"; fi
 """
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+from pathlib import Path
 
 import pytest
 
+from tessera.cli.fleet import command
 from tessera.errors import ArgumentError
 from tessera.fleet.node_floor import MARGIN_C, NodeShare, PlacementJob, PlacementNode
 from tessera.fleet.packing import compare_packing, cooling_cop
@@ -14,6 +17,8 @@ from tessera.fleet.placement import place_jobs
 from tessera.fleet.relief import plan_moves, settle_moves
 from tessera.policy import ThermalPolicy
 from tessera.report.fleet_place import describe_choice
+
+from command_line import invoke
 
 COOL = ThermalPolicy(hotspot_threshold_c=85.0, prefer_cool_nodes=True, redistribute=True, migration_on_overheat=True)
 
@@ -241,3 +246,20 @@ def test_wrong_input_is_refused_with_a_fix() -> None:
         place_jobs([node("n1", 30.0)], [running("a", "n1"), running("b", "n1")], COOL)
     with pytest.raises(ArgumentError, match="same name"):
         place_jobs([node("n1", 30.0), node("n1", 30.0)], [], COOL)
+
+
+def test_a_node_that_does_not_answer_counts_with_its_maximum(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        "defaults: {gpus: 8, idle: 2kW, max: 7kW, asleep: 100W}\n"
+        "racks: {r1: 13kW}\n"
+        "nodes:\n"
+        "  - {name: n1, rack: r1, temperature: 40C}\n"
+        '  - {name: n2, rack: r1, temperature: 50C, metrics: "http://127.0.0.1:9/metrics"}\n'
+        "jobs: [{name: train, gpus: 8, power: 4.5kW}]\n"
+    )
+    said = invoke(command, "place", file, "--json")
+    placed = json.loads(said.output)
+    assert said.code == 1  # 7 kW of the silent node and 6.5 kW of n1 are more than the feed carries
+    assert placed["waiting"][0]["job"] == "train"
+    assert "n2: no answer" in placed["notes"][0] and "counts with its maximum of 7 kW" in placed["notes"][0]

@@ -267,11 +267,13 @@ def _run_daemon(daemon: NodeDaemon, quit_: Quit) -> None:
 def request(
     job: str, watts: tuple[str, ...], wait_s: float | None, connect: Connect, as_json: bool, **asked: Any
 ) -> None:
-    """Ask for watts for a job. The same request again is the same lease.
+    """Ask for watts for a job. The same request again is the same lease; a job that has ended needs a new name.
 
     \b
     Example:
       tessera governor request train-7 --watts node1=6kW --watts node2=6kW --ttl 2h --wait 10min
+
+    Exit code 1: the job has ended, or was not admitted within --wait.
     """
     from ..fleet.leases import JobState, PowerRequest
     from ..report.governor import describe_job
@@ -284,7 +286,7 @@ def request(
         time.sleep(min(_POLL_S, max(0.0, end_s - time.monotonic())))
         status = client.renew(job)
     print_json(status) if as_json else click.echo(describe_job(status))
-    if wait_s is not None and status.state is not JobState.ACTIVE:
+    if status.state is JobState.ENDED or (wait_s is not None and status.state is not JobState.ACTIVE):
         sys.exit(1)
 
 

@@ -11,6 +11,7 @@ import bisect
 import zlib
 from collections.abc import Callable
 
+from ..errors import GovernorRefusal
 from .leases import PRIORITIES, BudgetPolicy, JobLease, JobState, PowerRequest, round_down
 
 BACKFILL, LOOKS = 64, 1024
@@ -48,9 +49,34 @@ class JobQueue:
         for table in (self._share_w, self._max_w, self._least_w, self._on_node):
             table.pop(name, None)
 
+    def unmet_w(self, node: str) -> float:
+        """What a node is owed beyond the least of its jobs: all of it, while it waits for its guaranteed share."""
+        return self._commitment_w(node) - self._least_w.get(node, 0.0)
+
     def active_on(self, node: str) -> dict[str, JobLease]:
         """The admitted jobs of a node."""
         return self._on_node.get(node, {})
+
+    def check_possible(self, request: PowerRequest) -> None:
+        """Refuse what could never be admitted."""
+        least_w = sum(self._share_w.values())
+        for name in request.watts:
+            need_w = request.least_w(name)
+            least_w += max(0.0, need_w - self._share_w[name])
+            if need_w > self._max_w[name]:
+                raise GovernorRefusal(
+                    "too_large",
+                    f"job {request.job!r} needs {need_w:g} W on node {name!r}",
+                    why=f"that node may draw {self._max_w[name]:g} W at most",
+                    fix="ask for less there, or for a lower min_share",
+                )
+        if least_w > self.policy.limit_w:
+            raise GovernorRefusal(
+                "too_large",
+                f"job {request.job!r} can never be admitted",
+                why=f"with the guaranteed shares of all nodes it needs {least_w:g} W of {self.policy.limit_w:g} W",
+                fix="ask for less, or for a lower min_share",
+            )
 
     def submit(self, request: PowerRequest, now_s: float) -> JobLease:
         held = self._user_w.get(request.user, 0.0) / self.policy.limit_w
@@ -80,8 +106,9 @@ class JobQueue:
         lease.state, lease.reason, lease.admitted_s = JobState.SHED, reason, None
 
     def requeue(self, lease: JobLease) -> None:
-        """Let a job that was shed wait again, at its old place."""
-        lease.state, lease.reason = JobState.QUEUED, ""
+        """Let a job that was admitted or shed wait again, at its old place."""
+        self._leave(lease)
+        lease.state, lease.reason, lease.admitted_s = JobState.QUEUED, "", None
         bisect.insort(self._waiting, (lease.key, lease.request.job))
 
     def admit(self, now_s: float, is_heard: Callable[[str], bool]) -> list[JobLease]:
@@ -106,6 +133,20 @@ class JobQueue:
                 reserved_w += more_w
                 reserved |= nodes
         return admitted
+
+    def explain_wait(self, lease: JobLease, is_heard: Callable[[str], bool]) -> str:
+        """Why a job waits, as far as it can be told from the job itself."""
+        request = lease.request
+        silent = [node for node in request.watts if not is_heard(node)]
+        if silent:
+            return f"node {silent[0]} is silent"
+        full = next((node for node in request.watts if not self._fits_node(request, node)), None)
+        if full is not None:
+            return f"node {full} has no room for {request.least_w(full):g} W more beside its other jobs"
+        free_w, more_w = max(0.0, self.policy.limit_w - self.committed_w), self._more_w(request)
+        if more_w > free_w:
+            return f"it needs {more_w:g} W, {free_w:g} W are free"
+        return "jobs before it wait for the same watts"
 
     def position(self, lease: JobLease) -> int | None:
         """The place in the queue, from 1; None for a job that does not wait."""
@@ -138,9 +179,10 @@ class JobQueue:
         return total_w
 
     def _fits_nodes(self, request: PowerRequest) -> bool:
-        return all(
-            self._least_w.get(name, 0.0) + request.least_w(name) <= self._max_w.get(name, 0.0) for name in request.watts
-        )
+        return all(self._fits_node(request, name) for name in request.watts)
+
+    def _fits_node(self, request: PowerRequest, name: str) -> bool:
+        return self._least_w.get(name, 0.0) + request.least_w(name) <= self._max_w.get(name, 0.0)
 
     def _count_active(self, lease: JobLease, sign: float) -> None:
         request = lease.request

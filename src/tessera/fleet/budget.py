@@ -88,8 +88,18 @@ class Budget:
             else:
                 budget.queue.restore(lease)
                 heapq.heappush(budget._job_ends, (lease.end_s, lease.request.job))
+        budget._requeue_beyond_limit()
         budget._update_fill(now_s)
         return budget
+
+    def _requeue_beyond_limit(self) -> None:
+        """After a restart with a smaller cap: jobs whose least watts no longer fit wait again, the lowest first."""
+        waiting_w = sum(self.queue.unmet_w(n.name) for n in self.ledger.nodes.values() if not n.joined)
+        for lease in self._list_active():
+            if self.queue.committed_w - waiting_w <= self.policy.limit_w:
+                break
+            self.queue.requeue(lease)
+            self.changed.add(("job", lease.request.job))
 
     # -- nodes ----------------------------------------------------------------------------------------------
 
@@ -224,7 +234,9 @@ class Budget:
         now_s = self.advance(now_s)
         known = self.queue.jobs.get(request.job) or self.ended.get(request.job)
         if known is None:
-            self._check_possible(request)
+            for node in request.watts:
+                self._find_node(node)
+            self.queue.check_possible(request)
             lease = self.queue.submit(request, now_s)
             heapq.heappush(self._job_ends, (lease.end_s, request.job))
             self.changed.add(("job", request.job))
@@ -237,27 +249,6 @@ class Budget:
                 fix="release it, and ask under a new name",
             )
         return self.describe_job(request.job)
-
-    def _check_possible(self, request: PowerRequest) -> None:
-        """Refuse what could never be admitted."""
-        least_w = sum(n.guaranteed_w for n in self.ledger.nodes.values())
-        for name in request.watts:
-            node, need_w = self._find_node(name), request.least_w(name)
-            least_w += max(0.0, need_w - node.guaranteed_w)
-            if node.max_w is not None and need_w > node.max_w:
-                raise GovernorRefusal(
-                    "too_large",
-                    f"job {request.job!r} needs {need_w:g} W on node {name!r}",
-                    why=f"that node may draw {node.max_w:g} W at most",
-                    fix="ask for less there, or for a lower min_share",
-                )
-        if least_w > self.policy.limit_w:
-            raise GovernorRefusal(
-                "too_large",
-                f"job {request.job!r} can never be admitted",
-                why=f"with the guaranteed shares of all nodes it needs {least_w:g} W of {self.policy.limit_w:g} W",
-                fix="ask for less, or for a lower min_share",
-            )
 
     def renew(self, now_s: float, job: str, ttl_s: float | None = None) -> JobStatus:
         """Let a lease last from now; it never becomes shorter by that."""
@@ -328,12 +319,16 @@ class Budget:
     def _shed(self, emergency: Emergency) -> None:
         self.emergency, self._calm_s = emergency, math.inf
         self.changed.add(("emergency", ""))
-        active = [lease for lease in self.queue.jobs.values() if lease.state is JobState.ACTIVE]
-        for lease in sorted(active, key=lambda a: (a.request.priority, -(a.admitted_s or 0.0), a.request.job)):
+        for lease in self._list_active():
             if self.queue.committed_w <= emergency.to_w:
                 break
             self.queue.shed(lease, emergency.reason)
             self.changed.add(("job", lease.request.job))
+
+    def _list_active(self) -> list[JobLease]:
+        """The admitted jobs in the order in which they lose their watts."""
+        active = [lease for lease in self.queue.jobs.values() if lease.state is JobState.ACTIVE]
+        return sorted(active, key=lambda a: (a.request.priority, -(a.admitted_s or 0.0), a.request.job))
 
     def end_emergency(self, now_s: float) -> Emergency | None:
         """Let jobs that were shed wait for admission again, and start softly; the emergency that there was."""
@@ -406,8 +401,13 @@ class Budget:
             granted_w=granted_w,
             ends_in_s=max(0.0, lease.end_s - now_s) if lease.state is not JobState.ENDED else 0.0,
             position=self.queue.position(lease),
-            reason=lease.reason,
+            reason=self._explain_wait(lease) if lease.state is JobState.QUEUED else lease.reason,
         )
+
+    def _explain_wait(self, lease: JobLease) -> str:
+        if self.emergency is not None:
+            return f"emergency: {self.emergency.reason}"
+        return self.queue.explain_wait(lease, lambda node: self._is_heard(node, self.now_s))
 
     def describe_node(self, name: str) -> NodeStatus:
         """Where a node stands."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from ..errors import ArgumentError, MissingExtra
+from ..units import format_power
 from .node_floor import PlacementNode
 
 TIMEOUT_S = 3.0
@@ -85,20 +86,27 @@ def read_metrics(text: str) -> NodeReading:
 
 
 def fill_nodes(nodes: Sequence[PlacementNode], endpoints: Mapping[str, str]) -> tuple[list[PlacementNode], list[str]]:
-    """The nodes with the temperatures and watts that their endpoints say now, and why some do not answer."""
+    """The nodes with the temperatures and watts that their endpoints say now, and why some do not answer.
+
+    A node whose watts nobody knows counts at its maximum: it may be busy, and a feed that is planned without it trips.
+    """
     filled, problems = [], []
     for node in nodes:
         if node.name not in endpoints:
             filled.append(node)
             continue
         reading = ask_endpoint(endpoints[node.name])
-        if reading.problem:
-            problems.append(f"{node.name}: {reading.problem}")
-        filled.append(
-            dataclasses.replace(
-                node,
-                temperature_c=node.temperature_c if reading.temperature_c is None else reading.temperature_c,
-                power_w=node.power_w if reading.power_w is None else reading.power_w,
-            )
-        )
+        power_w = reading.power_w
+        if power_w is None:
+            power_w = node.power_w if node.max_w is None else node.max_w
+            problems.append(f"{node.name}: {reading.problem or 'its answer has no watts'}; {_say_counted(node)}")
+        temperature_c = node.temperature_c if reading.temperature_c is None else reading.temperature_c
+        filled.append(dataclasses.replace(node, temperature_c=temperature_c, power_w=power_w))
     return filled, problems
+
+
+def _say_counted(node: PlacementNode) -> str:
+    if node.max_w is not None:
+        return f"it counts with its maximum of {format_power(node.max_w)}"
+    known = "the power" if node.power_w is not None else "the idle watts and the jobs"
+    return f"it counts with {known} of the file, for that has no maximum (max: 7.6kW)"

@@ -31,6 +31,7 @@ TICK_S = 0.1
 SETTLE_S = 1.0
 """Pacing and drivers reach a new cap within a second; only then it is confirmed."""
 _RETRY_S = 1.0
+NO_SHARE = "its guaranteed share is not free yet: other nodes may draw those watts until their leases or jobs end"
 _FINAL = ("unauthorized", "forbidden", "too_large", "bad_request", "not_found", "full")
 """Refusals of a first join that stay as they are until a person changes something."""
 
@@ -189,7 +190,6 @@ class NodeDaemon:
             began_s = time.monotonic()
             try:
                 self.beat()
-                self._problem = None
             except GovernorError as exc:  # refusals too
                 self._problem = str(exc.what)
                 # A daemon that has joined once stays: somebody must keep the node to its guaranteed share.
@@ -219,6 +219,7 @@ class NodeDaemon:
             self._holder.receive(number, grant)
         if rack_w is not None:
             self.governor.report_power(rack_w)
+        self._problem = None
 
     def _join(self) -> None:
         session = secrets.token_hex(8)
@@ -230,6 +231,9 @@ class NodeDaemon:
 
     def _show(self, cap_w: float, leased: bool) -> None:
         grant = self._holder.grant
+        problem = self._problem
+        if problem is None and grant is not None and grant.guaranteed_w < self.guaranteed_w:
+            problem = NO_SHARE
         jobs = tuple(grant.jobs) if grant is not None and leased else ()
         shed = grant is not None and grant.shed and leased
         state = DaemonState(
@@ -238,11 +242,11 @@ class NodeDaemon:
             guaranteed_w=self._holder.guaranteed_w,
             leased=leased,
             measured_w=self._measured_w,
-            problem=self._problem,
+            problem=problem,
             shed=shed,
             jobs=jobs,
         )
-        shown = (round(cap_w), leased, self._problem, shed, jobs)
+        shown = (round(cap_w), leased, problem, shed, jobs)
         if shown != self._shown:
             self._shown = shown
             self.on_change(state)
