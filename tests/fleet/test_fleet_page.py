@@ -61,7 +61,8 @@ def test_the_page_draws_updates_itself_and_asks_only_its_server(browser: Browser
     browser.scheme("light")
     browser.open(f"{live.address}/", DRAWN)
     text = browser.js("return document.body.innerText")
-    for wanted in ("11.0 kW", "88 °C", "12.0 kW of 16.0 kW", "Emergency: feed lost", "connection refused", "train"):
+    for wanted in ("11.0 kW", "88 °C", "12.0 kW of 16.0 kW", "Emergency: feed lost, to 1 W", "connection refused", "train",
+                   "1 kW above its lease", "nodes above their lease", "2 of 3"):  # fmt: skip
         assert wanted in text, text
     assert browser.js("return document.querySelector('.load i').className") == "bad"  # 92% of the feed
     assert EVIL in text and browser.js("return document.querySelectorAll('script').length") == 1
@@ -72,11 +73,12 @@ def test_the_page_draws_updates_itself_and_asks_only_its_server(browser: Browser
     browser.wait("document.querySelectorAll('#events tbody tr').length === 2")
     assert "breaker tripped" in browser.js("return document.querySelector('#events').innerText")
     assert browser.js("return document.querySelector('#chart path').getAttribute('d').split('L').length") > 1
+    browser.open(f"{live.address}/", DRAWN)  # a page that is opened later has the past, too
+    assert browser.js("return document.querySelector('#chart path').getAttribute('d').split('L').length") > 1
     browser.shot("fleet-light")
     assert browser.console() == []
-    assert {a.partition("/fleet")[0].rstrip("/") for a in browser.requests() if not a.startswith("data:")} == {
-        live.address
-    }
+    asked = {a.removeprefix(live.address) for a in browser.requests() if not a.startswith("data:")}
+    assert asked == {"/", "/fleet.json", "/history.json"}
 
 
 def test_light_and_dark_differ_and_the_button_switches(browser: Browser, live: Live) -> None:

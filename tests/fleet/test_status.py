@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
@@ -201,9 +202,61 @@ def test_json_and_plain_lines(fleet_file: Path) -> None:
     assert "rack=r1 power_w=11000.0 limit_w=12000.0" in lines[0] and "power_w=-" in lines[1]
     text = "\n".join(lines)
     assert "node=n3 power_w=- problem='no answer: connection refused'" in text
-    assert "node=n1 power_w=7000.0 leased_w=6000.0 jobs=train" in text
-    assert "budget leased_w=12000.0 limit_w=16000.0 throttled_w=500.0 emergency='feed lost'" in text
+    assert "node=n1 power_w=7000.0 leased_w=6000.0 jobs=train over_lease_w=1000.0" in text
+    assert "node=n2 power_w=4000.0 leased_w=6000.0 jobs=train\n" in text
+    assert "budget leased_w=12000.0 limit_w=16000.0 throttled_w=500.0 emergency='feed lost' to_w=1.0" in text
     assert "job=train state=active granted_w=8000.0 asked_w=9000.0" in text
+
+
+MIXED = """
+defaults: {gpus: 8, idle: 1.9kW, rack: r1}
+nodes:
+  - {name: fixed, power: 4kW, temperature: 50C}
+  - {name: told}
+  - {name: modelled, metrics: "http://modelled:9400/metrics"}
+  - {name: blind, metrics: "http://blind:9400/metrics"}
+  - {name: gone, metrics: "http://gone:9400/metrics"}
+"""
+MODELLED = METRICS.replace('domain="cpu"', 'domain="cpu",basis="modelled"')
+
+
+def test_what_is_not_measured_and_who_was_not_asked_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(MIXED)
+    blind = read_metrics("# TYPE tessera_sampler_memory_bytes gauge\ntessera_sampler_memory_bytes 5\n")
+    readings = {"modelled": read_metrics(MODELLED), "blind": blind, "gone": NodeReading(problem="no answer")}
+    status = poll(path, readings)
+    by_name = {n.name: n for n in status.nodes}
+    assert [(n.name, n.is_up) for n in status.nodes] == [
+        ("fixed", None), ("told", None), ("modelled", True), ("blind", True), ("gone", False),
+    ]  # fmt: skip
+    assert (by_name["fixed"].basis, by_name["modelled"].basis) == ("file", "modelled")
+    assert read_metrics(METRICS).basis == "measured"
+    data = json.loads(json_line(status))
+    assert [data[k] for k in ("asked", "answered", "known", "unmeasured_w")] == [3, 2, 2, 4632.5]
+    text = plain_console(160).text(fleet_screen(status))
+    assert "2 of 3 nodes answer, the power of 2 of 5 is known" in text and "4.63 kW of it not measured" in text
+    assert "power modelled" in text and "power from the file" in text
+    assert "node=fixed power_w=4000.0 basis=file" in "\n".join(plain_lines(status))
+    scraped = prometheus_client.generate_latest(registry(fleet_metrics.FleetCollector(lambda: status))).decode()
+    assert 'tessera_fleet_node_power_watts{aisle="",basis="modelled",node="modelled",rack="r1"} 632.5' in scraped
+    assert 'tessera_fleet_node_up{aisle="",node="gone",rack="r1"} 0.0' in scraped
+    assert not re.search(r'tessera_fleet_node_up\{.*node="(fixed|told)"', scraped)
+    # `increase` sees a first event only if there was a zero before it
+    assert 'tessera_fleet_node_events_total{aisle="",kind="breaker_tripped",node="blind",rack="r1"} 0.0' in scraped
+    assert 'node="gone",rack="r1"} 0.0' not in scraped.partition("node_events_total{")[2].partition("# HELP")[0]
+
+
+def test_all_jobs_are_shown_where_there_is_room_and_counted_where_not(fleet_file: Path) -> None:
+    status = poll(fleet_file, governor=FakeGovernor())
+    jobs = tuple(dataclasses.replace(status.jobs[0], job=f"job{i:02}") for i in range(12))
+    many = dataclasses.replace(status, jobs=jobs)
+    tall = plain_console(160).text(fleet_screen(many, height=60))
+    assert "job11" in tall and "more jobs" not in tall
+    short = plain_console(160).text(fleet_screen(many, height=24))
+    assert "job05" in short and "job11" not in short
+    shown = short.count("job0") + short.count("job1")
+    assert f"and {12 - shown} more jobs" in short
 
 
 def test_a_name_cannot_control_the_terminal(tmp_path: Path) -> None:

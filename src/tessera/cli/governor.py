@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
-from ..units import format_power, parse_fraction, parse_power
+from ..units import parse_fraction, parse_power
 from .governor_token import command as token_command
 from .governor_token import default_state, state_option
 from .main import NearestGroup
@@ -352,15 +352,21 @@ def status(connect: Connect, as_json: bool) -> None:
 @click.option("--reason", required=True, help="Why; jobs are told.")
 @power_option("--to", "Down to how much.  [default: the guaranteed shares]")
 @connect_options
-def shed(reason: str, to_w: float | None, connect: Connect) -> None:
+@json_option
+def shed(reason: str, to_w: float | None, connect: Connect, as_json: bool) -> None:
     """Declare an emergency: take watts away from jobs, the lowest priority first.
 
     \b
     Example:
       tessera governor shed --reason "feed B lost" --to 8kW
     """
+    from ..report.governor import describe_target
+
     emergency = connect().declare_emergency(reason, to_w)
-    to = f"to {format_power(emergency.to_w)}" if emergency.to_w else "to the guaranteed shares"
+    if as_json:
+        print_json(emergency)
+        return
+    to = describe_target(emergency.to_w)
     click.echo(
         f"leases fall {to}: nodes are told with their next heartbeat\nnext, when it is over: tessera governor resume"
     )
@@ -368,14 +374,19 @@ def shed(reason: str, to_w: float | None, connect: Connect) -> None:
 
 @command.command("resume")
 @connect_options
-def resume(connect: Connect) -> None:
+@json_option
+def resume(connect: Connect, as_json: bool) -> None:
     """End an emergency: jobs that were shed wait for admission, and start softly.
 
     \b
     Example:
       tessera governor resume
     """
-    ended = connect().end_emergency().ended
+    answer = connect().end_emergency()
+    if as_json:
+        print_json(answer)
+        return
+    ended = answer.ended
     click.echo("there is no emergency: nothing changed" if ended is None else f"ended: {ended.reason}")
 
 

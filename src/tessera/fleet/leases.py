@@ -31,6 +31,17 @@ def round_up(power_w: float) -> float:
     return math.ceil(power_w * _STEPS_PER_W) / _STEPS_PER_W
 
 
+SENSOR_ERROR = 0.05
+"""Watts above a lease by no more than this share may be the sensor's error (NVML: within 5%)."""
+
+
+def find_excess_w(power_w: float | None, leased_w: float | None) -> float:
+    """What is drawn above a lease; 0 where that is within a sensor's error, or not known."""
+    if power_w is None or leased_w is None or power_w <= (1 + SENSOR_ERROR) * leased_w:
+        return 0.0
+    return power_w - leased_w
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPolicy:
     """How a budget is shared out. Leases together never exceed `limit_w`, the breaker's margin of the cap."""

@@ -20,9 +20,13 @@ MOST_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReading:
-    """What a node's endpoint says; None: it does not. `problem` is why there is no answer."""
+    """What a node's endpoint says; None: it does not. `problem` is why there is no answer.
+
+    `basis` is that of the watts: "modelled" where any part of them is; "file" where nobody was asked.
+    """
 
     power_w: float | None = None
+    basis: str = "measured"
     temperature_c: float | None = None
     cap_w: float | None = None
     crest_factor: float | None = None
@@ -68,14 +72,16 @@ def read_metrics(text: str) -> NodeReading:
         return NodeReading(problem=f"its answer is not Prometheus text: {str(error)[:120]}")
     if not any(name.startswith("tessera_") for name in values):
         return NodeReading(problem="its answer has no metrics of Tessera")
-    whole = [w for labels, w in values.get("tessera_overlapping_power_watts", ()) if labels.get("domain") == "node"]
-    counted = [w for _, w in values.get("tessera_power_watts", ())]
+    whole = [s for s in values.get("tessera_overlapping_power_watts", ()) if s[0].get("domain") == "node"]
+    powers = whole[:1] or values.get("tessera_power_watts", [])
+    bases = [labels.get("basis", "measured") for labels, _ in powers]
     events: dict[str, int] = {}
     for labels, count in values.get("tessera_power_events_total", ()):
         events[labels.get("kind", "")] = events.get(labels.get("kind", ""), 0) + round(count)
     reasons = {labels.get("reason", "") for labels, on in values.get("tessera_throttle", ()) if on}
     return NodeReading(
-        power_w=whole[0] if whole else sum(counted) if counted else None,
+        power_w=sum(w for _, w in powers) if powers else None,
+        basis=next((basis for basis in bases if basis != "measured"), "measured"),
         temperature_c=max((c for _, c in values.get("tessera_temperature_celsius", ())), default=None),
         cap_w=sum(w for _, w in values.get("tessera_power_limit_watts", ())) or None,
         crest_factor=max((c for _, c in values.get("tessera_crest_factor", ())), default=None),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..errors import TesseraError
-from .leases import BudgetStatus, JobStatus
+from .leases import BudgetStatus, JobStatus, find_excess_w
 from .node_floor import PlacementNode
 from .node_metrics import NodeReading, ask_endpoint
 from .placement_file import FleetFile
@@ -41,14 +41,18 @@ class Governor(Protocol):
 class FleetNode:
     """A node now; None: not known. `problem` says why it does not answer, and is empty where it does.
 
-    `leased_w` is the most that the governor lets it draw, `guaranteed_w` its share without the governor, `cap_w` what
-    the limits of its boards allow together.
+    `is_up` says whether its endpoint answers; None: it has none, and was not asked. `basis` is that of `power_w`:
+    "measured" or "modelled" by its endpoint, "file" for a fixed figure of the fleet's file, "governor" for what its
+    daemon told the governor. `leased_w` is the most that the governor lets it draw, `guaranteed_w` its share without
+    the governor, `cap_w` what the limits of its boards allow together.
     """
 
     name: str
     rack: str
     aisle: str
+    is_up: bool | None = None
     power_w: float | None = None
+    basis: str = "measured"
     temperature_c: float | None = None
     cap_w: float | None = None
     crest_factor: float | None = None
@@ -64,6 +68,11 @@ class FleetNode:
     def near_trips(self) -> int:
         """How often its feeds were near or beyond a limit, since its sampler started."""
         return sum(count for kind, count in self.events.items() if kind in NEAR_TRIPS)
+
+    @property
+    def over_lease_w(self) -> float:
+        """What it draws above its lease, where that is more than a sensor's error; else 0."""
+        return find_excess_w(self.power_w, self.leased_w)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +110,7 @@ class FleetBudget:
     measured_w: float | None
     throttled_w: float
     emergency: str = ""
+    emergency_to_w: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +130,26 @@ class FleetStatus:
         """Watts of all nodes that are known."""
         known = [n.power_w for n in self.nodes if n.power_w is not None]
         return sum(known) if known else None
+
+    @property
+    def unmeasured_w(self) -> float:
+        """The part of it that is modelled, or a fixed figure of the fleet's file."""
+        return sum(n.power_w for n in self.nodes if n.power_w is not None and n.basis not in ("measured", "governor"))
+
+    @property
+    def asked(self) -> int:
+        """Nodes with an endpoint."""
+        return sum(n.is_up is not None for n in self.nodes)
+
+    @property
+    def answered(self) -> int:
+        """Nodes whose endpoint answers."""
+        return sum(n.is_up is True for n in self.nodes)
+
+    @property
+    def known(self) -> int:
+        """Nodes whose power is known."""
+        return sum(n.power_w is not None for n in self.nodes)
 
 
 class FleetPoller:
@@ -151,12 +181,17 @@ class FleetPoller:
             reading = answers.get(node.name) or _read_file(node)
             lease = leases.get(node.name)
             self._note_events(node.name, reading, now_s)
+            power_w, basis = reading.power_w, reading.basis
+            if power_w is None and lease is not None:
+                power_w, basis = lease.measured_w, "governor"
             nodes.append(
                 FleetNode(
                     name=node.name,
                     rack=node.rack,
                     aisle=node.aisle,
-                    power_w=lease.measured_w if reading.power_w is None and lease else reading.power_w,
+                    is_up=not reading.problem if node.name in answers else None,
+                    power_w=power_w,
+                    basis=basis,
                     temperature_c=reading.temperature_c,
                     cap_w=reading.cap_w,
                     crest_factor=reading.crest_factor,
@@ -204,7 +239,9 @@ def _read_file(node: PlacementNode) -> NodeReading:
     """What the fleet's file says of a node without an endpoint."""
     known = node.power_w is not None or node.temperature_c is not None
     problem = "" if known else "it has no endpoint: `metrics:` in the fleet's file"
-    return NodeReading(power_w=node.power_w, temperature_c=node.temperature_c, cap_w=node.max_w, problem=problem)
+    return NodeReading(
+        power_w=node.power_w, basis="file", temperature_c=node.temperature_c, cap_w=node.max_w, problem=problem
+    )
 
 
 def _describe_budget(budget: BudgetStatus | None) -> FleetBudget | None:
@@ -217,6 +254,7 @@ def _describe_budget(budget: BudgetStatus | None) -> FleetBudget | None:
         measured_w=budget.measured_w,
         throttled_w=budget.throttled_w,
         emergency=budget.emergency.reason if budget.emergency is not None else "",
+        emergency_to_w=None if budget.emergency is None else budget.emergency.to_w,
     )
 
 

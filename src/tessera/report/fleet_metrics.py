@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from typing import Any
 
+from ..fleet.event_log import KINDS
 from ..fleet.leases import JobState
 from ..fleet.status import FleetStatus
 from .metrics import Sample, make_families
 
 FLEET_METRICS: Mapping[str, tuple[str, str]] = {
-    "tessera_fleet_node_up": ("gauge", "1 while a node's metrics answer, else 0."),
-    "tessera_fleet_node_power_watts": ("gauge", "Power of a node: its meter, or its counted domains together."),
+    "tessera_fleet_node_up": ("gauge", "1 while a node's metrics answer, else 0; absent for a node that has none."),
+    "tessera_fleet_node_power_watts": (
+        "gauge",
+        "Power of a node: its meter, or its counted domains together. basis: measured, modelled, file or governor.",
+    ),
     "tessera_fleet_node_energy_joules_total": (
         "counter",
         "Energy of a node's counted domains since its sampler began.",
@@ -63,15 +67,16 @@ class FleetCollector:
     def _samples(self, status: FleetStatus) -> Iterator[Sample]:
         for node in status.nodes:
             labels = {"node": node.name, "rack": node.rack, "aisle": node.aisle}
-            yield "tessera_fleet_node_up", labels, 0.0 if node.problem else 1.0
-            yield "tessera_fleet_node_power_watts", labels, node.power_w
+            yield "tessera_fleet_node_up", labels, None if node.is_up is None else float(node.is_up)
+            yield "tessera_fleet_node_power_watts", {**labels, "basis": node.basis}, node.power_w
             yield "tessera_fleet_node_energy_joules_total", labels, node.energy_j
             yield "tessera_fleet_node_cap_watts", labels, node.cap_w
             yield "tessera_fleet_node_temperature_celsius", labels, node.temperature_c
             yield "tessera_fleet_node_crest_factor", labels, node.crest_factor
-            yield "tessera_fleet_node_throttled", labels, None if node.problem else float(bool(node.throttled))
+            yield "tessera_fleet_node_throttled", labels, float(bool(node.throttled)) if node.is_up else None
             yield "tessera_fleet_node_leased_watts", labels, node.leased_w
-            for kind, count in node.events.items():
+            # Zeros, too: `increase` sees no first event of a series that begins with it.
+            for kind, count in (dict.fromkeys(KINDS, 0) | dict(node.events)).items() if node.is_up else ():
                 yield "tessera_fleet_node_events_total", {**labels, "kind": kind}, float(count)
         for rack in status.racks:
             labels = {"rack": rack.name, "aisle": rack.aisle}

@@ -1,10 +1,12 @@
-"""The live page of a fleet: one self-contained page that asks its own server for fleet.json again and again."""
+"""The live page of a fleet: one page that asks its own server for history.json once, and for fleet.json ever again."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
@@ -16,10 +18,12 @@ from .metrics import Application
 
 _NODES = (
     ("node", False), ("rack", False), ("power", True), ("cap", True), ("lease", True), ("temperature", True),
-    ("crest factor", True), ("near trips", True), ("throttled, or why unknown", False),
+    ("crest factor", True), ("near trips", True), ("notes", False),
 )  # fmt: skip
-_JOBS = (("job", False), ("state", False), ("granted", True), ("asked", True), ("ends in", True))
+_JOBS = (("job", False), ("state", False), ("granted", True), ("asked", True), ("ends in", True), ("why", False))
 _EVENTS = (("time", False), ("node", False), ("event", False), ("count", True))
+HISTORY = 600
+"""Polls whose watts by rack are kept for the plot of a page that is opened later."""
 _PLAIN = ("Content-Type", "text/plain; charset=utf-8")
 
 
@@ -31,9 +35,10 @@ class StatusFeed:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tessera-fleet", daemon=True)
         self._newest: FleetStatus | None = None
+        self._history: deque[tuple[float, dict[str, float | None]]] = deque(maxlen=HISTORY)
 
     def __enter__(self) -> StatusFeed:
-        self._newest = self._poller.poll()
+        self._poll()
         self._thread.start()
         return self
 
@@ -44,13 +49,21 @@ class StatusFeed:
     def newest(self) -> FleetStatus | None:
         return self._newest
 
+    def history(self) -> list[tuple[float, dict[str, float | None]]]:
+        """The watts of each rack at the last polls, the oldest first."""
+        return list(self._history)
+
+    def _poll(self) -> None:
+        status = self._newest = self._poller.poll()
+        self._history.append((status.epoch_s, {rack.name: rack.power_w for rack in status.racks}))
+
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
-            self._newest = self._poller.poll()
+            self._poll()
 
 
 def fleet_page(interval_s: float, hot_c: float = HOT_C) -> str:
-    """The page. It is the same whatever the fleet does: everything on it comes from fleet.json."""
+    """The page. It is the same whatever the fleet does: all on it comes from fleet.json, its past from history.json."""
     body = (
         f"<header><div class='top'><h1>Fleet</h1>{THEME_BUTTON}</div><p class='dim' id='when'>asking ...</p></header>"
         "<p class='warn' id='lost' role='alert' hidden></p><div id='problems' role='alert'></div>"
@@ -77,7 +90,7 @@ def fleet_page(interval_s: float, hot_c: float = HOT_C) -> str:
 
 
 def fleet_app(feed: StatusFeed, page: str, metrics: Application) -> Application:
-    """Answers /, /fleet.json and /metrics."""
+    """Answers /, /fleet.json, /history.json and /metrics."""
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
@@ -91,9 +104,12 @@ def fleet_app(feed: StatusFeed, page: str, metrics: Application) -> Application:
                 return [b"the nodes have not been asked yet\n"]
             start_response("200 OK", [("Content-Type", "application/json"), ("Cache-Control", "no-store")])
             return [json_line(status)]
+        if path == "/history.json":
+            start_response("200 OK", [("Content-Type", "application/json"), ("Cache-Control", "no-store")])
+            return [json.dumps(feed.history()).encode()]
         if path == "/metrics":
             return metrics(environ, start_response)
         start_response("404 Not Found", [_PLAIN])
-        return [b"not found: /, /fleet.json and /metrics are served\n"]
+        return [b"not found: /, /fleet.json, /history.json and /metrics are served\n"]
 
     return app

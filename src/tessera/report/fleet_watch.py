@@ -8,11 +8,15 @@ from datetime import UTC, datetime
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..fleet.leases import JobStatus
 from ..fleet.status import FleetNode, FleetRack, FleetStatus
 from ..units import format_duration, format_power, format_temperature
 from .console import FittedTable, TableColumn
+from .governor import describe_target
 
 _ROWS_OF_NODES = 24
+_JOBS_FIRST = 6  # jobs that have a row before nodes that are not in trouble
+_BASES = {"modelled": "power modelled", "file": "power from the file", "governor": "power by the governor"}
 HOT_C = 85.0
 """Without a policy a node above this is shown as hot: the guide's own hot-spot threshold."""
 
@@ -24,7 +28,30 @@ def json_line(status: FleetStatus) -> bytes:
     tree = msgspec.to_builtins(status)
     for row, node in zip(tree["nodes"], status.nodes, strict=True):
         row["near_trips"] = node.near_trips
-    return msgspec.json.encode({**tree, "power_w": status.power_w})
+        row["over_lease_w"] = node.over_lease_w
+        row["notes"] = node_notes(node)
+    if tree["budget"] is not None:
+        tree["budget"]["emergency_text"] = emergency_text(status)
+    names = ("power_w", "unmeasured_w", "asked", "answered", "known")
+    return msgspec.json.encode({**tree, **{name: getattr(status, name) for name in names}})
+
+
+def node_notes(node: FleetNode) -> list[str]:
+    """What somebody should know of a node: why it is unknown, watts above its lease or not measured, throttling."""
+    notes = [node.problem] if node.problem else []
+    if node.over_lease_w:
+        notes.append(f"{format_power(node.over_lease_w, 3)} above its lease")
+    if node.power_w is not None and node.basis in _BASES:
+        notes.append(_BASES[node.basis])
+    return [*notes, *node.throttled]
+
+
+def emergency_text(status: FleetStatus) -> str:
+    """Why jobs are shed, and down to what; empty without an emergency."""
+    b = status.budget
+    if b is None or not b.emergency:
+        return ""
+    return f"{b.emergency}, {describe_target(b.emergency_to_w or 0.0)}"
 
 
 def plain_lines(status: FleetStatus) -> Iterator[str]:
@@ -43,19 +70,22 @@ def plain_lines(status: FleetStatus) -> Iterator[str]:
         yield f"{when} " + " ".join(f"{k}={v}" for k, v in values.items())
     for node in status.nodes:
         lease = "" if node.leased_w is None else f" leased_w={_number(node.leased_w)} jobs={','.join(node.jobs) or '-'}"
+        over = f" over_lease_w={_number(node.over_lease_w)}" if node.over_lease_w else ""
+        basis = f" basis={node.basis}" if node.power_w is not None and node.basis != "measured" else ""
         problem = f" problem={node.problem!r}" if node.problem else ""
-        if lease or problem:
-            yield f"{when} node={node.name} power_w={_number(node.power_w)}{lease}{problem}"
+        if lease or basis or problem:
+            yield f"{when} node={node.name} power_w={_number(node.power_w)}{lease}{over}{basis}{problem}"
     if status.budget is not None:
         b = status.budget
-        emergency = f" emergency={b.emergency!r}" if b.emergency else ""
+        emergency = f" emergency={b.emergency!r} to_w={_number(b.emergency_to_w)}" if b.emergency else ""
         yield (
             f"{when} budget leased_w={_number(b.exposure_w)} limit_w={_number(b.limit_w)} "
             f"throttled_w={_number(b.throttled_w)}{emergency}"
         )
     for job in status.jobs:
         watts = f"granted_w={_number(job.granted_w)} asked_w={_number(job.asked_w)} ends_in_s={_number(job.ends_in_s)}"
-        yield f"{when} job={job.job} state={job.state} {watts}"
+        reason = f" reason={job.reason!r}" if job.reason else ""
+        yield f"{when} job={job.job} state={job.state} {watts}{reason}"
     for text in status.problems:
         yield f"{when} problem={text!r}"
 
@@ -64,29 +94,23 @@ def fleet_screen(
     status: FleetStatus, *, height: int | None = None, hot_c: float = HOT_C, keys: bool = False
 ) -> RenderableType:
     """One screen: totals, racks, the nodes worth looking at first, leases, events."""
-    known = sum(n.power_w is not None for n in status.nodes)
-    power = "unknown power" if status.power_w is None else format_power(status.power_w, 4)
-    title = Text(f"{power}  ", style="bold").append(f"{known} of {len(status.nodes)} nodes known", style="not bold dim")
-    if status.budget is not None:
-        b = status.budget
-        leased = f"  leased {format_power(b.exposure_w, 3)} of {format_power(b.limit_w, 3)}"
-        title.append(leased, style="not bold")
-        if b.throttled_w > 0:
-            title.append(f"  throttled by {format_power(b.throttled_w, 3)}", style="yellow")
-        if b.emergency:
-            title.append(f"  EMERGENCY: {b.emergency}", style="bold red")
-    parts: list[RenderableType] = [title]
+    parts: list[RenderableType] = [_title(status)]
     parts += [Text(problem, style="red") for problem in status.problems]
     racks = FittedTable(_rack_columns(status.racks), styles=[_rack_style(r, hot_c) for r in status.racks])
     parts += [Text(""), racks]
-    room = _ROWS_OF_NODES if height is None else max(height - len(status.racks) - len(status.jobs[:6]) - 14, 4)
-    nodes = sorted(status.nodes, key=lambda n: (not n.problem, -(n.temperature_c or 0.0), n.name))
-    styles = [_node_style(n, hot_c) for n in nodes[:room]]
-    parts += [Text(""), FittedTable(_node_columns(nodes[:room]), styles=styles)]
-    if len(nodes) > room:
-        parts.append(Text(f"and {len(nodes) - room} cooler nodes (--json shows all)", style="dim"))
+    room = 2 * _ROWS_OF_NODES if height is None else max(height - len(status.racks) - 14, 4)
+    # What has something to say comes first: it is unknown, above its lease, or hot.
+    nodes = sorted(status.nodes, key=lambda n: (not n.problem, not n.over_lease_w, -(n.temperature_c or 0.0), n.name))
+    shown = nodes[: max(room - min(len(status.jobs), _JOBS_FIRST), 4)]
+    styles = [_node_style(n, hot_c) for n in shown]
+    parts += [Text(""), FittedTable(_node_columns(shown), styles=styles)]
+    if len(nodes) > len(shown):
+        parts.append(Text(f"and {len(nodes) - len(shown)} cooler nodes (--json shows all)", style="dim"))
     if status.jobs:
-        parts += [Text(""), FittedTable(_job_columns(status))]
+        jobs = status.jobs[: max(room - len(shown), _JOBS_FIRST)]
+        parts += [Text(""), FittedTable(_job_columns(jobs))]
+        if len(status.jobs) > len(jobs):
+            parts.append(Text(f"and {len(status.jobs) - len(jobs)} more jobs (--json shows all)", style="dim"))
     if status.events:
         parts.append(Text(""))
         parts += [
@@ -95,6 +119,27 @@ def fleet_screen(
     if keys:
         parts.append(Text("q quits", style="dim"))
     return Group(*parts)
+
+
+def _title(status: FleetStatus) -> Text:
+    """Watts, how much of the fleet is known, the governor's budget."""
+    power = "unknown power" if status.power_w is None else format_power(status.power_w, 4)
+    answers = f"{status.answered} of {status.asked} nodes answer"
+    if status.known != status.answered or status.asked != len(status.nodes):
+        answers += f", the power of {status.known} of {len(status.nodes)} is known"
+    title = Text(f"{power}  ", style="bold")
+    if status.unmeasured_w:
+        title.append(f"{format_power(status.unmeasured_w, 3)} of it not measured  ", style="not bold yellow")
+    title.append(answers, style="not bold dim")
+    if status.budget is not None:
+        b = status.budget
+        leased = f"  leased {format_power(b.exposure_w, 3)} of {format_power(b.limit_w, 3)}"
+        title.append(leased, style="not bold")
+        if b.throttled_w > 0:
+            title.append(f"  throttled by {format_power(b.throttled_w, 3)}", style="yellow")
+        if b.emergency:
+            title.append(f"  EMERGENCY: {emergency_text(status)}", style="bold red")
+    return title
 
 
 def _rack_columns(racks: Sequence[FleetRack]) -> list[TableColumn]:
@@ -112,7 +157,6 @@ def _rack_columns(racks: Sequence[FleetRack]) -> list[TableColumn]:
 
 
 def _node_columns(nodes: Sequence[FleetNode]) -> list[TableColumn]:
-    state = [n.problem or ", ".join(n.throttled) for n in nodes]
     return [
         TableColumn(heading="node", cells=[n.name for n in nodes]),
         TableColumn(heading="power", cells=[_power(n.power_w) for n in nodes], right=True),
@@ -122,18 +166,18 @@ def _node_columns(nodes: Sequence[FleetNode]) -> list[TableColumn]:
         TableColumn(heading="crest", cells=[_crest(n.crest_factor) for n in nodes], right=True, drop=4),
         TableColumn(heading="near trips", cells=[str(n.near_trips) for n in nodes], right=True, drop=5),
         TableColumn(heading="jobs", cells=[", ".join(n.jobs[:3]) for n in nodes], drop=6),
-        TableColumn(heading="throttled, or why unknown", cells=state, drop=1),
+        TableColumn(heading="notes", cells=[", ".join(node_notes(n)) for n in nodes], drop=1),
     ]
 
 
-def _job_columns(status: FleetStatus) -> list[TableColumn]:
-    jobs = status.jobs[:6]
+def _job_columns(jobs: Sequence[JobStatus]) -> list[TableColumn]:
     return [
         TableColumn(heading="job", cells=[j.job for j in jobs]),
         TableColumn(heading="state", cells=[str(j.state) for j in jobs]),
         TableColumn(heading="granted", cells=[_power(j.granted_w) for j in jobs], right=True),
         TableColumn(heading="asked", cells=[_power(j.asked_w) for j in jobs], right=True, drop=2),
         TableColumn(heading="ends in", cells=[format_duration(j.ends_in_s, 3) for j in jobs], right=True, drop=1),
+        TableColumn(heading="why", cells=[j.reason for j in jobs], drop=3),
     ]
 
 
@@ -143,9 +187,11 @@ def _rack_style(rack: FleetRack, hot_c: float) -> str:
 
 
 def _node_style(node: FleetNode, hot_c: float) -> str:
-    return (
-        "dim" if node.problem else "red" if (node.temperature_c or 0.0) > hot_c else "yellow" if node.throttled else ""
-    )
+    if node.over_lease_w:
+        return "red"
+    if node.problem:
+        return "dim"
+    return "red" if (node.temperature_c or 0.0) > hot_c else "yellow" if node.throttled else ""
 
 
 def _clock(epoch_s: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..fleet.leases import BudgetPolicy, BudgetStatus, JobState, JobStatus
+from ..fleet.leases import BudgetPolicy, BudgetStatus, JobState, JobStatus, find_excess_w
 from ..units import format_duration, format_power
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ def describe_policy(policy: BudgetPolicy) -> str:
         f"{format_power(policy.limit_w)} to give; soft start {format_duration(policy.soft_start_s)}, "
         f"leases of {format_duration(policy.lease_s)}"
     )
+
+
+def describe_target(to_w: float) -> str:
+    """Down to what an emergency brings the leases."""
+    return f"to {format_power(to_w)}" if to_w else "to the guaranteed shares"
 
 
 def describe_job(status: JobStatus) -> str:
@@ -64,11 +69,16 @@ def print_status(status: BudgetStatus, console: Console) -> None:
     if status.throttled_w > 0:
         console.print(Text(f"throttled by {format_power(status.throttled_w)}: power is near the limit", style="yellow"))
     if status.emergency is not None:
-        to = f"to {format_power(status.emergency.to_w)}" if status.emergency.to_w else "to the guaranteed shares"
+        to = describe_target(status.emergency.to_w)
         console.print(Text(f"EMERGENCY, {to}: {status.emergency.reason}", style="red"), soft_wrap=True)
     if status.nodes:
         console.print()
         console.print(FittedTable(_node_columns(status)), crop=False)
+        for node in status.nodes:
+            if find_excess_w(node.measured_w, node.exposure_w):
+                drawn, allowed = format_power(node.measured_w or 0.0), format_power(node.exposure_w)
+                text = f"{node.node} draws {drawn}, above the {allowed} it may: something on it follows no lease"
+                console.print(Text(text, style="red"), soft_wrap=True)
     if status.jobs:
         console.print()
         console.print(FittedTable(_job_columns(status)), crop=False)
@@ -111,4 +121,5 @@ def _job_columns(status: BudgetStatus) -> list[TableColumn]:
             heading="place", cells=["-" if j.position is None else str(j.position) for j in jobs], right=True, drop=1
         ),
         TableColumn(heading="ends in", cells=[format_duration(j.ends_in_s, 3) for j in jobs], right=True, drop=3),
+        TableColumn(heading="why", cells=[j.reason for j in jobs], drop=4),
     ]

@@ -34,15 +34,20 @@ const tile = (value, label, kind) => {
 };
 
 function tiles(f) {
-  const answered = f.nodes.filter(n => !n.problem).length;
   const hottest = Math.max(...f.nodes.map(n => known(n.temperature_c) ? n.temperature_c : -Infinity));
   const trips = f.racks.reduce((sum, r) => sum + r.near_trips, 0);
   const all = [
     tile(watts(f.power_w), "power now"),
     tile(isFinite(hottest) ? celsius(hottest) : "–", "hottest device", hottest > hot ? "bad" : ""),
     tile(String(trips), "over-currents and near trips", trips ? "bad" : ""),
-    tile(`${answered} of ${f.nodes.length}`, "nodes answer", answered < f.nodes.length ? "warned" : ""),
+    tile(`${f.answered} of ${f.asked}`, "nodes answer", f.answered < f.asked ? "warned" : ""),
   ];
+  if (f.known !== f.answered || f.asked !== f.nodes.length) {
+    all.push(tile(`${f.known} of ${f.nodes.length}`, "nodes of known power", f.known < f.nodes.length ? "warned" : ""));
+  }
+  if (f.unmeasured_w > 0) all.splice(1, 0, tile(watts(f.unmeasured_w), "of it not measured", "warned"));
+  const above = f.nodes.filter(n => n.over_lease_w > 0).length;
+  if (above) all.push(tile(String(above), "nodes above their lease", "bad"));
   if (f.budget) {
     all.splice(1, 0, tile(`${watts(f.budget.exposure_w)} of ${watts(f.budget.limit_w)}`, "leased by the governor"));
     if (f.budget.throttled_w > 0) all.push(tile(watts(f.budget.throttled_w), "taken back: the meter is high", "warned"));
@@ -64,10 +69,12 @@ function racks(f) {
     }
     const cells = make("div", "cells");
     f.nodes.filter(n => n.rack === r.name).forEach(n => {
-      const cell = make("div", n.problem ? "cell lost" : "cell");
-      cell.style.background = n.problem ? "" : shade(n.temperature_c);
-      cell.append(make("b", "", n.name), make("span", "", n.problem ? "unknown" : `${celsius(n.temperature_c)} · ${watts(n.power_w)}`));
-      cell.title = n.problem || [...n.throttled, ...n.jobs].join(", ") || "no throttling";
+      const lost = n.problem && !known(n.power_w), cell = make("div", lost ? "cell lost" : "cell");
+      cell.style.background = lost ? "" : shade(n.temperature_c);
+      const about = n.basis === "measured" || n.basis === "governor" ? "" : "≈ ";  // modelled, or of the file
+      cell.append(make("b", "", n.name), make("span", "", lost ? "unknown" : `${celsius(n.temperature_c)} · ${about}${watts(n.power_w)}`));
+      if (n.over_lease_w > 0) cell.append(make("span", "over", "above its lease"));
+      cell.title = [...n.notes, ...n.jobs].join(", ") || "no throttling";
       cells.append(cell);
     });
     card.append(cells);
@@ -85,15 +92,15 @@ function rows(id, list, fill) {
 }
 
 function tables(f) {
-  const first = [...f.nodes].sort((a, b) => !a.problem - !b.problem || (b.temperature_c ?? -1) - (a.temperature_c ?? -1));
+  const first = [...f.nodes].sort((a, b) => !a.problem - !b.problem || !a.over_lease_w - !b.over_lease_w || (b.temperature_c ?? -1) - (a.temperature_c ?? -1));
   rows("#nodes tbody", first.slice(0, 200), n => [
     [n.name], [n.rack], [watts(n.power_w), "n"], [watts(n.cap_w), "n"], [watts(n.leased_w), "n"],
     [celsius(n.temperature_c), n.temperature_c > hot ? "n bad" : "n"], [factor(n.crest_factor), "n"],
-    [String(n.near_trips), n.near_trips ? "n bad" : "n"], [n.problem || n.throttled.join(", ") || "–", n.problem ? "warned" : ""],
+    [String(n.near_trips), n.near_trips ? "n bad" : "n"], [n.notes.join(", ") || "–", n.over_lease_w > 0 ? "bad" : n.problem ? "warned" : ""],
   ]);
   $("#leases").hidden = !f.jobs.length;
   rows("#jobs tbody", f.jobs.slice(0, 100), j => [
-    [j.job], [j.state, j.state === "shed" ? "bad" : ""], [watts(j.granted_w), "n"], [watts(j.asked_w), "n"], [time(j.ends_in_s), "n"],
+    [j.job], [j.state, j.state === "shed" ? "bad" : ""], [watts(j.granted_w), "n"], [watts(j.asked_w), "n"], [time(j.ends_in_s), "n"], [j.reason || "–"],
   ]);
   $("#noevents").hidden = f.events.length > 0;
   rows("#events tbody", f.events.slice(0, 50), e => [[clock(e.epoch_s)], [e.node], [e.kind.replaceAll("_", " "), "bad"], [String(e.count), "n"]]);
@@ -146,7 +153,7 @@ function draw(f) {
   if (history.length > KEPT) history.shift();
   chart();
   const said = [...f.problems];
-  if (f.budget && f.budget.emergency) said.unshift("Emergency: " + f.budget.emergency);
+  if (f.budget && f.budget.emergency) said.unshift("Emergency: " + f.budget.emergency_text);
   $("#problems").replaceChildren(...said.map(text => make("p", "warn", text)));
   $("#when").textContent = "as of " + clock(f.epoch_s);
 }
@@ -171,5 +178,13 @@ $("#theme").addEventListener("click", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => newest && draw(newest));
 addEventListener("resize", () => history.length && chart());
-update();
+
+async function begin() {
+  try {
+    const answer = await fetch("history.json", { cache: "no-store", signal: AbortSignal.timeout(10000) });
+    if (answer.ok) history.push(...await answer.json());
+  } catch { /* the plot then begins now; update says that nobody answers */ }
+  update();
+}
+begin();
 })();
