@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
+from scipy.stats import t as student
 
 import kernel_fits as fits
 from fit_kernels import DATA, write
@@ -83,6 +85,7 @@ class Family:
     options: Callable[[str], Sequence[Constants]]
     of_others: Constants | None = None  # the option of chips that are fitted together; None: the best
     trees_of_others: bool = False
+    by_library: bool = False  # whether chips with asynchronous matrix units run another library than the others
 
     def predict(self, constants: Constants, s: Sample) -> tuple[np.ndarray, np.ndarray]:
         """Seconds, and features of the trees."""
@@ -117,7 +120,8 @@ FAMILIES = (
            lambda kernel: [{"tiles": {}}] if kernel == "bf16" else [{"tiles": {kernel: tile}} for tile in TILES],
            trees_of_others=True),
     Family("attention", _attention_name, fits.calls, _attention_formula, attention.features, lambda _: ATTENTION,
-           lambda _: [{"packing": packing} for packing in PACKINGS], {"packing": "by library"}),
+           lambda _: [{"packing": packing} for packing in PACKINGS], {"packing": "by library"}, trees_of_others=True,
+           by_library=True),
     Family("moe", lambda r: r.args["precision"], _join_experts, moe.formula, moe.features, lambda _: MOE, lambda _: [{}]),
 )  # fmt: skip
 
@@ -281,21 +285,15 @@ def relative(family: Family, data: Mapping[str, Any], kernel: str, s: Sample) ->
     return seconds, s.seconds / seconds - 1
 
 
-# Chips differ more from each other than shapes of one chip do, and there are five: a wider quantile for another chip.
-LEFT_OUT_QUANTILE = 0.95
-
-
-def half_widths(
-    pairs: Sequence[tuple[np.ndarray, np.ndarray]], bins: int, quantile: float = 0.9
-) -> dict[str, list[float]]:
-    """Quantiles of |measured / predicted - 1| by predicted length."""
+def half_widths(pairs: Sequence[tuple[np.ndarray, np.ndarray]], bins: int) -> dict[str, list[float]]:
+    """90% quantiles of |measured / predicted - 1| by predicted length."""
     seconds, error = (np.concatenate([pair[i] for pair in pairs]) for i in (0, 1))
     order = np.argsort(seconds)
     parts = np.array_split(order, max(1, min(bins, len(order) // 30)))
     return {
         "log10_s": [round(float(np.log10(np.median(seconds[part]))), 3) for part in parts],
         "half_width": [
-            round(max(0.03, float(np.quantile(np.abs(error[part]), quantile)) * (1 + 3 / len(part))), 3) for part in parts
+            round(max(0.03, float(np.quantile(np.abs(error[part]), 0.9)) * (1 + 3 / len(part))), 3) for part in parts
         ],
     }  # fmt: skip
 
@@ -333,25 +331,63 @@ def fit_chip(name: str, rows: Sequence[Row], first: bool) -> dict[str, Any]:
     return data
 
 
+def find_sources(name: str, chips: Sequence[str], family: Family) -> list[str]:
+    """The chips whose constants one without timings would get (chip_fits.find_fit): relatives, a library's, all."""
+    of, others = chip(lookup(name)), [d for d in chips if d != name]
+    relatives = [d for d in others if chip(lookup(d)).capability == of.capability]
+    library = [d for d in others if chip(lookup(d)).asynchronous == of.asynchronous] if family.by_library else []
+    return relatives or library or others
+
+
 def leave_out(family: Family, of: Mapping[str, Mapping[str, Sample]]) -> dict[str, dict[str, Any]]:
     """By chip and kernel: predicted seconds and errors of constants that were fitted without the chip."""
     found: dict[str, dict[str, Any]] = {}
     for name in sorted({device for by_chip in of.values() for device in by_chip}):
-        rest = {k: [thin(s) for d, s in by.items() if d != name] for k, by in of.items() if name in by and len(by) > 1}
+        rest = {
+            k: [thin(by[d]) for d in find_sources(name, list(by), family)]
+            for k, by in of.items()
+            if name in by and len(by) > 1
+        }
         fitted = fit_family(family, rest, trees=family.trees_of_others)
         found[name] = {k: relative(family, fitted, k, of[k][name]) for k in fitted.get("constants", {})}
     return found
 
 
+FEW_CHIPS = 3  # under which the scatter between chips is taken from all kernels
+
+
 def widths_from(left_out: Mapping[str, Mapping[str, Any]], chips: Sequence[str]) -> dict[str, Any]:
     """Half-widths by kernel from some of the chips that were left out, which count the same."""
-    by_kernel: dict[str, list[Any]] = defaultdict(list)
+    by_kernel: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for name in chips:
         for kernel, (seconds, error) in left_out[name].items():
             step = -(-len(seconds) // 300)
-            by_kernel[kernel].append((seconds[::step], error[::step]))
-    groups = by_kernel | {"any": [pair for pairs in by_kernel.values() for pair in pairs]}
-    return {kernel: half_widths(pairs, 3, LEFT_OUT_QUANTILE) for kernel, pairs in groups.items()}
+            for group in (kernel, "any"):
+                by_kernel[group][name].append((seconds[::step], error[::step]))
+    return {
+        kernel: widths_between(list(of.values()))
+        for kernel, of in by_kernel.items()
+        if kernel == "any" or len(of) >= FEW_CHIPS
+    }
+
+
+def widths_between(chips: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]], bins: int = 3) -> dict[str, list[float]]:
+    """90% half-widths for one more chip by predicted length: chips differ from each other, and shapes within a chip.
+
+    The first scatter is known from a few chips only, so its quantile is Student's; both add up in quadrature.
+    """
+    each = [[np.concatenate([pair[i] for pair in pairs]) for i in (0, 1)] for pairs in chips]
+    edges = np.quantile(np.log(np.concatenate([seconds for seconds, _ in each])), np.linspace(0, 1, bins + 1))
+    found: dict[str, list[float]] = {"log10_s": [], "half_width": []}
+    for low, high in itertools.pairwise(edges):
+        middle = [np.log1p(error)[(np.log(s) >= low) & (np.log(s) <= high)] for s, error in each]
+        middle = [part for part in middle if len(part) >= FEW // 2]
+        bias = np.array([np.median(part) for part in middle])
+        between = float(student.ppf(0.95, len(bias)) * np.sqrt((bias**2).mean()))
+        within = float(np.quantile(np.abs(np.concatenate([p - b for p, b in zip(middle, bias, strict=True)])), 0.9))
+        found["log10_s"].append(round(float((low + high) / 2 / np.log(10)), 3))
+        found["half_width"].append(round(max(0.03, float(np.expm1(np.hypot(between, within)))), 3))
+    return found
 
 
 def score_left_out(family: Family, left_out: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -378,6 +414,15 @@ def score_left_out(family: Family, left_out: Mapping[str, Mapping[str, Any]]) ->
     return scores
 
 
+RELATED = (["h100"], ["h200"])  # the chips of one compute capability
+
+
+def fit_everyone(family: Family, of: Mapping[str, Mapping[str, Sample]]) -> dict[str, Any]:
+    """What all chips share."""
+    everyone = {kernel: [thin(s) for s in by_chip.values()] for kernel, by_chip in of.items() if by_chip}
+    return fit_family(family, everyone, trees=family.trees_of_others)
+
+
 def fit_others(rows: Sequence[Row]) -> dict[str, Any]:
     """What chips without timings get: fitted on all chips, half-widths from chips that were left out."""
     data: dict[str, Any] = {"provenance": PROVENANCE, "splits": "half-widths from each chip when it was left out"}
@@ -387,11 +432,17 @@ def fit_others(rows: Sequence[Row]) -> dict[str, Any]:
         of = {kernel: by_chip for kernel, by_chip in samples(family, kept).items() if not kernel.endswith(".odd")}
         left_out = leave_out(family, of)
         scores[family.kind] = score_left_out(family, left_out)
-        everyone = {kernel: [thin(s) for s in by_chip.values()] for kernel, by_chip in of.items()}
+        interval = widths_from(left_out, list(left_out))
+        related = [n for n in left_out if find_sources(n, list(left_out), family) in RELATED]
+        pairs = [pair for n in related for k, pair in left_out[n].items() if len(of[k]) > 1]
         data[family.kind] = {
-            "interval": widths_from(left_out, list(left_out)),
-            **fit_family(family, everyone, trees=family.trees_of_others),
+            "interval": interval,
+            "relatives": {"any": half_widths(pairs, 3)} if pairs else interval,
+            **fit_everyone(family, of),
         }
+        if family.by_library:
+            older = {k: {d: s for d, s in by.items() if not s.of.asynchronous} for k, by in of.items()}
+            data[f"{family.kind}.synchronous"] = {"interval": interval, **fit_everyone(family, older)}
     write_result(ROOT / "benchmarks" / "results" / "left_out_chips.json", {"left_out": scores})
     return data
 

@@ -268,3 +268,15 @@ def test_transformers_by_configuration(tmp_path: Path) -> None:
     for wrong, near in (({"model_type": "lama"}, "llama"), ({**LLAMA, "architectures": ["LLamaForCausalLM"]}, "Llama")):
         with pytest.raises(ArgumentError, match=f"did you mean '{near}"):
             model_loader.load_model(f"hf:{json.dumps(wrong)}", model_loader.InputShape())
+
+
+def test_a_function_that_computes_is_told_to_return_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import torch\ndef main():\n    m = torch.nn.Linear(4, 4)\n    print(m(torch.randn(8, 4)).sum().item())\n"
+    (tmp_path / "computes_something.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert predicted("computes_something:main", "--on", "h200") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "computes something, instead of returning a model" in said and "return an nn.Module" in said
+    assert "computes_something.py:4" in said.replace(" ", "")

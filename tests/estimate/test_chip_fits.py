@@ -70,6 +70,22 @@ def test_a_board_with_other_figures_is_not_the_chip_that_was_fitted() -> None:
     assert not fit.own
 
 
+def test_chips_that_run_one_library_share_its_constants() -> None:
+    """FlashAttention-2 of Ampere, Ada and Blackwell for workstations is fitted apart from what data centres run."""
+    ada, thor = (
+        find_fit(dataclasses.replace(chip(lookup("l40s")), architecture=architecture), "attention", "decode.bf16")
+        for architecture in ("ada", "blackwell")
+    )
+    assert ada is not None and thor is not None
+    assert ada.constants != thor.constants and (ada.chip, thor.chip) == ("other", "other")
+
+
+def test_a_relative_is_more_certain_than_a_stranger_and_less_than_the_chip_itself() -> None:
+    call = (8, 32, 8, 1, 4096, 128, False)
+    own, relative, stranger = (attention_time(lookup(n), *call, source="vllm") for n in ("b200", "gb200", "l40s"))
+    assert own.relative_error < relative.relative_error < stranger.relative_error
+
+
 def test_a_chip_that_was_not_measured_is_less_certain() -> None:
     shape = (2048, 4096, 4096)
     assert gemm_time(lookup("gb200"), *shape).relative_error > gemm_time(lookup("b200"), *shape).relative_error

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import inspect
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 from ..dist.model_shape import read_config
 from ..errors import ArgumentError, MissingExtra, TesseraError, did_you_mean
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 FORMS = "a torchvision name (resnet18), timm:NAME, hf:CONFIG.json, hf:'{...}', or mymodule:make_model"
 DEFAULT_SEQ = 128
 _SIZES = {"inception_v3": (3, 299, 299)}
@@ -353,18 +355,31 @@ def _call_own(build: Any, spec: str) -> Any:
         return _build_on_meta(build)
     except TesseraError:
         raise
+    except (NotImplementedError, RuntimeError) as e:
+        if "meta" not in str(e):
+            raise _own_error(f"{spec}()", e) from e
+        raise ArgumentError(
+            f"{spec}() computes something, instead of returning a model",
+            why=f"at {_find_line(e)}; it runs without values (on meta tensors), to build the model and its inputs only",
+            fix="return an nn.Module, or (module, inputs)",
+        ) from e
     except Exception as e:
         raise _own_error(f"{spec}()", e) from e
 
 
 def _own_error(what: str, e: Exception) -> TesseraError:
-    trace = e.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    line = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown line"
     return TesseraError(
-        f"{what} raised {type(e).__name__}: {e}", why=f"at {line}", fix="run it again with --debug to see the traceback"
+        f"{what} raised {type(e).__name__}: {e}",
+        why=f"at {_find_line(e)}",
+        fix="run it again with --debug to see the traceback",
     )
+
+
+def _find_line(e: Exception) -> str:
+    """The innermost line of the user's own code; of a package's where there is none."""
+    lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(e.__traceback__)]
+    own = [line for line in lines if "site-packages" not in line[0] and not Path(line[0]).is_relative_to(_PACKAGE)]
+    return ":".join(map(str, (own or lines)[-1])) if lines else "an unknown line"
 
 
 def _inputs_of_shape(spec: str, shape: InputShape) -> Any:

@@ -46,7 +46,7 @@ class KernelFit:
         if self.own:
             return f"fitted on public timings of the {self.chip}, full clock"
         if self.chip == _SHARED:
-            return "constants shared by five chips with public timings, carried over by datasheet"
+            return "constants shared by the chips with public timings, carried over by datasheet"
         return f"fitted on public timings of the {self.chip}, carried over by datasheet"
 
 
@@ -57,8 +57,11 @@ def find_fit(of: Chip, family: str, kernel: str) -> KernelFit | None:
     """
     if not of.nvidia or _is_measured_on_h200(of, family, kernel):
         return None
-    for name in (of.fitted, _RELATIVES.get(of.capability), _SHARED):
-        if name is not None and (fit := _read_fit(name, family, kernel, name == of.fitted)) is not None:
+    # Chips whose matrix units are synchronous share a library (FlashAttention-2), and constants of their own for it.
+    shared = [f"{family}.synchronous", family] if not of.asynchronous else [family]
+    places = [(of.fitted, family), (_RELATIVES.get(of.capability), family), *((_SHARED, part) for part in shared)]
+    for name, part in places:
+        if name is not None and (fit := _read_fit(name, part, kernel, name == of.fitted)) is not None:
             return fit
     return None
 
@@ -73,8 +76,9 @@ def _read_fit(chip: str, family: str, kernel: str, own: bool) -> KernelFit | Non
     data: Mapping[str, Any] = load_fit(f"{chip}_kernels.json").get(family, {})
     if kernel not in data.get("constants", {}):
         return None
-    # A chip that was not measured is as uncertain as those that were left out.
-    widths = data["interval"] if own else load_fit(f"{_SHARED}_kernels.json")[family]["interval"]
+    # A chip that was not measured is as uncertain as those that were left out, with a relative or without.
+    shared = load_fit(f"{_SHARED}_kernels.json")[family]
+    widths = data["interval"] if own else shared["interval" if chip == _SHARED else "relatives"]
     return KernelFit(
         constants=data["constants"][kernel],
         trees=Trees.of(data["trees"]) if "trees" in data else None,
