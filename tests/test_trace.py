@@ -131,7 +131,9 @@ def test_one_modelled_part_makes_the_whole_modelled() -> None:
 
 def test_combine_of_nothing_says_so() -> None:
     empty = sum_domains([], 1.0)
-    assert (empty.energy_j, empty.coverage, empty.source) == (0.0, 0.0, "none")
+    assert math.isnan(empty.energy_j) and math.isnan(empty.error_j), "nothing was measured, which is not 0 J"
+    assert (empty.coverage, empty.source) == (0.0, "none")
+    assert sum_domains([], 0.0).energy_j == 0.0, "no time, no joules"
     parts = [Energy(energy_j=1, error_j=3, time_s=1, source="a"), Energy(energy_j=2, error_j=4, time_s=1, source="a")]
     both = sum_domains(parts, 1.0)
     assert (both.energy_j, both.error_j, both.source) == (3.0, 5.0, "a")

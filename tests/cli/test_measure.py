@@ -20,7 +20,7 @@ from tessera.joules import sum_domains
 from tessera.monitor.command import CommandRun
 from tessera.output import cannot_write
 from tessera.report.console import plain_console
-from tessera.report.measure import answer
+from tessera.report.measure import answer, sensors_line
 from tessera.schema import Domain, Energy, EnergyReport
 from tessera.trace import read_csv
 
@@ -397,3 +397,4 @@ def test_joules_that_nothing_measured_are_unknown_and_not_zero() -> None:
     shown = plain_console(100).text(answer(report, advice=None, next_command=None))
     assert shown.startswith("unknown J   unknown W   3 s   none") and "0 J" not in shown.split("node")[0]
     assert "node  1.551 ± 0.047 kJ (not in the total)  Server" in shown
+    assert sensors_line(report.domains).plain == "no joules are counted: node cannot say which are the program's"

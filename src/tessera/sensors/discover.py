@@ -30,8 +30,9 @@ class DiscoveredSensors:
 
     @property
     def modelled_only(self) -> bool:
-        """Whether nothing here measures what counts."""
-        return not any(d.counted and d.basis == "measured" for s in self.sensors for d in s.domains())
+        """Whether all joules that count are modelled."""
+        counted = [d for s in self.sensors for d in s.domains() if d.counted]
+        return bool(counted) and all(d.basis == "modelled" for d in counted)
 
 
 def _load(module: str, sensor: str) -> Sensor:
