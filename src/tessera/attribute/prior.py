@@ -173,10 +173,10 @@ def _known_w(
     active_w = model.active_w * seconds / (seconds + HALF_S)
     moved = int(timeline["bytes"][row])
     if timeline.kind(row) in ("memcpy", "memset") and moved > 0:
-        draw = DRAWS["memcpy"]
+        copying = DRAWS["memcpy"]
         rate = min(moved * (2 if timeline.kind(row) == "memcpy" else 1) / seconds, most)
         busy = rate / most if board.bandwidth else 1.0  # a copy from the host leaves the board waiting
-        return draw.active * active_w * busy + draw.hbm * model.hbm_j_per_byte * rate, draw.spread
+        return copying.active * active_w * busy + copying.hbm * model.hbm_j_per_byte * rate, copying.spread
     draw = DRAWS.get(work.family) if work is not None else None
     if work is None or draw is None or (work.matrix and not work.flops) or (not work.matrix and not work.bytes):
         return None

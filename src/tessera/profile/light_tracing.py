@@ -8,7 +8,7 @@
 
 What each program gets is decided when its tracing begins: a machine without an accelerator has no kernels, and its
 operators are traced as long as `limit_s` allows; where CUPTI cannot be had, Kineto records kernels too, in the same few
-steps.
+steps. Kineto runs while the program captures a CUDA graph, too (`graph_capture`): its replays show no operators.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Receiver(Protocol):
 
 
 class LightTracing:
-    """Has the calls of `Tracing`, and passes them on to the two collectors."""
+    """A `Tracer` that passes its calls on to CUPTI and Kineto."""
 
     def __init__(
         self,

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from ..trace import PowerTrace
     from .cpu_use import CpuUseCounter
     from .export import Exporter
-    from .light_tracing import LightTracing
     from .power_feed import PowerFeed
     from .ranks.clocks import ClockReading
     from .region import Pop, Push
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from .sampling import StackSampler
     from .summary_mode import RunSummary
     from .torch_hooks import ModuleRanges
-    from .tracing import Tracing
+    from .tracer import Tracer
 
 PULL_S = 0.4
 """How often power and stacks go to the run file, which commits every quarter second: half a second is promised."""
@@ -115,7 +114,7 @@ class Session:
         self._feed: PowerFeed | None = None
         self._stacks: StackSampler | None = None
         self._summary: RunSummary | None = None
-        self._tracing: Tracing | LightTracing | None = None
+        self._tracing: Tracer | None = None
         self._modules: ModuleRanges | None = None
         self._windows: list[tuple[int, int]] = []
         self._marks: dict[str, int] = {}

@@ -56,7 +56,7 @@ Deliver = Callable[[Timeline, int, int], None]
 
 
 class Tracing:
-    """Opens and closes windows of a collector. Everything but `tick` is called on the thread that began."""
+    """A `Tracer` that opens and closes windows of a collector."""
 
     def __init__(
         self,
