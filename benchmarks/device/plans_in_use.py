@@ -463,12 +463,12 @@ def try_program(name: str, quick: bool, budget_s: float, seconds: float) -> dict
     found: dict[str, Any] = {}
     ways = ("eager", "tessera", "eager again", *(MODES[:1] if quick else MODES))
     for way in ways:
-        if time.monotonic() - begun > 0.85 * budget_s:
+        if time.monotonic() - begun > 0.9 * budget_s:
             found[way] = {"failed": "no time left"}
             continue
         try:
             loop = make_loop(name, quick)
-            call, found[way] = run_first_calls(loop, way, 0.5 * budget_s)
+            call, found[way] = run_first_calls(loop, way, 0.6 * budget_s)
             ready[way] = loop, call
         except Exception as exc:  # noqa: BLE001 - a mode that cannot run this loop is a finding, too
             traceback.print_exc(limit=-3)

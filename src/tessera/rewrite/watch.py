@@ -366,7 +366,7 @@ class WatchedCall:
         for window in windows:
             self._monitor.read(window, _READ_S)
         energies = [self._monitor.total(window) for window in windows]
-        known = [e for e in energies if e is not None and e.basis == "measured" and e.joules > 0]
+        known = [e for e in energies if e.basis == "measured" and e.joules > 0]
         sure = sum(e.error_j for e in known) <= _LEAST_SURE * sum(e.joules for e in known)
         return known if sure and 0 < len(known) == len(turns) else []
 
