@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, field
 
 BIN_S = 0.02  # an H200's samples
-BINS = 32
+BINS = 128
 """Levels of a pause; the last holds for the rest of it."""
 # How much of what is missing is corrected with each reading, at its own time and later.
 TRIM = 0.4
