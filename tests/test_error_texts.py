@@ -281,10 +281,10 @@ def _plan() -> Any:
 
 
 def _bucket() -> Any:
-    from tessera.actuators import journal
+    from tessera.actuators import locks
 
-    with mock.patch.dict(os.environ, {journal.VARIABLE: str(Path("world").absolute())}):
-        return journal.runtime_folder()
+    with mock.patch.dict(os.environ, {locks.VARIABLE: str(Path("world").absolute())}):
+        return locks.runtime_folder()
 
 
 def _leased() -> Any:

@@ -347,10 +347,10 @@ def _regions(data: bytes, folder: Path) -> None:
 
 
 def _journal(data: bytes, folder: Path) -> None:
-    from tessera.actuators import journal
+    from tessera.actuators import journal, locks
 
-    with mock.patch.dict(os.environ, {journal.VARIABLE: str(folder / "journals")}):
-        journal.gpu_file("GPU-1", ".json").write_bytes(data)
+    with mock.patch.dict(os.environ, {locks.VARIABLE: str(folder / "journals")}):
+        locks.gpu_file("GPU-1", ".json").write_bytes(data)
         journal.read_journal("GPU-1")
 
 

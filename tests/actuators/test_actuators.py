@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessera import actuators
-from tessera.actuators import Actuator, claims, guard, hold, journal
+from tessera.actuators import Actuator, claims, guard, hold, journal, locks
 from tessera.actuators.journal import Claim, ClockChange, Journal, LimitChange
 from tessera.errors import ActuatorError, ActuatorPermission, ArgumentError
 from tessera.sensors.health import power_control
@@ -479,30 +479,28 @@ def test_looking_makes_no_folder(fake, run_dir):
 
 
 def test_who_is_alive(run_dir):
-    mine = journal.owner_name()
-    assert journal.is_alive(mine) and journal.owner_name() == mine
-    assert not journal.is_alive("1-nobody")
-    code = (
-        "import sys; from tessera.actuators import journal; print(journal.owner_name(), flush=True); sys.stdin.read()"
-    )
+    mine = locks.owner_name()
+    assert locks.is_alive(mine) and locks.owner_name() == mine
+    assert not locks.is_alive("1-nobody")
+    code = "import sys; from tessera.actuators import locks; print(locks.owner_name(), flush=True); sys.stdin.read()"
     other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     name = other.stdout.readline().strip()
-    assert journal.is_alive(name)
+    assert locks.is_alive(name)
     other.kill()
     other.wait()
     other.stdin.close()
     other.stdout.close()
-    assert not journal.is_alive(name)
-    assert journal.is_alive(mine)
+    assert not locks.is_alive(name)
+    assert locks.is_alive(mine)
 
 
 def test_a_lock_that_is_not_to_be_had(run_dir):
-    with journal.lock_gpu("GPU-x"):
+    with locks.lock_gpu("GPU-x"):
         failed = []
 
         def wait():
             try:
-                with journal.lock_gpu("GPU-x", timeout_s=0.05):
+                with locks.lock_gpu("GPU-x", timeout_s=0.05):
                     pass
             except ActuatorError as exc:
                 failed.append(exc)
@@ -511,7 +509,7 @@ def test_a_lock_that_is_not_to_be_had(run_dir):
         thread.start()
         thread.join()
     assert "another process has kept it" in failed[0].why
-    with journal.lock_gpu("GPU-x", timeout_s=0.05):
+    with locks.lock_gpu("GPU-x", timeout_s=0.05):
         pass
 
 
@@ -560,7 +558,7 @@ def test_a_journal_written_anew_by_somebody_who_did_not_know_of_us(fake, run_dir
     with ExitStack() as ours, ExitStack() as theirs:
         ours.enter_context(actuators.cap_power("gpu0", cap_w=300))
         (run_dir / f"{UUID.format(0)}.json").unlink()
-        other = Claim(id="theirs", owner=journal.owner_name(), pid=1, cap_w=250)
+        other = Claim(id="theirs", owner=locks.owner_name(), pid=1, cap_w=250)
         text = Journal(
             uuid=UUID.format(0),
             gpu="gpu0",
@@ -610,17 +608,17 @@ def test_processes_with_another_folder_do_not_control_a_held_gpu(world, run_dir,
 
 def test_a_node_that_others_cannot_lock_needs_a_shared_folder(fake, run_dir, node, monkeypatch):
     monkeypatch.delenv("TESSERA_RUNTIME_DIR")
-    monkeypatch.setattr(journal, "_folder_path", lambda: run_dir)
+    monkeypatch.setattr(locks, "folder_path", lambda: run_dir)
     with pytest.raises(ActuatorError, match="belongs to this container alone"), actuators.cap_power("gpu0", cap_w=300):
         pytest.fail("the body must not run")
     assert (limit_w(), journals(run_dir)) == (700, [])
     device = node.stat().st_dev
     mounts = node.with_name("mountinfo")
     mounts.write_text(f"24 27 {os.major(device)}:{os.minor(device)} / /dev rw shared:1 - devtmpfs udev rw\n")
-    monkeypatch.setattr(journal, "_MOUNTS", mounts)
+    monkeypatch.setattr(locks, "_MOUNTS", mounts)
     with actuators.cap_power("gpu0", cap_w=300):
-        assert journal.is_node_locked(node)
-    assert (limit_w(), journal.is_node_locked(node)) == (700, False)
+        assert locks.is_node_locked(node)
+    assert (limit_w(), locks.is_node_locked(node)) == (700, False)
 
 
 def test_doctor_reports_a_limit_that_nobody_holds(fake, run_dir, node):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from ..errors import ActuatorError, ActuatorPermission
 from . import journal as journals
+from . import locks
 from .actuator import Actuator, check_clocks
 from .journal import ROUNDING_W, Claim, ClockChange, Journal, LimitChange
 from .smoothing import describe_profiles
@@ -43,11 +44,11 @@ def add_claim(actuator: Actuator, claim: Claim) -> ClaimOutcome:
     if claim.clocks_mhz is not None:
         check_clocks(actuator.gpu, actuator.supported_clocks_mhz(), *claim.clocks_mhz)
     check_smoothing_claim(actuator, claim)
-    with journals.lock_gpu(actuator.uuid):
+    with locks.lock_gpu(actuator.uuid):
         outcome = ClaimOutcome()
         before = _live_claims(actuator, outcome)
         others = tuple(c for c in before if c.id != claim.id)
-        journals.lock_node(actuator.uuid, actuator.gpu, actuator.node)
+        locks.lock_node(actuator.uuid, actuator.gpu, actuator.node)
         try:
             return _apply(actuator, (*others, claim), outcome)
         except ActuatorError as exc:
@@ -63,7 +64,7 @@ def remove_claim(actuator: Actuator, claim_id: str | None) -> ClaimOutcome:
 
     Raises ActuatorError; the journal then stays.
     """
-    with journals.lock_gpu(actuator.uuid):
+    with locks.lock_gpu(actuator.uuid):
         outcome = ClaimOutcome()
         rest = tuple(c for c in _live_claims(actuator, outcome) if c.id != claim_id)
         return _restore(actuator, rest, outcome)
@@ -100,7 +101,7 @@ def _live_claims(actuator: Actuator, outcome: ClaimOutcome) -> tuple[Claim, ...]
         )
         journals.remove_journal(actuator.uuid)
         return ()
-    dead = [c for c in journal.claims if not journals.is_alive(c.owner)]
+    dead = [c for c in journal.claims if not locks.is_alive(c.owner)]
     outcome.notes += [f"{actuator.gpu}: process {c.pid} ended without releasing {describe_claim(c)}" for c in dead]
     return tuple(c for c in journal.claims if c not in dead)
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ActuatorError
 from ..sensors.processes import read_stat
-from . import journal
+from . import journal, locks
 
 if TYPE_CHECKING:
     from .hold import GpuHold
@@ -170,7 +170,7 @@ def _release_all() -> None:
     _state.ending = True
     for hold in list(_state.holds):
         _warn_on_error(hold.release)
-    journal.remove_owner_file()
+    locks.remove_owner_file()
 
 
 def _reset_after_fork() -> None:
@@ -180,7 +180,8 @@ def _reset_after_fork() -> None:
     _state.holds.clear()
     _state.pending.clear()
     _state.depth, _state.ending, _state.mutex = 0, False, threading.Lock()
-    journal.reset_locks()
+    journal.forget()
+    locks.reset_locks()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

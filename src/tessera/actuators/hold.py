@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from ..errors import ActuatorError, ArgumentError
 from . import claims, guard
 from .actuator import Actuator, find_gpu
-from .journal import Claim, owner_name
+from .journal import Claim
+from .locks import owner_name
 from .smoothing import PowerSmoothing, find_profiles
 
 Wants = tuple[float | None, tuple[int, int] | None, PowerSmoothing | None, tuple[int, ...]]

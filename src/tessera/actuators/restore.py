@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..errors import ActuatorError
 from ..sensors.health import MachineCheck
 from . import journal as journals
+from . import locks
 from .actuator import find_gpu, list_gpus, open_uuid
 from .claims import describe_claim, remove_claim, tightest_limits
 from .journal import ROUNDING_W, Claim, Journal
@@ -61,7 +62,7 @@ def check_limits() -> list[MachineCheck]:
         if uuid in journals_here or abs(limit.now_w - limit.default_w) <= ROUNDING_W:
             continue
         detail = f"{limit.now_w:g} W, and the default is {limit.default_w:g} W: "
-        if journals.is_node_locked(node):
+        if locks.is_node_locked(node):
             detail += "a process of Tessera holds it, with another folder for journals or with none any more"
             checks.append(MachineCheck(name=f"{gpu} power limit", ok=True, detail=detail))
             continue
@@ -126,7 +127,7 @@ def _examine(uuid: str) -> OutstandingChange:
         return OutstandingChange(
             gpu=journal.gpu, uuid=uuid, action="void: the machine was restarted since", needs_restore=True
         )
-    live = tuple(c for c in journal.claims if journals.is_alive(c.owner))
+    live = tuple(c for c in journal.claims if locks.is_alive(c.owner))
     dead = tuple(c for c in journal.claims if c not in live)
     in_use = bool(live) and not dead
     return OutstandingChange(

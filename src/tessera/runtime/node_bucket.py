@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from ..actuators.guard import process_start
-from ..actuators.journal import runtime_folder
+from ..actuators.locks import runtime_folder
 from ..errors import ScheduleError
 from ..job_rank import find_rank
 from .controller import Cap, PaceCommand

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..actuators.journal import runtime_folder
+from ..actuators.locks import runtime_folder
 from ..clock import boot_id, read_boot_clock
 from ..errors import ScheduleError
 from ..output import replace_when_written
