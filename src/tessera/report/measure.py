@@ -27,8 +27,8 @@ def sensors_line(domains: Sequence[Domain]) -> Text:
     counted = [d for d in domains if d.counted]
     modelled = [d for d in counted if d.basis != "measured"]
     if not counted:
-        names = ", ".join(d.name for d in domains[:4]) or "no sensor"
-        return Text(f"no joules are counted: {names} cannot say which are the program's", style="yellow")
+        who = ", ".join(d.name for d in domains[:4]) or "no sensor"
+        return Text(f"no joules are counted: {who} cannot say which are the program's", style="yellow")
     if modelled:
         which = ", ".join(d.name for d in modelled)
         if all(d.source == "modelled" for d in modelled):
