@@ -58,6 +58,7 @@ class GraphCaptures:
         self._kernels = kernels
         self._add_rows = add_rows
         self._is_traced = is_traced
+        self._open = 0  # captures of all threads
         self._failed = False
         self._first_s = 0.0  # what the first capture took
         self._thread: int | None = None  # that captures, while operators of it are recorded
@@ -72,9 +73,11 @@ class GraphCaptures:
 
         def capture_begin(this: Any, *args: Any, **kwargs: Any) -> Any:
             self._run_guarded(self._begin)
+            self._open += 1
             try:
                 return begin(this, *args, **kwargs)
             except BaseException:
+                self._open -= 1
                 self._end_own(())
                 raise
 
@@ -85,6 +88,7 @@ class GraphCaptures:
             try:
                 return end(this)
             finally:
+                self._open -= 1
                 self._end_own(captured)
 
         self._class.capture_begin, self._class.capture_end = capture_begin, capture_end
@@ -97,8 +101,8 @@ class GraphCaptures:
 
     def _begin(self) -> None:
         profiler_runs = getattr(self._torch.autograd.profiler, "_is_profiler_enabled", False)
-        if self._thread is not None or not self._kernels.running or is_capturing():
-            return
+        if self._open or not self._kernels.running or is_capturing():
+            return  # waiting for the device would break the capture of another thread
         if not self._is_traced():
             is_spent = self._first_s > 0 and self.tracing_s - self._first_s >= MOST_S
             if profiler_runs or self._failed or is_spent:
