@@ -250,8 +250,8 @@ def test_two_processes_that_take_turns_on_a_gpu_are_held(cap_w, turn_s):
     made = Bench(plant, Cap(cap_w, 0.2))
     made.zone.controller.shared = True
     made.run(4.0)
-    assert made.mean_w() == pytest.approx(cap_w, rel=0.03)
-    assert made.worst_w() <= 1.10 * cap_w
+    assert made.mean_w() == pytest.approx(cap_w, rel=0.035)
+    assert made.worst_w() <= 1.07 * cap_w
     shares = [p.done for p in plant.processes]
     assert min(shares) >= 0.95 * max(shares)
 
