@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..attribute.activity import distinct, shares
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError
 from ..joules import Floats
 from ..profile.counters.nvidia import STALLS
 from ..profile.open_recording import Progress, open_recording
@@ -21,7 +21,7 @@ from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline
 from .cupti_ranges import list_ranges
 from .devices import explain_no_device, explain_no_power, list_devices, region_paths
-from .result import Result, columns
+from .result import Result, check_choice, columns
 
 SORTS = ("time", "energy")
 _NEEDS_CALLS = 100
@@ -309,8 +309,7 @@ class _RowGroups:
 
 def _open(trace: Any, power: Any, by: str, progress: Progress | None) -> tuple[Recording, _RowGroups]:
     """The trace with its joules, and its rows by what was asked for."""
-    if by not in GROUPS:
-        raise ArgumentError(f"group_by={by!r}{did_you_mean(by, GROUPS)}", fix=f"one of: {', '.join(GROUPS)}")
+    check_choice("group_by", by, GROUPS)
     recording = open_recording(trace, power=power, progress=progress)
     recording.find_energy()
     return recording, _RowGroups(recording.timeline, by)

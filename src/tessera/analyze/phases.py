@@ -19,12 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, did_you_mean
 from ..joules import Floats
 from ..profile.open_recording import Progress, open_recording
 from ..timeline.columns import Ints, Timeline
 from .devices import busy_spans, explain_no_device, explain_no_power, row_joules
-from .result import Result, columns
+from .result import Result, check_choice, columns
 
 BY = ("phase", "batch")
 PHASES = ("prefill", "decode", "mixed")
@@ -109,8 +108,7 @@ def phases(trace: Any, *, power: Any = None, by: str = "phase", progress: Progre
 
     >>> analyze.phases("vllm.json.gz").facts["decode_tokens_per_s"]
     """
-    if by not in BY:
-        raise ArgumentError(f"by={by!r}{did_you_mean(by, BY)}", fix=f"one of: {', '.join(BY)}")
+    check_choice("by", by, BY)
     recording = open_recording(trace, power=power, progress=progress)
     timeline, table = recording.timeline, recording.find_energy()
     found = _find_passes(timeline)

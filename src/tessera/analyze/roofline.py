@@ -18,7 +18,7 @@ from ..record import NEEDS_SHAPES
 from ..timeline.columns import NONE, Ints, Timeline
 from .devices import count_launches, explain_no_device, explain_no_power
 from .kernel_work import Calls, list_calls
-from .result import Result, ResultColumn, columns
+from .result import Result, ResultColumn, check_choice, columns
 
 BY = ("kernel", "op")
 _BOUND = "the roof at this intensity: compute or memory; cache if more bytes per second were moved than {} can"
@@ -70,8 +70,7 @@ def roofline(
     chip of the catalogue ("h200"), a capability ("sm90"), or None for the one the trace names. `facts` has the
     ceilings, and `on_host`: rows are operators of the CPU where nothing ran on a device.
     """
-    if by not in BY:
-        raise ArgumentError(f"by={by!r}{did_you_mean(by, BY)}", fix=f"one of: {', '.join(BY)}")
+    check_choice("by", by, BY)
     recording = open_recording(trace, power=power, progress=progress)
     recording.find_energy()
     timeline = recording.timeline

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError
 from ..profile.open_recording import Progress, open_recording
 from ..record import CODE
 from ..timeline.columns import NONE, Ints, Timeline
 from .devices import explain_no_device, explain_no_power, list_devices, row_joules
 from .kernel_names import TYPES, category, fit, short_name
 from .launches import SHORT_S
-from .result import Result, columns
+from .result import Result, check_choice, columns
 
 BY = ("stream", "op")
 FUSIBLE = ("normalisation, reduction", "elementwise")
@@ -64,8 +64,7 @@ def sequences(
 
     >>> analyze.sequences("trace.json.gz").top(3)
     """
-    if by not in BY:
-        raise ArgumentError(f"by={by!r}{did_you_mean(by, BY)}", fix=f"one of: {', '.join(BY)}")
+    check_choice("by", by, BY)
     if isinstance(least, bool) or least < 1:
         raise ArgumentError(f"least={least!r} is not a number of kernels", fix="e.g. least=3")
     recording = open_recording(trace, power=power, progress=progress)

@@ -129,6 +129,12 @@ def _quantity_option(
     )
 
 
+def is_typed(parameter: str) -> bool:
+    """Whether the user typed an option of the command that runs: its default does not count."""
+    source = click.get_current_context().get_parameter_source(parameter)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
 def print_json(value: object) -> None:
     """Print a value as one line of JSON."""
     import msgspec

@@ -17,6 +17,7 @@ from .options import (
     check_writable,
     choice_option,
     complete_devices,
+    is_typed,
     json_option,
     retype_command,
     write_page,
@@ -146,7 +147,7 @@ def command(
             devices=devices,
             dtypes=precisions,
             batches=batches,
-            launch=launch if _is_typed("launch") else "graph",  # as engines do
+            launch=launch if is_typed("launch") else "graph",  # as engines do
             as_json=as_json,
             **server,
         )
@@ -165,7 +166,7 @@ def command(
 
 
 def _check_optimizer(mode: str, optimizer: str) -> None:
-    if mode != "train" and _is_typed("optimizer"):
+    if mode != "train" and is_typed("optimizer"):
         raise ArgumentError(
             f"--optimizer {optimizer} needs --mode train",
             why="a forward pass (--mode infer, the default) has no optimizer",
@@ -187,13 +188,6 @@ def _expand_devices(devices: tuple[str, ...], *, power_curve: bool) -> tuple[str
         if power_curve:
             devices = tuple(limit for name in devices for limit in list_limits(lookup(name)))
     return devices
-
-
-def _is_typed(option: str) -> bool:
-    """Whether the user typed the option: its default does not count."""
-    from click.core import ParameterSource
-
-    return click.get_current_context().get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def _predict_one(

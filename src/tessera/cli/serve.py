@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
-from .options import choice_option, duration_option, retype_command
+from .options import choice_option, duration_option, is_typed, retype_command
 
 if TYPE_CHECKING:
     from ..serving.deployment import Deployment
@@ -57,22 +57,16 @@ def serving_options(parse_numbers: Callable[[str, str], Any]) -> Callable[[Any],
 
 def refuse_serving_options() -> None:
     """Say that an option was typed which only a server has."""
-    from click.core import ParameterSource
-
-    context = click.get_current_context()
     for name in _NAMES:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if is_typed(name):
             option = name.removesuffix("_s").replace("_", "-")
             raise ArgumentError(f"--{option} needs --serve", fix=f"add --serve, or leave --{option} out")
 
 
 def refuse_other_options() -> None:
     """Say that an option was typed which a served model does not have."""
-    from click.core import ParameterSource
-
-    context = click.get_current_context()
     for name, option in _REFUSED.items():
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        if is_typed(name):
             instead = {"seq": "; use --prompt and --generate instead", "html": "; use --json instead"}.get(name, "")
             raise ArgumentError(f"{option} is not for --serve", fix=f"leave {option} out{instead}")
 

@@ -58,9 +58,8 @@ def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
 
     wanted = name.strip().lower().partition("@")[0]
     names = [n for d in devices.values() for n in (d.id, *d.aliases)]
-    model = next(
-        iter(_plain_name(wanted).split()), ""
-    )  # an H100 of another memory is nearer to an H100 than to an A100
+    # An H100 of another memory is nearer to an H100 than to an A100.
+    model = next(iter(_plain_name(wanted).split()), "")
     names = [n for n in names if model in n] or names
     near = difflib.get_close_matches(wanted, devices, n=_NEAREST, cutoff=0.4)
     nearest = f"nearest: {', '.join(near)}; " if near else ""

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analyze.correlate import Correlation, describe_alignment
-from ..analyze.kernel_names import fit, short, short_name
+from ..analyze.kernel_names import fit, printable, short, short_name
 from ..analyze.result import Result, ResultColumn
 from ..analyze.spikes import Spike, format_level
 from ..notes import order_notes
@@ -166,7 +166,7 @@ def _one_line(value: Any) -> str:
     """Text on one line, without characters that would move a terminal's cursor."""
     if isinstance(value, (list, tuple)):
         value = ", ".join(map(str, value))
-    return "".join(c if c.isprintable() else " " for c in str(value))
+    return printable(str(value))
 
 
 def text(result: Result, *, top: int = TOP, width: int = WIDTH) -> str:

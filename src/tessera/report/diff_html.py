@@ -25,7 +25,7 @@ from .diff import (
     row_figures,
 )
 from .energy import TITLES
-from .html import THEME_BUTTON, capitalize, card, definitions, document, filter_field, number_cell, table, tile
+from .html import capitalize, card, definitions, document, filter_field, number_cell, page_header, table, tile
 
 BARS = 14
 ROWS = 400
@@ -76,11 +76,8 @@ def _card_row(figure: RowFigure) -> str:
 
 def _header(difference: Difference) -> str:
     tiles = "".join(_tile(f) for f in headline(difference))
-    return (
-        f"<header><div class='top'><div><h1>{escape(difference.before)} → {escape(difference.after)}</h1>"
-        f"<div class='dim'>{escape(about(difference))}</div></div>{THEME_BUTTON}</div>"
-        f"<div class='tiles'>{tiles}</div></header>"
-    )
+    title = f"{difference.before} → {difference.after}"
+    return page_header(title, about(difference), f"<div class='tiles'>{tiles}</div>")
 
 
 def _warning(difference: Difference) -> str:
@@ -103,9 +100,8 @@ def _verdict(difference: Difference, verdict: DiffVerdict) -> str:
     kind = " bad" if verdict.failed or (verdict.significant and (verdict.share or 0.0) > 0) else ""
     kind = kind or ("" if verdict.significant else " calm")
     head = "Failed" if verdict.failed else "Verdict"
-    note = (
-        f"<p>Note: {escape(difference.notes[0])}.</p>" if difference.commands_differ else ""
-    )  # the others are further down
+    # The other notes are further down.
+    note = f"<p>Note: {escape(difference.notes[0])}.</p>" if difference.commands_differ else ""
     return f"<section class='do{kind}'><b>{head}</b><p>{escape(capitalize(verdict.text))}.</p>{note}</section>"
 
 

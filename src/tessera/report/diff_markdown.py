@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..analyze.diff import Difference, DiffVerdict
-from ..analyze.kernel_names import fit
+from ..analyze.kernel_names import fit, printable
 from .diff import STATES, about, all_notes, headline, percent, quantity, row_figures
 from .energy import TITLES
 from .html import capitalize
@@ -40,5 +40,4 @@ def _rows(difference: Difference) -> list[str]:
 
 def _cell(text: str) -> str:
     """Text of a run or a trace as text: no markup, no links, no line breaks, no new cell."""
-    plain = "".join(c if c.isprintable() else " " for c in text)
-    return "".join(f"&#{ord(c)};" if c in "<>&|`*_[]\\~@#" else c for c in plain)
+    return "".join(f"&#{ord(c)};" if c in "<>&|`*_[]\\~@#" else c for c in printable(text))

@@ -106,6 +106,12 @@ def definitions(rows: Iterable[tuple[str, str]]) -> str:
     return "".join(f"<dt>{escape(name)}</dt><dd>{prose(text)}</dd>" for name, text in rows)
 
 
+def page_header(title: str, about: str, content: str) -> str:
+    """The head of a page: its title, what it is about, the button of the theme; and the first figures."""
+    words = f"<div><h1>{escape(title)}</h1><div class='dim'>{escape(about)}</div></div>"
+    return f"<header><div class='top'>{words}{THEME_BUTTON}</div>{content}</header>"
+
+
 def advice_section(texts: Sequence[str]) -> str:
     """What to do first, and what else."""
     if not texts:

@@ -21,7 +21,6 @@ from ..units import format_bytes, format_duration, format_energy, format_frequen
 from .console import TableColumn, WidthDependent, build_table, fit_columns, label_table, note_dropped
 
 MAX_ROWS = 11
-_COMMAND_CELLS = 36
 _SHORT_TRACE_S = 0.1
 # These rows come first; the others follow in the order they were measured, as far as the screen goes.
 _PROCESS = ("cpu", "rss", "memory", "sm_utilization", "power")
@@ -46,10 +45,7 @@ def python_functions(a: Attached) -> list[EnergyRow]:
 
 
 def _headline(a: Attached) -> Text:
-    command = a.target.command
-    if len(command) > _COMMAND_CELLS:
-        command = command[: _COMMAND_CELLS - 1] + "…"
-    line = Text(f"{a.target.pid}  {command}", style="bold")
+    line = Text(f"{a.target.pid}  {_cut(a.target.command, 36)}", style="bold")
     line.append(f"   {format_duration(a.seconds, 3)}, every {format_duration(a.sample_s, 3)}", style="dim")
     if a.power.basis != "measured":
         line.append(f"   power {a.power.basis.upper()}", style="yellow")
@@ -104,7 +100,7 @@ def _notes(a: Attached, files: Mapping[str, Path]) -> list[tuple[str, Text]]:
     rows: list[tuple[str, Text]] = []
     if a.figures is not None:
         rows.append(("trace", _trace_line(a, a.figures)))
-        heaviest = ", ".join(f"{_short(h.name)} {format_duration(h.time_s, 2)}" for h in a.figures.heaviest[:3])
+        heaviest = ", ".join(f"{_cut(h.name, 44)} {format_duration(h.time_s, 2)}" for h in a.figures.heaviest[:3])
         if heaviest:
             rows.append(("heaviest", Text(heaviest)))
         rows += [("more", Text(hint)) for hint in _suggest_steps(a.figures)]
@@ -154,7 +150,7 @@ def _suggest_steps(f: TraceFigures) -> list[str]:
     return [f"--steps {steps} would cover half a second, long enough for power samples"]
 
 
-def _short(name: str, cells: int = 44) -> str:
+def _cut(name: str, cells: int) -> str:
     return name if len(name) <= cells else name[: cells - 1] + "…"
 
 

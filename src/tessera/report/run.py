@@ -109,9 +109,7 @@ def _headline(result: Answer, width: int) -> Text:
         parts.append(f"{whole.steps:,} step{'' if whole.steps == 1 else 's'}")
     if result.peak_w is not None:
         parts.append(f"peak {format_power(result.peak_w, 3)}")
-    source = (
-        "" if result.source == result.basis else result.source or "no power"
-    )  # a model is named in the warning below
+    source = "" if result.source == result.basis else result.source or "no power"  # the warning names a model
     line = "   ".join(parts)
     interval = "90% intervals" if len(line) + len(source) + len("90% intervals") + 5 <= width else ""
     about = ", ".join(part for part in (source, interval) if part)
@@ -265,10 +263,8 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
                 by, ""
             )
             return [Text(f"no {by} were recorded{hint}", style="yellow")]
-        total, idle = (
-            len(table.steps if by == "steps" else result.rows(by)),
-            idle_row(table, by) or rest_row(result, by, len(rows)),
-        )
+        total = len(table.steps if by == "steps" else result.rows(by))
+        idle = idle_row(table, by) or rest_row(result, by, len(rows))
         about = [Text(LINES_NOTE, style="yellow")] if by in OWN else legend(rows)
         return [Text(""), rows_table(rows, by, width=width, total=total, idle=idle), *about]
     for view in ("ops", "kernels"):

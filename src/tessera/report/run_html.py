@@ -20,7 +20,7 @@ from ..recording import Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from . import run_analyses as analyses
 from .energy import SUMMARY_NOTE
-from .html import THEME_BUTTON, advice_section, capitalize, category_bar, document, note, prose, tile
+from .html import advice_section, capitalize, category_bar, document, note, page_header, prose, tile
 from .job import job_section
 from .measure import describe_exit
 from .predict import format_rate
@@ -79,11 +79,8 @@ def page(
 
 def _header(result: Answer) -> str:
     where = " · ".join(part for part in (result.device, mode_text(result), result.source) if part)
-    return (
-        f"<header><div class='top'><div><h1>{escape(result.name)}</h1><div class='dim'>{escape(where)}</div></div>"
-        f"{THEME_BUTTON}</div>"
-        f"{_warnings(result)}{_tiles(result)}{_traced_note(result)}{_parts(result)}</header>"
-    )
+    figures = f"{_warnings(result)}{_tiles(result)}{_traced_note(result)}{_parts(result)}"
+    return page_header(result.name, where, figures)
 
 
 def _traced_note(result: Answer) -> str:

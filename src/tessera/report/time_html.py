@@ -15,13 +15,13 @@ from . import run_analyses as analyses
 from .energy import TITLES, display_names
 from .html import (
     FOLDED,
-    THEME_BUTTON,
     advice_section,
     capitalize,
     category_bar,
     document,
     folding_table,
     number_cell,
+    page_header,
     prose,
     tabs_section,
     tile,
@@ -65,10 +65,7 @@ def time_page(recording: Recording, result: TimeAnswer) -> str:
 def _header(result: TimeAnswer) -> str:
     warning = f"<p class='warn' role='note'>{prose(capitalize(result.missing))}.</p>" if result.missing else ""
     where = " · ".join(part for part in (result.device, "time only: no power was recorded") if part)
-    return (
-        f"<header><div class='top'><div><h1>{escape(result.name)}</h1><div class='dim'>{escape(where)}</div></div>"
-        f"{THEME_BUTTON}</div>{warning}{_tiles(result)}{_bar(result)}</header>"
-    )
+    return page_header(result.name, where, f"{warning}{_tiles(result)}{_bar(result)}")
 
 
 def _tiles(result: TimeAnswer) -> str:
