@@ -123,7 +123,7 @@ class _Reduction:
 
     def _reduce_chunk(self, x: torch.Tensor) -> Sent:
         if self.codec is not None:
-            return reduce_compressed(x, self.op, self.group, self.codec, self.feedback)
+            return reduce_compressed(x, self.group, self.codec, self.feedback)
         if self.algorithm == "hierarchical":
             return reduce_hierarchical(x, self.op, self.group, self.node_size, in_order=self.deterministic)
         if self.deterministic:

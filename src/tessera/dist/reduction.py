@@ -140,7 +140,7 @@ def _reduce_by_leaders(x: torch.Tensor, op: str, inner: Any, outer: Any, across:
     return Sent(ring_bytes(x.numel() * x.element_size(), c10d.get_world_size(inner)) + sent.bytes, sent.bytes)
 
 
-def reduce_compressed(x: torch.Tensor, op: str, group: Any, codec: Codec, feedback: ErrorFeedback | None) -> Sent:
+def reduce_compressed(x: torch.Tensor, group: Any, codec: Codec, feedback: ErrorFeedback | None) -> Sent:
     """Rounded values travel; sums are float32. The bound holds for every element of the sum."""
     ranks = c10d.get_world_size(group)
     total, bound, _ = scatter_compressed(pad_to_multiple(x.float(), ranks), group, codec, feedback)
