@@ -61,8 +61,10 @@ def test_the_page_draws_updates_itself_and_asks_only_its_server(browser: Browser
     browser.scheme("light")
     browser.open(f"{live.address}/", DRAWN)
     text = browser.js("return document.body.innerText")
-    for wanted in ("11.0 kW", "88 °C", "12.0 kW of 16.0 kW", "Emergency: feed lost, to 1 W", "connection refused", "train",
-                   "1 kW above its lease", "nodes above their lease", "2 of 3"):  # fmt: skip
+    for wanted in (
+        "11.0 kW", "88 °C", "12.0 kW of 16.0 kW", "Emergency: feed lost, to 1 W", "connection refused", "train",
+        "1 kW above its lease", "nodes above their lease", "2 of 3",
+    ):  # fmt: skip
         assert wanted in text, text
     assert browser.js("return document.querySelector('.load i').className") == "bad"  # 92% of the feed
     assert EVIL in text and browser.js("return document.querySelectorAll('script').length") == 1

@@ -9,14 +9,18 @@ import threading
 import time
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tessera.errors import ArgumentError, GovernorError, GovernorRefusal
 from tessera.fleet.governor import http_server
 from tessera.fleet.governor.client import GovernorAddress
 from tessera.fleet.governor.messages import ROUTES, describe_api
 from tessera.fleet.governor.serve import bind_listener
+from tessera.fleet.governor.service import GovernorService
+from tessera.fleet.governor.store import LeaseStore
 from tessera.fleet.governor.tokens import Role
 from tessera.fleet.leases import BudgetPolicy, JobState, PowerRequest
+from tessera.report.governor import describe_event
 
 from fakes.redfish_server import Pki
 from governor_process import LocalGovernor
@@ -189,7 +193,7 @@ MALFORMED = {
     "a folded header": (post(headers=b"X: a\r\n b\r\n"), 400),
     "a header without colon": (post(headers=b"nonsense\r\n"), 400),
     "a null byte": (post(headers=b"X: \x00\r\n"), 400),
-    "another method": (post().replace(b"POST", b"PUT"), 400),
+    "another method": (post().replace(b"POST", b"PUT"), 405),
     "another version": (post().replace(b"HTTP/1.1", b"HTTP/2.0"), 400),
     "another path": (post(path=b"/v1/job"), 404),
     "a path outside": (post(path=b"/v1/jobs/../nodes"), 404),
@@ -324,3 +328,67 @@ def test_a_client_finds_a_governor_that_was_started_again(tmp_path):
     with pytest.raises(GovernorError, match="cannot be asked"):
         client.describe()
     assert time.monotonic() - started < 30.0
+
+
+def test_the_log_has_a_line_for_each_event_and_metrics_count_them(governor):
+    seen = []
+    governor.service.journal.on_event = seen.append
+    client = governor.client()
+    client.join("n0", 500.0, session="s")
+    client.request(PowerRequest(job="a", watts={"n0": 8000.0}, min_share=1.0))
+    client.request(PowerRequest(job="b", watts={"n0": 6000.0}, min_share=1.0))
+    client.heartbeat("n0", session="s", acked=0, measured_w=9000.0)
+    client.heartbeat("n0", session="s", acked=1, measured_w=9000.0)  # nothing new
+    client.declare_emergency("feed B lost", 1000.0)
+    client.end_emergency()
+    client.release("a")
+    assert [describe_event(e) for e in seen] == [
+        "node n0: joined, guaranteed 500 W",
+        "job a: active, asks for 8 kW",
+        "job b: queued, asks for 6 kW (it needs 6000 W, 2000 W are free)",
+        "job a: shed, asks for 8 kW (feed B lost)",
+        "emergency: declared to 1 kW (feed B lost)",
+        "job a: active, asks for 8 kW",
+        "emergency: over",
+        "job a: ended, asks for 8 kW (released)",
+        "job b: active, asks for 6 kW",
+    ]
+    with pytest.raises(GovernorRefusal, match="this token is not one of this governor"):
+        governor.client(token="tsg_" + "x" * 43).describe()
+    assert describe_event(seen[-1]) == "refused 127.0.0.1: GET /v1/status: unauthorized"
+    for _ in range(3):
+        talk(governor, b"GET /v1/status HTTP/1.1\r\nConnection: close\r\n\r\n")
+    assert sum(e.what == "refused" for e in seen) == 1  # a stranger does not fill the disk
+    token = governor.tokens[Role.READ].encode()
+    head = b"GET /metrics HTTP/1.1\r\nConnection: close\r\nAuthorization: Bearer " + token + b"\r\n\r\n"
+    answer = talk(governor, head)
+    assert b"Content-Type: text/plain; version=0.0.4" in answer
+    text = answer.partition(b"\r\n\r\n")[2].decode()
+    samples = {(s.name, *s.labels.values()): s.value for f in text_string_to_metric_families(text) for s in f.samples}
+    assert samples["tessera_governor_refused_total", "unauthorized"] == 4.0
+    assert samples["tessera_governor_refused_total", "forbidden"] == 0.0
+    assert samples["tessera_governor_events_total", "job", "shed"] == 1.0
+    assert samples["tessera_governor_jobs", "active"] == 1.0 and samples["tessera_governor_emergency",] == 0.0
+    assert samples["tessera_governor_node_measured_watts", "n0"] == 9000.0
+
+
+def test_a_node_that_falls_silent_is_told(tmp_path):
+    now_s, seen = [1000.0], []
+    service = GovernorService(POLICY, LeaseStore(tmp_path / "leases.db"), clock=lambda: now_s[0])
+    service.journal.on_event = seen.append
+    service.join("n0", 500.0, None, "s")
+    service.take_changes()
+    now_s[0] += POLICY.lease_s + 1
+    service.advance()
+    service.look_for_silence()
+    service.look_for_silence()
+    assert [e.state for e in seen] == ["joined", "silent"]
+    service.heartbeat("n0", "s", 0, None)
+    service.take_changes()
+    assert [e.state for e in seen] == ["joined", "silent", "joined"]
+    service.store.close()
+    again = GovernorService(POLICY, LeaseStore(tmp_path / "leases.db"), clock=lambda: now_s[0])
+    again.journal.on_event = seen.append
+    again.look_for_silence()
+    assert len(seen) == 3  # what a restart finds is no news
+    again.store.close()

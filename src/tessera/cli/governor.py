@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import ArgumentError
+from ..output import remove_controls
 from ..units import parse_fraction, parse_power
 from .governor_token import command as token_command
 from .governor_token import default_state, state_option
@@ -24,6 +26,7 @@ from .options import FILE, duration_option, json_option, parse_option, power_opt
 if TYPE_CHECKING:
     from ..fleet.governor.client import GovernorClient
     from ..fleet.governor.daemon import NodeDaemon
+    from ..fleet.governor.journal import GovernorEvent
     from ..fleet.leases import BudgetPolicy
     from .watch import Quit
 
@@ -106,7 +109,8 @@ def serve(
       tessera governor serve --cap 20kW
       tessera governor serve --policy rack.yaml --listen 0.0.0.0:9410 --tls-cert cert.pem --tls-key key.pem
 
-    The first start writes a token of an operator to operator.token in the state folder.
+    The first start writes a token of an operator to operator.token in the state folder. Jobs, nodes, emergencies and
+    refused tokens are logged on standard error, one line each; /metrics has them for Prometheus.
     """
     import asyncio
 
@@ -124,6 +128,7 @@ def serve(
     address = Address.parse(listen)
     listener = bind_listener(address.family, address.sockaddr, tls=tls is not None)
     service = open_service(policy, folder / "leases.db")
+    service.journal.on_event = _log_event
     tokens = _first_token(folder)
     host, port = listener.getsockname()[:2]
     url = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -137,6 +142,14 @@ def serve(
         sys.stdout.flush()
 
     asyncio.run(serve_governor(service, tokens, listener, tls=tls, started=started))
+
+
+def _log_event(event: GovernorEvent) -> None:
+    """One line an event, on standard error: systemd keeps it in its journal."""
+    from ..report.governor import describe_event
+
+    when = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    print(f"{when} {remove_controls(describe_event(event))}", file=sys.stderr, flush=True)
 
 
 def _find_policy(cap_w: float | None, policy_file: Path | None, more: dict[str, Any]) -> BudgetPolicy:

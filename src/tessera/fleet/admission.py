@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 
 from ..errors import GovernorRefusal
-from .leases import PRIORITIES, BudgetPolicy, JobLease, JobState, PowerRequest, round_down
+from .leases import PRIORITIES, BudgetPolicy, Emergency, JobLease, JobState, PowerRequest, round_down
 
 BACKFILL, LOOKS = 64, 1024
 """How many waiting jobs may not fit before the search for a gap ends, and how many are looked at in all."""
@@ -134,18 +134,22 @@ class JobQueue:
                 reserved |= nodes
         return admitted
 
-    def explain_wait(self, lease: JobLease, is_heard: Callable[[str], bool]) -> str:
-        """Why a job waits, as far as it can be told from the job itself."""
+    def explain_wait(self, lease: JobLease, is_heard: Callable[[str], bool], emergency: Emergency | None) -> str:
+        """Why a job waits, as far as it can be told from the job itself; of another job, why it is where it is."""
         request = lease.request
+        if lease.state is not JobState.QUEUED:
+            return lease.reason
+        if emergency is not None:
+            return f"emergency: {emergency.reason}"
         silent = [node for node in request.watts if not is_heard(node)]
         if silent:
             return f"node {silent[0]} is silent"
-        full = next((node for node in request.watts if not self._fits_node(request, node)), None)
-        if full is not None:
-            return f"node {full} has no room for {request.least_w(full):g} W more beside its other jobs"
         free_w, more_w = max(0.0, self.policy.limit_w - self.committed_w), self._more_w(request)
         if more_w > free_w:
             return f"it needs {more_w:g} W, {free_w:g} W are free"
+        full = next((node for node in request.watts if not self._fits_node(request, node)), None)
+        if full is not None:
+            return f"node {full} has no room for {request.least_w(full):g} W more beside its other jobs"
         return "jobs before it wait for the same watts"
 
     def position(self, lease: JobLease) -> int | None:

@@ -165,7 +165,7 @@ class Budget:
         node = self._find_node(name)
         if session != node.sessions[-1]:
             raise _refuse_session(name)
-        was_heard = self._is_heard(name, now_s)
+        was_heard = self.is_heard(name)
         silent_s, node.heard_s = 0.0 if node.heard_s is None else now_s - node.heard_s, now_s
         node.acked = min(max(node.acked, acked), node.seq)
         self.ledger.update(node, now_s)
@@ -360,12 +360,18 @@ class Budget:
 
     def _admit(self, now_s: float) -> None:
         if self.emergency is None:
-            for lease in self.queue.admit(now_s, lambda node: self._is_heard(node, now_s)):
+            for lease in self.queue.admit(now_s, self.is_heard):
                 self.changed.add(("job", lease.request.job))
 
-    def _is_heard(self, name: str, now_s: float) -> bool:
+    def is_heard(self, name: str) -> bool:
+        """Whether a node has sent a message within the time of a lease."""
         node = self.ledger.nodes.get(name)
-        return node is not None and node.heard_s is not None and now_s - node.heard_s <= self.policy.lease_s
+        return node is not None and node.heard_s is not None and self.now_s - node.heard_s <= self.policy.lease_s
+
+    @property
+    def throttled_w(self) -> float:
+        """What is taken off because measured power is near the limit."""
+        return self._fill.cut_w
 
     def _update_fill(self, now_s: float) -> None:
         to_w = self.policy.limit_w if self.emergency is None else min(self.policy.limit_w, self.emergency.to_w)
@@ -401,13 +407,8 @@ class Budget:
             granted_w=granted_w,
             ends_in_s=max(0.0, lease.end_s - now_s) if lease.state is not JobState.ENDED else 0.0,
             position=self.queue.position(lease),
-            reason=self._explain_wait(lease) if lease.state is JobState.QUEUED else lease.reason,
+            reason=self.queue.explain_wait(lease, self.is_heard, self.emergency),
         )
-
-    def _explain_wait(self, lease: JobLease) -> str:
-        if self.emergency is not None:
-            return f"emergency: {self.emergency.reason}"
-        return self.queue.explain_wait(lease, lambda node: self._is_heard(node, self.now_s))
 
     def describe_node(self, name: str) -> NodeStatus:
         """Where a node stands."""
@@ -430,7 +431,7 @@ class Budget:
             limit_w=self.policy.limit_w,
             exposure_w=self.ledger.total_w,
             measured_w=self.measured_w(now_s),
-            throttled_w=self._fill.cut_w,
+            throttled_w=self.throttled_w,
             emergency=self.emergency,
             nodes=tuple(map(self.describe_node, self.ledger.nodes)),
             jobs=tuple(map(self.describe_job, self.queue.jobs)),

@@ -9,6 +9,7 @@ from ..units import format_duration, format_power
 
 if TYPE_CHECKING:
     from ..fleet.governor.daemon import DaemonState
+    from ..fleet.governor.journal import GovernorEvent
     from .console import Console, TableColumn  # rich: a governor that starts again must not wait for it
 
 SHOWN = 40
@@ -53,6 +54,25 @@ def describe_daemon(state: DaemonState) -> str:
     if state.jobs:
         text += f"; jobs {', '.join(state.jobs[:4])}{' ...' if len(state.jobs) > 4 else ''}"
     return f"{text}; {state.problem}" if state.problem else text
+
+
+def describe_event(event: GovernorEvent) -> str:
+    """An event of a governor's log in one line."""
+    if event.what == "refused":
+        more = f" ({event.count} since the last line)" if event.count > 1 else ""
+        return f"refused {event.name}: {event.text}: {event.state}{more}"
+    subject = f"{event.what} {event.name}".strip()
+    power = (
+        ""
+        if event.power_w is None
+        else {
+            "job": f", asks for {format_power(event.power_w)}",
+            "node": f", guaranteed {format_power(event.power_w)}",
+            "emergency": f" {describe_target(event.power_w)}",
+            "throttling": f" by {format_power(event.power_w)}" if event.power_w else "",
+        }[event.what]
+    )
+    return f"{subject}: {event.state}{power}" + (f" ({event.text})" if event.text else "")
 
 
 def print_status(status: BudgetStatus, console: Console) -> None:

@@ -12,8 +12,9 @@ import msgspec
 
 from ...errors import ArgumentError, GovernorError, GovernorRefusal
 from ..leases import PowerRequest
+from .exposition import expose
 from .http_server import HttpRequest, HttpResponse
-from .messages import NAME, ROUTES, ErrorAnswer, ErrorText, HealthAnswer, JobBody, Route, describe_api
+from .messages import JSON, NAME, ROUTES, TEXT, ErrorAnswer, ErrorText, HealthAnswer, JobBody, Route, describe_api
 from .service import GovernorService
 from .tokens import Role, TokenFile
 
@@ -36,38 +37,45 @@ class GovernorApp:
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """The answer to a request, once what it changed is on disk."""
-        known = False
+        known, code, media = False, "", JSON
         try:
             route, name = _find_route(request)
+            media = route.media
             if route.role is not None:
                 self._check_token(request, route, name)
                 known = True
             status, body = 200, self._call(route, name, request)
         except _Refused as exc:
-            status, body = exc.status, _encode_error(exc.code, exc.what, exc.why, exc.fix)
+            status, code, body = exc.status, exc.code, _encode_error(exc.code, exc.what, exc.why, exc.fix)
         except GovernorRefusal as exc:
-            status, body = _STATUS.get(exc.code, 409), _encode_error(exc.code, exc.what, exc.why, exc.fix)
+            status, code = _STATUS.get(exc.code, 409), exc.code
+            body = _encode_error(code, exc.what, exc.why, exc.fix)
         except ArgumentError as exc:
-            status, body = 400, _encode_error("bad_request", exc.what, exc.why, exc.fix)
+            status, code, body = 400, "bad_request", _encode_error("bad_request", exc.what, exc.why, exc.fix)
+        if code:
+            media = JSON
+            self.service.journal.refuse(code, request.peer, f"{request.method} {request.path[:200]}")
         if self.service.is_changed:
             await self._save()
-        return HttpResponse(status, body, known)
+        return HttpResponse(status, body, known, media)
 
     def _check_token(self, request: HttpRequest, route: Route, name: str | None) -> None:
         scheme, _, secret = request.headers.get("authorization", "").partition(" ")
         token = self.tokens.find(secret.strip()) if scheme.lower() == "bearer" else None
+        if token is None and secret:
+            why = "it was revoked, belongs to another governor, or was cut short"
+            raise _Refused(401, "unauthorized", "this token is not one of this governor", why, _NEW_TOKEN)
         if token is None:
-            what, why = (
-                "a token is needed: Authorization: Bearer tsg_...",
-                "none was given, or it is not one of this governor",
-            )
-            raise _Refused(401, "unauthorized", what, why, _NEW_TOKEN)
+            what = "a token is needed: Authorization: Bearer tsg_..."
+            raise _Refused(401, "unauthorized", what, "none was given", _NEW_TOKEN)
         assert route.role is not None
         if not token.may(route.role, name if route.role is Role.NODE else None):
             what = f"this token ({token.role} {token.name!r}) may not do that"
             raise _Refused(403, "forbidden", what, f"it needs {_describe_role(route.role, name)}", _NEW_TOKEN)
 
     def _call(self, route: Route, name: str | None, request: HttpRequest) -> bytes:
+        if route.media == TEXT:
+            return expose(self.service.describe(), self.service.journal.counts).encode()
         if not route.call:
             return msgspec.json.encode(HealthAnswer()) if route.answer is HealthAnswer else self._document
         keywords: dict[str, Any] = {}
@@ -117,6 +125,7 @@ class GovernorApp:
     async def tick(self) -> None:
         """Let time pass, without a request."""
         self.service.advance()
+        self.service.look_for_silence()
         if self.service.is_changed:
             await self._save()
 

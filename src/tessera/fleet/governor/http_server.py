@@ -22,7 +22,7 @@ CONNECTIONS = 512
 REQUEST_S, IDLE_S = 10.0, 120.0
 """A request must be there within the first, once it has begun; a client with a token may be silent for the second."""
 
-_LINE = re.compile(r"(GET|POST|DELETE) (/[!-~]{0,1023}) HTTP/1\.([01])")
+_LINE = re.compile(r"([A-Z]{3,10}) (/[!-~]{0,1023}) HTTP/1\.([01])")
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([ -~\t]*?)[ \t]*")
 _ONCE = frozenset({"authorization", "connection", "content-length", "content-type", "expect", "host"})
 
@@ -36,15 +36,17 @@ class HttpRequest:
     headers: dict[str, str]
     body: bytes
     keep_alive: bool
+    peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """An answer in JSON. `known`: the request carried a valid token."""
+    """An answer, in JSON unless it says otherwise. `known`: the request carried a valid token."""
 
     status: int
     body: bytes
     known: bool = False
+    media: str = "application/json"
 
 
 class BadRequest(Exception):
@@ -199,7 +201,9 @@ class HttpServer:
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await reader.readexactly(int(length))
         closes = headers.get("connection", "").lower() == "close"
-        return HttpRequest(method, path, headers, body, keep_alive=newer and not closes)
+        peer = writer.get_extra_info("peername")
+        where = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        return HttpRequest(method, path, headers, body, keep_alive=newer and not closes, peer=where)
 
 
 def _parse_head(head: bytes) -> tuple[str, str, dict[str, str], bool]:
@@ -211,6 +215,8 @@ def _parse_head(head: bytes) -> tuple[str, str, dict[str, str], bool]:
     line = _LINE.fullmatch(first)
     if line is None:
         raise BadRequest(400, "the first line is not one of HTTP: GET, POST or DELETE, a path, HTTP/1.1")
+    if line[1] not in ("GET", "POST", "DELETE"):
+        raise BadRequest(405, f"{line[1]} is not a method of this API: GET, POST and DELETE are")
     headers: dict[str, str] = {}
     for text in lines:
         header = _HEADER.fullmatch(text)
@@ -227,7 +233,7 @@ def _format(response: HttpResponse, keep_alive: bool) -> bytes:
     closing = "" if keep_alive else "Connection: close\r\n"
     head = (
         f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(response.body)}\r\nCache-Control: no-store\r\n"
+        f"Content-Type: {response.media}\r\nContent-Length: {len(response.body)}\r\nCache-Control: no-store\r\n"
         f"{closing}\r\n"
     )
     return head.encode() + response.body

@@ -16,6 +16,8 @@ from .tokens import Role
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._:@=+-]{0,127}$(?!\n)"
 """Names of jobs, nodes, users and sessions: they stand in paths, logs and screens. Python's $ allows a line break."""
+JSON, TEXT = "application/json", "text/plain; version=0.0.4; charset=utf-8"
+"""What a call answers with; the text is that of Prometheus."""
 MOST_W, MOST_S = 1e9, 90 * 86400.0
 
 Name = Annotated[str, Meta(pattern=NAME)]
@@ -107,12 +109,14 @@ class Route:
     summary: str
     body: Any = None
     answer: Any = None
+    media: str = JSON
 
 
 ROUTES = (
     Route("GET", "/v1/health", "", None, "Whether the governor answers. Needs no token.", answer=HealthAnswer),
     Route("GET", "/v1/openapi.json", "", None, "This document. Needs no token."),
     Route("GET", "/v1/status", "describe", Role.READ, "The whole budget: nodes, jobs, watts.", answer=BudgetStatus),
+    Route("GET", "/metrics", "", Role.READ, "The budget and counts of events, for Prometheus.", media=TEXT),
     Route("POST", "/v1/jobs", "request", Role.JOB, "Ask for watts.", JobBody, JobStatus),
     Route("GET", "/v1/jobs/{job}", "show_job", Role.READ, "Where a job stands.", answer=JobStatus),
     Route("POST", "/v1/jobs/{job}/renew", "renew", Role.JOB, "Let a lease last from now.", RenewBody, JobStatus),
@@ -143,7 +147,7 @@ def describe_api() -> dict[str, Any]:
             "summary": route.summary,
             "security": [{"token": []}] if route.role else [],
             "responses": {
-                "200": {"description": "done", **_content(by_type.get(id(route.answer), {"type": "object"}))},
+                "200": {"description": "done", **_describe_answer(route, by_type)},
                 "default": {"description": "refused, or wrong", **_content(by_type[id(ErrorAnswer)])},
             },
         }
@@ -167,6 +171,12 @@ def describe_api() -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _describe_answer(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
+    if route.media != JSON:
+        return {"content": {route.media.partition(";")[0]: {"schema": {"type": "string"}}}}
+    return _content(by_type.get(id(route.answer), {"type": "object"}))
 
 
 def _content(schema: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..budget import Budget
 from ..leases import BudgetPolicy, BudgetStatus, CapGrant, Emergency, GovernedNode, JobLease, JobStatus, NodeStatus
 from ..leases import EndedEmergency as EndedEmergency
 from ..leases import PowerRequest as PowerRequest
+from .journal import GovernorJournal
 from .store import ENDED, LeaseStore, Row, encode_row
 
 MOST_JOBS, MOST_NODES = 100_000, 10_000
@@ -33,6 +34,8 @@ class GovernorService:
         self.policy, self.store, self._clock = policy, store, clock
         self._boot = boot_id()
         self.budget = self._load()
+        self.journal = GovernorJournal()
+        self.journal.learn(self.budget)
         self.store.write(self.take_changes())
 
     def _load(self) -> Budget:
@@ -61,6 +64,7 @@ class GovernorService:
     def take_changes(self) -> list[Row]:
         """What differs from the disk since the last call; the caller writes it."""
         budget, rows = self.budget, []
+        self.journal.compare(budget, budget.changed)
         for kind, name in budget.changed:
             if kind == "node":
                 rows.append(encode_row(kind, name, budget.ledger.nodes.get(name)))
@@ -131,6 +135,10 @@ class GovernorService:
     def advance(self) -> None:
         """Let time pass: what has ended makes room for what waits."""
         self.budget.advance(self._clock())
+
+    def look_for_silence(self) -> None:
+        """Tell of nodes that are heard no longer: silence changes nothing, so nobody else sees it."""
+        self.journal.compare(self.budget, [("node", name) for name in self.budget.ledger.nodes])
 
 
 def open_service(policy: BudgetPolicy, path: Path) -> GovernorService:
