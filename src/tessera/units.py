@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import UnitError, did_you_mean
 
@@ -198,6 +200,11 @@ def parse_temperature(text: str | float) -> float:
 def parse_fraction(text: str | float) -> float:
     """The fraction of "5%" or "0.05"."""
     return _parse(text, _FRACTION)
+
+
+def with_unit(parse: Callable[[str | float], float]) -> Callable[[Any], float]:
+    """A parser of values in files: a bare number is refused. Nobody knows whether 60 is seconds or minutes."""
+    return lambda value: parse(value if isinstance(value, str) else str(value))
 
 
 def _format(value: float, dim: _Dimension, digits: int) -> str:

@@ -204,6 +204,21 @@ def test_a_lost_node_stalls_its_job_and_no_other() -> None:
     assert states["other"].state == "running"
     assert states["other"].lost_share == pytest.approx(0.0, abs=1e-6)
     assert [e.kind for e in result.events if e.time_s == 2.0] == ["node lost"]
+    assert (states["train"].reason, states["other"].reason) == ("row1/rack1/node1 is off", "")
+    assert "train: row1/rack1/node1 is off" in simulation_text(result)
+
+
+def test_what_comes_back_is_an_event_and_a_fault_that_is_not_reached_is_told() -> None:
+    lost = [
+        Fault(at_s=1.0, kind="cooling_lost", place="row1", for_s=1.0),
+        Fault(at_s=1.0, kind="sensor_lost", place="row2/rack1", for_s=2.0),
+        Fault(at_s=9.0, kind="node_lost", place="row1/rack1/node1"),
+    ]
+    result = simulate(make_scenario(faults=tuple(lost)), engine="numpy")
+    happened = [(e.time_s, e.kind) for e in result.events if not e.kind.startswith("job")]
+    assert happened == [(1.0, "cooling lost"), (1.0, "sensor lost"), (2.0, "cooling back"), (3.0, "sensor back")]
+    assert result.late_faults == [lost[2]]
+    assert "not reached: node_lost at 9 s" in simulation_text(result)
 
 
 def test_an_overload_opens_the_breaker_when_its_curve_says() -> None:
@@ -353,6 +368,30 @@ def test_a_job_that_gets_what_it_asks_for_is_not_held() -> None:
     assert not result.held_jobs and not result.racks_above_cap
 
 
+def test_a_soft_start_is_told_apart_from_what_is_held_for_good() -> None:
+    wide = {"rack_power_governor": {"rack_cap": "60kW", "soft_start": "4s"}}
+    free = simulate(make_scenario(policies=wide, duration_s=10.0), engine="numpy")
+    job = free.jobs[0]
+    assert job.lost_share is not None and job.lost_share > 0.05  # its start
+    assert job.steady_lost_share == pytest.approx(0.0, abs=0.01) and job.is_granted_all
+    screen = " ".join(simulation_text(free).split())
+    assert "all of it since its soft start was over" in screen and "by rack_power_governor" not in screen
+    tight = {"rack_power_governor": {"rack_cap": "12kW", "soft_start": "4s"}}
+    held = simulate(make_scenario(policies=tight, duration_s=10.0), engine="numpy").jobs[0]
+    assert held.steady_lost_share is not None and held.steady_lost_share > 0.02 and not held.is_granted_all
+
+
+def test_a_cap_above_a_breaker_is_told() -> None:
+    facility = Facility(rows=2, row_racks=2, rack_nodes=2, rack_breaker=Breaker(rating_a=80.0))
+    policies = {"rack_power_governor": {"rack_cap": "50kW", "soft_start": "0s"}}
+    fine = simulate(make_scenario(policies=policies, facility=facility, duration_s=0.5), engine="numpy")
+    assert fine.cap_above_breaker is None
+    weak = dataclasses.replace(facility, own_breakers={3: Breaker(rating_a=50.0)})
+    result = simulate(make_scenario(policies=policies, facility=weak, duration_s=0.5), engine="numpy")
+    assert result.cap_above_breaker == ("row2/rack2", pytest.approx(Breaker(rating_a=50.0).rating_w))
+    assert "that the breaker of row2/rack2 carries" in " ".join(simulation_text(result).split())
+
+
 def test_racks_are_held_from_the_first_step_whenever_their_first_heartbeat_comes() -> None:
     # Racks that differ send their heartbeats at different times within 2 s.
     result = govern_tight(4.0, *(make_job(name=f"job{i}") for i in range(4)))
@@ -465,6 +504,9 @@ def test_storage_and_utility_spec() -> None:
 # -- files and the command --------------------------------------------------------------------------------------------
 
 
+SHAPE = {"period": "2s", "duty": 0.5, "high": "600W", "low": "100W"}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -475,6 +517,15 @@ def test_storage_and_utility_spec() -> None:
         ({"faults": [{"at": "1s", "kind": "node_gone", "place": "row1"}]}, "did you mean 'node_lost'"),
         ({"faults": [{"at": "1s", "kind": "node_lost", "place": "row9/rack1/node1"}]}, "no place 'row9/rack1/node1'"),
         ({"duration": "0s"}, "from 0 s to"),
+        ({"duration": 60}, "the file.duration.*unit of"),
+        ({"rows": {"cooling": 160}}, "rows.cooling.*unit of power is missing"),
+        ({"rows": {"supply": 22}}, "rows.supply.*unit of"),
+        ({"jobs": [{"gpus": 8, "shape": SHAPE | {"period": 2}}]}, "shape.period.*unit of"),
+        ({"jobs": [{"gpus": 8, "shape": SHAPE | {"high": 650}}]}, "shape.high.*unit of power is missing"),
+        ({"jobs": [{"gpus": 8, "copies": 2, "offset": 1, "shape": SHAPE}]}, "offset.*unit of"),
+        ({"faults": [{"at": 1, "kind": "node_lost", "place": "row1/rack1/node1"}]}, "at.*unit of"),
+        ({"jobs": [{"gpus": 8, "shape": SHAPE | {"high": "650kW"}}]}, "650 kW a GPU, and .*h200.* limit of 700 W"),
+        ({"jobs": [{"gpus": 8, "shape": SHAPE | {"period": "9ms"}}]}, "period of 9 ms: too short for steps of 5 ms"),
         ({"polices": {}}, "did you mean 'policies'"),
         ({"jobs": [{"gpus": 9999, "shape": {"period": "2s", "duty": 0.5, "high": "2W", "low": "1W"}}]}, "9,999 GPUs"),
     ],

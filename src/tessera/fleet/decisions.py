@@ -24,12 +24,15 @@ class Decisions:
         self.jobs = list(scenario.jobs)
         self.started_s: dict[int, float] = {}
         self.ended_s: dict[int, float] = {}
+        self.risen: dict[int, tuple[float, float, float]] = {}
+        """When each job's soft start was over, with the work it had done and the joules it was granted by then."""
         self._asked: set[int] = set()
         self._work_s: dict[int, float] = {}
         self._begun_s: dict[int, float] = {}
         self._begun_place: dict[int, NDArray[np.float64]] = {}
         self._offset_s = np.zeros(len(engine.job))
         self._applied: set[int] = set()
+        self._over: set[int] = set()
         self._iteration = np.full(len(self.jobs), -1, dtype=np.int64)
         self._set_node_cap()
         self.governors: RackGovernors | None = None
@@ -110,6 +113,16 @@ class Decisions:
             if job.end_s is not None and now_s >= job.end_s and number not in self.ended_s:
                 self._end(number, now_s)
         self._set_delays()
+        self._mark_risen(now_s)
+
+    def _mark_risen(self, now_s: float) -> None:
+        """Note how far each job has come when its soft start is over: what it loses from then on stays lost."""
+        governor = self.scenario.policies.rack_power_governor
+        rise_s = 0.0 if governor is None else governor.soft_start_s + governor.per_rack_jitter_s[1]
+        for number, start_s in self.started_s.items():
+            if number not in self.risen and now_s >= start_s + rise_s and number not in self.ended_s:
+                granted_j = 0.0 if self.governors is None else float(self.governors.granted_j[number])
+                self.risen[number] = (now_s, self.count_work(number), granted_j)
 
     def _try_start(self, number: int, now_s: float) -> None:
         if self.governors is not None:
@@ -202,6 +215,9 @@ class Decisions:
     def _run_faults(self, now_s: float) -> None:
         engine, tree = self.engine, self.engine.tree
         for i, fault in enumerate(self.scenario.faults):
+            if fault.end_s <= now_s and i not in self._over:
+                self._over.add(i)
+                self.events.append((now_s, fault.kind.replace("_lost", " back"), fault.place))
             if fault.at_s > now_s or i in self._applied:
                 continue
             self._applied.add(i)

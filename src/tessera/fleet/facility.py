@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, did_you_mean
 from ..hardware import lookup
-from ..units import parse_duration, parse_energy, parse_fraction, parse_power, parse_temperature
+from ..units import parse_duration, parse_energy, parse_fraction, parse_power, parse_temperature, with_unit
 from .breakers import Breaker
 from .heat import AisleHeat, GpuHeat
 from .supplies import Battery, Feed, NodeSupply
@@ -230,6 +230,9 @@ def read_text(value: Any) -> str:
     return value
 
 
+_power, _duration, _energy, _temperature = map(
+    with_unit, (parse_power, parse_duration, parse_energy, parse_temperature)
+)
 _BREAKER: dict[str, tuple[str, Read]] = {
     "rating_a": ("rating_a", read_number),
     "voltage": ("voltage_v", read_number),
@@ -242,16 +245,16 @@ _BREAKER: dict[str, tuple[str, Read]] = {
 _SUPPLY: dict[str, tuple[str, Read]] = {
     "count": ("count", read_whole),
     "needed": ("needed", read_whole),
-    "rating": ("rating_w", parse_power),
+    "rating": ("rating_w", _power),
     "grade": ("grade", read_text),
     "limit_at": ("limit_at", parse_fraction),
-    "limit_time": ("limit_s", parse_duration),
+    "limit_time": ("limit_s", _duration),
     "off_at": ("off_at", parse_fraction),
 }
 _STORAGE: dict[str, tuple[str, Read]] = {
-    "power": ("power_w", parse_power),
-    "energy": ("energy_j", parse_energy),
-    "smoothing": ("smoothing_s", parse_duration),
+    "power": ("power_w", _power),
+    "energy": ("energy_j", _energy),
+    "smoothing": ("smoothing_s", _duration),
     "efficiency": ("efficiency", parse_fraction),
 }
 _FEED: dict[str, tuple[str, Read]] = {
@@ -260,7 +263,7 @@ _FEED: dict[str, tuple[str, Read]] = {
 }
 _NODES: dict[str, tuple[str, Read]] = {
     "gpus": ("gpus", read_whole),
-    "host": ("host_w", parse_power),
+    "host": ("host_w", _power),
     "supplies": ("supply", lambda table: build(NodeSupply, table, _SUPPLY, "nodes.supplies")),
 }
 _RACKS: dict[str, tuple[str, Read]] = {
@@ -274,25 +277,25 @@ _ROWS: dict[str, tuple[str, Read]] = {
     "breaker": ("row_breaker", lambda table: build(Breaker, table, _BREAKER, "rows.breaker")),
 }
 _AISLE: dict[str, tuple[str, Read]] = {
-    "cooling": ("cooling_w", parse_power),
-    "supply": ("supply_c", parse_temperature),
+    "cooling": ("cooling_w", _power),
+    "supply": ("supply_c", _temperature),
     "recirculation": ("recirculation", parse_fraction),
-    "rise": ("rise_c", parse_temperature),
+    "rise": ("rise_c", _temperature),
     "heat_capacity_kj_per_c": ("heat_capacity_j_per_c", lambda value: 1e3 * read_number(value)),
 }
 _GPU: dict[str, tuple[str, Read]] = {
     "chip": ("name", read_text),
-    "idle": ("idle_w", parse_power),
-    "limit": ("limit_w", parse_power),
-    "smooth_floor": ("smooth_floor_w", parse_power),
+    "idle": ("idle_w", _power),
+    "limit": ("limit_w", _power),
+    "smooth_floor": ("smooth_floor_w", _power),
     "smooth_up_w_per_s": ("smooth_up_w_per_s", read_number),
     "smooth_down_w_per_s": ("smooth_down_w_per_s", read_number),
     "heat": ("heat", lambda table: build(GpuHeat, table, _HEAT, "gpus.heat")),
 }
 _HEAT: dict[str, tuple[str, Read]] = {
     "resistance_c_per_w": ("resistance_c_per_w", read_number),
-    "time_constant": ("tau_s", parse_duration),
-    "slow_at": ("slow_at_c", parse_temperature),
+    "time_constant": ("tau_s", _duration),
+    "slow_at": ("slow_at_c", _temperature),
     "slow_per_s": ("slow_per_s", read_number),
     "lowest_clock": ("lowest_clock", parse_fraction),
 }

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..errors import ArgumentError, did_you_mean
-from ..units import parse_duration
+from ..units import parse_duration, with_unit
 from .facility import Facility, Read, build, read_text
 
 FaultKind = Literal["node_lost", "sensor_lost", "breaker_trip", "cooling_lost"]
@@ -55,16 +55,22 @@ class Fault:
             )
         return level, number
 
+    @property
+    def end_s(self) -> float:
+        """When what failed is back; infinite for what stays lost."""
+        return self.at_s + self.for_s if self.kind in ("sensor_lost", "cooling_lost") else math.inf
+
     def is_on(self, now_s: float) -> bool:
         """Whether it holds now."""
         return self.at_s <= now_s < self.at_s + self.for_s
 
 
+_duration = with_unit(parse_duration)
 _KEYS: dict[str, tuple[str, Read]] = {
-    "at": ("at_s", parse_duration),
+    "at": ("at_s", _duration),
     "kind": ("kind", read_text),
     "place": ("place", read_text),
-    "for": ("for_s", parse_duration),
+    "for": ("for_s", _duration),
 }
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from ..units import parse_duration, parse_fraction, parse_power
+from ..units import parse_duration, parse_fraction, parse_power, with_unit
 from .facility import Read, read_section, read_text, read_whole
 from .waves import Wave, make_square, make_wave, plan_to_waves, read_wave
 
@@ -79,11 +79,12 @@ class FleetJob:
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
+_power, _duration = with_unit(parse_power), with_unit(parse_duration)
 _SHAPE: dict[str, tuple[str, Read]] = {
-    "period": ("period_s", parse_duration),
+    "period": ("period_s", _duration),
     "duty": ("duty", parse_fraction),
-    "high": ("high_w", parse_power),
-    "low": ("low_w", parse_power),
+    "high": ("high_w", _power),
+    "low": ("low_w", _power),
 }
 _PLAN: dict[str, tuple[str, Read]] = {
     "model": ("model", read_text),
@@ -105,15 +106,19 @@ def _keep(value: Any) -> Any:
     return value
 
 
+def _read_offset(value: Any) -> Any:
+    return value if isinstance(value, str) and not value[:1].isdigit() else _duration(value)
+
+
 _JOB: dict[str, tuple[str, Read]] = {
     "name": ("name", read_text),
     "gpus": ("gpus", read_whole),
     "copies": ("copies", read_whole),
     "replicas": ("replicas", read_whole),
-    "start": ("start_s", parse_duration),
-    "end": ("end_s", parse_duration),
-    "at": ("at_s", parse_duration),
-    "offset": ("offset", _keep),
+    "start": ("start_s", _duration),
+    "end": ("end_s", _duration),
+    "at": ("at_s", _duration),
+    "offset": ("offset", _read_offset),
     "priority": ("priority", read_whole),
     "least_share": ("least_share", parse_fraction),
     "synchronous": ("synchronous", _read_bool),
@@ -188,9 +193,9 @@ def _read_waves(values: Mapping[str, Any], folder: Path, where: str) -> tuple[Wa
 
 def _read_phases(tables: Any, where: str) -> list[tuple[str, float, float]]:
     keys: dict[str, tuple[str, Read]] = {
-        "compute": ("compute", parse_duration),
-        "communicate": ("communicate", parse_duration),
-        "power": ("power_w", parse_power),
+        "compute": ("compute", _duration),
+        "communicate": ("communicate", _duration),
+        "power": ("power_w", _power),
     }
     if not isinstance(tables, list) or not tables:
         raise ArgumentError(f"{where}.phases is not a list", fix="[{compute: 1.2s, power: 650W}, ...]")

@@ -9,12 +9,17 @@ from typing import Any
 from ..errors import ArgumentError, did_you_mean
 from ..policy import Policies, load_policies, parse_policies
 from ..read_limits import YAML_BYTES, parse_yaml, read_bytes
-from ..units import parse_duration
-from .facility import SECTIONS, Facility, read_facility, read_whole
+from ..units import format_duration, format_power, parse_duration, with_unit
+from .facility import SECTIONS, Facility, read_facility, read_section, read_whole
 from .faults import Fault, read_faults
 from .jobs import FleetJob, read_jobs
 
 MOST_S = 86400.0
+LEAST_STEPS = 4
+"""Steps in the shortest period that is simulated: with fewer, where steps fall in a wave decides what it draws."""
+MOST_OVER = 2.0
+"""A load may want more than a GPU's limit allows, and is held; beyond this it is a slip of the pen. Recorded loads of
+an H200 want 1.3 times its limit (docs/fleet.md)."""
 _KEYS = (*SECTIONS, "jobs", "faults", "policies", "duration", "seed", "judge_from")
 _EXAMPLE = "examples/fleet/row.yaml is one to begin with"
 
@@ -34,11 +39,29 @@ class Scenario:
     def __post_init__(self) -> None:
         if not 0.0 < self.duration_s <= MOST_S:
             raise ArgumentError(f"a simulation takes from 0 s to {MOST_S:g} s, not {self.duration_s:g} s")
+        for job in self.jobs:
+            self._check_wave(job)
         asked = sum(job.gpus for job in self.jobs)
         if asked > self.facility.gpus and all(job.end_s is None for job in self.jobs):
             raise ArgumentError(
                 f"the jobs want {asked:,} GPUs, and {self.facility.name} has {self.facility.gpus:,}",
                 fix="more rows, racks or nodes, or smaller jobs",
+            )
+
+    def _check_wave(self, job: FleetJob) -> None:
+        gpu, step_s = self.facility.gpu, self.facility.step_s
+        if job.peak_w > MOST_OVER * gpu.limit_w:
+            limit = format_power(gpu.limit_w)
+            raise ArgumentError(
+                f"job {job.name!r} draws {format_power(job.peak_w)} a GPU, and {gpu.name} has a limit of {limit}",
+                fix=f"watts of one GPU, such as {limit}; or another limit: gpus: {{limit: ...}}",
+            )
+        if job.period_s < LEAST_STEPS * step_s:
+            raise ArgumentError(
+                f"job {job.name!r} has a period of {format_duration(job.period_s)}: too short for steps of "
+                f"{format_duration(step_s)}",
+                why="where the steps fall in it would decide what it draws",
+                fix=f"{format_duration(LEAST_STEPS * step_s)} or longer: several of its steps as one period",
             )
 
     @property
@@ -80,10 +103,14 @@ def parse_scenario(table: Any, folder: Path = Path(), name: str = "facility") ->
         jobs=tuple(read_jobs(table.get("jobs", []), folder)),
         faults=tuple(read_faults(table.get("faults", []), facility)),
         policies=_read_policies(table.get("policies"), folder),
-        duration_s=parse_duration(table.get("duration", 60.0)),
+        duration_s=_read_time(table, "duration") if "duration" in table else 60.0,
         seed=read_whole(table.get("seed", 1)),
-        judge_from_s=parse_duration(table["judge_from"]) if "judge_from" in table else None,
+        judge_from_s=_read_time(table, "judge_from") if "judge_from" in table else None,
     )
+
+
+def _read_time(table: dict[str, Any], key: str) -> float:
+    return float(read_section({key: table[key]}, {key: (key, with_unit(parse_duration))}, "the file")[key])
 
 
 def _read_policies(given: Any, folder: Path) -> Policies:

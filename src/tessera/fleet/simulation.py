@@ -12,6 +12,7 @@ import numpy as np
 from ..joules import DomainSamples, Floats, sum_domains
 from ..schema import Domain, EnergyReport, Hold, PowerEvent, Work
 from ..trace import PowerTrace
+from .faults import Fault
 from .power_quality import PowerQuality, Verdict
 from .scenario import Scenario
 
@@ -40,7 +41,8 @@ class JobResult:
     """A job: what it took and what it lost. `lost_share` is of the iterations that nothing would have slowed.
 
     `energy_j` is that of its GPUs, `ballast_j` the part of it that did no work. `asked_w` and `granted_w` are watts at
-    the plugs of its nodes, the latter the mean since it started: None without a rack governor.
+    the plugs of its nodes, the latter the mean since it started: None without a rack governor. `steady_lost_share` and
+    `steady_granted_w` are without its soft start; None: that was not over. `reason` says why it is stalled.
     """
 
     name: str
@@ -55,6 +57,14 @@ class JobResult:
     mean_w: float
     asked_w: float | None = None
     granted_w: float | None = None
+    steady_lost_share: float | None = None
+    steady_granted_w: float | None = None
+    reason: str = ""
+
+    @property
+    def is_granted_all(self) -> bool:
+        """Whether it had all that it asked for, once its soft start was over."""
+        return self.steady_granted_w is not None and self.steady_granted_w >= 0.99 * (self.asked_w or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +145,21 @@ class Simulation:
         """Racks whose power was above the governor's `rack_cap`, for a step or longer."""
         governor = self.scenario.policies.rack_power_governor
         return [] if governor is None else [rack for rack in self.racks if rack.peak_w > governor.rack_cap_w]
+
+    @property
+    def cap_above_breaker(self) -> tuple[str, float] | None:
+        """The rack whose breaker carries the least, and its watts, where `rack_cap` is above that; else None."""
+        governor, facility = self.scenario.policies.rack_power_governor, self.scenario.facility
+        breakers = {} if facility.rack_breaker is None else {0: facility.rack_breaker}
+        least = min((breakers | dict(facility.own_breakers)).items(), key=lambda b: b[1].rating_w, default=None)
+        if governor is None or least is None or governor.rack_cap_w <= least[1].rating_w:
+            return None
+        return facility.name_rack(least[0]), least[1].rating_w
+
+    @property
+    def late_faults(self) -> list[Fault]:
+        """Faults of the file that begin when the simulation is over."""
+        return [fault for fault in self.scenario.faults if fault.at_s >= self.duration_s]
 
     @property
     def is_air_held(self) -> bool:
@@ -224,6 +249,7 @@ class Simulation:
             "passed": self.passed,
             "jobs": [dataclasses.asdict(job) for job in self.jobs],
             "events": [dataclasses.asdict(event) for event in self.events],
+            "late_faults": [dataclasses.asdict(fault) for fault in self.late_faults],
             "rack_asked_w": self.rack_asked_w,
             "racks": [dataclasses.asdict(rack) for rack in self.racks],
             "feed_w_by_s": _average(self.feed_w, per_s),

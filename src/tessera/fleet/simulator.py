@@ -219,8 +219,13 @@ class Run:
         governors = self.decisions.governors
         if state == "running" and governors is not None and governors.is_held(number):
             state = "held"
+        reason = ""
         if start_s is not None and not alive:
             state = "stalled"
+            node = int(engine.arrays.gpus.node[chosen & ~engine.arrays.gpus.alive][0])
+            reason = f"{self.scenario.facility.name_node(int(engine.tree.nodes.first[node]))} is off"
+        risen_s, risen_work_s, risen_j = self.decisions.risen.get(number, (math.inf, 0.0, 0.0))
+        steady_s = end_s - risen_s
         return JobResult(
             name=job.name,
             state=state,
@@ -234,6 +239,13 @@ class Run:
             mean_w=energy_j / (len(self.feed_w) and self.scenario.duration_s),
             asked_w=None if governors is None else governors.asked_w(number),
             granted_w=None if governors is None or ran_s <= 0 else float(governors.granted_j[number]) / ran_s,
+            steady_lost_share=1.0 - (work_s - risen_work_s) / steady_s if steady_s > 0 else None,
+            steady_granted_w=(
+                None
+                if governors is None or steady_s <= 0
+                else (float(governors.granted_j[number]) - risen_j) / steady_s
+            ),
+            reason=reason,
         )
 
 

@@ -80,7 +80,15 @@ def list_figures(result: Simulation) -> list[tuple[str, str]]:
         ("trips", describe_trips(result)),
         ("throttled", f"{format_duration(result.throttled_s, 3)} of GPUs, by heat" if result.throttled_s else "none"),
     ]
-    rows += [("held", describe_held(job, result)) for job in result.held_jobs]
+    rows += [("soft start" if job.is_granted_all else "held", describe_held(job, result)) for job in result.held_jobs]
+    rows += [("stalled", f"{job.name}: {job.reason}, and its ranks wait") for job in result.jobs if job.reason]
+    if result.cap_above_breaker is not None:
+        rows.append(("rack_cap", describe_cap_above(result)))
+    if result.late_faults:
+        first = result.late_faults[0]
+        more = f" and {len(result.late_faults) - 1} more" if len(result.late_faults) > 1 else ""
+        at = format_duration(first.at_s, 3)
+        rows.append(("faults", f"not reached: {first.kind} at {at}{more}. Fix: a longer duration"))
     if result.racks_above_cap:
         rows.append(("above rack_cap", describe_above_cap(result)))
     if result.ballast_j > 0:
@@ -146,7 +154,11 @@ def describe_held(job: JobResult, result: Simulation) -> str:
     if governor is None or job.granted_w is None or job.asked_w is None or job.start_s is None:
         return "none"
     granted, asked = (format_power(watts, 3) for watts in (job.granted_w, job.asked_w))
+    if job.is_granted_all:
+        return f"{job.name}: {granted} of {asked} asked in the mean, and all of it since its soft start was over"
     text = f"{job.name} by rack_power_governor: {granted} of {asked} asked"
+    if job.steady_granted_w is not None:
+        text += f" in the mean, {format_power(job.steady_granted_w, 3)} since its soft start was over"
     fixes = []
     if result.duration_s - job.start_s < 2 * governor.soft_start_s:
         fixes.append(f"simulate longer than its soft_start of {format_duration(governor.soft_start_s, 3)}")
@@ -161,6 +173,15 @@ def describe_held(job: JobResult, result: Simulation) -> str:
     if job.iterations < 1 and result.verdicts:
         text += "; the utility spec is judged without its work"
     return f"{text}. Fix: {'; '.join(fixes)}" if fixes else text
+
+
+def describe_cap_above(result: Simulation) -> str:
+    """A cap that protects no breaker."""
+    governor, least = result.scenario.policies.rack_power_governor, result.cap_above_breaker
+    if governor is None or least is None:
+        return "none"
+    cap, rating = format_power(governor.rack_cap_w, 3), format_power(least[1], 3)
+    return f"{cap} is more than the {rating} that the breaker of {least[0]} carries. Fix: rack_cap of {rating} or less"
 
 
 def describe_above_cap(result: Simulation) -> str:
@@ -203,9 +224,13 @@ def _list_verdicts(verdicts: Sequence[Verdict]) -> RenderableType:
 
 def format_lost(job: JobResult) -> str:
     """The share of a job's iterations that were lost."""
-    if job.lost_share is None:
+    return _format_lost(job.lost_share)
+
+
+def _format_lost(share: float | None) -> str:
+    if share is None:
         return "-"
-    return format_share(max(0.0, job.lost_share)) if job.lost_share > 5e-4 else "0%"
+    return format_share(share) if share > 5e-4 else "0%"
 
 
 def _list_jobs(jobs: Sequence[JobResult]) -> RenderableType:
@@ -217,6 +242,18 @@ def _list_jobs(jobs: Sequence[JobResult]) -> RenderableType:
         TableColumn(heading="waited", cells=[format_duration(j.waited_s, 3) for j in shown], right=True, drop=3),
         TableColumn(heading="iterations", cells=[f"{j.iterations:,.1f}" for j in shown], right=True, drop=2),
         TableColumn(heading="lost", cells=[format_lost(j) for j in shown], right=True),
+        *(
+            [
+                TableColumn(
+                    heading="after its start",
+                    cells=[_format_lost(j.steady_lost_share) for j in shown],
+                    right=True,
+                    drop=1,
+                )
+            ]
+            if any(j.asked_w is not None for j in shown)
+            else []
+        ),
         TableColumn(heading="GPU energy", cells=[format_energy(j.energy_j, 3) for j in shown], right=True),
         TableColumn(heading="ballast", cells=[format_energy(j.ballast_j, 3) for j in shown], right=True, drop=4),
     ]
