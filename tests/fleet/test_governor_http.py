@@ -392,3 +392,19 @@ def test_a_node_that_falls_silent_is_told(tmp_path):
     again.look_for_silence()
     assert len(seen) == 3  # what a restart finds is no news
     again.store.close()
+
+
+def test_a_job_is_renewed_and_ended_by_the_token_that_asked(governor):
+    governor.client().join("n0", 500.0, session="s")
+    other = governor.client(token=governor.token_file.create("other", Role.JOB))
+    governor.client(Role.JOB).request(PowerRequest(job="a", watts={"n0": 4000.0}))
+    for call in (other.release, other.renew):
+        with pytest.raises(GovernorRefusal, match="may not do that") as refused:
+            call("a")
+        assert refused.value.code == "forbidden" and "asked for by the token 'jobs'" in refused.value.why
+    assert other.show_job("a").state is JobState.ACTIVE
+    assert governor.client(Role.JOB).renew("a").state is JobState.ACTIVE
+    with pytest.raises(GovernorRefusal) as unknown:
+        other.release("b")
+    assert unknown.value.code == "unknown_job"
+    assert governor.client().release("a").state is JobState.ENDED  # an operator may

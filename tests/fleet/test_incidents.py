@@ -13,7 +13,7 @@ import pytest
 from tessera.analyze.correlate import correlate_recording
 from tessera.analyze.power import power as analyze_power
 from tessera.errors import RecordingError
-from tessera.fleet.event_log import read_events
+from tessera.fleet.event_log import read_event_log, read_events
 from tessera.fleet.incidents import find_incidents, read_clock_errors
 from tessera.profile.ranks import Offset, merge
 from tessera.profile.runfile import RunFile, RunWriter
@@ -208,6 +208,18 @@ def test_the_entries_of_redfish_and_lines_of_json(tmp_path: Path) -> None:
     first, second = read_events(path)
     assert (first.time_ns, first.since_ns, first.domain) == (T0, T0 - 5, "log")
     assert (second.time_ns, second.since_ns) == (1_794_963_723_250_000_000, None)
+
+
+def test_a_line_that_is_no_json_is_left_out_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "pdu.log"
+    line = '{"time": "2026-03-01T10:00:0%d.5Z", "kind": "over_current", "domain": "pdu1"}\n'
+    path.write_text(line % 1 + line % 2 + "\n" + "### rotated ###\n" + line % 3 + '{"time": "2026-')
+    log = read_event_log(path)
+    assert len(log.events) == 3 and [number for number, _ in log.wrong_lines] == [4, 6]
+    assert read_events(path) == list(log.events)
+    path.write_text('{"time": "2026-\n{"kind": ')
+    with pytest.raises(RecordingError, match="is not JSON"):
+        read_events(path)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

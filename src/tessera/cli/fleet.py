@@ -226,17 +226,22 @@ def incidents(runs: tuple[Path, ...], logs: tuple[Path, ...], within_s: float, t
     RUNS are run files or a folder of them; several are put on one clock. Events come from the runs' own sensors
     (Redfish, IPMI) and from logs: `ipmitool sel elist`, a Redfish log as JSON, or JSON lines.
     """
-    from ..fleet.event_log import read_events
+    from ..fleet.event_log import read_event_log
     from ..fleet.incidents import find_incidents
 
-    events = {log: read_events(log) for log in logs}
-    found = find_incidents(list(runs), [e for some in events.values() for e in some], within_s=within_s)
-    silent = [
+    read = {log: read_event_log(log) for log in logs}
+    found = find_incidents(list(runs), [e for some in read.values() for e in some.events], within_s=within_s)
+    said = [
         f"{log} has no power event that is understood (its keys: docs/howto/fleet-watch.md)"
-        for log, some in events.items()
-        if not some
+        for log, some in read.items()
+        if not some.events
     ]
-    found = dataclasses.replace(found, notes=(*found.notes, *silent))
+    for log, some in read.items():
+        if some.wrong_lines:
+            number, why = some.wrong_lines[0]
+            more = f" and {len(some.wrong_lines) - 1} more" if len(some.wrong_lines) > 1 else ""
+            said.append(f"{log}: line {number}{more} left out: it is not JSON ({why})")
+    found = dataclasses.replace(found, notes=(*found.notes, *said))
     if as_json:
         click.echo(found.to_json())
         return 0

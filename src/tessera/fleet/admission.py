@@ -78,10 +78,10 @@ class JobQueue:
                 fix="ask for less, or for a lower min_share",
             )
 
-    def submit(self, request: PowerRequest, now_s: float) -> JobLease:
+    def submit(self, request: PowerRequest, now_s: float, owner: str = "") -> JobLease:
         held = self._user_w.get(request.user, 0.0) / self.policy.limit_w
         key = now_s + self.policy.ageing_s * (held - request.priority)
-        lease = JobLease(request=request, submitted_s=now_s, end_s=now_s + request.ttl_s, key=key)
+        lease = JobLease(request=request, submitted_s=now_s, end_s=now_s + request.ttl_s, key=key, owner=owner)
         self.restore(lease)
         return lease
 

@@ -229,7 +229,7 @@ class Budget:
 
     # -- jobs -----------------------------------------------------------------------------------------------
 
-    def request(self, now_s: float, request: PowerRequest) -> JobStatus:
+    def request(self, now_s: float, request: PowerRequest, owner: str = "") -> JobStatus:
         """Ask for watts. The same request again gives the same lease; a job that has ended does not start again."""
         now_s = self.advance(now_s)
         known = self.queue.jobs.get(request.job) or self.ended.get(request.job)
@@ -237,7 +237,7 @@ class Budget:
             for node in request.watts:
                 self._find_node(node)
             self.queue.check_possible(request)
-            lease = self.queue.submit(request, now_s)
+            lease = self.queue.submit(request, now_s, owner)
             heapq.heappush(self._job_ends, (lease.end_s, request.job))
             self.changed.add(("job", request.job))
             self._admit(now_s)
@@ -253,7 +253,7 @@ class Budget:
     def renew(self, now_s: float, job: str, ttl_s: float | None = None) -> JobStatus:
         """Let a lease last from now; it never becomes shorter by that."""
         now_s = self.advance(now_s)
-        lease = self._find_job(job)
+        lease = self.find_job(job)
         end_s = now_s + (lease.request.ttl_s if ttl_s is None else ttl_s)
         if lease.state is not JobState.ENDED and end_s > lease.end_s:
             lease.end_s = end_s
@@ -264,7 +264,7 @@ class Budget:
     def release(self, now_s: float, job: str) -> JobStatus:
         """End a job. Once more does nothing."""
         now_s = self.advance(now_s)
-        lease = self._find_job(job)
+        lease = self.find_job(job)
         if lease.state is not JobState.ENDED:
             self._end(lease, "released")
             self._admit(now_s)
@@ -387,7 +387,8 @@ class Budget:
             raise GovernorRefusal("unknown_node", f"there is no node {name!r}{near}", why=why, fix=fix)
         return node
 
-    def _find_job(self, name: str) -> JobLease:
+    def find_job(self, name: str) -> JobLease:
+        """A job that waits, runs or has ended."""
         lease = self.queue.jobs.get(name) or self.ended.get(name)
         if lease is None:
             fix, why = "`tessera governor status` lists the jobs", "it never asked for watts, or ended long ago"
@@ -396,7 +397,7 @@ class Budget:
 
     def describe_job(self, name: str) -> JobStatus:
         """Where a job stands."""
-        lease, now_s = self._find_job(name), self.now_s
+        lease, now_s = self.find_job(name), self.now_s
         granted_w = 0.0
         if lease.state is JobState.ACTIVE:
             granted_w = sum(round_down(self._fill.share_w(lease, node, now_s)) for node in lease.request.watts)

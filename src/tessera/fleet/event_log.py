@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,21 @@ _SEL = re.compile(
 _FORMS = ("%m/%d/%Y %H:%M:%S", "%m/%d/%Y %I:%M:%S %p", "%m/%d/%y %H:%M:%S", "%m/%d/%y %I:%M:%S %p")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventLog:
+    """The events of a log in time order, and the lines of it that could not be read: (number from 1, why)."""
+
+    events: tuple[PowerEvent, ...]
+    wrong_lines: tuple[tuple[int, str], ...] = ()
+
+
 def read_events(path: str | Path, *, domain: str | None = None) -> list[PowerEvent]:
     """The power events of a log, in time order, in epoch time. `domain` names whose log it is where it does not say."""
+    return list(read_event_log(path, domain=domain).events)
+
+
+def read_event_log(path: str | Path, *, domain: str | None = None) -> EventLog:
+    """The same, with the lines that were left out."""
     path = Path(path)
     try:
         text = read_bytes(path, JSON_BYTES).decode("utf-8", errors="replace")
@@ -41,14 +55,19 @@ def read_events(path: str | Path, *, domain: str | None = None) -> list[PowerEve
             f"cannot read {str(path)!r}", why=str(error), fix="give the part of the log that matters"
         ) from None
     whose = domain or path.stem
-    entries = list(_read_json(text, whose, path) if text.lstrip()[:1] in ("{", "[") else _read_sel(text, whose))
+    wrong: list[tuple[int, str]] = []
+    if text.lstrip()[:1] in ("{", "["):
+        found = (_read_entry(row, whose) for row in _read_json(text, path, wrong) if isinstance(row, dict))
+        entries = [event for event in found if event is not None]
+    else:
+        entries = list(_read_sel(text, whose))
     if not entries and text.strip() and not any(map(_SEL.match, text.splitlines())) and text.lstrip()[:1] not in "{[":
         raise RecordingError(
             f"{path} is not a log of power events",
             why="it has neither JSON nor lines of `ipmitool sel elist`",
             fix="ipmitool sel elist > events.log, or the Entries of a Redfish log service as JSON",
         )
-    return sorted(entries, key=lambda e: (e.time_ns, e.domain))
+    return EventLog(events=tuple(sorted(entries, key=lambda e: (e.time_ns, e.domain))), wrong_lines=tuple(wrong))
 
 
 def _read_sel(text: str, domain: str) -> Iterator[PowerEvent]:
@@ -68,21 +87,23 @@ def _read_sel(text: str, domain: str) -> Iterator[PowerEvent]:
             break
 
 
-def _read_json(text: str, domain: str, path: Path) -> Iterator[PowerEvent]:
+def _read_json(text: str, path: Path, wrong: list[tuple[int, str]]) -> list[Any]:
+    """The rows of one JSON value, or of one on each line; a line that is none is added to `wrong`."""
     try:
         whole = json.loads(text)
         rows = whole.get("Members", [whole]) if isinstance(whole, dict) else whole
-    except (ValueError, RecursionError):
+        return rows if isinstance(rows, list) else []
+    except (ValueError, RecursionError) as error:
+        why = str(error)[:200]
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
         try:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows += [json.loads(line)] if line.strip() else []
         except (ValueError, RecursionError) as error:
-            raise RecordingError(
-                f"{path} is not JSON", why=str(error)[:200], fix="one object a line, or a list"
-            ) from None
-    for row in rows if isinstance(rows, list) else []:
-        event = _read_entry(row, domain) if isinstance(row, dict) else None
-        if event is not None:
-            yield event
+            wrong.append((number, str(error).partition(": line 1")[0][:80]))
+    if not rows:
+        raise RecordingError(f"{path} is not JSON", why=why, fix="one object a line, or a list")
+    return rows
 
 
 def _read_entry(row: dict[str, Any], domain: str) -> PowerEvent | None:

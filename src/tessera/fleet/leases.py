@@ -155,6 +155,8 @@ class JobLease:
     admitted_s: float | None = None
     start_s: dict[str, float] = field(default_factory=dict)
     reason: str = ""
+    owner: str = ""
+    """The name of the token that asked: only it and an operator may renew or end the job. Empty: anybody."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from .exposition import expose
 from .http_server import HttpRequest, HttpResponse
 from .messages import JSON, NAME, ROUTES, TEXT, ErrorAnswer, ErrorText, HealthAnswer, JobBody, Route, describe_api
 from .service import GovernorService
-from .tokens import Role, TokenFile
+from .tokens import GovernorToken, Role, TokenFile
 
 _STATUS = {"unknown_node": 404, "unknown_job": 404, "too_large": 422, "conflict": 409, "busy": 409, "full": 429}
 _NAME = re.compile(NAME)
@@ -41,10 +41,11 @@ class GovernorApp:
         try:
             route, name = _find_route(request)
             media = route.media
+            token = None
             if route.role is not None:
-                self._check_token(request, route, name)
+                token = self._check_token(request, route, name)
                 known = True
-            status, body = 200, self._call(route, name, request)
+            status, body = 200, self._call(route, name, request, token)
         except _Refused as exc:
             status, code, body = exc.status, exc.code, _encode_error(exc.code, exc.what, exc.why, exc.fix)
         except GovernorRefusal as exc:
@@ -59,7 +60,7 @@ class GovernorApp:
             await self._save()
         return HttpResponse(status, body, known, media)
 
-    def _check_token(self, request: HttpRequest, route: Route, name: str | None) -> None:
+    def _check_token(self, request: HttpRequest, route: Route, name: str | None) -> GovernorToken:
         scheme, _, secret = request.headers.get("authorization", "").partition(" ")
         token = self.tokens.find(secret.strip()) if scheme.lower() == "bearer" else None
         if token is None and secret:
@@ -72,8 +73,15 @@ class GovernorApp:
         if not token.may(route.role, name if route.role is Role.NODE else None):
             what = f"this token ({token.role} {token.name!r}) may not do that"
             raise _Refused(403, "forbidden", what, f"it needs {_describe_role(route.role, name)}", _NEW_TOKEN)
+        if route.role is Role.JOB and name is not None and token.role is not Role.OPERATOR:
+            owner = self.service.budget.find_job(name).owner
+            if owner not in ("", token.name):
+                what = f"this token ({token.role} {token.name!r}) may not do that"
+                why = f"job {name!r} was asked for by the token {owner!r}"
+                raise _Refused(403, "forbidden", what, why, "use that token, or one of an operator")
+        return token
 
-    def _call(self, route: Route, name: str | None, request: HttpRequest) -> bytes:
+    def _call(self, route: Route, name: str | None, request: HttpRequest, token: GovernorToken | None) -> bytes:
         if route.media == TEXT:
             return expose(self.service.describe(), self.service.journal.counts).encode()
         if not route.call:
@@ -81,6 +89,8 @@ class GovernorApp:
         keywords: dict[str, Any] = {}
         if route.body is not None:
             keywords = _as_keywords(self._decode(route, request))
+            if route.body is JobBody and token is not None:
+                keywords["owner"] = token.name
         elif request.body:
             raise _Refused(400, "bad_request", "this call has no body", f"{len(request.body)} bytes came with it")
         answer = getattr(self.service, route.call)(*([] if name is None else [name]), **keywords)

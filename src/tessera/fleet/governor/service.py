@@ -98,10 +98,10 @@ class GovernorService:
     def remove(self, node: str) -> None:
         self.budget.remove(self._clock(), node)
 
-    def request(self, request: PowerRequest) -> JobStatus:
+    def request(self, request: PowerRequest, owner: str = "") -> JobStatus:
         if request.job not in self.budget.queue.jobs and len(self.budget.queue.jobs) >= MOST_JOBS:
             raise GovernorRefusal("full", f"{MOST_JOBS} jobs wait or run", why=_FULL, fix="try again later")
-        return self.budget.request(self._clock(), request)
+        return self.budget.request(self._clock(), request, owner)
 
     def show_job(self, job: str) -> JobStatus:
         self.advance()
