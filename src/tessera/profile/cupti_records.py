@@ -7,7 +7,6 @@ MemcpyPtoP4: checked by compiling the headers of all 15 releases. Later ones add
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,10 +58,11 @@ _SIZES = (
 )
 # CUpti_ActivityAPI and CUpti_ActivityExternalCorrelation (which Kineto asks for): the same from CUDA 11.8 to 13.4.
 _SAME = {DRIVER: 40, RUNTIME: 40, EXTERNAL: 24}
-_LOOK = 64
+_LOOK = 256
+_LONG = 24
+"""Records of one kind in a row after which numpy counts the rest."""
 MOST_THREADS, MOST_DEVICES = 1024, 1024
 """Of a block on every GPU so far, and more GPUs than any machine has."""
-_kind_at = struct.Struct("<I").unpack_from
 
 
 def sizes_of_version(version: int) -> dict[int, int]:
@@ -106,29 +106,37 @@ def find_distinct(data: Buffer, places: NDArray[np.int64], kind: int, field: str
 def find_places(data: Buffer, sizes: Mapping[int, int]) -> dict[int, NDArray[np.int64]]:
     """Where the records of each kind begin.
 
-    They lie one after the other, and how long one is depends on its kind. Most are kernels, in runs whose length numpy
-    finds; a loop over all of them in Python would hold the interpreter for 0.2 us each.
+    They lie one after the other, and how long one is depends on its kind. Most programs launch kernels in long runs,
+    whose length numpy finds. Others copy or set a few bytes after every few kernels (a mixture of experts): there a call
+    of numpy for each run would take the interpreter for ten times as long as a plain loop, 0.2 us a record.
     """
-    runs: dict[int, list[NDArray[np.int64]]] = {}
-    words = np.frombuffer(data, "<u4", count=len(data) // 4)
-    at, end = 0, len(data)
+    words = memoryview(data)[: len(data) // 4 * 4].cast("B").cast("I")
+    parts: dict[int, list[NDArray[np.int64]]] = {}
+    single: dict[int, list[int]] = {}  # places since the last long run of a kind
+    at, end, before, alike = 0, len(data), -1, 0
     while at + 4 <= end:
-        (kind,) = _kind_at(data, at)
+        kind = words[at >> 2]
         size = sizes.get(kind)
         if size is None:
             raise UnknownRecordError(
                 f"CUPTI wrote a record of kind {kind}, which is not known", fix="record it with mode='operators'"
             )
-        most = (end - at) // size  # the last may be cut off
-        if not most:
+        if at + size > end:  # the last may be cut off
             break
-        following = at + size
-        count = 1
-        if most > 1 and _kind_at(data, following)[0] == kind:
-            count = _count_same(words[at >> 2 :: size >> 2][:most], kind)
-        runs.setdefault(kind, []).append(_steps(count) * size + at)
-        at += count * size
-    return {kind: np.concatenate(parts) for kind, parts in runs.items()}
+        if kind != before:
+            before, alike, own = kind, 0, single.setdefault(kind, [])
+        own.append(at)
+        at += size
+        alike += 1
+        if alike == _LONG:
+            kinds = np.frombuffer(data, "<u4", count=len(words))[at >> 2 :: size >> 2][: (end - at) // size]
+            count, alike = _count_same(kinds, kind), 0
+            parts.setdefault(kind, []).extend((np.array(own, np.int64), _steps(count) * size + at))
+            own.clear()
+            at += count * size
+    for kind, places in single.items():
+        parts.setdefault(kind, []).append(np.array(places, np.int64))
+    return {kind: np.concatenate(arrays) for kind, arrays in parts.items()}
 
 
 def _count_same(kinds: NDArray[np.uint32], kind: int) -> int:

@@ -79,8 +79,8 @@ def _kernels(builder: Builder, records: NDArray[Any], names: Mapping[int, str]) 
         keys += part.astype(np.uint64) * mix
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     rows = []
-    for at, key in zip(first.tolist(), keys[first].tolist(), strict=True):
-        mangled = names.get(int(records["name"][at]), "unknown kernel")
+    for at, key, pointer in zip(first.tolist(), keys[first].tolist(), records["name"][first].tolist(), strict=True):
+        mangled = names.get(pointer, "unknown kernel")
         known = _known.get((key, mangled))
         if known is None:
             if len(_known) > _MOST_KNOWN:

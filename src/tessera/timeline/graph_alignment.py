@@ -2,12 +2,13 @@
 
 ::
 
-    captured              a b c d e        the calls that put kernels into graphs, in their order, by `captured`
-    replays, a stream     a b c d e   a b c d e   a b c d e
+    captured     a b c d e | f g a b            calls that put kernels into graphs, in their order, by `captured`
+    replays      [a b c d e] [a b c d e] [f g a b] [a b c d e]
 
-The same cursor as for untraced steps (`launch_alignment`) goes through what was captured, round and round: several
-graphs stand there one after the other. A kernel that only one operator put into any graph has that operator wherever it
-stands.
+All kernels of a replay have the number of one launch, and each its node. Replays with the same nodes are of one graph:
+its kernels are looked for once, in a row among what was captured. Where they do not stand so (a graph with branches,
+a replay that was cut off), the cursor of `launch_alignment` follows them. A kernel that only one operator put into any
+graph has that operator wherever it stands.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from __future__ import annotations
 import numpy as np
 
 from .columns import NONE, Ints, Timeline
-from .launch_alignment import Bools, find_by_key, follow_launches, split_lanes
+from .launch_alignment import Bools, find_by_key, follow_launches
+
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def align_graphs(timeline: Timeline, device: Ints, op: Ints) -> tuple[Ints, Ints, Bools]:
@@ -23,21 +26,28 @@ def align_graphs(timeline: Timeline, device: Ints, op: Ints) -> tuple[Ints, Ints
 
     `op` has the operators of calls.
     """
-    put_there = timeline.columns.get("captured", op[:0])
-    captured = np.flatnonzero(put_there != NONE)
+    captured = np.flatnonzero(timeline.columns.get("captured", op[:0]) != NONE)
     replayed = device[timeline["graph_node"][device] != NONE] if len(captured) else captured
     if not len(replayed):
         return device[:0], device[:0], np.zeros(0, bool)
-    call = np.full(len(timeline), NONE, np.int64)
     captured = captured[np.argsort(timeline["start_ns"][captured], kind="stable")]
     name, exact = _name_kernels(timeline, captured, replayed)
-    ranks = timeline["rank"]
-    for lane in split_lanes(timeline, replayed):
-        own = captured[ranks[captured] == ranks[lane[0]]]
-        if len(own):
-            places = follow_launches(name[own], name[lane], np.zeros(len(lane), np.int64))
-            call[lane] = np.where(places == NONE, NONE, own[places])
-    find_by_key(call, replayed, captured, exact, op, timeline["name"], override=True)
+    call = np.full(len(timeline), NONE, np.int64)
+    ranks, start_ns = timeline["rank"], timeline["start_ns"]
+    for replays in _split_graphs(timeline, replayed):
+        own = captured[ranks[captured] == ranks[replays[0, 0]]]
+        by_node = replays[0]
+        by_time = np.argsort(start_ns[by_node], kind="stable")
+        places = np.full(len(by_node), NONE, np.int64)
+        for keys in (exact, name):
+            for order in (np.arange(len(by_node)), by_time):
+                begin = _find_run(keys[own], keys[by_node[order]])
+                if begin != NONE and places[0] == NONE:
+                    places[order] = begin + np.arange(len(by_node))
+        if len(own) and places[0] == NONE:
+            places[by_time] = follow_launches(name[own], name[by_node[by_time]], np.zeros(len(by_node), np.int64))
+        call[replays] = np.where(places == NONE, NONE, own[places] if len(own) else NONE)
+    find_by_key(call, replayed, captured, exact, op, timeline["name"], override=False)
     find_by_key(call, replayed, captured, name, op, timeline["name"], override=False)
     known = replayed[(call[replayed] != NONE) & (op[call[replayed]] != NONE)]
     return known, call[known], exact[known] == exact[call[known]]
@@ -53,3 +63,37 @@ def _name_kernels(timeline: Timeline, captured: Ints, replayed: Ints) -> tuple[I
         names[rows] = (timeline["rank"][rows] + 1) * len(timeline.names) + timeline[column][rows]
         exact[rows] = names[rows] * (len(shapes) + 1) + shape[timeline["launch"][rows]] + 1
     return names, exact
+
+
+def _split_graphs(timeline: Timeline, rows: Ints) -> list[Ints]:
+    """The replays of each graph, one a line, their kernels in the order of their nodes."""
+    columns = [timeline[name][rows] for name in ("rank", "device", "correlation", "graph_node")]
+    order = np.lexsort(columns[::-1])
+    rows = rows[order]
+    changes = np.zeros(len(rows), bool)
+    changes[0] = True
+    for column in columns[:-1]:
+        changes[1:] |= np.diff(column[order]) != 0
+    first = np.flatnonzero(changes)
+    size = np.diff(first, append=len(rows))
+    node = columns[-1][order].astype(np.uint64)
+    mixed = (node ^ (node >> np.uint64(31))) * _MIX
+    mixed ^= mixed >> np.uint64(29)
+    keys = np.column_stack([size, np.add.reduceat(mixed, first).view(np.int64), columns[0][order][first]])
+    _, which = np.unique(keys, axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    return [
+        rows[first[members][:, None] + np.arange(size[members[0]])]
+        for members in (np.flatnonzero(which == group) for group in range(int(which.max()) + 1))
+    ]
+
+
+def _find_run(reference: Ints, sequence: Ints) -> int:
+    """Where a sequence begins in the reference, all of it in a row; `NONE` where it does not."""
+    last = len(reference) - len(sequence)
+    if last < 0:
+        return NONE
+    for begin in np.flatnonzero(reference[: last + 1] == sequence[0]).tolist():
+        if np.array_equal(reference[begin : begin + len(sequence)], sequence):
+            return int(begin)
+    return NONE

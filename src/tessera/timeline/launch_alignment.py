@@ -69,7 +69,7 @@ def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> 
         known = twin != NONE
         return LaunchAlignment(twin=twin, repeats=device[:0], is_same=known, in_order=known, lanes=())
     name, exact = _name_launches(timeline, device)
-    lanes = tuple(split_lanes(timeline, device[~is_sum]))
+    lanes = tuple(_split_lanes(timeline, device[~is_sum]))
     is_untraced = np.zeros(len(timeline), bool)
     is_untraced[device] = untraced
     for lane in lanes:
@@ -111,7 +111,7 @@ def _name_launches(timeline: Timeline, device: Ints) -> tuple[Ints, Ints]:
     return names, exact
 
 
-def split_lanes(timeline: Timeline, device: Ints) -> Iterator[Ints]:
+def _split_lanes(timeline: Timeline, device: Ints) -> Iterator[Ints]:
     """Rows of each stream of each device (and rank) in the order they ran, which is that of their launches."""
     columns = [timeline[name][device] for name in ("rank", "device", "stream")]
     order = np.lexsort((timeline["start_ns"][device], *columns[::-1]))
