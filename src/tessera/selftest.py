@@ -282,7 +282,7 @@ def judge_mixture(alone: Mapping[str, tuple[float, float]], together: Mapping[st
     mixture. So kernels that run at another speed say nothing of the attribution.
     """
     what = "joules of kernels in a mixture, against each alone: mean"
-    errors, others = {}, {}
+    errors, others = dict[str, float](), dict[str, float]()
     for name, (energy_j, each_s) in together.items():
         alone_j, alone_s = alone[name]
         is_alike = abs(each_s / alone_s - 1) <= SAME_SPEED
