@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn import functional
@@ -359,7 +360,14 @@ def run_first_calls(loop: Loop, way: str, budget_s: float) -> tuple[Call, dict[s
     report = plan.in_use
     return call, found | {
         "chosen": plan.setting if loop.tuned else plan.chosen,
-        "in_use": None if report is None else {"outcome": report.outcome, "chosen": report.chosen, "runs": report.runs},
+        "in_use": None
+        if report is None
+        else {
+            "outcome": report.outcome,
+            "chosen": report.chosen,
+            "runs": report.runs,
+            "variants": msgspec.to_builtins(report.variants),
+        },
         "search_s": plan.spent_s,
         "search_j": plan.spent_j,
         "paid_after_calls": plan.paid_after_calls,

@@ -438,3 +438,38 @@ def test_what_all_of_a_round_share_cancels() -> None:
     fast, slow = compare_rounds([[[2.0 * pace, 2.0 * pace], [3.0 * pace]] for pace in paces])
     assert slow.mean / fast.mean == pytest.approx(1.5) and fast.error == pytest.approx(0.0, abs=1e-12)
     assert order_turns(3, 2) == [[0, 1, 2], [2, 1, 0]]
+
+
+def test_calls_that_had_to_get_memory_are_not_held_against_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding on an H200: inputs grow, and code that needs more memory than there was gets some at each call."""
+    from tessera.rewrite import compile_events
+
+    got = [0]
+    monkeypatch.setattr(compile_events, "_count_allocations", lambda: got[0])
+
+    def get_memory() -> float:
+        got[0] += 1
+        return 0.041
+
+    costs = {"default": get_memory, "eager": lambda: 0.0029}
+    loop = Loop(costs, {"default": 0.0020, "eager": 0.0031})
+    assert loop.run(50)[-1] == "default"
+    default, eager = loop.reports[0].variants
+    assert default.estimated and default.time_s == pytest.approx(0.0020 * 29 / 31) and not eager.estimated
+    assert "1.871 ms by its trial, since each call here had to get memory" in use_line(loop.reports[0])
+
+
+def test_a_few_calls_that_had_to_get_memory_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tessera.rewrite import compile_events
+
+    got, calls = [0], iter(range(1000))
+    monkeypatch.setattr(compile_events, "_count_allocations", lambda: got[0])
+
+    def get_memory_at_first() -> float:
+        got[0] += next(calls) < 20
+        return 0.041 if got[0] < 20 else 0.0035
+
+    loop = Loop({"default": get_memory_at_first, "eager": lambda: 0.0029}, {"default": 0.0020, "eager": 0.0031})
+    assert loop.run(50)[-1] == "eager"  # by what it took afterwards
+    default = loop.reports[0].variants[0]
+    assert not default.estimated and default.time_s == pytest.approx(0.0035)

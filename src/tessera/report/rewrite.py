@@ -62,7 +62,9 @@ def use_line(report: UseReport) -> str:
 
 def _figures_in_use(used: VariantInUse) -> str:
     parts = [format_duration(used.time_s)] + ([] if used.energy_j is None else [format_energy(used.energy_j)])
-    if used.promised_s is not None:
+    if used.estimated:
+        parts[0] += " by its trial, since each call here had to get memory"
+    elif used.promised_s is not None:
         parts.append(f"promised {format_duration(used.promised_s)}")
     again = [(used.compilations, "compiled again"), (used.recordings, "graphs recorded again")]
     parts += [f"{count} {what} in {used.calls} calls" for count, what in again if count]

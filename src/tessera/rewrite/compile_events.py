@@ -15,16 +15,28 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CompileEvents:
-    """How often code was compiled and CUDA graphs were recorded."""
+    """How often code was compiled and CUDA graphs were recorded; true where any of that happened.
+
+    `allocations`: how often torch had to ask the driver for memory, which ends when the largest inputs have been seen.
+    """
 
     compilations: int = 0
     recordings: int = 0
+    allocations: int = 0
 
     def __sub__(self, other: CompileEvents) -> CompileEvents:
-        return CompileEvents(self.compilations - other.compilations, self.recordings - other.recordings)
+        return CompileEvents(
+            self.compilations - other.compilations,
+            self.recordings - other.recordings,
+            self.allocations - other.allocations,
+        )
 
     def __add__(self, other: CompileEvents) -> CompileEvents:
-        return CompileEvents(self.compilations + other.compilations, self.recordings + other.recordings)
+        return CompileEvents(
+            self.compilations + other.compilations,
+            self.recordings + other.recordings,
+            self.allocations + other.allocations,
+        )
 
     def __bool__(self) -> bool:
         return bool(self.compilations or self.recordings)
@@ -39,7 +51,16 @@ def count_events() -> CompileEvents:
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     if handler is not None and _note_compilation not in handler.start_callbacks:  # torch._dynamo.reset() forgets it
         handler.register_start_callback(_note_compilation)
-    return CompileEvents(_counts[False], _counts[True])
+    return CompileEvents(_counts[False], _counts[True], _count_allocations())
+
+
+def _count_allocations() -> int:
+    """Calls of cudaMalloc by torch's allocator; 0 without CUDA, or where this torch does not count them."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    stats = torch._C._cuda_memoryStats(torch.cuda.current_device())
+    return int(stats.get("num_device_alloc", 0))
 
 
 def note_recording() -> None:

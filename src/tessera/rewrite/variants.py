@@ -364,8 +364,9 @@ class VariantSearch:
         times = compare_rounds([[[turn.time_s] for turn in each] for each in by_round]) if measured else []
         for variant, level in zip(measured, times, strict=True):
             variant.time_s = level.mean
-        if measured and all(turn.energy_j for each in by_round for turn in each):
-            joules = compare_rounds([[[turn.energy_j or 0.0] for turn in each] for each in by_round])
+        known_rounds = [each for each in by_round if all(turn.energy_j for turn in each)]  # a turn may be too short
+        if known_rounds:
+            joules = compare_rounds([[[turn.energy_j or 0.0] for turn in each] for each in known_rounds])
             for variant, level in zip(measured, joules, strict=True):
                 known = max(turn.error_j or 0.0 for turn in variant.turns)
                 variant.energy_j, variant.error_j = level.mean, max(level.error, known)

@@ -54,6 +54,8 @@ _LEAST_S, _LEAST_SURE = 0.2, 0.05
 # Joules of a turn include what the user does between calls: they are held against the trial's where that is little.
 _BUSY = 0.9
 _READ_S = 2.0
+# An estimate by a trial, at the pace of the loop, may be off by this share.
+_UNSURE = 0.1
 
 
 class VariantInUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -72,6 +74,8 @@ class VariantInUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     promised_j: float | None = None
     compilations: int = 0
     recordings: int = 0
+    estimated: bool = False
+    """Whether the time is the trial's, at the pace of the loop: each call here had to get memory from the driver."""
 
 
 class UseReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -317,23 +321,50 @@ class WatchedCall:
         them: the figures lie between both answers, and their errors include both.
         """
         times = {at: self._time_turns(turns) for at, turns in taken.items()}
-        rounds = max(map(len, times.values()))
-        together = [at for at in times if len(times[at]) == rounds]
-        compared = compare_rounds([[times[at][i] for at in together] for i in range(rounds)])
-        levels = dict(zip(together, compared, strict=True))
+        levels = self._compare(times)
         figures, first = [], 0.0
         for at, turns in taken.items():
             spans = [span for turn in turns for span in turn.spans]
-            level = levels.get(at) or compare_rounds([[times[at][0]]])[0]
+            level = levels.get(at) or self._estimate(at, levels) or _pool(self._time_turns(turns, all_of_them=True))
             elements = sum(s.elements for s in spans) / len(spans)
             first = first or elements
             scale = first / elements if elements else 1.0
-            figures.append(self._make_figures(self._candidates[at], turns, level, scale))
+            made = self._make_figures(self._candidates[at], turns, level, scale)
+            estimated = at not in levels and made.promised_s is not None
+            figures.append(msgspec.structs.replace(made, estimated=estimated))
         return figures
 
-    def _time_turns(self, turns: Sequence[_Turn]) -> list[list[float]]:
-        times = [[(self._clock.measure_s(s.begin, s.end), s.events) for s in turn.spans] for turn in turns]
-        most_s = _PAUSE * statistics.median(t for turn in times for t, _ in turn)
+    def _compare(self, times: Mapping[int, Sequence[Sequence[float]]]) -> dict[int, Level]:
+        """What variants took in the same rounds; where they have none in common, each by all of its calls."""
+        known = {at: turns for at, turns in times.items() if any(turns)}
+        most = max((len(turns) for turns in known.values()), default=0)
+        together = [at for at, turns in known.items() if len(turns) == most]
+        rounds = [[known[at][i] for at in together] for i in range(most)]
+        rounds = [each for each in rounds if all(each)]
+        compared = dict(zip(together, compare_rounds(rounds), strict=True)) if rounds else {}
+        return compared | {at: _pool(turns) for at, turns in known.items() if at not in compared}
+
+    def _estimate(self, at: int, levels: Mapping[int, Level]) -> Level | None:
+        """What a variant would take by its trial, at the pace of the program as it was in trial and loop."""
+        last = len(self._candidates) - 1
+        promises = [self._candidates[i].promise for i in (at, last)]
+        mine, plain = (None if p is None else p.time_s for p in promises)
+        if mine is None or not plain or last not in levels:
+            return None
+        mean_s = mine * levels[last].mean / plain
+        return Level(mean_s, _UNSURE * mean_s)
+
+    def _time_turns(self, turns: Sequence[_Turn], *, all_of_them: bool = False) -> list[list[float]]:
+        """The seconds of calls, but for those that only had to get memory."""
+        times = [
+            [
+                (self._clock.measure_s(s.begin, s.end), s.events)
+                for s in turn.spans
+                if all_of_them or s.events or not s.events.allocations
+            ]
+            for turn in turns
+        ]
+        most_s = _PAUSE * statistics.median([t for turn in times for t, _ in turn] or [0.0])
         return [[t if events else min(t, most_s) for t, events in turn] for turn in times]
 
     def _make_figures(
@@ -388,3 +419,8 @@ class WatchedCall:
         energies = self._read_energies([turn])
         within_s = sum(self._clock.measure_s(s.begin, s.end) for s in turn.spans)
         return within_s / energies[0].time_s if energies and energies[0].time_s else 1.0
+
+
+def _pool(turns: Sequence[Sequence[float]]) -> Level:
+    """The level of all calls of a variant alone."""
+    return compare_rounds([[[t for turn in turns for t in turn]]])[0]

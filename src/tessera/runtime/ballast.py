@@ -26,8 +26,9 @@ from .ballast_control import BIN_S, BINS
 
 SLOT_S = 0.0002
 """How long ballast on a GPU works between two looks at its level: the longest that real work waits for it."""
-SLOTS = 250
-"""In one launch, 50 ms: whoever is killed leaves no ballast for longer."""
+SLOTS = 1250
+"""In one launch, 250 ms: whoever is stopped leaves no ballast for longer than two of them. With launches of 50 ms the
+power on an H200 fell by half for some 40 ms in most pauses (2026-11-18): the host seemed to be late with the next."""
 AHEAD = 2
 _POLL_S = 0.005
 
