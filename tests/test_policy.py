@@ -90,7 +90,7 @@ def test_groups_may_be_shifted_by_a_time_or_not_at_all() -> None:
         ("power_shaper: {phase_shift: {dp_group: auto}}", "did you mean 'dp_groups'"),
         ("power_shaper: {phase_shift: {dp_groups: autos}}", "did you mean 'auto'"),
         ("power_shaper: {jitter_ms: [5, 1]}", "begins above its end"),
-        ("power_shaper: {jitter_ms: [-1, 5]}", "is not from 0 to"),
+        ("power_shaper: {jitter_ms: [-1, 5]}", "jitter_ms: -1 ms is not from 0 s to 60 s"),
         ("power_shaper: {jitter_ms: 5}", "is not a pair"),
         ("power_shaper: {jitter: [1, 5]}", "has no unit"),
         ("power_shaper: {cap_rate: 1.2}", "is not from"),
@@ -103,6 +103,7 @@ def test_groups_may_be_shifted_by_a_time_or_not_at_all() -> None:
         ("rack_power_governor: {rack_cap_kw: 20kW}", "the key already has the unit"),
         ("rack_power_governor: {rack_cap_kw: 20, rack_cap: 20kW}", "say the same thing"),
         ("rack_power_governor: {rack_cap_kw: .inf}", "is not a number"),
+        ("rack_power_governor: {rack_cap_kw: -20}", "rack_cap_kw: -20 kW is not from 1 W to"),
         ("rack_power_governor: {rack_cap: 20mw}", "'mW' or 'MW'"),
         ("thermal_policy: {hotspot_threshold: 85}", "has no unit"),
         ("thermal_policy: {redistribute: 1}", "is not true or false"),
@@ -184,5 +185,11 @@ def test_all_mistakes_of_a_file_are_shown() -> None:
     with pytest.raises(PolicyError) as said:
         parse_policies(table, "p.yaml")
     assert said.value.what.startswith("p.yaml has 4 mistakes:")
-    for part in ("did you mean 'jitter_ms'", "cap_rate = 3", "rack_cap is missing", "utility_spec"):
+    for part in ("did you mean 'jitter_ms'", "cap_rate: 3 is not from", "rack_cap is missing", "utility_spec"):
         assert part in said.value.what
+
+
+def test_a_value_that_is_no_number_is_not_told_to_have_a_unit(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError) as said:
+        load(tmp_path, "rack_power_governor: {rack_cap_kw: .nan}")
+    assert "nan is not a number" in said.value.what and said.value.why is None

@@ -24,12 +24,17 @@ from typing import Any, Literal, TypeAlias
 from .errors import ArgumentError, PolicyError, did_you_mean
 from .read_limits import YAML_BYTES, parse_yaml, quote_value, read_bytes
 from .units import (
+    format_duration,
+    format_power,
+    format_power_rate,
+    format_temperature,
     parse_duration,
     parse_fraction,
     parse_frequency,
     parse_power,
     parse_power_rate,
     parse_temperature,
+    with_unit,
 )
 
 Range: TypeAlias = tuple[float, float]
@@ -65,10 +70,20 @@ _LIMITS: dict[str, tuple[float, float]] = {
 }
 
 
+_FORMATS = {"_w_per_s": format_power_rate, "_w": format_power, "_s": format_duration, "_c": format_temperature}
+
+
+def _show(name: str, value: float) -> str:
+    """A value with the unit that its field is named for."""
+    field = name.partition(".")[0]
+    return next((show(value) for end, show in _FORMATS.items() if field.endswith(end)), f"{value:g}")
+
+
 def _check_number(name: str, value: Any, limits: tuple[float, float]) -> float:
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     if not limits[0] <= number <= limits[1]:
-        raise PolicyError(f"{name} = {quote_value(value)} is not from {limits[0]:g} to {limits[1]:g}")
+        low, high = (_show(name, limit) for limit in limits)
+        raise PolicyError(f"{name} = {_show(name, number)} is not from {low} to {high}")
     return float(number)
 
 
@@ -240,19 +255,9 @@ def _number_in(factor: float) -> Callable[[Any], Any]:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise PolicyError(f"{quote_value(value)} is not a number", why="the key already has the unit")
+            why = "the key already has the unit" if isinstance(value, str) else None
+            raise PolicyError(f"{quote_value(value)} is not a number that can be used", why=why)
         return number * factor
-
-    return read
-
-
-def _text_by(parse: Callable[[str], float], example: str) -> Callable[[Any], Any]:
-    """Reads text with a unit. A bare number is refused: nobody knows whether 60 is seconds or minutes."""
-
-    def read(value: Any) -> float:
-        if not isinstance(value, str):
-            raise PolicyError(f"{quote_value(value)} has no unit", fix=f"write it with its unit, such as {example}")
-        return parse(value)
 
     return read
 
@@ -278,13 +283,12 @@ def _map_of(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _quantity(
     base: str,
     name: str,
-    parse: Callable[[str], float],
-    example: str,
+    parse: Callable[[str | float], float],
     suffixes: Mapping[str, float],
     many: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] = lambda read: read,
 ) -> dict[str, _Key]:
     """The keys of one quantity: `rack_cap` with its unit in the text, `rack_cap_kw` with its unit in the key."""
-    keys = {base: _Key(name, many(_text_by(parse, example)))}
+    keys = {base: _Key(name, many(with_unit(parse)))}
     return keys | {f"{base}_{end}": _Key(name, many(_number_in(factor))) for end, factor in suffixes.items()}
 
 
@@ -307,10 +311,7 @@ def _read_shift(value: Any) -> GroupShift:
         return parse_duration(value)
     if isinstance(value, str):
         return value  # type: ignore[return-value]  # checked when the policy is made
-    raise PolicyError(
-        f"{quote_value(value)} is not a way to shift groups",
-        fix='"auto", "round_robin", "off", or a time such as "2ms"',
-    )
+    raise PolicyError(f"{quote_value(value)} is not a way to shift groups", fix=_SHIFT_FIX)
 
 
 def _read_phase_shift(value: Any) -> PhaseShift:
@@ -329,37 +330,37 @@ _SECTIONS: dict[str, tuple[type[Any], dict[str, _Key]]] = {
     "power_shaper": (
         PowerShaper,
         {
-            **_quantity("jitter", "jitter_s", parse_duration, "[1ms, 5ms]", _SECONDS, _pair_of),
+            **_quantity("jitter", "jitter_s", parse_duration, _SECONDS, _pair_of),
             "phase_shift": _Key("phase_shift", _read_phase_shift),
             "cap_rate": _Key("cap_rate", _read_share),
-            **_quantity("psu_limit", "psu_limit_w", parse_power, "12kW", _WATTS),
-            **_quantity("power_floor", "power_floor_w", parse_power, "400W", _WATTS),
-            **_quantity("max_ramp", "max_ramp_w_per_s", parse_power_rate, "200W/s", _WATTS_PER_S),
+            **_quantity("psu_limit", "psu_limit_w", parse_power, _WATTS),
+            **_quantity("power_floor", "power_floor_w", parse_power, _WATTS),
+            **_quantity("max_ramp", "max_ramp_w_per_s", parse_power_rate, _WATTS_PER_S),
         },
     ),
     "rack_power_governor": (
         RackPowerGovernor,
         {
-            **_quantity("rack_cap", "rack_cap_w", parse_power, "20kW", _WATTS),
-            **_quantity("soft_start", "soft_start_s", parse_duration, "60s", _SECONDS),
-            **_quantity("per_rack_jitter", "per_rack_jitter_s", parse_duration, "[10ms, 50ms]", _SECONDS, _pair_of),
+            **_quantity("rack_cap", "rack_cap_w", parse_power, _WATTS),
+            **_quantity("soft_start", "soft_start_s", parse_duration, _SECONDS),
+            **_quantity("per_rack_jitter", "per_rack_jitter_s", parse_duration, _SECONDS, _pair_of),
             "breaker_margin": _Key("breaker_margin", _read_share),
         },
     ),
     "thermal_policy": (
         ThermalPolicy,
         {
-            **_quantity("hotspot_threshold", "hotspot_threshold_c", parse_temperature, "85C", {"c": 1.0}),
+            **_quantity("hotspot_threshold", "hotspot_threshold_c", parse_temperature, {"c": 1.0}),
             **{n: _Key(n, _read_bool) for n in ("redistribute", "prefer_cool_nodes", "migration_on_overheat")},
-            **_quantity("cooling_budget", "cooling_budget_w", parse_power, "{aisle1: 120kW}", _WATTS, _map_of),
+            **_quantity("cooling_budget", "cooling_budget_w", parse_power, _WATTS, _map_of),
         },
     ),
     "utility_spec": (
         UtilitySpec,
         {
-            **_quantity("ramp", "ramp_w_per_s", parse_power_rate, "10MW/s", _WATTS_PER_S),
-            **_quantity("dynamic_range", "dynamic_range_w", parse_power, "15MW", _WATTS),
-            **_quantity("band", "band_hz", parse_frequency, "[0.1Hz, 20Hz]", {"hz": 1.0}, _pair_of),
+            **_quantity("ramp", "ramp_w_per_s", parse_power_rate, _WATTS_PER_S),
+            **_quantity("dynamic_range", "dynamic_range_w", parse_power, _WATTS),
+            **_quantity("band", "band_hz", parse_frequency, {"hz": 1.0}, _pair_of),
             "band_share": _Key("band_share", _read_share),
             "crest_factor": _Key("crest_factor", _number_in(1.0)),
         },
@@ -399,7 +400,8 @@ def _read_section(table: Any, keys: Mapping[str, _Key], mistakes: list[PolicyErr
             read = keys[key].read(value)
             values[name] = _check_field(name, read) if name in _LIMITS and read is not None else read
         except ArgumentError as error:
-            mistakes.append(PolicyError(f"{key}: {error.what}", why=error.why, fix=error.fix))
+            what = error.what.removeprefix(f"{name} = ")  # the key says it, with the unit that the file uses
+            mistakes.append(PolicyError(f"{key}: {what}", why=error.why, fix=error.fix))
             values[name] = None
     return values
 

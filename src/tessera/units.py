@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import UnitError, did_you_mean
+from .errors import ArgumentError, UnitError, did_you_mean
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _SPACE = re.compile(r"\s*")
@@ -204,7 +204,16 @@ def parse_fraction(text: str | float) -> float:
 
 def with_unit(parse: Callable[[str | float], float]) -> Callable[[Any], float]:
     """A parser of values in files: a bare number is refused. Nobody knows whether 60 is seconds or minutes."""
-    return lambda value: parse(value if isinstance(value, str) else str(value))
+
+    def read(value: Any) -> float:
+        try:
+            return parse(value if isinstance(value, str) else str(value))
+        except UnitError as error:
+            if isinstance(value, str):
+                raise
+            raise ArgumentError(f"{str(value)[:40]} has no unit", fix=error.fix) from None
+
+    return read
 
 
 def _format(value: float, dim: _Dimension, digits: int) -> str:
@@ -236,6 +245,16 @@ def format_power_rate(rate_w_per_s: float, digits: int = 4) -> str:
 def format_energy(energy_j: float, digits: int = 4) -> str:
     """Joules for people: 0.0123 -> "12.3 mJ"; from a kilowatt-hour on in kWh, MWh: 4.32e9 -> "1.2 MWh"."""
     return _format(energy_j, _ENERGY, digits)
+
+
+def format_count(count: int, noun: str) -> str:
+    """A number of things: "1 rack", "1,200 racks"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def pick_energy_format(largest_j: float) -> Callable[[float, int], str]:
+    """One way to write all joules of a screen: as electricity is billed from a kilowatt-hour on."""
+    return format_watt_hours if largest_j >= _WATT_HOURS["kWh"] else format_energy
 
 
 def format_watt_hours(energy_j: float, digits: int = 3) -> str:

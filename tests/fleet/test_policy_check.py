@@ -17,6 +17,7 @@ from tessera.fleet.facility import Facility, NodeKind
 from tessera.fleet.jobs import FleetJob
 from tessera.fleet.lockstep import LockstepJob, shape_wave
 from tessera.fleet.policy_check import PolicyFinding, check_policies
+from tessera.fleet.power_quality import Verdict as SpecVerdict
 from tessera.fleet.scenario import Scenario
 from tessera.fleet.simulation import Simulation
 from tessera.fleet.simulator import simulate
@@ -254,3 +255,20 @@ def test_a_replica_has_a_gpu() -> None:
     with pytest.raises(ArgumentError, match="7 GPUs cannot be 8 replicas") as said:
         LockstepJob(gpus=7, replicas=8)
     assert said.value.fix == "--replicas 7"
+
+
+def test_what_no_rack_and_no_gpu_can_be_is_flagged() -> None:
+    wide = parse_policies({"rack_power_governor": {"rack_cap_kw": 20_000}})
+    assert "52 nodes at most" in (said := find(wide, LockstepJob(gpus=8, replicas=8), "rack_cap")).text
+    assert said.verdict == "cannot" and "the job needs 1 rack." in said.text
+    cold = parse_policies({"thermal_policy": {"hotspot_threshold": "15C", "redistribute": True}})
+    assert find(cold, SYNC, "hotspot_threshold").verdict == "cannot"
+    warm = parse_policies({"thermal_policy": {"hotspot_threshold": "85C", "redistribute": True}})
+    assert find(warm, SYNC, "hotspot_threshold").verdict == "ok"
+
+
+def test_a_figure_that_fails_by_little_shows_why() -> None:
+    near = SpecVerdict(what="crest factor", found=1.3004, limit=1.3, unit="")
+    assert near.show() == ("1.3004", "1.3000") and not near.passed
+    assert SpecVerdict(what="crest factor", found=1.2996, limit=1.3, unit="").show() == ("1.30", "1.30")
+    assert SpecVerdict(what="dynamic range", found=15_000_400.0, limit=15e6, unit="W").show() == ("15.0004 MW", "15 MW")

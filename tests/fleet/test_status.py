@@ -374,6 +374,16 @@ def test_incidents_of_a_run(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_once_with_a_governor_that_is_away_is_no_success(tmp_path: Path) -> None:
+    path, token = tmp_path / "fleet.yaml", tmp_path / "token"
+    path.write_text("nodes: [{name: n1, gpus: 8, idle: 1kW, power: 4kW}]")
+    token.write_text("tsg_x")
+    token.chmod(0o600)
+    assert invoke(watch, path, "--once").code == 0
+    away = invoke(watch, path, "--once", "--governor", "http://127.0.0.1:9", "--token-file", token)
+    assert away.code == 1 and "problem=" in away.output and "power_w=4000.0" in away.output
+
+
 def test_incidents_of_a_folder_with_one_run_and_of_a_log_without_events(tmp_path: Path) -> None:
     from fleet.test_incidents import write_rank
 
@@ -383,5 +393,13 @@ def test_incidents_of_a_folder_with_one_run_and_of_a_log_without_events(tmp_path
     log.write_text('{"foo": 1}')
     done = invoke(incidents, folder, "--events", log)
     assert done.code == 0 and "has no power event" in " ".join(done.output.split())
+    line = '{"time": "2020-01-01T00:00:00.5Z", "kind": "over_current", "domain": "pdu1"}\n'
+    log.write_text(line + "rotated\n")
+    said = " ".join(invoke(incidents, folder, "--events", log).output.split())
+    assert "1 power event (1 outside the recording), 1 node recorded" in said
+    assert "line 2 left out: it is not JSON" in said
+    noted = json.loads(invoke(incidents, folder, "--events", log, "--json").output)["notes"]
+    assert len(set(noted)) == len(noted)
+    log.write_text('{"foo": 1}')
     notes = json.loads(invoke(incidents, folder, "--events", log, "--json").output)["notes"]
     assert any("pdu.log has no power event" in note for note in notes)

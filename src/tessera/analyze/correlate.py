@@ -323,7 +323,7 @@ def check_throttling(
             'telemetry of the device: correlate(..., telemetry=trace.telemetry("gpu0")), or activities=["gpu", "power"]'
             if spacing_s is None
             else f"telemetry at least every {within_s * 1e3:.0f} ms, with throttle reasons: these readings are "
-            f"{spacing_s:.2g} s apart, and none that falls on a {noun} has any"
+            f"{spacing_s:.2g} s apart, and none that falls on {'an' if noun[0] in 'aeiou' else 'a'} {noun} has any"
         )
         return make_answer("throttle", "unknown", "no throttle state was read", needs)
     hit = [s for s in watched if s.throttle]

@@ -15,7 +15,7 @@ from .main import NearestGroup
 from .options import ExistingPath, WordChoice, duration_option, json_option, parse_option, power_option, print_json
 
 if TYPE_CHECKING:
-    from ..fleet.status import FleetPoller
+    from ..fleet.status import FleetPoller, FleetStatus
     from ..policy import ThermalPolicy
 
 FLEET = click.argument("fleet", type=ExistingPath())
@@ -310,7 +310,7 @@ def watch(
     token_file: Path | None,
     ca: Path | None,
     policy: Path | None,
-) -> None:
+) -> int:
     """Show racks, nodes, watts, caps, temperatures, leases and events live; q or Ctrl-C quits.
 
     \b
@@ -320,7 +320,8 @@ def watch(
       tessera fleet watch fleet.yaml --json --once
 
     Nodes with `metrics:` in FLEET are asked: run `tessera metrics --listen HOST:9400` on each. If the output is not a
-    terminal, prints lines of name=value pairs: racks, nodes that do not answer and why, leases and jobs.
+    terminal, prints lines of name=value pairs: racks, nodes that do not answer and why, leases and jobs. Exit code 1,
+    with --once: the governor does not answer, or refuses the token.
     """
     import math
 
@@ -335,14 +336,15 @@ def watch(
                 lambda console: fleet_screen(poller.poll(), height=console.height, hot_c=hot_c, keys=True),
                 wait_intervals(quit_, interval_s, duration_s or math.inf),
             )
-            return
-        _print_status(poller, as_json, hot_c)
+            return 0
+        status = _print_status(poller, as_json, hot_c)
         if not once:
             for _ in wait_intervals(quit_, interval_s, duration_s or math.inf):
                 _print_status(poller, as_json, hot_c)
+        return 1 if once and status.problems else 0
 
 
-def _print_status(poller: FleetPoller, as_json: bool, hot_c: float) -> None:
+def _print_status(poller: FleetPoller, as_json: bool, hot_c: float) -> FleetStatus:
     from ..output import remove_controls
     from ..report import fleet_watch as report
 
@@ -356,6 +358,7 @@ def _print_status(poller: FleetPoller, as_json: bool, hot_c: float) -> None:
     else:
         for line in report.plain_lines(status):
             print(remove_controls(line), flush=True)
+    return status
 
 
 @command.command("serve")

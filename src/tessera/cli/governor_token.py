@@ -42,7 +42,8 @@ def command() -> None:
     "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write it there, for its owner only."
 )
 @state_option
-def create_token(name: str, role: str, out: Path | None, state: Path | None) -> None:
+@json_option
+def create_token(name: str, role: str, out: Path | None, state: Path | None, as_json: bool) -> None:
     """Print or write a new token, once: only its hash is kept. NAME is the node's name for a node, or * for any node.
 
     \b
@@ -56,12 +57,16 @@ def create_token(name: str, role: str, out: Path | None, state: Path | None) -> 
 
     tokens = TokenFile((state or default_state()) / "tokens.json")
     if out is None:
-        click.echo(tokens.create(name, Role(role)))
+        secret = tokens.create(name, Role(role))
+        print_json({"name": name, "role": role, "token": secret}) if as_json else click.echo(secret)
         return
     with replace_when_written(out) as part:
         part.chmod(0o600)  # before anything is in it
         part.write_text(tokens.create(name, Role(role)) + "\n")
-    click.echo(f"wrote {out}", err=True)
+    if as_json:
+        print_json({"name": name, "role": role, "file": str(out)})
+    else:
+        click.echo(f"wrote {out}", err=True)
 
 
 @command.command("list")

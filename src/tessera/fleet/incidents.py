@@ -163,7 +163,7 @@ def find_incidents(
         mean_w=None if curve is None else curve.mean_w,
         crest_factor=None if curve is None else curve.crest_factor,
         hosts=tuple(errors),
-        notes=tuple(notes),
+        notes=tuple({str(note): note for note in notes}.values()),
     )
 
 

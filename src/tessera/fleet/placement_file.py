@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import ArgumentError, UnitError, did_you_mean
 from ..read_limits import YAML_BYTES, parse_yaml, quote_value, read_bytes
-from ..units import parse_duration, parse_power, parse_temperature
+from ..units import parse_duration, parse_power, parse_temperature, with_unit
 from .node_floor import NodeShare, PlacementJob, PlacementNode
 
 Reader = Callable[[Any], Any]
@@ -67,15 +67,6 @@ def _read_rate(value: Any) -> float:
     return value / 1000.0
 
 
-def _read_quantity(parse: Callable[[str], float], example: str) -> Reader:
-    def read(value: Any) -> float:
-        if not isinstance(value, str):
-            raise ArgumentError(f"{quote_value(value)} has no unit", fix=f"write it with its unit, such as {example}")
-        return parse(value)
-
-    return read
-
-
 def _read_on(value: Any) -> tuple[NodeShare, ...]:
     if not isinstance(value, dict):
         raise ArgumentError(f"{quote_value(value)} is not GPUs for each node", fix="runs_on: {n1: 8}")
@@ -87,12 +78,12 @@ _NODE: dict[str, tuple[str, Reader]] = {
     "gpus": ("gpus", _read_count),
     "aisle": ("aisle", _read_text),
     "rack": ("rack", _read_text),
-    "temperature": ("temperature_c", _read_quantity(parse_temperature, "61C")),
-    "power": ("power_w", _read_quantity(parse_power, "4.1kW")),
-    "idle": ("idle_w", _read_quantity(parse_power, "1.9kW")),
-    "asleep": ("asleep_w", _read_quantity(parse_power, "150W")),
-    "max": ("max_w", _read_quantity(parse_power, "10.2kW")),
-    "fans": ("fan_max_w", _read_quantity(parse_power, "900W")),
+    "temperature": ("temperature_c", with_unit(parse_temperature)),
+    "power": ("power_w", with_unit(parse_power)),
+    "idle": ("idle_w", with_unit(parse_power)),
+    "asleep": ("asleep_w", with_unit(parse_power)),
+    "max": ("max_w", with_unit(parse_power)),
+    "fans": ("fan_max_w", with_unit(parse_power)),
     "c_per_kw": ("c_per_w", _read_rate),
     "available": ("is_available", _read_bool),
     "metrics": ("metrics", _read_text),
@@ -100,8 +91,8 @@ _NODE: dict[str, tuple[str, Reader]] = {
 _JOB: dict[str, tuple[str, Reader]] = {
     "name": ("name", _read_text),
     "gpus": ("gpus", _read_count),
-    "power": ("power_w", _read_quantity(parse_power, "5.2kW")),
-    "duration": ("duration_s", _read_quantity(parse_duration, "2h")),
+    "power": ("power_w", with_unit(parse_power)),
+    "duration": ("duration_s", with_unit(parse_duration)),
     "priority": ("priority", _read_count),
     "moderate": ("moderate", _read_bool),
     "can_migrate": ("can_migrate", _read_bool),
@@ -152,7 +143,7 @@ def _read_limits(raw: Any, known: set[str], where: str) -> dict[str, float]:
         raise ArgumentError(f"{where}: {quote_value(raw)} is not watts for each rack", fix="racks: {r1: 40kW}")
     for name in raw:
         _check_key(name, tuple(sorted(known)), where)
-    return _read_row(raw, {name: (name, _read_quantity(parse_power, "40kW")) for name in known}, where)
+    return _read_row(raw, {name: (name, with_unit(parse_power)) for name in known}, where)
 
 
 def _list_rows(table: Mapping[str, Any], key: str, path: str | Path) -> list[Any]:

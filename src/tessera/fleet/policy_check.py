@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ..analyze.spectrum import BAND_HZ
 from ..policy import GroupShift, PhaseShift, Policies, PowerShaper, RackPowerGovernor, ThermalPolicy, UtilitySpec
 from ..runtime.shaping import LOSS, choose_phases, is_whole
-from ..units import format_duration, format_power, format_power_rate, format_share, format_temperature
+from ..units import format_count, format_duration, format_power, format_power_rate, format_share, format_temperature
 from .engine import LIMIT_S
+from .facility import GpuKind
+from .heat import AisleHeat
 from .lockstep import LockstepJob, ShapedWave, limit_wave, shape_wave
 from .power_quality import PowerQuality, judge
 from .power_quality import Verdict as SpecVerdict
 
 Verdict = Literal["ok", "costs", "unclear", "cannot"]
+RACK_UNITS = 52
+"""Of the tallest common rack: no more nodes than that fit into one."""
 GAINED = 0.05
 """A swing that becomes smaller by less than this share has not become smaller."""
 
@@ -96,7 +100,7 @@ def check_policies(policies: Policies, job: LockstepJob | None = None) -> Policy
     if policies.rack_power_governor is not None:
         findings += _check_start(policies.rack_power_governor, shaper.node_cap_w, spec, job)
     if policies.thermal_policy is not None:
-        findings += _check_thermal(policies.thermal_policy, quality.mean_w)
+        findings += _check_thermal(policies.thermal_policy, quality.mean_w, job.gpu)
     findings += _check_utility(judge(quality, spec))
     return PolicyCheck(
         job=job,
@@ -261,10 +265,14 @@ def _check_caps(shaper: PowerShaper, rack: RackPowerGovernor | None, job: Lockst
         node_w = min(cap_w or job.node_high_w, job.node_high_w)
         racks = -(-job.gpus // (node_gpus * max(1, int(rack.usable_w // node_w))))
         fit = f"{int(rack.usable_w // node_w)} nodes of {format_power(node_w)}"
-        text = f"{fit} fit into a rack; the job needs {racks} racks"
+        text = f"{fit} fit into a rack; the job needs {format_count(racks, 'rack')}"
         if not job.host_w and node_w == job.node_high_w:
             text += ". This counts GPUs only: add what the rest of a node draws (--host 1450W)"
-        if rack.usable_w >= node_w:
+        if rack.usable_w >= RACK_UNITS * node_w:
+            text += f". A rack has room for {RACK_UNITS} nodes at most, so this cap limits nothing"
+            fix = f"the watts of one rack's feed: is {format_power(rack.rack_cap_w)} a slip of the unit?"
+            yield _finding("rack_power_governor", limits[-1][1], "cannot", text, fix)
+        elif rack.usable_w >= node_w:
             yield _finding("rack_power_governor", limits[-1][1], "ok", text)
 
 
@@ -324,9 +332,13 @@ def _check_start(
 # -- heat and the utility -------------------------------------------------------------------------------------------
 
 
-def _check_thermal(thermal: ThermalPolicy, heat_w: float) -> Iterator[PolicyFinding]:
+def _check_thermal(thermal: ThermalPolicy, heat_w: float, gpu: GpuKind) -> Iterator[PolicyFinding]:
+    idle_c = AisleHeat().supply_c + gpu.heat.resistance_c_per_w * gpu.idle_w
     acts = [name for name in ("redistribute", "migration_on_overheat") if getattr(thermal, name)]
-    if thermal.hotspot_threshold_c is not None:
+    if thermal.hotspot_threshold_c is not None and thermal.hotspot_threshold_c <= idle_c:
+        text = f"a GPU that idles is at about {format_temperature(idle_c, 2)}: every node is too hot, always"
+        yield _finding("thermal_policy", "hotspot_threshold", "cannot", text, "hotspot_threshold: 85C")
+    elif thermal.hotspot_threshold_c is not None:
         doing = " and ".join(acts) or "nothing is done"
         text = f"a GPU above {format_temperature(thermal.hotspot_threshold_c)} is too hot: {doing}"
         verdict: Verdict = "ok" if acts else "unclear"
@@ -341,18 +353,9 @@ def _check_thermal(thermal: ThermalPolicy, heat_w: float) -> Iterator[PolicyFind
         yield _finding("thermal_policy", "cooling_budget", "ok" if fix is None else "cannot", text, fix)
 
 
-def _format_spec(what: str, value: float) -> str:
-    shown: dict[str, Callable[[float], str]] = {
-        "ramp": format_power_rate,
-        "dynamic range": format_power,
-        "band share": format_share,
-    }
-    return shown[what](value) if what in shown else f"{value:.3g}"
-
-
 def _check_utility(verdicts: Sequence[SpecVerdict]) -> Iterator[PolicyFinding]:
     for line in verdicts:
-        found, limit = (_format_spec(line.what, value) for value in (line.found, line.limit))
+        found, limit = line.show()
         text = f"the job's {line.what} is {found}, the utility allows {limit}"
         fix = None if line.passed else "tessera simulate shows what meets it: shifted groups, a floor, a battery"
         setting = line.what.replace(" ", "_")

@@ -16,6 +16,7 @@ import numpy as np
 from ..analyze.spectrum import BAND_HZ, EvenSamples, compute_spectrum
 from ..joules import Floats
 from ..policy import UtilitySpec
+from ..units import format_power, format_power_rate
 
 RAMP_S = 1.0
 """Over how long a ramp is measured."""
@@ -76,6 +77,21 @@ class Verdict:
     def passed(self) -> bool:
         """Whether it is within the limit."""
         return self.found <= self.limit * (1 + 1e-9)  # what is at the limit passes, however it was rounded
+
+    def show(self) -> tuple[str, str]:
+        """Found and allowed, for people; with more digits where one of them is too large and both would read alike."""
+        for digits in range(3, 8):
+            found, limit = (self._format(value, digits) for value in (self.found, self.limit))
+            if self.passed or found != limit:
+                break
+        return found, limit
+
+    def _format(self, value: float, digits: int) -> str:
+        if self.unit == "W/s":
+            return format_power_rate(value, digits)
+        if self.unit == "W":
+            return format_power(value, digits)
+        return f"{value:.{digits - 2}%}" if self.what == "band share" else f"{value:.{digits - 1}f}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

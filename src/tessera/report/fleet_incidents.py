@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..analyze.kernel_names import short_name
 from ..fleet.incidents import FleetIncidents, Incident, NodeWork
-from ..units import format_duration, format_power
+from ..units import format_count, format_duration, format_power
 from .console import HangingText, label_table, next_line
 
 _STYLES = {"yes": "bold red", "no": "green", "unknown": "yellow"}
@@ -19,10 +19,12 @@ _LISTED = 8
 def incidents_screen(found: FleetIncidents, *, next_command: str, top: int = _LISTED) -> RenderableType:
     """One screen."""
     count = len(found.incidents)
-    hosts = f"{len(found.hosts)} nodes" if len(found.hosts) != 1 else "1 node"
+    hosts = f"{format_count(len(found.hosts), 'node')} recorded"
     figures = "" if found.mean_w is None else f", {format_power(found.mean_w, 3)} mean"
     crest = "" if found.crest_factor is None else f", crest factor {found.crest_factor:.2f}"
-    title = f"{count} power event{'s' if count != 1 else ''} on {hosts}{figures}{crest}"
+    outside = sum(incident.outside for incident in found.incidents)
+    beyond = f" ({outside} outside the recording)" if outside else ""
+    title = f"{format_count(count, 'power event')}{beyond}, {hosts}{figures}{crest}"
     checklist: list[RenderableType] = []
     for answer in found.checklist:
         text = Text("  ").append(f"{answer.verdict:<8}", style=_STYLES[answer.verdict])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -13,7 +13,7 @@ from ..fleet.node_floor import REFUSALS, NodeShare, RackLoad, Refusal
 from ..fleet.packing import PackingSavings, PlacementEnergy
 from ..fleet.placement import PlacedJob, Placement
 from ..fleet.relief import HotSpot, Move, ReliefPlan
-from ..units import format_duration, format_energy, format_power, format_temperature
+from ..units import format_count, format_duration, format_power, format_temperature, pick_energy_format
 from .console import FittedTable, TableColumn, label_table, next_line
 
 _RULES = {
@@ -29,7 +29,8 @@ def place_screen(
     placement: Placement, relief: ReliefPlan, savings: PackingSavings | None, notes: Sequence[str], next_command: str
 ) -> RenderableType:
     """Who runs where and why, who waits and why, hot spots and what to do about them."""
-    title = f"{len(placement.placed)} jobs placed, {len(placement.waiting)} wait"
+    waits = "waits" if len(placement.waiting) == 1 else "wait"
+    title = f"{format_count(len(placement.placed), 'job')} placed, {len(placement.waiting)} {waits}"
     parts: list[RenderableType] = [Text(title, style="bold")]
     if placement.placed:
         parts.append(_table(placement.placed))
@@ -126,15 +127,16 @@ def describe_rack(rack: RackLoad) -> str:
 def describe_savings(savings: PackingSavings) -> str:
     """What packing saves, modelled."""
     word = "saves" if savings.saved_j >= 0 else "costs"
+    energy = pick_energy_format(savings.spread.total_j)
     return (
-        f"{word} {format_energy(abs(savings.saved_j), 3)} ({abs(savings.saved_share):.1%}) against spreading, "
-        f"{format_energy(abs(savings.saved_cooling_j), 3)} of it cooling: {_describe(savings.packed)} against "
-        f"{_describe(savings.spread)}; modelled, with a COP of {savings.cop:.2f}"
+        f"{word} {energy(abs(savings.saved_j), 3)} ({abs(savings.saved_share):.1%}) against spreading, "
+        f"{energy(abs(savings.saved_cooling_j), 3)} of it cooling: {_describe(savings.packed, energy)} against "
+        f"{_describe(savings.spread, energy)}; modelled, with a COP of {savings.cop:.2f}"
     )
 
 
-def _describe(energy: PlacementEnergy) -> str:
-    return f"{energy.nodes_used} nodes, {format_energy(energy.total_j, 3)}, {format_duration(energy.time_s, 3)}"
+def _describe(used: PlacementEnergy, energy: Callable[[float, int], str]) -> str:
+    return f"{format_count(used.nodes_used, 'node')}, {energy(used.total_j, 3)}, {format_duration(used.time_s, 3)}"
 
 
 def _temperature(value: float | None) -> str:

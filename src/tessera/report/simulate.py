@@ -10,7 +10,15 @@ from rich.text import Text
 from ..fleet.engine import LIMIT_S
 from ..fleet.power_quality import RAMP_S, PowerQuality, Verdict
 from ..fleet.simulation import JobResult, SimulatedEvent, Simulation
-from ..units import format_duration, format_energy, format_power, format_power_rate, format_share, format_temperature
+from ..units import (
+    format_count,
+    format_duration,
+    format_power,
+    format_power_rate,
+    format_share,
+    format_temperature,
+    pick_energy_format,
+)
 from .console import FittedTable, TableColumn, TextFlow, label_table, next_line, plain_console
 
 _EVENTS, _JOBS = 8, 12
@@ -34,7 +42,7 @@ def simulation_screen(result: Simulation, *, next_command: str | None = None) ->
     if result.verdicts:
         parts += [Text(""), _list_verdicts(result.verdicts)]
     if result.jobs:
-        parts += [Text(""), _list_jobs(result.jobs)]
+        parts += [Text(""), _list_jobs(result.jobs, result.energy_j)]
     notable = [e for e in result.events if not e.kind.startswith("job ")]
     if notable:
         parts += [Text(""), _list_events(notable)]
@@ -47,7 +55,7 @@ def describe_size(result: Simulation) -> str:
     """How large the facility is and how it was simulated."""
     facility = result.scenario.facility
     counts = [(facility.racks, "rack"), (facility.rows, "row")]
-    places = ", ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for count, name in counts)
+    places = ", ".join(format_count(count, name) for count, name in counts)
     size = f"{facility.gpus:,} GPUs ({facility.gpu.name}), {places}"
     how = f"{format_duration(result.duration_s, 3)} in steps of {format_duration(result.step_s, 3)}"
     return f"{size}; {how}, seed {result.scenario.seed}"
@@ -60,7 +68,7 @@ def list_headlines(result: Simulation) -> list[str]:
         f"mean {format_power(q.mean_w, 3)}",
         f"peak {format_power(q.peak_w, 3)}",
         f"swing {format_power(q.range_w, 3)}",
-        f"{format_energy(result.energy_j, 3)} in all",
+        f"{pick_energy_format(result.energy_j)(result.energy_j, 3)} in all",
     ]
 
 
@@ -93,10 +101,12 @@ def list_figures(result: Simulation) -> list[tuple[str, str]]:
         rows.append(("above rack_cap", describe_above_cap(result)))
     if result.ballast_j > 0:
         share = format_share(result.ballast_j / result.energy_j)
-        rows.append(("ballast", f"{format_energy(result.ballast_j, 3)}, {share} of the feed's joules"))
+        rows.append(
+            ("ballast", f"{pick_energy_format(result.energy_j)(result.ballast_j, 3)}, {share} of the feed's joules")
+        )
     if result.scenario.facility.feed.storage is not None:
         rows.append(("before storage", describe_swing(result.load_quality)))
-    classes = ", ".join(f"{count:,} {name}" for name, count in result.classes.items())
+    classes = ", ".join(format_count(count, name.removesuffix("s")) for name, count in result.classes.items())
     rows.append(("engine", f"{result.engine}; classes: {classes}; {result.speed:,.0f} times real time"))
     return rows
 
@@ -199,16 +209,9 @@ def describe_above_cap(result: Simulation) -> str:
 
 
 def format_verdict(verdict: Verdict) -> tuple[str, str, str]:
-    """Found, allowed, and pass or fail."""
-
-    def text(value: float) -> str:
-        if verdict.unit == "W/s":
-            return format_power_rate(value, 3)
-        if verdict.unit == "W":
-            return format_power(value, 3)
-        return format_share(value) if verdict.what == "band share" else f"{value:.2f}"
-
-    return text(verdict.found), text(verdict.limit), "pass" if verdict.passed else "FAIL"
+    """Found, allowed, and pass or fail; with as many digits as it takes to see why it fails."""
+    found, limit = verdict.show()
+    return found, limit, "pass" if verdict.passed else "FAIL"
 
 
 def _list_verdicts(verdicts: Sequence[Verdict]) -> RenderableType:
@@ -233,8 +236,8 @@ def _format_lost(share: float | None) -> str:
     return format_share(share) if share > 5e-4 else "0%"
 
 
-def _list_jobs(jobs: Sequence[JobResult]) -> RenderableType:
-    shown = jobs[:_JOBS]
+def _list_jobs(jobs: Sequence[JobResult], all_j: float) -> RenderableType:
+    shown, energy = jobs[:_JOBS], pick_energy_format(all_j)
     columns = [
         TableColumn(heading="job", cells=[j.name for j in shown]),
         TableColumn(heading="GPUs", cells=[f"{j.gpus:,}" for j in shown], right=True),
@@ -254,8 +257,8 @@ def _list_jobs(jobs: Sequence[JobResult]) -> RenderableType:
             if any(j.asked_w is not None for j in shown)
             else []
         ),
-        TableColumn(heading="GPU energy", cells=[format_energy(j.energy_j, 3) for j in shown], right=True),
-        TableColumn(heading="ballast", cells=[format_energy(j.ballast_j, 3) for j in shown], right=True, drop=4),
+        TableColumn(heading="GPU energy", cells=[energy(j.energy_j, 3) for j in shown], right=True),
+        TableColumn(heading="ballast", cells=[energy(j.ballast_j, 3) for j in shown], right=True, drop=4),
     ]
     table = FittedTable(columns)
     if len(jobs) > len(shown):

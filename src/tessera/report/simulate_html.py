@@ -12,7 +12,7 @@ import numpy as np
 from ..analyze.spectrum import EvenSamples, compute_spectrum
 from ..fleet.simulation import RackSummary, Simulation
 from ..joules import Floats
-from ..units import format_duration, format_energy, format_power, format_share, format_temperature
+from ..units import format_duration, format_power, format_share, format_temperature, pick_energy_format
 from .html import definitions, framed_page, note, number_cell, table, tile
 from .simulate import (
     count_text,
@@ -65,7 +65,7 @@ def _tiles(result: Simulation) -> str:
         tile(format_power(q.mean_w, 3), f"mean of the feed, from {format_duration(q.from_s, 3)} on"),
         tile(format_power(q.peak_w, 3), f"peak, crest factor {q.crest_factor:.2f}"),
         tile(format_power(q.range_w, 3), f"swing, {format_share(q.range_share)} of the mean"),
-        tile(format_energy(result.energy_j, 3), f"in {format_duration(result.duration_s, 3)}"),
+        tile(pick_energy_format(result.energy_j)(result.energy_j, 3), f"in {format_duration(result.duration_s, 3)}"),
         tile(
             format_lost(max(lost, key=lambda job: job.lost_share or 0.0)) if lost else "-", "of a job's iterations lost"
         ),
@@ -287,12 +287,13 @@ def _map(result: Simulation, value: Callable[[RackSummary], float], label: str) 
 
 
 def _jobs(result: Simulation) -> str:
+    energy = pick_energy_format(result.energy_j)
     rows = "".join(
         f"<tr><td>{escape(job.name)}</td>{number_cell(f'{job.gpus:,}', job.gpus)}<td>{escape(job.state)}</td>"
         f"{number_cell(format_duration(job.waited_s, 3), job.waited_s)}"
         f"{number_cell(f'{job.iterations:,.1f}', job.iterations)}{number_cell(format_lost(job), job.lost_share)}"
-        f"{number_cell(format_energy(job.energy_j, 3), job.energy_j)}"
-        f"{number_cell(format_energy(job.ballast_j, 3), job.ballast_j)}</tr>"
+        f"{number_cell(energy(job.energy_j, 3), job.energy_j)}"
+        f"{number_cell(energy(job.ballast_j, 3), job.ballast_j)}</tr>"
         for job in result.jobs
     )
     columns: Sequence[tuple[str, bool]] = (
