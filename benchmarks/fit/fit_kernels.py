@@ -154,10 +154,20 @@ def report(rows: Sequence[Row]) -> None:
             print(f"{name:32} {len(errors):5} rows, mean {np.mean(errors):.1%}, median {np.median(errors):.1%}")
 
 
+def fit_gemm_trees(rows: Sequence[Row]) -> None:
+    """Learn the correction of products again, on the constants, the power model and the intervals that are there."""
+    data = kernel_time.load_fit("h200_gemm.json")
+    residual = fits.gemm_residual(data["constants"], kernel_time.load_fit("h200_power.json"), rows)
+    write("h200_gemm.json", {**data, "trees": fits.fit_trees(*residual)})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the kernel models and write their data files.")
     parser.add_argument("--shared", type=Path, default=SHARED, help="folder with h200/ and public_kernels/")
     parser.add_argument("--first", action="store_true", help="stop before the development split is fitted too")
+    parser.add_argument(
+        "--gemm-trees", action="store_true", help="only the correction of products, constants as they are"
+    )
     arguments = parser.parse_args()
     rows, missing = load(arguments.shared)
     for name in missing:
@@ -165,6 +175,9 @@ def main() -> None:
     if not any(row.source == "vllm" for row in rows) or not any(row.joules for row in rows):
         sys.exit("cannot fit without the H200 recordings and the public kernel timings: give --shared")
     fit, development = ([r for r in rows if r.split == split] for split in ("fit", "development"))
+    if arguments.gemm_trees:
+        fit_gemm_trees([r for r in fit + development if r.device == "h200" and r.kind == "gemm"])
+        return
     first = fit_files([row for row in fit if row.device == "h200"])
     place(first, NO_WIDTHS)
     widths = intervals(development)

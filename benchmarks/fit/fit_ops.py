@@ -576,18 +576,6 @@ def _shares(found: Any, r: dict[str, Any], names: list[str]) -> list[float]:
     return [out[n] / r["J"] for n in names]
 
 
-def fit_few_rows(rows: list[Measured]) -> None:
-    """fp32 products of at most 256 rows: cuBLAS's choices there are erratic, and slower than the smooth fit in sum."""
-    from tessera.estimate.ops import FEW_ROWS, OpModel, few_rows
-
-    model, name = OpModel(H200), FEW_ROWS
-    some = [r for r in rows if few_rows(r.op) == 1.0 and not r.case.startswith("swept")]
-    now = float(load_fit("h200_models.json")["level"].get(name, 1.0))
-    predicted = sum(model.time(r.op, r.hbm_bytes).seconds * 1e6 for r in some) / now
-    LEVELS[name] = round(float(np.clip(sum(r.us for r in some) / predicted, 0.85, 1.3)), 3)
-    print(f"{name}: {len(some)} rows, level {LEVELS[name]}")
-
-
 # ---------------------------------------------------------------- whole models that no fit has seen
 def _width(shipped: dict[str, Any], family: str) -> float:
     return float(shipped.get(family.partition(".")[0], shipped["elementwise"])["relative_error"])
@@ -839,7 +827,6 @@ def main() -> None:
         elif name == "folds":
             fit_folds(rows, all_graphs)
         elif name == "models":
-            fit_few_rows(rows)
             fit_models(all_graphs, all_swept)
         else:
             {"stream": fit_stream, "conv": fit_conv}[name](rows)

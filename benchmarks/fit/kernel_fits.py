@@ -165,7 +165,10 @@ EFFICIENCIES = ("bf16", "fp16", "tf32", "fp8", "fp8_block", "fp32")
 def products(rows: Sequence[Row]) -> gemm.Product:
     """Rows of one precision, layout and source as one product of arrays."""
     m, n, k, batch = (np.array([float(row.args[name]) for row in rows]) for name in ("m", "n", "k", "batch"))
-    return gemm.Product(m, n, k, batch, rows[0].args["precision"], rows[0].args.get("layout", "nt"), rows[0].source)
+    how = rows[0].args
+    return gemm.Product(
+        m, n, k, batch, how["precision"], how.get("layout", "nt"), rows[0].source, bias=how.get("bias", False)
+    )
 
 
 def gemm_columns(constants: dict[str, Any], rows: Sequence[Row]) -> Columns:
@@ -244,7 +247,9 @@ FLOORS = {"fp8_block": [5.2e-5, 7.48e-5, 8.4e-5, 8.4e-5]}
 def _of_one_kind(rows: Sequence[Row]) -> list[list[Row]]:
     groups: dict[Any, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.args["precision"], row.args.get("layout", "nt"), row.source), []).append(row)
+        groups.setdefault(
+            (row.args["precision"], row.args.get("layout", "nt"), row.source, row.args.get("bias", False)), []
+        ).append(row)
     return list(groups.values())
 
 

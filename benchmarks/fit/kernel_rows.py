@@ -255,6 +255,7 @@ def _in_situ_row(trace: dict[str, Any], op: list[Any], seconds: float) -> Row | 
             "batch": batch,
             "precision": precision,
             "layout": layout,
+            "bias": name == "addmm",
         }
         size = {"fp32": 4, "bf16": 2, "fp16": 2}[precision]
         if layout != "tn" and batch == 1 and trace["params"] * size > 50e6:

@@ -304,3 +304,17 @@ def test_every_precision_has_a_size() -> None:
         kernel = gemm_time(H200, 8192, 8192, 8192, 1, precision)
         sound(kernel)
         assert kernel.hbm_bytes >= 2 * 8192**2 * size, precision  # both operands are read once, at their size
+
+
+@pytest.mark.parametrize(("m", "n", "k", "us"), [(50, 768, 768, 22.0), (50, 768, 3072, 46.6), (128, 768, 768, 28.3)])
+def test_an_fp32_product_of_few_rows_with_a_bias_is_slow(m: int, n: int, k: int, us: float) -> None:
+    """cuBLASLt divides k little where it adds a bias; `us` as traced in models on an H200 (h200_dev_traces)."""
+    plain, biased = (gemm_time(lookup("h200"), m, n, k, precision="fp32", bias=bias) for bias in (False, True))
+    assert biased.seconds == pytest.approx(1e-6 * us, rel=0.15)
+    assert plain.seconds < 0.8 * biased.seconds
+
+
+def test_a_bias_costs_16_bit_products_little() -> None:
+    for m in (1, 50, 4096):
+        plain, biased = (gemm_time(lookup("h200"), m, 4096, 4096, bias=bias).seconds for bias in (False, True))
+        assert biased == pytest.approx(plain, rel=0.1)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -85,7 +84,7 @@ class OpModel:
             return self._empty_time(op)
         time, data = self._time(op, hbm_bytes), load_fit("h200_models.json")
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
-        level = level_of(data["level"], op) if correction_chip(self.chip) is not None else 1.0
+        level = float(data["level"].get(op.kind, 1.0)) if correction_chip(self.chip) is not None else 1.0
         # Nothing learned makes a kernel faster than the chip: a fill of gigabytes was learned from small ones.
         seconds = max(
             time.seconds * level, self.chip.least_s(op.flops, time.unit), time.hbm_bytes / self.chip.bandwidth
@@ -150,6 +149,7 @@ class OpModel:
             hbm_bytes=hbm_bytes,
             layout=_layout(op),
             weight_bytes=right,
+            bias=op.name in _BIASED,
         )
         if op.name == "aten._grouped_mm":
             time = replace(time, seconds=time.seconds * GROUPED, clock_s=time.clock_s * GROUPED)
@@ -206,19 +206,7 @@ def check_precision(device: Device, precision: str | None) -> None:
     )
 
 
-FEW_ROWS = "gemm.fp32.few_rows"
-
-
-def few_rows(op: Op) -> float:
-    """How much an operator is an fp32 product of few rows: 1 up to 256 rows, 0 from 1024 on."""
-    if op.kind != "gemm" or op.precision != "fp32" or op.params.get("batch") != 1:
-        return 0.0
-    return min(1.0, max(0.0, (10.0 - math.log2(max(1, op.params["m"]))) / 2.0))
-
-
-def level_of(levels: Mapping[str, float], op: Op) -> float:
-    """The factor that corrects the sums of whole models; fp32 products of few rows have a separate one."""
-    return float(levels.get(op.kind, 1.0)) * (1.0 + few_rows(op) * (float(levels.get(FEW_ROWS, 1.0)) - 1.0))
+_BIASED = ("aten.addmm", "aten._addmm_activation")
 
 
 def _by_family(table: Mapping[str, float], family: str) -> float:
