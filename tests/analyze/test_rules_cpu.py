@@ -285,3 +285,15 @@ def test_a_function_seen_a_few_times_is_no_advice(samples: int, told: bool) -> N
     advice = check_main_operator(RunEvidence(table=table, telemetry={}))
     assert (advice is not None) == told
     assert advice is None or "the host is in ./a.py:4 f while 9 J" in advice.evidence
+
+
+def test_time_between_operators_of_a_host_is_not_called_idle() -> None:
+    program = Program()
+    for _ in range(12):
+        program.op("aten::mm", 10.0).pause(30.0).step()
+    recording = program.recording()
+    shown = plain_console(200).text(run.text(recording))
+    assert "J in 120 ms in operators, " in shown and "between them (Python, waiting)" in shown
+    by_ops = plain_console(200).text(run.text(recording, by="ops"))
+    assert any(line.startswith("between operators ") for line in by_ops.splitlines())
+    assert "idle" not in shown and "idle" not in by_ops

@@ -83,11 +83,14 @@ def headline(table: EnergyTable) -> Text:
 
 
 def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
-    """Idle as a row: kernels and idle sum to the total. Steps and regions include their idle time already."""
+    """Idle as a row: kernels and idle sum to the total. Steps and regions include their idle time already.
+
+    Of a host alone it is what lies between operators: Python runs there, and that is not idle.
+    """
     if view in ("steps", "regions", "functions", "lines") or not table.idle_j > 0:
         return None
     return EnergyRow(
-        name="idle",
+        name="idle" if table.kernels else "between operators",
         kind="idle",
         calls=0,
         time_s=max(table.time_s - table.busy_s, 0.0),

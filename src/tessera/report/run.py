@@ -239,16 +239,18 @@ def _spread(result: Answer, left_out: str | None) -> str:
 
 
 def _split(result: Answer, width: int) -> Text:
-    """Busy and idle as one bar."""
+    """Busy and idle as one bar. Of a host alone: in operators and between them, where Python runs; that is not idle."""
+    on_host = not result.kernels
     share = result.idle_share or 0.0
     room = min(BAR, max(10, width - 70))
     idle = min(room - 1, max(1, round(share * room))) if share > 0 else 0
-    line = Text("busy ", style="dim")
-    line.append("█" * (room - idle), style="green").append("░" * idle, style="yellow").append(" idle   ", style="dim")
-    line.append(
-        f"{format_energy_error(result.busy_j or 0.0, None)} in {format_duration(result.busy_s or 0.0, 3)} busy, "
-    )
-    waiting = "while only children ran, or idle" if children_text(result) else "idle"
+    line = Text("operators " if on_host else "busy ", style="dim")
+    line.append("█" * (room - idle), style="green").append("░" * idle, style="yellow")
+    line.append(" rest   " if on_host else " idle   ", style="dim")
+    spent = f"{format_energy_error(result.busy_j or 0.0, None)} in {format_duration(result.busy_s or 0.0, 3)}"
+    line.append(f"{spent} {'in operators' if on_host else 'busy'}, ")
+    waiting = "between them (Python, waiting)" if on_host else "idle"
+    waiting = f"while only children ran, or {waiting}" if children_text(result) else waiting
     line.append(f"{format_energy_error(result.idle_j or 0.0, result.idle_error_j)} ({format_share(share)}) {waiting}")
     return line
 

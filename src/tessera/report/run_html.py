@@ -135,7 +135,8 @@ def _tiles(result: Answer) -> str:
         tiles.append(tile(about + format_energy_error(per.energy_j, per.error_j), label))
     if result.idle_share is not None:
         idle_j = format_energy_error(result.idle_j or 0.0, result.idle_error_j)
-        idle = f"idle: {idle_j}, {format_duration(result.idle_s or 0.0, 3)}"
+        what = "idle" if result.kernels else "between operators"
+        idle = f"{what}: {idle_j}, {format_duration(result.idle_s or 0.0, 3)}"
         idle += " of the traced part" if result.partial else ""
         tiles.append(tile(format_share(result.idle_share), idle))
     return f"<div class='tiles'>{''.join(tiles)}</div>"
