@@ -178,7 +178,9 @@ def test_joules_are_monotone_through_a_loss():
 @needs_fake
 def test_once_prints_every_metric_of_a_gpu():
     scenario = Scenario(gpus=2, wave="const:300", reasons=4, throttled={"power": 0.5})
+    begun_s = time.monotonic()
     done = tessera("metrics", "--once", scenario=scenario)
+    took_s = time.monotonic() - begun_s
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found = parse(done.stdout)
     estimates = {"tessera_job_energy_joules_total", "tessera_job_power_watts", "tessera_job_gpu_memory_bytes"}
@@ -187,7 +189,8 @@ def test_once_prints_every_metric_of_a_gpu():
     assert {name for name, _ in found} | estimates | costs | feeds == set(report.METRICS), "nobody uses the GPUs"
     for power_w in named(found, "tessera_power_watts").values():
         assert power_w == pytest.approx(300, rel=0.05)
-    assert named(found, "tessera_energy_joules_total") == pytest.approx({"gpu0": 360, "gpu1": 360}, rel=0.25)
+    for energy_j in named(found, "tessera_energy_joules_total").values():  # of 1.2 s, or more on a busy machine
+        assert 0.75 * 360 <= energy_j <= 1.05 * 300 * took_s
     assert named(found, "tessera_throttled_seconds_total")["gpu1 power cap"] > 0
 
 

@@ -14,11 +14,14 @@ import sys
 import termios
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
 from tessera.cli.main import main
+from tessera.cli.watch import wait_for_look
 from tessera.config import Config
 from tessera.monitor.snapshot import DomainReading, PowerWatch, Snapshot
 from tessera.report.watch import json_line, plain_lines, screen, sparkline, summary
@@ -286,3 +289,17 @@ def test_the_terminal_is_restored_after_an_exception():
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+@pytest.mark.parametrize(("whole_after", "waits"), [(0, 1), (3, 4)])
+def test_a_single_look_waits_until_all_of_it_is_there(whole_after: int, waits: int) -> None:
+    waited: list[float] = []
+    quit_: Any = SimpleNamespace(wait=waited.append)
+    watch: Any = type("Watch", (), {"is_whole": property(lambda _: len(waited) > whole_after)})()
+    wait_for_look(quit_, watch)
+    assert len(waited) == waits and waited[0] == 1.2
+    waited.clear()
+    never: Any = SimpleNamespace(is_whole=False)
+    quitting: Any = SimpleNamespace(wait=lambda seconds: waited.append(seconds) or len(waited) > 2)
+    wait_for_look(quitting, never)
+    assert len(waited) == 3, "the user quits"

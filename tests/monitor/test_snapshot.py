@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -20,7 +21,7 @@ from tessera.monitor.snapshot import (
     Snapshot,
     _power_history,
 )
-from tessera.schema import Capability, Domain
+from tessera.schema import Capability, Domain, Telemetry
 from tessera.sensors.base import Batch
 from tessera.sensors.discover import DiscoveredSensors
 
@@ -144,3 +145,17 @@ def test_no_window_ends_while_a_gap_is_open():
     steady(monitor, start - SECOND, start + 5 * SECOND, counter_j=None)
     ledger.read(time.monotonic_ns(), calm=False)
     assert not ledger._closing
+
+
+def test_a_watch_is_whole_once_its_telemetry_came_twice():
+    sensor = ScriptSensor(lambda t: 100.0, clock=time.monotonic_ns)
+    watch = PowerWatch(DiscoveredSensors([sensor], []), 0.4)
+    sampler, name = watch._monitor.sampler, sensor.domains()[0].name
+    sampler.series[name] = PowerSeries(sensor.domains()[0])
+    assert not watch.is_whole, "nothing was read"
+    sampler.series[name].extend([(1, 100.0), (2, 100.0)])
+    assert watch.is_whole, "a sensor without telemetry"
+    reading = Telemetry(time_ns=1, domain=name)
+    for readings, whole in (([reading], False), ([reading, reading], True)):
+        sampler.telemetry[name] = deque(readings)
+        assert watch.is_whole == whole

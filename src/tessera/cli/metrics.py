@@ -16,7 +16,7 @@ from ..report import metrics as report
 from ..sensors.discover import discover
 from .listen_address import Address as Address
 from .options import sensor_option
-from .watch import ONCE_S, Quit
+from .watch import Quit, wait_for_look
 
 # "Power now" is the mean of the newest second: a scrape every 15 s would alias anything shorter.
 NEWEST_S = 1.0
@@ -57,7 +57,7 @@ def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) 
         watch = stack.enter_context(PowerWatch(available, NEWEST_S, processes=table))
         collector = report.SnapshotCollector(watch.take_snapshot, requested=sensors)
         if server is None:
-            quit_.wait(ONCE_S)
+            wait_for_look(quit_, watch)
             click.echo(report.format_metrics(collector), nl=False)
             return
         host, port = server.server_name, server.server_port

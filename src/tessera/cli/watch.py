@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 MIN_INTERVAL_S = 0.05
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ONCE_S = 1.2  # telemetry comes once a second, and SM activity is what lies between two of them
+ONCE_S = 1.2  # the second telemetry comes after half a second, and SM activity is what lies between two of them
+LATEST_S = 10.0  # how long a single look waits for that on a machine that has more to do
 
 
 def _parse_interval(ctx: click.Context, param: click.Parameter, value: str) -> float:
@@ -84,7 +85,7 @@ def command(
     table = ProcessTable.of_this_machine() if processes and (live or once or as_json) else None
     with Quit(keys=live) as quit_, PowerWatch(available, interval_s, processes=table) as watch:
         if once:
-            quit_.wait(ONCE_S)
+            wait_for_look(quit_, watch)
             _print(watch.take_snapshot(), as_json, processes)
         elif live:
 
@@ -135,6 +136,14 @@ def show_live(draw: Callable[[Console], RenderableType], intervals: Iterator[Non
         live.update(draw(console), refresh=True)
         for _ in intervals:
             live.update(draw(console), refresh=True)
+
+
+def wait_for_look(quit_: Quit, watch: PowerWatch) -> None:
+    """Wait for a single look: its time, and on a busy machine until all of it is there, or the user quits."""
+    until = time.monotonic() + LATEST_S
+    done = quit_.wait(ONCE_S)
+    while not done and not watch.is_whole and time.monotonic() < until:
+        done = quit_.wait(0.05)
 
 
 class Quit:

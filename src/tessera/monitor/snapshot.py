@@ -173,6 +173,14 @@ class PowerWatch:
     def __exit__(self, *_: object) -> None:
         self._monitor.stop()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that counts was read, and telemetry twice: activity is what lies between two readings."""
+        sampler = self._monitor.sampler
+        with sampler.lock:
+            read = all(sampler.series[name].last_ns is not None for name in sampler.counted_domains())
+            return read and all(len(readings) > 1 for readings in sampler.telemetry.values())
+
     def take_snapshot(self) -> Snapshot:
         """Every domain now, with the newest data its sensor has."""
         sampler = self._monitor.sampler
