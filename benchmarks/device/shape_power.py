@@ -83,6 +83,7 @@ def wave(step: Any, count: int) -> dict[str, Any]:
     end_ns = begun_ns + round(PERIODS * PERIOD_S * 1e9)
     kept = watts[(times_ns >= begun_ns) & (times_ns < end_ns)]  # after the periods in which the levels are found
     last = [(t, float(w)) for t, w in zip(times_ns.tolist(), watts, strict=True) if t >= starts[-2]]
+    clocks = [(t, mhz) for t, mhz in clock.seen[::4] if t >= starts[-2]]
     return {
         "lowest_w": float(kept.min()),
         "highest_w": float(kept.max()),
@@ -90,8 +91,10 @@ def wave(step: Any, count: int) -> dict[str, Any]:
         "period_j": float(kept.mean()) * PERIOD_S,
         "work_s": sum(busy_s[SETTLE:]) / PERIODS,
         # two periods: milliseconds since the first of them began (the sensor's own lag is in it), watts, MHz
-        "trace": [[round((t - starts[-2]) * 1e-6), round(w)] for t, w in last],
-        "clock": [[round((t - starts[-2]) * 1e-6), mhz] for t, mhz in clock.seen if t >= starts[-2]],
+        "trace_ms": [round((t - starts[-2]) * 1e-6) for t, _ in last],
+        "trace_w": [round(w) for _, w in last],
+        "clock_ms": [round((t - starts[-2]) * 1e-6) for t, _ in clocks],
+        "clock_mhz": [mhz for _, mhz in clocks],
     }
 
 
