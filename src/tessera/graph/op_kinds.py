@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# A "view" launches no kernel; "gemm", "conv", "attention" and "rnn" do matrix work.
+# A "view" launches no kernel; "gemm", "conv", "attention" and "rnn" do matrix work. A name is its in-place form too.
 _FAMILIES: Mapping[str, str] = {
     "gemm": """
         mm addmm bmm baddbmm addbmm matmul linear dot mv addmv vdot outer ger addr _scaled_mm _int_mm _grouped_mm
@@ -16,16 +16,16 @@ _FAMILIES: Mapping[str, str] = {
     "attention": "sdpa sdpa_backward scaled_dot_product_attention",
     "rnn": "rnn rnn_backward _cudnn_rnn _cudnn_rnn_backward",
     "copy": """
-        clone copy_ _to_copy contiguous cat stack copy roll flip repeat repeat_interleave constant_pad_nd pad
-        reflection_pad2d replication_pad2d tril triu rot90 slice_scatter select_scatter slice_backward select_backward
-        channel_shuffle pixel_shuffle pixel_unshuffle im2col col2im unfold_backward view_copy reflection_pad1d
-        reflection_pad2d_backward constant_pad_nd_backward native_channel_shuffle expand_copy permute_copy
-        diagonal_copy as_strided_scatter unsafe_chunk_copy tril_ triu_ new_tensor block_diag tile hstack vstack""",
+        clone _to_copy contiguous cat stack copy roll flip repeat repeat_interleave constant_pad_nd pad
+        reflection_pad2d replication_pad2d tril triu rot90 slice_scatter select_scatter slice_backward
+        select_backward channel_shuffle pixel_shuffle pixel_unshuffle im2col col2im unfold_backward view_copy
+        reflection_pad1d reflection_pad2d_backward native_channel_shuffle expand_copy permute_copy diagonal_copy
+        as_strided_scatter new_tensor block_diag tile hstack vstack""",
     "reduce": """
         sum mean amax amin max min prod norm linalg_vector_norm var var_mean std std_mean argmax argmin all any
-        logsumexp count_nonzero nansum aminmax bincount median nanmedian trace cross_entropy_loss binary_cross_entropy
-        mse_loss nll_loss_forward nll_loss2d_forward l1_loss smooth_l1_loss huber_loss kl_div histc equal isin dist
-        binary_cross_entropy_with_logits std_mean_correction""",
+        logsumexp count_nonzero nansum aminmax bincount median nanmedian trace cross_entropy_loss
+        binary_cross_entropy mse_loss nll_loss_forward nll_loss2d_forward l1_loss smooth_l1_loss huber_loss kl_div
+        histc equal isin dist binary_cross_entropy_with_logits""",
     "softmax": """
         _softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data softmax log_softmax""",
     "norm": """
@@ -48,22 +48,21 @@ _FAMILIES: Mapping[str, str] = {
         upsample_nearest3d grid_sampler_3d _upsample_nearest_exact2d upsample_linear1d_backward
         upsample_nearest1d_backward""",
     "gather": """
-        embedding index gather index_select take take_along_dim _unsafe_index nonzero masked_select where_single
-        embedding_bag _embedding_bag searchsorted bucketize""",
+        embedding index gather index_select take take_along_dim _unsafe_index nonzero masked_select embedding_bag
+        _embedding_bag searchsorted bucketize""",
     "scatter": """
-        embedding_dense_backward index_put index_put_ _index_put_impl_ scatter scatter_ scatter_add scatter_add_
-        index_add index_add_ index_copy index_copy_ index_fill index_fill_ scatter_reduce masked_scatter
-        embedding_backward _unsafe_index_put _embedding_bag_dense_backward _embedding_bag_backward scatter_reduce_
-        put_ index_reduce""",
+        embedding_dense_backward index_put _index_put_impl_ scatter scatter_add index_add index_copy index_fill
+        scatter_reduce masked_scatter embedding_backward _unsafe_index_put _embedding_bag_dense_backward
+        _embedding_bag_backward put_ index_reduce""",
     "sort": """
         sort topk argsort kthvalue cumsum cumprod unique unique2 _unique2 cummax cummin multinomial
         logcumsumexp msort""",
     "random": """
-        native_dropout bernoulli bernoulli_ rand randn rand_like randn_like normal_ uniform_ exponential_ randint
-        randperm normal randint_like _fused_dropout random_""",
+        native_dropout bernoulli rand randn rand_like randn_like uniform_ exponential_ randint randperm normal
+        randint_like _fused_dropout random_""",
     "fill": """
-        fill_ zeros ones full zeros_like ones_like full_like zero_ new_zeros new_ones new_full scalar_tensor arange
-        linspace eye fill eye_ zeros_ tril_indices triu_indices""",
+        zeros ones full zeros_like ones_like full_like zero_ new_zeros new_ones new_full scalar_tensor arange
+        linspace eye fill tril_indices triu_indices""",
     "fft": "_fft_r2c _fft_c2r _fft_c2c",
     "transfer": "_to_device",
     "solve": """
@@ -72,12 +71,11 @@ _FAMILIES: Mapping[str, str] = {
     "view": """
         view _unsafe_view t transpose permute expand reshape squeeze unsqueeze slice select detach alias as_strided
         unbind split split_with_sizes chunk narrow diagonal unfold view_as_real view_as_complex movedim swapaxes
-        numpy_T lift_fresh _reshape_alias expand_as unsafe_split unsafe_split_with_sizes unsafe_chunk empty empty_like
-        empty_strided new_empty new_empty_strided set_ resize_ requires_grad_ real imag _conj conj positive unflatten
-        flatten ravel squeeze_ unsqueeze_ t_ transpose_ detach_ item is_same_size sym_size sym_stride sym_numel
-        _assert_async _assert_scalar _nested_tensor_size stride size dim numel retain_grad is_pinned
-        _has_compatible_shallow_copy_type result_type broadcast_tensors atleast_1d _to_dense record_stream
-        resolve_conj resolve_neg _neg_view""",
+        numpy_T lift_fresh _reshape_alias expand_as unsafe_split unsafe_split_with_sizes unsafe_chunk empty
+        empty_like empty_strided new_empty new_empty_strided set_ resize_ requires_grad_ real imag _conj conj
+        positive unflatten flatten ravel item is_same_size sym_size sym_stride sym_numel _assert_async _assert_scalar
+        _nested_tensor_size stride size dim numel retain_grad is_pinned _has_compatible_shallow_copy_type result_type
+        broadcast_tensors atleast_1d _to_dense record_stream resolve_conj resolve_neg _neg_view""",
 }
 
 # Operators that torch computes element by element although its tags do not say so.
