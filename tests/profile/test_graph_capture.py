@@ -233,6 +233,8 @@ class FakeCuda:
         return 0
 
     def cuGraphGetNodes(self, graph: Any, nodes: Any, count: Any) -> int:
+        if nodes is not None and not self.nodes:
+            return 1  # CUDA_ERROR_INVALID_VALUE, as an H200's driver says
         count._obj.value = len(self.nodes)
         for number in range(len(self.nodes) if nodes is not None else 0):
             nodes[number] = number + 1
@@ -264,3 +266,11 @@ def test_kernels_of_a_graph_are_listed_by_the_driver() -> None:
     shape = Launch(grid=(5, 6, 1), block=(64, 2, 1))
     assert read_captured(7, FakeCuda()) == [("gemm(float*)", shape), ("triton_add", shape)]
     assert read_captured(8, FakeCuda()) == []  # is not being captured
+
+
+class EmptyGraph(FakeCuda):
+    nodes = ()
+
+
+def test_a_graph_without_kernels_is_read() -> None:
+    assert read_captured(7, EmptyGraph()) == []

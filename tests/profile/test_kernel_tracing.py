@@ -292,3 +292,26 @@ def test_a_program_with_an_optimizer_is_waited_for() -> None:
 def test_names_are_demangled_as_kineto_does() -> None:
     assert demangle("_ZN2at6native6vecaddEPf") == "at::native::vecadd(float*)"
     assert demangle("triton_poi_fused_add_0") == "triton_poi_fused_add_0"
+
+
+def test_kernels_are_in_the_file_before_kineto_stops_which_no_thread_outruns(
+    fake: Any,  # noqa: F811
+    cuda: None,
+    kineto_takes_cupti: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, written, stop = Program(fake), [], KinetoCollector.stop
+
+    def look(self: KinetoCollector) -> Any:
+        with profile.RunFile(tmp_path / "a.tessera") as run:
+            written.append(len(run.timeline().rows("kernel")))
+        return stop(self)
+
+    monkeypatch.setattr(KinetoCollector, "stop", look)
+    schedule = profile.trace_schedule(wait=2, active=2, repeat=1)
+    with profile.session(path=tmp_path / "a.tessera", schedule=schedule) as sess:
+        for _ in range(6):
+            program.step()
+            sess.step()
+    assert written == [40]  # of four steps

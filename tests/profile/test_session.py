@@ -30,7 +30,7 @@ from tessera.profile.region import current
 from tessera.profile.runfile import RunFile
 from tessera.profile.sampling import BUDGET, StackSampler
 from tessera.profile.summary_mode import OTHER, RunSummary
-from tessera.profile.torch_hooks import MainThread, inside_torch
+from tessera.profile.torch_hooks import MainThread, ModuleRanges, inside_torch
 from tessera.profile.tracing_schedule import between
 from tessera.record import APART
 from tessera.schema import Domain
@@ -920,3 +920,15 @@ def test_tracing_a_program_that_compiles_nothing_does_not_import_inductor(tmp_pa
         assert torch._inductor.config  # as ever
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=300)
+
+
+def test_our_hooks_do_not_make_torch_warn_of_compiled_modules() -> None:
+    torch = pytest.importorskip("torch")
+    ranges = ModuleRanges(lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ranges.install()
+        try:
+            torch.compile(torch.nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))
+        finally:
+            ranges.remove()

@@ -100,3 +100,12 @@ def test_a_replay_that_was_cut_off_is_followed() -> None:
     timeline.columns["kind"][lost] = 4  # no kernels: CUPTI had no buffer
     right = [name_op(timeline, row) == op for row, op in rows if row not in lost]
     assert all(right)
+
+
+def test_a_call_is_of_the_operator_that_is_open_in_its_middle() -> None:
+    """CUPTI's clock and Kineto's are a microsecond apart: a launch seems to begin before `empty` has ended."""
+    builder = Builder()
+    builder.add("op", "aten::index_copy_", 0, 10_000, thread=1)
+    builder.add("op", "aten::empty", 1_000, 3_100, thread=1)
+    call = builder.add("runtime", "cudaLaunchKernel", 3_000, 8_000, thread=1)
+    assert name_op(builder.build(), call) == "aten::index_copy_"

@@ -77,6 +77,8 @@ def read_captured(stream: int, cuda: Any = None) -> list[CapturedKernel]:
         return []
     count = ctypes.c_size_t()
     _check(cuda.cuGraphGetNodes(graph, None, ctypes.byref(count)), "cuGraphGetNodes")
+    if not count.value:  # nothing was launched; the driver refuses to fill an empty list
+        return []
     nodes = (ctypes.c_void_p * count.value)()
     _check(cuda.cuGraphGetNodes(graph, nodes, ctypes.byref(count)), "cuGraphGetNodes")
     found: list[CapturedKernel] = []

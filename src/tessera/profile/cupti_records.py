@@ -107,8 +107,8 @@ def find_places(data: Buffer, sizes: Mapping[int, int]) -> dict[int, NDArray[np.
     """Where the records of each kind begin.
 
     They lie one after the other, and how long one is depends on its kind. Most programs launch kernels in long runs,
-    whose length numpy finds. Others copy or set a few bytes after every few kernels (a mixture of experts): there a call
-    of numpy for each run would take the interpreter for ten times as long as a plain loop, 0.2 us a record.
+    whose length numpy finds. Others copy or set a few bytes after every few kernels (a mixture of experts): numpy for
+    each run would take the interpreter for ten times as long as a plain loop, 0.2 us a record.
     """
     words = memoryview(data)[: len(data) // 4 * 4].cast("B").cast("I")
     parts: dict[int, list[NDArray[np.int64]]] = {}

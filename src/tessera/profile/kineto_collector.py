@@ -288,10 +288,18 @@ class OperatorCollector(KinetoCollector):
     costs half as much without its own records, and neither loses a kernel.
     """
 
-    def __init__(self, options: SessionOptions, kernels: KernelTracing, modules: ModuleRanges) -> None:
+    def __init__(
+        self,
+        options: SessionOptions,
+        kernels: KernelTracing,
+        modules: ModuleRanges,
+        flush: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`flush` writes what was recorded to the file: while Kineto stops, no other thread can."""
         super().__init__(options)
         self._kernels = kernels
         self._modules = modules
+        self._flush = flush
 
     def prepare(self) -> None:
         """Warm up where Kineto records kernels too; beside CUPTI it would take the records of that step."""
@@ -308,6 +316,7 @@ class OperatorCollector(KinetoCollector):
     def stop(self) -> Finished:
         self._modules.remove()
         with self._kernels.handed_over(calls=False):
+            self._flush()
             return super().stop()
 
     def _activities(self) -> list[Any]:

@@ -32,6 +32,7 @@ class Receiver(Protocol):
     def deliver(self, timeline: Timeline, start_ns: int, end_ns: int) -> None: ...
     def add_rows(self, timeline: Timeline) -> None: ...
     def set(self, key: str, value: Any) -> None: ...
+    def flush(self) -> None: ...
 
 
 class LightTracing:
@@ -120,7 +121,9 @@ class LightTracing:
         self._others = OtherProfilers(torch, self.kernels.pause, lambda: KinetoCollector.starting, self.kernels.resume)
         self._others.install()
         if self._options.operator_steps or self._schedule is not None:
-            steady, captures = (OperatorCollector(self._options, self.kernels, self._modules) for _ in range(2))
+            steady, captures = (
+                OperatorCollector(self._options, self.kernels, self._modules, self._receiver.flush) for _ in range(2)
+            )
             self._captures = GraphCaptures(
                 torch, captures, self.kernels, self._deliver_capture, is_traced=lambda: steady.recording
             )

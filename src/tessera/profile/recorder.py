@@ -17,27 +17,23 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MeasurementError, RecordingError, TesseraError
 from ..record import APART
-from ..sensors.response_store import keep_learnt
 from . import ending
 from .options import SessionOptions
 from .region import current, install
+from .session_results import SessionResults
 from .tracing_schedule import TracingSchedule
 
 if TYPE_CHECKING:
-    from ..attribute.table import EnergyTable
     from ..monitor import EnergyScope, Monitor
-    from ..record import Record
     from ..recording import Recording
-    from ..schema import EnergyReport
     from ..timeline.columns import Timeline
-    from ..trace import PowerTrace
     from .cpu_use import CpuUseCounter
     from .export import Exporter
     from .power_feed import PowerFeed
@@ -62,19 +58,13 @@ def _never() -> bool:
     return False
 
 
-def _no_power() -> MeasurementError:
-    return MeasurementError(
-        "this session measured no power", fix='name it: profile.session(activities=["gpu", "power"])'
-    )
-
-
 def _compare_clocks() -> ClockReading:
     from .ranks.clocks import exchange
 
     return exchange()
 
 
-class Session:
+class Session(SessionResults):
     """Records between entering and leaving. Made by `profile.session`.
 
     Left by an exception it writes what it has and lets the exception go on; `stop` may be called twice. One that is
@@ -329,47 +319,6 @@ class Session:
                 summary_s = time.monotonic()
                 writer.set("summary", self._summary.to_json())
 
-    # -- what was recorded ---------------------------------------------------------------------------------------------
-
-    def recording(self) -> Recording:
-        """What was recorded; while the session runs, what has been written so far."""
-        if self._recording is not None:
-            return self._recording
-        if self._writer is None:
-            raise MeasurementError("this session was never started", fix="with profile.session(...) as sess:")
-        from .runfile import RunFile
-
-        if not self._stopped:
-            self._writer.flush()
-            return RunFile(self._writer.path).recording()
-        self._recording = RunFile(self._writer.path).recording()
-        return self._recording
-
-    def timeline(self) -> Timeline:
-        """What ran when. Kernels and operators of a window are in it once the window has ended."""
-        return self.recording().timeline
-
-    def records(self) -> Iterator[Record]:
-        """Everything on the timeline, one `Record` each, in time order, with its joules where power was recorded."""
-        return self.recording().records()
-
-    def power(self) -> PowerTrace:
-        """The power samples."""
-        power = self.recording().power
-        if power is None:
-            raise _no_power()
-        return power
-
-    def energy(self) -> EnergyTable:
-        """What the joules were spent on: kernels, operators, regions, modules, steps."""
-        return keep_learnt(self.recording().energy())
-
-    def report(self) -> EnergyReport:
-        """The measured joules of the whole session as an `EnergyReport`, for diff, JSON and rendering."""
-        if self._scope is None:
-            raise _no_power()
-        return self._scope.report()
-
     # -- what the program says of itself -----------------------------------------------------------------------------
 
     def add_region(self, name: str, start_ns: int, end_ns: int, thread: int, *, is_apart: bool = False) -> None:
@@ -443,6 +392,12 @@ class Session:
         if self._writer is not None and len(timeline):
             # Kernels beside the calls that launched them teach what operator launches which: they are kept.
             self._writer.add_timeline(timeline, may_shrink=len(timeline.device_rows) == len(timeline))
+
+    def flush(self) -> None:
+        """Have what was recorded so far in the file, where it can be written now."""
+        if self._writer is not None:
+            with contextlib.suppress(RecordingError):  # it waits, and `stop` says so
+                self._writer.flush()
 
     def __repr__(self) -> str:
         state = "not started" if self._writer is None else "stopped" if self._stopped else "recording"

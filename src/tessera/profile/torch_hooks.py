@@ -7,6 +7,7 @@ import functools
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -144,6 +145,10 @@ class OptimizerSteps:
             Optimizer.__init__ = self._original
 
 
+# torch.compile says that global hooks are called once more for the module that it makes: ours do not mind.
+_COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+
+
 class ModuleHooks:
     """Global hooks around every `nn.Module` call: what is done before and after it is a subclass's."""
 
@@ -152,6 +157,8 @@ class ModuleHooks:
     def install(self) -> None:
         from torch.nn.modules import module
 
+        if not module._has_any_global_hook():  # the program has none of its own, to be warned of
+            warnings.filterwarnings("ignore", message=_COMPILED_WITH_HOOKS, category=UserWarning)
         self._handles = [
             module.register_module_forward_pre_hook(self._before),
             module.register_module_forward_hook(self._after, always_call=True),

@@ -110,7 +110,8 @@ def link(timeline: Timeline) -> Links:
     op[ops] = ops
     op[calls] = _by_key(timeline, "external", ops, calls, start[calls])
     lone = calls[op[calls] == NONE]
-    op[lone] = nested_ops.at(thread[lone], start[lone])
+    # In the middle of the call: operators and calls are of two clocks, a microsecond apart.
+    op[lone] = nested_ops.at(thread[lone], (start[lone] + timeline["end_ns"][lone]) // 2)
     op[device] = _by_key(timeline, "external", ops, device, launch_ns[device])
     lone = launched[op[launched] == NONE]
     op[lone] = op[launch[lone]]
