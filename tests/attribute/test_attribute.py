@@ -18,6 +18,7 @@ from tessera.attribute.solve import attribute
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.joules import DomainSamples
 from tessera.schema import Domain, Hold
+from tessera.sensors.response_store import ResponseFit
 from tessera.timeline import Builder, Launch, Timeline
 from tessera.trace import PowerTrace
 
@@ -256,6 +257,17 @@ def test_views_and_json():
     assert len(table.to_frame("kernels")) == len(table.kernels)
     with pytest.raises(ArgumentError, match="no view"):
         table.rows("colours")
+
+
+def test_what_a_run_teaches_of_its_sensor_is_plain_data_in_json():
+    board = Board(WATTS)
+    board.mixture(LOADS, 1.0)
+    table = attribute(board.timeline(), board.power())
+    fit = ResponseFit(start_ns=1, seconds=9.0, lag_s=0.1, lag_error_s=0.01, blur_s=0.02, blur_error_s=0.01)
+    table = dataclasses.replace(table, learnt=[(board.power().domains[0], fit)])
+    (told,) = json.loads(json.dumps(table.to_json()))["learnt"]
+    assert told["domain"] == board.power().domains[0].name
+    assert told["lag_s"] == 0.1
 
 
 # -- the parts ------------------------------------------------------------------------------------------------------

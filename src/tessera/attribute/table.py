@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from ..errors import ArgumentError, MissingExtra
 from ..schema import Basis, Domain
 from ..sensors.response_store import ResponseFit
@@ -132,6 +134,7 @@ class EnergyTable:
         """Plain data: `energy_j`, `idle_j`, `untraced_j` ..., and the rows of every view."""
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in VIEWS}
         head["operators"] = self.operators.to_dict() if self.operators is not None else None
+        head["learnt"] = [{"domain": domain.name, **msgspec.to_builtins(fit)} for domain, fit in self.learnt]
         views = {v: [_row(r) for r in self.rows(v)] for v in VIEWS}
         return {**head, "covers": self.covers, "notes": [str(note) for note in self.notes], **views}
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from ..attribute.table import VIEWS
-from .options import ExistingPath, WordChoice
+from .options import ExistingPath, WordChoice, print_json
 
 POWER_HELP = "Power log of the same time: power_trace().to_csv, or the CSV of nvidia-smi, amd-smi or xpu-smi."
 
@@ -31,7 +30,7 @@ def command(trace: Path, power: Path, by: str | None, top: int, as_json: bool) -
 
     table = load(trace, power).energy()
     if as_json:
-        click.echo(json.dumps(table.to_json(), allow_nan=False, default=float))
+        print_json(table.to_json())
         return
     from ..report.console import Console
     from ..report.energy import first_view, renderable
