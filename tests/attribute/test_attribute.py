@@ -259,6 +259,19 @@ def test_views_and_json():
         table.rows("colours")
 
 
+def test_a_part_is_no_less_sure_than_the_whole_where_only_the_level_is_unsure():
+    unsure = dataclasses.replace(RING, basis="modelled", source="modelled", gain_error=0.8, sample_noise=0.0)
+    board = Board(WATTS)
+    board.mixture(LOADS, 1.0)
+    power = board.power()
+    column = dataclasses.replace(power.columns["gpu0"], domain=unsure)
+    table = attribute(board.timeline(), PowerTrace({"gpu0": column}, start_ns=power.start_ns, end_ns=power.end_ns))
+    assert table.idle_j > 0
+    assert table.busy_error_j is not None
+    assert table.busy_error_j <= table.error_j
+    assert table.busy_error_j + table.idle_error_j >= 0.99 * table.error_j
+
+
 def test_what_a_run_teaches_of_its_sensor_is_plain_data_in_json():
     board = Board(WATTS)
     board.mixture(LOADS, 1.0)

@@ -153,14 +153,13 @@ class Answer:
 
 def _busy_and_idle(table: EnergyTable, boards: int, is_attributed: bool) -> dict[str, Any]:
     """Busy and idle time and joules; all None where nothing was attributed."""
-    error_j, idle_error_j = table.error_j, table.idle_error_j
     figures = {
         "busy_s": table.busy_s,
         "busy_j": table.energy_j - table.idle_j,
-        "busy_error_j": math.hypot(error_j, idle_error_j) if idle_error_j > 0 else error_j,
+        "busy_error_j": table.busy_error_j,
         "idle_s": max(table.time_s * max(boards, 1) - table.busy_s, 0.0),
         "idle_j": table.idle_j,
-        "idle_error_j": idle_error_j,
+        "idle_error_j": table.idle_error_j,
         "idle_share": table.idle_j / table.energy_j if table.energy_j > 0 else None,
     }
     return figures if is_attributed else dict.fromkeys(figures)

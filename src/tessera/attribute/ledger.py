@@ -66,6 +66,7 @@ def table(
         error_j=float(np.sqrt(sum(p.error_j**2 for p in parts))),
         idle_j=float(sum(i[0] for i in idle)),
         idle_error_j=float(np.sqrt(sum(i[1] ** 2 for i in idle))),
+        busy_error_j=float(np.sqrt(sum(_busy_error_j(p) ** 2 for p in parts))),
         time_s=sum(end_ns - begin_ns for begin_ns, end_ns in windows) * 1e-9,
         busy_s=float(sum(p.activity.busy_s for p in parts)),
         kernels=() if on_host else ledger.kernels(),
@@ -101,6 +102,11 @@ def _idle(part: Share) -> tuple[float, float, float]:
     gap_s = (part.gap_end_ns - part.gap_start_ns) * 1e-9
     seconds = sum_by_key(part.gap_cls, gap_s, len(part.watts))
     return float(seconds @ part.watts), _half(seconds, part.covariance), float(gap_s.sum())
+
+
+def _busy_error_j(part: Share) -> float:
+    """The half-width of the joules in which something ran: the classes share the sensor's level, so by covariance."""
+    return _half(sum_by_key(part.activity.cls, part.seconds, len(part.watts)), part.covariance)
 
 
 def _half(seconds: Floats, covariance: Floats) -> float:

@@ -89,7 +89,7 @@ class EnergyTable:
     `time_s` is the traced time. `untraced_j` and `untraced_s` are what the power samples tell of other times: they are
     in no row and not idle, since nobody looked at what ran. `basis` is that of the power samples; `coverage` the share
     of the time they saw. `operators` is how much of a light run has an operator, None of any other; `learnt` what the
-    run has shown of its power sensors.
+    run has shown of its power sensors. `busy_error_j` is the error of what is not idle; both share the sensor's level.
     """
 
     energy_j: float
@@ -113,6 +113,7 @@ class EnergyTable:
     operators: OperatorCoverage | None = None
     notes: Sequence[str] = ()
     learnt: Sequence[tuple[Domain, ResponseFit]] = ()
+    busy_error_j: float | None = None
 
     @property
     def covers(self) -> Literal["run", "trace"]:
