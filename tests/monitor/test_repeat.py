@@ -14,7 +14,7 @@ import pytest
 
 from tessera.monitor import Monitor, repeat
 from tessera.monitor.command import CommandRun
-from tessera.monitor.repeat import RepeatedRuns, find_outliers, label_of, measure_repeatedly
+from tessera.monitor.repeat import RepeatedCommand, RepeatedRuns, find_outliers, label_of, measure_repeatedly
 from tessera.report.console import plain_console
 from tessera.report.repeat import renderable
 from tessera.schema import Domain, Energy, EnergyReport
@@ -202,3 +202,10 @@ def test_the_commands_are_on_a_narrow_screen_too(machine: FakeMachine) -> None:
         assert all(command.name in shown for command in result.commands), width
         assert "not shown: command" not in shown and ", command" not in shown
     assert "not shown: fastest … slowest (" in " ".join(plain_console(50).text(renderable(result)).split())
+
+
+def test_the_watts_of_a_row_are_its_joules_over_its_seconds() -> None:
+    reports = [report(10.0, 1.0), report(12.0, 4.0)]
+    row = RepeatedCommand(label="A", command=["a"], reports=reports, level_error=0.0)
+    assert row.power_w.value == pytest.approx(row.energy_j.value / row.time_s.value)
+    assert RepeatedCommand(label="A", command=["a"], reports=reports[:1], level_error=0.0).power_w.error is None

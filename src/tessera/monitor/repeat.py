@@ -96,8 +96,11 @@ class RepeatedCommand:
 
     @property
     def power_w(self) -> Uncertain:
-        """Mean watts of a run."""
-        return mean_interval(self.joules / self.seconds).with_level(self.level_error)
+        """Mean watts of all runs: their joules over their seconds, so that it is `energy_j` over `time_s`."""
+        mean_s, watts = float(self.seconds.mean()), float(self.joules.sum() / self.seconds.sum())
+        # The scatter of a ratio of means: W. G. Cochran, "Sampling Techniques", 1977, chapter 6.
+        scatter = mean_interval(self.joules - watts * self.seconds).times(1 / mean_s)
+        return Uncertain(watts, scatter.error).with_level(self.level_error)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
