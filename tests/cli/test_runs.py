@@ -15,6 +15,8 @@ from tessera.analyze.answer import answer
 from tessera.cli import report, runs
 from tessera.errors import ArgumentError, MeasurementError
 from tessera.profile.open_recording import open_recording
+from tessera.report.console import plain_console
+from tessera.report.runs import renderable
 
 import synthetic_run
 from command_line import invoke
@@ -169,3 +171,21 @@ def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(missing, ArgumentError) and "did you mean 'prune'" in str(missing)
     assert "no run in" in invoke(runs.command).stderr
     assert "one file was given" in invoke(runs.command, "diff", "a.tessera").stderr
+
+
+def test_the_next_command_compares_runs_of_one_script_only(folder: Path) -> None:
+    def ended(name: str, command: str) -> run_list.ListedRun:
+        joules = run_list.RunJoules(energy_j=1.0, error_j=0.1, step_j=None, step_error_j=None, basis="measured")
+        return run_list.ListedRun(path=Path(name), size_bytes=1, state="ended", command=command, joules=joules)
+
+    found = [ended("a2", "python a.py -n 2"), ended("b", "python b.py"), ended("a1", "python a.py -n 1")]
+    assert runs._next_command(found, folder) == "tessera diff a1 a2"
+    assert runs._next_command(found[:2], folder) == "tessera report a2"
+
+
+def test_a_narrow_list_says_which_runs_failed() -> None:
+    run = run_list.ListedRun(path=Path("crash.tessera"), size_bytes=1, state="failed", command="python crash.py " * 9)
+    console = plain_console(40)
+    with console.capture() as shown:
+        console.print(renderable([run], next_command=None))
+    assert "failed" in shown.get()

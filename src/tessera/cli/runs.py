@@ -134,6 +134,14 @@ def _next_command(runs: list[ListedRun], folder: Path) -> str | None:
     if any(r.joules is None and not r.problem for r in runs):
         return shlex.join(["tessera", "runs", "list", str(folder), "--read"])
     good = [r for r in runs if r.state == "ended"]
-    if len(good) < 2:
-        return shlex.join(["tessera", "report", str(good[0].path)]) if good else None
-    return shlex.join(["tessera", "diff", str(good[1].path), str(good[0].path)])
+    if not good:
+        return None
+    before = next((r for r in good[1:] if _script(r) == _script(good[0])), None)
+    if before is None:
+        return shlex.join(["tessera", "report", str(good[0].path)])
+    return shlex.join(["tessera", "diff", str(before.path), str(good[0].path)])
+
+
+def _script(run: ListedRun) -> list[str]:
+    """What ran, without its arguments: two runs of one script are worth a comparison."""
+    return run.command.split()[:2]

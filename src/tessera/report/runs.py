@@ -33,7 +33,7 @@ def _columns(runs: Sequence[ListedRun]) -> list[TableColumn]:
         TableColumn(heading="energy", cells=[_energy(r) for r in runs], right=True),
         TableColumn(heading="time", cells=[_time(r) for r in runs], right=True, drop=1),
         TableColumn(heading="per step", cells=[_per_step(r) for r in runs], right=True, drop=2),
-        TableColumn(heading="state", cells=[r.state for r in runs], drop=3),
+        TableColumn(heading="state", cells=[r.state for r in runs]),
         TableColumn(heading="size", cells=[format_bytes(r.size_bytes, 3) for r in runs], right=True, drop=4),
         TableColumn(heading="host", cells=[r.host for r in runs], drop=5),
         TableColumn(heading="command", cells=[r.command for r in runs], drop=6),
