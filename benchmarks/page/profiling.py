@@ -68,7 +68,11 @@ def light(c: dict[str, Any] | None, w: dict[str, Any] | None, d: dict[str, Any] 
             )
             continue
         traced, peer = found["light"], found["profiler"]["over_pct"]
-        between = f" ({traced['over_low_pct']:+.1f} to {traced['over_high_pct']:+.1f}, {traced['turns']} turns)" if "turns" in traced else ""
+        between = (
+            f" ({traced['over_low_pct']:+.1f} to {traced['over_high_pct']:+.1f}, {traced['turns']} turns)"
+            if "turns" in traced
+            else ""
+        )
         alone = f"; CUPTI alone {found['raw']['over_pct']:+.1f}" if "raw" in found else ""
         rows.append(
             Goal(what=f"{program}, every kernel recorded: longer steps, %", goal=f"<= {most:g}", met=traced["over_pct"] <= most,
