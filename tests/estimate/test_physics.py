@@ -1,5 +1,6 @@
 """No kernel is faster than its bytes and its FLOPs allow: every family of operators, on every chip of the catalogue."""
 
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -7,7 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessera.device import Device
+from tessera.estimate.gemm import gemm_time
 from tessera.estimate.ops import OpModel
+from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.graph.flops import work_of
 from tessera.graph.ir import DTYPE_BYTES, Op, TensorSpec
 from tessera.hardware import catalogue, lookup
@@ -228,3 +231,16 @@ def test_recurrent_weights_are_read_at_every_step() -> None:
     assert kernel.seconds > 0.99 * steps * weights[1].nbytes / 4.8e12
     small = OpModel(lookup("h200")).time(op, 0.0)
     assert small.hbm_bytes > 0.9 * (steps - 1) * weights[1].nbytes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["h200", "h100", "a100", "b200", "l4", "l40s", "mi300x", "rtx-4090"])
+def test_a_larger_product_takes_no_less_time_and_energy_under_the_power_limit(name: str, precision: str) -> None:
+    """Tiles that tie in time differ in the bytes they load: the choice once made 20480 rows slower than 28672."""
+    device = lookup(name)
+    power = PowerModel.from_device(device)
+    sizes = (4096, 6144, 8192, 12288, 16384, 20480, 24576, 28672, 32768)
+    kernels = [gemm_time(device, m, 8192, 8192, precision=precision) for m in sizes]
+    found = [power.estimate(DeviceWork.of(kernel)) for kernel in kernels]
+    for smaller, larger in pairwise(found):
+        assert larger.seconds > smaller.seconds and larger.energy_j > smaller.energy_j

@@ -56,6 +56,7 @@ _VECTOR_STEP_CYCLES = 61.0
 _BIASED_SPLIT = 2
 # Those kernels keep more SMs busy than their share of tiles: four times, by the watts of seven small models (h200_dev).
 _BIASED_PARTS = 4.0
+_AS_FAST = 1.05  # times by which the formula cannot tell tiles apart: its own error on an H200 is 4%
 _STEP = 32.0  # elements of k that the shortest pipeline stage holds
 _LAYOUTS = ("nt", "nn", "tn")
 _SOURCES = ("torch", "vllm")
@@ -186,7 +187,7 @@ def formula(
     c, size = constants, ELEMENT_BYTES[p.precision]
     out = max(size, 2.0) if out_bytes is None else out_bytes
     m, n, k, batch = (np.asarray(value, float) for value in (p.m, p.n, p.k, p.batch))
-    compute_s, load, best = _compute(c, of, p)
+    compute_s, load, best, fed_bytes = _compute(c, of, p)
     right = size if p.weight_bytes is None else p.weight_bytes
     total = batch * (size * m * k + right * n * k + out * m * n)
     overhead_s = c["launch_us"][p.source] * 1e-6 * of.launch_factor + 0.0 * m
@@ -204,8 +205,7 @@ def formula(
     whole = compute_s**exponent + memory_s**exponent
     body_s = whole ** (1 / exponent)
     tm, tn = _TM[best], _TN[best]
-    # Blocks in clusters of two share one operand, so the cache is read for three quarters of what they load.
-    reads = 0.75 * batch * k * (size * m * np.ceil(n / tn) + right * n * np.ceil(m / tm))
+    reads = 0.75 * fed_bytes  # blocks in clusters of two share one operand
     biased = p.bias and not of.peak(p.precision)[1].startswith("matrix")
     at_work = load * _BIASED_PARTS if biased else load
     filled = np.maximum(at_work / np.ceil(at_work), _overlap(c, of) * (at_work > 1))
@@ -227,8 +227,8 @@ def formula(
     }
 
 
-def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats, Any]:
-    """Seconds of the best tile and split, SMs' worth of its blocks, and its number."""
+def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats, Any, Floats]:
+    """Seconds of the best tile and split, SMs' worth of its blocks, its number, and the bytes that SMs load."""
     m, n, k, batch = (np.asarray(value, float)[..., None] for value in (p.m, p.n, p.k, p.batch))
     size, (quoted, unit, _) = ELEMENT_BYTES[p.precision], of.peak(p.precision)
     matrix = unit.startswith("matrix")
@@ -265,7 +265,12 @@ def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats
     all_s = np.where(refused, np.inf, all_s)
     best = np.argmin(all_s, axis=-1)
     taken = best[..., None]
-    return np.take_along_axis(all_s, taken, -1)[..., 0], np.take_along_axis(load, taken, -1)[..., 0], best
+    fastest_s = np.take_along_axis(all_s, taken, -1)
+    # Of tiles that are as fast, a library takes the one that loads least: by the formula a tile of 8 columns ties with
+    # one of 256 in a large fp32 product, and would load fourteen times the bytes.
+    fed = batch * k * (size * m * np.ceil(n / _TN) + right * n * np.ceil(m / _TM))
+    fed_bytes = np.where(all_s <= _AS_FAST * fastest_s, fed, np.inf).min(axis=-1)
+    return fastest_s[..., 0], np.take_along_axis(load, taken, -1)[..., 0], best, fed_bytes
 
 
 # Of the fp32 peak that large products reach on SMs with 64 lanes: 0.92 on a V100 (14.4 TFLOP/s), 0.97 on Turing
