@@ -36,8 +36,8 @@ from tessera.timeline.columns import NONE, UNTRACED
 from tessera.trace import PowerTrace
 
 STATIC_W = 118.0
-SCATTER = 0.2
-"""Of a kernel's watts around the prior, of what it draws above a waiting board: as found on an H200 (attribute/prior.py)."""
+SCATTER = 0.25
+"""Of a kernel's watts around the prior, of what it draws above a waiting board: as attribute/prior.py assumes."""
 RING = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02, sample_noise=0.004, label="NVIDIA H200")
 
 
