@@ -155,6 +155,8 @@ def test_the_command(tmp_path):
     assert text.exit_code == 0
     assert "aten::mm" in text.output
     assert "next" in text.output
+    none = CliRunner().invoke(cli, ["attribute", str(trace), "--power", str(power), "--by", "modules"])
+    assert "the trace has no modules" in none.output
     missing = CliRunner().invoke(cli, ["attribute", str(trace)])
     assert missing.exit_code == 2
 

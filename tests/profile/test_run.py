@@ -384,3 +384,10 @@ def test_a_pool_that_nobody_ends_does_not_hang_the_script(tmp_path, script):
     process = launch(tmp_path, target)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and out == "3\n"
+
+
+def test_a_run_file_in_the_default_folder_needs_no_mkdir(tmp_path):
+    (tmp_path / "x.py").write_text("print(1)\n")
+    code, _, err = run(tmp_path, "--mode", "sampling", "--out", "runs/x.tessera", "x.py")
+    assert code == 0, err
+    assert (tmp_path / "runs" / "x.tessera").is_file()

@@ -19,7 +19,7 @@ from ..errors import ArgumentError, RecordingError, TesseraError
 from ..job_rank import find_rank
 from ..output import cannot_write
 from .failures import report_failure
-from .options import FILE, WordChoice, check_writable, scope_option
+from .options import FILE, RUNS, WordChoice, check_writable, scope_option
 from .run_report import print_progress, report_run
 
 if TYPE_CHECKING:
@@ -137,6 +137,8 @@ def command(
         raise ArgumentError(f"there is no script {target!r}", fix="give a Python file, or -m and the name of a module")
     for path in (out, html):
         if path is not None:
+            if path.parent == RUNS:  # the default folder, which a run without --out makes too
+                RUNS.mkdir(exist_ok=True)
             check_writable(path)
     with contextlib.ExitStack() as stack:
         if nproc is not None or launcher is not None:

@@ -52,6 +52,8 @@ def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, widt
     if rows:
         parts += [rows_table(rows, view, width=width, total=len(table.rows(view)), idle=idle_row(table, view))]
         parts += legend(rows)
+    else:
+        parts.append(Text(f"the trace has no {view}", style="yellow"))
     if line := untraced_text(table):
         parts.append(Text(line, style="yellow"))
     parts += [Text(f"note  {note}", style="yellow") for note in list(table.notes)[:3]]
