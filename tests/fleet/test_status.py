@@ -233,7 +233,7 @@ def test_what_is_not_measured_and_who_was_not_asked_is_said(tmp_path: Path) -> N
     assert (by_name["fixed"].basis, by_name["modelled"].basis) == ("file", "modelled")
     assert read_metrics(METRICS).basis == "measured"
     data = json.loads(json_line(status))
-    assert [data[k] for k in ("asked", "answered", "known", "unmeasured_w")] == [3, 2, 2, 4632.5]
+    assert [data[k] for k in ("asked_nodes", "answering_nodes", "known_nodes", "unmeasured_w")] == [3, 2, 2, 4632.5]
     text = plain_console(160).text(fleet_screen(status))
     assert "2 of 3 nodes answer, the power of 2 of 5 is known" in text and "4.63 kW of it not measured" in text
     assert "power modelled" in text and "power from the file" in text

@@ -133,7 +133,7 @@ def serve(
     host, port = listener.getsockname()[:2]
     url = f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def started() -> None:
+    def say_started() -> None:
         if as_json:
             print_json({"url": url, "state": str(folder), "policy": policy, "limit_w": policy.limit_w})
         else:
@@ -141,7 +141,7 @@ def serve(
             click.echo("next, on each node: tessera governor join --guaranteed 300W")
         sys.stdout.flush()
 
-    asyncio.run(serve_governor(service, tokens, listener, tls=tls, started=started))
+    asyncio.run(serve_governor(service, tokens, listener, tls=tls, started=say_started))
 
 
 def _log_event(event: GovernorEvent) -> None:

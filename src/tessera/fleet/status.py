@@ -137,17 +137,17 @@ class FleetStatus:
         return sum(n.power_w for n in self.nodes if n.power_w is not None and n.basis not in ("measured", "governor"))
 
     @property
-    def asked(self) -> int:
+    def asked_nodes(self) -> int:
         """Nodes with an endpoint."""
         return sum(n.is_up is not None for n in self.nodes)
 
     @property
-    def answered(self) -> int:
+    def answering_nodes(self) -> int:
         """Nodes whose endpoint answers."""
         return sum(n.is_up is True for n in self.nodes)
 
     @property
-    def known(self) -> int:
+    def known_nodes(self) -> int:
         """Nodes whose power is known."""
         return sum(n.power_w is not None for n in self.nodes)
 

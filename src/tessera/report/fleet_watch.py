@@ -32,7 +32,7 @@ def json_line(status: FleetStatus) -> bytes:
         row["notes"] = node_notes(node)
     if tree["budget"] is not None:
         tree["budget"]["emergency_text"] = emergency_text(status)
-    names = ("power_w", "unmeasured_w", "asked", "answered", "known")
+    names = ("power_w", "unmeasured_w", "asked_nodes", "answering_nodes", "known_nodes")
     return msgspec.json.encode({**tree, **{name: getattr(status, name) for name in names}})
 
 
@@ -124,9 +124,9 @@ def fleet_screen(
 def _title(status: FleetStatus) -> Text:
     """Watts, how much of the fleet is known, the governor's budget."""
     power = "unknown power" if status.power_w is None else format_power(status.power_w, 4)
-    answers = f"{status.answered} of {status.asked} nodes answer"
-    if status.known != status.answered or status.asked != len(status.nodes):
-        answers += f", the power of {status.known} of {len(status.nodes)} is known"
+    answers = f"{status.answering_nodes} of {status.asked_nodes} nodes answer"
+    if status.known_nodes != status.answering_nodes or status.asked_nodes != len(status.nodes):
+        answers += f", the power of {status.known_nodes} of {len(status.nodes)} is known"
     title = Text(f"{power}  ", style="bold")
     if status.unmeasured_w:
         title.append(f"{format_power(status.unmeasured_w, 3)} of it not measured  ", style="not bold yellow")

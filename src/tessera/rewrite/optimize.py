@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -360,19 +361,14 @@ class Optimized:
 
     def _count_host_work(self, search: VariantSearch) -> HostWork | None:
         """Return what eager Python does beside dispatching, by a capture on meta tensors."""
-        from ..graph.capture import capture
-        from .program_cost import HostWork
+        from .program_cost import count_host_work
 
         is_step = search.program.mode == "step"
         try:
-            graph = capture(
-                self.original, search.kwargs or search.args, mode="infer" if is_step else self._options.mode
-            )
+            return count_host_work(self.original, search.kwargs or search.args, self._options.mode, is_step=is_step)
         except TesseraError as e:
             self.notes.append(f"the host's work besides dispatching is unknown: {e.what}")
             return None
-        ops = [op for op in graph.ops if op.phase != "optimizer" or is_step]
-        return HostWork(modules=sum(op.host_modules for op in ops), functions=sum(op.host_functions for op in ops))
 
     # -- what else a program has ------------------------------------------------------------------------------------
 
@@ -414,8 +410,6 @@ class Optimized:
 
     def to_json(self) -> str:
         """Return `to_dict()` as JSON."""
-        import json
-
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:

@@ -6,9 +6,9 @@ Where the kernels were profiled, `set_kernel_times` puts their seconds in, and `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -143,6 +143,15 @@ class HostWork:
 
     modules: int = 0
     functions: int = 0
+
+
+def count_host_work(fn: Callable[..., Any], inputs: Any, mode: Literal["infer", "train"], *, is_step: bool) -> HostWork:
+    """Return what eager Python does beside dispatching, by a capture on meta tensors; a step has its own optimizer."""
+    from ..graph.capture import capture
+
+    graph = capture(fn, inputs, mode="infer" if is_step else mode)
+    ops = [op for op in graph.ops if op.phase != "optimizer" or is_step]
+    return HostWork(modules=sum(op.host_modules for op in ops), functions=sum(op.host_functions for op in ops))
 
 
 def add_up(costs: Iterable[OpCost]) -> OpCost:

@@ -164,17 +164,17 @@ class _Turn:
     familiar: bool = True  # all inputs had the shapes of the trial
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         last = self.warm[-self.quiet :] if self.quiet else []
         return len(last) == self.quiet and not any(s.events for s in last)
 
     @property
     def warming(self) -> bool:
-        return not self.settled and len(self.warm) < self.within
+        return not self.is_settled and len(self.warm) < self.within
 
     @property
     def over(self) -> bool:
-        return not self.warming and (len(self.spans) >= self.calls or (self.settles and not self.settled))
+        return not self.warming and (len(self.spans) >= self.calls or (self.settles and not self.is_settled))
 
     def add(self, span: _Span) -> None:
         if self.warming:
@@ -297,7 +297,7 @@ class WatchedCall:
                 self._figures = self._sum_up({0: [turn]})
                 if turn.familiar and self._is_kept(turn, self._figures[0]):
                     return "confirmed", 0
-        ready = [at for at, turn in settling.items() if turn.settled] or [len(self._candidates) - 1]
+        ready = [at for at, turn in settling.items() if turn.is_settled] or [len(self._candidates) - 1]
         taken: dict[int, list[_Turn]] = {at: [] for at in ready}
         left = max(MOST_CALLS - self._used, 0)
         rounds = max(2, min(self._rounds, left // (3 * len(ready))) // 2 * 2)  # as often there as back

@@ -40,10 +40,10 @@ function tiles(f) {
     tile(watts(f.power_w), "power now"),
     tile(isFinite(hottest) ? celsius(hottest) : "–", "hottest device", hottest > hot ? "bad" : ""),
     tile(String(trips), "over-currents and near trips", trips ? "bad" : ""),
-    tile(`${f.answered} of ${f.asked}`, "nodes answer", f.answered < f.asked ? "warned" : ""),
+    tile(`${f.answering_nodes} of ${f.asked_nodes}`, "nodes answer", f.answering_nodes < f.asked_nodes ? "warned" : ""),
   ];
-  if (f.known !== f.answered || f.asked !== f.nodes.length) {
-    all.push(tile(`${f.known} of ${f.nodes.length}`, "nodes of known power", f.known < f.nodes.length ? "warned" : ""));
+  if (f.known_nodes !== f.answering_nodes || f.asked_nodes !== f.nodes.length) {
+    all.push(tile(`${f.known_nodes} of ${f.nodes.length}`, "nodes of known power", f.known_nodes < f.nodes.length ? "warned" : ""));
   }
   if (f.unmeasured_w > 0) all.splice(1, 0, tile(watts(f.unmeasured_w), "of it not measured", "warned"));
   const above = f.nodes.filter(n => n.over_lease_w > 0).length;
