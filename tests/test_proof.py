@@ -225,7 +225,7 @@ def test_a_figure_without_a_mark_is_found_and_facts_are_not(tmp_path: Path, monk
     assert of("It draws 689 W, and 82-118 W idle; 90% intervals.\n", tmp_path, monkeypatch) == []
     assert of("It draws 690.5 W and saves 7.5%.\n\n```\n99 W\n```\n", tmp_path, monkeypatch) == ["690.5 W", "7.5%"]
     assert of("The shape 64 x 128 of tf32, 3 steps, `99 W`, x86.\n", tmp_path, monkeypatch) == []
-    assert of("It moved by -1.6 / -7.9% and 3 ± 4 mJ.\n", tmp_path, monkeypatch) == ["-1.6%", "-7.9%", "3 mJ", "4 mJ"]
+    assert of("It moved by -1.6 / -7.37% and 3 ± 4 mJ.\n", tmp_path, monkeypatch) == ["-1.6%", "-7.37%", "3 mJ", "4 mJ"]
 
 
 def test_a_computed_figure_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
