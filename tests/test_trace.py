@@ -271,13 +271,47 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     offset = 1_790_000_000 * S
     times = [offset, offset + 20_000_000, offset + 40_123_000]
     one = DomainSamples.of(domain(), times, [100.0, math.nan, 300.25])
-    two = DomainSamples.of(domain("cpu,0"), [1_000], [7.125])
-    pwr = trace(one, two)
+    two = DomainSamples.of(domain("cpu,0"), [offset + 1_000], [7.125])
+    pwr = PowerTrace({"gpu0": one, "cpu,0": two}, start_ns=offset, end_ns=offset + S)
     back = read_csv(pwr.to_csv(tmp_path / "power.csv"))
     assert set(back) == {"gpu0", "cpu,0"}
     assert back["gpu0"][0].tolist() == times
     assert back["gpu0"][1].tolist() == pytest.approx([100.0, math.nan, 300.25], nan_ok=True)  # a gap stays a gap
     assert back["cpu,0"][1].tolist() == [7.125]
+
+
+@pytest.mark.parametrize("hold", list(Hold))
+@pytest.mark.parametrize("lag_s", [0.0, 0.03])
+@pytest.mark.parametrize("holes", [(), (0,), (1,), (4,), (0, 1, 5), (8, 9)])
+def test_the_integral_of_the_csv_is_the_energy(
+    tmp_path: Path, hold: Hold, lag_s: float, holes: tuple[int, ...]
+) -> None:
+    times = np.arange(10) * 100_000_000
+    watts = np.array([2600.0, 44, 41, 300, 310, 20, 700, 650, 90, 4000])
+    watts[list(holes)] = math.nan
+    column = DomainSamples.of(domain(hold=hold, lag_s=lag_s), times, watts)
+    pwr = PowerTrace({"gpu0": column}, start_ns=50_000_000, end_ns=830_000_000)
+    lag_ns = column.lag_ns
+    at, back, _ = read_csv(pwr.to_csv(tmp_path / "power.csv"))["gpu0"]
+    joules, covered = brute(at.tolist(), back.tolist(), int(at[0]), int(at[-1]), mean=hold is Hold.MEAN)
+    assert joules == pytest.approx(pwr.energy_j, rel=1e-5)
+    assert covered == pytest.approx(pwr.energy().coverage * pwr.seconds)
+    assert at[0] >= pwr.start_ns + lag_ns and at[-1] <= pwr.end_ns + lag_ns, "no sample from outside the trace"
+    assert not math.isnan(back[0]) and not math.isnan(back[-1])
+
+
+def test_the_csv_of_a_mean_begins_with_the_first_mean_of_the_trace(tmp_path: Path) -> None:
+    before = DomainSamples.of(domain("cpu0", hold=Hold.MEAN), [0, S], [2.6, 0.44])
+    share = DomainSamples.of(domain("cpu0.idle_share", hold=Hold.MEAN, counted=False), [0, S], [math.nan, 0.2])
+    never = DomainSamples.of(domain("gpu0"), [0, S], [math.nan, math.nan])
+    lines = trace(before, share, never).to_csv(tmp_path / "power.csv").read_text().splitlines()
+    assert lines == [
+        "epoch_us,domain,watts,basis,part_of",
+        "0,cpu0,0.440,measured,",
+        "1000000,cpu0,0.440,measured,",
+        "0,cpu0.idle_share,0.200,measured,cpu0",
+        "1000000,cpu0.idle_share,0.200,measured,cpu0",
+    ]
 
 
 def test_a_csv_out_of_order_is_sorted(tmp_path: Path) -> None:

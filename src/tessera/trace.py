@@ -19,7 +19,7 @@ from .read_limits import open_file
 from .schema import Basis, Domain, Energy, Gap, Hold, PowerEvent, Telemetry
 
 CSV_COLUMNS = ("epoch_us", "domain", "watts")
-"""What every power log has; ours says in a fourth column, `basis`, whether it was measured or modelled."""
+"""What every power log has; ours says in `basis` whether it was measured or modelled."""
 
 MOST_DOMAINS = 4096
 """Domains of one power log: a rack has some hundreds."""
@@ -211,15 +211,21 @@ class PowerTrace:
         return peak_w / rms if rms > 0 else None
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write epoch_us, domain, watts: the columns `tessera attribute --power` and the replay sensor read."""
+        """Write epoch_us, domain, watts (what `tessera attribute --power` and the replay sensor read), basis, part_of.
+
+        The lines are those of the trace alone, so that their integral is `energy`: a sample is put at each end of it.
+        Times are the sensor's own: its lag is still in them. `part_of` names the domain that already counts this one.
+        """
         target = Path(path)
         with replace_when_written(target) as part, part.open("w", newline="") as f:
             out = csv.writer(f)
-            out.writerow((*CSV_COLUMNS, "basis"))
+            out.writerow((*CSV_COLUMNS, "basis", "part_of"))
             for name, column in self.columns.items():
-                for t, w in zip(column.times_ns.tolist(), column.watts.tolist(), strict=True):
+                part_of = "" if column.domain.counted else name.rpartition(".")[0]
+                times_ns, watts = _clip(column, self.start_ns, self.end_ns)
+                for t, w in zip(times_ns.tolist(), watts.tolist(), strict=True):
                     # "nan" ends a gap: nothing is known since the sample before.
-                    out.writerow((t // 1000, name, f"{w:.3f}", column.domain.basis))
+                    out.writerow((t // 1000, name, f"{w:.3f}", column.domain.basis, part_of))
         return target
 
     def to_frame(self) -> Any:
@@ -340,6 +346,25 @@ def _between(times_ns: Ints, column: DomainSamples, grid: Ints) -> tuple[Floats,
     w0 = np.where(np.isnan(w0), w1, w0)  # after a gap: level from its end on, as `accumulate` has it
     begin, end = ((t - times_ns[i - 1]) / (times_ns[i] - times_ns[i - 1]) for t in (grid[:-1], grid[1:]))
     return w0 * (1.0 - begin) + w1 * begin, w0 * (1.0 - end) + w1 * end  # in this form exact at the samples
+
+
+def _clip(column: DomainSamples, start_ns: int, end_ns: int) -> tuple[Ints, Floats]:
+    """The samples of a window, in the sensor's own time, with one at each edge: NaN only for gaps inside."""
+    first_ns, last_ns = start_ns + column.lag_ns, end_ns + column.lag_ns
+    times_ns = column.times_ns
+    inside = (times_ns >= first_ns) & (times_ns <= last_ns)
+    edges = [t for t in (first_ns, last_ns) if len(times_ns) and times_ns[0] <= t <= times_ns[-1]]
+    grid = np.unique(np.concatenate([times_ns[inside], np.asarray(edges, dtype=np.int64)]))
+    begin, end = _between(times_ns, column, grid)
+    seen = np.flatnonzero(~np.isnan(end))
+    if len(seen) == 0:  # no stretch is known: at most single samples are
+        return times_ns[inside & column.known], column.watts[inside & column.known]
+    a, b = seen[0], seen[-1] + 1
+    clipped_ns, watts = grid[a : b + 1], np.append(begin[a], end[a:b])
+    lone = (times_ns == grid[0]) & column.known & inside
+    if a > 0 and column.domain.hold is not Hold.MEAN and lone.any():  # a gap follows the first sample
+        return grid[: b + 1], np.append(column.watts[lone][:1], end[:b])
+    return clipped_ns, watts
 
 
 def _resample(times_ns: Ints, column: DomainSamples, grid: Ints) -> Floats:
