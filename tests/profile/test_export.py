@@ -757,6 +757,18 @@ def test_the_command_writes_several_at_once(run, tmp_path):
     assert f"csv: {tmp_path / 's.csv'}" in plain.stdout
 
 
+def test_an_export_that_fails_names_what_was_written(run, tmp_path):
+    chrome, summary, book = tmp_path / "t.json.gz", tmp_path / "s.csv", tmp_path / "b.xlsx"
+    args = [str(run.path), "--chrome", str(chrome), "--csv", str(summary), "--xlsx", str(book), "--otlp", "bad"]
+    with pytest.raises(TesseraError) as caught:
+        CliRunner().invoke(command, args, catch_exceptions=False)
+    assert f"written before it: chrome: {chrome}, csv: {summary}; not written: otlp, xlsx" in str(caught.value)
+    assert chrome.exists() and summary.exists() and not book.exists()
+    with pytest.raises(TesseraError) as alone:
+        CliRunner().invoke(command, [str(run.path), "--otlp", "bad"], catch_exceptions=False)
+    assert "written" not in str(alone.value)
+
+
 def test_the_command_wants_something_to_write(run, tmp_path):
     with pytest.raises(TesseraError, match="--chrome"):
         CliRunner().invoke(command, [str(run.path)], catch_exceptions=False)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, TesseraError
 from ..output import remove_controls
 from .attribute import POWER_HELP
 from .options import FILE, ExistingPath, check_writable, print_json
+
+if TYPE_CHECKING:
+    from ..recording import Recording
 
 
 @click.command("export")
@@ -78,12 +83,28 @@ def command(
             from ..analyze.critical_path import find_path
 
             exporters["chrome"] = export.Chrome(chrome, find_path(recording, step))
-        written = {name: str(exporter.write(recording)) for name, exporter in exporters.items()}
+        writers: dict[str, Callable[[Recording], object]] = {name: made.write for name, made in exporters.items()}
         if xlsx is not None:
             from ..report.workbook import write_workbook
 
-            written["xlsx"] = str(write_workbook(xlsx, recording))
+            writers["xlsx"] = partial(write_workbook, xlsx)
+        written = _write_each(writers, recording)
     _print_written(run, written, notes, as_json)
+
+
+def _write_each(writers: Mapping[str, Callable[[Recording], object]], recording: Recording) -> dict[str, str]:
+    """Write one format after the other; the error of one that fails says which are there already."""
+    written: dict[str, str] = {}
+    for name, write in writers.items():
+        try:
+            written[name] = str(write(recording))
+        except TesseraError as exc:
+            if len(writers) > 1:
+                done = ", ".join(f"{n}: {where}" for n, where in written.items()) or "nothing"
+                left = ", ".join(n for n in writers if n not in written)
+                exc.why = "; ".join(filter(None, (exc.why, f"written before it: {done}; not written: {left}")))
+            raise
+    return written
 
 
 def _print_written(run: Path, written: Mapping[str, str], notes: Sequence[str], as_json: bool) -> None:
