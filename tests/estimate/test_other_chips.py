@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tessera
+from tessera.errors import PredictionError
 from tessera.estimate.gemm import gemm_time
 from tessera.estimate.ops import OpModel
 from tessera.estimate.power import DeviceWork, PowerModel
@@ -38,6 +39,10 @@ def test_a_chip_without_bf16_units_says_so() -> None:
     report = tessera.predict(model, x, on="v100")
     assert "v100 has no bf16 units: bf16 products run on its fp32 vector units" in report.notes
     assert not any("units" in note for note in tessera.predict(model, x, on="h200").notes)
+    cast = tessera.predict(nn.Linear(64, 64), torch.empty(8, 64), on="v100", precision="bf16")
+    assert cast.notes == report.notes and cast.total == report.total, "a cast model runs as one that is in bf16"
+    with pytest.raises(PredictionError, match="v100 has no fp8 units"):
+        tessera.predict(model, x, on="v100", precision="fp8")
 
 
 def test_no_missing_figure_makes_a_chip_slow() -> None:

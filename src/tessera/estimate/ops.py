@@ -195,8 +195,8 @@ class OpModel:
 
 
 def check_precision(device: Device, precision: str | None) -> None:
-    """Refuse a what-if precision that the chip has no units for."""
-    if precision is None or precision in WEIGHT_ONLY or device.peak(precision) is not None:
+    """Refuse a what-if precision that the chip has no units for. torch runs a 16-bit model anyway, on wider ones."""
+    if precision in (None, "bf16", "fp16") or precision in WEIGHT_ONLY or device.peak(precision) is not None:
         return
     has = sorted({*device.vector, *device.matrix})
     raise PredictionError(
