@@ -49,8 +49,9 @@ class Candidate:
 class PrecisionChoice:
     """What a product runs in, and why.
 
-    `accumulate` is how it is summed, "fp32" or "fast". `sampled_error` is the upper end of the error when it was
-    chosen, None where it is not known. `checked` is whether the operands were read.
+    `accumulate` is how it is summed, "fp32" or "fast". `sampled_error` is an upper end of the error when it was
+    chosen, no sharper than the tolerance needs (of full precision often the bound by norms, far above the error), None
+    where it is not known. `checked` is whether the operands were read.
     """
 
     shape: tuple[int, ...]
