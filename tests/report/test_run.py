@@ -26,6 +26,7 @@ from tessera.analyze.answer import answer
 from tessera.analyze.evidence import LAUNCHING, HostGap, RunEvidence, find_host_gaps
 from tessera.analyze.lanes import BARS, WHOLE
 from tessera.analyze.overview import POINTS, EnergyNode, build_energy_tree, overview, thin
+from tessera.analyze.run_list import describe_run
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
 from tessera.errors import ArgumentError
@@ -767,6 +768,28 @@ def stepped(count: int = 20, traced: int = 5) -> Timeline:
 LIMIT = Note("the time limit for tracing was reached: from there on there is power, but no events", "time_limit")
 
 
+def test_every_surface_states_the_step_of_the_whole_run(tmp_path: Path) -> None:
+    """20 steps and 600 J are 30 J a step, also where only the first 5 were traced, at 10 J each."""
+    path = tmp_path / "p.tessera"
+    record(path, stepped(), windows=[(START_NS, START_NS + 550_000_000)], notes=[LIMIT]).close()
+    with RunFile(path) as run:
+        (step,) = answer(run.recording()).per_work
+    assert (step.amount, step.traced_steps) == (20, 5)
+    assert step.energy_j == pytest.approx(30, rel=0.02) and step.rate_per_s == pytest.approx(10)
+    printed = CliRunner().invoke(command, [str(path), "--json"]).output
+    (tmp_path / "p.json").write_text(printed)
+    assert json.loads(printed)["answer"]["per_work"][0]["energy_j"] == pytest.approx(step.energy_j)
+    listed = describe_run(path, read=True).joules
+    assert listed is not None and listed.step_j == pytest.approx(step.energy_j)
+    for after in (path, tmp_path / "p.json"):
+        found = analyze.diff(path, after)
+        assert found.per == "step" and found.work == (20, 20)
+        assert (found.total.before_j, found.total.after_j) == (pytest.approx(step.energy_j),) * 2
+        assert sum(r.before_j for r in found.rows) == pytest.approx(step.energy_j)
+        assert found.outside is not None and found.outside.before_j == pytest.approx(0.0, abs=1.0)
+        assert "the total is of 20 steps (" in found.note and "the rows are of the 5 traced ones" in found.note
+
+
 def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     window = (START_NS, START_NS + 550_000_000)
     record(tmp_path / "p.tessera", stepped(), windows=[window], notes=[LIMIT], work={"token": 2000}).close()
@@ -786,7 +809,7 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     assert re.match(r"60\d[.\d]* ± [\d.]+ J   30\d[.\d]* ± [\d.]+ W   2 s   20 steps   peak 500 W", first)
     assert second.startswith("traced 550 ms, 5 of 20 steps, 5")
     assert second.rstrip().endswith("J: the tables show this part (--limit 0 traces everything)")
-    assert re.search(r"per step +9\.99\d ± .* J   10 steps/s \(of 5 traced\)", out)
+    assert re.search(r"per step +30(\.\d+)? ± .* J   10 steps/s \(of 20 steps, 5 traced\)\s*\n", out)  # 600 J in 20
     assert "step_5" not in out  # traced in part
     assert said.per_work[1].energy_j == pytest.approx(0.3, rel=0.02)  # a token: the user counted those of the whole run
     assert said.per_work[1].rate_per_s == pytest.approx(1000)
@@ -795,7 +818,7 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     assert "2 swall time, 20 steps" in text_
     assert text_.count("Traced 550 ms, 5 of 20 steps") == 1 and "Not in these tables: 5" in text_
     assert "<code>tessera run --limit 0</code> traces everything." in rendered and "`" not in text_
-    assert "per step (of 5 traced)" in text_
+    assert "per step (of 20 steps, 5 traced)" in text_
     done = invoke(str(tmp_path / "p.tessera"), "--json")
     data = json.loads(done.stdout)
     assert data["run"] == {

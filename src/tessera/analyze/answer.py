@@ -40,6 +40,7 @@ from .run_energy import (
     stacks_of,
     whole_of,
 )
+from .run_steps import find_every_step
 from .slowdown import FIRST, Slowdown, slowdown_of
 
 
@@ -48,7 +49,8 @@ class PerWork:
     """Joules of one step, sample, token, and how many there were a second.
 
     `without` names first steps that were left out, `left_out` says which do not count and why. `traced_j`: these are
-    steps that were not traced, as tracing slowed the others; those cost so much.
+    steps that were not traced, as tracing slowed the others; those cost so much. `traced_steps`: these are all steps of
+    the run, of which only so many were traced.
     """
 
     unit: str
@@ -59,6 +61,7 @@ class PerWork:
     without: str | None = None
     left_out: str | None = None
     traced_j: float | None = None
+    traced_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +205,7 @@ def answer(recording: Recording) -> Answer:
         outside=outside(recording, table.energy_j, whole) if partial else (),
         rest_j=shared.rest_j if shared else 0.0,
         parts=_parts(spent),
-        per_work=_per_work(facts.work, table, whole, shared, tracing),
+        per_work=_per_work(facts.work, table, whole, shared, _per_step(recording, table, whole, tracing)),
         ops=_most_first(spent.ops),
         kernels=_most_first(spent.kernels),
         regions=_most_first([r for r in spent.regions if r.name not in steps]),
@@ -300,9 +303,9 @@ def _parts(table: EnergyTable) -> list[CategoryShare]:
 
 
 def _per_work(
-    work: Any, table: EnergyTable, all_of_it: Whole, shared: TimeShares | None, tracing: Slowdown | None
+    work: Any, table: EnergyTable, all_of_it: Whole, shared: TimeShares | None, per_step: PerWork | None
 ) -> list[PerWork]:
-    """By the work the user stated, over the whole run; steps are counted where none were: those that were traced."""
+    """By the work the user stated, over the whole run; steps are counted where none were."""
     if shared is not None and shared.whole_steps > 0 and shared.steps_s > 0 and "step" not in work_amounts(work):
         of_steps = PerWork(
             unit="step",
@@ -312,10 +315,9 @@ def _per_work(
             rate_per_s=shared.whole_steps / shared.steps_s,
             left_out=None if shared.steps == shared.whole_steps else "without the first: its begin is not known",
         )
-        return [of_steps, *_per_work(work, table, all_of_it, None, tracing)]
+        return [of_steps, *_per_work(work, table, all_of_it, None, per_step)]
     amounts = {unit.removesuffix("s"): n for unit, n in work_amounts(work).items()}
-    is_measured = any(not math.isnan(s.energy_j) for s in table.steps)
-    counted = is_measured and amounts.get("step", len(table.steps)) in (len(table.steps), all_of_it.steps)
+    counted = per_step is not None and amounts.get("step", len(table.steps)) in (len(table.steps), all_of_it.steps)
     whole = [
         PerWork(
             unit=unit,
@@ -327,14 +329,28 @@ def _per_work(
         for unit, n in amounts.items()
         if not (counted and unit == "step")
     ]
-    return [_as_untraced(_per_step(table), tracing), *whole] if counted else whole
+    return [per_step, *whole] if counted and per_step is not None else whole
 
 
-def _per_step(table: EnergyTable) -> PerWork:
-    """The mean of the steps that count, as `analyze.diff` states it too."""
-    which = select_steps(table.steps)
-    level = table.error_j / table.energy_j if table.energy_j > 0 else 0.0
-    mean = mean_step([table.steps[i] for i in which.places], level)
+def _per_step(recording: Recording, table: EnergyTable, whole: Whole, tracing: Slowdown | None) -> PerWork | None:
+    """The mean of the steps that count, as `analyze.diff` states it too; None where no step was measured.
+
+    Of a partly traced run all its steps: those that happened to be traced need not be like the others.
+    """
+    if all(math.isnan(s.energy_j) for s in table.steps):
+        return None
+    traced = _mean_of(table.steps, table.error_j, table.energy_j)
+    if tracing is not None and tracing.matters and tracing.untraced_step_j is not None:
+        return _of_untraced(tracing, tracing.untraced_step_j, traced.energy_j)
+    if every := find_every_step(recording, table):
+        return dataclasses.replace(_mean_of(every, whole.error_j, whole.energy_j), traced_steps=len(table.steps))
+    return traced
+
+
+def _mean_of(steps: Sequence[EnergyRow], error_j: float, energy_j: float) -> PerWork:
+    """The mean of those that count, with the sensor's error of all that they are a part of."""
+    which = select_steps(steps)
+    mean = mean_step([steps[i] for i in which.places], error_j / energy_j if energy_j > 0 else 0.0)
     return PerWork(
         unit="step",
         amount=float(len(which.places)),
@@ -346,17 +362,15 @@ def _per_step(table: EnergyTable) -> PerWork:
     )
 
 
-def _as_untraced(per: PerWork, tracing: Slowdown | None) -> PerWork:
+def _of_untraced(tracing: Slowdown, energy_j: float, traced_j: float) -> PerWork:
     """Of the steps that were not traced, where tracing slowed the others: those are the program's own."""
-    if tracing is None or not tracing.matters or tracing.untraced_step_j is None:
-        return per
     return PerWork(
-        unit=per.unit,
+        unit="step",
         amount=float(tracing.untraced_steps),
-        energy_j=tracing.untraced_step_j,
+        energy_j=energy_j,
         error_j=tracing.untraced_step_error_j or 0.0,
         rate_per_s=tracing.untraced_steps_per_s or 0.0,
-        traced_j=per.energy_j,
+        traced_j=traced_j,
         left_out=f"without the run's first {FIRST} and those the tracer disturbed",
     )
 

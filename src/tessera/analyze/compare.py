@@ -15,7 +15,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
@@ -29,9 +29,10 @@ from ..recording import Facts, Recording
 from ..schema import SCHEMA_VERSION, EnergyReport
 from ..timeline.source import read_json, read_start
 from .answer import describe_device, find_rows, name_of, work_amounts
-from .mean_step import StepRows, find_step_rows, wall_s
+from .mean_step import StepRows, find_step_rows, mean_step, select_steps, wall_s
 from .run_energy import is_partial, whole_of
-from .sides import Cell, DiffSide, Span
+from .run_steps import find_every_step
+from .sides import Cell, DiffSide, Span, make_cell
 from .slowdown import Slowdown, slowdown_of
 from .time_table import time_table
 
@@ -172,6 +173,7 @@ def _of_table(
     stepped: StepRows | None = None,
     command: Sequence[str] = (),
     untraced: Cell | None = None,
+    every: Cell | None = None,
 ) -> DiffSide:
     """A table. `whole` is the run it is a part of, `stepped` its rows by step, `level` its sensors and their error."""
     steps = {s.name for s in table.steps}
@@ -198,6 +200,7 @@ def _of_table(
         steps=table.steps,
         stepped=stepped,
         untraced=untraced,
+        every=every,
         span=span,
         views=views,
         notes=[*notes, *(n for n in table.notes if n not in notes)],
@@ -226,12 +229,14 @@ def _of_recording(recording: Recording) -> DiffSide:
         run = whole_of(recording, table, True, None)
         whole = Cell(run.energy_j, run.error_j, run.time_s, _NAN, 1, once=True)
     untraced = _untraced_step(slowdown_of(recording, table))
+    every = _every_step(recording, table, whole) if whole is not None and untraced is None else None
     side = _of_table(
         find_rows(recording, table) if is_run else table,
         name,
         work=work,
         notes=recording.notes,
         untraced=untraced,
+        every=every,
         level=_sensor_level(recording, table),
         span="run" if is_run else "trace",
         whole=whole,
@@ -249,6 +254,16 @@ def _untraced_step(tracing: Slowdown | None) -> Cell | None:
         _NAN if e is None else e for e in (tracing.untraced_step_error_j, tracing.untraced_step_error_s)
     )
     return Cell(tracing.untraced_step_j, error_j, 1.0 / tracing.untraced_steps_per_s, error_s, 1.0)
+
+
+def _every_step(recording: Recording, table: EnergyTable, whole: Cell) -> Cell | None:
+    """All steps that count of a run of which only some were traced: what `tessera report` states the mean of."""
+    rows = find_every_step(recording, table)
+    if not rows:
+        return None
+    counted = [rows[i] for i in select_steps(rows).places]
+    level = whole.error_j / whole.energy_j if whole.energy_j > 0 else 0.0
+    return make_cell(mean_step(counted, level), 1.0).scale(float(len(counted)))
 
 
 def _command_of(facts: Facts) -> list[str]:
@@ -322,6 +337,10 @@ def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
 class _JsonWork(TypedDict):
     unit: str
     amount: float
+    energy_j: NotRequired[float]
+    error_j: NotRequired[float]
+    rate_per_s: NotRequired[float]
+    traced_steps: NotRequired[int | None]
 
 
 class _JsonAnswer(TypedDict, total=False):
@@ -353,7 +372,19 @@ def _json_table(data: Mapping[str, Any], name: str) -> DiffSide:
         whole = whole if whole.seconds > table.time_s * (1 + 1e-9) else None
     span: Span = "run" if data.get("answer") or run else "trace"
     command = _words(answer.get("name") or "")
-    return _of_table(table, f"{shown} ({name})" if shown else name, work=work, span=span, whole=whole, command=command)
+    every = _json_steps(answer.get("per_work", ()))
+    title = f"{shown} ({name})" if shown else name
+    return _of_table(table, title, work=work, span=span, whole=whole, command=command, every=every)
+
+
+def _json_steps(per_work: Sequence[_JsonWork]) -> Cell | None:
+    """All steps of a partly traced run, as `_every_step` has them; how their seconds scatter is not in the JSON."""
+    for per in per_work:
+        rate_per_s = per.get("rate_per_s", 0.0)
+        if per["unit"] == "step" and per.get("traced_steps") is not None and rate_per_s > 0:
+            one = Cell(per.get("energy_j", _NAN), per.get("error_j", _NAN), 1.0 / rate_per_s, _NAN, 1.0)
+            return one.scale(per["amount"])
+    return None
 
 
 _NEVER_NULL = ("energy_j", "error_j", "idle_j", "idle_error_j", "share")

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from ..errors import ArgumentError
 from ..schema import EnergyDiff
-from ..units import format_duration, format_energy, format_energy_error, format_share
+from ..units import format_duration, format_energy, format_share
 from .compare import side_of, split_runs
 from .diff_rows import ROUNDING, ChangeMaker, RowChange, align_rows, find_common_error, find_load, mean_rows
 from .kernel_names import fit
@@ -167,10 +167,10 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     before, after = _read_sides(a, power_a, "before"), _read_sides(b, power_b, "after")
     notes = list(dict.fromkeys(n for side in (*before, *after) for n in side.notes))
     before, after = count_passes(before, after, notes)
-    sides = _choose_steps([*before, *after], notes)
+    unit = unit_of([*before, *after], notes)
+    sides = choose_steps([*before, *after], notes if unit == "step" else [])  # of whole runs no step is compared
     before, after = sides[: len(before)], sides[len(before) :]
     groups, one, two = (before, after), before[0], after[0]
-    unit = unit_of(sides, notes)
     span = "run" if unit else span_of(sides)
     view = _choose_view(sides, by, notes)
     maker = ChangeMaker.of_sides(before, after)
@@ -221,22 +221,6 @@ def _read_sides(given: Any, power: Any, name: str) -> list[DiffSide]:
     if len({side.is_prediction for side in sides}) > 1:
         raise ArgumentError(f"runs and predictions are mixed in what is {name}", fix="give runs, or one prediction")
     return sides
-
-
-def _choose_steps(sides: Sequence[DiffSide], notes: list[str]) -> list[DiffSide]:
-    """Untraced steps where all runs know them; else traced ones, and a note that a report states another figure."""
-    chosen = choose_steps(sides)
-    for side, used in zip(sides, chosen, strict=True):
-        if side.untraced is None:
-            continue
-        spent = format_energy_error(side.untraced.energy_j, side.untraced.error_j)
-        if used.untraced is None:
-            notes.append(
-                f"{side.name}: traced steps, as the other side knows no others; without tracing one costs {spent}"
-            )
-        else:
-            notes.append(f"{side.name}: the total is of steps without tracing ({spent}), the rows are of traced ones")
-    return chosen
 
 
 def _name(sides: Sequence[DiffSide]) -> str:

@@ -21,11 +21,14 @@ from ..attribute.table import EnergyRow
 from ..errors import ArgumentError
 from ..estimate.prediction_errors import PredictionErrors
 from ..schema import Basis
+from ..units import format_energy_error
 from .mean_step import MeanStep, StepRows, mean_of, mean_step, select_steps, wall_s
 
 Span = Literal["run", "trace", ""]
 TRACING = "added by tracing"
 """The row that takes the tracer's part from rows of traced steps, where the total is that of untraced ones."""
+UNTRACED = "more in all steps than in the traced"
+"""The row that makes rows of traced steps sum to the mean of all steps of a run, of which only some were traced."""
 OUTSIDE = "outside the trace"
 """The row of what a run spent while nothing was traced."""
 _NAN = float("nan")
@@ -118,7 +121,8 @@ class DiffSide:
     by step. `span` says what the whole is: a "run" from its start to its end, a "trace" of a part of one, or "" where
     it is not known. `gain` is the share of the joules by which their level may be off, a part of `total.error_j`; sides
     of equal `sensors` are off by the same factor. `untraced` is a step that was not traced, where tracing slowed the
-    others. `model` is what predicted it: equal ones have the same errors.
+    others; `every` all steps that count (`calls`), where only some of them were traced and `steps` lacks the others.
+    `model` is what predicted it: equal ones have the same errors.
     `crowded` is the share of its time that its main thread waited for a core because of other programs.
     `from_start`: the start of the interpreter is in it, as `tessera measure` counts; a recorded run begins later.
     `command` is what was run, word by word, `chip` where it ran; empty where that is not recorded.
@@ -131,6 +135,7 @@ class DiffSide:
     steps: Sequence[EnergyRow] = ()
     stepped: StepRows | None = None
     untraced: Cell | None = None
+    every: Cell | None = None
     traced: Cell | None = None
     span: Span = ""
     views: Mapping[str, Mapping[str, Cell]] = field(default_factory=dict)
@@ -189,7 +194,7 @@ def _counted_steps(side: DiffSide) -> list[EnergyRow]:
 def amount(side: DiffSide, unit: str | None) -> float:
     """How many units a side did: of recorded steps, those that count."""
     if unit == "step" and side.steps:
-        return float(len(_counted_steps(side)))
+        return side.every.calls if side.every is not None else float(len(_counted_steps(side)))
     return side.work[unit] if unit else 1.0
 
 
@@ -197,16 +202,24 @@ def total_of(side: DiffSide, unit: str | None, span: Span) -> Cell:
     """One unit's joules and seconds: of steps their mean, with how they scatter; else the whole, divided."""
     if unit != "step" or not side.steps:
         return _whole(side, span).scale(1.0 / amount(side, unit))
-    return side.untraced or _traced_step(side)
+    return _untraced_step(side) or _traced_step(side)
+
+
+def _untraced_step(side: DiffSide) -> Cell | None:
+    """The step of a run that its report states, where that is not the mean of its traced ones."""
+    return side.untraced or (side.every.scale(1.0 / side.every.calls) if side.every is not None else None)
 
 
 def _traced_step(side: DiffSide) -> Cell:
     """The mean of the traced steps."""
     whole = side.traced or side.total
-    return _cell(mean_step(_counted_steps(side), whole.error_j / whole.energy_j if whole.energy_j > 0 else 0.0), 1.0)
+    return make_cell(
+        mean_step(_counted_steps(side), whole.error_j / whole.energy_j if whole.energy_j > 0 else 0.0), 1.0
+    )
 
 
-def _cell(mean: MeanStep, calls: float, kind: str = "") -> Cell:
+def make_cell(mean: MeanStep, calls: float, kind: str = "") -> Cell:
+    """The mean of some steps as a line of a side."""
     return Cell(
         mean.energy_j, mean.error_j, mean.seconds, mean.error_s, calls, kind, once=mean.once, error_w=mean.error_w
     )
@@ -221,8 +234,9 @@ def rows_of(side: DiffSide, unit: str | None, view: str, span: Span, *, by_step:
     rows = side.views.get(view) or {}
     if unit == "step" and side.steps:
         cells = _inside(side, view) if by_step else _scale_to_step(side, rows)
-        if cells and side.untraced is not None and view in ("ops", "kernels"):
-            cells[TRACING] = _subtract_tracing(_traced_step(side), side.untraced)
+        stated = _untraced_step(side)
+        if cells and stated is not None and view in ("ops", "kernels"):
+            cells[TRACING if side.untraced else UNTRACED] = _subtract_traced(_traced_step(side), stated)
         return cells
     cells = {name: cell.scale(1.0 / amount(side, unit)) for name, cell in rows.items()}
     if cells and view in ("ops", "kernels") and side.traced is not None and span == "run":
@@ -230,8 +244,8 @@ def rows_of(side: DiffSide, unit: str | None, view: str, span: Span, *, by_step:
     return cells
 
 
-def _subtract_tracing(traced: Cell, untraced: Cell) -> Cell:
-    """What makes the rows of traced steps sum to an untraced one: joules and seconds below zero."""
+def _subtract_traced(traced: Cell, untraced: Cell) -> Cell:
+    """What makes the rows of traced steps sum to the step that is stated: of an untraced one, less than zero."""
     return Cell(
         untraced.energy_j - traced.energy_j,
         math.hypot(untraced.error_j, traced.error_j),
@@ -242,11 +256,35 @@ def _subtract_tracing(traced: Cell, untraced: Cell) -> Cell:
     )
 
 
-def choose_steps(sides: Sequence[DiffSide]) -> list[DiffSide]:
-    """The same steps of all runs: untraced ones where every run knows them, as its report states them; else traced."""
-    if all(side.untraced is not None for side in sides if not side.is_prediction):
-        return list(sides)
-    return [dataclasses.replace(side, untraced=None) for side in sides]
+def choose_steps(sides: Sequence[DiffSide], notes: list[str]) -> list[DiffSide]:
+    """The same steps of all runs, those that reports state: untraced ones where every run knows them, or all steps.
+
+    Where tracing slowed one run, and another has no steps without tracing, traced ones of both. Notes say where the
+    rows of a side, or its report, are of other steps.
+    """
+    known = [side.untraced is not None for side in sides if not side.is_prediction]
+    chosen = list(sides)
+    if any(known) and not all(known):
+        chosen = [dataclasses.replace(side, untraced=None, every=None) for side in sides]
+    texts = [_explain_steps(side, used) for side, used in zip(sides, chosen, strict=True)]
+    notes += [f"{side.name}: {text}" for side, text in zip(sides, texts, strict=True) if text]
+    return chosen
+
+
+def _explain_steps(side: DiffSide, used: DiffSide) -> str | None:
+    """Which steps the total of a side is of, in words; None where it is of those that its rows are of."""
+    step = _untraced_step(side)
+    if step is None:
+        return None
+    spent = format_energy_error(step.energy_j, step.error_j)
+    if _untraced_step(used) is None:
+        what = "without tracing" if side.untraced else "over all steps"
+        return f"traced steps, as the other side knows no others; {what} one costs {spent}"
+    if side.untraced or side.every is None:
+        return f"the total is of steps without tracing ({spent}), the rows are of traced ones"
+    return (
+        f"the total is of {side.every.calls:,.0f} steps ({spent}), the rows are of the {len(side.steps):,} traced ones"
+    )
 
 
 def _inside(side: DiffSide, view: str) -> dict[str, Cell]:
@@ -261,7 +299,7 @@ def _inside(side: DiffSide, view: str) -> dict[str, Cell]:
         level = whole.error_j / whole.energy_j if whole and whole.energy_j > 0 else 0.0
         kind = whole.kind if whole else "idle" if name == "idle" else "op"
         mean = mean_of(joules, seconds, level * abs(float(np.mean(joules))))
-        cells[name] = _cell(mean, float(np.mean(calls)), kind)
+        cells[name] = make_cell(mean, float(np.mean(calls)), kind)
     return {n: c for n, c in cells.items() if c.calls > 0 or c.kind == "idle"}
 
 
@@ -279,6 +317,8 @@ def _scale_to_step(side: DiffSide, rows: Mapping[str, Cell]) -> dict[str, Cell]:
 
 def outside_of(side: DiffSide) -> Cell:
     """What a run spent outside the steps that are compared, in all."""
+    if side.every is not None:
+        return side.total - side.every
     steps = _counted_steps(side)
     inside = Cell(math.fsum(s.energy_j for s in steps), 0.0, math.fsum(wall_s(s) for s in steps), 0.0, 0.0)
     return side.total - inside

@@ -193,6 +193,9 @@ def _facts(result: Answer, path: Path | None, by: str | None) -> Table:
         if per.traced_j is not None:
             which = f"{per.amount:,.0f} untraced, {per.left_out}"
             spread = f" (of {which}; {format_energy(per.traced_j, 3)} traced)"
+        elif per.traced_steps is not None:  # the smallest and the largest of the traced ones say nothing of these
+            left_out = f"   {per.left_out}" if per.left_out else ""
+            spread = f" (of {per.amount:,.0f} steps, {per.traced_steps:,} traced){left_out}"
         elif per.unit == "step" and result.partial:
             spread = f" (of {per.amount:,.0f} traced){spread}"
         about = "~" if math.isnan(per.error_j) else ""

@@ -129,6 +129,8 @@ def _tiles(result: Answer) -> str:
         of = f" (of {per.amount:,.0f} traced)" if result.partial and per.unit == "step" else ""
         if per.traced_j is not None:
             of = f" (of {per.amount:,.0f} untraced; {format_energy(per.traced_j, 3)} traced)"
+        if per.traced_steps is not None:
+            of = f" (of {per.amount:,.0f} steps, {per.traced_steps:,} traced)"
         which = f"; {per.left_out}" if per.left_out is not None and per.unit == "step" else ""
         about = "~" if math.isnan(per.error_j) else ""
         label = f"per {per.unit}{of}, {rate} {per.unit}s/s{which}"
