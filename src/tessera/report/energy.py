@@ -228,7 +228,7 @@ def html(table: EnergyTable, *, top: int = 12) -> str:
 
 def _html_rows(rows: Sequence[EnergyRow], view: str, table: EnergyTable) -> str:
     idle = idle_row(table, view)
-    names = display_names(rows, view) | {"idle": "idle"}
+    names = display_names(rows, view) | ({idle.name: idle.name} if idle else {})
     longest = max((r.share for r in rows), default=0.0) or 1.0
     head = "".join(f"<th>{h}</th>" for h in (TITLES[view], "energy", "share", "", "power", "per call", "calls"))
     lines = []
