@@ -500,7 +500,8 @@ def test_on_a_cpu_a_cap_ends_where_the_call_of_another_schedule_begins(device):
         device.work(0.001)
         torch.add(small, small)
 
-    tight, loose = schedule(power_cap="150W")(work), schedule(power_cap="2kW")(work)
+    # Far above what a reading at the lowest duty, divided by that duty, may take the load for.
+    tight, loose = schedule(power_cap="150W")(work), schedule(power_cap="20kW")(work)
     loop, holding = control_loop.get_loop(), []
     wait_until(lambda: loop.find_spender().pacer.counts().waits > 20, tight)
     for _ in range(3):
@@ -510,7 +511,7 @@ def test_on_a_cpu_a_cap_ends_where_the_call_of_another_schedule_begins(device):
     assert (report.waits, report.waited_s) == (0, 0.0) and "nothing had to wait" in str(report)
     tight()  # and again, of a schedule that the loop still knows
     holding.append([c.power_w for c in loop._zones["cpu"].caps.values()])
-    assert holding == [[2000.0], [150.0]]
+    assert holding == [[20000.0], [150.0]]
     assert tight.report().calls == waited.calls + 1 and tight.report().waits >= waited.waits
 
 
