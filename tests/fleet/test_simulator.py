@@ -596,7 +596,7 @@ def test_command_screen_json_page_and_csv(tmp_path: Path) -> None:
     text = page.read_text()
     assert "<svg" in text
     assert "http:" not in text
-    assert log.read_text().splitlines()[1].endswith("simulated")
+    assert log.read_text().splitlines()[1].endswith(",simulated,")
     feed = simulate(file, duration_s=5.0, engine="numpy")
     said = " ".join(done.stdout.split())
     assert f"from {feed.quality.from_s:g} s on" in said and "its start is no ramp" in said
