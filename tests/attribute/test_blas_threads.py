@@ -25,6 +25,9 @@ def test_the_number_of_threads_is_put_back() -> None:
 
 
 def test_another_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = blas_threads._find_calls()
     monkeypatch.setattr(blas_threads, "_find_calls", lambda: None)
+    before = calls[0]() if calls else None
     with one_blas_thread():
-        pass
+        inside = calls[0]() if calls else None
+    assert inside == before
