@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -25,6 +26,7 @@ class BallastPlant:
     low_w: float = 125.0
     gain_w: float = 500.0
     slow: float = 0.0
+    noise_w: float = 0.0  # of a sample
     power_w: list[float] = field(default_factory=list)  # one for each step
     ballast_j: float = 0.0
 
@@ -36,7 +38,7 @@ class BallastPlant:
     def _samples(self, seconds: float) -> Iterator[tuple[float, float, float, float | None]]:
         seen_w, before_w, worked, free_steps = self.low_w, self.low_w, 0.0, 0
         pending: list[tuple[int, tuple[float, float, float, float | None]]] = []
-        every = round(SAMPLE_S / STEP_S)
+        every, chance = round(SAMPLE_S / STEP_S), random.Random(1)
         for i in range(len(self.power_w), len(self.power_w) + round(seconds / STEP_S)):
             work_w = self.load(i * STEP_S)
             free_steps = 0 if work_w is not None else free_steps + 1
@@ -50,7 +52,8 @@ class BallastPlant:
             worked += level / every
             if (i + 1) % every == 0:  # what it shows is as old as its filter: the reader knows that
                 middle_s = since_s - SAMPLE_S / 2 - FILTER_S
-                reading = ((before_w + seen_w) / 2, SAMPLE_S, worked, middle_s if middle_s >= 0 else None)
+                shown_w = (before_w + seen_w) / 2 + chance.gauss(0.0, self.noise_w)
+                reading = (shown_w, SAMPLE_S, worked, middle_s if middle_s >= 0 else None)
                 pending.append((i + round(DELAY_S / STEP_S), reading))
                 before_w, worked = seen_w, 0.0
             if pending and pending[0][0] <= i:

@@ -90,6 +90,44 @@ def test_nothing_asked_is_nothing_added() -> None:
     assert below.ballast_j < 5.0  # a floor below what the device draws anyway
 
 
+def test_noisy_samples_leave_no_holes_in_a_floor() -> None:
+    """A correction shows two readings later: if each of them asked for all of it again, later levels would swing."""
+    floor_w = 577.0
+    control = BallastControl(floor_w=floor_w, max_ramp_w_per_s=None, idle_w=LOW_W, full_w=725.0, blur_s=FILTER_S)
+    plant = BallastPlant(wave(HIGH_W, 1.0, 0.77), control, low_w=LOW_W, gain_w=600.0, slow=0.2, noise_w=25.0)
+    plant.run(40.0)
+    power = settled(plant)
+    samples = power[: len(power) // 20 * 20].reshape(-1, 20).mean(axis=1)
+    assert samples.min() > 0.93 * floor_w  # 0.90 where a reading corrects all later levels as much as its own
+
+
+def start(control: BallastControl, watts: Sequence[float]) -> list[float]:
+    """Work begins and draws these watts without pauses, a reading every 20 ms: the duties at those times."""
+    control.begin_work()
+    duties = [control.get_start_duty((at + 0.5) * 0.02) for at in range(len(watts))]
+    for at, (alone_w, duty) in enumerate(zip(watts, duties, strict=True)):
+        shown_w = control.idle_w + duty * (alone_w - control.idle_w)
+        control.observe(shown_w, 0.02, 0.0, None, (at + 0.5) * 0.02)
+    return duties
+
+
+def test_a_start_that_draws_more_than_usual_is_paced_the_next_time() -> None:
+    control = BallastControl(floor_w=None, max_ramp_w_per_s=2000.0, idle_w=LOW_W, full_w=720.0)
+    watts = [950.0, 950.0, 850.0, 750.0, 720.0, *[720.0] * 20]
+    assert set(start(control, watts)) == {1.0}  # nothing is known of it yet
+    for _ in range(3):  # seen through its own pauses, a start looks the same
+        duties = start(control, watts)
+        assert control.start_w == pytest.approx(950.0)
+        assert duties[0] == pytest.approx((720.0 + 20.0 - LOW_W) / (950.0 - LOW_W), rel=0.01)
+        assert duties == sorted(duties) and duties[6:] == [1.0] * len(duties[6:])
+    calm = [720.0] * 25
+    for _ in range(6):
+        duties = start(control, calm)
+    assert duties[0] > 0.95  # work that begins calmly is left alone
+    floor_only = BallastControl(floor_w=400.0, max_ramp_w_per_s=None, idle_w=LOW_W, full_w=720.0)
+    assert [set(start(floor_only, watts)) for _ in range(3)] == [{1.0}] * 3
+
+
 def test_after_the_work_has_ended_a_ramp_ends_too() -> None:
     control = BallastControl(floor_w=None, max_ramp_w_per_s=200.0, idle_w=LOW_W, full_w=625.0, blur_s=FILTER_S)
     plant = BallastPlant(lambda at_s: HIGH_W if at_s < 2.0 else None, control, low_w=LOW_W)
@@ -230,6 +268,28 @@ def test_the_loop_sets_levels_reports_joules_and_ends_after_a_pause(monkeypatch:
         made.stop()
     assert made_ballast.closed and max(made_ballast.levels) > 0.0
     assert report.ran_s > 0 and report.energy_j > 0 and report.total_j > 0 and report.where == "nowhere"
+
+
+def test_work_that_begins_after_a_pause_is_paced_until_the_ramp_allows_all_of_it() -> None:
+    from tessera.runtime.ballast_loop import BallastLoop
+    from tessera.runtime.controller import PaceCommand
+    from tessera.runtime.pacer import PaceCounts
+
+    commands: list[PaceCommand] = []
+    loop = BallastLoop(None, 1000.0)
+    loop._pacer = SimpleNamespace(obey=commands.append, counts=lambda: PaceCounts(waited_s=0.25))
+    loop._control = BallastControl(floor_w=None, max_ramp_w_per_s=1000.0, idle_w=LOW_W, full_w=720.0, start_w=950.0)
+    loop._began_ns = 10**9
+    for ended_ns in (None, loop._began_ns - 10**6):  # work still runs, or has only just ended
+        loop._note_start(ended_ns)
+        loop._pace_start(loop._began_ns)
+    assert commands == []
+    loop._note_start(loop._began_ns - 10**8)
+    for after_s in (0.1, 0.5):
+        loop._pace_start(loop._began_ns + round(after_s * 1e9))
+    first, later, last = (command.ratio for command in commands)
+    assert first == pytest.approx((950.0 - LOW_W) / (720.0 - LOW_W) - 1.0) and first > later > last == 0.0
+    assert loop.report().paused_s == 0.25
 
 
 def test_before_the_first_work_the_watts_of_ballast_are_measured() -> None:

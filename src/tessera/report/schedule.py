@@ -105,6 +105,8 @@ def _ballast_lines(ballast: BallastReport) -> list[str]:
     cost = "" if ballast.cost is None else f" ({format_share(ballast.cost, signed=True)} joules)"
     line = f"{', '.join(held)}: ballast {ballast.where} ran {format_duration(ballast.ran_s)} and took "
     lines = [f"{line}{format_energy(ballast.energy_j)}{cost}"]
+    if ballast.paused_s > 0:
+        lines.append(f"the GPU was paused for {format_duration(ballast.paused_s)} when work began after a pause")
     if ballast.lowest_w is not None and ballast.highest_w is not None:
         lines.append(f"power between {format_power(ballast.lowest_w)} and {format_power(ballast.highest_w)}")
     return [*lines, *ballast.notes]

@@ -3,12 +3,15 @@
 ::
 
     power      ████████▇▇▆▆▅▅▄▄▄▄▄▄▄▄▄▄████████      floor_w is held, and the fall is at most max_ramp
-    of work    ████████                ████████
+    of work    ████████                █ ██ ████     its first tenth of a second has pauses, ever shorter
     ballast            ▇▇▆▆▅▅▄▄▄▄▄▄▄▄▄▄              levels by the time since the work ended: one for each BIN_S
 
 The sensor shows a fall some 45 ms late, and pauses are often as short as that. So the levels of a whole pause stand
 ready before it begins, and what the sensor shows of one pause corrects the next: a chip that was slowed down to stay
 within its power limit takes tens of milliseconds to speed up again, in which the same ballast draws less.
+
+Work that begins after a pause finds high clocks, and draws more than usual until the board lowers them. What it may
+draw beyond its usual watts grows by the ramp; pauses of the GPU hold back the rest, by what the last starts drew.
 """
 
 from __future__ import annotations
@@ -19,14 +22,19 @@ from dataclasses import dataclass, field
 BIN_S = 0.02  # an H200's samples
 BINS = 128
 """Levels of a pause; the last holds for the rest of it."""
-# How much of what is missing is corrected with each reading, at its own time and later.
-TRIM = 0.4
+# How much of what is missing is corrected with each reading: at its own time in the next pause, and later in this one.
+# Later it must be little: by the time a correction shows, three more readings have asked for the same.
+TRIM, TRIM_LATER = 0.25, 0.05
 # Ballast that ran for at least this share of its level was not held up by work: the power is its own.
 FREE = 0.8
 # A reading with more than this share of the work before a pause, by the sensor's blur, says too little of the pause.
 MOST_OF_WORK = 0.3
 # The watts from which a ramp falls are those of the work, a mean over about so many readings.
 WORK_READINGS = 5
+LEAST_DUTY = 0.3
+"""Of work that begins: however much the last start drew, the program goes on."""
+START_S = 0.1
+"""How long work draws more than usual after a pause: 60 to 90 ms on an H200 (benchmarks/results/shape_power.json)."""
 
 
 @dataclass(slots=True)
@@ -44,7 +52,10 @@ class BallastControl:
     blur_s: float = 0.0
     energy_j: float = 0.0  # of ballast, so far
     levels: list[float] = field(default_factory=list)
+    start_w: float | None = None  # the most that work drew in its first START_S, without pauses
     _work_w: float = 0.0
+    _usual_w: float = 0.0  # _work_w when the work began that runs now
+    _highest_w: float = 0.0  # of this start
     _trims: list[float] = field(default_factory=lambda: [0.0] * BINS)
 
     def __post_init__(self) -> None:
@@ -70,13 +81,32 @@ class BallastControl:
         falling_w = 0.0 if ramp is None else self._work_w - ramp * since_s
         return max(self.floor_w or 0.0, falling_w)
 
-    def observe(self, power_w: float, dt_s: float, worked: float, since_s: float | None) -> list[float]:
+    def begin_work(self) -> None:
+        """Work begins after a pause. What the last start drew is known by now."""
+        if self._highest_w > 0:
+            self.start_w = self._highest_w if self.start_w is None else (self.start_w + self._highest_w) / 2
+        self._usual_w, self._highest_w = self._work_w, 0.0
+
+    def get_start_duty(self, began_s: float) -> float:
+        """The share of its time for which work may run that began `began_s` ago."""
+        if self.max_ramp_w_per_s is None or self.start_w is None:
+            return 1.0
+        allowed_w = self._usual_w + self.max_ramp_w_per_s * began_s
+        return min(max((allowed_w - self.idle_w) / max(self.start_w - self.idle_w, 1.0), LEAST_DUTY), 1.0)
+
+    def observe(
+        self, power_w: float, dt_s: float, worked: float, since_s: float | None, began_s: float | None = None
+    ) -> list[float]:
         """Take a reading: mean power over `dt_s`, and the share of that time in which ballast worked. The new levels.
 
-        `since_s` is the middle of that time since the work ended; None where work ran.
+        `since_s` is the middle of that time since the work ended, None where work ran; `began_s` since work began after
+        a pause, None where it ran before.
         """
         self.energy_j += worked * self.gain_w * dt_s
-        if since_s is None:
+        if since_s is None and began_s is not None and began_s < START_S:
+            alone_w = self.idle_w + (power_w - self.idle_w) / self.get_start_duty(began_s)
+            self._highest_w = max(self._highest_w, alone_w)
+        elif since_s is None:
             self._work_w += (power_w - self._work_w) / WORK_READINGS
         else:
             blur_s = math.hypot(self.blur_s, dt_s / math.sqrt(12.0))
@@ -93,7 +123,8 @@ class BallastControl:
         if held_up or (missing > 0 and level >= 1.0) or (missing < 0 and level <= 0.0):
             return
         for each in range(max(at - 1, 0), BINS):  # a reading is of two bins, mostly
-            self._trims[each] = min(max(self._trims[each] + TRIM * missing, -1.0), 1.0)
+            trim = TRIM if each <= at else TRIM_LATER
+            self._trims[each] = min(max(self._trims[each] + trim * missing, -1.0), 1.0)
 
     def _choose_levels(self) -> None:
         wanted = [(self.get_target_w((at + 0.5) * BIN_S) - self.idle_w) / self.gain_w for at in range(BINS)]

@@ -1,4 +1,4 @@
-"""The thread that holds a floor and a ramp: readings of the sensor in, a level of ballast out."""
+"""The thread that holds a floor and a ramp: readings of the sensor in, levels of ballast and pauses of a start out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ..errors import ScheduleError
 from .ballast import Ballast, make_ballast
 from .ballast_control import BINS, BallastControl
 from .cap_report import MeanPower
+from .controller import PaceCommand
+from .pacer import Pacer
 from .power_zone import PowerZone, guess_power
 
 # A function that is called in a loop must find its ballast still at work; after a pause this long it ends.
@@ -22,6 +24,10 @@ LINGER_S = 2.0
 TICK_S = 0.02
 # Before the first work, the device is measured idle and with ballast only, for this long each.
 CALIBRATE_S, SETTLE_S, GIVE_UP_S = 0.2, 0.1, 1.0
+# Work that comes sooner after the last is not a start: clocks change in 20 ms at the earliest.
+PAUSE_S = 0.02
+# Of work between two pauses of a start. Shorter ones would hold the interpreter's lock too often.
+SLICE_S = 0.003
 # The first second, in which the level is found, is not in the report's lowest and highest power.
 FIRST_S = 1.0
 
@@ -30,7 +36,8 @@ FIRST_S = 1.0
 class BallastReport:
     """What a floor and a ramp did, and what that cost. None: no sensor, or too short to tell.
 
-    `energy_j` is what ballast took, by its measured seconds and the watts that the sensor showed for it.
+    `energy_j` is what ballast took, by its measured seconds and the watts that the sensor showed for it. `paused_s` is
+    how long the GPU was paused when work began after a pause.
     """
 
     floor_w: float | None
@@ -41,6 +48,7 @@ class BallastReport:
     total_j: float
     lowest_w: float | None
     highest_w: float | None
+    paused_s: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -59,10 +67,11 @@ class BallastLoop:
         max_ramp_w_per_s: float | None,
         *,
         make: Callable[[int], Ballast] = make_ballast,
+        make_pacer: Callable[[int], Pacer] | None = None,
         sampler: Any = None,
     ) -> None:
         self.floor_w, self.max_ramp_w_per_s = floor_w, max_ramp_w_per_s
-        self._make, self._sampler = make, sampler
+        self._make, self._make_pacer, self._sampler = make, make_pacer, sampler
         self._lock = threading.Lock()
         self._running, self._until_s = 0, 0.0
         self._thread: threading.Thread | None = None
@@ -72,6 +81,8 @@ class BallastLoop:
         self._total_j = self._energy_j = self._ran_s = self._seen_s = 0.0
         self._pauses: deque[tuple[int, int | None]] = deque(maxlen=8)  # between work: from, until (None: it lasts)
         self._began_ns = 0  # of the last call
+        self._pacer: Pacer | None = None
+        self._start_ns = 0  # when work last began after a pause
         self._extremes: tuple[float, float] | None = None
         self._zone: PowerZone = PowerZone("floor", [], [])
         self._where = ""
@@ -89,6 +100,7 @@ class BallastLoop:
                 self._thread.start()
             self._began_ns = time.monotonic_ns()
             if self._ballast is not None:
+                self._note_start(self._ballast.ended_ns())
                 self._ballast.begin_work()
 
     def leave(self) -> None:
@@ -112,6 +124,7 @@ class BallastLoop:
                 total_j=self._total_j,
                 lowest_w=self._extremes[0] if self._extremes else None,
                 highest_w=self._extremes[1] if self._extremes else None,
+                paused_s=self._pacer.counts().waited_s if self._pacer is not None else 0.0,
                 notes=tuple(self._notes.values()),
             )
 
@@ -137,6 +150,8 @@ class BallastLoop:
         most_w = max(self.floor_w or 0.0, 300.0)
         idle_w, burst_w = guess_power(labels, most_w)
         self._ballast = self._make(device)
+        if self._make_pacer is not None and self.max_ramp_w_per_s is not None and cuda and self._pacer is None:
+            self._pacer = self._make_pacer(device)
         self._where = self._ballast.where
         self._control = BallastControl(
             floor_w=self.floor_w,
@@ -190,16 +205,33 @@ class BallastLoop:
         finally:
             self._end()
 
+    def _note_start(self, ended_ns: int | None) -> None:
+        """A call begins: if a pause was before it, its first work is paused where it would draw more than it may."""
+        if ended_ns is None or self._began_ns - ended_ns < PAUSE_S * 1e9 or self._control is None:
+            return
+        self._start_ns = self._began_ns
+        self._control.begin_work()
+        self._pace_start(self._began_ns)
+
+    def _pace_start(self, now_ns: int) -> None:
+        if self._pacer is not None and self._control is not None and self._start_ns:
+            duty = self._control.get_start_duty((now_ns - self._start_ns) * 1e-9)
+            self._pacer.obey(PaceCommand(ratio=1.0 / duty - 1.0, slice_s=SLICE_S))
+
     def _tick(self, now_ns: int) -> None:
         ballast, control = self._ballast, self._control
         assert ballast is not None and control is not None
+        self._pace_start(now_ns)
         self._ran.append((now_ns, ballast.ran_s()))
         reading = self._zone.read(self._sampler or monitor.default().sampler)
         if reading is None:
             return
         worked = (self._ran_at(reading.time_ns) - self._ran_at(reading.start_ns)) / max(reading.seconds, 1e-9)
         since_s = self._find_time_since_work(reading, ballast.ended_ns())
-        ballast.set_levels(control.observe(reading.power_w, reading.seconds, min(max(worked, 0.0), 1.0), since_s))
+        began_ns = (reading.start_ns + reading.time_ns) // 2 - self._start_ns
+        began_s = began_ns * 1e-9 if reading.start_ns >= self._start_ns > 0 else None
+        worked = min(max(worked, 0.0), 1.0)
+        ballast.set_levels(control.observe(reading.power_w, reading.seconds, worked, since_s, began_s))
         self._add(reading)
 
     def _find_time_since_work(self, reading: MeanPower, ended_ns: int | None) -> float | None:
@@ -235,10 +267,12 @@ class BallastLoop:
     def _end(self) -> None:
         with self._lock:
             ballast, control, self._ballast, self._control = self._ballast, self._control, None, None
-            self._thread = None
+            self._thread, self._start_ns = None, 0
             if ballast is not None:
                 self._ran_s += ballast.ran_s()
             if control is not None:
                 self._energy_j += control.energy_j
+        if self._pacer is not None:
+            self._pacer.obey(PaceCommand())
         if ballast is not None:
             ballast.close()

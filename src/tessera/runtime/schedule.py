@@ -79,7 +79,8 @@ def schedule(
     * `shaper`: a policy file, or what `tessera.fleet.shaper` made. Each call is a step of it; its cap, floor and ramp
       apply too. `step.schedule.shaper.microbatch()` is called before each microbatch.
     * `power_floor` ("400W") and `max_ramp` ("200W/s"), of each GPU: ballast, work without a result between the
-      calls, keeps power from falling below or faster. It costs joules, which the report shows.
+      calls, keeps power from falling below or faster. It costs joules, which the report shows. With `max_ramp` the
+      first tenth of a second after a pause is paced too, so that its peak is lower.
 
     Tuning by measured joules:
 
@@ -243,9 +244,11 @@ class Schedule:
     def _hold_floor(self) -> Iterator[None]:
         """Ballast before and after the work."""
         from .ballast_loop import BallastLoop
+        from .gpu_pacer import make_pacer
 
         if self._ballast is None:
-            self._ballast = BallastLoop(self.options.floor_w, self.options.ramp_w_per_s)
+            starts = make_pacer if self.options.cap is None else None  # a cap pauses the GPU itself
+            self._ballast = BallastLoop(self.options.floor_w, self.options.ramp_w_per_s, make_pacer=starts)
         self._ballast.enter()
         try:
             yield
