@@ -92,7 +92,7 @@ def graphs(cache: Path) -> dict[Any, Any]:
             assert name not in found, name
             found[name] = captured(case)
             if case.mode == "infer":
-                found[name, "replay"] = captured(case, launch="graph")
+                found[name, "replay"] = captured(case, replay=True)
     cache.write_bytes(pickle.dumps(found))
     return found
 
@@ -628,7 +628,7 @@ def fit_folds(rows: list[Measured], all_graphs: dict[Any, Any]) -> None:
                 float(e.solved.seconds) * 1e3,
                 float((e.solved.static_j + e.solved.compute_j + e.solved.memory_j).sum()),
             )
-            errors[r["set"]].append((ms / r["ms"] - 1.0, j / r["J"] - 1.0, 1e3 * _latency_error(e) / r["ms"]))
+            errors[r["set"]].append((ms / r["ms"] - 1.0, j / r["J"] - 1.0, 1e3 * _latency_error(e, H200) / r["ms"]))
     data_movement.load_fit = conv.load_fit = load_fit
     for cached in (data_movement._trees, data_movement.constants, conv._trees, conv._multiple):
         cached.cache_clear()

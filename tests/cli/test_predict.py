@@ -270,10 +270,12 @@ def test_transformers_by_configuration(tmp_path: Path) -> None:
             model_loader.load_model(f"hf:{json.dumps(wrong)}", model_loader.InputShape())
 
 
+@pytest.mark.parametrize("asked", ["sum().item()", "detach().numpy()"])
 def test_a_function_that_computes_is_told_to_return_its_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: str
 ) -> None:
-    code = "import torch\ndef main():\n    m = torch.nn.Linear(4, 4)\n    print(m(torch.randn(8, 4)).sum().item())\n"
+    code = f"import torch\ndef main():\n    m = torch.nn.Linear(4, 4)\n    print(m(torch.randn(8, 4)).{asked})\n"
+    monkeypatch.delitem(sys.modules, "computes_something", raising=False)
     (tmp_path / "computes_something.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     assert predicted("computes_something:main", "--on", "h200") == 2

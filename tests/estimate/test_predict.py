@@ -255,6 +255,16 @@ def test_opportunities_are_predicted_changes():
     assert [o.saves_j for o in report.opportunities()] == sorted((o.saves_j for o in found.values()), reverse=True)
 
 
+def test_a_format_of_fewer_digits_is_no_advice_where_the_wider_one_saves_as_much():
+    model = nn.Sequential(nn.LayerNorm(4096), nn.GELU(), nn.AvgPool1d(64), nn.Linear(64, 64))
+    report = tessera.predict(model, torch.empty(8192, 4096), on="h200", launch="graph")
+    wider, narrower = (report.prediction.again(precision=p).total_energy_j for p in ("bf16", "fp8"))
+    assert 0.98 * wider < narrower < wider < 0.9 * report.total_energy_j
+    assert [o.action.split()[2] for o in report.opportunities() if o.kind == "quantise"] == ["bf16"]
+    product = tessera.predict(nn.Linear(8192, 8192), torch.empty(1, 8192), on="h200", launch="graph")
+    assert [o.action.split()[2] for o in product.opportunities() if o.kind == "quantise"] == ["fp8"]
+
+
 def test_two_reports_are_compared():
     x = torch.randn(8, 64)
     a, b = tessera.predict(net(), x, on="a100"), tessera.predict(net(), x, on="h200")

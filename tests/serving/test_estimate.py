@@ -13,6 +13,7 @@ from tessera.cli.predict import command
 from tessera.errors import ArgumentError
 from tessera.serving.estimate import estimate_serving, sweep_serving
 from tessera.serving.served_model import read_served_model
+from tessera.units import format_bytes
 
 from command_line import invoke
 
@@ -30,6 +31,16 @@ def test_estimate_has_it_under_the_name_of_the_issue():
         assert 0 < value.error < value
     assert report.tokens_per_s == pytest.approx(32 / report.time_per_output_token_s)
     json.dumps(report.to_dict())
+
+
+def test_every_part_of_the_memory_is_named():
+    arguments = ("llama-3.1-8b", "--serve", "--on", "h200", "--batch", "4")
+    row = json.loads(invoke(command, *arguments, "--json").output)
+    parts = row["weights_bytes"], row["cache_bytes"], row["engine_bytes"]
+    assert sum(parts) == pytest.approx(row["memory_bytes"]["value"])
+    shown = " ".join(invoke(command, *arguments).output.split())
+    for size, name in zip(parts, ("weights", "cache", "engine"), strict=True):
+        assert f"{format_bytes(size, 3)} {name}" in shown
 
 
 @settings(max_examples=60, deadline=None)

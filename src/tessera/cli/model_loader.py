@@ -355,7 +355,8 @@ def _call_own(build: Any, spec: str) -> Any:
         return _build_on_meta(build)
     except TesseraError:
         raise
-    except (NotImplementedError, RuntimeError) as e:
+    except Exception as e:
+        # NotImplementedError, RuntimeError, ValueError or TypeError, by what was asked of a tensor without values
         if "meta" not in str(e):
             raise _own_error(f"{spec}()", e) from e
         raise ArgumentError(
@@ -363,8 +364,6 @@ def _call_own(build: Any, spec: str) -> Any:
             why=f"at {_find_line(e)}; it runs without values (on meta tensors), to build the model and its inputs only",
             fix="return an nn.Module, or (module, inputs)",
         ) from e
-    except Exception as e:
-        raise _own_error(f"{spec}()", e) from e
 
 
 def _own_error(what: str, e: Exception) -> TesseraError:

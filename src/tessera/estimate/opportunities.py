@@ -14,7 +14,7 @@ from .prediction_errors import PredictedCost
 Again = Callable[..., EnergyReport]
 """Predicts the same program again with some options changed."""
 
-# The next narrower formats, cheapest last: each is tried where the chip has it.
+# The next narrower formats, the one that is nearest to the program's own first: each is tried where the chip has it.
 _NARROWER: dict[str | None, tuple[str, ...]] = {
     None: ("bf16", "fp8"),
     "fp64": ("fp32", "bf16"),
@@ -92,7 +92,12 @@ def _launch(report: EnergyReport, prediction: Prediction, again: Again) -> Advic
 
 
 def _quantise(report: EnergyReport, prediction: Prediction, again: Again) -> Advice | None:
-    best = _least({p: _try_change(again, precision=p) for p in _NARROWER.get(prediction.precision, ())})
+    best, best_j = None, report.total.energy_j
+    for precision in _NARROWER.get(prediction.precision, ()):
+        other = _try_change(again, precision=precision)
+        # A format that loses more digits must save more: fp8 is no advice where bf16 saves as much.
+        if other is not None and best_j - other.total.energy_j >= _LEAST_SHARE * report.total.energy_j:
+            best, best_j = (precision, other), other.total.energy_j
     if best is None:
         return None
     return _compare("quantise", f"run in {best[0]} (check that the accuracy is good enough)", report, best[1])

@@ -89,7 +89,10 @@ def _phase(phase: PhaseEstimate) -> str:
 
 
 def _memory(report: ServingReport) -> Text:
-    parts = f"{format_bytes(report.weights_bytes, 3)} weights, {format_bytes(report.cache_bytes, 3)} cache"
+    parts = (
+        f"{format_bytes(report.weights_bytes, 3)} weights, {format_bytes(report.cache_bytes, 3)} cache, "
+        f"{format_bytes(report.engine_bytes, 3)} engine: context, graphs, activations"
+    )
     text = Text(f"{format_bytes(report.memory_bytes, 3)} on each GPU ({parts})")
     if report.largest_batch is not None:
         most = (

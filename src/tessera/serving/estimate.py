@@ -21,8 +21,9 @@ ERROR_STEP, ERROR_FIRST, ERROR_ENERGY = 0.36, 0.9, 0.36
 # Time to the first token under steady arrivals: its own prefill, an engine's share of those of other sequences (by a
 # power of their number), and steps that are under way or scheduled first. Chosen on the same half.
 _QUEUE_POWER, _FIRST_STEPS = 0.615, 4.5
-# Memory of engines: CUDA context, graphs, and the share of the board that they leave free (vLLM: 0.9 is used).
-_OVERHEAD_BYTES, USED_SHARE = 3.0e9, 0.92
+# What an engine holds beside weights and cache (CUDA context, graphs, activations: assumed, not measured), and the share
+# of the board that it may use (vLLM: 0.9).
+ENGINE_BYTES, USED_SHARE = 3.0e9, 0.92
 _MEMORY_ERROR = 0.10
 _NODE_GPUS = 8
 ARRIVALS = ("steady", "once")
@@ -78,7 +79,8 @@ class ServingReport:
     `time_to_first_token_s` is that of a prompt beside the steps and prompts of the other sequences.
     `time_per_output_token_s` is the mean over a generation, with the prompts of other sequences between the steps where
     arrivals are steady. `tokens_per_s` and `power_w` are those of prefill and decode together. `joules_per_token` are
-    those of all GPUs for an output token, its share of the prompt included.
+    those of all GPUs for an output token, its share of the prompt included. `memory_bytes` of one GPU is the sum of
+    `weights_bytes`, `cache_bytes` and `engine_bytes`: its CUDA context, graphs and activations.
     """
 
     served: ServedModel
@@ -95,6 +97,7 @@ class ServingReport:
     memory_bytes: Quantity
     weights_bytes: float
     cache_bytes: float
+    engine_bytes: float
     prefill: PhaseEstimate
     decode: PhaseEstimate
     decode_by_context: tuple[tuple[int, PhaseEstimate], ...]
@@ -130,6 +133,7 @@ class ServingReport:
             **figures,
             "weights_bytes": self.weights_bytes,
             "cache_bytes": self.cache_bytes,
+            "engine_bytes": self.engine_bytes,
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
             "largest_batch": self.largest_batch,
@@ -239,7 +243,8 @@ def predict_serving(
     # Where all prompts come first, an answer's share of their time counts too.
     token_s = step_s if arrivals == "steady" else step_s + batch / generate / on.replicas * first.seconds
     power_w = on.gpus * min(shown_j / token_s, on.device.tdp_w.value if on.device.tdp_w else math.inf)
-    weights, cache, all_bytes = count_memory(served, on, batch, prompt + generate)
+    weights, cache = count_memory(served, on, batch, prompt + generate)
+    all_bytes = weights + cache + ENGINE_BYTES
     capacity = on.device.memory.capacity_bytes
     contexts = sorted({prompt, prompt + generate // 2, prompt + generate})
     curve = [(n, run_pass(decode_pass(served, on, batch=batch, context=n), on, batch)) for n in contexts]
@@ -259,6 +264,7 @@ def predict_serving(
         memory_bytes=Quantity(all_bytes, _MEMORY_ERROR * all_bytes),
         weights_bytes=weights,
         cache_bytes=cache,
+        engine_bytes=ENGINE_BYTES,
         prefill=_phase(first, on, prompt * on.replicas),
         decode=_phase(mean, on, batch),
         decode_by_context=tuple((n, _phase(run, on, batch)) for n, run in curve),
@@ -285,8 +291,8 @@ def _phase(run: PowerEstimate, on: Deployment, tokens: float) -> PhaseEstimate:
     )
 
 
-def count_memory(served: ServedModel, on: Deployment, batch: float, tokens: int) -> tuple[float, float, float]:
-    """Bytes on one GPU: weights, cache of `batch` sequences of `tokens`, and all with the engine's own."""
+def count_memory(served: ServedModel, on: Deployment, batch: float, tokens: int) -> tuple[float, float]:
+    """Bytes on one GPU: weights, and the cache of `batch` sequences of `tokens`."""
     s = served.shape
     experts = s.expert_parameters()
     stored = served.expert_format or on.experts
@@ -297,7 +303,7 @@ def count_memory(served: ServedModel, on: Deployment, batch: float, tokens: int)
     weights = experts / on.gpus * WEIGHT_BYTES[stored] + 2.0 * s.embedding_parameters / on.gpus
     weights += (attention / on.attention_ranks + (rest - attention) / on.gpus) * WEIGHT_BYTES[on.weights]
     cache = batch / on.replicas * served.cache_bytes(tokens, on.attention_ranks, WEIGHT_BYTES[on.cache])
-    return weights, cache, weights + cache + _OVERHEAD_BYTES
+    return weights, cache
 
 
 def find_largest_batch(served: ServedModel, on: Deployment, tokens: int) -> int | None:
@@ -305,8 +311,8 @@ def find_largest_batch(served: ServedModel, on: Deployment, tokens: int) -> int 
     capacity = on.device.memory.capacity_bytes
     if capacity is None:
         return None
-    weights, each, _ = count_memory(served, on, 1, tokens)
-    room = USED_SHARE * capacity.value - weights - _OVERHEAD_BYTES
+    weights, each = count_memory(served, on, 1, tokens)
+    room = USED_SHARE * capacity.value - weights - ENGINE_BYTES
     return max(0, math.floor(room / each)) if each > 0 else None
 
 
