@@ -21,8 +21,8 @@ ERROR_STEP, ERROR_FIRST, ERROR_ENERGY = 0.36, 0.9, 0.36
 # Time to the first token under steady arrivals: its own prefill, an engine's share of those of other sequences (by a
 # power of their number), and steps that are under way or scheduled first. Chosen on the same half.
 _QUEUE_POWER, _FIRST_STEPS = 0.615, 4.5
-# What an engine holds beside weights and cache (CUDA context, graphs, activations: assumed, not measured), and the share
-# of the board that it may use (vLLM: 0.9).
+# What an engine holds beside weights and cache (CUDA context, graphs, activations: assumed, not measured), and the
+# share of the board that it may use (vLLM: 0.9).
 ENGINE_BYTES, USED_SHARE = 3.0e9, 0.92
 _MEMORY_ERROR = 0.10
 _NODE_GPUS = 8
