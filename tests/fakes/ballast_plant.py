@@ -27,6 +27,7 @@ class BallastPlant:
     gain_w: float = 500.0
     slow: float = 0.0
     noise_w: float = 0.0  # of a sample
+    late_s: float = 0.0  # by how much samples are older than the control believes
     power_w: list[float] = field(default_factory=list)  # one for each step
     ballast_j: float = 0.0
 
@@ -51,7 +52,7 @@ class BallastPlant:
             seen_w += (power_w - seen_w) * STEP_S / FILTER_S
             worked += level / every
             if (i + 1) % every == 0:  # what it shows is as old as its filter: the reader knows that
-                middle_s = since_s - SAMPLE_S / 2 - FILTER_S
+                middle_s = since_s - SAMPLE_S / 2 - FILTER_S + self.late_s
                 shown_w = (before_w + seen_w) / 2 + chance.gauss(0.0, self.noise_w)
                 reading = (shown_w, SAMPLE_S, worked, middle_s if middle_s >= 0 else None)
                 pending.append((i + round(DELAY_S / STEP_S), reading))

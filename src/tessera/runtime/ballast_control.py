@@ -25,7 +25,7 @@ BINS = 128
 # How much of what is missing is corrected with each reading: at its own time in the next pause, and later in this one.
 # Later it must be little: by the time a correction shows, three more readings have asked for the same.
 TRIM, TRIM_LATER = 0.25, 0.05
-# Ballast that ran for at least this share of its level was not held up by work: the power is its own.
+# Ballast that ran for less than this share of its level was held up by work: a higher level would not help.
 FREE = 0.8
 # A reading with more than this share of the work before a pause, by the sensor's blur, says too little of the pause.
 MOST_OF_WORK = 0.3
@@ -120,7 +120,7 @@ class BallastControl:
         at = _find_bin(since_s)
         level, missing = self.levels[at], (self.get_target_w(since_s) - power_w) / self.gain_w
         held_up = level > 0 and worked < FREE * level
-        if held_up or (missing > 0 and level >= 1.0) or (missing < 0 and level <= 0.0):
+        if (missing > 0 and (held_up or level >= 1.0)) or (missing < 0 and level <= 0.0):
             return
         for each in range(max(at - 1, 0), BINS):  # a reading is of two bins, mostly
             trim = TRIM if each <= at else TRIM_LATER

@@ -67,7 +67,7 @@ class BallastLoop:
         max_ramp_w_per_s: float | None,
         *,
         make: Callable[[int], Ballast] = make_ballast,
-        make_pacer: Callable[[int], Pacer] | None = None,
+        make_pacer: Callable[..., Pacer] | None = None,
         sampler: Any = None,
     ) -> None:
         self.floor_w, self.max_ramp_w_per_s = floor_w, max_ramp_w_per_s
@@ -151,7 +151,8 @@ class BallastLoop:
         idle_w, burst_w = guess_power(labels, most_w)
         self._ballast = self._make(device)
         if self._make_pacer is not None and self.max_ramp_w_per_s is not None and cuda and self._pacer is None:
-            self._pacer = self._make_pacer(device)
+            # of what ran before the start no pause is owed
+            self._pacer = self._make_pacer(device, most_work_s=2 * SLICE_S)
         self._where = self._ballast.where
         self._control = BallastControl(
             floor_w=self.floor_w,

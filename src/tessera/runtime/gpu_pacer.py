@@ -54,8 +54,10 @@ class GpuPacer:
 
     where = "by pauses of the GPU"
 
-    def __init__(self, device: int, make_kernel: Callable[[int], PauseKernel] | None = None) -> None:
-        self.device = device
+    def __init__(
+        self, device: int, make_kernel: Callable[[int], PauseKernel] | None = None, *, most_work_s: float = LIMIT_S
+    ) -> None:
+        self.device, self._most_work_s = device, most_work_s
         self.failure: str | None = None
         self._make_kernel = make_kernel
         self._kernel: PauseKernel | None = None
@@ -131,7 +133,7 @@ class GpuPacer:
             from .pause_kernel import PauseKernel
 
             kernel = PauseKernel(self.device)
-        kernel.set_limits(busy_s=LIMIT_S, longest_s=LONGEST_PAUSE_S)
+        kernel.set_limits(busy_s=self._most_work_s, longest_s=LONGEST_PAUSE_S)
         kernel.make_current()
         self._launch(kernel)  # the first loads its code; without a ratio it is over at once
         kernel.set_ratio(self._command.ratio)
@@ -172,8 +174,8 @@ class GpuPacer:
         self._launched += 1
 
 
-def make_pacer(device: int) -> Pacer:
-    """The pacer of a CUDA device; -1 is the host."""
+def make_pacer(device: int, *, most_work_s: float = LIMIT_S) -> Pacer:
+    """The pacer of a CUDA device; -1 is the host. A pause of a GPU is for at most `most_work_s` of work before it."""
     if device < 0:
         from .pacer import HostPacer
 
@@ -187,4 +189,4 @@ def make_pacer(device: int) -> Pacer:
             why="the kernel is for NVIDIA's",
             fix='cap_policy="driver" with permission to set the power limit',
         )
-    return GpuPacer(device)
+    return GpuPacer(device, most_work_s=most_work_s)
