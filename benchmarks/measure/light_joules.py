@@ -56,6 +56,7 @@ def extend_run(light: Timeline, seconds: float, step_s: float, rng: Any) -> Time
         own = {name: values[rows].copy() for name, values in light.columns.items()}
         spans = own["end_ns"] - own["start_ns"]
         wait_ns = np.maximum(np.diff(own["start_ns"], prepend=own["start_ns"][0]) - np.r_[0, spans[:-1]], 0)
+        spans = (spans * min(step_s * 1e9 / float(spans.sum()), 1.0)).astype(np.int64)
         room_ns = max(step_s * 1e9 - float(spans.sum()), 0.0)
         squeeze = min(room_ns / max(float(wait_ns.sum()), 1.0), 1.0)
         lasts = (spans * rng.normal(1.0, 0.01)).astype(np.int64)

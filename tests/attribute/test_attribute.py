@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera.attribute.activity import activity, distinct, gaps, rank_values, shares
+from tessera.attribute.activity import activity, gaps, shares
 from tessera.attribute.fit import Response, conserve_energy, exposure, groups, response_of
 from tessera.attribute.prior import Prior, board_of, prior
 from tessera.attribute.solve import attribute
@@ -20,6 +20,7 @@ from tessera.joules import DomainSamples
 from tessera.schema import Domain, Hold
 from tessera.sensors.response_store import ResponseFit
 from tessera.timeline import Builder, Launch, Timeline
+from tessera.timeline.distinct import distinct, rank_values
 from tessera.trace import PowerTrace
 
 from places import REPOSITORY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..record import CODE, KINDS
 from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.distinct import rank_values
 from ..timeline.intervals import Spans, covered_ns, difference, intersection, union
 from .spikes import Chance, Curve, Spike, p_values
 
@@ -163,8 +165,8 @@ class SpikeWork:
             share, lift = overlap_s / ((end - begin) * 1e-9), inside / outside if outside > 0 else None
             name = self.timeline.names[i]
             overlaps.append(SpikeOverlap(name=name, kind=kind, overlap_s=overlap_s, share=share, lift=lift))
-        times = np.array([b.time_ns for b in edges], dtype=np.int64)
-        first, last = np.searchsorted(times, [spike.foot_ns - self._reach_ns, spike.start_ns + self._reach_ns])
+        rise = (spike.foot_ns - self._reach_ns, spike.start_ns + self._reach_ns)
+        first, last = (bisect.bisect_left(edges, at, key=lambda b: b.time_ns) for at in rise)
         near = [dataclasses.replace(b, offset_s=(b.time_ns - spike.start_ns) * 1e-9) for b in edges[first:last]]
         near = sorted(near, key=lambda b: abs(b.offset_s))[:PER_SPIKE]
         return dataclasses.replace(spike, kernels=tuple(overlaps), boundaries=tuple(near))
@@ -245,16 +247,16 @@ def _after_idle(timeline: Timeline, rows: Ints, reach_s: float) -> list[Boundary
 
 def find_backward(timeline: Timeline, rows: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Which rows come from autograd's backward pass, and which rows have an operator at all."""
-    at = timeline.linked.op[rows]
-    has_op = at != NONE
+    ops, of_row = rank_values(timeline.linked.op[rows])
+    at, has_op = ops, (ops != NONE)[of_row]
     parent, made_on = timeline["parent"], timeline["forward_thread"]
     named = np.array([n.startswith(_BACKWARD) for n in timeline.names] or [False])
-    is_backward = np.zeros(len(rows), dtype=bool)
+    is_backward = np.zeros(len(ops), dtype=bool)
     while np.any(at != NONE):
         op = np.maximum(at, 0)
         is_backward |= (at != NONE) & (named[timeline["name"][op]] | (made_on[op] > 0))
         at = np.where(at == NONE, NONE, parent[op])
-    return is_backward, has_op
+    return is_backward[of_row], has_op
 
 
 def _phases(timeline: Timeline, rows: Ints) -> list[Boundary]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ..attribute.activity import distinct
 from ..attribute.table import EnergyTable
 from ..errors import RecordingError
 from ..joules import Floats
@@ -19,6 +18,7 @@ from ..record import CODE
 from ..recording import Recording
 from ..timeline import Launch, Timeline
 from ..timeline.columns import APART, NONE, UNTRACED, Ints
+from ..timeline.distinct import distinct, rank_values
 from ..timeline.intervals import Spans, difference, union
 from ..timeline.link import Links
 from .result import columns
@@ -201,7 +201,7 @@ def region_paths(timeline: Timeline, rows: Ints) -> tuple[Ints, list[tuple[str, 
     """
     links = timeline.linked
     steps = {s.row for s in links.steps}
-    innermost, inverse = np.unique(links.region[rows], return_inverse=True)
+    innermost, inverse = rank_values(links.region[rows])
     numbers: dict[tuple[str, ...], int] = {}
     names: dict[int, tuple[str, bool]] = {}
     which = []

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..attribute.activity import distinct, rank_values
 from ..attribute.work import OpWork, Shape, is_convolution, work_of
 from ..joules import Floats
 from ..record import CODE
 from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.distinct import distinct, rank_values
 from ..timeline.shapes import parse
 from .kernel_names import category
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..attribute.activity import distinct, shares
+from ..attribute.activity import shares
 from ..errors import ArgumentError
 from ..joules import Floats
 from ..profile.counters.nvidia import STALLS
@@ -19,6 +19,7 @@ from ..profile.open_recording import Progress, open_recording
 from ..record import KINDS
 from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.distinct import distinct
 from .cupti_ranges import list_ranges
 from .devices import explain_no_device, explain_no_power, list_devices, region_paths
 from .result import Result, check_choice, columns

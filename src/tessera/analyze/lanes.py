@@ -20,6 +20,7 @@ from ..profile.ranks.collectives import host_rows
 from ..record import CODE, ON_DEVICE
 from ..timeline import stream_names
 from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.distinct import rank_values
 from .devices import RankDevice, busy_spans, list_devices, row_joules
 
 BARS = 16_000
@@ -187,10 +188,10 @@ class LaneMaker:
 
     def _intern(self, column: NDArray[Any]) -> Ints:
         """The numbers that names of the timeline have here."""
-        used, inverse = np.unique(column, return_inverse=True)
+        used, inverse = rank_values(column)
         names, texts = self.names, self._timeline.names
         ids = [NONE if i == NONE else names.setdefault(texts[i], len(names)) for i in used.tolist()]
-        return np.array(ids, np.int64)[np.asarray(inverse).reshape(-1)]
+        return np.array(ids, np.int64)[inverse]
 
 
 def _bands(timeline: Timeline, devices: Sequence[RankDevice]) -> tuple[list[tuple[str, Ints, int]], int]:

@@ -17,6 +17,7 @@ from ..attribute.table import EnergyTable
 from ..joules import Floats
 from ..schema import Telemetry
 from ..timeline.columns import KINETO_MARKS, NONE, Ints, Timeline
+from ..timeline.distinct import distinct
 from ..trace import PowerTrace
 from .devices import region_paths, row_joules
 from .kernel_names import op_name, short_name
@@ -233,13 +234,11 @@ def _grow(root: _Branch, timeline: Timeline, rows: Ints, energy_j_of: Floats) ->
     on_host = bool((timeline["device"][rows] == NONE).all())
     ops = np.full(len(rows), NONE) if on_host else timeline.linked.op[rows]
     op = np.where(ops == NONE, NONE, timeline["name"][ops])
-    many = len(timeline.names) + 1  # one number for (path, operator, kernel): sorting one column is ten times faster
-    keys = (path * many + op + 1) * many + timeline["name"][rows]
-    leaves, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-    joules = np.bincount(inverse, weights=energy_j_of)
-    for key, energy_j, calls in zip(leaves.tolist(), joules.tolist(), counts.tolist(), strict=True):
-        (p, o), n = divmod(key // many, many), key % many
-        o -= 1
+    name = timeline["name"][rows]
+    first, leaf = distinct(path, op, name)
+    joules, counts = np.bincount(leaf, weights=energy_j_of), np.bincount(leaf)
+    leaves = zip(path[first].tolist(), op[first].tolist(), name[first].tolist(), strict=True)
+    for (p, o, n), energy_j, calls in zip(leaves, joules.tolist(), counts.tolist(), strict=True):
         steps = [(name, "region") for name in paths[p]]
         if on_host:
             steps.append((op_name(timeline.names[n]), "op"))

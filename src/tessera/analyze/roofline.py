@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..attribute.activity import distinct
 from ..device import Device
 from ..errors import ArgumentError, TesseraError, did_you_mean
 from ..hardware import catalogue, identify_board, lookup
@@ -16,6 +15,7 @@ from ..joules import Floats
 from ..profile.open_recording import Progress, open_recording
 from ..record import NEEDS_SHAPES
 from ..timeline.columns import NONE, Ints, Timeline
+from ..timeline.distinct import distinct
 from .devices import count_launches, explain_no_device, explain_no_power
 from .kernel_work import Calls, list_calls
 from .result import Result, ResultColumn, check_choice, columns
@@ -195,8 +195,11 @@ class _CallGroups:
         self.seconds = total(calls.seconds)
         self.calls = np.bincount(inverse, each, count)
         # The longest call stands for its group: its operator and unit are shown.
-        order = np.lexsort((-calls.seconds, inverse))
-        self.first = order[np.searchsorted(inverse[order], np.arange(count))]
+        longest_s = np.zeros(count)
+        np.maximum.at(longest_s, inverse, calls.seconds)
+        longest = np.flatnonzero(calls.seconds == longest_s[inverse])[::-1]
+        self.first = np.zeros(count, np.int64)
+        self.first[inverse[longest]] = longest  # the first of several
         has_flops, has_bytes, has_joules = (~np.isnan(v) for v in (calls.flops, calls.bytes, joules))
         self.flops, self.bytes, self.l2 = total(calls.flops), total(calls.bytes), total(calls.l2_bytes)
         self.flops_s, self.bytes_s = total(calls.seconds, has_flops), total(calls.seconds, has_bytes)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..joules import Floats, Ints
 from ..timeline import Timeline
 from ..timeline.columns import NONE
+from ..timeline.distinct import argsort_small, distinct
 from ..timeline.link import Links
 
 # Power falls with the clock when the limit holds it: kernels that run slower than their class usually does draw less.
@@ -91,32 +92,6 @@ def merge_rare_classes(cls: Ints, seconds: Floats, *coarser: Ints) -> tuple[Ints
     return first, cls
 
 
-def distinct(*columns: Ints) -> tuple[Ints, Ints]:
-    """The first place of every combination of values, and for each place the number of its combination.
-
-    One column at a time: sorting rows of several columns at once takes five times as long.
-    """
-    number, kinds = np.zeros(len(columns[0]), np.int64), 0
-    for column in columns:
-        distinct_values, values = rank_values(column)
-        combinations, number = rank_values(number * max(len(distinct_values), 1) + values)
-        kinds = len(combinations)
-    first = np.full(kinds, len(number), np.int64)
-    np.minimum.at(first, number, np.arange(len(number)))
-    return first, number
-
-
-def rank_values(values: Ints) -> tuple[Ints, Ints]:
-    """`np.unique(values, return_inverse=True)`; without sorting where the numbers lie close together, as names do."""
-    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    if high - low > 4 * len(values) + 1024:
-        distinct_values, which = np.unique(values, return_inverse=True)
-        return distinct_values, which
-    there = np.zeros(high - low + 1, bool)
-    there[values - low] = True
-    return np.flatnonzero(there) + low, (np.cumsum(there) - 1)[values - low]
-
-
 class Sharing:
     """Intervals that share a device evenly while they overlap."""
 
@@ -157,10 +132,9 @@ def sum_by_key(keys: Ints, values: NDArray[np.floating[Any]], count: int) -> Flo
 def _weights(seconds: Floats, cls: Ints, classes: int) -> Floats:
     """Power relative to the class, by speed; 1 where the durations of a class scatter for other reasons."""
     logs = np.log(np.maximum(seconds, 1e-9))
-    order = np.lexsort((logs, cls))
     count = np.bincount(cls, minlength=classes)
-    begin = np.concatenate([[0], np.cumsum(count)[:-1]])
-    median = logs[order][begin + count // 2]
+    by_class = np.split(logs[argsort_small(cls, classes)], np.cumsum(count)[:-1])
+    median = np.array([np.partition(part, len(part) // 2)[len(part) // 2] for part in by_class[:classes]])
     faster = median[cls] - logs
     spread = np.sqrt(np.bincount(cls, faster**2, minlength=classes) / np.maximum(count, 1))
     clipped = np.clip(faster, -_SPEED_RANGE, _SPEED_RANGE)

@@ -159,13 +159,15 @@ def running_seconds(
     """The number of each class that ran, and how many seconds of it there were until each of the times asked for."""
     origin = int(asked_ns.min()) if asked_ns.size else 0
     where = (asked_ns - origin).astype(np.float64)
-    order = np.argsort(cls, kind="stable")
-    bounds = np.searchsorted(cls[order], np.arange(classes + 1))
+    if (np.diff(cls) < 0).any():
+        order = np.argsort(cls, kind="stable")
+        start_ns, end_ns, seconds, cls = start_ns[order], end_ns[order], seconds[order], cls[order]
+    bounds = np.searchsorted(cls, np.arange(classes + 1))
     for k in range(classes):
-        members = order[bounds[k] : bounds[k + 1]]
-        if len(members) == 0:
+        members = slice(bounds[k], bounds[k + 1])
+        if bounds[k] == bounds[k + 1]:
             continue
-        x = np.empty(2 * len(members))
+        x = np.empty(2 * int(bounds[k + 1] - bounds[k]))
         x[0::2], x[1::2] = start_ns[members] - origin, end_ns[members] - origin
         done = np.cumsum(seconds[members])
         y = np.empty_like(x)

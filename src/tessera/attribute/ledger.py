@@ -19,9 +19,10 @@ from ..record import CODE, KINDS
 from ..schema import DeviceId
 from ..timeline import Timeline
 from ..timeline.columns import APART, NONE
+from ..timeline.distinct import distinct, rank_values
 from ..timeline.intervals import Forest, union_by_key
 from ..timeline.link import Links
-from .activity import rank_values, sum_by_key
+from .activity import sum_by_key
 from .repeats import count_calls, count_repeats, cover_operators
 from .share import Share, note_fits
 from .table import EnergyRow, EnergyTable, note_overlaps
@@ -404,11 +405,11 @@ class _Ledger:
         for p in self._parts:
             rows = p.activity.rows
             apart = np.flatnonzero((forward[rows] != NONE) & (forward[rows] != innermost[rows]))
-            pairs, where = np.unique(
-                np.column_stack([forward[rows[apart]], innermost[rows[apart]]]), axis=0, return_inverse=True
-            )
-            joules = sum_by_key(where.reshape(-1), p.row_j[apart], len(pairs))
-            for (ahead, here), spent in zip(pairs.tolist(), joules.tolist(), strict=True):
+            rows_apart = rows[apart]
+            first, where = distinct(forward[rows_apart], innermost[rows_apart])
+            joules = sum_by_key(where, p.row_j[apart], len(first))
+            pairs = zip(forward[rows_apart[first]].tolist(), innermost[rows_apart[first]].tolist(), strict=True)
+            for (ahead, here), spent in zip(pairs, joules.tolist(), strict=True):
                 # A region around both (the step) has these joules already.
                 around = {int(names[r]) for r in self._links.path(here)}
                 for key in {int(names[r]) for r in self._links.path(ahead) if not partial[r]} - around:

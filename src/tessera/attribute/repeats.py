@@ -12,6 +12,7 @@ import numpy as np
 from ..joules import Ints
 from ..timeline import Timeline
 from ..timeline.columns import NONE, UNTRACED
+from ..timeline.distinct import rank_values
 from .share import Share
 from .table import OperatorCoverage
 
@@ -28,7 +29,7 @@ def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints) -> I
         twin = links.find_twins(rows)
         rows, twin = (some[around[rows] == around[twin]] for some in (rows, twin))
         each = np.ones(len(rows)) if counts is None else np.maximum(counts[rows], 1)
-        traced, where = np.unique(twin, return_inverse=True)
+        traced, where = rank_values(twin)
         np.maximum.at(repeats, around[traced], np.bincount(where, each, len(traced)).astype(np.int64))
     return repeats[:-1]
 

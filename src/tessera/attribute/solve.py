@@ -23,6 +23,7 @@ from ..errors import MeasurementError
 from ..joules import FULL, Z90, DomainSamples, Floats, Ints, sum_windows
 from ..schema import DeviceId, Domain, Hold
 from ..timeline import Timeline
+from ..timeline.distinct import argsort_small
 from ..timeline.link import Links
 from ..trace import PowerTrace
 from .activity import Activity, activity, gaps, host_activity, sum_by_key
@@ -306,7 +307,7 @@ class _Problem:
         if self.by_class is None:
             gap_s = (self.gap_end_ns - self.gap_start_ns) * 1e-9
             cls = np.concatenate([self.found.cls, self.gap_cls])
-            order = np.argsort(cls, kind="stable")
+            order = argsort_small(cls, self.classes)
             self.by_class = (
                 np.concatenate([self.found.start_ns, self.gap_start_ns])[order],
                 np.concatenate([self.found.end_ns, self.gap_end_ns])[order],

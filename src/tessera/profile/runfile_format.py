@@ -272,10 +272,9 @@ def unpack(heads: str, data: bytes, rows: int, wanted: Collection[str]) -> dict[
 
 
 def _unpack(head: Packed | None, data: bytes, rows: int, integer: bool) -> NDArray[Any]:
-    if head is None:
-        return np.full(rows, NONE, np.int64) if integer else np.full(rows, np.nan)
-    if not head.dtype:
-        return np.full(rows, head.base, np.int64 if integer else np.float64)
+    if head is None or not head.dtype:  # one value for all rows takes no memory, and cannot be written to
+        value = (NONE if integer else np.nan) if head is None else head.base
+        return np.broadcast_to(np.array(value, np.int64 if integer else np.float64), rows)
     if head.dtype not in _DTYPES:
         raise ValueError(f"column {head.name!r} is of type {head.dtype!r}, which no writer uses")
     raw = data[head.offset : head.offset + head.size]
@@ -283,6 +282,15 @@ def _unpack(head: Packed | None, data: bytes, rows: int, integer: bool) -> NDArr
     if len(values) != rows:
         raise ValueError(f"column {head.name!r} has {len(values)} rows, not {rows}")
     return values.astype(np.float64) if head.dtype == "<f8" else values.astype(np.int64) + int(head.base or 0)
+
+
+def join_columns(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """A column of several chunks; without memory of its own where it has one value in all of them."""
+    if all(part.strides == (0,) for part in parts):
+        values = np.array([part[0] for part in parts if len(part)])
+        if len(values) and (values[0] == values).all() | np.isnan(values).all():
+            return np.broadcast_to(values[0], sum(len(part) for part in parts))
+    return np.concatenate(parts)
 
 
 def _unzip(data: bytes, most: int) -> bytes:

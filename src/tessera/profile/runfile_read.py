@@ -31,6 +31,7 @@ from .runfile_format import (
     check_domain,
     check_pairs,
     check_time,
+    join_columns,
     let_go,
     merge_meta,
     points_beyond,
@@ -289,7 +290,7 @@ class RunFile:
         wanted = (*INTEGERS, *FLOATS, *(ENERGY if self.has_energy else ()))
         self._lost = []
         chunks = list(self.chunks(wanted))
-        columns = {c: np.concatenate([k[c] for k in chunks]) if chunks else _empty(c) for c in wanted}
+        columns = {c: join_columns([k[c] for k in chunks]) if chunks else _empty(c) for c in wanted}
         self._db.budget.check_devices(columns["device"])
         firsts = np.array([c.first_row for c in chunks], np.int64)
         counts = np.array([len(c) for c in chunks], np.int64)

@@ -129,8 +129,9 @@ class Timeline:
 
     def rows(self, *kinds: Kind) -> Ints:
         """The row numbers of some kinds."""
-        codes = [CODE[k] for k in kinds]
-        return np.flatnonzero(np.isin(self.columns["kind"], codes))
+        asked = np.zeros(len(KINDS) + 1, bool)  # one more, for NONE
+        asked[[CODE[k] for k in kinds]] = True
+        return np.flatnonzero(asked[self.columns["kind"]])
 
     @property
     def device_rows(self) -> Ints:
@@ -151,12 +152,10 @@ class Timeline:
         for rank in np.unique(ranks).tolist() if hosts else [NONE]:
             own = rows[ranks == rank] if hosts else rows
             numbers = self.columns["device"][own]
-            order = np.argsort(numbers, kind="stable")
-            for part in np.split(own[order], np.flatnonzero(np.diff(numbers[order])) + 1):
-                if len(part):
-                    index = int(self.columns["device"][part[0]])
-                    parts[DeviceId(hosts.get(rank, ""), "gpu", index)].append(part)
-        return {device: np.sort(np.concatenate(parts[device])) for device in sorted(parts)}
+            for index in np.unique(numbers).tolist():
+                parts[DeviceId(hosts.get(rank, ""), "gpu", index)].append(own[numbers == index])
+        joined = {device: np.concatenate(parts[device]) for device in sorted(parts)}
+        return {device: own if (np.diff(own) > 0).all() else np.sort(own) for device, own in joined.items()}
 
     @property
     def devices(self) -> list[DeviceId]:

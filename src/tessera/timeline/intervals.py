@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import NONE, Ints
+from .distinct import rank_values
 
 
 class Spans(NamedTuple):
@@ -248,11 +249,17 @@ class Forest:
         self, entries: Sequence[tuple[Ints, Ints | int, NDArray[np.floating[Any]] | float]], columns: int
     ) -> Iterator[tuple[int, NDArray[np.float64]]]:
         """Each place with the sums of the entries (place, column, value) at it and at all it holds; innermost first."""
-        spread = [np.broadcast_arrays(*entry) for entry in entries]
-        at, column, value = (np.concatenate([part[i] for part in spread]) for i in range(3))
-        order = np.argsort(at, kind="stable")
-        edges = np.searchsorted(at[order], np.arange(len(self.rows) + 1)).tolist()
-        column, value, parent = column[order], value[order], self.parent.tolist()
+        keys, values = [], []
+        for at, which, amount in entries:  # a million entries have a few thousand places and columns
+            there = at != NONE
+            cells, cell = rank_values((at * columns + which)[there])
+            keys.append(cells)
+            values.append(np.bincount(cell, np.broadcast_to(amount, len(at))[there], len(cells)))
+        cells, cell = rank_values(np.concatenate(keys))
+        value = np.bincount(cell, np.concatenate(values), len(cells))
+        column = cells % columns
+        edges = np.searchsorted(cells // columns, np.arange(len(self.rows) + 1)).tolist()
+        parent = self.parent.tolist()
         waiting: dict[int, NDArray[np.float64]] = {}
         for place in range(len(parent) - 1, -1, -1):
             sums, own = waiting.pop(place, None), slice(edges[place], edges[place + 1])

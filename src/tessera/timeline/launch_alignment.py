@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ..record import KINDS
 from .columns import NONE, UNTRACED, Ints, Timeline
+from .distinct import rank_combinations
 
 Bools = NDArray[np.bool_]
 
@@ -36,6 +37,8 @@ LOST, LOST_NAMES = 64, 4
 names agree."""
 MOST_BACK = 512
 """How far a cursor goes back at most: one more expert than was traced repeats the launches of the one before."""
+_PIECE = 4096
+"""Launches whose names are looked up at once."""
 _MIX = np.random.default_rng(0).integers(1, 2**63, 16, dtype=np.uint64) | np.uint64(1)
 
 
@@ -103,11 +106,9 @@ def _name_launches(timeline: Timeline, device: Ints) -> tuple[Ints, Ints]:
     )
     names, exact = (np.full(len(timeline), NONE, np.int64) for _ in range(2))
     number = timeline["rank"][device] * len(KINDS) + timeline["kind"][device]
-    names[device] = np.unique(number * len(timeline.names) + timeline["name"][device], return_inverse=True)[1]
-    exact[device] = names[device]
-    for column in (shape[timeline["launch"][device]], timeline["bytes"][device]):
-        number = np.unique(column, return_inverse=True)[1]
-        exact[device] = np.unique(exact[device] * (number.max(initial=0) + 1) + number, return_inverse=True)[1]
+    of_name = rank_combinations(number, timeline["name"][device])[0]
+    names[device] = of_name
+    exact[device] = rank_combinations(of_name, shape[timeline["launch"][device]], timeline["bytes"][device])[0]
     return names, exact
 
 
@@ -193,30 +194,48 @@ def _resume(grams: list[tuple[_Grams, int]], at: int, cursor: int, size: int, en
 
 
 class _Grams:
-    """Where each few names in a row of a sequence stand in the reference, which begins again at its end."""
+    """Where each few names in a row of a sequence stand in the reference, which begins again at its end.
+
+    The sequence is looked at in pieces, and only where somebody asks: a program that repeats its steps never does.
+    """
 
     def __init__(self, reference: Ints, sequence: Ints, length: int) -> None:
         self.length = length
+        self._sequence = sequence
         wrapped = np.resize(reference, len(reference) + length - 1)
-        known, number = np.unique(_hash_grams(wrapped, length), return_inverse=True)
-        asked = _hash_grams(sequence, length)
-        at = np.searchsorted(known, asked).clip(max=len(known) - 1)
-        grams = np.full(len(sequence), NONE, np.int64)
-        grams[: len(asked)] = np.where(known[at] == asked, at, NONE)
+        self._known, number = np.unique(_hash_grams(wrapped, length), return_inverse=True)
         order = np.argsort(number, kind="stable")
         parts = np.split(order, np.cumsum(np.bincount(number))[:-1])
         self._places: list[list[int]] = [part.tolist() for part in parts]
-        self._grams: list[int] = grams.tolist()
-        following = np.where(grams == NONE, len(grams), np.arange(len(grams)))
-        self._next: list[int] = [*np.minimum.accumulate(following[::-1])[::-1].tolist(), len(grams)]
+        self._pieces: dict[int, tuple[list[int], list[int]]] = {}
+
+    def _look(self, piece: int) -> tuple[list[int], list[int]]:
+        """The grams of a piece of the sequence, and for each launch the place in the piece of the next known one."""
+        found = self._pieces.get(piece)
+        if found is None:
+            begin = piece * _PIECE
+            count = min(_PIECE, len(self._sequence) - begin)
+            asked = _hash_grams(self._sequence[begin : begin + _PIECE + self.length - 1], self.length)
+            at = np.searchsorted(self._known, asked).clip(max=len(self._known) - 1)
+            grams = np.full(count, NONE, np.int64)  # the last few of the sequence have none
+            grams[: len(asked)] = np.where(self._known[at] == asked, at, NONE)
+            following = np.minimum.accumulate(np.where(grams == NONE, count, np.arange(count))[::-1])[::-1]
+            found = self._pieces[piece] = grams.tolist(), following.tolist()
+        return found
 
     def next_known(self, at: int) -> int:
         """The next launch whose names stand in the reference at all; behind the last where there is none."""
-        return self._next[min(at, len(self._grams))]
+        while at < len(self._sequence):
+            piece, inside = divmod(at, _PIECE)
+            following = self._look(piece)[1]
+            if following[inside] < len(following):
+                return piece * _PIECE + following[inside]
+            at = (piece + 1) * _PIECE
+        return len(self._sequence)
 
     def nearest_place(self, at: int, cursor: int, size: int) -> tuple[int, int]:
         """How far the cursor must go, on or a little back, to the nearest place of a launch's names; and that place."""
-        gram = self._grams[at]
+        gram = self._look(at // _PIECE)[0][at % _PIECE]
         if gram == NONE:
             return size, NONE
         places = self._places[gram]

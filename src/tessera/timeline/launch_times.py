@@ -115,8 +115,8 @@ def _count_steps(places: Ints, count: int, after: int, own_step: Ints) -> Ints:
     number = np.arange(len(places) + 1)
     anchor = np.maximum(np.searchsorted(at, number, side="right") - 1, 0)
     step = steps[anchor] - (at[anchor] - number) // count
-    found: Ints = step[np.searchsorted(places, np.arange(len(own_step)) - after)]
-    return found
+    begins = np.clip(places + after + 1, 0, len(own_step))  # from each of them on the next number counts
+    return np.repeat(step, np.diff(np.concatenate(([0], begins, [len(own_step)]))))
 
 
 class _StepEdges:
