@@ -162,7 +162,7 @@ def is_blocking_call(name: str) -> bool:
 
 def split_ranks(recording: Recording) -> list[Timeline]:
     """The timelines of the ranks of a merged one, in the order of their rows; itself where there is only one."""
-    ranks = np.unique(recording.timeline["rank"])
+    ranks = rank_values(recording.timeline["rank"])[0]
     if len(ranks) < 2:
         return [recording.timeline]
     if recording.ranks:

@@ -57,7 +57,7 @@ class Lane:
 
 def find_one(timeline: Timeline) -> tuple[int, int] | None:
     """The step in the middle of the run, or some kernels there where there are no steps; at most `WHOLE` kernels."""
-    starts = np.sort(timeline["start_ns"][timeline.device_rows])
+    starts = np.sort(timeline["start_ns"][timeline.device_rows], kind="stable")  # they are all but in order
     if not len(starts):
         return None
     if steps := timeline.linked.steps:

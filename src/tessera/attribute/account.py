@@ -12,6 +12,7 @@ from ..errors import MeasurementError
 from ..joules import sum_windows
 from ..notes import Note
 from ..timeline.columns import APART, NONE, Timeline
+from ..timeline.distinct import rank_values
 from ..timeline.intervals import union
 from ..trace import PowerTrace
 from .ledger import WHOLE
@@ -32,7 +33,7 @@ def account_run(timeline: Timeline, power: PowerTrace, windows: Sequence[tuple[i
     except MeasurementError as exc:  # for example power of another time than the trace: the sum is still known
         return account_samples(timeline, power, notes=[f"{exc.what}: {exc.why}" if exc.why else exc.what])
     table = _drop_partial_steps(table, timeline)
-    return _join_ranks(table) if len(np.unique(timeline["rank"])) > 1 else table
+    return _join_ranks(table) if len(rank_values(timeline["rank"])[0]) > 1 else table
 
 
 def _join_ranks(table: EnergyTable) -> EnergyTable:

@@ -54,6 +54,8 @@ _WIDER = 4.0
 # The noise of a sample, as in `fit.solve`: watts, share of the level, and seconds of its stamp. The residuals scale it.
 _NOISE_W, _NOISE_SHARE, _JITTER_S = 4.0, 0.03, 0.0015
 _BLOCKS = 20
+_UNSEEN = 1e-7
+"""Shares of a sample below this are none: the rounding of the others is more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +181,8 @@ class _ResponseSolver:
         self._ran, self._cell_s, self._samples_w = ran, cell_s, samples_w
         self._edges: Floats = np.arange(-EARLY_CELLS, CELLS + 1, dtype=np.float64) * cell_s
         self._lagged = _lag_classes(times_ns, ran, self._edges)
+        self._every = max(len(samples_w) // _SCANNED, 1)
+        self._scanned = np.ascontiguousarray(self._lagged[:, :: self._every])
         self._precision = np.diag(ran.sd_w**-2.0)
         self._least = np.array([-EARLY_CELLS * cell_s / 2, 0.0, 0.0])
         self._most = 0.75 * CELLS * cell_s
@@ -189,15 +193,20 @@ class _ResponseSolver:
     def idle_w(self) -> float:
         return float(self._watts[-1])
 
-    def _expose(self, found: Floats, every: int = 1) -> Floats:
-        """The design of a response: how much of each sample is each class."""
-        weights = np.diff(_response(found).step_response(self._edges))
-        shares = self._lagged[:, ::every] @ (weights / max(weights.sum(), 1e-9)).astype(np.float32)
-        return np.asarray(shares.T, np.float64)
+    def _expose(self, *found: Floats, every: int = 1) -> Floats:
+        """The designs of some responses: how much of each sample is each class."""
+        steps = [np.diff(_response(one).step_response(self._edges)) for one in found]
+        weights = np.array([step / max(step.sum(), 1e-9) for step in steps], np.float32)
+        seen = np.flatnonzero(weights.max(axis=0) > _UNSEEN)  # nothing is to be summed where no weight is
+        cells = slice(seen[0], seen[-1] + 1) if len(seen) else slice(0, 1)
+        lagged = (self._lagged if every == 1 else self._scanned)[cells]
+        shares = weights[:, cells] @ lagged.reshape(len(lagged), -1)
+        return np.asarray(shares.reshape(len(found), *lagged.shape[1:]), np.float64)
 
     def _misfit(self, found: Floats, every: int = 1) -> float:
         """The sum of squares at the best watts, prior included; keeps those, the design and the residuals."""
-        design, weight, samples_w = self._expose(found, every), self._weight[::every], self._samples_w[::every]
+        (design,) = self._expose(found, every=every)
+        weight, samples_w = self._weight[::every], self._samples_w[::every]
         prior_w = self._ran.prior_w
         hessian = design.T @ (design * weight[:, None]) + self._precision
         watts = np.linalg.solve(hessian, design.T @ (weight * samples_w) + self._precision @ prior_w)
@@ -207,7 +216,7 @@ class _ResponseSolver:
 
     def solve(self) -> Floats:
         """Dead time, boxcar and exponential of the best fit, with the weights that its residuals call for."""
-        every = max(len(self._samples_w) // _SCANNED, 1)
+        every = self._every
         best = [
             min((shape * lag_s * self._cell_s * 1e3 for shape in _SHAPES), key=lambda start: self._misfit(start, every))
             for lag_s in _LAGS_S
@@ -238,9 +247,8 @@ class _ResponseSolver:
         """How the samples would change with each of the three times (W/s)."""
         step_s = 0.5 * self._cell_s
         level = self._design @ self._watts
-        return np.column_stack(
-            [(self._expose(found + step_s * unit) @ self._watts - level) / step_s for unit in np.eye(3)]
-        )
+        moved = self._expose(*(found + step_s * unit for unit in np.eye(3)))
+        return np.column_stack([(design @ self._watts - level) / step_s for design in moved])
 
     def _normal(self, slopes: Floats) -> tuple[Floats, Floats]:
         """The columns of watts and times together, and their normal matrix."""
@@ -330,10 +338,10 @@ class _ResponseSolver:
 
 
 def _lag_classes(times_ns: Ints, ran: Exposed, edges_s: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """The share of each class (first axis) in each cell (last) before each sample."""
+    """The share of each class (last axis) in each cell (first) before each sample."""
     asked = times_ns[:, None] - np.round(edges_s * 1e9).astype(np.int64)[None, :]
     classes, cell_s = len(ran.prior_w), edges_s[1] - edges_s[0]
-    lagged = np.zeros((classes, len(times_ns), len(edges_s) - 1), np.float32)
+    lagged = np.zeros((len(edges_s) - 1, len(times_ns), classes), np.float32)
     for number, sums in running_seconds(asked, ran.start_ns, ran.end_ns, ran.seconds, ran.cls, classes):
-        lagged[number] = (sums[:, :-1] - sums[:, 1:]) / cell_s
+        lagged[:, :, number] = ((sums[:, :-1] - sums[:, 1:]) / cell_s).T
     return lagged

@@ -21,6 +21,7 @@ from ..joules import Ints as Ints
 from ..record import APART as APART
 from ..record import CODE, KINDS, ON_DEVICE, Kind, Record
 from ..schema import DeviceId
+from .distinct import rank_values
 
 if TYPE_CHECKING:
     from ..trace import PowerTrace
@@ -152,7 +153,7 @@ class Timeline:
         for rank in np.unique(ranks).tolist() if hosts else [NONE]:
             own = rows[ranks == rank] if hosts else rows
             numbers = self.columns["device"][own]
-            for index in np.unique(numbers).tolist():
+            for index in rank_values(numbers)[0].tolist():
                 parts[DeviceId(hosts.get(rank, ""), "gpu", index)].append(own[numbers == index])
         joined = {device: np.concatenate(parts[device]) for device in sorted(parts)}
         return {device: own if (np.diff(own) > 0).all() else np.sort(own) for device, own in joined.items()}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from .columns import Ints
+from ..joules import Ints
 
 
 def rank_values(values: Ints) -> tuple[Ints, Ints]:
     """`np.unique(values, return_inverse=True)`; without sorting where the numbers lie close together, as names do."""
     low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    if high - low > 4 * len(values) + 1024:
+    if high - low > _most(len(values)):
         distinct_values, which = np.unique(values, return_inverse=True)
         return distinct_values, which
     if low == high:
@@ -26,14 +26,22 @@ def rank_combinations(*columns: Ints) -> tuple[Ints, int]:
 
     One column at a time: sorting rows of several columns at once takes five times as long.
     """
-    number, kinds = rank_values(columns[0])[1], 0
-    kinds = int(number.max(initial=-1)) + 1
-    for column in columns[1:]:
-        values, which = rank_values(column)
-        if len(values) > 1:
-            combinations, number = rank_values(number * len(values) + which)
-            kinds = len(combinations)
-    return number, kinds
+    number, size, most = np.zeros(len(columns[0]), np.int64), 1, _most(len(columns[0]))
+    for column in columns if len(number) else ():
+        low = int(column.min())
+        values, width = column - low, int(column.max()) - low + 1
+        if width > 1 and size * width > most:  # too far apart to be looked up together: closer
+            (combinations, number), (apart, values) = rank_values(number), rank_values(values)
+            size, width = len(combinations), len(apart)
+        if width > 1:
+            number, size = number * width + values, size * width
+    combinations, number = rank_values(number)
+    return number, len(combinations)
+
+
+def _most(count: int) -> int:
+    """How far numbers may lie apart for a table of all of them to be less work than sorting so many."""
+    return 4 * count + 1024
 
 
 def argsort_small(numbers: Ints, count: int) -> Ints:
