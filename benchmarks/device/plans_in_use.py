@@ -4,9 +4,11 @@
 
 Six programs with other data in every call: a mixture of experts in training (routing changes shapes inside), decoding
 with a cache that grows, a convolutional network in training, and three that nobody tuned anything for. Each runs 50 calls
-in its loop as it is, twice (what both differ by is noise), under each compile mode, and under `optimize` or the tuner;
-then all are measured in the same loop in turns of short blocks, there and back, because the host's speed drifts: what
-one takes over another is the median of pairs of blocks. `--quick` runs the logic on a CPU.
+in its loop as it is, twice (what both differ by is noise), under each compile mode, and under `optimize` or the tuner.
+Decoding then goes on through its lengths three times, and a plan until it has decided: a length costs most at first, by
+which a way that ran earlier would seem faster (`new_lengths` measures what). Then all are measured in the same loop in
+turns of short blocks, there and back, because the host's speed drifts: what one takes over another is the median of pairs
+of blocks, of which all have as many. `--quick` runs the logic on a CPU.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import msgspec
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 os.environ["TESSERA_CONTROL"] = "0"  # limits and clocks of this GPU are never changed here, whatever the shell says
 
@@ -41,13 +44,19 @@ from tessera.monitor.core import Window
 from tessera.monitor.scope import synchronize
 from tessera.rewrite import watch
 from tessera.rewrite.call_clock import HostClock, StreamClock
+from tessera.rewrite.optimize import Optimized
 from tessera.runtime.options import ScheduleOptions
+from tessera.runtime.tuning.plan import Plan, format_setting
 from tessera.runtime.tuning.tuner import TunedFunction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
 
 CALLS = 50
+ROUNDS_OF_SHAPES = (
+    3  # after the first calls: cuDNN plans for a length at its first call, reduce-overhead records at its second
+)
+MOST_CALLS = 2000  # in which a plan must have decided
 BLOCK_S, EDGE_S = 0.25, 0.05  # of a block, and of the same work before and after it, for the sensor's lag and blur
 MODES = ("default", "reduce-overhead")
 GOAL = "after 50 calls at most 2% more joules than the best of eager and the compile modes"
@@ -202,6 +211,7 @@ class Loop:
 
     tuned = False
     mode = "infer"
+    period = 1  # calls after which shapes come again
 
     def __init__(self, model: nn.Module, batches: list[Any]) -> None:
         self.model, self.batches = model, itertools.cycle(batches)
@@ -239,7 +249,8 @@ class TrainedStep(Loop):
         self.compiled: Call | None = None  # what a compile mode runs in the model's place
 
         def step(*batch: Any) -> Any:
-            value = loss((self.compiled or model)(*batch[:-1]).float(), batch[-1])
+            run = model if self.compiled is None else self.compiled  # truth would ask for the length of a model
+            value = loss(run(*batch[:-1]).float(), batch[-1])
             value.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -254,6 +265,8 @@ class TrainedStep(Loop):
 class Decoding(Loop):
     """Token by token; after 64 tokens another prompt."""
 
+    period = 64
+
     def __init__(self, model: nn.Module, prompts: list[Any]) -> None:
         self.model, self.prompts = model, itertools.cycle(prompts)
         self.ids, self.past, self.at = None, None, 0
@@ -263,7 +276,7 @@ class Decoding(Loop):
 
     def iterate(self, call: Call) -> Any:
         with torch.no_grad():
-            if self.at % 64 == 0:
+            if self.at % self.period == 0:
                 logits, self.past = self.model(next(self.prompts))
             else:
                 logits, self.past = call(self.ids, self.past)
@@ -315,8 +328,8 @@ def make_loop(name: str, quick: bool) -> Loop:
 
 
 PROGRAMS = ("moe", "decode", "cnn", "encoder", "denoiser", "recommender")
-# Of the time: many experts, with a backward pass, are the most to compile.
-SHARES = {"moe": 1.3}
+# Of the time: decoding compiles once more for lengths that change, and goes through them several times.
+SHARES = {"moe": 1.3, "decode": 2.0}
 
 
 # -- running them -----------------------------------------------------------------------------------------------------
@@ -342,32 +355,51 @@ def prepare(loop: Loop, way: str, budget_s: float) -> Call:
 
 
 def run_first_calls(loop: Loop, way: str, budget_s: float) -> tuple[Call, dict[str, Any]]:
-    """The first 50 calls, unless a compile mode takes longer than the search may; what the search said."""
+    """The first 50 calls, and more where shapes change, unless a compile mode takes longer than the search may."""
     begun = time.monotonic()
     call = prepare(loop, way, budget_s)
-    for _ in range(CALLS + 1):  # the tuner's first call is its search
+    found: dict[str, Any] = {}
+    least = (
+        CALLS + 1 + (ROUNDS_OF_SHAPES * loop.period if loop.period > 1 else 0)
+    )  # the tuner's first call is its search
+    for at in itertools.count(1):
         mark_step(way)
         loop.iterate(call)
         if way in MODES and time.monotonic() - begun > budget_s:
-            raise TimeoutError(f"more than {budget_s:.0f} s for its first calls")
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    found: dict[str, Any] = {"first_calls_s": time.monotonic() - begun}
-    if way != "tessera":
-        return call, found
-    plan = call.plan() if isinstance(call, TunedFunction) else call
+            raise TimeoutError(f"more than {budget_s:.0f} s for its first {at} calls")
+        if at == CALLS + 1:
+            synchronize()
+            found["first_calls_s"] = time.monotonic() - begun
+        if at >= least and (at >= MOST_CALLS or not is_undecided(call)):
+            break
+    synchronize()
+    found |= {"calls_before": at, "calls_before_s": time.monotonic() - begun}
+    return call, found | (describe_plan(get_plan(call)) if way == "tessera" else {})
+
+
+def get_plan(call: Call) -> Any:
+    return call.plan() if isinstance(call, TunedFunction) else call
+
+
+def is_undecided(call: Call) -> bool:
+    """Whether a plan waits for shapes that come again."""
+    report = get_plan(call).in_use if isinstance(call, TunedFunction | Optimized) else None
+    return report is not None and bool(report.provisional)
+
+
+def describe_plan(plan: Any) -> dict[str, Any]:
+    """What was tried and chosen, what that took, and how it did in use."""
     print(plan, flush=True)
-    report = plan.in_use
-    return call, found | {
-        "chosen": plan.setting if loop.tuned else plan.chosen,
-        "in_use": None
-        if report is None
-        else {
-            "outcome": report.outcome,
-            "chosen": report.chosen,
-            "runs": report.runs,
-            "variants": msgspec.to_builtins(report.variants),
-        },
+    tuned = isinstance(plan, Plan)
+    tried = [
+        {"variant": format_setting(t.setting) if tuned else t.name, "ms": None if t.time_s is None else 1e3 * t.time_s,
+         "j": t.energy_j, "prepared_s": t.prepared_s if tuned else t.compile_s, "why": t.refused if tuned else t.why}
+        for t in (plan.trials if tuned else plan.variants)
+    ]  # fmt: skip
+    return {
+        "chosen": plan.setting if tuned else plan.chosen,
+        "tried": tried,
+        "in_use": msgspec.to_builtins(plan.in_use),
         "search_s": plan.spent_s,
         "search_j": plan.spent_j,
         "paid_after_calls": plan.paid_after_calls,
@@ -379,12 +411,15 @@ def mark_step(way: str) -> None:
         torch.compiler.cudagraph_mark_step_begin()
 
 
-def run_block(iterate: Callable[[], object], seconds: float, monitor: Monitor) -> tuple[float, Window, int]:
-    """Seconds of an iteration and the window over one block, with the same work before and after for the sensor's blur."""
+def run_block(iterate: Call, seconds: float, monitor: Monitor, period: int) -> tuple[float, Window, int]:
+    """Seconds of an iteration and the window over one block, with the same work before and after for the sensor's blur.
+
+    A block has whole rounds of shapes: lengths, and prompts between them, take different times.
+    """
     run_for(iterate, EDGE_S)
     synchronize()
     window, begun = monitor.open("block", nested=True), time.perf_counter()
-    count = run_for(iterate, seconds)
+    count = run_for(iterate, seconds, period)
     synchronize()
     took_s = (time.perf_counter() - begun) / count
     monitor.close(window)
@@ -392,25 +427,19 @@ def run_block(iterate: Callable[[], object], seconds: float, monitor: Monitor) -
     return took_s, window, count
 
 
-def run_for(iterate: Callable[[], object], seconds: float) -> int:
+def run_for(iterate: Call, seconds: float, period: int = 1) -> int:
     begun, count = time.perf_counter(), 0
-    while not count or time.perf_counter() - begun < seconds:
+    while not count or count % period or time.perf_counter() - begun < seconds:
         iterate()
         count += 1
     return count
 
 
 def measure_in_turns(ready: dict[str, tuple[Loop, Call]], seconds: float, rounds: int) -> dict[str, Blocks]:
-    """Milliseconds and joules of an iteration in short blocks, there and back: a drift of the host hits all alike.
-
-    A way that is half as slow again as the fastest after two rounds is left out of the others.
-    """
+    """Milliseconds and joules of an iteration in short blocks, there and back: a drift of the host hits all alike."""
     seen = {way: Blocks() for way in ready}
     monitor = tessera.monitor.default()
     for turn in range(rounds):
-        fastest = min(blocks.median("ms") for blocks in seen.values()) if turn == 2 else 0.0
-        if turn == 2:
-            ready = {way: each for way, each in ready.items() if seen[way].median("ms") < 1.5 * fastest}
         for way in list(ready)[:: -1 if turn % 2 else 1]:
             loop, call = ready[way]
 
@@ -418,7 +447,7 @@ def measure_in_turns(ready: dict[str, tuple[Loop, Call]], seconds: float, rounds
                 mark_step(way)
                 loop.iterate(call)
 
-            took_s, window, count = run_block(iterate, seconds, monitor)
+            took_s, window, count = run_block(iterate, seconds, monitor, loop.period)
             seen[way].ms.append(1e3 * took_s)
             seen[way].windows.append((window, count))
     for blocks in seen.values():
@@ -427,6 +456,9 @@ def measure_in_turns(ready: dict[str, tuple[Loop, Call]], seconds: float, rounds
             energy = monitor.total(window)
             if energy is not None and energy.basis == "measured":
                 blocks.j.append(energy.joules / count)
+    if len({len(blocks.j) for blocks in seen.values()}) > 1:  # some are not known: pairs would be of different rounds
+        for blocks in seen.values():
+            blocks.j.clear()
     return seen
 
 
@@ -443,7 +475,7 @@ class Blocks:
 
     def compare(self, other: Blocks, what: str) -> tuple[float, float] | None:
         """By how much this is more than the other, by pairs of the same round, and the 90% half-width of that."""
-        pairs = list(zip(getattr(self, what), getattr(other, what)))  # noqa: B905 - a way that was left out has fewer
+        pairs = list(zip(getattr(self, what), getattr(other, what), strict=True))
         if not pairs:
             return None
         ratios = [mine / others for mine, others in pairs]
@@ -476,7 +508,7 @@ def try_program(name: str, quick: bool, budget_s: float, seconds: float) -> dict
             continue
         try:
             loop = make_loop(name, quick)
-            call, found[way] = run_first_calls(loop, way, 0.6 * budget_s)
+            call, found[way] = run_first_calls(loop, way, 0.5 * budget_s)
             ready[way] = loop, call
         except Exception as exc:  # noqa: BLE001 - a mode that cannot run this loop is a finding, too
             traceback.print_exc(limit=-3)
@@ -491,16 +523,33 @@ def try_program(name: str, quick: bool, budget_s: float, seconds: float) -> dict
     for _, call in ready.values():
         if isinstance(call, TunedFunction):
             call.close()
-    what = "j" if all(blocks.j for blocks in seen.values()) else "ms"
-    best = min((way for way in seen if way not in ("tessera", "eager again")), key=lambda way: found[way][what])
+    theirs = [way for way in seen if way not in ("tessera", "eager again")]
+    fastest = min(theirs, key=lambda way: found[way]["ms"])
+    best = min(theirs, key=lambda way: found[way]["j"]) if found[fastest]["j"] is not None else fastest
     for name, (ours, other) in {
         "over_best": ("tessera", best),
+        "over_fastest": ("tessera", fastest),
         "over_eager": ("tessera", "eager"),
         "eager_again_over_eager": ("eager again", "eager"),
     }.items():
         if ours in seen and other in seen:
             found[name] = compare_ways(seen[ours], seen[other])
-    return found | {"best": best, "took_s": time.monotonic() - begun}
+    if "tessera" in seen and "eager" in seen:
+        found["tessera"]["paid_by_blocks"] = count_calls_until_paid(found["tessera"], found["eager"])
+    return found | {"best": best, "fastest": fastest, "took_s": time.monotonic() - begun}
+
+
+def count_calls_until_paid(ours: dict[str, Any], eager: dict[str, Any]) -> dict[str, int | None]:
+    """After how many calls all that came before the blocks has paid, by what the blocks took; None: never.
+
+    In joules the search; in seconds all that the calls before took longer than eager ones.
+    """
+    extra = {"ms": 1e3 * ours["calls_before_s"] - ours["calls_before"] * eager["ms"], "j": ours["search_j"]}
+    saved = {what: None if eager[what] is None else eager[what] - ours[what] for what in extra}
+    return {
+        what: math.ceil(spent / gain) if spent is not None and gain is not None and gain > 0 else None
+        for (what, spent), gain in zip(extra.items(), saved.values(), strict=True)
+    }
 
 
 def compare_ways(ours: Blocks, other: Blocks) -> dict[str, float]:
@@ -531,6 +580,26 @@ def measure_watching() -> float:
             call(x)
         times[watched].append((time.perf_counter() - begun) / watch.CALLS)
     return 1e6 * (statistics.median(times[True]) - statistics.median(times[False]))
+
+
+def measure_new_lengths(quick: bool) -> dict[str, dict[str, float]]:
+    """Milliseconds of attention at a key length that is new, and at the same again, by torch's choice and by flash's."""
+    place: dict[str, Any] = {"device": "cpu"} if quick else {"device": "cuda", "dtype": torch.bfloat16}
+    query, found = torch.randn(16, 32, 1, 64, **place), {}
+    ways = {"as torch chooses": contextlib.nullcontext, "flash": lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)}
+    for name, within in ways.items():
+        times: dict[str, list[float]] = {"new": [], "again": []}
+        for length in range(700, 712):  # of which no program has one
+            key, value = (torch.randn(16, 32, length, 64, **place) for _ in range(2))
+            for each in times.values():
+                synchronize()
+                begun = time.perf_counter()
+                with within():
+                    functional.scaled_dot_product_attention(query, key, value)
+                synchronize()
+                each.append(1e3 * (time.perf_counter() - begun))
+        found[name] = {when: statistics.median(each) for when, each in times.items()}
+    return found
 
 
 def try_tiles(quick: bool, budget_s: float) -> dict[str, Any]:
@@ -570,9 +639,14 @@ def show(name: str, found: dict[str, Any]) -> None:
         if "ms" in row:
             joules = "" if row["j"] is None else f"{row['j']:.4g} J"
             print(f"{name:12s} {way:16s} {row['ms']:.4g} ms  {joules}")
-    for what in ("over_best", "over_eager", "eager_again_over_eager"):
+    for what in ("over_best", "over_fastest", "over_eager", "eager_again_over_eager"):
         print(f"{name:12s} {what}: " + ", ".join(f"{k} {100 * v:+.1f}%" for k, v in found.get(what, {}).items()))
-    print(f"{name:12s} best {found['best']}, took {found['took_s']:.0f} s, search {found['tessera']}", flush=True)
+    ours = found["tessera"]
+    print(f"{name:12s} best {found['best']}, fastest {found['fastest']}, took {found['took_s']:.0f} s")
+    for what, calls in ours.get("paid_by_blocks", {}).items():
+        paid = "never pays: a call saves nothing" if calls is None else f"has paid after {calls:,} calls"
+        print(f"{name:12s} by {what}, what came before {paid}")
+    print(f"{name:12s} tessera {ours}", flush=True)
 
 
 def main() -> None:
@@ -590,6 +664,8 @@ def main() -> None:
     results: dict[str, Any] = {"goal": GOAL, "torch": torch.__version__, "programs": {}}
     results["watching_us"] = measure_watching()
     print(f"watching adds {results['watching_us']:.1f} us to a call, for {watch.CALLS + 2} to {watch.MOST_CALLS} calls")
+    results["new_lengths"] = measure_new_lengths(given.quick)
+    print(f"attention, ms: {results['new_lengths']}", flush=True)
     for at, name in enumerate(given.only):
         left = [SHARES.get(other, 1.0) for other in given.only[at:]]
         share_s = (end - time.monotonic()) * left[0] / sum(left)

@@ -15,10 +15,12 @@ import tessera
 from tessera.report.rewrite import search_line, use_line
 from tessera.rewrite import call_clock
 from tessera.rewrite.compile_events import CompileEvents, count_events, note_recording
+from tessera.rewrite.notice import announce_if_long
 from tessera.rewrite.other_inputs import OtherInputs
 from tessera.rewrite.search_cost import count_calls_to_pay, guess_compile_s
+from tessera.rewrite.use_report import UseReport, find_best_in_use
 from tessera.rewrite.variants import Variant
-from tessera.rewrite.watch import UseReport, WatchedCall, WatchedVariant, describe_inputs, find_best_in_use
+from tessera.rewrite.watch import WatchedCall, WatchedVariant, describe_inputs
 
 from rewriting import ToldClock, fresh_compiler, without_inductor  # noqa: F401 - fixtures
 
@@ -473,3 +475,92 @@ def test_a_few_calls_that_had_to_get_memory_are_left_out(monkeypatch: pytest.Mon
     assert loop.run(50)[-1] == "eager"  # by what it took afterwards
     default = loop.reports[0].variants[0]
     assert not default.estimated and default.time_s == pytest.approx(0.0035)
+
+
+# -- shapes that are new, and come again -------------------------------------------------------------------------------
+
+
+class Decoding(Loop):
+    """Lengths grow by one at each call, and begin anew after `period` of them.
+
+    A length costs a library's plan at a variant's first call of it; "reduce-overhead" records at its second.
+    """
+
+    def __init__(self, steady: dict[str, float], promises: dict[str, float], period: int) -> None:
+        super().__init__({}, promises, inputs=describe_inputs((torch.zeros(8, 2),), {}))
+        self.steady, self.period, self.at, self.had = steady, period, 0, dict[tuple[str, int], int]()
+        self.names: list[str] = []
+
+    def enter(self, name: str) -> Any:
+        def call(x: torch.Tensor) -> str:
+            times = self.had[name, len(x)] = self.had.get((name, len(x)), 0) + 1
+            records = name == "reduce-overhead" and times == 2
+            if records:
+                note_recording()
+            self.clock.now_s += self.steady[name] + (0.04 if times == 1 or records else 0.0)
+            return name
+
+        return call
+
+    def decode(self, calls: int) -> list[str]:
+        names = []
+        for _ in range(calls):
+            names.append(self.call(torch.zeros(8 + self.at % self.period, 2)))
+            self.at += 1
+        return names
+
+
+DECODING = {"reduce-overhead": 0.0014, "default": 0.0022, "eager": 0.0026}
+
+
+def test_what_shapes_cost_at_first_does_not_decide_once_they_come_again() -> None:
+    """A decoder on an H200 was left in eager mode by calls that all had a new length."""
+    loop = Decoding(DECODING, DECODING, period=64)
+    for length in range(8, 72):
+        loop.had["eager", length] = 1  # it ran there before the others, so that new lengths cost it nothing
+    assert loop.decode(50)[-1] == "eager"
+    (first,) = loop.reports
+    assert first.provisional and first.runs == "eager" and first.after_calls < 50
+    assert set(loop.decode(10)) == {"eager"}  # and nothing is tried until shapes come again
+    loop.decode(600)
+    last = loop.reports[-1]
+    assert len(loop.reports) == 2 and not last.provisional and last.runs == "reduce-overhead"
+    assert [v.time_s for v in last.variants] == pytest.approx(list(DECODING.values()), rel=0.1)
+    assert set(loop.decode(100)) == {"reduce-overhead"}
+
+
+def test_shapes_that_never_come_again_cost_what_they_cost() -> None:
+    loop = Decoding(DECODING | {"default": 0.05}, DECODING, period=10_000)
+    loop.decode(1500)
+    assert [r.provisional for r in loop.reports] == [True, False]
+    assert loop.reports[0].runs == loop.reports[1].runs and loop.reports[1].variants[0].time_s > 0.04
+
+
+def test_the_same_shape_at_every_call_is_decided_at_once() -> None:
+    loop = Decoding(DECODING | {"reduce-overhead": 0.005}, DECODING, period=1)
+    loop.decode(50)
+    (report,) = loop.reports
+    assert not report.provisional and report.runs == "default" and report.after_calls < 50
+
+
+def test_a_provisional_choice_keeps_the_other_variants(monkeypatch: pytest.MonkeyPatch, uncompiled: None) -> None:
+    fast = optimize_as(monkeypatch, {"eager": 0.02, "default": 0.01}, "infer")
+    for rows in range(5, 55):
+        fast(torch.randn(rows, 8))
+    assert fast.in_use.provisional and isinstance(fast._call, WatchedCall)
+    for rows in 8 * [*range(5, 55)]:
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(fast(x), fast.original(x))
+    assert not fast.in_use.provisional and not isinstance(fast._call, WatchedCall)
+
+
+def test_a_long_search_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with announce_if_long("tuning step: at most 60 s", after_s=0.0) as timer:
+        assert timer is not None
+        timer.join()
+    assert capsys.readouterr().err == "tessera: tuning step: at most 60 s\n"
+    with announce_if_long("not this one", after_s=3600.0) as timer:
+        pass
+    assert timer is not None
+    timer.join()
+    assert not capsys.readouterr().err

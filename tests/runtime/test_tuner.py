@@ -555,7 +555,7 @@ def test_the_next_process_begins_with_what_was_best_in_use(monkeypatch: pytest.M
 
 
 def test_slower_than_allowed_is_not_taken_for_its_joules_in_use() -> None:
-    from tessera.rewrite.watch import VariantInUse
+    from tessera.rewrite.use_report import VariantInUse
     from tessera.runtime.tuning.tuner import find_best_in_goal
 
     frugal = VariantInUse(variant="frugal", calls=10, time_s=1.2, energy_j=1.0)

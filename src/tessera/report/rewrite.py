@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ..rewrite.checkpoint import BlockPlan, CheckpointPlan
     from ..rewrite.checkpoint_search import CheckpointSetting
     from ..rewrite.optimize import Optimized
+    from ..rewrite.use_report import UseReport, VariantInUse
     from ..rewrite.variants import Variant
-    from ..rewrite.watch import UseReport, VariantInUse
 
 
 def optimized_text(optimized: Optimized, top: int = 20) -> str:

@@ -19,13 +19,16 @@ import functools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from ..errors import ArgumentError, MeasurementError, MissingExtra, RewriteError, TesseraError, did_you_mean
 from ..graph.rewrites import Rewrite, announce_rewrites
+from ..units import format_duration
+from .notice import announce_if_long
+from .options import OptimizeMode, OptimizeOptions
 
 if TYPE_CHECKING:
     from ..device import Device
@@ -34,26 +37,11 @@ if TYPE_CHECKING:
     from .kernel_times import KernelProfile
     from .program_cost import HostWork
     from .savings import RewriteTrace
+    from .use_report import UseReport
     from .variants import Variant, VariantSearch
-    from .watch import UseReport
-
-OptimizeMode = Literal["infer", "train"]
 
 # Iterations may take this long in all while kernels are profiled, and longer only where the budget has room.
 _PROFILE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizeOptions:
-    """The arguments of `optimize`."""
-
-    mode: OptimizeMode = "infer"
-    tolerance: float | None = None
-    on: str | Device | None = None
-    explain: bool | Literal["modelled"] = True
-    budget_s: float = 120.0
-    variants: Sequence[str] | None = None
-    progress: Callable[[str], None] | None = None
 
 
 def optimize(
@@ -197,7 +185,9 @@ class Optimized:
             note = "a profiler ran in this process before: variants that launch were measured slower than alone"
             search.notes.append(note)
         self._scope = EnergyScope("tessera.optimize") if has_sensor() else None
-        with self._scope or contextlib.nullcontext():
+        name = getattr(self.original, "__name__", type(self.original).__name__)
+        notice = f"optimizing {name}: compiling and measuring, about {format_duration(options.budget_s)} at most"
+        with self._scope or contextlib.nullcontext(), announce_if_long(notice if options.progress is None else None):
             best = self._find_best(search, modes, wrap_errors=wrap_errors)
             self.variants, self.chosen, self.notes = search.tried, best.name, search.notes
             self._explain(search, best)
@@ -224,8 +214,9 @@ class Optimized:
         """Run the best variant from now on, watched at first; the others go, with their graphs and memory."""
         from ..monitor import default
         from .call_clock import HostClock, StreamClock
+        from .use_report import find_best_in_use
         from .variants import EAGER, find_cheapest
-        from .watch import MOST_CALLS, WatchedCall, WatchedVariant, describe_inputs, find_best_in_use
+        from .watch import MOST_CALLS, WatchedCall, WatchedVariant, describe_inputs
 
         # A variant that replays is no fallback of another: what breaks one replay breaks the other.
         others = [v for v in search.tried[1:] if v is not best and v.ok and v.time_s and not v.is_replayed]
@@ -242,34 +233,41 @@ class Optimized:
         if len(candidates) == 1:
             self._settle(None, calls[best.name])
             return
+        made = {best.name: (self.rewrites, self.trace)}
         self._call = WatchedCall(
             [
                 WatchedVariant(name=v.name, enter=functools.partial(calls.__getitem__, v.name), promise=v)
                 for v in candidates
             ],
             functools.partial(find_best_in_use, by=("energy", "time")),
-            lambda report: self._settle(report, calls[report.runs]),
+            lambda report: self._settle(report, calls[report.runs], made),
             clock=StreamClock(2 * MOST_CALLS) if cuda else HostClock(),
             monitor=default() if self._scope is not None else None,
             between=search.program.mode == "train",
             inputs=describe_inputs(search.args, search.kwargs),
         )
 
-    def _settle(self, report: UseReport | None, call: Callable[..., Any]) -> None:
-        """Run this from now on: it kept its promise, or was the best in use."""
+    def _settle(
+        self, report: UseReport | None, call: Callable[..., Any], explained: Mapping[str, Any] | None = None
+    ) -> None:
+        """Run this from now on, or as long as `report` is provisional: it kept its promise, or was the best in use."""
         import gc
 
-        self.in_use, self._call = report, call
-        for variant in self.variants:
-            if report is not None and variant.name != report.runs:
-                variant.release()
-        if report is not None and report.fell_back:
+        self.in_use = report
+        if report is not None:
             from .savings import replacement_to_rewrite
 
             variant = next(v for v in self.variants if v.name == report.runs)
             made = variant.compilation.replacements if variant.compilation is not None else []
-            self.rewrites = [replacement_to_rewrite(r, "another variant was explained") for r in made]
-            self.chosen, self.trace = report.runs, None
+            rewrites = [replacement_to_rewrite(r, "another variant was explained") for r in made]
+            self.chosen = report.runs
+            self.rewrites, self.trace = (explained or {}).get(report.runs, (rewrites, None))
+            if report.provisional:
+                return
+            for variant in self.variants:
+                if variant.name != report.runs:
+                    variant.release()
+        self._call = call
         # Compiled code, and a backward pass of a trial, are cycles that hold device memory. It stays in torch's cache:
         # calls that had to get theirs from the driver took a decoder on an H200 some 40 ms each.
         gc.collect()

@@ -4,10 +4,15 @@ A trial runs on the inputs that it was given; the loop brings others, with other
 
     calls   settle | 8 of the chosen: as fast as promised, nothing compiled again: confirmed, watched no more
             else: the others settle | all in turns, there and back: A B C, C B A, ... | the best of them runs on
+            where most shapes were new: when they come again, all settle on them and take turns once more
 
 A variant settles while its code is compiled for the loop's shapes: two calls in a row without a compilation, or it is
 judged as it is, with what compiling costs it. Times are CUDA events in the stream (the host's clock without a GPU),
 joules windows over its turns: nothing waits for them before they are compared. In turns, because a host's speed drifts.
+
+A shape costs most at first: a library plans for it, reduce-overhead warms up at the first call and records at the
+second. On an H200 a decoder took some 40 ms at each new length of its cache, and 3 ms when that came again. A loop
+whose shapes never come again pays that at every call, so such calls count; where they do, only later ones tell.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +32,7 @@ from .call_clock import CallClock
 from .compile_events import CompileEvents, count_events
 from .search_cost import CallCost
 from .turns import Level, compare_rounds, order_turns
+from .use_report import UseReport, VariantInUse
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -34,7 +41,7 @@ if TYPE_CHECKING:
 
 Call = Callable[..., Any]
 MOST_CALLS = 48
-"""Calls after which a watched call has decided."""
+"""Calls after which a watched call has decided, for the first time where its shapes keep changing."""
 CALLS = 8
 """Calls that are held against the promise."""
 # Calls without a compilation in a row, after which code has settled, and the calls in which that must come about: sizes
@@ -54,71 +61,11 @@ _LEAST_S, _LEAST_SURE = 0.2, 0.05
 # Joules of a turn include what the user does between calls: they are held against the trial's where that is little.
 _BUSY = 0.9
 _READ_S = 2.0
+# A variant knows a shape after so many calls of it (the next one replays). The shapes of a loop come again when so many
+# calls in a row had known ones. That is waited for so long; with more shapes than this, graphs would fill the memory.
+_KNOWN, _AGAIN, _WAIT_CALLS, _MOST_SHAPES = 2, 16, 1000, 128
 # An estimate by a trial, at the pace of the loop, may be off by this share.
 _UNSURE = 0.1
-
-
-class VariantInUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one variant took in the user's loop, per call of `calls`; promises are its trial's. None: not known.
-
-    Errors are half-widths of 90% intervals; `error_s` is that of calls in which nothing was compiled.
-    """
-
-    variant: str
-    calls: int
-    time_s: float
-    error_s: float = 0.0
-    promised_s: float | None = None
-    energy_j: float | None = None
-    error_j: float | None = None
-    promised_j: float | None = None
-    compilations: int = 0
-    recordings: int = 0
-    estimated: bool = False
-    """Whether the time is the trial's, at the pace of the loop: each call here had to get memory from the driver."""
-
-
-class UseReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a choice did in use: `chosen` by trials, `runs` now.
-
-    "confirmed": it kept its promise. "compared": it did not, or its promise does not say what a loop takes, and the
-    variants were compared there. "shared": several threads call the program, so that nothing could be told.
-    """
-
-    outcome: Literal["confirmed", "compared", "shared"]
-    chosen: str
-    runs: str
-    variants: list[VariantInUse] = []
-
-    def find_cost(self) -> tuple[VariantInUse, VariantInUse] | None:
-        """What the program as it was and the variant that runs now took in use; None where they were not compared."""
-        now = [v for v in self.variants if v.variant == self.runs]
-        return (self.variants[-1], now[0]) if self.outcome == "compared" and now else None
-
-    @property
-    def fell_back(self) -> bool:
-        """Whether another variant runs than was chosen."""
-        return self.runs != self.chosen
-
-
-def find_best_in_use(figures: Sequence[VariantInUse], *, by: Sequence[Literal["energy", "time"]]) -> int:
-    """Return the place of the best; an earlier one stays unless a later one is better by more than chance.
-
-    `by` are the figures that decide, the first one that tells them apart.
-    """
-    best = 0
-    for at, figure in enumerate(figures):
-        best = at if _is_better(figure, figures[best], by) else best
-    return best
-
-
-def _is_better(a: VariantInUse, b: VariantInUse, by: Sequence[Literal["energy", "time"]]) -> bool:
-    for what in by:
-        pairs = [(v.energy_j, v.error_j) if what == "energy" else (v.time_s, v.error_s) for v in (a, b)]
-        (x, x_error), (y, y_error) = pairs
-        if x is not None and y is not None and abs(x - y) > math.hypot(x_error or 0.0, y_error or 0.0):
-            return x < y
-    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +97,8 @@ class _Span:
 class _Turn:
     """A variant's calls in a row: those until `quiet` of them compiled nothing (`within` a bound), then `calls` more.
 
-    With `settles`, a compilation among the latter begins it anew, and a turn that is not quiet in time is over.
+    With `settles`, a compilation among the latter begins it anew, and a turn that is not quiet in time is over. With
+    `knows`, it is only quiet once that is true: the variant knows the shapes of the loop.
     """
 
     at: int
@@ -158,6 +106,7 @@ class _Turn:
     quiet: int
     within: int
     settles: bool = False
+    knows: Callable[[], bool] | None = None
     warm: list[_Span] = field(default_factory=list)
     spans: list[_Span] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
@@ -170,7 +119,8 @@ class _Turn:
 
     @property
     def warming(self) -> bool:
-        return not self.is_settled and len(self.warm) < self.within
+        ready = self.is_settled and (self.knows is None or self.knows())
+        return not ready and len(self.warm) < self.within
 
     @property
     def over(self) -> bool:
@@ -185,13 +135,31 @@ class _Turn:
             self.warm, self.spans = [*self.warm, *self.spans], []
 
 
+@dataclass(slots=True)
+class _Wait:
+    """Calls that are not timed, until shapes come again."""
+
+    at: int
+    calls: int = 0
+    known: int = 0  # in a row
+    windows: list[Window] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.comes_again or self.calls >= _WAIT_CALLS
+
+    @property
+    def comes_again(self) -> bool:
+        return self.known >= _AGAIN
+
+
 class WatchedCall:
     """Calls the first candidate, then, where it does not keep its promise, all of them in turns; at last the best.
 
     The last candidate is the program as it was. `choose` is given what each took and returns the place of the best;
-    `finish` is given the outcome once, and should then call the variant itself. With `between`, a call lasts until the
-    next one begins: the program's work does not end with the call (a model whose backward pass follows), and no promise
-    tells how long that takes. `inputs` are the shapes of the trial.
+    `finish` is given the outcome, and should then call the variant itself; a provisional one is followed by another.
+    With `between`, a call lasts until the next one begins: the program's work does not end with the call (a model whose
+    backward pass follows), and no promise tells how long that takes. `inputs` are the shapes of the trial.
     """
 
     def __init__(
@@ -208,10 +176,13 @@ class WatchedCall:
     ) -> None:
         self._candidates, self._choose, self._finish = candidates, choose, finish
         self._clock, self._monitor, self._between, self._inputs = clock, monitor, between, inputs
-        self._rounds, self._used = rounds, 0
+        self._rounds, self._calls, self._used = rounds, 0, 0
         self._lock = threading.Lock()
         self._shared = self._over = False
         self._figures: list[VariantInUse] = []
+        self._shapes: set[Any] = set()  # of the loop, and below how often each variant has had them
+        self._known = [Counter({inputs: _KNOWN} if c.promise is not None else {}) for c in candidates]
+        self._provisional: UseReport | None = None
         self._begun: tuple[Any, CompileEvents, int] | None = None
         self._at, self._call = 0, candidates[0].enter()
         self._turns = self._take_turns()
@@ -229,6 +200,12 @@ class WatchedCall:
             self._lock.release()
 
     def _watch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shapes = describe_inputs(args, kwargs)
+        if isinstance(self._turn, _Wait) and not (self._turn.over or self._shared):
+            self._turn.calls += 1
+            self._turn.known = self._turn.known + 1 if shapes in self._shapes else 0
+            self._note_shapes(shapes)
+            return self._call(*args, **kwargs)
         begin, events = self._clock.mark(), count_events()
         if self._begun is not None:
             self._add_span(*self._begun, begin, events)
@@ -240,7 +217,10 @@ class WatchedCall:
             begin, events = self._clock.mark(), count_events()
         if self._over:
             return self._call(*args, **kwargs)
-        turn, shapes = self._turn, describe_inputs(args, kwargs)
+        self._note_shapes(shapes)
+        turn = self._turn
+        if isinstance(turn, _Wait):
+            return self._call(*args, **kwargs)
         turn.familiar = turn.familiar and shapes == self._inputs
         elements = sum(map(math.prod, shapes))
         if turn.calls and not turn.warming and not turn.windows and self._monitor is not None:
@@ -252,7 +232,18 @@ class WatchedCall:
             self._add_span(begin, events, elements, self._clock.mark(), count_events())
         return result
 
+    def _note_shapes(self, shapes: tuple[Any, ...]) -> None:
+        self._shapes.add(shapes)
+        self._calls += 1
+        self._known[self._at][shapes] += 1
+
+    def _knows_shapes(self) -> bool:
+        """Whether the variant that runs has had every shape of the loop often enough."""
+        known = self._known[self._at]
+        return all(known[shapes] >= _KNOWN for shapes in self._shapes)
+
     def _add_span(self, begin: Any, before: CompileEvents, elements: int, end: Any, after: CompileEvents) -> None:
+        assert isinstance(self._turn, _Turn)
         self._used += 1
         self._turn.add(_Span(begin, end, after - before, elements))
         if not self._turn.spans:
@@ -283,10 +274,17 @@ class WatchedCall:
 
     def _end(self, outcome: Literal["confirmed", "compared", "shared"], at: int) -> None:
         self._over = True
-        names = [c.name for c in self._candidates]
-        self._finish(UseReport(outcome=outcome, chosen=names[0], runs=names[at], variants=list(self._figures)))
+        if self._provisional is not None and outcome == "shared":  # it stays as it was told
+            self._enter([c.name for c in self._candidates].index(self._provisional.runs))
+            self._finish(msgspec.structs.replace(self._provisional, provisional=False))
+        else:
+            self._finish(self._make_report(outcome, at))
 
-    def _take_turns(self) -> Generator[_Turn, None, tuple[Literal["confirmed", "compared"], int]]:
+    def _make_report(self, outcome: Literal["confirmed", "compared", "shared"], at: int) -> UseReport:
+        names, figures = [c.name for c in self._candidates], list(self._figures)
+        return UseReport(outcome=outcome, chosen=names[0], runs=names[at], variants=figures, after_calls=self._calls)
+
+    def _take_turns(self) -> Generator[_Turn | _Wait, None, tuple[Literal["confirmed", "compared"], int]]:
         """Yield turns, which are full when it goes on; return how it ended and the place of the best."""
         settling = {}
         for at in range(len(self._candidates)):
@@ -297,9 +295,29 @@ class WatchedCall:
                 self._figures = self._sum_up({0: [turn]})
                 if turn.familiar and self._is_kept(turn, self._figures[0]):
                     return "confirmed", 0
+        best = yield from self._compare_in_turns(settling, max(MOST_CALLS - self._used, 0))
+        if len(self._shapes) > self._calls / 2:
+            best = yield from self._compare_again(best)
+        return "compared", best
+
+    def _compare_again(self, best: int) -> Generator[_Turn | _Wait, None, int]:
+        """Run the best so far until shapes come again, and compare all on shapes that they know."""
+        self._provisional = msgspec.structs.replace(self._make_report("compared", best), provisional=True)
+        self._finish(self._provisional)
+        wait = _Wait(best)
+        yield wait
+        if not wait.comes_again or len(self._shapes) > _MOST_SHAPES:
+            return best
+        settling, within = {}, _KNOWN * len(self._shapes) + _SETTLE_WITHIN
+        for at in range(len(self._candidates)):
+            settling[at] = turn = _Turn(at, 0, _SETTLED, within, settles=True, knows=self._knows_shapes)
+            yield turn
+        return (yield from self._compare_in_turns(settling, 2 * MOST_CALLS))
+
+    def _compare_in_turns(self, settling: Mapping[int, _Turn], left: int) -> Generator[_Turn | _Wait, None, int]:
+        """Give those that settled turns of about so many calls in all; return the place of the best."""
         ready = [at for at, turn in settling.items() if turn.is_settled] or [len(self._candidates) - 1]
         taken: dict[int, list[_Turn]] = {at: [] for at in ready}
-        left = max(MOST_CALLS - self._used, 0)
         rounds = max(2, min(self._rounds, left // (3 * len(ready))) // 2 * 2)  # as often there as back
         calls = max(1, left // (rounds * len(ready)) - 1)  # the first call after a change warms up
         for order in order_turns(len(ready), rounds):
@@ -310,7 +328,7 @@ class WatchedCall:
             if at not in taken:  # it compiles on and on: by its later calls, with what compiling takes
                 taken[at] = [_Turn(at, 0, 0, 0, spans=turn.warm[len(turn.warm) // 2 :])]
         self._figures = self._sum_up(dict(sorted(taken.items())))
-        return "compared", self._choose(self._figures)
+        return self._choose(self._figures)
 
     # -- judging ------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ...errors import ArgumentError, RecordingError
 from ...output import replace_when_written
 from ...read_limits import read_bytes
 from ...rewrite.search_cost import count_calls_to_pay
-from ...rewrite.watch import UseReport
+from ...rewrite.use_report import UseReport
 
 if TYPE_CHECKING:
     from .parts import FunctionParts

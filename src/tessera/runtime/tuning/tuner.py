@@ -24,18 +24,11 @@ from ...errors import ScheduleError
 from ...monitor import EnergyScope, Monitor, default
 from ...monitor.iteration import has_sensor
 from ...rewrite.call_clock import HostClock, StreamClock
+from ...rewrite.notice import announce_if_long
 from ...rewrite.search_cost import guess_compile_s
 from ...rewrite.state import State
-from ...rewrite.watch import (
-    MOST_CALLS,
-    ROUNDS,
-    UseReport,
-    VariantInUse,
-    WatchedCall,
-    WatchedVariant,
-    describe_inputs,
-    find_best_in_use,
-)
+from ...rewrite.use_report import UseReport, VariantInUse, find_best_in_use
+from ...rewrite.watch import MOST_CALLS, ROUNDS, WatchedCall, WatchedVariant, describe_inputs
 from ...units import format_duration
 from ..options import ScheduleOptions
 from .changes import apply_setting
@@ -156,7 +149,11 @@ class TunedFunction:
             _show_progress(f"tuning {name} {done}/{total}, at most {left} more: {_describe_trial(trial)}")
 
         reserve_s = _CAPTURE_S if options.budget_s >= 4 * _CAPTURE_S else 0.0
-        with EnergyScope("tessera.tune", monitor=self._monitor) as scope:
+        # On a terminal each trial is shown; elsewhere one line says why this call takes long.
+        shown = self._progress is not None or sys.stderr.isatty()
+        notice = f"tuning {name} for {options.policy}: this call takes {format_duration(options.budget_s)} at most"
+        scope = EnergyScope("tessera.tune", monitor=self._monitor)
+        with scope, announce_if_long(None if shown else notice):
             bench = self._make_bench(parts, args, kwargs)
             traits = watch_call(lambda: self._fn(*args, **kwargs), parts)
             bench.state.restore()
@@ -298,7 +295,8 @@ class TunedFunction:
     def _settle(self, report: UseReport, settings: Sequence[Setting]) -> None:
         """Follow what kept its promise, or what was best in use; the next process begins with that."""
         assert self._plan is not None
-        self._call = self._now
+        if not report.provisional:
+            self._call = self._now
         runs = next(s for s in settings if format_setting(s) == report.runs)
         if report.fell_back:
             _log.warning("%s: in use %s was better than %s", self._plan.function, report.runs, report.chosen)
