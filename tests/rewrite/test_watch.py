@@ -477,6 +477,32 @@ def test_a_few_calls_that_had_to_get_memory_are_left_out(monkeypatch: pytest.Mon
     assert not default.estimated and default.time_s == pytest.approx(0.0035)
 
 
+def test_a_variant_that_is_far_from_the_best_is_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tessera.monitor.iteration import IterationMeasurement
+    from tessera.rewrite.variants import EAGER, VariantSearch
+
+    seconds = {EAGER: 4.0, "default": 1.1, "reduce-overhead": 1.0}
+    count: dict[str, int] = dict.fromkeys(seconds, 0)
+
+    def measure(self: Any, variant: Variant) -> None:
+        count[variant.mode] += 1
+        took = seconds[variant.mode]
+        variant.turns.append(IterationMeasurement(time_s=took, energy_j=2 * took, error_j=0.0))
+
+    monkeypatch.setattr(VariantSearch, "_measure", measure)
+    variants = [Variant(mode=mode, call=lambda: None) for mode in seconds]
+    options: dict[str, Any] = {"program": None, "args": (), "kwargs": {}, "tolerance": None, "say": lambda _: None}
+    VariantSearch(**options, budget_s=1e9, observe=False)._measure_in_turns(variants)
+    assert count == {EAGER: 2, "default": 4, "reduce-overhead": 4}
+    assert [v.time_s for v in variants] == pytest.approx(list(seconds.values()))
+    assert [v.energy_j for v in variants] == pytest.approx([2 * s for s in seconds.values()])
+    VariantSearch(**options, budget_s=1e9, observe=True)._measure_in_turns(variants)
+    assert count[EAGER] == 6  # a trace begins with what eager takes
+    seconds |= {"default": 3.0}
+    VariantSearch(**options, budget_s=1e9, observe=False)._measure_in_turns(variants)
+    assert count == {EAGER: 8, "default": 10, "reduce-overhead": 10}  # nothing is left to compare
+
+
 # -- shapes that are new, and come again -------------------------------------------------------------------------------
 
 
@@ -521,6 +547,7 @@ def test_what_shapes_cost_at_first_does_not_decide_once_they_come_again() -> Non
     assert loop.decode(50)[-1] == "eager"
     (first,) = loop.reports
     assert first.provisional and first.runs == "eager" and first.after_calls < 50
+    assert use_line(first).endswith("to be compared again when shapes come again: most were new")
     assert set(loop.decode(10)) == {"eager"}  # and nothing is tried until shapes come again
     loop.decode(600)
     last = loop.reports[-1]

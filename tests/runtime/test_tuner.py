@@ -69,6 +69,25 @@ def test_regret_against_exhaustive_search(data: Any) -> None:
     assert len(found.trials) <= 30 < len(every)
 
 
+def test_what_was_far_from_the_best_is_not_tried_again() -> None:
+    """A recommender on an H200: eager 2.6 J, default 1.9 J, reduce-overhead 1.6 J, and 1.06 J padded and fused."""
+    space = [
+        Knob(name="compile", values=(None, "default", "reduce-overhead"), gain=0.33),
+        Knob(name="graph", values=(None, True), gain=0.1, instead={"compile": {"reduce-overhead": "default"}}),
+        Knob(name="padding", values=(None, True), gain=0.05, recompiles=True),
+        Knob(name="optimizer", values=(None, "fused"), gain=0.05),
+    ]
+    share = {"compile=default": 0.73, "compile=reduce-overhead": 0.62, "graph=True": 0.95}
+    share |= {"padding=True": 0.85, "optimizer=fused": 0.77}
+
+    def measure(setting: dict[str, Any]) -> TuningTrial:
+        return trial(2.6 * math.prod(share[f"{k}={v}"] for k, v in setting.items()), setting=setting)
+
+    found = search(space, measure, ENERGY)
+    assert found.best.setting == {"compile": "reduce-overhead", "optimizer": "fused", "padding": True}
+    assert [t.setting for t in found.trials if "compile" not in t.setting] == [{}]  # eager was told by its first trial
+
+
 def test_noise_does_not_decide() -> None:
     assert not ENERGY.is_better(trial(0.99, error=0.02), trial(1.0, error=0.02))
     assert ENERGY.is_better(trial(0.9, error=0.02), trial(1.0, error=0.02))

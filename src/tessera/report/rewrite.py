@@ -54,10 +54,12 @@ def use_line(report: UseReport) -> str:
     chosen = report.variants[0]
     if report.outcome == "confirmed":
         return f"in use: as promised, {_figures_in_use(chosen)}"
+    later = "; to be compared again when shapes come again: most were new" if report.provisional else ""
     if not report.fell_back:
-        return f"in use: still the best of {len(report.variants)}, {_figures_in_use(chosen)}"
+        return f"in use: still the best of {len(report.variants)}, {_figures_in_use(chosen)}{later}"
     now = next(v for v in report.variants if v.variant == report.runs)
-    return f"in use: {chosen.variant} took {_figures_in_use(chosen)}; {now.variant} runs now: {_figures_in_use(now)}"
+    took, takes = _figures_in_use(chosen), _figures_in_use(now)
+    return f"in use: {chosen.variant} took {took}; {now.variant} runs now: {takes}{later}"
 
 
 def _figures_in_use(used: VariantInUse) -> str:

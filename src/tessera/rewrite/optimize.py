@@ -120,8 +120,8 @@ class Optimized:
     tried with its seconds and joules, `chosen` the one that runs, `priced_for` the chip savings are priced for, `trace`
     what they add up to, `spent_s` and `spent_j` what the search took; `str()` shows all of it. The first calls are
     watched: `in_use` tells whether the variant does what its trial promised, and which one runs since, if it does not
-    (None: not yet told, or eager). Compiled code belongs to one model: a copy, or one read from a pickle,
-    is a copy of the original with the same options (a pickle leaves `progress` out), and tries the variants again.
+    (None: not yet told, or eager). Compiled code belongs to one model: a copy, or one read from a pickle, is a copy of
+    the original with the same options (a pickle leaves `progress` out), and tries the variants again.
     """
 
     def __init__(self, original: Callable[..., Any], options: OptimizeOptions) -> None:

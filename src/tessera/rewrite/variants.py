@@ -43,6 +43,8 @@ _AUTOTUNE_S = 350.0
 _CALLS_TO_REPLAY = 3
 # Variants are measured in so many turns, of so many seconds each: a sensor's batches need half a second, a clock less.
 _ROUNDS = 4
+# After the first ones, there and back and short, variants that took so many times the best's joules are left out.
+_SHORT_ROUNDS, _FAR = 2, 1.25
 _TURN_S, _TIMED_S = (0.6, 1.5), (0.05, 0.05)
 
 
@@ -342,6 +344,7 @@ class VariantSearch:
                     iteration = functools.partial(self.others.pass_next, run)
                 shortest, longest = _TURN_S if has_sensor() else _TIMED_S
                 turn_s = min(max(self.left_s / (_ROUNDS * (1 + len(self.tried))), shortest), longest)
+                turn_s = shortest if len(variant.turns) < _SHORT_ROUNDS else turn_s
                 variant.turns.append(measure_iteration(iteration, turn_s))
         except Exception as e:
             if variant.mode == EAGER:
@@ -352,15 +355,37 @@ class VariantSearch:
         for variant in variants:
             variant.turns.clear()
         self.say(f"measuring in turns: {', '.join(variant.name for variant in variants)}")
-        for order in order_turns(len(variants), _ROUNDS):
+        running = list(range(len(variants)))
+        for done, order in enumerate(order_turns(len(variants), _ROUNDS)):
+            running = self._find_near(variants) if done == _SHORT_ROUNDS else running
+            if len(running) == 1:
+                break
             begun_s = self.left_s
-            for variant in [variants[at] for at in order]:
+            for variant in [variants[at] for at in order if at in running]:
                 if variant.call is not None:
                     self._measure(variant)
             if begun_s - self.left_s > self.left_s:  # an iteration of minutes: once is enough
                 break
+        self._sum_up_turns(variants)
+        self._sum_up_turns([variants[at] for at in running])
+
+    def _find_near(self, variants: Sequence[Variant]) -> list[int]:
+        """Return the places of those that are not far from the best; eager stays where a trace begins with it."""
+        measured = [at for at, variant in enumerate(variants) if variant.call is not None and variant.turns]
+        known = all(turn.energy_j for at in measured for turn in variants[at].turns)
+        costs = {
+            at: [(turn.energy_j if known else turn.time_s) or 0.0 for turn in variants[at].turns] for at in measured
+        }
+        best = min(costs.values(), key=sum, default=[])
+        far = [at for at, own in costs.items() if all(x > _FAR * y for x, y in zip(own, best, strict=True))]
+        kept = [at for at, variant in enumerate(variants) if self.observe and variant.mode == EAGER]
+        return [at for at in range(len(variants)) if at not in far or at in kept]
+
+    def _sum_up_turns(self, variants: Sequence[Variant]) -> None:
+        """Set what variants took, by the rounds that they have in common."""
         measured = [variant for variant in variants if variant.call is not None and variant.turns]
-        by_round = list(zip(*(variant.turns for variant in measured), strict=True))
+        rounds = min((len(variant.turns) for variant in measured), default=0)
+        by_round = list(zip(*(variant.turns[:rounds] for variant in measured), strict=True))
         times = compare_rounds([[[turn.time_s] for turn in each] for each in by_round]) if measured else []
         for variant, level in zip(measured, times, strict=True):
             variant.time_s = level.mean

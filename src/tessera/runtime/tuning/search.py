@@ -1,8 +1,9 @@
 """Finds the best of many settings with few measurements.
 
 Each knob is tried in turn with the others at the best so far, until a round changes nothing: knobs that pay do so
-mostly on their own (a layout, a padded product, a compile mode), and a second round finds those that pay only together.
-Small spaces are then measured whole. A change stays only where it is better by more than both measurements' errors.
+mostly on their own (a layout, a padded product, a compile mode), and a second round finds those that pay only together;
+it leaves out what was far from the best (eager mode beside a compile mode that takes half). Small spaces are then
+measured whole. A change stays only where it is better by more than both measurements' errors.
 
 The order uses the time well: compile modes first, for the best other knobs depend on them; then what can run with the
 code compiled so far; then what needs another compilation, as long as the time left is enough for that. Within each
@@ -28,6 +29,8 @@ POWER_POLICIES = ("peak_power", "temperature")
 """Policies that minimise mean power: a chip settles at a temperature that follows it, long after a trial has ended."""
 EXCUSED = 0.02
 """The share of the time by which a setting may seem slower than `max_slowdown` allows, where that may be noise."""
+HOPELESS = 1.25
+"""A value with which the score was so many times the best is not tried in a further round."""
 COMPILE = "compile"
 """The knob whose values take long to prepare, and whose code other knobs need compiled again."""
 
@@ -153,7 +156,7 @@ def search(
         return trial
 
     result = SearchResult(best=run_trial({}), trials=trials)
-    for setting in itertools.chain(_descend(knobs, result), _all_settings(knobs) if whole else ()):
+    for setting in itertools.chain(_descend(knobs, result, goal), _all_settings(knobs) if whole else ()):
         if any(is_same(t.setting, setting) for t in trials):
             continue
         left, code = seconds_left(), _compiled_code(knobs, setting)
@@ -206,21 +209,33 @@ def _all_settings(knobs: Sequence[Knob]) -> Iterator[Setting]:
             yield setting
 
 
-def _descend(knobs: Sequence[Knob], result: SearchResult) -> Iterator[Setting]:
-    """Knob by knob around the best so far; the caller updates `result.best` meanwhile."""
+def _descend(knobs: Sequence[Knob], result: SearchResult, goal: TuningGoal) -> Iterator[Setting]:
+    """Knob by knob around the best so far; the caller updates `result` meanwhile."""
+    hopeless: set[tuple[str, Value, Value]] = set()
     for round_ in range(ROUNDS):
         before, left = result.best, list(knobs)
         while left:
             knob = min(left, key=lambda k: _priority(k, result.best.setting, first=not round_))
             left.remove(knob)
             here = dict(result.best.setting)
-            for value in knob.values:
+            beside = None if knob.name == COMPILE else here.get(COMPILE)  # compiled code may need other knobs
+            values = [value for value in knob.values if (knob.name, value, beside) not in hopeless]
+            for value in values:
                 along = {k: v for k, v in knob.along.items() if any(k == o.name and v in o.values for o in knobs)}
                 if along and value != knob.values[0]:
                     yield _turn_knob(knobs, {**along, **here}, knob, value)
                 yield _turn_knob(knobs, here, knob, value)
+            for value in values:
+                if _is_hopeless(_turn_knob(knobs, here, knob, value), result, goal):
+                    hopeless.add((knob.name, value, beside))
         if result.best is before:
             return
+
+
+def _is_hopeless(setting: Setting, result: SearchResult, goal: TuningGoal) -> bool:
+    """Whether a setting was measured, and is far from the best."""
+    scores = [goal.score(t) for t in result.trials if is_same(t.setting, setting) and not t.refused]
+    return any(score > HOPELESS * goal.score(result.best) for score in scores)
 
 
 def _priority(knob: Knob, setting: Setting, *, first: bool) -> tuple[int, float]:
