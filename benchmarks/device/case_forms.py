@@ -1,4 +1,4 @@
-"""How a case of record_models.py is written: what the second and later held-out sets share."""
+"""How a case of record_models.py is written: what the sets of cases share. It makes all their models: only add to it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,6 +64,20 @@ def numbers(*shapes: tuple[int, ...]) -> Maker:
     return lambda device, dtype: tuple(torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
 
 
+def whole(below: int, *shape: int) -> Maker:
+    """Whole numbers from 0."""
+    return lambda device, dtype: (torch.randint(0, below, shape, device=device),)
+
+
+def beside(*makers: Maker) -> Maker:
+    return lambda device, dtype: tuple(x for make in makers for x in make(device, dtype))
+
+
+def named(names: str, make: Maker) -> Maker:
+    """The inputs of `make` under these names; those with "labels" make a model that answers with its loss."""
+    return lambda device, dtype: dict(zip(names.split(), make(device, dtype), strict=True))
+
+
 # -- where models come from ---------------------------------------------------------------------------------------
 
 
@@ -97,6 +112,24 @@ def hf(cls: str, config: str, inputs: Maker, **kwargs: Any) -> Factory:
     return build
 
 
+def decoder(
+    kind: str, inputs: Maker, width: int, up: int, layers: int, heads: tuple[int, int], vocab: int, **more: Any
+) -> Factory:
+    """A language model of transformers: "Llama", "Qwen2" ... `heads` are those of the queries and those of the keys."""
+    return hf(
+        f"{kind}ForCausalLM",
+        f"{kind}Config",
+        inputs,
+        hidden_size=width,
+        intermediate_size=up,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        vocab_size=vocab,
+        **more,
+    )
+
+
 def by_hand(make: Callable[[], nn.Module], inputs: Maker) -> Factory:
     def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
         with torch.device(device):
@@ -109,13 +142,25 @@ def by_hand(make: Callable[[], nn.Module], inputs: Maker) -> Factory:
 # -- how a model is run -------------------------------------------------------------------------------------------
 
 
+def wrapped(wrap: Callable[[nn.Module], nn.Module], factory: Factory) -> Factory:
+    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
+        model, inputs = factory(device, dtype)
+        return wrap(model), inputs
+
+    return build
+
+
+def loss(value: torch.Tensor) -> SimpleNamespace:
+    return SimpleNamespace(loss=value)
+
+
 class Autocast(nn.Module):
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.dtype = model, dtype
+        self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cuda", dtype=self.dtype):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
             return self.model(*args, **kwargs)
 
 
@@ -135,20 +180,12 @@ class Tf32(nn.Module):
             torch.backends.cuda.matmul.allow_tf32 = kept
 
 
-def autocast(factory: Factory, to: torch.dtype = torch.bfloat16) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        model, inputs = factory(device, dtype)
-        return Autocast(model, to), inputs
-
-    return build
+def autocast(factory: Factory) -> Factory:
+    return wrapped(Autocast, factory)
 
 
 def tf32(factory: Factory) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        model, inputs = factory(device, dtype)
-        return Tf32(model), inputs
-
-    return build
+    return wrapped(Tf32, factory)
 
 
 class Decode(nn.Module):

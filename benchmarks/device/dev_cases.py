@@ -8,32 +8,34 @@ device: "cuda" to measure, "meta" to predict. Inputs are a tuple (positional) or
 
 from __future__ import annotations
 
-import itertools
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import nn
 
-Inputs = tuple[Any, ...] | dict[str, Any]
-Factory = Callable[[str, torch.dtype], tuple[nn.Module, Inputs]]
+sys.path.insert(0, str(Path(__file__).parent))
 
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    name: str
-    factory: Factory
-    batch: int
-    dtype: str = "fp32"  # fp32, bf16, fp16: the model is cast with .to(dtype)
-    mode: str = "infer"  # infer, train
-    optimizer: str = "sgd"  # sgd (momentum 0.9), adamw; both otherwise default
-    channels_last: bool = False
-
-
-def ids(device: str, batch: int, seq: int, vocab: int) -> torch.Tensor:
-    return torch.randint(0, vocab, (batch, seq), device=device)
-
+from case_forms import (
+    LAST,
+    TRAIN_ADAMW,
+    TRAIN_SGD,
+    Factory,
+    Inputs,
+    beside,
+    by_hand,
+    case,
+    decode,
+    decoder,
+    hf,
+    images,
+    layers_of,
+    named,
+    numbers,
+    tokens,
+    whole,
+)
 
 # -- torchvision ------------------------------------------------------------------------------------------------
 
@@ -56,25 +58,6 @@ def vision(name: str, batch: int, size: int = 224) -> Factory:
 # -- Hugging Face -----------------------------------------------------------------------------------------------
 
 
-def hf(cls: str, config: str, inputs: Callable[[str, torch.dtype], dict[str, Any]], **kwargs: Any) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        import transformers
-
-        with torch.device(device):
-            model = getattr(transformers, cls)(getattr(transformers, config)(**kwargs))
-        return model.to(device, dtype), inputs(device, dtype)
-
-    return build
-
-
-def tokens(batch: int, seq: int, vocab: int, labels: bool = False) -> Callable[[str, torch.dtype], dict[str, Any]]:
-    def make(device: str, dtype: torch.dtype) -> dict[str, Any]:
-        x = ids(device, batch, seq, vocab)
-        return {"input_ids": x, "labels": x} if labels else {"input_ids": x}
-
-    return make
-
-
 def distilbert(batch: int, seq: int, head: str = "MaskedLM", labels: bool = False) -> Factory:
     return hf(f"DistilBertFor{head}", "DistilBertConfig", tokens(batch, seq, 30522, labels))
 
@@ -91,51 +74,9 @@ def roberta_large(batch: int, seq: int) -> Factory:
     )
 
 
-LLAMA_1B = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-
-
 def llama(batch: int, seq: int, labels: bool = False) -> Factory:
-    return hf("LlamaForCausalLM", "LlamaConfig", tokens(batch, seq, 128256, labels), **LLAMA_1B)
-
-
-class Decode(nn.Module):
-    """One token against a cache of `past` tokens, which is put back to that length before every call."""
-
-    def __init__(self, model: nn.Module, batch: int, past: int, device: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        from transformers import DynamicCache
-
-        self.model, self.cache = model, DynamicCache(config=model.config)
-        c = model.config
-        shape = (batch, c.num_key_value_heads, past, c.hidden_size // c.num_attention_heads)
-        self.past = [
-            (torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype))
-            for _ in range(c.num_hidden_layers)
-        ]
-        for i, (k, v) in enumerate(self.past):
-            self.cache.update(k, v, i)
-
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        for layer, (k, v) in zip(self.cache.layers, self.past, strict=True):
-            layer.keys, layer.values = k, v
-        return self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True)
-
-
-def llama_decode(batch: int, past: int = 1024) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        model, inputs = llama(batch, 1)(device, dtype)
-        return Decode(model, batch, past, device, dtype), inputs
-
-    return build
+    more = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+    return decoder("Llama", tokens(batch, seq, 128256, labels), 2048, 8192, 16, (32, 8), 128256, **more)
 
 
 def opt_125m(batch: int, seq: int, labels: bool = False) -> Factory:
@@ -155,59 +96,31 @@ def opt_350m(batch: int, seq: int) -> Factory:
 
 
 def qwen2(batch: int, seq: int, labels: bool = False) -> Factory:
-    return hf(
-        "Qwen2ForCausalLM",
-        "Qwen2Config",
-        tokens(batch, seq, 151936, labels),
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    )
+    inputs = tokens(batch, seq, 151936, labels)
+    return decoder("Qwen2", inputs, 896, 4864, 24, (14, 2), 151936, tie_word_embeddings=True)
 
 
 def t5_small(batch: int, seq: int, target: int, train: bool = False) -> Factory:
-    def make(device: str, dtype: torch.dtype) -> dict[str, Any]:
-        wanted = "labels" if train else "decoder_input_ids"
-        return {"input_ids": ids(device, batch, seq, 32128), wanted: ids(device, batch, target, 32128)}
-
+    names = f"input_ids {'labels' if train else 'decoder_input_ids'}"
+    inputs = named(names, beside(whole(32128, batch, seq), whole(32128, batch, target)))
     size = {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "decoder_start_token_id": 0}
-    return hf("T5ForConditionalGeneration", "T5Config", make, **size)
+    return hf("T5ForConditionalGeneration", "T5Config", inputs, **size)
 
 
 def whisper_tiny(batch: int, target: int) -> Factory:
-    def make(device: str, dtype: torch.dtype) -> dict[str, Any]:
-        sound = torch.randn(batch, 80, 3000, device=device, dtype=dtype)
-        return {"input_features": sound, "decoder_input_ids": ids(device, batch, target, 51865)}
-
+    inputs = named("input_features decoder_input_ids", beside(numbers((batch, 80, 3000)), whole(51865, batch, target)))
     size = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6}
     more = {"decoder_attention_heads": 6, "encoder_ffn_dim": 1536, "decoder_ffn_dim": 1536}
-    return hf("WhisperForConditionalGeneration", "WhisperConfig", make, **size, **more)
+    return hf("WhisperForConditionalGeneration", "WhisperConfig", inputs, **size, **more)
 
 
 def mixtral_tiny(batch: int, seq: int) -> Factory:
-    return hf(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        tokens(batch, seq, 32000),
-        hidden_size=1024,
-        intermediate_size=3584,
-        num_hidden_layers=8,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    )
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    return decoder("Mixtral", tokens(batch, seq, 32000), 1024, 3584, 8, (16, 4), 32000, **experts)
 
 
 def clip_vision(batch: int) -> Factory:
-    def make(device: str, dtype: torch.dtype) -> dict[str, Any]:
-        return {"pixel_values": torch.randn(batch, 3, 224, 224, device=device, dtype=dtype)}
-
-    return hf("CLIPVisionModel", "CLIPVisionConfig", make)
+    return hf("CLIPVisionModel", "CLIPVisionConfig", images(batch, 224))
 
 
 # -- plain torch.nn ---------------------------------------------------------------------------------------------
@@ -273,31 +186,17 @@ class Classifier(nn.Module):
         return self.head(self.encoder(x).mean(1))
 
 
-def mlp(*widths: int) -> nn.Module:
-    layers: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        layers += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
 def plain(make: Callable[[], nn.Module], *shape: int, vocab: int = 0) -> Factory:
     """A module of ours; its input is random numbers of this shape, or token ids where there is a vocabulary."""
-
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        with torch.device(device):
-            model = make()
-        x = torch.randint(0, vocab, shape, device=device) if vocab else torch.randn(shape, device=device, dtype=dtype)
-        return model.to(device, dtype), (x,)
-
-    return build
+    return by_hand(make, whole(vocab, *shape) if vocab else numbers(shape))
 
 
 def wide_mlp() -> nn.Module:
-    return mlp(1024, 4096, 4096, 4096, 4096, 1000)
+    return layers_of(1024, 4096, 4096, 4096, 4096, 1000)
 
 
 def small_mlp() -> nn.Module:
-    return mlp(784, 512, 512, 10)
+    return layers_of(784, 512, 512, 10)
 
 
 def encoder() -> nn.Module:
@@ -311,18 +210,10 @@ def big_encoder() -> nn.Module:
 # -- the cases --------------------------------------------------------------------------------------------------
 
 
-def case(name: str, factory: Factory, batch: int, dtype: str = "fp32", **more: Any) -> Case:
-    return Case(name=name, factory=factory, batch=batch, dtype=dtype, **more)
-
-
-TRAIN_SGD = {"mode": "train", "optimizer": "sgd"}
-TRAIN_ADAMW = {"mode": "train", "optimizer": "adamw"}
-LAST = {"channels_last": True}
-
 CASES = [
     # the ones that teach most come first, in case the time runs out
     case("llama1b_prefill_b1_s2048", llama(1, 2048), 1, "bf16"),
-    case("llama1b_decode_b1_past1024", llama_decode(1), 1, "bf16"),
+    case("llama1b_decode_b1_past1024", decode(llama(1, 1), 1, 1024), 1, "bf16"),
     case("swin_t_b64", vision("swin_t", 64), 64, "bf16"),
     case("efficientnet_b0_b128_cl", vision("efficientnet_b0", 128), 128, "bf16", **LAST),
     case("convnext_tiny_train_b32", vision("convnext_tiny", 32), 32, "bf16", **TRAIN_ADAMW),
@@ -365,7 +256,7 @@ CASES = [
     case("roberta_large_b8_s512", roberta_large(8, 512), 8, "bf16"),
     case("roberta_large_b1_s64", roberta_large(1, 64), 1, "fp16"),
     case("llama1b_prefill_b8_s512", llama(8, 512), 8, "fp16"),
-    case("llama1b_decode_b32_past1024", llama_decode(32), 32, "bf16"),
+    case("llama1b_decode_b32_past1024", decode(llama(32, 1), 32, 1024), 32, "bf16"),
     case("llama1b_train_b2_s1024", llama(2, 1024, labels=True), 2, "bf16", **TRAIN_ADAMW),
     case("opt_125m_b8_s1024", opt_125m(8, 1024), 8, "fp16"),
     case("opt_125m_train_b4_s512", opt_125m(4, 512, labels=True), 4, "fp32", **TRAIN_SGD),

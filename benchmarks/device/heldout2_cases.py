@@ -3,7 +3,7 @@
     python benchmarks/device/record_models.py benchmarks/device/heldout2_cases.py OUT_PREFIX --quick
 
 The format is that of dev_cases.py, from which nothing is imported: a change there must not move these. What is in
-case_forms.py was written here first; it makes these models too, so it may only be added to. Autocast, TF32
+case_forms.py makes these models too. Autocast, TF32
 matrix products and gradient checkpointing are part of the models here, as a user writes them; the `dtype` of a case is
 that of its weights and inputs.
 """
@@ -28,36 +28,36 @@ from case_forms import (
     TRAIN_SGD,
     Factory,
     Inputs,
-    Maker,
     Res,
     autocast,
+    beside,
     built_on,
     by_hand,
     case,
     decode,
+    decoder,
     hf,
     ids,
     images,
     layers_of,
+    loss,
+    named,
     numbers,
     tf32,
     tokens,
     vision,
     waves,
+    whole,
+    wrapped,
 )
 
 # -- how a model is run -----------------------------------------------------------------------------------------
 
 
-def checkpointed(factory: Factory) -> Factory:
+def checkpointed(model: nn.Module) -> nn.Module:
     """Every layer of a Hugging Face model is computed again in the backward pass."""
-
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        model, inputs = factory(device, dtype)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model, inputs
-
-    return build
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
 # -- torchvision and timm ---------------------------------------------------------------------------------------
@@ -77,80 +77,27 @@ def timm_model(name: str, batch: int, size: int = 224) -> Factory:
 # -- Hugging Face -----------------------------------------------------------------------------------------------
 
 
-def classified(batch: int, seq: int, vocab: int, classes: int) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Inputs:
-        return {
-            "input_ids": ids(device, batch, seq, vocab),
-            "labels": torch.randint(0, classes, (batch,), device=device),
-        }
-
-    return make
-
-
 def qwen3_4b(batch: int, seq: int, layers: int) -> Factory:
     """Queries and keys are normalised; the heads are wider together than the model."""
-    return hf(
-        "Qwen3ForCausalLM",
-        "Qwen3Config",
-        tokens(batch, seq, 151936),
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    )
+    tied = {"head_dim": 128, "tie_word_embeddings": True}
+    return decoder("Qwen3", tokens(batch, seq, 151936), 2560, 9728, layers, (32, 8), 151936, **tied)
 
 
 def qwen25_7b(batch: int, seq: int, layers: int) -> Factory:
-    return hf(
-        "Qwen2ForCausalLM",
-        "Qwen2Config",
-        tokens(batch, seq, 152064),
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=layers,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152064,
-    )
+    return decoder("Qwen2", tokens(batch, seq, 152064), 3584, 18944, layers, (28, 4), 152064)
 
 
 def qwen25_1_5b(batch: int, seq: int, layers: int) -> Factory:
-    return hf(
-        "Qwen2ForCausalLM",
-        "Qwen2Config",
-        tokens(batch, seq, 151936, labels=True),
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=layers,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    inputs = tokens(batch, seq, 151936, labels=True)
+    tied = {"tie_word_embeddings": True, "use_cache": False}
+    return decoder("Qwen2", inputs, 1536, 8960, layers, (12, 2), 151936, **tied)
 
 
 def qwen3_moe(batch: int, seq: int, layers: int) -> Factory:
     """30B-A3B, cut: 128 experts, 8 of them for a token."""
-    return hf(
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        tokens(batch, seq, 151936),
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        vocab_size=151936,
-    )
+    experts = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    inputs = tokens(batch, seq, 151936)
+    return decoder("Qwen3Moe", inputs, 2048, 6144, layers, (32, 4), 151936, head_dim=128, **experts)
 
 
 def gemma3_1b(batch: int, seq: int) -> Factory:
@@ -171,18 +118,8 @@ def gemma3_1b(batch: int, seq: int) -> Factory:
 
 
 def phi3_mini(batch: int, seq: int, layers: int) -> Factory:
-    return hf(
-        "Phi3ForCausalLM",
-        "Phi3Config",
-        tokens(batch, seq, 32000),
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        vocab_size=32064,
-        max_position_embeddings=8192,
-    )
+    inputs = tokens(batch, seq, 32000)
+    return decoder("Phi3", inputs, 3072, 8192, layers, (32, 32), 32064, max_position_embeddings=8192)
 
 
 def pythia_410m(batch: int, seq: int) -> Factory:
@@ -227,7 +164,7 @@ def xlmr_base(batch: int, seq: int) -> Factory:
     return hf(
         "XLMRobertaForSequenceClassification",
         "XLMRobertaConfig",
-        classified(batch, seq, 250002, 3),
+        named("input_ids labels", beside(whole(250002, batch, seq), whole(3, batch))),
         vocab_size=250002,
         max_position_embeddings=514,
         type_vocab_size=1,
@@ -491,7 +428,7 @@ class DdpmUNet(nn.Module):
             up = isinstance(step, nn.Sequential)
             x = step(x) if up else step[1](step[0](torch.cat([x, kept.pop()], 1), time))
         x = self.last(F.silu(self.norm(x)))
-        return SimpleNamespace(loss=F.mse_loss(x.float(), labels))
+        return loss(F.mse_loss(x.float(), labels))
 
 
 class HifiBlock(nn.Module):
@@ -669,41 +606,11 @@ class Seq2Seq(nn.Module):
         return torch.stack(answers, 1)
 
 
-def words(*shapes: tuple[int, int], vocab: int) -> Maker:
-    return lambda device, dtype: tuple(ids(device, *shape, vocab) for shape in shapes)
-
-
-def clicks(batch: int) -> Maker:
-    return lambda device, dtype: (torch.randn(batch, 13, device=device, dtype=dtype), ids(device, batch, 26, 40_000))
-
-
-def visits(batch: int) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Inputs:
-        who = torch.randint(0, 500_000, (batch,), device=device)
-        return who, ids(device, batch, 20, 200_000), torch.randint(0, 200_000, (batch,), device=device)
-
-    return make
-
-
-def latents(batch: int) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Inputs:
-        x = torch.randn(batch, 4, 32, 32, device=device, dtype=dtype)
-        t, y = (torch.randint(0, 1000, (batch,), device=device) for _ in range(2))
-        return x, t, y
-
-    return make
-
-
-def noisy(batch: int) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Inputs:
-        x = torch.randn(batch, 3, 32, 32, device=device, dtype=dtype)
-        return {"x": x, "t": torch.randint(0, 1000, (batch,), device=device), "labels": torch.randn_like(x)}
-
-    return make
-
-
 # -- the cases --------------------------------------------------------------------------------------------------
 
+LATENTS = beside(numbers((16, 4, 32, 32)), whole(1000, 16), whole(1000, 16))
+NOISY = named("x t labels", beside(numbers((64, 3, 32, 32)), whole(1000, 64), numbers((64, 3, 32, 32))))
+VISITS = beside(whole(500_000, 4096), whole(200_000, 4096, 20), whole(200_000, 4096))
 
 CASES = [
     # every kind once, then more of each, in case the time runs out
@@ -715,26 +622,36 @@ CASES = [
     case("resnet152_autocast_train_b48_cl", autocast(vision("resnet152", 48)), 48, "fp32", **TRAIN_SGD, **LAST),
     case("deberta_v3_base_b8_s256", deberta_v3_base(8, 256), 8),
     case("whisper_small_decode_b8_past64", whisper_small_decode(8, 64), 8, "fp16"),
-    case("dcn_v2_train_b8192", by_hand(DcnV2, clicks(8192)), 8192, "fp32", **TRAIN_ADAMW),
+    case(
+        "dcn_v2_train_b8192",
+        by_hand(DcnV2, beside(numbers((8192, 13)), whole(40_000, 8192, 26))),
+        8192,
+        "fp32",
+        **TRAIN_ADAMW,
+    ),
     case("modernbert_base_b16_s512", modernbert(16, 512), 16, "bf16"),
     case(
-        "qwen25_1_5b_8layers_checkpoint_train_b4_s1024", checkpointed(qwen25_1_5b(4, 1024, 8)), 4, "bf16", **TRAIN_ADAMW
+        "qwen25_1_5b_8layers_checkpoint_train_b4_s1024",
+        wrapped(checkpointed, qwen25_1_5b(4, 1024, 8)),
+        4,
+        "bf16",
+        **TRAIN_ADAMW,
     ),
     case("esm2_150m_tf32_b8_s512", tf32(esm2_150m(8, 512)), 8),
     case("hifigan_b1_f400", by_hand(HifiGan, numbers((1, 80, 400))), 1),
     case("forecast_lstm_train_b256", by_hand(Forecast, numbers((256, 24, 32))), 256, "fp32", **TRAIN_ADAMW),
     case("mobilenet_v3_small_b512_cl", vision("mobilenet_v3_small", 512), 512, "fp16", **LAST),
-    case("ddpm_unet_autocast_train_b64", autocast(by_hand(DdpmUNet, noisy(64))), 64, "fp32", **TRAIN_ADAMW),
+    case("ddpm_unet_autocast_train_b64", autocast(by_hand(DdpmUNet, NOISY)), 64, "fp32", **TRAIN_ADAMW),
     case("swin_b_b16", vision("swin_b", 16), 16, "fp16"),
     case("clip_vit_l14_b32", clip_l14(32), 32, "fp16"),
     case("xlmr_base_train_b32_s128", xlmr_base(32, 128), 32, "fp32", **TRAIN_ADAMW),
     case("phi3_mini_6layers_decode_b1_past4000", decode(phi3_mini(1, 1, 6), 1, 4000), 1, "fp16"),
-    case("dit_xl_10layers_b16", by_hand(Dit, latents(16)), 16, "bf16"),
+    case("dit_xl_10layers_b16", by_hand(Dit, LATENTS), 16, "bf16"),
     case(
         "efficientnet_b4_autocast_train_b16_s380", autocast(vision("efficientnet_b4", 16, 380)), 16, "fp32", **TRAIN_SGD
     ),
     case("regnet_y_16gf_b64_cl", vision("regnet_y_16gf", 64), 64, "bf16", **LAST),
-    case("seq2seq_gru_b32_s40", by_hand(Seq2Seq, words((32, 40), (32, 40), vocab=16000)), 32),
+    case("seq2seq_gru_b32_s40", by_hand(Seq2Seq, beside(whole(16000, 32, 40), whole(16000, 32, 40))), 32),
     case("unet3d_b1_s128", by_hand(UNet3d, numbers((1, 1, 128, 128, 128))), 1, "fp16"),
     case("segformer_b2_b4_s512", segformer_b2(4, 512), 4, "fp16"),
     case("gmlp_s16_train_b64", timm_model("gmlp_s16_224", 64), 64, "bf16", **TRAIN_ADAMW),
@@ -747,6 +664,6 @@ CASES = [
     case("nerf_tf32_b131072", tf32(by_hand(Nerf, numbers((131072, 3), (131072, 3)))), 131072),
     case("whisper_large_v3_8layers_encoder_b4", whisper_large_encoder(4, 8), 4, "fp16"),
     case("densenet201_b16", vision("densenet201", 16), 16),
-    case("two_tower_train_b4096", by_hand(TwoTower, visits(4096)), 4096, "fp32", **TRAIN_SGD),
+    case("two_tower_train_b4096", by_hand(TwoTower, VISITS), 4096, "fp32", **TRAIN_SGD),
     case("dinov2_base_b8_s518", dinov2_base(8, 518), 8, "bf16"),
 ]

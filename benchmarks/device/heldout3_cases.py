@@ -7,12 +7,11 @@ The form is that of heldout2_cases.py. Models of torch, torchvision and transfor
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,65 +28,31 @@ from case_forms import (
     Maker,
     Res,
     autocast,
+    beside,
     built_on,
     by_hand,
     case,
     decode,
+    decoder,
     hf,
     ids,
     images,
     layers_of,
+    loss,
+    named,
     numbers,
     tf32,
     tokens,
     vision,
     waves,
+    whole,
+    wrapped,
 )
-
-
-def whole(below: int, *shape: int) -> Maker:
-    """Whole numbers from 0."""
-    return lambda device, dtype: (torch.randint(0, below, shape, device=device),)
-
-
-def beside(*makers: Maker) -> Maker:
-    return lambda device, dtype: tuple(x for make in makers for x in make(device, dtype))
-
-
-def named(names: str, make: Maker) -> Maker:
-    """The inputs of `make` under these names; those with "labels" make a model that answers with its loss."""
-    return lambda device, dtype: dict(zip(names.split(), make(device, dtype), strict=True))
-
-
-def wrapped(wrap: Callable[[nn.Module], nn.Module], factory: Factory) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        model, inputs = factory(device, dtype)
-        return wrap(model), inputs
-
-    return build
-
-
-def loss(value: torch.Tensor) -> SimpleNamespace:
-    return SimpleNamespace(loss=value)
-
 
 # -- language models --------------------------------------------------------------------------------------------
 
 
-def llama(inputs: Maker, width: int, up: int, layers: int, heads: tuple[int, int], vocab: int, **more: Any) -> Factory:
-    return hf(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        inputs,
-        hidden_size=width,
-        intermediate_size=up,
-        num_hidden_layers=layers,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        vocab_size=vocab,
-        max_position_embeddings=8192,
-        **more,
-    )
+llama = functools.partial(decoder, "Llama", max_position_embeddings=8192)
 
 
 def llama_3b(batch: int, seq: int, layers: int) -> Factory:
@@ -128,17 +93,15 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 def deepseek_v2_lite(batch: int, seq: int, layers: int) -> Factory:
     """Keys and values come from 512 numbers a token; 64 experts, 6 of them for a token, and two for all."""
-    return hf(
-        "DeepseekV2ForCausalLM",
-        "DeepseekV2Config",
+    return decoder(
+        "DeepseekV2",
         tokens(batch, seq, 102400),
-        vocab_size=102400,
-        hidden_size=2048,
-        intermediate_size=10944,
+        2048,
+        10944,
+        layers,
+        (16, 16),
+        102400,
         moe_intermediate_size=1408,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=16,
         n_routed_experts=64,
         n_shared_experts=2,
         num_experts_per_tok=6,

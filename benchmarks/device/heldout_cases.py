@@ -2,16 +2,15 @@
 
     python benchmarks/device/record_models.py benchmarks/device/heldout_cases.py OUT_PREFIX
 
-The format is that of dev_cases.py, from which nothing is imported: a change there must not move these. The cases named
-`public_repeat_*` repeat four rows of the public recording, for the drift of the host and the board against it.
+The format is that of dev_cases.py, from which nothing is imported: a change there must not move these. What is in
+case_forms.py makes these models too. The cases named `public_repeat_*` repeat four rows of the public recording, for the drift of the host and the board against it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,25 +18,28 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-Inputs = tuple[Any, ...] | dict[str, Any]
-Factory = Callable[[str, torch.dtype], tuple[nn.Module, Inputs]]
-Maker = Callable[[str, torch.dtype], Inputs]
+sys.path.insert(0, str(Path(__file__).parent))
 
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    name: str
-    factory: Factory
-    batch: int
-    dtype: str = "fp32"  # fp32, bf16, fp16: the model is cast with .to(dtype)
-    mode: str = "infer"  # infer, train
-    optimizer: str = "sgd"  # sgd (momentum 0.9), adamw; both otherwise default
-    channels_last: bool = False
-
-
-def ids(device: str, batch: int, seq: int, vocab: int) -> torch.Tensor:
-    return torch.randint(0, vocab, (batch, seq), device=device)
-
+from case_forms import (
+    LAST,
+    TRAIN_ADAMW,
+    TRAIN_SGD,
+    Factory,
+    Inputs,
+    Maker,
+    beside,
+    by_hand,
+    case,
+    decode,
+    decoder,
+    hf,
+    layers_of,
+    loss,
+    named,
+    numbers,
+    tokens,
+    whole,
+)
 
 # -- torchvision and timm ---------------------------------------------------------------------------------------
 
@@ -86,40 +88,10 @@ def timm_model(name: str, batch: int, size: int = 224) -> Factory:
 # -- Hugging Face -----------------------------------------------------------------------------------------------
 
 
-def hf(cls: str, config: str, inputs: Maker, **kwargs: Any) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        import transformers
-
-        with torch.device(device):
-            model = getattr(transformers, cls)(getattr(transformers, config)(**kwargs))
-        return model.to(device, dtype), inputs(device, dtype)
-
-    return build
-
-
-def tokens(batch: int, seq: int, vocab: int, labels: bool = False) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Inputs:
-        x = ids(device, batch, seq, vocab)
-        return {"input_ids": x, "labels": x} if labels else {"input_ids": x}
-
-    return make
-
-
 def pairs(batch: int, seq: int, target: int, vocab: int, labels: bool = False) -> Maker:
     """Inputs of an encoder and its decoder."""
-
-    def make(device: str, dtype: torch.dtype) -> Inputs:
-        wanted = "labels" if labels else "decoder_input_ids"
-        return {"input_ids": ids(device, batch, seq, vocab), wanted: ids(device, batch, target, vocab)}
-
-    return make
-
-
-def sound(batch: int, samples: int) -> Maker:
-    def make(device: str, dtype: torch.dtype) -> Inputs:
-        return {"input_values": torch.randn(batch, samples, device=device, dtype=dtype)}
-
-    return make
+    names = f"input_ids {'labels' if labels else 'decoder_input_ids'}"
+    return named(names, beside(whole(vocab, batch, seq), whole(vocab, batch, target)))
 
 
 def albert(batch: int, seq: int) -> Factory:
@@ -173,43 +145,15 @@ def falcon(batch: int, seq: int) -> Factory:
 
 
 def phi(batch: int, seq: int) -> Factory:
-    return hf(
-        "PhiForCausalLM",
-        "PhiConfig",
-        tokens(batch, seq, 51200),
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=24,
-        num_attention_heads=32,
-    )
+    return decoder("Phi", tokens(batch, seq, 51200), 2048, 8192, 24, (32, 32), 51200)
 
 
 def gemma(batch: int, seq: int) -> Factory:
-    return hf(
-        "GemmaForCausalLM",
-        "GemmaConfig",
-        tokens(batch, seq, 256000),
-        hidden_size=2048,
-        intermediate_size=16384,
-        num_hidden_layers=10,
-        num_attention_heads=8,
-        num_key_value_heads=1,
-        head_dim=256,
-    )
+    return decoder("Gemma", tokens(batch, seq, 256000), 2048, 16384, 10, (8, 1), 256000, head_dim=256)
 
 
 def mistral(batch: int, seq: int) -> Factory:
-    return hf(
-        "MistralForCausalLM",
-        "MistralConfig",
-        tokens(batch, seq, 32000),
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=8,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        sliding_window=None,
-    )
+    return decoder("Mistral", tokens(batch, seq, 32000), 4096, 14336, 8, (32, 8), 32000, sliding_window=None)
 
 
 def bloom(batch: int, seq: int) -> Factory:
@@ -218,17 +162,8 @@ def bloom(batch: int, seq: int) -> Factory:
 
 
 def olmoe(batch: int, seq: int) -> Factory:
-    return hf(
-        "OlmoeForCausalLM",
-        "OlmoeConfig",
-        tokens(batch, seq, 50304),
-        hidden_size=2048,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_experts=64,
-        num_experts_per_tok=8,
-    )
+    experts = {"num_experts": 64, "num_experts_per_tok": 8}
+    return decoder("Olmoe", tokens(batch, seq, 50304), 2048, 1024, 6, (16, 16), 50304, **experts)
 
 
 def t5_base(batch: int, seq: int, target: int) -> Factory:
@@ -237,53 +172,12 @@ def t5_base(batch: int, seq: int, target: int) -> Factory:
 
 
 def wav2vec2(batch: int, seconds: int) -> Factory:
-    return hf("Wav2Vec2ForCTC", "Wav2Vec2Config", sound(batch, seconds * 16000))
+    return hf("Wav2Vec2ForCTC", "Wav2Vec2Config", named("input_values", numbers((batch, seconds * 16000))))
 
 
 def llama_8b(batch: int, seq: int, layers: int, labels: bool = False) -> Factory:
-    return hf(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        tokens(batch, seq, 128256, labels),
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=8192,
-    )
-
-
-class Decode(nn.Module):
-    """One token against a cache of `past` tokens, which is put back to that length before every call."""
-
-    def __init__(self, model: nn.Module, batch: int, past: int, device: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        from transformers import DynamicCache
-
-        self.model, self.cache = model, DynamicCache(config=model.config)
-        c = model.config
-        shape = (batch, c.num_key_value_heads, past, c.hidden_size // c.num_attention_heads)
-        self.past = [
-            (torch.randn(shape, device=device, dtype=dtype), torch.randn(shape, device=device, dtype=dtype))
-            for _ in range(c.num_hidden_layers)
-        ]
-        for i, (k, v) in enumerate(self.past):
-            self.cache.update(k, v, i)
-
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        for layer, (k, v) in zip(self.cache.layers, self.past, strict=True):
-            layer.keys, layer.values = k, v
-        return self.model(input_ids=input_ids, past_key_values=self.cache, use_cache=True)
-
-
-def llama_8b_decode(batch: int, layers: int, past: int) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        model, inputs = llama_8b(batch, 1, layers)(device, dtype)
-        return Decode(model, batch, past, device, dtype), inputs
-
-    return build
+    inputs = tokens(batch, seq, 128256, labels)
+    return decoder("Llama", inputs, 4096, 14336, layers, (32, 8), 128256, max_position_embeddings=8192)
 
 
 def opt_1_3b(batch: int, seq: int) -> Factory:
@@ -416,7 +310,7 @@ class DiffusionUNet(nn.Module):
             x = F.interpolate(x, scale_factor=2.0, mode="nearest") if i else x
             x = attend(block(torch.cat([x, kept.pop()], 1), time), text)
         x = self.last(F.silu(self.norm(x)))
-        return x if labels is None else SimpleNamespace(loss=F.mse_loss(x, labels))
+        return x if labels is None else loss(F.mse_loss(x, labels))
 
 
 class Squared(torch.autograd.Function):
@@ -446,13 +340,6 @@ class CustomGradient(nn.Module):
         return self.head(x)
 
 
-def layers_of(*widths: int) -> nn.Sequential:
-    steps: list[nn.Module] = []
-    for a, b in itertools.pairwise(widths):
-        steps += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*steps[:-1])
-
-
 class Dlrm(nn.Module):
     """Click prediction: 26 tables, each summed over a bag, their pairwise products, and two MLPs."""
 
@@ -469,23 +356,6 @@ class Dlrm(nn.Module):
         bags = torch.stack([x, *(table(sparse[i]) for i, table in enumerate(self.tables))], 1)
         products = torch.bmm(bags, bags.transpose(1, 2)).flatten(1)
         return self.top(torch.cat([x, products.index_select(1, self.pairs)], 1))
-
-
-def by_hand(make: Callable[[], nn.Module], inputs: Maker) -> Factory:
-    def build(device: str, dtype: torch.dtype) -> tuple[nn.Module, Inputs]:
-        with torch.device(device):
-            model = make()
-        return model.to(device, dtype), inputs(device, dtype)
-
-    return build
-
-
-def numbers(*shape: int) -> Maker:
-    return lambda device, dtype: (torch.randn(shape, device=device, dtype=dtype),)
-
-
-def words(batch: int, seq: int, vocab: int) -> Maker:
-    return lambda device, dtype: (ids(device, batch, seq, vocab),)
 
 
 def clicks(batch: int) -> Maker:
@@ -509,14 +379,6 @@ def noisy(batch: int, size: int, labels: bool = False) -> Maker:
 # -- the cases --------------------------------------------------------------------------------------------------
 
 
-def case(name: str, factory: Factory, batch: int, dtype: str = "fp32", **more: Any) -> Case:
-    return Case(name=name, factory=factory, batch=batch, dtype=dtype, **more)
-
-
-TRAIN_SGD = {"mode": "train", "optimizer": "sgd"}
-TRAIN_ADAMW = {"mode": "train", "optimizer": "adamw"}
-LAST = {"channels_last": True}
-
 CASES = [
     # the drift against the public recording
     case("public_repeat_resnet18_b1", vision("resnet18", 1), 1),
@@ -525,12 +387,12 @@ CASES = [
     case("public_repeat_gpt2_train_b8_s1024", gpt2(8, 1024, 12, 768, 12, labels=True), 8, "bf16", **TRAIN_ADAMW),
     # every kind once, then more of each, in case the time runs out
     case("vit_b_16_train_b64", vision("vit_b_16", 64), 64, "bf16", **TRAIN_ADAMW),
-    case("llama8b_8layers_decode_b1_past2048", llama_8b_decode(1, 8, 2048), 1, "bf16"),
+    case("llama8b_8layers_decode_b1_past2048", decode(llama_8b(1, 1, 8), 1, 2048), 1, "bf16"),
     case("diffusion_unet_b1_s64", by_hand(DiffusionUNet, noisy(1, 64)), 1, "fp16"),
-    case("hand_attention_b4_s1024", by_hand(HandModel, numbers(4, 1024, 1024)), 4, "fp16"),
+    case("hand_attention_b4_s1024", by_hand(HandModel, numbers((4, 1024, 1024))), 4, "fp16"),
     case("dlrm_train_b4096", by_hand(Dlrm, clicks(4096)), 4096, "fp32", **TRAIN_SGD),
-    case("gru_b64_s100", by_hand(GruModel, words(64, 100, 20000)), 64),
-    case("custom_gradient_train_b512", by_hand(CustomGradient, numbers(512, 2048)), 512, "fp32", **TRAIN_SGD),
+    case("gru_b64_s100", by_hand(GruModel, whole(20000, 64, 100)), 64),
+    case("custom_gradient_train_b512", by_hand(CustomGradient, numbers((512, 2048))), 512, "fp32", **TRAIN_SGD),
     case("olmoe_6layers_b1_s512", olmoe(1, 512), 1, "bf16"),
     case("wide_resnet50_2_b64_cl", vision("wide_resnet50_2", 64), 64, "bf16", **LAST),
     case("resnet101_train_b32_cl", vision("resnet101", 32), 32, "bf16", **TRAIN_SGD, **LAST),
@@ -568,9 +430,9 @@ CASES = [
     case("llama8b_4layers_b1_s2048", llama_8b(1, 2048, 4), 1, "bf16"),
     case("llama8b_4layers_train_b1_s2048", llama_8b(1, 2048, 4, labels=True), 1, "bf16", **TRAIN_ADAMW),
     case("opt_1_3b_b1_s128", opt_1_3b(1, 128), 1, "fp16"),
-    case("hand_attention_train_b4_s512", by_hand(HandModel, numbers(4, 512, 1024)), 4, "fp16", **TRAIN_SGD),
+    case("hand_attention_train_b4_s512", by_hand(HandModel, numbers((4, 512, 1024))), 4, "fp16", **TRAIN_SGD),
     case("diffusion_unet_train_b8_s32", by_hand(DiffusionUNet, noisy(8, 32, labels=True)), 8, "fp32", **TRAIN_ADAMW),
     case("dlrm_b2048", by_hand(Dlrm, clicks(2048)), 2048, "bf16"),
-    case("gru_train_b32_s64", by_hand(GruModel, words(32, 64, 20000)), 32, "fp32", **TRAIN_ADAMW),
+    case("gru_train_b32_s64", by_hand(GruModel, whole(20000, 32, 64)), 32, "fp32", **TRAIN_ADAMW),
     case("cait_s24_b8", timm_model("cait_s24_224", 8), 8, "fp32"),
 ]
