@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError
 from ..hardware import lookup
 from ..units import parse_duration, parse_energy, parse_fraction, parse_power, parse_temperature, with_unit
 from .breakers import Breaker
 from .heat import AisleHeat, GpuHeat
 from .supplies import Battery, Feed, NodeSupply
+from .yaml_tables import Keys, build, keep, read_number, read_section, read_text, read_whole
 
 STEP_S, DECIDE_S = 0.005, 0.1
 """Length of a step, and time between two decisions of governors, shapers and heat."""
@@ -175,65 +176,10 @@ class Facility:
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
-Read = Callable[[Any], Any]
-
-
-def read_section(table: Any, keys: Mapping[str, tuple[str, Read]], where: str) -> dict[str, Any]:
-    """The values of a table by the names of fields; a wrong key is answered with the nearest."""
-    if not isinstance(table, Mapping):
-        raise ArgumentError(f"{where} is not a table of settings", fix=f"keys: {', '.join(keys)}")
-    values = {}
-    for key, value in table.items():
-        if key not in keys:
-            near = did_you_mean(str(key)[:80], keys)
-            raise ArgumentError(f"{where}: unknown key {str(key)[:80]!r}{near}", fix=f"one of: {', '.join(keys)}")
-        name, read = keys[key]
-        try:
-            values[name] = read(value)
-        except ArgumentError as error:
-            raise ArgumentError(f"{where}.{key}: {error.what}", why=error.why, fix=error.fix) from None
-        except (TypeError, ValueError):
-            raise ArgumentError(f"{where}.{key}: cannot use {str(value)[:80]!r}") from None
-    return values
-
-
-def build(kind: type[Any], table: Any, keys: Mapping[str, tuple[str, Read]], where: str) -> Any:
-    """An object of a table; what it refuses is said with the table's name."""
-    values = read_section(table, keys, where)
-    try:
-        return kind(**values)
-    except ArgumentError as error:
-        raise ArgumentError(f"{where}: {error.what}", why=error.why, fix=error.fix) from None
-    except TypeError:
-        needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory]
-        raise ArgumentError(f"{where}: needs {', '.join(needed) or 'more keys'}") from None
-
-
-def read_whole(value: Any) -> int:
-    """A whole number from 1 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{str(value)[:40]!r} is not a whole number from 1 on")
-    return value
-
-
-def read_number(value: Any) -> float:
-    """A plain number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ArgumentError(f"{str(value)[:40]!r} is not a number")
-    return float(value)
-
-
-def read_text(value: Any) -> str:
-    """Text."""
-    if not isinstance(value, str):
-        raise ArgumentError(f"{str(value)[:40]!r} is not text")
-    return value
-
-
 _power, _duration, _energy, _temperature = map(
     with_unit, (parse_power, parse_duration, parse_energy, parse_temperature)
 )
-_BREAKER: dict[str, tuple[str, Read]] = {
+_BREAKER: Keys = {
     "rating_a": ("rating_a", read_number),
     "voltage": ("voltage_v", read_number),
     "phases": ("phases", read_whole),
@@ -242,7 +188,7 @@ _BREAKER: dict[str, tuple[str, Read]] = {
     "standard": ("standard", read_text),
     "margin": ("margin", parse_fraction),
 }
-_SUPPLY: dict[str, tuple[str, Read]] = {
+_SUPPLY: Keys = {
     "count": ("count", read_whole),
     "needed": ("needed", read_whole),
     "rating": ("rating_w", _power),
@@ -251,39 +197,39 @@ _SUPPLY: dict[str, tuple[str, Read]] = {
     "limit_time": ("limit_s", _duration),
     "off_at": ("off_at", parse_fraction),
 }
-_STORAGE: dict[str, tuple[str, Read]] = {
+_STORAGE: Keys = {
     "power": ("power_w", _power),
     "energy": ("energy_j", _energy),
     "smoothing": ("smoothing_s", _duration),
     "efficiency": ("efficiency", parse_fraction),
 }
-_FEED: dict[str, tuple[str, Read]] = {
+_FEED: Keys = {
     "ups_efficiency": ("ups_efficiency", parse_fraction),
     "storage": ("storage", lambda table: build(Battery, table, _STORAGE, "feed.storage")),
 }
-_NODES: dict[str, tuple[str, Read]] = {
+_NODES: Keys = {
     "gpus": ("gpus", read_whole),
     "host": ("host_w", _power),
     "supplies": ("supply", lambda table: build(NodeSupply, table, _SUPPLY, "nodes.supplies")),
 }
-_RACKS: dict[str, tuple[str, Read]] = {
+_RACKS: Keys = {
     "nodes": ("rack_nodes", read_whole),
     "breaker": ("rack_breaker", lambda table: build(Breaker, table, _BREAKER, "racks.breaker")),
-    "breakers": ("breakers", lambda table: table),
+    "breakers": ("breakers", keep),
 }
-_ROWS: dict[str, tuple[str, Read]] = {
+_ROWS: Keys = {
     "count": ("rows", read_whole),
     "racks": ("row_racks", read_whole),
     "breaker": ("row_breaker", lambda table: build(Breaker, table, _BREAKER, "rows.breaker")),
 }
-_AISLE: dict[str, tuple[str, Read]] = {
+_AISLE: Keys = {
     "cooling": ("cooling_w", _power),
     "supply": ("supply_c", _temperature),
     "recirculation": ("recirculation", parse_fraction),
     "rise": ("rise_c", _temperature),
     "heat_capacity_kj_per_c": ("heat_capacity_j_per_c", lambda value: 1e3 * read_number(value)),
 }
-_GPU: dict[str, tuple[str, Read]] = {
+_GPU: Keys = {
     "chip": ("name", read_text),
     "idle": ("idle_w", _power),
     "limit": ("limit_w", _power),
@@ -292,7 +238,7 @@ _GPU: dict[str, tuple[str, Read]] = {
     "smooth_down_w_per_s": ("smooth_down_w_per_s", read_number),
     "heat": ("heat", lambda table: build(GpuHeat, table, _HEAT, "gpus.heat")),
 }
-_HEAT: dict[str, tuple[str, Read]] = {
+_HEAT: Keys = {
     "resistance_c_per_w": ("resistance_c_per_w", read_number),
     "time_constant": ("tau_s", _duration),
     "slow_at": ("slow_at_c", _temperature),

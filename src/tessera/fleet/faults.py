@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args
 
 from ..errors import ArgumentError, did_you_mean
 from ..units import parse_duration, with_unit
-from .facility import Facility, Read, build, read_text
+from .facility import Facility
+from .yaml_tables import Keys, build, list_tables, read_text
 
 FaultKind = Literal["node_lost", "sensor_lost", "breaker_trip", "cooling_lost"]
 _LEVELS: dict[str, tuple[str, ...]] = {
@@ -66,7 +67,7 @@ class Fault:
 
 
 _duration = with_unit(parse_duration)
-_KEYS: dict[str, tuple[str, Read]] = {
+_KEYS: Keys = {
     "at": ("at_s", _duration),
     "kind": ("kind", read_text),
     "place": ("place", read_text),
@@ -76,9 +77,8 @@ _KEYS: dict[str, tuple[str, Read]] = {
 
 def read_faults(tables: Any, facility: Facility) -> list[Fault]:
     """The faults of a file, each checked against the facility."""
-    if not isinstance(tables, list):
-        raise ArgumentError("faults is not a list", fix="faults: [{at: 20s, kind: node_lost, place: row1/rack1/node1}]")
-    faults = [build(Fault, table, _KEYS, f"faults[{i}]") for i, table in enumerate(tables, 1)]
+    found = list_tables(tables, "faults", "{at: 20s, kind: node_lost, place: row1/rack1/node1}")
+    faults = [build(Fault, table, _KEYS, f"faults[{i}]") for i, table in enumerate(found, 1)]
     for fault in faults:
         fault.find(facility)
     return faults

@@ -12,15 +12,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
 from ..units import parse_duration, parse_fraction, parse_power, with_unit
-from .facility import Read, read_section, read_text, read_whole
 from .waves import Wave, make_square, make_wave, plan_to_waves, read_wave
+from .yaml_tables import Keys, check_names, keep, list_tables, read_bool, read_section, read_text, read_whole
 
 _SOURCES = ("shape", "phases", "recording", "plan")
 
@@ -80,13 +80,13 @@ class FleetJob:
 # -- reading ------------------------------------------------------------------------------------------------------
 
 _power, _duration = with_unit(parse_power), with_unit(parse_duration)
-_SHAPE: dict[str, tuple[str, Read]] = {
+_SHAPE: Keys = {
     "period": ("period_s", _duration),
     "duty": ("duty", parse_fraction),
     "high": ("high_w", _power),
     "low": ("low_w", _power),
 }
-_PLAN: dict[str, tuple[str, Read]] = {
+_PLAN: Keys = {
     "model": ("model", read_text),
     "cluster": ("cluster", read_text),
     "seq": ("seq", read_whole),
@@ -96,21 +96,11 @@ _PLAN: dict[str, tuple[str, Read]] = {
 }
 
 
-def _read_bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{str(value)[:40]!r} is not true or false")
-    return value
-
-
-def _keep(value: Any) -> Any:
-    return value
-
-
 def _read_offset(value: Any) -> Any:
     return value if isinstance(value, str) and not value[:1].isdigit() else _duration(value)
 
 
-_JOB: dict[str, tuple[str, Read]] = {
+_JOB: Keys = {
     "name": ("name", read_text),
     "gpus": ("gpus", read_whole),
     "copies": ("copies", read_whole),
@@ -121,19 +111,17 @@ _JOB: dict[str, tuple[str, Read]] = {
     "offset": ("offset", _read_offset),
     "priority": ("priority", read_whole),
     "least_share": ("least_share", parse_fraction),
-    "synchronous": ("synchronous", _read_bool),
-    "scatter": ("scatter", _read_bool),
+    "synchronous": ("synchronous", read_bool),
+    "scatter": ("scatter", read_bool),
     "domain": ("domain", read_text),
-    **{source: (source, _keep) for source in _SOURCES},
+    **{source: (source, keep) for source in _SOURCES},
 }
 
 
 def read_jobs(tables: Any, folder: Path) -> list[FleetJob]:
     """The jobs of a file; paths in it are taken from its folder. `copies` are independent jobs of the same kind."""
-    if not isinstance(tables, Sequence) or isinstance(tables, str):
-        raise ArgumentError("jobs is not a list", fix="jobs: [{name: train, gpus: 64, shape: {...}}]")
     jobs: list[FleetJob] = []
-    for number, table in enumerate(tables, 1):
+    for number, table in enumerate(list_tables(tables, "jobs", "{name: train, gpus: 64, shape: {...}}"), 1):
         values = read_section(table, _JOB, f"jobs[{number}]")
         where = f"job {values.get('name', number)!r}"
         if "gpus" not in values:
@@ -145,9 +133,7 @@ def read_jobs(tables: Any, folder: Path) -> list[FleetJob]:
         values.setdefault("scatter", waves[0].sync_s is None)
         one = FleetJob(waves=waves, **values)
         jobs += copy_job(one, copies, offset)
-    names = [job.name for job in jobs]
-    if len(set(names)) < len(names):
-        raise ArgumentError(f"two jobs are named {next(n for n in names if names.count(n) > 1)!r}")
+    check_names(job.name for job in jobs)
     return jobs
 
 
@@ -192,15 +178,13 @@ def _read_waves(values: Mapping[str, Any], folder: Path, where: str) -> tuple[Wa
 
 
 def _read_phases(tables: Any, where: str) -> list[tuple[str, float, float]]:
-    keys: dict[str, tuple[str, Read]] = {
+    keys: Keys = {
         "compute": ("compute", _duration),
         "communicate": ("communicate", _duration),
         "power": ("power_w", _power),
     }
-    if not isinstance(tables, list) or not tables:
-        raise ArgumentError(f"{where}.phases is not a list", fix="[{compute: 1.2s, power: 650W}, ...]")
     phases: list[tuple[str, float, float]] = []
-    for number, table in enumerate(tables, 1):
+    for number, table in enumerate(list_tables(tables or None, f"{where}.phases", "{compute: 1.2s, power: 650W}"), 1):
         phase = read_section(table, keys, f"{where}.phases[{number}]")
         kinds = [kind for kind in ("compute", "communicate") if kind in phase]
         if len(kinds) != 1 or "power_w" not in phase:

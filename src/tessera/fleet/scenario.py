@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError
 from ..policy import Policies, load_policies, parse_policies
-from ..read_limits import YAML_BYTES, parse_yaml, read_bytes
 from ..units import format_duration, format_power, parse_duration, with_unit
-from .facility import SECTIONS, Facility, read_facility, read_section, read_whole
+from .facility import SECTIONS, Facility, read_facility
 from .faults import Fault, read_faults
 from .jobs import FleetJob, read_jobs
+from .yaml_tables import check_keys, load_yaml, prefix_error, read_section, read_whole
 
 MOST_S = 86400.0
 LEAST_STEPS = 4
@@ -77,26 +77,18 @@ class Scenario:
 def load_scenario(path: str | Path) -> Scenario:
     """A scenario from a YAML file."""
     place = Path(path)
-    try:
-        table = parse_yaml(read_bytes(place, YAML_BYTES))
-    except OSError as error:
-        raise ArgumentError(f"cannot read {place}", why=error.strerror, fix=_EXAMPLE) from None
-    except ValueError as error:
-        raise ArgumentError(f"{place} cannot be read", why=str(error), fix=_EXAMPLE) from None
+    table = load_yaml(place, _EXAMPLE)
     try:
         return parse_scenario(table, place.parent, place.stem)
     except ArgumentError as error:
-        raise ArgumentError(f"{place}: {error.what}", why=error.why, fix=error.fix) from None
+        raise prefix_error(place, error) from None
 
 
 def parse_scenario(table: Any, folder: Path = Path(), name: str = "facility") -> Scenario:
     """A scenario from the tables of a file; relative paths are taken from `folder`."""
     if not isinstance(table, dict):
         raise ArgumentError("there is no table of settings", fix=_EXAMPLE)
-    for key in table:
-        if key not in _KEYS:
-            near = did_you_mean(str(key)[:80], _KEYS)
-            raise ArgumentError(f"unknown key {str(key)[:80]!r}{near}", fix=f"one of: {', '.join(_KEYS)}")
+    check_keys(table, _KEYS, "the file")
     facility = read_facility({"name": name, **table})
     return Scenario(
         facility=facility,

@@ -1,0 +1,123 @@
+"""Tables of the YAML files that describe a fleet: values are checked, a wrong key is answered with the nearest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError, did_you_mean
+from ..read_limits import YAML_BYTES, parse_yaml, quote_value, read_bytes
+
+Read = Callable[[Any], Any]
+Keys = Mapping[str, tuple[str, Read]]
+"""By the key in a file: the name of the field, and what makes its value of the text or number."""
+
+
+def load_yaml(path: Path, example: str) -> Any:
+    """What a YAML file holds; `example` says what to write where it cannot be read."""
+    try:
+        return parse_yaml(read_bytes(path, YAML_BYTES))
+    except OSError as error:
+        raise ArgumentError(f"cannot read {str(path)!r}", why=error.strerror, fix="check the path") from None
+    except ValueError as error:
+        raise ArgumentError(f"cannot read {str(path)!r}", why=str(error), fix=example) from None
+
+
+def prefix_error(where: object, error: ArgumentError) -> ArgumentError:
+    """The error again, with the place that it is about."""
+    return ArgumentError(f"{where}: {error.what}", why=error.why, fix=error.fix)
+
+
+def check_keys(table: Any, known: Iterable[str], where: str) -> None:
+    """Refuse what is not a table, and keys that are not known."""
+    known = list(known)
+    if not isinstance(table, Mapping):
+        fix = f"keys: {', '.join(known)}"
+        raise ArgumentError(f"{where}: {quote_value(table)} is not a table of settings", fix=fix)
+    for key in table:
+        if key not in known:
+            near = did_you_mean(key[:80], known) if isinstance(key, str) else ""
+            raise ArgumentError(f"{where}: unknown key {quote_value(key)}{near}", fix=f"one of: {', '.join(known)}")
+
+
+def read_section(table: Any, keys: Keys, where: str) -> dict[str, Any]:
+    """The values of a table by the names of fields."""
+    check_keys(table, keys, where)
+    values = {}
+    for key, value in table.items():
+        name, read = keys[key]
+        try:
+            values[name] = read(value)
+        except ArgumentError as error:
+            raise prefix_error(f"{where}.{key}", error) from None
+        except (TypeError, ValueError):
+            raise ArgumentError(f"{where}.{key}: cannot use {quote_value(value)}") from None
+    return values
+
+
+def build(kind: type[Any], table: Any, keys: Keys, where: str) -> Any:
+    """An object of a table; what it refuses is said with the table's name."""
+    values = read_section(table, keys, where)
+    try:
+        return kind(**values)
+    except ArgumentError as error:
+        raise prefix_error(where, error) from None
+    except TypeError:
+        needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory]
+        raise ArgumentError(f"{where}: needs {', '.join(needed) or 'more keys'}") from None
+
+
+def list_tables(value: Any, where: str, example: str) -> list[Any]:
+    """The tables of a list."""
+    if not isinstance(value, list):
+        raise ArgumentError(f"{where} is not a list", fix=f"{where}: [{example}]")
+    return value
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse two jobs of one name."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ArgumentError(f"two jobs have the same name, {name!r}", fix="give each job a name of its own")
+        seen.add(name)
+
+
+def read_whole(value: Any) -> int:
+    """A whole number from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{quote_value(value)} is not a whole number from 1 on")
+    return value
+
+
+def read_count(value: Any) -> int:
+    """A whole number, or none."""
+    return 0 if value == 0 and not isinstance(value, bool) else read_whole(value)
+
+
+def read_number(value: Any) -> float:
+    """A plain number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ArgumentError(f"{quote_value(value)} is not a number")
+    return float(value)
+
+
+def read_text(value: Any) -> str:
+    """Text."""
+    if not isinstance(value, str):
+        raise ArgumentError(f"{quote_value(value)} is not text")
+    return value
+
+
+def read_bool(value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{quote_value(value)} is not true or false")
+    return value
+
+
+def keep(value: Any) -> Any:
+    """The value as it is in the file; whoever uses it checks it."""
+    return value
