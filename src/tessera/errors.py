@@ -202,6 +202,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {lowered[nearest]!r}?"
 
 
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise ArgumentError, with the nearest, for a value that is not one of some words."""
+    words = tuple(choices)
+    if value not in words:
+        near = did_you_mean(value, words) if isinstance(value, str) else ""
+        raise ArgumentError(f"{name}={value!r} is not known{near}", fix=f"one of: {', '.join(words)}")
+
+
 def _common_prefix(one: str, two: str) -> int:
     """How many letters at the beginning are the same."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tessera import actuators
 from tessera.actuators import Actuator, claims, guard, hold, journal, locks
 from tessera.actuators.journal import Claim, ClockChange, Journal, LimitChange
+from tessera.clock import boot_id
 from tessera.errors import ActuatorError, ActuatorPermission, ArgumentError
 from tessera.sensors.health import power_control
 
@@ -395,7 +396,7 @@ def dead(run_dir: Path, **changes) -> None:
     """A journal as a killed process leaves it."""
     run_dir.mkdir(mode=0o700, exist_ok=True)
     claim = Claim(id="x", owner="999-gone", pid=999, cap_w=300, clocks_mhz=(345, 900))
-    made = {"uuid": UUID.format(0), "gpu": "gpu0", "vendor": "nvidia", "boot": journal.boot_id(), "claims": (claim,)}
+    made = {"uuid": UUID.format(0), "gpu": "gpu0", "vendor": "nvidia", "boot": boot_id(), "claims": (claim,)}
     journal.write_journal(Journal(**(made | changes)))
 
 
@@ -563,7 +564,7 @@ def test_a_journal_written_anew_by_somebody_who_did_not_know_of_us(fake, run_dir
             uuid=UUID.format(0),
             gpu="gpu0",
             vendor="nvidia",
-            boot=journal.boot_id(),
+            boot=boot_id(),
             claims=(other,),
             limit=LimitChange(was_w=300, ours_w=(250,)),
         )

@@ -6,7 +6,6 @@ The `check_*` functions run in a child process (fakes/vendor_abi.py) so that the
 from __future__ import annotations
 
 import ctypes
-import os
 
 import pytest
 
@@ -86,17 +85,8 @@ CHECKS = [name for name in dict(globals()) if name.startswith("check_")]
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    why = vendor_abi.why_not("amdsmi")
-    if why:
-        pytest.skip(why)
     root = tmp_path_factory.mktemp("rocm")
-    library = vendor_abi.build_amdsmi(root)
-    env = {k: v for k, v in os.environ.items() if k != "ROCM_HOME"} | {
-        "ROCM_PATH": str(root),
-        "TESSERA_RUNTIME_DIR": str(root / "run"),
-        "TESSERA_WATCHER": "0",
-    }
-    return vendor_abi.run_checks(__file__, library, env)
+    return vendor_abi.run_amdsmi(__file__, root, TESSERA_RUNTIME_DIR=str(root / "run"), TESSERA_WATCHER="0")
 
 
 @pytest.mark.parametrize("check", CHECKS)

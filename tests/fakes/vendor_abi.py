@@ -11,12 +11,19 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
+
+import pytest
+
+from tessera.schema import Capability
+from tessera.sensors.base import Batch
 
 HERE = Path(__file__).parent
 FLAGS = ("-std=gnu11", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror")
@@ -52,6 +59,14 @@ class Fake:
     def layout(self, what: str) -> int:
         """A size or an offset, in bytes, as the C compiler has it."""
         return int(self._library.fake_layout(what.encode()))
+
+
+def by_name(capabilities: Iterable[Capability]) -> dict[str, Capability]:
+    return {c.name: c for c in capabilities}
+
+
+def watts(batch: Batch, domain: str = "gpu0") -> list[float]:
+    return [w for _, w in batch.samples.get(domain, [])]
 
 
 def why_not(package: str) -> str | None:
@@ -93,6 +108,25 @@ def _compile(library: Path, *arguments: str) -> None:
     command = ["gcc", *FLAGS, "-o", str(library), *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def run_amdsmi(module: str, root: Path, **env: str) -> dict[str, str]:
+    """The checks of a module with amdsmi on its fake; skipped where there is none."""
+    skip_without("amdsmi")
+    library = build_amdsmi(root)
+    inherited = {k: v for k, v in os.environ.items() if k != "ROCM_HOME"}
+    return run_checks(module, library, inherited | {"ROCM_PATH": str(root)} | env)
+
+
+def run_zes(module: str, root: Path) -> dict[str, str]:
+    """The checks of a module with pyzes on its fake; skipped where there is none."""
+    skip_without("pyzes")
+    return run_checks(module, build_zes(root), dict(os.environ))
+
+
+def skip_without(package: str) -> None:
+    if why := why_not(package):
+        pytest.skip(why)
 
 
 def run_checks(module: str, library: Path, env: dict[str, str]) -> dict[str, str]:

@@ -47,7 +47,7 @@ def test_watts_and_amperes() -> None:
 
 
 def test_wrong_curve_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ArgumentError, match="no curve 'X'"):
+    with pytest.raises(ArgumentError, match="curve='X' is not known"):
         Breaker(rating_a=10, curve="X")
 
 

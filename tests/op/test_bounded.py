@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op.test_lowprec import seen_products
+from op.test_lowprec import pair, relative, seen_products
 from tessera import op
 from tessera.errors import ArgumentError, ToleranceError
 from tessera.op import bounded, casting, lowprec, product_cost
@@ -30,17 +30,6 @@ def _fresh():
     bounded.forget()
     yield
     bounded.forget()
-
-
-def pair(*shape: int, dtype=torch.float32, seed: int = 0):
-    rng = torch.Generator().manual_seed(seed)
-    m, n, k = shape
-    return torch.randn(m, k, generator=rng).to(dtype), torch.randn(k, n, generator=rng).to(dtype)
-
-
-def relative(c, a, b) -> float:
-    exact = a.double() @ b.double()
-    return float((c.double() - exact).norm() / exact.norm())
 
 
 # -- the bound -----------------------------------------------------------------------------------------------------

@@ -16,14 +16,14 @@ import time
 import pytest
 
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
-from tessera.schema import Capability, Hold
+from tessera.schema import Hold
 from tessera.sensors._amd_gpu import select_visible
 from tessera.sensors._meters import CounterPower, PolledPower
 from tessera.sensors.amd import AmdSensor
 from tessera.sensors.base import Batch, Sensor
 
 from fakes import vendor_abi
-from fakes.vendor_abi import Fake
+from fakes.vendor_abi import Fake, by_name, watts
 
 MS = 1_000_000
 NO_PERM, NOT_SUPPORTED, RETRY, NOT_FOUND = 10, 2, 9, 31
@@ -33,14 +33,6 @@ def started(**env: str) -> AmdSensor:
     sensor = AmdSensor(env=env)
     sensor.start()
     return sensor
-
-
-def by_name(capabilities) -> dict[str, Capability]:
-    return {c.name: c for c in capabilities}
-
-
-def watts(batch: Batch, domain: str = "gpu0") -> list[float]:
-    return [w for _, w in batch.samples.get(domain, [])]
 
 
 def check_layout(fake: Fake) -> None:
@@ -243,13 +235,7 @@ CHECKS = [name for name in list(globals()) if name.startswith("check_")]
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    why = vendor_abi.why_not("amdsmi")
-    if why:
-        pytest.skip(why)
-    root = tmp_path_factory.mktemp("rocm")
-    library = vendor_abi.build_amdsmi(root)
-    env = {k: v for k, v in os.environ.items() if k != "ROCM_HOME"} | {"ROCM_PATH": str(root)}
-    return vendor_abi.run_checks(__file__, library, env)
+    return vendor_abi.run_amdsmi(__file__, tmp_path_factory.mktemp("rocm"))
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -16,12 +16,12 @@ import time
 import pytest
 
 from tessera.errors import SensorLost, SensorPermission, SensorUnavailable
-from tessera.schema import Capability, Hold
-from tessera.sensors.base import Batch, Sensor
+from tessera.schema import Hold
+from tessera.sensors.base import Sensor
 from tessera.sensors.intel import IntelSensor, select_masked
 
 from fakes import vendor_abi
-from fakes.vendor_abi import Fake
+from fakes.vendor_abi import Fake, by_name, watts
 
 DEVICE_LOST, UNSUPPORTED, DENIED, NOT_READY = 0x70000001, 0x78000003, 0x70010000, 1
 CARD, PACKAGE, STACKS, MEMORY = 1, 2, 4, 8
@@ -31,14 +31,6 @@ def started(**env: str) -> IntelSensor:
     sensor = IntelSensor(env=env)
     sensor.start()
     return sensor
-
-
-def by_name(capabilities) -> dict[str, Capability]:
-    return {c.name: c for c in capabilities}
-
-
-def watts(batch: Batch, domain: str = "gpu0") -> list[float]:
-    return [w for _, w in batch.samples.get(domain, [])]
 
 
 def check_layout(fake: Fake) -> None:
@@ -238,11 +230,7 @@ CHECKS = [name for name in list(globals()) if name.startswith("check_")]
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    why = vendor_abi.why_not("pyzes")
-    if why:
-        pytest.skip(why)
-    library = vendor_abi.build_zes(tmp_path_factory.mktemp("zes"))
-    return vendor_abi.run_checks(__file__, library, dict(os.environ))
+    return vendor_abi.run_zes(__file__, tmp_path_factory.mktemp("zes"))
 
 
 @pytest.mark.parametrize("check", CHECKS)

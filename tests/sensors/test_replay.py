@@ -98,17 +98,6 @@ def test_started_again_it_plays_from_the_beginning():
     assert sensor.read().samples["gpu0"] == [(clock.ns, 100.0)]
 
 
-def test_anchors_are_played_in_time_with_the_samples():
-    clock = Clock()
-    anchors = {"gpu0": [(RECORDED_NS + 30 * MS, 7.0), (RECORDED_NS + 10 * MS, 5.0)]}
-    sensor = player([column("gpu0", [0, 20, 40])], clock, anchors=anchors)
-    assert sensor.read().anchors["gpu0"] == []
-    clock.ns += 20 * MS
-    assert sensor.read().anchors["gpu0"] == [(NOW_NS + 10 * MS, 5.0)]
-    clock.ns += 20 * MS
-    assert sensor.read().anchors["gpu0"] == [(NOW_NS + 30 * MS, 7.0)]
-
-
 @given(
     spacings_ms=st.lists(st.integers(min_value=1, max_value=50), min_size=1, max_size=40),
     reads_ms=st.lists(st.integers(min_value=0, max_value=400), max_size=12),

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..clock import boot_id
 from ..errors import ActuatorError, ActuatorPermission
 from . import journal as journals
 from . import locks
@@ -95,7 +96,7 @@ def _live_claims(actuator: Actuator, outcome: ClaimOutcome) -> tuple[Claim, ...]
     journal = journals.read_journal(actuator.uuid)
     if journal is None:
         return ()
-    if journal.boot != journals.boot_id():
+    if journal.boot != boot_id():
         outcome.notes.append(
             f"{actuator.gpu}: a journal from an earlier boot is void: a reboot resets limits and clocks"
         )
@@ -119,7 +120,7 @@ def _apply(
     actuator: Actuator, claims: tuple[Claim, ...], outcome: ClaimOutcome, *, thorough: bool = False
 ) -> ClaimOutcome:
     """Set the GPU to what the claims ask for, and record it; `thorough`: set clocks even if the limit fails."""
-    fresh = Journal(uuid=actuator.uuid, gpu=actuator.gpu, vendor=actuator.vendor, boot=journals.boot_id())
+    fresh = Journal(uuid=actuator.uuid, gpu=actuator.gpu, vendor=actuator.vendor, boot=boot_id())
     journal = dataclasses.replace(journals.read_journal(actuator.uuid) or fresh, claims=claims)
     failed: ActuatorError | None = None
     for part in (_apply_limit, _apply_clocks, apply_smoothing, apply_profiles):

@@ -22,7 +22,6 @@ from .smoothing import PowerSmoothing, ProfileChange, SmoothingChange
 
 # Drivers take limits in milliwatts (NVML) or microwatts (AMD SMI); some boards round them to whole watts.
 ROUNDING_W = 1.0
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +76,6 @@ class Journal:
     def is_changed(self) -> bool:
         """Whether something on the GPU is not as it was."""
         return any(c is not None for c in (self.limit, self.clocks, self.smoothing, self.profiles))
-
-
-def boot_id() -> str:
-    """The kernel's identifier of this boot."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:  # no /proc: then all boots look the same, and a stale journal is recognised by the limit's value
-        return "unknown"
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 
+from ..clock import boot_id
 from ..errors import ActuatorError
 from ..sensors.health import MachineCheck
 from . import journal as journals
@@ -123,7 +124,7 @@ def _examine(uuid: str) -> OutstandingChange:
         return OutstandingChange(gpu=uuid, uuid=uuid, error=str(exc), needs_restore=True)
     if journal is None:  # it ended since we listed it
         return OutstandingChange(gpu=uuid, uuid=uuid, action="nothing")
-    if journal.boot != journals.boot_id():
+    if journal.boot != boot_id():
         return OutstandingChange(
             gpu=journal.gpu, uuid=uuid, action="void: the machine was restarted since", needs_restore=True
         )
@@ -168,7 +169,7 @@ def _restore_gpu(uuid: str) -> OutstandingChange | None:
         journal = journals.read_journal(uuid)
         if journal is None:
             return None
-        if journal.boot != journals.boot_id():
+        if journal.boot != boot_id():
             journals.remove_journal(uuid)
             return before
         actuator = open_uuid(uuid, journal.vendor)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ..errors import ActuatorError, ArgumentError, did_you_mean
+from ..errors import ActuatorError, ArgumentError, check_choice
 
 # NVML_POWER_PROFILE_* of nvidia-ml-py 13.615, by number.
 POWER_PROFILES = (
@@ -140,11 +140,7 @@ def find_profiles(names: str | Iterable[str]) -> tuple[int, ...]:
     """The numbers of workload power profiles by their names, such as "llm_training"."""
     found = []
     for name in [names] if isinstance(names, str) else names:
-        if name not in POWER_PROFILES:
-            raise ArgumentError(
-                f"there is no workload power profile {name!r}{did_you_mean(name, POWER_PROFILES)}",
-                fix=f"one of: {', '.join(POWER_PROFILES)}",
-            )
+        check_choice("workload power profile", name, POWER_PROFILES)
         found.append(POWER_PROFILES.index(name))
     if not found:
         raise ArgumentError("no workload power profile is named", fix='"llm_training"')

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..attribute.activity import shares
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..joules import Floats
 from ..profile.counters.nvidia import STALLS
 from ..profile.open_recording import Progress, open_recording
@@ -22,7 +22,7 @@ from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.distinct import distinct
 from .cupti_ranges import list_ranges
 from .devices import explain_no_device, explain_no_power, list_devices, region_paths
-from .result import Result, check_choice, columns
+from .result import Result, columns
 
 SORTS = ("time", "energy")
 _NEEDS_CALLS = 100

@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import check_choice
 from ..joules import Floats
 from ..profile.open_recording import Progress, open_recording
 from ..timeline.columns import Ints, Timeline
 from .devices import busy_spans, explain_no_device, explain_no_power, row_joules
-from .result import Result, check_choice, columns
+from .result import Result, columns
 
 BY = ("phase", "batch")
 PHASES = ("prefill", "decode", "mixed")

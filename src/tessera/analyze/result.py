@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ArgumentError, MissingExtra, did_you_mean
+from ..errors import MissingExtra
 
 _UNITS = {
     "w_per_s": "W/s",
@@ -41,12 +41,6 @@ class ResultColumn:
     title: str
     unit: str = ""
     help: str = ""
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse an argument that is none of some words, with the nearest."""
-    if value not in choices:
-        raise ArgumentError(f"{name}={value!r}{did_you_mean(value, choices)}", fix=f"one of: {', '.join(choices)}")
 
 
 def columns(*titles: tuple[str, str] | tuple[str, str, str]) -> tuple[ResultColumn, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..device import Device
-from ..errors import ArgumentError, TesseraError, did_you_mean
+from ..errors import ArgumentError, TesseraError, check_choice, did_you_mean
 from ..hardware import catalogue, identify_board, lookup
 from ..joules import Floats
 from ..profile.open_recording import Progress, open_recording
@@ -18,7 +18,7 @@ from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.distinct import distinct
 from .devices import count_launches, explain_no_device, explain_no_power
 from .kernel_work import Calls, list_calls
-from .result import Result, ResultColumn, check_choice, columns
+from .result import Result, ResultColumn, columns
 
 BY = ("kernel", "op")
 _BOUND = "the roof at this intensity: compute or memory; cache if more bytes per second were moved than {} can"

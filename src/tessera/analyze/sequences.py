@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..profile.open_recording import Progress, open_recording
 from ..record import CODE
 from ..timeline.columns import NONE, Ints, Timeline
 from .devices import explain_no_device, explain_no_power, list_devices, row_joules
 from .kernel_names import TYPES, category, fit, short_name
 from .launches import SHORT_S
-from .result import Result, check_choice, columns
+from .result import Result, columns
 
 BY = ("stream", "op")
 FUSIBLE = ("normalisation, reduction", "elementwise")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..device import Device
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError, check_choice
 from .mesh import Mesh
 from .training_model import AXES, RECOMPUTE, SHARDINGS, ModelShape, TrainingJob
 
@@ -47,9 +47,9 @@ class Layout:
         if not self.schedule:
             object.__setattr__(self, "schedule", "interleaved" if self.vp > 1 else "1f1b")
         for name, known in (("schedule", SCHEDULES), ("sharding", SHARDINGS), ("recompute", RECOMPUTE)):
-            _check_choice(name, getattr(self, name), known)
+            check_choice(name, getattr(self, name), known)
         for what in self.offload:
-            _check_choice("offload", what, OFFLOADS)
+            check_choice("offload", what, OFFLOADS)
         if (self.schedule == "interleaved") != (self.vp > 1) or (self.vp > 1 and self.pp == 1):
             raise ArgumentError(
                 f"schedule={self.schedule!r} with pp={self.pp} and vp={self.vp}",
@@ -107,7 +107,7 @@ class Layout:
         """The layout of `to_dict`."""
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
-            _check_choice("setting of a layout", key, known)
+            check_choice("setting of a layout", key, known)
         lists: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
@@ -116,9 +116,3 @@ class Layout:
     def __str__(self) -> str:
         sizes = {name: getattr(self, name) for name in ("tp", "cp", "ep", "pp", "vp", "dp")}
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp1"
-
-
-def _check_choice(name: str, value: str, known: Iterable[str]) -> None:
-    known = list(known)
-    if value not in known:
-        raise ArgumentError(f"no {name} {value!r}{did_you_mean(str(value), known)}", fix=f"one of: {', '.join(known)}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError, check_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,7 @@ class Breaker:
 
     def __post_init__(self) -> None:
         for name, known in (("curve", MAGNETIC), ("standard", STANDARDS)):
-            value = getattr(self, name)
-            if value not in known:
-                near = did_you_mean(str(value), known)
-                raise ArgumentError(f"no {name} {value!r} of a breaker{near}", fix=f"one of: {', '.join(known)}")
+            check_choice(name, getattr(self, name), known)
         if self.phases not in (1, 3):
             raise ArgumentError(f"a breaker has 1 or 3 phases, not {self.phases}")
         for name in ("rating_a", "voltage_v", "power_factor", "margin"):

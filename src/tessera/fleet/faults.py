@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError, check_choice
 from ..units import parse_duration, with_unit
 from .facility import Facility
 from .yaml_tables import Keys, build, list_tables, read_text
 
-FaultKind = Literal["node_lost", "sensor_lost", "breaker_trip", "cooling_lost"]
 _LEVELS: dict[str, tuple[str, ...]] = {
     "node_lost": ("node",),
     "sensor_lost": ("node", "rack"),
@@ -39,11 +38,7 @@ class Fault:
     for_s: float = math.inf
 
     def __post_init__(self) -> None:
-        kinds = get_args(FaultKind)
-        if self.kind not in kinds:
-            raise ArgumentError(
-                f"no fault {self.kind!r}{did_you_mean(self.kind, kinds)}", fix=f"one of: {', '.join(kinds)}"
-            )
+        check_choice("kind", self.kind, _LEVELS)
         if not self.at_s >= 0 or not self.for_s > 0:
             raise ArgumentError("a fault begins at 0 s or later, and lasts longer than 0 s")
 

@@ -11,11 +11,12 @@ What does not answer keeps its name and says why; nothing is guessed for it.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import TesseraError
@@ -38,8 +39,8 @@ class Governor(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetNode:
-    """A node now; None: not known. `problem` says why it does not answer, and is empty where it does.
+class FleetNode(NodeReading):
+    """A node now, with what its endpoint says; None: not known.
 
     `is_up` says whether its endpoint answers; None: it has none, and was not asked. `basis` is that of `power_w`:
     "measured" or "modelled" by its endpoint, "file" for a fixed figure of the fleet's file, "governor" for what its
@@ -51,18 +52,9 @@ class FleetNode:
     rack: str
     aisle: str
     is_up: bool | None = None
-    power_w: float | None = None
-    basis: str = "measured"
-    temperature_c: float | None = None
-    cap_w: float | None = None
-    crest_factor: float | None = None
-    throttled: tuple[str, ...] = ()
-    events: Mapping[str, int] = field(default_factory=dict)
-    energy_j: float | None = None
     leased_w: float | None = None
     guaranteed_w: float | None = None
     jobs: tuple[str, ...] = ()
-    problem: str = ""
 
     @property
     def near_trips(self) -> int:
@@ -181,27 +173,18 @@ class FleetPoller:
             reading = answers.get(node.name) or _read_file(node)
             lease = leases.get(node.name)
             self._note_events(node.name, reading, now_s)
-            power_w, basis = reading.power_w, reading.basis
-            if power_w is None and lease is not None:
-                power_w, basis = lease.measured_w, "governor"
+            if reading.power_w is None and lease is not None:
+                reading = dataclasses.replace(reading, power_w=lease.measured_w, basis="governor")
             nodes.append(
                 FleetNode(
                     name=node.name,
                     rack=node.rack,
                     aisle=node.aisle,
                     is_up=not reading.problem if node.name in answers else None,
-                    power_w=power_w,
-                    basis=basis,
-                    temperature_c=reading.temperature_c,
-                    cap_w=reading.cap_w,
-                    crest_factor=reading.crest_factor,
-                    throttled=reading.throttled,
-                    events=reading.events,
-                    energy_j=reading.energy_j,
                     leased_w=lease.exposure_w if lease else None,
                     guaranteed_w=lease.guaranteed_w if lease else None,
                     jobs=lease.jobs if lease else (),
-                    problem=reading.problem,
+                    **{f.name: getattr(reading, f.name) for f in dataclasses.fields(reading)},
                 )
             )
         return FleetStatus(

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError, check_choice
 from ..joules import Floats
 
 # Lowest efficiency at 10, 20, 50 and 100% of the rating, 230 V internal redundant (80 PLUS, as Tom's Hardware lists it
@@ -41,11 +41,7 @@ class NodeSupply:
     off_at: float = 1.50
 
     def __post_init__(self) -> None:
-        if self.grade not in GRADES:
-            raise ArgumentError(
-                f"no grade {self.grade!r} of a power supply{did_you_mean(self.grade, GRADES)}",
-                fix=f"one of: {', '.join(GRADES)}",
-            )
+        check_choice("grade", self.grade, GRADES)
         if not 1 <= self.needed <= self.count:
             raise ArgumentError(f"{self.needed} of {self.count} power supplies cannot carry a node")
         if not (0.0 < self.rating_w < math.inf and 1.0 <= self.limit_at <= self.off_at):

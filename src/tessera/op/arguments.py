@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError
 from ..stream import Stream
 from ..stream import on as stream_on
 
@@ -145,16 +145,6 @@ def broadcast_batches(op: str, a: Any, b: Any) -> tuple[int, ...]:
             why="their leading dimensions do not broadcast",
             fix="equal sizes, or 1 in one of them",
         ) from e
-
-
-def check_choice(op: str, name: str, value: Any, choices: Iterable[str]) -> None:
-    """`value` is one of some words."""
-    choices = tuple(choices)
-    if value not in choices:
-        near = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise ArgumentError(
-            f"op.{op}: {name}={value!r} is not accepted{near}", fix=f"{name} is one of {', '.join(choices)}"
-        )
 
 
 def can_broadcast(value: Any, to: tuple[int, ...]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - as torch's own documents write it
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..stream import Stream
 from . import arguments, hints, tile
 from .dispatch import in_transform, is_unobserved, needs_gradient
@@ -139,7 +139,7 @@ def _cast(q: Any, k: Any, v: Any, mask: Any, precision: str) -> tuple[Any, Any, 
     if precision == "fp8":
         why = "neither torch nor Tessera has an fp8 attention kernel"
         raise ArgumentError("op.flash_attention: precision='fp8'", why=why, fix="precision='bf16'")
-    arguments.check_choice("flash_attention", "precision", precision, DTYPE_OF)
+    check_choice("op.flash_attention: precision", precision, DTYPE_OF)
     dtype = DTYPE_OF[precision]
     if mask is not None and mask.is_floating_point() and mask.dtype is not dtype:
         mask = mask.float()  # fp32 goes with every dtype of q, and holds what fp16 does not

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..stream import Stream
 from . import arguments, hints, tile
 from .dispatch import is_tf32_allowed, with_transforms
@@ -52,7 +52,7 @@ def conv2d(
     arguments.check_convolution("conv2d", x, weight, bias, groups)
     steps = arguments.to_pair("conv2d", "stride", stride, 1), arguments.to_pair("conv2d", "dilation", dilation, 1)
     if isinstance(padding, str):
-        arguments.check_choice("conv2d", "padding", padding, ("same", "valid"))
+        check_choice("op.conv2d: padding", padding, ("same", "valid"))
     else:
         padding = arguments.to_pair("conv2d", "padding", padding, 0)
     with arguments.use_stream(stream, x, weight, bias):

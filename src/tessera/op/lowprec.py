@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, MissingExtra, did_you_mean
+from ..errors import ArgumentError, MissingExtra, check_choice
 from .arguments import without_autocast
 from .casting import FULL, PRECISIONS, STORED_AS, cast, find_prepared, multiplies_fp8, quantize, unknown_precision
 from .dispatch import force_fp32_sums, is_unobserved, needs_gradient, set_tf32, with_transforms
@@ -67,8 +67,7 @@ def check(a: Any, b: Any, precision: str, accumulate: str = "fp32") -> None:
         raise ArgumentError(f"a is {tuple(a.shape)}, b {tuple(b.shape)}", why="a's columns are not b's rows")
     if precision not in PRECISIONS:
         raise unknown_precision("precision", precision)
-    if accumulate not in ACCUMULATES:
-        raise ArgumentError(f"accumulate={accumulate!r}{did_you_mean(accumulate, ACCUMULATES)}", fix='"fp32" or "fast"')
+    check_choice("accumulate", accumulate, ACCUMULATES)
 
 
 # -- the operator that torch sees -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..stream import Stream
 from . import arguments, hints, lowprec, padding, tiled_matmul
 from .arguments import HALVES
@@ -151,7 +151,7 @@ def _check_linear(x: Any, weight: Any, bias: Any, activation: str | None) -> Non
                 "linear", "bias", bias, f"weight has {weight.shape[0]} rows", "one value for each row of weight"
             )
     if activation is not None:
-        arguments.check_choice("linear", "activation", activation, ACTIVATIONS)
+        check_choice("op.linear: activation", activation, ACTIVATIONS)
 
 
 def _result_shape(a: Any, b: Any) -> tuple[int, ...]:
@@ -205,11 +205,9 @@ def _plan(
 
 def _check_words(op: str, a: Any, precision: str | None, accumulate: str | None, tile_shape: Any) -> None:
     if precision is not None:
-        arguments.check_choice(
-            op, "precision", precision, PRECISIONS if tile_shape is None else tiled_matmul.PRECISIONS
-        )
+        check_choice(f"op.{op}: precision", precision, PRECISIONS if tile_shape is None else tiled_matmul.PRECISIONS)
     if accumulate is not None:
-        arguments.check_choice(op, "accumulate", accumulate, lowprec.ACCUMULATES if tile_shape is None else ("fp32",))
+        check_choice(f"op.{op}: accumulate", accumulate, lowprec.ACCUMULATES if tile_shape is None else ("fp32",))
     if a.dtype not in FULL:
         name = "x" if op == "linear" else "a"
         why = "precision, accumulate and error_tolerance are for fp64, fp32, fp16 and bf16"

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..stream import Stream
 from ..stream import on as stream_on
 from .arguments import (
     cast_like_autocast,
-    check_choice,
     check_tensors,
     format_shape,
     is_autocast,
@@ -80,7 +79,7 @@ def route(logits: Any, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch
 
 
 def _check(x: Any, router: Any, w1: Any, w2: Any, w3: Any, top_k: Any, activation: Any) -> None:
-    check_choice("moe", "activation", activation, ACTIVATIONS)
+    check_choice("op.moe: activation", activation, ACTIVATIONS)
     for name, value in (("x", x), ("router", router)):
         if value.dtype.itemsize == 1:
             raise ArgumentError(f"op.moe: {name} is {value.dtype}", why="fp8 needs scales", fix=f"{name}.bfloat16()")

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import PredictionError
-from .arguments import HALVES, check_choice
+from ..errors import PredictionError, check_choice
+from .arguments import HALVES
 from .dispatch import in_transform
 
 PIECE_BYTES = 16
@@ -37,7 +37,7 @@ _mode: ContextVar[Mode] = ContextVar("tessera_op_padding", default="auto")
 @contextlib.contextmanager
 def use(mode: Mode) -> Iterator[None]:
     """Pad where it pays ("auto"), wherever rows are unaligned on any device ("always", for tests), or "never"."""
-    check_choice("padding.use", "mode", mode, _MODES)
+    check_choice("op.padding.use: mode", mode, _MODES)
     token = _mode.set(mode)
     try:
         yield

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError, check_choice
 from ..units import (
     ScopedPower,
     parse_fraction,
@@ -23,12 +23,6 @@ CAP_POLICIES = ("token_bucket", "driver")
 TOKENS = ("joules", "launches", "warps", "cp_async")
 # Long enough for ten samples of an H200 (20 ms).
 CAP_WINDOW_MS = 200.0
-
-
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        near = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise ArgumentError(f"{name}={value!r} is not known{near}", fix=f"one of {', '.join(map(repr, choices))}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -66,7 +60,7 @@ class ScheduleOptions:
         self._check_cap()
         self._check_tokens()
         if self.policy is not None:
-            _check_choice("policy", self.policy, POLICIES)
+            check_choice("policy", self.policy, POLICIES)
         # Triton pipelines up to a handful of tiles, and a block has at most 32 warps: 8 groups of four.
         _check_integer("cp_async_depth", self.cp_async_depth, 1, 16)
         _check_integer("warp_mma_concurrency", self.warp_mma_concurrency, 1, 8)
@@ -88,7 +82,7 @@ class ScheduleOptions:
         if cap is not None and cap.power_w <= 0:
             raise ArgumentError(f"power_cap={str(cap)!r} must be above 0 W", fix='power_cap="275W"')
         if self.cap_policy is not None:
-            _check_choice("cap_policy", self.cap_policy, CAP_POLICIES)
+            check_choice("cap_policy", self.cap_policy, CAP_POLICIES)
             if cap is None:
                 raise ArgumentError(f"cap_policy={self.cap_policy!r} without a power_cap", fix='power_cap="275W"')
         if self.cap_policy == "driver" and cap is not None and cap.scope == "node":
@@ -100,7 +94,7 @@ class ScheduleOptions:
             raise ArgumentError(f"cap_window_ms={window!r} must be a number of milliseconds from 1 to 60000")
 
     def _check_tokens(self) -> None:
-        _check_choice("tokens", self.tokens, TOKENS)
+        check_choice("tokens", self.tokens, TOKENS)
         if self.tokens == "joules":
             return
         option = f"tokens={self.tokens!r}"

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..clock import now_ns
 from ..errors import ArgumentError, RecordingError
-from ..joules import DomainSamples, Floats, Ints
+from ..joules import DomainSamples, Ints
 from ..schema import Basis, Capability, Domain, Gap
 from ..trace import read_csv
 from .base import Batch
@@ -30,7 +30,6 @@ class ReplaySensor:
         self,
         columns: Mapping[str, DomainSamples],
         *,
-        anchors: Mapping[str, Sequence[tuple[int, float]]] | None = None,
         speed: float | None = 1.0,
         clock: Callable[[], int] = now_ns,
     ) -> None:
@@ -42,7 +41,6 @@ class ReplaySensor:
                 fix="speed=1 is real time, 10 ten times faster, None all at once",
             )
         self._columns = dict(columns)
-        self._anchors = {k: sorted(v) for k, v in (anchors or {}).items()}
         self._speed = speed
         self._clock = clock
         self._sent: dict[str, int] = {}
@@ -74,23 +72,20 @@ class ReplaySensor:
         """What has been played since the last read; after the end, nothing more."""
         batch = Batch()
         for name, column in self._columns.items():
-            batch.samples[name] = self._until_now(f"s:{name}", column.times_ns, column.watts)
-        for name, ticks in self._anchors.items():
-            times = np.array([t for t, _ in ticks], dtype=np.int64)
-            batch.anchors[name] = self._until_now(f"a:{name}", times, np.array([j for _, j in ticks]))
-        if not self._over and all(self._sent[f"s:{n}"] == len(c.times_ns) for n, c in self._columns.items()):
+            batch.samples[name] = self._until_now(name, column)
+        if not self._over and all(self._sent[n] == len(c.times_ns) for n, c in self._columns.items()):
             self._over = True
             for name, column in self._columns.items():
                 end_ns = int(self._to_present(column.times_ns[-1:])[0]) if len(column.times_ns) else self._begun_ns
                 batch.gaps.append(Gap(domain=name, start_ns=end_ns, end_ns=None, reason="the recording is over"))
         return batch
 
-    def _until_now(self, key: str, times: Ints, values: Floats) -> list[tuple[int, float]]:
-        first = self._sent.get(key, 0)
-        placed = self._to_present(times[first:])
+    def _until_now(self, name: str, column: DomainSamples) -> list[tuple[int, float]]:
+        first = self._sent.get(name, 0)
+        placed = self._to_present(column.times_ns[first:])
         n = int(np.searchsorted(placed, self._clock(), side="right"))
-        self._sent[key] = first + n
-        return list(zip(placed[:n].tolist(), values[first : first + n].tolist(), strict=True))
+        self._sent[name] = first + n
+        return list(zip(placed[:n].tolist(), column.watts[first : first + n].tolist(), strict=True))
 
     def _to_present(self, times: Ints) -> Ints:
         """Recorded times on the clock of now."""
