@@ -23,7 +23,7 @@ from .clock import EpochNs
 from .errors import MeasurementError
 from .notes import order_notes
 from .record import NOT_THROTTLED, Record
-from .schema import DeviceId, PowerEvent, Telemetry
+from .schema import DeviceId, Pause, PowerEvent, Telemetry
 from .timeline.columns import Chunk, Launch, Timeline
 from .trace import PowerTrace
 from .units import format_energy_error
@@ -100,7 +100,7 @@ class Facts:
     `windows` are the stretches that were traced; with `scheduled` they were chosen, and what lies between them was not
     meant to be traced. `operator_windows` are the parts of them in which operators were traced too, where that was not
     always so. `collectors` says what recorded "kernels" and "operators" ("cupti", "kineto"), and "why" not CUPTI.
-    `meta` is what the session stated when it began.
+    `pauses` are those of collecting operators while the program ran. `meta` is what the session stated when it began.
     """
 
     name: str = "trace"
@@ -117,6 +117,7 @@ class Facts:
     collectors: Mapping[str, str | None] = field(default_factory=dict)
     scheduled: bool = False
     tracing_s: float | None = None
+    pauses: Sequence[Pause] = ()
     time_limit_reached: bool = False
     crashed: bool = False
     returncode: int | None = None

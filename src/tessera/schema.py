@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .advice import Advice as Advice
 from .device import Caches as Caches
@@ -135,6 +135,13 @@ class Domain:
         """The most watts a sample can show: a sample above this, or below 0, is a failed reading and so a gap."""
         most_w = MAX_BOARD_W if self.device.is_gpu else math.inf
         return LIMIT_HEADROOM * self.limit_w if self.limit_w else most_w
+
+
+class Pause(NamedTuple):
+    """A stretch in which the program stood still for its tracer: when it began (epoch), and how long it took."""
+
+    start_ns: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

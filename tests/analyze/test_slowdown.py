@@ -359,3 +359,35 @@ def test_what_is_said_can_be(
     else:
         assert found.reason is not None and (found.slowdown is None or found.slowdown >= 1.0)
         assert found.untraced_step_j is None
+
+
+def test_a_pause_for_operators_is_told_once_with_its_step(tmp_path: Path) -> None:
+    """By one fact: the screen, the page and `--json` have the same line."""
+    program = Program().train(10, 45.0).trace(3, 46.0, closing_ms=845.0).train(60, 45.0)
+    facts = {"operator_windows": program.windows, "pauses": [(program.windows[0][1], 0.8)]}
+    line = "collecting operators paused the program once for 800 ms in step_13"
+    with program.write(tmp_path / "paused.tessera", tracing_s=0.9, **facts) as run:
+        found, shown, html = tracing_of(run), screen(run), page(run.recording())
+    assert (found.pauses, found.paused_s, found.paused_step) == (1, 0.8, "step_13")
+    assert found.text == line and line in shown and line.capitalize() in html
+    assert found.to_dict()["paused_s"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("pauses", "line"),
+    [
+        ([], None),
+        ([(START_NS, 0.05)], None),
+        ([(START_NS - 1, 0.5)], "collecting operators paused the program once for 500 ms"),
+        (
+            [(START_NS + 1, 0.5), (START_NS + 2, 0.2)],
+            "collecting operators paused the program 2 times for 700 ms in all",
+        ),
+    ],
+)
+def test_short_pauses_are_not_told(pauses: list[tuple[int, float]], line: str | None, tmp_path: Path) -> None:
+    program = Program().train(10, 45.0).trace(3, 46.0).train(60, 45.0)
+    facts = {"operator_windows": program.windows, "pauses": pauses}
+    with program.write(tmp_path / "paused.tessera", **facts) as run:
+        told = tracing_of(run).text
+    assert told == line if line is None else told is not None and told.startswith(line)

@@ -100,34 +100,47 @@ def test_what_cannot_be_written_at_exit_is_said_and_changes_no_exit_code(tmp_pat
     assert code == 0 and "no such place" in err and "Traceback" not in err
 
 
+class FakeCollector:
+    recording = starting = False
+
+    def __init__(self):
+        self.notes = []
+
+    def start(self):
+        self.recording = True
+
+    def stop(self):
+        self.recording = False
+        return self
+
+    def timeline(self):
+        return Builder().build()
+
+
 def test_a_window_is_read_where_no_thread_can_be_started(monkeypatch):
     """Python 3.12 starts none once the interpreter ends."""
-
-    class Collector:
-        recording = starting = False
-
-        def __init__(self):
-            self.notes = []
-
-        def start(self):
-            self.recording = True
-
-        def stop(self):
-            self.recording = False
-            return self
-
-        def timeline(self):
-            return Builder().build()
 
     def refuse(self):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     read = []
-    tracing = Tracing(Collector(), lambda *window: read.append(window))  # type: ignore[arg-type]
+    tracing = Tracing(FakeCollector(), lambda *window: read.append(window))  # type: ignore[arg-type]
     tracing.begin()
     monkeypatch.setattr(threading.Thread, "start", refuse)
     tracing.end()
     assert len(read) == 1 and isinstance(read[0][0], Timeline) and tracing.notes == []
+
+
+def test_a_program_pauses_where_a_window_closes_within_it_and_not_after_it():
+    windows = []
+    within, after = (Tracing(FakeCollector(), lambda *window: windows.append(window)) for _ in range(2))  # type: ignore[arg-type]
+    within.begin()
+    within.finish()
+    within.end()
+    after.begin()
+    after.end()
+    assert [pause.start_ns for pause in within.pauses] == [windows[0][2]] and within.pauses[0].seconds > 0
+    assert after.pauses == []
 
 
 # -- somebody will not wait ----------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ MANY = 10
 """Times as many steps that nobody disturbed: what the few with operators took is then not worth a line."""
 SURE = 0.1
 """A ratio known worse than this (90%) is not known: the steps of that program differ too much, or are too few."""
+PAUSED_S = 0.1
+"""A shorter pause is not worth a line: nobody would notice it beside the others of a program."""
 MATTERS = 1.05
 """Slower by less is not worth a line."""
 BOUNDED = 0.75
@@ -70,7 +72,8 @@ class Slowdown:
     `is_brief`: operators were traced in these few steps only, and all others ran as without a tracer.
     `basis` "steps": traced steps against untraced ones of the run, with the half-width of a 90% interval. "events":
     the most it can have been, from the events that were made. `reason` says why untraced steps do not tell. `idle_s`
-    and `idle_j` are what the devices waited for the tracer, of the time that was traced.
+    and `idle_j` are what the devices waited for the tracer, of the time that was traced. `pauses` times the program
+    stood still for its operators to be collected, for `paused_s` in all, longest in the step `paused_step`.
     """
 
     slowdown: float | None
@@ -88,6 +91,9 @@ class Slowdown:
     idle_j: float = 0.0
     reason: str | None = None
     is_brief: bool = False
+    pauses: int = 0
+    paused_s: float = 0.0
+    paused_step: str | None = None
 
     @property
     def matters(self) -> bool:
@@ -99,6 +105,17 @@ class Slowdown:
     @property
     def text(self) -> str | None:
         """One line for a reader; None where it does not matter."""
+        return "; ".join(filter(None, (self._tell_slowdown(), self._tell_pauses()))) or None
+
+    def _tell_pauses(self) -> str | None:
+        if self.paused_s < PAUSED_S:
+            return None
+        lasted = format_duration(self.paused_s, 2)
+        times = f"once for {lasted}" if self.pauses == 1 else f"{self.pauses} times for {lasted} in all, longest"
+        where = f" in {self.paused_step}" if self.paused_step is not None else ""
+        return f"collecting operators paused the program {times if where else times.removesuffix(', longest')}{where}"
+
+    def _tell_slowdown(self) -> str | None:
         if not self.matters or (self.is_brief and self.untraced_steps > MANY * max(self.traced_steps, TRACED)):
             return None
         at_most = self.basis == "events"
@@ -135,12 +152,27 @@ def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | N
     if not windows.total_ns > 0:
         return None
     steps = _StepTimes(timeline, windows, tracing_s)
-    slowdown = dataclasses.replace(steps.by_steps() or steps.by_events(), is_brief=bool(facts.operator_windows))
+    slowdown = dataclasses.replace(
+        steps.by_steps() or steps.by_events(), is_brief=bool(facts.operator_windows), **_sum_pauses(recording)
+    )
     if table is not None and table.idle_j > 0:
         idle_s = max(table.time_s * steps.devices - table.busy_s, slowdown.idle_s)
         idle_j = table.idle_j * slowdown.idle_s / idle_s if idle_s > 0 else 0.0
         slowdown = dataclasses.replace(slowdown, idle_j=idle_j)
     return _add_joules(slowdown, steps, power) if power is not None and slowdown.basis == "steps" else slowdown
+
+
+def _sum_pauses(recording: Recording) -> dict[str, Any]:
+    """How often and how long the program stood still, and the step of the longest pause, as `Slowdown` has them."""
+    pauses = recording.facts.pauses
+    longest_ns = max(pauses, key=lambda pause: pause.seconds).start_ns if pauses else 0
+    steps = steps_of(recording.timeline) if pauses else ()
+    inside = [step.name for step in steps if step.start_ns <= longest_ns < step.end_ns]
+    return {
+        "pauses": len(pauses),
+        "paused_s": sum(pause.seconds for pause in pauses),
+        "paused_step": inside[-1] if inside else None,
+    }
 
 
 def find_untouched(recording: Recording) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from .kineto_collector import add_stream_names, drop_unasked, find_sensor_number
 from .options import SessionOptions
 from .tracing import Deliver
 
-FLUSH_S = 0.3
+FLUSH_S = 0.25
 """How often CUPTI is asked for what is complete, where the session's thread comes that often."""
 _log = logging.getLogger("tessera")
 

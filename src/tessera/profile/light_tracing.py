@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ..schema import Pause
 from ..timeline.columns import Timeline
 from .graph_capture import GraphCaptures
 from .kernel_tracing import KernelTracing
@@ -76,6 +77,10 @@ class LightTracing:
     def tracing_s(self) -> float:
         others = (self.operators, self._captures)
         return self.kernels.tracing_s + sum(other.tracing_s for other in others if other is not None)
+
+    @property
+    def pauses(self) -> list[Pause]:
+        return [] if self.operators is None else self.operators.pauses
 
     @property
     def notes(self) -> list[str]:

@@ -4,7 +4,7 @@
 
     program's threads ── region, mark, counter, step ──────────────────────────┐
     Sampler (power, clocks) ──► PowerFeed ──┐                                  ├──► RunWriter ──► runs/NAME.tessera
-    StackSampler (Python stacks) ───────────┴─ one thread, 0.4 s ──────────────┤
+    StackSampler (Python stacks) ───────────┴─ one thread, 0.3 s ──────────────┤
     CUPTI ───► KernelTracing ──► cupti_timeline ───────────────────────────────┤
     Kineto ──► Tracing (windows) ──► timeline.kineto.read, or RunSummary ──────┘
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .torch_hooks import ModuleRanges
     from .tracer import Tracer
 
-PULL_S = 0.4
+PULL_S = 0.3
 """How often power and stacks go to the run file, which commits every quarter second: half a second is promised."""
 SUMMARY_S = 10.0
 MAX_WINDOWS = 1000
@@ -272,7 +272,7 @@ class Session(SessionResults):
             self.notes += self._tracing.notes
             if self._schedule is not None and self._tracing.has_begun:
                 self.notes += filter(None, [self._schedule.describe_missed(self.steps)])
-            for key in ("tracing_s", "collectors", "mode"):
+            for key in ("tracing_s", "pauses", "collectors", "mode"):
                 writer.set(key, getattr(self._tracing, key))
         self.notes = list(dict.fromkeys(self.notes))  # after an interrupt we come here twice
         if self._cpu_use is not None:

@@ -67,6 +67,7 @@ FACTS: Mapping[str, Any] = {
     "asked_ms": float | None,
     "windows": list[tuple[int, int]] | None,
     "operator_windows": list[tuple[int, int]] | None,
+    "pauses": list[tuple[int, float]] | None,
     "notes": list[str] | None,
     "write_stalls": list[str] | None,
     "returncode": int | None,

@@ -20,7 +20,7 @@ from ..joules import DomainSamples
 from ..notes import kind_of, restore_kinds
 from ..read_limits import JSON_BYTES, RUN_BYTES_PER_ROW
 from ..recording import CpuUse, Facts, Recording, Stack
-from ..schema import Domain, Gap, PowerEvent, Telemetry
+from ..schema import Domain, Gap, Pause, PowerEvent, Telemetry
 from ..timeline.columns import CHUNK_ROWS, FLOATS, INTEGERS, Chunk, Launch, Timeline
 from ..trace import PowerTrace
 from .runfile_format import (
@@ -113,6 +113,7 @@ class RunFile:
             collectors=self._get_as(dict[str, str | None], "collectors") or {},
             scheduled=bool(self.get("scheduled")),
             tracing_s=self._get_as(float, "tracing_s"),
+            pauses=[Pause(start_ns, seconds) for start_ns, seconds in self.get("pauses") or ()],
             time_limit_reached=any(kind_of(note) == "time_limit" for note in notes),
             crashed=self.crashed,
             returncode=self.get("returncode"),

@@ -2,7 +2,7 @@
 
 ::
 
-    user's threads ──► deque (rows) ─┐                       every 0.25 s
+    user's threads ──► deque (rows) ─┐                       every 0.25 s, and when kernels come
     sampler, Kineto ─► deque (jobs) ─┴─► one writer thread ──► one transaction ──► runs/NAME.tessera (+ -wal)
 
 A disk that is full or a file that is locked for a while delays it: everything waits in memory, and is written when that
@@ -70,7 +70,7 @@ class RunWriter:
         self._rows: deque[Row] = deque()
         self._jobs: deque[Callable[[], object]] = deque()
         self._lock = threading.RLock()  # held by whoever talks to the database
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
         self._closed = False
         self._committed_s = self._failed_s = time.monotonic()
         self._taken_rows: list[Row] = []  # since the last commit: put back if the next one fails
@@ -104,6 +104,7 @@ class RunWriter:
         """
         now = dataclasses.replace(timeline, columns=dict(timeline.columns), links=None)
         self._jobs.append(partial(self._store.timeline, now, [], self._commit_when_due, may_shrink=may_shrink))
+        self._wake.set()  # kernels have waited long enough in CUPTI's buffers: a killed program loses them
 
     def add_samples(self, domain: Domain, epoch_ns: Ints, watts: Floats) -> None:
         """Power samples of one domain; NaN watts: nothing is known since the sample before."""
@@ -164,6 +165,7 @@ class RunWriter:
     def close(self) -> None:
         """Write the rest, mark the file as closed cleanly and leave no side files. Safe to call twice."""
         self._stop.set()
+        self._wake.set()
         with self._lock:
             if self._closed:
                 return
@@ -219,7 +221,9 @@ class RunWriter:
             )
 
     def _run(self) -> None:
-        while not self._stop.wait(COMMIT_S):
+        while not self._stop.is_set():
+            self._wake.wait(COMMIT_S)
+            self._wake.clear()
             if self._rows or self._jobs:
                 with self._lock:
                     self._drain()

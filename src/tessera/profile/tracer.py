@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..schema import Pause
 from .options import Mode
 
 
@@ -24,6 +25,10 @@ class Tracer(Protocol):
     @property
     def tracing_s(self) -> float:
         """The program's time that was spent so far."""
+
+    @property
+    def pauses(self) -> list[Pause]:
+        """When the program stood still so far, for its operators to be collected."""
 
     @property
     def notes(self) -> list[str]: ...

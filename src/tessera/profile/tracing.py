@@ -31,6 +31,7 @@ from collections.abc import Callable
 from ..errors import TesseraError
 from ..monitor.scope import is_capturing, synchronize
 from ..notes import Note
+from ..schema import Pause
 from ..timeline.columns import Timeline
 from .kineto_collector import Finished, KinetoCollector
 from .options import Mode
@@ -78,6 +79,7 @@ class Tracing:
         self.due_ns = NEVER
         """When the window is to be opened or closed (epoch): whoever comes to a boundary later than that, does it."""
         self.tracing_s = 0.0
+        self.pauses: list[Pause] = []
         self._deliver = deliver
         self._schedule = schedule
         self._steady = steady if schedule is None else None
@@ -97,7 +99,7 @@ class Tracing:
         self._cost_ns = 0
         self._steps = 0  # in this window
         self._stepped = False  # the program has steps: windows keep to them
-        self._over = False
+        self._over = self._ends = False
 
     # -- what the session calls ------------------------------------------------------------------------------------
 
@@ -218,6 +220,7 @@ class Tracing:
 
     def end(self) -> None:
         """Stop tracing, and wait until all windows have been read."""
+        self._ends = True
         if self.has_begun:
             self.finish()
         for reader in self._readers:
@@ -260,10 +263,13 @@ class Tracing:
         if self._ranges is not None:
             self._ranges.end_open()
         synchronize()  # Kineto would anyway; so the window ends when its last kernel does
-        now_ns = time.time_ns()
+        now_ns, paused = time.time_ns(), time.perf_counter_ns()
         self._before_stall()
         finished = self.collector.stop()
-        self._cost_ns += time.perf_counter_ns() - t0
+        stopped = time.perf_counter_ns()
+        if not self._ends:  # else there is no program any more that waits
+            self.pauses.append(Pause(now_ns, (stopped - paused) * 1e-9))
+        self._cost_ns += stopped - t0
         self.due_ns = NEVER
         reader = threading.Thread(
             target=self._read, args=(finished, self._opened_ns, now_ns), name="tessera-trace", daemon=True
