@@ -269,7 +269,7 @@ class Optimized:
                     variant.release()
         self._call = call
         # Compiled code, and a backward pass of a trial, are cycles that hold device memory. It stays in torch's cache:
-        # calls that had to get theirs from the driver took a decoder on an H200 some 40 ms each.
+        # the calls that follow need not get theirs from the driver.
         gc.collect()
 
     @property
