@@ -27,7 +27,7 @@ def test_a_planned_job_is_profiled_on_all_ranks(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     job, whole = said["job"], said["run"]
     assert [r["rank"] for r in job["ranks"]] == list(range(RANKS)) and whole["steps"] == STEPS
-    assert sum(r["energy_j"] for r in job["ranks"]) == pytest.approx(whole["energy_j"], rel=0.05)
+    assert sum(r["energy_j"] for r in job["ranks"]) == pytest.approx(whole["energy_j"])
     # Gradients are reduced among all ranks in every step, and each of these calls was found on each of them.
     reduced = next(row for row in job["collectives"] if row["kind"] == "all_reduce")
     assert reduced["ranks"] == RANKS and reduced["count"] >= STEPS and reduced["skew_s"] is not None

@@ -29,7 +29,7 @@ from tessera.profile.ranks.merge import STRIDE, select_rank
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.profile.runfile_checksum import unseal
 from tessera.report.job import job_notes
-from tessera.schema import Domain, Telemetry
+from tessera.schema import Domain, Hold, Telemetry
 from tessera.timeline import Builder, Launch, Timeline
 
 T0 = 1_790_000_000_000_000_000
@@ -370,6 +370,31 @@ def test_a_merged_run_is_a_run(tmp_path: Path) -> None:
     merge(paths).write(tmp_path / "merged.tessera", replace=True).close()
     with pytest.raises(ArgumentError, match="one of the files"):
         merge(paths).write(paths[0], replace=True)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_the_joules_of_the_ranks_are_those_of_the_job(tmp_path: Path, hosts: int) -> None:
+    """A rank's samples go on while it writes its file, and its tracer writes rows then: neither belongs to the run."""
+    cpu = Domain(name="cpu0", source="modelled", resolution_s=0.1, hold=Hold.MEAN, basis="modelled", scope="process")
+    times_ns = np.arange(T0 - 100 * MS, T0 + 4000 * MS, 100 * MS)
+    for rank, end_ms in enumerate((2950, 2030)):
+        b = Builder()
+        b.add("op", "aten::mm", T0, T0 + 500 * MS, thread=1)
+        b.add("mark", "Record Window End", T0 + 3700 * MS, T0 + 3700 * MS, thread=1)
+        timeline = b.build()
+        timeline.rank = rank
+        with RunWriter(tmp_path / f"rank{rank}.tessera") as run:
+            run.add_timeline(timeline)
+            run.add_samples(cpu, times_ns, np.full(len(times_ns), 4.0 + rank))
+            for key, value in {"rank": rank, "start_ns": T0 + rank * 40 * MS, "end_ns": T0 + end_ms * MS}.items():
+                run.set(key, value)
+        move_to_host(tmp_path / f"rank{rank}.tessera", f"node{rank % hosts}")
+    merged = merge(tmp_path)
+    job = summarize_job(merged)
+    assert job is not None and [row.energy_j for row in job.ranks] == pytest.approx([4.0 * 2.95, 5.0 * 1.99])
+    assert merged.power is not None and merged.span_ns == (T0, T0 + 2950 * MS)
+    assert merged.power.energy_j == pytest.approx(4.0 * 2.95 + 5.0 * 1.99)
+    assert merged.power.energy().coverage == pytest.approx(1.0)
 
 
 def kineto_file(path: Path, timeline: Timeline, rank: int) -> Path:

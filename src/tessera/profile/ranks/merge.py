@@ -64,12 +64,16 @@ class MergedRecording(Recording):
         return self._power_parts
 
     def _facts(self, timeline: Timeline, name: str, path: Path | None) -> Facts:
-        """From the first start of a rank's run to the last end; traced where any rank was."""
-        spans = [(timeline.start_ns, timeline.end_ns)] if len(timeline) else []
+        """From the first start of a rank's run to the last end; traced where any rank was.
+
+        A tracer writes rows after the end of a run ("Record Window End"): rows count where a file has no run alone.
+        """
         windows: list[tuple[int, int]] = []
         recorded = [(f.facts, o) for f, o in zip(self.files, self.offsets, strict=True) if f.facts is not None]
+        spans = [_move_span(facts.span_ns, offset) for facts, offset in recorded if facts.span_ns is not None]
+        if len(timeline) and len(spans) < len(self.files):
+            spans.append((timeline.start_ns, timeline.end_ns))
         for facts, offset in recorded:
-            spans += [_move_span(facts.span_ns, offset)] if facts.span_ns is not None else []
             windows += [_move_span(window, offset) for window in facts.accounted_windows if facts.windows]
         start_ns, end_ns = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
         first = recorded[0][0] if recorded else Facts()

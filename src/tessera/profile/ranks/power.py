@@ -38,6 +38,7 @@ def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tu
     """
     several = len({f.host for f in files}) > 1
     columns: dict[str, DomainSamples] = {}
+    processes: dict[str, list[DomainSamples]] = {}
     readings: dict[str, list[Telemetry]] = {}
     gaps: dict[str, list[Gap]] = {}
     stacks: list[Stack] = []
@@ -56,9 +57,8 @@ def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tu
             for name in dict.fromkeys((*power.columns, *told)):
                 full = f"{file.host}.{name}" if several else name
                 samples = power.columns.get(name)
-                if samples is not None and samples.domain.scope == "process" and full in columns:
-                    columns[full] = _add_samples(columns[full], _move_samples(samples, full, offset))
-                    continue
+                if samples is not None and samples.domain.scope == "process":
+                    processes.setdefault(full, []).append(_clip(_move_samples(samples, full, offset), *spans[-1]))
                 if _count(samples, told.get(name)) <= _count(columns.get(full), readings.get(full)):
                     continue
                 if samples is not None:
@@ -74,6 +74,7 @@ def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tu
                 number = thread + place * STRIDE if isinstance(thread, int) else thread
                 stacks.append(Stack(t + shift_ns, number, stack, count))
     start_ns, end_ns = min((s[0] for s in spans), default=span_ns[0]), max((s[1] for s in spans), default=span_ns[1])
+    columns |= {name: _add_samples(parts, start_ns, end_ns) for name, parts in processes.items()}
     trace = PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, gaps=[g for part in gaps.values() for g in part])
     telemetry = sorted((t for part in readings.values() for t in part), key=lambda t: t.time_ns)
     return PowerParts(
@@ -104,16 +105,29 @@ def _count(samples: DomainSamples | None, readings: Sequence[Telemetry] | None) 
     return (0 if samples is None else len(samples.times_ns)) + len(readings or ())
 
 
-def _add_samples(one: DomainSamples, other: DomainSamples) -> DomainSamples:
-    """The power of two ranks on one host together: means, each until the next sample of either; 0 before and after."""
-    times_ns = np.union1d(one.times_ns, other.times_ns)
+def _clip(samples: DomainSamples, start_ns: int, end_ns: int) -> DomainSamples:
+    """The samples (means) of a rank's run alone: they begin before it and go on while it writes its file."""
+    times_ns = samples.times_ns
+    if len(times_ns) == 0:
+        return samples
+    inside = times_ns[(times_ns > start_ns) & (times_ns < end_ns)]
+    edges = np.clip(np.array([start_ns, end_ns], dtype=np.int64), times_ns[0], times_ns[-1])
+    kept_ns = np.union1d(inside, edges)
+    watts = samples.watts[np.searchsorted(times_ns, kept_ns)]
+    watts[0] = np.nan  # nothing is known before
+    return dataclasses.replace(samples, times_ns=kept_ns, watts=watts, peaks_w=watts)
+
+
+def _add_samples(parts: Sequence[DomainSamples], start_ns: int, end_ns: int) -> DomainSamples:
+    """The power of the ranks on one host over the job: means, each until the next sample of any; 0 before and after."""
+    times_ns = np.unique(np.concatenate([np.array([start_ns, end_ns], dtype=np.int64), *(p.times_ns for p in parts)]))
     watts = np.zeros(len(times_ns))
-    for part in (one, other):
+    for part in parts:
         place = np.searchsorted(part.times_ns, times_ns)
         inside = (place > 0) & (place < len(part.times_ns))
         watts[inside] += part.watts[place[inside]]
     watts[0] = np.nan  # nothing is known before
-    return dataclasses.replace(one, times_ns=times_ns, watts=watts, peaks_w=watts)
+    return dataclasses.replace(parts[0], times_ns=times_ns, watts=watts, peaks_w=watts)
 
 
 def _move_samples(samples: DomainSamples, name: str, offset: Offset) -> DomainSamples:
