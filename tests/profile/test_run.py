@@ -21,7 +21,7 @@ from tessera.errors import ArgumentError
 from tessera.profile import RunFile
 from tessera.profile.launch import LaunchPlan, exit_code
 from tessera.profile.script_steps import AfterImport
-from tessera.profile.torch_hooks import ModuleCalls, OptimizerSteps, model_runs
+from tessera.profile.torch_hooks import ModeChanges, ModuleCalls, OptimizerSteps, model_runs
 
 CLI = "import sys; from tessera.cli import main as m; m.COMMANDS.setdefault('run', ('run', '')); m.main(sys.argv[1:])"
 
@@ -54,7 +54,7 @@ def run(tmp_path, *arguments, env=None):
     """The command line; (exit code, stdout, stderr)."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", CLI, "run", *arguments], cwd=tmp_path, env={**os.environ, **(env or {})},
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -128,7 +128,7 @@ def test_nothing_is_imported_from_the_working_folder(tmp_path, script):
     assert (code, out) == (0, f"{tmp_path} 7\n"), err
     (tmp_path / "here" / "tessera.py").unlink()  # -m would find no other, whatever we do
     typed = [sys.executable, "-m", "tessera", "run", "--mode", "sampling", "--out", "m.tessera", "../x.py"]
-    done = subprocess.run(typed, cwd=tmp_path / "here", capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(typed, cwd=tmp_path / "here", capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path} 7\n"), done.stderr
 
 
@@ -151,7 +151,7 @@ def test_six_runs_at_once_all_run(tmp_path, script):
     children = [
         subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(6)
     ]
-    assert [child.communicate(timeout=120)[0] for child in children] == [b"ran\n"] * 6
+    assert [child.communicate(timeout=600)[0] for child in children] == [b"ran\n"] * 6
     assert len(list((tmp_path / "runs").glob("*.tessera"))) == 6
 
 
@@ -172,7 +172,7 @@ def test_a_script_runs_where_its_run_cannot_be_written(tmp_path, script):
     name = script("print('trained'); raise SystemExit(3)")
     limit = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (16384, 16384)); "  # as a disk that is nearly full
     words = [sys.executable, "-P", "-c", limit + CLI, "run", name]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stdout) == (3, "trained\n"), done.stderr
     assert "the script runs, and nothing is recorded" in done.stderr and done.stderr.count("\n") == 1
     assert list((tmp_path / "runs").iterdir()) == []
@@ -193,7 +193,7 @@ def test_a_script_outlives_a_killed_tessera_run(tmp_path, script):
     )
     words = [sys.executable, "-P", "-c", "import os; os.environ['OBSERVER'] = str(os.getpid()); " + CLI, "run", name]
     env = {key: value for key, value in os.environ.items() if key != "RANK"}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stdout) == (-9, "trained\n"), done.stderr
     with RunFile(tmp_path / "runs" / "script.tessera") as found:
         assert not found.crashed and found.get("returncode") == 0 and found.rows == 1
@@ -257,7 +257,7 @@ def test_training_is_traced_by_its_optimizers_steps(tmp_path, script):
 
 
 def test_stacks_have_functions_and_each_module_once(tmp_path, script):
-    code, out, err = run(tmp_path, "--stack", "--modules", "--json", script(FUNCTIONS))
+    code, out, err = run(tmp_path, "--stack", "--modules", "--steps", "3:5", "--json", script(FUNCTIONS))
     assert code == 0, err
     modules = [row["name"] for row in json.loads(out)["modules"]]
     assert len(modules) == 1 and "Linear" in modules[0]
@@ -328,6 +328,65 @@ def test_optimizers_that_take_turns_make_one_step():
     steps.remove()
     second.step()
     assert len(seen) == 4
+
+
+def test_a_script_without_torch_is_told_how_to_see_its_lines(tmp_path, script):
+    name = script("import time; time.sleep(0.6)")
+    code, _, err = run(tmp_path, name)
+    assert code == 0 and "regions and power" in err
+    said = " ".join(err.split())
+    assert "the script did not import torch; `tessera run --mode sampling` shows which of its functions" in said
+    code, _, err = run(tmp_path, "--mode", "sampling", name)
+    assert code == 0 and "did not import torch" not in err
+
+
+EVALUATED = """
+    import torch
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.eval()  # before the first step it says nothing
+    for epoch in range(3):
+        model.train()
+        model[1].eval()  # frozen, while the rest learns
+        for step in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        if epoch < 2:
+            model.eval()
+            model(torch.ones(64, 8)).argmax(1)
+    """
+
+
+@pytest.mark.parametrize("mode", ["operators", "summary"])
+def test_evaluation_between_steps_is_a_region_and_part_of_no_step(tmp_path, script, mode):
+    code, out, err = run(tmp_path, "--mode", mode, "--json", script(EVALUATED))
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["run"]["steps"] == 6
+    assert {row["name"]: row["calls"] for row in said["regions"]}["evaluation"] == 2
+    if mode == "summary":
+        return
+    with RunFile(tmp_path / "runs/script.tessera") as found:
+        rows = found.timeline()
+    spans = {rows.name(i): (rows["start_ns"][i], rows["end_ns"][i]) for i in rows.rows("region")}
+    evaluated = [(rows["start_ns"][i], rows["end_ns"][i]) for i in rows.rows("region") if rows.name(i) == "evaluation"]
+    for (begin, end), before, after in zip(evaluated, ("step_1", "step_3"), ("step_2", "step_4"), strict=True):
+        assert spans[before][1] <= begin < end == spans[after][0]
+        inside = {rows.name(i) for i in rows.rows("op") if begin <= rows["start_ns"][i] < end}
+        assert "aten::argmax" in inside and "aten::mm" not in inside
+
+
+def test_a_change_of_mode_is_told_and_the_module_left_as_it_was():
+    import torch
+
+    seen, original = [], torch.nn.Module.train
+    modes = ModeChanges(seen.append)
+    modes.install()
+    model = torch.nn.Linear(2, 2)
+    assert model.eval() is model and not model.training and model.train() is model
+    modes.remove()
+    model.eval()
+    assert seen == [False, True] and torch.nn.Module.train is original
 
 
 def test_outermost_module_calls_are_counted_also_when_they_fail():

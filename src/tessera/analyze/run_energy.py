@@ -109,13 +109,14 @@ def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: Ti
 def _unbegun(recording: Recording, steps: Sequence[Step]) -> int:
     """One where the script's first step has no row: its optimizer shows when a step ends, but not when it begins.
 
-    Steps counted so follow one another without a gap, which regions that a program names itself never do.
+    Steps counted so follow one another without a gap (but for evaluation), which regions that a program names itself
+    never do.
     """
     if recording.facts.meta.get("command") is None or not steps or steps[0].name != "step_1":
         return 0
     ranks = recording.timeline["rank"]
     steps = [s for s in steps if ranks[s.row] == ranks[steps[0].row]]
-    return int(all(a.end_ns == b.start_ns for a, b in pairwise(steps[:3])))
+    return int(len(steps) == 1 or any(a.end_ns == b.start_ns for a, b in pairwise(steps)))
 
 
 def _fill_gaps(power: PowerTrace, timeline: Timeline) -> Energy:

@@ -172,8 +172,8 @@ class Session(SessionResults):
         """Whether Kineto was started, if only to wait for its steps."""
         return self._tracing is not None and self._tracing.has_begun
 
-    def first_step_begins(self, now_ns: int | None) -> None:
-        """What came before was preparation. None: nobody knows when the first step begins, and it gets no region."""
+    def next_step_begins(self, now_ns: int | None) -> None:
+        """What came since the last step is part of none. None: nobody knows when it begins, and it gets no region."""
         self._step_ns = now_ns or 0
 
     @property

@@ -14,13 +14,25 @@ from typing import Any
 
 from ..errors import TesseraError
 from .recorder import Session
-from .torch_hooks import ModuleCalls, OptimizerSteps
+from .torch_hooks import ModeChanges, ModuleCalls, OptimizerSteps
 
+EVALUATION = "evaluation"
+"""The region between `model.eval()` and `model.train()` of a script that trains."""
+WITHOUT_STEPS = (
+    "nothing was traced: the script came neither to a GPU nor to an optimizer step; steps of a model on the CPU are "
+    "found with --steps"
+)
+WITHOUT_TORCH = (
+    "nothing was traced: the script did not import torch; `tessera run --mode sampling` shows which of its functions "
+    "and lines use the energy"
+)
 _log = logging.getLogger("tessera")
 
 
 class ScriptSteps:
     """Begins tracing and counts steps: by the optimizer, or, in a script without one, by outermost module calls.
+
+    Between steps of an optimizer, evaluation is a region of its own, and part of no step.
 
     Module calls are only counted where steps were asked for (`by_modules`): the hooks cost two microseconds a module.
     """
@@ -30,6 +42,8 @@ class ScriptSteps:
         self._by_modules = by_modules
         self._optimizer = OptimizerSteps(self._optimizer_stepped, self._optimizer_made)
         self._modules: ModuleCalls | None = None
+        self._modes = ModeChanges(self._mode_changed)
+        self._evaluated_ns = 0  # since when, 0 for not
         self._finder = AfterImport("torch", self._torch_came)
         self._begun = False
         self._calls = 0
@@ -48,13 +62,12 @@ class ScriptSteps:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         self._optimizer.remove()
+        self._modes.remove()
+        self._mode_changed(True)
         if self._modules is not None:
             self._modules.remove()
-        if self._session.options.traces and "torch" in sys.modules and not self._session.tracing:
-            self._session.notes.append(
-                "nothing was traced: the script came neither to a GPU nor to an optimizer step; steps of a model on "
-                "the CPU are found with --steps"
-            )
+        if self._session.options.traces and not self._session.tracing:
+            self._session.notes.append(WITHOUT_STEPS if "torch" in sys.modules else WITHOUT_TORCH)
         if self._by_modules and not self._optimized and self._returned_ns > self._called_ns > 0:
             self._session.end_step(self._returned_ns)
 
@@ -63,12 +76,13 @@ class ScriptSteps:
     def _torch_came(self, torch: Any) -> None:
         self._session.compiling = torch.compiler.is_compiling
         self._optimizer.install()
+        self._modes.install()
         if self._by_modules:
             # Until the end: hooks that go away make torch.compile compile anew.
             self._modules = ModuleCalls(self._module_called, self._module_returned)
             self._modules.install()
         else:
-            self._session.first_step_begins(None)
+            self._session.next_step_begins(None)
         devices = [torch.cuda] + ([torch.xpu] if hasattr(torch, "xpu") else [])
         if not self._session.sees_gpu:
             self._begin()
@@ -94,7 +108,7 @@ class ScriptSteps:
         self._calls += 1
         if self._calls == 1:
             self._begin()  # a script that runs on the CPU of a machine with GPUs never comes to use them
-            self._session.first_step_begins(now_ns)
+            self._session.next_step_begins(now_ns)
         elif not self._optimized:
             self._session.end_step(now_ns)
         self._called_ns = now_ns
@@ -106,8 +120,19 @@ class ScriptSteps:
         if self._session._tracing is not None:
             self._session._tracing.expect_steps()
 
+    def _mode_changed(self, trains: bool) -> None:
+        """Evaluation begins after a step and ends with training; a frozen module stays in it (`_optimizer_stepped`)."""
+        now_ns = time.time_ns()
+        if not trains and self._optimized:
+            self._evaluated_ns = self._evaluated_ns or now_ns
+        elif trains and self._evaluated_ns:
+            self._session.add_region(EVALUATION, self._evaluated_ns, now_ns, threading.get_native_id())
+            self._session.next_step_begins(now_ns)
+            self._evaluated_ns = 0
+
     def _optimizer_stepped(self) -> None:
         self._optimized = True
+        self._evaluated_ns = 0  # what was put into evaluation is a part that does not learn
         self._begin()
         self._session.end_step(time.time_ns())
 

@@ -145,6 +145,40 @@ class OptimizerSteps:
             Optimizer.__init__ = self._original
 
 
+class ModeChanges:
+    """Calls something when the program puts a module into training or evaluation: `model.train()`, `model.eval()`.
+
+    It is called for the modules inside that one too.
+    """
+
+    def __init__(self, call: Callable[[bool], None]) -> None:
+        self._call = call
+        self._original: Any = None
+
+    def install(self) -> None:
+        import torch
+        from torch.nn import Module
+
+        self._original = original = Module.train
+        call, thread, compiling = self._call, threading.get_ident(), torch.compiler.is_compiling
+
+        @functools.wraps(original)
+        def train(this: Any, mode: bool = True) -> Any:
+            changed = original(this, mode)
+            if not compiling() and threading.get_ident() == thread:
+                call(bool(mode))
+            return changed
+
+        Module.train = train
+
+    def remove(self) -> None:
+        if self._original is not None:
+            from torch.nn import Module
+
+            Module.train = self._original
+            self._original = None
+
+
 # torch.compile says that global hooks are called once more for the module that it makes: ours do not mind.
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 

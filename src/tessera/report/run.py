@@ -90,7 +90,7 @@ def mode_text(result: Answer) -> str:
     if result.shared_by == BY_STACKS and result.mode != "sampling":
         return "sampled Python stacks"
     if result.mode == "light" and not result.ops:
-        return "every kernel, no operators"
+        return "every kernel, no operators" if result.kernels else "regions and power"
     if result.mode in ("operators", "timeline") and not result.kernels:
         return "every operator" if result.ops or not result.source else "regions and power"
     if result.operators is not None:
