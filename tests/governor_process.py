@@ -108,7 +108,7 @@ class GovernorProcess:
         """End it; its exit code."""
         assert self.process is not None
         self.process.send_signal(signum)
-        code = self.process.wait(timeout=60.0)
+        code = self.process.wait(timeout=600)
         if self.process.stdout is not None:
             self.process.stdout.close()
         return code

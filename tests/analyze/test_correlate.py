@@ -399,11 +399,12 @@ def test_a_live_trace_brings_its_own_clock_and_telemetry() -> None:
             batch.telemetry.append(Telemetry(time_ns=self.clock(), domain="gpu0", throttle=("power cap",)))
             return batch
 
-    begin = time.monotonic_ns()
+    begin = 1 << 62
     sensor = Talking(lambda t: 600.0 if 0.2 < t - begin * 1e-9 < 0.3 else 200.0, clock=time.monotonic_ns, step_ms=10.0)
     monitor = Monitor([sensor]).start()
     try:
         with power_trace(monitor=monitor) as trace:
+            begin = time.monotonic_ns()
             time.sleep(0.5)
         offset = trace.to_epoch(0)
         b = Builder()

@@ -16,8 +16,9 @@ from tessera.cli.run import command
 from tessera.errors import ArgumentError
 from tessera.profile.runfile import RunFile
 
-STEPS, LATE_S, FLOATS = 4, 0.2, 4096
-# Ranks 0 and 1 are a tp group, 0 and 2 a dp group. Rank 1 is late to its all-reduce with rank 3.
+STEPS, LATE_S, FLOATS = 4, 0.6, 4096
+# Ranks 0 and 1 are a tp group, 0 and 2 a dp group. Rank 1 is late to its all-reduce with rank 3: it sleeps once rank 3
+# is there, however late a busy machine makes that.
 SCRIPT = f"""
 import sys, time
 import torch
@@ -29,10 +30,14 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 weight = torch.ones({FLOATS}, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=0.01)
-for _ in range({STEPS}):
+store = dist.distributed_c10d._get_default_store()
+for step in range({STEPS}):
     (weight * 2).sum().backward()
     dist.all_reduce(weight.grad[:8].clone(), group=mesh.get_group("tp"))
+    if dist.get_rank() == 3:
+        store.set(f"waits{{step}}", "1")
     if dist.get_rank() == 1:
+        store.wait([f"waits{{step}}"])
         time.sleep({LATE_S})
     dist.all_reduce(weight.grad, group=mesh.get_group("dp"))
     optimizer.step()
@@ -45,7 +50,7 @@ dist.destroy_process_group()
 def tessera(folder: Path, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), **environ}
     argv = [sys.executable, "-m", "tessera", *args]
-    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,7 @@ def test_the_ranks_of_a_job_are_one_answer(job: tuple[Path, dict[str, Any], str]
     ranks = {r["rank"]: r for r in said["job"]["ranks"]}
     assert list(ranks) == [0, 1, 2, 3] and said["job"]["missing_ranks"] == []
     # Each rank has the joules of its own processes, and they are those of the job.
-    assert sum(r["energy_j"] for r in ranks.values()) == pytest.approx(said["run"]["energy_j"], rel=0.05)
+    assert sum(r["energy_j"] for r in ranks.values()) == pytest.approx(said["run"]["energy_j"])
     assert all(r["steps"] == STEPS - 1 and r["steps_per_s"] > 0 and 0 <= r["busy_share"] <= 1 for r in ranks.values())
     assert said["returncode"] == 1 and ranks[2]["returncode"] == 7
 
@@ -75,7 +80,7 @@ def test_collectives_of_gloo_are_matched_by_group(job: tuple[Path, dict[str, Any
     assert {name: r["count"] for name, r in rows.items()} == {"AllReduce[dp]": 2 * STEPS, "AllReduce[tp]": 2 * STEPS}
     dp = rows["AllReduce[dp]"]
     assert (dp["bytes"], dp["ranks"], dp["path"]) == (2 * STEPS * 4 * FLOATS, 2, "within a node")
-    assert dp["latency_s"] < LATE_S and dp["worst_skew_s"] > 0.9 * LATE_S, "waiting is skew, not duration"
+    assert dp["latency_s"] < LATE_S and dp["worst_skew_s"] > 0.5 * LATE_S, "waiting is skew, not duration"
     assert dp["energy_j"] is not None and 0 <= dp["overlap_pct"] <= 100
 
 
@@ -83,8 +88,8 @@ def test_the_rank_that_sleeps_is_the_straggler(job: tuple[Path, dict[str, Any], 
     ranks = {r["rank"]: r for r in job[1]["job"]["ranks"]}
     assert [r for r in ranks if ranks[r]["straggler"]] == [1]
     # Rank 3 waits for rank 1 in their dp group in every step that was watched.
-    assert ranks[1]["last"] >= STEPS - 1 and ranks[1]["delays_s"] > 0.9 * LATE_S * (STEPS - 1)
-    assert ranks[3]["wait_s"] > 0.9 * LATE_S * (STEPS - 1)
+    assert ranks[1]["last"] >= STEPS - 1 and ranks[1]["delays_s"] > 0.5 * LATE_S * (STEPS - 1)
+    assert ranks[3]["wait_s"] > 0.5 * LATE_S * (STEPS - 1)
 
 
 def test_a_report_of_the_folder_and_of_the_merged_run_say_the_same(job: tuple[Path, dict[str, Any], str]) -> None:

@@ -124,5 +124,5 @@ def test_ranks_end_as_they_should_after_a_collective(how: str) -> None:
         )
         for rank in range(3)
     ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    said = [rank.communicate(timeout=600)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0], said

@@ -47,7 +47,7 @@ def run_script(name, tmp_path, governor, **env):
         "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_USER": "ada", **env,
     }  # fmt: skip
     return subprocess.run(
-        ["bash", str(EXAMPLES / name)], env=env, capture_output=True, text=True, check=False, timeout=120
+        ["bash", str(EXAMPLES / name)], env=env, capture_output=True, text=True, check=False, timeout=600
     )
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,7 +53,7 @@ def monitor() -> Iterator[Monitor]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 600
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.005)
 
@@ -131,7 +132,7 @@ def sent_when_ready(folder: Path, signum: signal.Signals) -> Path:
 
     def send() -> None:
         wait_for(ready)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600.0
         while signal.getsignal(signum) is before and time.monotonic() < deadline:
             time.sleep(0.001)
         if signal.getsignal(signum) is not before:
@@ -251,12 +252,18 @@ def test_a_command_without_scopes_has_no_regions(monitor: Monitor) -> None:
     assert list(measure_command(["true"], monitor).report.regions) == []
 
 
-def test_idle_power_is_what_was_drawn_before_the_command(tmp_path: Path) -> None:
+def test_idle_power_is_what_was_drawn_before_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[float] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> Any:
+        started.append(time.monotonic())
+        return popen(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     m = Monitor([sensor(lambda t: 500.0 if started and t >= started[0] else 80.0), sensor(lambda t: 20.0, "cpu0")])
     m.start()
     time.sleep(0.6)
-    started.append(time.monotonic())
     run = measure_command(["sleep", "0.2"], m)
     m.stop()
     assert run.report.idle_w == pytest.approx(100.0, rel=0.3), "520 W if the command were in it"

@@ -238,7 +238,7 @@ def test_a_recursive_function_is_one_call_with_all_that_it_calls(as_default: Mon
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 600.0
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
@@ -391,7 +391,7 @@ def test_a_sensor_that_dies_leaves_the_joules_so_far(started: Started) -> None:
     parts = energy.by_domain
     assert parts["cpu0"].coverage == pytest.approx(1.0)
     assert parts["cpu0"].joules == pytest.approx(50.0 * energy.time_s)
-    assert 0.0 < parts["gpu0"].coverage < 0.9
+    assert 0.0 < parts["gpu0"].coverage < 1.0 - 0.1 / energy.time_s, "of the last 150 ms nothing is known"
     assert parts["gpu0"].joules == pytest.approx(100.0 * energy.time_s * parts["gpu0"].coverage)
     assert energy.coverage == parts["gpu0"].coverage
     (gap,) = energy.report().gaps

@@ -104,7 +104,7 @@ def test_two_processes_reduce_over_gloo():
         for rank in (0, 1)
     ]
     try:
-        said = [r.communicate(timeout=120)[0] for r in ranks]
+        said = [r.communicate(timeout=600)[0] for r in ranks]
     finally:
         for r in ranks:
             r.kill()

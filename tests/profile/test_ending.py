@@ -24,7 +24,7 @@ CLI = "from tessera.cli.main import main; main()"
 def python(tmp_path, text):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(text)], cwd=tmp_path, capture_output=True, text=True, check=False,
-        timeout=120,
+        timeout=600,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -290,7 +290,7 @@ def test_an_interrupt_of_the_whole_group_keeps_the_trace(tmp_path):
     ) as child:  # fmt: skip
         assert child.stdout.readline() == "ready\n"
         os.killpg(child.pid, signal.SIGINT)
-        _, err = child.communicate(timeout=120)
+        _, err = child.communicate(timeout=600)
     assert child.returncode == 130, err
     with RunFile(tmp_path / "run.tessera") as run:
         assert names(run, "op"), err

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from calls import list_calls
 from tessera import monitor, profile
 from tessera.analyze.answer import answer
 from tessera.errors import ArgumentError, MeasurementError
@@ -90,18 +91,14 @@ def test_importing_profile_loads_neither_torch_nor_numpy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_region_outside_a_session_costs_under_a_microsecond():
-    best = min(_region_ns() for _ in range(20))
-    assert best < 1000
+def test_a_region_outside_a_session_does_next_to_nothing():
+    """Its cost in time is measured by benchmarks/measure/region_cost.py."""
 
-
-def _region_ns():
-    region = profile.region
-    t0 = time.perf_counter_ns()
-    for _ in range(2000):
-        with region("x"):
+    def enter():
+        with profile.region("x"):
             pass
-    return (time.perf_counter_ns() - t0) / 2000
+
+    assert list_calls(enter) == ["__init__", "__enter__", "__exit__"]
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
@@ -440,7 +437,7 @@ def test_exporters_write_and_their_errors_come_last(power, path, tmp_path):
 
 def test_flush_brings_operators_to_the_file_while_it_runs(path):
     with profile.session(["cpu"], path=path, flush_s=0.05) as sess:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600.0
         while "aten::mm" not in names(sess, "op"):
             assert time.monotonic() < deadline
             with profile.region("work"):
@@ -573,7 +570,7 @@ def test_the_main_thread_is_asked_between_operators():
     seen = []
     main = MainThread(lambda: seen.append(threading.current_thread()))
     threading.Thread(target=main.ask).start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600.0
     while not seen and time.monotonic() < deadline:
         sum(range(100))
     assert seen == [threading.main_thread()]
@@ -605,7 +602,7 @@ def test_an_interrupt_on_the_main_thread_is_not_lost():
     main = MainThread(interrupted)
     with pytest.raises(KeyboardInterrupt):
         threading.Thread(target=main.ask).start()
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600.0
         while time.monotonic() < deadline:
             sum(range(100))
 
@@ -815,7 +812,7 @@ def test_frames_of_the_users_own_code_can_be_told_from_libraries(tmp_path):
 def test_a_trace_with_stacks_has_sampled_lines_too(path, power):
     torch = pytest.importorskip("torch")
     with profile.session(mode="timeline", with_stack=True, sample_interval_ms=1, path=path) as sess:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 600.0
         while sess._stacks.samples < 5 and time.monotonic() < until:
             torch.ones(64, 64) @ torch.ones(64, 64)
     found = answer(sess.recording())

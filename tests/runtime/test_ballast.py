@@ -142,7 +142,7 @@ def test_cpu_ballast_burns_the_share_of_cpu_time_that_its_level_asks_for() -> No
     ballast = HostBallast(workers=1)
     try:
         ballast.set_levels([0.5] * BINS)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600.0
         while ballast.ran_s() < 0.1 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert ballast.ran_s() >= 0.1
@@ -255,7 +255,7 @@ def test_the_loop_sets_levels_reports_joules_and_ends_after_a_pause(monkeypatch:
     try:
         loop = ballast_loop.BallastLoop(150.0, None, make=lambda _device: made_ballast, sampler=made.sampler)
         loop.enter()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600.0
         while len(made_ballast.levels) < 10 and time.monotonic() < deadline:
             time.sleep(0.02)
         assert made_ballast.calls == 1

@@ -59,7 +59,7 @@ class Worker:
         return [(float(t), float(w)) for t, w in (line.split() for line in lines)]
 
 
-def wait_for(workers, holds, *, rows=10, deadline_s=90.0):
+def wait_for(workers, holds, *, rows=10, deadline_s=600.0):
     """Wait until `holds` of the mean power of each worker's newest rows, which are new; these means.
 
     How soon that is, and how long the machine's load keeps it from being so, is not what is tested.
@@ -162,7 +162,7 @@ def holder(tmp_path):
 
 def follow(bucket):
     """What the bucket says once another process leads; one that a busy machine keeps silent does not at first."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 600.0
     while (view := bucket.look(member(), time.monotonic_ns())) is None or view.leads:
         assert time.monotonic() < deadline
         bucket.leave()  # whoever looks first leads
@@ -189,7 +189,7 @@ def test_a_leader_that_is_stopped_is_followed_after_a_silence(tmp_path, holder):
     other = holder("beats")
     bucket = NodeBucket(tmp_path / "b")
     os.kill(other.pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 600.0
     leads = False
     while not leads and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -448,10 +448,11 @@ def test_a_cap_is_held_in_real_time_and_reported(device, caplog):
 
 
 def test_a_cap_that_does_not_bind_makes_nobody_wait(device):
-    report = stepped(device, 1.0, power_cap="2kW").report()
+    step = stepped(device, 1.0, power_cap="2kW")
+    wait_until(lambda: step.report().calls > 20, step)
+    report = step.report()
     assert report.waited_s < 0.05
     assert report.waits or "nothing had to wait" in str(report)
-    assert report.calls > 20
 
 
 def test_a_cap_below_what_others_draw_is_said_at_once_and_work_goes_on(device, caplog):
@@ -483,12 +484,11 @@ def test_a_window_shorter_than_the_sensor_is_said(device):
 def test_as_a_context_nested_the_tightest_holds(device):
     small = torch.ones(2)
     with schedule(power_cap="700W") as outer, schedule(power_cap="300W") as inner:
-        end = time.monotonic() + 1.6
-        while time.monotonic() < end:
-            device.work(0.001)
-            torch.add(small, small)
-    assert inner.report().mean_w < 600.0  # not the outer's 700; how near to 300 is tested on a virtual clock
-    assert outer.report().mean_w == pytest.approx(inner.report().mean_w, rel=0.25)
+        # Not the outer's 700; how near to 300 is tested on a virtual clock.
+        wait_until(
+            lambda: max(cap.report().mean_w or 900.0 for cap in (inner, outer)) < 600.0,
+            lambda: (device.work(0.001), torch.add(small, small)),
+        )
     assert "another schedule's cap of 300 W was in force at the same time" in str(outer.report())
     assert "another schedule" not in str(inner.report())
 
@@ -565,7 +565,7 @@ def test_threads_share_one_loop(device):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=120)
+        worker.join(timeout=600)
     assert not any(w.is_alive() for w in workers)
     assert step.report().calls == 200
 

@@ -609,7 +609,7 @@ def device(monkeypatch, tmp_path):
 
 def until(done, step):
     """Call a step until something has come of it; a minute is an error."""
-    give_up = time.monotonic() + 60.0
+    give_up = time.monotonic() + 600.0
     while not done():
         assert time.monotonic() < give_up
         step()

@@ -325,13 +325,14 @@ def test_calls_cost_time_with_the_real_clock_only(fake):
         return (time.perf_counter() - t) * 1e3
 
     h = start(fake)
-    assert min(cost_ms(h) for _ in range(3)) < 2.5
+    assert min(cost_ms(h) for _ in range(50)) < 3, "what it costs with the real clock"
     fake.change(cost_energy_us=5000)
     assert cost_ms(h) >= 5
     fake.set_time_us(0)
     fake.set(Scenario())
     assert cost_ms(h) >= 3
-    assert abs(ring(h)[-1][0] - time.time() * 1e6) < 200_000
+    before_us, newest_us, after_us = time.time() * 1e6, ring(h)[-1][0], time.time() * 1e6
+    assert before_us - 200_000 < newest_us < after_us + 200_000
 
 
 def test_power_usage_is_a_trailing_second_refreshed_at_ten_hertz(fake):
@@ -686,7 +687,7 @@ def test_a_scenario_may_change_while_another_thread_reads(fake):
     for i in range(200):
         fake.set(Scenario(wave=f"const:{100 + i % 3}", lag_ms=i))
     done.set()
-    thread.join(10)
+    thread.join()
     assert seen <= {100, 101, 102}
 
 

@@ -61,7 +61,7 @@ def tensorboard(logdir: Path, *more: str) -> Iterator[str]:
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=logdir.parent)
     try:
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + 600
         while not (found := re.search(r"http://127\.0\.0\.1:\d+/", log.read_text())):
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < ends, log.read_text()
@@ -70,7 +70,7 @@ def tensorboard(logdir: Path, *more: str) -> Iterator[str]:
         assert "will become an error" not in log.read_text()  # TensorBoard's own check of the headers
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(600)
 
 
 @pytest.fixture(scope="module")
