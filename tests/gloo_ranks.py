@@ -20,8 +20,11 @@ WAIT_S = 120
 class GlooRanks:
     """`run(function, *args)` calls it on every rank as `function(rank, *args)`, and returns what each rank did."""
 
-    def __init__(self, count: int, *, node_size: int | None = None, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self, count: int, *, node_size: int | None = None, timeout_s: float = 1800.0, wait_s: float = WAIT_S
+    ) -> None:
         self.count = count
+        self._wait_s = wait_s
         self._timeout_s = timeout_s
         self._node_size = node_size
         self._start()
@@ -70,7 +73,7 @@ class GlooRanks:
         waiting = dict(zip(self._pipes, range(self.count), strict=True))
         results = [None] * self.count
         while waiting:
-            for pipe in wait(list(waiting), WAIT_S) or [None]:
+            for pipe in wait(list(waiting), self._wait_s) or [None]:
                 is_fine, result = pipe.recv() if pipe is not None else (False, f"no answer of ranks {waiting.values()}")
                 if not is_fine:  # the others wait for it in vain: start anew
                     for process in self.processes:

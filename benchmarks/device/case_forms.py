@@ -154,22 +154,22 @@ def loss(value: torch.Tensor) -> SimpleNamespace:
     return SimpleNamespace(loss=value)
 
 
-class Autocast(nn.Module):
+class Wrapper(nn.Module):
+    """Runs a model in a way of its own."""
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
+
+class Autocast(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return self.model(*args, **kwargs)
 
 
-class Tf32(nn.Module):
+class Tf32(Wrapper):
     """TF32 in the matrix products of the forward pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kept = torch.backends.cuda.matmul.allow_tf32

@@ -29,6 +29,7 @@ from case_forms import (
     Factory,
     Inputs,
     Res,
+    Wrapper,
     autocast,
     beside,
     built_on,
@@ -209,12 +210,8 @@ def dinov2_base(batch: int, size: int) -> Factory:
     return hf("Dinov2Model", "Dinov2Config", images(batch, size), image_size=size, patch_size=14)
 
 
-class ClipLogits(nn.Module):
+class ClipLogits(Wrapper):
     """Images against texts."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=input_ids, pixel_values=pixel_values).logits_per_image

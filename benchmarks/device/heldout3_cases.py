@@ -27,6 +27,7 @@ from case_forms import (
     Inputs,
     Maker,
     Res,
+    Wrapper,
     autocast,
     beside,
     built_on,
@@ -171,12 +172,8 @@ def bert_large_tags(batch: int, seq: int) -> Factory:
     )
 
 
-class Sentence(nn.Module):
+class Sentence(Wrapper):
     """One vector of length 1 for a sentence."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return F.normalize(self.model(input_ids=input_ids).last_hidden_state.mean(1), dim=-1)
@@ -307,12 +304,8 @@ def video(name: str, batch: int, frames: int, size: int) -> Factory:
     return build
 
 
-class Pairs(nn.Module):
+class Pairs(Wrapper):
     """Which picture goes with which text: +1 where they do, -1 elsewhere."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         logits = self.model(input_ids=input_ids, pixel_values=pixel_values).logits_per_text
@@ -327,12 +320,8 @@ def siglip_base(batch: int) -> Factory:
     return wrapped(Pairs, hf("SiglipModel", "SiglipConfig", make))
 
 
-class OwnLoss(nn.Module):
+class OwnLoss(Wrapper):
     """A model that makes its own target of the pictures, which also stand for the labels."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, labels: torch.Tensor) -> SimpleNamespace:
         return loss(self.model(pixel_values=labels).loss)
@@ -347,12 +336,8 @@ def deit_base(batch: int, size: int) -> Factory:
     return hf("DeiTForImageClassification", "DeiTConfig", images(batch, size), image_size=size, num_labels=1000)
 
 
-class Encoded(nn.Module):
+class Encoded(Wrapper):
     """What the model needs on the way is made where the pictures are, not on the CPU and copied."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         with pixel_values.device:
@@ -657,11 +642,7 @@ def w2v_bert(batch: int, frames: int, layers: int) -> Factory:
     return hf("Wav2Vec2BertModel", "Wav2Vec2BertConfig", sound, num_hidden_layers=layers)
 
 
-class Forecaster(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
+class Forecaster(Wrapper):
     def forward(self, past_values: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         return loss(self.model(past_values=past_values, future_values=labels).loss)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,11 +18,11 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-import torch.distributed as c10d
 from torch import nn
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
+from gloo_ranks import GlooRanks
 from result_file import write_result
 from tessera import dist
 
@@ -116,31 +115,16 @@ def train(rank: int, way: str, steps: int) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, port: int, way: str, steps: int, found: Any) -> None:
-    torch.set_num_threads(1)
-    c10d.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    result = train(rank, way, steps)
-    if rank == 0:
-        found[way] = result
-    c10d.barrier()
-    c10d.destroy_process_group()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--save", type=Path, default=RESULT)
     given = parser.parse_args()
-    with torch.multiprocessing.Manager() as manager:
-        shared = manager.dict()
-        for way in given.ways:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            args = (port, way, given.steps, shared)
-            torch.multiprocessing.start_processes(run_rank, args=args, nprocs=RANKS, start_method="fork")
-        found = dict(shared)
+    found = {}
+    for way in given.ways:
+        with GlooRanks(RANKS, wait_s=3600.0) as group:
+            found[way] = group.run(train, way, given.steps)[0]
     plain = found["plain"]
     print(f"{RANKS} ranks, {plain['parameters']:,} parameters, {given.steps} steps; goal: loss within {GOAL_PCT:g}%")
     print(f"{'way':24} {'held-out loss':>13} {'against plain':>14} {'bytes saved':>12} {'steps/s':>8}")

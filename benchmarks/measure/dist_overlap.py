@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,8 @@ import torch.distributed as c10d
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
+from gloo_ranks import GlooRanks
 from result_file import write_result
 from tessera import dist
 
@@ -81,9 +81,7 @@ def reduce_in_buckets(parameters: list[nn.Parameter]) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-def run_rank(rank: int, port: int, rounds: int, found: Any) -> None:
-    torch.set_num_threads(1)
-    c10d.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+def run_rank(rank: int, rounds: int) -> dict[str, Any]:
     x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(rank))
     made = {way: make_step(way, x) for way in WAYS}
     times: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -98,10 +96,7 @@ def run_rank(rank: int, port: int, rounds: int, found: Any) -> None:
             if number:  # the first builds buckets
                 times[way].append((time.perf_counter() - begun) / STEPS)
     reports = {way: sync.report().to_dict() for way, (_, sync) in made.items() if sync is not None}
-    if rank == 0:
-        found.update(times=times, reports=reports, bytes=LAYERS * (WIDTH * WIDTH + WIDTH) * 4)
-    c10d.barrier()
-    c10d.destroy_process_group()
+    return {"times": times, "reports": reports, "bytes": LAYERS * (WIDTH * WIDTH + WIDTH) * 4}
 
 
 def enter_shaped_network(mbit: int) -> None:
@@ -122,14 +117,8 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=RESULT)
     given = parser.parse_args()
     enter_shaped_network(given.mbit)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with torch.multiprocessing.Manager() as manager:
-        shared = manager.dict()
-        args = (port, given.rounds, shared)
-        torch.multiprocessing.start_processes(run_rank, args=args, nprocs=RANKS, start_method="fork")
-        found = dict(shared)
+    with GlooRanks(RANKS, wait_s=3600.0) as group:
+        found = group.run(run_rank, given.rounds)[0]
     mbit = int(os.environ[SHAPED]) if SHAPED in os.environ else None
     link = f"{mbit} Mbit/s" if mbit else "the machine's loopback, not slowed down: shaping is not permitted here"
     print(f"{RANKS} ranks, {found['bytes'] / 1e6:.1f} MB of gradients, {given.rounds} turns; link: {link}")

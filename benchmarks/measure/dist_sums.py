@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import socket
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
+from gloo_ranks import GlooRanks
 from result_file import write_result
 from tessera import dist
 
@@ -65,9 +65,8 @@ def find_truth(case: dict[str, Any], ranks: int) -> tuple[torch.Tensor, torch.Te
     return truth, magnitude
 
 
-def run_rank(rank: int, ranks: int, port: int, cases: int, seed: int, found: Any) -> None:
-    torch.set_num_threads(1)
-    c10d.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+def run_rank(rank: int, ranks: int, cases: int, seed: int) -> tuple[list[Any], list[bool]]:
+    """(way, error, bound, digest of the bits) of each case, and whether all ranks have the same bits."""
     choose, rows = random.Random(1000 * seed + ranks), []
     for _ in range(cases):
         case = draw(choose)
@@ -87,10 +86,7 @@ def run_rank(rank: int, ranks: int, port: int, cases: int, seed: int, found: Any
         rows.append((case["way"], error, bound + own, digest))
     same: list[Any] = [None] * ranks
     c10d.all_gather_object(same, [row[3] for row in rows])
-    if rank == 0:
-        found[ranks] = rows, [len({one[i] for one in same}) == 1 for i in range(cases)]
-    c10d.barrier()
-    c10d.destroy_process_group()
+    return rows, [len({one[i] for one in same}) == 1 for i in range(cases)]
 
 
 def main() -> None:
@@ -102,14 +98,8 @@ def main() -> None:
     _ = dist.all_reduce  # imported here, not by every rank
     ways: dict[str, dict[str, float]] = defaultdict(lambda: {"cases": 0, "over": 0, "differ": 0, "worst_share": 0.0})
     for ranks in range(1, 9):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        with torch.multiprocessing.Manager() as manager:
-            found = manager.dict()
-            given = (ranks, port, args.cases, args.seed, found)
-            torch.multiprocessing.start_processes(run_rank, args=given, nprocs=ranks, start_method="fork")
-            rows, alike = found[ranks]
+        with GlooRanks(ranks) as group:
+            rows, alike = group.run(run_rank, ranks, args.cases, args.seed)[0]
         for (way, error, bound, _), is_alike in zip(rows, alike, strict=True):
             one = ways[way]
             one["cases"] += 1

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as c10d
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from ..stream import Stream
 from ..stream import on as stream_on
 from .agreement import agree, check_device, count_ranks, describe_call, is_connected, tell_refusal
@@ -235,8 +235,7 @@ def _check(x: Any, op: str, async_op: bool) -> None:
 
 
 def _check_way(x: Any, op: str, algorithm: str, compress: str | Codec | None, sparse: bool) -> None:
-    if algorithm not in ALGORITHMS:
-        raise ArgumentError(f"all_reduce: algorithm={algorithm!r} is not known", fix=f"one of: {', '.join(ALGORITHMS)}")
+    check_choice("all_reduce: algorithm", algorithm, ALGORITHMS)
     if (compress or sparse) and op not in ("sum", *MEANS):
         raise ArgumentError(f"all_reduce: op={op!r} cannot be compressed or sparse", fix='op="sum" or "mean"')
     if sparse:

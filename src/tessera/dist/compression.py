@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 
 Format = Literal["fp16", "bf16", "fp8"]
 FORMATS: dict[str, torch.dtype] = {
@@ -49,8 +49,7 @@ class Codec:
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ArgumentError(f"compress={self.format!r} is not known", fix=f"one of: {', '.join(FORMATS)}")
+        check_choice("compress", self.format, FORMATS)
         if self.stochastic and self.format != "bf16":
             raise ArgumentError(
                 f"stochastic rounding to {self.format} is not built", fix='compress="bf16", the format it works with'

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_choice
 from .agreement import count_ranks
 from .collectives import ALGORITHMS, Algorithm
 from .compression import Codec, make_codec
@@ -92,10 +92,7 @@ def _choose_way(
     deterministic: bool, algorithm: str, compress: str | Codec | None, phase: str | Phase | None
 ) -> dict[str, Any]:
     """Those arguments of `all_reduce` that are not its defaults."""
-    if algorithm not in ALGORITHMS:
-        raise ArgumentError(
-            f"overlap_gradients: algorithm={algorithm!r} is not known", fix=f"one of: {', '.join(ALGORITHMS)}"
-        )
+    check_choice("overlap_gradients: algorithm", algorithm, ALGORITHMS)
     way = {"deterministic": deterministic, "compress": make_codec(compress), "phase": phase}
     way["algorithm"] = algorithm if algorithm != "flat" else None
     return {name: value for name, value in way.items() if value}

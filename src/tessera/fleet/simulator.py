@@ -49,14 +49,9 @@ def simulate(
     "numba", "numpy", or "auto" for the compiled one where numba is installed. The same seed gives the same result.
     """
     given = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
-    changed: dict[str, Any] = {}
-    if duration_s is not None:
-        changed["duration_s"] = duration_s
-    if seed is not None:
-        changed["seed"] = seed
-    return Run(
-        dataclasses.replace(given, **changed) if changed else given, distinct=bool(distinct), engine=engine
-    ).finish()
+    asked: dict[str, Any] = {"duration_s": duration_s, "seed": seed}
+    given = dataclasses.replace(given, **{name: value for name, value in asked.items() if value is not None})
+    return Run(given, distinct=bool(distinct), engine=engine).finish()
 
 
 class Run:
