@@ -3,9 +3,8 @@
     python benchmarks/device/record_models.py benchmarks/device/heldout2_cases.py OUT_PREFIX --quick
 
 The format is that of dev_cases.py, from which nothing is imported: a change there must not move these. What is in
-case_forms.py makes these models too. Autocast, TF32
-matrix products and gradient checkpointing are part of the models here, as a user writes them; the `dtype` of a case is
-that of its weights and inputs.
+case_forms.py makes these models too. Autocast, TF32 matrix products and gradient checkpointing are part of the models
+here, as a user writes them; the `dtype` of a case is that of its weights and inputs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python benchmarks/device/record_models.py benchmarks/device/heldout_cases.py OUT_PREFIX
 
 The format is that of dev_cases.py, from which nothing is imported: a change there must not move these. What is in
-case_forms.py makes these models too. The cases named `public_repeat_*` repeat four rows of the public recording, for the drift of the host and the board against it.
+case_forms.py makes these models too. The cases named `public_repeat_*` repeat four rows of the public recording, for
+the drift of the host and the board against it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ BOARDS = {
     "40 ms, boxcar": Ring(tau_s=0.0, box_s=0.080),
 }
 LOOKS_S = (0.020, 0.100)
-GOAL_S, GOAL_WINDOW_PCT = 0.002, 3.0
+GOAL_S = 0.002
 
 
 def training(seed: int) -> Program:
