@@ -134,17 +134,10 @@ def measure_waves(until_s: float, only: list[str]) -> dict[str, Any]:
         row["joules"] = row["period_j"] / rows["nothing"]["period_j"] - 1
         row["floor_w"] = options.get("power_floor")
         row["ballast_share"] = report.ballast.energy_j / report.ballast.total_j
-        row["levels"] = find_levels(shaped)
         row["slower"] = row["work_s"] / rows["nothing"]["work_s"] - 1
         show(name, row)
         time.sleep(2.5)  # ballast of the last one ends
     return rows
-
-
-def find_levels(shaped: Any) -> list[float]:
-    """The levels of ballast in the first 0.3 s of a pause, as they were learnt."""
-    control = shaped.schedule._ballast._control
-    return [] if control is None else [round(level, 3) for level in control.levels[:15]]
 
 
 def show(name: str, row: dict[str, Any]) -> None:
