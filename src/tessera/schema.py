@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from .advice import Advice as Advice
-from .device import Caches as Caches
-from .device import Clocks as Clocks
 from .device import Device as Device
-from .device import Figure as Figure
-from .device import Link as Link
-from .device import Memory as Memory
-from .device import OperatingPoint as OperatingPoint
-from .energy_diff import DiffRow as DiffRow
 from .energy_diff import EnergyDiff as EnergyDiff
 from .errors import ArgumentError
 from .power_event import PowerEvent as PowerEvent

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tessera.device import Device, Figure
 from tessera.errors import SensorLost
 from tessera.monitor import Monitor
 from tessera.monitor.command import CommandNotRun, measure_command
@@ -28,7 +29,7 @@ from tessera.monitor.regions import (
     read_regions,
     write_regions,
 )
-from tessera.schema import Device, Domain, Energy, Figure, RegionEnergy, Scope, Work
+from tessera.schema import Domain, Energy, RegionEnergy, Scope, Work
 from tessera.sensors.modelled import ModelledSensor
 from tessera.sensors.processes import ProcessTree
 

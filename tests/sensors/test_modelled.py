@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tessera.clock import Clock
-from tessera.device import ASSUMED_ERROR
+from tessera.device import ASSUMED_ERROR, Device, Figure
 from tessera.errors import SensorLost, SensorUnavailable
 from tessera.hardware import host_cpu, lookup
 from tessera.monitor.sampler import Sampler
-from tessera.schema import Device, Domain, Figure, Hold
+from tessera.schema import Domain, Hold
 from tessera.sensors.base import Sensor
 from tessera.sensors.modelled import (
     LINE_ERROR,

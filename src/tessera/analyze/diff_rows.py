@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..energy_diff import DiffRow
 from ..estimate.prediction_errors import SMALLEST_ERROR, difference_error_w, difference_errors
 from ..graph.op_kinds import KINDS, kind_of
 from ..monitor.steady_state import t90
-from ..schema import DiffRow
 from ..units import format_share
 from .mean_step import independent_error, standard_error
 from .sides import UNSTATED, ZERO, Cell, DiffSide, RunScatter

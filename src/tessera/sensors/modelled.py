@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..clock import NS_PER_S, now_ns
-from ..device import ASSUMED_ERROR
+from ..device import ASSUMED_ERROR, Device, Figure
 from ..errors import SensorLost, SensorUnavailable
 from ..hardware import host_cpu
-from ..schema import Capability, Device, Domain, Figure, Hold, Telemetry
+from ..schema import Capability, Domain, Hold, Telemetry
 from .base import Batch, Sensor
 from .processes import ProcessTree
 
