@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as c10d
 
+from tessera.dist import mesh
+
 WAIT_S = 120
 
 
@@ -86,6 +88,7 @@ class GlooRanks:
 
 def _serve(pipe: Connection, rank: int, count: int, port: int, node_size: int | None, timeout_s: float) -> None:
     torch.set_num_threads(1)
+    mesh._whole_meshes.clear()  # a rank is a program of its own: it has no mesh of the tests before it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(node_size or count))
     timeout = datetime.timedelta(seconds=timeout_s)
     where = f"tcp://127.0.0.1:{port}"
