@@ -31,6 +31,7 @@ from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
 from tessera.errors import ArgumentError
 from tessera.notes import Note
+from tessera.profile.ranks import merge
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.report import energy as shown
 from tessera.report.html import prose
@@ -788,6 +789,20 @@ def test_every_surface_states_the_step_of_the_whole_run(tmp_path: Path) -> None:
         assert sum(r.before_j for r in found.rows) == pytest.approx(step.energy_j)
         assert found.outside is not None and found.outside.before_j == pytest.approx(0.0, abs=1.0)
         assert "the total is of 20 steps (" in found.note and "the rows are of the 5 traced ones" in found.note
+
+
+def test_the_mean_step_of_ranks_is_of_all_their_steps(tmp_path: Path) -> None:
+    """Rank 1 begins and ends each step 4 ms later. All 20 steps are known, though only 5 were traced."""
+    for rank in range(2):
+        timeline = stepped()
+        timeline.rank = rank
+        for edge in ("start_ns", "end_ns"):
+            timeline.columns[edge] += rank * 4_000_000
+        windows = [(START_NS, START_NS + 550_000_000)]
+        record(tmp_path / f"rank{rank}.tessera", timeline, windows=windows, notes=[LIMIT], rank=rank).close()
+    (step,) = answer(merge(tmp_path)).per_work
+    assert (step.amount, step.traced_steps) == (20, 5)
+    assert step.energy_j == pytest.approx(30, rel=0.03) and step.rate_per_s == pytest.approx(10)
 
 
 def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:

@@ -8,27 +8,26 @@ import numpy as np
 
 from ..attribute.table import EnergyRow, EnergyTable
 from ..recording import Recording
+from ..timeline.columns import Timeline
+from ..timeline.link import Step
 from .run_energy import accounted_energies, is_partial
 from .slowdown import SEEN
 
 
 def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]:
-    """A row for each step of a partly traced run, from its edges and the sensors; empty where the table has them all.
-
-    Empty too where ranks take a step together: their edges differ, and one sensor's joules would count several times.
-    """
+    """A row for each step of a partly traced run, by its edges and the sensors; empty where the table has them all."""
     power, timeline = recording.power, recording.timeline
     if power is None or recording.facts.kind != "run" or not table.steps or not is_partial(recording, table):
         return []
-    steps = timeline.linked.steps
-    if len(steps) <= len(table.steps) or len(np.unique(timeline["rank"])) > 1:
+    spans = _find_spans(timeline)
+    if len(spans) <= len(table.steps):
         return []
     rows = []
-    spent = accounted_energies(power, timeline, [(s.start_ns, s.end_ns) for s in steps])
-    for step, energy in zip(steps, spent, strict=True):
+    spent = accounted_energies(power, timeline, [(start_ns, end_ns) for _, start_ns, end_ns in spans])
+    for (name, _, _), energy in zip(spans, spent, strict=True):
         is_seen = energy.coverage >= SEEN and energy.energy_j >= 0  # NaN is not
         row = EnergyRow(
-            name=step.name,
+            name=name,
             kind="step",
             calls=1,
             time_s=energy.time_s,
@@ -39,3 +38,21 @@ def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]
         )
         rows.append(row)
     return rows if any(not math.isnan(row.energy_j) for row in rows) else []
+
+
+def _find_spans(timeline: Timeline) -> list[tuple[str, int, int]]:
+    """The name and the edges of each step. Ranks take one together: its edges are the means of theirs.
+
+    So a step ends where the next begins, and no joule counts twice. A step that a rank does not have is left out.
+    """
+    steps, ranks = timeline.linked.steps, np.unique(timeline["rank"])
+    if len(ranks) < 2:
+        return [(s.name, s.start_ns, s.end_ns) for s in steps]
+    by_name: dict[str, list[Step]] = {}
+    for step in steps:
+        by_name.setdefault(step.name, []).append(step)
+    return [
+        (name, sum(s.start_ns for s in own) // len(own), sum(s.end_ns for s in own) // len(own))
+        for name, own in by_name.items()
+        if len(own) == len(ranks)
+    ]

@@ -196,7 +196,7 @@ def _facts(result: Answer, path: Path | None, by: str | None) -> Table:
         elif per.traced_steps is not None:  # the smallest and the largest of the traced ones say nothing of these
             left_out = f"   {per.left_out}" if per.left_out else ""
             spread = f" (of {per.amount:,.0f} steps, {per.traced_steps:,} traced){left_out}"
-        elif per.unit == "step" and result.partial:
+        elif per.unit == "step" and result.partial and result.traced_steps != result.whole.steps:
             spread = f" (of {per.amount:,.0f} traced){spread}"
         about = "~" if math.isnan(per.error_j) else ""
         spent = f"{about}{format_energy_error(per.energy_j, per.error_j)}   {rate} {per.unit}s/s{spread}"
