@@ -65,8 +65,8 @@ FLAGS = {
     },
     "policy": set(),
     "policy check": {
-        "file", "--period", "--duty", "--high", "--low", "--gpus", "--host", "--node-gpus", "--replicas", "--stages",
-        "--microbatches", "--independent", "--json",
+        "file", "--chip", "--period", "--duty", "--high", "--low", "--gpus", "--host", "--node-gpus", "--replicas",
+        "--stages", "--microbatches", "--independent", "--json",
     },
     "simulate": {
         "file", "--duration", "--seed", "--distinct", "--engine", "--check", "--json", "--html", "--power",
@@ -84,13 +84,14 @@ FLAGS = {
     "fleet": set(),
     "fleet place": {"fleet", "--policy", "--order", "--compare", "--supply", "--slowdown", "--json"},
     "fleet migrate": {"folder", "--ranks", "--node", "--json"},
-    "fleet run": {"folder", "words", "--ranks", "--node", "--fleet", "--policy", "--gpus", "--power"},
+    "fleet run": {"folder", "words", "--ranks", "--node", "--fleet", "--policy", "--gpus", "--power", "--json"},
     "fleet incidents": {"runs", "--events", "--within", "--top", "--json"},
     "fleet watch": {
         "fleet", "--interval", "--duration", "--once", "--json", "--governor", "--token-file", "--ca", "--policy",
     },
     "fleet serve": {
         "fleet", "--listen", "--interval", "--dashboard", "--alerts", "--governor", "--token-file", "--ca", "--policy",
+        "--json",
     },
     "governor": set(),
     "governor serve": {

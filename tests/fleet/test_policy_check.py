@@ -23,6 +23,7 @@ from tessera.fleet.simulation import Simulation
 from tessera.fleet.simulator import simulate
 from tessera.fleet.supplies import Feed, NodeSupply
 from tessera.fleet.waves import make_square
+from tessera.hardware import lookup
 from tessera.policy import (
     PhaseShift,
     Policies,
@@ -249,6 +250,18 @@ def test_the_command_exits_1_where_something_cannot_work(tmp_path: Path) -> None
     free = invoke(command, "check", file, "--independent", "--json")
     table = json.loads(free.output)
     assert free.code == 0 and table["works"] and table["after"]["peak_w"] < table["before"]["peak_w"]
+
+
+def test_the_watts_of_a_chip_are_those_of_the_catalogue(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("power_shaper: {phase_shift: {dp_groups: auto}}\n")
+    peaks = []
+    for typed in (["--chip", "b200"], ["--high", "1kW", "--low", "200W"], ["--chip", "b200", "--high", "800W"]):
+        peaks.append(json.loads(invoke(command, "check", file, "--json", *typed).output)["before"]["peak_w"])
+    tdp_w = lookup("b200").tdp_w
+    assert tdp_w is not None and tdp_w.value == 1000.0
+    assert peaks[0] == peaks[1] and peaks[2] == pytest.approx(0.8 * peaks[1]), "what is typed counts"
+    assert isinstance(invoke(command, "check", file, "--chip", "nothing").code, ArgumentError)
 
 
 def test_a_replica_has_a_gpu() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -403,3 +405,21 @@ def test_incidents_of_a_folder_with_one_run_and_of_a_log_without_events(tmp_path
     log.write_text('{"foo": 1}')
     notes = json.loads(invoke(incidents, folder, "--events", log, "--json").output)["notes"]
     assert any("pdu.log has no power event" in note for note in notes)
+
+
+def test_serve_says_its_address_as_json(fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessera.cli.watch.Quit.wait", lambda *_: True)
+    done = invoke(serve, fleet_file, "--listen", "127.0.0.1:0", "--json")
+    assert re.fullmatch(r"http://(localhost|127\.0\.0\.1):\d+", json.loads(done.output)["url"]), done.output
+
+
+def test_run_says_each_start_as_json_and_the_jobs_output_is_apart(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    job = f"open({str(folder / 'status.json')!r}, 'w').write('{{\"phase\": \"done\"}}'); print('trained')"
+    typed = [sys.executable, "-m", "tessera", "fleet", "run", str(folder), "--json", "--", sys.executable, "-c", job]
+    done = subprocess.run(typed, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert (
+        json.loads(done.stdout) == {"start": 1, "command": [sys.executable, "-c", job]} and done.stderr == "trained\n"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,7 @@ def migrate(folder: Path, ranks: int | None, node: str | None, as_json: bool) ->
 @click.option("--policy", type=ExistingPath(), metavar="FILE", help="A file with a thermal_policy, for --fleet.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs of the job, for --fleet.")
 @power_option("--power", "What the job draws above idle, for --fleet.", "0W")
+@click.option("--json", "as_json", is_flag=True, help="Print each start as JSON, one object per line.")
 def run(
     folder: Path,
     words: tuple[str, ...],
@@ -176,6 +178,7 @@ def run(
     policy: Path | None,
     gpus: int,
     power_w: float,
+    as_json: bool,
 ) -> int:
     """Start a migratable job, and start it again wherever it is moved to, until it is done.
 
@@ -197,8 +200,15 @@ def run(
         choose = CoolNodeChooser(load_fleet(fleet), _load_policy(policy), gpus=gpus, power_w=power_w)
         node = node or choose(None)
     OrderFile(folder).take()  # an order of before the start is old
-    for launch in run_until_done(words, folder, node=node, ranks=ranks, choose_node=choose):
-        print(f"start {launch.number}: {' '.join(launch.command)}", file=sys.stderr, flush=True)
+    # The job's own output makes room for ours.
+    options: dict[str, Any] = {"run": lambda words: subprocess.run(words, check=False, stdout=2).returncode}
+    options = options if as_json else {}
+    for launch in run_until_done(words, folder, node=node, ranks=ranks, choose_node=choose, **options):
+        if as_json:
+            print_json({"start": launch.number, "command": launch.command})
+            sys.stdout.flush()
+        else:
+            print(f"start {launch.number}: {' '.join(launch.command)}", file=sys.stderr, flush=True)
     return 0
 
 
@@ -368,10 +378,12 @@ def _print_status(poller: FleetPoller, as_json: bool, hot_c: float) -> FleetStat
 @click.option("--dashboard", is_flag=True, help="Print a Grafana board for the fleet's metrics (JSON) and exit.")
 @click.option("--alerts", is_flag=True, help="Print alert rules for Prometheus (YAML) and exit.")
 @_governor_options
+@json_option
 def serve(
     fleet: Path | None,
     listen: str,
     interval_s: float,
+    as_json: bool,
     dashboard: bool,
     alerts: bool,
     governor: str | None,
@@ -407,6 +419,8 @@ def serve(
         scrape = metrics.import_client().make_wsgi_app(metrics.registry(collector))
         with metrics.serve_app(server, fleet_app(feed, fleet_page(interval_s, hot_c), scrape)):
             host = f"[{server.server_name}]" if ":" in server.server_name else server.server_name
-            print(f"serving http://{host}:{server.server_port} (Ctrl-C stops)", flush=True)
+            url = f"http://{host}:{server.server_port}"
+            print_json({"url": url}) if as_json else click.echo(f"serving {url} (Ctrl-C stops)")
+            sys.stdout.flush()
             quit_.wait()
     return 0

@@ -9,7 +9,7 @@ import click
 
 from ..units import parse_fraction
 from .main import NearestGroup
-from .options import ExistingPath, duration_option, json_option, parse_option, power_option, print_json
+from .options import ExistingPath, duration_option, is_typed, json_option, parse_option, power_option, print_json
 
 
 @click.group("policy", cls=NearestGroup)
@@ -27,6 +27,7 @@ def command() -> None:
 @duration_option("--period", "How long a step of the job takes.", "2s")
 @click.option("--duty", metavar="SHARE", default="75%", show_default=True, callback=parse_option(parse_fraction),
               help="The share of a step in which its GPUs work.")  # fmt: skip
+@click.option("--chip", help="Take --high (its TDP) and --low (its idle power with a context) from the catalogue.")
 @power_option("--high", "What a GPU draws while it works.", "650W")
 @power_option("--low", "What it draws while it waits or communicates.", "200W")
 @click.option("--gpus", default=64, show_default=True, help="GPUs of the job.")
@@ -37,12 +38,13 @@ def command() -> None:
 @click.option("--microbatches", default=4, show_default=True, help="Microbatches of a step: jitter comes at each.")
 @click.option("--independent", is_flag=True, help="The replicas do not wait for each other at every step.")
 @json_option
-def check(file: Path, as_json: bool, independent: bool, replicas: int | None, **job: Any) -> int:
+def check(file: Path, as_json: bool, independent: bool, replicas: int | None, chip: str | None, **job: Any) -> int:
     """Explain each policy of a YAML file for one job, and flag what cannot work, by computing it.
 
     \b
     Examples:
       tessera policy check policy.yaml
+      tessera policy check policy.yaml --chip b200
       tessera policy check policy.yaml --period 1.2s --duty 60% --gpus 512 --replicas 16 --independent
 
     The job is a wave: its GPUs draw the high power for a share of each step, then the low power, all at the same time.
@@ -52,6 +54,8 @@ def check(file: Path, as_json: bool, independent: bool, replicas: int | None, **
     from ..fleet.policy_check import check_policies
     from ..policy import load_policies
 
+    if chip is not None:
+        job |= {name: watts for name, watts in _find_watts(chip).items() if not is_typed(name)}
     replicas = max(1, min(8, job["gpus"] // max(1, job["stages"]))) if replicas is None else replicas
     found = check_policies(load_policies(file), LockstepJob(**job, replicas=replicas, synchronous=not independent))
     if as_json:
@@ -62,3 +66,16 @@ def check(file: Path, as_json: bool, independent: bool, replicas: int | None, **
 
         print_policy_check(found, str(file), open_console())
     return 0 if found.works else 1
+
+
+def _find_watts(chip: str) -> dict[str, float]:
+    """What a GPU of the catalogue draws at work and while it waits."""
+    from ..errors import ArgumentError
+    from ..hardware import lookup
+
+    device = lookup(chip)
+    high, low = device.tdp_w, device.idle_context_w or device.idle_w
+    if high is None or low is None:
+        missing = "TDP" if high is None else "idle power"
+        raise ArgumentError(f"the catalogue has no {missing} of {device.name}", fix="give --high and --low")
+    return {"high_w": high.value, "low_w": low.value}

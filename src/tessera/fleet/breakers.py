@@ -53,8 +53,7 @@ MAGNETIC: dict[str, tuple[float, float]] = {"B": (3.0, 5.0), "C": (5.0, 10.0), "
 class Breaker:
     """A breaker: its rating, where it sits, and its curve.
 
-    `phases` and `voltage_v` (between phases where there are three) turn watts into amperes. `margin` of the rating is
-    what a continuous load may take (NEC 210.20: 80%).
+    `phases` and `voltage_v` (between phases where there are three) turn watts into amperes.
     """
 
     rating_a: float
@@ -63,14 +62,13 @@ class Breaker:
     power_factor: float = 0.98
     curve: str = "C"
     standard: str = "iec60947"
-    margin: float = 0.8
 
     def __post_init__(self) -> None:
         for name, known in (("curve", MAGNETIC), ("standard", STANDARDS)):
             check_choice(name, getattr(self, name), known)
         if self.phases not in (1, 3):
             raise ArgumentError(f"a breaker has 1 or 3 phases, not {self.phases}")
-        for name in ("rating_a", "voltage_v", "power_factor", "margin"):
+        for name in ("rating_a", "voltage_v", "power_factor"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ArgumentError(f"{name} of a breaker must be above 0")
 

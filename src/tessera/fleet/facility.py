@@ -186,7 +186,6 @@ _BREAKER: Keys = {
     "power_factor": ("power_factor", parse_fraction),
     "curve": ("curve", read_text),
     "standard": ("standard", read_text),
-    "margin": ("margin", parse_fraction),
 }
 _SUPPLY: Keys = {
     "count": ("count", read_whole),
