@@ -63,7 +63,7 @@ def test_windows_of_a_traced_run_are_within_three_percent(name: str) -> None:
     assert fit is not None
     ran, _, board = truth.run_program(measure.training(SEED), np.random.default_rng(1), measure.SECONDS, ring)
     known = combine([fit]).apply(measure.describe(ring))
-    assert np.median(measure.traced_errors(known, ran, board)) < measure.GOAL_WINDOW_PCT
+    assert np.median(measure.traced_errors(known, ran, board)) < 3.0
 
 
 def test_mixtures_recorded_on_an_h200_agree_with_one_another() -> None:
@@ -220,3 +220,14 @@ def test_what_a_run_has_taught_is_found_by_the_next_sensor(tmp_path: Any, monkey
     assert found.lag_s == table.learnt[0][1].lag_s == pytest.approx(ring.lag_s, abs=0.001)
     keep_learnt(table)
     assert find(domain) == found, "a run that is read twice counts once"
+
+
+@pytest.mark.parametrize(("lag_error_s", "corrects"), [(0.002, True), (0.0135, False)])
+def test_what_is_known_gives_way_only_to_what_is_known_better(lag_error_s: float, corrects: bool) -> None:
+    """A loop of 46 ms passed for a lag of 92 ± 13.5 ms, of a sensor whose lag of 16 ms is known."""
+    fit = ResponseFit(
+        start_ns=0, seconds=40.0, lag_s=0.092, lag_error_s=lag_error_s, blur_s=0.041, blur_error_s=0.01
+    )  # fmt: skip
+    learnt = LearntResponse(response=Response(tau_s=0.04, box_s=0.01, dead_s=0.047), fit=fit, gain=45.0)
+    assert learnt.corrects(dataclasses.replace(KNOWN, delay_error_s=0.0025)) == corrects
+    assert learnt.corrects(KNOWN), "what is not known at all is better learnt"
