@@ -285,6 +285,9 @@ def test_ranks_write_their_own_files_and_one_prints(tmp_path, script):
 def test_wrong_arguments_are_said_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.py").write_text("")
+    Path("folder").mkdir()
+    done = CliRunner().invoke(command, ["folder"])
+    assert isinstance(done.exception, ArgumentError) and "is a folder without a __main__.py" in str(done.exception)
     for steps in ("5:5", "a:b", "7:3", ""):
         done = CliRunner().invoke(command, ["--steps", steps, "x.py"])
         assert isinstance(done.exception, ArgumentError) and "such as 10:20" in str(done.exception)

@@ -135,6 +135,8 @@ def command(
     """
     if not recording["module"] and not Path(target).exists():
         raise ArgumentError(f"there is no script {target!r}", fix="give a Python file, or -m and the name of a module")
+    if not recording["module"] and Path(target).is_dir() and not Path(target, "__main__.py").exists():
+        raise ArgumentError(f"{target!r} is a folder without a __main__.py", fix="give a Python file in it")
     for path in (out, html):
         if path is not None:
             if path.parent == RUNS:  # the default folder, which a run without --out makes too
