@@ -8,7 +8,8 @@ overhead  GPT-2 training, MoE training, eager and graph decode (1.1B, batch 16) 
 moe, vit, decode, gpt2, bert
           each load, synchronised every 8 calls: free, at fixed duties, and under caps of 0.7, 0.85 and 0.5 of its free
           power. Mean, and worst window of 200 ms, from 0.5 s on; the first half second beside them; throughput against
-          the fixed duties, interpolated at the same power. 0.7 comes first, with nothing learnt of the load before.
+          the fixed duties, interpolated at the same power. 0.7 comes first, with nothing learnt of the load before. A
+          cap below what the GPU draws idle (with a context, measured before) says so and runs for 8 s.
 node      two processes of GEMMs under one cap for the node.
 
 Power is the driver's ring, read by another process that knows nothing of Tessera. No clock, limit or mode is changed.
@@ -55,6 +56,7 @@ DUTIES = (0.75, 0.5, 0.3)
 SLICE_S = 0.0012
 EVERY = 8  # calls between synchronisations
 ROOMY_S = 60.0  # with so much time left, comparisons are made too
+BELOW_S = 8.0  # a cap below idle: the program is slow, and it takes a second to know
 ABOVE = 1.3  # a cap that is not reached, of the free power
 Step = Callable[[], Any]
 QUICK = False
@@ -201,7 +203,7 @@ def run_load(step: Step, seconds: float) -> tuple[float, float, float]:
     return (calls - before) / max(end - since, 1e-9), begin, end
 
 
-def measure(ring: Ring, step: Step, seconds: float) -> dict[str, float]:
+def measure(ring: Ring, step: Step, seconds: float) -> dict[str, Any]:
     rate, begin, end = run_load(step, seconds)
     samples = ring.between(begin, end)
     settled = [s for s in samples if s[0] >= begin + SETTLED_S]
@@ -209,7 +211,7 @@ def measure(ring: Ring, step: Step, seconds: float) -> dict[str, float]:
     mean_w = mean_of(settled)
     return {
         "calls_per_s": rate,
-        "joules_per_call": mean_w / rate,
+        "joules_per_call": mean_w / rate if rate else None,  # a cap below idle: no call ended after half a second
         "mean_w": mean_w,
         "worst_window_w": worst_window(settled),
         "first_worst_window_w": worst_window(first),
@@ -252,13 +254,22 @@ def interpolate(points: list[tuple[float, float]], power_w: float) -> float | No
     return None
 
 
-def capped_row(ring: Ring, step: Step, cap_w: float, seconds: float, points: list[tuple[float, float]]) -> Any:
+def capped_row(
+    ring: Ring, step: Step, cap_w: float, seconds: float, points: list[tuple[float, float]], idle_w: float
+) -> Any:
+    if cap_w <= idle_w:
+        seconds = max(seconds, BELOW_S)
     capped = schedule(power_cap=cap_w)(step)
     found: dict[str, Any] = measure(ring, capped, seconds)
     report = capped.report()
     best = interpolate(points, found["mean_w"])
     return {
         "cap_w": cap_w,
+        **(
+            {"below_idle": f"the GPU draws {idle_w:.0f} W without work: no pause holds this cap"}
+            if cap_w <= idle_w
+            else {}
+        ),
         "mean_off_pct": 100 * (found["mean_w"] / cap_w - 1),
         "worst_window_off_pct": 100 * (found["worst_window_w"] / cap_w - 1),
         "first_worst_window_off_pct": 100 * (found["first_worst_window_w"] / cap_w - 1),
@@ -312,6 +323,9 @@ def load_part(part: str, rows: Rows) -> None:
     print(f"  {name}: built and warm after {time.time() - t0:.1f} s", file=sys.stderr)
     ring, seconds = Ring(), 1.2 if QUICK else 3.2
     try:
+        time.sleep(1.0)
+        idle_w = mean_of(ring.between(time.time() - 0.5, time.time() - 0.05))  # with a context
+        rows.rows[f"{name} idle"] = {"mean_w": idle_w}
         free = rows.add(f"{name} free", 3, lambda: measure(ring, step, seconds / 2))
         if free is None:
             return
@@ -319,7 +333,7 @@ def load_part(part: str, rows: Rows) -> None:
         first = rows.add(
             f"{name} at {SHARES[0]}",
             seconds,
-            lambda: capped_row(ring, step, SHARES[0] * free["mean_w"], seconds, []),
+            lambda: capped_row(ring, step, SHARES[0] * free["mean_w"], seconds, [], idle_w),
         )
         time.sleep(1.0)
         points = [(free["mean_w"], free["calls_per_s"])]
@@ -336,7 +350,11 @@ def load_part(part: str, rows: Rows) -> None:
             first["of_best_fixed_duty_pct"] = 100 * first["calls_per_s"] / best
         for share in SHARES[1:]:
             cap_w = share * free["mean_w"]
-            rows.add(f"{name} at {share}", seconds, lambda cap_w=cap_w: capped_row(ring, step, cap_w, seconds, points))
+            rows.add(
+                f"{name} at {share}",
+                seconds if cap_w > idle_w else BELOW_S,
+                lambda cap_w=cap_w: capped_row(ring, step, cap_w, seconds, points, idle_w),
+            )
             time.sleep(1.0)
     finally:
         ring.close()

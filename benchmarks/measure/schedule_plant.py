@@ -39,9 +39,12 @@ from fakes.programs import (
     Program,
     Shared,
     bursty,
+    compiled_bert,
+    decode,
     gpt2_training,
     graphs,
     host_bound,
+    launching,
     saturated,
     synchronising,
     uneven,
@@ -65,12 +68,16 @@ SEEN: dict[str, Program] = {
     "synchronised every 8 calls": synchronising(8),
     "bursts of 30 ms": bursty(0.03, 0.01),
     "heavy and light in turn, uneven": uneven(),
+    "compiled BERT, begins after 0.12 s": compiled_bert(begin_s=0.12),
+    "eager decode, 184 W": decode(),
 }
 KEPT_APART: dict[str, Program] = {
     "saturated, 700 W": saturated(0.0004, 700.0, 0.0002),
     "host-bound, 330 W": host_bound(0.00001, 0.000008, 330.0),
     "synchronised every 3 calls": synchronising(3, 0.03, 650.0, 0.02, 0.006),
     "bursts of 5 ms": bursty(0.005, 0.002, 800.0),
+    "a host that leaves 80% idle": launching(0.00006, 0.000012, 500.0, depth=300, each=3000, held_s=0.002),
+    "begins after 0.07 s, 25% idle": launching(0.00004, 0.00003, 640.0, each=2500, begin_s=0.07, held_s=0.001),
 }
 Load = Callable[[], Iterator[Op]]
 

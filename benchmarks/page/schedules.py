@@ -148,7 +148,7 @@ def caps(c: dict[str, Any] | None) -> list[Goal]:
             abs(row["mean_off_pct"]) <= 3 and row["worst_window_off_pct"] <= 5 and (share or 0) >= 97
             for row, share in zip(found, shares, strict=True)
         )
-        joules = ", ".join(f"{row['joules_per_call']:.3g}" for row in found)
+        joules = ", ".join(f"{row['joules_per_call'] or float('nan'):.3g}" for row in found)
         beside = f"free: {free['mean_w']:.0f} W, {free['joules_per_call']:.3g} J a call; capped {joules} J"
         rows.append(
             Goal(what=what, goal=goal, reached=said, met=met, beside=beside, where=where("schedule_caps"), command=CAPS)

@@ -84,6 +84,7 @@ class Plant:
     idle_w: float = IDLE_W
     paused_w: float = 0.0  # while paused; 0: as idle
     limit_w: float = LIMIT_W
+    held_s: float = 0.0  # the program holds the interpreter's lock: a launch is late by so much on average
     spends: bool = False  # whether waits are for tokens
 
     def __post_init__(self) -> None:
@@ -170,6 +171,7 @@ class Plant:
             return math.inf
         if self._launch_s == math.inf:
             late_s = STALLED_S if self._jitter.random() < 0.01 else LATE_S * self._jitter.random()
+            late_s += 2.0 * self.held_s * self._jitter.random() if self.held_s else 0.0
             self._launch_s = at + vary_slice(self.command.slice_s, self._jitter) + late_s
         if at < self._launch_s - 1e-12:
             return self._launch_s

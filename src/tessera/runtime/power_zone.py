@@ -23,7 +23,7 @@ from ..hardware import host_cpu, identify_board
 from ..monitor.sampler import Sampler
 from ..units import format_power
 from .cap_report import MeanPower
-from .controller import MIN_DUTY, STUCK_DUTY, Cap, Controller, PaceCommand
+from .controller import MIN_DUTY, STUCK_DUTY, STUCK_GPU_DUTY, Cap, Controller, PaceCommand
 from .pacer import PaceCounts, Pacer
 
 # Without a reading for this long while work runs, the duty follows what is known of the load.
@@ -32,6 +32,8 @@ BLIND_NS = 500_000_000
 PROMPT_S = 0.05
 # Above this share of a cap every sample counts.
 NEAR = 0.85
+# For milliseconds a board draws this much of its limit: an H200 976 of 700 W (GEMMs between waits, 2026-11-15).
+MOST = 1.4
 # A sensor that smears shows work for this many times its blur after its end (5% of an exponential is left).
 _SMEARED = 3.0
 # The fastest pace needs at least this much work: one launch between two looks says little.
@@ -193,14 +195,17 @@ class PowerZone:
             )
         work = "of the time at work" if self.tally is None else "of the pace of Tessera's own kernels"
         who = "this node draws" if self.key == "node" else "the GPU draws"
-        return f"{what}{who} {floor} with {MIN_DUTY:.0%} {work} (idling, other processes). Raise the cap above {floor}"
+        return (
+            f"{what}{who} {floor} with {MIN_DUTY:.0%} {work} (idling, other processes). So that the program goes on, "
+            f"it now has {STUCK_GPU_DUTY:.0%}. Raise the cap above {floor}"
+        )
 
     def restart(self, now_ns: int) -> None:
         """Work begins after a pause: readings and notes from before do not belong to it."""
         self.read_ns, self.observed_ns = None, now_ns
         self.notes.clear()
         if self.controller is not None:
-            self.controller.floor_w = None
+            self.controller.restart()
 
     def obey(self, command: PaceCommand, now_ns: int) -> None:
         """Another process leads the node; if it ends, we continue from its ratio."""
@@ -228,13 +233,15 @@ class PowerZone:
             boards = [sampler.series[n].domain.label if n in sampler.series else "" for n in self.names]
             domains = list(zip(self.names, boards, strict=True)) or [(self.key, self.board)]
             idle_w, burst_w = guess_power(domains, cap.power_w)
+            most_w = MOST * burst_w
             if self.is_own_power(sampler):
                 idle_w = 0.0  # a program that waits draws nothing of its own
             if 0 < self.resolution_s(sampler) <= PROMPT_S:
                 burst_w = min(burst_w, NEAR * cap.power_w)  # the first readings come at once, and tell more
-            stuck_duty = STUCK_DUTY if self.key == "cpu" else MIN_DUTY
+            stuck_duty = STUCK_DUTY if self.key == "cpu" else STUCK_GPU_DUTY
             blur_s = self._blur_s(sampler)
             self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s, stuck_duty=stuck_duty)
+            self.controller.most_w = most_w
             if self.tally is not None or self.key == "cpu":
                 self.controller.fastest_s = 0.0
             if self.command.ratio > 0:  # taken over from another leader
