@@ -7,17 +7,21 @@ at full clock), writes src/tessera/estimate/data/CHIP_kernels.json and other_ker
 on the fit split, half-widths found on the development split; then both are fitted. The shared constants are fitted on
 all chips at once; their half-widths are the errors on each chip when it is left out (printed, and written to
 results/left_out_chips.json). The final split is left alone: benchmarks/predict/public_kernels.py reads it.
+
+Chips differ by more than their figures: tables without watts were timed in loops of six launches, of which the first
+waits for the host (aiconfigurator's collector/helper.py). The shared fit finds what that adds ("loop_us"); nobody knows
+how a new chip will be timed, so it gets half of it. The shared fit also finds how the share of the matrix peak falls
+with the FLOPs that a board's peak has for a watt ("watts"), and takes other formats from 16 bits, where few chips tell.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,205 +30,52 @@ from scipy.optimize import least_squares
 from scipy.stats import t as student
 
 import kernel_fits as fits
+from chip_families import (
+    FAMILIES,
+    FEW,
+    Constants,
+    Family,
+    Sample,
+    Table,
+    fit_family,
+    fit_together,
+    host_floors,
+    samples,
+    thin,
+)
 from fit_kernels import DATA, write
 from kernel_rows import ROOT, SHARED, Row, kernel_of, read_public
-from tessera.estimate import attention, gemm, moe
-from tessera.estimate.kernel_time import FITTED, Chip, Trees, chip, load_fit
+from tessera.estimate.kernel_time import FITTED, Trees, chip, load_fit
 from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.hardware import lookup
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from result_file import write_result
 
-Table = Mapping[str, tuple[float, float, float]]  # start, low, high
-Constants = dict[str, Any]
 
-GEMM: Table = {
-    "launch_us.vllm": (1.4, 0.05, 4), "feed_bytes_per_cycle": (120, 20, 400), "sm_bytes_per_cycle": (80, 20, 300),
-    "matrix.tile_cost": (0.8, 0.01, 12), "matrix.tile_cycles": (2650, 0, 9000), "matrix.split_cycles": (5100, 0, 16000),
-    "matrix.tile_shown": (0.9, 0, 1), "overlap": (0.5, 0, 0.95), "cache_kept": (0.4, 0, 0.9), "cache_spill": (0.24, 0.1, 0.8),
-    "bandwidth": (0.92, 0.6, 0.99), "cache_bytes_per_cycle": (19, 6, 60), "exponent": (1.57, 1.1, 6), "efficiency": (0.8, 0.2, 1.0),
-}  # fmt: skip
-CAST: Table = {"cast.us": (3, 0, 30), "cast.bytes": (3, 0, 20), "cast.row_cycles": (500, 0, 8000)}
-# Tiles of quantised kernels: the narrowest, and no division of k.
-TILES = ([1, 1], [16, 1], [64, 1], [128, 1])
-ATTENTION: Table = {
-    "efficiency": (0.6, 0.1, 1.0), "head_cost": (10, 0, 100), "score_cycles": (0.05, 0, 0.6), "convert_cycles": (0.1, 0, 2),
-    "load_cycles": (0.1, 0, 2), "step_exponent": (2, 1, 8), "block_cycles": (3000, 0, 20000), "block_cycles_per_dim": (10, 0, 80),
-    "split_cycles": (3000, 0, 20000), "overlap": (0.3, 0, 0.99), "launch_us": (5, 0.5, 14), "bandwidth": (0.85, 0.4, 0.99),
-    "cache_bytes_per_cycle": (18, 3, 60), "cache_kept": (0.4, 0, 0.9), "cache_spill": (0.3, 0.1, 0.9), "exponent": (1.5, 1.0, 6),
-}  # fmt: skip
-PACKINGS = ("always", "single", "grouped")
-MOE: Table = {
-    "launch_us": (30, 1, 200), "expert_us": (0.1, 0, 20), "bandwidth": (0.7, 0.05, 0.99), "efficiency": (0.6, 0.05, 1),
-    "pad_rows": (16, 0, 200), "row_bytes": (4, 0, 60), "exponent": (1.5, 1, 6), "reach": (0.6, 0.1, 1.5),
-    "skew": (0.3, 0, 4), "wave": (0.5, 0, 6),
-}  # fmt: skip
-FEW = 20  # rows under which a kernel is not fitted
+def move_launch(constants: Constants, by_us: float) -> Any:
+    """A launch's time of constants, longer by so much."""
+    own = constants["launch_us"]
+    if isinstance(own, dict):
+        return {name: max(0.05, us + by_us) for name, us in own.items()}
+    return max(0.05, own + by_us)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Rows of one kernel on one chip, as one call of arrays."""
-
-    of: Chip
-    call: Any
-    seconds: np.ndarray
-
-
-@dataclass(frozen=True)
-class Family:
-    """How the rows of one kind are named, put together and predicted."""
-
-    kind: str
-    name: Callable[[Row], str]
-    join: Callable[[Sequence[Row]], Any]
-    formula: Callable[[Constants, Chip, Any], dict[str, np.ndarray]]
-    features: Callable[[Any, dict[str, np.ndarray]], np.ndarray]
-    table: Callable[[str], Table]
-    options: Callable[[str], Sequence[Constants]]
-    of_others: Constants | None = None  # the option of chips that are fitted together; None: the best
-    trees_of_others: bool = False
-    by_library: bool = False  # whether chips with asynchronous matrix units run another library than the others
-
-    def predict(self, constants: Constants, s: Sample) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds, and features of the trees."""
-        t = self.formula(constants, s.of, s.call)
-        floor_s = gemm.host_floor_s(constants, s.call) if self.kind == "gemm" else 0.0
-        return np.maximum(t["overhead_s"] + t["body_s"], floor_s), self.features(s.call, t)
+def for_new_chips(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Shared constants for a chip of which nobody knows how it will be timed: half of what short loops add."""
+    constants = {
+        kernel: {**c, "launch_us": move_launch(c, 0.5 * c["loop_us"])} if "loop_us" in c else c
+        for kernel, c in data["constants"].items()
+    }
+    return {**data, "constants": {k: {n: v for n, v in c.items() if n != "loop_us"} for k, c in constants.items()}}
 
 
-# ---------------------------------------------------------------- the three families
-def _attention_name(row: Row) -> str:
-    a = row.args
-    sizes = [a[n] for n in ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal")]
-    return attention.name_kernel(attention.AttentionCall(*sizes, a["precision"], a["kv_precision"]))
-
-
-def _join_experts(rows: Sequence[Row]) -> moe.ExpertCall:
-    names = ("tokens", "hidden", "width", "topk", "experts", "ranks", "skew")
-    return moe.ExpertCall(*(np.array([float(r.args[n]) for r in rows]) for n in names), rows[0].args["precision"])
-
-
-def _gemm_formula(c: Constants, of: Chip, p: gemm.Product) -> dict[str, np.ndarray]:
-    return gemm.formula({**load_fit("h200_gemm.json")["constants"], **c}, of, p)
-
-
-def _attention_formula(c: Constants, of: Chip, call: attention.AttentionCall) -> dict[str, np.ndarray]:
-    return attention.formula({**load_fit("h200_attention.json")["constants"]["vllm"], **c}, of, call)
-
-
-FAMILIES = (
-    Family("gemm", lambda r: r.args["precision"], fits.products, _gemm_formula, gemm.features,
-           lambda kernel: GEMM if kernel == "bf16" else {**GEMM, **CAST},
-           lambda kernel: [{"tiles": {}}] if kernel == "bf16" else [{"tiles": {kernel: tile}} for tile in TILES],
-           trees_of_others=True),
-    Family("attention", _attention_name, fits.calls, _attention_formula, attention.features, lambda _: ATTENTION,
-           lambda _: [{"packing": packing} for packing in PACKINGS], {"packing": "by library"}, trees_of_others=True,
-           by_library=True),
-    Family("moe", lambda r: r.args["precision"], _join_experts, moe.formula, moe.features, lambda _: MOE, lambda _: [{}]),
-)  # fmt: skip
-
-
-def samples(family: Family, rows: Sequence[Row]) -> dict[str, dict[str, Sample]]:
-    """By kernel and chip."""
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        if row.kind == family.kind:
-            groups[family.name(row), row.device].append(row)
-    found: dict[str, dict[str, Sample]] = defaultdict(dict)
-    for (kernel, device), members in groups.items():
-        seconds = np.array([row.seconds for row in members])
-        found[kernel][device] = Sample(chip(lookup(device)), family.join(members), seconds)
-    return found
-
-
-def thin(s: Sample, most: int = 500) -> Sample:
-    """At most so many rows, evenly taken: every chip counts the same where several are fitted together."""
-    step = -(-len(s.seconds) // most)
-    arrays = {f.name: v[::step] for f in fields(s.call) if isinstance(v := getattr(s.call, f.name), np.ndarray)}
-    return Sample(s.of, replace(s.call, **arrays), s.seconds[::step])
-
-
-# ---------------------------------------------------------------- constants
-def as_constants(kernel: str, names: Sequence[str], x: np.ndarray, option: Constants) -> Constants:
-    """A flat vector as the nested constants of a data file."""
-    c: Constants = {}
-    for name, value in zip(names, x, strict=True):
-        *tables, entry = name.split(".")
-        functools.reduce(lambda table, key: table.setdefault(key, {}), tables, c)[entry] = float(value)
-    if "launch_us" in c and isinstance(c["launch_us"], dict):  # a product: 16-bit ones are torch's too
-        c["launch_us"]["torch"] = c["launch_us"]["vllm"]
-        c["efficiency"] = dict.fromkeys((kernel, "fp16") if kernel == "bf16" else (kernel,), c["efficiency"])
-        c["cast"] = {kernel: c["cast"]} if "cast" in c else {}
-    return {**c, **option}
-
-
-def host_floors(kernel: str, members: Sequence[Sample]) -> Constants:
-    """The host's time of block-scaled fp8, by how m is padded and whether n and k divide into blocks."""
-    if kernel != "fp8_block" or not isinstance(members[0].call, gemm.Product):
-        return {"host_floor_s": {}} if isinstance(members[0].call, gemm.Product) else {}
-    m, n, k = (np.concatenate([getattr(s.call, name) for s in members]) for name in ("m", "n", "k"))
-    seconds = np.concatenate([s.seconds for s in members])
-    whole = (n % 64 == 0) & (k % 128 == 0)
-    kinds = (whole & (m < 64), whole & (m >= 64) & (m % 4 == 0), whole & (m >= 64) & (m % 4 != 0), ~whole)
-    floors = [float(np.quantile(seconds[kind], 0.35)) if kind.sum() > 5 else None for kind in kinds]
-    most = max(floor for floor in floors if floor is not None)
-    return {"host_floor_s": {kernel: [most if floor is None else floor for floor in floors]}}
-
-
-def fit_constants(family: Family, kernel: str, members: Sequence[Sample]) -> Constants:
-    """The best constants over options and two starts, by robust least squares; every chip counts the same."""
-    table = family.table(kernel)
-    start, low, high = np.array(list(table.values()), float).T
-    floors = host_floors(kernel, members)
-    weights = [np.sqrt(400.0 / len(s.seconds)) for s in members]
-
-    def solve(option: Constants, x: np.ndarray, tries: int) -> Any:
-        def errors(x: np.ndarray) -> np.ndarray:
-            c, found = as_constants(kernel, list(table), x, option), []
-            for s, weight in zip(members, weights, strict=True):
-                found.append(weight * np.log(family.predict(c, s)[0] / s.seconds))
-            return np.concatenate(found)
-
-        inside = np.clip(x, low + 1e-4 * (high - low), high - 1e-4 * (high - low))
-        return least_squares(
-            errors, inside, bounds=(low, high), loss="soft_l1", f_scale=0.1, x_scale=0.1 * (high - low), diff_step=2e-3, max_nfev=tries
-        )  # fmt: skip
-
-    together = len(members) > 1 and family.of_others is not None
-    options = [{**option, **floors} for option in ([family.of_others] if together else family.options(kernel))]
-    option = min(options, key=lambda o: float(solve(o, start, 12).cost)) if len(options) > 1 else options[0]
-    other = low + (high - low) * np.random.default_rng(1).uniform(0.05, 0.6, len(low))
-    best = min((solve(option, x, 40) for x in (start, other)), key=lambda r: float(r.cost))
-    return as_constants(kernel, list(table), best.x, option)
-
-
-def residuals(family: Family, fitted: Mapping[str, Constants], of: Mapping[str, Sequence[Sample]]) -> tuple[Any, ...]:
-    """Features, logarithms of measured over predicted, and weights."""
-    xs, ys, ws = [], [], []
-    for kernel, members in of.items():
-        for s in members:
-            seconds, x = family.predict(fitted[kernel], s)
-            xs.append(x)
-            ys.append(np.log(s.seconds / seconds))
-            ws.append(np.full(len(seconds), np.sqrt(400.0 / len(s.seconds)) if len(members) > 1 else 1.0))
-    return np.concatenate(xs), np.concatenate(ys), np.concatenate(ws)
-
-
-def fit_family(family: Family, of: Mapping[str, Sequence[Sample]], *, trees: bool) -> dict[str, Any]:
-    """Constants by kernel, and the trees for all of them."""
-    of = {kernel: members for kernel, members in of.items() if sum(len(s.seconds) for s in members) >= FEW}
-    if not of:
+def change_for_relatives(own: Constants, s: Sample, shared: Constants) -> Constants:
+    """What a relative's constants become on another chip: short loops halved, the efficiency by FLOPs for a watt."""
+    if "loop_us" not in shared:
         return {}
-    fitted = {kernel: fit_constants(family, kernel, members) for kernel, members in of.items()}
-    found: dict[str, Any] = {"constants": fitted}
-    if trees:
-        few = {"leaf": 20} if family.trees_of_others and any(len(v) > 1 for v in of.values()) else {"leaf": 5}
-        found["trees"] = fits.fit_trees(
-            *residuals(family, fitted, of), rounds=100, depth=4, rate=0.12, alpha=0.15, digits=4, **few
-        )
-    return found
+    launch = move_launch(own, (-0.5 if s.few_runs else 0.5) * shared["loop_us"])
+    return {"launch_us": launch, "watts": {"exponent": shared["watts"]["exponent"], "flops_per_j": s.of.flops_per_j}}
 
 
 # ---------------------------------------------------------------- watts
@@ -239,10 +90,12 @@ def fit_power(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """Constants of the power model from rows whose watts last long enough, on the times that the fits above predict.
 
     NVML's average over a second mixes a kernel's loop with what ran before it: like shapes differ by a factor of two. So
-    the loss is robust, and the half-width is that of the development split.
+    the loss is robust, rows count by how many readings they have (`count_readings`), and the half-width is that of the
+    development split.
     """
     base = PowerModel.from_device(lookup(name))
     trusted = [(row, DeviceWork.of(kernel_of(row))) for row in rows if row.public_w is not None]
+    weight = np.array([min(1.0, row.readings / 10) for row, _ in trusted])
     units = [n for n in POWER if "." in n]
     t = {
         n: np.array([getattr(w, n) for _, w in trusted])
@@ -264,14 +117,16 @@ def fit_power(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
     def solve(chosen: np.ndarray) -> np.ndarray:
         return least_squares(
-            lambda x: np.log(joules(x) / measured)[chosen], start, bounds=(low, high), loss="soft_l1", f_scale=0.05,
+            lambda x: (weight * np.log(joules(x) / measured))[chosen], start, bounds=(low, high), loss="soft_l1", f_scale=0.05,
             x_scale=0.1 * (high - low), diff_step=1e-3,
         ).x  # fmt: skip
 
     split = np.array([row.split for row, _ in trusted])
     unseen = split == "development"
     error = measured / joules(solve(split == "fit")) - 1
-    print(line(f"{name} joules, development", [(measured[unseen], error[unseen])]), flush=True)
+    long = unseen & (weight == 1)
+    for label, some in (("", unseen), (", long windows", long)):
+        print(line(f"{name} joules, development{label}", [(measured[some], error[some])]), flush=True)
     width = float(np.quantile(np.abs(error[unseen]), 0.9))
     return as_power(solve(split != "final")) | {"relative_error": width}
 
@@ -318,38 +173,47 @@ def fit_chip(name: str, rows: Sequence[Row], first: bool) -> dict[str, Any]:
             for some in ([r for r in rows if r.split == "fit"], [r for r in rows if r.split != "final"])
         )
         unseen = samples(family, [r for r in rows if r.split == "development"])
-        found = fit_family(family, fit, trees=True)
+        found = fit_family(family, fit)
         if not found:
             continue
-        seen = {k: relative(family, found, k, unseen[k][name]) for k in found["constants"] if name in unseen[k]}
+        seen = {k: relative(family, found, k, untold(unseen[k][name])) for k in found["constants"] if name in unseen[k]}
         for kernel, pair in seen.items():
             print(line(f"{name} {family.kind} {kernel}, development", [pair]), flush=True)
         print(line(f"{name} {family.kind}, development", list(seen.values())), flush=True)
         interval = {k: half_widths([pair], 4) for k, pair in seen.items() if len(pair[0]) >= FEW}
         interval["any"] = half_widths(list(seen.values()), 4)
-        data[family.kind] = {"interval": interval, **(found if first else fit_family(family, both, trees=True))}
+        data[family.kind] = {"interval": interval, **(found if first else fit_family(family, both))}
     return data
 
 
-def find_sources(name: str, chips: Sequence[str], family: Family) -> list[str]:
-    """The chips whose constants one without timings would get (chip_fits.find_fit): relatives, a library's, all."""
-    of, others = chip(lookup(name)), [d for d in chips if d != name]
-    relatives = [d for d in others if chip(lookup(d)).capability == of.capability]
-    library = [d for d in others if chip(lookup(d)).asynchronous == of.asynchronous] if family.by_library else []
-    return relatives or library or others
+def find_relative(name: str, chips: Sequence[str]) -> str | None:
+    """The other chip of the same compute capability (chip_fits.find_fit)."""
+    of = chip(lookup(name))
+    return next((d for d in chips if d != name and chip(lookup(d)).capability == of.capability), None)
+
+
+def untold(s: Sample) -> Sample:
+    """The rows of a chip of which nobody knows how they were timed."""
+    return replace(s, few_runs=False, floors={})
 
 
 def leave_out(family: Family, of: Mapping[str, Mapping[str, Sample]]) -> dict[str, dict[str, Any]]:
     """By chip and kernel: predicted seconds and errors of constants that were fitted without the chip."""
     found: dict[str, dict[str, Any]] = {}
     for name in sorted({device for by_chip in of.values() for device in by_chip}):
-        rest = {
-            k: [thin(by[d]) for d in find_sources(name, list(by), family)]
-            for k, by in of.items()
-            if name in by and len(by) > 1
-        }
-        fitted = fit_family(family, rest, trees=family.trees_of_others)
-        found[name] = {k: relative(family, fitted, k, of[k][name]) for k in fitted.get("constants", {})}
+        target = chip(lookup(name))
+        rest = {k: {d: s for d, s in by.items() if d != name} for k, by in of.items() if name in by and len(by) > 1}
+        how = {"asynchronous": target.asynchronous if family.by_library else None, "architecture": target.architecture}
+        shared = fit_together(family, rest, **how)
+        new = for_new_chips(shared)
+        own = {k: [thin(by[d], 1000)] for k, by in rest.items() if (d := find_relative(name, list(by)))}
+        related = fit_family(family, own)
+        for kernel, c in related.get("constants", {}).items():
+            c.update(change_for_relatives(c, own[kernel][0], shared["constants"][kernel]))
+        found[name] = {
+            k: relative(family, related if k in related.get("constants", {}) else new, k, untold(of[k][name]))
+            for k in new["constants"]
+        }  # fmt: skip
     return found
 
 
@@ -396,13 +260,20 @@ def score_left_out(family: Family, left_out: Mapping[str, Mapping[str, Any]]) ->
     for name, pairs in left_out.items():
         if not pairs:
             continue
-        widths = widths_from(left_out, [other for other in left_out if other != name])
+        related = find_relative(name, list(left_out))
+        strangers = widths_from(left_out, [other for other in left_out if other != name])
+        alike = left_out[related] if related else {}  # kernels that the relative was timed on too
         inside, errors = [], []
         for kernel, (seconds, error) in pairs.items():
-            table = widths.get(kernel) or widths["any"]
-            inside.append(np.abs(error) <= np.interp(np.log10(seconds), table["log10_s"], table["half_width"]))
+            table = widen(list(alike.values())) if kernel in alike else strangers.get(kernel) or strangers["any"]
+            width = np.interp(np.log10(seconds), table["log10_s"], table["half_width"])
+            inside.append(np.abs(error) <= np.minimum(width, 0.95))
             errors.append(np.abs(1 / (1 + error) - 1))
-            print(line(f"{name} {family.kind} {kernel}, left out", [(seconds, error)]), flush=True)
+            print(
+                line(f"{name} {family.kind} {kernel}, left out", [(seconds, error)]),
+                f"coverage {inside[-1].mean():.0%}",
+                flush=True,
+            )
         share = float(np.concatenate(inside).mean())
         print(line(f"{name} {family.kind}, left out", list(pairs.values())), f"coverage {share:.0%}", flush=True)
         by_kernel = {k: float(e.mean()) for k, e in zip(pairs, errors, strict=True)}
@@ -414,21 +285,14 @@ def score_left_out(family: Family, left_out: Mapping[str, Mapping[str, Any]]) ->
     return scores
 
 
-RELATED = (["h100"], ["h200"])  # the chips of one compute capability
-TWO_CHIPS = (
-    1.2  # a pair of chips tells roughly how much relatives differ: half-widths are a fifth wider than its errors
-)
+# A pair of chips tells roughly how much relatives differ: half-widths are a fifth wider than its errors.
+TWO_CHIPS = 1.2
 
 
-def widen(table: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """Half-widths for relatives of a chip with timings."""
+def widen(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, list[float]]:
+    """Half-widths for relatives of a chip with timings: one is as likely faster as the other is slower."""
+    table = half_widths([(seconds, np.expm1(np.abs(np.log1p(error)))) for seconds, error in pairs], 3)
     return {**table, "half_width": [round(TWO_CHIPS * width, 3) for width in table["half_width"]]}
-
-
-def fit_everyone(family: Family, of: Mapping[str, Mapping[str, Sample]]) -> dict[str, Any]:
-    """What all chips share."""
-    everyone = {kernel: [thin(s) for s in by_chip.values()] for kernel, by_chip in of.items() if by_chip}
-    return fit_family(family, everyone, trees=family.trees_of_others)
 
 
 def fit_others(rows: Sequence[Row]) -> dict[str, Any]:
@@ -441,18 +305,33 @@ def fit_others(rows: Sequence[Row]) -> dict[str, Any]:
         left_out = leave_out(family, of)
         scores[family.kind] = score_left_out(family, left_out)
         interval = widths_from(left_out, list(left_out))
-        related = [n for n in left_out if find_sources(n, list(left_out), family) in RELATED]
-        pairs = [pair for n in related for k, pair in left_out[n].items() if len(of[k]) > 1]
+        related = [pair for n in left_out if find_relative(n, list(left_out)) for pair in left_out[n].values()]
+        shared = fit_together(family, of, asynchronous=True if family.by_library else None)
         data[family.kind] = {
             "interval": interval,
-            "relatives": {"any": widen(half_widths(pairs, 3))} if pairs else interval,
-            **fit_everyone(family, of),
+            "relatives": {"any": widen(related)} if related else interval,
+            "changes": changes_by_chip(family.kind, of, shared),
+            **for_new_chips(shared),
         }
+        if family.kind == "gemm":
+            block = list(of["fp8_block"].values())
+            data["gemm"]["host_floors"] = {a: host_floors("fp8_block", block, a) for a in ("hopper", "blackwell")}
         if family.by_library:
-            older = {k: {d: s for d, s in by.items() if not s.of.asynchronous} for k, by in of.items()}
-            data[f"{family.kind}.synchronous"] = {"interval": interval, **fit_everyone(family, older)}
+            older = for_new_chips(fit_together(family, of, asynchronous=False))
+            data[f"{family.kind}.synchronous"] = {"interval": interval, **older}
     write_result(ROOT / "benchmarks" / "results" / "left_out_chips.json", {"left_out": scores})
     return data
+
+
+def changes_by_chip(kind: str, of: Mapping[str, Mapping[str, Sample]], shared: Mapping[str, Any]) -> dict[str, Any]:
+    """By chip and kernel, what its own constants become on a relative."""
+    found: dict[str, Any] = {}
+    for name in FITTED:
+        own = load_fit(f"{name}_kernels.json").get(kind, {"constants": {}})["constants"]
+        found[name] = {
+            k: change_for_relatives(c, of[k][name], shared["constants"][k]) for k, c in own.items() if k in of and name in of[k]
+        }  # fmt: skip
+    return found
 
 
 PROVENANCE = "benchmarks/fit/fit_chips.py on NVIDIA ai-dynamo/aiconfigurator kernel timings (vLLM, Apache-2.0): short loops at full clock"

@@ -40,6 +40,7 @@ class Row:
     in_situ: bool = False  # a kernel's own duration within a running model, without the gap to the next one
     public_w: float | None = None  # NVML's average over a second, of public timings that last long enough for it
     limit_w: float | None = None
+    readings: int = 0  # of NVML in `public_w`, at least
 
     @property
     def split(self) -> str:
@@ -74,8 +75,23 @@ def read_public(path: Path) -> list[Row]:
         power_w, limit_w = float(r.get("power") or 0), float(r.get("power_limit") or 0)
         # An average over a second says nothing about kernels that ran for less than that with their loop.
         trusted = power_w > 0 and row.seconds >= 1e-4
-        rows.append(replace(row, joules=None, public_w=power_w if trusted else None, limit_w=limit_w or None))
+        public_w = power_w if trusted else None
+        readings = count_readings(power_w) if trusted else 0
+        rows.append(replace(row, joules=None, public_w=public_w, limit_w=limit_w or None, readings=readings))
     return rows
+
+
+MOST_READINGS = 40
+
+
+def count_readings(mean_w: float) -> int:
+    """The fewest readings that a mean can be of: NVML gives whole milliwatts, so the digits tell.
+
+    The collector reads every 0.1 s while a loop runs, and each reading is the average of the second before it: few
+    readings are mostly of what ran before. 1 says that all were equal, or that there was one.
+    """
+    whole = (n for n in range(1, MOST_READINGS) if abs(mean_w * 1e3 * n - round(mean_w * 1e3 * n)) < 1e-4 * n)
+    return next(whole, MOST_READINGS)
 
 
 @functools.cache

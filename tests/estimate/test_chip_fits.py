@@ -93,6 +93,43 @@ def test_a_chip_that_was_not_measured_is_less_certain() -> None:
     assert "fitted on public timings of the b200" in gemm_time(lookup("b200"), *shape).provenance
 
 
+def test_a_relatives_share_of_the_peak_follows_its_watts() -> None:
+    """The fewer watts a board has for its peak, the less of it a large product reaches."""
+    own = lookup("gb200")
+    starved = dataclasses.replace(own, tdp_w=Figure(value=600.0, source="a test"))
+    full, less = (gemm_time(device, 8192, 8192, 8192, source="vllm").seconds for device in (own, starved))
+    assert less > 1.1 * full
+    assert chip(own).scale_efficiency(0.7, {}) == 0.7  # constants that say nothing of watts hold as they are
+
+
+def test_a_relatives_launch_is_halfway_between_the_ways_to_time_it() -> None:
+    """The B200 was timed in long loops, the RTX PRO 6000 in loops of six launches, of which the first is slow."""
+    call, shared = (1, 8, 8, 1, 16, 128, False), {}
+    for name, relative in (("b200", "gb200"), ("rtx-pro-6000", "rtx-5090")):
+        own, other = (find_fit(chip(lookup(n)), "attention", "decode.bf16") for n in (name, relative))
+        assert own is not None and other is not None
+        shared[name] = other.constants["launch_us"] - own.constants["launch_us"]
+        assert attention_time(lookup(relative), *call, source="vllm").seconds > 0
+    assert shared["b200"] == pytest.approx(-shared["rtx-pro-6000"])
+    assert shared["b200"] > 0
+
+
+def test_block_scaled_fp8_waits_for_the_host_of_its_architecture() -> None:
+    ada, blackwell = (
+        find_fit(dataclasses.replace(chip(lookup("l40s")), architecture=architecture), "gemm", "fp8_block")
+        for architecture in ("ada", "blackwell")
+    )
+    assert ada is not None and blackwell is not None
+    assert blackwell.constants["host_floor_s"] != ada.constants["host_floor_s"]
+
+
+@pytest.mark.parametrize("shape", [(16, 8688, 496), (32, 3072, 512), (32, 4096, 512)])
+def test_an_h100_is_not_slower_than_an_a100_in_fp32(shape: tuple[int, int, int]) -> None:
+    """Both run the kernels whose errors were learned on the H200: what is learned there holds for both."""
+    older, newer = (gemm_time(lookup(name), *shape, precision="fp32", bias=True).seconds for name in ("a100", "h100"))
+    assert newer < older
+
+
 @few
 @given(
     name=st.sampled_from(NVIDIA),

@@ -284,7 +284,7 @@ def _step_s(c: Mapping[str, Any], of: Chip, call: AttentionCall, d: Floats, rows
     peak, unit, _ = _rate(of, call.precision)
     matrix = unit.startswith("matrix")
     peak *= of.boost_over_quoted if matrix else 1.0
-    efficiency = c["efficiency"] if matrix else c["vector_efficiency"]
+    efficiency = of.scale_efficiency(c["efficiency"], c) if matrix else c["vector_efficiency"]
     multiply = 4.0 * (d + c["head_cost"]) * rows / (peak * efficiency / of.units)
     # A unit that multiplies more in a cycle than an SM of the H200 has as much more beside its multiplier.
     wide = max(1.0, peak / (of.units * of.clock_hz) / c["flops_per_cycle"]) if matrix else 1.0

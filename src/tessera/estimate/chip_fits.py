@@ -3,8 +3,9 @@
 `data/CHIP_kernels.json` has constants of the formulas in gemm.py, attention.py and moe.py for one chip, a small
 correction by trees, and 90% half-widths from shapes that were not fitted. They come from public timings of vLLM's
 kernels: short loops at full clock. `data/other_kernels.json` was fitted on all those chips together, and serves NVIDIA
-GPUs of which there are no timings; its half-widths are those of chips that were left out. `benchmarks/fit/fit_chips.py`
-writes all of them.
+GPUs of which there are no timings; its half-widths are those of chips that were left out. A chip with the compute
+capability of a fitted one gets that one's constants, but for two: how a launch was timed, and the share of the peak
+that its watts leave. `benchmarks/fit/fit_chips.py` writes all of them.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def find_fit(of: Chip, family: str, kernel: str) -> KernelFit | None:
     shared = [f"{family}.synchronous", family] if not of.asynchronous else [family]
     places = [(of.fitted, family), (_RELATIVES.get(of.capability), family), *((_SHARED, part) for part in shared)]
     for name, part in places:
-        if name is not None and (fit := _read_fit(name, part, kernel, name == of.fitted)) is not None:
+        if name is not None and (fit := _read_fit(name, part, kernel, name == of.fitted, of.architecture)) is not None:
             return fit
     return None
 
@@ -72,15 +73,19 @@ def _is_measured_on_h200(of: Chip, family: str, kernel: str) -> bool:
 
 
 @functools.cache
-def _read_fit(chip: str, family: str, kernel: str, own: bool) -> KernelFit | None:
+def _read_fit(chip: str, family: str, kernel: str, own: bool, architecture: str) -> KernelFit | None:
     data: Mapping[str, Any] = load_fit(f"{chip}_kernels.json").get(family, {})
     if kernel not in data.get("constants", {}):
         return None
-    # A chip that was not measured is as uncertain as those that were left out, with a relative or without.
+    constants, widths = data["constants"][kernel], data["interval"]
     shared = load_fit(f"{_SHARED}_kernels.json")[family]
-    widths = data["interval"] if own else shared["interval" if chip == _SHARED else "relatives"]
+    if chip == _SHARED:  # vLLM's host takes other ways by architecture
+        constants = {**constants, **shared.get("host_floors", {}).get(architecture, {})}
+    elif not own:  # as uncertain as a relative that was left out
+        constants = {**constants, **shared["changes"][chip].get(kernel, {})}
+        widths = shared["relatives"]
     return KernelFit(
-        constants=data["constants"][kernel],
+        constants=constants,
         trees=Trees.of(data["trees"]) if "trees" in data else None,
         half_widths=widths.get(kernel) or widths["any"],
         chip=chip,

@@ -57,6 +57,8 @@ _BIASED_SPLIT = 2
 # Those kernels keep more SMs busy than their share of tiles: four times, by the watts of seven small models (h200_dev).
 _BIASED_PARTS = 4.0
 _AS_FAST = 1.05  # times by which the formula cannot tell tiles apart: its own error on an H200 is 4%
+# Chips that run one set of fp32 kernels: those of an H200 are named sm80_xmma_gemm_f32 (h200_dev_traces).
+_FP32_KERNELS = ("ampere", "ada", "hopper", "blackwell")
 _STEP = 32.0  # elements of k that the shortest pipeline stage holds
 _LAYOUTS = ("nt", "nn", "tn")
 _SOURCES = ("torch", "vllm")
@@ -124,7 +126,10 @@ def _gemm(of: Chip, p: Product, out_bytes: float | None, hbm_bytes: float | None
     flops, factor = 2.0 * p.m * p.n * p.k * p.batch, 1.0
     source = CARRIED_OVER if fit is None else fit.provenance
     if fit is None:
-        learned = find_correction(of, _trees(), lambda on: features(p, parts if on is of else parts_on(on)))
+        shared = of.architecture in _FP32_KERNELS and of.peak(p.precision)[1] == "vector.fp32"
+        learned = find_correction(
+            of, _trees(), lambda on: features(p, parts if on is of else parts_on(on)), same_kernels=shared
+        )
     else:  # learned from loops that leave out of the cache what they always do: by shape, whatever comes from it here
         learned = fit.correct(features(p, formula(constants, of, p, out_bytes)))
     if learned is not None:
@@ -284,7 +289,8 @@ def _efficiency(c: Mapping[str, Any], of: Chip, precision: str) -> float:
     _, unit, native = of.peak(precision)
     if unit == "vector.fp32" and of.narrow:
         return _NARROW_EFFICIENCY
-    return float(c["efficiency"][precision if native else unit.partition(".")[2]])
+    share = float(c["efficiency"][precision if native else unit.partition(".")[2]])
+    return of.scale_efficiency(share, c) if unit.startswith("matrix") else share
 
 
 def _overlap(c: Mapping[str, Any], of: Chip) -> float:

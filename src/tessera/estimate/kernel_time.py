@@ -59,6 +59,7 @@ CALIBRATED = "h200"
 FITTED = ("h100", "b200", "rtx-pro-6000", "a100")
 """Other chips whose matrix products, attention and experts were fitted (chip_fits.py)."""
 
+_MOST_EFFICIENCY = 0.97  # of the matrix peak: an A100's products, the highest share of any chip (fit_chips.py)
 _FITTED_ON = (132, 1.98e9, 4.8e12, 62914560)  # SMs, clock, bandwidth, cache of hardware/catalog/h200.toml
 
 
@@ -105,6 +106,7 @@ class Chip:
     bandwidth: float
     cache_bytes: float
     boost_over_quoted: float
+    tdp_w: float | None
     peaks: tuple[tuple[str, float, str], ...]
     assumed: tuple[str, ...]
 
@@ -139,6 +141,23 @@ class Chip:
         if not flops or peak is None:
             return 0.0
         return flops / (peak * (self.boost_over_quoted if kind == "matrix" else 1.0))
+
+    @property
+    def flops_per_j(self) -> float | None:
+        """16-bit matrix FLOP/s at the boost clock for each watt of the board; None where either is not known."""
+        peak = max((v for n, v, kind in self.peaks if kind == "matrix" and n in ("bf16", "fp16")), default=0.0)
+        return peak * self.boost_over_quoted / self.tdp_w if peak and self.tdp_w else None
+
+    def scale_efficiency(self, share: float, constants: Mapping[str, Any]) -> float:
+        """The share of the matrix peak that large kernels reach, from that of the chip the constants are from.
+
+        The more FLOPs a board's peak has for a watt, the less of it the power limit leaves: products reach 0.97 of the
+        peak on an A100 (0.8 TFLOP/J), 0.7 on Hopper (1.5) and 0.63 on a B200 (2.2).
+        """
+        law, own = constants.get("watts"), self.flops_per_j
+        if law is None or own is None:
+            return share
+        return float(min(max(share, _MOST_EFFICIENCY), share * (law["flops_per_j"] / own) ** law["exponent"]))
 
     @property
     def launch_factor(self) -> float:
@@ -230,6 +249,7 @@ def _reduce_to_chip(device: Device) -> Chip:
         bandwidth=bandwidth.value,
         cache_bytes=figure(cache, "caches.l2_bytes", _CACHE_S * bandwidth.value),
         boost_over_quoted=_boost_over_quoted(device),
+        tdp_w=device.tdp_w.value if device.tdp_w else None,
         peaks=tuple((name, f.value, kind) for kind, table in tables.items() for name, f in table.items()),
         assumed=tuple(assumed),
     )
@@ -350,12 +370,18 @@ def correction_chip(of: Chip) -> Chip | None:
     return fitted_chip if fitted_chip.calibrated else None
 
 
-def find_correction(of: Chip, trees: Trees, features_on: Callable[[Chip], Floats]) -> LearnedCorrection | None:
-    """The learned correction of one kernel on a chip, from its features on the chip that the trees know."""
-    fitted_chip = correction_chip(of)
+def find_correction(
+    of: Chip, trees: Trees, features_on: Callable[[Chip], Floats], *, same_kernels: bool = False
+) -> LearnedCorrection | None:
+    """The learned correction of one kernel on a chip, from its features on the chip that the trees know.
+
+    `same_kernels`: the H200 runs the same code for it, so that it differs from the formula as it does there.
+    """
+    fitted_chip = correction_chip(of) or (chip(lookup(CALIBRATED)) if same_kernels else None)
     if fitted_chip is None:
         return None
-    chips = "the H200" if fitted_chip is of else "the H200, which has the same SMs"
+    alike = "runs the same kernels" if same_kernels else "has the same SMs"
+    chips = "the H200" if fitted_chip is of else f"the H200, which {alike}"
     return LearnedCorrection(trees(features_on(fitted_chip))[0], f"with residual, fitted on {chips}")
 
 
