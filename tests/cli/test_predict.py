@@ -280,5 +280,5 @@ def test_a_function_that_computes_is_told_to_return_its_model(
     monkeypatch.chdir(tmp_path)
     assert predicted("computes_something:main", "--on", "h200") == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "computes something, instead of returning a model" in said and "return an nn.Module" in said
+    assert "computes something, instead of only returning a model" in said and "return an nn.Module" in said
     assert "computes_something.py:4" in said.replace(" ", "")

@@ -65,6 +65,16 @@ def test_a_captured_graph_that_is_cast_says_the_same_as_one_captured_so() -> Non
     assert tessera.predict(graph, precision="bf16").total == tessera.predict(model, x, precision="bf16").total
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_with_values_costs_what_one_without_does(layer: type[nn.RNNBase]) -> None:
+    x = torch.randn(12, 4, 16)
+    own = layer(16, 32)
+    weights = [id(w) for w in own._flat_weights]
+    empty = tessera.predict(layer(16, 32, device="meta"), x.to("meta"))
+    assert tessera.predict(own, x).total == empty.total
+    assert [id(w) for w in own._flat_weights] == weights, "the user's layer keeps its own weights"
+
+
 def test_a_batch_keeps_the_values_of_integers() -> None:
     ids, mask = torch.zeros(2, 32, dtype=torch.int64), torch.ones(2, 32, dtype=torch.int64)
     own = tessera.predict(Masked(), (ids, mask))

@@ -360,9 +360,9 @@ def _call_own(build: Any, spec: str) -> Any:
         if "meta" not in str(e):
             raise _own_error(f"{spec}()", e) from e
         raise ArgumentError(
-            f"{spec}() computes something, instead of returning a model",
+            f"{spec}() computes something, instead of only returning a model",
             why=f"at {_find_line(e)}; it runs without values (on meta tensors), to build the model and its inputs only",
-            fix="return an nn.Module, or (module, inputs)",
+            fix="return an nn.Module, or (module, inputs); in Python, tessera.predict takes a model that needed values",
         ) from e
 
 

@@ -71,6 +71,8 @@ class MetaTwins:
                 for name in ("_parameters", "_buffers"):
                     twins = {key: self.twin(t) for key, t in own[name].items() if t is not None}
                     module.__dict__[name].update(twins)
+                if isinstance(module, torch.nn.RNNBase):
+                    module._init_flat_weights()  # or its call would find other weights and do this within the step
             yield
         finally:
             for module, attributes, own in saved:
