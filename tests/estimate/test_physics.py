@@ -212,6 +212,19 @@ def test_weights_of_a_wide_convolution_come_from_memory() -> None:
     assert kernel.seconds > 419e-6
 
 
+@pytest.mark.parametrize(("channels", "wide"), [(256, 256), (128, 512), (1024, 256)])
+def test_planes_that_do_not_start_at_16_bytes_take_longer(channels: int, wide: int) -> None:
+    def point_s(side: int) -> float:
+        """Seconds of one point of a 1x1 convolution's planes."""
+        x, w = tensor(0, (64, channels, side, side), "bf16"), tensor(1, (wide, channels, 1, 1), "bf16")
+        out = tensor(2, (64, wide, side, side), "bf16")
+        op = make_op("aten.convolution", "conv", [x, w], [out], stride=(1, 1), groups=1)
+        return OpModel(lookup("h200")).time(op, float(op.bytes_in + op.bytes_out)).seconds / side**2
+
+    # 28 * 28 is a multiple of 8, which Hopper's own kernels need; an older generation's multiply the others.
+    assert min(point_s(27), point_s(29)) > 2.4 * point_s(28)
+
+
 def test_recurrent_weights_are_read_at_every_step() -> None:
     hidden, steps = 8192, 100
     x = tensor(0, (steps, 1, hidden), "fp16")

@@ -251,16 +251,26 @@ def features(conv: Conv, least: Floor) -> Floats:
     m, n, k = (max(1, v) for v in conv.product())
     x, w, out = conv.x, conv.w, conv.out
     log, whole, size = math.log2, least.seconds, ELEMENT_BYTES.get(conv.precision, 2.0)
+    # Planes that 1x1 convolutions multiply in place: Hopper's kernels load them only from multiples of 16 bytes.
+    in_place = prod(w[2:]) == 1 and conv.stride == 1 and conv.groups == 1 and not conv.channels_last
     values = [
         *(log(m), log(n), log(k), log(conv.groups), log(prod(w[2:])), conv.stride, conv.dilation),
         *(conv.channels_last, size, PASSES.index(conv.which), conv.depthwise, log(prod(x))),
         *(log(prod(out)), log(x[1]), log(out[1]), log(x[0]), log(max(1, prod(x[2:]))), conv.transposed),
-        *(log(conv.flops), log(whole), x[1] % 8 == 0, out[1] % 8 == 0, len(x), conv.precision == "fp16"),
-        *(log(max(1, x[1] // conv.groups)), len(x) > 2 and x[2] % 2 == 0, log(max(1, prod(out[2:])))),
+        *(log(conv.flops), log(whole), len(x), conv.precision == "fp16"),
+        *(log(max(1, x[1] // conv.groups)), log(max(1, prod(out[2:])))),
         *(log(least.product_s / whole), log(least.memory_s / whole), least.layout_s / whole),
         *(log(least.direct_s / whole), conv.in_turn, least.start_s / whole),
+        *(_halvings(prod(x[2:])), _halvings(prod(out[2:]))),
+        *(_halvings(x[1] // conv.groups), _halvings(out[1] // conv.groups)),
+        (1 + _halvings(prod(x[2:]))) if in_place else 0,
     ]
     return np.array(values, float)
+
+
+def _halvings(size: int) -> int:
+    """How often a size can be halved, up to 3: the alignment of rows that are that many elements long."""
+    return next(n for n in (3, 2, 1, 0) if size % 2**n == 0)
 
 
 @functools.cache
