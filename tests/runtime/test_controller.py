@@ -47,17 +47,7 @@ from fakes.plant import (
     training,
     worst_window_w,
 )
-from fakes.programs import (
-    Shared,
-    bursty,
-    compiled_bert,
-    decode,
-    gpt2_training,
-    graphs,
-    host_bound,
-    saturated,
-    synchronising,
-)
+from fakes.programs import Shared, bursty, gpt2_training, graphs, host_bound, saturated, synchronising
 
 
 def bench(ops, cap_w, *, seconds=4.0, every=8, seed=0, window_s=0.2, **plant):
@@ -244,47 +234,6 @@ def test_the_first_window_is_bounded_by_the_first_samples(name):
     made = run_program(PROGRAMS[name], cap_w, seconds=0.6)
     assert made.worst_w(0.0) <= 1.25 * cap_w
     assert made.mean_w(0.0) >= 0.85 * cap_w  # and work is not halved meanwhile
-
-
-@pytest.mark.parametrize("begin_s", [0.0, 0.12])
-def test_work_that_begins_later_is_not_learnt_before(begin_s):
-    """The readings of an idle GPU used up the first ones, which count as they come; windows of +19% to +27%."""
-    made = run_program(compiled_bert(begin_s=begin_s), 0.7 * 393.0, seconds=0.6)
-    assert made.worst_w(0.0) <= 1.18 * 0.7 * 393.0
-
-
-@pytest.mark.parametrize("share", [0.85, 0.7])
-def test_a_host_that_leaves_the_gpu_idle_for_most_of_the_time_uses_its_cap(share):
-    """Decoding: pauses shorter than the host's lead take nothing from it, so the duty must be far lower."""
-    made = run_program(decode(), share * 184.0)
-    assert made.mean_w(0.5) == pytest.approx(share * 184.0, rel=0.03)
-    assert made.worst_w(0.5) <= 1.05 * share * 184.0
-
-
-def test_another_cap_on_a_load_near_idle_begins_near_its_power():
-    """A paused GPU's power is measured: with the catalogue's 100 W for 118 W it stood still for half a second."""
-    made = run_program(decode(), 0.7 * 184.0, seconds=3.2)
-    assert made.zone.controller.idle_w == pytest.approx(118.0, abs=4.0)
-    cap_w, begin = 0.85 * 184.0, len(made.plant.power_w)
-    made.zone.caps[0] = Cap(cap_w, 0.2)
-    made.zone.restart(made.now_ns())
-    made.pacer.obey(made.zone.begin(made.sampler, made.now_ns()))
-    made.run(3.2)
-    later = made.plant.power_w[begin:]
-    assert mean_w(later[:1000], 0.0) >= 0.85 * cap_w
-    assert mean_w(later, 0.5) == pytest.approx(cap_w, rel=0.04)
-
-
-def test_what_others_draw_while_a_shared_gpu_is_paused_is_not_its_idle_power():
-    controller = Controller(Cap(400.0, 0.2), idle_w=100.0, burst_w=900.0)
-    controller.shared = True
-    for _ in range(20):
-        controller.observe(125.0, 0.02, duty=0.3, moved=False)
-    assert controller.idle_w == 100.0
-    controller.shared = False
-    for _ in range(20):
-        controller.observe(500.0, 0.02, duty=0.3, moved=False)
-    assert controller.idle_w == pytest.approx(130.0, abs=0.1)  # and not more than 1.3 times the catalogue's
 
 
 def test_below_the_cap_nothing_waits_from_the_first_moment():

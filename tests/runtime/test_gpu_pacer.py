@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tessera.errors import ScheduleError
 from tessera.monitor import Monitor
 from tessera.runtime import control_loop, pause_kernel
 from tessera.runtime.controller import PaceCommand
-from tessera.runtime.gpu_pacer import SWITCH_S, GpuPacer, make_pacer
+from tessera.runtime.gpu_pacer import GpuPacer, make_pacer
 from tessera.runtime.pause_kernel import PauseKernel
 
 from fakes.busy import BusySensor
@@ -139,26 +138,6 @@ def test_a_failure_is_said_and_the_thread_ends(cuda, caplog):
     made.obey(PaceCommand(1.0))  # and nothing raises
     assert made.counts().waits == 0
     assert len(caplog.records) == 1
-
-
-def test_the_interpreters_lock_is_given_away_sooner_while_there_are_pauses(pacer):
-    usual_s = sys.getswitchinterval()
-    pacer.obey(PaceCommand(0.5, 0.002))
-    wait_until(lambda: sys.getswitchinterval() == SWITCH_S)
-    pacer.obey(PaceCommand())
-    wait_until(lambda: sys.getswitchinterval() == usual_s)
-
-
-def test_time_before_a_beginning_is_not_paid_for(pacer):
-    """A second schedule's first call took 0.53 s: its first pause paid for 50 ms in which nothing had run."""
-    pacer.obey(PaceCommand(0.5, 0.002))
-    wait_until(lambda: pacer.counts().waits >= 3)
-    pacer.obey(PaceCommand())
-    wait_until(lambda: pacer.counts().points == pacer._launched)
-    before = pacer.counts()
-    pacer.begin_afresh()
-    wait_until(lambda: pacer.counts().points > before.points)
-    assert pacer.counts().waits == before.waits  # it only noted the time
 
 
 def test_a_pacer_is_made_with_its_kernel_loaded(cuda):

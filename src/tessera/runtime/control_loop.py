@@ -90,8 +90,6 @@ class ControlLoop:
                 self._listen()
             if self._idle:
                 self._idle, self._woken_ns = False, now
-                for pacer in (p for p in self._pacers if isinstance(p, GpuPacer)):
-                    pacer.begin_afresh()
                 for zone in self._zones.values():
                     zone.restart(now)
                 self._wake.notify_all()

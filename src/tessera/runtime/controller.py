@@ -40,8 +40,6 @@ SHARED_S = 0.0035
 USUAL_WINDOW_S = 0.2  # for shorter windows both are the same share of the window
 # The level of the bucket acts within this time, many round trips of the sensor (15 ms lag, 20 ms samples, a tick).
 SETTLE_S = 0.9
-# Unspent joules are used more slowly: at the beginning and after a pause of the program all of them are there at once.
-CREDIT_S = 6.0
 # The power of working is the mean since the load last changed, over at most LEARN_S: training swings within its steps,
 # and following that would add to it. The load has changed once the mean over QUICK_S is off by JUMP, or two readings
 # in a row are above by SURGE.
@@ -74,7 +72,7 @@ FLOOR_RESTED_S = 0.5
 # have ended.
 STUCK_DUTY = 0.5
 # A board draws its idle power however long our work waits. 2% of the time at work would take fifty times as long, and a
-# host-bound program may not end a call in seconds; this saves nearly as much.
+# host-bound program may not end a call in seconds.
 STUCK_GPU_DUTY = 0.05
 AGAIN_S = 10.0
 SLICE_S = (0.0005, 0.025)
@@ -82,19 +80,8 @@ SLICE_S = (0.0005, 0.025)
 # second slowed a host-bound program on an H200 by half, 470 cost nothing. And the running blocks must end first: GEMMs
 # at half of the time gave 2% fewer results for a joule with 470 pauses a second than with 275 (2026-11-18).
 FASTEST_S = 0.0037
-# Readings of the first START_S of a load count as they come: nothing is known to judge them by.
+# Readings of the first START_S after a start count as they come: nothing is known to judge them by.
 START_S = 0.1
-# A load that has only been seen at full duty draws more than its share at a lower one (clocks rise, a host catches up):
-# on an H200 five loads at caps of 0.5 to 0.85 needed the straight line's duty to the power of 0.9 to 1.8, once 3.1.
-BENT = 1.5
-# For EARLY_S it is lowered within LOWER_S only, and not by a reading at a duty HIGHER than now by this: the first pause
-# pays for the work before it, and the curve is flatter there.
-EARLY_S = 0.45
-LOWER_S = 0.3
-HIGHER = 1.3
-# Without the end of a pause for so many readings, the last of them shows the board paused; within OFF of what is known.
-UNMOVED = 4
-OFF = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +149,8 @@ class Controller:
         self._quick_w = self._last_w = self.burst_w
         self._unchanged_s = self._learnt_s = self._quiet_s = 0.0
         self._usual_s = QUICK_S / FEW  # the time of a reading
-        self._listed_w, self._unmoved = idle_w, 0
         self._slow = (0.0, 0.0, 0.0)  # seconds, joules, seconds x duty since a wait last ended
         self._past: deque[tuple[float, float]] = deque()  # (seconds, watts) of one window, newest last
-        self.most_w = math.inf  # what the board can draw for a moment
         self.shared = False  # whether processes take turns on a GPU
         self.fastest_s = FASTEST_S  # 0 where waits are the program's own
         self.set_cap(cap)
@@ -179,11 +164,6 @@ class Controller:
         self.target_w = cap.power_w * TARGET
         self.bucket = Bucket(self.target_w, depth_j=cap.power_w * DEPTH_S, debt_j=cap.power_w * DEBT_S)
         self.command = self._command_for(self.target_w)  # the old cap's waits end with it
-
-    def restart(self) -> None:
-        """Work begins after a while without: windows do not reach back to what was before."""
-        self.floor_w = None
-        self._past.clear()
 
     def continue_from(self, command: PaceCommand) -> None:
         """Take over the duty of another controller: the load is such that this duty meets the target."""
@@ -221,7 +201,6 @@ class Controller:
         seconds = min(seconds, 1.0)  # a sampler that could not run: one reading counts as no more than one
         level = self.bucket.pass_time(seconds, power_w * seconds)
         self._past.append((seconds, power_w))
-        self._learn_idle(power_w, paused=active and not moved)
         was_s, was_j, was_duty_s = self._slow if active else (0.0, 0.0, 0.0)
         self._slow = (was_s + seconds, was_j + power_w * seconds, was_duty_s + duty * seconds)
         if active and self._is_pause(power_w, seconds, duty):
@@ -233,8 +212,7 @@ class Controller:
             self._find_floor(joules / span_s, span_s, lowest=duty_s / span_s <= 1.2 * MIN_DUTY)
         self._look_for_others(power_w, seconds, rested=rested)
         lately_w = self._mean_of_window_w()
-        settled_w = self.target_w + level / (SETTLE_S if level < 0 else CREDIT_S)
-        self.command = self._command_for(min(settled_w, self._window_allows_w(lately_w)))
+        self.command = self._command_for(min(self.target_w + level / SETTLE_S, self._window_allows_w(lately_w)))
         return self.command
 
     def predict(self) -> PaceCommand:
@@ -250,54 +228,24 @@ class Controller:
         self._quiet_s = self._quiet_s + seconds if quiet else 0.0
         return certain and quiet and self._quiet_s < PAUSE_S
 
-    def _learn_idle(self, power_w: float, *, paused: bool) -> None:
-        """What a GPU draws while it is paused, from the readings of a pause that outlasts them."""
-        self._unmoved = self._unmoved + 1 if paused and self.command.ratio > 0 else 0
-        if self._unmoved < UNMOVED or self.fastest_s == 0.0 or self.shared:
-            return
-        idle_w = min(max(power_w, self._listed_w / OFF), self._listed_w * OFF, 0.97 * self.target_w)
-        duty = self._command_for(self.target_w).duty
-        self.idle_w += 0.5 * (idle_w - self.idle_w)
-        if self._lowest < duty < 1.0:  # the same duty as before draws the target
-            self.burst_w = self._quick_w = self.idle_w + (self.target_w - self.idle_w) / duty
-
     def _learn(self, power_w: float, seconds: float, duty: float) -> None:
         seen_w = self.idle_w + max(power_w - self.idle_w, 0.0) / max(duty, MIN_DUTY)
         self._usual_s += 0.1 * (seconds - self._usual_s)
         quick_s = max(QUICK_S, FEW * self._usual_s)
-        prompt = quick_s <= 2 * QUICK_S
-        if prompt and self._learnt_s < START_S:
-            return self._learn_first(seen_w, seconds, duty)
-        self._learnt_s += seconds
-        if prompt and self._learnt_s < EARLY_S and seen_w < self.burst_w and not self.shared:
-            if duty > HIGHER * self.command.duty:
-                return None
-            quick_s, self._unchanged_s = LOWER_S, 0.0
         self._quick_w += (seen_w - self._quick_w) * -math.expm1(-seconds / quick_s)
         both_w, self._last_w = min(seen_w, self._last_w), seen_w
-        self._unchanged_s += seconds
-        if both_w > (1.0 + SURGE) * self.burst_w and prompt:  # too much at once is worse than too little
+        self._unchanged_s, self._learnt_s = self._unchanged_s + seconds, self._learnt_s + seconds
+        if self._learnt_s <= START_S and quick_s <= 2 * QUICK_S:
+            self.burst_w = self._quick_w = seen_w
+        elif (
+            both_w > (1.0 + SURGE) * self.burst_w and quick_s <= 2 * QUICK_S
+        ):  # too much at once is worse than too little
             self.burst_w, self._quick_w, self._unchanged_s = both_w, both_w, 0.0
         elif abs(self._quick_w - self.burst_w) > JUMP * self.burst_w:
             self.burst_w, self._unchanged_s = self._quick_w, 0.0
         else:
             within_s = min(max(self._unchanged_s, quick_s), LEARN_S)  # the running mean since the load changed
-            weight = min(duty / self.command.duty, 1.0)  # a mean of joules over work: little work says little
-            self.burst_w += (seen_w - self.burst_w) * -math.expm1(-seconds * weight / within_s)
-        return None
-
-    def _learn_first(self, seen_w: float, seconds: float, duty: float) -> None:
-        """Nothing is known: take the highest of a few readings, and expect more than its share at a lower duty."""
-        room_w, begun = seen_w - self.idle_w, self._learnt_s > 0.0
-        if not begun and self.burst_w <= self.target_w and room_w < QUIET * (self.target_w - self.idle_w):
-            return  # the load has not begun, and nothing waits
-        self._last_w = seen_w
-        self._learnt_s += seconds
-        over = room_w / max(self.target_w - self.idle_w, 1.0)
-        if over > 1.0 and duty > 0.9 and not self.shared:
-            room_w = max(min(room_w * over ** (BENT - 1.0), self.most_w - self.idle_w), room_w)
-        if not begun or self.idle_w + room_w > self.burst_w or self.shared:
-            self.burst_w = self._quick_w = self.idle_w + room_w
+            self.burst_w += (seen_w - self.burst_w) * -math.expm1(-seconds / within_s)
 
     def _mean_of_window_w(self) -> float | None:
         """The mean of a window except its last AHEAD; None where too little is known."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -35,14 +34,10 @@ LONGEST_PAUSE_S = 0.5
 # Below this ratio launches come at fixed distances.
 SHORT = 0.5
 # By how much slices differ: their waits follow, so that the duty is the same.
-VARIED = 0.2
+VARIED = 0.1
 # Looks at a pause that is not over yet; and the most by which a slice is expected to be late.
 LOOK_S = 0.0003
 LATE_S = 0.001
-# A thread that wants the interpreter's lock gets it after this time, while there are pauses (Python's own: 5 ms). Each
-# launch needs it three times, and what comes late makes a longer slice: beside a busy host, slices meant to take 0.7 ms
-# took 2.5 to 5 ms (compiled BERT and eager decoding on an H200, 2026-11-18).
-SWITCH_S = 0.0005
 # The longest that the first call of a schedule waits for the kernel; compiling it takes 0.1 s.
 LOADED_S = 2.0
 
@@ -54,27 +49,6 @@ def vary_slice(slice_s: float, rng: random.Random) -> float:
     drawn, or less.
     """
     return slice_s * rng.uniform(1.0 - VARIED, 1.0 + VARIED)
-
-
-class SwitchOften:
-    """Threads wait less for the interpreter's lock while any pacer is in here; then as before."""
-
-    _lock, _inside, _usual_s = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        kind = type(self)
-        with kind._lock:
-            if kind._inside == 0:
-                kind._usual_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(kind._usual_s, SWITCH_S))
-            kind._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        kind = type(self)
-        with kind._lock:
-            kind._inside -= 1
-            if kind._inside == 0 and sys.getswitchinterval() == SWITCH_S:  # else the program has set its own
-                sys.setswitchinterval(kind._usual_s)
 
 
 class GpuPacer:
@@ -95,7 +69,7 @@ class GpuPacer:
         self._worked_s = 0.0
         self._random = random.Random()
         self._tokens: TokenStream | None = None
-        self._spends = self._stopping = self._afresh = False
+        self._spends = self._stopping = False
         self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"tessera-pause-{device}", daemon=True)
         self._thread.start()
@@ -114,12 +88,6 @@ class GpuPacer:
     def wait_until_loaded(self) -> None:
         """Before the first work: what is loaded beside it would wait for it, and it would run freely meanwhile."""
         self._loaded.wait(LOADED_S)
-
-    def begin_afresh(self) -> None:
-        """The time before now is nobody's work: the next pause does not pay for it."""
-        with self._wake:
-            self._afresh = self._launched > 1  # loading was a beginning, too
-            self._wake.notify_all()
 
     def pace_by_tokens(self, wanted: bool) -> None:
         if wanted and self._tokens is None:
@@ -160,8 +128,7 @@ class GpuPacer:
             self._kernel = self._load()
             self._loaded.set()
             while self._wait_for_command():
-                with SwitchOften():
-                    self._run_pauses(self._kernel)
+                self._pause(self._kernel)
         except ScheduleError as exc:  # no such kernel here, or the program's own CUDA error: its work goes on
             self.failure = f"gpu{self.device}: the power cap is not held: {exc}"
             _log.warning("%s", self.failure)
@@ -185,23 +152,9 @@ class GpuPacer:
     def _wait_for_command(self) -> bool:
         """Until something has to wait; False at the end."""
         with self._wake:
-            while not (self._stopping or self._afresh or self._command.ratio > 0):
+            while not self._stopping and self._command.ratio == 0:
                 self._wake.wait()
         return not self._stopping
-
-    def _run_pauses(self, kernel: PauseKernel) -> None:
-        """While something has to wait."""
-        if self._afresh:
-            with self._wake:
-                self._afresh = False
-                kernel.set_ratio(0.0)
-            self._launch(kernel)  # it notes the time, and is over at once
-            while kernel.read_counts()[0] < self._launched and not self._stopping:
-                time.sleep(LOOK_S)
-            with self._wake:
-                kernel.set_ratio(self._command.ratio)
-        while self._command.ratio > 0 and not (self._stopping or self._afresh):
-            self._pause(kernel)
 
     def _pause(self, kernel: PauseKernel) -> None:
         """Let work run for a slice, then pause it. The kernel times both: a late launch makes a longer pause.

@@ -32,8 +32,6 @@ BLIND_NS = 500_000_000
 PROMPT_S = 0.05
 # Above this share of a cap every sample counts.
 NEAR = 0.85
-# For milliseconds a board draws this much of its limit: an H200 976 of 700 W (GEMMs between waits, 2026-11-15).
-MOST = 1.4
 # A sensor that smears shows work for this many times its blur after its end (5% of an exponential is left).
 _SMEARED = 3.0
 # The fastest pace needs at least this much work: one launch between two looks says little.
@@ -205,7 +203,7 @@ class PowerZone:
         self.read_ns, self.observed_ns = None, now_ns
         self.notes.clear()
         if self.controller is not None:
-            self.controller.restart()
+            self.controller.floor_w = None
 
     def obey(self, command: PaceCommand, now_ns: int) -> None:
         """Another process leads the node; if it ends, we continue from its ratio."""
@@ -233,7 +231,6 @@ class PowerZone:
             boards = [sampler.series[n].domain.label if n in sampler.series else "" for n in self.names]
             domains = list(zip(self.names, boards, strict=True)) or [(self.key, self.board)]
             idle_w, burst_w = guess_power(domains, cap.power_w)
-            most_w = MOST * burst_w
             if self.is_own_power(sampler):
                 idle_w = 0.0  # a program that waits draws nothing of its own
             if 0 < self.resolution_s(sampler) <= PROMPT_S:
@@ -241,7 +238,6 @@ class PowerZone:
             stuck_duty = STUCK_DUTY if self.key == "cpu" else STUCK_GPU_DUTY
             blur_s = self._blur_s(sampler)
             self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s, stuck_duty=stuck_duty)
-            self.controller.most_w = most_w
             if self.tally is not None or self.key == "cpu":
                 self.controller.fastest_s = 0.0
             if self.command.ratio > 0:  # taken over from another leader
