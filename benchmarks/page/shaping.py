@@ -55,9 +55,14 @@ def plant_goals(p: dict[str, Any] | None) -> list[Goal]:
     ]  # fmt: skip
 
 
+def describe_wave(row: dict[str, Any]) -> str:
+    """What is left of the swing, and what that cost."""
+    return f"{row['swing_left']:.2f}; {100 * row['joules']:.1f}; {100 * row['slower']:.1f}"
+
+
 def board_goals(b: dict[str, Any] | None) -> list[Goal]:
     floor, training = (
-        "power_floor half-way on the H200: swing left; joules added, %",
+        "power_floor and max_ramp on the H200: swing left; joules added, %; time added, %",
         "the shaper on a real training: throughput lost, %",
     )
     if b is None:
@@ -65,9 +70,10 @@ def board_goals(b: dict[str, Any] | None) -> list[Goal]:
             Goal(what=floor, goal="<= 0.5; printed", command=BOARD),
             Goal(what=training, goal="<= 5", command=BOARD),
         ]
-    row, lost = b["waves"]["floor"], 100 * b["training"]["lost"]
+    said = {name: describe_wave(row) for name, row in b["waves"].items() if "swing_left" in row}
+    both, lost = b["waves"]["floor and ramp"], 100 * b["training"]["lost"]
     return [
-        Goal(what=floor, goal="<= 0.5; printed", reached=f"{row['swing_left']:.2f}; {100 * row['joules']:.1f}",
-             met=row["swing_left"] <= 0.5, where=where("shape_power"), command=BOARD),
+        Goal(what=floor, goal="<= 0.5; printed", reached=said.pop("floor and ramp"), met=both["swing_left"] <= 0.5,
+             beside="; ".join(f"{name} alone: {wave}" for name, wave in said.items()), where=where("shape_power"), command=BOARD),
         Goal(what=training, goal="<= 5", reached=f"{lost:.1f}", met=lost <= 5, where=where("shape_power"), command=BOARD),
     ]  # fmt: skip
