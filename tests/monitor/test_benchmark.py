@@ -20,7 +20,7 @@ from monitor.test_sampler import SimulatedClock, drive
 from tessera.config import Config
 from tessera.errors import ArgumentError, SensorLost
 from tessera.monitor import EnergyBenchmark, Monitor, benchmark
-from tessera.monitor.benchmark import BenchmarkResult
+from tessera.monitor.benchmark import BenchmarkResult, _note_convergence
 from tessera.monitor.core import Window
 from tessera.monitor.cuda import DeviceClocks, Edge
 from tessera.monitor.sampler import Sampler
@@ -486,3 +486,13 @@ def test_what_cannot_be_measured_is_refused_at_once(wrong: object) -> None:
     with pytest.raises(ArgumentError) as caught:
         EnergyBenchmark().measure(wrong)  # type: ignore[call-overload]
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_what_drifts_is_not_said_to_repeat(drifts: bool) -> None:
+    joules = (1.0 + np.linspace(0, 0.06 if drifts else 0.0, 40)).tolist()
+    steady = find_steady_state([MeasuredBatch(calls=1, time_s=0.01, energy_j=j) for j in joules], warm=True)
+    notes = "; ".join([*steady.notes, *_note_convergence(steady, 0.05, 0.1, 1.0)])
+    assert steady.drifts is drifts and steady.within(0.05)
+    assert ("not at a steady state" in notes) is drifts and ("repeats within 5%" in notes) is not drifts
+    assert "the level is known to ±10%" in notes

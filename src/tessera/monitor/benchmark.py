@@ -407,7 +407,7 @@ def _note_convergence(steady: SteadyState, target: float, gain: float, spent_s: 
     level = f"the level is known to ±{gain:.0%} (the sensor's own error, which no repetition makes smaller)"
     notes = [level] if gain > target else []
     if steady.within(target):
-        return [f"repeats within {100 * target:g}%; {level}"] if notes else []
+        return [f"repeats within {100 * target:g}%; {level}"] if notes and not steady.drifts else notes
     if steady.time_s.error is None:
         return notes  # a single batch, which has a note already
     spread = f"time is known to {steady.time_s.relative:.1%}, energy to {steady.energy_j.relative:.1%}"

@@ -62,7 +62,10 @@ class MeasuredBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyState:
-    """Time and energy per call, and mean power, of the batches after the warm-up; `skipped` batches came before."""
+    """Time and energy per call, and mean power, of the batches after the warm-up; `skipped` batches came before.
+
+    `drifts`: they still become cheaper or more expensive, which the notes say.
+    """
 
     calls: int
     skipped: int
@@ -70,6 +73,7 @@ class SteadyState:
     energy_j: Uncertain
     power_w: Uncertain
     notes: list[str] = field(default_factory=list)
+    drifts: bool = False
 
     def within(self, target: float) -> bool:
         """Whether both time and energy are known to the target."""
@@ -135,6 +139,7 @@ def find_steady_state(batches: Sequence[MeasuredBatch], *, warm: bool = False) -
         trend = find_drift(values)
         if trend is not None:
             notes.append(f"{what} per call drifts by {trend:+.1%} over the run: it is not at a steady state")
+    drifts = bool(notes)
     if len(steady) < 2:
         notes.append("only one batch was measured, so its repeatability is unknown; give it more time (budget_s)")
     return SteadyState(
@@ -144,4 +149,5 @@ def find_steady_state(batches: Sequence[MeasuredBatch], *, warm: bool = False) -
         energy_j=mean_interval(energy_j[skip:]),
         power_w=mean_interval(np.array([b.energy_j / b.time_s if b.time_s > 0 else 0.0 for b in steady])),
         notes=notes,
+        drifts=drifts,
     )
