@@ -30,6 +30,9 @@ from .units import format_energy_error
 
 Span = tuple[EpochNs, EpochNs]
 
+EVALUATION = "evaluation"
+"""The region between `model.eval()` and `model.train()` of a script that trains: it is part of no step."""
+
 
 class Stack(NamedTuple):
     """A sampled Python stack: outermost;...;innermost, and how many samples had it."""

@@ -17,7 +17,7 @@ from tessera.analyze.rules_host import check_main_operator
 from tessera.analyze.run_energy import FUNCTION
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.joules import DomainSamples
-from tessera.recording import CpuUse, Facts, Recording
+from tessera.recording import EVALUATION, CpuUse, Facts, Recording
 from tessera.report import run
 from tessera.report.console import plain_console
 from tessera.report.run import busy_text, children_text
@@ -161,6 +161,41 @@ def test_slow_steps_without_a_traced_cause_are_not_blamed_on_an_operator() -> No
     assert "stragglers" not in program.advice(busy_neighbours), "it waited for a core"
 
 
+def epochs(loader: str, *, evaluates: bool = False, validates: int = 0) -> Program:
+    """Three epochs of 12 steps: the first step of each makes an iterator (40 ms), and its operators are slower."""
+    program = Program()
+    for epoch in range(3):
+        if epoch and evaluates:
+            began = program.pause(1.0).now
+            program.op("aten::addmm", 60.0)
+            program.build.add("region", EVALUATION, began, program.now, thread=1)
+            program.began = program.now
+        for _ in range(validates if epoch else 0):
+            program.region(IN_MAIN, 1.0).op("aten::addmm", 5.0)
+        program.pause(40.0)
+        for i in range(12):
+            program.region(loader, 5.0 if i == 0 else 1.0)
+            program.op("aten::mm", 20.0 if i == 0 else 10.0).op("aten::relu", 20.0 if i == 0 else 10.0).step()
+        program.region(loader, 1.0)  # it is empty
+    return program
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_first_batch_of_an_epoch_is_named(evaluates: bool) -> None:
+    advice = epochs(IN_WORKERS, evaluates=evaluates).advice()["stragglers"]
+    assert "until the DataLoader's first batch of an epoch came" in advice.evidence
+    assert ("evaluation came before, and is in no step" in advice.evidence) is evaluates
+    assert "persistent_workers=True" in advice.action
+    assert "no traced operator" not in advice.evidence and "garbage" not in advice.action
+    assert "workers" not in epochs(IN_MAIN, evaluates=evaluates).advice()["stragglers"].action
+
+
+def test_evaluation_inside_a_step_is_told_by_its_batches() -> None:
+    advice = epochs(IN_WORKERS, validates=6).advice()["stragglers"]
+    assert "while 8 batches are loaded, where other steps load 1" in advice.evidence
+    assert "model.eval()" in advice.action
+
+
 @pytest.mark.parametrize("slow", [{1}, set(range(8, 24))])
 def test_steps_that_warm_up_or_are_mostly_slow_are_no_stragglers(slow: set[int]) -> None:
     program = Program()
@@ -253,6 +288,8 @@ def test_a_busy_machine_is_on_the_screen_and_a_program_that_crowds_itself_is_not
         "busy machine: other programs used 1.5 cores, and the main thread waited 40.0% of the time for one; "
         "on a quiet machine the run takes less time"
     )
+    one = train(30.0).recording(dataclasses.replace(waited, others_s=1.0))
+    assert "other programs used 1 core, and" in busy_text(answer(one))
     assert "busy machine: other programs used 1.5 cores" in plain_console(200).text(run.text(crowded))
     for use in (waited, dataclasses.replace(waited, others_s=0.1), dataclasses.replace(QUIET, over_s=1.0), None):
         assert busy_text(answer(train(30.0).recording(use))) == ""

@@ -10,7 +10,9 @@ import re
 import numpy as np
 
 from ..advice import Advice
+from ..recording import EVALUATION
 from ..timeline.columns import NONE, Timeline
+from ..timeline.link import Step
 from ..units import format_duration
 from .evidence import SAVES, RunEvidence
 from .kernel_names import op_name, region_name
@@ -19,6 +21,7 @@ from .mean_step import find_expensive
 # Shares of the time or the joules below which advice is not worth a user's time: chosen, not measured.
 LOADING_SHARE = 0.15
 STRAGGLER_SHARE = 0.08
+FIRST_BATCH_SHARE = 0.25
 DROPOUT_SHARE = 0.10
 WAITED_SHARE = 0.10
 PRODUCTS_SHARE = 0.4
@@ -98,19 +101,22 @@ def check_stragglers(run: RunEvidence) -> Advice | None:
         return None
     worst = steps[int(np.argmax(lengths))]
     cause, rare = _find_cause(timeline, [(s.start_ns, s.end_ns) for s in steps], slow, extra_s)
-    if not rare and run.cpu_use is not None and (run.cpu_use.waited_s or 0.0) >= 0.5 * extra_s:
+    loaded = None if rare else _find_first_batches(timeline, steps, slow, extra_s)
+    if not rare and not loaded and run.cpu_use is not None and (run.cpu_use.waited_s or 0.0) >= 0.5 * extra_s:
         return None  # its thread was ready and had no core: that is the neighbours' doing
     evidence = (
         f"{int(slow.sum())} of {len(steps)} whole traced steps after the first one take {format_duration(extra_s, 3)} "
         f"more than the median one ({worst.name}: {lengths.max() / median_s:.1f} times); "
-        f"{cause or 'no traced operator accounts for it'}"
+        f"{loaded[0] if loaded else cause or 'no traced operator accounts for it'}"
     )
     if rare:
         action = "do it less often, or beside the steps"
+    elif loaded:
+        action = loaded[1]
     elif cause:
         action = "something disturbed these steps: look for other load, lower clocks, or data of another size"
     else:
-        action = "see what the program itself does then: saving, printing, garbage collection, a slow disk"
+        action = "tessera run --stack shows what the program does then: often saving, printing or garbage collection"
     joules = extra_s / run.table.time_s * run.table.energy_j
     saves = (SAVES["outliers"] * joules, extra_s)
     return run.advise("stragglers", joules, evidence, action, saves=saves, by="experience", confidence="low")
@@ -147,6 +153,41 @@ def _find_cause(
     name = region_name(op_name(timeline.names[int(names[most])]))
     where = name if rare[most] else f"{name}, which other steps have too"
     return f"{format_duration(float(more_s[most]), 3)} of it in {where}", bool(rare[most])
+
+
+def _find_first_batches(
+    timeline: Timeline, steps: list[Step], slow: np.ndarray, extra_s: float
+) -> tuple[str, str] | None:
+    """How long slow steps wait for an epoch's first batch, and what to do; None for less than a quarter of the extra.
+
+    An epoch begins in a step before which the DataLoader was asked once more than usual: the last time it was empty.
+    A step in which it was asked still more often has another loop over data in it.
+    """
+    loaders = {i: m["kind"] for i, name in enumerate(timeline.names) if (m := _LOADER.fullmatch(name))}
+    rows = np.flatnonzero(np.isin(timeline["name"], list(loaders)) & (timeline["start_ns"] >= steps[0].start_ns))
+    rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
+    asked_ns, got_ns = timeline["start_ns"][rows], timeline["end_ns"][rows]
+    begins, ends = np.array([s.start_ns for s in steps]), np.array([s.end_ns for s in steps])
+    first, last = np.searchsorted(asked_ns, begins), np.searchsorted(asked_ns, ends)
+    usual = round(float(np.median((last - first)[~slow])))
+    epoch = slow & (np.diff(last, prepend=0) > usual) & (last - first >= max(usual, 1))
+    if usual == 0 or not epoch.any():
+        return None
+    waits_s = (got_ns[np.minimum(np.where(epoch, last - usual, first), len(rows) - 1)] - begins) * 1e-9
+    more_s = float((waits_s[epoch] - np.median(waits_s[~slow])).sum())
+    if more_s < FIRST_BATCH_SHARE * extra_s:
+        return None
+    spent, asked = f"{format_duration(more_s, 3)} of it", int((last - first)[epoch].max())
+    if asked > usual + 1:
+        advice = "if that is evaluation, model.eval() before and model.train() after it keep it out of the step"
+        return f"{spent} while {asked} batches are loaded, where other steps load {usual}", advice
+    evaluated = [i for i, name in enumerate(timeline.names) if name == EVALUATION]
+    evaluated_ns = timeline["end_ns"][np.isin(timeline["name"], evaluated)]
+    after = " (evaluation came before, and is in no step)" if np.isin(begins[epoch], evaluated_ns).any() else ""
+    waited = f"{spent} until the DataLoader's first batch of an epoch came{after}"
+    if any("MultiProcessing" in loaders[int(n)] for n in timeline["name"][rows[last[epoch] - usual]]):
+        return waited, "its workers start anew then; persistent_workers=True keeps them from one epoch to the next"
+    return waited, "see what its sampler and dataset do when an epoch begins"
 
 
 def check_dropout(run: RunEvidence) -> Advice | None:

@@ -13,11 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import TesseraError
+from ..recording import EVALUATION
 from .recorder import Session
 from .torch_hooks import ModeChanges, ModuleCalls, OptimizerSteps
 
-EVALUATION = "evaluation"
-"""The region between `model.eval()` and `model.train()` of a script that trains."""
 WITHOUT_STEPS = (
     "nothing was traced: the script came neither to a GPU nor to an optimizer step; steps of a model on the CPU are "
     "found with --steps"
