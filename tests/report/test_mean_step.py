@@ -12,8 +12,8 @@ import pytest
 from recordings import with_table
 from report.test_diff import measured, predicted, table
 from tessera import analyze
-from tessera.analyze.answer import answer
-from tessera.analyze.mean_step import find_expensive, mean_of, mean_step, select_steps
+from tessera.analyze.answer import PerWork, answer
+from tessera.analyze.mean_step import find_expensive, mean_of, mean_step, select_steps, spread_steps
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.estimate.prediction_errors import watts_error
 from tessera.profile.runfile import RunFile
@@ -21,6 +21,7 @@ from tessera.report.console import Console
 from tessera.report.diff import headline, text
 from tessera.report.diff_html import diff_card as card
 from tessera.report.diff_html import page
+from tessera.report.run import spent_text, spread_text
 from tessera.report.run import text as run_text
 
 import synthetic_run
@@ -60,9 +61,9 @@ def test_dear_steps_are_left_out_where_the_run_begins_with_them(spent: list[floa
 
 
 def test_it_is_said_which_and_why() -> None:
-    assert select_steps(steps(9, 1, 1)).left_out == "without step_0 (9 J; first, over 1.5 times the median)"
+    assert select_steps(steps(9, 1, 1)).left_out == "without step_0, which cost over 1.5 times the median step (9 J)"
     assert select_steps(steps(9, 4, 1, 1, 1)).left_out == (
-        "without step_0 and step_1 (13 J; first, over 1.5 times the median; 3 such or a tenth of all at most)"
+        "without step_0 and step_1, which cost over 1.5 times the median step (13 J together)"
     )
     assert (select_steps(steps(9, 9, 9, 1, 1, 1, 1)).names or "") == "step_0 to step_2 (3 steps)"
     unseen = select_steps(steps(9, 1, math.nan, 1))
@@ -70,7 +71,7 @@ def test_it_is_said_which_and_why() -> None:
         "without step_2, whose power no sensor saw"
     )
     timed = select_steps([step(i, math.nan, s) for i, s in enumerate((0.9, 0.1, 0.1))])
-    assert list(timed.places) == [1, 2] and "(900 ms;" in (timed.left_out or "")
+    assert list(timed.places) == [1, 2] and "(900 ms)" in (timed.left_out or "")
 
 
 def test_a_later_dear_step_counts_and_is_advice() -> None:
@@ -200,3 +201,30 @@ def test_the_idle_that_a_prediction_does_not_state_is_not_gone() -> None:
         assert all(0.0 < part <= 1.0 for part in found.matched)
     both = analyze.diff(guess, guess)
     assert all(r.state == "both" for r in both.rows) and "idle" not in both.note
+
+
+# -- one step that decides the mean ---------------------------------------------------------------------------------
+
+
+def per_step(*joules: float, error_j: float = 0.1) -> PerWork:
+    mean_j, spread = sum(joules) / len(joules), spread_steps(steps(*joules))
+    return PerWork(
+        unit="step", amount=len(joules), energy_j=mean_j, error_j=error_j, rate_per_s=1.0, spread=spread
+    )  # fmt: skip
+
+
+def test_a_step_that_decides_the_mean_is_named_and_the_median_stands_first() -> None:
+    per = per_step(*[0.2] * 12, 17.8, error_j=2.0)
+    assert spent_text(per) == "median 200 mJ (mean 1.55 J: one step decides it)"
+    assert spread_text(per) == "200 mJ (step_0) to 17.8 J (step_12, 89 times the median)"
+
+
+def test_steps_that_scatter_have_their_mean_and_a_range() -> None:
+    per = per_step(1.0, 2.0, 1.0, 1.2, 1.1, 1.0)
+    assert spent_text(per).startswith("1.2") and " ± " in spent_text(per) and "median" not in spent_text(per)
+    assert spread_text(per) == "1 J (step_0) to 2 J (step_1, 1.9 times the median)"
+    assert spread_text(per_step(1.0, 1.2, 1.1)) == "1 J (step_0) to 1.2 J (step_1)"
+
+
+def test_a_mean_with_a_wide_error_is_still_shown() -> None:
+    assert spent_text(per_step(1.0, 1.0, 1.0, error_j=1.5)) == "1 J (0 to 2.5 J)"

@@ -26,6 +26,7 @@ from .evidence import HostGap, RunEvidence, find_run_gaps
 from .job_summary import JobSummary, summarize_job
 from .kernel_names import CATEGORIES, category
 from .mean_step import StepSpread, mean_step, select_steps, spread_steps
+from .outside_steps import OutsideSteps, find_outside_steps
 from .run_energy import (
     Outside,
     RunTotals,
@@ -50,7 +51,7 @@ class PerWork:
 
     `without` names first steps that were left out, `left_out` says which do not count and why. `traced_j`: these are
     steps that were not traced, as tracing slowed the others; those cost so much. `traced_steps`: these are all steps of
-    the run, of which only so many were traced.
+    the run, of which only so many were traced. `spread`: how the steps that count differ.
     """
 
     unit: str
@@ -62,6 +63,7 @@ class PerWork:
     left_out: str | None = None
     traced_j: float | None = None
     traced_steps: int | None = None
+    spread: StepSpread | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ class Answer:
     sampled. `cut` says why the file ends early, where it does. `scope` says whether CPU joules are those of the program
     and its children, or of everything on the machine; `children_j` are the children's part, by CPU time. `tracing` is
     what tracing did to the program, `operators` how much of a light run has operators, `job` what each rank and
-    collective of several ranks took.
+    collective of several ranks took, `outside_steps` what the table has in no step.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Answer:
     functions: Sequence[EnergyRow] = ()
     lines: Sequence[EnergyRow] = ()
     steps: StepSpread | None = None
+    outside_steps: OutsideSteps | None = None
     shared_by: str | None = None
     advice: Sequence[Advice] = ()
     gaps: Sequence[HostGap] = ()
@@ -213,6 +216,7 @@ def answer(recording: Recording) -> Answer:
         functions=find_own_functions(stacks, whole.energy_j),
         lines=find_own_lines(stacks, whole.energy_j),
         steps=spread_steps(table.steps),
+        outside_steps=find_outside_steps(recording, table),
         shared_by=shared.by if shared else None,
         advice=find_advice(evidence),
         cpu_use=facts.cpu_use,
@@ -350,7 +354,8 @@ def _per_step(recording: Recording, table: EnergyTable, whole: Whole, tracing: S
 def _mean_of(steps: Sequence[EnergyRow], error_j: float, energy_j: float) -> PerWork:
     """The mean of those that count, with the sensor's error of all that they are a part of."""
     which = select_steps(steps)
-    mean = mean_step([steps[i] for i in which.places], error_j / energy_j if energy_j > 0 else 0.0)
+    counted = [steps[i] for i in which.places]
+    mean = mean_step(counted, error_j / energy_j if energy_j > 0 else 0.0)
     return PerWork(
         unit="step",
         amount=float(len(which.places)),
@@ -359,6 +364,7 @@ def _mean_of(steps: Sequence[EnergyRow], error_j: float, energy_j: float) -> Per
         rate_per_s=1.0 / mean.seconds if mean.seconds > 0 else 0.0,
         without=which.names,
         left_out=which.left_out,
+        spread=spread_steps(counted),
     )
 
 

@@ -140,7 +140,8 @@ def op_name(name: str) -> str:
 
 def region_name(name: str) -> str:
     """A region's name; those of torch itself are shortened: they repeat themselves and name internal classes."""
-    bare = _LOADER.sub("DataLoader.__next__", name)
+    in_main = " (no workers)" if "_SingleProcess" in name else ""  # a script's other loader often has workers
+    bare = _LOADER.sub(f"DataLoader.__next__{in_main}", name)
     return _OPTIMIZER.sub(r"\2.\1", bare)
 
 

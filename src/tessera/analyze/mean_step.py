@@ -33,6 +33,8 @@ SETTLES = 3
 """So many first steps may be left out, or a tenth of them: more expensive ones are how the program runs."""
 FEWEST = 3
 """Fewer steps have no median."""
+DOMINATES = 0.2
+"""A step whose joules above the median are more than this share of all steps' makes the mean that of no step."""
 # A run slowly warms up, or somebody else comes and goes: neighbouring steps resemble each other, and the scatter from
 # step to step is too small. So many stretches of it are few enough to differ, and enough to have a scatter.
 BLOCKS = 5
@@ -43,12 +45,23 @@ class StepSpread:
     """How the steps differ: the middle one and the extremes."""
 
     count: int
+    total_j: float
     first_j: float
     median_j: float
     least_j: float
     least: str
     most_j: float
     most: str
+
+    @property
+    def factor(self) -> float:
+        """How many times the median the most expensive step cost."""
+        return self.most_j / self.median_j if self.median_j > 0 else math.inf
+
+    @property
+    def is_dominated(self) -> bool:
+        """Whether one step alone decides the mean: the median tells more of the others."""
+        return self.count >= FEWEST and self.most_j - self.median_j > DOMINATES * self.total_j
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +88,8 @@ class CountedSteps:
         if self.first:
             many, joules = len(self.first) > 1, math.fsum(s.energy_j for s in self.first)
             took = format_duration(sum(map(wall_s, self.first)), 3) if math.isnan(joules) else format_energy(joules, 3)
-            rule = f"first, over {EXPENSIVE:g} times the median"  # short: it shares a line of the first screen
-            most = f"; {SETTLES} such or a tenth of all at most" if many else ""
-            parts.append(f"{_list_names(self.first)} ({took}; {rule}{most})")
+            rule = f"cost over {EXPENSIVE:g} times the median step"  # short: it shares a line of the first screen
+            parts.append(f"{_list_names(self.first)}, which {rule} ({took}{' together' if many else ''})")
         if self.unseen:
             parts.append(f"{_list_names(self.unseen)}, whose power no sensor saw")
         return f"without {'; without '.join(parts)}" if parts else None
@@ -344,6 +356,7 @@ def spread_steps(rows: Sequence[EnergyRow]) -> StepSpread | None:
     low, high = int(np.argmin(spent)), int(np.argmax(spent))
     return StepSpread(
         count=len(steps),
+        total_j=math.fsum(spent),
         first_j=steps[0].energy_j,
         median_j=float(np.median(spent)),
         least_j=float(spent[low]),

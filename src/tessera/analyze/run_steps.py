@@ -19,7 +19,7 @@ def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]
     power, timeline = recording.power, recording.timeline
     if power is None or recording.facts.kind != "run" or not table.steps or not is_partial(recording, table):
         return []
-    spans = _find_spans(timeline)
+    spans = find_spans(timeline)
     if len(spans) <= len(table.steps):
         return []
     rows = []
@@ -40,7 +40,7 @@ def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]
     return rows if any(not math.isnan(row.energy_j) for row in rows) else []
 
 
-def _find_spans(timeline: Timeline) -> list[tuple[str, int, int]]:
+def find_spans(timeline: Timeline) -> list[tuple[str, int, int]]:
     """The name and the edges of each step. Ranks take one together: its edges are the means of theirs.
 
     So a step ends where the next begins, and no joule counts twice. A step that a rank does not have is left out.

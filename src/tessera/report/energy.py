@@ -151,10 +151,12 @@ def rows_table(
     width: int = WIDTH,
     total: int | None = None,
     idle: EnergyRow | None = None,
+    below: Sequence[EnergyRow] = (),
 ) -> Table:
     """Rows with joules, share, watts, joules per call and calls; fewer columns on a narrow terminal.
 
     Joules without an error were divided by time: they are marked "~", and have neither watts nor joules per call.
+    `idle` and `below` come after the rows: the rest of the total.
     """
     table = open_table()
     more = f" ({len(rows)} of {total})" if total is not None and total > len(rows) else ""
@@ -170,14 +172,14 @@ def rows_table(
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     names = display_names(rows, view)
-    lines = [(row, _cells(row, wide=wide)) for row in [*rows, *([idle] if idle else [])]]
+    lines = [(row, _cells(row, wide=wide)) for row in [*rows, *([idle] if idle else []), *below]]
     # Cut the names here, in the middle: rich would cut their ends, which is where they differ.
     widths = [max(len(c[i]) for _, c in lines) for i in range(len(headings))]
     numbers = sum(max(w, len(h)) + 2 for w, h in zip(widths, headings, strict=True))
     room = max(12, width - numbers - 2 - (3 if grouped else 0))
     texts = fit_all(names.values(), room)
     for row, cells in lines:
-        name = row.name if row.kind == "idle" else texts[names[row.name]]
+        name = texts[names[row.name]] if row.kind != "idle" and row.name in names else row.name
         letter = [Text(group_letter(row.group), style="magenta")] if grouped else []
         table.add_row(Text(name), *letter, *cells, style="dim" if row.kind == "idle" else "")
     return note_dropped(table, ("power", "per call") if attributed and not wide else ())

@@ -10,8 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.answer import Answer, answer
+from ..analyze.answer import Answer, PerWork, answer
 from ..analyze.kernel_names import fit, region_name
+from ..analyze.mean_step import EXPENSIVE
 from ..analyze.run_energy import BY_STACKS, Outside
 from ..attribute.table import EnergyTable
 from ..config import find_cost
@@ -26,6 +27,9 @@ from .predict import format_rate
 
 BAR = 30
 CHILDREN_SHARE = 0.02
+OUTSIDE_SHARE = 0.1
+"""The share of the table's joules in no step from which the screen says so: of ten steps the first, whose begin nobody
+knows, may be a tenth."""
 BUSY_SHARE = 0.05
 """The share of a run's time that its main thread has to wait for a core before the screen says so."""
 TOP = 5
@@ -178,7 +182,8 @@ def busy_text(result: Answer) -> str:
     use = result.cpu_use
     if use is None or use.crowded_share < BUSY_SHARE:
         return ""
-    cores = f"other programs used {use.others_cores:.2g} cores"
+    count = f"{use.others_cores:.2g}"
+    cores = f"other programs used {count} core{'' if count == '1' else 's'}"
     waited = f"the main thread waited {format_share(use.crowded_share)} of the time for one"
     return f"busy machine: {cores}, and {waited}; on a quiet machine the run takes less time"
 
@@ -188,19 +193,10 @@ def _facts(result: Answer, path: Path | None, by: str | None) -> Table:
     if cost := find_cost(result.whole.energy_j, result.whole.error_j):
         table.add_row("cost", cost.text)
     for per in result.per_work:
-        rate = format_rate(per.rate_per_s)
-        spread = _spread(result, per.left_out) if per.unit == "step" else ""
-        if per.traced_j is not None:
-            which = f"{per.amount:,.0f} untraced, {per.left_out}"
-            spread = f" (of {which}; {format_energy(per.traced_j, 3)} traced)"
-        elif per.traced_steps is not None:  # the smallest and the largest of the traced ones say nothing of these
-            left_out = f"   {per.left_out}" if per.left_out else ""
-            spread = f" (of {per.amount:,.0f} steps, {per.traced_steps:,} traced){left_out}"
-        elif per.unit == "step" and result.partial and result.traced_steps != result.whole.steps:
-            spread = f" (of {per.amount:,.0f} traced){spread}"
-        about = "~" if math.isnan(per.error_j) else ""
-        spent = f"{about}{format_energy_error(per.energy_j, per.error_j)}   {rate} {per.unit}s/s{spread}"
-        table.add_row(Text(f"per {per.unit}"), Text(spent))  # Text: the unit is the user's word, not markup
+        # Text: the unit is the user's word, not markup
+        table.add_row(Text(f"per {per.unit}"), Text(_per_work_text(result, per)))
+    if in_no_step := outside_steps_text(result):
+        table.add_row("no step", Text(in_no_step))
     for region in result.regions[:REGIONS]:
         each = format_energy_error(region.energy_j / max(region.calls, 1), region.error_j / max(region.calls, 1))
         back = region.with_backward_j
@@ -231,14 +227,55 @@ def children_text(result: Answer) -> str:
     return "; ".join(parts[:2]) + (f"; and {len(parts) - 2} more" if len(parts) > 2 else "")
 
 
-def _spread(result: Answer, left_out: str | None) -> str:
-    """Which steps were left out and why, or else the smallest and the largest step."""
-    if left_out:
-        return f"   {left_out}"
-    s = result.steps
+def _per_work_text(result: Answer, per: PerWork) -> str:
+    """Joules and rate of one step, sample or token; of steps also which ones count, and how they differ."""
+    spread = "".join(f"   {part}" for part in (spread_text(per), per.left_out) if part)
+    if per.traced_j is not None:
+        spread = f" (of {per.amount:,.0f} untraced, {per.left_out}; {format_energy(per.traced_j, 3)} traced)"
+    elif per.traced_steps is not None:
+        spread = f" (of {per.amount:,.0f} steps, {per.traced_steps:,} traced){spread}"
+    elif per.unit == "step" and result.partial and result.traced_steps != result.whole.steps:
+        spread = f" (of {per.amount:,.0f} traced){spread}"
+    return f"{spent_text(per)}   {format_rate(per.rate_per_s)} {per.unit}s/s{spread}"
+
+
+def spent_text(per: PerWork) -> str:
+    """The mean with its error; the median where one step decides the mean."""
+    spent = format_energy_error(per.energy_j, per.error_j)
+    if per.spread is not None and per.spread.is_dominated:
+        mean = f"mean {format_energy(per.energy_j, 3)}: one step decides it"
+        return f"median {format_energy(per.spread.median_j, 3)} ({mean})"
+    if per.energy_j < per.error_j:
+        return f"{format_energy(per.energy_j, 3)} ({spent})"
+    return f"{'~' if math.isnan(per.error_j) else ''}{spent}"
+
+
+def spread_text(per: PerWork) -> str:
+    """The cheapest and the most expensive step, and how far that is from the median; "" where that is not known."""
+    s = per.spread
     if s is None:
         return ""
-    return f"   {format_energy(s.least_j, 3)} ({s.least}) to {format_energy(s.most_j, 3)} ({s.most})"
+    times = f", {s.factor:.{1 if s.factor < 10 else 0}f} times the median" if s.factor > EXPENSIVE else ""
+    return f"{format_energy(s.least_j, 3)} ({s.least}) to {format_energy(s.most_j, 3)} ({s.most}{times})"
+
+
+def outside_steps_text(result: Answer) -> str:
+    """How much of the table's joules is in no step, and where; "" where that is little."""
+    found = result.outside_steps
+    if found is None or found.rest.share <= OUTSIDE_SHARE:
+        return ""
+    unbegun = result.whole.steps != result.whole.whole_steps  # of a script's first step only the end is known
+    words = {
+        "before": "before the first whole step (setup, and the first step)" if unbegun else "before the first step",
+        "between": "between steps",
+        "after": "after the last step",
+    }
+    parts = {words[p]: j for p, j in found.places.items() if j > 0.01 * found.rest.energy_j}
+    where = ", ".join(f"{format_energy(j, 3)} {place}" if len(parts) > 1 else place for place, j in parts.items())
+    whose = "the traced joules" if result.partial else "the run's joules"
+    spent = f"{format_energy(found.rest.energy_j, 3)} ({format_share(found.rest.share)} of {whose})"
+    spent += f" in {format_duration(found.rest.time_s, 3)}"
+    return f"{spent}: {where}" if where else spent
 
 
 def _split(result: Answer, width: int) -> Text:
@@ -271,7 +308,8 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
         total = len(table.steps if by == "steps" else result.rows(by))
         idle = idle_row(table, by) or rest_row(result, by, len(rows))
         about = [Text(LINES_NOTE, style="yellow")] if by in OWN else legend(rows)
-        return [Text(""), rows_table(rows, by, width=width, total=total, idle=idle), *about]
+        below = result.outside_steps.rows if by == "steps" and result.outside_steps else ()
+        return [Text(""), rows_table(rows, by, width=width, total=total, idle=idle, below=below), *about]
     for view in ("ops", "kernels"):
         all_rows = result.rows(view)
         if not all_rows:

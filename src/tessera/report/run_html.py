@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from html import escape
 
@@ -24,7 +23,17 @@ from .html import advice_section, capitalize, category_bar, document, note, page
 from .job import job_section
 from .measure import describe_exit
 from .predict import format_rate
-from .run import basis_text, busy_text, children_text, limit_cut, mode_text, outside_text, traced_text
+from .run import (
+    basis_text,
+    busy_text,
+    children_text,
+    limit_cut,
+    mode_text,
+    outside_text,
+    spent_text,
+    spread_text,
+    traced_text,
+)
 from .run_provenance import find_missing, missing_section, provenance, run_analyses
 from .run_tables import gaps, steps, tables
 from .run_timeline import payload, timeline_section
@@ -132,9 +141,9 @@ def _tiles(result: Answer) -> str:
         if per.traced_steps is not None:
             of = f" (of {per.amount:,.0f} steps, {per.traced_steps:,} traced)"
         which = f"; {per.left_out}" if per.left_out is not None and per.unit == "step" else ""
-        about = "~" if math.isnan(per.error_j) else ""
+        which = f"; {spread_text(per)}{which}" if per.spread is not None else which
         label = f"per {per.unit}{of}, {rate} {per.unit}s/s{which}"
-        tiles.append(tile(about + format_energy_error(per.energy_j, per.error_j), label))
+        tiles.append(tile(spent_text(per), label))
     if result.idle_share is not None:
         idle_j = format_energy_error(result.idle_j or 0.0, result.idle_error_j)
         what = "idle" if result.kernels else "between operators"

@@ -50,11 +50,12 @@ def _known_steps(table: EnergyTable) -> list[EnergyRow]:
 def _view(table: EnergyTable, answer: Answer, all_rows: Sequence[EnergyRow], view: str) -> str:
     rows = list(all_rows[:ROWS])
     idle = idle_row(table, view) or rest_row(answer, view)
-    lines = [*rows, *([idle] if idle else [])]
+    below = answer.outside_steps.rows if view == "steps" and answer.outside_steps else [idle] if idle else []
+    lines = [*rows, *below]
     lines = lines if view == "steps" else sorted(lines, key=lambda r: r.energy_j, reverse=True)
     display = display_names(rows, view)
     cut = fit_all(display.values(), _NAME)
-    names = {name: cut[text] for name, text in display.items()} | ({idle.name: idle.name} if idle else {})
+    names = {name: cut[text] for name, text in display.items()} | {r.name: r.name for r in below}
     most = max((r.energy_j + _error(r) for r in lines), default=0.0) or 1.0
     body = [_row(r, names[r.name], most, view) for r in lines]
     sampled = rows[0].kind == FUNCTION
