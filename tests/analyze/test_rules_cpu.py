@@ -334,3 +334,30 @@ def test_time_between_operators_of_a_host_is_not_called_idle() -> None:
     by_ops = plain_console(200).text(run.text(recording, by="ops"))
     assert any(line.startswith("between operators ") for line in by_ops.splitlines())
     assert "idle" not in shown and "idle" not in by_ops
+    parts = {part.name: part.share for part in answer(recording).parts}
+    assert parts["between operators"] == pytest.approx(0.75, abs=0.01) and "idle" not in parts
+    for one in (recording, recording.energy()):  # by step, and of all
+        rows = {row.name: row for row in analyze.diff(one, one, by="ops").rows}
+        assert rows["between operators"].kind == "idle" and "idle" not in rows
+
+
+@pytest.mark.parametrize(("pause_ms", "told"), [(8.0, False), (30.0, True)])
+def test_joules_between_operators_are_advice_where_they_are_most(pause_ms: float, told: bool) -> None:
+    program = Program()
+    for _ in range(12):
+        program.op("aten::mm", 10.0).pause(pause_ms).step()
+    found = advise(program.recording())
+    rows = [r for r in found.rows if r["kind"] == "between operators"]
+    assert len(rows) == told
+    for row in rows:
+        assert "(75%) are used between operators: by Python on the host" in row["evidence"]
+        assert "`tessera run --mode sampling SCRIPT`" in row["action"]
+        assert not any("no known change" in note for note in found.notes)
+
+
+def test_a_dataloader_that_has_the_joules_between_operators_is_the_advice() -> None:
+    program = Program()
+    for _ in range(12):
+        program.op("aten::mm", 10.0).region(IN_MAIN, 30.0).step()
+    kinds = [row["kind"] for row in advise(program.recording()).rows]
+    assert "data loading" in kinds and "between operators" not in kinds

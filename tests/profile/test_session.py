@@ -794,6 +794,73 @@ def test_stacks_keep_to_their_budget():
     assert sampler.period_s == pytest.approx(1e-4 / BUDGET) and sampler.is_stretched
 
 
+def _hold_the_lock(seconds):
+    until_s = time.thread_time() + seconds  # a call of C that keeps the lock
+    while time.thread_time() < until_s:
+        pass
+
+
+def _let_the_lock_go():
+    time.sleep(0)
+
+
+def test_samples_are_where_the_time_is_and_not_where_the_lock_is_let_go(monkeypatch):
+    monkeypatch.setattr(sampling, "BUDGET", 1.0)  # never stretched
+    sampler = StackSampler(0.001)
+    before_s = sys.getswitchinterval()
+    sampler.start()
+    try:
+        # Shorter than Python's 5 ms: with those, a sample comes only where the lock is let go, next to no time.
+        while sampler.samples < 80:
+            _hold_the_lock(0.003)
+            _let_the_lock_go()
+        assert sys.getswitchinterval() == pytest.approx(sampling.SWITCH_S)
+    finally:
+        sampler.stop()
+    assert sys.getswitchinterval() == before_s
+    counts = Counter()
+    for _, thread, stack, count in sampler.take():
+        if thread == threading.get_native_id():
+            counts[stack.rsplit(" ", 1)[-1]] += count
+    assert counts["_hold_the_lock"] >= 0.5 * sum(counts.values()), counts
+
+
+def test_the_switch_interval_is_the_programs_again_after_sampling():
+    before_s = sys.getswitchinterval()
+    try:
+        sampling.lower_switch_interval()
+        sys.setswitchinterval(0.002)  # the program's own wish, meanwhile
+        sampling.restore_switch_interval()
+        assert sys.getswitchinterval() == pytest.approx(0.002)
+        sampling.lower_switch_interval()
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            os.write(write, f"{sys.getswitchinterval():.6f}".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert float(os.read(read, 100)) == pytest.approx(0.002), "nothing samples in a child"
+        assert sys.getswitchinterval() == pytest.approx(sampling.SWITCH_S)
+        sampling.restore_switch_interval()
+        assert sys.getswitchinterval() == pytest.approx(0.002)
+        sys.setswitchinterval(0.0001)
+        sampling.lower_switch_interval()
+        assert sys.getswitchinterval() == pytest.approx(0.0001), "short enough already"
+    finally:
+        sampling.restore_switch_interval()
+        sys.setswitchinterval(before_s)
+
+
+def test_samples_that_came_rarely_are_explained():
+    sampler = StackSampler(0.01)
+    sampler._started_s, sampler._ended_s, sampler.samples = 100.0, 105.0, 28
+    told = "28 samples of stacks in 5 s, not one every 10 ms"
+    assert sampler.explain_rare() == f"{told}: the program kept Python's lock, or the machine was busy"
+    sampler._recent_s = 1e-4
+    assert sampler.explain_rare() == f"{told}: more would have slowed the program"
+    sampler._recent_s, sampler.samples = 0.0, 490
+    assert sampler.explain_rare() is None
+
+
 def test_frames_of_the_users_own_code_can_be_told_from_libraries(tmp_path):
     here = Path.cwd()
     assert sampling.name_frame(f"{here}/src/train.py", 3, "step") == "./src/train.py:3 step"

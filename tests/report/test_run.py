@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -26,19 +27,23 @@ from tessera.analyze.answer import answer
 from tessera.analyze.evidence import LAUNCHING, HostGap, RunEvidence, find_host_gaps
 from tessera.analyze.lanes import BARS, WHOLE
 from tessera.analyze.overview import POINTS, EnergyNode, build_energy_tree, overview, thin
+from tessera.analyze.run_energy import find_share_error, weigh_stacks
 from tessera.analyze.run_list import describe_run
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
 from tessera.errors import ArgumentError
+from tessera.joules import DomainSamples
 from tessera.notes import Note
 from tessera.profile.ranks import merge
 from tessera.profile.runfile import RunFile, RunWriter
+from tessera.recording import Stack
 from tessera.report import energy as shown
 from tessera.report.html import prose
 from tessera.report.run import text
 from tessera.report.run_html import page
 from tessera.schema import Domain
 from tessera.timeline.columns import Builder, Timeline
+from tessera.trace import PowerTrace
 from tessera.units import format_energy_error, format_error
 
 import synthetic_run
@@ -638,7 +643,9 @@ def test_a_sampled_run_is_shared_out_by_stacks(tmp_path: Path) -> None:
     assert re.search(r"train.py:9 step +~50\d J", out)  # five times the watts of loading
     assert re.search(r"load.py:3 load +~10\d J", out)
     assert "wait.py" not in out
-    assert "a model, without an interval" in out
+    assert "± of a share is the 90% interval of 100 samples" in " ".join(out.split())
+    assert "the 90% interval of 100 samples" in rendered and "without an interval" not in rendered
+    assert "only 100 samples" not in out, "as many are enough"
     assert "Calls are counted while tracing" in " ".join(out.split())
     assert "Nothing was attributed" in rendered
     assert "data-n='main'" in rendered  # a tree of stacks
@@ -662,19 +669,53 @@ def test_joules_by_line_of_the_users_own_code(tmp_path: Path) -> None:
         alone = text_of(text(with_table(run, spent), by="lines"))
         by_function = text_of(text(with_table(run, spent), by="functions"))
     for screen in (out, alone):
-        assert re.search(r"/home/me/mine\.py:2 helper +~24\d J +40\.0% +40", screen)
-        assert re.search(r"train\.py:3 load +~24\d J +40\.0% +40", screen)
+        assert re.search(r"/home/me/mine\.py:2 helper +~24\d J +40\.0 ± 8\.\d% +40", screen)
+        assert re.search(r"train\.py:3 load +~24\d J +40\.0 ± 8\.\d% +40", screen)
         assert re.search(r"not in your code +~12\d J +20\.0%", screen)
         assert "a function or line includes what it calls" in " ".join(screen.split())
-    assert "Your lines (2)" in rendered
+    assert "Your lines (2)" in rendered and rendered.count(">40.0 ± 8.") == 6
     for screen in (out, by_function):
-        assert re.search(r"\./train\.py step +~24\d J +40\.0% +40", screen), "with what it calls"
-        assert re.search(r"/home/me/mine\.py helper +~24\d J +40\.0% +40", screen)
-        assert re.search(r"\./train\.py load +~24\d J +40\.0% +40", screen)
+        assert re.search(r"\./train\.py step +~24\d J +40\.0 ± 8\.\d% +40", screen), "with what it calls"
+        assert re.search(r"/home/me/mine\.py helper +~24\d J +40\.0 ± 8\.\d% +40", screen)
+        assert re.search(r"\./train\.py load +~24\d J +40\.0 ± 8\.\d% +40", screen)
     assert "Your functions (3)" in rendered
     record(tmp_path / "none.tessera", Builder().build(), mode="sampling").close()
     with RunFile(tmp_path / "none.tessera") as run:
         assert "no lines were recorded: use tessera run --stack" in text_of(text(run.recording(), by="lines"))
+
+
+def test_shares_of_few_samples_have_a_wide_interval_and_a_note(tmp_path: Path) -> None:
+    writer = record(tmp_path / "s.tessera", Builder().build(), mode="sampling")
+    half, pid = START_NS + 500_000_000, os.getpid()
+    writer.add_stacks([(half, pid, "./train.py:3 load", 14), (half, pid, "./train.py:9 step", 14)])
+    writer.close()
+    with RunFile(tmp_path / "s.tessera") as run:
+        out, rendered, spent = both(run)
+        said = msgspec.to_builtins(answer(with_table(run, spent)).to_dict())
+    told = "only 28 samples of Python stacks: a share of 50% is known to ± 15%; a longer run has more"
+    assert told in " ".join(out.split()) and told in said["notes"] and told in rendered
+    assert re.search(r"train\.py:3 load +~30\d J +50\.0 ± 14\.\d% +14", out)
+    for view in ("ops", "functions", "lines"):
+        assert [row["share_error"] for row in said[view]] == pytest.approx([0.148, 0.148], abs=1e-3)
+
+
+def test_the_interval_of_a_share_is_wilsons() -> None:
+    # By hand, with z = 1.645: of 50 in 100 it is 0.4189 to 0.5811, of 0 in 20 it is 0 to 0.1192.
+    assert find_share_error(0.5, 100) == pytest.approx(0.0811, abs=1e-4)
+    assert find_share_error(0.0, 20) == pytest.approx(0.1192, abs=1e-4)
+    assert find_share_error(1.0, 20) == pytest.approx(0.1192, abs=1e-4)
+    assert find_share_error(0.5, 0) == 1.0
+
+
+def test_samples_that_come_rarely_stand_for_more_time() -> None:
+    times = np.array([START_NS, START_NS + 4 * 10**9], np.int64)
+    power = PowerTrace(
+        {"gpu0": DomainSamples.of(GPU, times, np.array([100.0, 100.0]))}, start_ns=START_NS, end_ns=START_NS
+    )
+    # Where the last ones end is not known: they stand for as long as those before them on average.
+    counts = {0: 40, 1: 10, 2: 10, 3: 20}
+    stacks = [Stack(START_NS + second * 10**9, 1, "./a.py:1 f", count) for second, count in counts.items()]
+    assert [joules for _, _, joules in weigh_stacks(stacks, power, 400.0, 1)] == pytest.approx([100.0] * 4)
 
 
 def test_a_summarised_run_is_shared_out_by_time(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..advice import Advice
-from ..attribute.table import EnergyRow, EnergyTable, OperatorCoverage
+from ..attribute.table import EnergyRow, EnergyTable, IdleName, OperatorCoverage, name_idle
 from ..config import find_cost
 from ..notes import order_notes
 from ..recording import CpuUse, Facts, Recording
@@ -83,12 +83,12 @@ class Answer:
     that part, as the table does; it has `traced_steps` of the steps, and `limited` says that a time limit ended it. The
     part and what is `outside` sum to the whole, with what only the energy counter saw in a gap of the samples. `ops`
     and `kernels` are all rows, most joules first. Where nothing was attributed (a sampled or summarised run),
-    `shared_by` says how the joules were shared out instead: those rows have no error, and `rest_j` is in no row.
-    `functions` and `lines` are those of the user's own code with what they call, of the whole run, where stacks were
-    sampled. `cut` says why the file ends early, where it does. `scope` says whether CPU joules are those of the program
-    and its children, or of everything on the machine; `children_j` are the children's part, by CPU time. `tracing` is
-    what tracing did to the program, `operators` how much of a light run has operators, `job` what each rank and
-    collective of several ranks took, `outside_steps` what the table has in no step.
+    `shared_by` says how the joules were shared out instead: those rows have no error (sampled ones that of their
+    share), and `rest_j` is in no row. `functions` and `lines` are those of the user's own code with what they call, of
+    the whole run, where stacks were sampled. `cut` says why the file ends early, where it does. `scope` says whether
+    CPU joules are those of the program and its children, or of everything on the machine; `children_j` are the
+    children's part, by CPU time. `tracing` is what tracing did to the program, `operators` how much of a light run has
+    operators, `job` what each rank and collective of several ranks took, `outside_steps` what the table has in no step.
     """
 
     name: str
@@ -142,6 +142,11 @@ class Answer:
     def __repr__(self) -> str:
         spent = format_energy_error(self.whole.energy_j, self.whole.error_j)
         return f"<Answer {self.name}: {spent} in {format_duration(self.whole.time_s, 3)}, {self.basis}>"
+
+    @property
+    def idle_name(self) -> IdleName:
+        """What `idle_j` is called: of a host alone it is between operators."""
+        return name_idle(self.ops, self.kernels)
 
     def rows(self, by: str) -> Sequence[EnergyRow]:
         """The rows of one view, most joules first."""
@@ -294,15 +299,15 @@ def _most_first(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
 
 
 def _parts(table: EnergyTable) -> list[CategoryShare]:
-    """By what kernels do, in a fixed order so that runs can be compared; idle last."""
+    """By what kernels do, in a fixed order so that runs can be compared; idle, or between operators, last."""
     spent: dict[str, float] = {}
     for r in table.kernels or [r for r in table.ops if not math.isnan(r.error_j)]:
         name = category(r.name, r.kind)
         spent[name] = spent.get(name, 0.0) + r.energy_j
     if table.idle_j > 0:
-        spent["idle"] = table.idle_j
+        spent[table.idle_name] = table.idle_j
     whole = table.energy_j if table.energy_j > 0 else 1.0
-    order = [name for name in (*CATEGORIES, "idle") if spent.get(name, 0.0) > 0]
+    order = [name for name in (*CATEGORIES, table.idle_name) if spent.get(name, 0.0) > 0]
     return [CategoryShare(name=name, energy_j=spent[name], share=spent[name] / whole) for name in order]
 
 

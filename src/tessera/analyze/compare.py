@@ -187,7 +187,7 @@ def _of_table(
             rows[r.name] = rows[r.name] + cell if r.name in rows else cell
         if rows and view in ("ops", "kernels") and table.busy_s > 0 and not table.idle_j <= 0:  # NaN: time is known
             idle_s = max(table.time_s - table.busy_s, 0.0)
-            rows["idle"] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle", once=True)
+            rows[table.idle_name] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle", once=True)
         views[view] = rows
     total = Cell(table.energy_j, table.error_j, table.time_s, _NAN, 1, once=True)
     sensors, gain = level or _level(table.source, table.basis, table.energy_j, table.error_j)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..attribute.table import IDLE_NAMES
 from ..errors import ArgumentError
 from ..schema import EnergyDiff
 from ..units import format_duration, format_energy, format_share
@@ -242,8 +243,8 @@ def _match_rows(
     if view != "ops" or before[0].is_prediction == after[0].is_prediction:
         return left, right
     predicted, measured = align_rows(left, right) if before[0].is_prediction else align_rows(right, left)
-    if "idle" in measured:  # a prediction's operators contain what the chip draws while it waits
-        predicted = {"idle": UNSTATED, **predicted}
+    # A prediction's operators contain what the chip draws while it waits.
+    predicted = {**{name: UNSTATED for name in IDLE_NAMES if name in measured}, **predicted}
     return (predicted, measured) if before[0].is_prediction else (measured, predicted)
 
 

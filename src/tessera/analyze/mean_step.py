@@ -207,7 +207,7 @@ class StepRows:
     windows: Sequence[tuple[int, int]] = ()
 
     def rows(self, view: str) -> dict[str, StepSeries]:
-        """Every row of a view. Operators and kernels sum to the steps, with "idle"; regions and modules are nested."""
+        """Every row of a view. Operators and kernels sum to the steps, with idle; regions and modules are nested."""
         if view in ("ops", "kernels"):
             return self._leaves(view)
         rows = np.arange(len(self.timeline))
@@ -260,7 +260,7 @@ class StepRows:
             seconds = np.zeros(len(seconds))
         if not seconds.any() and not np.nan_to_num(joules).any():
             return {}
-        return {"idle": StepSeries(joules, seconds, np.zeros(len(seconds)))}
+        return {self.table.idle_name: StepSeries(joules, seconds, np.zeros(len(seconds)))}
 
     def _modules(self) -> dict[str, StepSeries]:
         """Modules of a light run by the device's time in them: their calls were seen in a few steps only."""

@@ -215,7 +215,7 @@ def build_energy_tree(timeline: Timeline, table: EnergyTable) -> EnergyNode:
         for r in alone or table.kernels:
             _add(root, [(op_name(r.name), "op") if alone else (short_name(r.name), "kernel")], r.energy_j, r.calls)
     if table.idle_j > 0:
-        root.children["idle"] = _Branch("idle", table.idle_j, 0, {})
+        root.children[table.idle_name] = _Branch("idle", table.idle_j, 0, {})
         root.energy_j += table.idle_j
     return _prune("run", root, root.energy_j * SMALLEST)
 

@@ -22,6 +22,7 @@ from .mean_step import find_expensive
 LOADING_SHARE = 0.15
 STRAGGLER_SHARE = 0.08
 FIRST_BATCH_SHARE = 0.25
+BETWEEN_SHARE = 0.5
 DROPOUT_SHARE = 0.10
 WAITED_SHARE = 0.10
 PRODUCTS_SHARE = 0.4
@@ -81,6 +82,19 @@ def _advise_workers(run: RunEvidence) -> str:
         f"{share}, and {use.cores:g} cores are all in use: make the transforms cheaper (decode once, cache, smaller "
         "images); more num_workers or prefetch_factor would not help"
     )
+
+
+def check_between_operators(run: RunEvidence) -> Advice | None:
+    """Half of the joules or more are spent between operators, and the DataLoader does not account for half of those."""
+    joules = run.table.idle_j
+    if not _is_on_host(run) or not run.has_joules or not run.share(joules) >= BETWEEN_SHARE:
+        return None
+    loading = check_data_loading(run)
+    if loading is not None and (loading.share or 0.0) >= 0.5 * run.share(joules):
+        return None
+    evidence = f"{run.format_amount(joules)} are used {run.table.idle_name}: by Python on the host, waiting included"
+    action = "`tessera run --mode sampling SCRIPT` shows which of its functions use them"
+    return run.advise(run.table.idle_name, joules, evidence, action)
 
 
 def check_stragglers(run: RunEvidence) -> Advice | None:

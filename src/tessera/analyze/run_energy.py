@@ -1,7 +1,8 @@
 """The joules of a run from its start to its end: what was traced, what lies outside the trace, and shares by time.
 
 Where nothing was attributed (a summarised run, a sampled one, a CPU), joules are shared out by time. That is a rough
-model beside attribution: everything is taken to draw the same watts. The rows have no error.
+model beside attribution: everything is taken to draw the same watts. The rows have no error; those of sampled stacks
+have one of their share, by the number of samples.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..attribute.table import EnergyRow, EnergyTable
 from ..joules import sum_domains, sum_windows
@@ -31,6 +33,9 @@ FUNCTION = "function"
 BY_STACKS = "the watts at each sampled Python stack"
 """How joules are shared out among functions and lines."""
 OLDER = "this summary has no time in each operator alone, so no operator has joules of its own: record it again"
+FEW_SAMPLES = 100
+"""With fewer samples of stacks than this a share may be wrong by more than 8%: a note says how many there are."""
+_Z90 = 1.645  # of the normal distribution: 90% lie within so many standard deviations
 _STEPS = re.compile(r"ProfilerStep#N|(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*N", re.IGNORECASE)
 _LINE = re.compile(r":\d+ ")
 _NAN = float("nan")
@@ -251,7 +256,7 @@ def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
 
 
 def weigh_stacks(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid: int) -> list[tuple[str, int, float]]:
-    """(stack, samples, joules) of the main thread: each sample weighted with the watts at its time.
+    """(stack, samples, joules) of the main thread: each sample weighted with its seconds and the watts at its time.
 
     Every thread is in every sample, and most of them wait: the main one (its number is the process's) is what counts.
     """
@@ -265,9 +270,22 @@ def weigh_stacks(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid
     times, watts = power.total()
     at = np.array([time_ns for time_ns, _, _ in samples], np.int64)
     level = np.interp(at, times, watts) if len(times) else np.ones(len(samples))
-    weights = level * np.array([count for _, _, count in samples], np.float64)
+    counts = np.array([count for _, _, count in samples], np.float64)
+    weights = level * counts * _seconds_each(at, counts)
     joules = total_j * weights / (weights.sum() or 1.0)
     return [(stack, count, j) for (_, stack, count), j in zip(samples, joules.tolist(), strict=True)]
+
+
+def _seconds_each(at_ns: NDArray[np.int64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How long one sample of each row stands for: samples come at uneven times, and rows at the same time share it."""
+    starts_ns, which = np.unique(at_ns, return_inverse=True)
+    samples = np.bincount(which, counts)
+    if len(starts_ns) < 2:
+        return np.ones(len(counts))
+    lengths_s = np.diff(starts_ns) * 1e-9
+    mean_s = lengths_s.sum() / samples[:-1].sum()  # of the last ones: where they end is not known
+    each_s: NDArray[np.float64] = np.append(lengths_s / samples[:-1], mean_s)[which]
+    return each_s
 
 
 def stacks_of(recording: Recording, total_j: float) -> list[tuple[str, int, float]]:
@@ -281,47 +299,77 @@ def from_stacks(stacks: Sequence[tuple[str, int, float]], total_j: float) -> Tim
     """Rows by the innermost function of weighted stacks."""
     if not stacks:
         return None
+    leaves = [(stack.rsplit(";", 1)[-1], count, joules) for stack, count, joules in stacks]
+    taken = sum(count for _, count, _ in stacks)
+    note = None
+    if taken < FEW_SAMPLES:
+        error = find_share_error(0.5, _effective_samples(stacks))
+        note = f"only {taken} samples of Python stacks: a share of 50% is known to ± {error:.0%}; a longer run has more"
+    return TimeShares(by=BY_STACKS, ops=_sum_by_name(leaves, total_j, _effective_samples(stacks)), note=note)
+
+
+def find_share_error(share: float, samples: float) -> float:
+    """The half-width around `share` that holds its binomial 90% interval.
+
+    That is Wilson's (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927), which is not zero where no sample, or every one, is
+    of this row.
+    """
+    if not samples > 0:
+        return 1.0
+    extra = _Z90**2 / samples
+    middle = (share + extra / 2) / (1 + extra)
+    half = _Z90 * math.sqrt(max(share * (1 - share), 0.0) / samples + extra / (4 * samples)) / (1 + extra)
+    return half + abs(middle - share)
+
+
+def _effective_samples(stacks: Sequence[tuple[str, int, float]]) -> float:
+    """How many samples of equal weight tell as much as these (L. Kish, "Survey Sampling", 1965)."""
+    squares = math.fsum(joules**2 / count for _, count, joules in stacks if count)
+    return math.fsum(joules for _, _, joules in stacks) ** 2 / squares if squares > 0 else 0.0
+
+
+def _sum_by_name(parts: Sequence[tuple[str, int, float]], total_j: float, samples: float) -> list[EnergyRow]:
     spent: dict[str, float] = {}
-    samples: Counter[str] = Counter()
-    for stack, count, joules in stacks:
-        leaf = stack.rsplit(";", 1)[-1]
-        spent[leaf] = spent.get(leaf, 0.0) + joules
-        samples[leaf] += count
-    rows = [
+    counts: Counter[str] = Counter()
+    for name, count, joules in parts:
+        spent[name] = spent.get(name, 0.0) + joules
+        counts[name] += count
+    return [
         EnergyRow(
-            name=leaf,
+            name=name,
             kind=FUNCTION,
-            calls=samples[leaf],
+            calls=counts[name],
             time_s=0.0,
             energy_j=joules,
             error_j=_NAN,
             share=joules / total_j,
+            share_error=find_share_error(joules / total_j, samples),
         )
-        for leaf, joules in spent.items()
+        for name, joules in spent.items()
     ]
-    return TimeShares(by=BY_STACKS, ops=rows)
 
 
 def find_own_lines(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
     """Rows by the innermost line of the user's own code in each stack, most joules first: what it calls is in it."""
     own = [(_own_frames(stack), count, joules) for stack, count, joules in stacks]
-    return _most_first([(frames[-1], count, joules) for frames, count, joules in own if frames], total_j)
+    lines = [(frames[-1], count, joules) for frames, count, joules in own if frames]
+    return _most_first(_sum_by_name(lines, total_j, _effective_samples(stacks)))
 
 
 def find_own_functions(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
     """Rows by function of the user's own code, most joules first: a function includes all that it calls."""
     # Each counts once in a stack, without its line: "./train.py:31 step" is "./train.py step".
     own = [({_LINE.sub(" ", f) for f in _own_frames(stack)}, count, joules) for stack, count, joules in stacks]
-    return _most_first([(name, count, joules) for names, count, joules in own for name in names], total_j)
+    functions = [(name, count, joules) for names, count, joules in own for name in names]
+    return _most_first(_sum_by_name(functions, total_j, _effective_samples(stacks)))
 
 
 def _own_frames(stack: str) -> list[str]:
     return [frame for frame in stack.split(";") if frame.startswith(("./", "/"))]
 
 
-def _most_first(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
-    shares = from_stacks(stacks, total_j)
-    return sorted(shares.ops, key=lambda r: r.energy_j, reverse=True) if shares else []
+def _most_first(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
+    return sorted(rows, key=lambda r: r.energy_j, reverse=True)
 
 
 def _with_names(rows: Any) -> list[Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..attribute.table import EnergyRow
+from ..attribute.table import IDLE_NAMES, EnergyRow
 from ..errors import ArgumentError
 from ..estimate.prediction_errors import PredictionErrors
 from ..schema import Basis
@@ -297,7 +297,7 @@ def _inside(side: DiffSide, view: str) -> dict[str, Cell]:
         joules, seconds, calls = series.joules[places], series.seconds[places], series.calls[places]
         whole = rows.get(name)
         level = whole.error_j / whole.energy_j if whole and whole.energy_j > 0 else 0.0
-        kind = whole.kind if whole else "idle" if name == "idle" else "op"
+        kind = whole.kind if whole else "idle" if name in IDLE_NAMES else "op"
         mean = mean_of(joules, seconds, level * abs(float(np.mean(joules))))
         cells[name] = make_cell(mean, float(np.mean(calls)), kind)
     return {n: c for n, c in cells.items() if c.calls > 0 or c.kind == "idle"}

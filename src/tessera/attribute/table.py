@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -16,6 +16,9 @@ from ..units import format_duration, format_energy_error
 
 UNTRACED_SHARE = 0.02
 """A table that leaves out more than this share of its time covers a trace, not the whole run."""
+IdleName = Literal["idle", "between operators"]
+"""What no row has: of a device it is idle; of a host alone it is between operators, where Python runs."""
+IDLE_NAMES: tuple[IdleName, ...] = get_args(IdleName)
 VIEWS = ("kernels", "ops", "regions", "modules", "steps", "groups")
 
 
@@ -28,6 +31,7 @@ class EnergyRow:
     joules between their own kernels and `with_backward_j` adds what autograd spent later on behalf of what was
     called inside; steps contain the idle joules beside their kernels, so that they sum to the time they took. `idle_s`
     are the seconds of those idle joules. `overlaps`: its calls overlap in time, and a moment in several counts once.
+    `share_error` is the half-width of the share's 90% interval where rows are counted in samples of stacks.
     """
 
     name: str
@@ -42,6 +46,7 @@ class EnergyRow:
     wall_s: float | None = None
     idle_s: float | None = None
     overlaps: bool = False
+    share_error: float | None = None
 
     @property
     def power_w(self) -> float | None:
@@ -52,6 +57,11 @@ class EnergyRow:
     @property
     def j_per_call(self) -> float:
         return self.energy_j / self.calls if self.calls else self.energy_j
+
+
+def name_idle(ops: Sequence[EnergyRow], kernels: Sequence[EnergyRow]) -> IdleName:
+    """What to call the joules that are in no row, by the rows there are."""
+    return "between operators" if ops and not kernels else "idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +124,11 @@ class EnergyTable:
     notes: Sequence[str] = ()
     learnt: Sequence[tuple[Domain, ResponseFit]] = ()
     busy_error_j: float | None = None
+
+    @property
+    def idle_name(self) -> IdleName:
+        """What to call `idle_j`."""
+        return name_idle(self.ops, self.kernels)
 
     @property
     def covers(self) -> Literal["run", "trace"]:

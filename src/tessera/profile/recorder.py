@@ -239,11 +239,7 @@ class Session(SessionResults):
         stacks.stop()
         writer.add_stacks(stacks.take())
         writer.set("stack_interval_s", stacks.period_s)
-        if stacks.is_stretched:
-            self.notes.append(
-                f"stacks were sampled every {stacks.period_s * 1e3:.3g} ms, not every {stacks.interval_s * 1e3:g}: "
-                "more often would have slowed the program"
-            )
+        self.notes += filter(None, [stacks.explain_rare()])
 
     def _write_clock(self, writer: RunWriter) -> None:
         """Compare clocks once more. Not after an interrupt: the other ranks may not come any more."""

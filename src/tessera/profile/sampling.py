@@ -2,12 +2,18 @@
 
 Reading a stack holds the interpreter's lock, so its cost is the program's. It is measured, and the period stretched
 until it is at most `BUDGET` of the time.
+
+A sample is where the program gives the lock away: at a call that releases it, or after Python's switch interval
+anywhere. With Python's own 5 ms, a program that calls torch every few milliseconds would be seen at those calls only.
+So the interval is `SWITCH_S` while stacks are sampled.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import math
+import os
 import sys
 import threading
 import time
@@ -18,8 +24,12 @@ from types import CodeType, FrameType
 BUDGET = 0.002
 LONGEST_S = 0.25
 DEEPEST = 128
+SWITCH_S = 0.0005
+"""Python's switch interval while stacks are sampled: chosen, short beside the functions that a user looks for."""
 OWN = "tessera-"
 """How the names of our own threads begin."""
+RARELY = 1.5
+"""Samples that come so many times more rarely than asked are worth a note: chosen."""
 # Names are made once for each line of code; a program that makes code for ever must not make names for ever.
 MAX_NAMES = 100_000
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", f"{Path(__file__).parents[1]}/")
@@ -27,6 +37,29 @@ Key = tuple[int, tuple[CodeType | int, ...]]
 """A thread, and the code objects of its stack with the place in each, innermost first."""
 Stacks = list[tuple[int, int | str, str, int]]
 """Rows of (epoch_ns, thread, "outermost;...;innermost", samples)."""
+
+
+_switch_before_s: float | None = None
+
+
+def lower_switch_interval() -> None:
+    """Make Python's switch interval `SWITCH_S`, unless it is as short already."""
+    global _switch_before_s  # noqa: PLW0603  (Python has one)
+    now_s = sys.getswitchinterval()
+    if now_s > SWITCH_S and not math.isclose(now_s, SWITCH_S):
+        _switch_before_s = now_s
+        sys.setswitchinterval(SWITCH_S)
+
+
+def restore_switch_interval() -> None:
+    """Give the program its switch interval back, unless it has set another meanwhile."""
+    global _switch_before_s
+    before_s, _switch_before_s = _switch_before_s, None
+    if before_s is not None and math.isclose(sys.getswitchinterval(), SWITCH_S):
+        sys.setswitchinterval(before_s)
+
+
+os.register_at_fork(after_in_child=restore_switch_interval)  # no thread samples there
 
 
 class StackSampler:
@@ -41,17 +74,21 @@ class StackSampler:
         self._waiting: dict[int, tuple[tuple[int, int], Key]] = {}
         self._names: dict[tuple[CodeType, int], str] = {}
         self._since_ns = time.time_ns()
+        self._started_s = self._ended_s = time.monotonic()
         self._stopping = False
         self._thread: threading.Thread | None = None
         _first_folder()
 
     def start(self) -> None:
+        self._started_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="tessera-stacks", daemon=True)
         self._thread.start()
         self.take()
 
     def stop(self) -> None:
         """End sampling; safe to call twice."""
+        if not self._stopping:
+            self._ended_s = time.monotonic()
         self._stopping = True
         if self._thread is not None:
             self._thread.join()
@@ -59,7 +96,18 @@ class StackSampler:
     @property
     def is_stretched(self) -> bool:
         """Whether stacks cost too much for the interval that was asked."""
-        return self.period_s > 1.5 * self.interval_s
+        return self.period_s > RARELY * self.interval_s
+
+    def explain_rare(self) -> str | None:
+        """Why samples came much more rarely than asked; None where they did not."""
+        sampled_s = self._ended_s - self._started_s
+        mean_s = sampled_s / self.samples if self.samples else math.inf
+        if sampled_s < self.interval_s or not (mean_s > RARELY * self.interval_s or self.is_stretched):
+            return None
+        came = f"{self.samples:,} samples of stacks in {sampled_s:.3g} s, not one every {self.interval_s * 1e3:g} ms"
+        if self.is_stretched:
+            return f"{came}: more would have slowed the program"
+        return f"{came}: the program kept Python's lock, or the machine was busy"
 
     @property
     def period_s(self) -> float:
@@ -67,6 +115,13 @@ class StackSampler:
         return min(max(self.interval_s, self._recent_s / BUDGET), max(self.interval_s, LONGEST_S))
 
     def _run(self) -> None:
+        lower_switch_interval()
+        try:
+            self._sample_all()
+        finally:
+            restore_switch_interval()
+
+    def _sample_all(self) -> None:
         # The thread's own time, waking up included: waiting for the interpreter's lock costs nobody anything.
         used_s = time.thread_time()
         while not self._stopping:
@@ -74,7 +129,8 @@ class StackSampler:
             if not self._stopping:
                 self.sample()
             before_s, used_s = used_s, time.thread_time()
-            self._recent_s += 0.1 * (used_s - before_s - self._recent_s)
+            # No more than the longest period can pay for: many wake-ups at one time (imports) must not count for long.
+            self._recent_s += 0.1 * (min(used_s - before_s, BUDGET * LONGEST_S) - self._recent_s)
 
     def sample(self) -> None:
         """Count the stack of every thread but our own."""

@@ -92,7 +92,7 @@ def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
     if view in ("steps", "regions", "functions", "lines") or not table.idle_j > 0:
         return None
     return EnergyRow(
-        name="idle" if table.kernels else "between operators",
+        name=table.idle_name,
         kind="idle",
         calls=0,
         time_s=max(table.time_s - table.busy_s, 0.0),
@@ -190,13 +190,20 @@ def _cells(row: EnergyRow, *, wide: bool) -> list[str]:
         spent = f"~{format_energy(row.energy_j, 3)}"  # divided by time, not attributed
     else:
         spent = format_energy_error(row.energy_j, row.error_j)
-    share = format_share(row.share)
+    share = share_text(row)
     calls = f"{row.calls:,}" if row.calls else ""
     if not wide:
         return [spent, share, calls]
     watts = mean_w(row)
     power = format_power(watts, 3) if watts is not None else ""
     return [spent, share, power, format_energy(row.j_per_call, 3) if row.calls else "", calls]
+
+
+def share_text(row: EnergyRow) -> str:
+    """The share of a row, with its interval where it is counted in samples."""
+    if row.share_error is None:
+        return format_share(row.share)
+    return f"{100 * row.share:.1f} ± {100 * row.share_error:.1f}%"
 
 
 def legend(rows: Sequence[EnergyRow]) -> list[RenderableType]:

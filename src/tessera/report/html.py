@@ -17,6 +17,7 @@ from html import escape
 from importlib import resources
 
 from ..analyze.kernel_names import CATEGORIES
+from ..attribute.table import IDLE_NAMES
 from ..units import format_share
 
 THEME_BUTTON = "<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button>"
@@ -138,7 +139,7 @@ def category_bar(parts: Sequence[tuple[str, str, float]]) -> str:
 
 def category_class(name: str) -> str:
     """The colour of a category."""
-    return "kidle" if name == "idle" else f"k{CATEGORIES.index(name)}"
+    return "kidle" if name in IDLE_NAMES else f"k{CATEGORIES.index(name)}"
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------

@@ -102,6 +102,14 @@ def mode_text(result: Answer) -> str:
     return MODES.get(result.mode, result.mode)
 
 
+def interval_text(result: Answer) -> str:
+    """What is known of the error of joules that were shared out."""
+    if result.shared_by != BY_STACKS:
+        return "a model, without an interval"
+    taken = sum(row.calls for row in result.ops)
+    return f"a model; ± of a share is the 90% interval of {taken:,} samples, and not the model's error"
+
+
 def _headline(result: Answer, width: int) -> Text:
     """The whole run, however much of it was traced."""
     whole = result.whole
@@ -328,9 +336,7 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
     if result.lines:
         parts.append(Text(LINES_NOTE, style="yellow"))
     if shared and (result.ops or result.kernels):
-        parts.append(
-            Text(f"~ divided by {result.shared_by}: a model, without an interval. {SUMMARY_NOTE}", style="yellow")
-        )
+        parts.append(Text(f"~ divided by {result.shared_by}: {interval_text(result)}. {SUMMARY_NOTE}", style="yellow"))
     return parts
 
 

@@ -27,6 +27,7 @@ from .run import (
     basis_text,
     busy_text,
     children_text,
+    interval_text,
     limit_cut,
     mode_text,
     outside_text,
@@ -110,7 +111,7 @@ def _warnings(result: Answer) -> str:
     if result.cut:
         lines.append(f"Incomplete: {result.cut}.")
     if result.shared_by:
-        lines.append(f"Nothing was attributed: joules are divided by {result.shared_by}, a model without an interval.")
+        lines.append(f"Nothing was attributed: joules are divided by {result.shared_by}, {interval_text(result)}.")
         lines.append(SUMMARY_NOTE)
     if result.tracing is not None and result.tracing.text:
         lines.append(f"{capitalize(result.tracing.text)}.")
@@ -146,8 +147,7 @@ def _tiles(result: Answer) -> str:
         tiles.append(tile(spent_text(per), label))
     if result.idle_share is not None:
         idle_j = format_energy_error(result.idle_j or 0.0, result.idle_error_j)
-        what = "idle" if result.kernels else "between operators"
-        idle = f"{what}: {idle_j}, {format_duration(result.idle_s or 0.0, 3)}"
+        idle = f"{result.idle_name}: {idle_j}, {format_duration(result.idle_s or 0.0, 3)}"
         idle += " of the traced part" if result.partial else ""
         tiles.append(tile(format_share(result.idle_share), idle))
     return f"<div class='tiles'>{''.join(tiles)}</div>"

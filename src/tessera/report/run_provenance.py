@@ -22,6 +22,7 @@ from ..timeline.columns import Timeline
 from ..units import format_duration, format_power, format_share
 from .html import capitalize, prose
 from .measure import SCOPES
+from .run import interval_text
 
 ANALYSES = ("roofline", "stalls", "collectives", "memory")
 """The analyses that the page shows."""
@@ -87,7 +88,7 @@ def _energy_sources(recording: Recording, table: EnergyTable, answer: Answer) ->
     for (basis, detail), names in alike.items():
         yield f"power of {name_several(names)}", basis, detail
     if answer.shared_by:
-        yield "energy of the rows", "modelled", f"divided by {answer.shared_by}, without an interval"
+        yield "energy of the rows", "modelled", f"divided by {answer.shared_by}: {interval_text(answer)}"
     elif table.kernels or table.ops:
         what = "energy of kernels" if table.kernels else "energy of operators"
         fitted = "fitted to the power samples by when each ran, with an interval"

@@ -10,8 +10,8 @@ from ..analyze.answer import Answer, mean_w
 from ..analyze.kernel_names import CATEGORIES, category, fit, fit_all, region_name
 from ..analyze.run_energy import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
-from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
-from .energy import OWN, TITLES, display_names, group_letter, idle_row, rest_row
+from ..units import format_duration, format_energy, format_energy_error, format_error, format_power
+from .energy import OWN, TITLES, display_names, group_letter, idle_row, rest_row, share_text
 from .html import folding_table, number_cell, tabs_section
 from .html import table as html_table
 
@@ -88,7 +88,7 @@ def _row(row: EnergyRow, name: str, most_j: float, view: str) -> str:
         f"{letter if row.group is not None else ''}</td>",
         number_cell(spent, row.energy_j),
         f"<td>{_meter(row, most_j, kind)}</td>",
-        number_cell(format_share(row.share), row.share),
+        number_cell(share_text(row), row.share),
         number_cell(_power(row, watts) if watts is not None else "-", watts),
         number_cell(format_energy(each, 3) if each is not None else "-", each),
         number_cell(f"{row.calls:,}" if row.calls else "-", row.calls or None),

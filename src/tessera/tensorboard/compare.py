@@ -13,11 +13,12 @@ from typing import Any
 from ..analyze.answer import Answer
 from ..analyze.kernel_names import CATEGORIES
 from ..analyze.time_answer import TimeAnswer
+from ..attribute.table import IDLE_NAMES
 from ..report.predict import format_rate
 from ..units import format_duration, format_energy_error, format_error, format_share
 
 Value = tuple[str, float, float]  # text, value, half-width of its 90% interval (0 if there is none)
-TOTALS = ("energy", "time", "idle")
+TOTALS = ("energy", "time", *IDLE_NAMES)
 """What grows with the work done."""
 TIMES = ("time", "compute", "communication alone", "idle time")
 """Figures that do not depend on how power is known."""
@@ -107,7 +108,7 @@ def _values(answer: Answer | TimeAnswer) -> dict[str, Value]:
         out[f"{per.unit}s/s"] = (format_rate(rate), rate, 0.0)
     if answer.idle_share is not None and answer.idle_j is not None:
         idle = f"{format_energy_error(answer.idle_j, answer.idle_error_j)} ({format_share(answer.idle_share)})"
-        out["idle"] = (idle, answer.idle_j, answer.idle_error_j or 0.0)
+        out[answer.idle_name] = (idle, answer.idle_j, answer.idle_error_j or 0.0)
     return out
 
 

@@ -50,7 +50,8 @@ class SummaryCsv:
     share of the run's wall time (nested and parallel ones overlap). `total_s` of modules and steps,
     which only attribution knows, is wall time where it says so, else time on the device. `active_s` is the time over
     which the joules were spent (an operator's self time, or its kernels'): `power_w` is over that. Steps are listed
-    once, as steps. The joules of kernels, copies, collectives and "idle" sum to the joules of the run.
+    once, as steps. The joules of kernels, copies, collectives and idle (of a host alone: of
+    operators and "between operators") sum to the joules of the run.
     """
 
     path: str | Path
@@ -112,7 +113,7 @@ def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine
         return  # nothing was traced: what ran is not known, and not idle
     idle_s = table.time_s - table.busy_s
     yield SummaryLine(
-        "idle", "idle", 1, idle_s, share_time_pct=100.0 * idle_s / seconds if seconds > 0 else None,
+        table.idle_name, "idle", 1, idle_s, share_time_pct=100.0 * idle_s / seconds if seconds > 0 else None,
         energy_j=table.idle_j, energy_error_j=table.idle_error_j, power_w=table.idle_j / idle_s if idle_s > 0 else None,
         active_s=idle_s,
     )  # fmt: skip
