@@ -190,9 +190,9 @@ def _merge_overlaps(x: Floats, seconds: Floats) -> tuple[Floats, Floats]:
 
 def solve(
     design: Floats, samples_w: Floats, variants: Sequence[Floats], later_s: float, prior_w: Floats, sd_w: Floats,
-    least_w: float,
+    least_w: float, *, noise_w: float = _NOISE_W,
 ) -> PowerFit:  # fmt: skip
-    """Watts by class.
+    """Watts by class. `noise_w` is the noise that a sample of no power has at least.
 
     `variants` are the designs of responses that differ by a standard deviation, the one that is `later_s` later
     first. How much the sensor differs is solved for beside the watts: in a loop every step shows the same error of the
@@ -209,16 +209,16 @@ def solve(
         differ = [variant @ found[:classes] - level for variant in variants]
         columns = np.column_stack([design, *differ])
         jitter_w = differ[0] * (_JITTER_S / later_s) if differ else 0.0
-        sigma = np.sqrt(_NOISE_W**2 + (_NOISE_SHARE * level) ** 2 + jitter_w**2)
+        sigma = np.sqrt(noise_w**2 + (_NOISE_SHARE * level) ** 2 + jitter_w**2)
         weight = 1.0 / (scale * sigma) ** 2
         found = _solve_bounded(columns, samples_w, weight, precision, expected, least)
         scale = _scale((samples_w - columns @ found) / sigma, columns, weight, precision)
     hessian = columns.T @ (columns * weight[:, None]) + precision
     covariance: Floats = np.linalg.inv(hessian).astype(np.float64)[:classes, :classes]
     informed = 1.0 - np.clip(np.diag(covariance) / sd_w**2, 0.0, 1.0)
-    noise_w = float(np.sqrt(np.mean((samples_w - columns @ found) ** 2))) if len(samples_w) else 0.0
+    left_w = float(np.sqrt(np.mean((samples_w - columns @ found) ** 2))) if len(samples_w) else 0.0
     return PowerFit(
-        watts=found[:classes], covariance=covariance, informed=informed, noise_w=noise_w, samples=len(samples_w)
+        watts=found[:classes], covariance=covariance, informed=informed, noise_w=left_w, samples=len(samples_w)
     )
 
 

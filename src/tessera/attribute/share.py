@@ -1,29 +1,34 @@
 """`Share`: the joules of one device as watts by class, and `by_time`, which makes one where power is modelled.
 
 Modelled samples know only the utilisation, so they cannot tell operators apart. Every moment has the watts of its
-sample, shared evenly by what runs then; the rest is idle. All rows sum to the modelled joules.
+sample, shared evenly by what runs then; the rest is idle. A host's sample that holds operators and waiting is divided
+by the power of each (`host_power.py`). All rows sum to the modelled joules.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..joules import FULL, Z90, DomainSamples, Floats, Ints, accumulate
-from ..notes import name_several
+from ..notes import Note, name_several
 from ..schema import DeviceId, Domain, Energy, Hold
 from ..sensors.modelled import LINE_ERROR
 from .activity import Activity, Sharing, gaps, sum_by_key
 from .fit import PowerFit, conserve_energy
+from .host_power import HostDivision, divide_samples
 from .learn_response import LearntResponse
 
 HOST = DeviceId("", "cpu", 0)
 """The device of operators where nothing ran on an accelerator."""
 # Idle gaps shorter than this are the device waiting for the next launch, longer ones the program doing other things.
 _SHORT_GAP_NS = 2_000_000
+# The share of the joules in samples with operators and waiting from which a reader is told of the fit.
+_MIXED = 0.1
 ENOUGH = 500
 """Samples of ten seconds of the ring: more of them hardly change what they tell apart (measure/light_joules.py)."""
 
@@ -46,6 +51,7 @@ class Share:
     coverage: float
     fit: PowerFit
     learnt: LearntResponse | None = None
+    division: HostDivision | None = None
 
     @property
     def on_host(self) -> bool:
@@ -79,11 +85,17 @@ def by_time(
     none = np.zeros(0, np.int64)
     gap_start, gap_end = (np.concatenate([none, *(part[i] for part in idle_in)]) for i in (0, 1))
     gap_cls = idle_class(gap_start, gap_end, activity.classes)
+    joules_at: Callable[[Ints], Floats] = functools.partial(_joules_at, column)
+    division = None
+    if device == HOST and column.domain.hold is Hold.MEAN:
+        times_ns = column.times_ns - column.lag_ns
+        division = divide_samples(times_ns, joules_at, seen, (gap_start, gap_end), gap_cls - activity.classes)
+        joules_at = joules_at if division is None else division.joules_at
     sharing = Sharing(activity.start_ns, activity.end_ns)
-    share_s, row_j = sharing.of(), sharing.of(lambda at_ns: _joules_at(column, at_ns))
+    share_s, row_j = sharing.of(), sharing.of(joules_at)
     mean_w = energy.energy_j / max(energy.time_s * energy.coverage, 1e-12)
     busy_w = float(row_j.sum() / share_s.sum()) if share_s.sum() > 0 else mean_w
-    gap_j = _joules_at(column, gap_end) - _joules_at(column, gap_start)
+    gap_j = joules_at(gap_end) - joules_at(gap_start)
     watts = np.full(activity.classes + 2, busy_w)
     watts[activity.classes :] = _idle_w(gap_cls - activity.classes, gap_end - gap_start, gap_j, mean_w)
     weight = np.divide(row_j, share_s * busy_w, out=np.ones(len(row_j)), where=share_s * busy_w > 0)
@@ -91,7 +103,8 @@ def by_time(
     seconds = sum_by_key(activity.cls, share_s * weight, len(watts)) + sum_by_key(
         gap_cls, (gap_end - gap_start) * 1e-9, len(watts)
     )
-    level, covariance = conserve_energy(watts, _covariance(column, seen, watts), seconds, energy.energy_j)
+    covariance = _covariance(watts, _spread_w(column, seen), seconds, division)
+    level, covariance = conserve_energy(watts, covariance, seconds, energy.energy_j)
     unseen_j = energy.energy_j * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
     covariance = (
         covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90) ** 2
@@ -101,6 +114,7 @@ def by_time(
         gap_cls=gap_cls, watts=level, covariance=covariance, group=np.full(activity.classes, -1, np.int64),
         joules=energy.energy_j, error_j=energy.error_j, coverage=energy.coverage,
         fit=PowerFit(watts=watts, covariance=covariance, informed=np.zeros(len(watts)), noise_w=0.0, samples=0),
+        division=division,
     )  # fmt: skip
 
 
@@ -127,16 +141,29 @@ def _idle_w(long: Ints, length_ns: Ints, gap_j: Floats, mean_w: float) -> Floats
     return watts
 
 
-def _covariance(column: DomainSamples, seen: Sequence[tuple[int, int]], watts: Floats) -> Floats:
-    """What classes may differ by, one from another: by what the line misses, and by what the samples spread."""
-    times = column.times_ns - round(column.domain.lag_s * 1e9)
+def _spread_w(column: DomainSamples, seen: Sequence[tuple[int, int]]) -> float:
+    """Standard deviation of the samples."""
+    times = column.times_ns - column.lag_ns
     inside = np.zeros(len(times), bool)
     for begin, end in seen:
         inside |= (times >= begin) & (times <= end)
     samples_w = column.watts[inside & ~np.isnan(column.watts)]
-    spread_w = float(samples_w.std()) if len(samples_w) > 1 else 0.0
-    covariance: Floats = np.diag((LINE_ERROR / Z90 * watts) ** 2 + spread_w**2)
-    return covariance
+    return float(samples_w.std()) if len(samples_w) > 1 else 0.0
+
+
+def _covariance(watts: Floats, spread_w: float, seconds: Floats, division: HostDivision | None) -> Floats:
+    """What classes may differ by, one from another: by what the line misses, and by what the samples spread.
+
+    Where samples were divided by a fit: by what they spread around it, and by what the fit may be off by.
+    """
+    if division is None:
+        own: Floats = np.diag((LINE_ERROR / Z90 * watts) ** 2 + spread_w**2)
+        return own
+    part = np.zeros((len(watts), 3))
+    part[:-2, 0], part[-2, 1], part[-1, 2] = 1.0, 1.0, 1.0
+    by_joule = part / np.maximum(seconds @ part, 1e-12)
+    fitted: Floats = by_joule @ division.covariance @ by_joule.T
+    return fitted + np.diag((LINE_ERROR / Z90 * watts) ** 2 + division.noise_w**2)
 
 
 def note_fits(parts: Sequence[Share]) -> list[str]:
@@ -155,4 +182,13 @@ def note_fits(parts: Sequence[Share]) -> list[str]:
             few = f"{p.fit.samples} samples are too few to split the energy among kernels {modelled}: record more steps"
             alike = f"{p.fit.samples} samples, yet many kernels run too close together to be told apart {modelled}"
             said.setdefault(few if p.fit.samples < ENOUGH else alike, []).append(p.domain.name)
-    return [f"{name_several(names)}: {text}" for text, names in said.items()]
+    fitted = [p.division for p in parts if p.division is not None and p.division.mixed > _MIXED]
+    told = [
+        Note(
+            f"power is known every {d.spacing_s * 1e3:.0f} ms: work and waiting shorter than that are told apart by a "
+            "fit (less sure on a busy machine)",
+            "fitted",
+        )
+        for d in fitted
+    ]
+    return [*told, *(f"{name_several(names)}: {text}" for text, names in said.items())]

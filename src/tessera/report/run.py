@@ -75,6 +75,7 @@ def text(
     parts.append(_facts(result, recording.facts.path, by))
     if result.idle_share is not None:
         parts.append(_split(result, wide))
+        parts += [Text(note, style="yellow") for note in table.notes if kind_of(note) == "fitted"]
     if result.job is not None and by is None:
         parts += job_text(result.job)
     parts += _tables(result, table, wide, by, top)
@@ -343,7 +344,7 @@ def _tables(result: Answer, table: EnergyTable, width: int, by: str | None, top:
 def _ending(result: Answer, html: Path | None) -> Table:
     table = label_table()
     table.add_row("", "")
-    telling = [note for note in result.notes if note != result.cut and kind_of(note) != "omission"]
+    telling = [note for note in result.notes if note != result.cut and kind_of(note) not in ("omission", "fitted")]
     telling = [note for note in telling if not (result.partial and kind_of(note) == "time_limit")]  # in the headline
     slowed = result.tracing.text if result.tracing is not None else None
     for note in [*([f"{slowed}{_tracing_hint(result)}"] if slowed else []), *telling[:1]]:

@@ -107,7 +107,8 @@ class ProcessTree:
         before, self._members = self._members, {}
         waited_s, gone = 0.0, dict(before)
         for pid in pids:
-            now, last = self._read(pid), before.get(pid)
+            last = before.get(pid)
+            now = self._read(pid, last)
             if now is None or (last is not None and last.began != now.began):
                 continue
             self._members[pid] = now
@@ -127,10 +128,11 @@ class ProcessTree:
             self._add_ended(SHORT_LIVED, 0, unseen_s)
         return self.cpu_s
 
-    def _read(self, pid: int) -> ProcessStat | None:
-        """A process; of this one, microseconds and not ticks of 10 ms."""
-        stat = read_stat(pid, self._proc)
-        if stat is None or pid != os.getpid() or self._proc != PROC:
+    def _read(self, pid: int, last: ProcessStat | None) -> ProcessStat | None:
+        """A process; of this one, microseconds and not ticks of 10 ms, and no file once it is known."""
+        is_own = pid == os.getpid() and self._proc == PROC
+        stat = last if is_own and last is not None else read_stat(pid, self._proc)
+        if stat is None or not is_own:
             return stat
         own, waited = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         own_s, children_s = own.ru_utime + own.ru_stime, waited.ru_utime + waited.ru_stime

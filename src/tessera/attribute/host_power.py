@@ -1,0 +1,156 @@
+"""Operators and waiting within one sample of a host's modelled power: told apart by a fit over all samples.
+
+    watts of sample i = sum over k of power_k * share_ik,     k: operators, short gaps, long gaps
+
+A sample of 100 ms that holds 12 ms of work and 60 ms of sleep says only what both took together. Samples of other mixes
+say how the power of one differs from the power of the other. Each sample's joules are then divided by seconds times
+these watts, so no joule is lost. Where all samples have the same mix the watts stay equal, and the intervals say that
+nearly any division is possible.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..joules import Z90, Floats, Ints
+from .fit import PowerFit, solve
+
+# The noise a sample has at least, as a share of the highest: Python's threads wait up to 5 ms for one another
+# (sys.getswitchinterval), so CPU time may be noted that late, of samples of 100 ms. Larger residuals widen it.
+_LATE = 0.05
+# No part is taken to draw less than this share of the others: a sample that holds nothing else keeps its joules.
+_LEAST = 1e-3
+_PARTS = 3
+# A sample that is so many times as far from the fit as the median is of something else (3.4 standard deviations).
+_FAR = 5.0
+# A sample holds both operators and gaps when each takes this share of its time.
+_MIXED = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class HostDivision:
+    """Where the joules of each sample went. `joules_at` is their running sum at some times.
+
+    `covariance` (J^2) is what the division itself may be off by: of operators, short and long gaps. `noise_w` is by how
+    much samples differ from the fit; `mixed` is the share of the joules that lies in samples with operators and gaps.
+    """
+
+    joules_at: Callable[[Ints], Floats]
+    covariance: Floats
+    noise_w: float
+    mixed: float
+    spacing_s: float
+
+
+def divide_samples(
+    times_ns: Ints, joules_at: Callable[[Ints], Floats], seen: Sequence[tuple[int, int]], gaps: tuple[Ints, Ints],
+    is_long: Ints,
+) -> HostDivision | None:  # fmt: skip
+    """Divide each sample by the power of what it holds; None where nothing can be told apart.
+
+    `joules_at` divides each sample by time. `gaps` are the stretches of `seen` without an operator, in order.
+    """
+    inside = [times_ns[(times_ns > begin) & (times_ns < end)] for begin, end in seen]
+    edges = np.unique(np.concatenate([np.ravel(np.array(seen, np.int64)), *inside]).astype(np.int64))
+    if len(edges) < 2 or len(gaps[0]) == 0:
+        return None
+    elapsed = _running_seconds(*gaps, is_long, int(edges[0]))
+    seconds, joules = np.diff(elapsed(edges), axis=0), np.diff(joules_at(edges))
+    starts = np.array([begin for begin, _ in seen])
+    is_seen = edges[:-1] < np.array([end for _, end in seen])[np.searchsorted(starts, edges[:-1], side="right") - 1]
+    # A sample that reaches out of what was traced holds what nobody saw: it is divided, and tells nothing.
+    is_whole = is_seen & np.isin(edges[:-1], times_ns) & np.isin(edges[1:], times_ns)
+    found = _fit_watts(seconds, joules, is_whole)
+    if found is None:
+        return None
+    watts, covariance, noise_w = found
+    used = np.maximum(watts, _LEAST * watts.max())
+    at_edges, sums = joules_at(edges), elapsed(edges) @ used
+
+    def weighted_at(at_ns: Ints) -> Floats:
+        cell = np.clip(np.searchsorted(edges, at_ns, side="right") - 1, 0, len(edges) - 2)
+        part = (elapsed(at_ns) @ used - sums[cell]) / (sums[cell + 1] - sums[cell])
+        divided: Floats = at_edges[cell] + (at_edges[cell + 1] - at_edges[cell]) * np.clip(part, 0.0, 1.0)
+        return divided
+
+    slopes = _slopes(seconds[is_seen], joules[is_seen], used, np.sqrt(np.diag(covariance)))
+    in_operators = seconds[:, 0] / seconds.sum(axis=1)
+    is_mixed = is_seen & (in_operators > _MIXED) & (in_operators < 1.0 - _MIXED)
+    mixed = float(joules[is_mixed].sum() / joules.sum())
+    spacing_s = float(np.median(np.diff(edges))) * 1e-9
+    return HostDivision(weighted_at, slopes @ covariance @ slopes.T, noise_w, mixed, spacing_s)
+
+
+def _running_seconds(start_ns: Ints, end_ns: Ints, is_long: Ints, origin_ns: int) -> Callable[[Ints], Floats]:
+    """Seconds of operators, short gaps and long gaps until some times."""
+    curves = []
+    for kind in range(2):
+        own = is_long == kind
+        at = np.column_stack([start_ns[own], end_ns[own]]).reshape(-1) - origin_ns
+        so_far = np.repeat(np.cumsum((end_ns - start_ns)[own] * 1e-9), 2)
+        so_far[0::2] -= (end_ns - start_ns)[own] * 1e-9
+        curves.append((at.astype(np.float64), so_far))
+
+    def elapsed(at_ns: Ints) -> Floats:
+        where = (at_ns - origin_ns).astype(np.float64)
+        idle = [np.interp(where, *curve) if len(curve[0]) else np.zeros(len(where)) for curve in curves]
+        return np.column_stack([where * 1e-9 - idle[0] - idle[1], *idle])
+
+    return elapsed
+
+
+def _fit_watts(
+    seconds: Floats, joules: Floats, is_whole: NDArray[np.bool_]
+) -> tuple[Floats, Floats, float] | None:  # fmt: skip
+    """Watts of the three parts, their covariance, and how far samples are from them.
+
+    Samples count that hold operators, and those right beside: what a program does long before (imports) is no waiting.
+    Where it ends lies in one of them, which is far from the fit: such are left out, and the rest is fitted again.
+    """
+    has_op = np.concatenate([[False], (seconds[:, 0] > 1e-9), [False]])
+    near = np.flatnonzero(is_whole & (has_op[:-2] | has_op[1:-1] | has_op[2:]))
+    found = None
+    for _ in range(2):
+        found = _solve_watts(seconds[near], joules[near])
+        if found is None:
+            return None
+        off_w = np.abs(joules[near] - seconds[near] @ found.watts) / seconds[near].sum(axis=1)
+        near = near[off_w <= np.maximum(_FAR * np.median(off_w), found.noise_w)]
+    assert found is not None
+    return found.watts, found.covariance, found.noise_w
+
+
+def _solve_watts(seconds: Floats, joules: Floats) -> PowerFit | None:
+    """Least squares over some samples; None where they hold no operators, or nothing else."""
+    total_s, lasts_s = seconds.sum(axis=0), seconds.sum(axis=1)
+    if not (len(joules) and total_s[0] > 0 and total_s[1:].sum() > 0 and joules.sum() > 0):
+        return None
+    samples_w = joules / lasts_s
+    most_w, mean_w = float(samples_w.max()), float(joules.sum() / lasts_s.sum())
+    # Waiting draws from nothing to as much as the highest sample (half-width of 90%, once the sum is kept); operators
+    # draw what is left.
+    gap_w = math.sqrt(2.0) / Z90 * most_w
+    op_w = gap_w * float(np.hypot(*total_s[1:])) / float(total_s[0])
+    return solve(
+        seconds / lasts_s[:, None], samples_w, [], 1.0, np.full(_PARTS, mean_w), np.array([op_w, gap_w, gap_w]), 0.0,
+        noise_w=_LATE * most_w,
+    )  # fmt: skip
+
+
+def _slopes(seconds: Floats, joules: Floats, watts: Floats, sd_w: Floats) -> Floats:
+    """How many joules each part (rows) gets more for a watt more of each part (columns), in all samples together."""
+    parts_w = seconds * watts
+    share = parts_w / parts_w.sum(axis=1, keepdims=True)
+    slopes = np.zeros((_PARTS, _PARTS))
+    for k in range(_PARTS):
+        moved = -share * share[:, k : k + 1]
+        moved[:, k] += share[:, k]
+        # No sample can be off by more than its joules.
+        most = 1.0 / np.maximum(Z90 * sd_w[k] * np.abs(moved).max(axis=1), 1e-300)
+        slopes[:, k] = (moved * (joules * np.minimum(1.0 / watts[k], most))[:, None]).sum(axis=0)
+    return slopes

@@ -1,0 +1,101 @@
+"""Work and waiting within one sample of a host's modelled power. Programs are made, so that the truth is known."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tessera.attribute.solve import attribute
+from tessera.joules import DomainSamples
+from tessera.notes import kind_of
+from tessera.schema import Domain, Hold
+from tessera.timeline import Builder
+from tessera.trace import PowerTrace
+
+MS = 1_000_000
+T0 = 1_700_000_000_000_000_000
+WORK_W = 3.0
+
+
+def make_run(pieces, *, period_ms=100, waiting_w=0.0):
+    """The table of a program of (milliseconds of work, of waiting) pieces; the sensor knows means of a period.
+
+    A third figure is the power of what is not work, in watts.
+    """
+    build = Builder()
+    edges, watts, at = [T0], [], T0
+    for work_ms, waiting_ms, *other_w in pieces:
+        if work_ms:
+            build.add("op", "aten::mm", at, at + round(work_ms * MS), thread=1)
+        for ms, power_w in ((work_ms, WORK_W), (waiting_ms, *(other_w or [waiting_w]))):
+            at += round(ms * MS)
+            edges.append(at)
+            watts.append(power_w)
+    joules = np.concatenate([[0.0], np.cumsum(np.diff(edges) * 1e-9 * watts)])
+    times = np.arange(T0, at + 1, period_ms * MS)
+    means = np.diff(np.interp(times - T0, np.array(edges) - T0, joules)) / (period_ms * 1e-3)
+    domain = Domain(name="cpu0", source="modelled", resolution_s=period_ms * 1e-3, basis="modelled", hold=Hold.MEAN)
+    column = DomainSamples.of(domain, times, np.concatenate([[math.nan], means]))
+    power = PowerTrace({"cpu0": column}, start_ns=T0, end_ns=int(times[-1]))
+    return attribute(build.build(), power, start_ns=T0, end_ns=int(times[-1]))
+
+
+def check_sums(table):
+    assert sum(r.energy_j for r in table.ops) + table.idle_j == pytest.approx(table.energy_j)
+    assert table.idle_j >= 0
+
+
+def is_told(table):
+    return any(kind_of(note) == "fitted" for note in table.notes)
+
+
+@pytest.mark.parametrize("waiting_w", [0.0, 0.6])
+@pytest.mark.parametrize("work_ms, waiting_ms", [(12, 60), (120, 500), (7, 41)])
+def test_short_work_beside_waiting_has_its_joules(work_ms, waiting_ms, waiting_w):
+    table = make_run([(work_ms, waiting_ms)] * 80, waiting_w=waiting_w)
+    (mm,) = table.ops
+    truth_j = mm.time_s * WORK_W
+    assert mm.energy_j == pytest.approx(truth_j, rel=0.15)
+    assert abs(mm.energy_j - truth_j) <= mm.error_j
+    assert is_told(table)
+    check_sums(table)
+
+
+def test_one_mix_in_every_sample_has_an_interval_that_holds_the_truth():
+    table = make_run([(20, 80)] * 60)
+    (mm,) = table.ops
+    truth_j = mm.time_s * WORK_W  # all of it
+    assert mm.energy_j == pytest.approx(0.2 * truth_j, rel=0.01), "nothing tells them apart: by time"
+    assert abs(mm.energy_j - truth_j) <= mm.error_j
+    assert table.idle_error_j >= 0.8 * truth_j
+    check_sums(table)
+
+
+def test_few_samples_have_an_interval_that_holds_the_truth():
+    table = make_run([(12, 60)] * 6)
+    (mm,) = table.ops
+    assert abs(mm.energy_j - mm.time_s * WORK_W) <= mm.error_j
+    check_sums(table)
+
+
+def test_work_throughout_is_divided_by_time_as_before():
+    table = make_run([(40, 0.01)] * 50, waiting_w=WORK_W)
+    (mm,) = table.ops
+    assert mm.energy_j == pytest.approx(mm.time_s * WORK_W, rel=1e-3)
+    assert mm.error_j < 0.02 * mm.energy_j
+    assert not is_told(table)
+    check_sums(table)
+
+
+def test_what_a_program_did_before_its_operators_is_no_waiting():
+    imports = (0, 3000, WORK_W)
+    table = make_run([imports, *[(12, 60)] * 80])
+    (mm,) = table.ops
+    assert mm.energy_j == pytest.approx(mm.time_s * WORK_W, rel=0.15)
+    assert table.idle_j == pytest.approx(3 * WORK_W, rel=0.05)
+
+
+def test_samples_of_waiting_alone_keep_their_joules():
+    table = make_run([(1000, 1000)] * 5, waiting_w=2.0)
+    assert table.ops[0].energy_j == pytest.approx(5 * WORK_W, rel=0.01)
+    assert table.idle_j == pytest.approx(5 * 2.0, rel=0.01)
