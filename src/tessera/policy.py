@@ -375,7 +375,8 @@ POLICIES = tuple(_SECTIONS)
 
 def _unknown_key(key: Any, known: Iterable[str], shown: Iterable[str]) -> PolicyError:
     near = did_you_mean(key[:80], known) if isinstance(key, str) else ""
-    return PolicyError(f"unknown key {quote_value(key)}{near}", fix=f"one of: {', '.join(shown)}")
+    unit = next((f"; or with its unit in the key, as {k}" for k in known if k not in shown and repr(k) in near), "")
+    return PolicyError(f"unknown key {quote_value(key)}{near}", fix=f"one of: {', '.join(shown)}{unit}")
 
 
 def _read_section(table: Any, keys: Mapping[str, _Key], mistakes: list[PolicyError]) -> dict[str, Any]:

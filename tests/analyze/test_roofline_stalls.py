@@ -162,7 +162,7 @@ def test_the_words_of_a_roofline_fit_a_host(trained):
     found = roofline(made)
     said = str(found)
     assert found.facts["on_host"] and "time in operators" in said and "device time" not in said
-    assert "epyc-9654" in found.missing["ceilings"] and "--kind cpu" in found.missing["ceilings"]
+    assert "--on epyc-9654" in found.missing["ceilings"] and "--kind cpu" in found.missing["ceilings"]
     assert "h200" not in said and "--counters" not in said
     titles = {c.title for c in roofline(made, arch="epyc-9654").columns}
     assert "Of memory bandwidth" in titles and "Of HBM" not in titles

@@ -20,7 +20,8 @@ from tessera.joules import DomainSamples
 from tessera.recording import EVALUATION, CpuUse, Facts, Recording
 from tessera.report import run
 from tessera.report.console import plain_console
-from tessera.report.run import busy_text, children_text
+from tessera.report.measure import busy_text
+from tessera.report.run import children_text
 from tessera.schema import Domain, Hold
 from tessera.timeline import Builder
 from tessera.trace import PowerTrace
@@ -284,7 +285,7 @@ def test_without_children_there_is_no_such_line() -> None:
 def test_a_busy_machine_is_on_the_screen_and_a_program_that_crowds_itself_is_not() -> None:
     waited = dataclasses.replace(QUIET, waited_s=0.4, over_s=1.0)
     crowded = train(30.0).recording(dataclasses.replace(waited, others_s=1.5))
-    assert busy_text(answer(crowded)) == (
+    assert busy_text(answer(crowded).cpu_use) == (
         "busy machine: other programs used 1.5 cores, and the main thread waited 40.0% of the time for one; "
         "on a quiet machine the run takes less time"
     )
@@ -292,7 +293,7 @@ def test_a_busy_machine_is_on_the_screen_and_a_program_that_crowds_itself_is_not
     assert "other programs used 1 core, and" in busy_text(answer(one))
     assert "busy machine: other programs used 1.5 cores" in plain_console(200).text(run.text(crowded))
     for use in (waited, dataclasses.replace(waited, others_s=0.1), dataclasses.replace(QUIET, over_s=1.0), None):
-        assert busy_text(answer(train(30.0).recording(use))) == ""
+        assert busy_text(answer(train(30.0).recording(use)).cpu_use) == ""
 
 
 def test_two_runs_of_one_program_on_a_machine_whose_load_changed_are_noise() -> None:

@@ -17,7 +17,7 @@ import pytest
 from tessera.cli.measure import command
 from tessera.errors import ArgumentError
 from tessera.joules import sum_domains
-from tessera.monitor.command import CommandRun
+from tessera.monitor.command import CommandCpu, CommandRun
 from tessera.output import cannot_write
 from tessera.report.console import plain_console
 from tessera.report.measure import answer, sensors_line
@@ -260,13 +260,16 @@ def test_no_colour_and_no_escape_codes_in_a_pipe(gpu: dict[str, str]) -> None:
     assert "\x1b" not in tessera("measure", *sleeper(0.2), env=gpu).stderr
 
 
-def test_head_closes_the_pipe_without_noise() -> None:
-    out = subprocess.run(
-        f"{sys.executable} -m tessera doctor | head -1; exit ${{PIPESTATUS[0]}}",
-        check=False, shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+@pytest.mark.parametrize("command", ["doctor", "hardware list"])
+def test_head_closes_the_pipe_without_noise(command: str) -> None:
+    read, write = os.pipe()
+    os.close(read)  # as if head had ended
+    words = [sys.executable, "-m", "tessera", *command.split()]
+    out = subprocess.run(words, check=False, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(write)
     assert "Traceback" not in out.stderr
     assert "BrokenPipe" not in out.stderr
+    assert out.returncode == 0
 
 
 def test_json_is_alone_on_standard_output(gpu: dict[str, str]) -> None:
@@ -333,6 +336,23 @@ def test_a_full_disk_and_an_ascii_terminal_give_no_traceback() -> None:
     assert "Traceback" not in out.stderr
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     assert "Traceback" not in tessera("doctor", env=ascii_only).stderr
+
+
+@pytest.mark.parametrize(("waited_s", "others_s", "busy"), [(0.4, 1.5, True), (0.0, 1.5, False), (None, None, False)])
+def test_a_busy_machine_is_said(
+    monkeypatch: pytest.MonkeyPatch, waited_s: float | None, others_s: float | None, busy: bool
+) -> None:
+    def play(argv: Any, monitor: Any, **given: Any) -> CommandRun:
+        spent = Energy(energy_j=10.0, error_j=0.1, time_s=1.0, source="script")
+        cpu = CommandCpu(cpu_s=0.5, over_s=1.0, waited_s=waited_s, others_s=others_s)
+        report = EnergyReport(name=argv[0], total=spent, by_domain={})
+        return CommandRun(report=report, trace=None, telemetry={}, returncode=0, cpu=cpu)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tessera.monitor.command.measure_command", play)
+    said = " ".join(invoke(command, "--sensor", "modelled", "--", "a").stderr.split())
+    assert ("busy machine: other programs used 1.5 cores, and the main thread waited 40.0%" in said) == busy
+    use = json.loads(invoke(command, "--sensor", "modelled", "--json", "--", "a").stdout)["cpu_use"]
+    assert (use["waited_s"], use["others_s"], use["over_s"]) == (waited_s, others_s, 1.0)
 
 
 def test_two_commands_in_turns_have_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,14 @@ def test_where_nothing_is_alike_the_newest_are_named(here: Path) -> None:
     assert said.fix.count(",") == SUGGESTED - 1
 
 
+def test_a_file_of_another_kind_is_not_what_was_meant(here: Path) -> None:
+    for name in ("noop.py", "policy.yaml"):
+        (here / name).touch()
+    assert missing_file(Path("nope.yaml")).what == "there is no file nope.yaml"
+    assert "did you mean 'policy.yaml'?" in missing_file(Path("policy.yml")).what
+    assert "did you mean 'noop.py'?" in missing_file(Path("nope.py")).what
+
+
 def test_runs_are_looked_for_where_runs_are_written(here: Path) -> None:
     (here / "runs").mkdir()
     (here / "runs" / "train.tessera").touch()

@@ -265,6 +265,9 @@ def test_transformers_by_configuration(tmp_path: Path) -> None:
         assert tuple(loaded.inputs["input_ids"].shape) == (1, 16)
         assert loaded.name == "LlamaForCausalLM"
     assert "labels" in model_loader.load_model(f"hf:{file}", model_loader.InputShape(), training=True).inputs
+    assert model_loader.load_model(str(file), model_loader.InputShape()).name == "LlamaForCausalLM"
+    with pytest.raises(ArgumentError, match=r"^the configuration has no model_type\n"):
+        model_loader.load_model("hf:{}", model_loader.InputShape())
     for wrong, near in (({"model_type": "lama"}, "llama"), ({**LLAMA, "architectures": ["LLamaForCausalLM"]}, "Llama")):
         with pytest.raises(ArgumentError, match=f"did you mean '{near}"):
             model_loader.load_model(f"hf:{json.dumps(wrong)}", model_loader.InputShape())

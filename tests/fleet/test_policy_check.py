@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera.cli.policy import command
-from tessera.errors import ArgumentError
+from tessera.errors import ArgumentError, PolicyError
 from tessera.fleet.facility import Facility, NodeKind
 from tessera.fleet.jobs import FleetJob
 from tessera.fleet.lockstep import LockstepJob, shape_wave
@@ -285,3 +285,19 @@ def test_a_figure_that_fails_by_little_shows_why() -> None:
     assert near.show() == ("1.3004", "1.3000") and not near.passed
     assert SpecVerdict(what="crest factor", found=1.2996, limit=1.3, unit="").show() == ("1.30", "1.30")
     assert SpecVerdict(what="dynamic range", found=15_000_400.0, limit=15e6, unit="W").show() == ("15.0004 MW", "15 MW")
+
+
+def test_a_file_without_a_shaper_has_no_row_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("rack_power_governor: {rack_cap_kw: 20}")
+    assert "without the shaper" in (said := invoke(command, "check", file).stdout) and "with it " not in said
+    file.write_text("power_shaper: {max_ramp_kw_per_s: 50}")
+    assert "with it " in invoke(command, "check", file).stdout
+
+
+def test_a_suggested_key_is_among_those_that_may_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("power_shaper: {max_ramp_kw_s: 50}")
+    error = invoke(command, "check", file).code
+    assert isinstance(error, PolicyError) and "did you mean 'max_ramp_kw_per_s'?" in error.what
+    assert error.fix is not None and error.fix.endswith("max_ramp; or with its unit in the key, as max_ramp_kw_per_s")

@@ -31,7 +31,7 @@ from tessera.monitor.regions import (
 )
 from tessera.schema import Domain, Energy, RegionEnergy, Scope, Work
 from tessera.sensors.modelled import ModelledSensor
-from tessera.sensors.processes import ProcessTree
+from tessera.sensors.processes import ProcessTree, read_wait_s
 
 from fakes.sensor import ScriptSensor
 
@@ -62,6 +62,8 @@ def wait_for(path: Path) -> None:
 def test_the_command_is_measured_and_its_exit_code_passed_on(monitor: Monitor) -> None:
     begin = time.monotonic()
     run = measure_command(["sh", "-c", "sleep 0.1; exit 3"], monitor, work=[Work(amount=10, unit="step")])
+    assert run.cpu is not None and run.cpu.over_s >= 0.1 and run.cpu.cpu_s >= 0.0
+    assert (run.cpu.waited_s is None) == (read_wait_s("self") is None)  # read before it is reaped
     took = time.monotonic() - begin
     assert run.returncode == 3
     total = run.report.total

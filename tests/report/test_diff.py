@@ -151,7 +151,7 @@ def test_an_error_that_both_have_is_not_in_their_difference() -> None:
     found = analyze.diff(thrice(modelled(10.0)), thrice(modelled(11.5)))
     level = math.hypot(0.3 * 12.5, 0.1) / 12.5  # the lesser of both, all of which is the model's
     own = math.sqrt(math.hypot(0.3 * 11.0, 0.1) ** 2 - (11.0 * level) ** 2)
-    assert found.total.error_j == pytest.approx(math.hypot(own, level * 1.5)) and found.significant
+    assert found.total.error_j == pytest.approx(own) and found.significant
     assert found.total.before_error_j == pytest.approx(math.hypot(0.3 * 11.0, 0.1)) and found.common == level
     assert "common error of 30.0%" in found.notes[0] and "MODELLED" in text(found)
     assert "MODELLED" in page(found) and "MODELLED" in card(found)
@@ -159,6 +159,25 @@ def test_an_error_that_both_have_is_not_in_their_difference() -> None:
     assert not other.significant and other.common == 0.0
     assert "changes under 45.4% cannot be detected" in other.verdict().text
     assert "MODELLED" not in page(analyze.diff(table({"mm": 1.0}), table({"mm": 2.0})))
+
+
+@pytest.mark.parametrize("level", [0.0, 0.3, 0.814])
+def test_a_factor_that_both_share_changes_no_verdict(level: float) -> None:
+    """A common error of 81% was in the ± of the change: 13% more energy was noise, and passed a limit of 5%."""
+
+    def modelled(joules: float) -> EnergyTable:
+        whole = table({"mm": joules})
+        return dataclasses.replace(whole, basis="modelled", source="cpu model", error_j=level * whole.energy_j)
+
+    before, dearer = ([modelled(joules * scatter) for scatter in (0.95, 1.0, 1.05)] for joules in (10.0, 11.4))
+    found, back = analyze.diff(before, dearer), analyze.diff(dearer, before)
+    by_runs = 2.353 * math.hypot(0.5, 0.57) / math.sqrt(3.0)  # Student's t of 3 degrees of freedom, as Welch has it
+    assert found.significant and back.significant and found.total.error_j == pytest.approx(by_runs, rel=0.001)
+    assert found.verdict(fail_above=0.05).failed and not back.verdict(fail_above=0.05).failed
+    noisy = [modelled(10.0 * scatter) for scatter in (0.7, 1.0, 1.3)]
+    assert not analyze.diff(noisy, dearer).significant  # what differs between runs is still in it
+    said = " ".join(found.notes)
+    assert ("The ± of a change does not" in said) == ("contains their common error" in said) == (level > 0)
 
 
 def test_steps_of_different_size_are_told_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -533,6 +534,34 @@ def test_a_programs_own_watts_reach_the_cap_though_the_machine_idles_at_most_of_
         sampler.read_due()
         zone.steer(sampler, zone.read(sampler), now[0])
     assert sum(drawn[50:]) / len(drawn[50:]) == pytest.approx(3.0 * TARGET, rel=0.05)
+
+
+@pytest.mark.parametrize("scope", ["process", "machine"])
+def test_a_cap_that_cannot_be_held_is_said_in_words_of_its_scope(monkeypatch, scope):
+    """Of a program's own watts, the machine was said to draw them, and work for half of the time drew far more."""
+    domain = ProcessSensor().domains()[0]
+    monkeypatch.setattr(ProcessSensor, "domains", lambda self: [dataclasses.replace(domain, scope=scope)])
+    sensor, now = ProcessSensor(), [10**9]
+    sampler = Sampler([sensor], clock=Clock(lambda: now[0], lambda: now[0]))
+    pacer = HostPacer(lambda: now[0])
+    zone = PowerZone("cpu", ["cpu0"], [pacer])
+    zone.caps[0], zone.running = Cap(0.3, 0.2), True
+    zone.restart(now[0])
+    zone.begin(sampler, now[0])
+    for _ in range(60):
+        now[0] += 100_000_000
+        pacer.point(restart=True)
+        sensor.batch.add("cpu0", now[0], 0.32 + 4.0 * zone.command.duty)
+        sampler.read_due()
+        zone.steer(sampler, zone.read(sampler), now[0])
+    said = zone.notes["floor"]
+    assert said.startswith("cpu: 300 mW cannot be held: ") and "400 mW" in said
+    if scope == "process":
+        assert zone.command.duty == pytest.approx(MIN_DUTY)
+        assert "this program and its children draw 400 mW" in said and "machine" not in said
+    else:
+        assert zone.command.duty == pytest.approx(STUCK_DUTY)
+        assert "the CPUs of this machine draw" in said and "half of what the program draws" in said
 
 
 def test_another_leader_goes_on_from_the_same_duty():

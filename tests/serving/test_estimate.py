@@ -155,6 +155,15 @@ def test_what_does_not_fit_is_offered_what_does(monkeypatch, words, offered):
         assert screen.index("it does not fit") < screen.index("first token"), "said before the figures"
 
 
+def test_the_screen_says_what_is_in_a_time_and_whose_memory_it_is(monkeypatch):
+    words = ["llama-3.1-70b", "--on", "h200", "--tp", "2", "--serve"]
+    one = " ".join(run_next(monkeypatch, *words, "--batch", "1")[0].split())
+    assert "the prefill, and the steps and prompts of others that are first" in one
+    assert "a decode step, and its share of the prompts that come meanwhile" in one
+    several = " ".join(run_next(monkeypatch, *words, "--batch", "1,8")[0].split())
+    assert "memory of each GPU" in several
+
+
 def test_larger_batches_are_offered_as_far_as_they_fit(monkeypatch):
     words = ["llama-3.1-70b", "--on", "h200", "--tp", "2", "--batch", "64", "--serve"]
     screen, after, result = run_next(monkeypatch, *words)

@@ -6,7 +6,8 @@
                                                                      └──► total: |change| > its 90% half-width?
 
 The half-width of a difference is that of both sides in quadrature, without what they have in common: sides that the
-same sensors measured (or the same model gave) are off by one factor, and so is their difference. Two predictions for
+same sensors measured (or the same model gave) are off by one factor, and so is their difference, whose sign and
+percentage stay (`common` is that factor's error). Two predictions for
 one chip have the same errors where their kernels are the same (`sides.py`). With steps it contains how they
 scatter, for every row how that row does; with several runs, how those do (`mean_step.py`). Two runs without steps, each
 measured once, have none, and then nothing is said about noise: the sensor's error is not how a program scatters.
@@ -348,7 +349,8 @@ def _order_notes(
     if alone:
         first.append(f"± covers variation between steps only; to include variation between runs, repeat each: {REPEAT}")
     if maker.same:
-        first.append("one model predicted both: the error that both share is in each ± and cancels in the change")
+        shared = "the ± of before and after contains the error that both share, the ± of a change does not"
+        first.append(f"one model predicted both: {shared}")
     else:
         first += find_common_error(sides)[1]
     if unit == "step":

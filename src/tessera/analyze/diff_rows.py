@@ -167,8 +167,8 @@ class ChangeMaker:
         return error_j, error_s, error_w
 
     def _apart(self, a: float, error_a: float, b: float, error_b: float) -> float:
-        """The half-width of b - a, of which both are off by `gain` together."""
-        return math.hypot(own_error(a, error_a, self.gain), own_error(b, error_b, self.gain), self.gain * (b - a))
+        """The half-width of b - a without what both are off by together: a factor changes neither sign nor ratio."""
+        return math.hypot(own_error(a, error_a, self.gain), own_error(b, error_b, self.gain))
 
 
 def _state(before: Cell | None, after: Cell | None) -> Literal["both", "new", "vanished", "unstated"]:
@@ -184,7 +184,10 @@ def find_common_error(sides: Sequence[DiffSide]) -> tuple[float, list[str]]:
         return 0.0, []
     gain = min(side.gain for side in sides)
     what = "the same power model gave both" if one.basis == "modelled" else "the same sensors measured both"
-    text = f"{what}: their common error of {format_share(gain)} is in each ± and cancels in the change"
+    text = (
+        f"{what}: the ± of before and after contains their common error of {format_share(gain)}. The ± of a change "
+        "does not: that error changes neither its sign nor its percentage, only all joules and watts by one factor"
+    )
     return gain, [text] if gain > 0.005 else []
 
 

@@ -86,8 +86,8 @@ def roofline(
     roofs = Ceilings.of(device) if device is not None else None
     on_host = not len(timeline.device_rows)
     if roofs is None:
-        kind = "CPU: on='epyc-9654' (any of `tessera hardware list --kind cpu`)"
-        chip = kind if on_host else "chip: on='h200' (any of `tessera hardware list`)"
+        kind = "CPU: --on epyc-9654, in Python on='epyc-9654' (any of `tessera hardware list --kind cpu`)"
+        chip = kind if on_host else "chip: --on h200, in Python on='h200' (any of `tessera hardware list`)"
         missing["ceilings"] = f"the trace does not name its {chip}"
     elif roofs.l2_bytes_per_s is None:
         missing["l2_pct"] = f"the catalogue has no L2 bandwidth of {roofs.device.id}"

@@ -17,6 +17,7 @@ from .options import FILE, check_writable, print_json, scope_option, sensor_opti
 if TYPE_CHECKING:
     from ..monitor import Monitor
     from ..monitor.command import CommandRun
+    from ..recording import CpuUse
     from ..schema import Scope, Work
 
 _AMOUNT = click.FloatRange(min=0, min_open=True)
@@ -149,11 +150,12 @@ def _print_report(run: CommandRun, trace: Path | None, as_json: bool) -> None:
         sys.stdout.flush()
         total = run.report.total
         cost = find_cost(total.energy_j, total.error_j)
-        print_json({"returncode": run.returncode, "report": run.report, "cost": cost})
+        data = {"returncode": run.returncode, "report": run.report, "cost": cost, "cpu_use": _cpu_use(run)}
+        print_json(data)
         return
     from ..analyze.rules_host import advise_measurement
     from ..report.console import Console
-    from ..report.measure import answer
+    from ..report.measure import answer, busy_text
 
     if trace:
         next_command = f"tessera measure --sensor replay:{trace} -- sleep 1"
@@ -161,5 +163,24 @@ def _print_report(run: CommandRun, trace: Path | None, as_json: bool) -> None:
         arguments = sys.argv[sys.argv.index("measure") + 1 :] if "measure" in sys.argv else []
         next_command = shlex.join(["tessera", "measure", "--trace", "power.csv", *arguments])
     advice = advise_measurement(run.report, run.telemetry)
-    screen = answer(run.report, advice=advice, next_command=next_command, returncode=run.returncode)
+    busy = busy_text(_cpu_use(run))
+    screen = answer(run.report, advice=advice, next_command=next_command, returncode=run.returncode, busy=busy)
     Console(stderr=True, highlight=False).print(screen)
+
+
+def _cpu_use(run: CommandRun) -> CpuUse | None:
+    """Who used the CPUs meanwhile, as a recorded run has it."""
+    from ..profile.cpu_use import count_cores
+    from ..recording import CpuUse
+
+    cpu = run.cpu
+    if cpu is None:
+        return None
+    return CpuUse(
+        cpu_s=cpu.cpu_s,
+        over_s=cpu.over_s,
+        waited_s=cpu.waited_s,
+        others_s=cpu.others_s,
+        children={},
+        cores=count_cores(),
+    )

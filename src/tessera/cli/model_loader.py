@@ -55,7 +55,7 @@ def load_model(spec: str, shape: InputShape, *, training: bool = False) -> Loade
         raise MissingExtra("torch", "torch", "tessera predict") from e
     if spec.partition(":")[0].endswith(".py"):
         raise _script_error(spec)
-    if spec.startswith("hf:"):
+    if spec.startswith("hf:") or spec.endswith(".json"):
         return _load_transformers(spec.removeprefix("hf:"), shape, training)
     if spec.startswith("timm:"):
         return _load_timm(spec.removeprefix("timm:"), shape)
@@ -203,8 +203,9 @@ def _load_transformers(text: str, shape: InputShape, training: bool) -> LoadedMo
     kind = settings.pop("model_type", None)
     kinds = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING.keys())
     if kind not in kinds:
+        unknown = f"transformers has no model_type {kind!r}{did_you_mean(str(kind), kinds)}"
         raise ArgumentError(
-            f"transformers has no model_type {kind!r}{did_you_mean(str(kind), kinds)}",
+            "the configuration has no model_type" if kind is None else unknown,
             fix='give the configuration a "model_type", such as "llama", and if possible "architectures"',
         )
     names = settings.get("architectures") or []

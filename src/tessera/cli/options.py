@@ -191,6 +191,8 @@ def _similar_files(path: Path, files: list[Path]) -> list[Path]:
     """Files with similar names, the nearest first; without their suffixes, which all of a kind have in common."""
     import difflib
 
+    if path.suffix:  # of another kind only the same name: policy.yaml for policy.yml, and not noop.py for nope.yaml
+        files = [p for p in files if _stem(p) == _stem(path) or {*p.suffixes} & {*path.suffixes}]
     stems = [_stem(p) for p in files]
     near = difflib.get_close_matches(_stem(path), set(stems), n=SUGGESTED, cutoff=0.7)  # at 0.6 "other" is like "notes"
     return [p for one in near for p, stem in zip(files, stems, strict=True) if stem == one]

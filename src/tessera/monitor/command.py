@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -19,6 +20,8 @@ from typing import IO
 from ..errors import TesseraError
 from ..schema import EnergyReport, Hold, Telemetry, Work
 from ..sensors.discover import SCOPE_VARIABLE
+from ..sensors.modelled import read_machine_s
+from ..sensors.processes import read_wait_s
 from ..trace import PowerTrace
 from .core import Monitor
 from .regions import REGIONS_VARIABLE, read_regions
@@ -45,13 +48,27 @@ class CommandNotRun(TesseraError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommandCpu:
+    """CPU seconds of a command and its children, and of other programs while it ran, for `over_s`.
+
+    `waited_s` is how long its main thread was ready to run and had no core. None: the system does not count it.
+    """
+
+    cpu_s: float
+    over_s: float
+    waited_s: float | None
+    others_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CommandRun:
-    """A measured command: its report, power trace, telemetry and exit code."""
+    """A measured command: its report, power trace, telemetry, exit code, and the CPU time of it and of others."""
 
     report: EnergyReport
     trace: PowerTrace
     telemetry: Mapping[str, Sequence[Telemetry]]
     returncode: int
+    cpu: CommandCpu | None = None
 
 
 def measure_command(
@@ -74,7 +91,7 @@ def measure_command(
         scope = EnergyScope(" ".join(argv), monitor=monitor)
         with power_trace(monitor=monitor) as trace, scope:
             _read_means(monitor)
-            returncode = _run(argv, env, quiet, output)
+            returncode, cpu = _run(argv, env, quiet, output)
             _read_means(monitor)
         regions = read_regions(Path(folder))
     base = scope.report()
@@ -93,7 +110,7 @@ def measure_command(
         notes=[*_notes(trace), *base.notes, *([OVERLAPS] if any(r.overlaps for r in regions) else [])],
     )
     telemetry = {name: trace.telemetry(name) for name in trace.columns}
-    return CommandRun(report=report, trace=trace, telemetry=telemetry, returncode=returncode)
+    return CommandRun(report=report, trace=trace, telemetry=telemetry, returncode=returncode, cpu=cpu)
 
 
 def _read_means(monitor: Monitor) -> None:
@@ -128,12 +145,32 @@ def _level_before(series: PowerSeries, start_ns: int) -> float | None:
     return sum(halves) / 2 if abs(halves[1] - halves[0]) <= IDLE_LEVEL * halves[0] else None
 
 
-def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool, output: IO[bytes] | None) -> int:
+def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool, output: IO[bytes] | None) -> tuple[int, CommandCpu]:
+    """The exit code, and who used the CPUs meanwhile."""
+    began_s, all_s, own_s = time.monotonic(), read_machine_s(), _children_s()
     with forward_signals() as add_child:
         child = _start(argv, env, quiet, output)
         add_child(child)
+        waited_s = _wait_for_end(child)
         code = child.wait()
-    return EXIT_SIGNAL - code if code < 0 else code
+    cpu_s, over_s, now_s = _children_s() - own_s, time.monotonic() - began_s, read_machine_s()
+    others_s = None if now_s is None or all_s is None else max(now_s - all_s - cpu_s, 0.0)
+    cpu = CommandCpu(cpu_s=cpu_s, over_s=over_s, waited_s=waited_s, others_s=others_s)
+    return EXIT_SIGNAL - code if code < 0 else code, cpu
+
+
+def _wait_for_end(child: subprocess.Popen[bytes]) -> float | None:
+    """How long its main thread had no core, once it has ended and before it is reaped: the count goes with it."""
+    if not hasattr(os, "waitid"):
+        return None
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    return read_wait_s(child.pid)
+
+
+def _children_s() -> float:
+    """CPU seconds of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _start(

@@ -12,8 +12,8 @@ import msgspec
 
 from ..errors import SensorUnavailable
 from ..recording import CpuUse
-from ..sensors.modelled import proc_stat_busy
-from ..sensors.processes import PROC, ProcessTree
+from ..sensors.modelled import read_machine_s
+from ..sensors.processes import PROC, ProcessTree, read_wait_s
 
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 FORMATS = {"amx_bf16": "bf16", "avx512_bf16": "bf16", "amx_int8": "int8", "avx512_vnni": "int8", "avx_vnni": "int8"}
@@ -28,7 +28,7 @@ class CpuUseCounter:
         with contextlib.suppress(SensorUnavailable):  # no /proc: nothing is known
             self._tree = ProcessTree()
         self._began_s = time.monotonic()
-        self._waited_s, self._machine_s = _read_wait_s(), _read_machine_s()
+        self._waited_s, self._machine_s = read_wait_s("self"), read_machine_s()
 
     def poll(self) -> None:
         """Look at the processes."""
@@ -39,7 +39,7 @@ class CpuUseCounter:
         """What is known by now, as plain data; None where nothing is."""
         if self._tree is None:
             return None
-        cpu_s, now_s, machine_s = self._tree.poll(), _read_wait_s(), _read_machine_s()
+        cpu_s, now_s, machine_s = self._tree.poll(), read_wait_s("self"), read_machine_s()
         torch = sys.modules.get("torch")
         use = CpuUse(
             cpu_s=cpu_s,
@@ -55,22 +55,6 @@ class CpuUseCounter:
         )
         fact: dict[str, object] = msgspec.to_builtins(use)
         return fact
-
-
-def _read_wait_s(file: Path = PROC / "self" / "schedstat") -> float | None:
-    """How long the main thread was ready to run and had no core; None where the kernel does not count it."""
-    try:
-        return int(file.read_text().split()[1]) * 1e-9
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _read_machine_s() -> float | None:
-    """CPU seconds of everything on the machine; None where they are not counted."""
-    try:
-        return proc_stat_busy()[0]
-    except SensorUnavailable:
-        return None
 
 
 def count_cores(quota: Path = CPU_MAX) -> float:

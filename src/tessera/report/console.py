@@ -7,6 +7,7 @@ unit, and a table drops whole columns rather than cutting cells.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,12 @@ class Console(RichConsole):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Segments whose text is only text."""
         return map(_remove_controls, super().render(renderable, options))
+
+    def on_broken_pipe(self) -> None:
+        """`tessera ... | head`: rich would exit with 1, and `run_command` knows that it is no error."""
+        with contextlib.suppress(SystemExit):
+            super().on_broken_pipe()  # what is still to be written goes nowhere
+        raise BrokenPipeError
 
     def text(self, content: RenderableType, *, crop: bool = False) -> str:
         """What it would print, with no blanks at the ends of lines."""

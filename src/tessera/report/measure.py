@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,7 +18,12 @@ from ..sensors.modelled import IDLE_PART, MACHINE_PART
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import Console, label_table
 
+if TYPE_CHECKING:
+    from ..recording import CpuUse
+
 REGIONS = 5
+BUSY_SHARE = 0.05
+"""The share of a run's time that its main thread has to wait for a core before the screen says so."""
 SCOPES = {"process": "the program and its children", "machine": "everything on the machine"}
 """Whose power a domain is, in words."""
 
@@ -43,7 +49,7 @@ def sensors_line(domains: Sequence[Domain]) -> Text:
 
 
 def answer(
-    report: EnergyReport, *, advice: str | None, next_command: str | None, returncode: int = 0
+    report: EnergyReport, *, advice: str | None, next_command: str | None, returncode: int = 0, busy: str = ""
 ) -> RenderableType:
     """One screen: joules, watts, seconds, per unit of work, where they went, what to change, what to type next."""
     table = label_table()
@@ -64,6 +70,8 @@ def answer(
         table.add_row("gap", Text(f"{gap.domain}: {gap.reason}", style="yellow"))
     for event in report.events[:3]:
         table.add_row("event", Text(f"{event.domain}: {event.kind}: {event.message}", style="red"))
+    if busy:
+        table.add_row("note", Text(busy, style="yellow"))
     if returncode:
         table.add_row("command", Text(f"{describe_exit(returncode)}; the energy is up to then", style="yellow"))
     if advice:
@@ -71,6 +79,16 @@ def answer(
     if next_command:
         table.add_row("next", Text(next_command, style="cyan"))
     return Group(_headline(report), table)
+
+
+def busy_text(use: CpuUse | None) -> str:
+    """That other programs took the cores; "" where that is next to nothing."""
+    if use is None or use.crowded_share < BUSY_SHARE:
+        return ""
+    count = f"{use.others_cores:.2g}"
+    cores = f"other programs used {count} core{'' if count == '1' else 's'}"
+    waited = f"the main thread waited {format_share(use.crowded_share)} of the time for one"
+    return f"busy machine: {cores}, and {waited}; on a quiet machine the run takes less time"
 
 
 def describe_exit(returncode: int) -> str:

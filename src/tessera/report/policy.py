@@ -31,10 +31,9 @@ def print_policy_check(check: PolicyCheck, file: str, console: Console) -> None:
         for finding in findings:
             _print_finding(finding, console)
     console.print()
-    waves = (
-        ("without the shaper", check.before, check.quality_before),
-        ("with it", check.after, check.quality_after),
-    )
+    waves = [("without the shaper", check.before, check.quality_before)]
+    if any(finding.policy == "power_shaper" for finding in check.findings):
+        waves.append(("with it", check.after, check.quality_after))
     for name, wave, quality in waves:
         console.print(HangingText(f"{name:<19} {_describe_wave(wave, quality, check.job)}", 20))
     console.print(Text("next: tessera simulate cluster.yaml", style="cyan"), soft_wrap=True)

@@ -22,7 +22,7 @@ from ..units import format_duration, format_energy, format_energy_error, format_
 from .console import label_table, next_line
 from .energy import OWN, SUMMARY_NOTE, WIDTH, idle_row, legend, rest_row, rows_table
 from .job import job_text
-from .measure import SCOPES, describe_exit
+from .measure import SCOPES, busy_text, describe_exit
 from .predict import format_rate
 
 BAR = 30
@@ -30,8 +30,6 @@ CHILDREN_SHARE = 0.02
 OUTSIDE_SHARE = 0.1
 """The share of the table's joules in no step from which the screen says so: of ten steps the first, whose begin nobody
 knows, may be a tenth."""
-BUSY_SHARE = 0.05
-"""The share of a run's time that its main thread has to wait for a core before the screen says so."""
 TOP = 5
 REGIONS = 3
 _PLACES = {
@@ -177,24 +175,13 @@ def _warnings(result: Answer) -> list[RenderableType]:
     lines = []
     if result.basis != "measured":
         lines.append(basis_text(result))
-    if busy := busy_text(result):
+    if busy := busy_text(result.cpu_use):
         lines.append(busy)
     if result.cut:
         lines.append(f"INCOMPLETE: {result.cut}")
     if result.returncode:
         lines.append(f"the program {describe_exit(result.returncode)}; the energy is up to then")
     return [Text(line, style="yellow") for line in lines]
-
-
-def busy_text(result: Answer) -> str:
-    """That other programs took the cores; "" where that is next to nothing."""
-    use = result.cpu_use
-    if use is None or use.crowded_share < BUSY_SHARE:
-        return ""
-    count = f"{use.others_cores:.2g}"
-    cores = f"other programs used {count} core{'' if count == '1' else 's'}"
-    waited = f"the main thread waited {format_share(use.crowded_share)} of the time for one"
-    return f"busy machine: {cores}, and {waited}; on a quiet machine the run takes less time"
 
 
 def _facts(result: Answer, path: Path | None, by: str | None) -> Table:

@@ -21,11 +21,10 @@ from . import run_analyses as analyses
 from .energy import SUMMARY_NOTE
 from .html import advice_section, capitalize, category_bar, document, note, page_header, prose, tile
 from .job import job_section
-from .measure import describe_exit
+from .measure import busy_text, describe_exit
 from .predict import format_rate
 from .run import (
     basis_text,
-    busy_text,
     children_text,
     interval_text,
     limit_cut,
@@ -106,7 +105,7 @@ def _warnings(result: Answer) -> str:
     lines = []
     if result.basis != "measured":
         lines.append(f"{basis_text(result)}.")
-    if busy := busy_text(result):
+    if busy := busy_text(result.cpu_use):
         lines.append(f"{capitalize(busy)}.")
     if result.cut:
         lines.append(f"Incomplete: {result.cut}.")

@@ -43,7 +43,8 @@ def serving_screen(
         why = "none fits and meets the limits" if limited else "none fits into the memory of its GPUs"
         ending.add_row("fewest joules", Text(why, style="yellow"))
     note = Text(
-        "J of all GPUs for an output token, its share of the prompt included; ± is a 90% half-width", style="dim"
+        "J of all GPUs for an output token with its share of the prompt; memory of each GPU; ± is a 90% half-width",
+        style="dim",
     )
     return Group(head, _rows(reports, best), note, ending, next_line(next_command))
 
@@ -64,9 +65,11 @@ def _one(report: ServingReport) -> RenderableType:
     lines = label_table()
     first, step = report.time_to_first_token_s, report.time_per_output_token_s
     lines.add_row("on", Text(_name(report) + (f", cache {report.deployment.cache}")))
-    lines.add_row("first token", Text(format_duration_error(first, first.error)))
-    others = ", prompts of others between them" if report.batch > 1 and report.arrivals == "steady" else ""
-    lines.add_row("each token", Text(f"{format_duration_error(step, step.error)}{others}"))
+    steady = report.arrivals == "steady"
+    until = "the prefill, and the steps and prompts of others that are first" if steady else "the mean of all at once"
+    lines.add_row("first token", Text(f"{format_duration_error(first, first.error)}: {until}"))
+    between = ": a decode step, and its share of the prompts that come meanwhile" if steady else ""
+    lines.add_row("each token", Text(f"{format_duration_error(step, step.error)}{between}"))
     rate, joules, watts = report.tokens_per_s, report.joules_per_token, report.power_w
     lines.add_row("output", Text(f"{format_error(rate, rate.error)} tokens/s"))
     lines.add_row("energy", Text(f"{format_energy_error(joules, joules.error)} per output token"))

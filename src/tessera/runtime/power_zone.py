@@ -120,7 +120,7 @@ class PowerZone:
         elif self.tally is not None:
             self._set(controller.command, now_ns)  # the first tokens are counted before the first reading
         if controller.floor_w is not None:
-            self.notes["floor"] = self._describe_floor(cap, controller.floor_w)
+            self.notes["floor"] = self._describe_floor(cap, controller.floor_w, own=self.is_own_power(sampler))
         else:
             self.notes.pop("floor", None)
         return self.command
@@ -181,21 +181,26 @@ class PowerZone:
     def _blur_s(self, sampler: Sampler) -> float:
         return max((sampler.series[n].domain.blur_s for n in self.names if n in sampler.series), default=0.0)
 
-    def _describe_floor(self, cap: Cap, floor_w: float) -> str:
-        """A cap cannot be held: why, and what to do. Three digits tell the cap from what is drawn."""
+    def _describe_floor(self, cap: Cap, floor_w: float, *, own: bool = False) -> str:
+        """A cap cannot be held: why, what happens instead, what to do. Three digits tell the cap from what is drawn."""
         what = f"{self.key}: {format_power(cap.power_w, 3)} cannot be held: "
         floor = format_power(floor_w, 3)
-        if self.key == "cpu":
+        if self.key == "cpu" and not own:
             return (
                 f"{what}the CPUs of this machine draw {floor} while this program waits (idling, other processes). "
-                "Longer waits do not help, so it now waits for half of the time at most. "
-                f"Raise the cap above {floor}, or end what else runs"
+                "Longer waits do not help, so it now waits for half of the time at most: the power is then this and "
+                f"half of what the program draws at work. Raise the cap above {floor}, or end what else runs"
+            )
+        if self.key == "cpu":
+            return (
+                f"{what}this program and its children draw {floor}, by their CPU time, with {MIN_DUTY:.0%} of the time "
+                f"at work. So that the program goes on, that stays as it is, at about {floor}. Raise the cap above it"
             )
         work = "of the time at work" if self.tally is None else "of the pace of Tessera's own kernels"
         who = "this node draws" if self.key == "node" else "the GPU draws"
         return (
             f"{what}{who} {floor} with {MIN_DUTY:.0%} {work} (idling, other processes). So that the program goes on, "
-            f"it now has {STUCK_GPU_DUTY:.0%}. Raise the cap above {floor}"
+            f"it now has {STUCK_GPU_DUTY:.0%}, and the power is {floor} or a little more. Raise the cap above {floor}"
         )
 
     def restart(self, now_ns: int) -> None:
@@ -236,6 +241,8 @@ class PowerZone:
             if 0 < self.resolution_s(sampler) <= PROMPT_S:
                 burst_w = min(burst_w, NEAR * cap.power_w)  # the first readings come at once, and tell more
             stuck_duty = STUCK_DUTY if self.key == "cpu" else STUCK_GPU_DUTY
+            if self.is_own_power(sampler):
+                stuck_duty = MIN_DUTY  # nobody else draws it: half of the time at work would be far above the cap
             blur_s = self._blur_s(sampler)
             self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s, stuck_duty=stuck_duty)
             if self.tally is not None or self.key == "cpu":

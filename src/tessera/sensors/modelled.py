@@ -70,6 +70,14 @@ def proc_stat_busy(path: Path = Path("/proc/stat")) -> tuple[float, float]:
     return (total - idle) * tick_s, total * tick_s
 
 
+def read_machine_s() -> float | None:
+    """CPU seconds of everything on the machine since boot; None where they are not counted."""
+    try:
+        return proc_stat_busy()[0]
+    except SensorUnavailable:
+        return None
+
+
 @dataclasses.dataclass(slots=True)
 class _CpuSpan:
     """The time up to a sample: the CPU seconds that the process can have used, and those that it used.

@@ -71,6 +71,14 @@ def list_processes(proc: Path = PROC) -> Iterator[ProcessStat]:
             yield stat
 
 
+def read_wait_s(pid: int | str, proc: Path = PROC) -> float | None:
+    """How long a process's main thread was ready to run and had no core; None where the kernel does not count it."""
+    try:
+        return int((proc / str(pid) / "schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 class ProcessTree:
     """A process and everything it started, from now on. `with_root=False` counts only what it started."""
 
