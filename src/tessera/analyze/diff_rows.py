@@ -93,8 +93,8 @@ class ChangeMaker:
     """Computes lines: `gain` is the share both sides' joules are off by together, `same`: one model predicted both.
 
     `mixed`: one side is a prediction, whose error is known, so that a run measured once is good enough beside it.
-    `load` is the share of a run's time that other programs on the machine account for, on one side more than on the
-    other: no change up to so much can be told from theirs.
+    `load` is the share of a run's time that other programs on the machine may account for: no change up to so much can
+    be told from theirs.
     """
 
     gain: float = 0.0
@@ -192,13 +192,17 @@ def find_common_error(sides: Sequence[DiffSide]) -> tuple[float, list[str]]:
 
 
 def find_load(before: Sequence[DiffSide], after: Sequence[DiffSide]) -> tuple[float, list[str]]:
-    """The share of its time that other programs held one side up longer than the other, in words too; 0 for little."""
+    """The share of a run's time by which other programs may have changed it, in words too; 0 for little.
+
+    Runs of several on each side show by their scatter what others did to all of them; one run alone does not.
+    """
     a, b = (float(np.mean([side.crowded for side in sides])) for sides in (before, after))
-    if abs(a - b) < LEAST_LOAD:
+    load = abs(a - b) if min(len(before), len(after)) > 1 else math.hypot(a, b)
+    if load < LEAST_LOAD:
         return 0.0, []
     waited = f"waited {format_share(a)} of the time for a core before and {format_share(b)} after"
-    return abs(a - b), [
-        f"the machine's load changed: the main thread {waited}, because of other programs. That is in each ±: repeat "
+    return load, [
+        f"the machine was busy: the main thread {waited}, because of other programs. That is in each ±: repeat "
         "both in turn, or on a quiet machine, to know more"
     ]
 
