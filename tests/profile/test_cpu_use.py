@@ -62,7 +62,7 @@ def test_formats_are_those_of_the_flags(tmp_path: Path) -> None:
 
 def test_what_other_programs_used_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_s = iter([100.0, 103.0])
-    monkeypatch.setattr("tessera.profile.cpu_use.proc_stat_busy", lambda: (next(machine_s), 0.0))
+    monkeypatch.setattr("tessera.profile.cpu_use.read_machine_s", lambda: next(machine_s))
     fact = CpuUseCounter().to_fact()
     assert fact is not None and fact["others_s"] == pytest.approx(3.0 - fact["cpu_s"])  # type: ignore[operator]
     assert 0 < fact["over_s"] < 60  # type: ignore[operator]
