@@ -290,7 +290,7 @@ def test_a_busy_machine_is_on_the_screen_and_a_program_that_crowds_itself_is_not
         "on a quiet machine the run takes less time"
     )
     one = train(30.0).recording(dataclasses.replace(waited, others_s=1.0))
-    assert "other programs used 1 core, and" in busy_text(answer(one))
+    assert "other programs used 1 core, and" in busy_text(answer(one).cpu_use)
     assert "busy machine: other programs used 1.5 cores" in plain_console(200).text(run.text(crowded))
     for use in (waited, dataclasses.replace(waited, others_s=0.1), dataclasses.replace(QUIET, over_s=1.0), None):
         assert busy_text(answer(train(30.0).recording(use)).cpu_use) == ""
