@@ -38,7 +38,10 @@ MODEL_ERROR = math.hypot(LINE_ERROR, 0.80)
 """The relative error of modelled power whose curve is unknown (a log): that of the catalogue's `generic-cpu`."""
 _RESET_S = 1.0
 TREE_PERIOD_S = 0.05
-"""How often the CPU time of a process is read. A read, and what follows from it, takes 0.3 ms on a busy machine."""
+"""How often the CPU time of a process is read: with all that follows from a read, 1.3% of one core on a busy machine.
+
+Every 100 ms took 0.9% there, every 25 ms 3.1% (CPU time of a process that sleeps in an `energy_scope`).
+"""
 KEPT_SPANS = 1200
 """How many samples of a process can still be raised: a minute of them."""
 IDLE_PART, MACHINE_PART = ".idle_share", ".machine"
