@@ -185,8 +185,7 @@ def note_fits(parts: Sequence[Share]) -> list[str]:
     fitted = [p.division for p in parts if p.division is not None and p.division.mixed > _MIXED]
     told = [
         Note(
-            f"power is known every {d.spacing_s * 1e3:.0f} ms: work and waiting shorter than that are told apart by a "
-            "fit (less sure on a busy machine)",
+            f"power is known every {d.spacing_s * 1e3:.0f} ms: a fit tells shorter work and waiting apart",
             "fitted",
         )
         for d in fitted

@@ -262,14 +262,13 @@ def outside_steps_text(result: Answer) -> str:
         return ""
     unbegun = result.whole.steps != result.whole.whole_steps  # of a script's first step only the end is known
     words = {
-        "before": "before the first whole step (setup, and the first step)" if unbegun else "before the first step",
+        "before": "before the first whole step (setup, first step)" if unbegun else "before the first step",
         "between": "between steps",
         "after": "after the last step",
     }
     parts = {words[p]: j for p, j in found.places.items() if j > 0.01 * found.rest.energy_j}
     where = ", ".join(f"{format_energy(j, 3)} {place}" if len(parts) > 1 else place for place, j in parts.items())
-    whose = "the traced joules" if result.partial else "the run's joules"
-    spent = f"{format_energy(found.rest.energy_j, 3)} ({format_share(found.rest.share)} of {whose})"
+    spent = f"{format_energy(found.rest.energy_j, 3)} ({format_share(found.rest.share)})"
     spent += f" in {format_duration(found.rest.time_s, 3)}"
     return f"{spent}: {where}" if where else spent
 
