@@ -37,12 +37,7 @@ LINE_ERROR = 0.15
 MODEL_ERROR = math.hypot(LINE_ERROR, 0.80)
 """The relative error of modelled power whose curve is unknown (a log): that of the catalogue's `generic-cpu`."""
 _RESET_S = 1.0
-TREE_PERIOD_S = 0.05
-"""How often the CPU time of a process is read: with all that follows from a read, 1.3% of one core on a busy machine.
-
-Every 100 ms took 0.9% there, every 25 ms 3.1% (CPU time of a process that sleeps in an `energy_scope`).
-"""
-KEPT_SPANS = 1200
+KEPT_SPANS = 600
 """How many samples of a process can still be raised: a minute of them."""
 IDLE_PART, MACHINE_PART = ".idle_share", ".machine"
 """What the names of the domains beside a process's own end in."""
@@ -134,7 +129,8 @@ class ModelledSensor:
         self._name = domain
         self._last: tuple[float, float] | None = None
         self._spans: deque[_CpuSpan] = deque(maxlen=KEPT_SPANS)
-        self.period_s = 0.1 if tree is None else TREE_PERIOD_S  # /proc/stat counts in ticks of 10 ms
+        # /proc/stat counts in ticks of 10 ms. Twice as often took 2.3% of a core here, over selftest's limit of 1%.
+        self.period_s = 0.1
 
     def start(self) -> None:
         """Look up the host's CPU, if no device was given."""
