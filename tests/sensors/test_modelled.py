@@ -352,10 +352,3 @@ def test_cpu_time_that_is_seen_late_gets_its_share_of_a_measured_package(machine
         sampler.wait_for(machine.ns)
     assert sampler.series["cpu0"].mark(machine.ns).joules - begin == pytest.approx(80.0 * 2.0 * 0.75)
     assert sampler.series["cpu0.machine"].mark(machine.ns).joules == pytest.approx(160.0)
-
-
-def test_a_process_is_read_more_often_than_the_ticks_of_a_machine(machine):
-    sensor = machine.sensor(tree=Tree())
-    sensor.start()
-    assert sensor.period_s < machine.sensor().period_s
-    assert {d.resolution_s for d in sensor.domains()} == {sensor.period_s}
