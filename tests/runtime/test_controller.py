@@ -48,7 +48,7 @@ from fakes.plant import (
     training,
     worst_window_w,
 )
-from fakes.programs import Shared, bursty, gpt2_training, graphs, host_bound, saturated, synchronising
+from fakes.programs import Shared, bursty, compiled_bert, gpt2_training, graphs, host_bound, saturated, synchronising
 
 
 def bench(ops, cap_w, *, seconds=4.0, every=8, seed=0, window_s=0.2, **plant):
@@ -235,6 +235,16 @@ def test_the_first_window_is_bounded_by_the_first_samples(name):
     made = run_program(PROGRAMS[name], cap_w, seconds=0.6)
     assert made.worst_w(0.0) <= 1.25 * cap_w
     assert made.mean_w(0.0) >= 0.85 * cap_w  # and work is not halved meanwhile
+
+
+@pytest.mark.parametrize(("program", "free_w"), [(compiled_bert(), 393.0), (host_bound(1e-5, 8e-6, 330.0), 288.0)])
+def test_a_host_bound_program_reaches_a_cap_that_was_raised(program, free_w):
+    """What a low duty taught is wrong at a higher one: a host catches up in long pauses, not in short ones."""
+    made = run_program(program, 0.5 * free_w, seconds=3.2)
+    raised = Cap(0.85 * free_w, 0.2)
+    made.zone.caps[0], begun = raised, len(made.plant.power_w)
+    made.run(3.2)
+    assert mean_w(made.plant.power_w[begun:], 0.5) == pytest.approx(raised.power_w, rel=0.03)
 
 
 def test_below_the_cap_nothing_waits_from_the_first_moment():

@@ -47,6 +47,10 @@ LEARN_S = 2.0
 QUICK_S = 0.08
 JUMP = 0.25
 SURGE = 0.35
+# A secant belongs to its duty: of a program that waits for its host, half the duty draws hardly less. So when the duty
+# has moved by MOVED, the mean is of the last AGREED_S at most. Not where processes take turns: their duty wanders.
+MOVED = 0.2
+AGREED_S = 0.25
 # With fewer readings, a load that swings shows neither the mean of a window nor a change.
 FEW = 4
 # A reading below QUIET of what the load draws is a pause: the host had nothing to launch, or another process was taken
@@ -148,6 +152,7 @@ class Controller:
         self.burst_w = max(burst_w, idle_w + 1.0)
         self._quick_w = self._last_w = self.burst_w
         self._unchanged_s = self._learnt_s = self._quiet_s = 0.0
+        self._learnt_duty = 1.0  # where the mean began
         self._usual_s = QUICK_S / FEW  # the time of a reading
         self._slow = (0.0, 0.0, 0.0)  # seconds, joules, seconds x duty since a wait last ended
         self._past: deque[tuple[float, float]] = deque()  # (seconds, watts) of one window, newest last
@@ -234,6 +239,8 @@ class Controller:
         quick_s = max(QUICK_S, FEW * self._usual_s)
         self._quick_w += (seen_w - self._quick_w) * -math.expm1(-seconds / quick_s)
         both_w, self._last_w = min(seen_w, self._last_w), seen_w
+        if not self.shared and abs(duty - self._learnt_duty) > MOVED * self._learnt_duty:
+            self._unchanged_s, self._learnt_duty = min(self._unchanged_s, AGREED_S), duty
         self._unchanged_s, self._learnt_s = self._unchanged_s + seconds, self._learnt_s + seconds
         if self._learnt_s <= START_S and quick_s <= 2 * QUICK_S:
             self.burst_w = self._quick_w = seen_w
