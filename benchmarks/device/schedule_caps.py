@@ -57,7 +57,8 @@ SLICE_S = 0.0012
 EVERY = 8  # calls between synchronisations
 ROOMY_S = 60.0  # with so much time left, comparisons are made too
 BELOW_S = 8.0  # a cap below idle: the program is slow, and it takes a second to know
-ABOVE = 1.3  # a cap that is not reached, of the free power
+ABOVE = 1.3  # a cap that is not reached, of the free power; of itself where it was reached
+TRIES = 3
 Step = Callable[[], Any]
 QUICK = False
 FIRST_CALL_S = [0.0]  # what the host needed for the first call of the last load
@@ -380,9 +381,16 @@ def overhead_part(rows: Rows) -> None:
         while time.time() - begin < 0.8:
             step()
         synchronize()
-        free = ring.between(begin + 0.3, time.time() - 0.05)  # windows differ where the host's speed does
-        free_w, cap_w = mean_of(free), ABOVE * worst_window(free)
-        capped = schedule(power_cap=cap_w)(step)
+        free = ring.between(begin + 0.3, time.time() - 0.05)
+        found = {"free_w": mean_of(free), "cap_w": worst_window(free), "waits": 1}
+        for _ in range(TRIES):  # a host that became faster since then reaches the cap: then that says nothing
+            if not found["waits"]:
+                break
+            cap_w = ABOVE * found["cap_w"]
+            found |= {"cap_w": cap_w, **in_turns(step, schedule(power_cap=cap_w)(step), steps)}
+        return found
+
+    def in_turns(step: Step, capped: Any, steps: int) -> dict[str, Any]:
         times: dict[str, list[float]] = {"plain": [], "capped": []}
         for turn in range(turns):
             for which in ("plain", "capped") if turn % 2 else ("capped", "plain"):
@@ -392,8 +400,6 @@ def overhead_part(rows: Rows) -> None:
         ratios = [c / p for p, c in zip(times["plain"], times["capped"], strict=True)]
         report = capped.report()
         return {
-            "free_w": free_w,
-            "cap_w": cap_w,
             "plain_ms": 1e3 * st.median(times["plain"]),
             "over_pct": 100 * (st.median(times["capped"]) / st.median(times["plain"]) - 1),
             "fastest_over_pct": 100 * (min(times["capped"]) / min(times["plain"]) - 1),
