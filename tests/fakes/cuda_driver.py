@@ -33,4 +33,5 @@ def load_fake() -> ctypes.CDLL:
         draft.rename(library)
     fake = ctypes.CDLL(str(library))
     fake.fake_launched.restype = ctypes.c_long
+    fake.fake_unpaused_s.restype = ctypes.c_double
     return fake

@@ -17,7 +17,8 @@ static _Thread_local int mode;
 static int refuse;  // the call that is refused from now on, by its place in `names`
 static const char *names[] = {"", "cuModuleLoadData", "cuLaunchKernel", "cuMemHostAlloc"};
 static long launched;
-static volatile int paused;
+static pthread_mutex_t pausing = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t paused_since, paused_before;  // ns: the beginning of the pause under way, or 0; all pauses before it
 
 void fake_refuse(const char *name) {
     refuse = 0;
@@ -25,7 +26,6 @@ void fake_refuse(const char *name) {
 }
 long fake_launched(void) { return launched; }
 int fake_mode(void) { return mode; }
-int fake_paused(void) { return paused; }
 
 static uint64_t now_ns(void) {
     struct timespec t;
@@ -33,11 +33,27 @@ static uint64_t now_ns(void) {
     return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
+static void set_paused(int on) {
+    pthread_mutex_lock(&pausing);
+    uint64_t now = now_ns();
+    if (!on) paused_before += now - paused_since;
+    paused_since = on ? now : 0;
+    pthread_mutex_unlock(&pausing);
+}
+int fake_paused(void) { return paused_since != 0; }
+// The device's own time, which stands still during a pause.
+double fake_unpaused_s(void) {
+    pthread_mutex_lock(&pausing);
+    uint64_t now = paused_since ? paused_since : now_ns(), before = paused_before;
+    pthread_mutex_unlock(&pausing);
+    return (now - before) * 1e-9;
+}
+
 static void pause_device(volatile int64_t *control, volatile uint64_t *state, volatile int64_t *stats) {
     uint64_t began = now_ns(), now = began, resume = state[0] ? state[0] : began;
     int64_t busy = began > resume ? (int64_t)(began - resume) : 0, wait;
     if (busy > control[2]) busy = control[2];
-    paused = 1;
+    set_paused(1);
     for (;;) {
         wait = busy * control[0] / 1024;
         if (wait > control[1]) wait = control[1];
@@ -46,7 +62,7 @@ static void pause_device(volatile int64_t *control, volatile uint64_t *state, vo
         nanosleep(&nap, NULL);
         now = now_ns();
     }
-    paused = 0;
+    set_paused(0);
     stats[1] += wait > 0;
     stats[2] += now - began;
     stats[3] += busy;

@@ -155,7 +155,7 @@ def device(cuda, monkeypatch, tmp_path):
     """A fresh loop over a GPU whose work is a sleep, while it is not paused."""
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("TESSERA_RUNTIME_DIR", str(tmp_path))
-    sensor = BusySensor("gpu0")
+    sensor = BusySensor("gpu0", cuda.fake_unpaused_s)
     sensor.start()
     monitor.use(Monitor([sensor]).start())
     monkeypatch.setattr(control_loop, "_loop", None)
