@@ -24,6 +24,7 @@ import pytest
 from monitor.test_sampler import SimulatedClock, drive
 from tessera import monitor as tm
 from tessera.clock import Clock
+from tessera.device import Device, Figure
 from tessera.errors import ArgumentError, MeasurementError, SensorLost
 from tessera.monitor import Monitor, core, cuda, energy_scope, power_trace
 from tessera.monitor import regions as regions_module
@@ -33,7 +34,9 @@ from tessera.monitor.regions import read_regions
 from tessera.monitor.sampler import Sampler
 from tessera.schema import Domain, Telemetry
 from tessera.sensors.base import Batch
+from tessera.sensors.modelled import ModelledSensor
 from tessera.sensors.nvml import NvmlSensor
+from tessera.sensors.processes import ProcessTree
 
 from fakes.nvml import FakeNvml, Scenario
 from fakes.sensor import ScriptSensor
@@ -371,6 +374,34 @@ def test_the_total_waits_for_no_uncounted_domain(started: Started, monkeypatch: 
         time.sleep(0.02)
     assert energy.energy_j == pytest.approx(100.0 * energy.time_s)
     assert waited and all(names is not None and "gpu0.memory" not in names for names in waited)
+
+
+def test_work_beside_sleep_within_one_modelled_sample_gets_the_joules_of_its_cpu_time() -> None:
+    cpu = Device(
+        id="cpu", name="A CPU", kind="cpu", vendor="?", tdp_w=Figure(value=100.0, source="x"),
+        idle_w=Figure(value=20.0, source="x"),
+    )  # fmt: skip
+    scoped = Monitor([ModelledSensor(cpu, tree=ProcessTree())]).start()
+    core_w, work_s = 100.0 / (os.cpu_count() or 1), 0.0
+    works, sleeps = [], []
+    try:
+        with energy_scope("all", monitor=scoped) as whole:
+            for _ in range(8):
+                before_s = time.process_time()
+                with energy_scope("work", monitor=scoped) as work:
+                    while time.process_time() < before_s + 0.02:
+                        pass
+                work_s += time.process_time() - before_s
+                with energy_scope("sleep", monitor=scoped) as sleep:
+                    time.sleep(0.05)
+                works.append(work)
+                sleeps.append(sleep)
+        work_j, sleep_j = sum(w.energy_j for w in works), sum(s.energy_j for s in sleeps)
+        assert work_j == pytest.approx(core_w * work_s, rel=0.05)
+        assert sleep_j < 0.2 * work_j  # the sampler's own thread, and what runs it
+        assert work_j + sleep_j == pytest.approx(whole.energy_j, rel=0.05)
+    finally:
+        scoped.stop()
 
 
 def test_one_modelled_domain_makes_the_scope_modelled(started: Started) -> None:

@@ -15,7 +15,9 @@ from tessera.clock import Clock
 from tessera.device import ASSUMED_ERROR, Device, Figure
 from tessera.errors import SensorLost, SensorUnavailable
 from tessera.hardware import host_cpu, lookup
+from tessera.joules import Z90
 from tessera.monitor.sampler import Sampler
+from tessera.monitor.series import PowerSeries
 from tessera.schema import Domain, Hold
 from tessera.sensors.base import Sensor
 from tessera.sensors.modelled import (
@@ -26,6 +28,7 @@ from tessera.sensors.modelled import (
     model_error,
     proc_stat_busy,
 )
+from tessera.sensors.processes import OwnCpu
 
 from fakes.sensor import ScriptSensor
 
@@ -233,10 +236,11 @@ def test_no_proc_stat_at_all(tmp_path):
 
 
 class Tree:
-    """The CPU time of a process tree, as the test says."""
+    """The CPU time of a process tree, as the test says; `own_cpu` where it is this process's."""
 
     def __init__(self):
         self.cpu_s = 0.0
+        self.own_cpu = None
 
     def poll(self):
         return self.cpu_s
@@ -272,6 +276,71 @@ def test_cpu_time_of_a_process_that_is_seen_late_is_not_lost(steps):
     assert series.mark(machine.ns).joules == pytest.approx(300.0 * tree.cpu_s / os.cpu_count(), rel=1e-6, abs=1e-6)
     column = series.column(start_ns, machine.ns)
     assert np.nanmax(column.watts) <= 300.0 * (1 + 1e-9)  # the curve's end
+
+
+def play_blocks(blocks):
+    """Blocks of (seconds, cores, children's cores) under a sampler that reads every 0.1 s.
+
+    Returns the marks at their edges, and what each used.
+    """
+    machine, tree = Machine(), Tree()
+    sampler = Sampler([machine.sensor(tree=tree)], clock=Clock(lambda: machine.ns, lambda: machine.ns))
+    own_s = waited_s = 0.0
+    tree.own_cpu = OwnCpu(own_s, waited_s)
+    sampler.read_due()
+    edges, used = [(machine.ns, tree.own_cpu)], []
+    for lasts_s, own, child in blocks:
+        end_ns, child_s = machine.ns + round(lasts_s * 1e9), child * lasts_s
+        while machine.ns < end_ns:
+            next_ns = min(end_ns, sampler._slots[0].due_ns)
+            own_s += own * (next_ns - machine.ns) * 1e-9
+            machine.run((next_ns - machine.ns) * 1e-9, 0.0)
+            if machine.ns == end_ns:  # the child is waited for at the end of its block, and seen only then
+                waited_s += child_s
+            tree.cpu_s, tree.own_cpu = own_s + waited_s, OwnCpu(own_s, waited_s)
+            sampler.read_due()
+        edges.append((end_ns, tree.own_cpu))
+        used.append(own * lasts_s + child_s)
+    machine.run(0.2, 0.0)
+    sampler.read_due()
+    series = sampler.series["cpu0"]
+    return [series.mark(*edge) for edge in edges], np.array(used) * 300.0 / os.cpu_count()
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 0.3), st.floats(0, 1), st.just(0.0)), min_size=1, max_size=20))
+def test_blocks_shorter_than_a_sample_get_the_joules_of_their_own_cpu_time(blocks):
+    marks, truth_j = play_blocks(blocks)
+    assert np.diff([m.joules for m in marks]) == pytest.approx(truth_j, rel=1e-6, abs=1e-6)
+    assert all(m.loose_j2 == pytest.approx(0.0, abs=1e-9) for m in marks)
+
+
+def test_a_child_that_was_waited_for_belongs_to_the_block_that_waited():
+    marks, truth_j = play_blocks([(0.03, 0.0, 0.8), (0.05, 0.0, 0.0)] * 10)
+    assert np.diff([m.joules for m in marks]) == pytest.approx(truth_j, rel=1e-6, abs=1e-6)
+
+
+def test_children_that_run_on_are_divided_by_time_and_the_interval_says_so():
+    series = PowerSeries(Domain(name="cpu0", source="modelled", resolution_s=0.1, hold=Hold.MEAN))
+    for at, (watts, own_s) in enumerate([(math.nan, 0.0), (40.0, 0.02)]):
+        series.extend([(at * 10**8, watts)])
+        series.note_cpu(OwnCpu(own_s, 0.0), 100.0)
+    mark = series.mark(25_000_000, OwnCpu(0.02, 0.0))
+    assert mark.joules == pytest.approx(2.0 + 0.25 * 2.0)  # all of its own 20 ms, and a quarter of its child's
+    assert 0.5 < Z90 * math.sqrt(mark.loose_j2) < 2.0  # the 20 ms of the child may lie before or after
+    full = PowerSeries(series.domain)
+    for at, (watts, own_s) in enumerate([(math.nan, 0.0), (120.0, 0.02)]):
+        full.extend([(at * 10**8, watts)])
+        full.note_cpu(OwnCpu(own_s, 0.0), 100.0)
+    busy = full.mark(25_000_000, OwnCpu(0.02, 0.0))
+    assert busy.loose_j2 < mark.loose_j2 * (10.0 / 2.0) ** 2 / 4  # a child that is busy all the time is known better
+
+
+def test_cpu_time_of_other_running_threads_is_known_at_ticks():
+    series = PowerSeries(Domain(name="cpu0", source="modelled", resolution_s=0.1, hold=Hold.MEAN))
+    for at, (watts, own_s) in enumerate([(math.nan, 0.0), (300.0, 0.3)]):
+        series.extend([(at * 10**8, watts)])
+        series.note_cpu(OwnCpu(own_s, 0.0), 100.0)
+    assert series.mark(50_000_000, OwnCpu(0.15, 0.0)).loose_j2 > 0.0
 
 
 def test_what_no_sample_has_room_for_is_charged_later(machine):

@@ -17,6 +17,7 @@ from ..joules import Mark, sum_domains
 from ..schema import Capability, Domain, Energy, RegionEnergy, Scope
 from ..sensors.base import Sensor
 from ..sensors.discover import discover
+from ..sensors.processes import OwnCpu, read_own_cpu
 from .cuda import DeviceClocks, Edge
 from .regions import REGIONS_VARIABLE, ProcessRegions, RegionTotal, sort_regions, write_regions
 from .sampler import Sampler
@@ -156,11 +157,12 @@ class Window:
         return max(self.end.time_ns(device) - self.start.time_ns(device), 0) * 1e-9
 
     def _mark(self, sampler: Sampler, edge: Edge, marks: dict[str, Mark], names: Collection[str], force: bool) -> None:
+        cpu = None if edge.cpu is None else OwnCpu.of(edge.cpu)
         for name in names:
             series = sampler.series[name]
             time_ns = edge.time_ns(on_device(series.domain))
             if name not in marks and (force or series.covers(time_ns)):
-                marks[name] = series.mark(time_ns)
+                marks[name] = series.mark(time_ns, cpu)
 
     def _find_first_anchors(self, sampler: Sampler) -> None:
         """Keep the first tick inside a window: the window may outlast the memory of the ticks."""
@@ -228,6 +230,8 @@ class Monitor:
         `nested`: it lies within one of the same name, which has its joules already.
         """
         window = Window(name, self.clocks.edge())
+        if self.sampler.uses_own_cpu:
+            window.start.cpu = read_own_cpu()
         window.nested = nested
         window.met = self._met
         own = self._open_counts.get(window.thread, 0)
@@ -247,7 +251,10 @@ class Monitor:
 
     def close(self, window: Window) -> None:
         """End a window now."""
-        window.end = self.clocks.edge()
+        end = self.clocks.edge()
+        if self.sampler.uses_own_cpu:
+            end.cpu = read_own_cpu()
+        window.end = end  # the last: the sampler's thread settles a window that has one
         window.overlaps = window.met != self._met
         if len(self._pending) < MAX_PENDING:
             self._pending[id(window)] = window  # it may have waited for its end elsewhere (`_settle_pending`)
@@ -265,6 +272,8 @@ class Monitor:
         names = list(self.sampler.series) if everything else self.sampler.counted_domains()
         if window.end is None:
             now = Edge(time.monotonic_ns())
+            if self.sampler.uses_own_cpu:
+                now.cpu = read_own_cpu()
             self.sampler.wait_for(now.host_ns, timeout_s, names)
             self.clocks.resolve(window.start)
             return dict(window.so_far(self.sampler, now))

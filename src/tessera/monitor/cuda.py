@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from ..sensors.processes import OwnCpuReading
+
 # float32 has 24 bits: at 8 s (8000 ms) a step is 0.5 µs, far below the anchor's own ~20-50 µs.
 RENEW_NS = 8_000_000_000
 _ANCHOR_TRIES = 5
@@ -51,13 +53,14 @@ def cuda() -> Any | None:
 class Edge:
     """One edge of a window: when the host was there and, once the device has passed it, when the device was."""
 
-    __slots__ = ("device", "device_ns", "event", "host_ns")
+    __slots__ = ("cpu", "device", "device_ns", "event", "host_ns")
 
     def __init__(self, host_ns: int, event: Any | None = None, device: int = 0) -> None:
         self.host_ns = host_ns
         self.event = event
         self.device = device
         self.device_ns: int | None = None
+        self.cpu: OwnCpuReading | None = None  # where a domain is divided by this process's CPU time
 
     def time_ns(self, on_device: bool) -> int:
         """The time for a GPU domain or for a host domain."""
@@ -66,7 +69,7 @@ class Edge:
     def copy_resolved(self) -> Edge:
         """A copy with the times known by now, which does not ask the device again."""
         copy = Edge(self.host_ns, device=self.device)
-        copy.device_ns = self.device_ns
+        copy.device_ns, copy.cpu = self.device_ns, self.cpu
         return copy
 
 

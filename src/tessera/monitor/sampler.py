@@ -73,6 +73,8 @@ class Sampler:
         self.gaps: deque[Gap] = deque()
         self._warned: set[type[Exception]] = set()
         self.cpu_time_s = 0.0
+        self.uses_own_cpu = False
+        """Whether a domain is divided by this process's CPU time: edges of windows then need theirs."""
         with self._lock:
             for slot in self._slots:
                 self._adopt(slot)
@@ -302,6 +304,9 @@ class Sampler:
             for name, samples in batch.samples.items():
                 possible = self._end_gaps(name, self._drop_impossible(name, samples))
                 self.series[name].extend(possible, replaces=batch.replaces)
+                if batch.own_cpu is not None and name in batch.core_w:
+                    self.series[name].note_cpu(batch.own_cpu, batch.core_w[name])
+                    self.uses_own_cpu = True
             silent = self._find_silent()
             for name, ticks in batch.anchors.items():
                 for time_ns, joules in ticks if name in self.anchors else ():

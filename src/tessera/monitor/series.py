@@ -8,6 +8,7 @@ opened before any of this is still exact: its start was marked when it was fresh
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,12 +17,17 @@ import numpy as np
 from ..anchors import CounterHistory
 from ..joules import ZERO, DomainSamples, Floats, Ints, Mark, Sums, accumulate, mark
 from ..schema import Domain, Hold
+from ..sensors.processes import OwnCpu
 
 FINE_SAMPLES = 1 << 15
 COARSE_ROWS = 1 << 13
 FINE_SPAN_NS = 660_000_000_000
 COARSE_NS = 1_000_000_000
 _FIRST_CAPACITY = 1 << 10
+# Edges are marked within seconds: a minute of a modelled sensor's samples.
+_KEPT_CPU = 600
+# The kernel adds up what other running threads used at its ticks (CONFIG_HZ=250, as most distributions have it).
+_TICK_S = 0.004
 
 
 class PowerSeries:
@@ -40,6 +46,8 @@ class PowerSeries:
         self._times = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._values = np.zeros((4, _FIRST_CAPACITY))  # watts, joules, covered_s, variance_j2
         self._coarse: list[Floats] = []  # rows of time_ns, joules, covered_s, variance_j2, peak_w
+        self._cpu: dict[int, OwnCpu] = {}  # by the time of the sample
+        self._core_w = 0.0
 
     def update(self, domain: Domain) -> None:
         """Take what the sensor has learnt about its domain since (its true resolution, a note)."""
@@ -146,13 +154,53 @@ class PowerSeries:
         origin = np.array([[self._first_ns], [0.0], [0.0], [0.0], [np.nan]])
         return np.concatenate([origin, rows], axis=1)
 
-    def mark(self, time_ns: int) -> Mark:
-        """The running sums at a true time: moved by the lag, exact between the samples."""
+    def note_cpu(self, cpu: OwnCpu, core_w: float) -> None:
+        """Keep this process's CPU time at the newest sample; a busy core draws `core_w`."""
+        self._core_w = core_w
+        if self._n:
+            self._cpu[int(self._times[self._n - 1])] = cpu
+        if len(self._cpu) > _KEPT_CPU:
+            del self._cpu[next(iter(self._cpu))]
+
+    def mark(self, time_ns: int, cpu: OwnCpu | None = None) -> Mark:
+        """The running sums at a true time: moved by the lag, exact between the samples.
+
+        `cpu` is this process's CPU time then, by which a sample is divided where the sensor gives its own.
+        """
         x = time_ns + self._lag_ns
         if self._n == 0 or (x < self._times[0] and self._coarse):
             return self._coarse_mark(x)
         times, v = self._times[: self._n], self._values[:, : self._n]
-        return mark(times, v[0], Sums(v[1], v[2], v[3]), x, mean=self._mean)
+        by_time = mark(times, v[0], Sums(v[1], v[2], v[3]), x, mean=self._mean)
+        return by_time if cpu is None or not self._cpu else self._divide_by_cpu(x, cpu, by_time)
+
+    def _divide_by_cpu(self, x: int, cpu: OwnCpu, by_time: Mark) -> Mark:
+        """What this process used of a sample until `cpu`, and what its children used, exact where it waited for them.
+
+        What other children used is divided by time. It may lie anywhere in the sample, as far as one core is enough.
+        """
+        i = int(np.searchsorted(self._times[: self._n], x, side="right")) - 1
+        if not 0 <= i < self._n - 1:
+            return by_time
+        (begin_ns, end_ns), (begin_j, end_j) = self._times[i : i + 2].tolist(), self._values[1, i : i + 2].tolist()
+        begin, end = self._cpu.get(begin_ns), self._cpu.get(end_ns)
+        if begin is None or end is None:
+            return by_time
+        seconds, part = (end_ns - begin_ns) * 1e-9, (x - begin_ns) / (end_ns - begin_ns)
+        all_j, threads_j = end_j - begin_j, self._core_w * (end.own_s - begin.own_s)
+        own_j = min(threads_j, all_j)
+        waited_j = self._core_w * (end.waited_s - begin.waited_s)  # may contain what was counted in samples before
+        ended_j = min(waited_j, all_j - own_j)
+        other_j = all_j - own_j - ended_j
+        joules = begin_j + other_j * part
+        joules += own_j * _share(begin.own_s, cpu.own_s, end.own_s)
+        joules += ended_j * _share(begin.waited_s, cpu.waited_s, end.waited_s)
+        loose_j = other_j if waited_j <= ended_j else other_j + ended_j
+        duty = min(loose_j / seconds / self._core_w, 1.0)
+        loose_j2 = part * (1.0 - part) * loose_j**2 * ((1.0 - duty) ** 2 + part * (1.0 - part) / 3.0)
+        threads = max(threads_j / seconds / self._core_w - 1.0, 0.0)
+        loose_j2 += threads * (self._core_w * min(_TICK_S, seconds)) ** 2 / 12.0
+        return dataclasses.replace(by_time, joules=joules, loose_j2=loose_j2)
 
     def _coarse_mark(self, x_ns: float) -> Mark:
         if self._n == 0:
@@ -181,6 +229,11 @@ class PowerSeries:
         if last > rows.shape[1]:  # else the window ends before the fine samples begin
             merged = [np.concatenate(pair) for pair in zip(merged, fine, strict=True)]
         return DomainSamples(self.domain, *merged)
+
+
+def _share(begin: float, at: float, end: float) -> float:
+    """How far a value has come between two others."""
+    return min(max((at - begin) / (end - begin), 0.0), 1.0) if end > begin else 0.0
 
 
 def _merge_pairs(rows: Floats) -> Floats:

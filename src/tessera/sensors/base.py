@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from ..schema import Capability, Domain, Gap, PowerEvent, Telemetry
+from .processes import OwnCpu
 
 
 @dataclass(slots=True)
@@ -22,7 +23,8 @@ class Batch:
     between the sample before and here": the first sample of a `Hold.MEAN` domain, and the first after a gap.
     `anchors` has (time_ns, joules) of a cumulative energy counter, taken at its ticks and already corrected for
     its lag; the sampler checks the integral against it. With `replaces`, the samples take the place of those that were
-    given before from the time of the first one on: a sensor learnt late what had been used.
+    given before from the time of the first one on: a sensor learnt late what had been used. `own_cpu` is this process's
+    CPU time at the newest sample of the domains in `core_w`, whose power is so many watts for each busy core.
     """
 
     samples: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -31,6 +33,8 @@ class Batch:
     gaps: list[Gap] = field(default_factory=list)
     events: list[PowerEvent] = field(default_factory=list)
     replaces: bool = False
+    own_cpu: OwnCpu | None = None
+    core_w: dict[str, float] = field(default_factory=dict)
 
     def add(self, domain: str, time_ns: int, power_w: float) -> None:
         """Append one power sample."""

@@ -185,6 +185,10 @@ class ModelledSensor:
         except SensorUnavailable as exc:
             raise SensorLost(exc.what, why=exc.why, fix=exc.fix) from exc
         last, self._last = self._last, (busy_s, total_s)
+        idle_w, full_w = self._device.idle_w.value, self._device.tdp_w.value
+        if self._tree is not None:
+            batch.own_cpu, cores = self._tree.own_cpu, os.cpu_count() or 1
+            batch.core_w = {self._name: full_w / cores, self._name + IDLE_PART: idle_w / cores}
         # The kernel may take back a few ticks of idle time, not seconds: then the counters began anew (a container
         # that was moved).
         if last is None or total_s < last[1] - _RESET_S:
@@ -196,7 +200,6 @@ class ModelledSensor:
             return batch
         used_s, room_s = busy_s - last[0], total_s - last[1]
         share = min(max(used_s / room_s, 0.0), 1.0)
-        idle_w, full_w = self._device.idle_w.value, self._device.tdp_w.value
         if self._tree is None:
             batch.add(self._name, t, idle_w + (full_w - idle_w) * share)
         else:
