@@ -110,6 +110,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with monitor.energy_scope("warm"):
         multiply(0.2)
+        run_child(0.0)
     results = {case: measure(*blocks) for case, blocks in CASES.items()}
     for case, result in results.items():
         print(f"{case}: the sum of all scopes is off the scope around them by {result['sum_pct']:+.2f}%")

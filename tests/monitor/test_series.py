@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tessera.monitor.series import CounterAnchors, PowerSeries
 from tessera.schema import Domain, Hold
+from tessera.sensors.processes import OwnCpu, OwnCpuReading
 from tessera.trace import PowerTrace
 
 from brute_force import brute
@@ -51,6 +53,32 @@ def test_repeats_and_old_samples_are_dropped_and_counted() -> None:
     assert column.times_ns.tolist() == [10, 20, 30]
     assert column.watts.tolist() == [1.0, 2.0, 3.0]
     assert (series.last_ns, series.last_w) == (30, 3.0)
+
+
+def cpu_reading(own_s: float) -> OwnCpuReading:
+    return own_s, resource.struct_rusage([0.0] * 16)
+
+
+def test_a_sample_is_divided_at_the_edges_in_it_by_cpu_time() -> None:
+    series = PowerSeries(domain(hold=Hold.MEAN))
+    for at, (watts, own_s) in enumerate([(math.nan, 0.0), (60.0, 0.6), (0.0, 0.6)]):
+        series.extend([(at * S, watts)])
+        series.note_cpu(OwnCpu(own_s, 0.0), 100.0)
+    column = series.column(0, 2 * S)
+    edges = [(S // 2, cpu_reading(0.1)), (S, cpu_reading(0.6)), (S // 4, cpu_reading(0.1)), (S // 4, cpu_reading(0.1))]
+    times, watts = series.divide_samples(column.times_ns, column.watts, edges)
+    assert times.tolist() == [0, S // 4, S // 2, S, 2 * S]
+    assert math.isnan(watts[0]) and watts[1:].tolist() == pytest.approx([40.0, 0.0, 100.0, 0.0])
+    many = [(k * S // 1000, cpu_reading(0.6e-3 * k)) for k in range(1, 1000)]
+    times, watts = series.divide_samples(column.times_ns[1:2], column.watts[1:2], many)
+    assert len(times) < 40 and watts.tolist() == pytest.approx([60.0] * len(times))
+
+
+def test_samples_of_a_series_without_cpu_time_are_not_divided() -> None:
+    series = PowerSeries(domain(hold=Hold.MEAN))
+    series.extend([(0, math.nan), (S, 60.0)])
+    times, watts = series.divide_samples(np.array([0, S]), np.array([math.nan, 60.0]), [(S // 2, cpu_reading(0.1))])
+    assert times.tolist() == [0, S] and watts[1] == 60.0
 
 
 def test_samples_that_replace_others_leave_those_before_them() -> None:

@@ -22,6 +22,7 @@ from calls import list_calls
 from tessera import monitor, profile
 from tessera.analyze.answer import answer
 from tessera.errors import ArgumentError, MeasurementError
+from tessera.hardware import lookup
 from tessera.monitor import Monitor
 from tessera.profile import region as region_class
 from tessera.profile import sampling
@@ -35,6 +36,8 @@ from tessera.profile.torch_hooks import MainThread, ModuleRanges, inside_torch
 from tessera.profile.tracing_schedule import between
 from tessera.record import APART
 from tessera.schema import Domain
+from tessera.sensors.modelled import ModelledSensor
+from tessera.sensors.processes import ProcessTree
 from tessera.timeline.columns import Builder
 
 from fakes.sensor import ScriptSensor
@@ -67,6 +70,32 @@ def burn(rounds=20):
     for _ in range(rounds):
         x = torch.mm(x, x) * 0.01
     return x
+
+
+def test_modelled_samples_of_a_recording_are_divided_at_regions_by_cpu_time(path):
+    own = Monitor([ModelledSensor(lookup("generic-cpu"), tree=ProcessTree())]).start()
+    monitor.use(own)
+    spent_s = 0.0
+    try:
+        with profile.session(["power"], path=path) as session:
+            for _ in range(8):
+                with profile.region("work"):
+                    before_s = time.process_time()
+                    while time.process_time() < before_s + 0.02:
+                        pass
+                    spent_s += time.process_time() - before_s
+                with profile.region("sleep"):
+                    time.sleep(0.05)
+            time.sleep(0.15)
+        assert own.sampler.cpu_edges is None
+    finally:
+        monitor.use(None)
+    power, spent_j = session.power(), {"work": 0.0, "sleep": 0.0}
+    for row in session.records():
+        if row.kind == "region":
+            spent_j[row.name] += power.energy("cpu0", row.start_ns, row.end_ns).energy_j
+    assert spent_j["work"] == pytest.approx(lookup("generic-cpu").tdp_w.value / os.cpu_count() * spent_s, rel=0.1)
+    assert spent_j["sleep"] < 0.25 * spent_j["work"]
 
 
 # -- without a session -----------------------------------------------------------------------------------------------

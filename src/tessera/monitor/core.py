@@ -17,7 +17,7 @@ from ..joules import Mark, sum_domains
 from ..schema import Capability, Domain, Energy, RegionEnergy, Scope
 from ..sensors.base import Sensor
 from ..sensors.discover import discover
-from ..sensors.processes import OwnCpu, read_own_cpu
+from ..sensors.processes import OwnCpu
 from .cuda import DeviceClocks, Edge
 from .regions import REGIONS_VARIABLE, ProcessRegions, RegionTotal, sort_regions, write_regions
 from .sampler import Sampler
@@ -229,9 +229,7 @@ class Monitor:
 
         `nested`: it lies within one of the same name, which has its joules already.
         """
-        window = Window(name, self.clocks.edge())
-        if self.sampler.uses_own_cpu:
-            window.start.cpu = read_own_cpu()
+        window = Window(name, self._edge())
         window.nested = nested
         window.met = self._met
         own = self._open_counts.get(window.thread, 0)
@@ -249,12 +247,17 @@ class Monitor:
             )
         return window
 
+    def _edge(self) -> Edge:
+        edge, sampler = self.clocks.edge(), self.sampler
+        if sampler.read_cpu is not None:
+            edge.cpu = cpu = sampler.read_cpu()
+            if sampler.cpu_edges is not None:
+                sampler.cpu_edges.append((edge.host_ns, cpu))
+        return edge
+
     def close(self, window: Window) -> None:
         """End a window now."""
-        end = self.clocks.edge()
-        if self.sampler.uses_own_cpu:
-            end.cpu = read_own_cpu()
-        window.end = end  # the last: the sampler's thread settles a window that has one
+        window.end = self._edge()
         window.overlaps = window.met != self._met
         if len(self._pending) < MAX_PENDING:
             self._pending[id(window)] = window  # it may have waited for its end elsewhere (`_settle_pending`)
@@ -272,8 +275,7 @@ class Monitor:
         names = list(self.sampler.series) if everything else self.sampler.counted_domains()
         if window.end is None:
             now = Edge(time.monotonic_ns())
-            if self.sampler.uses_own_cpu:
-                now.cpu = read_own_cpu()
+            now.cpu = self.sampler.read_cpu() if self.sampler.read_cpu is not None else None
             self.sampler.wait_for(now.host_ns, timeout_s, names)
             self.clocks.resolve(window.start)
             return dict(window.so_far(self.sampler, now))

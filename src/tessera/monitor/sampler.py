@@ -22,7 +22,8 @@ from ..clock import REAL, Clock, EpochMap
 from ..errors import SensorError, SensorLost
 from ..schema import Domain, Gap, PowerEvent, Telemetry
 from ..sensors.base import Batch, Sensor
-from .series import CounterAnchors, PowerSeries
+from ..sensors.processes import OwnCpuReading, read_own_cpu, read_threads_cpu
+from .series import CounterAnchors, CpuEdge, PowerSeries
 
 _log = logging.getLogger("tessera")
 
@@ -73,8 +74,11 @@ class Sampler:
         self.gaps: deque[Gap] = deque()
         self._warned: set[type[Exception]] = set()
         self.cpu_time_s = 0.0
-        self.uses_own_cpu = False
-        """Whether a domain is divided by this process's CPU time: edges of windows then need theirs."""
+        self.read_cpu: Callable[[], OwnCpuReading] | None = None
+        """What the edges of windows read: where a domain is divided by this process's CPU time, and its children's once
+        one has ended."""
+        self.cpu_edges: deque[CpuEdge] | None = None
+        """Edges of windows, regions and steps, where a recording wants its samples divided there."""
         with self._lock:
             for slot in self._slots:
                 self._adopt(slot)
@@ -106,6 +110,11 @@ class Sampler:
     def on_read(self, call: Callable[[], None]) -> None:
         """Call something on the sampler's thread after each round of reads."""
         self._after_read.append(call)
+
+    def note_cpu_edge(self) -> None:
+        """Have the samples of a recording divided here, by this process's CPU time; nothing where none records so."""
+        if self.cpu_edges is not None and self.read_cpu is not None:
+            self.cpu_edges.append((self._clock(), self.read_cpu()))
 
     def latest(self, domain: str) -> Telemetry | None:
         telemetry = self.telemetry.get(domain)
@@ -306,7 +315,7 @@ class Sampler:
                 self.series[name].extend(possible, replaces=batch.replaces)
                 if batch.own_cpu is not None and name in batch.core_w:
                     self.series[name].note_cpu(batch.own_cpu, batch.core_w[name])
-                    self.uses_own_cpu = True
+                    self.read_cpu = read_own_cpu if batch.own_cpu.waited_s else read_threads_cpu
             silent = self._find_silent()
             for name, ticks in batch.anchors.items():
                 for time_ns, joules in ticks if name in self.anchors else ():

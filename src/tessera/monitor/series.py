@@ -17,7 +17,7 @@ import numpy as np
 from ..anchors import CounterHistory
 from ..joules import ZERO, DomainSamples, Floats, Ints, Mark, Sums, accumulate, mark
 from ..schema import Domain, Hold
-from ..sensors.processes import OwnCpu
+from ..sensors.processes import OwnCpu, OwnCpuReading
 
 FINE_SAMPLES = 1 << 15
 COARSE_ROWS = 1 << 13
@@ -28,6 +28,11 @@ _FIRST_CAPACITY = 1 << 10
 _KEPT_CPU = 600
 # The kernel adds up what other running threads used at its ticks (CONFIG_HZ=250, as most distributions have it).
 _TICK_S = 0.004
+# A sample is divided into so many parts at most: a recording must not grow with every short scope.
+_MOST_PARTS = 32
+
+CpuEdge = tuple[int, OwnCpuReading]
+"""A moment, and the CPU time of this process then."""
 
 
 class PowerSeries:
@@ -189,12 +194,13 @@ class PowerSeries:
         seconds, part = (end_ns - begin_ns) * 1e-9, (x - begin_ns) / (end_ns - begin_ns)
         all_j, threads_j = end_j - begin_j, self._core_w * (end.own_s - begin.own_s)
         own_j = min(threads_j, all_j)
-        waited_j = self._core_w * (end.waited_s - begin.waited_s)  # may contain what was counted in samples before
+        # This may contain what was counted in samples before.
+        waited_j = 0.0 if cpu.waited_s is None else self._core_w * ((end.waited_s or 0.0) - (begin.waited_s or 0.0))
         ended_j = min(waited_j, all_j - own_j)
         other_j = all_j - own_j - ended_j
         joules = begin_j + other_j * part
         joules += own_j * _share(begin.own_s, cpu.own_s, end.own_s)
-        joules += ended_j * _share(begin.waited_s, cpu.waited_s, end.waited_s)
+        joules += ended_j * _share(begin.waited_s or 0.0, cpu.waited_s or 0.0, end.waited_s or 0.0)
         loose_j = other_j if waited_j <= ended_j else other_j + ended_j
         duty = min(loose_j / seconds / self._core_w, 1.0)
         loose_j2 = part * (1.0 - part) * loose_j**2 * ((1.0 - duty) ** 2 + part * (1.0 - part) / 3.0)
@@ -209,6 +215,33 @@ class PowerSeries:
         rows = np.concatenate([self._past_rows(), first_fine], axis=1)
         joules, covered_s, variance_j2 = (float(np.interp(x_ns, rows[0], rows[k])) for k in (1, 2, 3))
         return Mark(joules, covered_s, variance_j2, 0.0)
+
+    def divide_samples(self, times_ns: Ints, watts: Floats, edges: Sequence[CpuEdge]) -> tuple[Ints, Floats]:
+        """Samples of this series, each divided at the edges in it where this process's CPU time is known for both."""
+        parts = list[tuple[int, float]]()
+        for end_ns, power_w in zip(times_ns.tolist(), watts.tolist(), strict=True):
+            parts += self._divide_sample(end_ns, edges) if not np.isnan(power_w) else []
+            if not parts or parts[-1][0] < end_ns:
+                parts.append((end_ns, power_w))
+        return np.array([t for t, _ in parts], np.int64), np.array([w for _, w in parts])
+
+    def _divide_sample(self, end_ns: int, edges: Sequence[CpuEdge]) -> list[tuple[int, float]]:
+        """The parts of one sample; none where the CPU time is not known at its start and end."""
+        i = int(np.searchsorted(self._times[: self._n], end_ns))
+        begin_ns = int(self._times[i - 1]) if i else end_ns
+        inside = sorted((edge for edge in edges if begin_ns < edge[0] < end_ns), key=lambda edge: edge[0])
+        if not inside or begin_ns not in self._cpu or end_ns not in self._cpu:
+            return []
+        marks = [
+            (time_ns, self.mark(time_ns, OwnCpu.of(cpu))) for time_ns, cpu in inside[:: len(inside) // _MOST_PARTS + 1]
+        ]
+        parts, last_ns, last_j = [], begin_ns, self.mark(begin_ns).joules
+        for time_ns, at in [*marks, (end_ns, self.mark(end_ns))]:
+            if time_ns > last_ns:
+                joules = max(at.joules, last_j)  # two threads may note their edges in the wrong order
+                parts.append((time_ns, (joules - last_j) / ((time_ns - last_ns) * 1e-9)))
+                last_ns, last_j = time_ns, joules
+        return parts
 
     def column(self, start_ns: int, end_ns: int) -> DomainSamples:
         """The samples of a window, with one beyond each edge; rows of a second where only those are left."""

@@ -111,6 +111,7 @@ def _power(session: Session, writer: RunWriter) -> None:
     session._scope = EnergyScope(str(session.path.stem), monitor=monitor)
     session._feed = PowerFeed(writer, monitor.sampler, thin=options.mode == "summary")
     session._feed.pull()
+    session.note_edge = monitor.sampler.note_cpu_edge
     asked_ms = options.sample_interval_ms
     if asked_ms is not None and options.mode in ("light", "operators") and "stack" not in options.enabled_activities:
         session.notes.append(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..schema import Hold, PowerEvent
 
 if TYPE_CHECKING:
     from ..monitor.sampler import Sampler
-    from ..monitor.series import PowerSeries
+    from ..monitor.series import CpuEdge, PowerSeries
     from .runfile import RunWriter
 
 BEFORE_NS = 1_000_000_000
@@ -25,6 +26,8 @@ CATCH_UP_S = 0.1
 THIN_NS = 1_000_000_000
 MOST_EVENTS = 10_000
 """A log that reports more power events than this repeats itself."""
+MOST_EDGES = 4096
+"""As many edges as one pull may find: of samples with more, the parts are longer than a scope anyway."""
 THIN_TELEMETRY_NS = 10_000_000_000
 
 
@@ -44,6 +47,8 @@ class PowerFeed:
         self._told_ns: dict[str, int] = {}
         self._events: list[tuple[int, PowerEvent]] = []
         self._clock_steps = self._sampler.epoch.steps
+        if not thin:
+            self._sampler.cpu_edges = deque(maxlen=MOST_EDGES)
 
     @property
     def clock_steps(self) -> int:
@@ -75,6 +80,7 @@ class PowerFeed:
             self.take(end_ns)
         else:
             self.take()
+        self._sampler.cpu_edges = None
         gaps = [g for g in list(self._sampler.gaps) if g.start_ns < end_ns and (g.end_ns or end_ns) > self._start_ns]
         self._writer.add_gaps(gaps, self._sampler.epoch.offset_ns)
 
@@ -82,11 +88,13 @@ class PowerFeed:
         """Write the new samples. `end_ns` is given at the end of the run: the last mean ends there."""
         offset_ns = self._sampler.epoch.offset_ns
         with self._sampler.lock:
+            edges = list(self._sampler.cpu_edges or ())
             for name, series in list(self._sampler.series.items()):
                 if self._thin:
                     self._means(name, series, offset_ns, end_ns)
                 else:
-                    self._samples(name, series, offset_ns)
+                    self._samples(name, series, offset_ns, edges)
+            self._forget_edges(edges)
             for name, anchors in list(self._sampler.anchors.items()):
                 last = anchors.history.last_before(self._clock())
                 if last is not None and last.time_ns > self._anchored_ns.get(name, 0):
@@ -114,15 +122,24 @@ class PowerFeed:
             self._events += fresh[: MOST_EVENTS - len(self._events)]
             self._writer.set("events", [e.shift(offset_ns) for _, e in self._events])
 
-    def _samples(self, name: str, series: PowerSeries, offset_ns: int) -> None:
+    def _forget_edges(self, edges: Sequence[CpuEdge]) -> None:
+        """Drop those whose samples are written."""
+        written_ns = min(self._since_ns.values(), default=0)
+        for _ in range(sum(time_ns <= written_ns for time_ns, _ in edges)):
+            if self._sampler.cpu_edges:
+                self._sampler.cpu_edges.popleft()
+
+    def _samples(self, name: str, series: PowerSeries, offset_ns: int, edges: Sequence[CpuEdge]) -> None:
         lag_ns = round(series.domain.lag_s * 1e9)
         since_ns = self._since_ns.get(name, self._start_ns - BEFORE_NS)
         column = series.column(since_ns - lag_ns, self._clock())
         fresh = column.times_ns > since_ns
         if fresh.any():
-            times = column.times_ns[fresh]
+            times, watts = column.times_ns[fresh], column.watts[fresh]
             self._since_ns[name] = int(times[-1])
-            self._writer.add_samples(series.domain, times + offset_ns, column.watts[fresh])
+            if edges:
+                times, watts = series.divide_samples(times, watts, edges)
+            self._writer.add_samples(series.domain, times + offset_ns, watts)
 
     def _means(self, name: str, series: PowerSeries, offset_ns: int, end_ns: int | None) -> None:
         """Means of a second: exact joules, from the running sums beside the samples."""

@@ -54,6 +54,10 @@ REPLAY = "TESSERA_REPLAY"
 _lock = threading.Lock()
 
 
+def _note_nothing() -> None:
+    """Until a session has sensors."""
+
+
 def _never() -> bool:
     return False
 
@@ -102,6 +106,8 @@ class Session(SessionResults):
         self._writer: RunWriter | None = None
         self._scope: EnergyScope | None = None
         self._feed: PowerFeed | None = None
+        self.note_edge: Callable[[], None] = _note_nothing
+        """Called where a region or a step begins or ends: modelled CPU samples are divided there."""
         self._stacks: StackSampler | None = None
         self._summary: RunSummary | None = None
         self._tracing: Tracer | None = None
@@ -329,6 +335,7 @@ class Session(SessionResults):
     def mark(self, name: str) -> None:
         """A moment on the timeline. `mark("start/x")` and, later, `mark("end/x")` make a region x."""
         now_ns, thread = time.time_ns(), threading.get_native_id()
+        self.note_edge()
         if self._summary is not None:
             self._summary.add_row("mark", name, 0)
         elif self._writer is not None:
@@ -357,6 +364,7 @@ class Session(SessionResults):
         """A step ended at a time; it began where the one before ended."""
         if self._stopped:
             return
+        self.note_edge()
         begun_ns = self._step_ns
         name, self.steps, self._step_ns = f"step_{self.steps}", self.steps + 1, now_ns
         if self._summary is not None:

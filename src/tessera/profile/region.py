@@ -169,6 +169,7 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
             session.push(self.name)
         around = tuple(p for p in _around.get() if p.session is not None)
         is_nested = any(p.of.name == self.name for p in around)
+        session.note_edge()
         begun = _Pass(self, session, threading.get_native_id(), is_nested=is_nested)
         _around.set((*around, begun))
         if self._open is None:
@@ -176,6 +177,8 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
         self._open.append(begun)
 
     def _end(self, entered: list[_Pass]) -> None:
+        if _session is not None:
+            _session.note_edge()
         end_ns = time.time_ns()
         thread = threading.get_native_id()
         own = [p for p in _around.get() if p.of is self and p.session is not None]

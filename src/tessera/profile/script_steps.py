@@ -121,6 +121,7 @@ class ScriptSteps:
 
     def _mode_changed(self, trains: bool) -> None:
         """Evaluation begins after a step and ends with training; a frozen module stays in it (`_optimizer_stepped`)."""
+        self._session.note_edge()
         now_ns = time.time_ns()
         if not trains and self._optimized:
             self._evaluated_ns = self._evaluated_ns or now_ns
