@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import resource
 from collections.abc import Callable
@@ -72,6 +73,21 @@ def test_a_sample_is_divided_at_the_edges_in_it_by_cpu_time() -> None:
     many = [(k * S // 1000, cpu_reading(0.6e-3 * k)) for k in range(1, 1000)]
     times, watts = series.divide_samples(column.times_ns[1:2], column.watts[1:2], many)
     assert len(times) < 40 and watts.tolist() == pytest.approx([60.0] * len(times))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 10**9), st.floats(0, 1000) | st.just(math.nan)), min_size=2, max_size=20),
+    st.sampled_from(list(Hold)),
+)
+def test_samples_one_by_one_are_summed_as_many_at_once(steps: list[tuple[int, float]], hold: Hold) -> None:
+    times = np.cumsum([step_ns for step_ns, _ in steps]).tolist()
+    samples = [(t, w) for t, (_, w) in zip(times, steps, strict=True)]
+    one, many = (PowerSeries(domain(hold=hold, sample_noise=0.02)) for _ in range(2))
+    for sample in samples:
+        one.extend([sample])
+    many.extend(samples)
+    for at_ns in range(times[0], times[-1] + 1, max((times[-1] - times[0]) // 7, 1)):
+        assert dataclasses.astuple(one.mark(at_ns)) == pytest.approx(dataclasses.astuple(many.mark(at_ns)))
 
 
 def test_samples_of_a_series_without_cpu_time_are_not_divided() -> None:

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tessera.errors import SensorUnavailable
-from tessera.sensors.processes import SHORT_LIVED, TICK_S, ProcessTree, find_owner, list_processes, read_stat
+from tessera.sensors import processes
+from tessera.sensors.processes import LOOK_S, SHORT_LIVED, TICK_S, ProcessTree, find_owner, list_processes, read_stat
 
 ROOT = 100
 
@@ -90,20 +91,29 @@ def test_a_child_is_found_by_the_next_poll_however_soon(machine):
     assert round(tree.poll() / TICK_S) == 5
 
 
-def test_a_tree_that_takes_long_to_look_through_is_looked_through_less_often(machine, monkeypatch):
-    def list_slowly(tree, pid):
-        machine.now_s += 0.002
-        return []
-
-    monkeypatch.setattr(ProcessTree, "_list_children", list_slowly)
+def test_children_of_other_threads_than_the_first_are_looked_for_twice_a_second(machine):
     tree = machine.tree()
-    looked_s = machine.now_s
+    machine.run(101, ROOT, own=5)
+    (machine.proc / str(ROOT) / "task" / "105").mkdir()
+    (machine.proc / str(ROOT) / "task" / "105" / "children").write_text("101")
+    (machine.proc / str(ROOT) / "task" / str(ROOT) / "children").write_text("")
+    machine.now_s += LOOK_S - 0.01
+    assert tree.poll() == 0.0
+    machine.now_s += 0.02
+    assert round(tree.poll() / TICK_S) == 5
+
+
+def test_a_poll_that_finds_nothing_new_reads_two_files_for_each_process(machine, monkeypatch):
+    for thread in range(900, 1000):
+        (machine.proc / str(ROOT) / "task" / str(thread)).mkdir(parents=True)
+    tree = machine.tree()
+    machine.run(101, ROOT, own=5)
     tree.poll()
-    assert machine.now_s == looked_s
-    machine.now_s += 100 * looked_s
-    began_s = machine.now_s
+    files = []
+    read = processes._read_bytes
+    monkeypatch.setattr(processes, "_read_bytes", lambda path: files.append(path) or read(path))
     tree.poll()
-    assert machine.now_s > began_s
+    assert len(files) == 4  # of each of the two processes its times, and what its main thread started
 
 
 def test_a_child_between_two_looks_is_counted_when_its_parent_has_waited_for_it(machine):

@@ -12,7 +12,7 @@ import os
 import pwd
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage, struct_rusage
@@ -23,9 +23,8 @@ from ..errors import SensorUnavailable
 
 PROC = Path("/proc")
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-# Looking for new children costs a file for each thread (5 us), so the next look comes after a hundred times as long.
-# What ran between two looks is in the parent's `cutime`, or is seen late.
-LOOK_EVERY = 100
+# Looking for new children costs a file for each thread. Those of main threads are looked for at every poll, others so
+# often: what they ran between two looks is in the parent's `cutime`, or is seen late.
 LOOK_S = 0.5
 SHORT_LIVED = "(short-lived)"
 """The name of children that began and ended between two looks."""
@@ -50,7 +49,7 @@ class ProcessStat:
 def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
     """A process by its number; None when there is none any more."""
     try:
-        text = (proc / str(pid) / "stat").read_text(errors="replace")
+        text = _read_bytes(f"{proc}/{pid}/stat").decode(errors="replace")
         head, _, rest = text.rpartition(")")  # a name may contain spaces and brackets
         fields = rest.split()
         user, system, child_user, child_system = (int(v) * TICK_S for v in fields[11:15])
@@ -64,6 +63,18 @@ def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
         )
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _read_bytes(path: str) -> bytes:
+    """A file of /proc, without what `open` adds: many are read ten times a second."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = b""
+        while part := os.read(file, 1 << 16):
+            parts += part
+        return parts
+    finally:
+        os.close(file)
 
 
 def list_processes(proc: Path = PROC) -> Iterator[ProcessStat]:
@@ -202,29 +213,42 @@ class ProcessTree:
     def _find_members(self) -> list[int]:
         """The root, what it started, and what those started; one whose parent has ended stays."""
         known = list(self._members) or [self.root]
-        began_s = self._clock()
-        if began_s < self._look_s:
+        now_s = self._clock()
+        if now_s < self._look_s and not self._has_new_child(known):
             return known
+        self._look_s = now_s + LOOK_S
         members = dict.fromkeys(known)
-        parents = None if self._list_children(self.root) is not None else self._read_parents()
+        listed = self._list_children(self.root)
+        parents = None if listed is not None else self._read_parents()
         queue = list(members)
         for pid in queue:  # grows while it is read
-            children = parents.get(pid, []) if parents is not None else self._list_children(pid) or []
+            if parents is not None:
+                children = parents.get(pid, [])
+            else:
+                children = (listed if pid == self.root else self._list_children(pid)) or []
             new = [child for child in children if child not in members]
             members |= dict.fromkeys(new)
             queue += new
-        self._look_s = began_s + min(LOOK_EVERY * (self._clock() - began_s), LOOK_S)
         return list(members)
+
+    def _has_new_child(self, known: Sequence[int]) -> bool:
+        """Whether the main thread of a known process has started one that is not."""
+        return any(child not in self._members for pid in known for child in self._read_children(pid, pid) or ())
 
     def _list_children(self, pid: int) -> list[int] | None:
         """The children that the kernel lists by thread; None where it does not (CONFIG_PROC_CHILDREN)."""
-        found: list[int] | None = None
-        for file in (self._proc / str(pid) / "task").glob("*/children"):
-            try:
-                found = [*(found or []), *map(int, file.read_text().split())]
-            except (OSError, ValueError):
-                continue  # the thread has ended
-        return found
+        try:
+            threads = os.listdir(f"{self._proc}/{pid}/task")  # noqa: PTH208  (a path for each thread costs more)
+        except OSError:
+            return None
+        listed = [children for thread in threads if (children := self._read_children(pid, thread)) is not None]
+        return [child for children in listed for child in children] if listed else None
+
+    def _read_children(self, pid: int, thread: int | str) -> list[int] | None:
+        try:
+            return [int(child) for child in _read_bytes(f"{self._proc}/{pid}/task/{thread}/children").split()]
+        except (OSError, ValueError):
+            return None  # the thread has ended
 
     def _read_parents(self) -> dict[int, list[int]]:
         children: dict[int, list[int]] = {}
