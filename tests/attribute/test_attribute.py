@@ -373,6 +373,8 @@ def test_boards_and_work_from_names():
     unknown = board_of("Contoso X1", np.linspace(50, 300, 100))
     assert unknown.model is None
     assert 45 < unknown.static_w < 60
+    busy = board_of("Contoso X1", np.linspace(368, 640, 100))  # a board of 135 W behind a sensor that averages
+    assert busy.static_w - busy.static_sd_w < 135 < busy.static_w < 368
 
 
 SOFTMAX = ("aten::_softmax", "[16384,4096]bf16", "cunn_SoftMaxForward", 211.0)

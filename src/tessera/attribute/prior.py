@@ -73,6 +73,9 @@ HALF_S = 12e-6
 # Kernels run above the limit for tens of milliseconds before the board's governor acts: products draw 930 W in bursts
 # on a board of 700 W (benchmarks/data/h200_mixture_dev-11.json.gz).
 _BURST = 1.45
+# What a waiting board draws, as a share of its limit: 0.08 to 0.42 on the GPUs of the catalogue (hardware/catalog),
+# most of them between these two. A lowest sample above the second share of the highest is no waiting board's.
+_WAITING, _STATIC_SD_W = (0.1, 0.3), 40.0
 _MATRIX = re.compile(
     r"gemm|nvjet|cutlass|xmma|wgmma|matmul|sdpa|flash|fmha|attention|conv(?!ert)|winograd|implicit|(?<!ga)mma_|dot_kernel|gemv|ampere_|"
     r"sm\d+_xmma|lstm|rnn",
@@ -87,6 +90,7 @@ class Board:
 
     static_w: float
     limit_w: float
+    static_sd_w: float = _STATIC_SD_W
     model: PowerModel | None = None
     bandwidth: float | None = None
 
@@ -104,7 +108,10 @@ def board_of(name: str | None, samples_w: Floats) -> Board:
     device = _device(name or "")
     low, high = (float(np.percentile(samples_w, q)) for q in (1.0, 99.5)) if len(samples_w) else (100.0, 400.0)
     if device is None:
-        return Board(static_w=low, limit_w=max(high, 1.2 * low))
+        static_w, sd_w = low, _STATIC_SD_W
+        if low > _WAITING[1] * high:  # it was never seen waiting: less than the lowest sample
+            static_w, sd_w = 0.5 * (low + _WAITING[0] * high), max(0.5 * (low - _WAITING[0] * high), _STATIC_SD_W)
+        return Board(static_w=static_w, limit_w=max(high, 1.2 * low), static_sd_w=sd_w)
     model = PowerModel.from_device(device)
     bandwidth = device.memory.bandwidth_bytes_per_s
     return Board(

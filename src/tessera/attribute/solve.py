@@ -34,7 +34,6 @@ from .prior import Board, Prior, board_of, prior
 from .share import HOST, Share, by_time, idle_class
 from .table import EnergyTable
 
-_IDLE_SD_W = 40.0
 # More samples than this (2 min of the ring) no longer sharpen the watts of a class: its power drifts by more.
 _MOST_SAMPLES = 6000
 # The power of one class is not one number: temperature, operands and what ran before move it. Standard deviation, as a
@@ -329,7 +328,7 @@ class _Problem:
         """Expected watts, with the level all of them share taken from the samples: data and clocks move them alike."""
         static_w = self.board.static_w
         watts = np.concatenate([self.expected.watts, [static_w, static_w]])
-        sd = np.concatenate([self.expected.sd_w, [_IDLE_SD_W, _IDLE_SD_W]])
+        sd = np.concatenate([self.expected.sd_w, [self.board.static_sd_w] * 2])
         busy = self.design[:, : self.found.classes]
         if len(self.samples_w) and busy.size:
             above = busy @ (self.expected.watts - static_w)
