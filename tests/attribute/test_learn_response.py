@@ -47,6 +47,24 @@ def test_lag_and_blur_are_learnt_from_a_training_run(name: str, look_s: float) -
     assert 15.0 < fit.seconds <= measure.SECONDS
 
 
+def test_power_that_wanders_over_seconds_does_not_pass_for_a_longer_tail() -> None:
+    """As noise of single samples it moved lag and blur of this load by 2.5 ms."""
+    ring = dataclasses.replace(measure.BOARDS["40 ms"], regular=False)
+    ran, _, board = truth.run_program(measure.training(100), np.random.default_rng([100, 2]), measure.SECONDS, ring)
+    fit = measure.learn(measure.describe(ring), ran, board)
+    assert fit is not None
+    assert fit.lag_s == pytest.approx(ring.lag_s, abs=0.001)
+    assert fit.blur_s == pytest.approx(ring.blur_s, abs=0.001)
+
+
+@pytest.mark.parametrize("seed", [105, 111])
+def test_stamps_that_are_far_off_do_not_widen_the_response(seed: int) -> None:
+    """A quarter of the stamps is up to 8 ms off: by least squares the blur of 3.2 ms was 0.8 and 1.1 ms more."""
+    ring, fit = measure_one("5 ms", 0.020, seed)
+    assert fit is not None
+    assert fit.blur_s == pytest.approx(ring.blur_s, abs=0.0005)
+
+
 def test_windows_without_a_trace_are_closer_with_the_learnt_lag() -> None:
     ring, fit = measure_one("5 ms, boxcar", 0.020)
     assert fit is not None

@@ -54,6 +54,13 @@ _APART_S, _AS_GOOD = np.array([-40, -30, -22, -16, -12, -9, -6, 6, 9, 12, 16, 22
 _WIDER = 4.0
 # The noise of a sample, as in `fit.solve`: watts, share of the level, and seconds of its stamp. The residuals scale it.
 _NOISE_W, _NOISE_SHARE, _JITTER_S = 4.0, 0.03, 0.0015
+# The power of everything wanders over seconds, as temperature and clocks do: by this share of the level (standard
+# deviation), with a knot every so many seconds. As noise of single samples it passes for a longer tail of the response.
+_WANDER, _KNOT_S = 0.01, 1.0
+# Stamps are mostly right and some far off, so that residuals have the tails of a Student's t of so many degrees of
+# freedom. Least squares takes those tails for a wider response. (Lange, Little and Taylor, "Robust statistical modeling
+# using the t distribution", 1989: weights, and the information (v + 1) / (v + 3) that is left of each sample.)
+_TAILS, _SCALINGS = 4.0, 20
 _BLOCKS = 20
 _UNSEEN = 1e-7
 """Shares of a sample below this are none: the rounding of the others is more."""
@@ -184,7 +191,11 @@ class _ResponseSolver:
         self._lagged = _lag_classes(times_ns, ran, self._edges)
         self._every = max(len(samples_w) // _SCANNED, 1)
         self._scanned = np.ascontiguousarray(self._lagged[:, :: self._every])
-        self._precision = np.diag(ran.sd_w**-2.0)
+        self._knots = _list_knots(times_ns)
+        self._wander = float(np.mean(samples_w)) * self._knots
+        wanders = self._knots.shape[1]
+        self._prior_w = np.concatenate([ran.prior_w, np.zeros(wanders)])
+        self._precision = np.diag(np.concatenate([ran.sd_w, np.full(wanders, _WANDER)]) ** -2.0)
         self._least = np.array([-EARLY_CELLS * cell_s / 2, 0.0, 0.0])
         self._most = 0.75 * CELLS * cell_s
         self._weight = (_NOISE_W**2 + (_NOISE_SHARE * samples_w) ** 2) ** -1.0 / 4.0
@@ -193,6 +204,10 @@ class _ResponseSolver:
     @property
     def idle_w(self) -> float:
         return float(self._watts[-1])
+
+    @property
+    def _watts(self) -> Floats:
+        return self._solved[: len(self._ran.prior_w)]
 
     def _expose(self, *found: Floats, every: int = 1) -> Floats:
         """The designs of some responses: how much of each sample is each class."""
@@ -206,14 +221,13 @@ class _ResponseSolver:
 
     def _misfit(self, found: Floats, every: int = 1) -> float:
         """The sum of squares at the best watts, prior included; keeps those, the design and the residuals."""
-        (design,) = self._expose(found, every=every)
+        design = np.column_stack([*self._expose(found, every=every), self._wander[::every]])
         weight, samples_w = self._weight[::every], self._samples_w[::every]
-        prior_w = self._ran.prior_w
         hessian = design.T @ (design * weight[:, None]) + self._precision
-        watts = np.linalg.solve(hessian, design.T @ (weight * samples_w) + self._precision @ prior_w)
-        residuals = samples_w - design @ watts
-        self._design, self._watts, self._residuals = design, watts, residuals
-        return float(np.sum(weight * residuals**2) + np.sum(((watts - prior_w) / self._ran.sd_w) ** 2))
+        solved = np.linalg.solve(hessian, design.T @ (weight * samples_w) + self._precision @ self._prior_w)
+        residuals, off = samples_w - design @ solved, solved - self._prior_w
+        self._design, self._solved, self._residuals = design, solved, residuals
+        return float(np.sum(weight * residuals**2) + off @ self._precision @ off)
 
     def solve(self) -> Floats:
         """Dead time, boxcar and exponential of the best fit, with the weights that its residuals call for."""
@@ -237,41 +251,52 @@ class _ResponseSolver:
         return found
 
     def _reweigh(self, found: Floats) -> None:
-        """Weights by the level and slope of the fit, scaled so that the residuals have a variance of 1."""
+        """Weights by the level and slope of the fit and by how far off a sample is, scaled to the residuals."""
         self._misfit(found)
-        level, later = self._samples_w - self._residuals, self._find_slopes(found)[:, 0]
+        level, later = self._find_level(), self._find_slopes(found)[:, 0]
+        self._wander = level[:, None] * self._knots
         variance = _NOISE_W**2 + (_NOISE_SHARE * level) ** 2 + (_JITTER_S * later) ** 2
-        spare = max(len(level) - 0.5 * len(self._watts) - 3.0, 0.3 * len(level))
-        self._weight = 1.0 / (variance * max(float(np.sum(self._residuals**2 / variance)) / spare, 0.02))
+        square = self._residuals**2 / variance
+        scale = float(np.mean(square))
+        for _ in range(_SCALINGS):
+            scale = max(float(np.mean(square * (_TAILS + 1.0) / (_TAILS + square / scale))), 0.02)
+        spare = max(len(level) - 0.5 * len(self._watts) - 3.0, 0.3 * len(level)) / len(level)
+        near = (_TAILS + 1.0) / (_TAILS + square / scale) * (_TAILS + 1.0) / (_TAILS + 3.0)
+        self._weight = spare * near / (variance * scale)
 
     def _find_slopes(self, found: Floats) -> Floats:
         """How the samples would change with each of the three times (W/s)."""
         step_s = 0.5 * self._cell_s
-        level = self._design @ self._watts
+        level = self._find_level()
         moved = self._expose(*(found + step_s * unit for unit in np.eye(3)))
         return np.column_stack([(design @ self._watts - level) / step_s for design in moved])
 
+    def _find_level(self) -> Floats:
+        """The samples as they would be without noise and wandering."""
+        level: Floats = self._design[:, : len(self._watts)] @ self._watts
+        return level
+
     def _normal(self, slopes: Floats) -> tuple[Floats, Floats]:
-        """The columns of watts and times together, and their normal matrix."""
+        """The columns of watts, wandering and times together, and their normal matrix."""
         columns = np.column_stack([self._design, slopes])
         normal = columns.T @ (columns * self._weight[:, None])
-        classes = len(self._watts)
-        normal[:classes, :classes] += self._precision
-        normal[range(classes, classes + 3), range(classes, classes + 3)] += (30 * self._cell_s) ** -2.0
+        linear = len(self._solved)
+        normal[:linear, :linear] += self._precision
+        normal[range(linear, linear + 3), range(linear, linear + 3)] += (30 * self._cell_s) ** -2.0
         return columns, normal
 
     def _descend(self, found: Floats) -> tuple[float, Floats]:
         """Go down from a start: the misfit and the times there."""
         misfit, damping = self._misfit(found), 1e-2
-        classes = len(self._watts)
+        linear = len(self._solved)
         for _ in range(_ROUNDS):
             columns, normal = self._normal(self._find_slopes(found))
             right = columns.T @ (self._weight * self._residuals)
-            right[:classes] += self._precision @ (self._ran.prior_w - self._watts)
+            right[:linear] += self._precision @ (self._prior_w - self._solved)
             for _ in range(_TRIES):
                 damped = normal.copy()
-                damped[range(classes, classes + 3), range(classes, classes + 3)] *= 1.0 + damping
-                step = np.clip(np.linalg.solve(damped, right)[classes:], -30 * self._cell_s, 30 * self._cell_s)
+                damped[range(linear, linear + 3), range(linear, linear + 3)] *= 1.0 + damping
+                step = np.clip(np.linalg.solve(damped, right)[linear:], -30 * self._cell_s, 30 * self._cell_s)
                 tried = np.clip(found + step, self._least, self._most)
                 lower = self._misfit(tried)
                 if lower < misfit:
@@ -294,7 +319,8 @@ class _ResponseSolver:
         explained = 1.0 - float(np.var(self._residuals)) / max(float(np.var(self._samples_w)), 1e-9)
         if explained < LEAST_EXPLAINED:
             raise _refuse(f"what ran explains {max(explained, 0.0):.0%} of the changes of the power")
-        self._precision /= _WIDER**2
+        classes = len(self._watts)
+        self._precision[:classes, :classes] /= _WIDER**2
         best, alike = self._misfit(self._found), self._alike
         moved = [self._found + np.array([apart_s, 0.0, 0.0]) for apart_s in _APART_S * self._cell_s * 1e3]
         for other in (*self._others, *moved):
@@ -320,15 +346,15 @@ class _ResponseSolver:
     def covariance(self, found: Floats) -> Floats:
         """Of lag, blur and idle power: by the residuals of samples, or of blocks of them if those scatter more."""
         columns, normal = self._normal(self._slopes)
-        classes = len(self._watts)
-        free = np.ones(classes + 3, bool)
-        free[classes:] = found > self._least + 1e-3 * self._cell_s
+        classes, linear = len(self._watts), len(self._solved)
+        free = np.ones(linear + 3, bool)
+        free[linear:] = found > self._least + 1e-3 * self._cell_s
         inverse = np.zeros_like(normal)
         inverse[np.ix_(free, free)] = np.linalg.inv(normal[np.ix_(free, free)])
         blur_s = max(_moments(found)[1], 1e-6)
-        turn = np.zeros((3, classes + 3))  # from watts and times to lag, blur and idle power
-        turn[0, classes:] = 1.0, 0.5, 1.0
-        turn[1, classes:] = 0.0, found[1] / 12.0 / blur_s, found[2] / blur_s
+        turn = np.zeros((3, linear + 3))  # from watts and times to lag, blur and idle power
+        turn[0, linear:] = 1.0, 0.5, 1.0
+        turn[1, linear:] = 0.0, found[1] / 12.0 / blur_s, found[2] / blur_s
         turn[2, classes - 1] = 1.0
         expected = np.diag(turn @ inverse @ turn.T) * (1.0 + self._alike) / (1.0 - self._alike)
         moves = (columns * (self._weight * self._residuals)[:, None]) @ inverse @ turn.T
@@ -336,6 +362,13 @@ class _ResponseSolver:
         seen = np.sum(blocks**2, axis=0) * len(blocks) / (len(blocks) - 1)
         few = self._edges_seen / (self._edges_seen - 0.6 * LEAST_EDGES)
         return np.diag(np.maximum(expected, seen) * few)
+
+
+def _list_knots(times_ns: Ints) -> Floats:
+    """How much each sample (rows) belongs to each knot of a line that wanders through them."""
+    place = (times_ns - times_ns[0]) * 1e-9 / _KNOT_S
+    knots: Floats = np.maximum(1.0 - np.abs(place[:, None] - np.arange(int(place[-1]) + 2)), 0.0)
+    return knots
 
 
 def _lag_classes(times_ns: Ints, ran: Exposed, edges_s: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
