@@ -150,7 +150,7 @@ class _Ledger:
         calls = count_repeats(self._timeline, self._parts, self._links.op)
         used = np.flatnonzero(calls)
         names, where = rank_values(self._timeline["name"][used])
-        counts = np.bincount(where, calls[used], len(names)).astype(np.int64)
+        counts = np.rint(np.bincount(where, calls[used], len(names))).astype(np.int64)
         return dict(zip(names.tolist(), counts.tolist(), strict=True))
 
     def regions(self) -> list[EnergyRow]:
@@ -368,7 +368,7 @@ class _Ledger:
         partial[rows] = short & has_whole & ~again[rows]
         return partial
 
-    def _count_calls(self, lines: dict[int, _Line], rows: Ints, again: NDArray[np.bool_], times: Ints) -> None:
+    def _count_calls(self, lines: dict[int, _Line], rows: Ints, again: NDArray[np.bool_], times: Floats) -> None:
         """Calls of a region are its passes, but for those inside another of its name.
 
         Their wall time, within the windows of the joules, is its own: a moment that lies in several counts once a rank.
@@ -381,7 +381,7 @@ class _Ledger:
         names, where = rank_values(timeline["name"][rows])
         ranks, rank = rank_values(timeline["rank"][rows])
         keys, covered = union_by_key(where * len(ranks) + rank, timeline["start_ns"][rows], timeline["end_ns"][rows])
-        calls = np.bincount(where, times[rows], len(names))
+        calls = np.rint(np.bincount(where, times[rows], len(names)))
         passes = np.bincount(where, minlength=len(names))
         took_s = sum_by_key(where, self._wall_s(timeline["start_ns"][rows], timeline["end_ns"][rows]), len(names))
         wall_s = sum_by_key(keys // max(len(ranks), 1), self._wall_s(*covered), len(names))

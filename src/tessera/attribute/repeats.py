@@ -5,50 +5,88 @@ A kernel of an untraced step is tied to the operator of its twin in a traced one
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from ..joules import Ints
+from ..joules import Floats, Ints
 from ..timeline import Timeline
 from ..timeline.columns import NONE, UNTRACED
-from ..timeline.distinct import rank_values
+from ..timeline.distinct import argsort_small, rank_combinations, rank_values
 from .share import Share
 from .table import OperatorCoverage
 
 
-def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints) -> Ints:
+def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints, *, nested: bool = False) -> Floats:
     """How often each row of the host that something ran for was called; `around` has that row by device row.
 
     A call of a traced step was made as often as its kernels repeat, where what repeats them is tied to it too.
+    `nested`: a kernel counts for all rows around it, not for the innermost alone.
     """
     links, counts = timeline.linked, timeline.columns.get("count")
-    repeats = np.zeros(len(timeline) + 1, np.int64)  # one more, for NONE
+    repeats = np.zeros(len(timeline))
     for part in parts:
         rows = np.unique(part.activity.rows) if part.on_host else part.activity.rows
         twin = links.find_twins(rows)
-        rows, twin = (some[around[rows] == around[twin]] for some in (rows, twin))
+        is_tied = (around[rows] == around[twin]) & (around[rows] != NONE)
         each = np.ones(len(rows)) if counts is None else np.maximum(counts[rows], 1)
-        traced, where = rank_values(twin)
-        np.maximum.at(repeats, around[traced], np.bincount(where, each, len(traced)).astype(np.int64))
-    return repeats[:-1]
+        kernels, where = rank_values(twin[is_tied])
+        times, calls = np.bincount(where, each[is_tied], len(kernels)), around[kernels]
+        if not np.any(times > 1):
+            repeats[calls] = np.maximum(repeats[calls], 1.0)
+            continue
+        held = [(kernels, times, calls)]
+        while nested and len(calls):
+            calls = links.parent[calls]
+            kernels, times, calls = (some[calls != NONE] for some in (kernels, times, calls))
+            held.append((kernels, times, calls))
+        found = _share_repeats(timeline["name"], *(np.concatenate(some) for some in zip(*held, strict=True)))
+        np.maximum.at(repeats, *found)
+    return repeats
 
 
-def count_calls(timeline: Timeline, parts: Sequence[Share], around: Ints, *, nested: bool) -> Ints:
+def _share_repeats(names: Ints, kernels: Ints, times: Floats, calls: Ints) -> tuple[Ints, Floats]:
+    """The traced calls, and how often each was made. Each kernel was repeated `times` on behalf of its call.
+
+    What repeats the kernels of one call may be tied to several traced calls of its name, a part to each. So the calls
+    that run kernels of one name, all as many, are counted together: by these kernels, over how many a call runs.
+    """
+    distinct_calls, place = rank_values(calls)
+    most = np.zeros(len(distinct_calls))  # of any of its kernels
+    np.maximum.at(most, place, times)
+    key, count = rank_combinations(names[calls], names[kernels])
+    by_holders: dict[tuple[int, ...], list[float]] = {}
+    order = argsort_small(key, count)
+    for entries in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
+        holders, runs = np.unique(place[entries], return_counts=True)
+        if runs.min() == runs.max():
+            by_holders.setdefault(tuple(holders.tolist()), []).append(float(times[entries].sum() / runs[0]))
+    made = most.copy()
+    is_counted = np.zeros(len(made), bool)
+    for holders_of, counts in sorted(by_holders.items(), key=lambda item: (-len(item[0]), -len(item[1]))):
+        at = list(holders_of)
+        if not is_counted[at].any():
+            is_counted[at] = True
+            made[at] = most[at] / most[at].sum() * _find_agreed(counts)
+    return distinct_calls, made
+
+
+def _find_agreed(counts: Sequence[float]) -> float:
+    """What most counts are, within a percent, and the largest of those: some kernels run in some calls only."""
+    near = Counter(round(100 * math.log(count)) for count in counts)
+    agreed = max(near, key=lambda number: (near[number], number))
+    return max(count for count in counts if round(100 * math.log(count)) == agreed)
+
+
+def count_calls(timeline: Timeline, parts: Sequence[Share], around: Ints, *, nested: bool) -> Floats:
     """How often each module or region of `around` was called, at least once.
 
     `nested`: what holds another was called as often as that. So it is with modules, which only a tracer sees; of the
     regions that a program names, every pass has a row of its own.
     """
-    parent = timeline.linked.parent
-    repeats = count_repeats(timeline, parts, around)
-    inside = np.flatnonzero(repeats) if nested else np.zeros(0, np.int64)
-    while len(inside):
-        outer = parent[inside]
-        held = outer != NONE
-        np.maximum.at(repeats, outer[held], repeats[inside[held]])
-        inside = np.unique(outer[held])
-    return np.maximum(repeats, 1)
+    return np.maximum(count_repeats(timeline, parts, around, nested=nested), 1.0)
 
 
 def cover_operators(timeline: Timeline, parts: Sequence[Share]) -> OperatorCoverage | None:

@@ -1,0 +1,55 @@
+"""How often modules and operators were called in a run whose operators are known in a few steps: made programs."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from tessera.attribute.solve import attribute
+from tessera.joules import DomainSamples
+from tessera.sensors._nvml_power import RingReader
+from tessera.timeline import Builder, Timeline
+from tessera.timeline.columns import UNTRACED
+from tessera.trace import PowerTrace
+
+STEPS, TRACED = 60, range(28, 31)
+ALWAYS, EXPERT = ["norm", "gemm", "sort"], ["gather", "gemm_small", "scatter"]
+
+
+def make_run(layers: int, seed: int) -> Timeline:
+    """Layers of experts, of which each step runs as many as its tokens ask for; modules in the traced steps only."""
+    rng, builder, now = random.Random(seed), Builder(), 10**18
+    modules = [builder.intern(name) for name in ("nn.Module: Model_0", "nn.Module: Layer_0")]
+    for step in range(STEPS):
+        begun = now
+        for _ in range(layers):
+            layer_begun = now
+            for name in [*ALWAYS, *EXPERT * rng.randrange(8), "add"]:
+                number = now if step in TRACED else UNTRACED
+                if step in TRACED:
+                    builder.add("op", f"aten::{name}", now, now + 9_000, thread=1, external=number)
+                builder.add("kernel", name, now + 1_000, now + 9_000, device=0, stream=7, external=number)
+                now += 10_000
+            if step in TRACED:
+                builder.add("op", "nn.Module: Layer_0", layer_begun, now, thread=1)
+        if step in TRACED:
+            builder.add("op", "nn.Module: Model_0", begun, now, thread=1)
+    timeline = builder.build()
+    timeline.meta["modules"] = modules
+    return timeline
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_are_counted_once_where_what_repeats_them_is_spread_over_traced_calls(layers: int, seed: int) -> None:
+    timeline = make_run(layers, seed)
+    times = np.arange(timeline.start_ns - 10**8, timeline.end_ns + 10**8, 20_000_000)
+    column = DomainSamples.of(RingReader(None, None).domain("NVIDIA H200", ""), times, np.full(len(times), 400.0))
+    table = attribute(timeline, PowerTrace({"gpu0": column}, start_ns=int(times[0]), end_ns=int(times[-1])))
+    assert table.operators is not None
+    assert table.operators.share == 1.0
+    calls = {row.name: row.calls for row in (*table.modules, *table.ops)}
+    assert calls["nn.Module: Model_0"] == STEPS
+    assert calls["nn.Module: Layer_0"] == calls["aten::norm"] == layers * STEPS
