@@ -40,14 +40,18 @@ class Goal:
 
 
 def load(name: str) -> Any:
-    """The content of a result file without its stamp; None where it does not exist."""
-    path = RESULTS / f"{name}.json"
-    return read_result(path) if path.exists() else None
+    """The content of a result file without its stamp."""
+    return read_result(RESULTS / f"{name}.json")
+
+
+def load_if_measured(name: str) -> Any:
+    """The same; None where the script needs what not every machine has, and did not run yet."""
+    return load(name) if (RESULTS / f"{name}.json").exists() else None
 
 
 def load_device(name: str) -> Any:
     """The same of a script under benchmarks/device/: a rehearsal on a CPU (`--quick`) is no result."""
-    found = load(name)
+    found = load_if_measured(name)
     if found is None:
         return None
     parts = [found, *(found.get(k) or {} for k in ("machine", "about", "arguments"))]

@@ -14,8 +14,6 @@ def storm() -> list[Goal]:
     command = "python benchmarks/measure/governor_storm.py --write benchmarks/results/governor_storm.json"
     found = load("governor_storm")
     what = "governor: random events with crashes, lost daemons, clock steps, lost, late, doubled and reordered messages"
-    if found is None:
-        return [Goal(what=what, goal="the cap held, nothing lost or doubled, nobody starves", command=command)]
     counts = found["counts"]
     return [
         Goal(what=f"{what}: {found['jobs']:,} jobs on {found['nodes']} nodes, {counts['governor killed']} governors and {counts['daemon killed']} daemons killed: highest share of the limit",
@@ -32,8 +30,6 @@ def kills() -> list[Goal]:
     command = "python benchmarks/measure/governor_kills.py --write benchmarks/results/governor_kills.json"
     found = load("governor_kills")
     what = "the real governor killed (SIGKILL) under load"
-    if found is None:
-        return [Goal(what=what, goal="back within 2 s, nothing lost, the cap held", command=command)]
     here = {"where": where("governor_kills"), "command": command}
     return [
         Goal(what=f"{what}, {found['kills']} times: back after, median (longest), s", goal="<= 2",
@@ -49,8 +45,6 @@ def kills() -> list[Goal]:
 def server() -> list[Goal]:
     command = "python benchmarks/measure/governor_load.py --write benchmarks/results/governor_load.json"
     found = load("governor_load")
-    if found is None:
-        return [Goal(what="requests a second and p99 of the real governor", goal="printed", command=command)]
     here = {"where": where("governor_load"), "command": command}
     one, many, attack = found["one_client"], found["load"], found["attack"]
     return [
@@ -68,8 +62,6 @@ def on_ray() -> list[Goal]:
     command = "python benchmarks/measure/governor_ray.py --write benchmarks/results/governor_ray.json"
     found = load("governor_ray")
     what = "governor on a local Ray cluster of four nodes, a node killed, the head killed"
-    if found is None:
-        return [Goal(what=what, goal="leases reclaimed, the cap held, recovered", command=command)]
     here = {"where": where("governor_ray"), "command": command}
     return [
         Goal(what=f"{what}: the most that nodes were allowed, W", goal=f"<= {found['limit_w']:,.0f}",

@@ -157,14 +157,12 @@ def wins(g: dict[str, Any] | None, r: dict[str, Any] | None) -> Goal:
                 where=where(source, H200), command=command)  # fmt: skip
 
 
-def host_cost(c: dict[str, Any] | None, r: dict[str, Any] | None) -> Goal:
+def host_cost(c: dict[str, Any], r: dict[str, Any] | None) -> Goal:
     what, goal, command = (
         "what op.* costs the host over torch's call, µs, worst",
         "<= 5",
         "python benchmarks/measure/op_host_cost.py",
     )
-    if c is None:
-        return Goal(what=what, goal=goal, command=command)
     more = {name: row["op_us"] - row["torch_us"] for name, row in c["calls"].items()}
     worst = max(more, key=more.__getitem__)
     said = f"{more[worst]:.1f} ({worst}), {len(more)} operators"

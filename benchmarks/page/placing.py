@@ -7,14 +7,11 @@ from typing import Any
 from goal import Goal, load, where
 
 
-def migration(m: dict[str, Any] | None) -> list[Goal]:
-    here = {"command": "python benchmarks/measure/migration.py --write"}
+def migration(m: dict[str, Any]) -> list[Goal]:
+    here = {"command": "python benchmarks/measure/migration.py --write", "where": where("migration")}
     what = (
         "a 4-rank training job moved to other processes while it runs (FSDP2): its losses against an uninterrupted run"
     )
-    if m is None:
-        return [Goal(what=what, goal="identical", **here)]
-    here["where"] = where("migration")
     same = {
         kind: [r for r in m["rows"] if r["kind"] == kind and r["ranks"][1] == 4]
         for kind in ("fsdp", "ddp-fixed", "ddp")
@@ -40,15 +37,13 @@ def migration(m: dict[str, Any] | None) -> list[Goal]:
     ]  # fmt: skip
 
 
-def packing(p: dict[str, Any] | None) -> list[Goal]:
-    here = {"command": "python benchmarks/measure/packing.py --write"}
-    if p is None:
-        return [Goal(what="joules and cooling saved by packing moderate jobs", goal="printed", **here)]
+def packing(p: dict[str, Any]) -> list[Goal]:
+    here = {"command": "python benchmarks/measure/packing.py --write", "where": where("packing")}
     rows = {(r["case"], r["load"]): r for r in p["rows"]}
     loads = sorted({r["load"] for r in p["rows"]})
     return [
         Goal(what=f"modelled, {p['nodes']} DGX H200: joules saved by packing moderate jobs against spreading, %, at {', '.join(f'{x:.0%}' for x in loads)} of the GPUs; {case}",
-             goal="printed", reached=", ".join(f"{100 * rows[case, x]['saved_share']:.1f}" for x in loads), where=where("packing"), **here)
+             goal="printed", reached=", ".join(f"{100 * rows[case, x]['saved_share']:.1f}" for x in loads), **here)
         for case in dict.fromkeys(r["case"] for r in p["rows"])
     ]  # fmt: skip
 

@@ -10,15 +10,13 @@ from goal import DEVICE, Goal, where
 PRECISION = f"{DEVICE}/ops_precision.py benchmarks/results/ops_precision.json"
 
 
-def tolerance(e: dict[str, Any] | None, p: dict[str, Any] | None) -> list[Goal]:
+def tolerance(e: dict[str, Any], p: dict[str, Any] | None) -> list[Goal]:
     return [*bounds_here(e), *bounds_there(p), layer_joules(p), *fp8_goals(p)]
 
 
-def bounds_here(e: dict[str, Any] | None) -> list[Goal]:
+def bounds_here(e: dict[str, Any]) -> list[Goal]:
     what, goal = "error_tolerance, random cases emulated on a CPU: bound violated", "never, 1,000 cases"
     command = "python benchmarks/measure/error_bounds.py benchmarks/results/error_bounds.json"
-    if e is None:
-        return [Goal(what=what, goal=goal, command=command)]
     here = {"where": where("error_bounds"), "command": command}
     return [
         Goal(what=what, goal=goal, reached=f"{e['violations']} of {e['cases']:,}; {e['refused']} refused",

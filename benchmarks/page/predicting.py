@@ -51,11 +51,9 @@ def models(first: dict[str, Any], after: dict[str, Any], public: dict[str, Any])
     ]  # fmt: skip
 
 
-def servers(f: dict[str, Any] | None) -> list[Goal]:
+def servers(f: dict[str, Any]) -> list[Goal]:
     """Published servers: the half of the groups that the constants were not chosen on decides."""
     command = "python benchmarks/measure/published_serving.py LATENCY.csv.gz ENERGY.jsonl.gz --write benchmarks/results/published_serving.json"
-    if f is None:
-        return []
     here = {"where": where("published_serving"), "command": command}
     kept, chosen = f["kept_apart"], f["chosen_on"]
 

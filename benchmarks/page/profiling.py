@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from goal import DEVICE, H200, Goal, load, load_device, where
+from goal import DEVICE, H200, Goal, load, load_device, load_if_measured, where
 
 ATTRIBUTION = "python benchmarks/measure/attribution.py"
 
@@ -180,12 +180,10 @@ def files(e: dict[str, Any], k: dict[str, Any], s: dict[str, Any]) -> list[Goal]
     ]  # fmt: skip
 
 
-def fault_goal(f: dict[str, Any] | None) -> Goal:
+def fault_goal(f: dict[str, Any]) -> Goal:
     what = "`tessera run` and `measure` struck at a random moment by a signal, a full disk or a folder that vanishes: the script "
     what += "ends as without us, what was recorded is kept, the report is printed"
     goal, command = "every time, 200", "python benchmarks/measure/faults.py"
-    if f is None:
-        return Goal(what=what, goal=goal, command=command)
     kinds = ", ".join(f"{name} {n}" for name, n in f["faults"].items())
     reached = f"{f['moments'] - f['wrong']} of {f['moments']} ({kinds})"
     met = f["wrong"] == 0 and f["moments"] >= 200
@@ -217,7 +215,7 @@ def region(r: dict[str, Any]) -> Goal:
 def goals() -> list[Goal]:
     a = load("attribution")
     return [
-        *overhead(load_device("overhead_profile")), after_profile(load_device("cupti_after")), modes(load("run_modes")),
+        *overhead(load_device("overhead_profile")), after_profile(load_device("cupti_after")), modes(load_if_measured("run_modes")),
         *light(load_device("cupti_light"), load_device("light_run"), load("light_24h")),
         *attribution(a), *regions(a),
         *files(load("export_million"), load("kill9"), load("summary_24h")), region(load("region_cost")), *attach(load("attach")),

@@ -211,7 +211,7 @@ def node(c: dict[str, Any] | None) -> Goal:
                 where=where("schedule_caps"), command=CAPS)  # fmt: skip
 
 
-def overhead(c: dict[str, Any] | None, h: dict[str, Any] | None) -> list[Goal]:
+def overhead(c: dict[str, Any] | None, h: dict[str, Any]) -> list[Goal]:
     what, goal = "a cap that is not reached, more time, %: " + ", ".join(UNREACHED), "<= 1 each"
     found = [row for name in UNREACHED if (row := find_row(c, f"{name} under a cap that is not reached"))]
     rows = [Goal(what=what, goal=goal, command=CAPS)]
@@ -220,8 +220,6 @@ def overhead(c: dict[str, Any] | None, h: dict[str, Any] | None) -> list[Goal]:
         met = all(row["over_pct"] <= 1 for row in found)
         rows = [Goal(what=what, goal=goal, reached=said, met=met, where=where("schedule_caps"), command=CAPS)]
     command = "python benchmarks/measure/schedule_cost.py benchmarks/results/schedule_cost.json"
-    if h is None:
-        return [*rows, Goal(what="a schedule that limits nothing, µs a call", goal="<= 1", command=command)]
     free = h["schedule that limits nothing, us a call (goal 1)"]
     more = h["  under a cap that does not bind, us more"]
     mode = h["  under a dispatch mode that passes on, us more"]
@@ -234,7 +232,7 @@ def overhead(c: dict[str, Any] | None, h: dict[str, Any] | None) -> list[Goal]:
     ]  # fmt: skip
 
 
-def faults(f: dict[str, Any] | None, moments: dict[str, Any] | None) -> list[Goal]:
+def faults(f: dict[str, Any], moments: dict[str, Any]) -> list[Goal]:
     script = "python benchmarks/measure/actuator_faults.py"
     kinds = [
         (f, "actuator_faults", 1000, "random schedules against the fake NVML with faults injected, state restored", "1000"),
@@ -244,9 +242,6 @@ def faults(f: dict[str, Any] | None, moments: dict[str, Any] | None) -> list[Goa
     rows = []
     for result, name, count, what, arguments in kinds:
         row = {"what": what, "goal": f"every time, {count:,}", "command": f"{script} {arguments}"}
-        if result is None:
-            rows.append(Goal(**row))
-            continue
         by = ", ".join(f"{k} {v}" for k, v in result["restored_by"].items())
         faulty = f", {result['with_faults']} trials with faults" if result["with_faults"] else ""
         reached = f"{result['restored']:,} of {result['trials']:,} ({result['schedules']:,} schedules{faulty}; restored by {by})"

@@ -24,10 +24,8 @@ def goals() -> list[Goal]:
     ]
 
 
-def rank_goals(r: dict[str, Any] | None) -> list[Goal]:
+def rank_goals(r: dict[str, Any]) -> list[Goal]:
     what = "the shaper on 8 real CPU processes, {}: peak and crest factor with it over without it; throughput lost, %"
-    if r is None:
-        return [Goal(what=what.format("independent replicas"), goal="< 1; < 1; <= 5", command=RANKS)]
     rows = []
     for name, title in (("independent", "independent replicas"), ("synchronous", "one synchronous job")):
         m, s = r[name]["measured"], r[name]["simulated"]
@@ -42,10 +40,8 @@ def rank_goals(r: dict[str, Any] | None) -> list[Goal]:
     return rows
 
 
-def plant_goals(p: dict[str, Any] | None) -> list[Goal]:
+def plant_goals(p: dict[str, Any]) -> list[Goal]:
     what = "power_floor half-way, on a simulated H200 (700/125 W, 75% of 2 s): swing left; joules added, %"
-    if p is None:
-        return [Goal(what=what, goal="<= 0.55; printed", command=PLANT)]
     found = {k: row for k, row in p["rows"].items() if k.startswith("floor") and ", 2 s" in k}
     worst = max(row["swing_left"] for row in found.values())
     usual = next(row for k, row in found.items() if k.endswith("x 1"))
