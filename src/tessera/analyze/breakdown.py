@@ -209,13 +209,11 @@ def _host_bound(timeline: Timeline, rank: int, starts: Ints, ends: Ints, threads
 def _silent_spans(timeline: Timeline, rank: int) -> Spans:
     """Stretches of more than `SILENT_NS` in which the host of a rank ran neither an operator nor a call."""
     kinds = [CODE["op"], CODE["runtime"], CODE["graph_launch"]]
-    frames = [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())]
-    parts = []
+    python, parts = timeline.python_names, []
     for begin in range(0, len(timeline), _BLOCK):  # in blocks: millions of operators, and few such stretches
         block = slice(begin, begin + _BLOCK)
         active = np.isin(timeline["kind"][block], kinds) & (timeline["rank"][block] == rank)
-        if frames:
-            active &= ~np.isin(timeline["name"][block], frames)
+        active &= ~np.isin(timeline["name"][block], python)
         # Each lasts so much longer that rows without silence between them become one span.
         parts.append(union(timeline["start_ns"][block][active], timeline["end_ns"][block][active] + SILENT_NS))
     busy = union(np.concatenate([p.start_ns for p in parts]), np.concatenate([p.end_ns for p in parts]))

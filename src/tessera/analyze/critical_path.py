@@ -200,9 +200,8 @@ class PathWalk:
     def _host_order(self) -> None:
         """For each thread: the stretches of its innermost rows, and its calls that wait for a device."""
         t = self._t
-        frames = [*t.meta.get("modules", ()), *t.meta.get("frames", ())]
         rows = t.rows("op", "runtime", "graph_launch")
-        rows = rows[~np.isin(t["name"][rows], frames)] if frames else rows
+        rows = rows[~np.isin(t["name"][rows], t.python_names)]
         rows = rows[t["end_ns"][rows] > t["start_ns"][rows]]
         stretch_rows, starts, ends = Nesting(
             rows, t["thread"][rows], t["start_ns"][rows], t["end_ns"][rows]

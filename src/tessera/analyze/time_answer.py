@@ -19,7 +19,7 @@ from ..advice import Advice
 from ..notes import order_notes
 from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline
-from ..timeline.intervals import Nesting, union_by_key
+from ..timeline.intervals import union_by_key
 from .advise import advise
 from .answer import name_of
 from .breakdown import IDLE, breakdown
@@ -163,14 +163,10 @@ def _count_steps(timeline: Timeline) -> int:
 
 def _host_seconds(timeline: Timeline) -> tuple[Ints, Any]:
     """The operators of the host, and the seconds of each without those of the operators it calls."""
-    rows = timeline.rows("op")
-    python = [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())]
-    rows = rows[~np.isin(timeline["name"][rows], python)]
-    starts, ends, threads = (timeline[c][rows] for c in ("start_ns", "end_ns", "thread"))
-    owners, begins, until = Nesting(rows, threads, starts, ends).stretches()
-    own = np.zeros(len(timeline))
-    np.add.at(own, owners, (until - begins) * 1e-9)
-    return rows, own
+    ops = timeline.linked.ops
+    assert ops is not None, "nothing ran on a device"
+    owners, begins, until = ops.stretches()
+    return ops.rows, np.bincount(owners, weights=(until - begins) * 1e-9, minlength=len(timeline))
 
 
 def _group(timeline: Timeline, rows: Ints, owners: Ints, kind: str, seconds: Any, whole_s: float) -> list[TimeRow]:

@@ -140,6 +140,11 @@ class Timeline:
         return self.rows(*ON_DEVICE)
 
     @property
+    def python_names(self) -> list[int]:
+        """Names of modules and of Python's frames: their rows have the kind of operators, and are none."""
+        return [*self.meta.get("modules", ()), *self.meta.get("frames", ())]
+
+    @property
     def hosts(self) -> dict[int, str]:
         """The host of each rank, where ranks of several hosts were merged; else empty."""
         hosts = {int(r["rank"]): str(r["host"]) for r in self.meta.get("ranks", ()) if r.get("host")}

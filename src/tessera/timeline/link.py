@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..record import CODE, ON_DEVICE
+from ..record import CODE
 from .columns import NONE, Ints, Timeline
 from .graph_alignment import align_graphs
 from .intervals import Nesting, climb, latest, single
@@ -91,10 +91,9 @@ def link(timeline: Timeline) -> Links:
     """Tie the rows of a timeline together; fills its column "parent" and keeps the result as `timeline.links`."""
     count, kind = len(timeline), timeline["kind"]
     start, thread = timeline["start_ns"], timeline["thread"]
-    python = np.isin(timeline["name"], [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())])
-    ops = np.flatnonzero((kind == CODE["op"]) & ~python)
+    ops = np.flatnonzero((kind == CODE["op"]) & ~np.isin(timeline["name"], timeline.python_names))
     calls = timeline.rows("runtime", "graph_launch")
-    device = timeline.rows(*ON_DEVICE)
+    device = timeline.device_rows
     nested_ops = _nest(timeline, ops)
     parent = np.full(count, NONE, np.int64)
     parent[ops] = nested_ops.parent
@@ -103,8 +102,7 @@ def link(timeline: Timeline) -> Links:
     launch[device] = _by_key(timeline, "correlation", calls, device, start[device])
     launched = device[launch[device] != NONE]
     launch_ns, launch_thread = start.copy(), thread.copy()
-    launch_ns[launched] = start[launch[launched]]
-    launch_thread[launched] = thread[launch[launched]]
+    launch_ns[launched], launch_thread[launched] = start[launch[launched]], thread[launch[launched]]
 
     op = np.full(count, NONE, np.int64)
     op[ops] = ops
@@ -117,8 +115,7 @@ def link(timeline: Timeline) -> Links:
     op[lone] = op[launch[lone]]
     # Without the runtime call the operator's start is the nearest host time; without both, the device's own.
     loose = device[(launch[device] == NONE) & (op[device] != NONE)]
-    launch_ns[loose] = start[op[loose]]
-    launch_thread[loose] = thread[op[loose]]
+    launch_ns[loose], launch_thread[loose] = start[op[loose]], thread[op[loose]]
     steps = steps_of(timeline)
     nodes, put_by, is_same = align_graphs(timeline, device, op)
     op[nodes] = op[put_by]  # those of traced steps teach the others, too
