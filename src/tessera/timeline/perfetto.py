@@ -24,7 +24,7 @@ from ..read_limits import ReadBudget
 from .columns import NONE, Builder, Timeline
 from .device_rows import add_call, add_copy, add_kernel, name_copy
 from .events import LIMIT_NS, NO_WALL_CLOCK, WALL_CLOCK_NS
-from .protobuf import as_double, as_message, as_number, as_signed, as_text, read_fields, read_messages
+from .protobuf import as_double, as_message, as_number, as_signed, as_text, collect_fields, read_fields, read_messages
 from .source import open_source
 
 _BEGIN, _END = 1, 2
@@ -111,24 +111,13 @@ class _TraceReader:
         track.name = as_text(named) if named is not None else track.name
 
     def _add_event(self, message: memoryview, state: _Sequence, time_ns: int) -> None:
-        kind, name, uuid, category = 0, "", state.track, ""
-        said: dict[str, Any] = {}
-        for number, value in read_fields(message):
-            if number == 9:
-                kind = as_number(value)
-            elif number == 10:
-                name = state.names.get(as_number(value), "")
-            elif number == 23:
-                name = as_text(value)
-            elif number == 11:
-                uuid = as_number(value)
-            elif number == 3:
-                first = as_number(value) if isinstance(value, int) else (bytes(value) or b"\0")[0]
-                category = category or state.categories.get(first, "")
-            elif number == 22:
-                category = category or as_text(value)
-            elif number == 4:
-                said |= _read_annotation(as_message(value), state)
+        fields = collect_fields(message, 3, 4, 22)
+        kind, uuid = as_number(fields.get(9, 0)), as_number(fields.get(11, state.track))
+        name = as_text(fields[23]) if 23 in fields else state.names.get(as_number(fields.get(10, NONE)), "")
+        numbers = (v if isinstance(v, int) else (bytes(v) or b"\0")[0] for v in fields[3])
+        categories = (*(state.categories.get(number, "") for number in numbers), *map(as_text, fields[22]))
+        category = next(filter(None, categories), "")
+        said = dict(pair for value in fields[4] for pair in _read_annotation(as_message(value), state).items())
         track = self._tracks.setdefault(uuid, _Track())
         if kind == _BEGIN:
             track.open.append((name, category, time_ns, said))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ..errors import RecordingError
 from ..notes import Note
@@ -63,6 +64,17 @@ def read_fields(message: memoryview) -> Iterator[tuple[int, Value]]:
             raise DamagedMessage("cut")
         yield key >> 3, message[at : at + size]
         at += size
+
+
+def collect_fields(message: memoryview, *repeated: int) -> dict[int, Any]:
+    """The last value of each field by its number; of `repeated` ones all, in a list."""
+    found: dict[int, Any] = {number: [] for number in repeated}
+    for number, value in read_fields(message):
+        if number in repeated:
+            found[number].append(value)
+        else:
+            found[number] = value
+    return found
 
 
 def _varint(message: memoryview, at: int, end: int) -> tuple[int, int]:

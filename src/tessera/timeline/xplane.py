@@ -24,7 +24,7 @@ from ..read_limits import ReadBudget
 from .columns import NONE, Builder, Launch, Timeline
 from .device_rows import add_call, add_copy, add_kernel
 from .events import LIMIT_NS, NO_WALL_CLOCK, WALL_CLOCK_NS
-from .protobuf import as_message, as_number, as_signed, as_text, read_fields, read_messages
+from .protobuf import Value, as_message, as_number, as_signed, as_text, collect_fields, read_fields, read_messages
 from .source import open_source
 
 _DEVICE = re.compile(r"/device:[A-Z]+:(\d+)")
@@ -48,22 +48,10 @@ class _Plane:
     """A plane's name, its lines as they are in the file, and the names its events and figures refer to."""
 
     def __init__(self, message: memoryview) -> None:
-        self.name, self.lines = "", list[memoryview]()
-        self.events: dict[int, str] = {}
-        self.stats: dict[int, str] = {}
-        self.own: list[memoryview] = []
-        for number, value in read_fields(message):
-            if number == 2:
-                self.name = as_text(value)
-            elif number == 3:
-                self.lines.append(as_message(value))
-            elif number in (4, 5):
-                key, entry = _read_entry(as_message(value))
-                names = {n: as_text(v) for n, v in read_fields(entry) if n in (2, 4)}
-                shown = names.get(2, "") if number == 5 else names.get(2) or names.get(4, "")
-                (self.events if number == 4 else self.stats)[key] = shown
-            elif number == 6:
-                self.own.append(as_message(value))
+        fields = collect_fields(message, 3, 4, 5, 6)
+        self.name = as_text(fields.get(2, ""))
+        self.lines, self.own = ([as_message(value) for value in fields[number]] for number in (3, 6))
+        self.events, self.stats = dict(map(_read_name, fields[4])), dict(map(_read_name, fields[5]))
 
     def figures(self, stats: list[memoryview]) -> dict[str, Any]:
         """What is said of an event: text or whole numbers, by name."""
@@ -72,27 +60,24 @@ class _Plane:
             name, value = "", cast("str | int | None", None)
             for number, field in read_fields(stat):
                 if number == 1:
-                    name = self.stats.get(as_number(field), "")
+                    name = self._find_text(field)
                 elif number == 7:  # a text that many events share
-                    value = self.stats.get(as_number(field), "")
-                elif number in (5, 6):
-                    value = as_text(field)
-                elif number in (3, 4):
-                    value = as_signed(field)
+                    value = self._find_text(field)
+                elif number in (3, 4, 5, 6):
+                    value = as_text(field) if number > 4 else as_signed(field)
             if name and value is not None:
                 found[name] = value
         return found
 
+    def _find_text(self, number: Value) -> str:
+        return self.stats.get(as_number(number), "")
 
-def _read_entry(message: memoryview) -> tuple[int, memoryview]:
-    """An entry of a map."""
-    key, value = 0, memoryview(b"")
-    for number, field in read_fields(message):
-        if number == 1:
-            key = as_signed(field)
-        elif number == 2:
-            value = as_message(field)
-    return key, value
+
+def _read_name(entry: Value) -> tuple[int, str]:
+    """An entry of the map of events or of figures: its number, and its name or else what it is shown as."""
+    fields = collect_fields(as_message(entry))
+    named = collect_fields(as_message(fields.get(2, 0)))
+    return as_signed(fields.get(1, 0)), as_text(named.get(2, "")) or as_text(named.get(4, ""))
 
 
 class _SpaceReader:
@@ -117,37 +102,27 @@ class _SpaceReader:
             self._add_line(plane, line, int(device[1][:9]) if device else None, place)
 
     def _add_line(self, plane: _Plane, line: memoryview, device: int | None, place: int) -> None:
-        name, start_ns, events, number = "", 0, list[memoryview](), place
-        for field, value in read_fields(line):
-            if field == 2:
-                name = as_text(value)
-            elif field == 3:
-                start_ns = as_signed(value)
-            elif field == 4:
-                events.append(as_message(value))
-            elif field == 1:
-                number = as_signed(value)
+        fields = collect_fields(line, 4)
+        name, start_ns, number = (
+            as_text(fields.get(2, "")),
+            as_signed(fields.get(3, 0)),
+            as_signed(fields.get(1, place)),
+        )
         stream = _STREAM.match(name)
         if device is not None and stream is None:
             return
         if device is None:
             self._threads[number] = name
-        for event in events:
+        for event in fields[4]:
             self._seen += 1
             self._budget.check_row(self._seen)
-            self._add_event(plane, event, start_ns, device, int(stream[1][:9]) if stream else number)
+            self._add_event(plane, as_message(event), start_ns, device, int(stream[1][:9]) if stream else number)
 
     def _add_event(self, plane: _Plane, event: memoryview, line_ns: int, device: int | None, track: int) -> None:
-        name, offset_ps, lasts_ps, stats = "", 0, 0, list[memoryview]()
-        for number, value in read_fields(event):
-            if number == 1:
-                name = plane.events.get(as_signed(value), "")
-            elif number == 2:
-                offset_ps = as_signed(value)
-            elif number == 3:
-                lasts_ps = as_signed(value)
-            elif number == 4:
-                stats.append(as_message(value))
+        fields = collect_fields(event, 4)
+        name = plane.events.get(as_signed(fields[1]), "") if 1 in fields else ""
+        offset_ps, lasts_ps = as_signed(fields.get(2, 0)), as_signed(fields.get(3, 0))
+        stats = [as_message(stat) for stat in fields[4]]
         start_ns = line_ns + offset_ps // 1000
         end_ns = line_ns + (offset_ps + lasts_ps) // 1000
         if not 0 <= start_ns <= end_ns < LIMIT_NS:
