@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from tessera import analyze
 from tessera.analyze.answer import Answer, answer
@@ -32,6 +31,7 @@ from tessera.timeline.columns import Builder
 from tessera.units import format_energy_error
 
 from places import REPOSITORY
+from rendered import text_of
 
 SHARED = REPOSITORY.parent / "shared" / "h200"
 START_NS = 1_790_000_000_000_000_000
@@ -113,10 +113,7 @@ def tracing_of(run: RunFile) -> Slowdown:
 
 
 def screen(run: RunFile) -> str:
-    console = Console(width=100, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(text(run.recording()), crop=False)
-    return " ".join(captured.get().split())
+    return " ".join(text_of(text(run.recording())).split())
 
 
 @pytest.fixture(scope="module")

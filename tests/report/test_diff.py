@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recordings import with_table
-from report.test_run import checked
 from tessera import analyze
 from tessera.analyze.compare import side_of
 from tessera.analyze.diff import Difference
@@ -36,6 +35,7 @@ from tessera.schema import Energy, EnergyDescriptor, EnergyReport, Prediction, R
 
 import synthetic_run
 from command_line import invoke
+from rendered import check_page
 
 EVIL = "<script>alert('x')</script>&\"op\""
 
@@ -455,7 +455,7 @@ def test_a_trace_without_power_is_compared_by_time(files: tuple[Path, Path]) -> 
     assert found.rows[0].name == "idle" and "only time is known" in found.note
     mixed = analyze.diff(slow, synthetic_run.make(12).table)
     assert math.isnan(mixed.total.change_j) and {r.state for r in mixed.rows} == {"both"}
-    assert "unknown" in text(mixed) and checked(page(mixed))
+    assert "unknown" in text(mixed) and check_page(page(mixed))
     assert found.to_dict()["total"]["change_j"] is None
     assert found.basis == ("timed", "timed"), "nothing was measured but time"
     assert "time only, no power" in text(found) and "; measured;" not in text(found)
@@ -537,7 +537,7 @@ def test_pages_need_nothing_but_themselves() -> None:
     for by in ("ops", "kernels"):
         found = analyze.diff(evil, table({"aten::add": 3.0}, steps=[2.0] * 5), by=by)
         for html in (page(found), f"<html>{card(found)}</html>", f"<html>{found._repr_html_()}</html>"):
-            checked(html)
+            check_page(html)
             assert "<script>alert" not in html and "alert(" in html
     assert "<tr class=noise>" in page(analyze.diff(evil, evil))
 
@@ -575,7 +575,7 @@ def test_json_and_page_of_the_command(run: Callable[..., Any], files: tuple[Path
     found = run(*files, "--by", "kernels", "--json", "--fail-above", "5%", "--html", tmp_path / "d.html")
     data = json.loads(found.output[found.output.index("{") : found.output.rindex("}") + 1])
     assert found.code == 1 and data["verdict"]["failed"] and data["by"] == "kernels"
-    checked((tmp_path / "d.html").read_text())
+    check_page((tmp_path / "d.html").read_text())
 
 
 def test_usage_errors_are_2(run: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path) -> None:

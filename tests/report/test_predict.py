@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
 import torch
-from rich.console import Console, RenderableType
 from torch import nn
 
 from tessera.estimate.predict import predict
@@ -22,16 +20,10 @@ from tessera.report.predict_html import card, page
 from tessera.schema import Advice, Energy, EnergyReport
 
 from models import Block, Residual
+from rendered import check_page, text_of
 
 IMAGE = torch.empty(1, 3, 32, 32, device="meta")
 EVIL = "<script>alert('x')</script>&\"net\""
-
-
-def text_of(rendered: RenderableType, width: int = 100) -> str:
-    console = Console(width=width, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(rendered)
-    return captured.get()
 
 
 @pytest.fixture(scope="module")
@@ -48,42 +40,6 @@ def saving(name: str = "quantise") -> Advice:
     return Advice(
         kind=name, action="run in fp8", saves_j=0.012, saves_share=0.3, error_j=0.002, time_s=0.004, unit="sample"
     )
-
-
-class Strict(HTMLParser):
-    """Fails on tags that do not nest, and keeps what a page would fetch."""
-
-    void = frozenset({"meta", "line", "circle", "path", "polyline", "br"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.fetches: list[str] = []
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.fetches += [str(v) for k, v in attrs if k in ("src", "href", "srcset", "data", "action")]
-        if tag not in self.void:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def checked(html: str) -> Strict:
-    parser = Strict()
-    parser.feed(html)
-    parser.close()
-    assert parser.open == []
-    assert parser.fetches == []
-    assert "http://" not in html and "https://" not in html
-    assert "url(" not in html
-    assert "@import" not in html
-    return parser
 
 
 # -- terminal -------------------------------------------------------------------------------------------------------
@@ -288,7 +244,7 @@ def test_a_sweep_of_nothing_possible_still_says_why() -> None:
     out = text_of(sweeps.comparison(Sweep(name="m", mode="infer", launch="eager", rows=rows)))
     assert "0 of 1" in out
     assert "a100 has no fp8 units" in out
-    checked(page(Sweep(name="m", mode="infer", launch="eager", rows=rows)))
+    check_page(page(Sweep(name="m", mode="infer", launch="eager", rows=rows)))
 
 
 def test_json_has_the_summary_and_the_report(report: EnergyReport) -> None:
@@ -305,14 +261,14 @@ def test_json_has_the_summary_and_the_report(report: EnergyReport) -> None:
 
 def test_a_page_needs_nothing_but_itself(report: EnergyReport) -> None:
     html = page(report, opportunities=[saving()])
-    parser = checked(html)
+    parser = check_page(html)
     assert html.startswith("<!doctype html>")
     assert html.count("id='theme'") == 1 and "script-src 'sha256-" in html
     assert "residual on NVIDIA A100" in html
     assert "Quantise" in html
     assert parser.tags.count("tr") >= 5
     assert parser.tags.count("section") == 1
-    assert checked(page([report, report])).tags.count("section") == 2
+    assert check_page(page([report, report])).tags.count("section") == 2
     assert page([report, report]).count("id='theme'") == 1 and "id='theme'" not in card(report)
     assert "<table class='sort'>" in html and "<button" not in card(report)  # page.js sorts; a card has no script
 
@@ -326,11 +282,11 @@ def test_every_string_is_escaped(report: EnergyReport, found: Sweep) -> None:
     for html in (page(evil, opportunities=[opportunity]), card(evil), page(dataclasses.replace(found, rows=rows))):
         assert "alert(" in html
         assert "<script>alert" not in html
-        checked(html)
+        check_page(html)
 
 
 def test_a_sweeps_page_has_the_plot_and_the_table(found: Sweep) -> None:
-    parser = checked(page(found))
+    parser = check_page(page(found))
     assert parser.tags.count("svg") == 1
     assert parser.tags.count("circle") == len(found.feasible)
     assert parser.tags.count("title") == 1 + len(found.feasible), "the page's own and one under each point"
@@ -345,12 +301,12 @@ def test_points_are_named_by_what_tells_them_apart(found: Sweep) -> None:
 
 
 def test_a_card_works_for_a_measurement_too(report: EnergyReport) -> None:
-    checked(card(report))
+    check_page(card(report))
     assert report._repr_html_() == card(report)
     energy = Energy(energy_j=12.0, error_j=0.5, time_s=1.0, source="nvml-samples")
     measured = EnergyReport(name="train", total=energy, by_domain={"gpu0": energy})
     html = card(measured)
-    checked(html)
+    check_page(html)
     assert "12.00 ± 0.50 J" in html
     assert "gpu0" in html
 

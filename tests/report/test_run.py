@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from recordings import with_table
 from tessera import analyze
@@ -47,17 +46,11 @@ from tessera.trace import PowerTrace
 from tessera.units import format_energy_error, format_error
 
 import synthetic_run
+from rendered import check_page, text_of
 from synthetic_run import EVIL, START_NS, Made, make
 
 GPU = Domain(name="gpu0", source="nvml-samples", resolution_s=0.02, label="NVIDIA H200")
 CPU = Domain(name="cpu0", source="rapl", resolution_s=0.02, label="AMD EPYC")
-
-
-def text_of(rendered: RenderableType, width: int = 100) -> str:
-    console = Console(width=width, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(rendered, crop=False)
-    return captured.get()
 
 
 @pytest.fixture(scope="module")
@@ -74,46 +67,6 @@ def run(made: Made, tmp_path_factory: pytest.TempPathFactory) -> RunFile:
 @pytest.fixture(scope="module")
 def html(run: RunFile, made: Made) -> str:
     return page(with_table(run, made.table))
-
-
-class Strict(HTMLParser):
-    """Fails on tags that do not nest, and keeps what a page would fetch and what it shows as text."""
-
-    void = frozenset({"meta", "line", "rect", "path", "polyline", "br", "input"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.fetches: list[str] = []
-        self.tags: list[str] = []
-        self.text: list[str] = []
-        self.ids: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.fetches += [str(v) for k, v in attrs if k in ("src", "href", "srcset", "action")]
-        self.ids += [str(v) for k, v in attrs if k == "id"]
-        if tag not in self.void:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.void:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not {"script", "style"} & set(self.open):
-            self.text.append(data)
-
-
-def checked(html: str) -> Strict:
-    parser = Strict()
-    parser.feed(html)
-    parser.close()
-    assert parser.open == []
-    assert parser.fetches == []
-    assert not re.search(r"https?://|url\(|@import|fetch\(|XMLHttp|import\(", html)
-    assert len(parser.ids) == len(set(parser.ids))
-    return parser
 
 
 def data_of(html: str) -> dict[str, Any]:
@@ -361,7 +314,7 @@ def test_modules_that_were_recorded_are_on_the_screen(run: RunFile, made: Made) 
     assert "nn.Module" not in out and "a module includes the modules inside it" in out
     assert "module" not in text_of(text(with_table(run, made.table)))
     assert "h.11 (Block)" in text_of(text(with_table(run, spent), by="modules"))
-    shown_text = "".join(checked(page(with_table(run, spent))).text)
+    shown_text = "".join(check_page(page(with_table(run, spent))).text)
     assert "h.11 (Block)" in shown_text and "nn.Module: " not in shown_text
 
 
@@ -416,7 +369,7 @@ def test_a_table_as_text_and_html(made: Made) -> None:
     assert len(out.splitlines()) <= 16
     assert "operator (3 of 10)" in shown.text(made.table, by="ops", top=3)
     card = made.table._repr_html_()
-    parser = checked(card)
+    parser = check_page(card)
     assert parser.tags.count("details") == 5
     assert "CUDAFunctor_add<bf16>> + vectorized" in shown.text(made.table, by="groups", width=200)
     assert EVIL in "".join(parser.text)
@@ -429,7 +382,7 @@ def test_a_table_as_text_and_html(made: Made) -> None:
 
 
 def test_the_page_is_whole_and_fetches_nothing(html: str, made: Made) -> None:
-    parser = checked(html)
+    parser = check_page(html)
     said = "".join(parser.text)
     for expected in (
         "python train.py --model gpt2", "NVIDIA H200", "Do this first", "Power and what ran", "Where the joules went",
@@ -448,7 +401,7 @@ def test_the_page_is_whole_and_fetches_nothing(html: str, made: Made) -> None:
 def test_names_from_programs_are_escaped(html: str) -> None:
     assert "<script>alert" not in html
     assert "<b>bold" not in html
-    parser = checked(html)
+    parser = check_page(html)
     assert EVIL in "".join(parser.text)
     assert any(EVIL in name for name, *_ in data_of(html)["names"])
 
@@ -509,7 +462,7 @@ def test_spikes_and_their_checklist(run: RunFile, made: Made) -> None:
     power = run.power()
     found = correlate(made.timeline, power, telemetry=run.telemetry())
     rendered = page(with_table(run, made.table))
-    parser = checked(rendered)
+    parser = check_page(rendered)
     said = "".join(parser.text)
     assert len(data_of(rendered)["spikes"]) == len(found.spikes) > 0
     assert all(a.question in said for a in found.checklist)
@@ -560,7 +513,7 @@ def test_many_kernels_stay_a_small_page(count: int, tmp_path: Path) -> None:
     spent = table(*kernels, idle=5.0)
     with RunFile(tmp_path / "big.tessera") as run:
         rendered = page(with_table(run, spent))
-    checked(rendered)
+    check_page(rendered)
     assert len(rendered) < 2_500_000
     data = data_of(rendered)
     lanes = [lane for lane in data["lanes"] if lane["kind"] == "device"]
@@ -611,7 +564,7 @@ def record(path: Path, timeline: Timeline | None = None, **facts: Any) -> RunWri
 def both(run: RunFile) -> tuple[str, str, EnergyTable]:
     spent = run.recording().energy()
     rendered = page(with_table(run, spent))
-    checked(rendered)
+    check_page(rendered)
     return text_of(text(with_table(run, spent))), rendered, spent
 
 
@@ -737,7 +690,7 @@ def test_a_summarised_run_is_shared_out_by_time(tmp_path: Path) -> None:
     assert said.kernels[0].energy_j == pytest.approx(0.6 * 500, rel=0.02)
     assert sum(r.energy_j for r in said.kernels) + said.rest_j == pytest.approx(spent.energy_j)
     assert said.per_work[0].energy_j == pytest.approx(50, rel=0.02)
-    shown_text = "".join(checked(rendered).text)
+    shown_text = "".join(check_page(rendered).text)
     assert "Where the joules went" in shown_text and "the rest" in shown_text and "~50" in shown_text
 
 
@@ -872,7 +825,7 @@ def test_the_headline_is_the_whole_run(tmp_path: Path) -> None:
     assert said.per_work[1].energy_j == pytest.approx(0.3, rel=0.02)  # a token: the user counted those of the whole run
     assert said.per_work[1].rate_per_s == pytest.approx(1000)
     assert "note" not in out  # it is said in the second line
-    text_ = "".join(checked(rendered).text)
+    text_ = "".join(check_page(rendered).text)
     assert "2 swall time, 20 steps" in text_
     assert text_.count("Traced 550 ms, 5 of 20 steps") == 1 and "Not in these tables: 5" in text_
     assert "<code>tessera run --limit 0</code> traces everything." in rendered and "`" not in text_
@@ -939,7 +892,7 @@ def test_steps_without_power_are_left_out(tmp_path: Path) -> None:
     assert "4 of 24 steps have no power sample" in "".join([out, rendered])
     assert "nan" not in out
     assert "unknown" not in out
-    assert not re.search(r"\bnan\b", "".join(checked(rendered).text))
+    assert not re.search(r"\bnan\b", "".join(check_page(rendered).text))
     assert "'nan'" not in rendered
 
 
@@ -953,7 +906,7 @@ def test_a_model_has_no_peak_and_says_so_once(tmp_path: Path) -> None:
         out, rendered, _ = both(run)
     assert "peak" not in out.splitlines()[1]
     assert len(re.findall("modelled", out, re.IGNORECASE)) == 1
-    said = "".join(checked(rendered).text)
+    said = "".join(check_page(rendered).text)
     assert "Joules are modelled, not measured" in said
     assert "clocks, temperature" not in said
 
@@ -1012,7 +965,7 @@ def test_the_command_prints_and_writes_the_page(made: Made, tmp_path: Path) -> N
     assert done.return_value == 0
     assert "aten::mm" in done.stdout
     rendered = (tmp_path / "train.html").read_text()
-    checked(rendered)
+    check_page(rendered)
     assert "aten::mm" in rendered
     other = tmp_path / "other.html"
     assert invoke(str(tmp_path / "train.tessera"), "--html", str(other), "--by", "kernels", "--top", "2").exit_code == 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from recordings import with_table
-from report.test_run import GPU, array, checked, data_of
+from report.test_run import GPU, array, data_of
 from tessera.analyze.result import Result
 from tessera.profile.runfile import RunFile
 from tessera.report import run_analyses as sections
@@ -25,6 +25,7 @@ from tessera.timeline.columns import Builder
 from tessera.units import format_si
 
 from places import REPOSITORY, TESTS
+from rendered import check_page
 from synthetic_run import EVIL, START_NS, Made, make, results
 
 
@@ -55,10 +56,10 @@ def without(result: Result, *keys: str) -> Result:
 
 
 def test_sections_are_there_when_there_is_something(html: str, run: RunFile, made: Made) -> None:
-    parser = checked(html)
+    parser = check_page(html)
     for name in ("roofline", "stalls", "collectives", "memory", "missing", "origin"):
         assert name in parser.ids
-    bare = checked(page(with_table(run, made.table), results={k: empty(k) for k in ANALYSES}))
+    bare = check_page(page(with_table(run, made.table), results={k: empty(k) for k in ANALYSES}))
     assert not {"roofline", "stalls", "collectives", "memory"} & set(bare.ids)
 
 
@@ -103,7 +104,7 @@ def test_a_roofline_without_joules_or_roofs(made: Made) -> None:
 
 def test_names_are_escaped_in_plots(html: str) -> None:
     assert "<script>alert" not in html
-    assert EVIL in "".join(checked(html).text)
+    assert EVIL in "".join(check_page(html).text)
 
 
 def test_collectives_are_binned_whole(html: str, made: Made) -> None:
@@ -143,7 +144,7 @@ def test_what_is_missing_is_one_line_a_remedy(run: RunFile, made: Made) -> None:
     assert not any("temperature" in what for what in by.values())
     assert not any("collective" in what for what in by.values())
     assert any("temperature" in what for what, _ in find_missing(found, made.timeline))
-    html = checked(page(with_table(run, made.table)))
+    html = check_page(page(with_table(run, made.table)))
     assert "What is missing, and what would provide it" in "".join(html.text)
 
 
@@ -208,7 +209,7 @@ def test_a_recorded_training_run(tmp_path: Path) -> None:
 
     with RunFile(tmp_path / "g.tessera") as run:
         rendered = page(run.recording())
-    parser = checked(rendered)
+    parser = check_page(rendered)
     assert "roofline" in parser.ids
     assert rendered.count("<circle") > 60
     assert "matrix.bf16" in rendered
@@ -248,7 +249,7 @@ def test_stalls_of_a_recorded_replay(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "r.tessera", meta={"command": "replay.py"}) as writer:
         writer.add_timeline(timeline)
     with RunFile(tmp_path / "r.tessera") as run:
-        parser = checked(page(run.recording()))
+        parser = check_page(page(run.recording()))
     assert "stalls" in parser.ids and "collectives" not in parser.ids
     assert any("long scoreboard" in text.lower() or "memory" in text.lower() for text in parser.text)
 
@@ -259,6 +260,6 @@ def test_collectives_and_memory_of_recorded_ranks(tmp_path: Path) -> None:
 
     with merge([TESTS / "data" / "ranks"]).write(tmp_path / "m.tessera") as run:
         rendered = page(run.recording())
-    parser = checked(rendered)
+    parser = check_page(rendered)
     assert {"collectives", "memory"} <= set(parser.ids)
     assert "every operator" in rendered and "AllReduce[0, 1]" in rendered and "rank 1" in rendered
