@@ -315,30 +315,22 @@ def _parse_watts(texts: tuple[str, ...]) -> dict[str, float]:
     return watts
 
 
-def _job_command(name: str, call: Callable[..., Any], text: str) -> None:
+def _job_command(name: str, text: str) -> None:
     """`renew` and `release`: one job in, its status out."""
 
-    @command.command(name, help=text)
+    @command.command(name, help=f"{text}\n\n\b\nExample:\n  tessera governor {name} train-7")
     @click.argument("job")
     @connect_options
     @json_option
     def run(job: str, connect: Connect, as_json: bool) -> None:
         from ..report.governor import describe_job
 
-        status = call(connect(), job)
+        status = getattr(connect(), name)(job)
         print_json(status) if as_json else click.echo(describe_job(status))
 
 
-_job_command(
-    "renew",
-    lambda client, job: client.renew(job),
-    "Let a job's lease last from now, as long as it was asked for.\n\n\b\nExample:\n  tessera governor renew train-7",
-)
-_job_command(
-    "release",
-    lambda client, job: client.release(job),
-    "End a job: its watts are free. Once more does no harm.\n\n\b\nExample:\n  tessera governor release train-7",
-)
+_job_command("renew", "Let a job's lease last from now, as long as it was asked for.")
+_job_command("release", "End a job: its watts are free. Once more does no harm.")
 
 
 @command.command("status")
