@@ -49,8 +49,8 @@ def _print_json(recording: Recording, result: Answer, code: int) -> None:
     print_json(data)
 
 
-def print_progress(text: str, width: int = 60) -> None:
+def print_progress(text: str) -> None:
     """One line on a terminal, overwritten by the next; nothing elsewhere."""
     if sys.stderr.isatty():
-        line = "\r" + f"tessera: {text}".ljust(width) if text else "\r" + " " * width + "\r"
-        print(line, file=sys.stderr, end="", flush=True)
+        line = f"tessera: {text}".ljust(60) if text else " " * 60 + "\r"
+        print(f"\r{line}", file=sys.stderr, end="", flush=True)

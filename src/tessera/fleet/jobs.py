@@ -167,7 +167,7 @@ def _read_waves(values: Mapping[str, Any], folder: Path, where: str) -> tuple[Wa
         phases = _read_phases(values["phases"], where)
         return (make_wave(phases, synchronous=synchronous, source="phases of the file"),)
     if "recording" in values:
-        return (read_wave(folder / read_text(values["recording"]), domain=values.get("domain")),)
+        return (read_wave(folder / read_text(values["recording"]), values.get("domain")),)
     from ..dist.planner import plan
 
     asked = read_section(values["plan"], _PLAN, f"{where}.plan")

@@ -128,12 +128,11 @@ def measure_quality(
     )
 
 
-def find_ramps_within(watts: Floats, step_s: float, within_s: float = RAMP_S) -> tuple[float, float]:
-    """The largest rise and the largest fall within `within_s`, as watts a second (both from 0 on)."""
-    count = max(1, round(within_s / step_s))
+def find_ramps_within(watts: Floats, step_s: float) -> tuple[float, float]:
+    """The largest rise and the largest fall within `RAMP_S`, as watts a second (both from 0 on)."""
     if len(watts) < 2:
         return 0.0, 0.0
-    count = min(count, len(watts) - 1)
+    count = min(max(1, round(RAMP_S / step_s)), len(watts) - 1)
     highest_before, lowest_before = _slide(watts, count, np.maximum), _slide(watts, count, np.minimum)
     up = float(np.max(watts - lowest_before))
     down = float(np.max(highest_before - watts))

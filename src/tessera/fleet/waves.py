@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..schema import EnergyReport
 
 _FINE_S, _LEAST, _MOST = 1e-3, 16, 65536
+_GRID_S = 0.005  # of a recording's power: a step of the simulation
 """Length of a cell where the period allows it, and how many cells a wave has."""
 
 
@@ -111,40 +112,33 @@ def _average(edges: Floats, values: Floats, grid: Floats) -> Floats:
 # -- from other sources -------------------------------------------------------------------------------------------
 
 
-def read_wave(path: str | Path, *, domain: str | None = None, step_s: float = 0.005) -> Wave:
+def read_wave(path: Path, domain: str | None) -> Wave:
     """The power of one GPU in a recording (a .tessera run or a power CSV), repeated for as long as the job runs."""
-    place = Path(path)
-    if place.suffix == ".csv":
+    trace = _read_trace(path)
+    name = domain or next((d.name for d in trace.domains if d.device.is_gpu), trace.domains[0].name)
+    times_ns, watts = trace.total(name)
+    if len(times_ns) < 2:
+        raise RecordingError(f"{name} has fewer than two samples", fix="record it for longer")
+    seconds = (times_ns - times_ns[0]) * 1e-9
+    count = int(np.clip(round(float(seconds[-1]) / _GRID_S), 1, _MOST))
+    grid = np.linspace(0.0, float(seconds[-1]), count, endpoint=False)
+    even = np.interp(grid + 0.5 * seconds[-1] / count, seconds, watts)
+    return Wave(watts=even, compute=np.ones(count), period_s=float(seconds[-1]), source=f"{path.name}, {name}")
+
+
+def _read_trace(path: Path) -> PowerTrace:
+    trace: PowerTrace | None
+    if path.suffix == ".csv":
         from ..profile.powerlog import read_power
 
-        trace = read_power(place)
+        trace, how = read_power(path), "measure"
     else:
         from ..profile.open_recording import open_recording
 
-        log = open_recording(place).power
-        if log is None:
-            raise RecordingError(f"{place} has no power", fix="record it again: tessera run --help")
-        trace = log
-    name = domain or next((d.name for d in trace.domains if d.device.is_gpu), None) or _find_first(trace, place)
-    return trace_to_wave(trace, name, step_s=step_s, source=f"{place.name}, {name}")
-
-
-def _find_first(trace: PowerTrace, place: Path) -> str:
-    if not trace.domains:
-        raise RecordingError(f"{place} has no power", fix="record it again: tessera measure --help")
-    return trace.domains[0].name
-
-
-def trace_to_wave(trace: PowerTrace, domain: str, *, step_s: float = 0.005, source: str = "") -> Wave:
-    """The watts of a domain on an even grid."""
-    times_ns, watts = trace.total(domain)
-    if len(times_ns) < 2:
-        raise RecordingError(f"{domain} has fewer than two samples", fix="record it for longer")
-    seconds = (times_ns - times_ns[0]) * 1e-9
-    count = int(np.clip(round(float(seconds[-1]) / step_s), 1, _MOST))
-    grid = np.linspace(0.0, float(seconds[-1]), count, endpoint=False)
-    even = np.interp(grid + 0.5 * seconds[-1] / count, seconds, watts)
-    return Wave(watts=even, compute=np.ones(count), period_s=float(seconds[-1]), source=source)
+        trace, how = open_recording(path).power, "run"
+    if trace is None or not trace.domains:
+        raise RecordingError(f"{path} has no power", fix=f"record it again: tessera {how} --help")
+    return trace
 
 
 def report_to_wave(report: EnergyReport) -> Wave:

@@ -29,6 +29,7 @@ from .html import capitalize, card, definitions, document, filter_field, number_
 
 BARS = 14
 ROWS = 400
+CARD_ROWS = 10
 
 
 def page(difference: Difference, *, verdict: DiffVerdict | None = None) -> str:
@@ -46,7 +47,7 @@ def page(difference: Difference, *, verdict: DiffVerdict | None = None) -> str:
     return document(f"{title} - tessera diff", "".join(parts), styles=["diff.css"])
 
 
-def diff_card(difference: Difference, *, top: int = 10) -> str:
+def diff_card(difference: Difference) -> str:
     """For a notebook: the headline, and the rows that changed most."""
     figures = "".join(
         f"<p><b>{f.name}</b> {escape(quantity(f.before, f.before_error, f.unit))} → "
@@ -55,7 +56,7 @@ def diff_card(difference: Difference, *, top: int = 10) -> str:
         for f in headline(difference)
     )
     head = "".join(f"<th>{h}</th>" for h in (TITLES[difference.by], "before", "after", "change", ""))
-    rows = "".join(map(_card_row, row_figures(difference)[:top]))
+    rows = "".join(map(_card_row, row_figures(difference)[:CARD_ROWS]))
     body = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
     notes = "".join(f"<p class='dim'>{escape(n)}</p>" for n in all_notes(difference))
     title = f"<p><b>{escape(difference.before)} → {escape(difference.after)}</b> {escape(about(difference))}</p>"

@@ -161,9 +161,9 @@ _LABELS = {
 }
 
 
-def print_benchmark(results: Sequence[BenchmarkResult], console: Console | None = None) -> None:
+def print_benchmark(results: Sequence[BenchmarkResult]) -> None:
     """One column per measured function, with 90% intervals."""
-    out = console or Console()
+    out = Console()
     if not results:
         out.print("nothing was measured yet: call a function decorated with @bench.measure")
         return

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from ..rewrite.use_report import UseReport, VariantInUse
     from ..rewrite.variants import Variant
 
+TOP = 20
+"""Rewrites or operators that a text lists."""
 
-def optimized_text(optimized: Optimized, top: int = 20) -> str:
+
+def optimized_text(optimized: Optimized) -> str:
     """The candidates, every rewrite on one line, and their total."""
     if not optimized.chosen:
         return f"{type(optimized.original).__name__}: not optimized yet: the first call optimizes it"
@@ -28,13 +31,13 @@ def optimized_text(optimized: Optimized, top: int = 20) -> str:
     lines += [_variant_line(variant, optimized.chosen) for variant in optimized.variants]
     if optimized.spent_s:
         lines.append(search_line(optimized.spent_s, optimized.spent_j, optimized.paid_after_calls))
-    shown, trace = optimized.rewrites[:top], optimized.trace
+    shown, trace = optimized.rewrites[:TOP], optimized.trace
     basis = trace.basis if trace is not None else "modelled"
     # A reason that is a note as well is printed there, once.
     once = [replace(r, why="") if r.why in optimized.notes else r for r in shown]
     lines += [f"  {rewrite_line(r, basis)}" for r in once]
-    if len(optimized.rewrites) > top:
-        lines.append(f"  ... and {len(optimized.rewrites) - top} more")
+    if len(optimized.rewrites) > TOP:
+        lines.append(f"  ... and {len(optimized.rewrites) - TOP} more")
     if trace is not None and trace.before_j is not None and trace.after_j is not None:
         how = "timed, divided by the model" if trace.basis == "timed" else "modelled"
         lines.append(
@@ -171,9 +174,9 @@ def _effect(same: Sequence[BlockPlan]) -> str:
 # -- graph.profile --------------------------------------------------------------------------------------------------
 
 
-def graph_profile_text(profile: GraphProfile, top: int = 20) -> str:
+def graph_profile_text(profile: GraphProfile) -> str:
     """The longest operators, aligned, then a step, then what was fused."""
-    shown, rest = profile.rows[:top], profile.rows[top:]
+    shown, rest = profile.rows[:TOP], profile.rows[TOP:]
     width = max((len(r.label) for r in shown), default=0)
     lines = [_operator_line(r, width) for r in shown]
     if rest:

@@ -19,14 +19,14 @@ from ..units import (
     format_temperature,
     pick_energy_format,
 )
-from .console import FittedTable, TableColumn, TextFlow, label_table, next_line, plain_console
+from .console import PIPED_COLUMNS, FittedTable, TableColumn, TextFlow, label_table, next_line, plain_console
 
 _EVENTS, _JOBS = 8, 12
 
 
-def simulation_text(result: Simulation, *, width: int = 100) -> str:
+def simulation_text(result: Simulation) -> str:
     """The screen of a simulation as plain text."""
-    return plain_console(width).text(simulation_screen(result))
+    return plain_console(PIPED_COLUMNS).text(simulation_screen(result))
 
 
 def simulation_screen(result: Simulation, *, next_command: str | None = None) -> RenderableType:
