@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import os
-import socket
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
+import torch.distributed as dist
 
+from gloo_ranks import GlooRanks
 from tessera import op, stream
 from tessera.errors import ArgumentError
 
@@ -48,65 +43,40 @@ def test_ranks_that_were_launched_and_not_connected_are_an_error(monkeypatch):
         op.all_reduce(torch.ones(2))
 
 
-RANK = """
-import sys, torch, torch.distributed as dist
-from tessera import op, stream
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank, world_size=2)
-s = stream.create(name="reduce", device="cpu")
-mine = torch.arange(6.0) + 10 * rank
-wanted = {"sum": 2 * torch.arange(6.0) + 10, "mean": torch.arange(6.0) + 5, "max": torch.arange(6.0) + 10,
-          "min": torch.arange(6.0), "prod": torch.arange(6.0) * (torch.arange(6.0) + 10)}
-wanted["avg"] = wanted["mean"]
-for how, result in wanted.items():
-    x = mine.clone()
-    assert op.all_reduce(x, how, stream=s) is x and torch.equal(x, result), (how, x)
-    x = mine.clone()
-    pending = op.all_reduce(x, how, async_op=True)
-    assert pending.wait() is x and pending.wait() is x and torch.equal(x, result), (how, x)
-x = mine.clone().reshape(2, 3).t()  # not dense: in place all the same
-assert op.all_reduce(x) is x and torch.equal(x, wanted["sum"].reshape(2, 3).t())
-assert torch.equal(op.all_reduce(torch.tensor([3 + rank]), "max"), torch.tensor([4]))
-for how, factor in (("sum", 1.0), ("mean", 0.5)):
-    leaf = mine.clone().requires_grad_()
-    out = op.all_reduce(leaf, how)
-    assert out is not leaf and torch.equal(leaf.detach(), mine) and torch.equal(out.detach(), wanted[how])
-    (out * (rank + 1)).sum().backward()  # the ranks' losses weigh it by 1 and 2: summed 3
-    assert torch.equal(leaf.grad, torch.full((6,), 3.0 * factor)), leaf.grad
-alone = dist.new_group([0])
-if rank == 1:
-    try:
-        op.all_reduce(torch.ones(1), group=alone)
-    except ValueError as exc:
-        assert "not in the group" in str(exc)
+def reduce_every_way(rank: int) -> None:
+    s = stream.create(name="reduce", device="cpu")
+    mine = torch.arange(6.0) + 10 * rank
+    wanted = {
+        "sum": 2 * torch.arange(6.0) + 10,
+        "mean": torch.arange(6.0) + 5,
+        "max": torch.arange(6.0) + 10,
+        "min": torch.arange(6.0),
+        "prod": torch.arange(6.0) * (torch.arange(6.0) + 10),
+    }
+    wanted["avg"] = wanted["mean"]
+    for how, result in wanted.items():
+        x = mine.clone()
+        assert op.all_reduce(x, how, stream=s) is x and torch.equal(x, result), (how, x)
+        x = mine.clone()
+        pending = op.all_reduce(x, how, async_op=True)
+        assert pending.wait() is x and pending.wait() is x and torch.equal(x, result), (how, x)
+    x = mine.clone().reshape(2, 3).t()  # not dense: in place all the same
+    assert op.all_reduce(x) is x and torch.equal(x, wanted["sum"].reshape(2, 3).t())
+    assert torch.equal(op.all_reduce(torch.tensor([3 + rank]), "max"), torch.tensor([4]))
+    for how, factor in (("sum", 1.0), ("mean", 0.5)):
+        leaf = mine.clone().requires_grad_()
+        out = op.all_reduce(leaf, how)
+        assert out is not leaf and torch.equal(leaf.detach(), mine) and torch.equal(out.detach(), wanted[how])
+        (out * (rank + 1)).sum().backward()  # the ranks' losses weigh it by 1 and 2: summed 3
+        assert torch.equal(leaf.grad, torch.full((6,), 3.0 * factor)), leaf.grad
+    alone = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ValueError, match="not in the group"):
+            op.all_reduce(torch.ones(1), group=alone)
     else:
-        raise AssertionError
-else:
-    assert op.all_reduce(torch.ones(1), group=alone).item() == 1
-dist.destroy_process_group()
-print("good", rank)
-"""
+        assert op.all_reduce(torch.ones(1), group=alone).item() == 1
 
 
 def test_two_processes_reduce_over_gloo():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), str(rank), port],
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [r.communicate(timeout=600)[0] for r in ranks]
-    finally:
-        for r in ranks:
-            r.kill()
-    assert all(f"good {i}" in text for i, text in enumerate(said)), "\n".join(said)
-    assert math.prod(r.returncode == 0 for r in ranks)
+    with GlooRanks(2) as ranks:
+        ranks.run(reduce_every_way)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gloo_ranks import GlooRanks
 from tessera.profile.ranks import merge
 from tessera.profile.ranks.align import align
 from tessera.profile.ranks.align_gloo import HOST_BIAS_NS, Bounds, host_lines
@@ -29,24 +30,16 @@ STEPS = 25
 STAMPS_NS = 500_000
 
 
-WORKER = """
-import sys, time
-import torch
-import torch.distributed as dist
-
-rank, port, steps, folder = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-dist.barrier()
-with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
-    for step in range(steps):
-        time.sleep(0.004 if rank == step % 2 else 0.001)  # late in turn
-        dist.all_reduce(torch.ones(1000))
-        dist.broadcast(torch.ones(10), 0)  # says nothing: its root need not wait
-        dist.barrier()
-profiler.export_chrome_trace(f"{folder}/rank{rank}.json")
-dist.destroy_process_group()
-"""
+def trace_steps(rank: int, folder: str) -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    dist.barrier()
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        for step in range(STEPS):
+            time.sleep(0.004 if rank == step % 2 else 0.001)  # late in turn
+            dist.all_reduce(torch.ones(1000))
+            dist.broadcast(torch.ones(10), 0)  # says nothing: its root need not wait
+            dist.barrier()
+    profiler.export_chrome_trace(f"{folder}/rank{rank}.json")
 
 
 def shifted(path: Path) -> None:
@@ -61,13 +54,8 @@ def shifted(path: Path) -> None:
 
 
 def test_two_processes_over_gloo_are_brought_to_one_clock(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    told = [str(port), str(STEPS), str(tmp_path)]
-    ranks = [subprocess.Popen([sys.executable, "-c", WORKER, str(r), *told]) for r in (0, 1)]
-    assert [p.wait() for p in ranks] == [0, 0]
+    with GlooRanks(2) as ranks:
+        ranks.run(trace_steps, str(tmp_path))
     paths = [tmp_path / f"rank{r}.json" for r in (0, 1)]
     shifted(paths[1])
     merged = merge(paths)
