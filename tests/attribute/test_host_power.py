@@ -95,6 +95,25 @@ def test_what_a_program_did_before_its_operators_is_no_waiting():
     assert table.idle_j == pytest.approx(3 * WORK_W, rel=0.05)
 
 
+def test_waiting_has_the_joules_of_its_own_samples():
+    """Two regions in waiting of the same kind: the samples say that one of them drew all of it."""
+    build, times, watts = Builder(), [T0], [math.nan]
+    for k in range(40):
+        busy = k % 2
+        build.add("op", "aten::mm", T0 + 100 * k * MS, T0 + (100 * k + 10) * MS, thread=1)
+        build.add("region", f"{('idle', 'busy')[busy]}", T0 + 100 * k * MS, T0 + 100 * (k + 1) * MS, thread=1)
+        times += [T0 + (100 * k + 10) * MS, T0 + 100 * (k + 1) * MS]
+        watts += [WORK_W, WORK_W * busy]
+    domain = Domain(name="cpu0", source="modelled", resolution_s=0.1, basis="modelled", hold=Hold.MEAN)
+    power = PowerTrace({"cpu0": DomainSamples.of(domain, times, watts)}, start_ns=T0, end_ns=times[-1])
+    table = attribute(build.build(), power, start_ns=T0, end_ns=times[-1])
+    regions = {r.name: r for r in table.regions}
+    assert regions["busy"].energy_j == pytest.approx(2.0 * WORK_W, rel=0.05)
+    assert regions["idle"].energy_j == pytest.approx(0.2 * WORK_W, rel=0.05)
+    assert regions["idle"].wall_s == pytest.approx(regions["busy"].wall_s)
+    check_sums(table)
+
+
 def test_samples_of_waiting_alone_keep_their_joules():
     table = make_run([(1000, 1000)] * 5, waiting_w=2.0)
     assert table.ops[0].energy_j == pytest.approx(5 * WORK_W, rel=0.01)

@@ -100,9 +100,9 @@ def _fill(timeline: Timeline, parts: Sequence[Share]) -> None:
 
 def _idle(part: Share) -> tuple[float, float, float]:
     """Joules, half-width and seconds in which nothing ran."""
-    gap_s = (part.gap_end_ns - part.gap_start_ns) * 1e-9
-    seconds = sum_by_key(part.gap_cls, gap_s, len(part.watts))
-    return float(seconds @ part.watts), _half(seconds, part.covariance), float(gap_s.sum())
+    seconds = sum_by_key(part.gap_cls, part.gap_s, len(part.watts))
+    lasts_s = float((part.gap_end_ns - part.gap_start_ns).sum() * 1e-9)
+    return float(seconds @ part.watts), _half(seconds, part.covariance), lasts_s
 
 
 def _busy_error_j(part: Share) -> float:
@@ -258,15 +258,18 @@ class _Ledger:
         real = (seconds > 0) & (keys != NONE)
         distinct_keys, where = rank_values(keys[real])
         classes = len(part.watts)
-        by_key = sum_by_key(where * classes + part.gap_cls[real], seconds[real], len(distinct_keys) * classes)
-        for key, idle_s in zip(distinct_keys.tolist(), by_key.reshape(-1, classes), strict=True):
+        weighted = seconds if part.gap_weight is None else seconds * part.gap_weight
+        by_key = sum_by_key(where * classes + part.gap_cls[real], weighted[real], len(distinct_keys) * classes)
+        idle_s = sum_by_key(where, seconds[real], len(distinct_keys))
+        for i, key in enumerate(distinct_keys.tolist()):
             if key in lines:
-                self._idle_of(lines[key], part, idle_s)
+                self._idle_of(lines[key], part, by_key.reshape(-1, classes)[i], float(idle_s[i]))
 
     @staticmethod
-    def _idle_of(line: _Line, part: Share, seconds: Floats) -> None:
+    def _idle_of(line: _Line, part: Share, seconds: Floats, idle_s: float) -> None:
+        """`seconds` by class are what counts for joules: times their relative power."""
         line.seconds[part.device] = line.seconds.get(part.device, 0.0) + seconds
-        line.idle_s += float(seconds.sum())
+        line.idle_s += idle_s
 
     def _sum_nested(self, innermost: Ints, kind: str, forward: Ints | None) -> list[EnergyRow]:
         """Lines by name over all levels of nesting: each row of a device counts for everything around it."""
@@ -326,18 +329,22 @@ class _Ledger:
         keys, covered = union_by_key(*(self._timeline[key][rows] for key in ("name", "start_ns", "end_ns")))
         edges = [(edge - origin).astype(np.float64) for edge in covered]
         named, where = np.unique(keys, return_inverse=True)
-        inside = np.zeros((len(named), len(part.watts)))
+        inside, idle_s = np.zeros((len(named), len(part.watts))), np.zeros(len(named))
         for cls in np.unique(part.gap_cls).tolist():
             of_class = part.gap_cls == cls
             at = np.column_stack([part.gap_start_ns[of_class], part.gap_end_ns[of_class]]).reshape(-1) - origin
-            length_s = (part.gap_end_ns[of_class] - part.gap_start_ns[of_class]) * 1e-9
-            so_far = np.repeat(np.cumsum(length_s), 2)
-            so_far[0::2] -= length_s
-            begun, ended = (np.interp(edge, at.astype(np.float64), so_far) for edge in edges)
-            inside[:, cls] = sum_by_key(where, ended - begun, len(named))
+            for counts_s, is_time in ((part.gap_s, False), ((part.gap_end_ns - part.gap_start_ns) * 1e-9, True)):
+                so_far = np.repeat(np.cumsum(counts_s[of_class]), 2)
+                so_far[0::2] -= counts_s[of_class]
+                begun, ended = (np.interp(edge, at.astype(np.float64), so_far) for edge in edges)
+                within = sum_by_key(where, ended - begun, len(named))
+                if is_time:
+                    idle_s += within
+                else:
+                    inside[:, cls] = within
         for i, key in enumerate(named.tolist()):
-            if inside[i].any():
-                self._idle_of(lines.setdefault(key, _Line("region")), part, inside[i])
+            if idle_s[i] > 0:
+                self._idle_of(lines.setdefault(key, _Line("region")), part, inside[i], float(idle_s[i]))
 
     def _named_rows(self, kind: str) -> Ints:
         timeline = self._timeline

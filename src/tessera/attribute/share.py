@@ -52,6 +52,8 @@ class Share:
     fit: PowerFit
     learnt: LearntResponse | None = None
     division: HostDivision | None = None
+    gap_weight: Floats | None = None
+    """The power of each gap relative to its class, where samples tell; None: all are alike."""
 
     @property
     def on_host(self) -> bool:
@@ -68,8 +70,15 @@ class Share:
         return self.seconds * self.watts[self.activity.cls]
 
     @property
+    def gap_s(self) -> Floats:
+        """What each gap counts for: how long it is, times its relative power."""
+        weight = 1.0 if self.gap_weight is None else self.gap_weight
+        seconds: Floats = (self.gap_end_ns - self.gap_start_ns).astype(np.float64) * 1e-9 * weight
+        return seconds
+
+    @property
     def gap_j(self) -> Floats:
-        return (self.gap_end_ns - self.gap_start_ns) * 1e-9 * self.watts[self.gap_cls]
+        return self.gap_s * self.watts[self.gap_cls]
 
 
 def idle_class(start_ns: Ints, end_ns: Ints, classes: int) -> Ints:
@@ -114,7 +123,7 @@ def by_time(
         gap_cls=gap_cls, watts=level, covariance=covariance, group=np.full(activity.classes, -1, np.int64),
         joules=energy.energy_j, error_j=energy.error_j, coverage=energy.coverage,
         fit=PowerFit(watts=watts, covariance=covariance, informed=np.zeros(len(watts)), noise_w=0.0, samples=0),
-        division=division,
+        division=division, gap_weight=_weigh_gaps(gap_end - gap_start, gap_j, watts[gap_cls]),
     )  # fmt: skip
 
 
@@ -132,6 +141,13 @@ def _joules_at(column: DomainSamples, at_ns: Ints) -> Floats:
     begin_w = np.where(mean | np.isnan(column.watts[i]), end_w, column.watts[i])
     inside_j = (begin_w + 0.5 * (end_w - begin_w) * after_s / lasts_s) * after_s
     return np.asarray(sums[i] + np.nan_to_num(inside_j), np.float64)
+
+
+def _weigh_gaps(length_ns: Ints, gap_j: Floats, class_w: Floats) -> Floats:
+    """The power of each gap relative to the mean of its class."""
+    expected_j = length_ns * 1e-9 * class_w
+    weight: Floats = np.divide(gap_j, expected_j, out=np.ones(len(gap_j)), where=expected_j > 0)
+    return weight
 
 
 def _idle_w(long: Ints, length_ns: Ints, gap_j: Floats, mean_w: float) -> Floats:
