@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from tessera.cli.run import _parse_steps, command
 from tessera.errors import ArgumentError
 from tessera.profile import RunFile
 from tessera.profile.launch import LaunchPlan, exit_code
-from tessera.profile.script_steps import AfterImport
-from tessera.profile.torch_hooks import ModeChanges, ModuleCalls, OptimizerSteps, model_runs
+from tessera.profile.script_steps import AfterImport, GradlessBlocks
+from tessera.profile.torch_hooks import ModeChanges, ModuleCalls, NoGradBlocks, OptimizerSteps, model_runs
 
 CLI = "import sys; from tessera.cli import main as m; m.COMMANDS.setdefault('run', ('run', '')); m.main(sys.argv[1:])"
 
@@ -377,6 +378,83 @@ def test_evaluation_between_steps_is_a_region_and_part_of_no_step(tmp_path, scri
         assert spans[before][1] <= begin < end == spans[after][0]
         inside = {rows.name(i) for i in rows.rows("op") if begin <= rows["start_ns"][i] < end}
         assert "aten::argmax" in inside and "aten::mm" not in inside
+
+
+def test_evaluation_without_a_change_of_mode_is_found_by_its_missing_gradients(tmp_path, script):
+    text = """
+        import time, torch
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        @torch.no_grad()
+        def evaluate():
+            model(torch.ones(64, 8)).argmax(1)
+            time.sleep(0.2)
+        for epoch in range(2):
+            for step in range(4):
+                model(torch.ones(4, 8)).sum().backward()
+                with torch.no_grad():
+                    torch.ones(3).mean()
+                optimizer.step()
+            evaluate()
+        """
+    code, out, err = run(tmp_path, "--mode", "operators", "--json", script(text))
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["run"]["steps"] == 8
+    assert {row["name"]: row["calls"] for row in said["regions"]}["evaluation"] == 2
+    with RunFile(tmp_path / "runs/script.tessera") as found:
+        rows = found.timeline()
+    spans = {rows.name(i): (rows["start_ns"][i], rows["end_ns"][i]) for i in rows.rows("region")}
+    assert spans["step_4"][1] - spans["step_4"][0] < 150_000_000
+    inside = {rows.name(i) for i in rows.rows("op") if spans["step_4"][0] <= rows["start_ns"][i] < spans["step_4"][1]}
+    assert "aten::argmax" not in inside and "aten::mean" in inside
+
+
+@pytest.mark.parametrize(
+    ("blocks_ms", "evaluated"),
+    [
+        ([[], [], [], [(1, 9)], []], [None, None, None, (1, 9), None]),  # between two epochs
+        ([[], [], [], [(1, 3), (4, 6), (7, 9)]], [None, None, None, (1, 9)]),  # one block for each batch
+        ([[(8, 9)], [(8, 9)], [(8, 9)], [(1, 6), (8, 9)]], [None, None, None, (1, 6)]),  # and an accuracy in every step
+        ([[(1, 9)]] * 6, [None] * 6),  # a teacher
+        ([[], [], [], [(1, 2)]], [None] * 4),  # short
+        ([[], [(1, 9)]], [None, None]),  # nobody knows yet how long a step is
+    ],
+)
+def test_blocks_without_gradients_that_only_some_steps_have_are_evaluation(blocks_ms, evaluated):
+    blocks, found = GradlessBlocks(), []
+    blocks.end_step(1_000_000_000)
+    for step, in_step in enumerate(blocks_ms, 1):
+        for start_ms, end_ms in in_step:
+            blocks.add(*(round((step * 1000 + 100 * at) * 1e6) for at in (start_ms, end_ms)))
+        found.append(blocks.end_step((step + 1) * 1_000_000_000))
+    truth = [span and tuple((k * 1000 + 100 * at) * 10**6 for at in span) for k, span in enumerate(evaluated, 1)]
+    assert found == truth
+
+
+def test_outermost_blocks_without_gradients_are_told_and_torch_left_as_it_was():
+    import torch
+
+    seen, originals = [], [(b.__enter__, b.__exit__) for b in (torch.no_grad, torch.inference_mode)]
+    blocks = NoGradBlocks(lambda start_ns, end_ns: seen.append(end_ns >= start_ns > 0))
+    blocks.install()
+    with torch.no_grad(), torch.inference_mode():
+        assert not torch.is_grad_enabled()
+
+    @torch.no_grad()
+    def fail():
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        fail()
+    thread = threading.Thread(target=torch.no_grad().__enter__)
+    thread.start()
+    thread.join()
+    blocks.remove()
+    with torch.no_grad():
+        pass
+    assert seen == [True, True] and torch.is_grad_enabled()
+    assert originals == [(b.__enter__, b.__exit__) for b in (torch.no_grad, torch.inference_mode)]
 
 
 def test_a_change_of_mode_is_told_and_the_module_left_as_it_was():

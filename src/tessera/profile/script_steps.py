@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.abc
 import logging
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -15,7 +17,7 @@ from typing import Any
 from ..errors import TesseraError
 from ..recording import EVALUATION
 from .recorder import Session
-from .torch_hooks import ModeChanges, ModuleCalls, OptimizerSteps
+from .torch_hooks import ModeChanges, ModuleCalls, NoGradBlocks, OptimizerSteps
 
 WITHOUT_STEPS = (
     "nothing was traced: the script came neither to a GPU nor to an optimizer step; steps of a model on the CPU are "
@@ -27,11 +29,16 @@ WITHOUT_TORCH = (
 )
 _log = logging.getLogger("tessera")
 
+_RECENT, _FEWEST, _MOST_BLOCKS = 32, 2, 10_000
+_LONG_NS = 5_000_000  # blocks of which an end is noted in the power samples
+_LONG = 0.5  # of a step: blocks that are shorter change nobody's joules
+
 
 class ScriptSteps:
     """Begins tracing and counts steps: by the optimizer, or, in a script without one, by outermost module calls.
 
-    Between steps of an optimizer, evaluation is a region of its own, and part of no step.
+    Between steps of an optimizer, evaluation is a region of its own, and part of no step: what a program does between
+    `eval()` and `train()`, and long blocks without gradients that not every step has.
 
     Module calls are only counted where steps were asked for (`by_modules`): the hooks cost two microseconds a module.
     """
@@ -43,6 +50,8 @@ class ScriptSteps:
         self._modules: ModuleCalls | None = None
         self._modes = ModeChanges(self._mode_changed)
         self._evaluated_ns = 0  # since when, 0 for not
+        self._gradless = GradlessBlocks()
+        self._no_grad = NoGradBlocks(self._gradless_ended)
         self._finder = AfterImport("torch", self._torch_came)
         self._begun = False
         self._calls = 0
@@ -62,7 +71,9 @@ class ScriptSteps:
             sys.meta_path.remove(self._finder)
         self._optimizer.remove()
         self._modes.remove()
+        self._no_grad.remove()
         self._mode_changed(True)
+        self._evaluated_without_gradients(is_last=True)
         if self._modules is not None:
             self._modules.remove()
         if self._session.options.traces and not self._session.tracing:
@@ -76,6 +87,7 @@ class ScriptSteps:
         self._session.compiling = torch.compiler.is_compiling
         self._optimizer.install()
         self._modes.install()
+        self._no_grad.install()
         if self._by_modules:
             # Until the end: hooks that go away make torch.compile compile anew.
             self._modules = ModuleCalls(self._module_called, self._module_returned)
@@ -129,12 +141,61 @@ class ScriptSteps:
             self._session.add_region(EVALUATION, self._evaluated_ns, now_ns, threading.get_native_id())
             self._session.next_step_begins(now_ns)
             self._evaluated_ns = 0
+            self._gradless.clear()
+
+    def _gradless_ended(self, start_ns: int, end_ns: int) -> None:
+        self._gradless.add(start_ns, end_ns)
+        if end_ns - start_ns > _LONG_NS:
+            self._session.note_edge()
+
+    def _evaluated_without_gradients(self, *, is_last: bool) -> None:
+        found = self._gradless.end_step(time.time_ns(), is_last=is_last)
+        if found is not None and self._optimized:
+            self._session.add_region(EVALUATION, *found, threading.get_native_id())
+            self._session.next_step_begins(found[1])
 
     def _optimizer_stepped(self) -> None:
+        self._evaluated_without_gradients(is_last=False)
         self._optimized = True
         self._evaluated_ns = 0  # what was put into evaluation is a part that does not learn
         self._begin()
         self._session.end_step(time.time_ns())
+
+
+class GradlessBlocks:
+    """Finds evaluation among the blocks without gradients between two steps.
+
+    A block that most steps have (a teacher's forward pass, an accuracy, a custom optimizer) is a part of them.
+    Evaluation is what only some steps have before those, and what lasts at least half as long as a step.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[int, int]] = []
+        self._begun_ns = 0
+        self._plain: deque[tuple[int, int]] = deque(maxlen=_RECENT)  # how long steps took, how many blocks they had
+
+    def add(self, start_ns: int, end_ns: int) -> None:
+        """A block without gradients has ended."""
+        if len(self._blocks) < _MOST_BLOCKS:
+            self._blocks.append((start_ns, end_ns))
+
+    def clear(self) -> None:
+        """What came since the last step is accounted for."""
+        self._blocks.clear()
+        self._begun_ns = 0
+
+    def end_step(self, now_ns: int, *, is_last: bool = False) -> tuple[int, int] | None:
+        """A step has ended; when its evaluation began and ended, None for a plain step. `is_last`: no step followed."""
+        blocks, self._blocks = self._blocks, []
+        begun_ns, self._begun_ns = self._begun_ns, now_ns
+        if len(self._plain) >= _FEWEST:
+            usual = 0 if is_last else statistics.median_low(count for _, count in self._plain)
+            apart = blocks[: len(blocks) - usual]
+            if apart and apart[-1][1] - apart[0][0] >= _LONG * statistics.median(lasts for lasts, _ in self._plain):
+                return apart[0][0], apart[-1][1]
+        if begun_ns:
+            self._plain.append((now_ns - begun_ns, len(blocks)))
+        return None
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

@@ -179,6 +179,50 @@ class ModeChanges:
             self._original = None
 
 
+class NoGradBlocks:
+    """Calls something with the times of every outermost `torch.no_grad()` or `inference_mode()` of this thread."""
+
+    def __init__(self, call: Callable[[int, int], None]) -> None:
+        self._call = call
+        self._thread = threading.get_ident()
+        self._depth = 0
+        self._begun_ns = 0
+        self._originals: list[tuple[Any, Any, Any]] = []
+
+    def install(self) -> None:
+        import torch
+
+        for block in (torch.no_grad, torch.inference_mode):
+            self._follow(block)
+
+    def _follow(self, block: Any) -> None:
+        enter, leave = block.__enter__, block.__exit__
+
+        @functools.wraps(enter)
+        def __enter__(this: Any) -> Any:  # noqa: N807
+            if threading.get_ident() == self._thread:
+                self._depth += 1
+                if self._depth == 1:
+                    self._begun_ns = time.time_ns()
+            return enter(this)
+
+        @functools.wraps(leave)
+        def __exit__(this: Any, *error: Any) -> Any:  # noqa: N807
+            if threading.get_ident() == self._thread and self._depth:
+                self._depth -= 1
+                if not self._depth:
+                    self._call(self._begun_ns, time.time_ns())
+            return leave(this, *error)
+
+        block.__enter__, block.__exit__ = __enter__, __exit__
+        self._originals.append((block, enter, leave))
+
+    def remove(self) -> None:
+        while self._originals:
+            block, enter, leave = self._originals.pop()
+            block.__enter__, block.__exit__ = enter, leave
+
+
 # torch.compile says that global hooks are called once more for the module that it makes: ours do not mind.
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
