@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..units import (
     format_temperature,
 )
 from .collectives import describe_collectives
-from .console import note_dropped, open_table, plain_console
+from .console import FittedTable, TableColumn, plain_console
 from .html import card, card_bar, prose
 
 WIDTH = 100
@@ -183,7 +184,7 @@ def renderable(result: Result, width: int = WIDTH, *, top: int = TOP) -> Rendera
     if result.kind == "collectives" and result.facts.get("by_kind"):
         parts += describe_collectives(result.facts)
     if result.rows:
-        parts += _paragraphs(result, top) if result.kind == "advise" else [_table(result, result.rows[:top], width)]
+        parts += _paragraphs(result, top) if result.kind == "advise" else [_table(result, result.rows[:top])]
         if len(result.rows) > top:
             parts.append(Text(f"{top} of {len(result.rows)} rows", style="dim"))
     elif reason := _reason(result):
@@ -241,33 +242,17 @@ def _notes(result: Result) -> list[str]:
     return notes if len(notes) <= MAX_NOTES else [*notes[:MAX_NOTES], f"and {len(notes) - MAX_NOTES} more: see --json"]
 
 
-def _table(result: Result, rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    columns = _visible_columns(result)
-    cells = {c.key: [_cell(c, r) for r in rows] for c in columns}
-    texts = {c.key: _is_text(c, rows) for c in columns}
-    widths = {c.key: max(len(c.title), *map(len, cells[c.key])) + 2 for c in columns}
-    widest = max((k for k, is_text in texts.items() if is_text), key=lambda k: widths[k], default=None)
-
-    def total_width() -> int:
-        return sum(w if k != widest else min(w, MIN_NAME) for k, w in widths.items())
-
-    # A number that is cut is wrong: the widest column of names is cut first (in the middle, since names differ at their
-    # ends), then the last columns are dropped.
-    hidden: list[str] = []
-    while len(columns) > 2 and total_width() > width + 2:
-        last = next(c for c in reversed(columns) if c.key != widest)
-        columns.remove(last)
-        hidden.insert(0, last.title)
-        del widths[last.key]
-    if widest is not None:
-        room = max(MIN_NAME, width - sum(w for k, w in widths.items() if k != widest))
-        cells[widest] = [fit(cell, room) for cell in cells[widest]]
-    table = open_table()
-    for column in columns:
-        table.add_column(column.title, justify="left" if texts[column.key] else "right", no_wrap=True)
-    for line in zip(*(cells[c.key] for c in columns), strict=True):
-        table.add_row(*(Text(cell) for cell in line))
-    return note_dropped(table, hidden)
+def _table(result: Result, rows: Sequence[Mapping[str, Any]]) -> FittedTable:
+    """A number that is cut is wrong: the widest names are cut first, then the last columns are dropped."""
+    columns = [
+        TableColumn(heading=c.title, cells=[_cell(c, r) for r in rows], right=not _is_text(c, rows))
+        for c in _visible_columns(result)
+    ]
+    names = max((c for c in columns if not c.right), key=lambda c: c.width, default=None)
+    others = [c for c in columns if c is not names]
+    return FittedTable(
+        [replace(c, least=MIN_NAME) if c is names else replace(c, drop=others.index(c)) for c in columns]
+    )
 
 
 def _visible_columns(result: Result) -> list[ResultColumn]:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -21,6 +21,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ..analyze.kernel_names import fit
 from ..output import remove_controls
 
 PIPED_COLUMNS = 100
@@ -152,29 +153,39 @@ class WidthDependent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableColumn:
-    """A column of a table. A narrow terminal drops the highest `drop` first; 0 is never dropped."""
+    """A column of a table. A narrow terminal drops the highest `drop` first; 0 is never dropped.
+
+    Names that may be cut say how many columns they need at the `least`.
+    """
 
     heading: str
-    cells: Sequence[str]
+    cells: Sequence[str | Text]
     right: bool = False
     drop: int = 0
     style: str = ""
+    least: int = 0
 
     @property
     def width(self) -> int:
         """Of its widest cell."""
-        return max(map(cell_len, (self.heading, *self.cells)))
+        return max(cell_len(str(cell)) for cell in (self.heading, *self.cells))
 
 
 def fit_columns(columns: Sequence[TableColumn], width: int, gap: int = 1) -> tuple[list[TableColumn], str]:
     """The columns that fit side by side, and the headings of those that do not."""
     fitting = list(columns)
-    while sum(c.width + gap for c in fitting) - gap > width:
+    while (over := sum((min(c.width, c.least) if c.least else c.width) + gap for c in fitting) - gap - width) > 0:
         first = max(fitting, key=lambda c: c.drop)
         if not first.drop:
             break
         fitting.remove(first)
-    return fitting, ", ".join(c.heading.strip() for c in columns if c not in fitting)
+    dropped = ", ".join(c.heading.strip() for c in columns if c not in fitting)
+    room = max(0, -over)  # for names, beyond what they need at the least
+    return [_cut_names(c, c.least + room) if c.least else c for c in fitting], dropped
+
+
+def _cut_names(column: TableColumn, width: int) -> TableColumn:
+    return replace(column, heading=fit(column.heading, width), cells=[fit(str(cell), width) for cell in column.cells])
 
 
 def dropped_note(headings: str) -> Text:
@@ -196,7 +207,8 @@ def build_table(columns: Sequence[TableColumn], gap: int = 1, styles: Sequence[s
         # If even these do not fit, a cell continues in the next line: it is never cut.
         table.add_column(c.heading, justify="right" if c.right else "left", overflow="fold", style=c.style)
     for i, cells in enumerate(zip(*(c.cells for c in columns), strict=True)):
-        table.add_row(*map(Text, cells), style=styles[i] if styles else "")
+        texts = (cell if isinstance(cell, Text) else Text(cell) for cell in cells)
+        table.add_row(*texts, style=styles[i] if styles else "")
     return table
 
 

@@ -26,7 +26,7 @@ from ..units import (
     parse_energy,
     parse_power,
 )
-from .console import label_table, next_line, note_dropped, open_table, plain_console
+from .console import FittedTable, TableColumn, label_table, next_line, note_dropped, open_table, plain_console
 from .energy import TITLES, WIDTH
 
 NARROWEST = 14
@@ -278,7 +278,7 @@ def renderable(
         parts.append(Text(warning, style="yellow"))
     parts += [Text(""), _figures(difference, width)]
     if difference.rows:
-        parts += [Text(""), _rows(difference, top, width)]
+        parts += [Text(""), _rows(difference, top)]
         parts.append(Text(legend(difference), style="dim"))
     if outside := outside_text(difference):
         parts.append(Text(outside, style="dim"))
@@ -315,22 +315,17 @@ def _figures(difference: Difference, width: int) -> Table:
     return note_dropped(table, [h for i, h in enumerate(headings) if i not in kept])
 
 
-def _rows(difference: Difference, top: int, width: int) -> Table:
+def _rows(difference: Difference, top: int) -> FittedTable:
     shown = row_figures(difference)[:top]
-    cells = [_cells(figure) for figure in shown]
-    headings = ("before", "after", "change", "", *(("time",) if compared_unit(difference) == "J" else ()))
-    widths = [max(len(h), *(len(c[i].plain) for c in cells)) + 2 for i, h in enumerate(headings)]
-    kept = list(range(len(headings)))
-    for place in (4, 0, 1):  # the change is what it is about
-        if sum(widths[i] for i in kept) + NARROWEST + 2 > width and place in kept:
-            kept.remove(place)
-    room = max(NARROWEST, width - sum(widths[i] for i in kept) - 2)
     count = f" ({len(shown)} of {len(difference.rows)})" if len(difference.rows) > len(shown) else ""
-    table = open_table(f"{TITLES[difference.by]}{count}", *(headings[i] for i in kept))
-    for figure, line in zip(shown, cells, strict=True):
-        style = "" if figure.is_sure else "dim"
-        table.add_row(Text(fit(figure.name, room)), *(line[i] for i in kept), style=style)
-    return note_dropped(table, [h for i, h in enumerate(headings) if i not in kept])
+    names = TableColumn(heading=f"{TITLES[difference.by]}{count}", cells=[f.name for f in shown], least=NARROWEST)
+    headings = ("before", "after", "change", "", *(("time",) if compared_unit(difference) == "J" else ()))
+    drops = {"time": 3, "before": 2, "after": 1}  # the change is what it is about
+    figures = [
+        TableColumn(heading=heading, cells=cells, right=True, drop=drops.get(heading, 0))
+        for heading, cells in zip(headings, zip(*map(_cells, shown), strict=True), strict=True)
+    ]
+    return FittedTable([names, *figures], styles=["" if figure.is_sure else "dim" for figure in shown])
 
 
 def is_unchanged(before: float, after: float) -> bool:

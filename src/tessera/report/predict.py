@@ -30,17 +30,7 @@ from ..units import (
     format_share,
     format_si,
 )
-from .console import (
-    TableColumn,
-    TextFlow,
-    WidthDependent,
-    build_table,
-    fit_columns,
-    label_table,
-    next_line,
-    note_dropped,
-    plain_console,
-)
+from .console import FittedTable, TableColumn, TextFlow, WidthDependent, label_table, next_line, plain_console
 from .html import capitalize
 from .measure import answer
 
@@ -171,24 +161,17 @@ def blocks(share: float, width: int) -> str:
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
 
 
-def _consumers(report: EnergyReport, top: int) -> WidthDependent:
+def _consumers(report: EnergyReport, top: int) -> FittedTable:
     rows = consumers(report, top)
-    number = TableColumn(heading="", cells=[f"{i}." for i in range(1, len(rows) + 1)], right=True)
-    figures = [
+    columns = [
+        TableColumn(heading="", cells=[f"{i}." for i in range(1, len(rows) + 1)], right=True),
+        TableColumn(heading="Top consumers", cells=[c.label for c in rows], least=_NAME),
         TableColumn(heading="kind", cells=[c.kind for c in rows], drop=1, style="dim"),
         TableColumn(heading="time", cells=[format_duration(c.latency_s, 3) for c in rows], right=True),
         TableColumn(heading="energy", cells=[format_energy(c.energy_j, 3) for c in rows], right=True),
         TableColumn(heading="share", cells=[f"{c.share:.1%}" for c in rows], right=True),
     ]
-
-    def draw(width: int) -> Table:
-        columns, dropped = fit_columns([number, *figures], width - _NAME, gap=2)
-        room = max(_NAME, width - sum(c.width + 2 for c in columns))
-        names = [c.label if len(c.label) <= room else f"{c.label[: room - 1]}…" for c in rows]
-        table = build_table([number, TableColumn(heading="Top consumers", cells=names), *columns[1:]], gap=2)
-        return note_dropped(table, [dropped] if dropped else [])
-
-    return WidthDependent(draw)
+    return FittedTable(columns)
 
 
 def _opportunities(changes: Sequence[Advice]) -> list[RenderableType]:

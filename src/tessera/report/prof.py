@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ..analyze.run_energy import from_stacks, weigh_stacks
 from ..attribute.table import EnergyRow
 from ..profile.attach import Attached, TraceFigures, TrackSummary
 from ..units import format_bytes, format_duration, format_energy, format_frequency, format_power
-from .console import TableColumn, WidthDependent, build_table, fit_columns, label_table, note_dropped
+from .console import FittedTable, TableColumn, label_table
 
 MAX_ROWS = 11
 _SHORT_TRACE_S = 0.1
@@ -52,7 +51,7 @@ def _headline(a: Attached) -> Text:
     return line
 
 
-def _figures(metrics: Sequence[TrackSummary]) -> WidthDependent:
+def _figures(metrics: Sequence[TrackSummary]) -> RenderableType:
     shown = _most_telling(metrics)
     scopes = ["process" if m.scope == "process" else "whole device" for m in shown]
     scopes = [s if m.basis == "measured" else f"{s}, {m.basis}" for s, m in zip(scopes, shown, strict=True)]
@@ -63,15 +62,9 @@ def _figures(metrics: Sequence[TrackSummary]) -> WidthDependent:
         TableColumn(heading="max", cells=[_value(m.max, m.unit) for m in shown], right=True, drop=2),
         TableColumn(heading="scope", cells=scopes, drop=1, style="dim"),
     ]
-
-    def draw(width: int) -> Table:
-        fitting, dropped = fit_columns(columns, width, gap=2)
-        table = build_table(fitting, gap=2)
-        if len(shown) < len(metrics):
-            table.add_row(Text(f"and {len(metrics) - len(shown)} more: --summary perf.csv", style="dim"))
-        return note_dropped(table, [dropped] if dropped else [])
-
-    return WidthDependent(draw)
+    hidden = len(metrics) - len(shown)
+    more = [Text(f"and {hidden} more: --summary perf.csv", style="dim")] if hidden else []
+    return Group(FittedTable(columns), *more)
 
 
 def _most_telling(metrics: Sequence[TrackSummary]) -> list[TrackSummary]:
