@@ -204,6 +204,19 @@ def test_rows_looked_up_and_written(rows: int, width: int, dtype: str) -> None:
     check(grad, out.nbytes + table.nbytes)
 
 
+def test_windows_of_a_depthwise_convolution_overlap_inside_the_sm() -> None:
+    x, w = tensor(0, (32, 96, 56, 56), "bf16"), tensor(1, (96, 1, 7, 7), "bf16")
+    op = make_op("aten.convolution", "conv", [x, w], [tensor(2, x.shape, "bf16")], stride=(1, 1), groups=96)
+    assert MODELS["h200"].time(op).l2_bytes < 3 * (2 * x.nbytes + w.nbytes)
+
+
+def test_a_convolution_that_has_hardly_begun_keeps_few_sms_busy() -> None:
+    x, w = tensor(0, (1, 1056, 7, 7), "fp16"), tensor(1, (1056, 8, 3, 3), "fp16")
+    op = make_op("aten.convolution", "conv", [x, w], [tensor(2, x.shape, "fp16")], stride=(1, 1), groups=132)
+    time = MODELS["h200"].time(op)
+    assert time.busy <= 1 - time.overhead_s / time.seconds
+
+
 def test_weights_of_a_wide_convolution_come_from_memory() -> None:
     x, w = tensor(0, (1, 8192, 1, 1), "fp16"), tensor(1, (8192, 8192, 1, 1), "fp16")
     op = make_op("aten.convolution", "conv", [x, w], [tensor(2, x.shape, "fp16")], stride=(1, 1), groups=1)

@@ -164,7 +164,7 @@ def pass_time(device: Device, conv: Conv, hbm_bytes: float | None) -> KernelTime
         compute_s=here.direct_s if conv.depthwise else here.product_s,
         memory_s=here.memory_s + here.layout_s,
         clock_s=seconds * (here.product_s**2 / (here.product_s**2 + here.memory_s**2 + 1e-18)),
-        busy=here.busy,
+        busy=here.busy * max(0.0, 1.0 - here.start_s / (seconds + extra)),
         flops=conv.flops,
         unit=product,
         hbm_bytes=crossing,
@@ -214,6 +214,7 @@ def floor(of: Chip, conv: Conv) -> Floor:
     if conv.depthwise:
         start_s, seconds = 2e-6, math.hypot(direct_s, memory_s)
         busy = min(1.0, prod(conv.out) / 1024.0 / of.units)
+        reads = 0.0  # neighbouring windows overlap in the SM's own memory
     else:
         start_s, seconds = 1.5e-6 * in_turn, math.hypot(product_s, memory_s) + layout_s
     return Floor(product_s, memory_s, layout_s, direct_s, start_s, busy, reads * size, start_s + seconds)
