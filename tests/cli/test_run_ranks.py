@@ -41,7 +41,9 @@ for step in range({STEPS}):
         time.sleep({LATE_S})
     dist.all_reduce(weight.grad, group=mesh.get_group("dp"))
     optimizer.step()
+store.set(f"done{{dist.get_rank()}}", "1")
 if "fail" in sys.argv and dist.get_rank() == 2:
+    store.wait([f"done{{rank}}" for rank in range(4)])  # torchrun ends the others at once
     sys.exit(7)
 dist.destroy_process_group()
 """
