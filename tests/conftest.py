@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -21,9 +22,13 @@ hypothesis.settings.register_profile("same", derandomize=True, max_examples=50, 
 hypothesis.settings.register_profile("search", print_blob=True, **ANY_SPEED)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
+STARTUP = str(Path(__file__).with_name("startup"))
+
 
 def pytest_configure() -> None:
-    """Under nohup, or as a shell's background job, signals are ignored, and every child would inherit that."""
+    """Programs that tests start find startup/sitecustomize.py. And under nohup, or as a shell's background job, signals
+    are ignored, and every child would inherit that."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])])
     for signum, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, usual)
