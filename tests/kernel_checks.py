@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from places import TESTS
+from forked import run_forked
 
 BOUND = {"torch.float32": 2e-5, "torch.float16": 4e-3}
 
 
 def check_interpreted(script: str, cases: int) -> None:
     """Run a test file as a script in Triton's interpreter: it prints errors by case, all of which must be small."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), env.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    code = f"import runpy, warnings; warnings.simplefilter('ignore'); runpy.run_path({script!r}, run_name='__main__')"
+    found = [json.loads(line) for line in run_forked(code, interpreted=True).splitlines()]
     assert len(found) == cases
     wrong = [
         (row["case"], row["errors"])

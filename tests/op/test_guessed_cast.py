@@ -1,10 +1,8 @@
 """The casts of fp8 products: a scale that is guessed, and mended where it does not fit."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from forked import run_forked
 
 INTERPRETED = """
 import math
@@ -75,11 +73,7 @@ print("ok")
 
 def test_the_casts_hold_what_they_promise():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "ok\n", done.stderr
+    assert run_forked(INTERPRETED, interpreted=True) == "ok\n"
 
 
 @pytest.mark.parametrize("arch", [90, 100])

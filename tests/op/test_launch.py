@@ -7,11 +7,10 @@ running is real: which arguments are specialised, which are None, what is compil
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from forked import run_forked
 
 pytest.importorskip("triton")
 
@@ -142,16 +141,7 @@ WANTED = {
 @pytest.mark.parametrize("name", WANTED)
 def test_launches(name):
     code, wanted = WANTED[name]
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER + code + "print(json.dumps(seen))"],
-        env=env,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = json.loads(run_forked(DRIVER + code + "print(json.dumps(seen))").splitlines()[-1])
     assert [kernel for kernel, *_ in seen] == wanted
     for kernel, x, y, z in seen:  # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"
         assert 0 < x < 1 << 31, kernel

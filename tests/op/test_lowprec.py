@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forked import run_forked
 from tessera import op
 from tessera.errors import ArgumentError
 from tessera.op import casting, lowprec
@@ -325,11 +322,7 @@ print("ok")
 
 
 def test_the_quantise_kernels_do_what_torch_does():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "ok\n", done.stderr
+    assert run_forked(INTERPRETED, interpreted=True) == "ok\n"
 
 
 @pytest.mark.parametrize("arch", [90, 100])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from typing import Any
@@ -16,6 +15,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
+from forked import run_forked  # noqa: E402
 from tessera import op, stream  # noqa: E402
 from tessera.errors import ArgumentError, TileError, ToleranceError  # noqa: E402
 from tessera.op import bounded, hints, padding, product_cost, tiled_matmul  # noqa: E402
@@ -428,11 +428,7 @@ print("kernels agree")
 def test_kernels_in_the_interpreter() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0 and "kernels agree" in ran.stdout, ran.stderr[-3000:]
+    assert "kernels agree" in run_forked(INTERPRETED, interpreted=True)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp16"])

@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -16,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from forked import run_forked
 from tessera import monitor, schedule
 from tessera.errors import ArgumentError
 from tessera.monitor import Monitor
@@ -118,9 +117,7 @@ def test_every_launch_of_ours_is_announced_as_the_driver_gets_it():
     pytest.importorskip("triton")
     from op.test_launch import DRIVER
 
-    done = subprocess.run([sys.executable, "-c", DRIVER + ANNOUNCED], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    heard, launched, (rows, cols, stages) = json.loads(done.stdout)
+    heard, launched, (rows, cols, stages) = json.loads(run_forked(DRIVER + ANNOUNCED))
     assert [blocks_warps[:2] for blocks_warps in heard] == [run[1:] for run in launched]
     copies = {name: launch[2] for (name, *_), launch in zip(launched, heard, strict=True)}
     assert copies.pop("matmul_kernel") == 2 * (128 + 64) * 32 * 2 // 16
@@ -526,10 +523,7 @@ print(json.dumps([refused, rows, shared, released, ended, queued]))
 def test_the_kernel_computes_in_the_interpreter_what_the_host_does():
     """The same random commands and work through both; streams share the bucket; a release ends any wait."""
     pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, "-c", SPENT], capture_output=True, text=True, env=env, check=False)
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    refused, rows, shared, released, ended, queued = json.loads(ran.stdout)
+    refused, rows, shared, released, ended, queued = json.loads(run_forked(SPENT, interpreted=True))
     assert "captured" in refused  # the kernel was not loaded before
     assert queued[:4] == [0, 0, 2, 0]  # timed with the stream before it; no count is left that would never run
     assert queued[4] <= 4
@@ -578,15 +572,7 @@ BOUND = """
 def test_a_bound_wait_is_launched_as_triton_launches_it():
     """The same arguments in the same places, without looking for the kernel again."""
     pytest.importorskip("triton")
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(BOUND)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    calls = json.loads(ran.stdout)
+    calls = json.loads(run_forked(textwrap.dedent(BOUND)))
     assert [len(call) for call in calls] == [11, 11]  # grid, stream, function, arguments
     assert calls[0] == calls[1]
 
