@@ -340,8 +340,26 @@ def test_a_script_without_torch_is_told_how_to_see_its_lines(tmp_path, script):
     assert code == 0 and "regions and power" in err
     said = " ".join(err.split())
     assert "the script did not import torch; `tessera run --mode sampling` shows which of its functions" in said
+    assert "next tessera run --mode sampling script.py" in said
     code, _, err = run(tmp_path, "--mode", "sampling", name)
     assert code == 0 and "did not import torch" not in err
+
+
+def test_stacks_do_not_show_what_torch_imports_with_an_optimizer(tmp_path, script):
+    text = """
+        import torch
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        """
+    code, _, err = run(tmp_path, "--stack", script(text))
+    assert code == 0, err
+    with RunFile(tmp_path / "runs/script.tessera") as found:
+        names = found.timeline().names
+    assert any("script.py" in name for name in names)
+    assert not [name for name in names if "_dynamo" in name and "<module>" in name and ";" not in name]
 
 
 EVALUATED = """

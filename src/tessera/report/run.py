@@ -17,7 +17,7 @@ from ..analyze.run_energy import BY_STACKS, Outside
 from ..attribute.table import EnergyTable
 from ..config import find_cost
 from ..notes import kind_of
-from ..recording import Recording
+from ..recording import Facts, Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import label_table, next_line
 from .energy import OWN, SUMMARY_NOTE, WIDTH, idle_row, legend, rest_row, rows_table
@@ -78,7 +78,7 @@ def text(
         parts += job_text(result.job)
     parts += _tables(result, table, wide, by, top)
     parts.append(_ending(result, html))
-    return Group(*parts, *_next_command(recording.facts.path, result, table, html, by))
+    return Group(*parts, *_next_command(recording.facts, result, table, html, by))
 
 
 def _title(result: Answer, width: int) -> Text:
@@ -350,10 +350,12 @@ def _tracing_hint(result: Answer) -> str:
 
 
 def _next_command(
-    file: Path | None, result: Answer, table: EnergyTable, html: Path | None, by: str | None
+    facts: Facts, result: Answer, table: EnergyTable, html: Path | None, by: str | None
 ) -> list[RenderableType]:
-    """The next command: a view that was not shown yet."""
-    path = shlex.quote(str(file or "RUN"))
+    """The next command: a view that was not shown yet, or the mode that has something to show."""
+    path, ran = shlex.quote(str(facts.path or "RUN")), facts.command
+    if any(kind_of(note) == "no_torch" for note in facts.notes) and ran and not isinstance(ran, str):
+        return [next_line(shlex.join(["tessera", "run", "--mode", "sampling", *ran[1:]]), 6)]
     views = [view for view in ("kernels", "ops", "regions", "modules") if result.rows(view)]
     views += [view for view in ("steps",) if table.steps] + [view for view in OWN if result.lines]
     at = views.index(by) + 1 if by in views else 0
