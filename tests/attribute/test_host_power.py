@@ -114,6 +114,30 @@ def test_waiting_has_the_joules_of_its_own_samples():
     check_sums(table)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_operators_that_wait_for_a_core_keep_their_joules(seed):
+    """A busy machine: in each sample the thread has another share of a core, in operators and between them alike."""
+    rng = np.random.default_rng(seed)
+    build, times, watts, at, truth_j = Builder(), [T0], [math.nan], T0, 0.0
+    for _ in range(60):
+        share, begin = rng.uniform(0.1, 1.0), at
+        for _ in range(8):
+            length, gap = round(rng.uniform(1, 6) * MS), round(0.6 * share * MS)
+            build.add("op", "aten::mm", at, at + length, thread=1)
+            truth_j += share * WORK_W * length * 1e-9
+            at += length + gap
+        build.add("region", "step", begin, at, thread=1)
+        times.append(at)
+        watts.append(share * WORK_W)
+    domain = Domain(name="cpu0", source="modelled", resolution_s=0.1, basis="modelled", hold=Hold.MEAN)
+    power = PowerTrace({"cpu0": DomainSamples.of(domain, times, watts)}, start_ns=T0, end_ns=times[-1])
+    table = attribute(build.build(), power, start_ns=T0, end_ns=times[-1])
+    (mm,) = table.ops
+    assert mm.energy_j == pytest.approx(truth_j, rel=0.1)
+    assert abs(mm.energy_j - truth_j) <= mm.error_j
+    check_sums(table)
+
+
 def test_samples_of_waiting_alone_keep_their_joules():
     table = make_run([(1000, 1000)] * 5, waiting_w=2.0)
     assert table.ops[0].energy_j == pytest.approx(5 * WORK_W, rel=0.01)
