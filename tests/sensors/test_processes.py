@@ -191,6 +191,23 @@ def test_children_are_told_apart_by_name(machine):
     assert ticks == {"pt_data_worker": (2, 12), "a (b) c": (1, 2)}
 
 
+def test_what_a_child_used_after_its_last_look_is_said_by_its_name(machine):
+    tree = machine.tree()
+    machine.run(101, ROOT, own=0, name="pt_data_worker")
+    machine.look(tree)
+    machine.end(101)
+    machine.run(ROOT, 1, own=50, waited=30 + 8)
+    machine.look(tree)
+    machine.run(102, ROOT, own=1, name="late")
+    machine.look(tree)
+    machine.end(102)  # its parent waits for it after the look
+    machine.look(tree)
+    machine.run(ROOT, 1, own=50, waited=30 + 8 + 4)
+    assert machine.look(tree) == 12
+    ticks = {name: (count, round(s / TICK_S)) for name, (count, s) in tree.children().items()}
+    assert ticks == {"pt_data_worker": (1, 8), "late": (1, 4)}
+
+
 def test_a_process_that_is_not_there_is_said(tmp_path):
     with pytest.raises(SensorUnavailable, match="CPU time of process 7"):
         ProcessTree(7, proc=tmp_path)

@@ -137,6 +137,7 @@ class ProcessTree:
         self._counted_s: dict[int, float] = {}
         self._ended: dict[str, tuple[int, float]] = {}
         self._owed_s = 0.0
+        self._gone_names: list[str] = []  # at the last poll: their parent may have waited for them after it
         self._own = OwnCpu(0.0, 0.0)
         if read_stat(self.root, proc) is None:
             raise SensorUnavailable(
@@ -172,8 +173,13 @@ class ProcessTree:
         # read just before that, it comes with the next look: what is owed is kept for one.
         unseen_s = waited_s - ended_s - self._owed_s
         self._owed_s = max(ended_s - waited_s, 0.0)
+        names = [process.name for process in gone.values()]
+        # What those used since they were last read; where none was known it was somebody who came and went.
+        told = names or self._gone_names or [SHORT_LIVED]
+        self._gone_names = names
         if unseen_s > 0:
-            self._add_ended(SHORT_LIVED, 0, unseen_s)
+            for name in told:
+                self._add_ended(name, 0, unseen_s / len(told))
         return self.cpu_s
 
     def _read(self, pid: int, last: ProcessStat | None) -> ProcessStat | None:
