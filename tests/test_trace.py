@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -75,6 +76,21 @@ def test_lag_moves_the_window() -> None:
     late = trace(DomainSamples.of(domain(lag_s=0.1), times, seen), end_s=1.5)
     assert late.energy(end_ns=S).energy_j == pytest.approx(100.0, abs=7)
     assert late.energy(start_ns=S, end_ns=round(1.5 * S)).energy_j == pytest.approx(350.0, abs=7)
+
+
+def test_peaks_and_percentiles_of_a_modelled_cpu_are_at_its_resolution() -> None:
+    """A recording divides its samples at regions: a part of a millisecond at full power is no peak of 100 ms."""
+    times, watts = [0], [math.nan]
+    for k in range(10):
+        times += [(k * 100 + 99) * S // 1000, (k + 1) * S // 10]
+        watts += [1.0, 100.0]
+    cpu = Domain(name="cpu0", source="modelled", resolution_s=0.1, hold=Hold.MEAN, basis="modelled")
+    divided = trace(DomainSamples.of(cpu, times, watts))
+    assert divided.peak_w == pytest.approx(1.99, rel=0.01)
+    assert divided.crest_factor() == pytest.approx(1.0, rel=0.01)
+    assert divided.energy_j == pytest.approx(10 * 0.199)
+    assert divided.energy("cpu0", 99 * S // 1000, S // 10).energy_j == pytest.approx(0.1)
+    assert trace(DomainSamples.of(dataclasses.replace(cpu, basis="measured"), times, watts)).peak_w == 100.0
 
 
 def test_a_gap_is_not_zero_watts() -> None:

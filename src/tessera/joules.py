@@ -31,6 +31,9 @@ BASES: tuple[Basis, ...] = ("measured", "predicted", "modelled", "simulated", "t
 
 _NO_TIMES: Ints = np.zeros(0, np.int64)
 _NO_JOULES: Floats = np.zeros(0)
+# A sample that lasts from the one to the other share of the sensor's period is a whole one: a thread wakes up a little
+# early or late.
+_WHOLE = (0.9, 1.1)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,26 @@ class DomainSamples:
     def known(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Which samples have a value: NaN means that nothing is known since the sample before."""
         return ~np.isnan(self.watts)
+
+    @cached_property
+    def at_resolution(self) -> DomainSamples:
+        """These samples, none finer than the sensor: a recording divides those of a modelled CPU at regions and steps.
+
+        Joules need the parts. A peak of a part is no peak of what a power supply sees: it is as short as a region.
+        """
+        least_ns, most_ns = (share * self.domain.resolution_s * 1e9 for share in _WHOLE)
+        if self.domain.basis != "modelled" or not self._mean or not np.any(np.diff(self.times_ns) < least_ns):
+            return self
+        kept = [0]
+        while kept[-1] < len(self.times_ns) - 1:
+            since_ns = self.times_ns[kept[-1]]
+            least, most = np.searchsorted(self.times_ns, [since_ns + least_ns, since_ns + most_ns]).tolist()
+            kept.append(min(max(least, most - 1), len(self.times_ns) - 1))
+        if len(kept) > 2 and self.times_ns[kept[-1]] - self.times_ns[kept[-2]] < least_ns:
+            del kept[-2]
+        joules, seen_s = np.diff(self._sums.joules[kept]), np.diff(self._sums.covered_s[kept])
+        watts = np.divide(joules, seen_s, out=np.full(len(joules), np.nan), where=seen_s > 0)
+        return DomainSamples.of(self.domain, self.times_ns[kept], np.concatenate([self.watts[:1], watts]))
 
     def shift(self, offset_ns: int) -> DomainSamples:
         """The same samples on another clock."""

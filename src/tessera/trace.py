@@ -134,7 +134,7 @@ class PowerTrace:
 
     def _align_lag(self, domain: str | None) -> list[tuple[Ints, DomainSamples]]:
         """The columns that know anything at all, with their times moved back by the lag."""
-        known = [c for c in self._select_counted(domain) if not np.all(np.isnan(c.watts))]
+        known = [c.at_resolution for c in self._select_counted(domain) if not np.all(np.isnan(c.watts))]
         return [(c.times_ns - c.lag_ns, c) for c in known]
 
     def _pieces(self, domain: str | None) -> tuple[Floats, Floats, Floats]:

@@ -72,7 +72,7 @@ def test_a_sample_is_divided_at_the_edges_in_it_by_cpu_time() -> None:
     assert math.isnan(watts[0]) and watts[1:].tolist() == pytest.approx([40.0, 0.0, 100.0, 0.0])
     many = [(k * S // 1000, cpu_reading(0.6e-3 * k)) for k in range(1, 1000)]
     times, watts = series.divide_samples(column.times_ns[1:2], column.watts[1:2], many)
-    assert len(times) < 40 and watts.tolist() == pytest.approx([60.0] * len(times))
+    assert len(times) < 80 and watts.tolist() == pytest.approx([60.0] * len(times))
 
 
 @given(

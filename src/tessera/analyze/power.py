@@ -244,7 +244,7 @@ class _DomainStudy:
         """A long live trace has rows of a second with the highest sample of each: that peak counts."""
         if self.domain is None and "+" in self.curve.domain:
             return 0.0  # the peaks of several domains need not be at one moment
-        column = self.log.columns[self.curve.domain]
+        column = self.log.columns[self.curve.domain].at_resolution
         moved = column.times_ns - column.lag_ns
         inside = (moved > self.curve.start_ns) & (moved <= self.curve.end_ns) & ~np.isnan(column.peaks_w)
         return float(np.max(column.peaks_w[inside], initial=0.0))

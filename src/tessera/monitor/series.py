@@ -30,7 +30,7 @@ _KEPT_CPU = 600
 # The kernel adds up what other running threads used at its ticks (CONFIG_HZ=250, as most distributions have it).
 _TICK_S = 0.004
 # A sample is divided into so many parts at most: a recording must not grow with every short scope.
-_MOST_PARTS = 32
+_MOST_PARTS = 64
 
 CpuEdge = tuple[int, OwnCpuReading]
 """A moment, and the CPU time of this process then."""
