@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 import kernel_fits as fits
 from kernel_rows import Row
 from tessera.estimate import attention, gemm, moe
-from tessera.estimate.kernel_time import Chip, chip, load_fit
+from tessera.estimate.kernel_time import Chip, chip, covariance, load_fit
 from tessera.hardware import lookup
 
 Table = Mapping[str, tuple[float, float, float]]  # start, low, high
@@ -30,6 +30,7 @@ GEMM: Table = {
     "bandwidth": (0.92, 0.6, 0.99), "cache_bytes_per_cycle": (19, 6, 60), "exponent": (1.57, 1.1, 6), "efficiency": (0.8, 0.2, 1.0),
 }  # fmt: skip
 CAST: Table = {"cast.us": (3, 0, 30), "cast.bytes": (3, 0, 20), "cast.row_cycles": (500, 0, 8000)}
+COPIES = {"weight_copies": 6.0}  # which the collector's loops go round
 # Tiles of quantised kernels: the narrowest, and no division of k.
 TILES = ([1, 1], [16, 1], [64, 1], [128, 1])
 ATTENTION: Table = {
@@ -48,6 +49,10 @@ MOE: Table = {
     "pad_rows": (16, 0, 200), "row_bytes": (4, 0, 60), "exponent": (1.5, 1, 6), "reach": (0.6, 0.1, 1.5),
     "skew": (0.3, 0, 4), "wave": (0.5, 0, 6),
 }  # fmt: skip
+# The variance of a shape's own error over that which near shapes share: of one chip, of chips together. Errors over
+# OUTLIER (logarithm) are those of a library that chose a slow kernel, and say little of near shapes.
+NOISE, NOISE_OF_OTHERS, OUTLIER = 0.1, 1.0, 0.5
+POINTS = 750  # more make files larger, and errors smaller by a tenth of them at most
 FEW = 20  # rows under which a kernel is not fitted
 
 
@@ -73,17 +78,20 @@ class Family:
     features: Callable[[Any, dict[str, np.ndarray]], np.ndarray]
     table: Callable[[str], Table]
     options: Callable[[str], Sequence[Constants]]
+    lengths: Mapping[
+        int, float
+    ]  # features by which shapes are near each other, and over how much of one errors are alike
     together: Table  # more constants where chips are fitted together
     base: Callable[[str], str] = lambda kernel: kernel  # the kernel whose shared constants hold this one's
     shortest: str = ""  # the kernel that tells best what short loops add
     pull: float = 0.0  # how firmly
     scatter: float = 0.1  # of chips that are fitted together, over which the loss is no longer quadratic
     of_others: Constants | None = None  # the option of chips that are fitted together; None: the best
-    trees_of_others: bool = False
+    correct_others: bool = False
     by_library: bool = False  # whether chips with asynchronous matrix units run another library than the others
 
     def predict(self, constants: Constants, s: Sample) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds, and features of the trees."""
+        """Seconds, and features of the correction."""
         t = self.formula(constants, s.of, s.call)
         floor_s = gemm.host_floor_s({**constants, **s.floors}, s.call) if self.kind == "gemm" else 0.0
         loop_s = constants.get("loop_us", 0.0) * 1e-6 * s.few_runs
@@ -113,12 +121,15 @@ def _attention_formula(c: Constants, of: Chip, call: attention.AttentionCall) ->
 FAMILIES = (
     Family("gemm", lambda r: r.args["precision"], fits.products, _gemm_formula, gemm.features,
            lambda kernel: GEMM if kernel == "bf16" else {**GEMM, **CAST},
-           lambda kernel: [{"tiles": {}}] if kernel == "bf16" else [{"tiles": {kernel: tile}} for tile in TILES],
-           {**WATTS, "loop_us": (0.3, 0, 2)}, lambda _: "bf16", "bf16", 15.0, trees_of_others=True),
+           lambda kernel: [{**COPIES, "tiles": {kernel: tile} if tile else {}} for tile in ([None] if kernel == "bf16" else TILES)],
+           {0: 1.2, 1: 1.5, 2: 1.5, 17: 0.5, 7: 2, 8: 3, 18: 3, 9: 1, 19: 12, 20: 12, 21: 12},
+           {**WATTS, "loop_us": (0.3, 0, 2)}, lambda _: "bf16", "bf16", 15.0, correct_others=True),
     Family("attention", _attention_name, fits.calls, _attention_formula, attention.features, lambda _: ATTENTION,
-           lambda _: [{"packing": packing} for packing in PACKINGS], {**WATTS, "loop_us": (2, 0, 8)},
-           lambda kernel: kernel.replace("fp8", "bf16"), "decode.bf16", 30.0, 0.4, {"packing": "by library"}, by_library=True),
-    Family("moe", lambda r: r.args["precision"], _join_experts, moe.formula, moe.features, lambda _: MOE, lambda _: [{}], {}),
+           lambda _: [{"packing": packing} for packing in PACKINGS],
+           {0: 2.2, 2: 2.2, 3: 2.2, 5: 2.2, 6: 96, 7: 6, 8: 0.5, 11: 0.25, 14: 4.5, 15: 3, 16: 4.5}, {**WATTS, "loop_us": (2, 0, 8)},
+           lambda kernel: kernel.replace("fp8", "bf16"), "decode.bf16", 30.0, 0.4, {"packing": "by library"}, correct_others=True, by_library=True),
+    Family("moe", lambda r: r.args["precision"], _join_experts, moe.formula, moe.features, lambda _: MOE, lambda _: [{}],
+           {0: 2.2, 1: 2.2, 2: 2.2, 3: 6, 4: 3, 5: 3, 6: 1.5, 7: 3, 9: 3, 12: 4.5, 13: 0.75, 14: 6}, {}),
 )  # fmt: skip
 
 
@@ -236,18 +247,18 @@ def residuals(
 
 
 def fit_family(family: Family, of: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
-    """One chip: constants by kernel, and the trees for all of them."""
+    """One chip: constants by kernel, and the correction of all of them."""
     of = {kernel: members for kernel, members in of.items() if sum(len(s.seconds) for s in members) >= FEW}
     if not of:
         return {}
     fitted = {k: fit_constants(family, k, members, known=host_floors(k, members))[0] for k, members in of.items()}
-    return {"constants": fitted, "trees": fit_correction(family, fitted, of, leaf=5)}
+    return {"constants": fitted, "correction": fit_correction(family, fitted, of, NOISE)}
 
 
 def fit_together(
     family: Family, of: Mapping[str, Mapping[str, Sample]], *, asynchronous: bool | None, architecture: str = ""
 ) -> dict[str, Any]:
-    """Several chips: shared constants by kernel, first those that hold others; trees where they carry over.
+    """Several chips: shared constants by kernel, first those that hold others; a correction where it carries over.
 
     Chips whose matrix units are as asynchronous as the target's count more where that decides the library.
     """
@@ -265,14 +276,47 @@ def fit_together(
             loop = {"loop_us": fitted[kernel][0]["loop_us"]}
     constants = {kernel: c for kernel, (c, _) in fitted.items()}
     found: dict[str, Any] = {"constants": constants}
-    if family.trees_of_others and constants:
-        found["trees"] = fit_correction(family, constants, all_members, leaf=20)
+    if family.by_library:  # of keys in 16 bits on synchronous units, FlashAttention-2; others have one for each chip
+        all_members = {
+            kernel: alike
+            for kernel, members in all_members.items()
+            if family.base(kernel) == kernel
+            and (alike := [s for s in members if not s.of.asynchronous and not asynchronous])
+        }
+    if family.correct_others and all_members:
+        found["correction"] = fit_correction(family, constants, all_members, NOISE_OF_OTHERS)
     return found
 
 
 def fit_correction(
-    family: Family, fitted: Mapping[str, Constants], of: Mapping[str, Sequence[Sample]], leaf: int
+    family: Family, fitted: Mapping[str, Constants], of: Mapping[str, Sequence[Sample]], noise: float
 ) -> dict[str, Any]:
-    """Trees for what the formulas leave over."""
-    errors = residuals(family, fitted, of)
-    return fits.fit_trees(*errors, rounds=100, depth=4, rate=0.12, alpha=0.15, digits=4, leaf=leaf)
+    """What near shapes have in common of what the formulas leave over (`kernel_time.Kriging`).
+
+    All rows are fitted, by weights of the few that lie farthest from each other (subset of regressors).
+    """
+    x, y, weight = residuals(family, fitted, of)
+    lengths = np.array(list(family.lengths.values()))
+    rows = x[:, list(family.lengths)] / lengths
+    tenths = np.round(10 * rows[farthest(rows, POINTS)])
+    near, among = covariance(rows, tenths / 10), covariance(tenths / 10, tenths / 10)
+    scaled = near.T * weight**2
+    found = np.linalg.solve(
+        scaled @ near + noise * among + 1e-8 * np.eye(len(among)), scaled @ np.clip(y, -OUTLIER, OUTLIER)
+    )
+    return {
+        "features": list(family.lengths),
+        "lengths": lengths.tolist(),
+        "points": tenths.astype(int).tolist(),
+        "weights": [float(f"{w:.3g}") for w in found],
+        "bound": round(float(np.quantile(np.abs(y), 0.995)), 3),
+    }
+
+
+def farthest(rows: np.ndarray, most: int) -> list[int]:
+    """Rows of which each is the farthest from those before it."""
+    chosen, left = [0], ((rows - rows[0]) ** 2).sum(1)
+    while len(chosen) < most and left.max() > 0:
+        chosen.append(int(left.argmax()))
+        left = np.minimum(left, ((rows - rows[chosen[-1]]) ** 2).sum(1))
+    return chosen

@@ -2,9 +2,9 @@
 
     python benchmarks/fit/fit_chips.py [--shared ../shared] [--chips h100,b200,...] [--first]
 
-Needs scipy and lightgbm beside numpy; nothing of them is used at run time. Reads public_kernels/*.csv.gz (short loops
-at full clock), writes src/tessera/estimate/data/CHIP_kernels.json and other_kernels.json. Constants and trees are fitted
-on the fit split, half-widths found on the development split; then both are fitted. The shared constants are fitted on
+Needs scipy beside numpy; nothing of it is used at run time. Reads public_kernels/*.csv.gz (short loops at full clock),
+writes src/tessera/estimate/data/CHIP_kernels.json and other_kernels.json. Constants and corrections are fitted on the
+fit split, half-widths found on the development split; then both are fitted. The shared constants are fitted on
 all chips at once; their half-widths are the errors on each chip when it is left out (printed, and written to
 results/left_out_chips.json). The final split is left alone: benchmarks/predict/public_kernels.py reads it.
 
@@ -45,7 +45,7 @@ from chip_families import (
 )
 from fit_kernels import DATA, write
 from kernel_rows import ROOT, SHARED, Row, kernel_of, read_public
-from tessera.estimate.kernel_time import FITTED, Trees, chip, load_fit
+from tessera.estimate.kernel_time import FITTED, Kriging, chip, load_fit
 from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.hardware import lookup
 
@@ -135,8 +135,8 @@ def fit_power(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 def relative(family: Family, data: Mapping[str, Any], kernel: str, s: Sample) -> tuple[np.ndarray, np.ndarray]:
     """Predicted seconds and measured over predicted - 1, as the package does it."""
     seconds, x = family.predict(data["constants"][kernel], s)
-    if "trees" in data:
-        seconds = seconds * np.exp(Trees.of(data["trees"])(x))
+    if "correction" in data:
+        seconds = seconds * np.exp(Kriging.of(data["correction"])(x))
     return seconds, s.seconds / seconds - 1
 
 
@@ -277,12 +277,23 @@ def score_left_out(family: Family, left_out: Mapping[str, Mapping[str, Any]]) ->
         share = float(np.concatenate(inside).mean())
         print(line(f"{name} {family.kind}, left out", list(pairs.values())), f"coverage {share:.0%}", flush=True)
         by_kernel = {k: float(e.mean()) for k, e in zip(pairs, errors, strict=True)}
-        all_errors = np.concatenate(errors)
-        scores[name] = {
-            "rows": len(all_errors), "mean_abs_error": float(all_errors.mean()), "median_abs_error": float(np.median(all_errors)),
-            "coverage_90": share, "by_kernel": by_kernel,
-        }  # fmt: skip
+        scores[name] = {**summary(errors, inside), "by_kernel": by_kernel}
+        if related:
+            own = [i for i, kernel in enumerate(pairs) if kernel in alike]
+            found = summary([errors[i] for i in own], [inside[i] for i in own])
+            scores[name]["from_relative"] = {"chip": related, **found}
     return scores
+
+
+def summary(errors: Sequence[np.ndarray], inside: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Rows, errors, and the share inside the half-widths."""
+    all_errors = np.concatenate(errors)
+    return {
+        "rows": len(all_errors),
+        "mean_abs_error": float(all_errors.mean()),
+        "median_abs_error": float(np.median(all_errors)),
+        "coverage_90": float(np.concatenate(inside).mean()),
+    }
 
 
 # A pair of chips tells roughly how much relatives differ: half-widths are a fifth wider than its errors.

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,8 +13,8 @@ from tessera.device import Device, Figure
 from tessera.errors import ArgumentError, PredictionError
 from tessera.estimate.attention import attention_time
 from tessera.estimate.chip_fits import find_fit
-from tessera.estimate.gemm import gemm_time
-from tessera.estimate.kernel_time import FITTED, KernelTime, chip
+from tessera.estimate.gemm import Product, find_constants, formula, gemm_time
+from tessera.estimate.kernel_time import FITTED, KernelTime, Kriging, chip, covariance
 from tessera.estimate.moe import moe_time
 from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.hardware import catalogue, lookup
@@ -112,6 +113,38 @@ def test_a_relatives_launch_is_halfway_between_the_ways_to_time_it() -> None:
         assert attention_time(lookup(relative), *call, source="vllm").seconds > 0
     assert shared["b200"] == pytest.approx(-shared["rtx-pro-6000"])
     assert shared["b200"] > 0
+
+
+def test_near_shapes_err_alike_and_far_ones_not_at_all() -> None:
+    points = np.array([[0.0, 0.0], [6.0, 0.0]])
+    errors = np.array([0.2, -0.1])
+    weights = np.linalg.solve(covariance(points, points), errors)
+    data = {"features": [0, 2], "lengths": [2.0, 1.0], "points": 10 * points, "weights": weights, "bound": 0.15}
+    correct = Kriging.of(data)
+    at, beside, far = correct(np.array([[12.0, 9.0, 0.0], [11.8, 9.0, 0.0], [200.0, 9.0, 50.0]]))
+    assert at == pytest.approx(-0.1)
+    assert -0.1 < beside < -0.09
+    assert far == pytest.approx(0.0, abs=1e-9)
+    assert correct(np.zeros((1, 3)))[0] == 0.15, "held within its bound"
+
+
+def test_a_loop_over_copies_of_the_weights_reads_them_from_device_memory() -> None:
+    """The public loops go round six copies: a cache of 134 MB holds 17 MB of weights, and not six times that."""
+    of = chip(lookup("rtx-pro-6000"))
+    fit = find_fit(of, "gemm", "bf16")
+    assert fit is not None
+    constants = {
+        **find_constants(of, Product(1, 1, 1, 1, "bf16", source="vllm"))[0],
+        "cache_kept": 0.5,
+        "cache_spill": 0.1,
+    }
+    product = Product(64, 4096, 2048, 1, "bf16", source="vllm")
+    once, six = (
+        float(formula(constants | {"weight_copies": copies}, of, product)["hbm_bytes"]) for copies in (1.0, 6.0)
+    )
+    assert fit.constants["weight_copies"] == 6.0
+    assert once == 0.0
+    assert six == pytest.approx(2 * 4096 * 2048)  # the operand and the result are the same each time
 
 
 def test_block_scaled_fp8_waits_for_the_host_of_its_architecture() -> None:

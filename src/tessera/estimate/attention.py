@@ -297,7 +297,7 @@ def _step_s(c: Mapping[str, Any], of: Chip, call: AttentionCall, d: Floats, rows
 
 
 def features(call: AttentionCall, t: Mapping[str, Floats]) -> Floats:
-    """The inputs of the trees, one row per call."""
+    """The inputs of the learned correction, one row per call."""
     batch, heads, kv_heads, q, kv, d = (np.atleast_1d(value) for value in call.numbers())
     columns = [
         *(np.log2(batch), np.log2(heads), np.log2(kv_heads), np.log2(heads / kv_heads), np.log2(q), np.log2(kv), d),

@@ -1,7 +1,7 @@
 """What was fitted on chips other than the H200, and which fit a chip gets: its own, a relative's, or the shared one.
 
 `data/CHIP_kernels.json` has constants of the formulas in gemm.py, attention.py and moe.py for one chip, a small
-correction by trees, and 90% half-widths from shapes that were not fitted. They come from public timings of vLLM's
+correction by near shapes, and 90% half-widths from shapes that were not fitted. They come from public timings of vLLM's
 kernels: short loops at full clock. `data/other_kernels.json` was fitted on all those chips together, and serves NVIDIA
 GPUs of which there are no timings; its half-widths are those of chips that were left out. A chip with the compute
 capability of a fitted one gets that one's constants, but for two: how a launch was timed, and the share of the peak
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..joules import Floats
-from .kernel_time import Chip, LearnedCorrection, Trees, load_fit, widen_error
+from .kernel_time import Chip, Kriging, LearnedCorrection, load_fit, widen_error
 
 # By compute capability, the chip with timings that runs the same kernels.
 _RELATIVES = {"sm80": "a100", "sm90": "h100", "sm100": "b200", "sm103": "b200", "sm120": "rtx-pro-6000"}
@@ -28,7 +28,7 @@ class KernelFit:
     """Constants of one kernel family; `chip` is the chip they were fitted on, `own` whether it is this one."""
 
     constants: Mapping[str, Any]
-    trees: Trees | None
+    correction: Kriging | None
     half_widths: Mapping[str, Any]
     chip: str
     own: bool
@@ -39,7 +39,7 @@ class KernelFit:
 
     def correct(self, features: Floats) -> LearnedCorrection | None:
         """The correction of one kernel, from its features; None where none was learned."""
-        return None if self.trees is None else LearnedCorrection(self.trees(features)[0], self.provenance)
+        return None if self.correction is None else LearnedCorrection(self.correction(features)[0], self.provenance)
 
     @property
     def provenance(self) -> str:
@@ -86,8 +86,14 @@ def _read_fit(chip: str, family: str, kernel: str, own: bool, architecture: str)
         widths = shared["relatives"]
     return KernelFit(
         constants=constants,
-        trees=Trees.of(data["trees"]) if "trees" in data else None,
+        correction=_read_correction(chip, family),
         half_widths=widths.get(kernel) or widths["any"],
         chip=chip,
         own=own,
     )
+
+
+@functools.cache
+def _read_correction(chip: str, family: str) -> Kriging | None:
+    data: Mapping[str, Any] = load_fit(f"{chip}_kernels.json")[family]
+    return Kriging.of(data["correction"]) if "correction" in data else None

@@ -6,8 +6,8 @@ Tc is the best over tile shapes and split-K factors of waves x (products and ope
 prologue and epilogue); Tm is device-memory bytes at the achieved bandwidth plus cache bytes at the cache's. SM
 latencies are counted in cycles and rates per SM and cycle, so that constants fitted on the H200 carry over to another
 chip by its SM count, clock, per-SM peak, bandwidth and cache. Chips with timings have constants of their own
-(chip_fits.py). A small tree ensemble corrects the formula's logarithm. `benchmarks/fit/fit_kernels.py` and
-`fit_chips.py` write constants and trees.
+(chip_fits.py). What was learned beside it corrects the logarithm of its seconds. `benchmarks/fit/fit_kernels.py` and
+`fit_chips.py` write both.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def formula(
         rows_s = batch * m * cast["row_cycles"] / (of.units * of.clock_hz)
         overhead_s = overhead_s + cast["us"] * 1e-6 * of.launch_factor + rows_s
         total = total + cast["bytes"] * batch * m * k
-    hbm = total * np.clip((total / of.cache_bytes - c["cache_kept"]) / c["cache_spill"], 0.0, 1.0)
+    hbm = _warm_hbm_bytes(c, of, total, batch * right * n * k)
     if hbm_bytes is not None:
         hbm = np.where(np.isnan(hbm_bytes), hbm, hbm_bytes)
     hbm_s = hbm / (c["bandwidth"] * of.bandwidth)
@@ -230,6 +230,20 @@ def formula(
         "tile": tm * tn,
         "split": _SPLIT[best],
     }
+
+
+def _warm_hbm_bytes(c: Mapping[str, Any], of: Chip, total: Floats, weights: Floats) -> Floats:
+    """Bytes of device memory in a loop of the same product.
+
+    The public loops go round several copies of the weights, so that a cache must hold all of them to have one again
+    (`weight_copies`); operands and results are the same each time.
+    """
+
+    def crossing(between: Floats) -> Any:  # by the bytes that pass between two uses
+        return np.clip((between / of.cache_bytes - c["cache_kept"]) / c["cache_spill"], 0.0, 1.0)
+
+    again = total + (c.get("weight_copies", 1.0) - 1.0) * weights
+    return np.asarray(weights * crossing(again) + (total - weights) * crossing(total))
 
 
 def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats, Any, Floats]:
@@ -332,7 +346,7 @@ def _log_alignment(size: Floats) -> Any:
 
 
 def features(p: Product, t: Mapping[str, Floats]) -> Floats:
-    """The inputs of the trees, one row per product."""
+    """The inputs of the learned correction, one row per product."""
     m, n, k, batch = (np.atleast_1d(np.asarray(value, float)) for value in (p.m, p.n, p.k, p.batch))
     log_m, log_n, log_k, log_batch = np.log2(m), np.log2(n), np.log2(k), np.log2(batch)
     log_out, load = log_m + log_n + log_batch, t["load"]

@@ -140,7 +140,7 @@ def formula(c: Mapping[str, Any], of: Chip, call: ExpertCall) -> dict[str, Float
 
 
 def features(call: ExpertCall, t: Mapping[str, Floats]) -> Floats:
-    """The inputs of the trees, one row per call."""
+    """The inputs of the learned correction, one row per call."""
     sizes = (call.tokens, call.hidden, call.width, call.topk, call.experts, call.ranks)
     tokens, hidden, width, topk, experts, ranks = (np.atleast_1d(np.asarray(value, float)) for value in sizes)
     columns = [
