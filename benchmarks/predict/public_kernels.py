@@ -8,7 +8,8 @@ Takes any tables of aiconfigurator's form: gemm, context_attention, generation_a
 products, attention and fused experts of a chip that was fitted; 15 and 20% for others) and the datasheet's roofline.
 Where the table has watts, joules of kernels over 0.1 ms are scored too (goal 12%): NVML's average over a second times
 the latency, against the prediction under the power limit. Loops shorter than that second are read with what ran before
-them, so rows with readings enough are scored apart. The final split was not used in any fit (fit_chips.py).
+them, so errors are given by the number of readings too, and beside them how far readings of like kernels lie from each
+other: no prediction comes nearer than that. The final split was not used in any fit (fit_chips.py).
 """
 
 from __future__ import annotations
@@ -63,30 +64,49 @@ def score(rows: list[Row]) -> dict[str, Any]:
     return found
 
 
-LONG_READINGS = 11  # a reading every 0.1 s: from here on the last ones are of this loop alone
+# By the fewest readings a mean can be of; one every 0.1 s, so from 11 on the last ones are of this loop alone.
+READINGS = ((1, 4), (5, 8), (9, 10), (11, 40))
 
 
 def score_joules(rows: list[Row]) -> dict[str, Any] | None:
-    """Joules of kernels over 0.1 ms, and apart those whose loop lasted as long as NVML's average."""
+    """Joules of kernels over 0.1 ms, in all and by how many readings their watts have."""
     pairs = []
     for row in rows:
         if row.public_w is not None:
             found = PowerModel.from_device(lookup(row.device)).estimate(DeviceWork.of(kernel_of(row)))
-            pairs.append((row.public_w * row.seconds, found.energy_j, found.relative_error, row.readings))
+            pairs.append((row.public_w * row.seconds, found.energy_j, found.relative_error, row.readings, row.seconds))
     if not pairs:
         return None
-    measured, predicted, width, readings = np.array(pairs).T
+    measured, predicted, width, readings, seconds = np.array(pairs).T
 
     def score_rows(some: np.ndarray) -> dict[str, Any]:
         error = (predicted / measured - 1)[some]
         return {
             "rows": int(some.sum()),
-            "mean_abs_error": float(np.abs(error).mean()) if len(error) else None,
-            "bias": float(error.mean()) if len(error) else None,
-            "coverage_90": float((np.abs(measured / predicted - 1) <= width)[some].mean()) if len(error) else None,
+            "mean_abs_error": float(np.abs(error).mean()),
+            "bias": float(error.mean()),
+            "coverage_90": float((np.abs(measured / predicted - 1) <= width)[some].mean()),
         }
 
-    return score_rows(readings > 0) | {"long_windows": score_rows(readings >= LONG_READINGS)}
+    parts = {f"{low}-{high}": (low <= readings) & (readings <= high) for low, high in READINGS}
+    return score_rows(readings > 0) | {
+        "noise": scatter_of_like_rows(np.log(seconds), np.log(predicted / seconds), np.log(measured / seconds)),
+        "by_readings": {name: score_rows(some) for name, some in parts.items() if some.any()},
+    }
+
+
+def scatter_of_like_rows(log_s: np.ndarray, log_w: np.ndarray, log_measured_w: np.ndarray) -> float | None:
+    """The mean error that readings leave to any prediction, from pairs alike in length and predicted watts (within 10%).
+
+    Two rows with one truth differ by the root of two more than each of them from it.
+    """
+    off = np.maximum(np.abs(log_s[:, None] - log_s), np.abs(log_w[:, None] - log_w))
+    np.fill_diagonal(off, np.inf)
+    nearest = off.argmin(axis=1)
+    alike = off.min(axis=1) < 0.1
+    if not alike.any():
+        return None
+    return float(np.abs(log_measured_w - log_measured_w[nearest])[alike].mean() / np.sqrt(2))
 
 
 def table(rows: list[Row]) -> dict[str, dict[str, Any]]:
@@ -124,6 +144,14 @@ def show(name: str, line: dict[str, Any]) -> str:
     return text + (f"  goal {line['goal']:.0%}" if line.get("goal") else "")
 
 
+def print_joules(joules: dict[str, Any]) -> None:
+    noise = f"  like rows differ by {joules['noise']:.0%}" if joules["noise"] is not None else ""
+    parts = {"over 0.1 ms": joules} | {f"{n} readings": part for n, part in joules["by_readings"].items()}
+    for name, part in parts.items():
+        text = f"    joules, {name:26} {part['rows']:5} {part['mean_abs_error']:6.1%} {'':6} {part['bias']:+6.1%} {part['coverage_90']:5.0%}"
+        print(text + (f"  goal {GOAL_JOULES:.0%}{noise}" if part is joules else ""))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="*", help="tables; default: all of --shared")
@@ -146,13 +174,7 @@ def main() -> None:
                 for name, part in line["formats"].items():
                     print(show(f"    {name}", part))
                 if "joules" in line:
-                    joules = line["joules"]
-                    print(f"    joules over 0.1 ms {joules['rows']:24} {joules['mean_abs_error']:6.1%} {'':6} {joules['bias']:+6.1%}"
-                          f" {joules['coverage_90']:5.0%}  goal {GOAL_JOULES:.0%}")  # fmt: skip
-                    long = joules["long_windows"]
-                    if long["rows"]:
-                        print(f"    joules, windows of a second {long['rows']:15} {long['mean_abs_error']:6.1%} {'':6} {long['bias']:+6.1%}"
-                              f" {long['coverage_90']:5.0%}")  # fmt: skip
+                    print_joules(line["joules"])
     if given.split == "final" and not given.files:
         write_result(ROOT / "benchmarks" / "results" / "public_kernels.json", {"split": "final", "chips": found})
 
