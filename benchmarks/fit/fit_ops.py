@@ -1,6 +1,6 @@
 """Fit what an operator costs inside a model: data-moving families, convolutions, and the host. Writes estimate/data/.
 
-    python benchmarks/fit/fit_ops.py [--only stream,conv,models,host,folds]
+    python benchmarks/fit/fit_ops.py [--only stream,conv,models,host,gaps,folds] [--shared ../shared]
 
 Reads the traces of all recorded models (`benchmarks/data/h200_{dev,heldout,heldout2}_*`, recorded by
 device/record_models.py; the held-out sets were looked at once before they were used), lays each kernel beside the
@@ -681,7 +681,7 @@ def host_counts(graph: Any) -> list[float]:
     return list(n.values())
 
 
-def public_rows() -> list[tuple[str, float, Any]]:
+def public_rows(shared: Path) -> list[tuple[str, float, Any]]:
     """Host-bound eager rows of models_public.jsonl, recorded by others on another day: (name, microseconds, graph)."""
     from predict import predict_models
     from tessera.estimate.ops import OpModel
@@ -689,7 +689,7 @@ def public_rows() -> list[tuple[str, float, Any]]:
     from tessera.graph.capture import capture
 
     found, model = [], OpModel(H200)
-    for r, build in predict_models.public(BENCHMARKS.parent.parent / "shared"):
+    for r, build in predict_models.public(shared):
         if r.get("graph_replay"):
             continue
         net, inputs = build()
@@ -729,7 +729,7 @@ class HostRows:
         return np.array([1.0 / sum(self.session == i) for i in self.session])
 
 
-def host_rows(all_graphs: dict[Any, Any]) -> HostRows:
+def host_rows(all_graphs: dict[Any, Any], shared: Path) -> HostRows:
     """The host-bound eager rows of all recordings."""
     busy = {t["name"]: t["gpu_us"] for t in traces()}
     rows = []  # (name, microseconds, which recording, graph)
@@ -739,7 +739,7 @@ def host_rows(all_graphs: dict[Any, Any]) -> HostRows:
         # Rows after a trace in the same process are slowed by the profiler that stays attached.
         session = "profiler" if r.get("after_profiler") else r["set"]
         rows.append((r["name"], r["ms"] * 1e3, session, all_graphs[r["name"]]))
-    rows += [(name, us, "public", graph) for name, us, graph in public_rows()]
+    rows += [(name, us, "public", graph) for name, us, graph in public_rows(shared)]
     names, us, session, of = zip(*rows, strict=True)
     sessions = sorted(set(session))
     return HostRows(
@@ -786,9 +786,9 @@ def host_width(rows: HostRows, c: np.ndarray) -> float:
     return float(spread[order][np.searchsorted(total, 0.9)])
 
 
-def fit_host(all_graphs: dict[Any, Any]) -> None:
+def fit_host(all_graphs: dict[Any, Any], shared: Path) -> None:
     """Constants from host-bound eager rows of all recordings, each of which found its host at a speed of its own."""
-    rows = host_rows(all_graphs)
+    rows = host_rows(all_graphs, shared)
     c, speed = host_constants(rows, np.ones(len(rows.names), bool))
     by_session = {name: round(float(v), 2) for name, v in zip(rows.sessions, speed, strict=True)}
     left = host_left_out(rows)
@@ -811,6 +811,29 @@ def fit_host(all_graphs: dict[Any, Any]) -> None:
     write("host.json", out)
 
 
+# ---------------------------------------------------------------- between the kernels of a graph
+def fit_gaps(all_graphs: dict[Any, Any]) -> None:
+    """What replays take beyond their traced kernels, by launches and attentions; prints, writes nothing."""
+    from scipy.optimize import nnls
+
+    traced = {t["name"]: t for t in traces()}
+    counts, left = [], []
+    for r in recorded():
+        t, graph = traced.get(r["name"]), all_graphs[r["name"]]
+        if t is None or not r.get("graph_replay") or r["throttle"] or r.get("capture_differs"):
+            continue
+        # Of long kernels the gaps are less than what a traced kernel differs from a replayed one.
+        if t["gpu_us"] > 12.0 * len(t["kernels"]) or any(op.kind == "rnn" for op in graph.kernels):
+            continue
+        half = [op for op in graph.kernels if op.kind == "attention" and op.precision in ("bf16", "fp16")]
+        launches = sum(map(data_movement.count_launches, graph.kernels))
+        counts.append([launches, sum(op.params["q_len"] > 1 for op in half)])
+        left.append((r["ms"] * 1e3 - t["gpu_us"], t["gpu_us"]))
+    gap, whole = np.array(left).T
+    found, _ = nnls(np.array(counts) / whole[:, None], gap / whole)
+    print(f"gaps of {len(gap)} replays: {found[0]:.2f} us a launch, {found[1]:.2f} us more for 16-bit attention")
+
+
 def write(name: str, data: dict[str, Any]) -> None:
     path = OUT / name
     path.write_text(json.dumps(data, separators=(",", ":")) + "\n")
@@ -819,7 +842,8 @@ def write(name: str, data: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="stream,conv,models,host,folds")
+    parser.add_argument("--only", default="stream,conv,models,host,gaps,folds")
+    parser.add_argument("--shared", type=Path, default=BENCHMARKS.parent.parent / "shared")
     code = hashlib.sha256(
         b"".join(p.read_bytes() for p in sorted((BENCHMARKS.parent / "src/tessera/graph").glob("*.py")))
     )
@@ -834,7 +858,9 @@ def main() -> None:
     rows += single(all_swept)
     for name in given.only.split(","):
         if name == "host":
-            fit_host(all_graphs)
+            fit_host(all_graphs, given.shared)
+        elif name == "gaps":
+            fit_gaps(all_graphs)
         elif name == "folds":
             fit_folds(rows, all_graphs)
         elif name == "models":

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..device import Device
 from ..errors import ArgumentError, DoesNotFit, MissingExtra, did_you_mean
-from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph, Launch
+from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph, Launch, Op
 from ..graph.partition import PartitionReport
 from ..hardware import lookup
 from ..joules import Floats
@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 
 State = Literal["sustained", "burst"]
 
-# Between two kernels of a stream the device idles this long: measured on the H200 as (time - sum of kernels) / kernels
-# of device-bound iterations (benchmarks/data/h200_dev_*): 0.9-1.3 us launched one by one, 0.1-0.4 us in a CUDA graph.
-GAP_S = {"eager": 1.0e-6, "graph": 0.25e-6, "compile": 1.0e-6}
+# Between two kernels of a stream the device idles this long: 0.9-1.3 us launched one by one, measured on the H200 as
+# (time - sum of kernels) / kernels of device-bound iterations (benchmarks/data/h200_dev_*); in a CUDA graph 0.36 us.
+# A memset in a graph is no kernel: the device idles before and after it. cuDNN's 16-bit attention clears a workspace
+# first (replays of short kernels less the traced kernels: benchmarks/fit/fit_ops.py --only gaps).
+GAP_S = {"eager": 1.0e-6, "graph": 0.36e-6, "compile": 1.0e-6}
+MEMSET_S = 2.1e-6
 # One replay of a CUDA graph: what it adds to one small kernel, and the least that both took together (a copy of 65,536
 # floats on an H200, recorded by benchmarks/device/record_kernels.py). Behind longer kernels most of it is hidden: one
 # product per replay took 0.9 us longer than many in one graph (benchmarks/fit/kernel_rows.py).
@@ -226,7 +229,7 @@ def estimate(
         power, default_host = calibration.scale_power(power), calibration.scale_host(default_host)
     if cpu:
         kernels = widen_for_cpu(kernels)
-    gaps = [0.0 if cpu else GAP_S[launch] * count_launches(op) for op in ops]
+    gaps = [0.0 if cpu else _gap_s(op, launch) for op in ops]
     if launch == "graph" and gaps and not cpu:
         gaps[0] += replay_s(sum(k.seconds for k in kernels) + sum(gaps))
     iteration = Iteration(kernels, gaps, power)
@@ -240,6 +243,12 @@ def estimate(
     solved = iteration.solve(host_s, synced=synced, drained=cpu or graph.ends_synchronised, burst=state == "burst")
     memory = _quantise_weights(graph, MemoryEstimator(device).estimate(of or graph), model.precision)
     return Estimate(ops=ops, kernels=kernels, solved=solved, power=power, memory=memory, host=host)
+
+
+def _gap_s(op: Op, launch: Launch) -> float:
+    """Seconds that the device idles around the kernels of an operator."""
+    clears = op.kind == "attention" and op.precision in ("bf16", "fp16") and op.params["q_len"] > 1
+    return GAP_S[launch] * count_launches(op) + (MEMSET_S if clears and launch == "graph" else 0.0)
 
 
 def replay_s(device_s: float) -> float:
