@@ -54,9 +54,16 @@ def rnn_launches(op: Op) -> float:
     return 2.0 * float(p["steps"] * p["layers"] * p["directions"])
 
 
+def extras_of(op: Op) -> tuple[str, ...]:
+    """Names in `HostModel.extra_s` that an operator may have: its kind, a bias that cuDNN leaves to another kernel."""
+    if op.phase == "backward" and not op.hooked:
+        return (f"{op.kind}_backward",)
+    return (op.kind, "conv_bias") if op.kind == "conv" and op.params.get("bias") else (op.kind,)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostModel:
-    """Host seconds by what is dispatched; `extra_s` is what operators of a kind cost above others."""
+    """Host seconds by what is dispatched; `extra_s` is what operators of a kind cost above others (`extras_of`)."""
 
     kernel_s: float
     extra_s: Mapping[str, float]
@@ -103,18 +110,17 @@ class HostModel:
 
     def seconds(self, op: Op, training: bool) -> float:
         """Host seconds from the operator before to this one's launch."""
-        python = self.module_s * op.host_modules + self.function_s * op.host_functions
+        own = self.module_s * op.host_modules + self.function_s * op.host_functions
+        own += sum(self.extra_s.get(name, 0.0) for name in extras_of(op))
         if op.kind == "foreach":
-            return python + self.foreach_s + self.foreach_tensor_s * len(op.outputs)
-        if op.phase == "backward" and op.kind == "rnn":
-            return python + self.backward_s + 2.0 * LAUNCH_S * rnn_launches(op)
-        if op.phase == "backward" and not op.hooked:  # recomputed operators are called from Python, as in forward
-            return python + (self.backward_view_s if op.kind == "view" else self.backward_s)
-        own = self.view_s if op.kind == "view" else self.kernel_s + self.extra_s.get(op.kind, 0.0)
+            return own + self.foreach_s + self.foreach_tensor_s * len(op.outputs)
         if op.kind == "rnn":
-            own += LAUNCH_S * rnn_launches(op)
+            own += LAUNCH_S * rnn_launches(op) * (2.0 if op.phase == "backward" else 1.0)
+        if op.phase == "backward" and not op.hooked:  # recomputed operators are called from Python, as in forward
+            return own + (self.backward_view_s if op.kind == "view" else self.backward_s)
+        own += self.view_s if op.kind == "view" else self.kernel_s
         own += HOOKED_S if op.hooked and op.kernels else 0.0
-        return python + own + (self.recording_s if training else 0.0)
+        return own + (self.recording_s if training else 0.0)
 
 
 def host_times(model: HostModel, ops: Sequence[Op], training: bool) -> list[float]:
