@@ -347,14 +347,23 @@ def host_factor(case: CalibrationCase, sample: Sample, calibration: Calibration)
     """The factor on all host times that gives the measured iteration; None where the device decides its time."""
     default = HostModel.of_device(case.device)
 
-    def seconds(log: float) -> float:
-        host = default.scale(math.exp(log), "trial", default.relative_error)
+    def seconds(factor: float) -> float:
+        host = default.scale(factor, "trial", default.relative_error)
         return _estimate_eager(case, calibration, host).solved.seconds
 
-    low, high = math.log(0.02), math.log(50.0)
-    if sample.seconds <= 1.05 * seconds(low) or sample.seconds > seconds(high):
+    low, high = 0.02, 50.0
+    low_s, high_s = seconds(low), seconds(high)
+    if sample.seconds <= 1.05 * low_s or sample.seconds > high_s:
         return None
-    for _ in range(24):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if seconds(middle) < sample.seconds else (low, middle)
-    return math.exp(0.5 * (low + high))
+    # Regula falsi (Illinois): seconds rise with the factor, in proportion where the host decides.
+    low_off, high_off, off = low_s - sample.seconds, high_s - sample.seconds, 0.0
+    while high - low > 1e-6 * low:
+        middle, before = (low * high_off - high * low_off) / (high_off - low_off), off
+        off = seconds(middle) - sample.seconds
+        if abs(off) < 1e-7 * sample.seconds:
+            return middle
+        if off < 0.0:
+            low, low_off, high_off = middle, off, high_off * (0.5 if before < 0.0 else 1.0)
+        else:
+            high, high_off, low_off = middle, off, low_off * (0.5 if before > 0.0 else 1.0)
+    return 0.5 * (low + high)
