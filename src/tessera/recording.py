@@ -31,7 +31,7 @@ from .units import format_energy_error
 Span = tuple[EpochNs, EpochNs]
 
 EVALUATION = "evaluation"
-"""The region between `model.eval()` and `model.train()` of a script that trains: it is part of no step."""
+"""The region of a script that trains, between `eval()` and `train()` or without gradients: it is part of no step."""
 
 
 class Stack(NamedTuple):

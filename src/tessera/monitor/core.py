@@ -55,19 +55,9 @@ class Window:
     """
 
     __slots__ = (
-        "_ends",
-        "_firsts",
-        "_starts",
-        "end",
-        "energies",
-        "met",
-        "name",
-        "nested",
-        "overlaps",
-        "reported",
-        "start",
+        "_ends", "_firsts", "_starts", "end", "energies", "met", "name", "nested", "overlaps", "reported", "start",
         "thread",
-    )
+    )  # fmt: skip
 
     def __init__(self, name: str, start: Edge) -> None:
         self.name = name
