@@ -161,8 +161,8 @@ def learn_mixtures() -> dict[str, ResponseFit]:
     return found
 
 
-def learn_marks(times_ns: Any, watts: Any, marks: Any) -> ResponseFit | None:
-    """The response that a load shows whose times are known: on between marks, off between them."""
+def expose_marks(times_ns: Any, marks: Any) -> tuple[Any, Exposed]:
+    """A load whose times are known, on between marks and off between them: which samples to use, and what ran."""
     start, end = marks[:, 0], marks[:, 1]
     edge = np.concatenate([[start[0] - 300_000_000], end]), np.concatenate([start, [end[-1] + 100_000_000]])
     ran = Exposed(
@@ -170,7 +170,12 @@ def learn_marks(times_ns: Any, watts: Any, marks: Any) -> ResponseFit | None:
         seconds=np.concatenate([end - start, edge[1] - edge[0]]) * 1e-9,
         cls=np.repeat([0, 1], [len(start), len(edge[0])]), prior_w=np.array([600.0, 130.0]), sd_w=np.array([200.0, 40.0]),
     )  # fmt: skip
-    use = (times_ns - 200_000_000 >= edge[0][0]) & (times_ns <= edge[1][-1])
+    return (times_ns - 200_000_000 >= edge[0][0]) & (times_ns <= edge[1][-1]), ran
+
+
+def learn_marks(times_ns: Any, watts: Any, marks: Any) -> ResponseFit | None:
+    """The response that a load shows whose times are known."""
+    use, ran = expose_marks(times_ns, marks)
     try:
         return learn_response(times_ns[use], watts[use], ran, response_of(describe(Ring()), 0.02)).fit
     except MeasurementError as exc:
