@@ -158,7 +158,7 @@ def test_it_works_without_the_repository_and_without_torch(bare: Path, tmp_path:
         ("measure --sensor modelled true", 0, "modelled"),
         ("watch --sensor modelled --once", 0, "cpu0"),
         ("completion zsh", 0, "compdef"),
-        ("run --out run.tessera script.py", 0, "run.tessera"),
+        ("run --out run.tessera script.py", 0, "run.html"),
         ("report run.tessera --html run.html", 0, "tessera"),
         ("export run.tessera --chrome trace.json", 0, "trace.json"),
     ],
