@@ -96,7 +96,7 @@ def test_no_column_goes_without_a_word(width: int) -> None:
     row = EnergyRow(name="aten::mm", kind="op", calls=7, time_s=1.0, energy_j=12.5, error_j=0.25, share=0.5)
     screens = {
         "power per call": rows_table([row], "ops", width=width),
-        "time before after change": difference_rows(diff(table_of(row), table_of(row)), 5, width),
+        "time before after change": difference_rows(diff(table_of(row), table_of(row)), 5),
     }
     for wanted, screen in screens.items():
         shown = Console(file=io.StringIO(), width=width).text(screen)
