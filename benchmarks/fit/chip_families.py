@@ -52,7 +52,6 @@ MOE: Table = {
 # The variance of a shape's own error over that which near shapes share: of one chip, of chips together. Errors over
 # OUTLIER (logarithm) are those of a library that chose a slow kernel, and say little of near shapes.
 NOISE, NOISE_OF_OTHERS, OUTLIER = 0.1, 1.0, 0.5
-POINTS = 750  # more make files larger, and errors smaller by a tenth of them at most
 FEW = 20  # rows under which a kernel is not fitted
 
 
@@ -88,6 +87,7 @@ class Family:
     scatter: float = 0.1  # of chips that are fitted together, over which the loss is no longer quadratic
     of_others: Constants | None = None  # the option of chips that are fitted together; None: the best
     correct_others: bool = False
+    points: int = 650  # of a correction: more make files larger, and errors smaller by a tenth of them at most
     by_library: bool = False  # whether chips with asynchronous matrix units run another library than the others
 
     def predict(self, constants: Constants, s: Sample) -> tuple[np.ndarray, np.ndarray]:
@@ -127,7 +127,7 @@ FAMILIES = (
     Family("attention", _attention_name, fits.calls, _attention_formula, attention.features, lambda _: ATTENTION,
            lambda _: [{"packing": packing} for packing in PACKINGS],
            {0: 2.2, 2: 2.2, 3: 2.2, 5: 2.2, 6: 96, 7: 6, 8: 0.5, 11: 0.25, 14: 4.5, 15: 3, 16: 4.5}, {**WATTS, "loop_us": (2, 0, 8)},
-           lambda kernel: kernel.replace("fp8", "bf16"), "decode.bf16", 30.0, 0.4, {"packing": "by library"}, correct_others=True, by_library=True),
+           lambda kernel: kernel.replace("fp8", "bf16"), "decode.bf16", 30.0, 0.4, {"packing": "by library"}, correct_others=True, points=1100, by_library=True),
     Family("moe", lambda r: r.args["precision"], _join_experts, moe.formula, moe.features, lambda _: MOE, lambda _: [{}],
            {0: 2.2, 1: 2.2, 2: 2.2, 3: 6, 4: 3, 5: 3, 6: 1.5, 7: 3, 9: 3, 12: 4.5, 13: 0.75, 14: 6}, {}),
 )  # fmt: skip
@@ -298,7 +298,7 @@ def fit_correction(
     x, y, weight = residuals(family, fitted, of)
     lengths = np.array(list(family.lengths.values()))
     rows = x[:, list(family.lengths)] / lengths
-    tenths = np.round(10 * rows[farthest(rows, POINTS)])
+    tenths = np.round(10 * rows[farthest(rows, family.points)])
     near, among = covariance(rows, tenths / 10), covariance(tenths / 10, tenths / 10)
     scaled = near.T * weight**2
     found = np.linalg.solve(
