@@ -9,7 +9,7 @@ products, attention and fused experts of a chip that was fitted; 15 and 20% for 
 Where the table has watts, joules of kernels over 0.1 ms are scored too (goal 12%): NVML's average over a second times
 the latency, against the prediction under the power limit. Loops shorter than that second are read with what ran before
 them, so errors are given by the number of readings too, and beside them how far readings of like kernels lie from each
-other: no prediction comes nearer than that. The final split was not used in any fit (fit_chips.py).
+other. Those are alike by this model, so that its own faults count there too: no floor of the error. The final split was not used in any fit (fit_chips.py).
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ def score_joules(rows: list[Row]) -> dict[str, Any] | None:
 
 
 def scatter_of_like_rows(log_s: np.ndarray, log_w: np.ndarray, log_measured_w: np.ndarray) -> float | None:
-    """The mean error that readings leave to any prediction, from pairs alike in length and predicted watts (within 10%).
+    """How far readings lie from each other that this model takes for alike: length and predicted watts within 10%.
 
-    Two rows with one truth differ by the root of two more than each of them from it.
+    Over the root of two, as two rows with one truth differ by that much more than each of them from it. Kernels whose
+    watts differ in ways the model does not know count as well: noise and its own faults together.
     """
     off = np.maximum(np.abs(log_s[:, None] - log_s), np.abs(log_w[:, None] - log_w))
     np.fill_diagonal(off, np.inf)

@@ -235,8 +235,8 @@ def formula(
 def _warm_hbm_bytes(c: Mapping[str, Any], of: Chip, total: Floats, weights: Floats) -> Floats:
     """Bytes of device memory in a loop of the same product.
 
-    The public loops go round several copies of the weights, so that a cache must hold all of them to have one again
-    (`weight_copies`); operands and results are the same each time.
+    The public loops fit as if they went round several copies of the weights, so that a cache must hold all of them to
+    have one again (`weight_copies`); operands and results are the same each time.
     """
 
     def crossing(between: Floats) -> Any:  # by the bytes that pass between two uses
