@@ -129,7 +129,7 @@ def test_near_shapes_err_alike_and_far_ones_not_at_all() -> None:
 
 
 def test_a_loop_over_copies_of_the_weights_reads_them_from_device_memory() -> None:
-    """The public loops are taken to go round six copies: a cache of 134 MB holds 17 MB of weights, and not six times that."""
+    """Public loops are taken to have six copies: a cache of 134 MB holds 17 MB of weights, and not six times that."""
     of = chip(lookup("rtx-pro-6000"))
     fit = find_fit(of, "gemm", "bf16")
     assert fit is not None
