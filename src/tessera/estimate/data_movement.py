@@ -375,11 +375,14 @@ def _batch_norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
     channels = float(x.shape[1]) if len(x.shape) > 1 else 1.0
     phase = "backward" if "backward" in short else "train" if op.params.get("training") else "eval"
     layout = "last" if x.channels_last else "first"
-    # cuDNN's kernels take fp32 weights and no bf16, torch's own anything: there each channel of a sample is a block's.
+    # cuDNN's kernels take fp32 weights and no bf16, torch's own anything.
     narrow = x.dtype == "bf16" or (x.dtype != "fp32" and all(t.dtype != "fp32" for t in op.inputs[1:3]))
-    elements = n + (270.0 * x.shape[0] * channels if phase == "eval" and layout == "first" and narrow else 0.0)
     name = f"batch_norm.{phase}.{layout}{'.narrow' if narrow else ''}"
-    return name, elements, n / 1024 if phase == "eval" or layout == "last" else channels
+    if phase != "eval" or layout == "last":
+        return name, n, n / 1024 if layout == "last" else channels
+    # A block for every channel of a sample: 16 planes of 256 x 256 keep 16 SMs busy, a plane of 10 x 10 none for long.
+    planes = x.shape[0] * channels
+    return name, n + (270.0 if narrow else 130.0) * planes, planes
 
 
 def _reduction(op: Op, short: str, n: float) -> tuple[str, float, float]:
