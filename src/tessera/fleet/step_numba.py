@@ -29,7 +29,7 @@ def advance_block(fleet: FleetArrays, steps: int, settings: StepSettings) -> Blo
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _advance(fleet: Any, steps: int, settings: Any, load_w: Any, feed_w: Any, row_w: Any, trips: Any) -> int:
-    found, at = 0, 0
+    found, at = np.int64(0), np.int64(0)  # not literals, for which numba compiles what is called once more
     while at < steps:
         span = _count_safe_steps(fleet.gpus, fleet.groups, settings.step_s, steps - at)
         fleet.groups.lowest_s[:] = np.inf
@@ -193,11 +193,11 @@ def _run_feed(
     for k in range(span):
         step, known = at + k, found
         found = _step_nodes(fleet, settings, load_w[:, k], step, trips, found)
-        found = _step_breakers(racks, step, 1, trips, found)
+        found = _step_breakers(racks, step, np.int64(1), trips, found)
         rows.draw_w[:] = 0.0
         for i in range(len(racks.closed)):
             rows.draw_w[racks.parent[i]] += racks.copies[i] * racks.draw_w[i]
-        found = _step_breakers(rows, step, 2, trips, found)
+        found = _step_breakers(rows, step, np.int64(2), trips, found)
         total = 0.0
         for i in range(len(rows.closed)):
             row_w[step, i] = rows.draw_w[i]
@@ -230,7 +230,7 @@ def _step_nodes(fleet: Any, settings: Any, load_w: Any, step: int, trips: Any, f
         nodes.over_s[i] = nodes.over_s[i] + settings.step_s if x >= settings.limit_at else 0.0
         if x >= settings.off_at or nodes.over_s[i] >= settings.limit_s:
             nodes.alive[i] = False
-            found = _note_trip(trips, found, step, 0, i)
+            found = _note_trip(trips, found, step, np.int64(0), i)
     return found
 
 
