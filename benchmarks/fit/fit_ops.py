@@ -715,6 +715,7 @@ class HostRows:
 
     names: list[str]
     us: np.ndarray
+    iteration_us: np.ndarray
     bound: np.ndarray
     rnn_us: np.ndarray
     counts: np.ndarray
@@ -735,7 +736,7 @@ class HostRows:
 def host_rows(all_graphs: dict[Any, Any], shared: Path) -> HostRows:
     """Eager rows of all recordings: those that wait for the host, and those whose host was timed by itself."""
     busy = {t["name"]: t["gpu_us"] for t in traces()}
-    rows = []  # (name, microseconds, bound by its host, which recording, graph)
+    rows = []  # (name, microseconds of the host, of the iteration, bound by its host, which recording, graph)
     for r in recorded():
         if r.get("graph_replay") or r["name"] not in busy:
             continue
@@ -747,12 +748,12 @@ def host_rows(all_graphs: dict[Any, Any], shared: Path) -> HostRows:
             # Rows after a trace in the same process are slowed by the profiler that stays attached.
             session = "profiler" if r.get("after_profiler") else r["set"]
             us = 1e3 * (math.sqrt(r["ms"] * r["host_ms"]) if bound else r["host_ms"])
-            rows.append((r["name"], us, bound, session, graph))
-    rows += [(name, us, True, "public", graph) for name, us, graph in public_rows(shared)]
-    names, us, bound, session, of = zip(*rows, strict=True)
+            rows.append((r["name"], us, 1e3 * r["ms"], bound, session, graph))
+    rows += [(name, us, us, True, "public", graph) for name, us, graph in public_rows(shared)]
+    names, us, whole, bound, session, of = zip(*rows, strict=True)
     sessions = sorted(set(session))
     return HostRows(
-        list(names), np.array(us), np.array(bound), np.array([launch_us(g) for g in of]),
+        list(names), np.array(us), np.array(whole), np.array(bound), np.array([launch_us(g) for g in of]),
         np.array([host_counts(g) for g in of]), np.array([sessions.index(s) for s in session]), sessions,
     )  # fmt: skip
 
@@ -786,10 +787,13 @@ def host_left_out(rows: HostRows) -> float:
     return float(np.mean(left))
 
 
-def host_width(rows: HostRows, c: np.ndarray) -> float:
-    """The half-width that holds 90% of the rows, each recording one draw."""
+def host_width(rows: HostRows, c: np.ndarray, speed: np.ndarray) -> float:
+    """The half-width that holds 90% of the rows, each recording one draw, predicted at the mean speed of the others."""
     kept = rows.bound & np.isin(rows.session, rows.clean)
-    spread = np.abs(rows.us / (rows.counts @ c + rows.rnn_us) - 1.0)[kept]
+    log = np.log(speed)
+    others = [np.mean([log[j] for j in rows.clean if j != i]) for i in range(len(speed))]
+    predicted = np.exp(np.array(others)[rows.session]) * (rows.counts @ c + rows.rnn_us)
+    spread = np.abs(rows.iteration_us / predicted - 1.0)[kept]
     order = np.argsort(spread)
     total = np.cumsum(rows.share[kept][order]) / rows.share[kept].sum()
     return float(spread[order][np.searchsorted(total, 0.9)])
@@ -804,8 +808,8 @@ def fit_host(all_graphs: dict[Any, Any], shared: Path) -> None:
     print(
         f"host: {len(rows.names)} rows; models left out, their recording's speed known: {left:.1%}; speeds {by_session}"
     )
-    # The middle of the recordings is what is shipped; the interval holds 90% of their rows.
-    width = host_width(rows, c)
+    # The middle of the recordings is what is shipped; the interval holds 90% of the rows of a recording not met.
+    width = host_width(rows, c, speed)
     us = dict(zip(HOST, c, strict=True))
     out: dict[str, Any] = {k: float(f"{v * 1e-6:.4g}") for k, v in us.items() if k not in EXTRA}
     out["extra_s"] = {k: float(f"{us[k] * 1e-6:.4g}") for k in EXTRA}

@@ -3,8 +3,8 @@
 An eager program is as slow as the slower of two clocks: the device's, and the host's, which runs ahead as far as it
 can. Constants are those of hosts beside an H200 (Intel Xeons, 16 vCPU, torch 2.11), fitted on whole models
 (`benchmarks/fit/fit_ops.py`). Hosts of the same kind differ from one session to the next: four recordings found them at
-0.83 to 1.5 times the shipped constants, which are their geometric mean. So host-bound programs have a wide interval,
-which holds 90% of the rows of those recordings; `tessera calibrate` measures the host at hand.
+0.84 to 1.34 times the shipped constants, which are their geometric mean. So host-bound programs have a wide interval,
+which holds 90% of the rows of a recording left out of that mean; `tessera calibrate` measures the host at hand.
 
 A CPU runs its operators itself: it does not run ahead, and each operator waits for its dispatch. The kernel models were
 fitted on a GPU and never compared with a CPU, so its times carry one wide error that all kernels share.
@@ -44,7 +44,7 @@ LAUNCH_S = 7.0e-6
 
 # Python run by hooks on saved tensors for an operator (a checkpoint, in forward and again in backward): 8 us for one
 # that saves two tensors, by benchmarks/device/checkpointing.py --host-cost (torch 2.13 on a CPU). With it the host of
-# the one checkpointed step that was recorded is predicted at 47 ms instead of 37; it took 64 (h200_heldout2_models).
+# the one checkpointed step that was recorded is predicted at 46 ms instead of 42; it took 64 (h200_heldout2_models).
 HOOKED_S = 8.0e-6
 
 

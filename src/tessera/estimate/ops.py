@@ -30,7 +30,7 @@ DROPOUT = {False: 2.1, True: 1.3}
 
 # torch's grouped products of experts over a batched product of as many even groups: 85 us against 51 for 8 groups of
 # 256 x 7168 x 1024, 44 against 26 for 256 x 1024 x 3584 (bf16, a small Mixtral in h200_dev_traces). Only the
-# arithmetic is slower: 64 groups of 64 x 2048 x 2048 wait for their weights (155 us; olmoe_6layers, h200_heldout_traces).
+# arithmetic is slower: 64 groups of 64 x 2048 x 2048 wait for their weights (155 us; OLMoE in h200_heldout_traces).
 GROUPED = 1.7
 
 # The half-width of an operator without a model: that of the widest family that was measured, and the widest of a chip

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..estimate.power import PowerModel
 
 
-# Hosts of one kind were found at 0.83 to 1.5 times the shipped constants (estimate/host.py): where a program takes more
-# than twice what it is estimated to, it is not the host that it waits for.
+# Hosts of one kind were found at 0.84 to 1.34 times the shipped constants (estimate/host.py): where a program takes
+# more than twice what it is estimated to, it is not the host that it waits for.
 MAX_RATIO = 2.0
 # What a wait adds, of what the board draws while it waits: 105 to 109 W of 127, for ResNet-50's convolutions with 0, 6
 # and 30 us behind each (`gaps` of benchmarks/device/trace_lines.py). Kernels that follow closely are hotter, and leak.
