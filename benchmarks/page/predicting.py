@@ -80,21 +80,26 @@ def servers(f: dict[str, Any]) -> list[Goal]:
     return [*rows, first]
 
 
-def second(blind: dict[str, Any], after: dict[str, Any]) -> list[Goal]:
-    """The second blind set, recorded after the repairs the first one asked for."""
+def later(words: str, which: str) -> list[Goal]:
+    """A further set: the one look before it was used decides; beside it, what became of it where it was used since."""
+    blind = load(f"predict_{which}")
+    after = load(f"predict_{which}_after") if which != NEWEST else None
     rows = []
     for kind, (goal, *_) in KINDS.items():
-        roof = blind[kind]["roofline_latency"]
-        inside = f"{pct(blind[kind]['inside_latency'])}% and then {pct(after[kind]['inside_latency'])}% in the interval"
+        roof, inside = blind[kind]["roofline_latency"], f"{pct(blind[kind]['inside_latency'])}%"
+        reached = f"blind {both(blind, kind)} ({blind[kind]['cases']} cases)"
+        if after is not None:
+            reached += f"; after repairs {both(after, kind)}"
+            inside += f" and then {pct(after[kind]['inside_latency'])}%"
         rows.append(
-            Goal(what=f"a second set of models, {kind}: mean error of latency / energy, %", goal=goal, met=met(blind, kind),
-                 reached=f"blind {both(blind, kind)} ({blind[kind]['cases']} cases); after repairs {both(after, kind)}; {inside}",
-                 beside=f"roofline {pct(roof)}, ratio {roof / after[kind]['latency']:.1f} after",
-                 where=where("predict_heldout2", H200), command=MODELS.format("heldout2"))
+            Goal(what=f"a {words} set of models, {kind}: mean error of latency / energy, %", goal=goal, met=met(blind, kind),
+                 reached=f"{reached}; {inside} in the interval", beside=f"roofline {pct(roof)}",
+                 where=where(f"predict_{which}", H200), command=MODELS.format(which))
         )  # fmt: skip
     return rows
 
 
+NEWEST = "heldout4"  # nothing was chosen by it, or mended because of it
 GOALS = {
     "gemm seconds, H200, vLLM": 6, "gemm seconds, H200, torch alone": 6, "gemm seconds, H200, torch in models": 6,
     "attention seconds, H200, vLLM": 9, "attention seconds, H200, torch alone": 9,
@@ -216,7 +221,9 @@ def goals() -> list[Goal]:
     first, after, public = (load(f"predict_{n}") for n in ("heldout", "heldout_after", "public"))
     return [
         *models(first, after, public),
-        *second(load("predict_heldout2"), load("predict_heldout2_after")),
+        *later("second", "heldout2"),
+        *later("third", "heldout3"),
+        *later("fourth", NEWEST),
         *kernels(load("kernel_accuracy"), load("predict_kernels")),
         *chips(load("public_kernels"), load("left_out_chips")),
         *speed(load("predict_time"), load("flops")["models"]),
@@ -251,6 +258,10 @@ NOTES = [
     "  recordings, so it is not blind. In a cross-validation that leaves out the kernels of whole models (`fit_ops.py",
     "  --only folds`, 5 folds), device-bound models have errors of 6.6% in latency and 6.8% in energy. The form of the",
     "  model was chosen with all sets in view.",
+    "- The third set (35 models) was chosen the same way, and has since been used to choose between fits. The fourth (39",
+    "  models, `device/heldout4_cases.py`) was scored once, and nothing was mended since. 86% of its device-bound cases are",
+    "  within 10%; the mean is made by HuBERT, whose grouped convolution over 128 samples runs group by group in fp16",
+    "  (-64 and -70%), and by a small recommender in a graph (+89%).",
     "- Host-bound cases: hosts of the same kind differ by a factor of two between sessions. Four recordings were at 0.83 to",
     "  1.5 of the shipped value, which is their geometric mean. So 15% is not reached without calibrating.",
     "- The final split of GEMM and attention kernels was read once before three changes (see results/kernel_accuracy.json),",
