@@ -96,6 +96,34 @@ def test_joules_per_token_are_watts_over_tokens_per_second(arrivals):
     assert report.power_w <= 700
 
 
+@pytest.mark.parametrize("on", ["v100", "t4", "rtx-2080-ti"])
+def test_fp16_runs_on_the_tensor_cores_of_chips_without_bf16(on):
+    reports = {d: estimate_serving("llama-3.1-8b", on=on, batch=8, dtype=d) for d in ("bf16", "fp16", "int4", "fp8")}
+    prefills = {dtype: report.prefill.time_s for dtype, report in reports.items()}
+    assert max(prefills["fp16"], prefills["int4"], prefills["fp8"]) < prefills["bf16"] / 3
+    assert reports["bf16"].notes == (f"{on} has no bf16 units: bf16 products run on its fp32 vector units",)
+    assert reports["fp16"].notes == reports["int4"].notes == ()
+    assert reports["int4"].deployment.cache == "fp16"
+    # 8.0e9 parameters x 2 x 1,024 tokens, by the chip's own kernels: at least a third of its fp16 peak.
+    peak = reports["fp16"].deployment.device.matrix["fp16"].value
+    assert prefills["fp16"] < 3 * 2 * 8.0e9 * 1024 / peak
+
+
+def test_the_default_format_is_one_that_the_chip_has():
+    report = estimate_serving("llama-3.1-8b", on="v100")
+    assert (report.deployment.weights, report.deployment.cache) == ("fp16", "fp16")
+    assert report.notes == ("v100 has no bf16 units: fp16 weights are taken",)
+    assert estimate_serving("llama-3.1-8b", on="a100").deployment.weights == "bf16"
+    assert "note  v100 has no bf16 units" in invoke(command, "llama-3.1-8b", "--serve", "--on", "v100,h200").output
+
+
+def test_fp32_counts_every_parameter_at_four_bytes():
+    report = estimate_serving("llama-3.1-8b", on="h200", dtype="fp32")
+    assert report.weights_bytes == pytest.approx(4 * report.served.shape.parameters)
+    assert report.deployment.cache == "fp32"
+    assert report.cache_bytes == 2 * estimate_serving("llama-3.1-8b", on="h200").cache_bytes
+
+
 def test_experts_need_experts():
     with pytest.raises(ArgumentError, match="no experts"):
         estimate_serving("llama-3.1-8b", on="h200", tp=8, ep=8)

@@ -90,7 +90,7 @@ def predict_server(
     reports, best = sweep_serving(
         model,
         on=list(devices),
-        dtype=list(dtypes or ("bf16",)),
+        dtype=dtypes or (None,),
         tp=list(tp or (1,)),
         batch=list(batches or (1,)),
         max_time_per_output_token_s=max_tpot_s,

@@ -11,6 +11,8 @@ from ..serving.estimate import USED_SHARE, PhaseEstimate, ServingReport
 from ..units import format_bytes, format_duration_error, format_energy_error, format_error, format_power
 from .console import FittedTable, TableColumn, label_table, next_line
 
+_NOTES = 8  # of a table of many chips
+
 
 def serving_screen(
     reports: Sequence[ServingReport],
@@ -32,7 +34,7 @@ def serving_screen(
         missed = limited and best is None and first.fits is not False
         verdict = [Text("it does not meet the limits", style="yellow")] if missed else []
         misfit = [Text(_misfit(first), style="yellow")] if first.fits is False else []
-        return Group(head, *misfit, _one(first), *verdict, next_line(next_command))
+        return Group(head, *misfit, _one(first), *verdict, *_notes(reports), next_line(next_command))
     ending = label_table()
     if best is not None:
         within = " within the limits" if limited else ""
@@ -46,7 +48,14 @@ def serving_screen(
         "J of all GPUs for an output token with its share of the prompt; memory of each GPU; ± is a 90% half-width",
         style="dim",
     )
-    return Group(head, _rows(reports, best), note, ending, next_line(next_command))
+    return Group(head, _rows(reports, best), note, ending, *_notes(reports), next_line(next_command))
+
+
+def _notes(reports: Sequence[ServingReport]) -> list[Text]:
+    lines = list(dict.fromkeys(line for report in reports for line in report.notes))
+    if len(lines) > _NOTES:
+        lines[_NOTES:] = [f"{len(lines) - _NOTES} more notes (--json)"]
+    return [Text(f"note  {line}", style="yellow") for line in lines]
 
 
 def _misfit(report: ServingReport) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..device import Device
 from ..errors import ArgumentError
+from ..estimate.kernel_time import chip
 
 # Bytes of a stored weight with its scales: fp8 has few, nvfp4 one byte for 16 elements, mxfp4 one for 32, int4 two.
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625, "int4": 0.5625}
@@ -41,6 +42,11 @@ class Deployment:
                 raise ArgumentError(f"{name}={getattr(self, name)} does not divide {self.gpus} GPUs")
 
     @property
+    def activations(self) -> str:
+        """The format of activations: that of the weights, or 16 bits beside narrower ones."""
+        return self.weights if self.weights in ("fp32", "bf16", "fp16") else choose_sixteen_bits(self.device)
+
+    @property
     def attention_ranks(self) -> int:
         """GPUs that share the heads of one attention."""
         return self.gpus // self.replicas
@@ -49,3 +55,32 @@ class Deployment:
     def width_ranks(self) -> int:
         """GPUs that share the width of one expert."""
         return self.gpus // self.expert_ranks
+
+
+def choose_sixteen_bits(device: Device) -> str:
+    """The 16-bit format that a chip has units for: bf16, or fp16 where it has only that (V100, T4, P100)."""
+    of = chip(device)
+    return "fp16" if of.peak("fp16")[2] and not of.peak("bf16")[2] else "bf16"
+
+
+def find_computed(on: Deployment, stored: str) -> str:
+    """The format in which a product is computed: that of its weights where the chip has units for it, or 16 bits."""
+    if stored in ("fp4", "fp8", "int8"):
+        return stored if stored in on.device.matrix else choose_sixteen_bits(on.device)
+    return choose_sixteen_bits(on.device) if stored == "int4" else stored
+
+
+def note_formats(on: Deployment, *stored: str) -> list[str]:
+    """Notes for formats of weights that the chip has no units for."""
+    notes = []
+    for name in dict.fromkeys(stored):
+        computed = find_computed(on, name)
+        _, unit, native = chip(on.device).peak(computed)
+        if not native:
+            kind, _, runs_as = unit.partition(".")
+            notes.append(
+                f"{on.device.id} has no {computed} units: {computed} products run on its {runs_as} {kind} units"
+            )
+        elif name not in (computed, "int4"):  # of which everybody knows that only weights are so narrow
+            notes.append(f"{name} weights are widened: their products run on {on.device.id}'s {computed} units")
+    return notes

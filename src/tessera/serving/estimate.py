@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..device import Device
 from ..errors import ArgumentError
 from ..estimate.power import PowerEstimate
 from ..hardware import lookup
-from .deployment import WEIGHT_BYTES, Deployment
+from .deployment import WEIGHT_BYTES, Deployment, choose_sixteen_bits, note_formats
 from .engine import find_engine, run_pass
 from .forward_pass import decode_pass, prefill_pass
 from .served_model import ServedModel, read_served_model
@@ -103,6 +104,7 @@ class ServingReport:
     decode_by_context: tuple[tuple[int, PhaseEstimate], ...]
     capacity_bytes: float | None
     largest_batch: int | None
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -137,6 +139,7 @@ class ServingReport:
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
             "largest_batch": self.largest_batch,
+            "notes": list(self.notes),
             "prefill": _phase_dict(self.prefill),
             "decode": _phase_dict(self.decode),
             "decode_by_context": [{"context": n, **_phase_dict(phase)} for n, phase in self.decode_by_context],
@@ -159,7 +162,7 @@ def estimate_serving(
     batch: int = 1,
     prompt: int = 1024,
     generate: int = 256,
-    dtype: str = "bf16",
+    dtype: str | None = None,
     tp: int = 1,
     ep: int | None = None,
     attention_dp: int = 1,
@@ -173,7 +176,8 @@ def estimate_serving(
 
     `model` is a public name, a configuration of Hugging Face, a path of a config.json, or a module. `tp` GPUs share one
     copy; `ep` of them share the experts by expert (default: by width), and with `attention_dp` groups share the
-    sequences. `arrivals` "steady": a prompt comes whenever a sequence ends; "once": all prompts come first.
+    sequences. `arrivals` "steady": a prompt comes whenever a sequence ends; "once": all prompts come first. `dtype` is
+    bf16 unless given, or fp16 on a chip that has units for that alone.
     """
     served = read_served_model(model)
     device = lookup(on) if isinstance(on, str) else on
@@ -182,6 +186,11 @@ def estimate_serving(
         raise ArgumentError(f"arrivals={arrivals!r} is not known", fix=f"one of: {', '.join(ARRIVALS)}")
     _check_context(served, prompt, generate)
     _check_division(served, tp, attention_dp, ep)
+    notes = []
+    if dtype is None:
+        dtype = choose_sixteen_bits(device)
+        if dtype != "bf16":
+            notes.append(f"{device.id} has no bf16 units: {dtype} weights are taken")
     deployment = Deployment(
         device=device,
         gpus=tp,
@@ -189,16 +198,19 @@ def estimate_serving(
         expert_ranks=(ep or 1) if served.shape.experts else 1,
         weights=dtype,
         experts=experts_dtype or dtype,
-        cache=cache_dtype or _cache_of(dtype),
+        cache=cache_dtype or _cache_of(dtype, device),
         launch=launch,
         engine=engine,
     )
-    return predict_serving(served, deployment, batch=batch, prompt=prompt, generate=generate, arrivals=arrivals)
+    report = predict_serving(served, deployment, batch=batch, prompt=prompt, generate=generate, arrivals=arrivals)
+    return replace(report, notes=(*notes, *report.notes))
 
 
-def _cache_of(dtype: str) -> str:
+def _cache_of(dtype: str, device: Device) -> str:
     """The format of the cache beside weights of a format, where none is asked for."""
-    return "fp8" if dtype in ("fp8", "fp4") else "bf16"
+    if dtype in ("fp8", "fp4"):
+        return "fp8"
+    return dtype if dtype in ("fp32", "bf16", "fp16") else choose_sixteen_bits(device)
 
 
 def _check_division(served: ServedModel, tp: int, attention_dp: int, ep: int | None) -> None:
@@ -270,7 +282,13 @@ def predict_serving(
         decode_by_context=tuple((n, _phase(run, on, batch)) for n, run in curve),
         capacity_bytes=capacity.value if capacity else None,
         largest_batch=find_largest_batch(served, on, prompt + generate),
+        notes=tuple(_notes(served, on)),
     )
+
+
+def _notes(served: ServedModel, on: Deployment) -> list[str]:
+    stored = [on.weights, *([served.expert_format or on.experts] if served.shape.experts else [])]
+    return note_formats(on, *stored)
 
 
 def _first_token_s(on: Deployment, prefill_s: float, step_s: float, sequences: float, arrivals: str) -> float:
@@ -300,7 +318,8 @@ def count_memory(served: ServedModel, on: Deployment, batch: float, tokens: int)
     # Experts and MLPs are divided among all GPUs, attention among its ranks only.
     layers = served.full_layers + served.windowed_layers
     attention = min(rest, layers * sum(n * k for n, k in served.attention_matrices(1)))
-    weights = experts / on.gpus * WEIGHT_BYTES[stored] + 2.0 * s.embedding_parameters / on.gpus
+    weights = experts / on.gpus * WEIGHT_BYTES[stored]
+    weights += s.embedding_parameters / on.gpus * WEIGHT_BYTES[on.activations]
     weights += (attention / on.attention_ranks + (rest - attention) / on.gpus) * WEIGHT_BYTES[on.weights]
     cache = batch / on.replicas * served.cache_bytes(tokens, on.attention_ranks, WEIGHT_BYTES[on.cache])
     return weights, cache
@@ -325,7 +344,7 @@ def find_fitting(report: ServingReport) -> tuple[Deployment, int] | None:
     if report.largest_batch:
         return on, report.largest_batch
     narrower = [form for form in ("fp8", "fp4") if WEIGHT_BYTES[form] < WEIGHT_BYTES[on.weights]]
-    formats = [on, *(replace(on, weights=form, experts=form, cache=_cache_of(form)) for form in narrower)]
+    formats = [on, *(replace(on, weights=form, experts=form, cache=_cache_of(form, on.device)) for form in narrower)]
     sizes = [n for n in (on.gpus, 2 * on.gpus, 4 * on.gpus, 8 * on.gpus) if n in (on.gpus, 2, 4, _NODE_GPUS)]
     for form in formats:
         for gpus in sizes:
@@ -340,7 +359,7 @@ def sweep_serving(
     model: Any,
     *,
     on: list[str | Device],
-    dtype: list[str],
+    dtype: Sequence[str | None],
     tp: list[int],
     batch: list[int],
     max_time_per_output_token_s: float | None = None,

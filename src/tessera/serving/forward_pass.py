@@ -18,15 +18,15 @@ from ..estimate.attention import attention_time
 from ..estimate.gemm import gemm_time
 from ..estimate.kernel_time import ELEMENT_BYTES, chip
 from ..estimate.power import DeviceWork
-from .deployment import WEIGHT_BYTES, Deployment
+from .deployment import WEIGHT_BYTES, Deployment, find_computed
 from .served_model import ServedModel
 
 # Kernels beside products and attention, of one layer under a CUDA graph: two norms with residuals, rotary embedding,
 # write to the cache, activation, casts; with experts: router, sort, gather, scatter; latent attention: two more norms,
 # its splits and joins; linear attention: convolution, gates, norm.
 _SMALL, _SMALL_EXPERTS, _SMALL_LATENT, _SMALL_LINEAR = 6, 6, 3, 4
-# Bytes for each element of the hidden state that these read and write in a layer (bf16, residual kept).
-_SMALL_BYTES = 24.0
+# Elements that these read and write in a layer for each one of the hidden state (residual kept).
+_SMALL_ELEMENTS = 12.0
 # Kernels of experts reach these shares of the bandwidth while few tokens come to each of them (other chips as Hopper),
 # and of the peak; and the power in which both times are added. Chosen on half of the published servers
 # (benchmarks/measure/published_serving.py).
@@ -75,7 +75,7 @@ def _pass(served: ServedModel, on: Deployment, *, sequences: float, queries: int
         if layers and width:
             matrices = [(gates * width / on.gpus, s.hidden), (s.hidden, width / on.gpus)]
             products = products + _products(on, all_rows, matrices, layers)
-    head = _product_work(on.device, max(1, round(own)), s.vocab / on.gpus, s.hidden, "bf16")
+    head = _product_work(on, max(1, round(own)), s.vocab / on.gpus, s.hidden, on.activations)
     kernels = s.layers * _SMALL + s.moe_layers * _SMALL_EXPERTS + 4
     kernels += served.full_layers * _SMALL_LATENT if served.latent else 0
     kernels += served.linear.layers * _SMALL_LINEAR if served.linear else 0
@@ -83,7 +83,7 @@ def _pass(served: ServedModel, on: Deployment, *, sequences: float, queries: int
         products=products + head,
         attention=_attention(served, on, own, queries, keys),
         experts=_experts(served, on, all_rows),
-        small=stream_work(on.device, s.layers * rows * s.hidden * _SMALL_BYTES),
+        small=stream_work(on.device, s.layers * rows * s.hidden * _SMALL_ELEMENTS * WEIGHT_BYTES[on.activations]),
         kernels=kernels,
         exchange_s=_exchange(served, on, rows, all_rows),
     )
@@ -92,29 +92,22 @@ def _pass(served: ServedModel, on: Deployment, *, sequences: float, queries: int
 def _products(on: Deployment, rows: float, matrices: list[tuple[float, float]], layers: int) -> DeviceWork:
     work = DeviceWork()
     for n, k in matrices:
-        work = work + _product_work(on.device, max(1, round(rows)), n, k, on.weights, float(layers))
+        work = work + _product_work(on, max(1, round(rows)), n, k, on.weights, float(layers))
     return work
 
 
-def _product_work(device: Device, m: int, n: float, k: float, stored: str, count: float = 1.0) -> DeviceWork:
+def _product_work(on: Deployment, m: int, n: float, k: float, stored: str, count: float = 1.0) -> DeviceWork:
     """A product whose weights come from device memory; formats that the chip lacks are widened on the way."""
     columns, depth = max(1, round(n)), max(1, round(k))
-    precision = _computed(device, stored)
+    precision = find_computed(on, stored)
     size = ELEMENT_BYTES[precision]
     moved = WEIGHT_BYTES[stored] * columns * depth
-    activations = m * (size * depth + 2.0 * columns)
-    if activations > 0.5 * chip(device).cache_bytes:
+    activations = m * (size * depth + WEIGHT_BYTES[on.activations] * columns)
+    if activations > 0.5 * chip(on.device).cache_bytes:
         moved += activations
     widened = WEIGHT_BYTES[stored] if WEIGHT_BYTES[stored] < size else None  # on the way, by the kernel
-    kernel = gemm_time(device, m, columns, depth, 1, precision, hbm_bytes=moved, weight_bytes=widened)
+    kernel = gemm_time(on.device, m, columns, depth, 1, precision, hbm_bytes=moved, weight_bytes=widened)
     return DeviceWork.of(kernel, count)
-
-
-def _computed(device: Device, stored: str) -> str:
-    """The format in which a product is computed: that of its weights where the chip has units for it."""
-    if stored in ("fp4", "fp8", "int8") and stored in device.matrix:
-        return stored
-    return "fp32" if stored == "fp32" else "bf16"
 
 
 def stream_work(device: Device, nbytes: float) -> DeviceWork:
@@ -154,7 +147,7 @@ def _attend(
     heads, key_heads = max(1, round(s.heads / ranks)), max(1, round(s.key_heads / ranks))
     size = s.head_size
     batch = max(1, round(sequences))
-    cache = ELEMENT_BYTES["fp8" if on.cache in ("fp8", "fp4", "int8", "int4") else "bf16"]
+    cache = max(1.0, WEIGHT_BYTES[on.cache])
     nbytes = sequences * keys * served.cache_elements(ranks) * cache
     if served.latent is not None and queries == 1:
         # All heads share one compressed key of rank and rotary part, whose first part is the value too.
@@ -168,9 +161,10 @@ def _attend(
         keys,
         size,
         queries > 1,
-        "bf16",
+        on.activations,
         window=seen if queries > 1 and seen < keys else None,
-        hbm_bytes=nbytes + (4.0 * sequences * queries * heads * size if queries > 1 else 0.0),
+        hbm_bytes=nbytes
+        + (2.0 * WEIGHT_BYTES[on.activations] * sequences * queries * heads * size if queries > 1 else 0.0),
         source="vllm",
     )
     # Under a CUDA graph the kernel starts as any other: its launch is one of the small ones.
@@ -200,11 +194,13 @@ def _experts(served: ServedModel, on: Deployment, rows: float) -> DeviceWork:
     matrices = 3 if s.gated else 2
     weights = matrices * s.hidden * width
     tokens = rows * s.topk / on.expert_ranks
-    nbytes = chosen * weights * WEIGHT_BYTES[stored] + tokens * (4.0 * s.hidden + 6.0 * width)
+    nbytes = chosen * weights * WEIGHT_BYTES[stored] + tokens * WEIGHT_BYTES[on.activations] * (
+        2.0 * s.hidden + 3.0 * width
+    )
     flops = 2.0 * weights * tokens
     reached = _EXPERT_BANDWIDTH.get(on.device.architecture or "", _EXPERT_BANDWIDTH_OTHER)
-    work = _bounded_work(on.device, flops, nbytes, _computed(on.device, stored), _EXPERT_PEAK, reached)
-    router = _product_work(on.device, max(1, round(rows)), s.experts, s.hidden, "bf16")
+    work = _bounded_work(on.device, flops, nbytes, find_computed(on, stored), _EXPERT_PEAK, reached)
+    router = _product_work(on, max(1, round(rows)), s.experts, s.hidden, on.activations)
     waits_s = _IMBALANCE * (on.expert_ranks - 1) * work.seconds
     return (work + router + DeviceWork(fixed_s=waits_s, busy_s=0.5 * waits_s)).times(s.moe_layers)
 
@@ -233,7 +229,7 @@ def _exchange(served: ServedModel, on: Deployment, rows: float, all_rows: float)
     """Seconds of the exchanges of a pass: after each attention and each MLP."""
     if on.gpus == 1:
         return 0.0
-    hidden = 2.0 * served.shape.hidden  # bytes of one token's state
+    hidden = WEIGHT_BYTES[on.activations] * served.shape.hidden  # bytes of one token's state
     seconds = 0.0
     if on.attention_ranks > 1:
         seconds += _reduce_s(on.device, rows * hidden, on.attention_ranks)
