@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import tessera
 from tessera.cli.predict import command
 from tessera.errors import ArgumentError
+from tessera.estimate.gemm import gemm_time
 from tessera.serving.estimate import estimate_serving, sweep_serving
 from tessera.serving.served_model import read_served_model
 from tessera.units import format_bytes
@@ -276,3 +277,45 @@ def test_a_language_models_name_without_serve_is_told_about_it():
     error = invoke(command, "llama-3.1-8b", "--on", "h200").code
     assert isinstance(error, ArgumentError)
     assert "tessera predict llama-3.1-8b --serve" in str(error.fix)
+
+
+def relative(value):
+    return value.error / value
+
+
+def test_intervals_are_wider_on_chips_without_data():
+    by_chip = {on: estimate_serving("llama-3.1-8b", on=on, batch=8) for on in ("h100", "l40s", "mi300x", "epyc-9654")}
+    for name in ("time_per_output_token_s", "joules_per_token", "time_to_first_token_s"):
+        widths = [relative(getattr(report, name)) for report in by_chip.values()]
+        assert widths[0] < widths[1] < widths[2] < widths[3] + 1e-9
+    # Not narrower than the chip's own kernels.
+    device = by_chip["mi300x"].deployment.device
+    product = gemm_time(device, 1024, 14336, 4096)
+    assert relative(by_chip["mi300x"].prefill.time_s) > product.relative_error
+    assert relative(by_chip["epyc-9654"].decode.time_s) >= 0.95
+
+
+def test_experts_that_nobody_timed_are_said_to_be_so_and_widen():
+    dense, experts = (estimate_serving(model, on="mi300x", batch=8) for model in ("llama-3.1-8b", "qwen3-30b-a3b"))
+    assert "no fused experts were timed on chips like mi300x" in experts.provenance["experts"]
+    assert relative(experts.decode.time_s) > relative(dense.decode.time_s)
+    assert "experts" not in dense.provenance
+    known = estimate_serving("qwen3-30b-a3b", on="h100", batch=8)
+    assert "published servers" in known.provenance["experts"] and "no fused" not in known.provenance["experts"]
+
+
+@pytest.mark.parametrize(
+    ("on", "source"),
+    [
+        ("h200", "fitted on the H200"),
+        ("b200", "fitted on public timings of the b200"),
+        ("l40s", "shared by the chips with public timings, carried over"),
+        ("mi300x", "H200 constants carried over by datasheet"),
+        ("epyc-9654", "not validated on CPUs"),
+    ],
+)
+def test_the_provenance_of_a_chip_is_on_the_screen_and_in_the_json(on, source):
+    words = ("llama-3.1-8b", "--serve", "--on", on)
+    assert source in json.loads(invoke(command, *words, "--json").output)["provenance"]["latency"]
+    for line in (words, (*words[:-1], f"{on},a100")):
+        assert source in " ".join(invoke(command, *line).output.split())

@@ -34,7 +34,7 @@ def serving_screen(
         missed = limited and best is None and first.fits is not False
         verdict = [Text("it does not meet the limits", style="yellow")] if missed else []
         misfit = [Text(_misfit(first), style="yellow")] if first.fits is False else []
-        return Group(head, *misfit, _one(first), *verdict, *_notes(reports), next_line(next_command))
+        return Group(head, *misfit, _one(first), *verdict, *_notes(reports), _from(reports), next_line(next_command))
     ending = label_table()
     if best is not None:
         within = " within the limits" if limited else ""
@@ -48,7 +48,20 @@ def serving_screen(
         "J of all GPUs for an output token with its share of the prompt; memory of each GPU; ± is a 90% half-width",
         style="dim",
     )
-    return Group(head, _rows(reports, best), note, ending, *_notes(reports), next_line(next_command))
+    return Group(head, _rows(reports, best), note, ending, *_notes(reports), _from(reports), next_line(next_command))
+
+
+def _from(reports: Sequence[ServingReport]) -> Text:
+    """Where the figures come from: every part of one prediction, the kernels of each chip of several."""
+    if len(reports) == 1:
+        sources = reports[0].provenance.items()
+        return Text("from  " + "; ".join(f"{name}: {source}" for name, source in sources), style="dim")
+    chips: dict[str, dict[str, None]] = {}
+    for report in reports:
+        for part, word in (("latency", ""), ("experts", "experts: ")):
+            if part in report.provenance:
+                chips.setdefault(word + report.provenance[part], {})[report.deployment.device.id] = None
+    return Text("from  " + "\n      ".join(f"{', '.join(on)}: {source}" for source, on in chips.items()), style="dim")
 
 
 def _notes(reports: Sequence[ServingReport]) -> list[Text]:

@@ -63,14 +63,14 @@ def run_pass(work: PassWork, on: Deployment, sequences: float) -> PowerEstimate:
     kernels_s = engine.kernel_s * work.kernels
     if on.device.architecture == "blackwell":
         kernels_s *= _BLACKWELL_KERNEL
-    heavy = work.products + work.experts
+    heavy = work.products.work + work.experts.work
     if on.experts == "fp8":
-        more_s = (engine.fp8_experts - 1.0) * work.experts.seconds
+        more_s = (engine.fp8_experts - 1.0) * work.experts.work.seconds
         heavy = heavy + DeviceWork(fixed_s=more_s, busy_s=more_s)
     if on.device.architecture == "blackwell":
         more_s = (engine.blackwell - 1.0) * heavy.seconds
         heavy = heavy + DeviceWork(fixed_s=more_s, busy_s=more_s)
-    busy = heavy + work.attention + work.small
+    busy = heavy + work.attention.work + work.small
     # Exchanges and small kernels keep the chip awake and about half of it at work.
     busy = busy + DeviceWork(fixed_s=kernels_s + work.exchange_s, busy_s=0.5 * (kernels_s + work.exchange_s))
     host_s = engine.step_s + engine.sequence_s * sequences

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..device import Device
 from ..errors import ArgumentError
+from ..estimate.host import CPU_NOTE, is_cpu
 from ..estimate.power import PowerEstimate
 from ..hardware import lookup
 from .deployment import WEIGHT_BYTES, Deployment, choose_sixteen_bits, note_formats
 from .engine import find_engine, run_pass
 from .forward_pass import decode_pass, prefill_pass
 from .served_model import ServedModel, read_served_model
+from .uncertainty import ServingErrors, find_errors, find_provenance
 
-# Half-widths of 90% intervals, relative: on the half of the published servers that the constants were chosen on, 90% of
-# the rows lie within these (benchmarks/measure/published_serving.py; the other half is the test).
-ERROR_STEP, ERROR_FIRST, ERROR_ENERGY = 0.36, 0.9, 0.36
 # Time to the first token under steady arrivals: its own prefill, an engine's share of those of other sequences (by a
 # power of their number), and steps that are under way or scheduled first. Chosen on the same half.
 _QUEUE_POWER, _FIRST_STEPS = 0.615, 4.5
@@ -104,6 +103,7 @@ class ServingReport:
     decode_by_context: tuple[tuple[int, PhaseEstimate], ...]
     capacity_bytes: float | None
     largest_batch: int | None
+    provenance: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
     @property
@@ -139,6 +139,7 @@ class ServingReport:
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
             "largest_batch": self.largest_batch,
+            "provenance": dict(self.provenance),
             "notes": list(self.notes),
             "prefill": _phase_dict(self.prefill),
             "decode": _phase_dict(self.decode),
@@ -243,8 +244,10 @@ def predict_serving(
 ) -> ServingReport:
     """As `estimate_serving`, of a `Deployment` that was made before."""
     find_engine(on.engine)
-    mean = run_pass(decode_pass(served, on, batch=batch, context=prompt + generate / 2), on, batch)
-    first = run_pass(prefill_pass(served, on, batch=1, prompt=prompt), on, 1)
+    decode = decode_pass(served, on, batch=batch, context=prompt + generate / 2)
+    prefill = prefill_pass(served, on, batch=1, prompt=prompt)
+    errors = find_errors(served, on, decode, prefill, batch=batch, prompt=prompt, generate=generate)
+    mean, first = run_pass(decode, on, batch), run_pass(prefill, on, 1)
     # For each step of all sequences, batch / generate of them end and as many prompts come; each copy of the attention
     # works on its own prompts.
     prompts = batch / generate / on.replicas if arrivals == "steady" else 0.0
@@ -268,27 +271,29 @@ def predict_serving(
         prompt=prompt,
         generate=generate,
         arrivals=arrivals,
-        time_to_first_token_s=Quantity(waits_s, ERROR_FIRST * waits_s),
-        time_per_output_token_s=Quantity(step_s, ERROR_STEP * step_s),
-        tokens_per_s=Quantity(batch / token_s, ERROR_STEP * batch / token_s),
-        joules_per_token=Quantity(joules, ERROR_ENERGY * joules),
-        power_w=Quantity(power_w, 0.5 * ERROR_ENERGY * power_w),
+        time_to_first_token_s=Quantity(waits_s, errors.first * waits_s),
+        time_per_output_token_s=Quantity(step_s, errors.step * step_s),
+        tokens_per_s=Quantity(batch / token_s, errors.step * batch / token_s),
+        joules_per_token=Quantity(joules, errors.energy * joules),
+        power_w=Quantity(power_w, errors.power * power_w),
         memory_bytes=Quantity(all_bytes, _MEMORY_ERROR * all_bytes),
         weights_bytes=weights,
         cache_bytes=cache,
         engine_bytes=ENGINE_BYTES,
-        prefill=_phase(first, on, prompt * on.replicas),
-        decode=_phase(mean, on, batch),
-        decode_by_context=tuple((n, _phase(run, on, batch)) for n, run in curve),
+        prefill=_phase(first, on, prompt * on.replicas, errors.prefill, errors),
+        decode=_phase(mean, on, batch, errors.step, errors),
+        decode_by_context=tuple((n, _phase(run, on, batch, errors.step, errors)) for n, run in curve),
         capacity_bytes=capacity.value if capacity else None,
         largest_batch=find_largest_batch(served, on, prompt + generate),
+        provenance=find_provenance(on, decode, prefill),
         notes=tuple(_notes(served, on)),
     )
 
 
 def _notes(served: ServedModel, on: Deployment) -> list[str]:
     stored = [on.weights, *([served.expert_format or on.experts] if served.shape.experts else [])]
-    return note_formats(on, *stored)
+    notes = [CPU_NOTE] if is_cpu(on.device) else []
+    return [*notes, *note_formats(on, *stored)]
 
 
 def _first_token_s(on: Deployment, prefill_s: float, step_s: float, sequences: float, arrivals: str) -> float:
@@ -299,12 +304,12 @@ def _first_token_s(on: Deployment, prefill_s: float, step_s: float, sequences: f
     return float(prefill_s * (1.0 + waits) + _FIRST_STEPS * step_s)
 
 
-def _phase(run: PowerEstimate, on: Deployment, tokens: float) -> PhaseEstimate:
+def _phase(run: PowerEstimate, on: Deployment, tokens: float, error: float, errors: ServingErrors) -> PhaseEstimate:
     watts, joules = on.gpus * run.power_w, on.gpus * run.energy_j
     return PhaseEstimate(
-        time_s=Quantity(run.seconds, ERROR_STEP * run.seconds),
-        power_w=Quantity(watts, 0.5 * ERROR_ENERGY * watts),
-        energy_j=Quantity(joules, ERROR_ENERGY * joules),
+        time_s=Quantity(run.seconds, error * run.seconds),
+        power_w=Quantity(watts, errors.power * watts),
+        energy_j=Quantity(joules, errors.energy * joules),
         tokens=tokens,
     )
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..device import Device
 from ..dist.cost import collective_cost, find_link
-from ..errors import ArgumentError
+from ..errors import ArgumentError, PredictionError
 from ..estimate.attention import attention_time
 from ..estimate.gemm import gemm_time
-from ..estimate.kernel_time import ELEMENT_BYTES, chip
+from ..estimate.host import is_cpu, widen_for_cpu
+from ..estimate.kernel_time import ELEMENT_BYTES, KernelTime, chip
+from ..estimate.moe import moe_time
 from ..estimate.power import DeviceWork
 from .deployment import WEIGHT_BYTES, Deployment, find_computed
 from .served_model import ServedModel
@@ -32,6 +35,8 @@ _SMALL_ELEMENTS = 12.0
 # (benchmarks/measure/published_serving.py).
 _EXPERT_BANDWIDTH, _EXPERT_BANDWIDTH_OTHER = {"blackwell": 0.76}, 0.62
 _EXPERT_PEAK, _EXPERT_POWER = 0.5, 2.0
+# Half-width where nobody timed fused experts on a chip of that kind (AMD, TPUs, CPUs): as widened as a kernel's can be.
+_NO_EXPERTS = 0.95
 # All GPUs wait for the one whose experts were chosen most: this much longer for each further rank of experts.
 _IMBALANCE = 0.02
 # Attention of a step in a server against the kernels' own benchmark loop, and the latency of an exchange of few bytes,
@@ -40,16 +45,57 @@ _DECODE_ATTENTION = 0.6
 _EXCHANGE_S = 5.9e-6
 
 
+@dataclass(frozen=True, slots=True)
+class UncertainWork:
+    """Work with the seconds by which its kernels may be wrong (all in one direction), and its seconds by source."""
+
+    work: DeviceWork = field(default_factory=DeviceWork)
+    error_s: float = 0.0
+    sources: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kernel: KernelTime, count: float) -> UncertainWork:
+        """A kernel, `count` times."""
+        seconds = kernel.seconds * count
+        return cls(DeviceWork.of(kernel, count), kernel.relative_error * seconds, {kernel.provenance: seconds})
+
+    def __add__(self, other: UncertainWork) -> UncertainWork:
+        sources = {
+            name: self.sources.get(name, 0.0) + other.sources.get(name, 0.0) for name in (*self.sources, *other.sources)
+        }
+        return UncertainWork(self.work + other.work, self.error_s + other.error_s, sources)
+
+    def times(self, factor: float) -> UncertainWork:
+        """This work, `factor` times."""
+        sources = {name: seconds * factor for name, seconds in self.sources.items()}
+        return UncertainWork(self.work.times(factor), self.error_s * factor, sources)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassWork:
-    """One pass on one GPU: work by part, the number of small kernels, and the seconds of exchanges between GPUs."""
+    """One pass on one GPU: work by part, the number of small kernels, and the seconds of exchanges between GPUs.
 
-    products: DeviceWork
-    attention: DeviceWork
-    experts: DeviceWork
+    `relative_error` is the mean 90% half-width of its kernels and exchanges, weighted by their seconds.
+    """
+
+    products: UncertainWork
+    attention: UncertainWork
+    experts: UncertainWork
     small: DeviceWork
     kernels: float
-    exchange_s: float
+    exchange: UncertainWork
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of the exchanges."""
+        return self.exchange.work.seconds
+
+    @property
+    def relative_error(self) -> float:
+        """The mean 90% half-width of kernels and exchanges."""
+        parts = (self.products, self.attention, self.experts, self.exchange)
+        seconds = sum(part.work.seconds for part in parts)
+        return sum(part.error_s for part in parts) / seconds if seconds else 0.0
 
 
 def decode_pass(served: ServedModel, on: Deployment, *, batch: float, context: float) -> PassWork:
@@ -85,18 +131,18 @@ def _pass(served: ServedModel, on: Deployment, *, sequences: float, queries: int
         experts=_experts(served, on, all_rows),
         small=stream_work(on.device, s.layers * rows * s.hidden * _SMALL_ELEMENTS * WEIGHT_BYTES[on.activations]),
         kernels=kernels,
-        exchange_s=_exchange(served, on, rows, all_rows),
+        exchange=_exchange(served, on, rows, all_rows),
     )
 
 
-def _products(on: Deployment, rows: float, matrices: list[tuple[float, float]], layers: int) -> DeviceWork:
-    work = DeviceWork()
+def _products(on: Deployment, rows: float, matrices: list[tuple[float, float]], layers: int) -> UncertainWork:
+    work = UncertainWork()
     for n, k in matrices:
         work = work + _product_work(on, max(1, round(rows)), n, k, on.weights, float(layers))
     return work
 
 
-def _product_work(on: Deployment, m: int, n: float, k: float, stored: str, count: float = 1.0) -> DeviceWork:
+def _product_work(on: Deployment, m: int, n: float, k: float, stored: str, count: float = 1.0) -> UncertainWork:
     """A product whose weights come from device memory; formats that the chip lacks are widened on the way."""
     columns, depth = max(1, round(n)), max(1, round(k))
     precision = find_computed(on, stored)
@@ -107,7 +153,11 @@ def _product_work(on: Deployment, m: int, n: float, k: float, stored: str, count
         moved += activations
     widened = WEIGHT_BYTES[stored] if WEIGHT_BYTES[stored] < size else None  # on the way, by the kernel
     kernel = gemm_time(on.device, m, columns, depth, 1, precision, hbm_bytes=moved, weight_bytes=widened)
-    return DeviceWork.of(kernel, count)
+    return UncertainWork.of(_on_device(on.device, kernel), count)
+
+
+def _on_device(device: Device, kernel: KernelTime) -> KernelTime:
+    return widen_for_cpu([kernel])[0] if is_cpu(device) else kernel
 
 
 def stream_work(device: Device, nbytes: float) -> DeviceWork:
@@ -119,9 +169,9 @@ def stream_work(device: Device, nbytes: float) -> DeviceWork:
     return DeviceWork(fixed_s=seconds, busy_s=0.5 * seconds, hbm_bytes=nbytes)
 
 
-def _attention(served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int) -> DeviceWork:
+def _attention(served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int) -> UncertainWork:
     """Attention of all layers for this GPU's sequences."""
-    work = DeviceWork()
+    work = UncertainWork()
     seen = min(keys, served.index.most) if served.index else keys
     if served.full_layers:
         work = work + _attend(served, on, sequences, queries, seen if queries == 1 else keys, served.full_layers, seen)
@@ -136,13 +186,13 @@ def _attention(served: ServedModel, on: Deployment, sequences: float, queries: i
         # The state is read and written once for a step, or once for each chunk of 64 tokens of a prompt.
         chunks = math.ceil(queries / 64)
         moved = 2.0 * sequences * chunks * served.state_bytes(on.attention_ranks)
-        work = work + stream_work(on.device, moved)
+        work = work + UncertainWork(stream_work(on.device, moved))
     return work
 
 
 def _attend(
     served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int, layers: int, seen: int
-) -> DeviceWork:
+) -> UncertainWork:
     s, ranks = served.shape, on.attention_ranks
     heads, key_heads = max(1, round(s.heads / ranks)), max(1, round(s.key_heads / ranks))
     size = s.head_size
@@ -170,23 +220,24 @@ def _attend(
     # Under a CUDA graph the kernel starts as any other: its launch is one of the small ones.
     alone = dataclasses.replace(kernel, seconds=kernel.seconds - kernel.overhead_s, overhead_s=0.0)
     alone = dataclasses.replace(alone, clock_s=min(alone.seconds, alone.clock_s))
-    return DeviceWork.of(alone, layers * (sequences / batch) * (_DECODE_ATTENTION if queries == 1 else 1.0))
+    count = layers * (sequences / batch) * (_DECODE_ATTENTION if queries == 1 else 1.0)
+    return UncertainWork.of(_on_device(on.device, alone), count)
 
 
-def _choose_keys(served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int) -> DeviceWork:
+def _choose_keys(served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int) -> UncertainWork:
     """The index: small fp8 products of each query with all keys before it."""
     assert served.index is not None
     pairs = sequences * queries * (keys if queries == 1 else keys / 2)
     flops = 2.0 * pairs * served.index.heads * served.index.size * served.full_layers
     nbytes = sequences * keys * served.index.size * served.full_layers + 4.0 * pairs * served.full_layers
-    return _bounded_work(on.device, flops, nbytes, "fp8", 0.4, 0.8)
+    return UncertainWork(_bounded_work(on.device, flops, nbytes, "fp8", 0.4, 0.8))
 
 
-def _experts(served: ServedModel, on: Deployment, rows: float) -> DeviceWork:
+def _experts(served: ServedModel, on: Deployment, rows: float) -> UncertainWork:
     """The experts of all layers on this GPU: the weights of those that some token chose, and their products."""
     s = served.shape
     if not s.moe_layers:
-        return DeviceWork()
+        return UncertainWork()
     stored = served.expert_format or on.experts
     local = s.experts / on.expert_ranks
     chosen = max(min(1.0, local), local * (1.0 - (1.0 - s.topk / s.experts) ** rows)) if s.topk < s.experts else local
@@ -199,10 +250,27 @@ def _experts(served: ServedModel, on: Deployment, rows: float) -> DeviceWork:
     )
     flops = 2.0 * weights * tokens
     reached = _EXPERT_BANDWIDTH.get(on.device.architecture or "", _EXPERT_BANDWIDTH_OTHER)
-    work = _bounded_work(on.device, flops, nbytes, find_computed(on, stored), _EXPERT_PEAK, reached)
+    computed = find_computed(on, stored)
+    work = _bounded_work(on.device, flops, nbytes, computed, _EXPERT_PEAK, reached)
     router = _product_work(on, max(1, round(rows)), s.experts, s.hidden, on.activations)
     waits_s = _IMBALANCE * (on.expert_ranks - 1) * work.seconds
-    return (work + router + DeviceWork(fixed_s=waits_s, busy_s=0.5 * waits_s)).times(s.moe_layers)
+    work = work + DeviceWork(fixed_s=waits_s, busy_s=0.5 * waits_s)
+    error, source = _expert_error(served, on, rows, computed)
+    return (UncertainWork(work, error * work.seconds, {source: work.seconds}) + router).times(s.moe_layers)
+
+
+def _expert_error(served: ServedModel, on: Deployment, rows: float, computed: str) -> tuple[float, str]:
+    """The relative 90% half-width of experts on a chip, and where their time comes from."""
+    s, by_shares = (
+        served.shape,
+        "shares of the chip's peaks, chosen on published servers of Hopper and Blackwell",
+    )
+    try:
+        sizes = (max(1, round(rows)), s.hidden, max(1, round(s.moe_ffn / on.width_ranks)), s.topk, s.experts)
+        kernel = moe_time(on.device, *sizes, computed, ranks=on.expert_ranks)
+    except PredictionError:
+        return _NO_EXPERTS, f"{by_shares}; no fused experts were timed on chips like {on.device.id}"
+    return kernel.relative_error, by_shares
 
 
 def _bounded_work(
@@ -225,24 +293,30 @@ def _bounded_work(
     )
 
 
-def _exchange(served: ServedModel, on: Deployment, rows: float, all_rows: float) -> float:
-    """Seconds of the exchanges of a pass: after each attention and each MLP."""
+def _exchange(served: ServedModel, on: Deployment, rows: float, all_rows: float) -> UncertainWork:
+    """The exchanges of a pass: after each attention and each MLP."""
     if on.gpus == 1:
-        return 0.0
+        return UncertainWork()
     hidden = WEIGHT_BYTES[on.activations] * served.shape.hidden  # bytes of one token's state
-    seconds = 0.0
+    costs = []
     if on.attention_ranks > 1:
-        seconds += _reduce_s(on.device, rows * hidden, on.attention_ranks)
+        costs.append(_reduce_s(on.device, rows * hidden, on.attention_ranks))
     if on.replicas > 1:  # tokens go to all GPUs and come back
         kinds = ("all_gather", "reduce_scatter")
-        seconds += sum(collective_cost(kind, all_rows * hidden, on.gpus, on=on.device).time_s for kind in kinds)
+        both = [collective_cost(kind, all_rows * hidden, on.gpus, on=on.device) for kind in kinds]
+        costs += [(cost.time_s, cost.error_s) for cost in both]
     else:
-        seconds += _reduce_s(on.device, all_rows * hidden, on.gpus)
-    return seconds * served.shape.layers
+        costs.append(_reduce_s(on.device, all_rows * hidden, on.gpus))
+    seconds, error_s = (math.fsum(values) for values in zip(*costs, strict=True))
+    return UncertainWork(DeviceWork(fixed_s=seconds), error_s).times(served.shape.layers)
 
 
-def _reduce_s(device: Device, nbytes: float, ranks: int) -> float:
-    """An all-reduce: an engine's own kernel, in which each GPU reads from all others, or NCCL's where it is faster."""
+def _reduce_s(device: Device, nbytes: float, ranks: int) -> tuple[float, float]:
+    """Seconds and their 90% half-width of an all-reduce, by the faster way.
+
+    An engine has a kernel of its own, in which each GPU reads from all others, beside that of NCCL.
+    """
     _, link = find_link(device)
-    own = _EXCHANGE_S + 2.0 * nbytes / link.one_way_bytes_per_s
-    return min(own, collective_cost("all_reduce", nbytes, ranks, on=device).time_s)
+    cost = collective_cost("all_reduce", nbytes, ranks, on=device)
+    seconds = min(_EXCHANGE_S + 2.0 * nbytes / link.one_way_bytes_per_s, cost.time_s)
+    return seconds, seconds * cost.error_s / cost.time_s
