@@ -184,6 +184,13 @@ def test_what_does_not_fit_is_offered_what_does(monkeypatch, words, offered):
         assert screen.index("it does not fit") < screen.index("first token"), "said before the figures"
 
 
+def test_the_best_limit_of_a_power_curve_is_offered_without_another_curve(monkeypatch):
+    words = ["llama-3.1-8b", "--serve", "--on", "h100", "--batch", "64", "--power-curve"]
+    _, after, result = run_next(monkeypatch, *words)
+    assert after[after.index("--on") + 1].startswith("h100@") and "--power-curve" not in after
+    assert result.code == 0 and json.loads(result.output)["on"] == after[after.index("--on") + 1]
+
+
 def test_the_screen_says_what_is_in_a_time_and_whose_memory_it_is(monkeypatch):
     words = ["llama-3.1-70b", "--on", "h200", "--tp", "2", "--serve"]
     one = " ".join(run_next(monkeypatch, *words, "--batch", "1")[0].split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -127,4 +128,6 @@ def _next(reports: Sequence[ServingReport], best: ServingReport | None) -> str:
 
 
 def _retype(on: Deployment, batch: int) -> str:
-    return retype_command("predict", on=on.device.id, precision=None, dtype=on.weights, tp=on.gpus, batch=batch)
+    typed = [word for word in sys.argv if word != "--power-curve"]  # the chip has its limit in its name
+    changes = {"on": on.device.id, "precision": None, "dtype": on.weights, "tp": on.gpus, "batch": batch}
+    return retype_command("predict", typed=typed, **changes)
