@@ -75,7 +75,7 @@ FLAGS = {
     "predict": {
         "model", "--on", "--precision", "--batch", "--mode", "--launch", "--optimizer", "--input", "--seq", "--state",
         "--top", "--json", "--html", "--no-opportunities", "--serve", "--prompt", "--generate", "--tp", "--ep",
-        "--engine", "--max-tpot", "--max-ttft", "--power-curve",
+        "--attention-dp", "--cache-dtype", "--engine", "--max-tpot", "--max-ttft", "--power-curve",
     },
     "doctor": {"--sensor", "--json", "--restore"},
     "selftest": {"--seconds", "--json"},

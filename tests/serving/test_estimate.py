@@ -224,6 +224,47 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert estimate_serving("llama-3.1-70b", on="h100").largest_batch == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "refused", "reason"),
+    [
+        ("--on h200 --tp 1,3", "3 x h200", "3 GPUs do not share 32 heads evenly"),
+        ("--on h200 --tp 8,64", "64 x h200", "64 GPUs do not share 32 heads evenly"),
+        ("--on h100,h100@50W", "h100@50W", "h100 cannot be limited to 50W"),
+        ("--on h200 --tp 1,2 --attention-dp 2", "h200", "--attention-dp 2 does not divide 1 GPUs"),
+    ],
+)
+def test_one_impossible_combination_does_not_end_a_sweep(words, refused, reason):
+    line = ("llama-3.1-8b", "--serve", "--dtype", "bf16", *words.split())
+    result = invoke(command, *line, "--json")
+    made = json.loads(result.output)
+    assert result.code == 0 and len(made["rows"]) == 1
+    assert [row["reason"] for row in made["refused"]] == [reason]
+    shown = " ".join(invoke(command, *line).output.split())
+    assert f"not possible {refused} bf16: {reason}" in shown
+    assert "W of all GPUs" in shown
+
+
+def test_what_is_not_possible_is_not_offered_again(monkeypatch):
+    _, after, result = run_next(monkeypatch, "llama-3.1-8b", "--serve", "--tp", "1,3")
+    assert after[after.index("--tp") + 1] == "1" and "on" in json.loads(result.output)
+
+
+def test_a_sweep_in_which_nothing_is_possible_is_an_error():
+    error = invoke(command, "llama-3.1-8b", "--serve", "--tp", "3,5").code
+    assert "heads evenly" in error.what and "--attention-dp" in error.fix
+    assert "no device" in invoke(command, "llama-3.1-8b", "--serve", "--on", "h100,nothing").code.what
+
+
+def test_the_command_line_has_groups_of_attention_and_the_format_of_the_cache():
+    words = ["deepseek-v3", "--serve", "--on", "h200", "--tp", "8", "--batch", "256", "--dtype", "fp8", "--json"]
+    row = json.loads(invoke(command, *words, "--attention-dp", "8", "--cache-dtype", "bf16").output)
+    same = estimate_serving("deepseek-v3", on="h200", tp=8, batch=256, dtype="fp8", attention_dp=8, cache_dtype="bf16")
+    assert row["tokens_per_s"]["value"] == same.tokens_per_s
+    assert (row["replicas"], row["cache_dtype"]) == (8, "bf16")
+    error = invoke(command, "resnet18", "--attention-dp", "2").code
+    assert error.what == "--attention-dp needs --serve"
+
+
 def test_the_cheapest_point_meets_the_limits():
     options = {"on": ["h200", "b200"], "dtype": ["bf16", "fp8"], "tp": [1, 2], "batch": [1, 8, 64]}
     rows, free = sweep_serving("llama-3.1-70b", **options)

@@ -140,7 +140,9 @@ def command(
     from .model_loader import InputShape, load_model
 
     _check_optimizer(mode, optimizer)
-    devices = _expand_devices(devices, power_curve=power_curve)  # fails on a wrong name before torch is imported
+    devices = _expand_devices(
+        devices, power_curve=power_curve, serve=serve
+    )  # fails on a wrong name before torch is imported
     if serve:
         return predict_server(
             model,
@@ -174,13 +176,13 @@ def _check_optimizer(mode: str, optimizer: str) -> None:
         )
 
 
-def _expand_devices(devices: tuple[str, ...], *, power_curve: bool) -> tuple[str, ...]:
+def _expand_devices(devices: tuple[str, ...], *, power_curve: bool, serve: bool) -> tuple[str, ...]:
     """The chips by name: "all" is every one of the catalogue but CPUs, a power curve the chip at several limits."""
     from ..hardware import lookup
 
     for device in devices:
         if device != "all":
-            lookup(device)
+            lookup(device.partition("@")[0] if serve else device)  # a server's sweep lists limits that are not possible
     if "all" in devices or power_curve:
         from ..estimate.search import list_chips, list_limits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ArgumentError
-from .options import choice_option, duration_option, is_typed, retype_command
+from .options import WordChoice, choice_option, duration_option, is_typed, retype_command
 
 if TYPE_CHECKING:
     from ..serving.deployment import Deployment
@@ -26,7 +27,7 @@ _REFUSED = {
     "seq": "--seq",
     "state": "--state",
 }
-_NAMES = ("prompt", "generate", "tp", "ep", "engine", "max_tpot_s", "max_ttft_s")
+_NAMES = ("prompt", "generate", "tp", "ep", "attention_dp", "cache_dtype", "engine", "max_tpot_s", "max_ttft_s")
 
 
 def serving_options(parse_numbers: Callable[[str, str], Any]) -> Callable[[Any], Any]:
@@ -43,6 +44,17 @@ def serving_options(parse_numbers: Callable[[str, str], Any]) -> Callable[[Any],
             help="GPUs that share one copy (--serve). [default: 1]",
         ),
         click.option("--ep", type=click.IntRange(min=1), help="Ranks that share the experts by expert (--serve)."),
+        click.option(
+            "--attention-dp",
+            default=1,
+            help="Groups of these GPUs that share the sequences, and not the heads (--serve).",
+            **size,
+        ),
+        click.option(
+            "--cache-dtype",
+            type=WordChoice(["fp32", "bf16", "fp16", "fp8"]),
+            help="Format of the cache (--serve). [default: fp8 beside fp8 and fp4 weights, else 16 bits]",
+        ),
         choice_option("--engine", ENGINES, "Whose overheads (--serve)."),
         duration_option("--max-tpot", "Limit of the time per output token, such as 20ms (--serve)."),
         duration_option("--max-ttft", "Limit of the time to the first token (--serve)."),
@@ -85,9 +97,10 @@ def predict_server(
     **options: Any,
 ) -> int:
     """Every combination of chip, format, GPUs and batch as a table, one combination as a report."""
-    from ..serving.estimate import sweep_serving
+    from ..serving.estimate import RefusedServer, sweep_serving
 
     refuse_other_options()
+    refused: list[RefusedServer] = []
     reports, best = sweep_serving(
         model,
         on=list(devices),
@@ -96,29 +109,33 @@ def predict_server(
         batch=list(batches or (1,)),
         max_time_per_output_token_s=max_tpot_s,
         max_time_to_first_token_s=max_ttft_s,
+        refused=refused,
         **options,
     )
     if as_json:
         rows = [report.to_dict() for report in reports]
         cheapest = reports.index(best) if best is not None else None
-        click.echo(json.dumps(rows[0] if len(rows) == 1 else {"rows": rows, "cheapest": cheapest}, indent=1))
+        several = {"rows": rows, "cheapest": cheapest, "refused": [dataclasses.asdict(row) for row in refused]}
+        click.echo(json.dumps(rows[0] if len(rows) == 1 and not refused else several, indent=1))
     else:
         from ..report.console import Console
         from ..report.serving import serving_screen
 
         limited = max_tpot_s is not None or max_ttft_s is not None
-        screen = serving_screen(reports, best, limited=limited, next_command=_next(reports, best))
+        screen = serving_screen(
+            reports, best, refused, limited=limited, next_command=_next(reports, best, refused=bool(refused))
+        )
         Console(highlight=False).print(screen, crop=False)
     return 0 if best is not None else 1
 
 
-def _next(reports: Sequence[ServingReport], best: ServingReport | None) -> str:
+def _next(reports: Sequence[ServingReport], best: ServingReport | None, *, refused: bool) -> str:
     from ..serving.estimate import find_fitting
 
     if not any(report.fits is not False for report in reports):
         fitting = next(filter(None, map(find_fitting, reports)), None)
         return _retype(*fitting) if fitting else "tessera hardware list"
-    if len(reports) > 1 and best is not None:
+    if (len(reports) > 1 or refused) and best is not None:
         return _retype(best.deployment, best.batch)
     size, most = reports[0].batch, reports[0].largest_batch
     sizes = [n for n in (size, 4 * size, 16 * size) if most is None or n <= most]

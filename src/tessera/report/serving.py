@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..serving.estimate import USED_SHARE, PhaseEstimate, ServingReport
+from ..serving.estimate import USED_SHARE, PhaseEstimate, RefusedServer, ServingReport
 from ..units import format_bytes, format_duration_error, format_energy_error, format_error, format_power
 from .console import FittedTable, TableColumn, label_table, next_line
 
@@ -17,6 +17,7 @@ _NOTES = 8  # of a table of many chips
 def serving_screen(
     reports: Sequence[ServingReport],
     best: ServingReport | None,
+    refused: Sequence[RefusedServer] = (),
     *,
     limited: bool,
     next_command: str,
@@ -30,7 +31,7 @@ def serving_screen(
         f"{first.prompt:,}, answers of {first.generate:,} tokens"
     )
     head = Text(d.name, style="bold").append(f"   {about}", style="dim")
-    if len(reports) == 1:
+    if len(reports) == 1 and not refused:
         missed = limited and best is None and first.fits is not False
         verdict = [Text("it does not meet the limits", style="yellow")] if missed else []
         misfit = [Text(_misfit(first), style="yellow")] if first.fits is False else []
@@ -44,11 +45,23 @@ def serving_screen(
     else:
         why = "none fits and meets the limits" if limited else "none fits into the memory of its GPUs"
         ending.add_row("fewest joules", Text(why, style="yellow"))
+    for reason, rows in _group_refused(refused).items():
+        ending.add_row("not possible", Text(f"{', '.join(rows)}: {reason}", style="yellow"))
     note = Text(
-        "J of all GPUs for an output token with its share of the prompt; memory of each GPU; ± is a 90% half-width",
+        "J (for an output token with its share of the prompt) and W of all GPUs; memory of each GPU; ± is a 90% "
+        "half-width",
         style="dim",
     )
     return Group(head, _rows(reports, best), note, ending, *_notes(reports), _from(reports), next_line(next_command))
+
+
+def _group_refused(refused: Sequence[RefusedServer]) -> dict[str, list[str]]:
+    """The combinations that are not possible, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for row in refused:
+        gpus = f"{row.gpus} x {row.on}" if row.gpus > 1 else row.on
+        by_reason.setdefault(row.reason, []).append(" ".join([gpus, *([row.dtype] if row.dtype else [])]))
+    return {reason: list(dict.fromkeys(rows)) for reason, rows in by_reason.items()}
 
 
 def _from(reports: Sequence[ServingReport]) -> Text:

@@ -32,14 +32,14 @@ class Deployment:
     engine: str = "vllm"
 
     def __post_init__(self) -> None:
-        for name in ("weights", "experts", "cache"):
+        for name, option in (("weights", "dtype"), ("experts", "experts_dtype"), ("cache", "cache_dtype")):
             if getattr(self, name) not in WEIGHT_BYTES:
                 raise ArgumentError(
-                    f"{name}={getattr(self, name)!r} is not a format", fix=f"one of: {', '.join(WEIGHT_BYTES)}"
+                    f"{option}={getattr(self, name)!r} is not a format", fix=f"one of: {', '.join(WEIGHT_BYTES)}"
                 )
-        for name in ("replicas", "expert_ranks"):
+        for name, option in (("replicas", "--attention-dp"), ("expert_ranks", "--ep")):
             if getattr(self, name) < 1 or self.gpus < 1 or self.gpus % getattr(self, name):
-                raise ArgumentError(f"{name}={getattr(self, name)} does not divide {self.gpus} GPUs")
+                raise ArgumentError(f"{option} {getattr(self, name)} does not divide {self.gpus} GPUs")
 
     @property
     def activations(self) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..device import Device
-from ..errors import ArgumentError
+from ..errors import ArgumentError, TesseraError
 from ..estimate.host import CPU_NOTE, is_cpu
 from ..estimate.power import PowerEstimate
 from ..hardware import lookup
@@ -218,7 +219,10 @@ def _check_division(served: ServedModel, tp: int, attention_dp: int, ep: int | N
     """Refuse what no engine can start: heads that do not divide, experts that are not there."""
     ranks, heads = max(1, tp // max(1, attention_dp)), served.shape.heads
     if heads % ranks:
-        raise ArgumentError(f"{ranks} GPUs do not share {heads} heads evenly", fix="another tp, or attention_dp")
+        raise ArgumentError(
+            f"{ranks} GPUs do not share {heads} heads evenly",
+            fix="another number of GPUs (--tp), or groups of them that share the sequences (--attention-dp)",
+        )
     if ep is not None and ep > 1 and not served.shape.experts:
         raise ArgumentError(f"ep={ep}: {served.name} has no experts", fix="leave ep out")
 
@@ -360,6 +364,17 @@ def find_fitting(report: ServingReport) -> tuple[Deployment, int] | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedServer:
+    """A combination of a sweep that is not possible, and why."""
+
+    on: str
+    dtype: str | None
+    gpus: int
+    batch: int
+    reason: str
+
+
 def sweep_serving(
     model: Any,
     *,
@@ -369,17 +384,27 @@ def sweep_serving(
     batch: list[int],
     max_time_per_output_token_s: float | None = None,
     max_time_to_first_token_s: float | None = None,
+    refused: list[RefusedServer] | None = None,
     **options: Any,
 ) -> tuple[list[ServingReport], ServingReport | None]:
-    """Every combination, and the one of fewest joules per token that fits and meets the limits (None: none does)."""
+    """Every combination, and the one of fewest joules per token that fits and meets the limits (None: none does).
+
+    A combination that is not possible is added to `refused`, where that is given and another one is possible; else its
+    error is raised.
+    """
     served = read_served_model(model)
-    reports = [
-        estimate_serving(served, on=chip, dtype=form, tp=ranks, batch=size, **options)
-        for chip in on
-        for form in dtype
-        for ranks in tp
-        for size in batch
-    ]
+    reports, errors = [], []
+    for chip, form, ranks, size in itertools.product(on, dtype, tp, batch):
+        try:
+            reports.append(estimate_serving(served, on=chip, dtype=form, tp=ranks, batch=size, **options))
+        except TesseraError as error:
+            if refused is None:
+                raise
+            name = chip if isinstance(chip, str) else chip.id
+            refused.append(RefusedServer(on=name, dtype=form, gpus=ranks, batch=size, reason=error.what))
+            errors.append(error)
+    if not reports and errors:
+        raise errors[0]
     limits = (max_time_per_output_token_s or math.inf, max_time_to_first_token_s or math.inf)
     met = [
         r
