@@ -13,6 +13,7 @@ from tessera.cli.predict import command
 from tessera.errors import ArgumentError
 from tessera.estimate.gemm import gemm_time
 from tessera.serving.estimate import estimate_serving, sweep_serving
+from tessera.serving.forward_pass import decode_pass
 from tessera.serving.served_model import read_served_model
 from tessera.units import format_bytes
 
@@ -123,6 +124,24 @@ def test_fp32_counts_every_parameter_at_four_bytes():
     assert report.weights_bytes == pytest.approx(4 * report.served.shape.parameters)
     assert report.deployment.cache == "fp32"
     assert report.cache_bytes == 2 * estimate_serving("llama-3.1-8b", on="h200").cache_bytes
+
+
+@pytest.mark.parametrize("on", ["rtx-4090", "l40s", "h100"])
+def test_more_gpus_than_a_node_has_exchange_over_the_network(on):
+    reports = {tp: estimate_serving("llama-3.1-70b", on=on, batch=8, tp=tp, dtype="bf16") for tp in (8, 16, 32)}
+    assert reports[8].notes == ()
+    assert f"16 x {on} are 2 nodes of 8: exchanges cross the network, 400 Gb/s a GPU" in reports[16].notes
+    assert relative(reports[16].time_per_output_token_s) > relative(reports[8].time_per_output_token_s)
+    prompts = [report.prefill.time_s for report in reports.values()]
+    assert prompts[2] > 0.5 * prompts[0], "four times the GPUs, and not even twice as fast"
+    work = {tp: decode_pass(r.served, r.deployment, batch=8, context=1024) for tp, r in reports.items()}
+    assert work[16].exchange_s > 1.5 * work[8].exchange_s
+
+
+def test_a_rack_of_one_nvlink_domain_is_a_node():
+    assert estimate_serving("llama-3.1-405b", on="gb200", tp=32, dtype="fp8").notes == ()
+    (note,) = estimate_serving("llama-3.1-405b", on="gb200", tp=128, dtype="fp8").notes
+    assert "2 nodes of 72" in note
 
 
 def test_experts_need_experts():

@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..device import Device
+from ..dist.cluster import list_clusters
+from ..dist.cost import card_bytes_per_s
 from ..errors import ArgumentError
 from ..estimate.kernel_time import chip
 
 # Bytes of a stored weight with its scales: fp8 has few, nvfp4 one byte for 16 elements, mxfp4 one for 32, int4 two.
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625, "int4": 0.5625}
 LAUNCHES = ("graph", "eager")
+# GPUs of a node: boards of HGX, and servers for PCIe cards; more where a cluster of `dist` has more (NVL72).
+_NODE_GPUS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """One copy of a model on `gpus` chips of a node.
+    """One copy of a model on `gpus` chips of a node, or of several where a node has fewer.
 
     Attention is split over `gpus / replicas` ranks by heads (tensor parallel); `replicas` of it share the sequences
     (data parallel attention). Experts are split over `expert_ranks` by expert, the rest of the ranks by width.
@@ -46,6 +50,10 @@ class Deployment:
         """The format of activations: that of the weights, or 16 bits beside narrower ones."""
         return self.weights if self.weights in ("fp32", "bf16", "fp16") else choose_sixteen_bits(self.device)
 
+    def count_nodes(self, ranks: int) -> int:
+        """Nodes over which so many ranks are spread."""
+        return -(-ranks // find_node_gpus(self.device))
+
     @property
     def attention_ranks(self) -> int:
         """GPUs that share the heads of one attention."""
@@ -55,6 +63,27 @@ class Deployment:
     def width_ranks(self) -> int:
         """GPUs that share the width of one expert."""
         return self.gpus // self.expert_ranks
+
+
+def find_node_gpus(device: Device) -> int:
+    """The most GPUs of such a chip that one node joins by its own links."""
+    name = device.id.partition("@")[0]
+    sizes: list[int] = [
+        round(table["node_gpus"]["value"]) for table in list_clusters().values() if table["chip"] == name
+    ]
+    return max([_NODE_GPUS, *sizes])
+
+
+def note_nodes(on: Deployment) -> list[str]:
+    """A note where a copy does not fit into a node."""
+    nodes = on.count_nodes(on.gpus)
+    if nodes == 1:
+        return []
+    gbit = card_bytes_per_s(on.device) * 8e-9
+    size = find_node_gpus(on.device)
+    return [
+        f"{on.gpus} x {on.device.id} are {nodes} nodes of {size}: exchanges cross the network, {gbit:.0f} Gb/s a GPU"
+    ]
 
 
 def choose_sixteen_bits(device: Device) -> str:

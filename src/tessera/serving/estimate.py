@@ -13,7 +13,7 @@ from ..errors import ArgumentError, TesseraError
 from ..estimate.host import CPU_NOTE, is_cpu
 from ..estimate.power import PowerEstimate
 from ..hardware import lookup
-from .deployment import WEIGHT_BYTES, Deployment, choose_sixteen_bits, note_formats
+from .deployment import WEIGHT_BYTES, Deployment, choose_sixteen_bits, find_node_gpus, note_formats, note_nodes
 from .engine import find_engine, run_pass
 from .forward_pass import decode_pass, prefill_pass
 from .served_model import ServedModel, read_served_model
@@ -26,7 +26,6 @@ _QUEUE_POWER, _FIRST_STEPS = 0.615, 4.5
 # share of the board that it may use (vLLM: 0.9).
 ENGINE_BYTES, USED_SHARE = 3.0e9, 0.92
 _MEMORY_ERROR = 0.10
-_NODE_GPUS = 8
 ARRIVALS = ("steady", "once")
 _FIGURES = (
     "time_to_first_token_s",
@@ -268,6 +267,7 @@ def predict_serving(
     contexts = sorted({prompt, prompt + generate // 2, prompt + generate})
     curve = [(n, run_pass(decode_pass(served, on, batch=batch, context=n), on, batch)) for n in contexts]
     joules = on.gpus * shown_j / batch
+    whole = (errors.step * mean.seconds + errors.prefill * (step_s - mean.seconds)) / step_s
     return ServingReport(
         served=served,
         deployment=on,
@@ -276,8 +276,8 @@ def predict_serving(
         generate=generate,
         arrivals=arrivals,
         time_to_first_token_s=Quantity(waits_s, errors.first * waits_s),
-        time_per_output_token_s=Quantity(step_s, errors.step * step_s),
-        tokens_per_s=Quantity(batch / token_s, errors.step * batch / token_s),
+        time_per_output_token_s=Quantity(step_s, whole * step_s),
+        tokens_per_s=Quantity(batch / token_s, whole * batch / token_s),
         joules_per_token=Quantity(joules, errors.energy * joules),
         power_w=Quantity(power_w, errors.power * power_w),
         memory_bytes=Quantity(all_bytes, _MEMORY_ERROR * all_bytes),
@@ -297,7 +297,7 @@ def predict_serving(
 def _notes(served: ServedModel, on: Deployment) -> list[str]:
     stored = [on.weights, *([served.expert_format or on.experts] if served.shape.experts else [])]
     notes = [CPU_NOTE] if is_cpu(on.device) else []
-    return [*notes, *note_formats(on, *stored)]
+    return [*notes, *note_formats(on, *stored), *note_nodes(on)]
 
 
 def _first_token_s(on: Deployment, prefill_s: float, step_s: float, sequences: float, arrivals: str) -> float:
@@ -354,7 +354,9 @@ def find_fitting(report: ServingReport) -> tuple[Deployment, int] | None:
         return on, report.largest_batch
     narrower = [form for form in ("fp8", "fp4") if WEIGHT_BYTES[form] < WEIGHT_BYTES[on.weights]]
     formats = [on, *(replace(on, weights=form, experts=form, cache=_cache_of(form, on.device)) for form in narrower)]
-    sizes = [n for n in (on.gpus, 2 * on.gpus, 4 * on.gpus, 8 * on.gpus) if n in (on.gpus, 2, 4, _NODE_GPUS)]
+    sizes = [
+        n for n in (on.gpus, 2 * on.gpus, 4 * on.gpus, 8 * on.gpus) if n == on.gpus or n <= find_node_gpus(on.device)
+    ]
     for form in formats:
         for gpus in sizes:
             other = replace(form, gpus=gpus)

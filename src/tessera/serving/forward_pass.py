@@ -73,10 +73,7 @@ class UncertainWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassWork:
-    """One pass on one GPU: work by part, the number of small kernels, and the seconds of exchanges between GPUs.
-
-    `relative_error` is the mean 90% half-width of its kernels and exchanges, weighted by their seconds.
-    """
+    """One pass on one GPU: work by part, the number of small kernels, and the exchanges between GPUs."""
 
     products: UncertainWork
     attention: UncertainWork
@@ -91,11 +88,19 @@ class PassWork:
         return self.exchange.work.seconds
 
     @property
+    def kernel_error(self) -> float:
+        """The mean relative 90% half-width of kernels, weighted by their seconds."""
+        return _mean_error(self.products, self.attention, self.experts)
+
+    @property
     def relative_error(self) -> float:
-        """The mean 90% half-width of kernels and exchanges."""
-        parts = (self.products, self.attention, self.experts, self.exchange)
-        seconds = sum(part.work.seconds for part in parts)
-        return sum(part.error_s for part in parts) / seconds if seconds else 0.0
+        """The same of kernels and exchanges."""
+        return _mean_error(self.products, self.attention, self.experts, self.exchange)
+
+
+def _mean_error(*parts: UncertainWork) -> float:
+    seconds = sum(part.work.seconds for part in parts)
+    return sum(part.error_s for part in parts) / seconds if seconds else 0.0
 
 
 def decode_pass(served: ServedModel, on: Deployment, *, batch: float, context: float) -> PassWork:
@@ -300,23 +305,28 @@ def _exchange(served: ServedModel, on: Deployment, rows: float, all_rows: float)
     hidden = WEIGHT_BYTES[on.activations] * served.shape.hidden  # bytes of one token's state
     costs = []
     if on.attention_ranks > 1:
-        costs.append(_reduce_s(on.device, rows * hidden, on.attention_ranks))
+        costs.append(_reduce_s(on, rows * hidden, on.attention_ranks))
     if on.replicas > 1:  # tokens go to all GPUs and come back
         kinds = ("all_gather", "reduce_scatter")
-        both = [collective_cost(kind, all_rows * hidden, on.gpus, on=on.device) for kind in kinds]
+        nodes = on.count_nodes(on.gpus)
+        both = [collective_cost(kind, all_rows * hidden, on.gpus, on=on.device, nodes=nodes) for kind in kinds]
         costs += [(cost.time_s, cost.error_s) for cost in both]
     else:
-        costs.append(_reduce_s(on.device, all_rows * hidden, on.gpus))
+        costs.append(_reduce_s(on, all_rows * hidden, on.gpus))
     seconds, error_s = (math.fsum(values) for values in zip(*costs, strict=True))
     return UncertainWork(DeviceWork(fixed_s=seconds), error_s).times(served.shape.layers)
 
 
-def _reduce_s(device: Device, nbytes: float, ranks: int) -> tuple[float, float]:
+def _reduce_s(on: Deployment, nbytes: float, ranks: int) -> tuple[float, float]:
     """Seconds and their 90% half-width of an all-reduce, by the faster way.
 
-    An engine has a kernel of its own, in which each GPU reads from all others, beside that of NCCL.
+    Inside a node an engine has a kernel of its own beside that of NCCL, in which each GPU reads from all others; vLLM
+    has it off on more than two GPUs that are joined by PCIe alone (custom_all_reduce.py).
     """
-    _, link = find_link(device)
-    cost = collective_cost("all_reduce", nbytes, ranks, on=device)
-    seconds = min(_EXCHANGE_S + 2.0 * nbytes / link.one_way_bytes_per_s, cost.time_s)
+    name, link = find_link(on.device)
+    nodes = on.count_nodes(ranks)
+    cost = collective_cost("all_reduce", nbytes, ranks, on=on.device, nodes=nodes)
+    seconds = cost.time_s
+    if nodes == 1 and (name != "pcie" or ranks == 2):
+        seconds = min(seconds, _EXCHANGE_S + 2.0 * nbytes / link.one_way_bytes_per_s)
     return seconds, seconds * cost.error_s / cost.time_s

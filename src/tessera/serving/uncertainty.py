@@ -27,8 +27,8 @@ _MOST = 0.95  # as a kernel's (tessera.estimate)
 class ServingErrors:
     """Relative 90% half-widths of one deployment: seconds of a step, of a prefill and to the first token, and joules.
 
-    On chips without published servers the scatter of engines is joined by the error of the chip's kernels, as far as it
-    is larger than theirs on a chip with such servers for the same passes.
+    On chips without published servers, and over several nodes, the scatter of engines is joined by the error of kernels
+    and exchanges, as far as it is larger than that of the same kernels on a chip with such servers.
     """
 
     step: float
@@ -43,14 +43,14 @@ def find_errors(
 ) -> ServingErrors:
     """The errors of a server's two passes."""
     own = kernels = (0.0, 0.0)
-    if _chip_with_servers(on) is None:
+    if _chip_with_servers(on) is None or on.count_nodes(on.gpus) > 1:
         like = replace(on, device=lookup("b200" if "fp4" in (on.weights, on.experts) else "h100"))
         passes = (
             decode_pass(served, like, batch=batch, context=prompt + generate / 2),
             prefill_pass(served, like, batch=1, prompt=prompt),
         )
         own = (decode.relative_error, prefill.relative_error)
-        more = [max(0.0, a**2 - b.relative_error**2) for a, b in zip(own, passes, strict=True)]
+        more = [max(0.0, a**2 - b.kernel_error**2) for a, b in zip(own, passes, strict=True)]
         kernels = (math.sqrt(more[0]), math.sqrt(more[1]))
     widest = max(kernels)
     return ServingErrors(
