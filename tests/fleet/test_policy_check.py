@@ -18,7 +18,7 @@ from tessera.fleet.jobs import FleetJob
 from tessera.fleet.lockstep import LockstepJob, shape_wave
 from tessera.fleet.policy_check import PolicyFinding, check_policies
 from tessera.fleet.power_quality import Verdict as SpecVerdict
-from tessera.fleet.scenario import Scenario
+from tessera.fleet.scenario import Scenario, parse_scenario
 from tessera.fleet.simulation import Simulation
 from tessera.fleet.simulator import simulate
 from tessera.fleet.supplies import Feed, NodeSupply
@@ -262,6 +262,42 @@ def test_the_watts_of_a_chip_are_those_of_the_catalogue(tmp_path: Path) -> None:
     assert tdp_w is not None and tdp_w.value == 1000.0
     assert peaks[0] == peaks[1] and peaks[2] == pytest.approx(0.8 * peaks[1]), "what is typed counts"
     assert isinstance(invoke(command, "check", file, "--chip", "nothing").code, ArgumentError)
+
+
+@pytest.mark.parametrize(
+    ("typed", "gpu", "high_w", "low_w"),
+    [
+        (["--chip", "b200"], {"chip": "b200"}, 1000.0, 137.0),
+        (["--high", "800W"], {"limit": "800W", "idle": "77W"}, 800.0, 200.0),
+        (["--chip", "h200", "--high", "800W"], {"chip": "h200"}, 800.0, None),
+    ],
+)
+def test_the_gpu_of_the_check_is_the_gpu_of_the_simulator(
+    tmp_path: Path, typed: list[str], gpu: dict[str, str], high_w: float, low_w: float | None
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("power_shaper: {cap_rate: 0.85, psu_limit: 12kW}")
+    said = json.loads(invoke(command, "check", file, "--json", "--host", "1450W", *typed).output)
+    assert said["job"]["high_w"] == high_w and low_w in (None, said["job"]["low_w"])
+    shape = {"period": "2s", "duty": "75%", "high": f"{high_w}W", "low": f"{said['job']['low_w']}W"}
+    scenario = parse_scenario(
+        {
+            "gpus": gpu,
+            "nodes": {"gpus": 8, "host": "1450W", "supplies": {"grade": "ideal"}},
+            "racks": {"nodes": 2},
+            "rows": {"count": 1, "racks": 4},
+            "feed": {"ups_efficiency": "100%"},
+            "policies": {"power_shaper": {"cap_rate": 0.85, "psu_limit": "12kW"}},
+            "jobs": [{"name": "train", "gpus": 64, "replicas": 8, "shape": shape}],
+            "duration": "24s",
+        }
+    )
+    simulated = simulate(scenario, engine="numpy")
+    assert said["job"]["gpu"]["limit_w"] == scenario.facility.gpu.limit_w
+    assert said["after"]["throughput_loss"] == pytest.approx(simulated.jobs[0].lost_share, abs=0.005)
+    assert said["before"] == said["after"], "10.2 kW is above what any of these nodes draws"
+    for name in ("peak_w", "low_w", "mean_w"):
+        assert said["after"][name] == pytest.approx(getattr(simulated.quality, name), rel=0.01), name
 
 
 def test_a_replica_has_a_gpu() -> None:

@@ -27,7 +27,8 @@ def command() -> None:
 @duration_option("--period", "How long a step of the job takes.", "2s")
 @click.option("--duty", metavar="SHARE", default="75%", show_default=True, callback=parse_option(parse_fraction),
               help="The share of a step in which its GPUs work.")  # fmt: skip
-@click.option("--chip", help="Take --high (its TDP) and --low (its idle power with a context) from the catalogue.")
+@click.option("--chip", help="The GPU, from the catalogue: --high is its TDP, --low its idle power with a context.  "
+              "[default: h200, with a limit of --high where that is more]")  # fmt: skip
 @power_option("--high", "What a GPU draws while it works.", "650W")
 @power_option("--low", "What it draws while it waits or communicates.", "200W")
 @click.option("--gpus", default=64, show_default=True, help="GPUs of the job.")
@@ -54,8 +55,7 @@ def check(file: Path, as_json: bool, independent: bool, replicas: int | None, ch
     from ..fleet.policy_check import check_policies
     from ..policy import load_policies
 
-    if chip is not None:
-        job |= {name: watts for name, watts in _find_watts(chip).items() if not is_typed(name)}
+    job |= {name: value for name, value in _find_gpu(chip, job["high_w"]).items() if not is_typed(name)}
     replicas = max(1, min(8, job["gpus"] // max(1, job["stages"]))) if replicas is None else replicas
     found = check_policies(load_policies(file), LockstepJob(**job, replicas=replicas, synchronous=not independent))
     if as_json:
@@ -68,14 +68,20 @@ def check(file: Path, as_json: bool, independent: bool, replicas: int | None, ch
     return 0 if found.works else 1
 
 
-def _find_watts(chip: str) -> dict[str, float]:
-    """What a GPU of the catalogue draws at work and while it waits."""
+def _find_gpu(chip: str | None, high_w: float) -> dict[str, Any]:
+    """The GPU, as a simulated facility has it; of a chip of the catalogue also what it draws at work and waiting."""
     from ..errors import ArgumentError
+    from ..fleet.facility import GpuKind, read_gpu
     from ..hardware import lookup
 
+    if chip is None:
+        usual = GpuKind()
+        fits = high_w <= usual.limit_w
+        return {"gpu": usual if fits else read_gpu({"limit": f"{high_w}W", "idle": f"{usual.idle_w}W"})}
     device = lookup(chip)
-    high, low = device.tdp_w, device.idle_context_w or device.idle_w
-    if high is None or low is None:
-        missing = "TDP" if high is None else "idle power"
-        raise ArgumentError(f"the catalogue has no {missing} of {device.name}", fix="give --high and --low")
-    return {"high_w": high.value, "low_w": low.value}
+    if device.tdp_w is None or device.idle_w is None:
+        missing = "TDP" if device.tdp_w is None else "idle power"
+        fix = "leave --chip out, and give --high and --low"
+        raise ArgumentError(f"the catalogue has no {missing} of {device.name}", fix=fix)
+    gpu = read_gpu({"chip": chip})
+    return {"gpu": gpu, "high_w": gpu.limit_w, "low_w": (device.idle_context_w or device.idle_w).value}

@@ -262,6 +262,7 @@ def read_gpu(table: Any) -> GpuKind:
                 values[name] = figure.value
     elif "limit_w" not in values or "idle_w" not in values:
         raise ArgumentError("gpus needs a chip, or its watts", fix="{chip: h200} or {limit: 700W, idle: 77W}")
+    values.setdefault("name", "GPU")
     return GpuKind(**values)
 
 

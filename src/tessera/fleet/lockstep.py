@@ -37,8 +37,8 @@ class LockstepJob:
     """A job that draws `high_w` a GPU for `duty` of each step of `period_s`, and `low_w` for the rest.
 
     `synchronous`: its replicas wait for each other at the end of every step, as an all-reduce makes them. `host_w` is
-    what a node draws beside its GPUs; 0: not known. `gpu` says what a GPU draws when idle, and how its clock follows
-    its power.
+    what a node draws beside its GPUs; 0: not known. `gpu` says what a GPU draws when idle, the limit that it keeps
+    (work that wants more is held there), and how its clock follows its power.
     """
 
     period_s: float = 2.0
@@ -93,7 +93,7 @@ class LockstepJob:
     @property
     def node_high_w(self) -> float:
         """What a node draws while its GPUs work."""
-        return self.node_w(self.high_w)
+        return self.node_w(min(self.high_w, self.gpu.limit_w))
 
     def node_w(self, gpu_w: float) -> float:
         """What a node draws when each of its GPUs draws `gpu_w`."""
@@ -186,8 +186,8 @@ def shape_wave(job: LockstepJob, shaper: PowerShaper) -> ShapedWave:
 
 
 def limit_wave(job: LockstepJob, node_cap_w: float | None) -> tuple[NDArray[np.float64], float]:
-    """One step of one GPU under a cap on its node, and how long it takes then; without a cap, the job's own step."""
-    cap_w = math.inf
+    """One step of one GPU under its own limit and a cap on its node, and how long it takes then."""
+    cap_w = job.gpu.limit_w
     if node_cap_w is not None:
         cap_w = job.gpu.share_cap(node_cap_w, host_w=job.host_w, gpus=min(job.node_gpus, job.gpus))
     if cap_w >= job.high_w:

@@ -292,7 +292,7 @@ def _check_limit(policy: str, setting: str, limit_w: float, floor_w: float | Non
     if limit_w >= job.node_high_w:
         text = f"{format_power(limit_w)} is above the {format_power(job.node_high_w)} of a node: never reached"
         return _finding(policy, setting, "ok", text)
-    slower = limit_wave(job, limit_w)[1] / job.period_s - 1
+    slower = limit_wave(job, limit_w)[1] / limit_wave(job, None)[1] - 1
     text = f"{format_power(limit_w)} for a node that works at {format_power(job.node_high_w)}: steps take {slower:+.1%}"
     text += f" (each begins above the limit, for about {format_duration(LIMIT_S)}, until it holds)"
     lost = slower / (1 + slower)
@@ -307,7 +307,8 @@ def _check_start(
 ) -> Iterator[PolicyFinding]:
     setting = f"soft_start {format_duration(rack.soft_start_s)}"
     # A lease rises to all of a node's watts, those of its host included.
-    power_w = min(job.gpus * job.high_w + job.nodes * job.host_w, math.inf if cap_w is None else job.nodes * cap_w)
+    gpu_w = min(job.high_w, job.gpu.limit_w)
+    power_w = min(job.gpus * gpu_w + job.nodes * job.host_w, math.inf if cap_w is None else job.nodes * cap_w)
     if rack.soft_start_s <= 0:
         yield _finding("rack_power_governor", setting, "unclear", "the whole job starts at once", "soft_start: 60s")
         return
