@@ -104,7 +104,35 @@ def test_what_is_too_large_is_told_how_many_nodes_are_enough() -> None:
     with pytest.raises(DoesNotFit) as caught:
         dist.plan(LLAMA_70B, cluster="dgx-h100", seq=8192, global_batch=8, offload=False)
     nodes = int(str(caught.value.fix).partition("dgx-h100:")[2].partition(")")[0])
-    assert dist.plan(LLAMA_70B, cluster=f"dgx-h100:{nodes}", seq=8192, global_batch=8 * nodes, offload=False).best
+    assert dist.plan(LLAMA_70B, cluster=f"dgx-h100:{nodes}", seq=8192, global_batch=8, offload=False).best
+
+
+LLAMA_405B = {"hidden": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn": 53248, "vocab": 128256}
+
+
+def test_the_advised_nodes_are_the_fewest_on_which_the_planner_finds_a_layout() -> None:
+    for nodes in (2, 4, 5):  # twice 2 is not enough, twice 4 and twice 5 are more than it takes
+        with pytest.raises(DoesNotFit) as caught:
+            dist.plan(LLAMA_405B, cluster=f"dgx-h100:{nodes}", seq=4096, global_batch=64)
+        assert "take 6 nodes (dgx-h100:6)" in str(caught.value.fix)
+    assert "32 of 40 GPUs" in str(caught.value.why)
+    assert dist.plan(LLAMA_405B, cluster="dgx-h100:6", seq=4096, global_batch=64).best.layout.offload == ("optimizer",)
+
+
+def test_what_lacks_is_that_of_the_layout_which_lacks_least() -> None:
+    with pytest.raises(DoesNotFit) as caught:  # 118 GiB without the host
+        dist.plan(LLAMA_405B, cluster="dgx-h100:4", seq=4096, global_batch=64)
+    assert "optimizer on the host, everything recomputed) lacks 0.5 GiB on each GPU" in str(caught.value.why)
+
+
+def test_fewer_gpus_than_there_are_is_answered_with_the_rest_of_them() -> None:
+    with pytest.raises(DoesNotFit, match="on 8 of the GPUs of 8 x") as caught:
+        dist.plan(LLAMA_70B, cluster="dgx-h100:8", gpus=8, seq=4096, global_batch=64, offload=False)
+    assert "take all 64 GPUs" in str(caught.value.fix)
+
+
+def test_a_batch_smaller_than_the_cluster_takes_as_many_gpus_as_it_has_samples() -> None:
+    assert dist.plan(make_mlps(), torch.zeros(4, 256), "dgx-h100").best.layout.dp == 4
 
 
 def make_mlps() -> nn.Module:

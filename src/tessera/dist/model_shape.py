@@ -98,7 +98,7 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
         raise ArgumentError(
             f"the configuration of {kind or 'this model'} does not say {' and '.join(missing)}",
             why=f"looked for {', '.join(n for size in missing for n in _KEYS[size])}",
-            fix="give a ModelShape(hidden=..., layers=..., heads=..., ffn=..., vocab=...)",
+            fix="add them to it, or in Python give a ModelShape(hidden=..., layers=..., heads=..., ffn=..., vocab=...)",
         )
     sizes.setdefault("ffn", 4 * sizes["hidden"])  # the default of GPT-2, BLOOM, Falcon and MPT, which leave it out
     if config.get("multi_query") and "kv_heads" not in sizes:

@@ -63,7 +63,10 @@ class PlanProblem:
         if self.gpus is not None:
             return [self.gpus]
         whole = self.cluster.gpus
-        return sorted({whole, 1 << (whole.bit_length() - 1)}, reverse=True)
+        some = {whole, 1 << (whole.bit_length() - 1)}
+        if self.work is not None:  # nothing but data parallelism, whose ranks divide the batch
+            some.add(math.gcd(whole, self.global_batch))
+        return sorted(some, reverse=True)
 
     @property
     def recomputes(self) -> tuple[str, ...]:
@@ -182,12 +185,16 @@ def count_over_bytes(problem: PlanProblem, layout: Layout, job: TrainingJob | No
     capacity = problem.cluster.device.memory.capacity_bytes
     assert capacity is not None  # estimate_training says so before
     memory = estimate_memory(job, layout.recompute) if problem.work is None else problem.work.estimate_memory(job)
-    over = memory.total - problem.memory_limit * capacity.value
+    return max(memory.total - problem.memory_limit * capacity.value, count_host_over_bytes(problem, layout, job))
+
+
+def count_host_over_bytes(problem: PlanProblem, layout: Layout, job: TrainingJob | None = None) -> float:
+    """Bytes by which a node's host is too small for what a layout keeps on it."""
     host = problem.cluster.host_memory_bytes
-    if layout.offload and host is not None:
-        node = min(layout.gpus, problem.cluster.node_gpus.value)
-        over = max(over, estimate_host(job).held_bytes * node - problem.memory_limit * host.value)
-    return over
+    if not layout.offload or host is None:
+        return -math.inf
+    node = min(layout.gpus, problem.cluster.node_gpus.value)
+    return estimate_host(job or make_job(problem, layout)).held_bytes * node - problem.memory_limit * host.value
 
 
 def find_least_recompute(problem: PlanProblem, layout: Layout) -> Layout | None:
@@ -242,15 +249,13 @@ def _worst_worth(state: SearchState, metric: str, most_time_s: float) -> float:
 
 def may_fit(problem: PlanProblem, base: Layout, state: SearchState) -> bool:
     """Whether the most frugal variant fits; else notes by how much it does not."""
-    offload = list_offloads(problem, base)[-1]
-    shardings = list_shardings(base)
-    frugal = [
-        dataclasses.replace(base, sharding=s, recompute=problem.recomputes[-1], offload=offload) for s in shardings
-    ]
-    over, layout = min(((count_over_bytes(problem, f), f) for f in frugal), key=lambda pair: pair[0])
-    if over > 0 and offload:  # the host may be what is too small
-        layouts = [dataclasses.replace(f, offload=()) for f in frugal]
-        over, layout = min(((count_over_bytes(problem, f), f) for f in layouts), key=lambda pair: pair[0])
+    over, layout = math.inf, base
+    for offload in reversed(list_offloads(problem, base)):  # less of it where the host is what is too small
+        for sharding in list_shardings(base):
+            frugal = dataclasses.replace(base, sharding=sharding, recompute=problem.recomputes[-1], offload=offload)
+            over, layout = min((over, layout), (count_over_bytes(problem, frugal), frugal), key=lambda pair: pair[0])
+        if over <= 0:
+            break
     key = _division(base)
     if over <= 0:
         state.fitting.add(key)

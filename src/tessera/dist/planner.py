@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,14 @@ from .model_shape import read_model_shape
 from .module_work import ModuleWork
 from .plan_cost import PlanCandidate
 from .plan_neighbours import PlanNeighbour, list_neighbours
-from .plan_search import PlanProblem, SearchState, list_divisions, may_fit, search_layouts
+from .plan_search import (
+    PlanProblem,
+    SearchState,
+    count_host_over_bytes,
+    list_divisions,
+    may_fit,
+    search_layouts,
+)
 from .plan_timeline import StepTimeline, draw_timeline
 from .training import ERROR_EXPOSED
 from .training_model import ModelShape, TrainingJob
@@ -152,9 +159,12 @@ def plan(
     used = where.gpus if gpus is None else gpus
     if not 1 <= used <= where.gpus:
         raise ArgumentError(f"gpus={gpus} of a cluster of {where.gpus}", fix=f"1 to {where.gpus}")
-    if global_batch is None:
-        each = 1 if work is not None else max(1, round(_DEFAULT_TOKENS / max(1, seq) / used))
-        global_batch = batch or each * used
+    given = batch if global_batch is None else global_batch
+
+    def choose_batch(gpus: int) -> int:
+        return given if given is not None else gpus if work is not None else default_batch(seq, gpus)
+
+    global_batch = choose_batch(used)
     if seq < 1 or global_batch < 1:
         raise ArgumentError(f"a step of {global_batch} x {seq} tokens", fix="at least one sequence of one token")
     if not 0.0 < memory_limit <= 1.0:
@@ -172,7 +182,12 @@ def plan(
         applicable=hasattr(model, "named_modules") if applicable is None or work is not None else applicable,
         work=work,
     )
-    return dataclasses.replace(_search(problem, goal, metric, slack), notes=notes)
+    return dataclasses.replace(_search(problem, goal, metric, slack, choose_batch), notes=notes)
+
+
+def default_batch(seq: int, gpus: int) -> int:
+    """The sequences of a step of about 4 million tokens, as many for each GPU."""
+    return gpus * max(1, round(_DEFAULT_TOKENS / max(1, seq) / gpus))
 
 
 def _read_shape(
@@ -185,7 +200,7 @@ def _read_shape(
         if not hasattr(model, "named_modules"):
             raise
         if inputs is None:
-            fix = "give inputs (a batch of them): other modules are divided by data parallelism; or a ModelShape"
+            fix = "give inputs with the module: one that is not a decoder is divided by data parallelism"
             raise ArgumentError(error.what, why=error.why, fix=fix) from None
         work = ModuleWork(model, inputs, cluster.device, precision)
         note = f"only data parallelism was tried: {error.what}, {error.why}"
@@ -256,7 +271,9 @@ def _walk(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _search(problem: PlanProblem, goal: str, metric: str, slack: float | None) -> ParallelPlan:
+def _search(
+    problem: PlanProblem, goal: str, metric: str, slack: float | None, choose_batch: Callable[[int], int]
+) -> ParallelPlan:
     start = time.perf_counter()
     state, most_s = SearchState(), math.inf
     if slack is not None:
@@ -265,7 +282,7 @@ def _search(problem: PlanProblem, goal: str, metric: str, slack: float | None) -
     search_layouts(problem, metric, state, most_s)
     allowed = [c for c in state.best.values() if c.time_s <= most_s]
     if not allowed:
-        raise _nothing_fits(problem, state)
+        raise _nothing_fits(problem, state, choose_batch)
     ranked = sorted(allowed, key=lambda c: _value(c, metric))
     good = [c for c in ranked if _value(c, metric) <= _AS_GOOD * _value(ranked[0], metric)]
     best = min(good, key=lambda c: (_count_axes(c.layout), _value(c, metric)))
@@ -294,32 +311,53 @@ def _count_axes(layout: Layout) -> int:
     return sum(size > 1 for size in sizes) + len(layout.offload)
 
 
-def _nothing_fits(problem: PlanProblem, state: SearchState) -> DoesNotFit | ArgumentError:
+def _nothing_fits(
+    problem: PlanProblem, state: SearchState, choose_batch: Callable[[int], int]
+) -> DoesNotFit | ArgumentError:
     cluster, billions = problem.cluster, problem.model.parameters / 1e9
+    used = problem.count_gpus()[0]
     if not state.over_bytes:
         return ArgumentError(
-            f"no layout divides {cluster.gpus} GPUs and a batch of {problem.global_batch}",
+            f"no layout divides {used} GPUs and a batch of {problem.global_batch}",
             why="the data-parallel ranks must divide the batch, and tp the heads of the model",
-            fix=f"give a batch that is a multiple of {cluster.gpus}, or gpus= a power of two",
+            fix=f"a global batch that is a multiple of {used}, or a power of two of the GPUs",
         )
     over, layout = min(state.over_bytes.values(), key=lambda pair: pair[0])
-    nodes = _count_needed_nodes(problem)
+    nodes = _count_needed_nodes(problem, choose_batch)
     more = f"take {nodes} nodes ({cluster.id}:{nodes})" if nodes else "take more nodes"
+    if nodes == cluster.nodes:
+        more = f"take all {cluster.gpus} GPUs"
+    some = "" if problem.gpus is None else f"{used} of the GPUs of "
+    words = [str(layout), "nothing sharded" if layout.sharding == "none" else layout.sharding]
+    words += [f"{part} on the host" for part in layout.offload] + ["everything recomputed"]
+    words += [] if layout.gpus == used else [f"{layout.gpus} of {used} GPUs"]
+    place = "of the host's memory" if count_host_over_bytes(problem, layout) == over else "on each GPU"
     return DoesNotFit(
-        f"a model of {billions:.1f} billion parameters does not fit on {cluster.nodes} x {cluster.name}",
-        why=f"the most frugal layout ({layout}, {layout.sharding}, everything recomputed) lacks {over / 2**30:.1f} GiB "
-        "on each GPU",
+        f"a model of {billions:.1f} billion parameters does not fit on {some}{cluster.nodes} x {cluster.name}",
+        why=f"the most frugal layout ({', '.join(words)}) lacks {over / 2**30:.1f} GiB {place}",
         fix=f"{more}, shorter sequences, or a smaller model",
     )
 
 
-def _count_needed_nodes(problem: PlanProblem) -> int | None:
-    """The smallest multiple of the cluster, by powers of two, on which something fits; None: not even 64 times it."""
-    for times in (2, 4, 8, 16, 32, 64):
-        larger = dataclasses.replace(problem.cluster, nodes=times * problem.cluster.nodes)
-        trial = dataclasses.replace(problem, cluster=larger, gpus=None, global_batch=times * problem.global_batch)
-        if any(may_fit(trial, base, SearchState()) for base in list_divisions(trial)):
-            return larger.nodes
+def _count_needed_nodes(problem: PlanProblem, choose_batch: Callable[[int], int]) -> int | None:
+    """The fewest nodes on which a layout of the search fits; None: not even on 64 times as many.
+
+    Powers of two come first, then what lies below the first that fits, in at most 32 steps: each is a search.
+    """
+
+    def fits(nodes: int) -> bool:
+        larger = dataclasses.replace(problem.cluster, nodes=nodes)
+        trial = dataclasses.replace(problem, cluster=larger, gpus=None, global_batch=choose_batch(larger.gpus))
+        return any(may_fit(trial, base, SearchState()) for base in list_divisions(trial))
+
+    last = problem.cluster.nodes
+    if problem.gpus is not None and fits(last):
+        return last
+    for nodes in (problem.cluster.nodes * 2**power for power in range(1, 7)):
+        if fits(nodes):
+            between = range(last + 1, nodes, max(1, (nodes - last) // 32))
+            return next((fewer for fewer in between if fits(fewer)), nodes)
+        last = nodes
     return None
 
 
