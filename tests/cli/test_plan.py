@@ -101,3 +101,51 @@ def test_a_module_of_ones_own_is_planned_with_its_inputs(tmp_path: Path, monkeyp
     assert run("own_decoder:make", "--cluster", "pcie-l40s", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["global_batch"], data["seq"], data["model"]["layers"]) == (16, 512, 4)
+
+
+FUSED = """
+import torch
+from torch import nn
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.h, self.q, self.o = 4, nn.Linear(64, 192), nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        b, t, d = x.shape
+        q, k, v = self.q(x).view(b, t, 3, self.h, d // self.h).permute(2, 0, 3, 1, 4)
+        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d))
+        return x + self.down(self.up(x))
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(100, 64), nn.Linear(64, 100)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+def make():
+    return Model(), torch.zeros((4, 32), dtype=torch.int64)
+"""
+
+
+def test_a_decoder_that_does_not_say_its_heads_is_divided_by_data_parallelism(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "fused_decoder.py").write_text(FUSED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert run("fused_decoder:make", "--cluster", "dgx-h100", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["global_batch"], data["best"]["layout"]["dp"]) == (4, 4)
+    assert run("fused_decoder:make", "--cluster", "dgx-h100", "--json", "--seq", "64", "--global-batch", "16") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["global_batch"], data["best"]["layout"]["dp"]) == (16, 8)
+    assert any("data parallelism" in note for note in data["notes"])
+
+
+def test_the_name_of_a_public_model_is_planned(capsys) -> None:
+    assert run("meta-llama/Llama-3.1-8B", *SIZES, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["model"]["parameters"] == 8030257152.0
+    assert run("llama-3.1-8", *SIZES) != 0
+    assert "did you mean 'llama-3.1-8b'" in capsys.readouterr().err

@@ -15,10 +15,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dist.model_shape import read_config
 from ..errors import ArgumentError, MissingExtra, TesseraError, did_you_mean
+
+if TYPE_CHECKING:
+    from ..serving.served_model import ServedModel
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FORMS = "a torchvision name (resnet18), timm:NAME, hf:CONFIG.json, hf:'{...}', or mymodule:make_model"
@@ -48,7 +51,12 @@ class InputShape:
 
 def load_model(spec: str, shape: InputShape, *, training: bool = False) -> LoadedModel:
     """Load the model of a specification, with one sample of inputs."""
-    _refuse_served_name(spec)
+    if (known := find_language_model(spec)) is not None:
+        raise ArgumentError(
+            f"{spec} is a language model, which is predicted as it is served",
+            why="one forward pass needs its configuration, and nothing is downloaded",
+            fix=f"tessera predict {known.name} --serve; for a forward pass: tessera predict hf:config.json",
+        )
     try:
         import torch as torch
     except ImportError as e:
@@ -64,21 +72,16 @@ def load_model(spec: str, shape: InputShape, *, training: bool = False) -> Loade
     return _load_torchvision(spec, shape)
 
 
-def _refuse_served_name(spec: str) -> None:
-    """Say how to predict a language model given by its public name: as it is served, or by its configuration."""
+def find_language_model(spec: str) -> ServedModel | None:
+    """The sizes of a language model given by its public name; None where it is not the name of one."""
     from ..serving.served_model import read_served_model
 
     if ":" in spec or spec.endswith((".py", ".json")):
-        return
+        return None
     try:
-        served = read_served_model(spec)
+        return read_served_model(spec)
     except TesseraError:
-        return
-    raise ArgumentError(
-        f"{spec} is a language model, which is predicted as it is served",
-        why="one forward pass needs its configuration, and nothing is downloaded",
-        fix=f"tessera predict {served.name} --serve; for a forward pass: tessera predict hf:config.json",
-    )
+        return None
 
 
 def _script_error(spec: str) -> ArgumentError:
@@ -118,7 +121,9 @@ def _load_torchvision(name: str, shape: InputShape) -> LoadedModel:
     models = import_package("torchvision", "a model given by its torchvision name").models
     names = models.list_models()
     if name not in names:
-        raise _unknown_model(f"torchvision has no model {name!r}", name, names)
+        from ..serving.served_model import list_models
+
+        raise _unknown_model(f"torchvision has no model {name!r}", name, [*names, *list_models()])
     parameters = inspect.signature(models.get_model_builder(name)).parameters
     off: dict[str, Any] = {"weights": None, "weights_backbone": None, "init_weights": False}
     options = {k: v for k, v in off.items() if k in parameters or (k == "init_weights" and name in _INIT)}

@@ -55,13 +55,16 @@ def command(
 
     \b
     Examples:
+      tessera plan llama-3.1-70b --cluster dgx-h200:4
       tessera plan hf:config.json --cluster dgx-h200:4 --seq 8192 --global-batch 128
       tessera plan hf:config.json --cluster gb200-nvl72 --goal energy --html plan.html
       tessera plan mymodule:make_model --cluster my.toml:16 --goal "energy, time<=1.05" --json
       tessera plan --cluster list
 
-    MODEL is hf: and a transformers configuration (a file or the JSON itself), or module:name of your own: a function in
-    the current folder that returns a decoder or (decoder, inputs). Nothing is downloaded, allocated or computed.
+    MODEL is the name of a public language model (llama-3.1-70b), hf: and a transformers configuration (a file or the
+    JSON itself), or module:name of your own: a function in the current folder that returns (module, inputs), or a
+    module alone with --seq. A module that is not a decoder is divided by data parallelism. Nothing is downloaded,
+    allocated or computed.
     """
     from ..report.console import Console
 
@@ -72,15 +75,17 @@ def command(
         console.print(clusters_table())
         return 0
     if model is None:
-        raise ArgumentError("the model is missing", fix="tessera plan hf:config.json --cluster dgx-h200:4")
+        raise ArgumentError("the model is missing", fix="tessera plan llama-3.1-70b --cluster dgx-h200:4")
     from ..dist.cluster import load_cluster
-    from ..dist.planner import plan
+    from ..dist.planner import default_batch, plan
 
     where = load_cluster(cluster)  # fail on a wrong name before torch is imported
     if html:
         check_writable(html)
     sizes, inputs = _load(model, seq)
     tokens = seq or (None if inputs is not None else DEFAULT_SEQ)
+    if seq and options["global_batch"] is None:  # inputs are one sequence then: an example, not a batch
+        options["global_batch"] = default_batch(seq, options["gpus"] or where.gpus)
     result = plan(sizes, inputs, where, goal, seq=tokens, offload=not no_offload, **options)
     if html:
         from ..report.plan_html import plan_page
@@ -98,10 +103,12 @@ def command(
 
 
 def _load(model: str, seq: int | None) -> tuple[Any, Any]:
-    """The model of a specification, and inputs where a function returned them with it."""
+    """The model of a specification, and inputs: those that a function returned with it, or one sequence of `seq`."""
     if model.startswith("hf:") or model.lower().endswith(".json"):
         return model, None
-    from .model_loader import InputShape, load_model
+    from .model_loader import InputShape, find_language_model, load_model
 
+    if (known := find_language_model(model)) is not None:
+        return known.shape, None
     loaded = load_model(model, InputShape(seq=seq))
-    return loaded.model, loaded.inputs if seq is None else None
+    return loaded.model, loaded.inputs

@@ -169,12 +169,13 @@ def _read_waves(values: Mapping[str, Any], folder: Path, where: str) -> tuple[Wa
     if "recording" in values:
         return (read_wave(folder / read_text(values["recording"]), values.get("domain")),)
     from ..dist.planner import plan
+    from ..serving.served_model import read_served_model
 
     asked = read_section(values["plan"], _PLAN, f"{where}.plan")
     model = asked.pop("model", "")
     if model.endswith(".json"):
         model = f"hf:{folder / model.removeprefix('hf:')}"
-    return tuple(plan_to_waves(plan(model, None, gpus=values["gpus"], **asked)))
+    return tuple(plan_to_waves(plan(read_served_model(model).shape, gpus=values["gpus"], **asked)))
 
 
 def _read_phases(tables: Any, where: str) -> list[tuple[str, float, float]]:
