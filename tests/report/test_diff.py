@@ -468,13 +468,17 @@ def test_a_trace_without_power_is_compared_by_time(files: tuple[Path, Path]) -> 
         ({"report": {"name": "x", "total": 3}}, "not a report"),
         ({"report": {"schema_version": 99, "total": {}}}, "newer Tessera"),
         ({"summary": {}}, "neither a report nor a table"),
+        ({"model": "llama-3.1-8b", "time_per_output_token_s": {}}, r"predict llama-3\.1-8b --serve --on h100,h200"),
+        ({"goal": "time", "best": {}, "candidates": []}, "it is a plan"),
         ({"energy_j": 1.0, "kernels": 3}, "not a report"),
         (b'{"report": ', "cannot read"),
     ],
 )
 def test_files_that_are_none_of_ours(data: Any, match: str, tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match=match):
+    with pytest.raises(RecordingError) as caught:
         analyze.diff(saved(tmp_path / "x.json", data), measured(1.0))
+    said = caught.value
+    assert re.search(match, f"{said.what}; {said.why}; {said.fix}")
 
 
 def test_anything_else_is_refused() -> None:

@@ -44,6 +44,8 @@ _FIRST_KEY = re.compile(rb'\s*\{\s*"(\w+)"')
 _OURS = {f.name for kind in (EnergyReport, EnergyTable) for f in dataclasses.fields(kind)} | {
     "answer",
     "crashed",
+    "goal",  # how a plan begins
+    "model",  # how a served model begins
     "opportunities",
     "path",
     "report",
@@ -323,15 +325,17 @@ def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
         if isinstance(exc, ArgumentError):
             raise
         raise RecordingError(f"{name} is not a report", why=str(exc), fix="record or predict it again") from exc
-    if "rows" in data:
+    why = f"it has the keys: {', '.join(list(data)[:5])}" if data else "it is empty"
+    fix = "give the --json output of tessera predict (for one chip), measure or report"
+    if "time_per_output_token_s" in data:
+        why = "it is the prediction of a server (--serve), which has several times and no step"
+        fix = f"predict both in one command: tessera predict {data.get('model')} --serve --on h100,h200 --batch 8,32"
+    elif "candidates" in data and "best" in data:
+        why = "it is a plan (tessera plan), whose parts are not operators"
+        fix = f"compare the figures of both: jq '.best | {{time_s, error_s, energy_j, error_j, memory_bytes}}' {name}"
+    elif "rows" in data:
         why = "it is a sweep or an analysis of several things"
-    else:
-        why = f"it has the keys: {', '.join(list(data)[:5])}" if data else "it is empty"
-    raise RecordingError(
-        f"{name} is neither a report nor a table",
-        why=why,
-        fix="give the --json output of tessera predict (for one chip), measure or report",
-    )
+    raise RecordingError(f"{name} is neither a report nor a table", why=why, fix=fix)
 
 
 class _JsonWork(TypedDict):

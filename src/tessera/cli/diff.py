@@ -102,10 +102,10 @@ def command(
       tessera diff base1.json base2.json base3.json -- now1.json now2.json now3.json
       tessera diff a.json.gz b.json.gz --power-a a.csv --power-b b.csv --by kernels
 
-    A and B are run files, Kineto traces, or the --json output of tessera predict, measure, run, report or attribute.
-    With -- between them, give several runs of each: their scatter decides what is noise. Figures are per step if both
-    have steps. Exit codes: 0; 1 if B is worse than --fail-above allows and the difference is significant; 2 if a file
-    cannot be read.
+    A and B are run files, Kineto traces, or the --json output of tessera measure, run, report, attribute or predict
+    (one chip, without --serve). With -- between them, give several runs of each: their scatter decides what is noise.
+    Figures are per step if both have steps. Exit codes: 0; 1 if B is worse than --fail-above allows and the difference
+    is significant; 2 if a file cannot be read.
     """
     from ..analyze.diff import diff
 
