@@ -16,7 +16,7 @@ from tessera.fleet.packing import compare_packing, cooling_cop
 from tessera.fleet.placement import place_jobs
 from tessera.fleet.relief import plan_moves, settle_moves
 from tessera.policy import ThermalPolicy
-from tessera.report.fleet_place import describe_choice
+from tessera.report.fleet_place import describe_choice, describe_refusal
 
 from command_line import invoke
 
@@ -55,6 +55,14 @@ def test_no_job_makes_a_new_hot_spot() -> None:
     assert not found.placed
     (refusal,) = found.waiting[0].refused
     assert (refusal.kind, refusal.node, refusal.value, refusal.limit) == ("hot_spot", "n", pytest.approx(90.0), 85.0)
+
+
+def test_a_job_larger_than_the_fleet_is_told_so() -> None:
+    nodes = [node("a", 40.0), node("b", 40.0)]
+    (large,) = place_jobs(nodes, [job("large", 64)], COOL).waiting
+    assert [describe_refusal(r) for r in large.refused] == ["the fleet has too few GPUs (16, needs 64)"]
+    (waits,) = place_jobs(nodes, [running("old", "a", 4), job("wide", 16)], COOL).waiting
+    assert [describe_refusal(r) for r in waits.refused] == ["the fleet has too few free GPUs (12, needs 16)"]
 
 
 def test_an_aisle_stays_within_its_cooling_budget() -> None:

@@ -21,10 +21,14 @@ MODERATE_SHARE = 0.5
 
 Order = Literal["cool", "pack", "spread"]
 """Which node is preferred: the coolest; for moderate jobs the fullest, else the coolest; the emptiest."""
-RefusalKind = Literal["unavailable", "no_free_gpus", "node_limit", "hot_spot", "aisle_budget", "rack_limit"]
+RefusalKind = Literal[
+    "unavailable", "no_free_gpus", "fleet_size", "fleet_full", "node_limit", "hot_spot", "aisle_budget", "rack_limit"
+]
 REFUSALS: dict[RefusalKind, str] = {
     "unavailable": "not available",
     "no_free_gpus": "too few free GPUs",
+    "fleet_size": "the fleet has too few GPUs",
+    "fleet_full": "the fleet has too few free GPUs",
     "node_limit": "above the node's power limit",
     "hot_spot": "above the hot-spot threshold",
     "aisle_budget": "above the aisle's cooling budget",
@@ -103,7 +107,10 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why `count` nodes do not take a job, with the best of them as the example: its value and the limit."""
+    """Why `count` nodes do not take a job, with the best of them as the example: its value and the limit.
+
+    `node` is empty where it is for all of them together: GPUs of the fleet, and those that the job wants.
+    """
 
     kind: RefusalKind
     count: int
@@ -266,7 +273,9 @@ class NodeFloor:
             if left == 0:
                 tried = at
                 break
-        full = self._refuse_full(ranks[:tried], 1 if spans else job.gpus)
+        full = [*self._refuse_full(ranks[:tried], 1 if spans else job.gpus)]
+        if spans and left:  # that some nodes are full is no reason: how many GPUs there are is
+            full = [r for r in full if r.kind != "no_free_gpus"] + [*self._refuse_fleet(job.gpus)]
         return tuple(on) if left == 0 else (), (*full, *refused.values())
 
     def _refuse_full(self, tried: Ints, needed: int) -> Iterator[Refusal]:
@@ -278,6 +287,17 @@ class NodeFloor:
         if np.any(is_full):
             i = int(tried[np.argmax(is_full)])
             yield self._refuse("no_free_gpus", i, float(self.free[i]), float(needed), int(np.sum(is_full)))
+
+    def _refuse_fleet(self, wanted: int) -> Iterator[Refusal]:
+        """All nodes together, where they have fewer GPUs than a job wants, or fewer that are free."""
+        kinds: tuple[tuple[RefusalKind, int], ...] = (
+            ("fleet_size", int(self.gpus.sum())),
+            ("fleet_full", int(self.free[self.available].sum())),
+        )
+        for kind, gpus in kinds:
+            if gpus < wanted:
+                yield Refusal(kind=kind, count=len(self.nodes), node="", value=float(gpus), limit=float(wanted))
+                return
 
     def _refuse(self, kind: RefusalKind, i: int, value: float, limit: float, count: int = 1) -> Refusal:
         return Refusal(kind=kind, count=count, node=self.nodes[i].name, value=value, limit=limit)

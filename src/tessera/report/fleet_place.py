@@ -86,6 +86,8 @@ def describe_refusal(refusal: Refusal) -> str:
     more = f" and {refusal.count - 1} more" if refusal.count > 1 else ""
     if refusal.kind == "unavailable":
         return f"{refusal.node}{more}: {REFUSALS[refusal.kind]}"
+    if not refusal.node:
+        return f"{REFUSALS[refusal.kind]} ({refusal.value:,.0f}, needs {refusal.limit:,.0f})"
     if refusal.kind == "no_free_gpus":
         value, limit = f"{refusal.value:.0f}", f"needs {refusal.limit:.0f}"
     elif refusal.kind == "hot_spot":
