@@ -342,6 +342,17 @@ def test_the_error_has_the_unit_of_its_energy():
     assert units.format_energy_error(4.32e9, 3.6e8) == "1.20 ± 0.10 MWh"
 
 
+def test_figures_that_are_compared_are_joules_on_both_sides_of_a_kilowatt_hour():
+    assert [units.format_joules(j, 3) for j in (3.31e6, 4.32e6, 1.2e9)] == ["3.31 MJ", "4.32 MJ", "1.2 GJ"]
+    assert units.format_energy_error(4.32e6, 1e6, show=units.format_joules) == "4.3 ± 1.0 MJ"
+
+
+def test_nothing_has_the_unit_without_a_prefix():
+    assert (units.format_watt_hours(0.0), units.format_energy(0.0), units.format_watt_hours(1e-3)) == (
+        "0 Wh", "0 J", "0.000278 mWh",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("energy_j", "error_j", "text"),
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import ArgumentError, UnitError, did_you_mean
@@ -60,10 +60,11 @@ J_PER_KWH = 3.6e6
 _WATT_HOURS = {unit: 3600.0 * factor for unit, factor in _with_prefixes("Wh", "m", "k", "M", "G").items()}
 _ENERGY = _Dimension(
     name="energy",
-    units={**_with_prefixes("J", "m", "u", "µ", "n", "p", "k", "M"), **_WATT_HOURS},
+    units={**_with_prefixes("J", "m", "u", "µ", "n", "p", "k", "M", "G"), **_WATT_HOURS},
     example="'4.1J', '12 mJ' or '2kWh'",
     show=("GWh", "MWh", "kWh", "MJ", "kJ", "J", "mJ", "µJ", "nJ", "pJ"),  # from a kilowatt-hour on, people say so
 )
+_JOULES = replace(_ENERGY, show=("GJ", "MJ", "kJ", "J", "mJ", "µJ"))
 _ELECTRICITY = _Dimension(name="energy", units=_WATT_HOURS, example="'2kWh'", show=("GWh", "MWh", "kWh", "Wh", "mWh"))
 _MASS = _Dimension(
     name="mass", units={**_with_prefixes("g", "m", "k"), "t": 1e6}, example="'3kg'", show=("t", "kg", "g", "mg")
@@ -224,7 +225,8 @@ def _format(value: float, dim: _Dimension, digits: int) -> str:
         if abs(float(f"{value / dim.units[unit]:.{digits}g}")) >= 1:
             break
     else:
-        unit = dim.show[-1] if value else next((u for u in dim.show if dim.units[u] == 1.0), dim.show[-1])
+        plain = next((u for u in dim.show if dim.units[u] == 1.0), min(dim.show, key=len))  # "Wh", not "mWh"
+        unit = dim.show[-1] if value else plain
     scaled = value / dim.units[unit]
     text = f"{scaled:.{digits}g}"
     if "e" in text and digits < 15 and abs(scaled) >= 1:  # a smaller value must not read "0"
@@ -245,6 +247,11 @@ def format_power_rate(rate_w_per_s: float, digits: int = 4) -> str:
 def format_energy(energy_j: float, digits: int = 4) -> str:
     """Joules for people: 0.0123 -> "12.3 mJ"; from a kilowatt-hour on in kWh, MWh: 4.32e9 -> "1.2 MWh"."""
     return _format(energy_j, _ENERGY, digits)
+
+
+def format_joules(energy_j: float, digits: int = 4) -> str:
+    """Joules for people, never as kWh: for figures on both sides of a kilowatt-hour that are compared."""
+    return _format(energy_j, _JOULES, digits)
 
 
 def format_count(count: int, noun: str) -> str:
@@ -328,19 +335,25 @@ def format_error(value: float, error: float | None, unit: str = "", *, signed: b
     return f"{value:.{digits}f} ± {error:.{digits}f}{space}"
 
 
-def format_energy_error(energy_j: float, error_j: float | None, *, signed: bool = False) -> str:
+def format_energy_error(
+    energy_j: float,
+    error_j: float | None,
+    *,
+    signed: bool = False,
+    show: Callable[[float, int], str] = format_energy,
+) -> str:
     """Joules with their error, in the unit of the larger: "1.20 ± 0.31 mJ"; "unknown J" where they are NaN.
 
-    Joules that may be none at all are "0 to 1.1 J", unless they are a difference (`signed`).
+    Joules that may be none at all are "0 to 1.1 J", unless they are a difference (`signed`). `show` chooses the unit.
     """
     if math.isnan(energy_j):
         return "unknown J"
     error = 0.0 if error_j is None or math.isnan(error_j) else error_j
     if not (math.isfinite(error) and math.isfinite(energy_j)):
-        return format_energy(energy_j)
+        return show(energy_j, 4)
     if 0 <= energy_j < error and not signed:
-        return f"0 to {format_energy(energy_j + error, 2)}"
-    unit = format_energy(max(abs(energy_j), error)).split()[1]
+        return f"0 to {show(energy_j + error, 2)}"
+    unit = show(max(abs(energy_j), error), 4).split()[1]
     factor = _ENERGY.units[unit]
     return format_error(energy_j / factor, error / factor, unit, signed=signed)
 

@@ -149,3 +149,10 @@ def test_the_name_of_a_public_model_is_planned(capsys) -> None:
     assert json.loads(capsys.readouterr().out)["model"]["parameters"] == 8030257152.0
     assert run("llama-3.1-8", *SIZES) != 0
     assert "did you mean 'llama-3.1-8b'" in capsys.readouterr().err
+
+
+def test_energies_of_plans_have_one_unit_whatever_the_batch(capsys) -> None:
+    for batch in ("1024", "2048"):  # 2.9 and 5.7 MJ: on both sides of a kilowatt-hour
+        assert run("llama-3.1-70b", "--cluster", "dgx-h200:4", "--global-batch", batch) == 0
+        out = capsys.readouterr().out
+        assert " MJ " in out and "Wh" not in out

@@ -16,8 +16,8 @@ from ..units import (
     format_bytes,
     format_duration,
     format_duration_error,
-    format_energy,
     format_energy_error,
+    format_joules,
     format_power,
     format_share,
 )
@@ -34,8 +34,11 @@ def plan_text(plan: ParallelPlan, *, width: int = 100) -> str:
 def plan_screen(plan: ParallelPlan, *, next_command: str | None = None) -> RenderableType:
     """One screen: the best layout and its figures, the ranked others, why the neighbours lost, what to type next."""
     best = plan.best
-    figures = [format_duration_error(best.time_s, best.error_s), format_energy_error(best.energy_j, best.error_j)]
-    each = f"{format_energy(best.energy_per_token_j, 3)} per {name_unit(plan)}"
+    figures = [
+        format_duration_error(best.time_s, best.error_s),
+        format_energy_error(best.energy_j, best.error_j, show=format_joules),
+    ]
+    each = f"{format_joules(best.energy_per_token_j, 3)} per {name_unit(plan)}"
     figures += [format_power(best.power_w, 3), each]
     facts = label_table()
     for name, text in list_facts(plan):
@@ -130,7 +133,7 @@ def _rank(plan: ParallelPlan) -> FittedTable:
         TableColumn(heading="shards", cells=[layout.sharding for layout in layouts], drop=2),
         TableColumn(heading="recompute", cells=[layout.recompute for layout in layouts], drop=1),
         TableColumn(heading="time", cells=[format_duration(row.time_s, 4) for row in rows], right=True),
-        TableColumn(heading="energy", cells=[format_energy(row.energy_j, 4) for row in rows], right=True),
+        TableColumn(heading="energy", cells=[format_joules(row.energy_j, 4) for row in rows], right=True),
         TableColumn(heading="memory", cells=[format_bytes(row.memory_bytes, 3) for row in rows], right=True, drop=4),
         TableColumn(heading="more than the best", cells=[describe_loss(plan, row) for row in rows]),
     ]
@@ -153,7 +156,7 @@ def describe_loss(plan: ParallelPlan, row: PlanCandidate) -> str:
 
 
 def _format_more(metric: str, amount: float) -> str:
-    return "+" + (format_duration(amount, 3) if metric == "time_s" else format_energy(amount, 3))
+    return "+" + (format_duration(amount, 3) if metric == "time_s" else format_joules(amount, 3))
 
 
 def name_setting(setting: str) -> str:
@@ -188,7 +191,7 @@ def describe_neighbour(plan: ParallelPlan, neighbour: PlanNeighbour) -> str:
 def describe_least_sure(plan: ParallelPlan) -> str:
     """The figure that adds most to the error, and why."""
     least = plan.least_sure
-    amount = format_duration(least.error, 2) if least.unit == "s" else format_energy(least.error, 2)
+    amount = format_duration(least.error, 2) if least.unit == "s" else format_joules(least.error, 2)
     return f"{least.name} (± {amount}): {least.why}"
 
 

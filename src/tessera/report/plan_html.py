@@ -10,8 +10,8 @@ from ..units import (
     format_bytes,
     format_duration,
     format_duration_error,
-    format_energy,
     format_energy_error,
+    format_joules,
     format_power,
 )
 from .html import definitions, framed_page, note, number_cell, table, tile
@@ -70,9 +70,9 @@ def _tiles(plan: ParallelPlan) -> str:
     share = f"{best.memory_bytes / best.capacity_bytes:.0%} of {format_bytes(best.capacity_bytes, 3)}"
     tiles = [
         tile(format_duration_error(best.time_s, best.error_s), "a step, 90% interval"),
-        tile(format_energy_error(best.energy_j, best.error_j), "a step, all GPUs and hosts"),
+        tile(format_energy_error(best.energy_j, best.error_j, show=format_joules), "a step, all GPUs and hosts"),
         tile(format_power(best.power_w, 3), "average of the cluster"),
-        tile(format_energy(best.energy_per_token_j, 3), f"per {name_unit(plan)}"),
+        tile(format_joules(best.energy_per_token_j, 3), f"per {name_unit(plan)}"),
         tile(f"{best.tokens_per_s / best.layout.gpus:,.0f}", f"{name_unit(plan)}s/s for each GPU"),
         tile(format_bytes(best.memory_bytes, 3), f"fullest GPU, {share}"),
     ]
@@ -151,7 +151,7 @@ def _ranking(plan: ParallelPlan) -> str:
         f"<tr{' class=front' if row is plan.best else ''}><td>{escape(str(row.layout))}</td>"
         f"<td class='name'>{escape(describe_layout(row.layout))}</td>"
         f"{number_cell(format_duration_error(row.time_s, row.error_s), row.time_s)}"
-        f"{number_cell(format_energy_error(row.energy_j, row.error_j), row.energy_j)}"
+        f"{number_cell(format_energy_error(row.energy_j, row.error_j, show=format_joules), row.energy_j)}"
         f"{number_cell(format_power(row.power_w, 3), row.power_w)}"
         f"{number_cell(format_bytes(row.memory_bytes, 3), row.memory_bytes)}"
         f"<td>{escape(describe_loss(plan, row))}</td></tr>"
