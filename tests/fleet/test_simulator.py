@@ -499,6 +499,8 @@ def test_storage_and_utility_spec() -> None:
     )
     assert smooth.passed, smooth.verdicts
     assert smooth.load_quality.range_w > 5 * smooth.quality.range_w
+    screen = " ".join(simulation_text(smooth).split())
+    assert "what the rows draw: the feed adds what storage and UPS (5.0%) lose" in screen
 
 
 # -- files and the command --------------------------------------------------------------------------------------------

@@ -105,7 +105,9 @@ def list_figures(result: Simulation) -> list[tuple[str, str]]:
             ("ballast", f"{pick_energy_format(result.energy_j)(result.ballast_j, 3)}, {share} of the feed's joules")
         )
     if result.scenario.facility.feed.storage is not None:
-        rows.append(("before storage", describe_swing(result.load_quality)))
+        lost = format_share(1.0 - result.scenario.facility.feed.ups_efficiency)
+        adds = f"what the rows draw: the feed adds what storage and UPS ({lost}) lose"
+        rows.append(("before storage", f"{describe_swing(result.load_quality)}; {adds}"))
     classes = ", ".join(format_count(count, name.removesuffix("s")) for name, count in result.classes.items())
     rows.append(("engine", f"{result.engine}; classes: {classes}; {result.speed:,.0f} times real time"))
     return rows
