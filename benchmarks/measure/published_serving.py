@@ -216,6 +216,7 @@ class Score:
 
 
 def score(latency: Iterable[Row], energy: Iterable[Row], half: str | None) -> dict[str, Any]:
+    alone: list[tuple[float, float]] = []
     names = ("tpot", "ttft", "joules_per_token", "tpot_of_energy_rows")
     scores = {name: Score() for name in names}
     skipped: collections.Counter[str] = collections.Counter()
@@ -239,6 +240,9 @@ def score(latency: Iterable[Row], energy: Iterable[Row], half: str | None) -> di
                 scores["tpot"].add(report.time_per_output_token_s, measured, group)
                 if other is not None:
                     scores["ttft"].add(report.time_to_first_token_s, other, group)
+                    if report.batch <= on.replicas:  # no prompt of another sequence comes meanwhile
+                        after_s = other - report.prefill.time_s
+                        alone.append((other / report.prefill.time_s, after_s / report.decode.time_s))
             else:
                 scores["joules_per_token"].add(report.joules_per_token, measured, f"{group}, {row.get('task')}")
                 if other is not None:
@@ -250,6 +254,11 @@ def score(latency: Iterable[Row], energy: Iterable[Row], half: str | None) -> di
         "tpot_median_error": scores["tpot"].to_dict()["median_error"],
         "joules_per_token_median_error": scores["joules_per_token"].to_dict()["median_error"],
         "coverage": sum(inside) / len(inside) if inside else None,
+        "first_token_alone": {
+            "rows": len(alone),
+            "over_prefill": statistics.median(row[0] for row in alone) if alone else None,
+            "steps_after_prefill": statistics.median(row[1] for row in alone) if alone else None,
+        },
         **{name: made.to_dict() for name, made in scores.items()},
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..serving.estimate import USED_SHARE, PhaseEstimate, RefusedServer, ServingReport
+from ..serving.estimate import FIRST_STEPS, USED_SHARE, PhaseEstimate, RefusedServer, ServingReport
 from ..units import format_bytes, format_duration_error, format_energy_error, format_error, format_power
 from .console import FittedTable, TableColumn, label_table, next_line
 
@@ -100,11 +100,12 @@ def _one(report: ServingReport) -> RenderableType:
     lines = label_table()
     first, step = report.time_to_first_token_s, report.time_per_output_token_s
     lines.add_row("on", Text(_name(report) + (f", cache {report.deployment.cache}")))
-    steady = report.arrivals == "steady"
-    until = "the prefill, and the steps and prompts of others that are first" if steady else "the mean of all at once"
+    steady, alone = report.arrivals == "steady", report.batch <= report.deployment.replicas
+    before = "the prefill" if alone else "the prefill, prompts of others that are first"
+    until = f"{before}, and the way through the server ({FIRST_STEPS:g} steps)" if steady else "the mean of all at once"
     lines.add_row("first token", Text(f"{format_duration_error(first, first.error)}: {until}"))
-    between = ": a decode step, and its share of the prompts that come meanwhile" if steady else ""
-    lines.add_row("each token", Text(f"{format_duration_error(step, step.error)}{between}"))
+    between = "" if alone or not steady else ", and its share of the prompts that come meanwhile"
+    lines.add_row("each token", Text(f"{format_duration_error(step, step.error)}: a decode step{between}"))
     rate, joules, watts = report.tokens_per_s, report.joules_per_token, report.power_w
     lines.add_row("output", Text(f"{format_error(rate, rate.error)} tokens/s"))
     lines.add_row("energy", Text(f"{format_energy_error(joules, joules.error)} per output token"))

@@ -20,8 +20,10 @@ from .served_model import ServedModel, read_served_model
 from .uncertainty import ServingErrors, find_errors, find_provenance
 
 # Time to the first token under steady arrivals: its own prefill, an engine's share of those of other sequences (by a
-# power of their number), and steps that are under way or scheduled first. Chosen on the same half.
-_QUEUE_POWER, _FIRST_STEPS = 0.615, 4.5
+# power of their number), and the way through the server, in steps. Chosen on half of the published servers; the only
+# three of one sequence (of one model on one system, in that half) wait for 3.8 steps after their prefill
+# (benchmarks/measure/published_serving.py: first_token_alone).
+_QUEUE_POWER, FIRST_STEPS = 0.615, 4.5
 # What an engine holds beside weights and cache (CUDA context, graphs, activations: assumed, not measured), and the
 # share of the board that it may use (vLLM: 0.9).
 ENGINE_BYTES, USED_SHARE = 3.0e9, 0.92
@@ -76,11 +78,12 @@ class PhaseEstimate:
 class ServingReport:
     """One model on one deployment with `batch` sequences under way.
 
-    `time_to_first_token_s` is that of a prompt beside the steps and prompts of the other sequences.
-    `time_per_output_token_s` is the mean over a generation, with the prompts of other sequences between the steps where
-    arrivals are steady. `tokens_per_s` and `power_w` are those of prefill and decode together. `joules_per_token` are
-    those of all GPUs for an output token, its share of the prompt included. `memory_bytes` of one GPU is the sum of
-    `weights_bytes`, `cache_bytes` and `engine_bytes`: its CUDA context, graphs and activations.
+    `time_to_first_token_s` is that of a prompt and its way through the server, beside the prompts of the other
+    sequences. `time_per_output_token_s` is the mean over a generation, with the prompts of other sequences between the
+    steps where arrivals are steady. `tokens_per_s` and `power_w` are those of prefill and decode together.
+    `joules_per_token` are those of all GPUs for an output token, its share of the prompt included. `memory_bytes` of
+    one GPU is the sum of `weights_bytes`, `cache_bytes` and `engine_bytes`: its CUDA context, graphs and activations.
+    `provenance` says where the figures come from.
     """
 
     served: ServedModel
@@ -252,14 +255,14 @@ def predict_serving(
     errors = find_errors(served, on, decode, prefill, batch=batch, prompt=prompt, generate=generate)
     mean, first = run_pass(decode, on, batch), run_pass(prefill, on, 1)
     # For each step of all sequences, batch / generate of them end and as many prompts come; each copy of the attention
-    # works on its own prompts.
-    prompts = batch / generate / on.replicas if arrivals == "steady" else 0.0
-    step_s = mean.seconds + prompts * find_engine(on.engine).prefill * first.seconds
-    step_j = mean.energy_j + prompts * first.energy_j
-    shown_j = step_j if arrivals == "steady" else mean.energy_j + batch / generate / on.replicas * first.energy_j
+    # works on its own prompts. A sequence's own prompt is over before its steps.
+    steady = arrivals == "steady"
+    prompts = batch / generate / on.replicas
+    others = max(0.0, prompts - 1.0 / generate) if steady else 0.0
+    held_up_s = find_engine(on.engine).prefill * first.seconds if steady else first.seconds
+    step_s, token_s = mean.seconds + others * held_up_s, mean.seconds + prompts * held_up_s
+    shown_j = mean.energy_j + prompts * first.energy_j
     waits_s = _first_token_s(on, first.seconds, mean.seconds, batch / on.replicas, arrivals)
-    # Where all prompts come first, an answer's share of their time counts too.
-    token_s = step_s if arrivals == "steady" else step_s + batch / generate / on.replicas * first.seconds
     power_w = on.gpus * min(shown_j / token_s, on.device.tdp_w.value if on.device.tdp_w else math.inf)
     weights, cache = count_memory(served, on, batch, prompt + generate)
     all_bytes = weights + cache + ENGINE_BYTES
@@ -305,7 +308,7 @@ def _first_token_s(on: Deployment, prefill_s: float, step_s: float, sequences: f
     if arrivals == "once":
         return prefill_s * (sequences + 1) / 2
     waits = find_engine(on.engine).queue * max(0.0, sequences - 1.0) ** _QUEUE_POWER
-    return float(prefill_s * (1.0 + waits) + _FIRST_STEPS * step_s)
+    return float(prefill_s * (1.0 + waits) + FIRST_STEPS * step_s)
 
 
 def _phase(run: PowerEstimate, on: Deployment, tokens: float, error: float, errors: ServingErrors) -> PhaseEstimate:
