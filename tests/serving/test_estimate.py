@@ -340,6 +340,10 @@ def test_sequences_longer_than_the_models_context_are_refused():
     with pytest.raises(ArgumentError, match="longer than a sequence of llama-2-7b") as caught:
         estimate_serving("llama-2-7b", on="h200", prompt=4000, generate=200)
     assert "4,096" in str(caught.value.why)
+    with pytest.raises(ArgumentError, match="longer than a sequence of llama-3-8b") as caught:
+        estimate_serving("meta-llama/Meta-Llama-3-8B-Instruct", on="h200", prompt=100_000)
+    assert "8,192" in str(caught.value.why)
+    assert estimate_serving("llama-3.1-8b", on="h200", prompt=100_000).prompt == 100_000
     assert estimate_serving("llama-2-7b", on="h200", prompt=3896, generate=200).batch == 1
     config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 1000}
     config |= {"intermediate_size": 128, "model_type": "llama"}

@@ -49,6 +49,8 @@ _SAME = {
     "gptj-6b": "gpt-j-6b",
     "mixtral-8x7b-v0.1": "mixtral-8x7b",
 }
+# Of these, the ones that were made for shorter sequences (max_position_embeddings of their config.json).
+_CONTEXTS = {"llama-3-8b": 8192, "llama-3-70b": 8192}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +194,8 @@ def _find_model(name: str) -> tuple[dict[str, Any], str]:
         tried.append(shorter)
     for word in tried:
         known_as = _SAME.get(word, word)
+        if word in _CONTEXTS:
+            return {**models[known_as], "max_position_embeddings": _CONTEXTS[word]}, word
         if known_as in models:
             return models[known_as], known_as
     known = [*models, *_SAME]
