@@ -6,6 +6,7 @@ from torch import nn
 
 import tessera
 from tessera.errors import PredictionError
+from tessera.estimate import attention_time, moe_time
 from tessera.estimate.gemm import gemm_time
 from tessera.estimate.ops import OpModel
 from tessera.estimate.power import DeviceWork, PowerModel
@@ -43,6 +44,20 @@ def test_a_chip_without_bf16_units_says_so() -> None:
     assert cast.notes == report.notes and cast.total == report.total, "a cast model runs as one that is in bf16"
     with pytest.raises(PredictionError, match="v100 has no fp8 units"):
         tessera.predict(model, x, on="v100", precision="fp8")
+
+
+@pytest.mark.parametrize(
+    ("chip", "precision"), [("h100", "fp4"), ("h100", "int4"), ("mi300x", "fp4"), ("a100", "fp8_block")]
+)
+def test_kernels_in_a_format_that_the_chip_lacks_are_refused(chip: str, precision: str) -> None:
+    device, named = lookup(chip), precision.removesuffix("_block")
+    with pytest.raises(PredictionError, match=f"{chip} has no {named} units"):
+        gemm_time(device, 64, 64, 64, precision=precision)
+    with pytest.raises(PredictionError, match=f"{chip} has no {named} units"):
+        attention_time(device, 1, 8, 8, 64, 64, 64, True, precision)
+    with pytest.raises(PredictionError, match=f"{chip} has no {named} units"):
+        moe_time(device, 64, 64, 64, 2, 8, precision)
+    assert attention_time(lookup("a100"), 1, 8, 8, 64, 64, 64, True, kv_precision="fp8", source="vllm").seconds > 0
 
 
 def test_no_missing_figure_makes_a_chip_slow() -> None:

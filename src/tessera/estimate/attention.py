@@ -27,6 +27,7 @@ from .kernel_time import (
     Chip,
     KernelTime,
     Trees,
+    check_narrow_format,
     chip,
     find_correction,
     kernel_error,
@@ -99,6 +100,7 @@ def attention_time(
     for value, choices in names:
         if value not in choices:
             raise ArgumentError(f"no attention in {value!r}", fix=f"one of {', '.join(choices)}")
+    check_narrow_format(device, precision)
     how = (bool(causal), precision, kv_precision or precision, float(window or np.inf), mask, backward, source)
     call = AttentionCall(batch, heads, kv_heads, q_len, kv_len, head_dim, *how)
     return _attention(chip(device), call, hbm_bytes)

@@ -29,6 +29,7 @@ from .kernel_time import (
     Chip,
     KernelTime,
     Trees,
+    check_narrow_format,
     chip,
     find_correction,
     kernel_error,
@@ -110,6 +111,7 @@ def gemm_time(
     for value, choices in ((source, _SOURCES), (layout, _LAYOUTS), (precision, ELEMENT_BYTES)):
         if value not in choices:
             raise ArgumentError(f"no matrix products in {value!r}", fix=f"one of {', '.join(choices)}")
+    check_narrow_format(device, precision)
     product = Product(m, n, k, batch, precision, layout, source, weight_bytes, bias)
     return _gemm(chip(device), product, out_bytes, hbm_bytes)
 

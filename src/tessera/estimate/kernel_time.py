@@ -255,6 +255,22 @@ def _reduce_to_chip(device: Device) -> Chip:
     )
 
 
+def lacks_units(device: Device, precision: str) -> PredictionError:
+    """The error for a precision that the chip has no units for."""
+    has = sorted({*device.vector, *device.matrix})
+    return PredictionError(
+        f"{device.id} has no {precision} units",
+        why=f"the catalogue gives {device.name} peaks for {', '.join(has) or 'nothing'}",
+        fix="choose one of those, or another chip: tessera hardware list",
+    )
+
+
+def check_narrow_format(device: Device, precision: str) -> None:
+    """Refuse a kernel in a format under 16 bits that the chip has no units for: nothing would run it as such."""
+    if ELEMENT_BYTES[precision] < 2.0 and not chip(device).peak(precision)[2]:
+        raise lacks_units(device, "fp8" if precision == "fp8_block" else precision)
+
+
 def _is_fitted_chip(device: Device) -> bool:
     """Whether a device is the H200 that the constants were fitted on; a user's file may change its figures."""
     if device.id.partition("@")[0] != CALIBRATED:

@@ -20,7 +20,7 @@ from ..device import Device
 from ..errors import ArgumentError, PredictionError
 from ..joules import Floats
 from .chip_fits import find_fit
-from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip, stack_columns
+from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, check_narrow_format, chip, stack_columns
 
 _FORMATS = ("bf16", "fp8", "fp8_block", "fp4")
 _SCALE_BYTES = {"fp8_block": 4.0 / 128**2, "fp4": 1.0 / 16}  # a scale for 128 x 128 and for 16 elements
@@ -66,6 +66,7 @@ def moe_time(
         )
     if precision not in ELEMENT_BYTES:
         raise ArgumentError(f"no experts in {precision!r}", fix=f"one of {', '.join(_FORMATS)}")
+    check_narrow_format(device, precision)
     return _moe(chip(device), ExpertCall(*sizes, skew, precision))
 
 

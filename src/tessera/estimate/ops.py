@@ -19,7 +19,7 @@ from .cache import CACHE_SHARE
 from .conv import add_kernels, conv_time
 from .data_movement import DataMovement, movement_of, movement_time, power_family
 from .gemm import gemm_time
-from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip, correction_chip, load_fit
+from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip, correction_chip, lacks_units, load_fit
 
 QUANTISED = ("fp8", "int8")
 """What-if precisions in which the matrix products run while everything between them stays in 16 bits."""
@@ -200,12 +200,7 @@ def check_precision(device: Device, precision: str | None) -> None:
     """Refuse a what-if precision that the chip has no units for. torch runs a 16-bit model anyway, on wider ones."""
     if precision in (None, "bf16", "fp16") or precision in WEIGHT_ONLY or device.peak(precision) is not None:
         return
-    has = sorted({*device.vector, *device.matrix})
-    raise PredictionError(
-        f"{device.id} has no {precision} units",
-        why=f"the catalogue gives {device.name} peaks for {', '.join(has) or 'nothing'}",
-        fix="choose one of those, or another chip: tessera hardware list",
-    )
+    raise lacks_units(device, precision)
 
 
 _BIASED = ("aten.addmm", "aten._addmm_activation")
