@@ -19,6 +19,8 @@ from tessera.fleet.governor.service import GovernorService, open_service
 from tessera.fleet.governor.tokens import Role, TokenFile
 from tessera.fleet.leases import BudgetPolicy
 
+from waiting import LONGEST_S
+
 
 class LocalGovernor:
     """Serves in a thread until the end of the `with`. `tokens` has one of each role: "*" for nodes."""
@@ -53,7 +55,7 @@ class LocalGovernor:
 
     def __enter__(self):
         self._thread.start()
-        assert self._started.wait(30.0)
+        assert self._started.wait(LONGEST_S)
         return self
 
     def __exit__(self, *_) -> None:
@@ -61,13 +63,13 @@ class LocalGovernor:
             client.close()
         with contextlib.suppress(RuntimeError):  # it has ended by itself
             self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30.0)
+        self._thread.join(LONGEST_S)
         assert not self._thread.is_alive()
 
     def client(self, role: Role = Role.OPERATOR, **more) -> GovernorClient:
         """A client with the token of a role, closed at the end."""
         address = GovernorAddress(**{"url": self.url, "token": self.tokens.get(role, ""), **more})
-        self._clients.append(GovernorClient(address, timeout_s=30.0))
+        self._clients.append(GovernorClient(address, timeout_s=LONGEST_S))
         return self._clients[-1]
 
 

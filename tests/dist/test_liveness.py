@@ -102,8 +102,8 @@ def read_timeouts(rank: int) -> list[float]:
 
 
 def test_groups_of_a_mesh_have_the_timeout_of_the_world() -> None:
-    with GlooRanks(4, timeout_s=17.0) as ranks:
-        assert ranks.run(read_timeouts) == [[17.0] * 4] * 4
+    with GlooRanks(4, timeout_s=1717.0) as ranks:
+        assert ranks.run(read_timeouts) == [[1717.0] * 4] * 4
 
 
 ENDING = """

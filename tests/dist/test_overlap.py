@@ -509,5 +509,5 @@ def lose_a_rank(rank: int, in_ddp: bool, options: dict[str, Any]) -> object:
 
 @pytest.mark.parametrize(("in_ddp", "options"), [(False, {}), (True, {"compress": "fp8"})])
 def test_a_rank_that_dies_in_backward_is_named(in_ddp: bool, options: dict[str, Any]) -> None:
-    ranks = GlooRanks(2, timeout_s=20.0)
+    ranks = GlooRanks(2)
     assert ranks.run_without(1, lose_a_rank, in_ddp, options) == [(1,)]

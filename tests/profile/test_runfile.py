@@ -613,7 +613,7 @@ def test_kernels_are_written_when_they_come(tmp_path, monkeypatch):
     monkeypatch.setattr("tessera.profile.runfile_write.COMMIT_S", 1e6)
     with RunWriter(tmp_path / "a.tessera") as writer:
         writer.add_timeline(make_timeline(100))
-        wait_until(lambda: RunFile(tmp_path / "a.tessera").rows == 100, timeout_s=30.0)
+        wait_until(lambda: RunFile(tmp_path / "a.tessera").rows == 100)
 
 
 def test_a_timeline_that_is_half_committed_is_written_once(tmp_path, monkeypatch):
