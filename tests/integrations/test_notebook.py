@@ -66,7 +66,8 @@ def test_a_cell_is_measured_where_it_runs(shell: Shell) -> None:
     assert isinstance(found, CellEnergy) and not found.failed and found.table is None
     assert found.joules == pytest.approx(200.0 * found.energy.time_s, rel=0.05)
     shown = repr(found)
-    assert re.search(r"J   200.* W   1\d\d(\.\d)? ms   script, 90% intervals", shown)
+    assert found.energy.time_s >= 0.15
+    assert re.search(r"J   200.* W   [\d.]+ m?s   script, 90% intervals", shown)
     assert "per step" in shown
     html = found._repr_html_()
     assert html.startswith("<div") and html.endswith("</div>") and "per step" in html
