@@ -131,7 +131,7 @@ def test_in_ipython(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "8" in out and "90% intervals" in out
     shell.run_cell("%energy time.sleep(0.05)")
-    assert shell.user_ns["_"].energy.time_s < 0.1
+    assert shell.user_ns["_"].energy.time_s >= 0.05
     shell.run_cell("%%energy\n1 / 0")
     assert shell.user_ns["_"].failed and "ZeroDivisionError" in capsys.readouterr().out
     shell.run_line_magic("unload_ext", "tessera.notebook")
