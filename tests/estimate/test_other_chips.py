@@ -78,3 +78,17 @@ def test_assumed_figures_are_named() -> None:
     unknown = next(d for d in catalogue().values() if d.kind == "gpu" and d.units is None)
     report = tessera.predict(nn.Linear(8, 8), torch.empty(1, 8), on=unknown)
     assert "units (not in the catalogue)" in report.prediction.provenance["assumed"]
+
+
+def test_every_chip_streams_at_the_share_of_its_bandwidth_that_was_measured() -> None:
+    """0.905 on the H200: no chip without timings gets more, and no board is too weak for its own memory."""
+    (op,) = capture(lambda x: x + 1, (torch.empty(1 << 30, device="meta"),)).kernels
+    moved = 2.0 * 4 * (1 << 30)
+    shares = {}
+    for device in catalogue().values():
+        if device.kind == "gpu" and device.memory.bandwidth_bytes_per_s is not None and device.tdp_w is not None:
+            found = PowerModel.from_device(device).estimate(DeviceWork.of(OpModel(device).time(op, moved)))
+            shares[device.id] = moved / found.seconds / device.memory.bandwidth_bytes_per_s.value
+            assert found.clock > 0.97, device.id
+    assert len(shares) > 30
+    assert {name: share for name, share in shares.items() if not 0.89 < share < 0.91} == {}

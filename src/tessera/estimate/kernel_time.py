@@ -59,6 +59,12 @@ CALIBRATED = "h200"
 FITTED = ("h100", "b200", "rtx-pro-6000", "a100")
 """Other chips whose matrix products, attention and experts were fitted (chip_fits.py)."""
 
+STREAM_SHARE = 0.905
+"""Of the bandwidth that long streams reach: 4.34 TB/s of 4.8 on an H200 (660 W at 152 pJ/byte, h200.toml).
+
+No chip without timings of its own gets more: SMs or a cache that are fast beside its memory are no reason for it.
+"""
+
 _MOST_EFFICIENCY = 0.97  # of the matrix peak: an A100's products, the highest share of any chip (fit_chips.py)
 _FITTED_ON = (132, 1.98e9, 4.8e12, 62914560)  # SMs, clock, bandwidth, cache of hardware/catalog/h200.toml
 

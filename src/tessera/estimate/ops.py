@@ -19,7 +19,7 @@ from .cache import CACHE_SHARE
 from .conv import add_kernels, conv_time
 from .data_movement import DataMovement, movement_of, movement_time, power_family
 from .gemm import gemm_time
-from .kernel_time import ELEMENT_BYTES, Chip, KernelTime, chip, correction_chip, lacks_units, load_fit
+from .kernel_time import ELEMENT_BYTES, STREAM_SHARE, Chip, KernelTime, chip, correction_chip, lacks_units, load_fit
 
 QUANTISED = ("fp8", "int8")
 """What-if precisions in which the matrix products run while everything between them stays in 16 bits."""
@@ -87,9 +87,9 @@ class OpModel:
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
         level = float(data["level"].get(op.kind, 1.0)) if correction_chip(self.chip) is not None else 1.0
         # Nothing learned makes a kernel faster than the chip: a fill of gigabytes was learned from small ones.
-        seconds = max(
-            time.seconds * level, self.chip.least_s(op.flops, time.unit), time.hbm_bytes / self.chip.bandwidth
-        )
+        reached = 1.0 if self.chip.calibrated or op.kind in MATRIX_KINDS else STREAM_SHARE
+        memory_s = time.hbm_bytes / (reached * self.chip.bandwidth)
+        seconds = max(time.seconds * level, self.chip.least_s(op.flops, time.unit), memory_s)
         time = replace(time, seconds=seconds, clock_s=min(seconds, time.clock_s * level), draw=draw)
         if not is_unmodelled(op):
             return time

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..device import Device
 from ..errors import ArgumentError
-from .kernel_time import Chip, KernelTime, chip, load_fit
+from .kernel_time import STREAM_SHARE, Chip, KernelTime, chip, load_fit
 
 _LOWEST_CLOCK = 0.1  # 210 of 1980 MHz: the lowest clock an H200 takes; nothing measured falls under 0.6
 
@@ -210,6 +210,7 @@ _MEMORY = {"HBM3E": 1.0, "HBM3": 1.0, "HBM2E": 1.3, "HBM2": 1.3, "HBM": 1.15, "G
     "LPDDR5X": 0.8,
     "DDR5": 2.5,
 }
+_STREAM_DRAW = 1.06  # of SMs that add to numbers from device memory (h200_models.json: elementwise.dense.add)
 _H200_TDP_W, _H200_IDLE_W, _H200_CLOCK_HZ, _H200_UNITS = 700.0, 77.0, 1.98e9, 132  # h200.toml
 # The H200's peaks (h200.toml), to turn its joules per FLOP into watts at full rate.
 _H200_PEAKS = (
@@ -232,7 +233,7 @@ def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str)
     fitted = load_fit(f"{of.fitted}_kernels.json").get("power") if of.fitted else None
     if fitted is not None:
         provenance = f"fitted on public readings of the {of.fitted}: NVML's averages over a second"
-        return PowerModel(limit_w=limit_w, provenance=provenance, **fitted, **law)
+        return _fit_streams(PowerModel(limit_w=limit_w, provenance=provenance, **fitted, **law), of)
     share = tdp_w / _H200_TDP_W
     # A board with its clocks up draws more than at idle, in the H200's proportion; at most half the limit.
     static_w = data["static_w"] * (idle_w / _H200_IDLE_W if idle_w else share)
@@ -244,18 +245,29 @@ def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str)
     ):  # at most its share of TDP, as joules per FLOP below: a V100 runs fp32 products at full clock
         active_w = min(active_w, data["active_w"] * switch * of.units / _H200_UNITS * of.clock_hz / _H200_CLOCK_HZ)
     memory_j = data["hbm_j_per_byte"] * _MEMORY.get(memory_kind, 1.3)
-    return PowerModel(
+    model = PowerModel(
         static_w=static_w,
         limit_w=limit_w,
-        active_w=min(active_w, 0.5 * limit_w),
-        # Memory at full rate may not take more than the board has left.
-        hbm_j_per_byte=min(memory_j, 0.8 * (limit_w - static_w) / of.bandwidth),
+        active_w=min(active_w, 0.5 * (limit_w - static_w)),
+        hbm_j_per_byte=memory_j,
         l2_j_per_byte=data["l2_j_per_byte"] * (switch or 1.0),
         j_per_flop=_per_flop(of, share, switch, data),
         relative_error=data["carried_over_error"],
         provenance="H200 constants carried over by process, clock, TDP and memory kind",
         **law,
     )
+    return _fit_streams(model, of)
+
+
+def _fit_streams(model: PowerModel, of: Chip) -> PowerModel:
+    """The model with joules per byte of at most what a stream may draw: a board is built to use its bandwidth.
+
+    With all SMs at work at the boost clock, the bytes have what static power and the SMs leave of the limit.
+    """
+    left_w = model.limit_w - model.static_w - _STREAM_DRAW * model.active_w
+    j_per_byte = left_w / (STREAM_SHARE * of.bandwidth)
+    share = min(1.0, j_per_byte / (model.hbm_j_per_byte + model.l2_j_per_byte))
+    return replace(model, hbm_j_per_byte=share * model.hbm_j_per_byte, l2_j_per_byte=share * model.l2_j_per_byte)
 
 
 def _switching_energy(of: Chip, data: Mapping[str, Any]) -> float | None:
