@@ -1,13 +1,17 @@
 """Chips that nobody measured here: what others published of them, and figures that the catalogue lacks."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
 
 import tessera
+from tessera.device import Device
 from tessera.errors import PredictionError
 from tessera.estimate import attention_time, moe_time
 from tessera.estimate.gemm import gemm_time
+from tessera.estimate.kernel_time import KernelTime, chip
 from tessera.estimate.ops import OpModel
 from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.graph.capture import capture
@@ -92,3 +96,59 @@ def test_every_chip_streams_at_the_share_of_its_bandwidth_that_was_measured() ->
             assert found.clock > 0.97, device.id
     assert len(shares) > 30
     assert {name: share for name, share in shares.items() if not 0.89 < share < 0.91} == {}
+
+
+def figures(device: Device) -> dict[str, float]:
+    of = chip(device)
+    numbers = {"units": of.units, "clock": of.clock_hz, "bandwidth": of.bandwidth, "l2": of.cache_bytes}
+    # fp64 is cut on boards for export, and no kernel below runs in it.
+    peaks = {f"{kind}.{name}": value for name, value, kind in of.peaks if name != "fp64"}
+    return numbers | peaks | {"tdp": of.tdp_w or 0.0}
+
+
+GPUS = [d for d in catalogue().values() if d.kind == "gpu" and d.memory.bandwidth_bytes_per_s and d.tdp_w]
+
+
+def at_least(better: Device, than: Device) -> bool:
+    a, b = figures(better), figures(than)
+    return all(a.get(name, 0.0) >= value for name, value in b.items())
+
+
+# A chip with timings of its own keeps them, whatever its relatives are predicted to take.
+PAIRS = [
+    (a, b)
+    for a in GPUS
+    for b in GPUS
+    if a is not b and a.compute_capability and a.compute_capability == b.compute_capability and at_least(b, a)
+    if not (chip(b).calibrated or chip(b).fitted)
+]
+
+
+def kernels_of(device: Device) -> Iterator[tuple[object, KernelTime]]:
+    formats = [p for p in ("bf16", "fp8", "fp4", "fp32") if p in ("bf16", "fp32") or device.peak(p) is not None]
+    for source in ("torch", "vllm"):
+        for precision in formats:
+            for shape in ((16, 4096, 4096), (512, 512, 512), (128, 28672, 8192), (8192, 8192, 8192)):
+                yield (source, precision, shape), gemm_time(device, *shape, precision=precision, source=source)
+        for call in (
+            (4, 32, 32, 8192, 8192, 128, True),
+            (64, 32, 8, 1, 8192, 128, False),
+            (1, 32, 8, 1, 1024, 128, False),
+        ):
+            yield (source, call), attention_time(device, *call, source=source)
+    (op,) = capture(lambda x: x + 1, (torch.empty(1 << 28, device="meta"),)).kernels
+    yield "x + 1", OpModel(device).time(op, 2.0 * 4 * (1 << 28))
+
+
+def test_the_pairs_of_relatives_are_known() -> None:
+    assert {("b200", "gb200"), ("h100", "gh200"), ("a100", "a800")} <= {(a.id, b.id) for a, b in PAIRS}
+
+
+@pytest.mark.parametrize(("worse", "better"), PAIRS, ids=lambda device: device.id)
+def test_no_relative_is_slower_than_the_chip_it_exceeds(worse: Device, better: Device) -> None:
+    a, b = dict(kernels_of(worse)), dict(kernels_of(better))
+    limits = [PowerModel.from_device(device) for device in (worse, better)]
+    for name in a.keys() & b.keys():
+        slow, fast = (m.estimate(DeviceWork.of(k)).seconds for m, k in zip(limits, (a[name], b[name]), strict=True))
+        assert b[name].seconds <= 1.01 * a[name].seconds, name
+        assert fast <= 1.01 * slow, name

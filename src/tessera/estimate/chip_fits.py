@@ -5,7 +5,8 @@ correction by near shapes, and 90% half-widths from shapes that were not fitted.
 kernels: short loops at full clock. `data/other_kernels.json` was fitted on all those chips together, and serves NVIDIA
 GPUs of which there are no timings; its half-widths are those of chips that were left out. A chip with the compute
 capability of a fitted one gets that one's constants, but for two: how a launch was timed, and the share of the peak
-that its watts leave. `benchmarks/fit/fit_chips.py` writes all of them.
+that its watts leave. Of the H100 and the H200, a relative takes the one whose bandwidth is nearer.
+`benchmarks/fit/fit_chips.py` writes all of them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..hardware import lookup
 from ..joules import Floats
-from .kernel_time import Chip, Kriging, LearnedCorrection, load_fit, widen_error
+from .kernel_time import CALIBRATED, Chip, Kriging, LearnedCorrection, chip, load_fit, widen_error
 
-# By compute capability, the chip with timings that runs the same kernels.
-_RELATIVES = {"sm80": "a100", "sm90": "h100", "sm100": "b200", "sm103": "b200", "sm120": "rtx-pro-6000"}
+RELATIVES = {"sm80": "a100", "sm90": "h100", "sm100": "b200", "sm103": "b200", "sm120": "rtx-pro-6000"}
+"""By compute capability, the chip with timings that runs the same kernels."""
+
 _SHARED = "other"
 
 
@@ -60,7 +63,7 @@ def find_fit(of: Chip, family: str, kernel: str) -> KernelFit | None:
         return None
     # Chips whose matrix units are synchronous share a library (FlashAttention-2), and constants of their own for it.
     shared = [f"{family}.synchronous", family] if not of.asynchronous else [family]
-    places = [(of.fitted, family), (_RELATIVES.get(of.capability), family), *((_SHARED, part) for part in shared)]
+    places = [(of.fitted, family), (RELATIVES.get(of.capability), family), *((_SHARED, part) for part in shared)]
     for name, part in places:
         if name is not None and (fit := _read_fit(name, part, kernel, name == of.fitted, of.architecture)) is not None:
             return fit
@@ -68,32 +71,40 @@ def find_fit(of: Chip, family: str, kernel: str) -> KernelFit | None:
 
 
 def _is_measured_on_h200(of: Chip, family: str, kernel: str) -> bool:
-    hopper = of.capability == "sm90" and of.fitted is None
+    h100, h200 = load_fit("h100_kernels.json")["chip"][2], chip(lookup(CALIBRATED)).bandwidth
+    hopper = of.capability == "sm90" and of.fitted is None and of.bandwidth**2 > h100 * h200
     return hopper and (family == "attention" or (family == "gemm" and kernel in ("bf16", "fp8_block")))
 
 
 @functools.cache
-def _read_fit(chip: str, family: str, kernel: str, own: bool, architecture: str) -> KernelFit | None:
-    data: Mapping[str, Any] = load_fit(f"{chip}_kernels.json").get(family, {})
+def _read_fit(name: str, family: str, kernel: str, own: bool, architecture: str) -> KernelFit | None:
+    data: Mapping[str, Any] = load_fit(f"{name}_kernels.json").get(family, {})
     if kernel not in data.get("constants", {}):
         return None
     constants, widths = data["constants"][kernel], data["interval"]
     shared = load_fit(f"{_SHARED}_kernels.json")[family]
-    if chip == _SHARED:  # vLLM's host takes other ways by architecture
+    if name == _SHARED:  # vLLM's host takes other ways by architecture
         constants = {**constants, **shared.get("host_floors", {}).get(architecture, {})}
     elif not own:  # as uncertain as a relative that was left out
-        constants = {**constants, **shared["changes"][chip].get(kernel, {})}
+        changes = shared["changes"][name].get(kernel, {})
+        if "launch_us" in changes:  # nobody knows how it will be timed, which makes no chip slower than its relative
+            changes = {**changes, "launch_us": _take_least(constants["launch_us"], changes["launch_us"])}
+        constants = {**constants, **changes}
         widths = shared["relatives"]
     return KernelFit(
         constants=constants,
-        correction=_read_correction(chip, family),
+        correction=_read_correction(name, family),
         half_widths=widths.get(kernel) or widths["any"],
-        chip=chip,
+        chip=name,
         own=own,
     )
 
 
+def _take_least(a: Any, b: Any) -> Any:
+    return {name: min(a[name], b[name]) for name in a} if isinstance(a, Mapping) else min(a, b)
+
+
 @functools.cache
-def _read_correction(chip: str, family: str) -> Kriging | None:
-    data: Mapping[str, Any] = load_fit(f"{chip}_kernels.json")[family]
+def _read_correction(name: str, family: str) -> Kriging | None:
+    data: Mapping[str, Any] = load_fit(f"{name}_kernels.json")[family]
     return Kriging.of(data["correction"]) if "correction" in data else None

@@ -17,6 +17,8 @@ from typing import Any
 
 from ..device import Device
 from ..errors import ArgumentError
+from ..hardware import lookup
+from .chip_fits import RELATIVES
 from .kernel_time import STREAM_SHARE, Chip, KernelTime, chip, load_fit
 
 _LOWEST_CLOCK = 0.1  # 210 of 1980 MHz: the lowest clock an H200 takes; nothing measured falls under 0.6
@@ -234,6 +236,12 @@ def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str)
     if fitted is not None:
         provenance = f"fitted on public readings of the {of.fitted}: NVML's averages over a second"
         return _fit_streams(PowerModel(limit_w=limit_w, provenance=provenance, **fitted, **law), of)
+    name = RELATIVES.get(of.capability) if of.nvidia else None
+    if name is not None and "power" in load_fit(f"{name}_kernels.json"):
+        constants = _carry_over(name, of, tdp_w, idle_w)
+        constants["relative_error"] = max(constants["relative_error"], data["carried_over_error"])
+        provenance = f"fitted on public readings of the {name}, carried over by TDP and peaks"
+        return _fit_streams(PowerModel(limit_w=limit_w, provenance=provenance, **constants, **law), of)
     share = tdp_w / _H200_TDP_W
     # A board with its clocks up draws more than at idle, in the H200's proportion; at most half the limit.
     static_w = data["static_w"] * (idle_w / _H200_IDLE_W if idle_w else share)
@@ -257,6 +265,25 @@ def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str)
         **law,
     )
     return _fit_streams(model, of)
+
+
+def _carry_over(name: str, of: Chip, tdp_w: float, idle_w: float | None) -> dict[str, Any]:
+    """A relative's watts, from a chip with readings: at full rate no larger a share of its own TDP than there."""
+    device, fitted = lookup(name), load_fit(f"{name}_kernels.json")["power"]
+    known = chip(device)
+    share = tdp_w / known.tdp_w if known.tdp_w else 1.0
+    idle = idle_w / device.idle_w.value if idle_w and device.idle_w else share
+    peaks = {f"{kind}.{n}": share * value for n, value, kind in known.peaks}
+    bytes_share = min(1.0, share * known.bandwidth / of.bandwidth)
+    own = {f"{kind}.{n}": value for n, value, kind in of.peaks if f"{kind}.{n}" in fitted["j_per_flop"]}
+    return {
+        "static_w": fitted["static_w"] * min(share, idle),
+        "active_w": fitted["active_w"] * share,
+        "hbm_j_per_byte": fitted["hbm_j_per_byte"] * bytes_share,
+        "l2_j_per_byte": fitted["l2_j_per_byte"] * bytes_share,
+        "j_per_flop": {unit: fitted["j_per_flop"][unit] * min(1.0, peaks[unit] / own[unit]) for unit in own},
+        "relative_error": fitted["relative_error"],
+    }
 
 
 def _fit_streams(model: PowerModel, of: Chip) -> PowerModel:
