@@ -82,7 +82,7 @@ class DeviceId:
         return cls(match["host"] or "", match["kind"], int(match["index"] or 0))
 
 
-_DEVICE_NAME = re.compile(r"(?:(?P<host>.+)\.)?(?P<kind>gpu|cpu|dram)(?P<index>\d*)(?:\.[a-z_]+)?")
+_DEVICE_NAME = re.compile(r"(?:(?P<host>.+)\.)?(?P<kind>gpu|cpu|dram)(?P<index>\d*)(?:\.[a-z_]+\d*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +91,12 @@ class Domain:
 
     `resolution_s` is the period at which the sensor really has something new, `lag_s` how late it shows a change,
     `lag_error_s` the 90% error of that (0: not known), `blur_s` the standard deviation of what one sample looks at,
-    `sample_noise` the relative standard deviation of one sample, `gain_error` the relative 90% error of the level that
-    no averaging removes.
+    `sample_noise` the relative standard deviation of one sample, `gain_error` the relative 90% error of its level.
     `counted` domains add up to the total; the others (HBM inside a board, a whole chassis) overlap them. `limit_w` is
     the highest power limit that the board accepts, not one that somebody lowered; None where it is not known. `scope`
     says whether it is the power of one process and its children or, as every sensor has it, that of all that ran.
-    `taken_as` is the source whose response a log is taken to have, where the log does not say what recorded it.
-    `label` is the board's name and `driver` its driver's version, where they are known.
+    `taken_as` is the source whose response a log is taken to have that does not say what recorded it. `label` is the
+    board's name, `driver` its driver's version; `rank`, in a merged run, the one whose processes alone these are.
     """
 
     name: str
@@ -117,6 +116,7 @@ class Domain:
     taken_as: str = ""
     lag_error_s: float = 0.0
     driver: str = ""
+    rank: int | None = None
 
     @property
     def device(self) -> DeviceId:

@@ -109,6 +109,15 @@ class PowerTrace:
         """Whether any domain adds to the total."""
         return any(c.domain.counted for c in self.columns.values())
 
+    @property
+    def by_rank(self) -> dict[int, DomainSamples]:
+        """The power of each rank's own processes in a merged run, where it is known: the first such domain of each."""
+        found: dict[int, DomainSamples] = {}
+        for column in self.columns.values():
+            if column.domain.rank is not None:
+                found.setdefault(column.domain.rank, column)
+        return found
+
     def _select_counted(self, domain: str | None) -> list[DomainSamples]:
         columns = self.columns
         if domain is None:

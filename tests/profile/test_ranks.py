@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from gloo_ranks import GlooRanks
 from tessera import profile
 from tessera.analyze.job_summary import summarize_job
+from tessera.attribute.table import EnergyTable
 from tessera.cli.merge import command
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
 from tessera.profile.ranks import ClockReading, Offset, align, exchange, merge, settle
@@ -385,6 +386,49 @@ def test_the_joules_of_the_ranks_are_those_of_the_job(tmp_path: Path, hosts: int
     assert merged.power is not None and merged.span_ns == (T0, T0 + 2950 * MS)
     assert merged.power.energy_j == pytest.approx(4.0 * 2.95 + 5.0 * 1.99)
     assert merged.power.energy().coverage == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_operators_of_a_rank_have_the_joules_of_its_own_processes(tmp_path: Path, seed: int) -> None:
+    """Modelled power of each rank's processes: the merged table is the sum of the ranks' tables."""
+    rng, folder, hosts = np.random.default_rng(seed), tmp_path, 1 + seed % 2
+    times_ns = np.arange(T0 - 100 * MS, T0 + 3100 * MS, 100 * MS)
+    apart: dict[tuple[str, str], float] = {}
+    for rank in range(2):
+        b, at = Builder(), T0 + 50 * MS
+        for step in range(8):
+            begin = at
+            for name in rng.choice(["aten::mm", "aten::add", "aten::sum"], 6):
+                took = int(rng.integers(5, 60)) * MS
+                b.add("op", str(name), at, at + took, thread=1)
+                at += took + int(rng.integers(0, 10)) * MS
+            b.add("region", f"step_{step}", begin, at, thread=1)
+            b.add("region", "forward", begin, (begin + at) // 2, thread=1)
+        timeline = b.build()
+        timeline.rank = rank
+        cpu = Domain(name="cpu", source="modelled", resolution_s=0.1, hold=Hold.MEAN, basis="modelled", scope="process")
+        path = folder / f"rank{rank}.tessera"
+        with RunWriter(path) as run:
+            run.add_timeline(timeline)
+            run.add_samples(cpu, times_ns, rng.uniform(0.2, 1.0, len(times_ns)) * (1.0 + 5.0 * rank))
+            facts = {"rank": rank, "start_ns": T0, "end_ns": T0 + 3000 * MS, "windows": [(T0, T0 + 3000 * MS)]}
+            for key, value in facts.items():
+                run.set(key, value)
+        move_to_host(path, f"node{rank % hosts}")
+        with RunFile(path) as run:
+            for key, joules in _sum_lines(run.recording().energy()).items():
+                apart[key] = apart.get(key, 0.0) + joules
+    with merge(folder).write(folder / "merged.tessera") as run:
+        recording = run.recording()
+        table = recording.energy()
+        assert recording.power is not None and recording.power.energy_j == pytest.approx(table.energy_j, rel=1e-6)
+        assert _sum_lines(table) == pytest.approx(apart, rel=0.01)
+
+
+def _sum_lines(table: EnergyTable) -> dict[tuple[str, str], float]:
+    """Joules of operators, regions and steps by their names, and of all."""
+    lines = {(row.kind, row.name): row.energy_j for rows in (table.ops, table.regions, table.steps) for row in rows}
+    return {**lines, ("all", ""): table.energy_j}
 
 
 def kineto_file(path: Path, timeline: Timeline, rank: int) -> Path:

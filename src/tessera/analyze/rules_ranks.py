@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..advice import Advice
+from ..timeline.transfers import ON_HOST
 from ..timeline.view import collective_overlap_pct
 from ..units import format_duration
 from .devices import exposed_spans, list_devices
@@ -83,6 +84,9 @@ def check_communication(run: RunEvidence) -> Advice | None:
 
 
 def _watts_of_collectives(run: RunEvidence) -> float:
-    """Joules of a second of a collective; without power a second stands for a joule."""
+    """Joules of a second of a collective; without power a second stands for a joule. Gloo's are operators."""
     joules, seconds = run.sum_kernels(lambda r: r.kind == "collective")
+    if not run.table.kernels:
+        on_host = [r for r in run.table.ops if r.name.startswith(ON_HOST)]
+        joules, seconds = sum(r.energy_j for r in on_host), sum(r.time_s for r in on_host)
     return joules / seconds if seconds > 0 else 0.0

@@ -171,10 +171,11 @@ def _accounted_domains(power: PowerTrace, timeline: Timeline) -> list[str]:
     """The domains that attribution shares out: boards on which something ran, else the first of the host's."""
     counted = {name: c.domain.device for name, c in power.columns.items() if c.domain.counted}
     boards = [name for name, device in counted.items() if device.is_gpu]
-    used = timeline.devices
+    used, by_rank = timeline.devices, [c.domain.name for c in power.by_rank.values()]
     if not used:
         hosts = [name for name in counted if name not in boards]
-        return hosts[:1] or boards
+        # The ranks of each host share its first domain out.
+        return list(dict.fromkeys(n.rpartition(".")[0] for n in by_rank)) or hosts[:1] or boards
     boards = boards or list(counted)
     return [name for name in boards if counted[name] in used] or boards[:1]
 

@@ -38,6 +38,7 @@ def account_run(timeline: Timeline, power: PowerTrace, windows: Sequence[tuple[i
 
 def _join_ranks(table: EnergyTable) -> EnergyTable:
     """One row for a step of all ranks: they take it together."""
+    is_modelled = table.basis == "modelled"
     by_name: dict[str, list[EnergyRow]] = {}
     for row in table.steps:
         by_name.setdefault(row.name, []).append(row)
@@ -46,7 +47,8 @@ def _join_ranks(table: EnergyTable) -> EnergyTable:
             rows[0],
             time_s=sum(r.time_s for r in rows),
             energy_j=sum(r.energy_j for r in rows),
-            error_j=math.hypot(*(r.error_j for r in rows)),
+            # One model's watts are off alike on all ranks; boards are off by themselves.
+            error_j=sum(r.error_j for r in rows) if is_modelled else math.hypot(*(r.error_j for r in rows)),
             share=sum(r.share for r in rows),
             wall_s=max((r.wall_s for r in rows if r.wall_s is not None), default=None),
             idle_s=sum(r.idle_s or 0.0 for r in rows),

@@ -153,11 +153,16 @@ def gaps(activity: Activity, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
     return begin[real], stop[real]
 
 
-def host_activity(timeline: Timeline, links: Links) -> Activity:
-    """Self time of the host's operators as intervals; classes are operators of one name and one set of shapes."""
+def host_activity(timeline: Timeline, links: Links, rank: int | None = None) -> Activity:
+    """Self time of the host's operators as intervals; classes are operators of one name and one set of shapes.
+
+    `rank`: of this rank alone.
+    """
     assert links.ops is not None, "what ran on a device has the joules"
     rows, start, end = links.ops.stretches()
     order = np.argsort(start, kind="stable")
+    if rank is not None:
+        order = order[timeline["rank"][rows[order]] == rank]
     rows, start, end = rows[order], start[order], end[order]
     cls = distinct(timeline["name"][rows], timeline["shapes"][rows])[1]
     first, cls = merge_rare_classes(cls, shares(start, end), timeline["name"][rows], np.zeros_like(cls))

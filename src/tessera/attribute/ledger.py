@@ -24,7 +24,7 @@ from ..timeline.intervals import Forest, union_by_key
 from ..timeline.link import Links
 from .activity import sum_by_key
 from .repeats import count_calls, count_repeats, cover_operators
-from .share import Share, note_fits
+from .share import Share, join_errors, note_fits
 from .table import EnergyRow, EnergyTable, note_overlaps
 
 NO_OP = "(no operator)"
@@ -64,10 +64,10 @@ def table(
     regions = ledger.regions()
     return EnergyTable(
         energy_j=total_j,
-        error_j=float(np.sqrt(sum(p.error_j**2 for p in parts))),
+        error_j=join_errors(parts, [p.error_j for p in parts]),
         idle_j=float(sum(i[0] for i in idle)),
-        idle_error_j=float(np.sqrt(sum(i[1] ** 2 for i in idle))),
-        busy_error_j=float(np.sqrt(sum(_busy_error_j(p) ** 2 for p in parts))),
+        idle_error_j=join_errors(parts, [i[1] for i in idle]),
+        busy_error_j=join_errors(parts, [_busy_error_j(p) for p in parts]),
         time_s=sum(end_ns - begin_ns for begin_ns, end_ns in windows) * 1e-9,
         busy_s=float(sum(p.activity.busy_s for p in parts)),
         kernels=() if on_host else ledger.kernels(),
@@ -323,6 +323,8 @@ class _Ledger:
         """A region of the host is where its program is: all idle time from its begin to its end is the region's."""
         rows = self._named_rows("region")
         rows = rows[~left_out[rows]]
+        if part.domain.rank is not None:
+            rows = rows[self._timeline["rank"][rows] == part.domain.rank]
         if len(rows) == 0 or len(part.gap_cls) == 0:
             return
         origin = int(part.gap_start_ns[0])
@@ -425,15 +427,12 @@ class _Ledger:
     def _row(
         self, name: str, line: _Line, *, group: int | None = None, wall: bool = False, later: bool = False
     ) -> EnergyRow:
-        joules, variance = 0.0, 0.0
-        for p in self._parts:
-            seconds = line.seconds.get(p.device)
-            if seconds is not None:
-                joules += float(seconds @ p.watts)
-                variance += _half(seconds, p.covariance) ** 2
+        parts = [p for p in self._parts if p.device in line.seconds]
+        joules = sum(float(line.seconds[p.device] @ p.watts) for p in parts)
+        error_j = join_errors(parts, [_half(line.seconds[p.device], p.covariance) for p in parts])
         return EnergyRow(
             name=name, kind=line.kind, calls=line.calls, time_s=line.time_s, energy_j=joules,
-            error_j=variance**0.5, share=joules / self._total_j if self._total_j > 0 else 0.0, group=group,
+            error_j=error_j, share=joules / self._total_j if self._total_j > 0 else 0.0, group=group,
             with_backward_j=joules + line.later_j if later else None, wall_s=line.wall_s if wall else None,
             idle_s=line.idle_s if wall else None, overlaps=wall and line.overlaps,
         )  # fmt: skip

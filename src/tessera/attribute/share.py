@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from .host_power import HostDivision, divide_samples
 from .learn_response import LearntResponse
 
 HOST = DeviceId("", "cpu", 0)
-"""The device of operators where nothing ran on an accelerator."""
+"""The device of operators where nothing ran on an accelerator; in a merged run its index is the rank."""
 # Idle gaps shorter than this are the device waiting for the next launch, longer ones the program doing other things.
 _SHORT_GAP_NS = 2_000_000
 # The share of the joules in samples with operators and waiting from which a reader is told of the fit.
@@ -58,7 +59,7 @@ class Share:
     @property
     def on_host(self) -> bool:
         """Whether operators of the host are what ran, not kernels."""
-        return self.device == HOST
+        return is_host(self.device)
 
     @property
     def seconds(self) -> Floats:
@@ -81,6 +82,11 @@ class Share:
         return self.gap_s * self.watts[self.gap_cls]
 
 
+def is_host(device: DeviceId) -> bool:
+    """Whether it is the host, or what one rank has of it."""
+    return (device.host, device.kind) == (HOST.host, HOST.kind)
+
+
 def idle_class(start_ns: Ints, end_ns: Ints, classes: int) -> Ints:
     """The class of each gap, after those of what ran: short ones, then long ones."""
     return (classes + ((end_ns - start_ns) >= _SHORT_GAP_NS)).astype(np.int64)
@@ -96,7 +102,7 @@ def by_time(
     gap_cls = idle_class(gap_start, gap_end, activity.classes)
     joules_at: Callable[[Ints], Floats] = functools.partial(_joules_at, column)
     division = None
-    if device == HOST and column.domain.hold is Hold.MEAN:
+    if is_host(device) and column.domain.hold is Hold.MEAN:
         times_ns = column.times_ns - column.lag_ns
         division = divide_samples(times_ns, joules_at, seen, (gap_start, gap_end), gap_cls - activity.classes)
         joules_at = joules_at if division is None else division.joules_at
@@ -182,6 +188,12 @@ def _covariance(watts: Floats, spread_w: float, seconds: Floats, division: HostD
     return fitted + np.diag((LINE_ERROR / Z90 * watts) ** 2 + division.noise_w**2)
 
 
+def join_errors(parts: Sequence[Share], errors_j: Sequence[float]) -> float:
+    """Of the sum of some parts: boards are off by themselves, the ranks of a job by one model's watts, so alike."""
+    on_host = sum(error for p, error in zip(parts, errors_j, strict=True) if p.on_host)
+    return math.hypot(on_host, *(error for p, error in zip(parts, errors_j, strict=True) if not p.on_host))
+
+
 def note_fits(parts: Sequence[Share]) -> list[str]:
     """What a reader should know of how joules were divided, each text once for all devices it is true of."""
     said: dict[str, list[str]] = {}
@@ -199,11 +211,8 @@ def note_fits(parts: Sequence[Share]) -> list[str]:
             alike = f"{p.fit.samples} samples, yet many kernels run too close together to be told apart {modelled}"
             said.setdefault(few if p.fit.samples < ENOUGH else alike, []).append(p.domain.name)
     fitted = [p.division for p in parts if p.division is not None and p.division.mixed > _MIXED]
-    told = [
-        Note(
-            f"power is known every {d.spacing_s * 1e3:.0f} ms: a fit tells shorter work and waiting apart",
-            "fitted",
-        )
-        for d in fitted
-    ]
+    told = []
+    if fitted:
+        every_ms = max(d.spacing_s for d in fitted) * 1e3
+        told = [Note(f"power is known every {every_ms:.0f} ms: a fit tells shorter work and waiting apart", "fitted")]
     return [*told, *(f"{name_several(names)}: {text}" for text, names in said.items())]

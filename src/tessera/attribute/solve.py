@@ -146,7 +146,7 @@ def _pairs(
         raise MeasurementError("there are no power samples", fix='record power too: activities=["gpu", "power"]')
     rows = timeline.device_rows
     if len(rows) == 0:
-        return _host_pairs(timeline, links, counted, notes)
+        return _host_pairs(timeline, links, counted, power.by_rank, notes)
     boards = {c.domain.device: c for c in counted.values() if c.domain.device.is_gpu}
     by_device = timeline.by_device(rows)
     only = next(iter((boards or counted).values())) if len(boards or counted) == len(by_device) == 1 else None
@@ -174,9 +174,13 @@ def _list_names(names: Iterable[object]) -> str:
 
 
 def _host_pairs(
-    timeline: Timeline, links: Links, counted: dict[str, DomainSamples], notes: list[str]
-) -> list[tuple[DeviceId, DomainSamples, Activity]]:
-    """Operators of the host get its joules; a board on which nothing ran keeps its own, as idle."""
+    timeline: Timeline, links: Links, counted: dict[str, DomainSamples], by_rank: dict[int, DomainSamples],
+    notes: list[str],
+) -> list[tuple[DeviceId, DomainSamples, Activity]]:  # fmt: skip
+    """Operators of the host get its joules; a board on which nothing ran keeps its own, as idle.
+
+    Where the power of each rank's own processes is known, the operators of a rank get that.
+    """
     hosts = {n: c for n, c in counted.items() if not c.domain.device.is_gpu}
     boards = {n: c for n, c in counted.items() if n not in hosts}
     if not hosts:
@@ -190,9 +194,17 @@ def _host_pairs(
         return [(c.domain.device, c, activity(timeline, nothing, links)) for c in boards.values()]
     notes.append("nothing ran on a GPU: the joules of the host are given to its operators")
     name, column = next(iter(hosts.items()))
-    others = [n for n in counted if n != name]
+    given = {c.domain.name.rpartition(".")[0] for c in by_rank.values()} or {name}
+    others = [n for n in counted if n not in given]
     if others:
-        notes.append(f"only {name} is given to operators; {', '.join(others)} not, and not in this table")
+        notes.append(
+            f"only {_list_names(sorted(given))} is given to operators; {', '.join(others)} not, and not in this table"
+        )
+    if by_rank:
+        return [
+            (dataclasses.replace(HOST, index=rank), own, host_activity(timeline, links, rank))
+            for rank, own in by_rank.items()
+        ]
     return [(HOST, column, host_activity(timeline, links))]
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..record import CODE
 from .columns import NONE, Ints, Timeline
+from .distinct import rank_values
 from .graph_alignment import align_graphs
 from .intervals import Nesting, climb, latest, single
 from .launch_alignment import LaunchAlignment, align_launches
@@ -143,18 +144,26 @@ def link(timeline: Timeline) -> Links:
     timeline.links = Links(
         op=op, top_op=top_op, parent=parent, launch=launch, launch_ns=launch_ns, launch_thread=launch_thread,
         forward_op=forward_op, region=region, forward_region=np.where(origin == NONE, NONE, region[origin]),
-        module=module, step=_open_steps(steps, launch_ns), steps=steps, twin=twin,
+        module=module, step=_open_steps(timeline, steps, launch_ns), steps=steps, twin=twin,
         shapes=_shapes(timeline, op, device, aligned), ops=None if len(device) else nested_ops,
     )  # fmt: skip
     return timeline.links
 
 
-def _open_steps(steps: tuple[Step, ...], times: Ints) -> Ints:
-    """The place in `steps` of the one that is open at each time."""
+def _open_steps(timeline: Timeline, steps: tuple[Step, ...], times: Ints) -> Ints:
+    """The place in `steps` of the one that is open at the time of each row: of its own rank, where there are several.
+
+    What two marks made a step says no rank, and is a step of all.
+    """
     edges = np.array([(s.start_ns, s.end_ns) for s in steps], np.int64).reshape(-1, 2)
-    numbers = np.arange(len(steps))
-    in_step = Nesting(numbers, np.zeros_like(numbers), edges[:, 0], edges[:, 1])
-    return in_step.at(np.zeros(len(times), np.int64), times)
+    ranks, rank = rank_values(timeline["rank"])
+    rows = np.array([s.row for s in steps], np.int64)
+    marked = np.flatnonzero(rows == NONE)
+    numbers = np.concatenate([np.flatnonzero(rows != NONE), np.repeat(marked, len(ranks))])
+    own = np.concatenate([rank[rows[rows != NONE]], np.tile(np.arange(len(ranks)), len(marked))])
+    order = np.argsort(numbers, kind="stable")
+    numbers, own = numbers[order], own[order]
+    return Nesting(numbers, own, edges[numbers, 0], edges[numbers, 1]).at(rank, times)
 
 
 def _take_regions(timeline: Timeline, rows: Ints, twins: Ints, region: Ints, steps: tuple[Step, ...]) -> None:

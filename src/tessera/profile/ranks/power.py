@@ -34,11 +34,12 @@ def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tu
     """Power, telemetry and stacks of the ranks' run files, on the common clock.
 
     Ranks of one host see the same boards: each domain is kept once, from the rank that recorded most of it. What is the
-    power of each rank's own processes is added up.
+    power of each rank's own processes is added up, and kept for each rank too ("cpu0.rank1", not counted): a rank's
+    operators have its joules and no other's.
     """
     several = len({f.host for f in files}) > 1
     columns: dict[str, DomainSamples] = {}
-    processes: dict[str, list[DomainSamples]] = {}
+    processes: dict[str, dict[int, DomainSamples]] = {}
     readings: dict[str, list[Telemetry]] = {}
     gaps: dict[str, list[Gap]] = {}
     stacks: list[Stack] = []
@@ -58,7 +59,8 @@ def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tu
                 full = f"{file.host}.{name}" if several else name
                 samples = power.columns.get(name)
                 if samples is not None and samples.domain.scope == "process":
-                    processes.setdefault(full, []).append(_clip(_move_samples(samples, full, offset), *spans[-1]))
+                    own = _clip(_move_samples(samples, full, offset), *spans[-1])
+                    processes.setdefault(full, {})[file.rank] = own
                 if _count(samples, told.get(name)) <= _count(columns.get(full), readings.get(full)):
                     continue
                 if samples is not None:
@@ -74,7 +76,9 @@ def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tu
                 number = thread + place * STRIDE if isinstance(thread, int) else thread
                 stacks.append(Stack(t + shift_ns, number, stack, count))
     start_ns, end_ns = min((s[0] for s in spans), default=span_ns[0]), max((s[1] for s in spans), default=span_ns[1])
-    columns |= {name: _add_samples(parts, start_ns, end_ns) for name, parts in processes.items()}
+    for name, parts in processes.items():
+        columns[name] = _add_samples(list(parts.values()), start_ns, end_ns)
+        columns |= {f"{name}.rank{rank}": _name_rank(own, rank, start_ns, end_ns) for rank, own in parts.items()}
     trace = PowerTrace(columns, start_ns=start_ns, end_ns=end_ns, gaps=[g for part in gaps.values() for g in part])
     telemetry = sorted((t for part in readings.values() for t in part), key=lambda t: t.time_ns)
     return PowerParts(
@@ -128,6 +132,12 @@ def _add_samples(parts: Sequence[DomainSamples], start_ns: int, end_ns: int) -> 
         watts[inside] += part.watts[place[inside]]
     watts[0] = np.nan  # nothing is known before
     return dataclasses.replace(parts[0], times_ns=times_ns, watts=watts, peaks_w=watts)
+
+
+def _name_rank(own: DomainSamples, rank: int, start_ns: int, end_ns: int) -> DomainSamples:
+    """The power of one rank's processes over the job: a part of what all ranks of its host draw."""
+    domain = dataclasses.replace(own.domain, name=f"{own.domain.name}.rank{rank}", counted=False, rank=rank)
+    return dataclasses.replace(_add_samples([own], start_ns, end_ns), domain=domain)
 
 
 def _move_samples(samples: DomainSamples, name: str, offset: Offset) -> DomainSamples:
