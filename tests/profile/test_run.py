@@ -21,7 +21,7 @@ from tessera.cli.run import _parse_steps, command
 from tessera.errors import ArgumentError
 from tessera.profile import RunFile
 from tessera.profile.launch import LaunchPlan, exit_code
-from tessera.profile.script_steps import AfterImport, GradlessBlocks
+from tessera.profile.script_steps import AfterImport, GradlessBlocks, RecurringCalls
 from tessera.profile.torch_hooks import ModeChanges, ModuleCalls, NoGradBlocks, OptimizerSteps, model_runs
 
 CLI = "import sys; from tessera.cli import main as m; m.COMMANDS.setdefault('run', ('run', '')); m.main(sys.argv[1:])"
@@ -492,7 +492,7 @@ def test_outermost_module_calls_are_counted_also_when_they_fail():
     import torch
 
     seen = []
-    calls = ModuleCalls(lambda: seen.append("start"), lambda: seen.append("end"))
+    calls = ModuleCalls(lambda module: seen.append("start"), lambda: seen.append("end"))
     calls.install()
     try:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
@@ -504,6 +504,49 @@ def test_outermost_module_calls_are_counted_also_when_they_fail():
         calls.remove()
     model(torch.ones(1, 2))
     assert seen == ["start", "end"] * 3
+
+
+@pytest.mark.parametrize(
+    ("called", "steps"),
+    [
+        ("e m e m e m", "e e"),  # an embedding and an encoder: two requests have ended
+        ("s m m m", "m m"),  # what is called once is no step
+        ("a r b r a r b r a", "a a"),  # a ReLU has no parameters
+        ("w w w m m m m m", "w w m m m"),  # a warm-up of another model
+        ("r r r", "r r"),
+        ("e d d d e d d", "d d d d"),  # a decoder's tokens
+    ],
+)
+def test_a_step_without_an_optimizer_is_the_call_of_one_module(called, steps):
+    import torch
+
+    modules = {name: torch.nn.ReLU() if name == "r" else torch.nn.Linear(1, 1) for name in called.split()}
+    calls = RecurringCalls()
+    ended = [name for at, name in enumerate(called.split(), 1) if calls.add(modules[name], at) is not None]
+    assert " ".join(ended) == steps
+
+
+SERVE = """
+    import time, torch
+    embed, encode = torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8)
+    with torch.inference_mode():
+        for _ in range(8):
+            encode(embed(torch.ones(2, dtype=torch.long)))
+            time.sleep(0.01)
+"""
+
+
+def test_steps_of_a_server_are_its_requests(tmp_path, script):
+    code, _, err = run(tmp_path, "--steps", "2:5", "--out", "serve.tessera", "--json", script(SERVE))
+    assert code == 0, err
+    with RunFile(tmp_path / "serve.tessera") as recorded:
+        rows = recorded.timeline()
+        spans = {rows.name(i): (rows["start_ns"][i], rows["end_ns"][i]) for i in rows.rows("region")}
+        started = [rows["start_ns"][i] for i in rows.rows("op") if rows.name(i) == "aten::embedding"]
+    assert [n for n in spans if n.startswith("step_")] == [f"step_{k}" for k in range(8)]
+    for step in ("step_2", "step_3", "step_4"):
+        assert sum(spans[step][0] <= t < spans[step][1] for t in started) == 1
+    assert len(started) == 3
 
 
 def test_a_running_model_is_seen_on_the_stack():

@@ -10,6 +10,7 @@ import statistics
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -34,12 +35,13 @@ WITHOUT_TORCH = Note(
 _log = logging.getLogger("tessera")
 
 _RECENT, _FEWEST, _MOST_BLOCKS = 32, 2, 10_000
+_STOPPED = 3
 _LONG_NS = 5_000_000  # blocks of which an end is noted in the power samples
 _LONG = 0.5  # of a step: blocks that are shorter change nobody's joules
 
 
 class ScriptSteps:
-    """Begins tracing and counts steps: by the optimizer, or, in a script without one, by outermost module calls.
+    """Begins tracing and counts steps: by the optimizer, or, in a script without one, by calls of one outermost module.
 
     Between steps of an optimizer, evaluation is a region of its own, and part of no step: what a program does between
     `eval()` and `train()`, and long blocks without gradients that not every step has.
@@ -58,8 +60,8 @@ class ScriptSteps:
         self._no_grad = NoGradBlocks(self._gradless_ended)
         self._finder = AfterImport("torch", self._torch_came)
         self._begun = False
-        self._calls = 0
-        self._called_ns = 0  # start and end of the last outermost call
+        self._calls = RecurringCalls()
+        self._called_ns = 0  # start of the last step's call, end of the last outermost call
         self._returned_ns = 0
         self._optimized = False
 
@@ -120,14 +122,18 @@ class ScriptSteps:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _module_called(self) -> None:
+    def _module_called(self, module: Any) -> None:
         now_ns = time.time_ns()
-        self._calls += 1
-        if self._calls == 1:
+        if not self._called_ns:
             self._begin()  # a script that runs on the CPU of a machine with GPUs never comes to use them
             self._session.next_step_begins(now_ns)
-        elif not self._optimized:
-            self._session.end_step(now_ns)
+            self._called_ns = now_ns
+        begun_ns = self._calls.add(module, now_ns)
+        if begun_ns is None or self._optimized:
+            return
+        if not self._session.steps:
+            self._session.next_step_begins(begun_ns)  # what was called once before is part of no step
+        self._session.end_step(now_ns)
         self._called_ns = now_ns
 
     def _module_returned(self) -> None:
@@ -175,6 +181,36 @@ def _import_compiler() -> None:
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._dynamo")
+
+
+class RecurringCalls:
+    """Finds the outermost module whose calls begin the steps of a program without an optimizer.
+
+    It is the first that is called again: of an embedding and an encoder that take turns the embedding, and not what a
+    program calls once to begin with. Those without parameters (a ReLU between two layers) only count where no other is
+    called. Another takes its place once it was called `_STOPPED` times in between: a warm-up has ended.
+    """
+
+    def __init__(self) -> None:
+        self._ours: weakref.ref[Any] = weakref.ref(self)  # no module yet
+        self._learns = False
+        self._first_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._between: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since one of ours
+
+    def add(self, module: Any, now_ns: int) -> int | None:
+        """A module is called. If that ends a step: when the module was first called."""
+        learns = any(True for _ in module.parameters())
+        if learns and not self._learns:
+            self._learns, self._ours = True, weakref.ref(self)
+        first_ns = self._first_ns.setdefault(module, now_ns)
+        if self._ours() is not module:
+            self._between[module] = calls = self._between.get(module, 0) + 1
+            has_ours = self._ours() not in (None, self)
+            if first_ns == now_ns or learns < self._learns or (has_ours and calls < _STOPPED):
+                return None
+            self._ours = weakref.ref(module)
+        self._between.clear()
+        return first_ns
 
 
 class GradlessBlocks:

@@ -255,9 +255,9 @@ class ModuleHooks:
 
 
 class ModuleCalls(ModuleHooks):
-    """Calls something at the start and at the end of every outermost `nn.Module` call of this thread."""
+    """Calls something at the start, with the module, and the end of each outermost `nn.Module` call of this thread."""
 
-    def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, start: Callable[[Any], None], end: Callable[[], None]) -> None:
         self._start = start
         self._end = end
         self._depth = 0
@@ -267,7 +267,7 @@ class ModuleCalls(ModuleHooks):
         if not _compiling() and threading.get_ident() == self._thread:
             self._depth += 1
             if self._depth == 1:
-                self._start()
+                self._start(module)
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         if not _compiling() and threading.get_ident() == self._thread and self._depth:
