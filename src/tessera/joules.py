@@ -33,7 +33,7 @@ _NO_TIMES: Ints = np.zeros(0, np.int64)
 _NO_JOULES: Floats = np.zeros(0)
 # A sample that lasts from the one to the other share of the sensor's period is a whole one: a thread wakes up a little
 # early or late.
-_WHOLE = (0.9, 1.1)
+WHOLE = (0.9, 1.1)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DomainSamples:
 
         Joules need the parts. A peak of a part is no peak of what a power supply sees: it is as short as a region.
         """
-        least_ns, most_ns = (share * self.domain.resolution_s * 1e9 for share in _WHOLE)
+        least_ns, most_ns = (share * self.domain.resolution_s * 1e9 for share in WHOLE)
         if self.domain.basis != "modelled" or not self._mean or not np.any(np.diff(self.times_ns) < least_ns):
             return self
         kept = [0]

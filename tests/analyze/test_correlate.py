@@ -64,6 +64,17 @@ def timeline(seconds: float, collectives: Intervals = (), copies: Intervals = ()
     return b.build()
 
 
+def test_a_mean_that_the_end_of_the_timeline_cuts_off_is_no_spike() -> None:
+    cpu = Domain(name="cpu0", source="modelled", resolution_s=0.1, hold=Hold.MEAN, basis="modelled")
+    times = [T0 + k * 100 * MS for k in range(21)]
+    column = DomainSamples.of(cpu, times, [math.nan, 8.0] + [2.0] * 9 + [8.0] + [2.0] * 9)
+    trace = PowerTrace({"cpu0": column}, start_ns=T0, end_ns=times[-1])
+    curve = make_curve(trace, None, T0 + 99 * MS, times[-1])
+    (spike,) = find_spikes(curve, 5.0)
+    assert spike.time_s == pytest.approx(0.1) and spike.start_ns == T0 + 1000 * MS
+    assert len(find_spikes(make_curve(trace, None, T0, times[-1]), 5.0)) == 2
+
+
 def _ns(start: float, end: float) -> tuple[int, int]:
     return T0 + round(start * 1e9), T0 + round(end * 1e9)
 

@@ -64,6 +64,16 @@ def test_other_spacings_and_domains_are_not(tmp_path):
     assert cpu.hold.value == "mean"
 
 
+def test_the_parts_of_a_modelled_sample_have_no_peak_of_their_own(tmp_path):
+    """`power_trace` of a program divides its samples of 100 ms at regions, here every 5 ms."""
+    watts = ([0.0] * 19 + [8.0]) * 10
+    rows = [f"{1_790_000_000_000_000 + k * 5000},cpu0,{w},modelled," for k, w in enumerate(watts)]
+    (tmp_path / "own.csv").write_text("\n".join(["epoch_us,domain,watts,basis,part_of", *rows]))
+    trace = read_power(tmp_path / "own.csv")
+    assert trace.domains[0].resolution_s == 0.1
+    assert trace.peak_w is not None and trace.peak_w < 1.0 and trace.energy_j == pytest.approx(0.4, rel=0.02)
+
+
 def test_a_hole_is_unknown_not_bridged(tmp_path):
     path = write_own(tmp_path / "p.csv", [500.0] * 50)
     with path.open("a") as f:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError, MeasurementError
-from ..joules import Floats, Ints
+from ..joules import WHOLE, Floats, Ints
 from ..notes import name_several
 from ..timeline.intervals import Spans, covered_ns, union
 from ..trace import PowerTrace, _between, _shared_grid
@@ -190,8 +190,15 @@ def choose_threshold(curve: Curve, percentile: float | None = None) -> float:
 
 
 def find_spikes(curve: Curve, threshold_w: float, rise_w_per_s: float | None = None) -> list[Spike]:
-    """The stretches above a threshold, in time order; only those that rise at least as fast as asked."""
+    """The stretches above a threshold, in time order; only those that rise at least as fast as asked.
+
+    A mean that the curve's end cuts off is not one: how much of it lies inside nobody saw.
+    """
     starts, ends = _spans_above(curve, threshold_w)
+    if np.array_equal(curve.begin_w, curve.end_w, equal_nan=True):
+        at_an_end = (starts == curve.start_ns) | (ends == curve.end_ns)
+        seen = ~at_an_end | ((ends - starts) * 1e-9 >= WHOLE[0] * curve.resolution_s)
+        starts, ends = starts[seen], ends[seen]
     low, _ = _spans_above(curve, threshold_w * (1.0 - DIP_SIGMAS * curve.noise))
     if len(starts) == 0:
         return []

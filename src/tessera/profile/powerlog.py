@@ -22,7 +22,7 @@ from ..sensors._nvml_power import (
     RING_NOISE,
     RING_RESOLUTION_S,
 )
-from ..sensors.modelled import MODEL_ERROR
+from ..sensors.modelled import MODEL_ERROR, ModelledSensor
 from ..trace import PowerTrace, open_csv, read_csv
 from .smi_log import find_tool, read_smi_log
 
@@ -72,6 +72,8 @@ def _domain(name: str, times_ns: Ints, basis: Basis | None, of_nvidia: bool) -> 
     """A domain as its name and spacing tell it."""
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
     stated_basis = basis or "measured"
+    if stated_basis == "modelled":  # a recording divides its samples at regions
+        spacing_s = max(spacing_s, ModelledSensor.period_s)
     counted = "." not in name
     low, high = _RING_SPACING_S
     if of_nvidia and name.startswith("gpu") and low <= spacing_s <= high and stated_basis == "measured":
