@@ -25,7 +25,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .errors import ArgumentError, MeasurementError
+from .errors import ArgumentError, MeasurementError, TesseraError
 from .schema import Energy
 
 if TYPE_CHECKING:
@@ -90,7 +90,14 @@ def load_ipython_extension(shell: Any) -> None:
 
     def energy(line: str, cell: str | None = None) -> CellEnergy:
         """Measure a cell, or a line: joules, watts, seconds; --profile says which kernels spent them."""
-        return measure_cell(shell, line, cell)
+        try:
+            return measure_cell(shell, line, cell)
+        except TesseraError as exc:
+            if not hasattr(shell, "show_usage_error"):
+                raise
+            from IPython.core.error import UsageError
+
+            raise UsageError(str(exc)) from None  # which IPython shows without a traceback
 
     shell.register_magic_function(energy, magic_kind="line_cell", magic_name="energy")
 

@@ -13,12 +13,13 @@ every start: it imports nothing but pytest until a marked test runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -54,13 +55,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     spent: list[Energy] = []
     test = pyfuncitem.obj
     pyfuncitem.obj = _repeat(test, pyfuncitem.nodeid, asked["runs"], asked["warmup"], spent)
+    failed = True
     try:
         result = yield
+        failed = False
+    except pytest.skip.Exception:
+        spent.clear()
+        raise
     finally:
         pyfuncitem.obj = test
-    figures = _summarize(spent, pyfuncitem.nodeid, asked["max_j"])
-    pyfuncitem.user_properties.append((PROPERTY, figures))
-    if figures["above"]:
+        figures = _summarize(spent, pyfuncitem.nodeid, asked["max_j"], failed=failed) if spent else None
+        if figures is not None:
+            pyfuncitem.user_properties.append((PROPERTY, figures))
+    if figures is not None and figures["above"]:
         pytest.fail(f"a run used {_joules(figures)}, above the limit of {asked['max_j']:g} J", pytrace=False)
     return result
 
@@ -71,28 +78,40 @@ def _read_marker(marker: pytest.Mark) -> dict[str, Any]:
     names = ", ".join(_ARGUMENTS)
     for name in marker.kwargs:
         if name not in _ARGUMENTS:
-            raise pytest.UsageError(f"mark.energy has no argument {name!r}{did_you_mean(name, _ARGUMENTS)} ({names})")
+            _fail(f"mark.energy has no argument {name!r}{did_you_mean(name, _ARGUMENTS)} ({names})")
     if marker.args:
-        raise pytest.UsageError(f"mark.energy takes arguments by name only: {names}")
+        _fail(f"mark.energy takes arguments by name only: {names}")
     asked = {**_ARGUMENTS, **marker.kwargs}
     limit = asked["max_j"]
     if (limit is not None and not limit > 0) or asked["runs"] < 1 or asked["warmup"] < 0:
-        raise pytest.UsageError("mark.energy needs max_j above 0, runs of at least 1 and warmup of at least 0")
+        _fail("mark.energy needs max_j above 0, runs of at least 1 and warmup of at least 0")
     return asked
+
+
+def _fail(text: str) -> NoReturn:
+    """The test fails with this text alone: a traceback of ours tells nobody anything."""
+    pytest.fail(text, pytrace=False)
 
 
 def _repeat(test: Callable[..., Any], name: str, runs: int, warmup: int, spent: list[Energy]) -> Callable[..., Any]:
     """The test as a function that runs it several times and measures the runs after the warm-up."""
     from .monitor import energy_scope
 
+    @contextlib.contextmanager
+    def keep_energy() -> Iterator[None]:
+        try:
+            with energy_scope(name, sync=True) as scope:
+                yield
+        finally:
+            spent.append(scope.energy)
+
     @functools.wraps(test)
     def run(**arguments: Any) -> Any:
         for _ in range(warmup):
             test(**arguments)
         for _ in range(runs):
-            with energy_scope(name, sync=True) as scope:
+            with keep_energy():
                 result = test(**arguments)
-            spent.append(scope.energy)
         return result
 
     @functools.wraps(test)
@@ -100,16 +119,18 @@ def _repeat(test: Callable[..., Any], name: str, runs: int, warmup: int, spent: 
         for _ in range(warmup):
             await test(**arguments)
         for _ in range(runs):
-            with energy_scope(name, sync=True) as scope:
+            with keep_energy():
                 result = await test(**arguments)
-            spent.append(scope.energy)
         return result
 
     return run_async if inspect.iscoroutinefunction(test) else run
 
 
-def _summarize(spent: list[Energy], nodeid: str, max_j: float | None) -> dict[str, Any]:
-    """Means of a run. The error is the sensor's for one run, and the scatter of the runs beside it."""
+def _summarize(spent: list[Energy], nodeid: str, max_j: float | None, *, failed: bool) -> dict[str, Any]:
+    """Means of a run. The error is the sensor's for one run, and the scatter of the runs beside it.
+
+    A test that failed is measured up to there, and not held to its limit.
+    """
     import numpy as np
 
     from .monitor.steady_state import mean_interval
@@ -123,7 +144,8 @@ def _summarize(spent: list[Energy], nodeid: str, max_j: float | None) -> dict[st
         "error_j": None if np.isnan(error_j) else error_j,
         "time_s": float(np.mean([e.time_s for e in spent])),
         "max_j": max_j,
-        "above": bool(max_j is not None and joules.value - error_j > max_j),
+        "above": bool(max_j is not None and joules.value - error_j > max_j and not failed),
+        "failed": failed,
         "basis": spent[0].basis,
         "source": spent[0].source,
     }
@@ -158,9 +180,23 @@ def _describe(figures: dict[str, Any]) -> str:
     parts = [_joules(figures), format_duration(figures["time_s"], 3), figures["test"]]
     if figures["runs"] > 1:
         parts.append(f"{figures['runs']} runs")
-    if figures["max_j"] is not None:
-        parts.append(f"{'above' if figures['above'] else 'within'} the limit of {figures['max_j']:g} J")
+    if figures["failed"]:
+        parts.append("failed: the joules up to then")
+    elif figures["max_j"] is not None:
+        parts.append(f"{_compare(figures)} the limit of {figures['max_j']:g} J")
     return "   ".join(parts) + ("" if figures["basis"] == "measured" else f"   {figures['basis'].upper()}")
+
+
+def _compare(figures: dict[str, Any]) -> str:
+    """How a test's joules stand to its limit, as far as their error lets anybody say."""
+    energy_j, error_j, max_j = figures["energy_j"], figures["error_j"] or 0.0, figures["max_j"]
+    if figures["above"]:
+        return "above"
+    if energy_j is None:
+        return "joules unknown, not held to"
+    if energy_j > max_j:
+        return "not surely above"
+    return "within" if energy_j + error_j <= max_j else "not surely within"
 
 
 def _joules(figures: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,3 +137,14 @@ def test_in_ipython(capsys: pytest.CaptureFixture[str]) -> None:
     assert shell.user_ns["_"].failed and "ZeroDivisionError" in capsys.readouterr().out
     shell.run_line_magic("unload_ext", "tessera.notebook")
     assert "energy" not in shell.magics_manager.magics["cell"]
+
+
+def test_ipython_shows_what_is_wrong_without_a_traceback(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    class UsageError(Exception):
+        pass
+
+    for name in ("IPython", "IPython.core", "IPython.core.error"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(UsageError=UsageError))
+    shell.show_usage_error = print  # type: ignore[attr-defined]  # what IPython calls for this class alone
+    with pytest.raises(UsageError, match="unrecognized arguments: --bogus"):
+        shell.magics["energy"]("--bogus", "x = 1")

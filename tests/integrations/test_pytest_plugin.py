@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tessera import monitor
+from tessera import monitor, pytest_plugin
 
 from fakes.sensor import ScriptSensor
 from places import REPOSITORY
@@ -78,7 +78,9 @@ def test_broken(): assert False
 """
     result, tests = run(pytester, code)
     result.assert_outcomes(passed=1, failed=2)
-    assert {str(t["test"]).split("::")[1]: t["above"] for t in tests} == {"test_over": True, "test_under": False}
+    found = {str(t["test"]).split("::")[1]: (t["above"], t["failed"]) for t in tests}
+    assert found == {"test_over": (True, False), "test_under": (False, False), "test_broken": (False, True)}
+    result.stdout.fnmatch_lines(["*::test_broken   failed: the joules up to then"])
     result.stdout.fnmatch_lines(["a run used * J, above the limit of 1 J", "*above the limit of 1 J"])
 
 
@@ -110,7 +112,23 @@ def pytest_pyfunc_call(pyfuncitem):  # as pytest-asyncio does
 def test_a_wrong_marker_is_said(pytester: pytest.Pytester, arguments: str, words: str) -> None:
     result, _ = run(pytester, f"@pytest.mark.energy({arguments})\ndef test_x(): pass")
     assert result.ret != 0
-    assert words in result.stdout.str()
+    assert words in result.stdout.str() and "pytest_plugin.py" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(
+    ("energy_j", "said"),
+    [(2.0, "not surely above"), (0.5, "not surely within"), (0.3, "within"), (9.0, "above"), (None, "joules unknown")],
+)
+def test_the_table_says_no_more_than_the_error_lets_it(energy_j: float | None, said: str) -> None:
+    figures = {"energy_j": energy_j, "error_j": 0.6 if energy_j and energy_j < 1 else 1.6, "max_j": 1.0}
+    figures |= {"time_s": 0.5, "test": "t", "runs": 1, "failed": False, "above": energy_j == 9.0, "basis": "measured"}
+    assert f"   {said}" in pytest_plugin._describe(figures) and "the limit of 1 J" in pytest_plugin._describe(figures)
+
+
+def test_a_skipped_test_has_no_joules(pytester: pytest.Pytester) -> None:
+    result, tests = run(pytester, "@pytest.mark.energy\ndef test_x(): pytest.skip('not here')")
+    result.assert_outcomes(skipped=1)
+    assert not tests
 
 
 def test_pytest_finds_it_by_its_entry_point() -> None:
