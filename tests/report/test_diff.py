@@ -174,6 +174,7 @@ def test_a_factor_that_both_share_changes_no_verdict(level: float) -> None:
     by_runs = 2.353 * math.hypot(0.5, 0.57) / math.sqrt(3.0)  # Student's t of 3 degrees of freedom, as Welch has it
     assert found.significant and back.significant and found.total.error_j == pytest.approx(by_runs, rel=0.001)
     assert found.verdict(fail_above=0.05).failed and not back.verdict(fail_above=0.05).failed
+    assert "repeat" not in found.verdict().text
     noisy = [modelled(10.0 * scatter) for scatter in (0.7, 1.0, 1.3)]
     assert not analyze.diff(noisy, dearer).significant  # what differs between runs is still in it
     said = " ".join(found.notes)

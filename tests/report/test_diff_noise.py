@@ -250,6 +250,9 @@ def test_rows_of_one_program_twice_are_noise_but_for_one_in_ten() -> None:
     changed = analyze.diff(a, b, power_a=power_a, power_b=power_b)
     assert changed.rows[0].name == "aten::op7" and changed.rows[0].significant and changed.rows[0].significant_s
     assert "steps within one run each" in changed.notes[0] or not changed.significant
+    (a, power_a), (b, power_b) = noisy(0, names), noisy(9, [*names, *names])
+    single = analyze.diff(a, b, power_a=power_a, power_b=power_b)
+    assert single.significant and single.verdict().text.endswith("one run of each: repeat both before you trust this")
 
 
 def test_rows_of_a_stored_report_sum_too_and_are_unknown(tmp_path: Path) -> None:

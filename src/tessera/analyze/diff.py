@@ -329,7 +329,8 @@ def _describe_change(
         else ""
     )
     other = "; but the commands differ, see the note" if found.commands_differ else ""
-    return f"{text}, more than noise ({interval}){side}{other}"
+    alone = "; one run of each: repeat both before you trust this" if by and max(found.runs) == 1 else ""
+    return f"{text}, more than noise ({interval}){side}{other}{alone}"
 
 
 def _order_notes(
