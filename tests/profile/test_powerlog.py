@@ -74,6 +74,14 @@ def test_the_parts_of_a_modelled_sample_have_no_peak_of_their_own(tmp_path):
     assert trace.peak_w is not None and trace.peak_w < 1.0 and trace.energy_j == pytest.approx(0.4, rel=0.02)
 
 
+@pytest.mark.parametrize(("parts", "scope"), [(("cpu0", "cpu0.idle_share"), "process"), (("cpu0",), "machine")])
+def test_a_log_of_one_program_is_not_of_the_machine(tmp_path, parts, scope):
+    """Only a program's own CPU time has a share of the machine's idle power."""
+    rows = [f"{1_790_000_000_000_000 + k * 100_000},{name},4.0,modelled," for name in parts for k in range(20)]
+    (tmp_path / "own.csv").write_text("\n".join(["epoch_us,domain,watts,basis,part_of", *rows]))
+    assert read_power(tmp_path / "own.csv").domains[0].scope == scope
+
+
 def test_a_hole_is_unknown_not_bridged(tmp_path):
     path = write_own(tmp_path / "p.csv", [500.0] * 50)
     with path.open("a") as f:

@@ -6,6 +6,7 @@ belongs to. The NVML ring is known by its 20 ms.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from ..sensors._nvml_power import (
     RING_NOISE,
     RING_RESOLUTION_S,
 )
-from ..sensors.modelled import MODEL_ERROR, ModelledSensor
+from ..sensors.modelled import IDLE_PART, MODEL_ERROR, ModelledSensor
 from ..trace import PowerTrace, open_csv, read_csv
 from .smi_log import find_tool, read_smi_log
 
@@ -51,11 +52,14 @@ def read_power(path: str | Path, *, of_nvidia: bool = True) -> PowerTrace:
 
 
 def _own(source: Path, of_nvidia: bool) -> dict[str, DomainSamples]:
-    columns = {}
-    for name, (logged_ns, logged_w, basis) in read_csv(source).items():
+    columns, logged = {}, read_csv(source)
+    for name, (logged_ns, logged_w, basis) in logged.items():
         once = np.append(True, np.diff(logged_ns) > 0)  # a line written twice is one sample
         times_ns, watts = logged_ns[once], logged_w[once]
-        columns[name] = _column(_domain(name, times_ns, basis, of_nvidia), times_ns, watts)
+        domain = _domain(name, times_ns, basis, of_nvidia)
+        if name + IDLE_PART in logged:  # which only a program's own CPU time has
+            domain = dataclasses.replace(domain, scope="process")
+        columns[name] = _column(domain, times_ns, watts)
     return columns
 
 
