@@ -101,6 +101,7 @@ def test_a_missing_extra_says_what_to_install():
     assert "PowerTrace.to_frame" in error.what
     assert "'pandas'" in error.what
     assert error.fix == "pip install pandas, or in the clone: pip install '.[frame]'"
+    assert "'.[models]' -c constraints.txt" in str(MissingExtra("torchvision", "models", "a model").fix)
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)

@@ -180,10 +180,10 @@ class MissingExtra(TesseraError, ImportError):
     """An optional dependency is needed for what was asked."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed",
-            fix=f"pip install {package}, or in the clone: pip install '.[{extra}]'",
-        )
+        fix = f"pip install {package}, or in the clone: pip install '.[{extra}]'"
+        if extra == "models":  # each of them brings a torch of its own choice
+            fix += " -c constraints.txt, which keeps the tested versions"
+        super().__init__(f"{purpose} needs the package {package!r}, which is not installed", fix=fix)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

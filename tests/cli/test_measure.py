@@ -397,6 +397,8 @@ def test_a_failing_run_shows_what_it_printed_and_passes_its_code_on() -> None:
         (["--warmup", "2", "--", "true"], 2, "need --runs"),
         (["--runs", "2", "--trace", "x.csv", "--", "true"], 2, "single run"),
         (["--runs", "2", "--", "--"], 2, "no command"),
+        (["--runs", "2", "--", "true", "--"], 2, "no command after a `--`"),
+        (["--runs", "2", "--", "true", "--", "--", "true"], 2, "no command after a `--`"),
         (["--runs", "2", "--", "true", "--", "no-such-program-here"], 127, "no-such-program-here"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from tessera.cli.main import cli, main
-from tessera.cli.options import SUGGESTED, missing_file
+from tessera.cli.options import SUGGESTED, missing_file, suggest_files
 
 
 @pytest.fixture
@@ -44,6 +44,12 @@ def test_a_folder_that_is_not_there_is_the_reason(command: str, here: Path, caps
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert "why: there is no folder nowhere\n  fix: check the path" in said
+
+
+def test_a_broken_file_is_not_suggested_in_its_own_place(here: Path) -> None:
+    for name in ("bad", "good"):
+        (here / f"{name}.tessera").write_text("no")
+    assert suggest_files(Path("bad.tessera"), (".tessera",)) == "one of: good.tessera"
 
 
 def test_where_nothing_is_alike_the_newest_are_named(here: Path) -> None:

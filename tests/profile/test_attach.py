@@ -882,7 +882,7 @@ def test_without_py_spy_the_answer_says_how_to_get_it(monkeypatch):
     with stacks.PySpy(os.getpid()) as spy:
         pass
     assert spy.stacks == []
-    assert "pip install 'tessera-energy[attach]'" in (spy.why_not or "")
+    assert "in the clone: pip install '.[attach]'" in (spy.why_not or "")
 
 
 def test_a_py_spy_that_cannot_be_started_is_named(monkeypatch, tmp_path):

@@ -299,6 +299,12 @@ def write_run(path: Path, timeline: Timeline, *, host: str = "", **facts: object
     return move_to_host(path, host) if host else path
 
 
+def test_merging_onto_a_file_that_exists_names_the_option(tmp_path: Path) -> None:
+    there = write_run(tmp_path / "m.tessera", rank_timeline(0))
+    done = CliRunner().invoke(command, [str(tmp_path), "-o", str(there)])
+    assert isinstance(done.exception, ArgumentError) and "--force overwrites it" in str(done.exception.fix)
+
+
 def test_merged_rows_say_their_rank_and_stay_tied(tmp_path: Path) -> None:
     ranks = []
     for rank in range(3):

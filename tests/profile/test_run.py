@@ -236,6 +236,8 @@ def test_a_signal_ends_it_and_the_run_is_written(tmp_path, script, number, code)
         assert not found.crashed and found.get("returncode") == code
         rows = found.timeline()
         assert [rows.name(i) for i in range(len(rows))] == ["waiting"]
+        notes = " ".join(map(str, found.get("notes")))
+        assert "ended before it had imported torch" in notes and "did not import" not in notes
 
 
 def test_training_is_traced_by_its_optimizers_steps(tmp_path, script):

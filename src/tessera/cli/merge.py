@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ..errors import ArgumentError
 from .options import FILE, ExistingPath
 
 
@@ -27,6 +28,8 @@ def command(paths: tuple[Path, ...], output: Path, force: bool, as_json: bool) -
     """
     from ..profile.ranks import merge
 
+    if output.exists() and not force:
+        raise ArgumentError(f"{output} already exists", fix="--force overwrites it, -o writes another file")
     merged = merge(paths)
     merged.write(output, replace=force).close()
     if as_json:

@@ -181,6 +181,7 @@ def suggest_files(path: Path, suffixes: tuple[str, ...]) -> str:
     files = _neighbours(path, suffixes)
     if not files and ".tessera" in suffixes:
         files = _neighbours(RUNS / path.name, (".tessera",))
+    files = [p for p in files if p.name != path.name or p.parent.resolve() != path.parent.resolve()]
     suggested = _similar_files(path, files)
     if not suggested and suffixes:  # the newest files of any kind would say nothing
         suggested = sorted(files, key=lambda p: p.stat().st_mtime, reverse=True)

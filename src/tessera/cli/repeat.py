@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import IO, TYPE_CHECKING
 
 from ..errors import ArgumentError
@@ -22,6 +22,8 @@ TAIL_LINES = 20
 def split_commands(words: Sequence[str]) -> list[list[str]]:
     """The commands between `--`."""
     commands = [list(part) for is_dash, part in groupby(words, lambda word: word == "--") if not is_dash]
+    if ("--", "--") in pairwise([*words, "--"]):
+        raise ArgumentError("there is no command after a `--`", fix="leave it out, or add the command")
     if not commands or not all(command[0].strip() for command in commands):
         raise ArgumentError(
             "no command to measure was given", fix="e.g. tessera measure --runs 10 -- python a.py -- python b.py"

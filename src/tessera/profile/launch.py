@@ -126,7 +126,9 @@ def main() -> None:
         _show(outcome)
     if session is not None and steps is not None:
         tell(ENDED)
-        _finish(session, steps, exit_code(outcome), patience, show=is_first and sys.stderr.isatty())
+        interrupted = isinstance(outcome, (KeyboardInterrupt, Terminated))
+        show = is_first and sys.stderr.isatty()
+        _finish(session, steps, exit_code(outcome), patience, interrupted=interrupted, show=show)
         tell(CLOSED)
     if not isinstance(outcome, KeyboardInterrupt):
         patience.release()
@@ -295,7 +297,9 @@ def _show(outcome: BaseException) -> None:
     sys.excepthook(type(outcome), outcome.with_traceback(trace), trace)
 
 
-def _finish(session: Session, steps: ScriptSteps, code: int, patience: Patience, *, show: bool) -> None:
+def _finish(
+    session: Session, steps: ScriptSteps, code: int, patience: Patience, *, interrupted: bool, show: bool
+) -> None:
     """End the session. Whoever will not wait for its trace may drop it (`Patience`)."""
     if "torch" in sys.modules:
         from .kineto_collector import Finished
@@ -307,7 +311,7 @@ def _finish(session: Session, steps: ScriptSteps, code: int, patience: Patience,
         sys.stderr.flush()
     try:
         try:
-            steps.remove()
+            steps.remove(interrupted=interrupted)
             session.set("returncode", code)
         finally:
             session.stop()

@@ -32,6 +32,7 @@ WITHOUT_TORCH = Note(
     "and lines use the energy",
     "no_torch",
 )
+BEFORE_TORCH = "nothing was traced: the script was ended before it had imported torch"
 _log = logging.getLogger("tessera")
 
 _RECENT, _FEWEST, _MOST_BLOCKS = 32, 2, 10_000
@@ -71,8 +72,11 @@ class ScriptSteps:
         else:
             sys.meta_path.insert(0, self._finder)
 
-    def remove(self) -> None:
-        """Leave Python and torch as they were, and close the last step of a script without an optimizer."""
+    def remove(self, *, interrupted: bool = False) -> None:
+        """Leave Python and torch as they were, and close the last step of a script without an optimizer.
+
+        `interrupted`: a signal ended the script, and nobody knows what it would have imported.
+        """
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         self._optimizer.remove()
@@ -83,7 +87,8 @@ class ScriptSteps:
         if self._modules is not None:
             self._modules.remove()
         if self._session.options.traces and not self._session.tracing:
-            self._session.notes.append(WITHOUT_STEPS if "torch" in sys.modules else WITHOUT_TORCH)
+            without = BEFORE_TORCH if interrupted else WITHOUT_TORCH
+            self._session.notes.append(WITHOUT_STEPS if "torch" in sys.modules else without)
         if self._by_modules and not self._optimized and self._returned_ns > self._called_ns > 0:
             self._session.end_step(self._returned_ns)
 

@@ -1,7 +1,7 @@
 """Python stacks of a running process, read from outside by py-spy: for a process that does not trace itself.
 
 py-spy reads the target's memory and never stops it (`--nonblocking`); the permission is that of a debugger. It is an
-optional program: `pip install 'tessera-energy[attach]'`.
+optional program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..sampling import name_frame
 
 RATE_HZ = 20
 _STOP_S = 10.0
-_INSTALL = "pip install 'tessera-energy[attach]'"
+_INSTALL = "pip install py-spy, or in the clone: pip install '.[attach]'"
 
 
 def find_py_spy() -> str | None:
