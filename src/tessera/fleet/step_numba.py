@@ -28,7 +28,7 @@ def advance_block(fleet: FleetArrays, steps: int, settings: StepSettings) -> Blo
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _advance(fleet: Any, steps: int, settings: Any, load_w: Any, feed_w: Any, row_w: Any, trips: Any) -> int:
+def _advance(fleet: Any, steps: int, settings: Any, load_w: Any, feed_w: Any, row_w: Any, trips: Any) -> Any:
     found, at = np.int64(0), np.int64(0)  # not literals, for which numba compiles what is called once more
     while at < steps:
         span = _count_safe_steps(fleet.gpus, fleet.groups, settings.step_s, steps - at)
