@@ -1,6 +1,7 @@
 """Chips that nobody measured here: what others published of them, and figures that the catalogue lacks."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -152,3 +153,18 @@ def test_no_relative_is_slower_than_the_chip_it_exceeds(worse: Device, better: D
         slow, fast = (m.estimate(DeviceWork.of(k)).seconds for m, k in zip(limits, (a[name], b[name]), strict=True))
         assert b[name].seconds <= 1.01 * a[name].seconds, name
         assert fast <= 1.01 * slow, name
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("l4", "fp32"), ("gb200", "bf16"), ("a800", "bf16"), ("l40s", "bf16"), ("rtx-5090", "fp32")]
+)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (8192, 28672), (1024, 8192)])
+def test_more_rows_do_not_take_less_time_where_no_timing_says_so(name: str, precision: str, n: int, k: int) -> None:
+    rows = (1, 2, 3, 4, 8, 16, 17, 32, 33, 64, 100, 128, 200, 256)
+    seconds = [gemm_time(lookup(name), m, n, k, precision=precision).seconds for m in rows]
+    assert all(more >= 0.99 * fewer for fewer, more in pairwise(seconds))
+
+
+def test_one_row_is_not_slower_than_two_on_a_b200() -> None:
+    one, two = (gemm_time(lookup("b200"), m, 8192, 28672).seconds for m in (1, 2))
+    assert one <= 1.001 * two
