@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from gloo_ranks import GlooRanks
 from tessera import profile
+from tessera.analyze import job_summary
 from tessera.analyze.job_summary import summarize_job
 from tessera.attribute.table import EnergyTable
 from tessera.cli.merge import command
@@ -25,6 +26,7 @@ from tessera.errors import ArgumentError, MeasurementError, RecordingError
 from tessera.profile.ranks import ClockReading, Offset, align, exchange, merge, settle
 from tessera.profile.ranks.align import END_BIAS_NS, fit, line_up, lines
 from tessera.profile.ranks.clocks import read
+from tessera.profile.ranks.collectives import Meeting, summarize
 from tessera.profile.ranks.merge import STRIDE, select_rank
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.profile.runfile_checksum import unseal
@@ -435,6 +437,32 @@ def _sum_lines(table: EnergyTable) -> dict[tuple[str, str], float]:
     """Joules of operators, regions and steps by their names, and of all."""
     lines = {(row.kind, row.name): row.energy_j for rows in (table.ops, table.regions, table.steps) for row in rows}
     return {**lines, ("all", ""): table.energy_j}
+
+
+def test_a_rank_waits_no_longer_than_its_steps_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two collectives that wait at the same time, and one that waits into the steps: each moment counts once."""
+    for rank in range(2):
+        b = Builder()
+        b.add("op", "aten::mm", T0, T0 + 1000 * MS, thread=1)
+        b.add("region", "step_0", T0, T0 + 1000 * MS, thread=1)
+        timeline = b.build()
+        timeline.rank = rank
+        write_run(tmp_path / f"rank{rank}.tessera", timeline, rank=rank, start_ns=T0, end_ns=T0 + 1000 * MS)
+    waits_ms = [(0, 700), (100, 800), (850, 950)]
+    met = [
+        Meeting(
+            group="world", kind="all_reduce", bytes=8, ranks=(0, 1), rows=(0, 1), start_ns=T0 + a * MS,
+            ready_ns=T0 + b * MS, end_ns=T0 + b * MS, straggler=1, waits_s=((b - a) * 1e-3, 0.0),
+        )
+        for a, b in waits_ms
+    ]  # fmt: skip
+    monkeypatch.setattr(job_summary, "find_meetings", lambda _: met)
+    job = summarize_job(merge(tmp_path))
+    assert job is not None
+    assert job.ranks[0].wait_share == pytest.approx(0.9) and job.ranks[1].wait_share == 0.0
+    assert job.ranks[1].last == 3 and job.ranks[1].delays_s == pytest.approx(0.9)
+    # The merge itself says the same of them.
+    assert summarize(met, {})["stragglers"] == {1: {"times": 3, "wait_s": pytest.approx(0.9)}}
 
 
 def kineto_file(path: Path, timeline: Timeline, rank: int) -> Path:

@@ -231,7 +231,7 @@ def _sum_group(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     skews = [r["skew_s"] for r in rows if r["skew_s"] is not None]
     known = [r for r in rows if r["energy_j"] is not None]
     return {
-        "name": name, "kind": first["kind"], "group": first["group"], "count": len(rows),
+        "name": name, "kind": first["kind"], "group": first["group"], "count": len(rows), "met": len(skews),
         "ranks": max((r["ranks"] for r in rows if r["ranks"]), default=None),
         "time_s": sum(r["ns"] for r in rows) * 1e-9, "latency_s": float(np.median([r["time_s"] for r in rows])),
         "bytes": moved if sized else None, "bytes_per_s": moved / ns * 1e9 if ns else None,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..profile.ranks.collectives import Meeting, computing_spans, measure_overlap
+from ..profile.ranks.collectives import Meeting, computing_spans, find_waits, measure_overlap, sum_delays
 from ..record import CODE, ON_DEVICE
 from ..recording import Recording
 from ..timeline.columns import NONE, Ints, Timeline
@@ -32,8 +32,10 @@ STRAGGLES = 0.05
 class RankRow:
     """One rank. Shares are of `watched_s`: its traced steps, or all that was traced; None where nothing was.
 
-    `last` is how often it came last to a collective, and `delays_s` how long the others waited for it then, all
-    together. `energy_j` is None where its joules cannot be told from other ranks'; `no_energy` says why.
+    `wait_s` is how long a collective of its own waited for the last rank: several at a time count once, and it may
+    compute meanwhile. `last` is how often it came last to a collective that several ranks traced, in steps or not, and
+    `delays_s` how long the others waited for it then, all together. `energy_j` is None where its joules cannot be told
+    from other ranks'; `no_energy` says why.
     `failed_first` is of the rank that ended first with an exit code: others often fail because it is gone.
     """
 
@@ -90,7 +92,9 @@ def summarize_job(recording: Recording) -> JobSummary | None:
     met = find_meetings(recording)
     overlaps = measure_overlap(timeline, met)
     rows = list_collectives(recording, met, overlaps)
-    ranks = _mark_straggler([_describe(timeline, rank, met) for rank in sorted(told, key=lambda m: m["rank"])])
+    delays_s = sum_delays(met)
+    told.sort(key=lambda m: int(m["rank"]))
+    ranks = _mark_straggler([_describe(timeline, m, met, delays_s.get(m["rank"], 0.0)) for m in told])
     sizes = [m["world_size"] for m in told if isinstance(m.get("world_size"), int)]
     seen = {row.rank for row in ranks}
     missing = [r for r in range(min(max(sizes, default=0), 1 << 16)) if r not in seen]
@@ -106,16 +110,15 @@ def _mark_straggler(rows: Sequence[RankRow]) -> list[RankRow]:
     return [dataclasses.replace(row, straggler=is_straggler and row is worst) for row in rows]
 
 
-def _describe(timeline: Timeline, told: Mapping[str, Any], met: Sequence[Meeting]) -> RankRow:
+def _describe(timeline: Timeline, told: Mapping[str, Any], met: Sequence[Meeting], delays_s: float) -> RankRow:
     number = int(told["rank"])
     rows = np.flatnonzero(timeline["rank"] == number)
     steps = [s for s in timeline.linked.steps if s.row != NONE and timeline["rank"][s.row] == number]
     start_ns, end_ns = _watched_span(timeline, rows, steps)
     seconds = (end_ns - start_ns) * 1e-9
     own = [m for m in met if number in m.ranks and start_ns <= m.start_ns <= end_ns]
-    late = [m for m in own if m.straggler == number]
-    wait_s = sum(m.waits_s[m.ranks.index(number)] for m in own) if own else None
-    delays_s = sum(m.wait_s for m in late)
+    waits = find_waits(own, number)
+    wait_s = float(covered_ns(waits, np.array([start_ns]), np.array([end_ns]))[0]) * 1e-9 if own else None
     stepped_s = sum(s.end_ns - s.start_ns for s in steps) * 1e-9
     return RankRow(
         rank=number,
@@ -130,7 +133,7 @@ def _describe(timeline: Timeline, told: Mapping[str, Any], met: Sequence[Meeting
         wait_share=wait_s / seconds if wait_s is not None and seconds > 0 else None,
         steps=len(steps) or None,
         steps_per_s=len(steps) / stepped_s if stepped_s > 0 else None,
-        last=len(late),
+        last=sum(m.straggler == number for m in met),
         delays_s=delays_s,
         returncode=told.get("returncode"),
         failed_first=bool(told.get("failed_first")),

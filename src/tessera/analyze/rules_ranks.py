@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..advice import Advice
+from ..profile.ranks.collectives import find_waits, sum_delays
 from ..timeline.transfers import ON_HOST
 from ..timeline.view import collective_overlap_pct
 from ..units import format_duration
@@ -15,7 +16,7 @@ COMMUNICATION_SHARE = 0.15
 """Of the joules: what collectives must spend, where it is not known what of it runs beside kernels."""
 EXPOSED_SHARE = 0.05
 LATE_SHARE = 0.05
-"""Of the devices' time: what the others must wait for one rank."""
+"""Of the ranks' time: what the others must wait for one rank."""
 
 
 def check_late_rank(run: RunEvidence) -> Advice | None:
@@ -23,21 +24,19 @@ def check_late_rank(run: RunEvidence) -> Advice | None:
 
     The saving is the waiting: at best that rank is as fast as the others.
     """
-    delays_s: dict[int, float] = {}
-    times: Counter[int] = Counter(met.straggler for met in run.meetings if met.straggler is not None)
-    for met in run.meetings:
-        if met.straggler is not None:
-            delays_s[met.straggler] = delays_s.get(met.straggler, 0.0) + met.wait_s
+    delays_s = sum_delays(run.meetings)
+    times = Counter(met.straggler for met in run.meetings)
     if not delays_s:
         return None
     rank, waited_s = max(delays_s.items(), key=lambda item: item[1])
-    whole_s = run.table.time_s * run.devices
+    ranks = {rank for met in run.meetings for rank in met.ranks}
+    whole_s = run.table.time_s * max(run.devices, len(ranks))
     if waited_s < max(LATE_SHARE * whole_s, 0.5 * sum(delays_s.values())):
         return None
     joules = waited_s * _watts_of_collectives(run)
     evidence = (
-        f"rank {rank} comes last to {times[rank]} of {len(run.meetings)} collectives, and the others wait "
-        f"{format_duration(waited_s, 3)} for it ({waited_s / whole_s:.0%} of the devices' time)"
+        f"rank {rank} comes last to {times[rank]} of {len(run.meetings)} collectives that several ranks traced, and "
+        f"the others wait {format_duration(waited_s, 3)} for it ({waited_s / whole_s:.0%} of the ranks' time)"
     )
     action = (
         f"find out why rank {rank} is slower: more work than the others (longer sequences, more experts), lower clocks "
@@ -71,7 +70,7 @@ def check_communication(run: RunEvidence) -> Advice | None:
     exposed_j = exposed_s
     if run.has_joules:
         exposed_j = sum(float(run.joules[i]) * alone[row] for row, i in places.items())
-    exposed, waited_s = run.format_spent(exposed_j), sum(met.wait_s for met in run.meetings)
+    exposed, waited_s = run.format_spent(exposed_j), _sum_waiting_s(run)
     moving = max(0.0, 1.0 - waited_s / exposed_s) if exposed_s > 0 else 1.0
     if run.share(moving * exposed_j) < EXPOSED_SHARE:
         return None
@@ -81,6 +80,12 @@ def check_communication(run: RunEvidence) -> Advice | None:
     action += "; reduce-scatter and sharded optimizers send half, hierarchical rings stay within a node"
     saves = (moving * exposed_j, moving * exposed_s)
     return run.advise("communication", joules, evidence, action, saves=saves, by="energy table", confidence="medium")
+
+
+def _sum_waiting_s(run: RunEvidence) -> float:
+    """Seconds in which ranks waited for the last one, all together."""
+    ranks = {rank for met in run.meetings for rank in met.ranks}
+    return sum(find_waits(run.meetings, rank).total_ns for rank in ranks) * 1e-9
 
 
 def _watts_of_collectives(run: RunEvidence) -> float:

@@ -20,6 +20,7 @@ RANKS = 16
 GROUPS = 8
 STEPS = 200
 _INDENT = 4
+SHARES = "busy, waiting: of the time of its traced steps; it may compute while a collective waits"
 
 
 def job_text(job: JobSummary) -> list[RenderableType]:
@@ -30,6 +31,8 @@ def job_text(job: JobSummary) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(""), FittedTable(columns, styles=styles)]
     if len(shown) < len(job.ranks):
         parts.append(Text(f"{len(shown)} of {len(job.ranks)} ranks (--json has all)", style="dim"))
+    if any(row.wait_share is not None for row in shown):
+        parts.append(Text(SHARES, style="dim"))
     parts += [Text(line, style="yellow") for line in job_notes(job)]
     parts.append(Text(""))
     if not job.collectives:
@@ -129,7 +132,9 @@ def describe_collective(row: Mapping[str, Any]) -> str:
     """`AllReduce[dp] latency=15 µs bandwidth=1.6 TB/s`, and what else is known of a kind and group."""
     rate = "" if row["bytes_per_s"] is None else f"   bandwidth={format_si(row['bytes_per_s'], 'B/s', 3)}"
     size = "" if row["bytes"] is None else f", {format_bytes(row['bytes'], 3)}"
-    parts = [f"{row['count']:,} call{'' if row['count'] == 1 else 's'}{size} in {format_duration(row['time_s'], 3)}"]
+    alone = f" ({row['met']:,} traced on several ranks)" if 0 < row.get("met", 0) < row["count"] else ""
+    calls = f"{row['count']:,} call{'' if row['count'] == 1 else 's'}{alone}"
+    parts = [f"{calls}{size} in {format_duration(row['time_s'], 3)}"]
     if row["skew_s"] is not None:
         parts.append(f"skew {format_duration(row['skew_s'], 3)} (worst {format_duration(row['worst_skew_s'], 3)})")
     if row["overlap_pct"] is not None:
@@ -166,7 +171,7 @@ def job_section(job: JobSummary) -> str:
     headings = _figures(job.ranks[0], has_joules)
     columns = [("rank", True), ("host", False), *((name, True) for name in headings)]
     ranks = folding_table(columns, body, caption="Ranks", sorted_by="others waited" if late else "rank")
-    notes = "".join(note(f"{line[:1].upper()}{line[1:]}.") for line in job_notes(job))
+    notes = note(f"{SHARES.capitalize()}.") + "".join(note(f"{line[:1].upper()}{line[1:]}.") for line in job_notes(job))
     return f"<section id='ranks'><h2>Ranks</h2>{ranks}{notes}</section>"
 
 

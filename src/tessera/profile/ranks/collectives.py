@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -204,16 +205,30 @@ def measure_overlap(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, flo
     return found
 
 
-def _sum_waits(met: Sequence[Meeting], ranks: Sequence[int]) -> dict[int, dict[int, float]]:
-    """For each rank that waited, what it waited for whom: only where the last rank is known."""
-    waits: dict[int, dict[int, float]] = {rank: {} for rank in ranks}
-    for meeting in met:
-        if meeting.straggler is None:
-            continue
-        for rank, seconds in zip(meeting.ranks, meeting.waits_s, strict=True):
-            if rank != meeting.straggler:
-                waits[rank][meeting.straggler] = waits[rank].get(meeting.straggler, 0.0) + seconds
-    return {rank: by for rank, by in waits.items() if by}
+def find_waits(met: Sequence[Meeting], rank: int) -> Spans:
+    """When a rank waited for the last one: collectives at the same time wait once."""
+    own = [(m.ready_ns, round(m.waits_s[m.ranks.index(rank)] * 1e9)) for m in met if rank in m.ranks]
+    end_ns, waited_ns = np.array(own, np.int64).reshape(-1, 2).T
+    return union(end_ns - waited_ns, end_ns)
+
+
+def sum_waits(met: Sequence[Meeting]) -> dict[int, dict[int, float]]:
+    """For each rank that waited, the seconds it waited for whom: only where the last rank is known."""
+    waits: dict[int, dict[int, float]] = {}
+    for straggler in sorted({m.straggler for m in met if m.straggler is not None}):
+        late = [m for m in met if m.straggler == straggler]
+        for rank in sorted({r for m in late for r in m.ranks} - {straggler}):
+            waits.setdefault(rank, {})[straggler] = find_waits(late, rank).total_ns * 1e-9
+    return dict(sorted(waits.items()))
+
+
+def sum_delays(met: Sequence[Meeting]) -> dict[int, float]:
+    """For each rank that came last, how long the others waited for it, all together."""
+    delays_s: dict[int, float] = {}
+    for waited in sum_waits(met).values():
+        for straggler, seconds in waited.items():
+            delays_s[straggler] = delays_s.get(straggler, 0.0) + seconds
+    return delays_s
 
 
 def summarize(met: Sequence[Meeting], overlap: dict[int, float]) -> dict[str, Any]:
@@ -222,15 +237,15 @@ def summarize(met: Sequence[Meeting], overlap: dict[int, float]) -> dict[str, An
         return {"count": 0}
     skews = np.array([m.skew_s for m in met])
     ranks = sorted({r for m in met for r in m.ranks})
-    last = {r: [m for m in met if m.straggler == r] for r in ranks}
+    times, delays_s = Counter(m.straggler for m in met), sum_delays(met)
     shares = [overlap[row] for m in met for row in m.rows if row in overlap]
     return {
         "count": len(met),
         "median_skew_s": float(np.median(skews)),
         "worst_skew_s": float(skews.max()),
-        "wait_s": sum(m.wait_s for m in met),
+        "wait_s": sum(find_waits(met, r).total_ns for r in ranks) * 1e-9,
         "move_s": sum(m.move_s for m in met),
         "overlap_pct": float(np.mean(shares)) if shares else None,
-        "stragglers": {r: {"times": len(m), "wait_s": sum(x.wait_s for x in m)} for r, m in last.items() if m},
-        "waits_s": _sum_waits(met, ranks),
+        "stragglers": {r: {"times": times[r], "wait_s": delays_s.get(r, 0.0)} for r in ranks if times[r]},
+        "waits_s": sum_waits(met),
     }
