@@ -20,9 +20,11 @@ from gloo_ranks import GlooRanks
 from tessera import profile
 from tessera.analyze import job_summary
 from tessera.analyze.job_summary import summarize_job
+from tessera.analyze.run_energy import outside, whole_of
 from tessera.attribute.table import EnergyTable
 from tessera.cli.merge import command
 from tessera.errors import ArgumentError, MeasurementError, RecordingError
+from tessera.notes import Note
 from tessera.profile.ranks import ClockReading, Offset, align, exchange, merge, settle
 from tessera.profile.ranks.align import END_BIAS_NS, fit, line_up, lines
 from tessera.profile.ranks.clocks import read
@@ -463,6 +465,41 @@ def test_a_rank_waits_no_longer_than_its_steps_last(tmp_path: Path, monkeypatch:
     assert job.ranks[1].last == 3 and job.ranks[1].delays_s == pytest.approx(0.9)
     # The merge itself says the same of them.
     assert summarize(met, {})["stragglers"] == {1: {"times": 3, "wait_s": pytest.approx(0.9)}}
+
+
+def test_tables_end_where_the_first_rank_stops_tracing(tmp_path: Path) -> None:
+    """Rank 0 meets its limit after three of five steps: the others' later steps are not beside whole ones."""
+    cpu = Domain(name="cpu", source="modelled", resolution_s=0.1, hold=Hold.MEAN, basis="modelled", scope="process")
+    times_ns = np.arange(T0 - 100 * MS, T0 + 1100 * MS, 50 * MS)
+    for rank, traced in enumerate((3, 5)):
+        b = Builder()
+        for step in range(5):
+            begin = T0 + step * 200 * MS
+            b.add("region", f"step_{step}", begin, begin + 200 * MS, thread=1)
+            if step < traced:
+                b.add("op", "aten::mm", begin + 10 * MS, begin + 150 * MS, thread=1)
+        timeline = b.build()
+        timeline.rank = rank
+        if traced < 5:
+            timeline.notes.append(Note("tracing stopped at its time limit", "time_limit"))
+        facts = {"rank": rank, "start_ns": T0, "end_ns": T0 + 1000 * MS, "windows": [(T0, T0 + traced * 200 * MS)]}
+        with RunWriter(tmp_path / f"rank{rank}.tessera") as run:
+            run.add_timeline(timeline)
+            run.add_samples(cpu, times_ns, np.full(len(times_ns), 2.0))
+            for key, value in facts.items():
+                run.set(key, value)
+    with merge(tmp_path).write(tmp_path / "merged.tessera") as run:
+        recording = run.recording()
+        table, job = recording.energy(), summarize_job(recording)
+        assert recording.facts.time_limit_reached
+        assert [(row.name, row.energy_j) for row in table.steps] == [
+            (f"step_{i}", pytest.approx(2 * 2.0 * 0.2, rel=0.01)) for i in range(3)
+        ]
+        assert [row.calls for row in table.ops] == [6]
+        assert job is not None and [row.limited for row in job.ranks] == [True, False]
+        assert "rank 0 stopped tracing at its time limit: the tables of all ranks end there" in job_notes(job)
+        (after,) = outside(recording, table.energy_j, whole_of(recording, table, True, None))
+        assert (after.where, after.steps) == ("after", 2)
 
 
 def kineto_file(path: Path, timeline: Timeline, rank: int) -> Path:

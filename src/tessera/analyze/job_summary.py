@@ -57,6 +57,8 @@ class RankRow:
     returncode: int | None = None
     failed_first: bool = False
     crashed: bool = False
+    limited: bool = False
+    """Whether its tracing stopped at the time limit: what the tables show of all ranks ends there."""
 
     @property
     def power_w(self) -> float | None:
@@ -138,6 +140,7 @@ def _describe(timeline: Timeline, told: Mapping[str, Any], met: Sequence[Meeting
         returncode=told.get("returncode"),
         failed_first=bool(told.get("failed_first")),
         crashed=bool(told.get("crashed")),
+        limited=bool(told.get("limited")),
     )
 
 

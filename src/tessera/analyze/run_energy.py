@@ -149,13 +149,14 @@ def outside(recording: Recording, table_j: float, whole: Whole) -> list[Outside]
         "between": [(one[1], two[0]) for one, two in pairwise(windows)],
         "after": [(windows[-1][1], last)],
     }
-    middles = [(s.start_ns + s.end_ns) // 2 for s in timeline.linked.steps]
+    several = len(np.unique(timeline["rank"])) > 1  # ranks take a step together
+    middles = {s.name if several else i: (s.start_ns + s.end_ns) // 2 for i, s in enumerate(timeline.linked.steps)}
     parts = []
     for where, stretches in spans.items():
         spent = accounted_energies(power, timeline, [(a, b) for a, b in stretches if b > a])
         part = sum_windows(spent) if spent else None
         if part is not None and part.energy_j > 0:
-            steps = sum(a <= middle < b for a, b in stretches for middle in middles)
+            steps = sum(a <= middle < b for a, b in stretches for middle in middles.values())
             seconds = part.time_s * part.coverage
             parts.append(Outside(where=where, energy_j=part.energy_j, time_s=seconds, steps=steps))
     rest_j = whole.energy_j - table_j - sum(p.energy_j for p in parts)

@@ -73,6 +73,8 @@ def job_notes(job: JobSummary) -> list[str]:
     lines += [f"{_name_ranks(rows)} {how}" for how, rows in endings.items() if len(rows) < len(job.ranks)]
     if sum(bool(row.returncode) for row in job.ranks) > 1:
         lines += [f"rank {row.rank} failed first" for row in job.ranks if row.failed_first]
+    if limited := [row for row in job.ranks if row.limited]:
+        lines.append(f"{_name_ranks(limited)} stopped tracing at its time limit: the tables of all ranks end there")
     for reason in dict.fromkeys(r.no_energy for r in job.ranks if r.no_energy):
         lines.append(f"{_name_ranks([r for r in job.ranks if r.no_energy == reason])} has no joules: {reason}")
     for row in job.ranks:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ...clock import EpochNs
 from ...errors import ArgumentError
+from ...notes import Note, kind_of
 from ...record import Kind
 from ...recording import Facts, Recording
 from ...timeline import stream_names
@@ -64,8 +65,9 @@ class MergedRecording(Recording):
         return self._power_parts
 
     def _facts(self, timeline: Timeline, name: str, path: Path | None) -> Facts:
-        """From the first start of a rank's run to the last end; traced where any rank was.
+        """From the first start of a rank's run to the last end; traced where any rank was, until one met its limit.
 
+        After that a step has the joules and the calls of some ranks only: it cannot be compared with whole ones.
         A tracer writes rows after the end of a run ("Record Window End"): rows count where a file has no run alone.
         """
         windows: list[tuple[int, int]] = []
@@ -75,6 +77,7 @@ class MergedRecording(Recording):
             spans.append((timeline.start_ns, timeline.end_ns))
         for facts, offset in recorded:
             windows += [_move_span(window, offset) for window in facts.accounted_windows if facts.windows]
+        limits_ns = [_move_span(f.windows[-1], o)[1] for f, o in recorded if f.time_limit_reached and f.windows]
         start_ns, end_ns = min((s[0] for s in spans), default=0), max((s[1] for s in spans), default=0)
         first = recorded[0][0] if recorded else Facts()
         return Facts(
@@ -82,7 +85,7 @@ class MergedRecording(Recording):
             path=path,
             kind="run" if len(recorded) == len(self.files) else "trace",
             span_ns=(EpochNs(start_ns), EpochNs(end_ns)),
-            windows=_join_windows(windows),
+            windows=_cut_windows(_join_windows(windows), min(limits_ns, default=None)),
             scheduled=True,
             mode=first.mode,
             command=first.command,
@@ -168,6 +171,7 @@ def merge(
             "path": str(f.path),
             "host": f.host,
             **f.own,
+            "limited": f.facts is not None and f.facts.time_limit_reached,
             "failed_first": f is first and 0 < f.own["returncode"] <= EXIT_SIGNAL,
         }
         for f, o in zip(files, offsets, strict=True)
@@ -202,7 +206,10 @@ def _join_notes(files: Sequence[RankFile]) -> list[str]:
     by_rank = [f.timeline.notes for f in files]
     common = [n for n in by_rank[0] if all(n in notes for notes in by_rank[1:])]
     return common + [
-        f"rank {f.rank}: {n}" for f, notes in zip(files, by_rank, strict=True) for n in notes if n not in common
+        Note(f"rank {f.rank}: {n}", kind_of(n))
+        for f, notes in zip(files, by_rank, strict=True)
+        for n in notes
+        if n not in common
     ]
 
 
@@ -215,6 +222,13 @@ def _join_windows(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, end))
     return joined
+
+
+def _cut_windows(windows: Sequence[tuple[int, int]], stop_ns: int | None) -> list[tuple[int, int]]:
+    """Windows until a time."""
+    if stop_ns is None:
+        return list(windows)
+    return [(begin, min(end, stop_ns)) for begin, end in windows if begin < stop_ns]
 
 
 def _name_hosts(files: Sequence[RankFile]) -> None:
