@@ -17,7 +17,8 @@ from scipy.optimize import least_squares
 import kernel_fits as fits
 from kernel_rows import Row
 from tessera.estimate import attention, gemm, moe
-from tessera.estimate.kernel_time import Chip, chip, covariance, load_fit
+from tessera.estimate.kernel_time import Chip, chip, load_fit
+from tessera.estimate.kriging import covariance
 from tessera.hardware import lookup
 
 Table = Mapping[str, tuple[float, float, float]]  # start, low, high
@@ -293,7 +294,7 @@ def fit_together(
 def fit_correction(
     family: Family, fitted: Mapping[str, Constants], of: Mapping[str, Sequence[Sample]], noise: float
 ) -> dict[str, Any]:
-    """What near shapes have in common of what the formulas leave over (`kernel_time.Kriging`).
+    """What near shapes have in common of what the formulas leave over (`estimate/kriging.py`).
 
     All rows are fitted, by weights of the few that lie farthest from each other (subset of regressors).
     """

@@ -45,7 +45,8 @@ from chip_families import (
 )
 from fit_kernels import DATA, write
 from kernel_rows import ROOT, SHARED, Row, kernel_of, read_public
-from tessera.estimate.kernel_time import FITTED, Kriging, chip, load_fit
+from tessera.estimate.kernel_time import FITTED, chip, load_fit
+from tessera.estimate.kriging import Kriging
 from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.hardware import lookup
 

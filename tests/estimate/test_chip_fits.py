@@ -14,7 +14,8 @@ from tessera.errors import ArgumentError, PredictionError
 from tessera.estimate.attention import attention_time
 from tessera.estimate.chip_fits import find_fit
 from tessera.estimate.gemm import Product, find_constants, formula, gemm_time
-from tessera.estimate.kernel_time import FITTED, KernelTime, Kriging, chip, covariance
+from tessera.estimate.kernel_time import FITTED, KernelTime, chip
+from tessera.estimate.kriging import Kriging, covariance
 from tessera.estimate.moe import moe_time
 from tessera.estimate.power import DeviceWork, PowerModel
 from tessera.hardware import catalogue, lookup

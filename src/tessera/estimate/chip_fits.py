@@ -18,7 +18,8 @@ from typing import Any
 
 from ..hardware import lookup
 from ..joules import Floats
-from .kernel_time import CALIBRATED, Chip, Kriging, LearnedCorrection, chip, load_fit, widen_error
+from .kernel_time import CALIBRATED, Chip, LearnedCorrection, chip, load_fit, widen_error
+from .kriging import Kriging
 
 RELATIVES = {"sm80": "a100", "sm90": "h100", "sm100": "b200", "sm103": "b200", "sm120": "rtx-pro-6000"}
 """By compute capability, the chip with timings that runs the same kernels."""
