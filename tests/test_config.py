@@ -73,7 +73,7 @@ def test_a_cost_has_the_pue_and_the_error(home: Path) -> None:
         (1e12, "278 MWh   83,333 EUR   106 t CO2e"),
         (36e6, "10 kWh   3.00 EUR   3.8 kg CO2e"),
         (1.0, "0.278 mWh   <0.0001 EUR   0.106 mg CO2e"),
-        (0.0, "0 mWh   0 EUR   0 g CO2e"),
+        (0.0, "0 Wh   0 EUR   0 g CO2e"),
     ],
 )
 def test_costs_of_any_size_are_readable(joules: float, text: str) -> None:
