@@ -5,8 +5,9 @@
 Programs by how their host behaves, at 0.85, 0.7 and 0.5 of what they draw freely: the mean from half a second on, the
 worst 200 ms window as it was drawn and as the ring and the counter show it, that of the first half second, throughput
 against the fixed duty of the same mean. The constants of `controller.py` were chosen with those named "seen"; those
-named "kept apart" were looked at afterwards, except by `MOVED` and `AGREED_S`, for which two of them were used. Then buckets of tokens, loads that jump or pause, and two processes on one
-GPU. The worst of a few seeds and of several distances of the sensor's moments, which are not known.
+named "kept apart" were looked at afterwards, except by `MOVED` and `AGREED_S`, for which two of them were used. Then
+buckets of tokens, loads that jump or pause, and two processes on one GPU. The worst of a few seeds and of several
+distances of the sensor's moments, which are not known.
 """
 
 from __future__ import annotations
