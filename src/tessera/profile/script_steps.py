@@ -197,23 +197,23 @@ class RecurringCalls:
     """
 
     def __init__(self) -> None:
-        self._ours: weakref.ref[Any] = weakref.ref(self)  # no module yet
+        self._found: weakref.ref[Any] | None = None
         self._learns = False
         self._first_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._between: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since one of ours
+        self._between: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since the found one's
 
     def add(self, module: Any, now_ns: int) -> int | None:
         """A module is called. If that ends a step: when the module was first called."""
         learns = any(True for _ in module.parameters())
         if learns and not self._learns:
-            self._learns, self._ours = True, weakref.ref(self)
+            self._learns, self._found = True, None
         first_ns = self._first_ns.setdefault(module, now_ns)
-        if self._ours() is not module:
+        found = None if self._found is None else self._found()
+        if found is not module:
             self._between[module] = calls = self._between.get(module, 0) + 1
-            has_ours = self._ours() not in (None, self)
-            if first_ns == now_ns or learns < self._learns or (has_ours and calls < _STOPPED):
+            if first_ns == now_ns or learns < self._learns or (found is not None and calls < _STOPPED):
                 return None
-            self._ours = weakref.ref(module)
+            self._found = weakref.ref(module)
         self._between.clear()
         return first_ns
 
