@@ -175,15 +175,17 @@ def _ask(store: Any, ranks: list[int], group: str) -> dict[int, str | None]:
         _ring(store, rank, f"{number} {group}")
     answers: dict[int, str | None] = dict.fromkeys(ranks)
     until = time.monotonic() + ANSWER_S
-    while time.monotonic() < until and None in answers.values():
+    while True:  # it looks once more after the last moment: who asks may itself have been kept from looking
+        over = time.monotonic() >= until
         for rank in [r for r, answer in answers.items() if answer is None]:
             for key in (f"{_PREFIX}/answer/{number}/{rank}", f"{_PREFIX}/left/{rank}"):
                 if answers[rank] is None and store.check([key]):
                     answers[rank] = store.get(key).decode()
             if answers[rank] is None and not store.check([f"{_PREFIX}/here/{rank}"]):
                 answers[rank] = f"0 {_OUTSIDE}"  # its thread starts with its first collective
+        if over or None not in answers.values():
+            return answers
         time.sleep(0.02)
-    return answers
 
 
 @contextlib.contextmanager
