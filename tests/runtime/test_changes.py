@@ -455,7 +455,7 @@ def test_training_has_neither_frozen_nor_fused_layers() -> None:
     assert quick < slow  # first what the compiled code can be run with
 
 
-def test_padding_goes_through_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_goes_through_the_compiler(quick_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code made without padding is not taken for code with it, and both train alike."""
     from tessera.op import padding
 
