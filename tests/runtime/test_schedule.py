@@ -254,10 +254,11 @@ def test_clocks_on_auto_are_those_of_the_plan():
 
 def test_a_driver_cap_that_was_not_opted_in_is_held_by_waits(board, device):
     before_w = board()
-    report = stepped(device, 0.6, power_cap="400W", cap_policy="driver").report()
+    step = stepped(device, 0.6, power_cap="400W", cap_policy="driver")
+    wait_until(lambda: step.report().waited_s > 0.1, step)  # a busy machine delays the control loop
+    report = step.report()
     assert board() == before_w
     assert report.how == "token_bucket"
-    assert report.waited_s > 0.1
     assert any("opted in" in note for note in report.notes)
 
 
@@ -429,17 +430,19 @@ def stepped(device, seconds, **options):
 
 
 def test_a_cap_is_held_in_real_time_and_reported(device, caplog):
-    step = stepped(device, 3.0, power_cap="400W")
-    wait_until(lambda: step.report().mean_w < 0.7 * 900.0, step)  # a busy machine delays the control loop
+    step = stepped(device, 1.0, power_cap="400W")
+
+    # How well is tested on a virtual clock: this machine is shared, and a busy one delays the control loop.
+    def is_held():
+        report = step.report()
+        return report.mean_w < 0.7 * 900.0 and report.waits > 5 and report.waited_s > 0.3 and report.slowdown > 0.1
+
+    wait_until(is_held, step)
     report = step.report()
     assert report.how == "token_bucket"
     assert report.where == "on the host between operators"
     assert (report.window_s, report.window_from) == (0.2, "cap_window_ms")
-    assert report.mean_w < 0.7 * 900.0  # how well is tested on a virtual clock: this machine is shared
     assert report.peak_w is not None
-    assert report.waits > 5
-    assert report.waited_s > 0.3
-    assert report.slowdown > 0.1
     assert report.energy_per_call_j == pytest.approx(report.energy_j / report.calls)
     text = str(report)
     assert "held for the mean over 200 ms (cap_window_ms)" in text
@@ -465,12 +468,12 @@ def test_a_cap_below_what_others_draw_is_said_at_once_and_work_goes_on(device, c
         torch.add(small, small)
 
     wait_until(lambda: caplog.records, step)
-    before_s = step.report().waited_s
+    before_s, worked_s = step.report().waited_s, device.worked_s
     for _ in range(10):
         step()
     report = step.report()
     assert "cpu: 50 W cannot be held: the CPUs of this machine draw" in caplog.text
-    assert report.waited_s - before_s < 12.0  # 24 s at 2%
+    assert report.waited_s - before_s < 24.0 * (device.worked_s - worked_s)  # at 2% 49 times as long
     text = str(report)
     assert "for this machine's CPUs together" in text and "above the cap" in text and "GPU" not in text
 
