@@ -782,9 +782,6 @@ class FakeStream:
     def __init__(self, device: int | None = None) -> None:
         self.busy_until_ns = 0
 
-    def launch(self, ms: float) -> None:
-        self.busy_until_ns = max(self.busy_until_ns, time.monotonic_ns()) + round(ms * MS)
-
 
 class FakeEvent:
     """Takes the device's time when its stream reaches it."""
@@ -799,15 +796,16 @@ class FakeEvent:
     def record(self, stream: FakeStream) -> None:
         self.gpu.check()
         assert not (self.gpu.capturing and stream is self.gpu.stream), "recorded into a graph"
-        self.at_ns = max(time.monotonic_ns(), stream.busy_until_ns)
+        self.at_ns = max(self.gpu.clock(), stream.busy_until_ns)
 
     def query(self) -> bool:
         self.gpu.check()
-        return time.monotonic_ns() >= self.at_ns
+        return self.gpu.clock() >= self.at_ns
 
     def synchronize(self) -> None:
         self.gpu.check()
-        time.sleep(max(self.at_ns - time.monotonic_ns(), 0) * 1e-9)
+        assert self.gpu.clock is time.monotonic_ns or self.query(), "who waits for simulated time waits for ever"
+        time.sleep(max(self.at_ns - self.gpu.clock(), 0) * 1e-9)
 
     def elapsed_time(self, other: FakeEvent) -> float:
         assert self.query() and other.query()
@@ -818,12 +816,16 @@ class FakeGpu:
     """Enough of torch.cuda for the monitor; `speed` is that of the device's clock against the host's."""
 
     def __init__(self) -> None:
+        self.clock: Callable[[], int] = time.monotonic_ns
         self.stream = FakeStream()
         self.created: dict[int, int] = {}
         self.capturing = False
         self.speed = 1.0
         self.synchronized = 0
         self.failed = False
+
+    def launch(self, ms: float) -> None:
+        self.stream.busy_until_ns = max(self.stream.busy_until_ns, self.clock()) + round(ms * MS)
 
     def check(self) -> None:
         if self.failed:
@@ -863,45 +865,79 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return fake
 
 
-def test_the_window_is_when_the_device_worked(gpu: FakeGpu, started: Started) -> None:
-    """600 ms of earlier work in the queue, then 200 ms in the scope, which the host leaves at once."""
-    begin = time.monotonic()
-    m = started(sensor(lambda t: 100.0 + 1000.0 * (t - begin)), sensor(lambda t: 50.0, "cpu0"))
-    gpu.stream.launch(600)
+class TimeByHand:
+    """A fake GPU, and monitors without a thread, on a clock that goes when it is told: all times are exact."""
+
+    def __init__(self, gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
+        self.clock = SimulatedClock()
+        self.gpu, self.monitors = gpu, list[Monitor]()
+        gpu.clock = self.clock
+        for module in (cuda, core):
+            patch.setattr(module, "time", types.SimpleNamespace(monotonic_ns=self.clock))
+
+    def monitor(self, *powers: tuple[str, Callable[[float], float]]) -> Monitor:
+        sensors = [sensor(power_w, name) for name, power_w in powers]
+        for made in sensors:
+            made.clock = self.clock
+        self.monitors.append(Monitor(sensors))
+        self.monitors[-1].sampler._clock = self.clock
+        return self.monitors[-1]
+
+    def go(self, ms: int) -> None:
+        for _ in range(ms // 5):
+            for m in self.monitors:
+                m.sampler.read_due()
+                m._after_read()
+            self.clock.now_ns += 5 * MS
+
+
+@pytest.fixture
+def by_hand(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> TimeByHand:
+    return TimeByHand(gpu, monkeypatch)
+
+
+def test_the_window_is_when_the_device_worked(by_hand: TimeByHand) -> None:
+    """600 ms of earlier work in the queue, then 200 ms in the scope, which the host leaves after 10 ms."""
+    gpu, begin = by_hand.gpu, by_hand.clock.now_ns * 1e-9
+    m = by_hand.monitor(("gpu0", lambda t: 100.0 + 1000.0 * (t - begin)), ("cpu0", lambda t: 50.0))
+    by_hand.go(100)
+    gpu.launch(600)
     queued_until = gpu.stream.busy_until_ns
     with energy_scope(monitor=m) as energy:
-        gpu.stream.launch(200)
-    left = time.monotonic_ns()
-    assert left < queued_until, "nothing was synchronised"
-    assert energy.time_s == pytest.approx(0.2, abs=0.1)  # by anchors, as exact as the threads are punctual
-    assert energy.start_ns == pytest.approx(queued_until, abs=100 * MS)
+        gpu.launch(200)
+        by_hand.go(10)
+    assert gpu.synchronized == 0
+    by_hand.go(1000)
+    assert energy.time_s == pytest.approx(0.2)
+    assert energy.start_ns == pytest.approx(queued_until, abs=1000)  # a float32 of milliseconds
     a, b = energy.start_ns * 1e-9 - begin, energy.end_ns * 1e-9 - begin
     parts = energy.by_domain
-    assert parts["gpu0"].joules == pytest.approx(100.0 * (b - a) + 500.0 * (b * b - a * a), rel=1e-3)
-    assert parts["cpu0"].time_s == pytest.approx(energy.host_time_s), "the host's domains go by the host's clock"
-    assert parts["cpu0"].joules == pytest.approx(50.0 * energy.host_time_s, rel=0.01)
+    assert parts["gpu0"].joules == pytest.approx(100.0 * (b - a) + 500.0 * (b * b - a * a), rel=1e-5)
+    assert parts["cpu0"].time_s == pytest.approx(0.01), "the host's domains go by the host's clock"
+    assert parts["cpu0"].time_s == pytest.approx(energy.host_time_s)
+    assert parts["cpu0"].joules == pytest.approx(50.0 * 0.01)
 
 
-def test_so_far_while_the_device_is_still_behind(gpu: FakeGpu, started: Started) -> None:
-    m = started()
-    gpu.stream.launch(40)
-    queued_until = gpu.stream.busy_until_ns
+def test_so_far_while_the_device_is_still_behind(by_hand: TimeByHand) -> None:
+    m = by_hand.monitor(("gpu0", lambda t: 100.0))
+    by_hand.gpu.launch(40)
     with energy_scope(monitor=m) as energy:
-        gpu.stream.launch(60)
-        early = energy.energy_j
-        time.sleep(0.06)
-        later = energy.energy_j
-        assert 0 <= early < later
-    assert 0.0 < energy.time_s <= max((time.monotonic_ns() - queued_until) * 1e-9, 0.06) + 0.1
-    assert energy.energy_j == pytest.approx(100.0 * energy.time_s, rel=0.01)
+        by_hand.gpu.launch(60)
+        by_hand.go(20)
+        assert energy.energy_j == pytest.approx(100.0 * 0.02), "the device has not come to the scope: the host's time"
+        by_hand.go(60)
+        assert energy.energy_j == pytest.approx(100.0 * 0.04)
+    by_hand.go(100)
+    assert energy.time_s == pytest.approx(0.06)
+    assert energy.energy_j == pytest.approx(100.0 * 0.06)
 
 
 def test_sync_waits_for_the_device_at_both_ends_but_not_after_an_error(gpu: FakeGpu, started: Started) -> None:
     m = started()
-    gpu.stream.launch(30)
+    gpu.launch(30)
     begin = time.monotonic()
     with energy_scope(sync=True, monitor=m) as energy:
-        gpu.stream.launch(30)
+        gpu.launch(30)
     assert gpu.synchronized == 2
     assert 0.03 <= energy.host_time_s <= time.monotonic() - begin
     with pytest.raises(RuntimeError), energy_scope(sync=True, monitor=m):
@@ -955,24 +991,27 @@ def test_an_edge_within_a_graph_capture_is_the_hosts(gpu: FakeGpu, started: Star
 
 
 def test_anchors_are_renewed_so_that_a_drifting_device_clock_does_not_matter(
-    gpu: FakeGpu, started: Started, monkeypatch: pytest.MonkeyPatch
+    by_hand: TimeByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20% fast: without new anchors an edge after 0.6 s would be 120 ms off."""
     monkeypatch.setattr(cuda, "RENEW_NS", 50 * MS)
-    gpu.speed = 1.2
-    m = started()
-    time.sleep(0.6)
-    entered_ns = time.monotonic_ns()
+    by_hand.gpu.speed = 1.2
+    m = by_hand.monitor(("gpu0", lambda t: 100.0))
+    with energy_scope(monitor=m):
+        pass  # from here on the device is known to be used
+    by_hand.go(600)
+    entered_ns = by_hand.clock.now_ns
     with energy_scope(monitor=m) as energy:
-        gpu.stream.launch(20)
-    assert entered_ns - 80 * MS <= energy.start_ns <= time.monotonic_ns() + 80 * MS
+        by_hand.gpu.launch(20)
+    by_hand.go(100)
+    assert energy.start_ns == pytest.approx(entered_ns, abs=12 * MS)  # 20% of 50 ms, and of the 5 ms of a read
 
 
 def test_a_failed_device_neither_hides_the_error_nor_ends_the_measuring(gpu: FakeGpu, started: Started) -> None:
     """After a device-side assert every CUDA call raises: the scopes go on by the host's clock."""
     m, begin = started(), time.monotonic()
     with pytest.raises(IndexError, match="mine"), energy_scope("bad", monitor=m) as energy:
-        gpu.stream.launch(10)
+        gpu.launch(10)
         time.sleep(0.03)
         gpu.failed = True
         raise IndexError("mine")
