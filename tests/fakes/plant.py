@@ -28,6 +28,7 @@ from tessera.clock import Clock
 from tessera.errors import SensorLost
 from tessera.monitor.sampler import Sampler
 from tessera.runtime.cap_report import MeanPower, PowerMeter
+from tessera.runtime.control_loop import FRESH_NS, WATCH_NS
 from tessera.runtime.controller import Cap, PaceCommand
 from tessera.runtime.gpu_pacer import LONGEST_PAUSE_S, vary_slice
 from tessera.runtime.pacer import LIMIT_S, LONGEST_S, PaceCounts
@@ -36,6 +37,7 @@ from tessera.schema import Capability, Domain
 from tessera.sensors.base import Batch
 
 T0_NS = 1_000_000_000_000
+FRESH_S, WATCH_S = FRESH_NS * 1e-9, WATCH_NS * 1e-9
 IDLE_W, BURST_W, LIMIT_W = 100.0, 918.0, 690.0
 GEMM_S = 0.000190
 LIMITER_S = 0.04
@@ -335,7 +337,7 @@ class PlantPacer:
 
 @dataclass
 class Bench:
-    """A plant, its sensor and the real zone around them, on the plant's own clock."""
+    """A plant, its sensor and the real zone around them, on the plant's own clock; looked at as ControlLoop does."""
 
     plant: Plant
     cap: Cap
@@ -362,7 +364,8 @@ class Bench:
         """Let the plant work and the zone steer it."""
         end = self.plant.now_s + seconds
         while self.plant.now_s < end - 1e-9:
-            samples = self.plant.run_until(self.plant.now_s + self.tick_s)
+            near = self.plant.now_s < FRESH_S or self.zone.is_near_cap(self.now_ns())
+            samples = self.plant.run_until(self.plant.now_s + (self.tick_s if near else WATCH_S))
             self._look(samples)
             self.sensor.saw(samples)
             self.sampler.read_due()

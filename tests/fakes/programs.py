@@ -75,6 +75,29 @@ def compiled_bert(**more: float) -> Program:
     return launching(0.00004, 0.000024, 578.0, each=4000, **{"held_s": 0.0018, **more})  # type: ignore[arg-type]
 
 
+def wandering(dwell_s: float = 0.3, *, seed: int = 3, each: int = 4000, held_s: float = 0.0018) -> Program:
+    """A program whose host is fast enough now and then: compiled BERT on an H200 in the afternoon of 2026-11-18.
+
+    Without a pause it drew 440 W for a tenth of a second up to a whole one, then 620 W for as long.
+    """
+
+    def ops(plant: Plant) -> Iterator[Op]:
+        rng = random.Random(seed)
+        plant.held_s = held_s
+        seconds, host, count, slow, changes_s = 0.000024, plant.at_s, 0, False, 0.0
+        while True:
+            if plant.at_s >= changes_s:
+                slow, changes_s = not slow, plant.at_s + rng.expovariate(1.0 / dwell_s)
+            host_s = seconds * (1.56 if slow else 0.7)
+            host = max(host, plant.at_s - 1000 * host_s) + host_s * plant.rng.uniform(0.5, 1.5)
+            yield Op(seconds * plant.rng.uniform(0.5, 1.5), 620.0, ready_s=host, block_s=seconds)
+            count += 1
+            if each and count % each == 0:
+                host = max(host, plant.at_s)
+
+    return ops
+
+
 def synchronising(
     calls: int, seconds: float = 0.0185, power_w: float = 820.0, host_s: float = 0.004, gap_s: float = 0.003
 ) -> Program:

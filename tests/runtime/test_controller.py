@@ -48,7 +48,17 @@ from fakes.plant import (
     training,
     worst_window_w,
 )
-from fakes.programs import Shared, bursty, compiled_bert, gpt2_training, graphs, host_bound, saturated, synchronising
+from fakes.programs import (
+    Shared,
+    bursty,
+    compiled_bert,
+    gpt2_training,
+    graphs,
+    host_bound,
+    saturated,
+    synchronising,
+    wandering,
+)
 
 
 def bench(ops, cap_w, *, seconds=4.0, every=8, seed=0, window_s=0.2, **plant):
@@ -250,7 +260,14 @@ def test_a_host_bound_program_reaches_a_cap_that_was_raised(program, free_w):
 def test_below_the_cap_nothing_waits_from_the_first_moment():
     made = run_program(host_bound(), 250.0, seconds=1.0)
     assert made.plant.waits == 0
-    assert not made.zone.is_near_cap()
+    assert not made.zone.is_near_cap(made.now_ns())
+
+
+def test_a_host_that_is_fast_enough_now_and_then_is_watched_meanwhile():
+    """Looked at ten times a second while it was slow, it drew 9% too much in a window when it was fast again."""
+    free_w = mean_w(run_program(wandering(1.0), 2000.0, seconds=3.0).plant.power_w, 1.0)
+    made = run_program(wandering(1.0), 0.85 * free_w, seconds=6.0)
+    assert made.worst_w(0.5) <= 1.07 * 0.85 * free_w
 
 
 @pytest.mark.parametrize("turn_s", [0.001, 0.002, 0.005])

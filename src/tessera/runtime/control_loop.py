@@ -262,7 +262,7 @@ class ControlLoop:
 
     def _is_near(self, now: int) -> bool:
         """Whether every sample counts: something waits or may soon have to, or too little is known yet."""
-        return now - self._woken_ns < FRESH_NS or any(z.is_near_cap() for z in self._zones.values() if z.caps)
+        return now - self._woken_ns < FRESH_NS or any(z.is_near_cap(now) for z in self._zones.values() if z.caps)
 
     def _steer(self, sampler: Sampler, now: int) -> None:
         readings = {}

@@ -30,8 +30,10 @@ from .pacer import PaceCounts, Pacer
 BLIND_NS = 500_000_000
 # A sensor this fine shows what a load draws before it has drawn much: until then it runs freely.
 PROMPT_S = 0.05
-# Above this share of a cap every sample counts.
+# Above this share of a cap every sample counts, and for so long after: a host that is fast enough only now and then
+# draws little in between (compiled BERT on an H200: 440 W for up to a second, then 620 W).
 NEAR = 0.85
+NEAR_NS = 5_000_000_000
 # A sensor that smears shows work for this many times its blur after its end (5% of an exponential is left).
 _SMEARED = 3.0
 # The fastest pace needs at least this much work: one launch between two looks says little.
@@ -59,6 +61,7 @@ class PowerZone:
     latest: dict[str, tuple[float, int]] = field(default_factory=dict)
     tally: TokenTally | None = None  # None: a bucket of joules
     _duties: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 1.0)], maxlen=256))
+    _near_ns: int = -NEAR_NS  # when something last waited or was near its cap
     _points: int = -1  # points that had ended at the last reading
 
     def tightest(self, sampler: Sampler) -> Cap | None:
@@ -146,10 +149,14 @@ class PowerZone:
         self._points = ended
         self._set(command, now_ns)
 
-    def is_near_cap(self) -> bool:
-        """Whether something waits here, or soon may have to."""
+    def is_near_cap(self, now_ns: int) -> bool:
+        """Whether something waits here, or did lately, or soon may have to."""
         power_w = sum(p for p, _ in self.latest.values())
-        return self.command.ratio > 0 or self.controller is None or power_w > NEAR * self.controller.cap.power_w
+        if self.controller is None:
+            return True
+        if self.command.ratio > 0 or power_w > NEAR * self.controller.cap.power_w:
+            self._near_ns = now_ns
+        return now_ns - self._near_ns < NEAR_NS
 
     def begin(self, sampler: Sampler, now_ns: int) -> PaceCommand:
         """Before the first reading: start from the catalogue's figures, or from what was learnt before."""
