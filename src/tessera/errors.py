@@ -37,7 +37,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,19 @@ class MissingExtra(TesseraError, ImportError):
         if extra == "models":  # each of them brings a torch of its own choice
             fix += " -c constraints.txt, which keeps the tested versions"
         super().__init__(f"{purpose} needs the package {package!r}, which is not installed", fix=fix)
+
+
+@contextlib.contextmanager
+def needs_extra(package: str, extra: str, purpose: str) -> Iterator[None]:
+    """Import an optional dependency in the body; where it is not installed, the error says how to install it.
+
+    >>> with needs_extra("pandas", "frame", "PowerTrace.to_frame"):
+    ...     import pandas
+    """
+    try:
+        yield
+    except ImportError as exc:
+        raise MissingExtra(package, extra, purpose) from exc
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .clock import EpochNs
-from .errors import MeasurementError, MissingExtra, RecordingError, did_you_mean
+from .errors import MeasurementError, RecordingError, did_you_mean, needs_extra
 from .joules import BASES, DomainSamples, Floats, Ints, sum_domains, worst_basis
 from .output import replace_when_written
 from .read_limits import open_file
@@ -239,10 +239,8 @@ class PowerTrace:
 
     def to_frame(self) -> Any:
         """A pandas DataFrame with time_ns, epoch_us, domain, watts."""
-        try:
+        with needs_extra("pandas", "frame", "PowerTrace.to_frame"):
             import pandas as pd
-        except ImportError as exc:
-            raise MissingExtra("pandas", "frame", "PowerTrace.to_frame") from exc
         parts = [
             pd.DataFrame(
                 {

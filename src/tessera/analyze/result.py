@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import MissingExtra
+from ..errors import needs_extra
 
 _UNITS = {
     "w_per_s": "W/s",
@@ -129,8 +129,6 @@ def encode_json(data: Any) -> str:
 
 def make_frame(rows: Sequence[Mapping[str, Any]], keys: Sequence[str] | None, caller: str) -> Any:
     """A pandas DataFrame; `caller` is named where pandas is not installed."""
-    try:
+    with needs_extra("pandas", "frame", caller):
         import pandas as pd
-    except ImportError as exc:
-        raise MissingExtra("pandas", "frame", caller) from exc
     return pd.DataFrame([dict(r) for r in rows], columns=None if keys is None else list(keys))

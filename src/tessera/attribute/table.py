@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from ..errors import ArgumentError, MissingExtra
+from ..errors import ArgumentError, needs_extra
 from ..schema import Basis, Domain
 from ..sensors.response_store import ResponseFit
 from ..units import format_duration, format_energy_error
@@ -155,10 +155,8 @@ class EnergyTable:
         return {**head, "covers": self.covers, "notes": [str(note) for note in self.notes], **views}
 
     def to_frame(self, by: str = "kernels") -> Any:
-        try:
+        with needs_extra("pandas", "frame", "EnergyTable.to_frame"):
             import pandas as pd
-        except ImportError as exc:
-            raise MissingExtra("pandas", "frame", "EnergyTable.to_frame") from exc
         return pd.DataFrame([_row(r) for r in self.rows(by)])
 
     def __repr__(self) -> str:

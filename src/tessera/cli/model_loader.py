@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..dist.model_shape import read_config
-from ..errors import ArgumentError, MissingExtra, TesseraError, did_you_mean
+from ..errors import ArgumentError, MissingExtra, TesseraError, did_you_mean, needs_extra
 
 if TYPE_CHECKING:
     from ..serving.served_model import ServedModel
@@ -57,10 +57,8 @@ def load_model(spec: str, shape: InputShape, *, training: bool = False) -> Loade
             why="one forward pass needs its configuration, and nothing is downloaded",
             fix=f"tessera predict {known.name} --serve; for a forward pass: tessera predict hf:config.json",
         )
-    try:
+    with needs_extra("torch", "torch", "tessera predict"):
         import torch as torch
-    except ImportError as e:
-        raise MissingExtra("torch", "torch", "tessera predict") from e
     if spec.partition(":")[0].endswith(".py"):
         raise _script_error(spec)
     if spec.startswith("hf:") or spec.endswith(".json"):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..device import Device
-from ..errors import ArgumentError, MeasurementError, MissingExtra
+from ..errors import ArgumentError, MeasurementError, needs_extra
 from ..hardware import identify_board
 from .calibration import Calibration, Watts
 from .calibration_bench import CudaBench, Machine, MeasuredLaunch
@@ -111,10 +111,8 @@ def measure(
     bench: CudaBench, *, seconds: float = 60.0, progress: Progress | None = None, force: bool = False
 ) -> Measurements:
     """Every point, predicted and measured."""
-    try:
+    with needs_extra("torch", "torch", "calibrating"):
         from .calibration_kernels import host_points, kernel_points, limit_point
-    except ImportError as exc:
-        raise MissingExtra("torch", "torch", "calibrating") from exc
     if not seconds >= LEAST_S:
         raise ArgumentError(f"{seconds:g} s are too few to calibrate", fix=f"give at least {LEAST_S:g}, better 60")
     begin, machine = time.monotonic(), bench.machine()

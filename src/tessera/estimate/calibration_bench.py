@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import ArgumentError, MeasurementError, MissingExtra, SensorError
+from ..errors import ArgumentError, MeasurementError, SensorError, needs_extra
 from ..hardware import host_cpu
 from ..monitor import Monitor, energy_scope
 from ..sensors._visible import visible_boards
@@ -317,10 +317,8 @@ class NvmlBoard:
 
 def _torch_with_cuda(index: int) -> Any:
     """Torch if it can use this GPU, else the error that says why not."""
-    try:
+    with needs_extra("torch", "torch", "calibrating"):
         import torch
-    except ImportError as exc:
-        raise MissingExtra("torch", "torch", "calibrating") from exc
     if torch.version.cuda is None:
         raise MeasurementError(
             "this torch cannot use an NVIDIA GPU",

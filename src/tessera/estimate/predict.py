@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from ..device import Device
-from ..errors import ArgumentError, DoesNotFit, MissingExtra, did_you_mean
+from ..errors import ArgumentError, DoesNotFit, did_you_mean, needs_extra
 from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph, Launch, Op
 from ..graph.partition import PartitionReport
 from ..hardware import lookup
@@ -197,10 +197,8 @@ def default_launch(model: Any) -> Launch:
 
 def import_capture() -> Callable[..., Graph]:
     """`tessera.graph.capture.capture`, or the error that names the missing extra."""
-    try:
+    with needs_extra("torch", "torch", "predicting a model"):
         from ..graph.capture import capture
-    except ImportError as e:
-        raise MissingExtra("torch", "torch", "predicting a model") from e
     return capture
 
 

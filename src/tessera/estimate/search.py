@@ -13,7 +13,7 @@ import msgspec
 
 from ..config import EnergyCost, find_cost
 from ..device import PRECISIONS, Device
-from ..errors import ArgumentError, CaptureError, MissingExtra, PredictionError, TesseraError, did_you_mean
+from ..errors import ArgumentError, CaptureError, PredictionError, TesseraError, did_you_mean, needs_extra
 from ..graph.ir import WEIGHT_ONLY, WHAT_IFS, Graph, Launch
 from ..hardware import catalogue, lookup
 from ..schema import SCHEMA_VERSION, EnergyReport
@@ -176,10 +176,8 @@ class Sweep:
 
     def to_frame(self) -> Any:
         """The rows as a pandas DataFrame."""
-        try:
+        with needs_extra("pandas", "frame", "Sweep.to_frame"):
             import pandas
-        except ImportError as e:
-            raise MissingExtra("pandas", "frame", "Sweep.to_frame") from e
         return pandas.DataFrame(self.to_dict()["rows"])
 
 

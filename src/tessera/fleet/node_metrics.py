@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from ..errors import ArgumentError, MissingExtra
+from ..errors import ArgumentError, needs_extra
 from ..units import format_power
 from .node_floor import PlacementNode
 
@@ -58,10 +58,8 @@ def ask_endpoint(url: str) -> NodeReading:
 
 def read_metrics(text: str) -> NodeReading:
     """The sum of a node's metrics. Watts are those of the counted domains, or else of the whole node's meter."""
-    try:
+    with needs_extra("prometheus_client", "prometheus", "reading nodes' metrics"):
         from prometheus_client.parser import text_string_to_metric_families
-    except ImportError as exc:
-        raise MissingExtra("prometheus_client", "prometheus", "reading nodes' metrics") from exc
     values: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
         for family in text_string_to_metric_families(text):

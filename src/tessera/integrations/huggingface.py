@@ -16,15 +16,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import MissingExtra
+from ..errors import needs_extra
 from ..monitor.core import Monitor
 from ..schema import EnergyReport
 from .training_energy import EVALUATION, LEAST_S, SAVING, STEPS, TrainingEnergy
 
-try:
+with needs_extra("transformers", "models", "tessera.integrations.huggingface"):
     from transformers import DefaultFlowCallback, TrainerCallback
-except ImportError as exc:  # pragma: no cover  (the tests have it)
-    raise MissingExtra("transformers", "models", "tessera.integrations.huggingface") from exc
 
 
 class HuggingFaceEnergyCallback(TrainerCallback):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ..errors import MissingExtra
+from ..errors import needs_extra
 from ..monitor.core import Monitor
 from ..schema import EnergyReport
 from .training_energy import EVALUATION, LEAST_S, SAVING, STEPS, TrainingEnergy
@@ -23,10 +23,8 @@ from .training_energy import EVALUATION, LEAST_S, SAVING, STEPS, TrainingEnergy
 try:
     from lightning.pytorch import Callback  # type: ignore[import-not-found,unused-ignore]
 except ImportError:
-    try:
+    with needs_extra("lightning", "lightning", "tessera.integrations.lightning"):
         from pytorch_lightning import Callback
-    except ImportError as exc:  # pragma: no cover  (the tests have it)
-        raise MissingExtra("lightning", "lightning", "tessera.integrations.lightning") from exc
 
 
 class LightningEnergyCallback(Callback):  # type: ignore[misc]

@@ -9,13 +9,11 @@
 
 from __future__ import annotations
 
-from ..errors import MissingExtra
+from ..errors import needs_extra
 from .log_figures import Source, list_figures, list_steps
 
-try:
+with needs_extra("mlflow", "mlflow", "tessera.integrations.mlflow"):
     import mlflow
-except ImportError as exc:
-    raise MissingExtra("mlflow", "mlflow", "tessera.integrations.mlflow") from exc
 
 
 def log_energy(

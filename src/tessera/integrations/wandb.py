@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ArgumentError, MissingExtra
+from ..errors import ArgumentError, needs_extra
 from .log_figures import Source, list_figures, list_steps
 
-try:
+with needs_extra("wandb", "wandb", "tessera.integrations.wandb"):
     import wandb
-except ImportError as exc:
-    raise MissingExtra("wandb", "wandb", "tessera.integrations.wandb") from exc
 
 
 def log_energy(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 from ..config import Config, load
-from ..errors import ArgumentError, MissingExtra
+from ..errors import ArgumentError, needs_extra
 from ..joules import sum_windows
 from ..schema import Basis, Energy, Work, works
 from ..units import J_PER_KWH, format_duration, format_energy_error
@@ -345,10 +345,8 @@ class EnergyBenchmark:
 
     def to_frame(self) -> Any:
         """The results as a pandas DataFrame, one row each."""
-        try:
+        with needs_extra("pandas", "frame", "EnergyBenchmark.to_frame"):
             import pandas as pd
-        except ImportError as exc:
-            raise MissingExtra("pandas", "frame", "EnergyBenchmark.to_frame") from exc
         return pd.DataFrame([r.to_row() for r in self.results])
 
 

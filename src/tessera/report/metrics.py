@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from .. import __version__
-from ..errors import MissingExtra
+from ..errors import needs_extra
 from ..monitor.snapshot import DomainReading, Snapshot
 from ..schema import Telemetry
 
@@ -75,11 +75,9 @@ _INDEX = (
 
 def import_client() -> Any:
     """The package prometheus_client, or an error that says how to install it."""
-    try:
+    with needs_extra("prometheus_client", "prometheus", "tessera metrics"):
         import prometheus_client
         import prometheus_client.core
-    except ImportError as exc:
-        raise MissingExtra("prometheus_client", "prometheus", "tessera metrics") from exc
     return prometheus_client
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from ..errors import ArgumentError, MeasurementError, MissingExtra, RewriteError, TesseraError, did_you_mean
+from ..errors import ArgumentError, MeasurementError, RewriteError, TesseraError, did_you_mean, needs_extra
 from ..graph.rewrites import Rewrite, announce_rewrites
 from ..units import format_duration
 from .notice import announce_if_long
@@ -154,11 +154,9 @@ class Optimized:
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, wrap_errors: bool = True) -> None:
         """Try the variants on these inputs and keep the best; the first call does it if `optimize` had no inputs."""
-        try:
+        with needs_extra("torch", "torch", "tessera.optimize"):
             import torch
             from torch.utils import _pytree as pytree
-        except ImportError as e:
-            raise MissingExtra("torch", "torch", "tessera.optimize") from e
 
         from ..monitor import EnergyScope
         from ..monitor.iteration import has_sensor

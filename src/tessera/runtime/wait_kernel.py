@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import MissingExtra
+from ..errors import needs_extra
 
-try:
+with needs_extra("triton", "triton", "waiting in a CUDA stream"):
     import triton
     import triton.language as tl
-except ImportError as exc:
-    raise MissingExtra("triton", "triton", "waiting in a CUDA stream") from exc
 
 # Words of the three arrays, int64 each. CONTROL and STATS lie in pinned host memory, STATE on the device.
 RATIO, SLICE_NS, LIMIT_NS, LONGEST_NS, TOKEN, SAVED_NS = range(6)  # CONTROL

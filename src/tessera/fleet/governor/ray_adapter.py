@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...errors import GovernorError, GovernorRefusal, MissingExtra
+from ...errors import GovernorError, GovernorRefusal, needs_extra
 from ...runtime.node_lease import lease_path
 from ..leases import BudgetPolicy, CapGrant, JobState, JobStatus, NodeStatus, PowerRequest
 from .daemon import LeaseFile, NodeDaemon
@@ -35,10 +35,8 @@ _ON_HEAD = {"node:__internal_head__": 0.001}  # Ray's own mark of the head node
 
 def import_ray() -> Any:
     """The package, or an error that says how to install it."""
-    try:
+    with needs_extra("ray", "ray", "the governor on Ray"):
         import ray
-    except ImportError as exc:
-        raise MissingExtra("ray", "ray", "the governor on Ray") from exc
     return ray
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ...errors import MissingExtra
+from ...errors import needs_extra
 
 TRITON_TYPE = {"fp64": "fp64", "fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8e4nv"}
 """What Triton calls our number formats."""
@@ -25,11 +25,9 @@ def compile_for(
     `types` are those of the runtime arguments ("*bf16", "i32"), `constants` are the constexpr ones. Pointers and
     integers count as divisible by 16, as they are for aligned tensors, except those in `unaligned`.
     """
-    try:
+    with needs_extra("triton", "triton", "compiling a kernel"):
         import triton
         from triton.compiler import ASTSource
-    except ImportError as e:
-        raise MissingExtra("triton", "triton", "compiling a kernel") from e
     names = list(kernel.arg_names)
     signature = {name: types.get(name, "constexpr") for name in names}
     even = [i for i, name in enumerate(names) if name in types and types[name] != "fp32" and name not in unaligned]

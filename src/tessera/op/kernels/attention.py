@@ -8,15 +8,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ...errors import MissingExtra
+from ...errors import needs_extra
 from .. import hints
 from . import TRITON_TYPE, compile_for, pad_head
 
-try:
+with needs_extra("triton", "triton", "Tessera's own GPU kernels"):
     import triton
     import triton.language as tl
-except ImportError as e:
-    raise MissingExtra("triton", "triton", "Tessera's own GPU kernels") from e
 
 
 @triton.jit

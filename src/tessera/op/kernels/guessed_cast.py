@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...errors import MissingExtra
+from ...errors import needs_extra
 from .quantize import (
     FORMATS,
     WARPS,
@@ -33,11 +33,9 @@ from .quantize import (
     to_bits,
 )
 
-try:
+with needs_extra("triton", "triton", "Tessera's own GPU kernels"):
     import triton
     import triton.language as tl
-except ImportError as e:
-    raise MissingExtra("triton", "triton", "Tessera's own GPU kernels") from e
 
 # A sample: so many runs along memory of so many values, one for each warp, 8 values a thread.
 CHUNK, CHUNKS = 256, 8

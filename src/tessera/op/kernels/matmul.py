@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import MissingExtra, TileError
+from ...errors import TileError, needs_extra
 from .. import hints
 from ..tile import Tile
 from . import TRITON_TYPE, compile_for
 
-try:
+with needs_extra("triton", "triton", "a product of a given tile"):
     import triton
     import triton.language as tl
-except ImportError as e:
-    raise MissingExtra("triton", "triton", "a product of a given tile") from e
 
 GROUP = 8  # rows of tiles in one group: with 132 SMs the tiles at work are about 8 x 16, the least operands to load
 

@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import MissingExtra
+from ...errors import needs_extra
 from .. import hints
 
-try:
+with needs_extra("triton", "triton", "Tessera's own GPU kernels"):
     import triton
     import triton.language as tl
-except ImportError as e:
-    raise MissingExtra("triton", "triton", "Tessera's own GPU kernels") from e
 
 
 class NarrowFormat(NamedTuple):

@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import MissingExtra
+from ...errors import needs_extra
 from .. import hints
 
-try:
+with needs_extra("triton", "triton", "Tessera's own GPU kernels"):
     import triton
     import triton.language as tl
-except ImportError as e:
-    raise MissingExtra("triton", "triton", "Tessera's own GPU kernels") from e
 
 TILE = 2048  # elements a program of four warps takes; short rows are taken several at a time
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ArgumentError, MissingExtra, TesseraError
+from ...errors import ArgumentError, TesseraError, needs_extra
 from ..runfile_format import version
 from .otlp_points import MetricPoints, Span, series, service_name, spans
 
@@ -50,12 +50,10 @@ class Otlp:
     def write(self, recording: Recording) -> str:
         """Send the run, and return a line about what was sent where."""
         base = _base(self.endpoint)
-        try:
+        with needs_extra("opentelemetry-exporter-otlp-proto-http", "otel", "profile.otlp"):
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
-        except ImportError as exc:
-            raise MissingExtra("opentelemetry-exporter-otlp-proto-http", "otel", "profile.otlp") from exc
         _reach(base, self.timeout_s)
         resource = Resource.create(_resource(recording.facts))
         metrics = list(series(recording, self.period_s))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import MissingExtra
+from ...errors import needs_extra
 from ...output import replace_when_written
 from ...record import KINDS
 from ...timeline.columns import FLOATS, INTEGERS, NONE, TEXTS, Chunk, Launch
@@ -33,11 +33,9 @@ class Parquet:
     path: str | Path
 
     def write(self, recording: Recording) -> Path:
-        try:
+        with needs_extra("pyarrow", "parquet", "profile.parquet"):
             import pyarrow as pa
             import pyarrow.parquet as pq
-        except ImportError as exc:
-            raise MissingExtra("pyarrow", "parquet", "profile.parquet") from exc
         target = Path(self.path)
         recording.find_energy()
         maker = _Maker(pa, recording)
