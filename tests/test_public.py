@@ -132,6 +132,14 @@ def test_public_names() -> None:
     assert set(tessera.monitor.__all__) == MONITOR
 
 
+@pytest.mark.parametrize("name", ["profile.open_recording", "estimate.predict", "analyze.roofline"])
+def test_a_public_name_is_not_hidden_by_the_module_of_that_name(name: str) -> None:
+    """Whatever was imported before: importing a submodule sets it as an attribute of its package."""
+    room, own = name.split(".")
+    code = f"import tessera.{name}; from tessera import {room}; assert callable({room}.{own}), {room}.{own}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nothing"):
         tessera.nothing  # noqa: B018

@@ -3,20 +3,55 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
+from .errors import MissingExtra, did_you_mean
 
-def find_lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package. `homes`: the modules, each with the names that it has.
 
-    To be used where no type checker looks: one that saw a `__getattr__` would accept every misspelt name.
+class _Room(ModuleType):
+    """A package whose modules never hide its names: `analyze.roofline` stays the function.
+
+    Importing a submodule sets it as an attribute of its package. Here the public name wins.
     """
-    where = {name: module for module, names in homes.items() for name in names.split()}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in vars(self)["_homes"]):
+            super().__setattr__(name, value)
+
+
+def load_lazily(package: str, homes: Mapping[str, str], *, modules: str = "", needs: str = "") -> list[str]:
+    """Import the public names of a package when they are first used; returns them, for its `__all__`.
+
+    `homes` has the names of each module; "chrome=Chrome" is the module's `Chrome` under the name `chrome`. `modules`
+    are public themselves. `needs` is an extra without which no name can be imported: the error says so.
+
+    Type checkers find the names in imports under `if TYPE_CHECKING`.
+    """
+    where = {}
+    for home, names in homes.items():
+        for word in names.split():
+            name, _, own = word.partition("=")
+            where[name] = (f".{home}", own or name)
+    public = [*where, *modules.split()]
+    room = sys.modules[package]
 
     def find(name: str) -> Any:
-        if name not in where:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f".{where[name]}", package), name)
+        if name not in public:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{did_you_mean(name, public)}")
+        home, own = where.get(name, (f".{name}", ""))
+        try:
+            module = importlib.import_module(home, package)
+        except ModuleNotFoundError as exc:
+            if not needs or exc.name != needs:
+                raise
+            raise MissingExtra(needs, needs, f"{package.removeprefix('tessera.')}.{name}") from exc
+        value = vars(room)[name] = getattr(module, own) if own else module
+        return value
 
-    return find, lambda: sorted(where)
+    listed = {"__getattr__": find, "__dir__": lambda: sorted(vars(room).get("__all__", public)), "_homes": where}
+    vars(room).update(listed)
+    room.__class__ = _Room
+    return public

@@ -14,11 +14,9 @@ Each takes a run file, a Kineto trace, a folder of ranks, a session or a timelin
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..lazy_names import find_lazily
+from ..lazy_names import load_lazily
 
 if TYPE_CHECKING:
     from .advise import advise as advise
@@ -39,39 +37,24 @@ if TYPE_CHECKING:
     from .roofline import roofline as roofline
     from .sequences import sequences as sequences
 
-_HOMES = {
-    "advise": "advise",
-    "breakdown": "breakdown overlap",
-    "collectives": "collectives",
-    "critical_path": "critical_path",
-    "diff": "diff",
-    "kernels": "divergence kernels stalls",
-    "launches": "launches",
-    "memory": "memcpy memory",
-    "module_tree": "modules",
-    "phases": "phases",
-    "power": "power",
-    "roofline": "roofline",
-    "sequences": "sequences",
-}
-_NAMES = sorted(" ".join(_HOMES.values()).split())
-KINDS = tuple(name for name in _NAMES if name != "diff")
+_NAMES = load_lazily(
+    __name__,
+    {
+        "advise": "advise",
+        "breakdown": "breakdown overlap",
+        "collectives": "collectives",
+        "critical_path": "critical_path",
+        "diff": "diff",
+        "kernels": "divergence kernels stalls",
+        "launches": "launches",
+        "memory": "memcpy memory",
+        "module_tree": "modules",
+        "phases": "phases",
+        "power": "power",
+        "roofline": "roofline",
+        "sequences": "sequences",
+    },
+)
+KINDS = tuple(sorted(name for name in _NAMES if name != "diff"))
 
 __all__ = ["KINDS", *_NAMES]  # noqa: PLE0604
-
-
-class _Analyses(ModuleType):
-    """The type of this package: the module `roofline` never hides the function `roofline`.
-
-    Importing a submodule sets it as an attribute of its package. Here the function wins.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _NAMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Analyses
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = find_lazily(__name__, _HOMES)

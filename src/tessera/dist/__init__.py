@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy_names import find_lazily
+from ..lazy_names import load_lazily
 from .mesh import Mesh as Mesh
 from .sharding import ShardedTensor as ShardedTensor
 from .sharding import ShardSpec as ShardSpec
@@ -52,8 +52,9 @@ if TYPE_CHECKING:
     from .training_model import ModelShape as ModelShape
     from .training_model import TrainingJob as TrainingJob
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = find_lazily(__name__, {
+load_lazily(
+    __name__,
+    {
         "mesh": "Mesh",
         "sharding": "ShardedTensor ShardSpec tensor",
         "apply": "apply_layout",
@@ -80,4 +81,5 @@ if not TYPE_CHECKING:
         "training": "TrainingCost estimate_training",
         "training_memory": "TrainingMemory",
         "training_model": "ModelShape TrainingJob",
-    })  # fmt: skip
+    },
+)

@@ -14,8 +14,9 @@ Names are loaded when first used; nothing here imports torch before a model is g
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_names import load_lazily
 
 if TYPE_CHECKING:
     from ..graph.partition import GraphPartitioner as GraphPartitioner
@@ -42,36 +43,22 @@ if TYPE_CHECKING:
     from .search import power_curve as power_curve
     from .search import sweep as sweep
 
-_NAMES = {
-    "..graph.partition": ("GraphPartitioner", "PartitionReport", "Subgraph"),
-    "..schema": ("EnergyDescriptor", "EnergyReport"),
-    ".attention": ("attention_time",),
-    ".concurrency": ("ConcurrencyAnalyzer", "ConcurrencyReport"),
-    ".energy": ("EnergyAnalyzer",),
-    ".gemm": ("gemm_time",),
-    ".host": ("HostModel",),
-    ".memory": ("MemoryEstimator", "MemoryReport"),
-    ".moe": ("moe_time",),
-    ".ops": ("Precision",),
-    ".predict": ("predict",),
-    ".roofline": ("RooflineAnalyzer", "RooflineReport"),
-    ".search": ("Sweep", "batch_for", "power_curve", "sweep"),
-}
-_LAZY = {name: module for module, names in _NAMES.items() for name in names}
-_ELSEWHERE = {"serving": ("..serving.estimate", "estimate_serving")}  # of a later room, which knows links between GPUs
-
-__all__ = list(_LAZY | _ELSEWHERE)
-
-if not TYPE_CHECKING:  # a type checker that saw it would accept every misspelt name as Any
-
-    def __getattr__(name: str) -> Any:
-        if name in _LAZY or name in _ELSEWHERE:
-            module, found = _ELSEWHERE.get(name) or (_LAZY[name], name)
-            value = getattr(importlib.import_module(module, __name__), found)
-            globals()[name] = value
-            return value
-        raise AttributeError(f"module 'tessera.estimate' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = load_lazily(  # noqa: PLE0605 - a list of strings, which the linter cannot see
+    __name__,
+    {
+        ".graph.partition": "GraphPartitioner PartitionReport Subgraph",
+        ".schema": "EnergyDescriptor EnergyReport",
+        ".serving.estimate": "serving=estimate_serving",  # of a later room, which knows links between GPUs
+        "attention": "attention_time",
+        "concurrency": "ConcurrencyAnalyzer ConcurrencyReport",
+        "energy": "EnergyAnalyzer",
+        "gemm": "gemm_time",
+        "host": "HostModel",
+        "memory": "MemoryEstimator MemoryReport",
+        "moe": "moe_time",
+        "ops": "Precision",
+        "predict": "predict",
+        "roofline": "RooflineAnalyzer RooflineReport",
+        "search": "Sweep batch_for power_curve sweep",
+    },
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy_names import find_lazily
+from ..lazy_names import load_lazily
 
 if TYPE_CHECKING:
     from ..runtime.shaper import shaper as shaper
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from .simulation import Simulation as Simulation
     from .simulator import simulate as simulate
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = find_lazily(__name__, {
+load_lazily(
+    __name__,
+    {
         ".runtime.shaper": "shaper",
         "budget": "Budget",
         "event_log": "read_events",
@@ -49,4 +50,5 @@ if not TYPE_CHECKING:
         "scenario": "Scenario load_scenario",
         "simulation": "Simulation",
         "simulator": "simulate",
-    })  # fmt: skip
+    },
+)

@@ -13,12 +13,9 @@ Names are loaded when first used; torch is imported with the first of them, Trit
 
 from __future__ import annotations
 
-import importlib
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import MissingExtra, did_you_mean
+from ..lazy_names import load_lazily
 
 if TYPE_CHECKING:
     from .attention import flash_attention as flash_attention
@@ -43,52 +40,19 @@ if TYPE_CHECKING:
     from .training import dual_precision as dual_precision
     from .training import precision_schedule as precision_schedule
 
-_NAMES = {
-    "attention": "flash_attention",
-    "bounded": "PrecisionChoice choices",
-    "collective": "all_reduce",
-    "conv": "conv2d",
-    "matmul": "gemm linear matmul",
-    "moe": "moe",
-    "normalize": "layer_norm rms_norm softmax",
-    "rounding": "StochasticRounding stochastic_round",
-    "spectral": "fft ifft spectral_conv2d spectral_wins",
-    "training": "PrecisionSchedule dual_precision precision_schedule",
-}
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = sorted(_HOME)  # noqa: PLE0605 - a list of strings, which the linter cannot see
-
-
-class _Operators(ModuleType):
-    """A module named as its operator (`matmul.py`) never hides the operator.
-
-    Importing a submodule sets it as an attribute of its package. Here the operator wins.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOME and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Operators
-
-
-if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module 'tessera.op' has no attribute {name!r}{did_you_mean(name, _HOME)}")
-        try:
-            home = importlib.import_module(f".{_HOME[name]}", __name__)
-        except ModuleNotFoundError as e:
-            if e.name == "torch":
-                raise MissingExtra("torch", "torch", f"op.{name}") from e
-            raise
-        value = getattr(home, name)
-        globals()[name] = value
-        return value
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__all__ = load_lazily(  # noqa: PLE0605 - a list of strings, which the linter cannot see
+    __name__,
+    {
+        "attention": "flash_attention",
+        "bounded": "PrecisionChoice choices",
+        "collective": "all_reduce",
+        "conv": "conv2d",
+        "matmul": "gemm linear matmul",
+        "moe": "moe",
+        "normalize": "layer_norm rms_norm softmax",
+        "rounding": "StochasticRounding stochastic_round",
+        "spectral": "fft ifft spectral_conv2d spectral_wins",
+        "training": "PrecisionSchedule dual_precision precision_schedule",
+    },
+    needs="torch",
+)

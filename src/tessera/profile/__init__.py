@@ -20,8 +20,9 @@ tools' forms; `launch` runs a script unchanged (`tessera run`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..lazy_names import load_lazily
 from .recorder import Session as Session
 from .region import counter as counter
 from .region import mark as mark
@@ -31,60 +32,26 @@ from .tracing_schedule import TracingSchedule as TracingSchedule
 from .tracing_schedule import trace_schedule as trace_schedule
 
 if TYPE_CHECKING:
-    from .export import Chrome as chrome  # noqa: N813  (used like functions: exporters=[profile.chrome(path)])
-    from .export import Otlp as otlp  # noqa: N813
-    from .export import Parquet as parquet  # noqa: N813
-    from .export import SummaryCsv as summary  # noqa: N813
-    from .export import TensorBoard as tensorboard  # noqa: N813
+    from . import export
     from .open_recording import load as load
     from .open_recording import open_recording as open_recording
     from .runfile import RunFile as RunFile
 
-_EXPORTERS = {
-    "chrome": "Chrome",
-    "otlp": "Otlp",
-    "parquet": "Parquet",
-    "summary": "SummaryCsv",
-    "tensorboard": "TensorBoard",
-}
+    chrome = export.Chrome  # used like functions: exporters=[profile.chrome(path)]
+    otlp = export.Otlp
+    parquet = export.Parquet
+    summary = export.SummaryCsv
+    tensorboard = export.TensorBoard
 
-__all__ = [
-    "RunFile",
-    "Session",
-    "TracingSchedule",
-    "chrome",
-    "counter",
-    "load",
-    "mark",
-    "open_recording",
-    "otlp",
-    "parquet",
-    "region",
-    "session",
-    "summary",
-    "tensorboard",
-    "trace_schedule",
-]
-
-if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
-
-    def __getattr__(name: str) -> Any:
-        if name in _EXPORTERS:
-            from . import export
-
-            return getattr(export, _EXPORTERS[name])
-        if name == "RunFile":
-            from .runfile import RunFile
-
-            return RunFile
-        if name in ("load", "open_recording"):
-            import importlib
-
-            module = importlib.import_module(".open_recording", __name__)
-            globals().update(load=module.load, open_recording=module.open_recording)
-            return globals()[name]
-        raise AttributeError(f"module 'tessera.profile' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = load_lazily(  # noqa: PLE0605 - a list of strings, which the linter cannot see
+    __name__,
+    {
+        "export": "chrome=Chrome otlp=Otlp parquet=Parquet summary=SummaryCsv tensorboard=TensorBoard",
+        "open_recording": "load open_recording",
+        "recorder": "Session",
+        "region": "counter mark region",
+        "runfile": "RunFile",
+        "session": "session",
+        "tracing_schedule": "TracingSchedule trace_schedule",
+    },
+)

@@ -11,14 +11,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from ..lazy_names import load_lazily
 
-_MODULES = ("checkpoint", "fused_conv", "reorder")
-
-
-def __getattr__(name: str) -> Any:
-    """Load `tessera.rewrite.checkpoint` and the others when first used."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f".{name}", __name__)
+load_lazily(__name__, {}, modules="checkpoint fused_conv reorder")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy_names import find_lazily
+from ..lazy_names import load_lazily
 
 if TYPE_CHECKING:
     from .deployment import Deployment as Deployment
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from .served_model import ServedModel as ServedModel
     from .served_model import read_served_model as read_served_model
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = find_lazily(__name__, {
+load_lazily(
+    __name__,
+    {
         "deployment": "Deployment",
         "estimate": "Quantity ServingReport estimate_serving",
         "served_model": "ServedModel read_served_model",
-    })  # fmt: skip
+    },
+)

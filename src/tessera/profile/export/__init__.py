@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ...lazy_names import find_lazily
+from ...lazy_names import load_lazily
 
 if TYPE_CHECKING:
     from ...recording import Recording
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["Chrome", "Exporter", "Otlp", "Parquet", "SummaryCsv", "TensorBoard"]
 
 
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = find_lazily(__name__, {
+load_lazily(
+    __name__,
+    {
         "chrome": "Chrome",
         "otlp": "Otlp",
         "parquet": "Parquet",
         "summary": "SummaryCsv",
         "tensorboard": "TensorBoard",
-    })  # fmt: skip
+    },
+)
 
 
 class Exporter(Protocol):
