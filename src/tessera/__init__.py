@@ -19,9 +19,8 @@ Names are loaded when first used: importing tessera imports neither torch nor nu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from .lazy_names import load_lazily
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import actuators as actuators
@@ -54,20 +53,61 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [  # noqa: PLE0604 - strings, which the linter cannot see
+_LAZY = {
+    "Energy": ".schema",
+    "EnergyBenchmark": ".monitor",
+    "EnergyReport": ".schema",
+    "PowerTrace": ".trace",
+    "TesseraError": ".errors",
+    "optimize": ".rewrite.optimize",
+    "predict": ".estimate.predict",
+    "schedule": ".runtime.schedule",
+}
+
+__all__ = [
+    "Energy",
+    "EnergyBenchmark",
+    "EnergyReport",
+    "PowerTrace",
+    "TesseraError",
     "__version__",
-    *load_lazily(
-        __name__,
-        {
-            "errors": "TesseraError",
-            "estimate.predict": "predict",
-            "monitor": "EnergyBenchmark",
-            "rewrite.optimize": "optimize",
-            "runtime.schedule": "schedule",
-            "schema": "Energy EnergyReport",
-            "trace": "PowerTrace",
-        },
-        modules="actuators analyze config dist errors estimate event fleet graph hardware memcpy monitor op profile "
-        "rewrite schema sensors stream units",
-    ),
+    "actuators",
+    "analyze",
+    "config",
+    "dist",
+    "errors",
+    "estimate",
+    "event",
+    "fleet",
+    "graph",
+    "hardware",
+    "memcpy",
+    "monitor",
+    "op",
+    "optimize",
+    "predict",
+    "profile",
+    "rewrite",
+    "schedule",
+    "schema",
+    "sensors",
+    "stream",
+    "units",
 ]
+_MODULES = frozenset(__all__) - frozenset(_LAZY) - {"__version__"}
+
+
+if not TYPE_CHECKING:  # otherwise a type checker would accept every misspelt name as Any
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
+        if name in _LAZY:
+            value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+            globals()[name] = value
+            return value
+        raise AttributeError(f"module 'tessera' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
