@@ -23,20 +23,16 @@ from tessera.report.console import plain_console
 from tessera.report.measure import answer, sensors_line
 from tessera.schema import Domain, Energy, EnergyReport
 from tessera.trace import read_csv
+from warm_command import run_command
 
 from command_line import invoke
 from fakes.nvml import Scenario, fake_env, missing_compiler
 
+MODULES = ("cli.main", "monitor.command", "profile.cpu_use", "report.measure", "sensors.discover")
 
-def tessera(*args: str, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tessera", *args],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "COLUMNS": "200", **(env or {})},
-    )
+
+def tessera(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return run_command(*args, env={"COLUMNS": "200", **(env or {})}, modules=MODULES)
 
 
 @pytest.fixture

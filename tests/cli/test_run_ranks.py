@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from click.testing import CliRunner
 from tessera.cli.run import command
 from tessera.errors import ArgumentError
 from tessera.profile.runfile import RunFile
+from warm_command import run_command
 
 STEPS, LATE_S, FLOATS = 4, 0.6, 4096
 # Ranks 0 and 1 are a tp group, 0 and 2 a dp group. Rank 1 is late to its all-reduce with rank 3: it sleeps once rank 3
@@ -50,9 +50,8 @@ dist.destroy_process_group()
 
 
 def tessera(folder: Path, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), **environ}
-    argv = [sys.executable, "-m", "tessera", *args]
-    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+    env = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache"), **environ}
+    return run_command(*args, cwd=folder, env=env, modules=("cli.main", "cli.run", "analyze.answer", "report.run_html"))
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from tessera.monitor.snapshot import DomainReading, PowerWatch, Snapshot
 from tessera.report.watch import json_line, plain_lines, screen, sparkline, summary
 from tessera.schema import Domain, Telemetry
 from tessera.sensors.discover import DiscoveredSensors
+from warm_command import run_command
 
 from fakes.nvml import Scenario, fake_env, missing_compiler
 from fakes.sensor import ScriptSensor
@@ -36,11 +37,7 @@ SECOND = 1_000_000_000
 
 
 def tessera(*args: str, scenario: Scenario | None = None) -> subprocess.CompletedProcess[str]:
-    env = fake_env(scenario) if scenario else dict(os.environ)
-    return subprocess.run(
-        [sys.executable, "-c", "from tessera.cli.main import main; main()", *args],
-        env=env, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    return run_command(*args, env=fake_env(scenario) if scenario else None)
 
 
 def here(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str, str]:

@@ -56,6 +56,7 @@ from tessera.profile.attach.request import Folder, config, figures
 from tessera.profile.attach.sampling import ProcessUse
 from tessera.profile.attach.tracks import Track, counters, split, write_summary, write_trace
 from tessera.sensors.gpu_processes import GpuProcess, GpuProcessReader
+from warm_command import run_command
 
 LOOP = """
 import sys, time, torch
@@ -766,11 +767,9 @@ def test_the_summary_says_whose_each_figure_is(tmp_path):
 # -- the whole, on this machine ---------------------------------------------------------------------------------
 
 
-def prof(*args: str, timeout: float = 300, **more) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tessera.cli.prof", *args], check=False, capture_output=True, text=True,
-        timeout=timeout, env={**os.environ, "COLUMNS": "110", "TESSERA_SENSORS": "modelled"}, **more,
-    )  # fmt: skip
+def prof(*args: str) -> subprocess.CompletedProcess[str]:
+    modules = ("cli.prof", "monitor", "report.prof", "timeline")
+    return run_command(*args, env={"COLUMNS": "110", "TESSERA_SENSORS": "modelled"}, modules=modules)
 
 
 @contextlib.contextmanager
