@@ -18,12 +18,6 @@ def test_a_mesh_of_a_layout_has_neighbours_in_the_order_of_its_placement() -> No
     assert Layout(tp=2, pp=2, dp=3, placement=("tp", "cp", "pp", "dp")).mesh().groups("pp")[0] == (0, 2)
 
 
-def test_experts_take_ranks_of_one_stage() -> None:
-    mesh = Layout(tp=2, pp=2, dp=4, ep=4).expert_mesh()
-    assert repr(mesh) == "Mesh(pp=2, edp=2, ep=4)"
-    assert mesh.groups("ep")[0] == (0, 1, 2, 3)
-
-
 def test_a_layout_and_its_job_agree() -> None:
     layout = Layout(tp=2, pp=2, dp=2, vp=2, micro_batch=2, microbatches=4, sharding="zero1", recompute="full")
     job = layout.make_job(SMALL, on="h100", seq=1024, precision="fp8")

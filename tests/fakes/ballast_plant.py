@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tessera.runtime.ballast_control import BallastControl
+from tessera.runtime.ballast_control import BIN_S, BINS, BallastControl
 
 STEP_S = 0.001
 SLOW_S = 0.030
@@ -44,7 +44,7 @@ class BallastPlant:
             work_w = self.load(i * STEP_S)
             free_steps = 0 if work_w is not None else free_steps + 1
             since_s = free_steps * STEP_S
-            level = 0.0 if work_w is not None else self.control.get_level(since_s)
+            level = 0.0 if work_w is not None else self.control.levels[min(int(since_s / BIN_S + 1e-9), BINS - 1)]
             added_w = level * self.gain_w * (1.0 - self.slow * math.exp(-since_s / SLOW_S))
             power_w = work_w if work_w is not None else self.low_w + added_w
             self.power_w.append(power_w)

@@ -39,7 +39,7 @@ BY_NCU = (
 # --- tables, units and names
 
 
-@pytest.mark.parametrize("table", [nvidia.TABLE, nvidia.GPM, amd.TABLE, intel.TABLE])
+@pytest.mark.parametrize("table", [nvidia.TABLE, amd.TABLE, intel.TABLE])
 def test_every_row_names_a_field_or_a_figure_and_its_source(table):
     for raw, metric in table.items():
         assert metric.source, raw
@@ -171,27 +171,6 @@ def test_tensor_use_leaves_out_what_is_no_matrix_product():
     assert nvidia.normalise({pipe: 2.4, matrix: 0.0, dmma: 0.0}).values["tc_util_pct"] == 0.0
     assert nvidia.normalise({pipe: 2.4}).values["tc_util_pct"] == 2.4
     assert nvidia.normalise({pipe: 80.0, matrix: 0.0, dmma: 80.0}).values["tc_util_pct"] == 80.0
-
-
-def test_gpm_activity_by_the_schemas_names():
-    found = nvidia.device_wide(
-        {
-            "sm": 90.0,
-            "occupancy": 40.0,
-            "tensor": 55.0,
-            "dram": 30.0,
-            "fp32": 10.0,
-            "fp16": 20.0,
-            "pcie_tx": 1000.0,
-            "pcie_rx": 500.0,
-        }
-    )
-    assert found["sm_occupancy"] == 40.0
-    assert found["tc_util_pct"] == 55.0
-    assert found["alu_util_pct"] == 20.0
-    assert found["dram_util_pct"] == 30.0
-    assert found["pcie_gbps"] == pytest.approx(1500 * 2**20 / 1e9)
-    assert "nvlink_gbps" not in found
 
 
 # --- ncu's CSV

@@ -25,10 +25,18 @@ def wave_sum(duty: float, phases: list[float], points: int = 4000) -> tuple[int,
     return int(np.min(high)), int(np.max(high))
 
 
+def count_high(duty: float, phases: list[float]) -> tuple[int, int]:
+    """The least and the most groups that are high at a time; `phases` are their starts as shares of a period."""
+    edges = sorted({p % 1.0 for p in phases} | {(p + duty) % 1.0 for p in phases})
+    middles = [(a + b) / 2 for a, b in zip(edges, [*edges[1:], edges[0] + 1.0], strict=True) if b - a > 1e-12]
+    counts = [sum((at - p) % 1.0 < duty for p in phases) for at in middles or [0.0]]
+    return min(counts), max(counts)
+
+
 @given(st.integers(1, 12), DUTIES)
 def test_equal_spacing_swings_by_at_most_one_group(groups: int, duty: float) -> None:
     phases = (shaping.group_offsets(groups, "round_robin", PERIOD_S, duty) / PERIOD_S).tolist()
-    low, high = shaping.count_high(duty, phases)
+    low, high = count_high(duty, phases)
     assert high - low <= 1
     assert low <= groups * duty + 1e-9 and high >= groups * duty - 1e-9
 
@@ -37,7 +45,7 @@ def test_equal_spacing_swings_by_at_most_one_group(groups: int, duty: float) -> 
 def test_groups_times_duty_that_is_whole_is_flat_and_with_the_fewest_phases(groups: int, high: int) -> None:
     duty = min(high, groups - 1) / groups
     offsets = shaping.group_offsets(groups, "auto", PERIOD_S, duty)
-    low, most = shaping.count_high(duty, (offsets / PERIOD_S).tolist())
+    low, most = count_high(duty, (offsets / PERIOD_S).tolist())
     assert low == most == round(groups * duty)
     assert offsets.max() <= shaping.group_offsets(groups, "round_robin", PERIOD_S, duty).max()
 
@@ -51,7 +59,7 @@ def test_eight_groups_of_three_quarters_need_four_phases() -> None:
 
 @given(DUTIES, st.lists(st.floats(0.0, 0.999), min_size=1, max_size=6))
 def test_count_high_agrees_with_looking_at_many_moments(duty: float, phases: list[float]) -> None:
-    low, high = shaping.count_high(duty, phases)
+    low, high = count_high(duty, phases)
     seen_low, seen_high = wave_sum(duty, phases)
     assert low <= seen_low and seen_high <= high  # narrow overlaps lie between two moments
     assert 0 <= low <= high <= len(phases)
@@ -134,22 +142,3 @@ def test_held_power_keeps_floor_and_ramp_and_never_takes_work_away(
         assert held == loads
     many = shaping.hold_power(np.array([loads[-1]] * 3), np.array([held[-2]] * 3), dt_s, floor_w=floor_w)
     assert many.shape == (3,)
-
-
-@given(st.floats(150.0, 900.0), st.floats(110.0, 1000.0))
-def test_the_duty_under_a_cap_brings_the_mean_to_it(load_w: float, cap_w: float) -> None:
-    duty = shaping.pace_duty(load_w, 100.0, cap_w)
-    mean_w = duty * load_w + (1 - duty) * 100.0
-    assert mean_w == pytest.approx(min(load_w, cap_w))
-    assert shaping.pace_duty(load_w, 100.0, 50.0) == 0.0
-
-
-@given(st.floats(0.1, 0.9), st.floats(0.0, 3.0))
-def test_scatter_softens_only_when_it_is_as_long_as_a_part_of_the_period(duty: float, spread: float) -> None:
-    low, high = shaping.soften_wave(duty, spread)
-    starts = (np.arange(997) + 0.5) / 997 * spread
-    moments = np.linspace(0.0, 1.0, 301)[:, None]
-    mean = ((moments - starts[None, :]) % 1.0 < duty).mean(axis=1)
-    assert mean.min() == pytest.approx(low, abs=0.05) and mean.max() == pytest.approx(high, abs=0.05)
-    if spread < min(duty, 1.0 - duty):
-        assert (low, high) == pytest.approx((0.0, 1.0))

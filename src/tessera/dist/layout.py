@@ -77,14 +77,6 @@ class Layout:
         devices = self.gpus if devices is None else devices
         return Mesh(list(sizes), devices, list(sizes.values()), order=self.placement)
 
-    def expert_mesh(self, devices: Iterable[int] | int | None = None) -> Mesh:
-        """The same ranks with the axes pp, edp, ep: `ep` of them hold different experts, `edp` the same ones."""
-        if self.placement[-1] != "pp":
-            raise ArgumentError("experts are shared out inside a stage", fix="place pp last")
-        sizes = (self.pp, self.gpus // (self.pp * self.ep), self.ep)
-        devices = self.gpus if devices is None else devices
-        return Mesh(["pp", "edp", "ep"], devices, sizes, order=("ep", "edp", "pp"))
-
     @classmethod
     def from_job(cls, job: TrainingJob, recompute: str | None = None) -> Layout:
         """The layout of a training job. `recompute` is needed where the job leaves it open."""

@@ -71,10 +71,6 @@ class BallastControl:
         """What level 1 adds to a device without work."""
         return max(self.full_w - self.idle_w, 1.0)
 
-    def get_level(self, since_s: float) -> float:
-        """The level at a time since the work ended."""
-        return self.levels[_find_bin(since_s)]
-
     def get_target_w(self, since_s: float) -> float:
         """What the device should draw at a time since the work ended."""
         ramp = self.max_ramp_w_per_s

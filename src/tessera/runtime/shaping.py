@@ -13,7 +13,6 @@ Where it makes sense they take numpy arrays as well, one value for each device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -122,14 +121,6 @@ def phase_wait_s(now_s: float, offset_s: float, period_s: float, most_s: float) 
     return min(max(-late_s, 0.0), most_s)
 
 
-def count_high(duty: float, phases: Sequence[float]) -> tuple[int, int]:
-    """The least and the most groups that are high at a time; `phases` are their starts as shares of a period."""
-    edges = sorted({p % 1.0 for p in phases} | {(p + duty) % 1.0 for p in phases})
-    middles = [(a + b) / 2 for a, b in zip(edges, [*edges[1:], edges[0] + 1.0], strict=True) if b - a > 1e-12]
-    counts = [sum((at - p) % 1.0 < duty for p in phases) for at in middles or [0.0]]
-    return min(counts), max(counts)
-
-
 # -- jitter ---------------------------------------------------------------------------------------------------------
 
 
@@ -175,28 +166,3 @@ def hold_power(
     if max_ramp_w_per_s is not None:
         wanted = np.maximum(wanted, before_w - max_ramp_w_per_s * dt_s)
     return cast("Watts", np.maximum(load_w, np.minimum(wanted, most_w)))
-
-
-def pace_duty(load_w: Watts, idle_w: float, cap_w: float) -> Watts:
-    """The share of its time that a load may work so that its mean is at the cap (controller.py has the derivation).
-
-    One where it is below the cap anyway; zero where even idling is above it.
-    """
-    above = np.maximum(load_w - idle_w, 1e-9)
-    return cast("Watts", np.where(load_w <= cap_w, 1.0, np.clip((cap_w - idle_w) / above, 0.0, 1.0))[()])
-
-
-def soften_wave(duty: float, spread: float) -> tuple[float, float]:
-    """The lowest and the highest mean of many lockstep groups, as shares of the swing of one.
-
-    Their starts scatter uniformly over `spread` of a period. Until the scatter is as long as the high or the low part
-    of a period, there is a moment in which all are high and one in which all are low: nothing is gained.
-    """
-    if spread <= 0:
-        return 0.0, 1.0
-    whole, part = divmod(spread, 1.0)  # whole periods of scatter see the mean, whatever the phase
-
-    def overlap(length: float) -> float:
-        return (whole * length + min(part, length)) / spread
-
-    return 1.0 - overlap(1.0 - duty), overlap(duty)

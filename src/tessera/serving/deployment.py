@@ -12,7 +12,6 @@ from ..estimate.kernel_time import chip
 
 # Bytes of a stored weight with its scales: fp8 has few, nvfp4 one byte for 16 elements, mxfp4 one for 32, int4 two.
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625, "int4": 0.5625}
-LAUNCHES = ("graph", "eager")
 # GPUs of a node: boards of HGX, and servers for PCIe cards; more where a cluster of `dist` has more (NVL72).
 _NODE_GPUS = 8
 

@@ -4,8 +4,7 @@
     merged = merge(timeline, found)
     timeline.extra = merged.extra                     # -> Record.sm_occupancy, dram_read_gbps, stall_reasons, ...
 
-`amd.read(path)` and `intel.read(path)` read what rocprof and unitrace wrote; `nvidia.device_wide(activity)` gives
-NVML's GPM activity the same names, for sampling mode.
+`amd.read(path)` and `intel.read(path)` read what rocprof and unitrace wrote.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NVIDIA: Nsight Compute's metric names, and NVML's GPM activity, to the schema.
+"""NVIDIA: Nsight Compute's metric names to the schema.
 
 Sources of the names: [CLI] the nvprof comparison table in Nsight Compute's CLI manual
 (docs.nvidia.com/nsight-compute/NsightComputeCli, "Metric Comparison"); [SEC] the section file in Nsight Compute's
@@ -174,32 +174,3 @@ def normalise(raw: Mapping[str, float]) -> Normalised:
     if counted:
         put(result, "flops", sum(counted.values()))
     return result
-
-
-_MIB = float(1 << 20)
-GPM: dict[str, CounterMetric] = {  # keys of Telemetry.activity_pct, tessera.sensors._nvml_telemetry
-    "sm": CounterMetric("sm_active_pct", same, "%", "nvml.h GPM_METRIC_SM_UTIL: SMs that were busy"),
-    "occupancy": CounterMetric("sm_occupancy", same, "%", "nvml.h GPM_METRIC_SM_OCCUPANCY: warps of the most possible"),
-    "tensor": CounterMetric("tc_util_pct", same, "%", "nvml.h GPM_METRIC_ANY_TENSOR_UTIL"),
-    "fp32": CounterMetric("alu_util_pct", same, "%", "nvml.h GPM_METRIC_FP32_UTIL"),
-    "fp16": CounterMetric("alu_util_pct", same, "%", "nvml.h GPM_METRIC_FP16_UTIL: without the tensor cores"),
-    "fp64": CounterMetric("alu_util_pct", same, "%", "nvml.h GPM_METRIC_FP64_UTIL"),
-    "dram": CounterMetric("dram_util_pct", same, "%", "nvml.h GPM_METRIC_DRAM_BW_UTIL: reads and writes, of peak"),
-}  # fmt: skip
-GPM_LINKS = {"pcie_gbps": ("pcie_tx", "pcie_rx"), "nvlink_gbps": ("nvlink_tx", "nvlink_rx")}
-"""MiB/s each (nvml.h GPM_METRIC_PCIE_TX_PER_SEC and the like); both directions are added."""
-
-
-def device_wide(activity: Mapping[str, float]) -> dict[str, float]:
-    """GPM activity of a whole device by the schema's names, for sampling mode.
-
-    These are shares of elapsed time over all SMs: an SM without work counts as 0, where a kernel's own counters are
-    shares of the cycles in which its SMs had work. DRAM has no direction, so it stays a share: dram_util_pct.
-    """
-    result = apply(GPM, activity, LARGEST)
-    fields = {**result.values, **result.figures}
-    for field, ways in GPM_LINKS.items():
-        rates = [activity[w] for w in ways if w in activity]
-        if rates:
-            fields[field] = sum(rates) * _MIB * 1e-9
-    return fields
