@@ -45,6 +45,17 @@ def test_a_file_of_ones_own_gives_plain_numbers(tmp_path, suffix: str) -> None:
     assert (cluster.link, cluster.host_link, cluster.can_offload) == ("nvlink", "pcie", False)
 
 
+def test_a_yaml_file_has_the_limits_of_every_other(tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("chip: h200\nnode_gpus: 8\nnode_gpus: 4\n")
+    with pytest.raises(ArgumentError, match="'node_gpus' stands twice"):
+        load_cluster(str(path))
+    lists = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
+    path.write_text(f"chip: h200\na0: &a0 [1]\n{lists}")
+    with pytest.raises(ArgumentError, match="more than"):
+        load_cluster(str(path))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -19,7 +19,7 @@ from ..device import Device, Figure
 from ..errors import ArgumentError, BadDevice, did_you_mean
 from ..hardware import lookup
 from ..hardware.load import bad, check_keys, expand_sources, read_figure
-from ..read_limits import TOML_BYTES, parse_toml, quote_value
+from ..read_limits import TOML_BYTES, parse_toml, parse_yaml, quote_value
 
 # Shares that copies reach of the line rate to the host (50-55 of 63 GB/s, PCIe 5) and a CPU's update of its memory's.
 _HOST_LINK, _HOST_MEMORY = 0.8, 0.8
@@ -154,14 +154,7 @@ def _parse(path: Path, data: bytes) -> Any:
     ending = path.suffix.lower()
     if ending == ".toml":
         return parse_toml(data)
-    if ending == ".json":
-        return json.loads(data)
-    import yaml
-
-    try:
-        return yaml.safe_load(data)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    return json.loads(data) if ending == ".json" else parse_yaml(data)
 
 
 def _build_cluster(raw: Mapping[str, Any], file: str, nodes: int, *, own: bool) -> Cluster:
