@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import arguments, hints, tile
-from .dispatch import device_of, in_transform, with_transforms
+from .dispatch import device_of, in_transform, make_differentiable
 from .kernels import pad_head
 
 STAGES = 2  # double-buffered: the next tile of keys and values loads while one is multiplied
@@ -102,5 +102,4 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return (*pull_back(gradient), *(None,) * 7)
 
 
-attention_op.register_autograd(_backward, setup_context=_save)
-attention = with_transforms(attention_op, _save, _backward, "flash_attention", "tile_shape")
+attention = make_differentiable(attention_op, _save, _backward, "flash_attention", "tile_shape")

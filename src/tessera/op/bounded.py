@@ -24,7 +24,7 @@ from ..errors import ToleranceError
 from . import casting, error_bounds, lowprec
 from .arguments import HALVES, is_number
 from .casting import FULL
-from .dispatch import READS_VALUES, has_no_values, is_unobserved, needs_gradient, with_transforms
+from .dispatch import READS_VALUES, has_no_values, is_unobserved, make_differentiable, needs_gradient
 from .product_cost import PricedPrecision, order_candidates
 
 RECHECK_EVERY = 1000
@@ -360,5 +360,4 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return to_a, to_b, *[None] * 7
 
 
-bounded_mm_op.register_autograd(_backward, setup_context=_save)
-_product = with_transforms(bounded_mm_op, _save, _backward, "matmul, gemm or linear", "error_tolerance")
+_product = make_differentiable(bounded_mm_op, _save, _backward, "matmul, gemm or linear", "error_tolerance")

@@ -13,7 +13,7 @@ import torch
 from ..errors import ArgumentError, check_choice
 from ..stream import Stream
 from . import arguments, hints, tile
-from .dispatch import is_tf32_allowed, with_transforms
+from .dispatch import is_tf32_allowed, make_differentiable
 from .tile import Tile
 from .tiled_matmul import check_dtype, dtype_to_check
 
@@ -163,5 +163,4 @@ def _backward(ctx: Any, g: Any) -> tuple[Any, ...]:
     return (*gradients[:2], *(None,) * 7)
 
 
-tiled_conv2d.register_autograd(_backward, setup_context=_save)
-_convolution = with_transforms(tiled_conv2d, _save, _backward, "conv2d", "tile_shape")
+_convolution = make_differentiable(tiled_conv2d, _save, _backward, "conv2d", "tile_shape")

@@ -87,14 +87,16 @@ def device_of(x: Any) -> contextlib.AbstractContextManager[Any]:
     return _HERE if index == torch.cuda.current_device() else torch.cuda.device(index)
 
 
-def with_transforms(
+def make_differentiable(
     operator: Any, setup: Callable[..., None], gradient: Callable[..., Any], name: str, options: str
 ) -> Any:
-    """The operator, callable under torch.func's transforms too; `name` and `options` are for the error message.
+    """Register an operator's gradient; returns it callable under torch.func's transforms too.
 
     What torch.library registers has a gradient for autograd only: torch.func.grad refuses it, vmap warns of its speed,
     and forward mode silently drops the tangent (torch 2.13). Under a transform it runs as an autograd function instead.
+    `name` and `options` are for the error message.
     """
+    operator.register_autograd(gradient, setup_context=setup)
 
     class Transformable(torch.autograd.Function):
         @staticmethod

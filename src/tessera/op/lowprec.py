@@ -17,7 +17,7 @@ import torch
 from ..errors import ArgumentError, MissingExtra, check_choice
 from .arguments import without_autocast
 from .casting import FULL, PRECISIONS, STORED_AS, cast, find_prepared, multiplies_fp8, quantize, unknown_precision
-from .dispatch import force_fp32_sums, is_unobserved, needs_gradient, set_tf32, with_transforms
+from .dispatch import force_fp32_sums, is_unobserved, make_differentiable, needs_gradient, set_tf32
 
 ACCUMULATES = ("fp32", "fast")
 _PROBE = 128  # rows and columns of the product that asks whether there is one: a tile of every kernel
@@ -128,8 +128,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return to_a, to_b, None, None, None, None
 
 
-lowprec_mm.register_autograd(_backward, setup_context=_save)
-_product = with_transforms(lowprec_mm, _save, _backward, "matmul, gemm or linear", "a precision or tolerance")
+_product = make_differentiable(lowprec_mm, _save, _backward, "matmul, gemm or linear", "a precision or tolerance")
 
 
 # -- fp8 ------------------------------------------------------------------------------------------------------------

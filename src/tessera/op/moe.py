@@ -31,7 +31,7 @@ from .arguments import (
     shape_error,
     without_autocast,
 )
-from .dispatch import READS_VALUES, with_transforms
+from .dispatch import READS_VALUES, make_differentiable
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 RowProduct = Callable[[Any, Any], Any]
@@ -229,8 +229,6 @@ def _weights_backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
     return by_g, multiply_experts(g, v.mT, ends) if to_rows else None, None
 
 
-expert_products.register_autograd(_products_backward, setup_context=_save)
-expert_weights.register_autograd(_weights_backward, setup_context=_save)
 _OPTIONS = "routing that cannot be read (vmap)"
-multiply_experts = with_transforms(expert_products, _save, _products_backward, "moe", _OPTIONS)
-multiply_weights = with_transforms(expert_weights, _save, _weights_backward, "moe", _OPTIONS)
+multiply_experts = make_differentiable(expert_products, _save, _products_backward, "moe", _OPTIONS)
+multiply_weights = make_differentiable(expert_weights, _save, _weights_backward, "moe", _OPTIONS)

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from . import arguments, tile
 from .arguments import PRECISION_OF
 from .casting import cast, cast_each
-from .dispatch import device_of, is_tf32_allowed, with_transforms
+from .dispatch import device_of, is_tf32_allowed, make_differentiable
 from .tile import Tile
 
 PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32")
@@ -145,5 +145,4 @@ def _backward(ctx: Any, g: Any) -> tuple[Any, ...]:
     return multiply(g, b.mT, a) if to_a else None, multiply(a.mT, g, b) if to_b else None, *(None,) * 4
 
 
-tiled_mm.register_autograd(_backward, setup_context=_save)
-_product = with_transforms(tiled_mm, _save, _backward, "matmul, gemm or linear", "tile_shape")
+_product = make_differentiable(tiled_mm, _save, _backward, "matmul, gemm or linear", "tile_shape")
