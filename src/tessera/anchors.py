@@ -65,7 +65,7 @@ LAG_LEARNT_S = 0.002
 # A correction of more than this is a load in step with the ticks: no ring that is known is later than 40 ms in all.
 MOST_LAG_S = 0.03
 # Ring and counter of an H200 agree within 0.7% but for square waves in step, where they differ by up to 3%
-# (docs/design.md, docs/measuring.md): from here on a reader is told.
+# (docs/design.md, docs/measuring.md): a larger difference is reported.
 IN_STEP = 0.02
 
 

@@ -203,7 +203,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the nearest known word, or an empty string."""
     import difflib
 
-    # The dashes of an option are no likeness: --bogus is not --out.
+    # Two options are not similar because both begin with dashes: --bogus is not --out.
     lowered = {k.lower().lstrip("-"): k for k in known}
     typed = word.lower().lstrip("-")
     near = difflib.get_close_matches(typed, lowered, n=9, cutoff=0.6)

@@ -155,5 +155,5 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         return {f: why for f in fields if (why := self.why(f)) is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, those that are None too."""
+        """All fields, also those that are None."""
         return {f: getattr(self, f) for f in self.__struct_fields__}

@@ -104,7 +104,7 @@ def run_checks(
 ) -> list[SelfCheck]:  # fmt: skip
     """Run all checks in about `budget_s` seconds; one that would end after `limit_s` is skipped.
 
-    `progress` is told of each step before it begins: its number from 0 on, how many there are, and its name.
+    `progress` is called before each step with its number from 0 on, how many there are, and its name.
     """
     tell, begun_s = progress or (lambda *_: None), time.monotonic()
     until_s = begun_s + limit_s

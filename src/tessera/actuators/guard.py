@@ -110,7 +110,7 @@ def defer_signals() -> Iterator[None]:
 
 
 def _install_handlers() -> None:
-    """Put our handlers before the existing ones. Only the main thread may; elsewhere the watcher has to do."""
+    """Put our handlers before the existing ones. Only the main thread may; in other threads the watcher is enough."""
     if threading.current_thread() is not threading.main_thread():
         return
     for signum in SIGNALS:
@@ -199,7 +199,7 @@ def _start_watcher() -> None:
     root = str(Path(__file__).parents[2])
     python = [sys.executable, "-P", "-c", code, root, str(os.getpid()), str(process_start(os.getpid()))]
     read, write = os.pipe()
-    with contextlib.suppress(OSError):  # no /bin/sh: then the journal alone has to do
+    with contextlib.suppress(OSError):  # no /bin/sh: only the journal is left
         subprocess.run(  # a shell gives /dev/null to what it starts with &, unless another stdin is named
             ["/bin/sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *python],
             check=False,

@@ -148,7 +148,7 @@ def write_journal(journal: Journal) -> None:
 
 
 def remove_journal(uuid: str) -> None:
-    """Nothing is changed any more."""
+    """Everything on the GPU is as it was: remove its journal."""
     path = locks.gpu_file(uuid, ".json")
     try:
         path.unlink(missing_ok=True)
@@ -166,14 +166,14 @@ def list_journals() -> list[str]:
 
 
 def _keep(path: Path, journal: Journal | None) -> None:
-    """Keep what this process holds of a GPU; None: it holds nothing there any more. The watcher is told."""
+    """Keep what this process holds of a GPU (None: nothing any more), and tell the watcher."""
     if journal is None:
         _state.kept.pop(path, None)
         locks.unlock_node(path.stem)
     else:
         _state.kept[path] = journal
     if _state.watcher is not None:
-        with contextlib.suppress(OSError):  # it was killed, or its pipe is full: then the file has to do
+        with contextlib.suppress(OSError):  # it was killed, or its pipe is full: only the file is left
             os.write(_state.watcher, msgspec.json.encode((str(path), journal)) + b"\n")
 
 

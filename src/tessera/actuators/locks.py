@@ -231,7 +231,7 @@ def lock_node(uuid: str, gpu: str, node: Path | None) -> None:
 
 
 def unlock_node(uuid: str) -> None:
-    """Nothing of the GPU is held any more."""
+    """Remove the mark: this process holds nothing of the GPU any more."""
     if uuid in _state.nodes:
         os.close(_state.nodes.pop(uuid))
 

@@ -190,7 +190,7 @@ def correlate_recording(recording: Recording) -> Correlation | None:
         return None
     try:
         return correlate(recording.timeline, recording.power, telemetry=recording.telemetry, events=recording.events)
-    except TesseraError:  # a page says nothing of spikes then; its answer does not depend on it
+    except TesseraError:  # the page then has no section about spikes; its answer does not depend on them
         return None
 
 

@@ -10,7 +10,7 @@ same sensors measured (or the same model gave) are off by one factor, and so is 
 percentage stay (`common` is that factor's error). Two predictions for
 one chip have the same errors where their kernels are the same (`sides.py`). With steps it contains how they
 scatter, for every row how that row does; with several runs, how those do (`mean_step.py`). Two runs without steps, each
-measured once, have none, and then nothing is said about noise: the sensor's error is not how a program scatters.
+measured once, have none. Then the noise is unknown: the sensor's error does not tell how much a program scatters.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class RunEvidence:
 
     @property
     def uses_torch(self) -> bool:
-        """Whether torch ran: traces of other tools say what recorded them, and torch's kernels are told by name."""
+        """Whether torch ran: traces of other tools name their recorder, and torch's kernels are known by name."""
         if self.timeline is None or "recorded_by" not in self.timeline.meta:
             return True
         return any("at::native" in name for name in self.timeline.names)
@@ -188,7 +188,7 @@ class RunEvidence:
         if saves is None:
             saves, by, confidence = (SAVES.get(kind, 0.0) * energy_j, None), "experience", "low"
         saves_j, saves_s = saves
-        if saves_s is not None:  # of all devices together, which work at the same time: no more than the run is long
+        if saves_s is not None:  # devices work at the same time: together at most as long as the run
             saves_s = min(saves_s / self.devices, self.table.time_s)
         joules: dict[str, Any] = {"energy_j": energy_j, "saves_j": saves_j, "saves_share": self.share(saves_j)}
         if not self.has_joules:

@@ -145,7 +145,7 @@ def _describe(timeline: Timeline, told: Mapping[str, Any], met: Sequence[Meeting
 
 
 def _watched_span(timeline: Timeline, rows: Ints, steps: Sequence[Step]) -> tuple[int, int]:
-    """From the first to the last row that a tracer made; of those in steps, where there are any: setup is no work."""
+    """From the first to the last row that a tracer made; of those in steps, if there are any: without setup."""
     traced = rows[np.isin(timeline["kind"][rows], [CODE[kind] for kind in (*ON_DEVICE, "op", "runtime")])]
     if not len(traced):
         return 0, 0

@@ -175,7 +175,7 @@ def check_launches(run: RunEvidence) -> Advice | None:
 
 
 def check_outside(run: RunEvidence) -> Advice | None:
-    """Nothing ran yet, or any more, for 30% of the joules or more."""
+    """30% of the joules or more were drawn before anything ran, or after everything had ended."""
     joules = sum(g.energy_j for g in run.gaps if g.during in UNFED)
     if run.share(joules) < OUTSIDE_SHARE:
         return None

@@ -86,7 +86,7 @@ def describe_run(path: Path, *, read: bool = False) -> ListedRun:
             if joules is None and read:
                 try:
                     joules = remember_joules(recording, answer(recording))
-                except TesseraError as exc:  # its facts can be read all the same
+                except TesseraError as exc:  # its facts can be read nevertheless
                     problem = exc.what
             return ListedRun(
                 path=path,
@@ -126,7 +126,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def remember_joules(recording: Recording, result: Answer) -> RunJoules:
-    """Keep the headline of a run for `tessera runs`; a disk that does not allow it is no error."""
+    """Keep the headline of a run for `tessera runs`, if the disk allows it."""
     step = next((p for p in result.per_work if p.unit == "step"), None)
     joules = RunJoules(
         energy_j=_known(result.whole.energy_j),

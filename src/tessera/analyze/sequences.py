@@ -59,7 +59,7 @@ def sequences(
 ) -> Result:
     """Kernels that run one after the other and come again, most time first: calls, seconds, joules, gaps.
 
-    `by` "stream": candidates for fusion, between two kernels that are none. `by` "op": what each outermost operator
+    `by` "stream": candidates for fusion, between two kernels that are not. `by` "op": what each outermost operator
     launches. `least` is the smallest number of kernels. A sequence that repeats itself is one, passed several times.
 
     >>> analyze.sequences("trace.json.gz").top(3)

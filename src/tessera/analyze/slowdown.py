@@ -352,7 +352,7 @@ def _each(steps: _StepTimes, chosen: Bools, power: PowerTrace) -> list[float]:
 
 def _sum_joules(steps: _StepTimes, chosen: Bools, power: PowerTrace) -> Energy | None:
     """Joules of some steps; None where the sensor did not see them."""
-    # Steps that follow one another as one: what lies between two (a validation, a data loader) is no step's.
+    # Steps that follow one another as one: what lies between two (a validation, a data loader) belongs to no step.
     edges = np.stack(union(steps.begins[chosen], steps.ends[chosen]), axis=1)
     spent = sum_windows(accounted_energies(power, steps.timeline, edges.tolist()))
     return spent if spent.coverage >= SEEN and spent.energy_j > 0 else None

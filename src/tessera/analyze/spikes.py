@@ -192,7 +192,7 @@ def choose_threshold(curve: Curve, percentile: float | None = None) -> float:
 def find_spikes(curve: Curve, threshold_w: float, rise_w_per_s: float | None = None) -> list[Spike]:
     """The stretches above a threshold, in time order; only those that rise at least as fast as asked.
 
-    A mean that the curve's end cuts off is not one: how much of it lies inside nobody saw.
+    A mean over a window that the curve's end cuts off is not used: the rest of the window was not seen.
     """
     starts, ends = _spans_above(curve, threshold_w)
     if np.array_equal(curve.begin_w, curve.end_w, equal_nan=True):

@@ -63,7 +63,7 @@ _WANDER, _KNOT_S = 0.01, 1.0
 _TAILS, _SCALINGS = 4.0, 20
 _BLOCKS = 20
 _UNSEEN = 1e-7
-"""Shares of a sample below this are none: the rounding of the others is more."""
+"""Smaller shares of a sample count as 0: the rounding of the others is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -240,7 +240,7 @@ class _Ledger:
     def _add_gaps(self, lines: dict[int, _Line], part: Share, step: Ints) -> None:
         """Give each idle stretch to the step whose kernel comes next; what lies before its begin to the step before.
 
-        What lies in no step at all (before the first, after the last) is nobody's.
+        What lies in no step (before the first, after the last) is given to none.
         """
         begin = np.array([s.start_ns for s in self._links.steps] or [0], np.int64)
         end = np.array([s.end_ns for s in self._links.steps] or [0], np.int64)

@@ -28,7 +28,7 @@ HOST = DeviceId("", "cpu", 0)
 """The device of operators where nothing ran on an accelerator; in a merged run its index is the rank."""
 # Idle gaps shorter than this are the device waiting for the next launch, longer ones the program doing other things.
 _SHORT_GAP_NS = 2_000_000
-# The share of the joules in samples with operators and waiting from which a reader is told of the fit.
+# From this share of the joules in samples with both operators and waiting on, the report mentions the fit.
 _MIXED = 0.1
 ENOUGH = 500
 """Samples of ten seconds of the ring: more of them hardly change what they tell apart (measure/light_joules.py)."""

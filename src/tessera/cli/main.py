@@ -111,7 +111,7 @@ def cli(settings: tuple[str, ...]) -> None:
         config.set_value(setting)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        config.load()  # a mistake in a file is told before the work
+        config.load()  # report a mistake in a settings file before the work
     for warning in said:
         click.echo(f"warning: {warning.message}", err=True)
 

@@ -80,7 +80,7 @@ def complete_devices(_ctx: click.Context, _param: click.Parameter, incomplete: s
     before, comma, word = incomplete.rpartition(",")
     try:
         devices = catalogue()
-    except TesseraError:  # a device file of the user cannot be read: there is no place to say so
+    except TesseraError:  # a device file of the user cannot be read; a completion cannot show an error
         return []
     return [
         CompletionItem(f"{before}{comma}{name}", help=device.name)

@@ -42,7 +42,7 @@ class MatrixPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStack:
-    """Where the like blocks of a module are, and the ends of the model around them."""
+    """Where the equal blocks of a module are, and what the model has before and after them."""
 
     path: str
     blocks: Any

@@ -175,7 +175,7 @@ def _ask(store: Any, ranks: list[int], group: str) -> dict[int, str | None]:
         _ring(store, rank, f"{number} {group}")
     answers: dict[int, str | None] = dict.fromkeys(ranks)
     until = time.monotonic() + ANSWER_S
-    while True:  # it looks once more after the last moment: who asks may itself have been kept from looking
+    while True:  # look once more after the deadline: this process itself may have been stopped until then
         over = time.monotonic() >= until
         for rank in [r for r, answer in answers.items() if answer is None]:
             for key in (f"{_PREFIX}/answer/{number}/{rank}", f"{_PREFIX}/left/{rank}"):

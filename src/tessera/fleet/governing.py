@@ -160,7 +160,7 @@ class RackGovernors:
         return float(np.bincount(nodes.parent, weights=self._all_asked_w * nodes.count).max())
 
     def is_held(self, job: int) -> bool:
-        """Whether a GPU of the job may draw no more than idle now: nobody in the job gets on."""
+        """Whether a GPU of the job may draw only its idle power now: then the whole job waits."""
         gpus, chosen = self.engine.arrays.gpus, self.engine.job == job
         return bool(np.any(gpus.cap_w[chosen] < gpus.idle_w[chosen] + _ROUNDING_W))
 

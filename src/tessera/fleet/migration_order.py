@@ -72,7 +72,7 @@ def read_hottest_c() -> float | None:
 
 
 class ShedSource:
-    """Orders a move when the governor sheds the job: it has no watts here any more."""
+    """Orders a move when the governor sheds the job, which leaves it no watts on this node."""
 
     def __init__(self, governor: JobGovernor, job: str) -> None:
         self._governor, self._job = governor, job
@@ -116,7 +116,7 @@ class OrderWatch:
 
     @property
     def order(self) -> OrderKind | None:
-        """The first order that came, for ever."""
+        """The first order that came; later ones do not replace it."""
         return self._order
 
     def request(self, kind: OrderKind = "request") -> None:

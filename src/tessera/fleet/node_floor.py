@@ -13,7 +13,7 @@ from ..errors import ArgumentError, did_you_mean
 from ..policy import ThermalPolicy
 
 # Assumed: a node is relieved until it is this far below the threshold, and takes new work only up to there. Fans hold a
-# set point within about 2 K; with no margin two nodes would hand one job to and fro.
+# set point within about 2 K; without a margin two nodes would pass one job back and forth.
 MARGIN_C = 3.0
 # A job whose watts per GPU are at most this share of what a GPU of the node can draw above idle is moderate. Assumed:
 # half leaves room for two such jobs within one full one.
@@ -274,7 +274,7 @@ class NodeFloor:
                 tried = at
                 break
         full = [*self._refuse_full(ranks[:tried], 1 if spans else job.gpus)]
-        if spans and left:  # that some nodes are full is no reason: how many GPUs there are is
+        if spans and left:  # that some nodes are full is not the reason: the number of GPUs is
             full = [r for r in full if r.kind != "no_free_gpus"] + [*self._refuse_fleet(job.gpus)]
         return tuple(on) if left == 0 else (), (*full, *refused.values())
 
@@ -309,7 +309,7 @@ class NodeFloor:
         threshold_c = self.policy.hotspot_threshold_c
         if threshold_c is not None:
             after_c = self.temperature_c[i] + self.c_per_w[i] * added_w
-            if after_c > threshold_c - margin_c:  # a temperature that is not known is no reason
+            if after_c > threshold_c - margin_c:  # a temperature that is not known does not count against a node
                 return self._refuse("hot_spot", i, float(after_c), threshold_c - margin_c)
         at = self.aisle[i]
         if added_w > left_w[at]:

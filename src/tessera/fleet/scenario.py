@@ -18,7 +18,7 @@ MOST_S = 86400.0
 LEAST_STEPS = 4
 """Steps in the shortest period that is simulated: with fewer, where steps fall in a wave decides what it draws."""
 MOST_OVER = 2.0
-"""A load may want more than a GPU's limit allows, and is held; beyond this it is a slip of the pen. Recorded loads of
+"""A load may want more than a GPU's limit allows, and is held; beyond this it is a mistake. Recorded loads of
 an H200 want 1.3 times its limit (docs/fleet.md)."""
 _KEYS = (*SECTIONS, "jobs", "faults", "policies", "duration", "seed", "judge_from")
 _EXAMPLE = "examples/fleet/row.yaml is one to begin with"

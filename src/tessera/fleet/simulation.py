@@ -163,7 +163,7 @@ class Simulation:
 
     @property
     def is_air_held(self) -> bool:
-        """Whether the air of a row got as warm as the model lets it: in truth it would be warmer still."""
+        """Whether the air of a row reached the model's highest temperature: a real row would get warmer."""
         return any(e.kind == AIR_HELD for e in self.events)
 
     @property

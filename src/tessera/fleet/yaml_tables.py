@@ -58,7 +58,7 @@ def read_section(table: Any, keys: Keys, where: str) -> dict[str, Any]:
 
 
 def build(kind: type[Any], table: Any, keys: Keys, where: str) -> Any:
-    """An object of a table; what it refuses is said with the table's name."""
+    """An object of a table; its errors name the table."""
     values = read_section(table, keys, where)
     try:
         return kind(**values)

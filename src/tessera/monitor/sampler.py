@@ -144,7 +144,7 @@ class Sampler:
         """Wait until the named domains have data up to a time; False when a sensor did not deliver in time.
 
         `keep_lock` is for a call that comes between any two bytecodes of a thread (`torch_hooks.MainThread`), perhaps
-        in the middle of a window being read: then it waits in vain, but no data come in there.
+        in the middle of a window being read: then it waits without effect, but no data arrive there.
         """
         wanted = list(self.series) if names is None else list(names)
         if self.covers(time_ns, wanted):
@@ -215,7 +215,7 @@ class Sampler:
             slot.sensor.stop()
 
     def abandon(self) -> None:
-        """In a forked child: the thread is gone, and a lock may be held by it for ever. Nothing is read any more."""
+        """In a forked child: the thread is gone, and may hold a lock for ever. Nothing is read any more."""
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._stopping = True

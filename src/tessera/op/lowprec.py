@@ -189,7 +189,7 @@ def _try_row_scaling(device: torch.device, out: torch.dtype) -> bool:
     scale = torch.ones((_PROBE,), device=device, dtype=torch.float32)
     try:
         _scaled_mm(values, values, scale[:, None], scale[None, :], "fast", out)
-    except torch.OutOfMemoryError:  # says nothing of the build, and is not remembered
+    except torch.OutOfMemoryError:  # does not depend on the build, and is not remembered
         raise
     except (RuntimeError, ValueError):  # torch's checks raise either
         return False

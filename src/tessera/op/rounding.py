@@ -1,4 +1,4 @@
-"""Stochastic rounding: a value between two representable ones is rounded up the more often the higher it lies.
+"""Stochastic rounding: the nearer a value is to the next representable one above it, the more often it is rounded up.
 
 Its expectation is the value itself, so many small steps are not lost: plain rounding drops every update under half a
 unit in the last place, which for bf16 weights is everything below 0.2-0.4% of the weight.

@@ -184,7 +184,7 @@ class _ProductMode(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class PrecisionStage:
-    """A precision and the step it holds until; None for ever."""
+    """A precision, and the step until which it holds (None: to the end)."""
 
     precision: str
     until: int | None = None

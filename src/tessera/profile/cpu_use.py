@@ -17,7 +17,7 @@ from ..sensors.processes import PROC, ProcessTree, read_wait_s
 
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 FORMATS = {"amx_bf16": "bf16", "avx512_bf16": "bf16", "amx_int8": "int8", "avx512_vnni": "int8", "avx_vnni": "int8"}
-"""Narrow formats that a CPU multiplies faster than fp32, by the flag that Linux shows for them."""
+"""Narrow formats that a CPU multiplies faster than fp32, by the flag that Linux shows for each."""
 
 
 class CpuUseCounter:

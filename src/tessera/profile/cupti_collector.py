@@ -42,7 +42,7 @@ BUFFERS_A_FLUSH = 2
 """CUPTI hands over no buffer with a running kernel in it, and in most programs one runs always: so the size follows the
 kernels that come, that a buffer is full (and its kernels safe) before the next flush."""
 MOST_WAITING = 256 << 20
-"""Bytes that nobody has taken. Beyond that CUPTI gets no buffer and drops records, which is said."""
+"""Bytes that nobody has taken. Beyond that CUPTI gets no buffer and drops records; a note counts them."""
 _NOTHING = (0, 0)  # no address, no bytes
 _NO_BUFFER = np.empty(0, np.uint8)
 _SAME_CLOCK_NS = 1_000_000

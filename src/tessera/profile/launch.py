@@ -98,7 +98,7 @@ def main() -> None:
     plan = msgspec.json.decode("".join(sys.argv[2:]), type=LaunchPlan)
     tell = _teller(None if sys.argv[1] == "-" else int(sys.argv[1]))
     me = find_rank()
-    if me is not None:  # else the script outlives `tessera run`, and its run is written all the same
+    if me is not None:  # else the script outlives `tessera run`, and its run is written nevertheless
         end_with_parent()
         flight_record.enable()
     is_first = me is None or me.rank == 0
@@ -247,7 +247,7 @@ def _join_threads() -> None:
 
     Before it waits it tells the pools of `concurrent.futures` to end their workers: those would wait for ever.
     """
-    for call in reversed(getattr(threading, "_threading_atexits", ())):  # called again at exit, which is no error
+    for call in reversed(getattr(threading, "_threading_atexits", ())):  # called again at exit, which does no harm
         call()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:

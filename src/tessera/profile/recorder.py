@@ -179,7 +179,7 @@ class Session(SessionResults):
         return self._tracing is not None and self._tracing.has_begun
 
     def next_step_begins(self, now_ns: int | None) -> None:
-        """What came since the last step is part of none. None: nobody knows when it begins, and it gets no region."""
+        """What came since the last step is in no step. None: its beginning is not known, and it gets no region."""
         self._step_ns = now_ns or 0
 
     @property
@@ -248,7 +248,7 @@ class Session(SessionResults):
         self.notes += filter(None, [stacks.explain_rare()])
 
     def _write_clock(self, writer: RunWriter) -> None:
-        """Compare clocks once more. Not after an interrupt: the other ranks may not come any more."""
+        """Compare clocks once more. Not after an interrupt: the other ranks may have ended."""
         if self._clock is None:
             return
         from .ranks.clocks import settle

@@ -5,7 +5,7 @@ deleted, and a row may be listed a million times. So only the tables of `runfile
 only reading them is allowed; and what that costs is limited by the size of the file.
 
 A run is sealed (`runfile_checksum`) when all of it is in the file: what lies beside a sealed file is not its own, and
-is not read. Damage is refused, or what it costs is said.
+is not read. A damaged file is refused, or a note says what was lost.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Store:
             if clean:
                 self.db.execute("INSERT OR REPLACE INTO about VALUES ('closed_epoch_ns', ?)", (str(time.time_ns()),))
             # Leaves WAL mode, which deletes the side files. Refused while somebody has the file open: then it is whole
-            # all the same, beside an empty -wal. Not whole while somebody reads: no seal then, the -wal belongs to it.
+            # nevertheless, beside an empty -wal. Not whole while somebody reads: no seal then, the -wal belongs to it.
             if self._checkpointer is not None:
                 self._checkpointer.remove_sums()
             self.db.execute("PRAGMA busy_timeout=500")

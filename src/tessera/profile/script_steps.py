@@ -236,7 +236,7 @@ class GradlessBlocks:
             self._blocks.append((start_ns, end_ns))
 
     def clear(self) -> None:
-        """What came since the last step is accounted for."""
+        """What came since the last step has been counted."""
         self._blocks.clear()
         self._begun_ns = 0
 

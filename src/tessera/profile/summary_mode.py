@@ -126,7 +126,7 @@ class RunSummary:
 
 
 def _own_ns(timeline: Timeline) -> Ints:
-    """Nanoseconds of each operator in itself; 0 of every other row. Modules and frames hold operators, and are none."""
+    """Nanoseconds of each operator in itself; 0 of other rows, also of modules and frames, which hold operators."""
     holders = [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())]
     ops = timeline.rows("op")
     ops = ops[~np.isin(timeline["name"][ops], holders)]

@@ -100,7 +100,7 @@ class OtherProfilers:
         self._class._prepare_trace, self._class.__exit__ = self._original
 
 
-# -- steps of a program that says nothing of them --------------------------------------------------------------------
+# -- steps of a program that does not mark them ----------------------------------------------------------------------
 
 
 class OptimizerSteps:

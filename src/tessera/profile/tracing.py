@@ -267,7 +267,7 @@ class Tracing:
         self._before_stall()
         finished = self.collector.stop()
         stopped = time.perf_counter_ns()
-        if not self._ends:  # else there is no program any more that waits
+        if not self._ends:  # else no program is left that could wait
             self.pauses.append(Pause(now_ns, (stopped - paused) * 1e-9))
         self._cost_ns += stopped - t0
         self.due_ns = NEVER

@@ -48,7 +48,7 @@ class Console(RichConsole):
         return map(_remove_controls, super().render(renderable, options))
 
     def on_broken_pipe(self) -> None:
-        """`tessera ... | head`: rich would exit with 1, and `run_command` knows that it is no error."""
+        """`tessera ... | head`: rich would exit with 1; `run_command` treats it as a normal end."""
         with contextlib.suppress(SystemExit):
             super().on_broken_pipe()  # what is still to be written goes nowhere
         raise BrokenPipeError

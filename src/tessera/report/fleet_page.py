@@ -1,4 +1,4 @@
-"""The live page of a fleet: one page that asks its own server for history.json once, and for fleet.json ever again."""
+"""The live page of a fleet, which asks its own server for history.json once, and for fleet.json again and again."""
 
 from __future__ import annotations
 

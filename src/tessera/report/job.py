@@ -69,7 +69,7 @@ def job_notes(job: JobSummary) -> list[str]:
             endings.setdefault("was killed, its file ends early", []).append(row)
         elif row.returncode:
             endings.setdefault(describe_exit(row.returncode), []).append(row)
-    # What ended all of them is said of the program.
+    # What ended all ranks alike is reported once, for the program.
     lines += [f"{_name_ranks(rows)} {how}" for how, rows in endings.items() if len(rows) < len(job.ranks)]
     if sum(bool(row.returncode) for row in job.ranks) > 1:
         lines += [f"rank {row.rank} failed first" for row in job.ranks if row.failed_first]

@@ -190,7 +190,7 @@ def _ratio(percent: float | None) -> float | None:
 
 
 def registry(collector: Any) -> Any:
-    """A registry of its own: the process's default one would add python_gc_* and the like."""
+    """A separate registry: the process's default one would add python_gc_* and others."""
     own = import_client().CollectorRegistry(auto_describe=False)
     own.register(collector)
     return own

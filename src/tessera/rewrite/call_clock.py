@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class CallClock(Protocol):
-    """Marks moments, and tells what lies between two of them."""
+    """Marks moments, and gives the time between two of them."""
 
     def mark(self) -> Any:
         """Mark this moment."""

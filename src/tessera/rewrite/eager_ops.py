@@ -125,7 +125,7 @@ def _group_key(node: Any) -> Any:
     """Return what nodes of one operator share; None for a node that is an operator of its own."""
     original = node.meta.get("original_aten")
     if original is None or name_of(node.target) == name_of(original):
-        return None  # mm and mm_1 of one backward share their sequence number and are two products all the same
+        return None  # mm and mm_1 of one backward share their sequence number, but are two products
     source = node.meta.get("from_node") or ()
     line = getattr(source[0], "name", None) if source else None
     return name_of(original), node.meta.get("seq_nr"), node.meta.get("partitioner_tag"), line
@@ -212,7 +212,7 @@ def _read_attention_params(node: Any, short: str) -> dict[str, Any]:
 
 
 def make_graph(name: str, ops: Sequence[EagerOp]) -> Graph:
-    """Make a `Graph` that `predict` can solve; lifetimes follow from who reads what."""
+    """Make a `Graph` that `predict` can solve; lifetimes follow from which nodes read which."""
     ids: dict[str, int] = {}
     size: dict[str, int] = {}
     born: dict[str, int] = {}

@@ -177,7 +177,7 @@ def read_after_fusion(compilation: Compilation, nodes: Any) -> Any:
 
 
 def read_memory_plan(compilation: Compilation) -> None:
-    """Read which results are put into the memory of a tensor nobody reads any more."""
+    """Find the results that are put into the memory of a tensor that is not read any more."""
     try:
         for number, graph in compilation.lowered:
             for line in graph.wrapper_code.lines:

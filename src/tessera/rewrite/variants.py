@@ -50,7 +50,7 @@ _TURN_S, _TIMED_S = (0.6, 1.5), (0.05, 0.05)
 
 @dataclass(slots=True, kw_only=True)
 class Variant:
-    """One variant of the program, and what came of trying it. `ours` tells whether our passes were allowed.
+    """One variant of the program, and the result of its trial. `ours` says whether our passes were allowed.
 
     `unsettled` is what it compiles and records again with every other batch of data.
     """
@@ -82,7 +82,7 @@ class Variant:
         return self.call is not None and (self.comparison is None or self.comparison.ok)
 
     def release(self) -> None:
-        """Let it go, with its compiled code and its graphs; what came of trying it stays."""
+        """Drop it, with its compiled code and its graphs; the result of its trial stays."""
         self.call = None
         if self.compilation is not None:
             self.compilation.release()

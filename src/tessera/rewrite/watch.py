@@ -54,7 +54,7 @@ _LEAST, _MOST = 0.01, 0.05
 # How much faster it may be: beyond, the machine is another than in the trial, and other variants may be faster still.
 _FASTER = 0.1
 # A pause (an evaluation between two calls, a process that waits for a core, the collection of what a compiler left)
-# counts as no more than so many usual calls of its variant.
+# counts as at most so many usual calls of its variant.
 _PAUSE = 2.0
 # Joules of a variant are used where its turns took so long, and are known so well: ten samples of an H200 (20 ms).
 _LEAST_S, _LEAST_SURE = 0.2, 0.05

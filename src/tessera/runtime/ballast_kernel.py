@@ -51,7 +51,7 @@ def tessera_ballast(
     control, stats, left, right, slot_ns: tl.int64, slots: tl.int64, bin_ns: tl.int64, bins: tl.int64,
     SIZE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """`stats` are the nanoseconds of work of all blocks. Ends when it shall not work any more."""
+    """`stats` are the nanoseconds of work of all blocks. Ends when it is told to stop."""
     rows = (tl.program_id(0) % (_ROWS // SIZE)) * SIZE + tl.arange(0, SIZE)
     columns = (tl.program_id(0) // (_ROWS // SIZE) % (_ROWS // SIZE)) * SIZE + tl.arange(0, SIZE)
     depth = tl.arange(0, DEPTH)

@@ -359,7 +359,7 @@ class ControlLoop:
             self._idle = True
 
     def release_all(self) -> None:
-        """Nothing waits any more, also of what is queued."""
+        """End all waits, also those of queued work."""
         for pacer in self._pacers:
             pacer.obey(PaceCommand())
         if self._node is not None:

@@ -6,7 +6,7 @@ the cap, is full again when ::
     burst_w b + idle_w w = cap_w (b + w)        so    w = b (burst_w - cap_w) / (cap_w - idle_w)
 
 `w / b` is the ratio that pacers get (`PaceCommand`): they time the work themselves and wait that much longer. The
-sensor corrects `burst_w`. Work larger than the bucket runs alone and pays afterwards, so nothing waits for ever.
+sensor corrects `burst_w`. Work larger than the bucket runs alone and pays afterwards, so that every wait ends.
 
 The plant is not linear: on an H200 clocks rise to fill short pauses, and a duty of 0.75 draws as much as 1.0. `burst_w`
 is therefore the secant from (0, idle_w) to the point just measured. For any concave power curve the duty it gives
@@ -203,7 +203,7 @@ class Controller:
         """
         if not (seconds > 0 and math.isfinite(power_w)):
             return self.command
-        seconds = min(seconds, 1.0)  # a sampler that could not run: one reading counts as no more than one
+        seconds = min(seconds, 1.0)  # after a sampler could not run, a reading counts as one second at most
         level = self.bucket.pass_time(seconds, power_w * seconds)
         self._past.append((seconds, power_w))
         was_s, was_j, was_duty_s = self._slow if active else (0.0, 0.0, 0.0)

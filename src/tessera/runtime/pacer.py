@@ -113,7 +113,7 @@ class HostPacer:
         return self._free >= SLACK
 
     def pace_by_tokens(self, wanted: bool) -> None:
-        pass  # a point spends tokens or time, as it is told
+        pass  # a point spends tokens or time, whichever was chosen
 
     def spend(self, tokens: int, *, restart: bool = False) -> None:
         self.point(restart=restart, tokens=tokens)

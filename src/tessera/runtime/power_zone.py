@@ -141,7 +141,7 @@ class PowerZone:
             reading.power_w,
             reading.seconds,
             duty=duty,
-            # With hardly a token spent, the power is not ours and says nothing about our work.
+            # With hardly a token spent, others drew the power, which then does not describe our work.
             active=active and (self.tally is None or duty >= 0.5 * MIN_DUTY),
             moved=ended != self._points or (self.tally is None and duty == 1.0),  # nothing waited: that is the load
             rested=active and self._rested_during(reading, sampler),

@@ -221,7 +221,7 @@ class RedfishClient:
 
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:
-    """From another thread: whoever waits for bytes there is told at once that none come."""
+    """From another thread: a reader that waits for bytes there returns at once."""
     with contextlib.suppress(OSError):
         if connection.sock is not None:
             connection.sock.shutdown(socket.SHUT_RDWR)

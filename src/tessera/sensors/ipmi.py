@@ -84,7 +84,7 @@ def parse_power_reading(text: str) -> PowerReading:
     if power_w >= NO_READING_W:
         raise ValueError(f"{power_w} W means that the BMC has no reading")
     stamp = _STAMP.search(text)
-    # Some BMCs never set the stamp (1970); it then says nothing about what is new.
+    # Some BMCs never set the stamp (1970); it then does not tell what is new.
     own_time = stamp[1] if stamp is not None and "1970" not in stamp[1] else None
     return PowerReading(power_w=float(power_w), stamp=own_time)
 

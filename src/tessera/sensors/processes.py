@@ -47,7 +47,7 @@ class ProcessStat:
 
 
 def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
-    """A process by its number; None when there is none any more."""
+    """A process by its number; None when it has ended."""
     try:
         text = _read_bytes(f"{proc}/{pid}/stat").decode(errors="replace")
         head, _, rest = text.rpartition(")")  # a name may contain spaces and brackets

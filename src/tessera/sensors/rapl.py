@@ -341,7 +341,7 @@ class RaplSensor:
             try:
                 limits_w.append(int(self._text(file)) * 1e-6)
             except (OSError, ValueError):
-                continue  # a limit that cannot be read says nothing
+                continue  # a limit that cannot be read does not count
         if not any(w > 0 for w in limits_w):
             return most_w
         # Firmware writes huge limits for "none"; no zone is believed beyond the assumption.

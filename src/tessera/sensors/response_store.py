@@ -140,7 +140,7 @@ def _source(domain: Domain) -> str:
 
 
 def _read(path: Path, domain: Domain) -> list[ResponseFit]:
-    """The fits of a file; none where there is no file, or a damaged one: it is replaced by the next run."""
+    """The fits of a file; empty where it is missing or damaged: the next run replaces it."""
     try:
         found = msgspec.json.decode(read_bytes(path, FILE_BYTES), type=_File)
     except (OSError, ValueError, RecursionError, msgspec.DecodeError):

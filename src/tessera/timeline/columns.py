@@ -116,7 +116,7 @@ class Timeline:
     extra: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Fields of single rows that are no column (hardware counters, overlap): row -> {Record field: value}."""
     links: Links | None = field(default=None, repr=False, compare=False)
-    """What `tessera.timeline.link.link` found, kept for the next one who asks; `linked` makes it when needed."""
+    """The result of `tessera.timeline.link.link`, kept once `linked` has made it."""
 
     def __len__(self) -> int:
         return len(self.columns["kind"])
@@ -141,7 +141,7 @@ class Timeline:
 
     @property
     def python_names(self) -> list[int]:
-        """Names of modules and of Python's frames: their rows have the kind of operators, and are none."""
+        """Names of modules and of Python's frames: their rows have the kind of operators, but are not operators."""
         return [*self.meta.get("modules", ()), *self.meta.get("frames", ())]
 
     @property

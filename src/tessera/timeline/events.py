@@ -94,7 +94,7 @@ FLOAT_HOLDS_US = 2.0**43
 LIMIT_NS = 2**61
 """73 years: the sum of a base, a start and a duration below this fits 64 bits."""
 WALL_CLOCK_NS = 10**18
-"""September 2001: a time before that is no wall clock's."""
+"""September 2001: an earlier time is not that of a wall clock."""
 NO_WALL_CLOCK = "times are not those of the wall clock: the trace does not say when it began"
 
 _ARGS: dict[str, tuple[str, Any]] = {f.encode_name: (f.name, f.type) for f in msgspec.structs.fields(Args)}
@@ -205,7 +205,7 @@ def _coerce_event(text: bytes) -> bytes:
 
 
 def nanoseconds(text: Raw | bytes) -> int | None:
-    """Decimal microseconds as nanoseconds, exactly; None where it is no number or no time that can be."""
+    """Decimal microseconds as nanoseconds, exactly; None for what is not a number or cannot be a time."""
     try:
         ns = Decimal(bytes(text).decode()) * 1000
         return round(ns) if abs(ns) < LIMIT_NS else None

@@ -60,7 +60,7 @@ _CATEGORIES: dict[str, int] = {
 }  # fmt: skip
 _ARROWS = {"ac2g": _ARROW, "fwdbwd": _FLOW}
 _COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
-# What every trace of Kineto has and nobody misses: the span of the trace, shadows of annotations, its own cost; and
+# What every trace of Kineto has and no reader needs: the span of the trace, shadows of annotations, its own cost; and
 # the path that our exporter draws above the rows.
 _EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead", PATH})
 # torch before 1.10 has one category for operators and for what it and its users annotate.

@@ -39,7 +39,7 @@ def compact(dims: bytes, types: bytes) -> str:
     parts = []
     for index, shape in enumerate(shapes):
         kind = kinds[index] if index < len(kinds) and isinstance(kinds[index], str) else None
-        # Without types an empty shape may be a scalar as well as a tensor of no dimensions: it says nothing.
+        # Without types an empty shape may be a scalar or a tensor without dimensions: it is left out.
         if not isinstance(shape, list) or kind in _NO_TENSOR or (kind is None and not shape):
             continue
         parts.append(_one(shape, str(kind or "")))

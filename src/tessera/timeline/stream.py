@@ -156,7 +156,7 @@ class Events:
     def _mend_span(self, text: bytes) -> bytes:
         if self._budget.is_spent:
             raise self._budget.refuse_slow()
-        # Larger ones are none of a profiler's, and a list is no event.
+        # A profiler writes no larger ones, and a list is not an event.
         return self.decoder.mend_event(text) if text[:1] == b"{" and len(text) < EVENT_BYTES else b""
 
     def _rest_of(self, buffer: bytes, spans: list[tuple[int, int]], close: int | None) -> bytes:

@@ -54,7 +54,7 @@ class _Plane:
         self.events, self.stats = dict(map(_read_name, fields[4])), dict(map(_read_name, fields[5]))
 
     def figures(self, stats: list[memoryview]) -> dict[str, Any]:
-        """What is said of an event: text or whole numbers, by name."""
+        """The properties of an event: text or whole numbers, by name."""
         found: dict[str, Any] = {}
         for stat in stats:
             name, value = "", cast("str | int | None", None)

@@ -196,7 +196,7 @@ class NodeDaemon:
                 if isinstance(exc, GovernorRefusal) and exc.code in _FINAL and self._holder.grant is None:
                     self.refusal = exc
                     return
-            except TesseraError as exc:  # a sensor: the lease must be renewed all the same
+            except TesseraError as exc:  # a sensor: the lease must be renewed nevertheless
                 self._problem = exc.what
             wait_s = self.heartbeat_s if self._problem is None else _RETRY_S
             stop.wait(max(0.05, wait_s - (time.monotonic() - began_s)))

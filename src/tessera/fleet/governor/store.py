@@ -1,4 +1,4 @@
-"""The leases on disk: one SQLite file, written before anybody is told. A kill at any moment loses nothing.
+"""The leases on disk: one SQLite file, written before any answer is sent. A kill at any moment loses nothing.
 
 Rows are whole jobs and nodes. A commit waits for the disk (`synchronous=FULL`), so that a grant that a node may have
 received is never forgotten, also not by a power failure. Only one process can have the file open. Jobs that have ended

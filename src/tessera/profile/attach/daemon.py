@@ -6,7 +6,7 @@ so on up to 5.12 s, so that the first request comes 1.7 s after we listen on ave
 
 Only a configuration is answered. An empty answer, which dynolog sends, tells a process nothing more than none at all;
 and the last of those tries is sent but taken for failed, so that its answer is read at the next request, and each
-later answer one request late, for ever. Silence to what comes then keeps the two in step.
+later answer one request late, for ever. Not answering what comes then keeps the two in step.
 
 A message is a header and a body in one datagram, in the machine's own byte order:
 
@@ -192,7 +192,7 @@ class Endpoint:
         self.close()
 
     def receive(self, timeout_s: float) -> Datagram | None:
-        """The next message; None when none came in time, or what came was no message or had no sender to trust."""
+        """The next message; None when none came in time, it was not a message, or its sender cannot be trusted."""
         self._socket.settimeout(timeout_s)
         try:
             data, ancillary, flags, sender = self._socket.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))

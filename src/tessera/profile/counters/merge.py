@@ -53,7 +53,7 @@ class SharedRows(Mapping[int, Mapping[str, Any]]):
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What came of a merge. `extra` is for `Timeline.extra`; what it had before is in it too."""
+    """The result of a merge. `extra` is for `Timeline.extra`, and keeps what that had before."""
 
     extra: Mapping[int, Mapping[str, Any]]
     kernels: list[KernelCounters]

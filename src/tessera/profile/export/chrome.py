@@ -149,7 +149,7 @@ def _head(recording: Recording, survey: _Survey, table: EnergyTable | None) -> d
         "schemaVersion": 1, "deviceProperties": [], "displayTimeUnit": "ms", "baseTimeNanoseconds": survey.base_ns,
     }  # fmt: skip
     meta, facts = recording.rows.row_meta, recording.facts
-    # What Kineto said of the machine and of the ranks, other tools look for.
+    # Other tools look for what Kineto said about the machine and the ranks.
     head |= {k: meta[k] for k in ("deviceProperties", "distributedInfo") if k in meta}
     head["tessera"] = {"run": facts.name, "meta": facts.meta, "notes": [str(n) for n in facts.notes]}
     if table is not None:

@@ -99,7 +99,7 @@ def _power(column: DomainSamples, period_s: float) -> Iterator[MetricPoints]:
     text = "Energy consumed by the component."
     yield MetricPoints(f"{prefix}energy", "J", text, attributes, energy, start_ns=at[0], sums=True, monotonic=True)
     seconds = np.diff(seen_s)
-    covered = seconds > 0  # nothing is said of a stretch nobody saw
+    covered = seconds > 0  # no point for a stretch that no sensor saw
     mean_w = np.diff(joules)[covered] / seconds[covered]
     power = list(zip((grid[1:][covered] - lag_ns).tolist(), mean_w.tolist(), strict=True))
     text = "Power consumed by the component, mean since the point before."

@@ -23,7 +23,7 @@ from .clocks import Offset, notes
 from .sequences import TOGETHER, ClockFit, CollectiveSequence, Key
 
 # Ranks leave a ring one hop after the other: a few us that no averaging removes. Assumed: no machine with several
-# GPUs was at hand to measure it.
+# GPUs was available to measure it.
 END_BIAS_NS = 5_000.0
 Z90 = 1.645
 MIN_MATCHED = 3

@@ -171,7 +171,7 @@ def settle(start: ClockReading, end: ClockReading | None = None) -> Offset:
         return _make_offset(start.rank, start.offset_ns, 0.0, start.error_ns, start.at_ns, 0.0)
     span_ns = end.at_ns - start.at_ns
     grown_ns, unsure_ns = end.offset_ns - start.offset_ns, start.error_ns + end.error_ns
-    if abs(grown_ns) <= unsure_ns:  # no more than the exchanges' own uncertainty: one offset for the whole run
+    if abs(grown_ns) <= unsure_ns:  # within the exchanges' own uncertainty: one offset for the whole run
         middle = (start.offset_ns + end.offset_ns) / 2.0
         error = max(start.error_ns, end.error_ns) + abs(grown_ns) / 2.0
         return _make_offset(start.rank, middle, 0.0, error, start.at_ns, 0.0)

@@ -2,8 +2,8 @@
 
 Some settings keep copies of weights (frozen in compiled code, in fp8, or folded within a graph). Every call checks
 whether torch counted a change to a weight or gave it other memory. If so, a digest tells whether the weights differ: a
-trial that restores them counts as a change, but is none. Two things go unseen: writes that torch does not count
-(through `.data`, from another library), and a parameter object that replaced another.
+trial that restores them counts as a change, although it is none. Two things are not seen: writes that torch does not
+count (through `.data`, from another library), and a parameter object that replaced another.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ measured whole. A change stays only where it is better by more than both measure
 
 The order uses the time well: compile modes first, for the best other knobs depend on them; then what can run with the
 code compiled so far; then what needs another compilation, as long as the time left is enough for that. Within each
-group, the largest predicted gain comes first. Knobs that exclude or need each other are never tried in vain.
+group, the largest predicted gain comes first. No setting is tried in which one knob excludes another, or lacks one that
+it needs.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class TuningGoal:
             return f"{trial.temp_c:.0f} °C, above max_temp_c={self.max_temp_c:g}"
         if self.max_slowdown is None or not trial.time_s or not baseline.time_s:
             return ""
-        # Noise excuses little: a trial that is known badly must not be taken for one that is fast.
+        # Only a little is allowed for noise: a trial with a large error must not be taken for a fast one.
         noise = min(math.hypot(trial.error_s or 0.0, baseline.error_s or 0.0), EXCUSED * baseline.time_s)
         slower = (trial.time_s - noise) / baseline.time_s - 1.0
         return f"{100 * slower:.1f}% slower, max_slowdown={self.max_slowdown:g}" if slower > self.max_slowdown else ""
