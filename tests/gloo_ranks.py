@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 import torch
+import torch._dynamo  # what an optimizer's first step imports: here once, and not half a second in every rank
 import torch.distributed as c10d
 
 from tessera.dist import mesh
