@@ -309,6 +309,13 @@ def llama_like():
         return Stack(layers=4, width=1024), torch.empty(16, 1024, 1024)
 
 
+@pytest.fixture(scope="module")
+def ends(llama_like):
+    """What the step costs where everything is kept, and where everything is recomputed."""
+    free = checkpoint.plan(*llama_like, on="h200", precision="bf16", selective=False)
+    return free.settings["none"], free.settings["all"]
+
+
 def test_with_memory_to_spare_everything_is_kept(llama_like):
     model, x = llama_like
     plan = checkpoint.plan(model, x, on="h200", precision="bf16")
@@ -321,10 +328,8 @@ def test_with_memory_to_spare_everything_is_kept(llama_like):
 
 
 @pytest.mark.parametrize("policy", ["energy", "latency"])
-def test_a_plan_keeps_to_its_memory_and_beats_recomputing_all(llama_like, policy):
-    model, x = llama_like
-    free = checkpoint.plan(model, x, on="h200", precision="bf16", policy=policy, selective=False)
-    none, every = free.settings["none"], free.settings["all"]
+def test_a_plan_keeps_to_its_memory_and_beats_recomputing_all(llama_like, ends, policy):
+    (model, x), (none, every) = llama_like, ends
     budget = 0.5 * (none.peak_bytes + every.peak_bytes)
     plan = checkpoint.plan(model, x, on="h200", precision="bf16", policy=policy, memory_bytes=budget)
     whole = checkpoint.plan(model, x, on="h200", precision="bf16", policy=policy, memory_bytes=budget, selective=False)
@@ -338,10 +343,8 @@ def test_a_plan_keeps_to_its_memory_and_beats_recomputing_all(llama_like, policy
     assert plan.to_dict()["settings"]["chosen"]["peak_bytes"] == chosen.peak_bytes
 
 
-def test_what_blocks_are_said_to_cost_sums_to_what_the_step_does(llama_like):
-    model, x = llama_like
-    free = checkpoint.plan(model, x, on="h200", precision="bf16", selective=False)
-    none, every = free.settings["none"], free.settings["all"]
+def test_what_blocks_are_said_to_cost_sums_to_what_the_step_does(llama_like, ends):
+    (model, x), (none, every) = llama_like, ends
     plan = checkpoint.plan(model, x, on="h200", precision="bf16", policy="memory")
     chosen = plan.settings["chosen"]
     assert chosen.peak_bytes <= 1.002 * every.peak_bytes
@@ -350,11 +353,9 @@ def test_what_blocks_are_said_to_cost_sums_to_what_the_step_does(llama_like):
     assert sum(b.spent_s for b in plan.blocks) == pytest.approx(chosen.time_s - none.time_s, rel=0.1)
 
 
-def test_the_first_blocks_are_recomputed_first(llama_like):
-    model, x = llama_like
-    free = checkpoint.plan(model, x, on="h200", precision="bf16", selective=False)
-    peaks = free.settings["none"].peak_bytes, free.settings["all"].peak_bytes
-    plan = checkpoint.plan(model, x, on="h200", precision="bf16", selective=False, memory_bytes=sum(peaks) / 2)
+def test_the_first_blocks_are_recomputed_first(llama_like, ends):
+    (model, x), peak_bytes = llama_like, sum(end.peak_bytes for end in ends) / 2
+    plan = checkpoint.plan(model, x, on="h200", precision="bf16", selective=False, memory_bytes=peak_bytes)
     ways = [b.choice.name for b in plan.blocks]
     assert "recompute" in ways and "keep" in ways
     assert ways == sorted(ways, reverse=True)
