@@ -163,7 +163,7 @@ def test_the_daemon_runs_without_a_governor_and_stops(tmp_path):
     while not any(s.problem == "the governor cannot be asked" for s in states) and time.monotonic() < deadline:
         time.sleep(0.01)
     stop.set()
-    thread.join(30.0)
+    thread.join(600.0)
     assert not thread.is_alive()
     assert any(s.problem == "the governor cannot be asked" for s in states)
     assert caps.closed and not caps.told

@@ -211,13 +211,13 @@ def test_threads_that_share_a_program_are_not_switched() -> None:
     def wait_once() -> float:
         if not inside.is_set():
             inside.set()
-            go_on.wait(30)
+            go_on.wait(600)
         return 0.5
 
     loop = Loop(fixed(**{"reduce-overhead": wait_once}), PROMISES)
     other = threading.Thread(target=loop.call)
     other.start()
-    inside.wait(30)
+    inside.wait(600)
     loop.call()
     go_on.set()
     other.join()
