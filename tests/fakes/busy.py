@@ -17,9 +17,9 @@ class BusySensor:
 
     name, period_s = "busy", 0.02
 
-    def __init__(self, domain="cpu0", clock=time.monotonic):
+    def __init__(self, domain="cpu0", clock=time.monotonic, scope="machine"):
         self._clock = clock
-        self._domain = Domain(name=domain, source="busy", resolution_s=0.02, label="a sleep")
+        self._domain = Domain(name=domain, source="busy", resolution_s=0.02, label="a sleep", scope=scope)
         self._lock, self._since, self._busy_s, self.dead = threading.Lock(), None, 0.0, False
         self._last = (0.0, 0.0)
 

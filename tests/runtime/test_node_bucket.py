@@ -23,8 +23,8 @@ from fakes.busy import BusySensor
 from tessera import monitor, schedule
 from tessera.monitor import Monitor
 
-name, cap, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
-device = BusySensor(name)
+name, cap, seconds, scope = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4]
+device = BusySensor("cpu0" if scope == "process" else name, scope=scope)
 device.start()
 monitor.use(Monitor([device]).start())
 
@@ -32,31 +32,40 @@ monitor.use(Monitor([device]).start())
 def step():
     device.work(0.002)
 
-end, mark, was = time.monotonic() + seconds, time.monotonic(), 0.0
+began = time.monotonic()
+end, mark, was = began + seconds, began, 0.0
 while time.monotonic() < end:
     step()
     now = time.monotonic()
     if now - mark >= 0.1:
         print(f"{{now:.4f}} {{100.0 + 800.0 * (device.worked_s - was) / (now - mark):.1f}}", flush=True)
         mark, was = now, device.worked_s
+        if now - began > 2.0:
+            print(step.report().zones[0].mean_w, file=sys.stderr, flush=True)
+            began = now
 """
 
 
 class Worker:
     """A process under a cap, and the file it writes its power to."""
 
-    def __init__(self, tmp_path, name, cap, seconds, **env):
-        self._path = tmp_path / name
-        with self._path.open("w") as out:
+    def __init__(self, tmp_path, name, cap, seconds, scope="machine", **env):
+        self._path, self._reports = tmp_path / name, tmp_path / f"{name}.reports"
+        with self._path.open("w") as out, self._reports.open("w") as reports:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", WORKER.format(here=str(TESTS)), name, cap, str(seconds)],
+                [sys.executable, "-c", WORKER.format(here=str(TESTS)), name, cap, str(seconds), scope],
                 stdout=out,
+                stderr=reports,
                 env={**os.environ, "TESSERA_RUNTIME_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1", **env},
             )
 
     def rows(self):
         lines = self._path.read_text().split("\n")[:-1]
         return [(float(t), float(w)) for t, w in (line.split() for line in lines)]
+
+    def reported(self):
+        """The node's mean power in the newest report; 0 before the first."""
+        return float(self._reports.read_text().split("\n")[-2:][0] or 0.0)
 
 
 def wait_for(workers, holds, *, rows=10, deadline_s=600.0):
@@ -77,11 +86,16 @@ def wait_for(workers, holds, *, rows=10, deadline_s=600.0):
     pytest.fail(f"{means} W after {deadline_s} s")
 
 
-def test_two_processes_share_a_cap_and_one_takes_over_when_the_other_is_killed(tmp_path):
-    """900 W each if free; 900 W for both, each slowed by the same share. When one is killed the other has all of it."""
-    one, two = workers = [Worker(tmp_path, f"cpu{i}", "node:900W", 300.0) for i in range(2)]
+@pytest.mark.parametrize("scope", ["machine", "process"])
+def test_two_processes_share_a_cap_and_one_takes_over_when_the_other_is_killed(tmp_path, scope):
+    """900 W each if free; 900 W for both, each slowed by the same share. When one is killed the other has all of it.
+
+    Each sees a device of its own, or its own watts of one CPU under the same name. Both report the node's power.
+    """
+    one, two = workers = [Worker(tmp_path, f"cpu{i}", "node:900W", 300.0, scope) for i in range(2)]
     try:
         shares = wait_for(workers, lambda a, b: 0.8 * 900.0 <= a + b <= 1.05 * 900.0 and max(a, b) <= 1.2 * min(a, b))
+        wait_for(workers, lambda *_: all(abs(w.reported() - 900.0) <= 0.2 * 900.0 for w in workers))
         one.process.kill()
         wait_for([two], lambda after: 1.5 * shares[1] <= after <= 1.05 * 900.0)
     finally:

@@ -103,6 +103,16 @@ def test_a_report_says_that_the_watts_are_the_programs_own():
     assert "cap 3 W for this program and its children, by their CPU time" in said and "machine" not in said
 
 
+def test_a_report_of_a_node_says_whose_power_it_has_and_gives_none_of_it_to_a_call():
+    zone = ZoneReport(
+        zone="node", domains=("cpu0",), basis="modelled", window_s=0.2, mean_w=0.6, peak_w=0.6, first_peak_w=0.6,
+        energy_j=7.2, time_s=12.0, processes=2,
+    )  # fmt: skip
+    report = ScheduleReport(cap=parse_scoped_power("node:600mW"), how="token_bucket", zones=(zone,), calls=10)
+    assert report.energy_per_call_j is None
+    assert "node (cpu0; 2 processes together): mean 600 mW" in str(report)
+
+
 def test_options_are_frozen_and_parsed_once():
     options = ScheduleOptions(policy="energy", max_slowdown="5%", max_temp_c="85C", power_cap="1.2kW")
     assert (options.max_slowdown, options.max_temp_c, options.cap.power_w) == (0.05, 85.0, 1200.0)

@@ -76,7 +76,9 @@ def _cost(report: ScheduleReport) -> str:
 
 
 def _zone_line(report: ScheduleReport, zone: ZoneReport) -> str:
-    name = zone.zone if zone.zone not in ("cpu", "node") else f"{zone.zone} ({', '.join(zone.domains) or 'no sensor'})"
+    of = ", ".join(zone.domains) or "no sensor"
+    of += f"; {zone.processes} processes together" if zone.processes > 1 else ""
+    name = f"{zone.zone} ({of})" if zone.zone in ("cpu", "node") else zone.zone
     if zone.mean_w is None:
         return f"{name}: too short to measure"
     parts = [f"{name}: mean {_against(report, zone.mean_w)}"]

@@ -94,7 +94,8 @@ class ZoneReport:
 
     `mean_w` and `peak_w` (the highest mean of any window of `window_s`) leave out the beginning (half a second,
     or two windows), in which the controller learns the load; `first_peak_w` is the highest window of that time. `own`:
-    the watts are those of this program and its children, not all that the machine draws.
+    the watts are those of this program and its children, not all that the machine draws. The node's are those of up to
+    so many `processes` together.
     """
 
     zone: str
@@ -107,6 +108,7 @@ class ZoneReport:
     energy_j: float
     time_s: float
     own: bool = False
+    processes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +160,9 @@ class ScheduleReport:
 
     @property
     def energy_per_call_j(self) -> float | None:
-        """Joules of one call; None before the first, or without a sensor's reading."""
-        return self.energy_j / self.calls if self.calls and self.energy_j else None
+        """Joules of one call; None before the first, without a sensor's reading, or with other processes' joules."""
+        shared = any(z.processes > 1 for z in self.zones)
+        return self.energy_j / self.calls if self.calls and self.energy_j and not shared else None
 
     @property
     def mean_w(self) -> float | None:
@@ -190,6 +193,7 @@ class CapTracker:
         self.zones: Sequence[PowerZone] = ()
         self._meters: dict[str, PowerMeter] = {}
         self._domains: dict[str, tuple[tuple[str, ...], Basis, bool]] = {}
+        self._processes: dict[str, int] = {}  # the most that a reading had
         self._window_from = "cap_window_ms"
         self._pacer: Pacer | None = None
         self.held = False  # whether the cap is in force
@@ -206,7 +210,8 @@ class CapTracker:
             self._window_from = "sensor" if finest_s > self.window_s else "cap_window_ms"
             domains = [sampler.series[n].domain for n in zone.names if n in sampler.series]
             basis: Basis = "modelled" if any(d.basis == "modelled" for d in domains) else "measured"
-            self._domains[zone.key] = (tuple(zone.names), basis, zone.is_own_power(sampler))
+            own = zone.key != "node" and zone.is_own_power(sampler)
+            self._domains[zone.key] = (tuple(zone.names), basis, own)
             self._meters.setdefault(zone.key, PowerMeter(max(self.window_s, finest_s)))
             if not domains:
                 self.notes["sensor"] = "there is no power sensor: the cap is held by prediction alone"
@@ -228,6 +233,7 @@ class CapTracker:
                 continue
             if reading.time_ns <= self.until_ns + _TAIL_NS:
                 self._meters[zone.key].add(reading)
+                self._processes[zone.key] = max(self._processes.get(zone.key, 1), zone.processes)
 
     def _note_tighter(self, zone: PowerZone) -> None:
         own, lowest = zone.caps.get(id(self)), min(zone.caps.values(), key=lambda c: c.power_w, default=None)
@@ -289,6 +295,7 @@ class CapTracker:
                 energy_j=m.energy_j,
                 time_s=m.seconds,
                 own=self._domains[key][2],
+                processes=self._processes.get(key, 1),
             )
             for key, m in self._meters.items()
         )

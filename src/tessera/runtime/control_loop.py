@@ -303,21 +303,23 @@ class ControlLoop:
         )
         view = node.look(member, now)
         if view is None:
+            readings["node"] = None
             return
         self._job_ratio = view.job_ratio
         if zone is None or cap is None:
             return
+        power_w, reading = view.power_w(now, zone.latest), readings.get("node")
+        # our own reading, with the power of everybody's domains
+        reading = None if reading is None or power_w is None else replace(reading, power_w=power_w)
+        readings["node"], zone.processes = reading, sum(bool(m.power_w) for m in view.members)
         if not view.leads:
             zone.obey(view.command, now)
             return
-        power_w, reading = view.power_w(now, zone.latest), readings.get("node")
         if zone.controller is None:
             zone.begin(sampler, now)
         if zone.controller is not None:  # with more processes than GPUs some take turns
             gpus = sum(n.startswith("gpu") for n in zone.names)
             zone.controller.shared = 0 < gpus < sum(m.cap_w > 0 for m in view.members)
-        # our own reading, with the power of everybody's domains
-        reading = None if reading is None or power_w is None else replace(reading, power_w=power_w)
         zone.steer(sampler, reading, now, cap=view.cap)
         node.set_command(zone.command, now)
 

@@ -80,8 +80,9 @@ class NodeView:
     def power_w(self, now_ns: int, own: Mapping[str, tuple[float, int]] | None = None) -> float | None:
         """The sum of every domain's power; None where nothing is fresh.
 
-        Our own domains (`own`) count as we read them, so that each of our spans is paid for once; domains that only
-        others see count as those last read them.
+        A domain that several see has one name; the watts of one process alone have a name of their own. Our own
+        domains (`own`) count as we read them, so that each of our spans is paid for once; domains that only others see
+        count as those last read them.
         """
         newest: dict[str, tuple[float, int]] = {}
         for member in self.members:

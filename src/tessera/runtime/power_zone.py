@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import TesseraError
 from ..hardware import host_cpu, identify_board
 from ..monitor.sampler import Sampler
+from ..schema import Domain
 from ..units import format_power
 from .cap_report import MeanPower
 from .controller import MIN_DUTY, STUCK_DUTY, STUCK_GPU_DUTY, Cap, Controller, PaceCommand
@@ -58,7 +60,8 @@ class PowerZone:
     observed_ns: int = 0
     blind: bool = False
     running: bool = False  # whether a call is under way
-    latest: dict[str, tuple[float, int]] = field(default_factory=dict)
+    latest: dict[str, tuple[float, int]] = field(default_factory=dict)  # by name among the node's processes
+    processes: int = 1  # whose power the node's reading has
     tally: TokenTally | None = None  # None: a bucket of joules
     _duties: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 1.0)], maxlen=256))
     _near_ns: int = -NEAR_NS  # when something last waited or was near its cap
@@ -98,7 +101,7 @@ class PowerZone:
         if any(b.covered_s <= a.covered_s for a, b in marks):
             return None  # a gap: nothing is known of this span
         powers = [(b.joules - a.joules) / (b.covered_s - a.covered_s) for a, b in marks]
-        self.latest = {s.domain.name: (p, end_ns) for s, p in zip(series, powers, strict=True)}
+        self.latest = {_node_name(s.domain): (p, end_ns) for s, p in zip(series, powers, strict=True)}
         return MeanPower(end_ns, (end_ns - start_ns) * 1e-9, sum(powers)) if math.isfinite(sum(powers)) else None
 
     def steer(self, sampler: Sampler, reading: MeanPower | None, now_ns: int, *, cap: Cap | None = None) -> PaceCommand:
@@ -259,6 +262,11 @@ class PowerZone:
         elif cap != self.controller.cap:
             self.controller.set_cap(cap)
         return self.controller
+
+
+def _node_name(domain: Domain) -> str:
+    """Every process has a "cpu0" of its own where that is the watts of one process, and they add up."""
+    return f"{domain.name} of {os.getpid()}" if domain.scope == "process" else domain.name
 
 
 def guess_power(domains: Sequence[tuple[str, str]], cap_w: float) -> tuple[float, float]:
