@@ -22,6 +22,7 @@ from tessera.analyze.rules_host import BESIDE
 from tessera.analyze.slowdown import EVENT_S, FIRST, TRACED, UNTRACED, Slowdown, slowdown_of
 from tessera.cli.report import command
 from tessera.profile.runfile import RunFile, RunWriter
+from tessera.record import CODE
 from tessera.recording import Recording
 from tessera.report.run import text
 from tessera.report.run_html import page
@@ -64,8 +65,9 @@ class Program:
         each = (end - first) // self.kernels
         self.b.add("region", f"step_{self.steps}", begin, end, thread=1)
         if traced:
-            for at in np.linspace(begin, first, self.events, endpoint=False).astype(int).tolist():
-                self.b.add("op", "aten::mul", at, at + 100, thread=1)
+            at = np.linspace(begin, first, self.events, endpoint=False).astype(int)
+            known = {"kind": CODE["op"], "name": self.b.intern("aten::mul"), "thread": 1}
+            self.b.extend({**known, "start_ns": at, "end_ns": at + 100}, self.events)
             for k in range(self.kernels):
                 self.launches += 1
                 at = first + k * each

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +19,8 @@ from tessera.errors import ArgumentError, MeasurementError, MissingExtra
 from tessera.estimate import calibration
 from tessera.estimate import calibration_bench as benches
 from tessera.estimate.calibration_bench import NvmlBoard
-from tessera.monitor import Monitor
 
+from fakes.by_hand import TimeByHand
 from fakes.calibration import config as config
 from fakes.calibration import make_calibration
 from fakes.nvml import FakeNvml, Scenario
@@ -77,14 +76,16 @@ def test_a_working_board_is_busy(board: Callable[..., NvmlBoard]) -> None:
 
 
 class FakeCuda:
-    """`torch.cuda` as far as the bench uses it: work takes real time on the calling thread, events note when."""
+    """`torch.cuda` as far as the bench uses it: work takes time by hand on the calling thread, events note when."""
 
     class Event:
+        time: TimeByHand
+
         def __init__(self, enable_timing: bool = False) -> None:
             self.at_s = math.nan
 
         def record(self) -> None:
-            self.at_s = time.perf_counter()
+            self.at_s = self.time.seconds()
 
         def synchronize(self) -> None:
             assert not math.isnan(self.at_s), "waited for an event nobody recorded"
@@ -96,15 +97,18 @@ class FakeCuda:
         def wait_stream(self, _other: Any) -> None: ...
 
     class CUDAGraph:
+        time: TimeByHand
+
         def __init__(self) -> None:
             self.captured: Callable[[], Any] | None = None
             self.replays = 0
 
         def replay(self) -> None:
             self.replays += 1
-            time.sleep(0.002)
+            self.time.go(2)
 
-    def __init__(self) -> None:
+    def __init__(self, time: TimeByHand) -> None:
+        self.Event.time = self.CUDAGraph.time = self.time = time
         self.initialized = False
         self.emptied = 0
         self.graphs: list[Any] = []
@@ -161,8 +165,9 @@ class FakeBoard:
 
 @pytest.fixture
 def cuda_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[benches.CudaBench, FakeCuda, FakeBoard]]:
-    """The real bench on a torch that sleeps and a board of a constant 300 W."""
-    cuda, board = FakeCuda(), FakeBoard()
+    """The real bench on a torch whose work takes time by hand, and a board of a constant 300 W."""
+    time = TimeByHand(monkeypatch)
+    cuda, board = FakeCuda(time), FakeBoard()
 
     def zeros(*_: Any, **__: Any) -> None:
         cuda.initialized = True
@@ -170,7 +175,8 @@ def cuda_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[benches.CudaBe
     import torch as real
 
     torch = SimpleNamespace(cuda=cuda, no_grad=contextlib.nullcontext, zeros=zeros, __version__=real.__version__)
-    monitor = Monitor([ScriptSensor(lambda _t: 300.0, clock=time.monotonic_ns)]).start()
+    monitor = time.monitor(ScriptSensor(lambda _t: 300.0, clock=time.clock, step_ms=1.0))
+    monkeypatch.setattr(benches, "time", SimpleNamespace(sleep=lambda seconds: time.go(round(seconds * 1e3))))
     monkeypatch.setattr(benches, "_torch_with_cuda", lambda _index: torch)
     monkeypatch.setattr(benches, "_REST_S", 0.0)
     monkeypatch.setattr(NvmlBoard, "open", lambda _index: board)
@@ -182,10 +188,10 @@ def cuda_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[benches.CudaBe
 def test_the_bench_replays_a_graph(cuda_bench: tuple[benches.CudaBench, FakeCuda, FakeBoard]) -> None:
     bench, cuda, board = cuda_bench
     sample = bench.run(lambda x: x, (1,), launch="graph", seconds=0.5)
-    assert 0.002 <= sample.seconds < 0.5  # a sleep of 2 ms, longer on a busy machine
-    assert sample.watts == pytest.approx(300, rel=0.1)
+    assert sample.seconds == pytest.approx(0.002)
+    assert sample.watts == pytest.approx(300)
     assert sample.clock_hz == 1.5e9 and sample.capped is True
-    assert cuda.graphs[0].replays > 5 and board.looks > 1 and cuda.emptied == 1
+    assert cuda.graphs[0].replays * 0.002 == pytest.approx(0.5, rel=0.2) and board.looks > 1 and cuda.emptied == 1
 
 
 def test_the_bench_leaves_the_host_alone_in_eager_runs(
@@ -194,8 +200,8 @@ def test_the_bench_leaves_the_host_alone_in_eager_runs(
     bench, cuda, board = cuda_bench
     board.reasons = 0
     calls: list[int] = []
-    sample = bench.run(lambda x: (calls.append(x), time.sleep(0.001)), (7,), launch="eager", seconds=0.3)
-    assert 0.001 <= sample.seconds < 0.3  # a sleep of 1 ms, longer on a busy machine
+    sample = bench.run(lambda x: (calls.append(x), cuda.time.go(1)), (7,), launch="eager", seconds=0.3)
+    assert sample.seconds == pytest.approx(0.001)
     assert sample.capped is False
     assert board.looks == 2, "once after settling, once after measuring"
     assert cuda.graphs == [] and set(calls) == {7}
@@ -206,9 +212,9 @@ def test_the_bench_measures_idle_before_and_with_a_context(
 ) -> None:
     bench, cuda, _ = cuda_bench
     bare = bench.idle(0.3, context=False)
-    assert bare.value == pytest.approx(300, rel=0.1) and "without" in bare.how
+    assert bare.value == pytest.approx(300) and "without" in bare.how
     held = bench.idle(0.3, context=True)
-    assert held.value == pytest.approx(300, rel=0.1) and cuda.initialized
+    assert held.value == pytest.approx(300) and cuda.initialized
     late = bench.idle(0.3, context=False)
     assert late.value is None and "already held" in late.how
 

@@ -38,6 +38,7 @@ from tessera.sensors.modelled import ModelledSensor
 from tessera.sensors.nvml import NvmlSensor
 from tessera.sensors.processes import ProcessTree
 
+from fakes.by_hand import TimeByHand
 from fakes.nvml import FakeNvml, Scenario
 from fakes.sensor import ScriptSensor
 
@@ -865,41 +866,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return fake
 
 
-class TimeByHand:
-    """A fake GPU, and monitors without a thread, on a clock that goes when it is told: all times are exact."""
-
-    def __init__(self, gpu: FakeGpu, patch: pytest.MonkeyPatch) -> None:
-        self.clock = SimulatedClock()
-        self.gpu, self.monitors = gpu, list[Monitor]()
-        gpu.clock = self.clock
-        for module in (cuda, core):
-            patch.setattr(module, "time", types.SimpleNamespace(monotonic_ns=self.clock))
-
-    def monitor(self, *powers: tuple[str, Callable[[float], float]]) -> Monitor:
-        sensors = [sensor(power_w, name) for name, power_w in powers]
-        for made in sensors:
-            made.clock = self.clock
-        self.monitors.append(Monitor(sensors))
-        self.monitors[-1].sampler._clock = self.clock
-        return self.monitors[-1]
-
-    def go(self, ms: int) -> None:
-        for _ in range(ms // 5):
-            for m in self.monitors:
-                m.sampler.read_due()
-                m._after_read()
-            self.clock.now_ns += 5 * MS
-
-
 @pytest.fixture
 def by_hand(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> TimeByHand:
-    return TimeByHand(gpu, monkeypatch)
+    made = TimeByHand(monkeypatch)
+    gpu.clock = made.clock
+    return made
 
 
-def test_the_window_is_when_the_device_worked(by_hand: TimeByHand) -> None:
+def test_the_window_is_when_the_device_worked(gpu: FakeGpu, by_hand: TimeByHand) -> None:
     """600 ms of earlier work in the queue, then 200 ms in the scope, which the host leaves after 10 ms."""
-    gpu, begin = by_hand.gpu, by_hand.clock.now_ns * 1e-9
-    m = by_hand.monitor(("gpu0", lambda t: 100.0 + 1000.0 * (t - begin)), ("cpu0", lambda t: 50.0))
+    begin = by_hand.seconds()
+    m = by_hand.monitor(sensor(lambda t: 100.0 + 1000.0 * (t - begin)), sensor(lambda t: 50.0, "cpu0"))
     by_hand.go(100)
     gpu.launch(600)
     queued_until = gpu.stream.busy_until_ns
@@ -918,11 +895,11 @@ def test_the_window_is_when_the_device_worked(by_hand: TimeByHand) -> None:
     assert parts["cpu0"].joules == pytest.approx(50.0 * 0.01)
 
 
-def test_so_far_while_the_device_is_still_behind(by_hand: TimeByHand) -> None:
-    m = by_hand.monitor(("gpu0", lambda t: 100.0))
-    by_hand.gpu.launch(40)
+def test_so_far_while_the_device_is_still_behind(gpu: FakeGpu, by_hand: TimeByHand) -> None:
+    m = by_hand.monitor(sensor())
+    gpu.launch(40)
     with energy_scope(monitor=m) as energy:
-        by_hand.gpu.launch(60)
+        gpu.launch(60)
         by_hand.go(20)
         assert energy.energy_j == pytest.approx(100.0 * 0.02), "the device has not come to the scope: the host's time"
         by_hand.go(60)
@@ -991,20 +968,20 @@ def test_an_edge_within_a_graph_capture_is_the_hosts(gpu: FakeGpu, started: Star
 
 
 def test_anchors_are_renewed_so_that_a_drifting_device_clock_does_not_matter(
-    by_hand: TimeByHand, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, by_hand: TimeByHand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20% fast: without new anchors an edge after 0.6 s would be 120 ms off."""
     monkeypatch.setattr(cuda, "RENEW_NS", 50 * MS)
-    by_hand.gpu.speed = 1.2
-    m = by_hand.monitor(("gpu0", lambda t: 100.0))
+    gpu.speed = 1.2
+    m = by_hand.monitor(sensor())
     with energy_scope(monitor=m):
         pass  # from here on the device is known to be used
     by_hand.go(600)
     entered_ns = by_hand.clock.now_ns
     with energy_scope(monitor=m) as energy:
-        by_hand.gpu.launch(20)
+        gpu.launch(20)
     by_hand.go(100)
-    assert energy.start_ns == pytest.approx(entered_ns, abs=12 * MS)  # 20% of 50 ms, and of the 5 ms of a read
+    assert energy.start_ns == pytest.approx(entered_ns, abs=12 * MS)  # 20% of 50 ms, and a little
 
 
 def test_a_failed_device_neither_hides_the_error_nor_ends_the_measuring(gpu: FakeGpu, started: Started) -> None:
