@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tessera.analyze.graph_profile import profile_operators
 from tessera.analyze.roofline import roofline
 from tessera.analyze.run_energy import OLDER, RunTotals, from_summary
 from tessera.attribute.share import _joules_at
@@ -71,6 +72,16 @@ def solved(timeline: Timeline, levels: Sequence[float], domain: Domain = MODEL) 
 def within(row: EnergyRow, low_w: float, high_w: float) -> bool:
     power_w = row.power_w
     return power_w is None or low_w * (1 - 1e-6) <= power_w <= high_w * (1 + 1e-6)
+
+
+@given(programs(), st.lists(watts, min_size=1, max_size=20))
+def test_a_step_is_its_operators_and_what_lies_between_them(timeline: Timeline, levels: list[float]) -> None:
+    """Rows of `graph.profile` are calls from outside: their joules are, like their seconds, of all they call."""
+    table = solved(timeline, levels)
+    rows = profile_operators(timeline).rows
+    assert {r.op for r in rows} == {"aten::matmul"}
+    assert sum(r.energy_j or 0.0 for r in rows) + table.idle_j == pytest.approx(table.energy_j)
+    assert sum(r.error_j or 0.0 for r in rows) == pytest.approx(float(np.nansum(timeline.error_j)))
 
 
 @given(programs(), st.lists(watts, min_size=1, max_size=20), st.sampled_from([MODEL, LINEAR]))

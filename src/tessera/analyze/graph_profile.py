@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ArgumentError, MeasurementError
 from ..graph.rewrites import Rewrite, collect_rewrites
@@ -35,6 +36,7 @@ from ..timeline.transfers import ON_HOST
 from .kernel_names import category, short
 from .mean_step import mean_step
 from .result import encode_json
+from .roofline import sum_inside
 
 # Of one SM since Volta (CUDA programming guide, compute capabilities 7.0 to 10.0): registers, threads, blocks; shared
 # memory by what the device properties say, else Hopper's.
@@ -125,12 +127,16 @@ def profile_operators(timeline: Timeline, *, steps: int = 1, step_s: float = 0.0
     )
     _, where = np.unique(key, axis=0, return_inverse=True)
     where = where.reshape(-1)
-    profiles = [_profile(timeline, links, rows[where == k]) for k in range(int(where.max(initial=-1)) + 1)]
+    joules, errors = (sum_inside(timeline, rows, values) for values in (timeline.energy_j, timeline.error_j))
+    kinds = [np.flatnonzero(where == k) for k in range(int(where.max(initial=-1)) + 1)]
+    profiles = [_profile(timeline, links, rows[of], _sum(joules[of]), _sum(errors[of])) for of in kinds]
     profiles.sort(key=lambda r: r.total_s, reverse=True)
     return GraphProfile(rows=profiles, rewrites=find_rewrites(profiles, steps), steps=steps, step_s=step_s)
 
 
-def _profile(timeline: Timeline, links: Links, rows: Ints) -> OpProfile:
+def _profile(
+    timeline: Timeline, links: Links, rows: Ints, energy_j: float | None, error_j: float | None
+) -> OpProfile:
     first = int(rows[0])
     launch = timeline.launches[int(timeline["launch"][first])] if timeline["launch"][first] != NONE else Launch()
     name, kind = timeline.name(first), timeline.kind(first)
@@ -159,17 +165,15 @@ def _profile(timeline: Timeline, links: Links, rows: Ints) -> OpProfile:
         bandwidth_bytes_per_s=moved / latency_s if moved > 0 and latency_s > 0 else None,
         dram_gbps=_dram_gbps(timeline, first),
         fused=parse_fused(name, op_name) if kind == "kernel" else (),
-        energy_j=_sum(timeline.energy_j, rows),
-        error_j=_sum(timeline.error_j, rows),
+        energy_j=energy_j,
+        error_j=error_j,
         shapes=timeline.text("shapes", op) if op != NONE else None,
     )
 
 
-def _sum(values: Any, rows: Ints) -> float | None:
-    """Joules of some rows; their errors are one class's and add up. None where nothing was attributed."""
-    if values is None or np.all(np.isnan(values[rows])):
-        return None
-    return float(np.nansum(values[rows]))
+def _sum(values: NDArray[np.float64]) -> float | None:
+    """Of some calls: their errors have the same causes and add up. None where nothing was attributed."""
+    return None if np.all(np.isnan(values)) else float(np.nansum(values))
 
 
 def _dram_gbps(timeline: Timeline, row: int) -> float | None:

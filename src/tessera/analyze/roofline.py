@@ -143,7 +143,7 @@ def make_rows(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str 
     if by == "op":
         keys = [np.where(calls.op == NONE, NONE, timeline["name"][calls.op]), timeline.linked.shapes[rows]]
     first_calls, inverse = distinct(*keys)
-    joules = np.full(len(rows), np.nan) if timeline.energy_j is None else _joules(timeline, rows)
+    joules = sum_inside(timeline, rows, timeline.energy_j)
     groups = _CallGroups(calls, inverse, len(first_calls), joules, by)
     lines = []
     for i in np.argsort(-groups.seconds, kind="stable").tolist():
@@ -160,22 +160,23 @@ def make_rows(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str 
     return lines
 
 
-def _joules(timeline: Timeline, rows: Ints) -> Floats:
-    """The joules of calls. A call of the host has those of the operators inside it, as it has their seconds."""
-    assert timeline.energy_j is not None
+def sum_inside(timeline: Timeline, rows: Ints, values: Floats | None) -> Floats:
+    """The joules, or errors, of calls. A call of the host has those of the operators inside it, as its seconds are."""
+    if values is None:
+        return np.full(len(rows), np.nan)
     if len(timeline.device_rows):
-        return np.asarray(timeline.energy_j[rows], np.float64)
+        return np.asarray(values[rows], np.float64)
     parent = timeline.linked.parent
     place = np.full(len(timeline) + 1, NONE, np.int64)  # one more, for NONE
     place[rows] = np.arange(len(rows))
-    spends = np.flatnonzero(~np.isnan(timeline.energy_j))
+    spends = np.flatnonzero(~np.isnan(values))
     owner = spends.copy()
     while np.any(climbing := (owner != NONE) & (place[owner] == NONE)):
         owner[climbing] = parent[owner[climbing]]
     inside = owner != NONE
-    at, energy_j = place[owner[inside]], timeline.energy_j[spends[inside]]
-    has_joules = np.bincount(at, minlength=len(rows)) > 0
-    return np.where(has_joules, np.bincount(at, energy_j, minlength=len(rows)), np.nan)
+    at = place[owner[inside]]
+    is_known = np.bincount(at, minlength=len(rows)) > 0
+    return np.where(is_known, np.bincount(at, values[spends[inside]], minlength=len(rows)), np.nan)
 
 
 class _CallGroups:
