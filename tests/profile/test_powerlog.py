@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from datetime import datetime
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,32 +17,7 @@ from tessera.profile.open_recording import load
 from tessera.profile.powerlog import read_power
 
 import synthetic_run
-
-BASE_NS = 1_790_000_000_000_000_000
-
-
-def write_own(path: Path, watts: list[float], every_ms: float = 20.0, domain: str = "gpu0") -> Path:
-    lines = ["epoch_us,domain,watts"]
-    lines += [f"{BASE_NS // 1000 + round(i * every_ms * 1000)},{domain},{w}" for i, w in enumerate(watts)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def write_trace(path: Path, kernels: int = 200) -> Path:
-    events = []
-    for i in range(kernels):
-        start_us = 100_000 + i * 10_000
-        events.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": start_us - 20.5,
-                       "dur": 10.25, "args": {"External id": i + 1}})  # fmt: skip
-        events.append({"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": start_us, "dur": 8000.125,
-                       "args": {"External id": i + 1, "device": 0, "stream": 7, "correlation": i + 1}})  # fmt: skip
-    data = {"schemaVersion": 1, "baseTimeNanoseconds": BASE_NS, "traceEvents": events,
-            "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}  # fmt: skip
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(json.dumps(data).encode()))
-    else:
-        path.write_text(json.dumps(data))
-    return path
+from power_logs import BASE_NS, smi, write_own, write_trace
 
 
 def test_a_log_at_20_ms_is_taken_as_the_ring(tmp_path):
@@ -91,15 +64,6 @@ def test_a_hole_is_unknown_not_bridged(tmp_path):
     energy = trace.energy()
     assert energy.coverage < 0.5
     assert energy.energy_j == pytest.approx(500 * 0.98 + 100 * 0.98, rel=0.05)
-
-
-def smi(path: Path, field: str, rows: list[tuple[float, int, str]], units: bool = True) -> Path:
-    lines = [f"timestamp, index, name, {field}{' [W]' if units else ''}"]
-    for seconds, index, text in rows:
-        stamp = datetime.fromtimestamp(BASE_NS / 1e9 + seconds).strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
-        lines.append(f"{stamp}, {index}, NVIDIA H200, {text}")
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def test_nvidia_smi_logs(tmp_path):

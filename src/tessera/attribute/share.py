@@ -19,6 +19,7 @@ from ..joules import FULL, Z90, DomainSamples, Floats, Ints, accumulate
 from ..notes import Note, name_several
 from ..schema import DeviceId, Domain, Energy, Hold
 from ..sensors.modelled import LINE_ERROR
+from ..units import format_duration
 from .activity import Activity, Sharing, gaps, sum_by_key
 from .fit import PowerFit, conserve_energy
 from .host_power import HostDivision, divide_samples
@@ -30,6 +31,9 @@ HOST = DeviceId("", "cpu", 0)
 _SHORT_GAP_NS = 2_000_000
 # From this share of the joules in samples with both operators and waiting on, the report mentions the fit.
 _MIXED = 0.1
+# Logs of other tools (`Domain.source`) can be made denser; from this spacing on that helps more than more steps.
+_LOGS = ("csv", "nvidia-smi", "amd-smi", "rocm-smi", "xpu-smi")
+_SPARSE_S = 0.25
 ENOUGH = 500
 """Samples of ten seconds of the ring: more of them hardly change what they tell apart (measure/light_joules.py)."""
 
@@ -194,6 +198,10 @@ def join_errors(parts: Sequence[Share], errors_j: Sequence[float]) -> float:
     return math.hypot(on_host, *(error for p, error in zip(parts, errors_j, strict=True) if not p.on_host))
 
 
+def _is_sparse_log(domain: Domain) -> bool:
+    return domain.source.startswith(_LOGS) and domain.resolution_s >= _SPARSE_S
+
+
 def note_fits(parts: Sequence[Share]) -> list[str]:
     """What a reader should know of how joules were divided, each text once for all devices it is true of."""
     said: dict[str, list[str]] = {}
@@ -202,12 +210,18 @@ def note_fits(parts: Sequence[Share]) -> list[str]:
             text = "power is modelled, so joules are divided among operators by time"
             said.setdefault(text, []).append(p.domain.name)
             continue
+        if _is_sparse_log(p.domain):
+            every = f"power was logged every {format_duration(p.domain.resolution_s, 2)}"
+            example = " (nvidia-smi -lms 100)" if p.domain.source.startswith("nvidia-smi") else ""
+            text = f"{every}, and what was drawn between two rows is not known: log it more often{example}"
+            said.setdefault(text, []).append(p.domain.name)
         busy = sum_by_key(p.activity.cls, p.seconds, len(p.watts))[: p.activity.classes]
         informed = p.fit.informed[: p.activity.classes]
         joules = busy * p.watts[: p.activity.classes]
         if joules.sum() > 0 and float(joules @ informed) < 0.5 * float(joules.sum()):
             modelled = "(the sum is measured, most of the split is modelled)"
-            few = f"{p.fit.samples} samples are too few to split the energy among kernels {modelled}: record more steps"
+            advice = "log power more often" if _is_sparse_log(p.domain) else "record more steps"
+            few = f"{p.fit.samples} samples are too few to split the energy among kernels {modelled}: {advice}"
             alike = f"{p.fit.samples} samples, yet many kernels run too close together to be told apart {modelled}"
             said.setdefault(few if p.fit.samples < ENOUGH else alike, []).append(p.domain.name)
     fitted = [p.division for p in parts if p.division is not None and p.division.mixed > _MIXED]

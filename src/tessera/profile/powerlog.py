@@ -67,8 +67,8 @@ def _column(domain: Domain, times_ns: Ints, watts: Floats) -> DomainSamples:
     """Samples with their holes marked: where nothing was logged for long, nothing is known."""
     hole_ns = max(_HOLE_S, _HOLE_SPACINGS * domain.resolution_s) * 1e9
     after = np.flatnonzero(np.diff(times_ns) > hole_ns) + 1
-    # NaN says that nothing is known since the sample before it.
-    times_ns = np.insert(times_ns, after, times_ns[after] - 1)
+    # NaN says that nothing is known since the sample before it. The sample after it speaks for as long as any other.
+    times_ns = np.insert(times_ns, after, times_ns[after] - max(round(domain.resolution_s * 1e9), 1))
     return DomainSamples.of(domain, times_ns, np.insert(watts, after, np.nan))
 
 

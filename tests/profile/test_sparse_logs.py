@@ -1,0 +1,72 @@
+"""Power logs whose rows lie farther apart than a sensor refreshes: `nvidia-smi -l 1`, stamps of whole seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tessera.profile.open_recording import load
+from tessera.profile.powerlog import read_power
+
+from power_logs import BASE_NS, smi, write_own, write_trace
+
+RUN_S = 10.0
+
+
+def write_smi(path: Path, rows: list[tuple[float, float]], field: str = "power.draw") -> Path:
+    return smi(path, field, [(seconds, 0, f"{watts:.2f} W") for seconds, watts in rows])
+
+
+@pytest.mark.parametrize("every_s", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("field", ["power.draw", "power.draw.instant", "power.draw.average"])
+def test_rows_seconds_apart_are_no_holes(tmp_path, every_s, field):
+    trace = read_power(write_smi(tmp_path / "p.csv", [(i * every_s, 600.0 + i % 2) for i in range(15)], field))
+    energy = trace.energy()
+    assert energy.coverage > 0.9
+    assert energy.energy_j == pytest.approx(600.5 * energy.coverage * energy.time_s, rel=0.01)
+    assert trace.domains[0].resolution_s == pytest.approx(every_s, rel=0.01)
+
+
+def test_a_trace_and_a_log_of_a_row_a_second(tmp_path):
+    log = write_smi(tmp_path / "p.csv", [(float(i), 500.0) for i in range(-3, 6)])
+    table = load(write_trace(tmp_path / "t.json", kernels=200), power=log).energy()
+    assert table.energy_j == pytest.approx(500.0 * table.time_s, rel=0.02)
+    assert table.coverage > 0.99
+    said = " ".join(table.notes)
+    assert "logged every 1 s" in said and "-lms 100" in said and "record more steps" not in said
+
+
+def test_a_sample_after_a_hole_speaks_for_as_long_as_any_other(tmp_path):
+    """Not for a nanosecond: a log of bursts and lone rows had joules of microjoules and terawatts."""
+    path = write_own(tmp_path / "p.csv", [500.0] * 50, every_ms=100)
+    with path.open("a") as f:
+        f.write("".join(f"{BASE_NS // 1000 + 10_000_000 * i},gpu0,500\n" for i in range(1, 20)))
+    lone = read_power(path).energy(None, BASE_NS + 8_000_000_000, BASE_NS + 188_000_000_000)
+    assert lone.energy_j == pytest.approx(500.0 * 0.1 * 18, rel=0.1)
+
+
+def glimpses_hold(rng: np.random.Generator, folder: Path, *, in_step: bool) -> bool:
+    """Whether the interval of a log with a row a second holds the joules of a square wave."""
+    period_s = rng.choice([0.25, 0.5, 1.0, 2.0]) if in_step else 10 ** rng.uniform(-1.3, 0.6)
+    duty, low, phase, first_s = rng.uniform(0.1, 0.9), rng.uniform(0.15, 1.0), rng.uniform(), rng.uniform(0.1, 1.0)
+    grid_s = np.arange(0.0, RUN_S + 2.0, 0.005)
+    watts = np.where((grid_s / period_s + phase) % 1.0 < duty, 600.0, 600.0 * low)
+    so_far = np.concatenate([[0.0], np.cumsum(watts)]) * 0.005
+    at_s = np.arange(first_s, RUN_S + 2.0, 1.0)
+    looked = [(so_far[round(t / 0.005)] - so_far[round((t - 0.1) / 0.005)]) / 0.1 for t in at_s]
+    rows = list(zip(at_s.tolist(), looked, strict=True))
+    trace = read_power(write_smi(folder / "p.csv", rows, "power.draw.instant"))
+    start_s, end_s = first_s + 0.2, first_s + 0.2 + RUN_S - 1.0
+    found = trace.energy(None, BASE_NS + round(start_s * 1e9), BASE_NS + round(end_s * 1e9))
+    truth = so_far[round(end_s / 0.005)] - so_far[round(start_s / 0.005)]
+    return bool(abs(found.energy_j - truth) <= found.error_j)
+
+
+@pytest.mark.parametrize(("in_step", "least"), [(False, 0.95), (True, 0.75)])
+def test_rows_that_are_glimpses_have_the_intervals_they_deserve(tmp_path, in_step, least):
+    """By their scatter alone: 93% of the loads of any period, 35% of those that repeat with the rows."""
+    rng = np.random.default_rng(1)
+    held = [glimpses_hold(rng, tmp_path, in_step=in_step) for _ in range(150)]
+    assert np.mean(held) >= least, np.mean(held)
