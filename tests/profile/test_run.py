@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -21,8 +22,9 @@ from tessera.cli.run import _parse_steps, command
 from tessera.errors import ArgumentError
 from tessera.profile import RunFile
 from tessera.profile.launch import LaunchPlan, exit_code
+from tessera.profile.optimizer_steps import OptimizerSteps
 from tessera.profile.script_steps import AfterImport, GradlessBlocks, RecurringCalls
-from tessera.profile.torch_hooks import ModeChanges, ModuleCalls, NoGradBlocks, OptimizerSteps, model_runs
+from tessera.profile.torch_hooks import ModeChanges, ModuleCalls, NoGradBlocks, model_runs
 from warm_command import run_command
 
 CLI = "import sys; from tessera.cli import main as m; m.COMMANDS.setdefault('run', ('run', '')); m.main(sys.argv[1:])"
@@ -338,6 +340,58 @@ def test_optimizers_that_take_turns_make_one_step():
     steps.remove()
     second.step()
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("stepped", "ended"),
+    [
+        ("c c a " * 5, "c c c c a a a a"),  # an actor and its critic, a policy that is delayed
+        ("d g " * 4, "d d d d"),
+        ("x x x x y y z " * 4, "x x x x x x x x z z z"),
+        ("m " * 20 + "r " + "m " * 20 + "r", "m " * 40),  # too rare to be a part of every iteration
+        ("c c c a c c a c a " * 2, "c " * 12),  # no pattern
+        ("p p " + "t " * 20, "p p t t t t"),  # the first has learnt all it was to
+    ],
+)
+def test_the_optimizer_that_steps_least_often_ends_the_step(stepped, ended):
+    import torch
+
+    optimizers = {n: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for n in set(stepped.split())}
+    seen, now, changes = [], [], []
+    steps = OptimizerSteps(lambda: seen.append(now[-1]), changed=lambda: changes.append(now[-1]))
+    steps.install()
+    for name in stepped.split():
+        now.append(name)
+        optimizers[name].step()
+    steps.remove()
+    assert seen == ended.split()
+    assert changes == [b for a, b in pairwise(dict.fromkeys(seen))]
+
+
+ACTOR_CRITIC = """
+    import torch
+    actor, critic = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    a_opt, c_opt = (torch.optim.Adam(m.parameters()) for m in (actor, critic))
+    for iteration in range(30):
+        for _ in range(16):
+            with torch.no_grad():
+                x = actor(torch.ones(4, 3)).expand(4, 3)
+        for _ in range(2):
+            critic(x).sum().backward()
+            c_opt.step()
+        with torch.no_grad():
+            critic(x)
+        actor(x).sum().backward()
+        a_opt.step()
+    """
+
+
+def test_the_steps_of_an_actor_and_its_critic_are_its_iterations(tmp_path, script):
+    code, out, err = run(tmp_path, "--mode", "operators", "--json", script(ACTOR_CRITIC))
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["run"]["steps"] == 33  # 4 of the critic until the pattern is known, and 29 iterations
+    assert "evaluation" not in {row["name"] for row in said["regions"]}
 
 
 def test_a_script_without_torch_is_told_how_to_see_its_lines(tmp_path, script):

@@ -20,8 +20,9 @@ from typing import Any
 from ..errors import TesseraError
 from ..notes import Note
 from ..recording import EVALUATION
+from .optimizer_steps import OptimizerSteps
 from .recorder import Session
-from .torch_hooks import ModeChanges, ModuleCalls, NoGradBlocks, OptimizerSteps
+from .torch_hooks import ModeChanges, ModuleCalls, NoGradBlocks
 
 WITHOUT_STEPS = (
     "nothing was traced: the script came neither to a GPU nor to an optimizer step; steps of a model on the CPU are "
@@ -53,7 +54,7 @@ class ScriptSteps:
     def __init__(self, session: Session, *, by_modules: bool) -> None:
         self._session = session
         self._by_modules = by_modules
-        self._optimizer = OptimizerSteps(self._optimizer_stepped, self._optimizer_made)
+        self._optimizer = OptimizerSteps(self._optimizer_stepped, self._optimizer_made, self._steps_changed)
         self._modules: ModuleCalls | None = None
         self._modes = ModeChanges(self._mode_changed)
         self._evaluated_ns = 0  # since when, 0 for not
@@ -147,6 +148,10 @@ class ScriptSteps:
     def _optimizer_made(self) -> None:
         if self._session._tracing is not None:
             self._session._tracing.expect_steps()
+
+    def _steps_changed(self) -> None:
+        """Another optimizer ends the steps from now on: what the shorter ones had says nothing of the next."""
+        self._gradless = GradlessBlocks()
 
     def _mode_changed(self, trains: bool) -> None:
         """Evaluation begins after a step and ends with training; a frozen module stays in it (`_optimizer_stepped`)."""

@@ -103,48 +103,6 @@ class OtherProfilers:
 # -- steps of a program that does not mark them ----------------------------------------------------------------------
 
 
-class OptimizerSteps:
-    """Calls something after every step of the program's optimizer: of the first one seen, while it lives.
-
-    `made` is called when there is an optimizer, before its first step.
-    """
-
-    def __init__(self, call: Callable[[], None], made: Callable[[], None] = lambda: None) -> None:
-        self._call = call
-        self._made = made
-        self._original: Any = None
-        self._first: weakref.ref[Any] | None = None
-        self._handle: Any = None
-
-    def install(self) -> None:
-        from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-
-        self._handle = register_optimizer_step_post_hook(self._after)
-        self._original, made = Optimizer.__init__, self._made
-
-        @functools.wraps(Optimizer.__init__)
-        def __init__(this: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            made()
-            self._original(this, *args, **kwargs)
-
-        Optimizer.__init__ = __init__
-
-    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # Two optimizers that take turns (a GAN's) make one step of the program.
-        if self._first is None or self._first() is None:
-            self._first = weakref.ref(optimizer)
-        if self._first() is optimizer:
-            self._call()
-
-    def remove(self) -> None:
-        if self._handle is not None:
-            from torch.optim.optimizer import Optimizer
-
-            self._handle.remove()
-            self._handle = None
-            Optimizer.__init__ = self._original
-
-
 class ModeChanges:
     """Calls something when the program puts a module into training or evaluation: `model.train()`, `model.eval()`.
 
