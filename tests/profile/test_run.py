@@ -495,6 +495,10 @@ def test_evaluation_without_a_change_of_mode_is_found_by_its_missing_gradients(t
         ([[], [], [], [(1, 3), (4, 6), (7, 9)]], [None, None, None, (1, 9)]),  # one block for each batch
         ([[(8, 9)], [(8, 9)], [(8, 9)], [(1, 6), (8, 9)]], [None, None, None, (1, 6)]),  # and an accuracy in every step
         ([[(1, 9)]] * 6, [None] * 6),  # a teacher
+        ([[(1, 2)], [(1, 2)], [(1, 2)], [(1, 2), (3, 9)]], [None] * 3 + [(3, 9)]),  # after a mean of the weights
+        ([[(1, 2), (8, 9)]] * 3 + [[(1, 2), (3, 5), (5, 8), (8, 9)]], [None] * 3 + [(3, 8)]),  # before clipping, too
+        ([[], [(1, 9)]] * 8, [None] * 3 + [(1, 9), None, (1, 9)] + [None] * 10),  # a rollout before two updates
+        ([[], []] + [[(1, 9)]] * 20, [None] * 2 + [(1, 9)] * 2 + [None] * 18),  # as of now every step has one
         ([[], [], [], [(1, 2)]], [None] * 4),  # short
         ([[], [(1, 9)]], [None, None]),  # nobody knows yet how long a step is
     ],

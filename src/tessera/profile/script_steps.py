@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.abc
+import itertools
 import logging
 import statistics
 import sys
@@ -36,7 +37,7 @@ WITHOUT_TORCH = Note(
 BEFORE_TORCH = "nothing was traced: the script was ended before it had imported torch"
 _log = logging.getLogger("tessera")
 
-_RECENT, _FEWEST, _MOST_BLOCKS = 32, 2, 10_000
+_RECENT, _FEWEST, _OFTEN, _MOST_BLOCKS = 32, 2, 6, 10_000
 _STOPPED = 3
 _LONG_NS = 5_000_000  # blocks of which an end is noted in the power samples
 _LONG = 0.5  # of a step: blocks that are shorter change nobody's joules
@@ -226,14 +227,16 @@ class RecurringCalls:
 class GradlessBlocks:
     """Finds evaluation among the blocks without gradients between two steps.
 
-    A block that most steps have (a teacher's forward pass, an accuracy, a custom optimizer) is a part of them.
-    Evaluation is what only some steps have before those, and what lasts at least half as long as a step.
+    Blocks that most steps have (a teacher's forward pass, an accuracy, clipping, a mean of the weights) are a part of
+    them. Evaluation is what only some steps have besides, in a row, and what lasts at least half as long as a step.
+    What half of the steps have (a rollout before every two updates) is none.
     """
 
     def __init__(self) -> None:
         self._blocks: list[tuple[int, int]] = []
         self._begun_ns = 0
         self._plain: deque[tuple[int, int]] = deque(maxlen=_RECENT)  # how long steps took, how many blocks they had
+        self._had_more: deque[bool] = deque(maxlen=_OFTEN)  # the last steps: whether they had what could be evaluation
 
     def add(self, start_ns: int, end_ns: int) -> None:
         """A block without gradients has ended."""
@@ -251,12 +254,24 @@ class GradlessBlocks:
         begun_ns, self._begun_ns = self._begun_ns, now_ns
         if len(self._plain) >= _FEWEST:
             usual = 0 if is_last else statistics.median_low(count for _, count in self._plain)
-            apart = blocks[: len(blocks) - usual]
-            if apart and apart[-1][1] - apart[0][0] >= _LONG * statistics.median(lasts for lasts, _ in self._plain):
+            apart = _longest_run(blocks, len(blocks) - usual)
+            step_ns = statistics.median(lasts for lasts, _ in self._plain)
+            has_more = bool(apart) and apart[-1][1] - apart[0][0] >= _LONG * step_ns
+            self._had_more.append(has_more)
+            if has_more and (is_last or 2 * sum(self._had_more) < _OFTEN):
                 return apart[0][0], apart[-1][1]
         if begun_ns:
             self._plain.append((now_ns - begun_ns, len(blocks)))
         return None
+
+
+def _longest_run(blocks: Sequence[tuple[int, int]], count: int) -> Sequence[tuple[int, int]]:
+    """Those so many blocks in a row that last longest together."""
+    if count <= 0:
+        return ()
+    until_ns = list(itertools.accumulate((end - start for start, end in blocks), initial=0))
+    begin = max(range(len(blocks) - count + 1), key=lambda at: until_ns[at + count] - until_ns[at])
+    return blocks[begin : begin + count]
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
