@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -17,7 +16,7 @@ import torch.distributed as c10d
 
 from tessera.dist import mesh
 
-WAIT_S = 120
+WAIT_S = 600
 
 
 class GlooRanks:
@@ -34,9 +33,7 @@ class GlooRanks:
 
     def _start(self) -> None:
         fork = multiprocessing.get_context("fork")  # torch is imported once, not by every rank
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = 0  # rank 0 takes a free one and says which: one that was free before may be another suite's by now
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(self.count):
@@ -46,6 +43,8 @@ class GlooRanks:
             process.start()
             self._pipes.append(ours)
             self.processes.append(process)
+            if rank == 0:
+                port = ours.recv()
 
     def __enter__(self) -> Self:
         return self
@@ -92,8 +91,10 @@ def _serve(pipe: Connection, rank: int, count: int, port: int, node_size: int | 
     mesh._whole_meshes.clear()  # a rank is a program of its own: it has no mesh of the tests before it
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(node_size or count))
     timeout = datetime.timedelta(seconds=timeout_s)
-    where = f"tcp://127.0.0.1:{port}"
-    c10d.init_process_group("gloo", init_method=where, rank=rank, world_size=count, timeout=timeout)
+    store = c10d.TCPStore("127.0.0.1", port, count, rank == 0, timeout, wait_for_workers=False)
+    if rank == 0:
+        pipe.send(store.port)
+    c10d.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
     while (task := pipe.recv()) is not None:
         function, args = task
         try:
