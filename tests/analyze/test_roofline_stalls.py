@@ -348,6 +348,14 @@ def test_means_are_weighted_by_time():
     assert row["counted_pct"] == pytest.approx(40.0) and row["calls"] == 3
 
 
+def test_stalls_without_reasons_show_none():
+    t = timeline(("aten::mm", "", "k", 100.0))
+    t.extra = {1: {"memory_stall_pct": 40.0}}
+    result = stalls(t)
+    assert result.rows[0]["memory_stall_pct"] == 40.0 and result.rows[0]["stall_reasons"] is None
+    assert "{}" not in str(result)
+
+
 def test_divergence_of_recorded_counters(counted):
     everything = divergence(counted, threshold=0.0)
     recorded = {k.name: k.values["warp_divergence_pct"] for k in ncu.parse((DATA / "ncu_h200.csv").read_text())}

@@ -179,7 +179,7 @@ def stalls(trace: Any, *, power: Any = None, group_by: str = "kernel", progress:
         row |= {"main_reason": worst, "main_reason_pct": reasons.get(worst) if worst else None}
         row |= {"main_reason_means": STALLS[worst].reason if worst in STALLS else None}
         row |= {k: mean.value(k) for k in _BESIDE}
-        rows.append(row | {"stall_reasons": dict(sorted(reasons.items(), key=lambda item: -item[1]))})
+        rows.append(row | {"stall_reasons": dict(sorted(reasons.items(), key=lambda item: -item[1])) or None})
     rows.sort(key=lambda r: -r["stalled_s"])
     missing = f"stall reasons are hardware counters: {COMMAND}" if groups.members else explain_no_device(recording)
     return Result(
