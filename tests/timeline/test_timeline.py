@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tessera.errors import RecordingError
+from tessera.profile.ranks.collectives import measure_overlap
 from tessera.timeline import Builder, Timeline, intervals, shapes, source, stream, transfers
 from tessera.timeline.columns import NONE
 from tessera.timeline.intervals import Nesting, Spans, _scan, _tree, latest, single, union
@@ -755,6 +756,42 @@ def test_records_say_what_is_known():
     assert (found["GPU 0 power"].value, found["GPU 0 power"].unit, found["GPU 0 power"].device) == (312.5, "W", 0)
     assert found["aten::linear"].op is None and found["MmBackward0"].op.startswith("autograd::engine")
     assert [r.name for r in timeline.records([3, 1])] == [timeline.name(3), timeline.name(1)]
+
+
+SEED_EVENTS = [
+    event(cat="kernel", name="gemm", ts=12_000, dur=8_000, args={"sm_occupancy": 0.71, "tc_util_pct": 0.83}),
+    event(cat="collective", name="all_reduce", ts=14_000, dur=4_000, args={"bytes": 134_217_728, "overlap_pct": 0.46}),
+]
+
+
+def test_counters_and_bytes_of_another_tools_trace():
+    timeline = read(by_line(SEED_EVENTS))
+    gemm, reduced = timeline.records()
+    assert gemm.sm_occupancy == pytest.approx(71.0) and gemm.tc_util_pct == pytest.approx(83.0)
+    assert (reduced.collective_type, reduced.collective_bytes) == ("all_reduce", 134_217_728)
+    assert any("read as percent: sm_occupancy, tc_util_pct" in note for note in timeline.notes)
+    # Neither says on which device it ran: records and the analysis of collectives give one answer.
+    (row,) = timeline.rows("collective").tolist()
+    assert reduced.collective_overlap_pct == measure_overlap(timeline, [])[row] == 100.0
+
+
+@pytest.mark.parametrize("head", ["", '"tessera": {}, '])
+def test_one_counter_alone_is_read(head):
+    alone = [event(cat="kernel", name="k", ts=1_000, dur=1_000, args={"l2_hit_rate": 50.0, "warps_active": 0.5})]
+    (found,) = read(pretty(alone, head=head)).records()
+    assert (found.l2_hit_rate, found.warps_active, found.sm_occupancy) == (50.0, 0.5, None)
+
+
+def test_percentages_of_our_own_file_are_percent_however_small():
+    small = [event(cat="kernel", name="k", ts=1_000, dur=1_000, args={"tc_util_pct": 0.5})]
+    (found,) = read(pretty(small, head='"tessera": {},')).records()
+    assert found.tc_util_pct == 0.5
+
+
+def test_counters_that_are_no_numbers_are_not_read():
+    odd = {"sm_occupancy": "high", "tc_util_pct": True, "stall_reasons": [1], "l2_gbps": 1e999, "l2_hit_rate": None}
+    text = by_line([event(cat="kernel", name="k", ts=1_000, dur=1_000, args=odd)])
+    assert not read(text).extra
 
 
 # -- recordings ----------------------------------------------------------------------------------------------------

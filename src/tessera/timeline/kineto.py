@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from ..errors import RecordingError
 from ..notes import Note
-from ..record import CODE, COUNTERS, KINDS
+from ..record import CODE, KINDS
 from . import stream_names
 from .columns import MOST_NUMBER, NONE, UNTRACED, Builder, Ints, Launch, Timeline
+from .counter_args import OURS, fractions_to_percent, may_have_counters, read_counters
 from .events import (
     LIMIT_NS,
     NO_WALL_CLOCK,
@@ -44,7 +45,7 @@ from .shapes import CAUSAL, compact, is_causal
 from .side import NO_TIME, SideEvents
 from .source import open_source, read_json, read_pieces, read_start
 from .stream import Events
-from .transfers import GRAPH_LAUNCH, collective, copy, is_collective
+from .transfers import GRAPH_LAUNCH, collective, copy, is_collective, stated_bytes
 
 MODULE = "nn.Module: "
 """How the Python tracer's names of modules begin."""
@@ -68,10 +69,6 @@ _OLD_ANNOTATIONS = ("ProfilerStep#", "enumerate(DataLoader)", "Optimizer.", "Dis
 _MTIA_WAITS = ("event_wait", "event_record")  # of a stream of MTIA: nothing runs in them
 _MOST_RANGES = 100_000
 """Of CUPTI's range profiler: it replays every kernel, so that nobody records many."""
-OURS = b'"tessera"'
-"""What our exporter writes before the events."""
-COUNTER_KEYS = tuple(f'"{field}"'.encode() for field in ("sm_occupancy", "memory_stall_pct", "warp_divergence_pct"))
-"""At least one of these is in the arguments of a kernel that was counted."""
 _MOST_NOTES = 20  # of one sort
 
 
@@ -210,15 +207,13 @@ class RowReader:
         self.builder.extend(columns, count)
 
     def _read_counters(self, kept: Ints, first: int, text: bytes) -> None:
-        """Hardware counters that our own exporter wrote into the arguments of kernels."""
-        if not self.ours or not any(key in text for key in COUNTER_KEYS):
+        """Hardware counters in the arguments of kernels."""
+        if not may_have_counters(text):
             return
         raw = msgspec.json.decode(text, type=list[RawArgs])
         for place, index in enumerate(kept.tolist()):
-            args = bytes(raw[index].args)
-            if any(key in args for key in COUNTER_KEYS):
-                fields = msgspec.json.decode(args)
-                self.extra[first + place] = {k: v for k, v in fields.items() if k in COUNTERS and v is not None}
+            if counters := read_counters(bytes(raw[index].args)):
+                self.extra[first + place] = counters
 
     def _read_ranges(self, events: Batch, places: Ints, starts: Ints, text: bytes) -> None:
         """Metrics of kernels that CUPTI replayed for them, in the order of their launches."""
@@ -272,7 +267,7 @@ class RowReader:
         self._odd["with the number of no device, taken as unknown"] += int(wrong.sum())
         columns["device"][rows] = np.where(wrong, NONE, devices)
         columns["stream"][rows] = _ints([s if (s := _number(a.stream)) >= 0 else _number(e.tid) for e, a in pairs])
-        columns["bytes"][rows] = _ints([_size(a) for _, a in pairs])
+        columns["bytes"][rows] = _ints([stated_bytes(a) for _, a in pairs])
         launches, kernel_launches, copies, communicates = [], self._launches, self._copies, self._communicates
         for i, code, (event, a) in zip(index, kinds[rows].tolist(), pairs, strict=True):
             number = NONE
@@ -331,6 +326,8 @@ class RowReader:
         info = meta.get("distributedInfo")
         rank = info.get("rank") if isinstance(info, dict) else None
         timeline.rank = rank if isinstance(rank, int) and NONE <= rank <= MOST_NUMBER else None
+        if not self.ours and (fractions := fractions_to_percent(self.extra)):
+            notes.append(f"fractions of 1, read as percent: {', '.join(fractions)}")
         timeline.notes = notes
         timeline.extra = self.extra
         timeline.meta = meta | {
@@ -383,13 +380,6 @@ def _ints(values: list[int]) -> Ints:
 
 def _number(value: int | str) -> int:
     return value if isinstance(value, int) else NONE
-
-
-def _size(args: Args) -> int:
-    size = args.bytes if args.bytes != NONE else args.size
-    if isinstance(size, int):
-        return size
-    return int(size) if size.isdecimal() and len(size) < 19 else NONE
 
 
 def _old_kind(event: TraceEvent | LateEvent) -> int:

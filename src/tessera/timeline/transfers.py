@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .columns import Launch
+from .columns import NONE, Launch
 from .events import Args
 
 DTYPE_BYTES = {
@@ -43,21 +43,32 @@ def collective_type(text: str) -> str | None:
 
 
 def collective_bytes(args: Args) -> int | None:
-    """Size of the message as nccl-tests counts it: the larger of input and output."""
+    """Size of the message as nccl-tests counts it, the larger of input and output; else the bytes that are stated."""
     size = DTYPE_BYTES.get((args.dtype or "").lower().removeprefix("torch."))
     elements = max(args.elements_in, args.elements_out)
-    return elements * size if size is not None and 0 < elements < 2**50 else None
+    if size is not None and 0 < elements < 2**50:
+        return elements * size
+    return None if (stated := stated_bytes(args)) == NONE else stated
+
+
+def stated_bytes(args: Args) -> int:
+    """The size that the arguments of a copy, fill or collective state; `NONE` where they state none."""
+    size = args.bytes if args.bytes != NONE else args.size
+    if isinstance(size, int):
+        return size
+    return int(size) if size.isdecimal() and len(size) < 19 else NONE
 
 
 def collective(name: str, args: Args, op_args: Args | None) -> Launch:
     """A collective's launch; `op_args` are those of the operator that launched it, used where its own say nothing."""
     source = args if args.collective or op_args is None else op_args
+    size = collective_bytes(source)
     return Launch(
         grid=None if isinstance(args.grid, str) else args.grid, block=args.block, registers=args.registers,
         shared_bytes=args.shared,
         collective_type=collective_type(source.collective or "") or collective_type(name.partition("(")[0]),
-        collective_bytes=collective_bytes(source), group=source.group, group_size=source.group_size,
-        dtype=source.dtype, group_label=group_label(source.group_description),
+        collective_bytes=collective_bytes(args) if size is None else size, group=source.group,
+        group_size=source.group_size, dtype=source.dtype, group_label=group_label(source.group_description),
     )  # fmt: skip
 
 

@@ -196,7 +196,8 @@ def measure_overlap(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, flo
         for where in np.unique(places[asked]):
             here, beside = asked[places[asked] == where], np.flatnonzero(places == where)
             kernels = beside[timeline["kind"][beside] == CODE["kernel"]]
-            on_device = timeline["device"][here[0]] != NONE
+            # By the kind: a trace may leave out which device a collective ran on.
+            on_device = timeline["kind"][here[0]] == CODE["collective"]
             busy = (
                 union(timeline["start_ns"][kernels], ends[kernels]) if on_device else computing_spans(timeline, beside)
             )
