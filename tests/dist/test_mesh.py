@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera import dist
+from tessera.dist.pacing import Phase
 from tessera.errors import ArgumentError
 
 
@@ -46,6 +47,14 @@ def test_groups_part_the_mesh_and_know_their_number(shape):
             assert [mesh.coordinate(r)[axis] for r in group] == list(range(mesh.size(axis)))
     for rank in range(count):
         assert mesh.rank_at(list(mesh.coordinate(rank).values())) == rank
+
+
+def test_a_phase_over_an_axis_that_the_mesh_does_not_have_is_an_error():
+    mesh = dist.Mesh(["tp", "dp"], 8, (4, 2))
+    with pytest.raises(ArgumentError, match="no axis 'zz'"):
+        mesh.group_number("zz", 3)
+    with pytest.raises(ArgumentError, match="no axis 'zz'"):
+        Phase.parse("group_offset(zz)").delay_s(mesh, 3, node_size=8)
 
 
 def test_experts_are_pinned_to_sub_meshes():

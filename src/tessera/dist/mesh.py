@@ -132,6 +132,7 @@ class Mesh:
 
     def group_number(self, axis: str, rank: int) -> int:
         """Which of `groups(axis)` a device is in."""
+        self.index_of(axis)  # raises where the mesh has none
         at = self.coordinate(rank)
         number = 0
         for name, size in zip(self.axes, self.shape, strict=True):
