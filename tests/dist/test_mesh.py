@@ -24,6 +24,15 @@ def test_the_seeds_example_is_a_description_on_a_laptop():
         _ = w.dtensor
 
 
+def test_a_mapping_has_the_sizes_of_its_axes():
+    mesh = dist.Mesh(axes={"tp": 4, "dp": 2}, devices=range(8))
+    assert (mesh.axes, mesh.shape) == (("tp", "dp"), (4, 2))
+    with pytest.raises(ArgumentError, match="does not have 8 devices"):
+        dist.Mesh({"tp": 4, "dp": 4}, 8)
+    with pytest.raises(ArgumentError, match="has the sizes already"):
+        dist.Mesh({"tp": 4, "dp": 2}, 8, (2, 4))
+
+
 def test_tensor_parallel_ranks_are_neighbours():
     mesh = dist.Mesh(["pp", "dp", "tp"], 32, (2, 4, 4))
     assert mesh.groups("tp")[0] == (0, 1, 2, 3)

@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache, cached_property
 from typing import Any, Self
@@ -30,22 +30,26 @@ _whole_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Mesh:
-    """`Mesh(axes=["tp", "pp", "dp"], devices=range(72))`, or with `shape=(8, 3, 3)`.
+    """`Mesh(axes=["tp", "pp", "dp"], devices=range(72))`, or with `axes={"tp": 8, ...}` or `shape=(8, 3, 3)`.
 
-    Without a shape, sizes are chosen by `choose_shape`. `devices` are global ranks, in the order of the machine (those
+    Without sizes, these are chosen by `choose_shape`. `devices` are global ranks, in the order of the machine (those
     of one node together). Axes are placed by `TRAFFIC`; `order` names them from the nearest to the farthest instead.
     Collectives that are given no mesh take that of `with mesh:` around them, or the only one of the program.
     """
 
     def __init__(
         self,
-        axes: Sequence[str],
+        axes: Sequence[str] | Mapping[str, int],
         devices: Iterable[int] | int,
         shape: Sequence[int] | None = None,
         *,
         order: Sequence[str] | None = None,
     ) -> None:
         self.axes = tuple(axes)
+        if isinstance(axes, Mapping):
+            if shape is not None:
+                raise ArgumentError(f"axes={dict(axes)} has the sizes already", fix="leave out shape=")
+            shape = tuple(axes.values())
         self.devices = tuple(range(devices) if isinstance(devices, int) else devices)
         if not self.axes or len(set(self.axes)) < len(self.axes):
             raise ArgumentError(f"axes={list(axes)} of a mesh", why="each axis needs a name of its own")
