@@ -428,6 +428,18 @@ def test_bus_bandwidth_has_the_factors_of_nccl_tests(kind: str | None, ranks: in
     assert bus_factor(kind, ranks) == factor
 
 
+@pytest.mark.parametrize(
+    ("groups", "ranks", "factor"), [([[0, 1]], 2, 1.0), ([[0, 1, 2, 3], [0, 1]], None, None), ([], None, None)]
+)
+def test_collectives_of_an_unknown_group_have_no_bus_bandwidth(groups, ranks, factor) -> None:
+    b = Builder()
+    b.add("op", "gloo:all_reduce", 0, 1_000_000, thread=7, shapes=b.intern("[250]f32"))
+    b.meta["distributedInfo"] = {"world_size": 4, "pg_config": [{"backend_config": "gloo", "ranks": g} for g in groups]}
+    (row,) = analyze.collectives(b.build()).rows
+    assert (row["bytes"], row["ranks"]) == (1000, ranks)
+    assert row["bus_bytes_per_s"] == (None if factor is None else pytest.approx(factor * row["bytes_per_s"]))
+
+
 def test_two_gloo_processes_as_they_were_recorded() -> None:
     """Two processes on one CPU, 4 steps of 3 all-reduces, an all-gather, a barrier; rank 1 sleeps 4 ms a step."""
     found = analyze.collectives(RANKS, min_bytes=0)

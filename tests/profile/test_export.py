@@ -30,7 +30,7 @@ from tessera.profile.runfile import RunFile, RunWriter
 from tessera.record import CODE
 from tessera.schema import Domain, Telemetry
 from tessera.timeline import kineto
-from tessera.timeline.columns import Builder, Launch, Timeline
+from tessera.timeline.columns import NONE, Builder, Launch, Timeline
 
 T0 = 1_790_000_000_000_000_000
 MS = 1_000_000
@@ -168,6 +168,28 @@ def checked(path: Path) -> dict:
 
 def spans(trace: dict, category: str) -> list[dict]:
     return [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] == category]
+
+
+def test_collectives_of_the_host_keep_their_group(tmp_path):
+    b = Builder()
+    wanted = [
+        Launch(collective_type="all_reduce", collective_bytes=1 << 20, group="3", group_size=2, dtype="Float",
+               group_label="dp"),
+        Launch(collective_type="all_gather", collective_bytes=256, group="0", group_size=4, dtype="Byte",
+               group_label="world"),
+    ]  # fmt: skip
+    for n, launch in enumerate(wanted):
+        at = T0 + n * MS
+        b.add("op", f"gloo:{launch.collective_type}", at, at + MS // 2, thread=7, correlation=5 + n,
+              bytes=launch.collective_bytes, launch=b.intern_launch(launch))  # fmt: skip
+    b.add("op", "gloo:barrier", T0 + 2 * MS, T0 + 3 * MS, thread=7)
+    with make_run(tmp_path / "rank0.tessera", b.build()) as made:
+        Chrome(tmp_path / "t.json").write(with_table(made, None))
+    checked(tmp_path / "t.json")
+    read = kineto.read(tmp_path / "t.json")
+    rows = [i for i in range(len(read)) if read.name(i).startswith("gloo:")]
+    assert [read.launches[read["launch"][i]] for i in rows[:2]] == wanted and read["launch"][rows[2]] == NONE
+    assert (read["correlation"][rows].tolist(), read["bytes"][rows].tolist()) == ([5, 6, NONE], [1 << 20, 256, NONE])
 
 
 def test_the_chrome_trace_is_valid_and_says_everything(run, tmp_path):

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..profile.open_recording import Progress, open_recording
+from ..profile.ranks.align_gloo import gloo_groups
 from ..profile.ranks.clocks import Offset
 from ..profile.ranks.collectives import Meeting, describe, host_rows, measure_overlap, meetings, summarize
 from ..recording import Recording
@@ -138,8 +139,8 @@ def list_collectives(
     timeline, hosts = recording.timeline, _hosts(recording)
     on_host = set(host_rows(timeline).tolist())
     single = (set(timeline.rows("collective").tolist()) | on_host) - {r for m in met for r in m.rows}
-    info = timeline.meta.get("distributedInfo")
-    world_size = info.get("world_size") if isinstance(info, dict) else None
+    groups = gloo_groups(timeline)
+    only = len(next(iter(groups))) if len(groups) == 1 else None  # of several groups nobody knows which a row is of
     rows = []
     for m in met:
         launch, first = describe(timeline, m.rows[0]), m.rows[0]
@@ -153,7 +154,7 @@ def list_collectives(
     for number in sorted(single):
         launch = describe(timeline, number)
         start_ns, end_ns, rank = (int(timeline[c][number]) for c in ("start_ns", "end_ns", "rank"))
-        ranks = launch.group_size or (world_size if number in on_host and isinstance(world_size, int) else None)
+        ranks = launch.group_size or (only if number in on_host else None)
         row = _row(timeline, start_ns, launch.collective_type, launch.collective_bytes, end_ns - start_ns, ranks)
         group = launch.group_label or launch.group
         row |= {"group": group, "overlap_pct": overlaps.get(number), "dtype": launch.dtype}

@@ -45,7 +45,7 @@ from .shapes import CAUSAL, compact, is_causal
 from .side import NO_TIME, SideEvents
 from .source import open_source, read_json, read_pieces, read_start
 from .stream import Events
-from .transfers import GRAPH_LAUNCH, collective, copy, is_collective, stated_bytes
+from .transfers import GRAPH_LAUNCH, ON_HOST, collective, copy, is_collective, stated_bytes
 
 MODULE = "nn.Module: "
 """How the Python tracer's names of modules begin."""
@@ -203,7 +203,7 @@ class RowReader:
             columns[column][(columns[column] <= 0) & (columns[column] != UNTRACED)] = NONE
         device = kinds <= CODE["collective"]
         self._device_rows(np.flatnonzero(device), events, args, columns, first)
-        self._host_rows(np.flatnonzero(~device), events, args, columns)
+        self._host_rows(np.flatnonzero(~device), events, args, columns, first)
         self.builder.extend(columns, count)
 
     def _read_counters(self, kept: Ints, first: int, text: bytes) -> None:
@@ -225,7 +225,9 @@ class RowReader:
             metrics = {k: v for k, v in fields.items() if isinstance(v, (int, float))}
             self._ranges.append((int(starts[i]), events[i].name, metrics))
 
-    def _host_rows(self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]]) -> None:
+    def _host_rows(
+        self, rows: Ints, events: Batch, args: list[Args], columns: dict[str, NDArray[Any]], first: int
+    ) -> None:
         index, kinds, threads, shapes = rows.tolist(), columns["kind"], self._threads, self._shapes
         columns["thread"][rows] = _ints([threads[events[i].tid] for i in index])
         for i in np.flatnonzero(kinds == CODE["region"]).tolist():
@@ -238,8 +240,12 @@ class RowReader:
         columns["shapes"][ops] = [shapes[_both((a.dims or a.old_dims, a.types))] for a in chosen]
         if self._attention:
             self._mark_causal(ops, args, columns)
-        for a in chosen:
-            if a.collective is not None and a.external > 0:
+        for i, a in zip(ops.tolist(), chosen, strict=True):
+            if a.collective is None:
+                continue
+            if events[i].name.startswith(ON_HOST):
+                self._collectives.append((first + i, events[i].name, a))
+            elif a.external > 0:
                 self._said[a.external] = a
         for i in np.flatnonzero(kinds == CODE["runtime"]).tolist():
             if events[i].name.startswith(GRAPH_LAUNCH):

@@ -179,9 +179,11 @@ class RowWriter:
             if shapes not in self._shapes:
                 self._shapes[shapes] = shape_args(self._texts[shapes])
             args += self._shapes[shapes]
+        launch = int(chunk["launch"][i])
         if self._texts[name] == COMMS:
-            launch = int(chunk["launch"][i])
             args += comms_args(Launch() if launch == NONE else self._run_launches[launch])
+        elif launch != NONE:  # a collective that ran on the host
+            args += self._launches[launch]
         return args
 
 
@@ -229,7 +231,8 @@ def _collective(launch: Launch) -> dict[str, Any]:
     side = "In msg nelems" if launch.collective_type == "reduce_scatter" else "Out msg nelems"
     return {
         "Collective name": launch.collective_type, "dtype": launch.dtype, side: count,
-        "Process Group Name": launch.group, "Group size": launch.group_size,
+        "Process Group Name": launch.group, "Process Group Description": launch.group_label,
+        "Group size": launch.group_size,
     }  # fmt: skip
 
 

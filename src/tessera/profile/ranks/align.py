@@ -20,7 +20,7 @@ from ...errors import ArgumentError
 from ...timeline.columns import NONE, Ints, Timeline
 from .align_gloo import MOST_DRIFT, Bounds, host_lines, within
 from .clocks import Offset, notes
-from .sequences import TOGETHER, ClockFit, CollectiveSequence, Key
+from .sequences import TOGETHER, ClockFit, CollectiveSequence, Key, process_groups
 
 # Ranks leave a ring one hop after the other: a few us that no averaging removes. Assumed: no machine with several
 # GPUs was available to measure it.
@@ -75,14 +75,7 @@ def _label(timeline: Timeline, launches: Ints) -> str | None:
 
 def _members(timeline: Timeline) -> dict[str, tuple[int, ...]]:
     """The ranks of each process group: two groups may have one name on different ranks."""
-    info = timeline.meta.get("distributedInfo")
-    config = info.get("pg_config") if isinstance(info, dict) else None
-    found = {}
-    for group in config if isinstance(config, list) else ():
-        name, ranks = group.get("pg_name"), group.get("ranks")
-        if isinstance(name, str) and isinstance(ranks, list) and ranks:
-            found[name] = tuple(ranks)
-    return found
+    return {g["pg_name"]: ranks for g, ranks in process_groups(timeline) if isinstance(g.get("pg_name"), str)}
 
 
 def place(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = None) -> tuple[Ints, Ints, int] | None:

@@ -26,7 +26,7 @@ import numpy as np
 
 from ...timeline.columns import Ints, Timeline
 from ...timeline.transfers import UNEVEN, collective_type
-from .sequences import ONE_TO_ONE, STRIDE, TOGETHER, ClockFit, CollectiveSequence, Key
+from .sequences import ONE_TO_ONE, STRIDE, TOGETHER, ClockFit, CollectiveSequence, Key, process_groups
 
 PREFIX = "gloo:"
 # Ends of two ranks differ in the median by up to this, whichever is late: two processes over loopback on two busy
@@ -55,7 +55,7 @@ def host_lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, Collect
         found[PREFIX, group] = dataclasses.replace(
             _sequence(timeline, own, kinds, numbers), numbers=timeline["correlation"][own] % STRIDE, label=label
         )
-    members = _groups(timeline)
+    members = gloo_groups(timeline)
     if found or len(members) > 1 or not len(rows):
         return found
     return {(PREFIX, *members): _sequence(timeline, _as_issued(timeline, rows), kinds, numbers)}
@@ -99,16 +99,10 @@ def _as_issued(timeline: Timeline, rows: Ints) -> Ints:
     return np.array([row for _, row in sorted(issued)], dtype=np.int64)
 
 
-def _groups(timeline: Timeline) -> set[tuple[int, ...]]:
+def gloo_groups(timeline: Timeline) -> set[tuple[int, ...]]:
     """The members of each group that may run on gloo; none where the trace does not say."""
-    info = timeline.meta.get("distributedInfo")
-    config = info.get("pg_config") if isinstance(info, dict) else None
-    found = set()
-    for group in config if isinstance(config, list) else ():
-        ranks = group.get("ranks")
-        if "gloo" in str(group.get("backend_config")) and isinstance(ranks, list) and len(ranks) > 1:
-            found.add(tuple(ranks))
-    return found
+    groups = process_groups(timeline)
+    return {ranks for g, ranks in groups if len(ranks) > 1 and "gloo" in str(g.get("backend_config"))}
 
 
 @dataclass(frozen=True, slots=True)

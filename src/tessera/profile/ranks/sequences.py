@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...timeline.columns import Ints
+from ...timeline.columns import Ints, Timeline
 
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that nobody leaves before all have given their part; the root of a broadcast may."""
@@ -44,3 +45,15 @@ class ClockFit:
     drift_error: float
     error_ns: float
     at_ns: int
+
+
+def process_groups(timeline: Timeline) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
+    """The process groups that a trace states, as it states them, and their ranks."""
+    info = timeline.meta.get("distributedInfo")
+    config = info.get("pg_config") if isinstance(info, dict) else None
+    found = []
+    for group in config if isinstance(config, list) else ():
+        ranks = group.get("ranks") if isinstance(group, dict) else None
+        if isinstance(ranks, list) and ranks and all(isinstance(rank, int) for rank in ranks):
+            found.append((group, tuple(ranks)))
+    return found
