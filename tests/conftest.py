@@ -76,10 +76,16 @@ def fake_nvml() -> Iterator[FakeNvml]:
         yield fake
 
 
-@pytest.fixture(autouse=True)
-def no_calibration_of_this_machine(monkeypatch, tmp_path_factory):
-    """Tests must not see what a developer calibrated or catalogued on this machine."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
+@pytest.fixture(autouse=True, scope="session")
+def nothing_of_this_machine(tmp_path_factory):
+    """Tests must not see what a developer calibrated or catalogued here, plans that another suite has just stored, nor
+    its caps."""
+    folder = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder / "no-config"))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setenv("TESSERA_RUNTIME_DIR", str(folder / "run"))
+        yield
 
 
 @pytest.fixture(scope="module")
