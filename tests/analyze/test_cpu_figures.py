@@ -165,15 +165,15 @@ def test_rows_of_a_summary_and_the_rest_are_the_run(
     found: list[dict[str, Any]], traced_s: float, steps_s: float, imports_s: float, kernels: bool
 ) -> None:
     seconds = steps_s + imports_s
-    run = RunTotals(energy_j=5.0 * seconds, time_s=seconds, traced_j=8.0 * min(traced_s, seconds),
-                traced_s=min(traced_s, seconds))  # fmt: skip
+    run = RunTotals(energy_j=5.0 * seconds, time_s=seconds, since_j=8.0 * min(traced_s, seconds),
+                since_s=min(traced_s, seconds))  # fmt: skip
     steps = {"name": "step_N", "calls": 40, "time_s": steps_s, "min_ns": 0}
-    summary = {"traced_s": run.traced_s, "kernels" if kernels else "ops": found, "regions": [steps]}
+    summary = {"traced_s": run.since_s, "kernels" if kernels else "ops": found, "regions": [steps]}
     said = from_summary(summary, run)
     assert said is not None
     spent = [*said.ops, *said.kernels]
     assert said.rest_j >= 0 and sum(r.energy_j for r in spent) + said.rest_j == pytest.approx(run.energy_j)
-    if steps_s >= run.traced_s and steps_s > 0:
+    if steps_s >= run.since_s and steps_s > 0:
         assert sum(r.energy_j for r in spent) <= said.steps_j * (1 + 1e-9)  # imports are no operator's
     assert all(r.power_w is None or r.power_w <= 8.0 * (1 + 1e-9) for r in spent)
     assert (said.steps, said.whole_steps) == (40, 39) and said.regions == []
@@ -185,7 +185,7 @@ def test_a_summary_speaks_of_all_steps_though_it_saw_a_few() -> None:
     regions = [{"name": "step_N", "calls": 40, "time_s": 4.0, "min_ns": 5},
                {"name": "DataLoader", "calls": 3, "time_s": 0.03, "traced": True},
                {"name": "mine", "calls": 40, "time_s": 2.0, "traced": False}]  # fmt: skip
-    run = RunTotals(energy_j=50.0, time_s=10.0, traced_j=2.4, traced_s=0.3)
+    run = RunTotals(energy_j=50.0, time_s=10.0, since_j=2.4, since_s=0.3)
     said = from_summary({"traced_s": 0.3, "ops": ops, "regions": regions}, run)
     assert said is not None and said.steps_j == pytest.approx(32.0)
     whole, inner = said.ops
@@ -199,7 +199,7 @@ def test_a_summary_speaks_of_all_steps_though_it_saw_a_few() -> None:
 def test_a_summary_without_times_of_operators_in_themselves_gives_them_no_joules() -> None:
     ops = [{"name": "aten::conv2d", "calls": 3, "time_s": 0.3}]
     steps = [{"name": "step_N", "calls": 3, "time_s": 0.3}]
-    run = RunTotals(energy_j=5.0, time_s=1.0, traced_j=2.0, traced_s=0.3)
+    run = RunTotals(energy_j=5.0, time_s=1.0, since_j=2.0, since_s=0.3)
     said = from_summary({"traced_s": 0.3, "ops": ops, "regions": steps}, run)
     assert said is not None and said.ops == [] and said.note == OLDER
     assert from_summary(None, run) is None and from_summary({"traced_s": 1.0}, run) is None
@@ -217,6 +217,6 @@ def test_a_summary_keeps_the_time_of_operators_in_themselves(timeline: Timeline)
     assert {r["name"]: r["traced"] for r in data["regions"]} == {"mine": False} | {
         timeline.name(int(r)): True for r in timeline.rows("region")
     }
-    run = RunTotals(energy_j=100.0, time_s=20.0, traced_j=1.0, traced_s=0.2)
+    run = RunTotals(energy_j=100.0, time_s=20.0, since_j=1.0, since_s=0.2)
     said = from_summary(data, run)
     assert said is not None and sum(r.energy_j for r in said.ops) + said.rest_j == pytest.approx(100.0)

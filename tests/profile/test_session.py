@@ -25,7 +25,7 @@ from tessera.errors import ArgumentError, MeasurementError
 from tessera.hardware import lookup
 from tessera.monitor import Monitor
 from tessera.profile import region as region_class
-from tessera.profile import sampling
+from tessera.profile import sampling, tracing
 from tessera.profile.kineto_collector import drop_unasked
 from tessera.profile.options import SessionOptions
 from tessera.profile.region import current
@@ -976,6 +976,22 @@ def test_summary_mode_forgets_events_and_keeps_totals(power, path):
     assert sess.power().mean_w == pytest.approx(100.0, rel=0.02)
     assert sess.power().energy_j == pytest.approx(sess.report().total.energy_j, rel=0.1)
     assert sess.energy().energy_j == pytest.approx(sess.report().total.energy_j, rel=0.2)
+
+
+def test_a_window_of_a_run_without_steps_stands_for_all_that_came_after(power, path, monkeypatch):
+    """The first window ends at the first look after 50 ms; the next one would come after seconds."""
+    import torch
+
+    monkeypatch.setattr(tracing, "PACED_NS", 50_000_000)
+    monkeypatch.setattr(tracing, "PACED_BUDGET", 0.0001)
+    monkeypatch.setattr(tracing, "OVERDUE_NS", (0, 0))
+    x = torch.ones(256, 256)
+    with profile.session(mode="summary", path=path) as sess:
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            torch.mm(x, x)
+    (mm,) = [row for row in answer(sess.recording()).ops if row.name == "aten::mm"]
+    assert mm.share > 0.5
 
 
 def test_nothing_of_a_session_stays_behind(path):

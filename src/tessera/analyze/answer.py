@@ -421,14 +421,13 @@ def _share_by_time(recording: Recording, table: EnergyTable) -> TimeShares | Non
     spent_j, power = table.energy_j, recording.power
     if not spent_j > 0 or power is None:
         return None
-    windows = recording.facts.windows or [recording.span_ns]
-    start_ns, end_ns = windows[0][0], windows[-1][1]
-    traced = power.energy(start_ns=start_ns, end_ns=end_ns)
-    is_seen = traced.coverage > 0 and traced.energy_j > 0
+    (start_ns, _), *_ = recording.facts.windows or [recording.span_ns]
+    since = power.energy(start_ns=start_ns, end_ns=recording.span_ns[1])
+    is_seen = since.coverage > 0 and since.energy_j > 0
     spent = RunTotals(
         energy_j=spent_j,
         time_s=table.time_s,
-        traced_j=traced.energy_j / traced.coverage if is_seen else 0.0,
-        traced_s=traced.time_s if is_seen else 0.0,
+        since_j=since.energy_j / since.coverage if is_seen else 0.0,
+        since_s=since.time_s if is_seen else 0.0,
     )
     return from_summary(recording.facts.summary, spent) or from_stacks(stacks_of(recording, spent_j), spent_j)

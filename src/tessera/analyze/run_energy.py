@@ -205,24 +205,25 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTotals:
-    """Joules and seconds of a summarised run, and those from its first traced window to its last."""
+    """Joules and seconds of a summarised run, and those from its first traced window on."""
 
     energy_j: float
     time_s: float
-    traced_j: float
-    traced_s: float
+    since_j: float
+    since_s: float
 
     @property
     def working_w(self) -> float:
-        """Mean watts while work was traced; of the run where that is not known."""
-        if self.traced_s > 0 and self.traced_j > 0:
-            return self.traced_j / self.traced_s
+        """Mean watts since work was first traced; of the run where that is not known."""
+        if self.since_s > 0 and self.since_j > 0:
+            return self.since_j / self.since_s
         return self.energy_j / self.time_s if self.time_s > 0 else 0.0
 
 
 def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
     """From the totals a summary-mode session keeps: its windows stand for all steps, and what came before for none.
 
+    Without steps they stand for all that came since the first of them: the next one may come minutes later, or never.
     Kernels, or operators of a host alone, have the share of the steps' joules that their time was of the traced time:
     operators by the time in themselves, not in those they call. Calls and seconds are of all steps, as joules are.
     Regions are counted all the time, but for those that torch itself names, which are seen in windows.
@@ -233,7 +234,7 @@ def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
     seen_s = seen_s if seen_s > 1e-9 else 0.0  # times are whole nanoseconds
     step = next((r for r in _with_names(summary.get("regions")) if _STEPS.fullmatch(str(r["name"]))), {})
     steps, steps_s = int(step.get("calls", 0)), float(step.get("time_s", 0.0))
-    worked_s = min(max(steps_s or run.traced_s or run.time_s, seen_s), run.time_s)
+    worked_s = min(max(steps_s or run.since_s or run.time_s, seen_s), run.time_s)
     work = _TracedWork(seconds=worked_s, energy_j=min(worked_s * run.working_w, run.energy_j), seen_s=seen_s, run=run)
     regions = [work.region(r) for r in _with_names(summary.get("regions")) if r is not step]
     kernels = work.rows(summary.get("kernels"), "kernel", "time_s")
