@@ -134,9 +134,7 @@ def profile_operators(timeline: Timeline, *, steps: int = 1, step_s: float = 0.0
     return GraphProfile(rows=profiles, rewrites=find_rewrites(profiles, steps), steps=steps, step_s=step_s)
 
 
-def _profile(
-    timeline: Timeline, links: Links, rows: Ints, energy_j: float | None, error_j: float | None
-) -> OpProfile:
+def _profile(timeline: Timeline, links: Links, rows: Ints, energy_j: float | None, error_j: float | None) -> OpProfile:
     first = int(rows[0])
     launch = timeline.launches[int(timeline["launch"][first])] if timeline["launch"][first] != NONE else Launch()
     name, kind = timeline.name(first), timeline.kind(first)
