@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 
 import pytest
 
@@ -141,6 +142,27 @@ def test_a_program_pauses_where_a_window_closes_within_it_and_not_after_it():
     after.end()
     assert [pause.start_ns for pause in within.pauses] == [windows[0][2]] and within.pauses[0].seconds > 0
     assert after.pauses == []
+
+
+def test_steps_count_as_traced_whole_or_by_the_time_of_their_part(monkeypatch):
+    """The second one's window was closed after one second of four; the next one opens with the third."""
+    now_s = [0]
+    clock = types.SimpleNamespace(time_ns=lambda: now_s[0] * 10**9, perf_counter_ns=lambda: now_s[0] * 10**9)
+    monkeypatch.setattr("tessera.profile.tracing.time", clock)
+    tracing = Tracing(FakeCollector(), lambda *window: None, paced=True)  # type: ignore[arg-type]
+    tracing.begin()
+    now_s[0] = 1
+    tracing.step(1)
+    now_s[0] = 2
+    tracing.boundary(clock.time_ns(), of_step=True)
+    for reader in tracing._readers:
+        reader.join()
+    now_s[0] = 5
+    tracing.step(2)
+    now_s[0] = 6
+    tracing.step(3)
+    tracing.end()
+    assert tracing.traced_steps == 2.25
 
 
 # -- somebody will not wait ----------------------------------------------------------------------------------------

@@ -973,6 +973,9 @@ def test_summary_mode_forgets_events_and_keeps_totals(power, path):
         assert next(r for r in found["ops"] if r["name"] == "aten::mm")["calls"] == 15  # of three steps
         assert next(r for r in found["regions"] if r["name"] == "forward")["calls"] == 6
         assert next(r for r in found["regions"] if r["name"] == "step_N")["calls"] == 6
+        assert found["traced_steps"] == 3.0
+    (mm,) = [row for row in answer(sess.recording()).ops if row.name == "aten::mm"]
+    assert mm.calls == 30  # of six: tracing made those three longer, not more
     assert sess.power().mean_w == pytest.approx(100.0, rel=0.02)
     assert sess.power().energy_j == pytest.approx(sess.report().total.energy_j, rel=0.1)
     assert sess.energy().energy_j == pytest.approx(sess.report().total.energy_j, rel=0.2)

@@ -225,8 +225,9 @@ def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
 
     Without steps they stand for all that came since the first of them: the next one may come minutes later, or never.
     Kernels, or operators of a host alone, have the share of the steps' joules that their time was of the traced time:
-    operators by the time in themselves, not in those they call. Calls and seconds are of all steps, as joules are.
-    Regions are counted all the time, but for those that torch itself names, which are seen in windows.
+    operators by the time in themselves, not in those they call. Calls and seconds are of all steps, as joules are;
+    calls by the number of steps that were traced, as tracing made those longer than the others. Regions are counted
+    all the time, but for those that torch itself names, which are seen in windows.
     """
     if not isinstance(summary, Mapping):
         return None
@@ -235,7 +236,15 @@ def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
     step = next((r for r in _with_names(summary.get("regions")) if _STEPS.fullmatch(str(r["name"]))), {})
     steps, steps_s = int(step.get("calls", 0)), float(step.get("time_s", 0.0))
     worked_s = min(max(steps_s or run.since_s or run.time_s, seen_s), run.time_s)
-    work = _TracedWork(seconds=worked_s, energy_j=min(worked_s * run.working_w, run.energy_j), seen_s=seen_s, run=run)
+    scale = worked_s / seen_s if seen_s > 0 else 1.0
+    traced_steps = float(summary.get("traced_steps") or 0.0)
+    work = _TracedWork(
+        seconds=worked_s,
+        energy_j=min(worked_s * run.working_w, run.energy_j),
+        seen_s=seen_s,
+        repeats=max(steps / traced_steps, 1.0) if steps and traced_steps > 0 else scale,
+        run=run,
+    )
     regions = [work.region(r) for r in _with_names(summary.get("regions")) if r is not step]
     kernels = work.rows(summary.get("kernels"), "kernel", "time_s")
     ops = [] if kernels else work.rows(summary.get("ops"), "op", "self_s")
@@ -381,11 +390,12 @@ def _with_names(rows: Any) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TracedWork:
-    """The part of a run that its traced windows stand for, and how much of it they are."""
+    """The part of a run that its traced windows stand for, how much of it they are, and how often calls come in it."""
 
     seconds: float
     energy_j: float
     seen_s: float
+    repeats: float
     run: RunTotals
 
     def rows(self, summary: Any, kind: str, key: str) -> list[EnergyRow]:
@@ -405,13 +415,12 @@ class _TracedWork:
 
     def _row(self, row: Mapping[str, Any], kind: str, seconds: float, *, whole: bool = False) -> EnergyRow:
         """One row, of so many seconds of the work; `whole`: its calls are all there were."""
-        factor = 1.0 if whole or not self.seen_s > 0 else self.seconds / self.seen_s
         watts = self.energy_j / self.seconds if self.seconds > 0 else 0.0
         joules = min(seconds * watts, self.run.energy_j)
         return EnergyRow(
             name=str(row["name"]),
             kind=str(row.get("kind", kind)),
-            calls=round(int(row.get("calls", 0)) * factor),
+            calls=round(int(row.get("calls", 0)) * (1.0 if whole else self.repeats)),
             time_s=seconds,
             energy_j=joules,
             error_j=_NAN,

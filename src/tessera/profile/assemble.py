@@ -149,7 +149,7 @@ def _tracing(session: Session, undo: contextlib.ExitStack) -> None:
         )
     else:
         collector = KinetoCollector(options)
-        session._tracing = Tracing(
+        session._tracing = tracing = Tracing(
             collector,
             session.deliver,
             schedule=session._schedule,
@@ -159,6 +159,8 @@ def _tracing(session: Session, undo: contextlib.ExitStack) -> None:
             lead=not session._begin_tracing,
             before_stall=before_stall,
         )
+        if session._summary is not None:
+            session._summary.count_traced_steps = lambda: tracing.traced_steps
         if options.with_modules and not options.with_stack:  # the Python tracer lists them itself
             session._modules = ModuleRanges(lambda: collector.recording)
     if session._begin_tracing:

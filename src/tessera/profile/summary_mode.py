@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class RunSummary:
         self._counters: dict[tuple[str, str], Totals] = {}
         self.windows = 0
         self.traced_ns = 0
+        self.count_traced_steps: Callable[[], float] = lambda: 0.0
 
     def __len__(self) -> int:
         return len(self._by_name) + len(self._counters)
@@ -122,7 +123,8 @@ class RunSummary:
                  "max": t.maximum}
                 for (name, unit), t in self._counters.items()
             ]  # fmt: skip
-        return {"windows": self.windows, "traced_s": self.traced_ns * 1e-9, **views, "counters": counters}
+        traced = {"traced_s": self.traced_ns * 1e-9, "traced_steps": self.count_traced_steps()}
+        return {"windows": self.windows, **traced, **views, "counters": counters}
 
 
 def _own_ns(timeline: Timeline) -> Ints:

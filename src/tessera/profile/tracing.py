@@ -98,6 +98,11 @@ class Tracing:
         self._until_ns = NEVER
         self._cost_ns = 0
         self._steps = 0  # in this window
+        self.traced_steps = 0.0
+        """Steps that windows held, and parts of others by their time."""
+        self._step_ns = 0  # when this step began
+        self._step_traced_ns = 0  # of this step, in windows that closed within it
+        self._step_is_whole = False  # a window was open when it began, and still is
         self._stepped = False  # the program has steps: windows keep to them
         self._over = self._ends = False
 
@@ -114,6 +119,7 @@ class Tracing:
             self.collector.prepare()
         elif action != "wait":
             self._open()
+        self._begin_step()
         self._thread = threading.get_ident()
         import torch  # a schedule that waits has not needed it yet
 
@@ -152,6 +158,12 @@ class Tracing:
             self._stepped = True
             self.work_begins()  # the first step compiles and allocates
         self._steps += 1
+        self._count_step(time.time_ns())
+        self._move_window(step)
+        self._begin_step()
+
+    def _move_window(self, step: int) -> None:
+        """Open or close the window at the end of a step, where that is due."""
         if self._schedule is not None:
             self._follow(self._schedule, step)
         elif self._steady is not None:
@@ -162,6 +174,16 @@ class Tracing:
             if self._paced and self.collector.recording:
                 self.due_ns = 0
             self.boundary(time.time_ns(), of_step=True)
+
+    def _begin_step(self) -> None:
+        self._step_ns, self._step_traced_ns, self._step_is_whole = time.time_ns(), 0, self.collector.recording
+
+    def _count_step(self, now_ns: int) -> None:
+        """Add the share of the step that ends: what opening a window took is in its time, and does not count."""
+        if self.collector.recording:
+            self._step_traced_ns += now_ns - max(self._opened_ns, self._step_ns)
+        lasted_ns = max(now_ns - self._step_ns, 1)
+        self.traced_steps += 1.0 if self._step_is_whole else min(self._step_traced_ns / lasted_ns, 1.0)
 
     def boundary(self, now_ns: int, *, of_step: bool = False) -> None:
         """A moment at which a window may be opened or closed, where that is due."""
@@ -271,6 +293,8 @@ class Tracing:
             self.pauses.append(Pause(now_ns, (stopped - paused) * 1e-9))
         self._cost_ns += stopped - t0
         self.due_ns = NEVER
+        self._step_traced_ns += now_ns - max(self._opened_ns, self._step_ns)
+        self._step_is_whole = False
         reader = threading.Thread(
             target=self._read, args=(finished, self._opened_ns, now_ns), name="tessera-trace", daemon=True
         )
