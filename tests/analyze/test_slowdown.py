@@ -19,7 +19,7 @@ from tessera.analyze.answer import Answer, answer
 from tessera.analyze.diff import diff
 from tessera.analyze.evidence import PREPARING
 from tessera.analyze.rules_host import BESIDE
-from tessera.analyze.slowdown import EVENT_S, FIRST, TRACED, UNTRACED, Slowdown, slowdown_of
+from tessera.analyze.slowdown import EVENT_S, FIRST, LAUNCH_S, TRACED, UNTRACED, Slowdown, slowdown_of
 from tessera.cli.report import command
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.record import CODE
@@ -390,3 +390,21 @@ def test_short_pauses_are_not_told(pauses: list[tuple[int, float]], line: str | 
     with program.write(tmp_path / "paused.tessera", **facts) as run:
         told = tracing_of(run).text
     assert told == line if line is None else told is not None and told.startswith(line)
+
+
+@pytest.mark.parametrize(("busy_ms", "slower"), [(1.0, 9.0 / (9.0 - 200 * LAUNCH_S * 1e3)), (9.0, 1.0)])
+def test_launches_that_are_recorded_slow_a_program_that_waits_for_its_host(
+    tmp_path: Path, busy_ms: float, slower: float
+) -> None:
+    """A loop of small kernels took 1.2 to 1.5 times as long on an H200, and nothing said so."""
+    program = Program(busy_ms=busy_ms, kernels=200, events=10).train(5, 9.0, traced=True).trace(3, 9.0, closing_ms=9.0)
+    program.train(40, 9.0, traced=True)
+    facts = {
+        "operator_windows": program.windows,
+        "collectors": {"kernels": "cupti", "operators": "kineto", "why": None},
+    }
+    with program.write(tmp_path / "rl.tessera", windows=[(START_NS, program.now)], **facts) as run:
+        found, shown = tracing_of(run), screen(run)
+    assert found.launches == 48 * 200
+    assert found.launches_slowdown == pytest.approx(slower, rel=0.03)
+    assert ("recording 9,600 launches took about 6.6 µs of the host each" in shown) == (slower > 1.0)

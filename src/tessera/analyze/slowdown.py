@@ -45,6 +45,9 @@ HOST: tuple[Kind, ...] = ("op", "runtime", "graph_launch")
 # step of GPT-2 made steps of 36 ms (the launches alone, seen while they run ahead of the device) take 51 to 70 ms; on
 # 2 cores of a Xeon without a device 2,100 a step made 1.5 ms 2.7 to 3.5 ms.
 EVENT_S = {"device": 5.5e-6, "host": 1.0e-6}
+LAUNCH_S = 6.6e-6
+"""What a launch costs the host more, where CUPTI records kernels and Kineto has recorded operators, which leaves CUPTI
+watching every call: a loop of small kernels on an H200's host (benchmarks/device/launch_cost.py). Hosts differ."""
 FIRST = 3
 """Steps of a run that count for nothing: they compile, allocate and warm up."""
 UNTRACED, TRACED = 5, 3
@@ -57,6 +60,8 @@ PAUSED_S = 0.1
 """A shorter pause is not worth a line: nobody would notice it beside the others of a program."""
 MATTERS = 1.05
 """Slower by less is not worth a line."""
+LAUNCHES_MATTER = 1.1
+"""Hosts differ by a factor of two in what a launch costs: less than this is not worth a line."""
 BOUNDED = 0.75
 """Where events may have cost more than this of the time, they bound no factor."""
 SEEN = 0.98
@@ -72,8 +77,9 @@ class Slowdown:
     `is_brief`: operators were traced in these few steps only, and all others ran as without a tracer.
     `basis` "steps": traced steps against untraced ones of the run, with the half-width of a 90% interval. "events":
     the most it can have been, from the events that were made. `reason` says why untraced steps do not tell. `idle_s`
-    and `idle_j` are what the devices waited for the tracer, of the time that was traced. `pauses` times the program
-    stood still for its operators to be collected, for `paused_s` in all, longest in the step `paused_step`.
+    and `idle_j` are what the devices waited for the tracer, of the time that was traced. `launches` recorded by CUPTI
+    made the run longer by about `launches_s`, no more than the devices waited: `launches_slowdown`. `pauses` times the
+    program stood still for its operators to be collected, for `paused_s` in all, longest in the step `paused_step`.
     """
 
     slowdown: float | None
@@ -91,6 +97,9 @@ class Slowdown:
     idle_j: float = 0.0
     reason: str | None = None
     is_brief: bool = False
+    launches: int = 0
+    launches_s: float = 0.0
+    launches_slowdown: float = 1.0
     pauses: int = 0
     paused_s: float = 0.0
     paused_step: str | None = None
@@ -105,7 +114,17 @@ class Slowdown:
     @property
     def text(self) -> str | None:
         """One line for a reader; None where it does not matter."""
-        return "; ".join(filter(None, (self._tell_slowdown(), self._tell_pauses()))) or None
+        return "; ".join(filter(None, (self._tell_slowdown(), self._tell_launches(), self._tell_pauses()))) or None
+
+    def _tell_launches(self) -> str | None:
+        if self.launches_slowdown < LAUNCHES_MATTER:
+            return None
+        each = format_duration(self.launches_s / self.launches, 2)
+        return (
+            f"recording {self.launches:,} launches took about {each} of the host each, and the device waited for it: "
+            f"the program took about {self.launches_slowdown:.2f}x as long; --mode kernels costs less, --mode sampling "
+            "nothing"
+        )
 
     def _tell_pauses(self) -> str | None:
         if self.paused_s < PAUSED_S:
@@ -155,11 +174,28 @@ def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | N
     slowdown = dataclasses.replace(
         steps.by_steps() or steps.by_events(), is_brief=bool(facts.operator_windows), **_sum_pauses(recording)
     )
+    slowdown = dataclasses.replace(slowdown, **_sum_launches(recording))
     if table is not None and table.idle_j > 0:
         idle_s = max(table.time_s * steps.devices - table.busy_s, slowdown.idle_s)
         idle_j = table.idle_j * slowdown.idle_s / idle_s if idle_s > 0 else 0.0
         slowdown = dataclasses.replace(slowdown, idle_j=idle_j)
     return _add_joules(slowdown, steps, power) if power is not None and slowdown.basis == "steps" else slowdown
+
+
+def _sum_launches(recording: Recording) -> dict[str, Any]:
+    """What CUPTI's records of the whole run cost, as `Slowdown` has it; nothing where it kept none."""
+    timeline, collectors = recording.timeline, recording.facts.collectors
+    if collectors.get("kernels") != "cupti" or not recording.facts.operator_windows:
+        return {}
+    rows = timeline.device_rows
+    rows = rows[timeline["graph_node"][rows] <= 0]  # a graph is one launch of many kernels
+    if not len(rows):
+        return {}
+    begin_ns, end_ns = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
+    busy_ns = _busiest(timeline).total_ns
+    whole_s = (end_ns - begin_ns) * 1e-9
+    cost_s = min(len(rows) * LAUNCH_S, max(whole_s - busy_ns * 1e-9, 0.0), BOUNDED * whole_s)
+    return {"launches": len(rows), "launches_s": cost_s, "launches_slowdown": whole_s / (whole_s - cost_s)}
 
 
 def _sum_pauses(recording: Recording) -> dict[str, Any]:
