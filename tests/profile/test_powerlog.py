@@ -143,6 +143,13 @@ def test_the_command(tmp_path):
     assert missing.exit_code == 2
 
 
+@pytest.mark.parametrize(("domain", "said"), [("gpu0", False), ("gpu1", True), ("board", False)])
+def test_power_of_another_number_is_said(tmp_path, domain, said):
+    power = write_own(tmp_path / "p.csv", [400.0] * 110, domain=domain)
+    table = load(write_trace(tmp_path / "t.json"), power=power).energy()
+    assert any("kernels ran on gpu0, and the power is that of gpu1" in note for note in table.notes) is said
+
+
 def test_a_run_with_power_of_its_own_takes_no_log(tmp_path):
     run = tmp_path / "r.tessera"
     synthetic_run.make(2).write(run).close()

@@ -155,8 +155,14 @@ def _pairs(
         column = boards.get(device) or only
         if column is None:
             notes.append(f"{device} ran {len(own):,} kernels, but its power was not recorded")
-        else:
-            pairs.append((device, column, activity(timeline, own, links)))
+            continue
+        board = column.domain.device
+        if board.is_gpu and board.index != device.index:
+            notes.append(
+                f"the kernels ran on {device}, and the power is that of {board}: taken as one board, as where "
+                "CUDA_VISIBLE_DEVICES numbers them anew; if they are two, log the power of the other"
+            )
+        pairs.append((device, column, activity(timeline, own, links)))
     if not pairs:
         raise MeasurementError(
             "no joules can be attributed",
