@@ -70,3 +70,28 @@ def test_rows_that_are_glimpses_have_the_intervals_they_deserve(tmp_path, in_ste
     rng = np.random.default_rng(1)
     held = [glimpses_hold(rng, tmp_path, in_step=in_step) for _ in range(150)]
     assert np.mean(held) >= least, np.mean(held)
+
+
+def test_rows_of_one_second_are_spread_over_it(tmp_path):
+    """amd-smi stamps whole seconds: of ten rows the first alone counted, so 600 W of a load of 435 W."""
+    first = BASE_NS // 10**9
+    rows = [(first + k // 10, 600 if k % 10 < 5 else 270) for k in range(7, 128)]
+    path = tmp_path / "p.csv"
+    path.write_text("timestamp,gpu,socket_power\n" + "".join(f"{t},0,{w}\n" for t, w in rows))
+    trace = read_power(path)
+    times = trace.columns["gpu0"].times_ns
+    assert len(times) == len(rows) and set(np.diff(times).tolist()) == {100_000_000}
+    energy = trace.energy(None, BASE_NS + 10**9, BASE_NS + 11 * 10**9)
+    assert abs(energy.energy_j - 4350.0) <= energy.error_j < 300.0
+
+
+def test_rows_of_one_fine_stamp_are_averaged(tmp_path):
+    rows = [(0.1 * (k // 2), 400.0 + 100.0 * (k % 2)) for k in range(40)]
+    assert read_power(write_smi(tmp_path / "p.csv", rows)).columns["gpu0"].watts.tolist()[:3] == [450.0] * 3
+
+
+def test_partitions_of_a_gpu_are_no_further_rows(tmp_path):
+    path = tmp_path / "p.csv"
+    rows = "".join(f"{BASE_NS // 10**9 + s},0,{xcp},300\n" for s in range(10) for xcp in range(4))
+    path.write_text("timestamp,gpu,xcp,power_usage\n" + rows)
+    assert len(read_power(path).columns["gpu0"].times_ns) == 10

@@ -34,6 +34,7 @@ from ..trace import MOST_NS, MOST_W, check_domain_count, open_csv
 
 # nvidia-smi's `power.draw` on GPUs since Ampere: a 1 s average, refreshed at 10 Hz (docs/measuring.md).
 _AVERAGE_S, _REFRESH_S = 1.0, 0.1
+_S = 1_000_000_000
 _STAMPS = (
     "%Y/%m/%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S.%f", "%Y/%m/%d %H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f",
     "%Y-%m-%dT%H:%M:%S",
@@ -104,7 +105,8 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
         raise RecordingError(
             f"{source} has a timestamp but no power.draw", why=f"its columns are {', '.join(head)}", fix=tool.example
         )
-    rows: dict[str, dict[int, float]] = {}
+    rows: dict[str, dict[int, list[float]]] = {}
+    partitions: dict[str, str | None] = {}
     labels: dict[str, str] = {}
     boards: set[tuple[str, ...]] = set()
     stamp = _Stamps(source, tool)
@@ -116,11 +118,13 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
             name = _device_name(cells.get(tool.device))
             boards.add(tuple(cells.get(c, "").strip() for c in _BOARD))
             watts = _watts(cells.get(power), source, line, tool)
-            if watts is not None:
-                if name not in rows:
-                    check_domain_count(len(rows), source)
-                # Partitions of one GPU share its watts: the first line of a time counts.
-                rows.setdefault(name, {}).setdefault(stamp.ns(cells[tool.time], line), watts)
+            if watts is None:
+                continue
+            if name not in rows:
+                check_domain_count(len(rows), source)
+            # Partitions of one GPU share its watts: the first with any counts.
+            if partitions.setdefault(name, cells.get("xcp")) == cells.get("xcp"):
+                rows.setdefault(name, {}).setdefault(stamp.ns(cells[tool.time], line), []).append(watts)
                 labels.setdefault(name, cells.get("name", "").strip())
     if tool.device not in head and len(boards) > 1:
         raise RecordingError(
@@ -130,10 +134,26 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
     make = _nvidia_samples if tool is TOOLS[0] else _other_samples
     found = {}
     for name, pairs in rows.items():
-        times = sorted(pairs)
-        logged_w = np.array([pairs[t] for t in times])
-        found[name] = make(name, np.array(times), logged_w, tool, power, labels[name])
+        times_ns, logged_w = _spread(pairs)
+        found[name] = make(name, times_ns, logged_w, tool, power, labels[name])
     return found
+
+
+def _spread(rows: dict[int, list[float]]) -> tuple[Ints, Floats]:
+    """Times and watts in order. Rows of one stamp are averaged; those of a whole second are spread over it.
+
+    The log may have begun and ended within a second: as many rows as are usual end with the first, begin with the last.
+    """
+    stamps = sorted(rows)
+    usual = round(float(np.median([len(rows[t]) for t in stamps])))
+    if usual < 2 or any(t % _S for t in stamps):
+        return np.array(stamps), np.array([np.mean(rows[t]) for t in stamps])
+    times: list[int] = []
+    for t in stamps:
+        count = max(len(rows[t]), usual)
+        missing = count - len(rows[t]) if t == stamps[0] else 0
+        times += [t + (2 * (missing + i) + 1) * _S // (2 * count) for i in range(len(rows[t]))]
+    return np.array(times), np.array([w for t in stamps for w in rows[t]])
 
 
 def _device_name(cell: str | None) -> str:
