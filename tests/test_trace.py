@@ -158,6 +158,17 @@ def test_combine_of_nothing_says_so() -> None:
 # -- statistics ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lasts_ms", [2, 30, 130, 250])
+def test_the_peak_of_a_short_modelled_trace_is_no_less_than_its_mean(lasts_ms: int) -> None:
+    """`tessera measure -- false`: its 2 ms were diluted by the 98 ms of idleness before them."""
+    times = np.array([0, 100, 200, 300, 300 + lasts_ms, 310 + lasts_ms]) * 1_000_000
+    column = DomainSamples.of(domain("cpu0", basis="modelled", hold=Hold.MEAN), times, [0.0, 0.0, 0.0, 0.0, 5.0, 0.0])
+    column = dataclasses.replace(column, domain=dataclasses.replace(column.domain, resolution_s=0.1))
+    short = PowerTrace({"cpu0": column}, start_ns=int(times[3]), end_ns=int(times[4]))
+    assert short.mean_w == pytest.approx(5.0)
+    assert short.peak_w == pytest.approx(5.0)
+
+
 def test_peak_and_crest_of_a_triangle() -> None:
     times = np.arange(5) * S
     pwr = trace(DomainSamples.of(domain(), times, [0.0, 300.0, 0.0, 300.0, 0.0]), end_s=4)

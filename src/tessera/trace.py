@@ -143,8 +143,14 @@ class PowerTrace:
 
     def _align_lag(self, domain: str | None) -> list[tuple[Ints, DomainSamples]]:
         """The columns that know anything at all, with their times moved back by the lag."""
-        known = [c.at_resolution for c in self._select_counted(domain) if not np.all(np.isnan(c.watts))]
+        known = [self._at_resolution(c) for c in self._select_counted(domain) if not np.all(np.isnan(c.watts))]
         return [(c.times_ns - c.lag_ns, c) for c in known]
+
+    def _at_resolution(self, column: DomainSamples) -> DomainSamples:
+        """Samples no finer than the sensor. Parts of before the trace are left out: they would dilute its first."""
+        if column.at_resolution is column:
+            return column
+        return DomainSamples.of(column.domain, *_clip(column, self.start_ns, self.end_ns)).at_resolution
 
     def _pieces(self, domain: str | None) -> tuple[Floats, Floats, Floats]:
         """Seconds, and watts at both ends, of the stretches over which every domain is known."""

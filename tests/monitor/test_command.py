@@ -101,6 +101,16 @@ def test_a_command_is_charged_for_all_of_its_cpu_time(spend_s: float) -> None:
     assert run.report.peak_w is not None and run.report.peak_w <= full_w * (1 + 1e-9)
 
 
+def test_the_peak_of_a_short_command_is_no_less_than_its_mean() -> None:
+    own = Monitor([ModelledSensor(CPU, tree=ProcessTree(with_root=False))]).start()
+    try:
+        reports = [measure_command(["true"], own).report for _ in range(5)]
+    finally:
+        own.stop()
+    for report in reports:
+        assert report.peak_w is None or report.peak_w >= (report.total.power_w or 0.0)
+
+
 def test_output_and_environment_are_the_commands_own(monitor: Monitor, tmp_path: Path) -> None:
     out = tmp_path / "env"
     measure_command(["sh", "-c", f'echo "$HOME:${REGIONS_VARIABLE}" > {out}'], monitor)

@@ -102,7 +102,8 @@ def measure_command(
         domains=base.domains,
         regions=regions,
         work=tuple(work),
-        peak_w=trace.peak_w,
+        # The trace is a little longer than the scope: of a command of 2 ms it has idleness that the mean has not.
+        peak_w=None if trace.peak_w is None else max(trace.peak_w, base.total.power_w or 0.0),
         idle_w=_idle_w(monitor, trace.monotonic_span_ns[0]),
         gaps=base.gaps,
         missing=base.missing,
