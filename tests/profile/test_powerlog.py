@@ -190,6 +190,16 @@ def test_two_gpus_without_their_index_are_not_mixed(tmp_path):
         read_power(path)
 
 
+@pytest.mark.parametrize("factor", [-1.0, 1000.0])
+def test_a_log_of_impossible_watts_says_so_with_the_values(tmp_path, factor):
+    path = write_own(tmp_path / "p.csv", [factor * w for w in (300.0, 600.0) * 10])
+    low, high = sorted((300 * factor, 600 * factor))
+    with pytest.raises(RecordingError) as refused:
+        read_power(path)
+    assert f"gpu0 draws {low:.6g} W to {high:.6g} W" in refused.value.what
+    assert "all 20 samples were refused" in str(refused.value.why) and "unit" in str(refused.value.fix)
+
+
 @pytest.mark.parametrize("rubbish", [4_294_967.295, -5000.0, 20_000.0])
 def test_a_sample_that_no_board_can_have_drawn_is_a_gap(tmp_path, rubbish):
     energy = read_power(write_own(tmp_path / "p.csv", [500.0] * 50 + [rubbish] + [500.0] * 50)).energy()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ from ..sensors._nvml_power import (
 )
 from ..sensors.modelled import IDLE_PART, MODEL_ERROR, ModelledSensor
 from ..trace import PowerTrace, open_csv, read_csv
-from .smi_log import find_tool, read_smi_log
+from ..units import format_power
+from .smi_log import Samples, find_tool, read_smi_log
 
 _RING_SPACING_S = (0.012, 0.030)
 # Longer without a sample is a hole: the logger stood still. NVML's own ring has spacings of up to 46 ms.
@@ -41,26 +43,39 @@ def read_power(path: str | Path, *, of_nvidia: bool = True) -> PowerTrace:
     with open_csv(source) as reader:
         head = [c.strip() for c in next(reader, [])]
     tool = None if "epoch_us" in head else find_tool(head)
-    if tool is not None:
-        columns = {n: _column(*samples) for n, samples in read_smi_log(source, head, tool).items()}
-    else:
-        columns = _own(source, of_nvidia)
-    if not columns:
+    samples = _own(source, of_nvidia) if tool is None else read_smi_log(source, head, tool)
+    if not samples:
         raise RecordingError(f"{source} contains no power sample", fix="record it while the program runs")
+    columns = {name: _column(*logged) for name, logged in samples.items()}
+    if not any(c.known.any() for c in columns.values()):
+        _refuse_impossible(source, samples)
     times = np.concatenate([c.times_ns for c in columns.values()])
     return PowerTrace(columns, start_ns=int(times.min()), end_ns=int(times.max()))
 
 
-def _own(source: Path, of_nvidia: bool) -> dict[str, DomainSamples]:
-    columns, logged = {}, read_csv(source)
+def _refuse_impossible(source: Path, samples: Mapping[str, Samples]) -> None:
+    """Say that all samples were refused, and what they are; nothing where there was no number."""
+    for domain, _, watts in samples.values():
+        numbers = watts[~np.isnan(watts)]
+        if len(numbers):
+            most = f" to {format_power(domain.max_w, 3)}" if math.isfinite(domain.max_w) else " or more"
+            raise RecordingError(
+                f"{source} has no possible power: {domain.name} draws {numbers.min():.6g} W to {numbers.max():.6g} W",
+                why=f"all {len(numbers)} samples were refused: a board draws 0 W{most}",
+                fix="check the unit of the power column: it must be W",
+            )
+
+
+def _own(source: Path, of_nvidia: bool) -> dict[str, Samples]:
+    samples, logged = {}, read_csv(source)
     for name, (logged_ns, logged_w, basis) in logged.items():
         once = np.append(True, np.diff(logged_ns) > 0)  # a line written twice is one sample
         times_ns, watts = logged_ns[once], logged_w[once]
         domain = _domain(name, times_ns, basis, of_nvidia)
         if name + IDLE_PART in logged:  # which only a program's own CPU time has
             domain = dataclasses.replace(domain, scope="process")
-        columns[name] = _column(domain, times_ns, watts)
-    return columns
+        samples[name] = (domain, times_ns, watts)
+    return samples
 
 
 def _column(domain: Domain, times_ns: Ints, watts: Floats) -> DomainSamples:
