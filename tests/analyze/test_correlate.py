@@ -340,7 +340,7 @@ def test_what_comes_out_can_be_kept_and_shown() -> None:
 
 def test_what_is_wrong_is_said() -> None:
     trace = power([], 4.0)
-    with pytest.raises(MeasurementError, match="share no time"):
+    with pytest.raises(MeasurementError, match="do not overlap in time"):
         late = timeline(1.0)
         late.columns["start_ns"] += 10**12
         late.columns["end_ns"] += 10**12

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..attribute.time_zones import explain_no_overlap
 from ..errors import ArgumentError, MeasurementError
 from ..joules import WHOLE, Floats, Ints
 from ..notes import name_several
@@ -132,11 +133,8 @@ def make_curve(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int
     moved = power._align_lag(domain)
     edges = _shared_grid(moved) if moved else np.zeros(0, dtype=np.int64)
     if len(edges) < 2 or edges[-1] <= start_ns or edges[0] >= end_ns:
-        raise MeasurementError(
-            "the power trace and the timeline share no time",
-            why=f"power {_range(edges)}, timeline {_range([start_ns, end_ns])} (seconds of the wall clock)",
-            fix="record both in one session; the clocks of two machines may differ",
-        )
+        known = (int(edges[0]), int(edges[-1])) if len(edges) else (power.start_ns, power.end_ns)
+        raise explain_no_overlap((start_ns, end_ns), known)
     ends = [_between(t, c, edges) for t, c in moved]
     begin, end = np.sum([e[0] for e in ends], axis=0), np.sum([e[1] for e in ends], axis=0)
     cut = np.clip(edges, start_ns, end_ns)
@@ -159,10 +157,6 @@ def make_curve(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int
             fix="see `tessera doctor` for the sensor",
         )
     return curve
-
-
-def _range(times_ns: Ints | list[int]) -> str:
-    return f"{times_ns[0] * 1e-9:.3f} to {times_ns[-1] * 1e-9:.3f}" if len(times_ns) else "empty"
 
 
 def format_level(threshold_w: float) -> str:

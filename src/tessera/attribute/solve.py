@@ -33,6 +33,7 @@ from .learn_response import Exposed, LearntResponse, horizon_s, learn_response
 from .prior import Board, Prior, board_of, prior
 from .share import HOST, Share, by_time, idle_class
 from .table import EnergyTable
+from .time_zones import explain_no_overlap
 
 # More samples than this (2 min of the ring) no longer sharpen the watts of a class: its power drifts by more.
 _MOST_SAMPLES = 6000
@@ -72,7 +73,8 @@ def attribute(
         with one_blas_thread():
             part = _solve(timeline, links, device, column, ran, windows, board)
         if part is None:
-            notes.append(f"{column.domain.name}: no sample lies within the trace, so its joules are not known")
+            lost = "no sample lies within the trace" if column.known.any() else "all samples are impossible watts"
+            notes.append(f"{column.domain.name}: {lost}, so its joules are not known")
         else:
             parts.append(part)
             in_step = column.counter.note_step(windows[0][0], windows[-1][1])
@@ -109,12 +111,7 @@ def _window(timeline: Timeline, power: PowerTrace, start_ns: int | None, end_ns:
     begin = max(first_ns, power.start_ns) if start_ns is None else start_ns
     end = min(last_ns, power.end_ns) if end_ns is None else end_ns
     if end <= begin:
-        raise MeasurementError(
-            "the power log and the trace do not overlap in time",
-            why=f"the trace lasts from {_span(first_ns, last_ns)}, the power log from "
-            f"{_span(power.start_ns, power.end_ns)} (seconds of the epoch)",
-            fix="use a power log of the same run; if the clocks of two machines differ, shift one of them",
-        )
+        raise explain_no_overlap((first_ns, last_ns), (power.start_ns, power.end_ns))
     return begin, end
 
 
@@ -131,10 +128,6 @@ def _partly(timeline: Timeline, begin: int, end: int) -> list[str]:
     if inside_s >= FULL * whole_s:
         return []
     return [f"power is known for {inside_s:.3g} s of the trace's {whole_s:.3g} s: all joules are of that part"]
-
-
-def _span(start_ns: int, end_ns: int) -> str:
-    return f"{start_ns / 1e9:.3f} to {end_ns / 1e9:.3f}"
 
 
 def _pairs(
