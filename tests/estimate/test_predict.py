@@ -265,6 +265,15 @@ def test_a_format_of_fewer_digits_is_no_advice_where_the_wider_one_saves_as_much
     assert [o.action.split()[2] for o in product.opportunities() if o.kind == "quantise"] == ["fp8"]
 
 
+def test_int8_is_advice_where_a_chip_has_no_fp8():
+    product = tessera.predict(nn.Linear(8192, 8192).bfloat16(), torch.empty(1, 8192).bfloat16(), on="a100")
+    (found,) = (o for o in product.opportunities() if o.kind == "quantise")
+    assert "int8" in found.action
+    assert found.saves_j == pytest.approx(
+        product.total_energy_j - product.prediction.again(precision="int8").total_energy_j
+    )
+
+
 def test_two_reports_are_compared():
     x = torch.randn(8, 64)
     a, b = tessera.predict(net(), x, on="a100"), tessera.predict(net(), x, on="h200")

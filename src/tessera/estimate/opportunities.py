@@ -16,10 +16,10 @@ Again = Callable[..., EnergyReport]
 
 # The next narrower formats, the one that is nearest to the program's own first: each is tried where the chip has it.
 _NARROWER: dict[str | None, tuple[str, ...]] = {
-    None: ("bf16", "fp8"),
+    None: ("bf16", "fp8", "int8"),
     "fp64": ("fp32", "bf16"),
     "fp32": ("tf32", "bf16"),
-    **dict.fromkeys(("bf16", "fp16"), ("fp8",)),
+    **dict.fromkeys(("bf16", "fp16"), ("fp8", "int8")),
     "tf32": ("bf16",),
 }
 _LEAST_SHARE = 0.02  # smaller savings are below any interval of a prediction
