@@ -204,6 +204,23 @@ def test_static_energy_follows_a_given_latency(net: PartitionReport) -> None:
     assert (found.average_utilization or 0) < (own.average_utilization or 0)
 
 
+@pytest.mark.parametrize("slower", [None, 1.5])
+def test_subgraphs_have_opportunities(slower: float | None) -> None:
+    report = cut(mlp(1024, 1024), 64, 1024)
+    own = EnergyAnalyzer("a100").analyze(report.subgraphs, report)
+    given_ = None if slower is None else [slower * d.latency_s for d in own.descriptors]
+    made = EnergyAnalyzer("a100").analyze(report.subgraphs, report, latencies=given_)
+    found = {o.kind: o for o in made.opportunities()}
+    assert found.keys() >= {"quantise"} and all(0 < o.saves_j < made.total_energy_j for o in found.values())
+    assert made.prediction is not None and made.prediction.again is not None
+    narrow = made.prediction.again(precision="bf16")
+    other = EnergyAnalyzer("a100", "bf16").analyze(report.subgraphs, report)
+    wanted = [(slower or 1.0) * d.latency_s for d in other.descriptors]
+    assert [d.latency_s for d in narrow.descriptors] == pytest.approx(wanted)
+    with pytest.raises(ArgumentError, match="without batch"):
+        made.prediction.again(batch=8)
+
+
 def test_no_latency_passes_the_power_limit() -> None:
     report = cut(mlp(8192, 8192), 8192, 8192, precision="bf16")
     found = EnergyAnalyzer("h200").analyze(report.subgraphs, report, latencies=[1e-6])

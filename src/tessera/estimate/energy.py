@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -44,7 +45,34 @@ class EnergyAnalyzer:
         costs = model.estimate(subgraphs, report)
         pairs = [(cost, _estimate(power, cost, seconds)) for cost, seconds in zip(costs, times, strict=True)]
         descriptors = [_descriptor(model, cost, e, times[i] is not None) for i, (cost, e) in enumerate(pairs)]
-        return _report(model, power, descriptors, pairs, report)
+        made = _report(model, power, descriptors, pairs, report)
+        again = functools.partial(_analyze_again, self, subgraphs, report, times)
+        return replace(made, prediction=None if made.prediction is None else replace(made.prediction, again=again))
+
+
+def _analyze_again(
+    analyzer: EnergyAnalyzer,
+    subgraphs: Sequence[Subgraph],
+    report: PartitionReport | None,
+    times: Sequence[float | None],
+    *,
+    on: Device | str | None = None,
+    precision: str | None = None,
+    **others: object,
+) -> EnergyReport:
+    """The same subgraphs on another chip or in another precision; given latencies change as the predicted ones do."""
+    if others:
+        raise ArgumentError(
+            f"subgraphs are analysed without {', '.join(others)}", fix="tessera.predict(model, inputs) has such options"
+        )
+    changed = EnergyAnalyzer(on or analyzer.on, precision or analyzer.precision)
+    found = changed.analyze(subgraphs, report)
+    if None in times:
+        return found
+    own = analyzer.analyze(subgraphs, report)
+    pairs = zip(times, found.descriptors, own.descriptors, strict=True)
+    scaled = [(t or 0.0) * (new.latency_s / old.latency_s if old.latency_s > 0 else 1.0) for t, new, old in pairs]
+    return changed.analyze(subgraphs, report, scaled)
 
 
 def _check_latencies(latencies: Sequence[float] | None, count: int) -> Sequence[float | None]:
