@@ -141,6 +141,23 @@ def test_rocprofs_csv_is_read_with_its_neighbours(tmp_path, agents):
     assert result.exit_code == 0 and "Cijk" in result.output
 
 
+def test_rocprofs_counters_are_read_beside_its_kernels(tmp_path):
+    kernel = {
+        "Agent_Id": "Agent 4", "Queue_Id": 1, "Kernel_Name": GEMM, "Correlation_Id": 7, "Start_Timestamp": START,
+        "End_Timestamp": START + 500, **{f"{w}_{a}": 64 if a == "X" else 1 for w in ("Workgroup_Size", "Grid_Size")
+        for a in "XYZ"},
+    }  # fmt: skip
+    write_csv(tmp_path / "908_kernel_trace.csv", [kernel])
+    counted = {"Dispatch_Id": 1, "Agent_Id": "Agent 4", "Kernel_Name": GEMM, "Grid_Size": 64, "Workgroup_Size": 64}
+    values = (("OccupancyPercent", 61.5), ("MemUnitStalled", 30.0))
+    rows = [{**counted, "Counter_Name": name, "Counter_Value": value} for name, value in values]
+    write_csv(tmp_path / "908_counter_collection.csv", rows)
+    (found,) = load(tmp_path / "908_kernel_trace.csv").records()
+    assert (found.sm_occupancy, found.memory_stall_pct, found.tc_util_pct) == (61.5, 30.0, None)
+    (stalled,) = analyze.stalls(tmp_path / "908_kernel_trace.csv").rows
+    assert stalled["memory_stall_pct"] == 30.0
+
+
 # -- protocol buffers, as their tools write them ----------------------------------------------------------------------
 
 

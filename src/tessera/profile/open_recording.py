@@ -9,6 +9,7 @@ from ..errors import ArgumentError, RecordingError
 from ..recording import Facts, Recording
 from ..timeline import Timeline
 from ..timeline.open_trace import read_trace
+from ..timeline.rocprof import KERNELS
 from ..trace import PowerTrace
 
 Progress = Callable[[float], None]
@@ -35,7 +36,19 @@ def load(
     if path.suffix == ".tessera" or path.is_dir():
         return open_recording(path, power=power, progress=progress)
     timeline = read_trace(path, progress=progress, frames=frames)
+    _add_rocprof_counters(path, timeline)
     return Recording(timeline, _read_power(power, timeline), facts=Facts(name=path.name, path=path))
+
+
+def _add_rocprof_counters(path: Path, timeline: Timeline) -> None:
+    """The counters that rocprofv3 wrote beside its trace of kernels (`--kernel-trace --pmc ...`)."""
+    beside = path.with_name(path.name.removesuffix(KERNELS) + "_counter_collection.csv")
+    if path.name.endswith(KERNELS) and beside.exists():
+        from .counters import amd, merge
+
+        merged = merge(timeline, amd.read(beside))
+        timeline.extra = merged.extra
+        timeline.notes += merged.notes()
 
 
 def open_recording(
