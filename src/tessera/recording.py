@@ -249,7 +249,8 @@ class Recording:
             if self.power is None:
                 start_ns, end_ns = self.span_ns
                 return account_samples(self.timeline, None, seconds=(end_ns - start_ns) * 1e-9)
-            return account_run(self.timeline, self.power, self.accounted_windows)
+            threads = self.facts.cpu_use.threads if self.facts.cpu_use is not None else None
+            return account_run(self.timeline, self.power, self.accounted_windows, threads)
         if self.power is None:
             raise MeasurementError(
                 "this trace has no power log",

@@ -92,11 +92,10 @@ class Domain:
     `resolution_s` is the period at which the sensor really has something new, `lag_s` how late it shows a change,
     `lag_error_s` the 90% error of that (0: not known), `blur_s` the standard deviation of what one sample looks at,
     `sample_noise` the relative standard deviation of one sample, `gain_error` the relative 90% error of its level.
-    `counted` domains add up to the total; the others (HBM inside a board, a whole chassis) overlap them. `limit_w` is
-    the highest power limit that the board accepts, not one that somebody lowered; None where it is not known. `scope`
-    says whether it is the power of one process and its children or, as every sensor has it, that of all that ran.
-    `taken_as` is the source whose response a log is taken to have that does not say what recorded it. `label` is the
-    board's name, `driver` its driver's version; `rank`, in a merged run, the one whose processes alone these are.
+    `counted` domains add up to the total; the others (HBM, a chassis) overlap them. `limit_w` is the highest power
+    limit that the board accepts, not a lowered one; `scope` says if it is the power of one process and its children or
+    of all that ran. `taken_as` is the source whose response a log without one is taken to have; `label` the board's
+    name, `driver` its version; `rank`, in a merged run, whose these alone are; `core_w` a model's watts of a busy core.
     """
 
     name: str
@@ -117,6 +116,7 @@ class Domain:
     lag_error_s: float = 0.0
     driver: str = ""
     rank: int | None = None
+    core_w: float | None = None
 
     @property
     def device(self) -> DeviceId:

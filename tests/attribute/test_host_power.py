@@ -17,7 +17,7 @@ T0 = 1_700_000_000_000_000_000
 WORK_W = 3.0
 
 
-def make_run(pieces, *, period_ms=100, waiting_w=0.0):
+def make_run(pieces, *, period_ms=100, waiting_w=0.0, core_w=None):
     """The table of a program of (milliseconds of work, of waiting) pieces; the sensor knows means of a period.
 
     A third figure is the power of what is not work, in watts.
@@ -34,10 +34,12 @@ def make_run(pieces, *, period_ms=100, waiting_w=0.0):
     joules = np.concatenate([[0.0], np.cumsum(np.diff(edges) * 1e-9 * watts)])
     times = np.arange(T0, at + 1, period_ms * MS)
     means = np.diff(np.interp(times - T0, np.array(edges) - T0, joules)) / (period_ms * 1e-3)
-    domain = Domain(name="cpu0", source="modelled", resolution_s=period_ms * 1e-3, basis="modelled", hold=Hold.MEAN)
+    domain = Domain(
+        name="cpu0", source="modelled", resolution_s=period_ms * 1e-3, basis="modelled", hold=Hold.MEAN, core_w=core_w
+    )
     column = DomainSamples.of(domain, times, np.concatenate([[math.nan], means]))
     power = PowerTrace({"cpu0": column}, start_ns=T0, end_ns=int(times[-1]))
-    return attribute(build.build(), power, start_ns=T0, end_ns=int(times[-1]))
+    return attribute(build.build(), power, start_ns=T0, end_ns=int(times[-1]), threads=1)
 
 
 def check_sums(table):
@@ -142,3 +144,12 @@ def test_samples_of_waiting_alone_keep_their_joules():
     table = make_run([(1000, 1000)] * 5, waiting_w=2.0)
     assert table.ops[0].energy_j == pytest.approx(5 * WORK_W, rel=0.01)
     assert table.idle_j == pytest.approx(5 * 2.0, rel=0.01)
+
+
+@pytest.mark.parametrize("core_w, most_w", [(WORK_W, WORK_W), (None, 1.5 * WORK_W)])
+def test_an_operator_beside_an_import_draws_no_more_than_its_thread_can(core_w, most_w):
+    """A sample of 100 ms had 50 ms of an import, and 0.2 ms of an operator got all of that: 127 W."""
+    table = make_run([(0, 450, WORK_W), *[(0.2, 120)] * 25], core_w=core_w)
+    (mm,) = table.ops
+    assert mm.power_w <= most_w * (1 + 1e-9)
+    check_sums(table)

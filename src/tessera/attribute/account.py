@@ -24,12 +24,17 @@ MOST_PASSES = 20_000
 _NO_POWER = 'no power was recorded, so there are no joules: activities=["gpu", "power"]; see `tessera doctor`'
 
 
-def account_run(timeline: Timeline, power: PowerTrace, windows: Sequence[tuple[int, int]]) -> EnergyTable:
-    """The table of a run over the windows that were traced; of its samples alone where nothing was."""
+def account_run(
+    timeline: Timeline, power: PowerTrace, windows: Sequence[tuple[int, int]], threads: int | None = None
+) -> EnergyTable:
+    """The table of a run over the windows that were traced; of its samples alone where nothing was.
+
+    `threads` are those of the program's operators on a CPU.
+    """
     if not is_traced(timeline, power):
         return account_samples(timeline, power)
     try:
-        table = attribute(timeline, power, windows=windows)
+        table = attribute(timeline, power, windows=windows, threads=threads)
     except MeasurementError as exc:  # for example power of another time than the trace: the sum is still known
         return account_samples(timeline, power, notes=[f"{exc.what}: {exc.why}" if exc.why else exc.what])
     table = _drop_partial_steps(table, timeline)

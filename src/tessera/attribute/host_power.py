@@ -50,11 +50,12 @@ class HostDivision:
 
 def divide_samples(
     times_ns: Ints, joules_at: Callable[[Ints], Floats], seen: Sequence[tuple[int, int]], gaps: tuple[Ints, Ints],
-    is_long: Ints,
+    is_long: Ints, most_w: float | None = None,
 ) -> HostDivision | None:  # fmt: skip
     """Divide each sample by the power of what it holds; None where nothing can be told apart.
 
     `joules_at` divides each sample by time. `gaps` are the stretches of `seen` without an operator, in order.
+    Operators draw `most_w` at most, where a model says so.
     """
     inside = [times_ns[(times_ns > begin) & (times_ns < end)] for begin, end in seen]
     edges = np.unique(np.concatenate([np.ravel(np.array(seen, np.int64)), *inside]).astype(np.int64))
@@ -71,12 +72,12 @@ def divide_samples(
         return None
     watts, covariance, noise_w = found
     used = np.maximum(watts, _LEAST * watts.max())
-    at_edges, sums = joules_at(edges), elapsed(edges) @ used
+    at_edges, at_seconds, cell_w = joules_at(edges), elapsed(edges), _watts_of_cells(seconds, joules, used, most_w)
 
     def weighted_at(at_ns: Ints) -> Floats:
         cell = np.clip(np.searchsorted(edges, at_ns, side="right") - 1, 0, len(edges) - 2)
-        part = (elapsed(at_ns) @ used - sums[cell]) / (sums[cell + 1] - sums[cell])
-        divided: Floats = at_edges[cell] + (at_edges[cell + 1] - at_edges[cell]) * np.clip(part, 0.0, 1.0)
+        inside_j = ((elapsed(at_ns) - at_seconds[cell]) * cell_w[cell]).sum(axis=1)
+        divided: Floats = at_edges[cell] + np.clip(inside_j, 0.0, at_edges[cell + 1] - at_edges[cell])
         return divided
 
     slopes = _slopes(seconds[is_seen], joules[is_seen], used, np.sqrt(np.diag(covariance)))
@@ -86,6 +87,23 @@ def divide_samples(
     lasts = np.sort(np.diff(edges))  # half of the time lies in samples at least as long: at edges there are short ones
     spacing_s = float(lasts[np.searchsorted(np.cumsum(lasts), lasts.sum() / 2)]) * 1e-9
     return HostDivision(weighted_at, slopes @ covariance @ slopes.T, noise_w, mixed, spacing_s)
+
+
+def _watts_of_cells(seconds: Floats, joules: Floats, watts: Floats, most_w: float | None) -> Floats:
+    """Watts of the three parts in each sample, which add up to its joules.
+
+    What a sample has more than the fit expects is not all of a short operator in it: an import may have run beside it.
+    So operators draw at most what the fit has for them, or what the sample has on average, and no more than `most_w`.
+    """
+    level = joules / (seconds @ watts)
+    ops_w = np.minimum(level * watts[0], np.maximum(joules / seconds.sum(axis=1), watts[0]))
+    if most_w is not None:
+        ops_w = np.minimum(ops_w, most_w)
+    gaps_j = seconds[:, 1:] @ watts[1:]
+    has_gap = gaps_j > 0
+    rest = np.divide(joules - ops_w * seconds[:, 0], gaps_j, out=level.copy(), where=has_gap)
+    ops_w = np.where(has_gap, ops_w, level * watts[0])
+    return np.column_stack([ops_w, rest[:, None] * watts[1:]])
 
 
 def _running_seconds(start_ns: Ints, end_ns: Ints, is_long: Ints, origin_ns: int) -> Callable[[Ints], Floats]:

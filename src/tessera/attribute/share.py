@@ -97,9 +97,13 @@ def idle_class(start_ns: Ints, end_ns: Ints, classes: int) -> Ints:
 
 
 def by_time(
-    device: DeviceId, column: DomainSamples, activity: Activity, seen: Sequence[tuple[int, int]], energy: Energy
-) -> Share:
-    """The share of a device whose power is modelled. `activity` lies within `seen`, of which `energy` is."""
+    device: DeviceId, column: DomainSamples, activity: Activity, seen: Sequence[tuple[int, int]], energy: Energy,
+    most_w: float | None = None,
+) -> Share:  # fmt: skip
+    """The share of a device whose power is modelled. `activity` lies within `seen`, of which `energy` is.
+
+    Operators of a host together draw `most_w` at most.
+    """
     idle_in = [gaps(activity, *stretch) for stretch in seen]
     none = np.zeros(0, np.int64)
     gap_start, gap_end = (np.concatenate([none, *(part[i] for part in idle_in)]) for i in (0, 1))
@@ -108,7 +112,7 @@ def by_time(
     division = None
     if is_host(device) and column.domain.hold is Hold.MEAN:
         times_ns = column.times_ns - column.lag_ns
-        division = divide_samples(times_ns, joules_at, seen, (gap_start, gap_end), gap_cls - activity.classes)
+        division = divide_samples(times_ns, joules_at, seen, (gap_start, gap_end), gap_cls - activity.classes, most_w)
         joules_at = joules_at if division is None else division.joules_at
     sharing = Sharing(activity.start_ns, activity.end_ns)
     share_s, row_j = sharing.of(), sharing.of(joules_at)

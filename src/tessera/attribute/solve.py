@@ -49,13 +49,14 @@ _MISPLACED = 2
 
 def attribute(
     timeline: Timeline, power: PowerTrace, *, start_ns: int | None = None, end_ns: int | None = None,
-    windows: Sequence[tuple[int, int]] = (), board: str | None = None,
+    windows: Sequence[tuple[int, int]] = (), board: str | None = None, threads: int | None = None,
 ) -> EnergyTable:  # fmt: skip
     """Assign the joules of a run to kernels, operators, regions, modules and steps; fills `timeline.energy_j`.
 
     `start_ns` and `end_ns` (epoch) bound what is accounted for: by default where the trace and the samples overlap.
     `windows` are several such stretches, in order, where not all steps were traced: what lies between is no part of it.
     What the samples tell of other times is `untraced_j` of the table: whether anything ran then is not known.
+    `threads` of torch run an operator on a CPU: where power is modelled, it draws no more than so many cores.
     """
     from .ledger import table
 
@@ -71,7 +72,7 @@ def attribute(
     parts = []
     for device, column, ran in _pairs(timeline, links, power, notes):
         with one_blas_thread():
-            part = _solve(timeline, links, device, column, ran, windows, board)
+            part = _solve(timeline, links, device, column, ran, windows, board, threads)
         if part is None:
             lost = "no sample lies within the trace" if column.known.any() else "all samples are impossible watts"
             notes.append(f"{column.domain.name}: {lost}, so its joules are not known")
@@ -209,7 +210,7 @@ def _host_pairs(
 
 def _solve(
     timeline: Timeline, links: Links, device: DeviceId, column: DomainSamples, ran: Activity,
-    windows: Sequence[tuple[int, int]], board_name: str | None,
+    windows: Sequence[tuple[int, int]], board_name: str | None, threads: int | None,
 ) -> Share | None:  # fmt: skip
     is_known = ~np.isnan(column.watts)
     times_ns, watts = column.times_ns[is_known], column.watts[is_known]
@@ -224,7 +225,7 @@ def _solve(
     seen = [stretch for window in windows for stretch in column.find_seen(*window)]
     ran = _clip_activity(ran, seen)
     if column.domain.basis == "modelled":
-        return by_time(device, column, ran, seen, energy)
+        return by_time(device, column, ran, seen, energy, _most_w(timeline, column, threads))
     board = board_of(board_name or column.domain.label or _board_name(timeline, device), watts)
     problem = _Problem.of(timeline, links, ran, seen, board, response, times_ns, watts)
     learnt = problem.learn_response(column.domain, response, seen, times_ns, watts)
@@ -247,6 +248,13 @@ def _solve(
         group=groups(problem.design)[: ran.classes], joules=energy.energy_j, error_j=energy.error_j,
         coverage=energy.coverage, fit=result, learnt=learnt,
     )  # fmt: skip
+
+
+def _most_w(timeline: Timeline, column: DomainSamples, threads: int | None) -> float | None:
+    """What the model has for all operators at once: a core for each of torch's threads, on each that calls any."""
+    if column.domain.core_w is None or threads is None:
+        return None
+    return column.domain.core_w * threads * len(np.unique(timeline["thread"][timeline.rows("op")]))
 
 
 def _board_name(timeline: Timeline, device: DeviceId) -> str | None:

@@ -163,11 +163,13 @@ class ModelledSensor:
             basis="modelled",
             note=f"{curve}; {line}",
             scope="machine" if self._tree is None else "process",
+            core_w=None if self._tree is None else d.tdp_w.value / (os.cpu_count() or 1),
         )
         if self._tree is None:
             return [domain]
         note = f"of {self._name}: its share of the {d.idle_w.value:g} W that the machine draws when idle"
-        return [domain, dataclasses.replace(domain, name=self._name + IDLE_PART, counted=False, label="", note=note)]
+        idle = dataclasses.replace(domain, name=self._name + IDLE_PART, counted=False, label="", note=note, core_w=None)
+        return [domain, idle]
 
     def capabilities(self) -> Sequence[Capability]:
         return []
