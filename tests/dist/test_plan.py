@@ -141,7 +141,7 @@ def make_mlps() -> nn.Module:
 
 def test_a_module_that_is_no_decoder_is_divided_by_data_parallelism() -> None:
     inputs = torch.zeros(4096, 256)
-    found = dist.plan(make_mlps(), inputs, cluster="dgx-h100:2", precision="fp32")
+    found = dist.plan(make_mlps(), inputs, cluster="dgx-h100:2", precision="fp32", gpus=16)
     best = found.best
     assert str(best.layout) == "dp16" and best.layout.global_batch == 4096
     assert sum(best.parts.values()) == pytest.approx(best.time_s) and best.parts["data parallel"] > 0
@@ -158,6 +158,15 @@ def test_a_module_that_is_no_decoder_is_divided_by_data_parallelism() -> None:
     with pytest.raises(ArgumentError, match="does not look like a decoder") as caught:
         dist.plan(make_mlps(), cluster="dgx-h100")
     assert "inputs" in str(caught.value.fix)
+
+
+def test_modules_are_planned_with_every_power_of_two_and_with_fewer_gpus() -> None:
+    problem = dist.plan(make_mlps(), torch.zeros(16, 256), cluster="dgx-h100:1", precision="fp32").problem
+    assert problem.count_gpus() == [8, 4, 2, 1]
+    assert {1, 2, 4, 8, 16} <= set(problem.micro_batches)
+    # Sixteen samples are one launch of every kernel, whichever GPU they are on: one GPU has the fewest joules.
+    frugal = dist.plan(make_mlps(), torch.zeros(16, 256), cluster="dgx-h100:1", precision="fp32", goal="energy")
+    assert frugal.best.layout.gpus == 1 and frugal.best.layout.micro_batch == 16
 
 
 def test_a_rack_of_72_uses_64_where_the_batch_does_not_divide_by_nine() -> None:

@@ -1,9 +1,10 @@
 """The space of layouts and the search in it: what divides, what fits, and bounds that spare most of the evaluations.
 
-The space: GPUs are all of the cluster's, or the largest power of two of them. tp divides heads, width and MLP and stays
-inside the fast domain; cp leaves at least 1,024 tokens to a rank; pp and vp divide the layers, or the layers and up to
-three more (5%), since the vocabulary takes the place of layers then; ep divides the experts and a stage's ranks; dp and
-the microbatch, a power of two, divide the batch. An interleaved pipeline takes microbatches in groups of pp.
+The space: GPUs are all of the cluster's, or the largest power of two of them; for a module that is no decoder, whatever
+divides the batch. tp divides heads, width and MLP and stays inside the fast domain; cp leaves at least 1,024 tokens to
+a rank; pp and vp divide the layers, or the layers and up to three more (5%), since the vocabulary takes the place of
+layers then; ep divides the experts and a stage's ranks; dp and the microbatch, a power of two, divide the batch. An
+interleaved pipeline takes microbatches in groups of pp.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LEAST_CHUNK = 1024  # tokens of a rank under context parallelism
 _MOST_MISSING, _MISSING_SHARE = 3, 0.05  # layers that may lack for stages of equal size
 _MOST_CHUNKS = 16
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
-_MICRO_BATCHES_OF_MODULES = (1, 4, 16, 64, 256, 1024)  # samples are small, and each size is a prediction of its own
+_MICRO_BATCHES_OF_MODULES = tuple(2**n for n in range(11))  # samples are small; each size is a prediction of its own
 _NEAR_PP = ("tp", "cp", "pp", "dp")
 # Parts of a step that no choice of sharding, chunks, placement or offload makes shorter.
 _FIXED_PARTS = ("compute", "tensor parallel", "context parallel", "expert parallel", "pipeline bubble", "optimizer")
@@ -64,8 +65,8 @@ class PlanProblem:
             return [self.gpus]
         whole = self.cluster.gpus
         some = {whole, 1 << (whole.bit_length() - 1)}
-        if self.work is not None:  # nothing but data parallelism, whose ranks divide the batch
-            some.add(math.gcd(whole, self.global_batch))
+        if self.work is not None:  # nothing but data parallelism, whose ranks divide the batch: fewer may be better
+            some.update(list_divisors(math.gcd(whole, self.global_batch)))
         return sorted(some, reverse=True)
 
     @property
