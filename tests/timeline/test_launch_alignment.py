@@ -76,15 +76,25 @@ def resized(layers: int, size: int) -> Iterator[Kernel]:
         yield Kernel(k.op, name, k.grid * size, k.us, region=k.region)
 
 
-def make_run(step: Callable[[int], list[Kernel]], *, ahead_us: float = 0.0, steps: int = STEPS) -> Timeline:
-    """A whole trace: operators, calls and kernels, regions in every step, and a device that runs behind its host."""
+def make_run(
+    step: Callable[[int], list[Kernel]], *, ahead_us: float = 0.0, steps: int = STEPS,
+    evaluate: Callable[[int], list[Kernel]] = lambda _: [],
+) -> Timeline:  # fmt: skip
+    """A whole trace: operators, calls and kernels, regions in every step, and a device that runs behind its host.
+
+    What `evaluate` gives runs after a step and is part of none.
+    """
     builder = Builder()
     host_ns = 10**18
     free_ns: dict[int, int] = {}
     number = 0
     for index in range(steps):
         begun_ns, regions = host_ns, [("", host_ns)]
-        for kernel in step(index):
+        own, more = step(index), evaluate(index)
+        for at, kernel in enumerate([*own, *more]):
+            if at == len(own):
+                host_ns = max(host_ns, *free_ns.values())
+                builder.add("region", f"step_{index}", begun_ns, host_ns, thread=1)
             number += 1
             if kernel.region != regions[-1][0]:
                 regions.append((kernel.region, host_ns))
@@ -107,7 +117,8 @@ def make_run(step: Callable[[int], list[Kernel]], *, ahead_us: float = 0.0, step
             host_ns = max(host_ns, *free_ns.values())  # it waits for the device
         else:
             host_ns = max(host_ns, max(free_ns.values()) - round(ahead_us * 1e3))
-        builder.add("region", f"step_{index}", begun_ns, host_ns, thread=1)
+        if not more:
+            builder.add("region", f"step_{index}", begun_ns, host_ns, thread=1)
         host_ns += 1_000
     return builder.build()
 
@@ -184,6 +195,24 @@ def test_a_validation_between_the_steps_is_given_what_looks_alike() -> None:
 
     found = check(step)
     assert found["operator_time_pct"] >= 98.0
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_what_runs_between_two_steps_is_launched_in_neither(every: int) -> None:
+    """Its kernels are those of a forward pass, so that no kernel counts the steps."""
+
+    def evaluate(index: int) -> list[Kernel]:
+        return [replace(k, region="evaluation") for k in list(dense(4))[:20] * 3] if index % every == every - 1 else []
+
+    timeline = make_run(lambda _: list(dense(4)), evaluate=evaluate)
+    made = make_light(timeline)
+    assert made is not None
+    light, rows = made
+    links, truth = light.linked, timeline.linked
+    device = light.device_rows
+    assert len(device) == len(timeline.device_rows)
+    own = [links.steps[s].name if s != NONE else "" for s in links.step[device]]
+    assert own == [truth.steps[s].name if s != NONE else "" for s in truth.step[rows[device]]]
 
 
 def test_a_long_stretch_of_strange_kernels_does_not_lose_the_place() -> None:

@@ -18,13 +18,15 @@ import numpy as np
 
 from .columns import NONE, Ints, Timeline
 from .intervals import Nesting
-from .launch_alignment import LaunchAlignment
+from .launch_alignment import Bools, LaunchAlignment
 
 if TYPE_CHECKING:
     from .link import Step
 
 MARKERS = 8
 """Kernels that are tried to count the steps of the device by."""
+APART = 0.5
+"""Of a step: between two steps further apart than this the program did something else."""
 LATE = 0.01
 """The share of launches that may seem to run before their step began: where a step ends is not always known exactly."""
 
@@ -69,18 +71,21 @@ def _find_steps(names: Ints, own_step: Ints, start_ns: Ints, edges: _StepEdges) 
     """The host's step of each launch of a stream, `NONE` before the first; `own_step` has those of traced launches.
 
     Some kernel is launched equally often in every step. Its launches are counted, from the traced steps on. Where no
-    count agrees with the host's steps, a launch is in the step that was open when it ran.
+    count agrees with the host's steps, a launch is in the step that was open when it ran; what ran between two steps
+    that are far apart (an evaluation), or after the last one, is in none then.
     """
     last = len(edges.start_ns) - 1
     by_time = np.searchsorted(edges.start_ns, start_ns, side="right") - 1
-    host, least = by_time, np.inf
+    host, least = np.where(edges.is_between(start_ns, by_time), NONE, by_time), np.inf
     for name, count, after in _list_markers(names, own_step):
         counted = _count_steps(np.flatnonzero(names == name), count, after, own_step)
         known = (counted >= 0) & (counted <= last)
         ahead = by_time[known] - counted[known]  # how many steps the host is ahead
         fits = np.mean(ahead < 0) < LATE and (counted[-1] >= last - 1 or ahead.max(initial=0) <= 2)
         if fits and ahead.mean() < least:  # of a kernel that was left out somewhere, too few are counted
-            host, least = np.where(counted < 0, NONE, np.minimum(counted, last)), float(ahead.mean())
+            after_all = (counted > last) & edges.is_between(start_ns, np.full(len(names), last))
+            host = np.where((counted < 0) | after_all, NONE, np.minimum(counted, last))
+            least = float(ahead.mean())
     return np.where(own_step == NONE, host, own_step)
 
 
@@ -142,6 +147,13 @@ class _StepEdges:
         order = np.lexsort((labels, times, inside))
         self._times, self._labels = np.minimum(times, self.end_ns[inside])[order], labels[order]
         self._low, self._high = (np.searchsorted(inside[order], places, side=side) for side in ("left", "right"))
+
+    def is_between(self, times_ns: Ints, step: Ints) -> Bools:
+        """Whether times after the begin of some steps are after their end, and the next begins far from there."""
+        begins_ns = np.append(self.start_ns[1:], np.iinfo(np.int64).max)
+        far = begins_ns - self.end_ns > APART * np.median(self.end_ns - self.start_ns)
+        between: Bools = (step != NONE) & far[step] & (times_ns >= self.end_ns[step])
+        return between
 
     def at(self, times_ns: Ints) -> Ints:
         """The step that is open at each time."""
