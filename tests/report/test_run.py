@@ -37,6 +37,7 @@ from tessera.profile.ranks import merge
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.recording import Stack
 from tessera.report import energy as shown
+from tessera.report.energy import rows_table
 from tessera.report.html import prose
 from tessera.report.run import text
 from tessera.report.run_html import page
@@ -1024,3 +1025,10 @@ def test_the_next_command_is_another(run: RunFile, made: Made) -> None:
 def test_piped_lines_end_where_the_text_does(made: Made, tmp_path: Path) -> None:
     made.write(tmp_path / "train.tessera").close()
     assert not re.search(r" +$", invoke(str(tmp_path / "train.tessera")).stdout, re.MULTILINE)
+
+
+def test_the_watts_of_a_step_are_over_the_seconds_of_its_joules() -> None:
+    """The device runs behind its host: the last step of a script ends there while most of it is still to run."""
+    step = dataclasses.replace(row("step_9", 40.0, "step", calls=1), time_s=0.06, idle_s=0.04, wall_s=0.01)
+    shown = text_of(rows_table([step, dataclasses.replace(step, name="step_8", devices=2)], "steps", width=100))
+    assert [re.search(r"[\d.]+ k?W", line)[0] for line in shown.splitlines() if "step_" in line] == ["400 W", "800 W"]

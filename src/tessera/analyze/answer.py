@@ -386,14 +386,6 @@ def _of_untraced(tracing: Slowdown, energy_j: float, traced_j: float) -> PerWork
     )
 
 
-def mean_w(row: EnergyRow) -> float | None:
-    """Mean watts of a row: of a step, on however many devices, over its wall time.
-
-    A region's wall time is the host's: what it launched runs later, and its joules are over the seconds of that.
-    """
-    return row.energy_j / row.wall_s if row.wall_s and row.kind == "step" else row.power_w
-
-
 def work_amounts(work: Any) -> dict[str, float]:
     """Work as {"token": 8192.0}, or as the rows {"unit": ..., "amount": ...}."""
     if isinstance(work, Mapping):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ..attribute.account import MOST_PASSES
 from ..attribute.table import EnergyRow, EnergyTable
 from ..recording import EVALUATION, Recording
-from .mean_step import wall_s
 from .run_energy import accounted_energies
 from .run_steps import find_spans
 
@@ -49,7 +48,7 @@ def find_outside_steps(recording: Recording, table: EnergyTable) -> OutsideSteps
     rest_j = table.energy_j - math.fsum([*joules, *(r.energy_j for r in apart)])
     if not rest_j >= 0:  # NaN is not either
         return None
-    rest_s = max(table.time_s - math.fsum(wall_s(r) for r in (*table.steps, *apart)), 0.0)
+    rest_s = max(table.time_s - math.fsum(r.spent_s for r in (*table.steps, *apart)), 0.0)
     share = rest_j / table.energy_j
     rest = EnergyRow(
         name=NAME,

@@ -57,6 +57,7 @@ def _join_ranks(table: EnergyTable) -> EnergyTable:
             share=sum(r.share for r in rows),
             wall_s=max((r.wall_s for r in rows if r.wall_s is not None), default=None),
             idle_s=sum(r.idle_s or 0.0 for r in rows),
+            devices=sum(r.devices for r in rows),
         )
         for rows in by_name.values()
     ]

@@ -434,7 +434,8 @@ class _Ledger:
             name=name, kind=line.kind, calls=line.calls, time_s=line.time_s, energy_j=joules,
             error_j=error_j, share=joules / self._total_j if self._total_j > 0 else 0.0, group=group,
             with_backward_j=joules + line.later_j if later else None, wall_s=line.wall_s if wall else None,
-            idle_s=line.idle_s if wall else None, overlaps=wall and line.overlaps,
+            idle_s=line.idle_s if wall else None, devices=len(parts) if line.kind == "step" else 1,
+            overlaps=wall and line.overlaps,
         )  # fmt: skip
 
 

@@ -30,7 +30,8 @@ class EnergyRow:
     samples cannot tell apart: of those only the sum (`EnergyTable.groups`) is known well. Regions contain the idle
     joules between their own kernels and `with_backward_j` adds what autograd spent later on behalf of what was
     called inside; steps contain the idle joules beside their kernels, so that they sum to the time they took. `idle_s`
-    are the seconds of those idle joules. `overlaps`: its calls overlap in time, and a moment in several counts once.
+    are the seconds of those idle joules; `devices` how many a step's are of. `overlaps`: its calls overlap in time, and
+    a moment in several counts once.
     `share_error` is the half-width of the share's 90% interval where rows are counted in samples of stacks.
     """
 
@@ -45,14 +46,19 @@ class EnergyRow:
     with_backward_j: float | None = None
     wall_s: float | None = None
     idle_s: float | None = None
+    devices: int = 1
     overlaps: bool = False
     share_error: float | None = None
 
     @property
+    def spent_s(self) -> float:
+        """The seconds its joules are of. A device runs behind its host: they are not those of its wall time."""
+        return (self.time_s + (self.idle_s or 0.0)) / self.devices
+
+    @property
     def power_w(self) -> float | None:
         """Mean watts over the seconds its joules are of; None when it took no time on the device."""
-        seconds = self.time_s + (self.idle_s or 0.0)
-        return self.energy_j / seconds if seconds > 0 else None
+        return self.energy_j / self.spent_s if self.spent_s > 0 else None
 
     @property
     def j_per_call(self) -> float:

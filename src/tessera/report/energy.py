@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..analyze.answer import Answer, mean_w
+from ..analyze.answer import Answer
 from ..analyze.kernel_names import distinct, fit_all
 from ..analyze.run_energy import FUNCTION
 from ..analyze.time_answer import TimeRow
@@ -194,7 +194,7 @@ def _cells(row: EnergyRow, *, wide: bool) -> list[str]:
     calls = f"{row.calls:,}" if row.calls else ""
     if not wide:
         return [spent, share, calls]
-    watts = mean_w(row)
+    watts = row.power_w
     power = format_power(watts, 3) if watts is not None else ""
     return [spent, share, power, format_energy(row.j_per_call, 3) if row.calls else "", calls]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from ..analyze.answer import Answer, mean_w
+from ..analyze.answer import Answer
 from ..analyze.kernel_names import CATEGORIES, category, fit, fit_all, region_name
 from ..analyze.run_energy import FUNCTION
 from ..attribute.table import EnergyRow, EnergyTable
@@ -80,7 +80,7 @@ def _row(row: EnergyRow, name: str, most_j: float, view: str) -> str:
     kind = "kidle" if row.kind == "idle" else f"k{CATEGORIES.index(category(row.name, row.kind))}"
     dot = f"<i class='{kind}'></i>" if view in ("kernels", "ops") else ""
     known = not math.isnan(row.error_j)  # else divided by time
-    watts = mean_w(row) if known else None
+    watts = row.power_w if known else None
     spent = format_energy_error(row.energy_j, row.error_j) if known else f"~{format_energy(row.energy_j, 3)}"
     each = row.j_per_call if row.calls and known else None
     cells = [
