@@ -10,7 +10,10 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-Kind = Literal["kernel", "memcpy", "memset", "collective", "runtime", "graph_launch", "op", "region", "mark", "counter"]
+Kind = Literal[
+    "kernel", "memcpy", "memset", "collective", "runtime", "graph_launch", "op", "region", "mark", "counter", "python"
+]
+"""In a timeline's column `kind` a frame of Python is an "op"; `meta["frames"]` tells which ones are."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CODE: dict[str, int] = {kind: code for code, kind in enumerate(KINDS)}
 ON_DEVICE: tuple[Kind, ...] = ("kernel", "memcpy", "memset", "collective")

@@ -26,6 +26,7 @@ from tessera.hardware import lookup
 from tessera.monitor import Monitor
 from tessera.profile import region as region_class
 from tessera.profile import sampling, tracing
+from tessera.profile.export.summary import lines as summary_lines
 from tessera.profile.kineto_collector import drop_unasked
 from tessera.profile.options import SessionOptions
 from tessera.profile.region import current
@@ -903,6 +904,19 @@ def test_frames_of_the_users_own_code_can_be_told_from_libraries(tmp_path):
     numpy_folder = Path(np.__file__).parents[1]
     assert sampling.is_library(f"{numpy_folder}/transformers/trainer.py"), "beside NumPy, whatever its folder is called"
     assert sampling.name_frame("<frozen importlib._bootstrap>", 1, "x") == "<frozen importlib._bootstrap>:1 x"
+
+
+def test_frames_of_python_are_no_operators_and_those_of_our_threads_are_left_out(path, power):
+    with profile.session(with_stack=True, path=path) as sess:
+        burn()
+        time.sleep(0.1)
+    kinds = {r.name: r.kind for r in sess.records()}
+    assert kinds["aten::mm"] == "op" and {k for n, k in kinds.items() if n.endswith(": burn")} == {"python"}
+    assert {r.thread_id for r in sess.records() if r.kind == "python"} == {threading.get_native_id()}
+    lines = list(summary_lines(sess.recording()))
+    assert {line.kind for line in lines if line.name.endswith(": burn")} == {"python"}
+    assert all(line.share_time_pct is None for line in lines if line.kind == "python")
+    assert all(line.name.partition("::")[1] for line in lines if line.kind == "op")
 
 
 def test_a_trace_with_stacks_has_sampled_lines_too(path, power):

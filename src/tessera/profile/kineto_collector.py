@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import MeasurementError
 from ..notes import Note
@@ -169,7 +170,7 @@ class Finished:
         numbers = find_sensor_numbers() if sys.modules["torch"].cuda.is_initialized() else None
         if numbers is not None:
             renumber_devices(timeline, numbers)
-        return drop_unasked(timeline, self._options)
+        return drop_own_frames(drop_unasked(timeline, self._options))
 
     def _let_go(self, prof: Any) -> None:
         """Free Kineto's events: 3 us each with shapes, the interpreter's lock held; not where the process ends anyway.
@@ -402,16 +403,33 @@ def drop_unasked(timeline: Timeline, options: SessionOptions) -> Timeline:
     unwanted = [CODE[k] for a in ON_DEVICE if a not in options.enabled_activities for k in _LEFT_OUT[a]]
     if not unwanted:
         return timeline
-    keep = ~np.isin(timeline["kind"], unwanted)
+    left_out = [a for a in ON_DEVICE if a not in options.enabled_activities]
+    note = f"not recorded, as asked: {', '.join(left_out)}; their joules count as idle"
+    return _keep_rows(timeline, ~np.isin(timeline["kind"], unwanted), [note])
+
+
+def drop_own_frames(timeline: Timeline) -> Timeline:
+    """The timeline without what Python ran on threads of ours: torch's Python tracer records every thread.
+
+    Threads that ran before the trace, and nothing of torch's, are all number 0 there.
+    """
+    is_frame = np.isin(timeline["name"], timeline.meta.get("frames", ()))
+    alive = {t.native_id: t.name.startswith("tessera-") for t in threading.enumerate() if t.native_id is not None}
+    own = [number for number, is_own in alive.items() if is_own]
+    if {number for number, is_own in alive.items() if not is_own} <= set(timeline["thread"][is_frame].tolist()):
+        own.append(0)  # no other is left that it could be
+    return _keep_rows(timeline, ~(is_frame & np.isin(timeline["thread"], own)), [])
+
+
+def _keep_rows(timeline: Timeline, keep: NDArray[np.bool_], notes: Sequence[str]) -> Timeline:
     if keep.all():
         return timeline
     # Row numbers change with the rows that go: one more cell at the end, so that NONE stays NONE.
     number = np.append(np.where(keep, np.cumsum(keep) - 1, NONE), NONE)
     columns = {name: values[keep] for name, values in timeline.columns.items()}
     columns["parent"] = number[columns["parent"]]
-    left_out = [a for a in ON_DEVICE if a not in options.enabled_activities]
     return Timeline(
         columns=columns, names=timeline.names, launches=timeline.launches, rank=timeline.rank, meta=timeline.meta,
-        notes=[*timeline.notes, f"not recorded, as asked: {', '.join(left_out)}; their joules count as idle"],
+        notes=[*timeline.notes, *notes],
         extra={int(number[row]): fields for row, fields in timeline.extra.items() if keep[row]},
     )  # fmt: skip

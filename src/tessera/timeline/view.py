@@ -30,7 +30,7 @@ def records(timeline: Timeline, rows: Sequence[int] | Ints | None = None) -> Ite
     links = timeline.linked
     overlap = collective_overlap_pct(timeline, chosen)
     modules: dict[int, str] = {}
-    hosts = timeline.hosts
+    hosts, frames = timeline.hosts, frozenset(timeline.meta.get("frames", ()))
     for begin in range(0, len(chosen), _BLOCK):
         block = chosen[begin : begin + _BLOCK]
         columns = {name: values[block].tolist() for name, values in timeline.columns.items()}
@@ -39,7 +39,7 @@ def records(timeline: Timeline, rows: Sequence[int] | Ints | None = None) -> Ite
         columns["error_j"] = _joules(timeline.error_j, block)
         for i, row in enumerate(block.tolist()):
             one = {name: values[i] for name, values in columns.items()}
-            fields = _fields(timeline, one, links, modules, hosts)
+            fields = _fields(timeline, one, links, modules, hosts, frames)
             if row in overlap:
                 fields["collective_overlap_pct"] = overlap[row]
             yield Record(**(fields | dict(timeline.extra.get(row, {}))))
@@ -73,7 +73,12 @@ def _joules(values: NDArray[np.float64] | None, rows: Ints) -> list[float | None
 
 
 def _fields(
-    timeline: Timeline, one: dict[str, Any], links: Links, modules: dict[int, str], hosts: Mapping[int, str]
+    timeline: Timeline,
+    one: dict[str, Any],
+    links: Links,
+    modules: dict[int, str],
+    hosts: Mapping[int, str],
+    frames: frozenset[int],
 ) -> dict[str, Any]:
     """The fields of one record."""
     names, code = timeline.names, one["kind"]
@@ -91,7 +96,8 @@ def _fields(
     value, joules = one["value"], one["energy_j"]
     rank = timeline.rank if one["rank"] == NONE else one["rank"]
     fields: dict[str, Any] = {
-        "kind": KINDS[code], "name": names[one["name"]], "start_ns": one["start_ns"], "end_ns": one["end_ns"],
+        "kind": "python" if code == CODE["op"] and one["name"] in frames else KINDS[code],
+        "name": names[one["name"]], "start_ns": one["start_ns"], "end_ns": one["end_ns"],
         "kernel_name": names[one["name"]] if on_device else None, "device": _none_if_missing(one["device"]),
         "stream_id": _none_if_missing(one["stream"]), "thread_id": _none_if_missing(one["thread"]), "rank": rank,
         "host": None if rank is None else hosts.get(rank),

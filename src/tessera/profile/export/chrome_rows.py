@@ -53,6 +53,7 @@ class Overlap:
 CATEGORY = {
     "kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "collective": "collective",
     "runtime": "cuda_runtime", "graph_launch": "cuda_runtime", "op": "cpu_op", "region": "user_annotation",
+    "python": "python_function",
 }  # fmt: skip
 DEVICE_CODES = [CODE[k] for k in ("kernel", "memcpy", "memset", "collective")]
 LAUNCHERS = [CODE[k] for k in ("runtime", "graph_launch")]

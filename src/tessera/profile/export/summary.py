@@ -47,11 +47,11 @@ class SummaryCsv:
 
     `share_time_pct` of what runs on a device is its share of all device time; of a runtime call, operator, module, step
     or idle its share of the time that was traced, as in `analyze`; of a region, which is recorded all the time, its
-    share of the run's wall time (nested and parallel ones overlap). `total_s` of modules and steps,
-    which only attribution knows, is wall time where it says so, else time on the device. `active_s` is the time over
-    which the joules were spent (an operator's self time, or its kernels'): `power_w` is over that. Steps are listed
-    once, as steps. The joules of kernels, copies, collectives and idle (of a host alone: of
-    operators and "between operators") sum to the joules of the run.
+    share of the run's wall time (nested and parallel ones overlap). Frames of Python ("python") contain one another and
+    the operators, and have no share. `total_s` of modules and steps, which only attribution knows, is wall time where
+    it says so, else time on the device. `active_s` is the time over which the joules were spent (an operator's self
+    time, or its kernels'): `power_w` is over that. Steps are listed once, as steps. The joules of kernels, copies,
+    collectives and idle (of a host alone: of operators and "between operators") sum to the joules of the run.
     """
 
     path: str | Path
@@ -87,7 +87,7 @@ def lines(recording: Recording) -> Iterator[SummaryLine]:
         whole_s = device_s if kind in ON_DEVICE else run_s if kind == "region" else operators_s
         yield SummaryLine(
             name, kind, calls, total_s, None if math.isnan(joules) else over_s, total / calls / 1e3, low / 1e3,
-            high / 1e3, 100.0 * total_s / whole_s if whole_s > 0 else None, joules, error,
+            high / 1e3, 100.0 * total_s / whole_s if whole_s > 0 and kind != "python" else None, joules, error,
             joules / over_s if over_s > 0 else None, joules / calls,
         )  # fmt: skip
     if table is not None:
@@ -154,10 +154,13 @@ class _SummaryGroups:
         """(kind code, name number) -> sums; longest first within each kind."""
         energy = ("energy_j", "energy_error_j") if rows.has_energy else ()
         self = cls(len(rows.names))
+        frames = list(rows.row_meta.get("frames", ()))
         for chunk in rows.chunks(("kind", "name", "start_ns", "end_ns", *energy)):
+            is_frame = (chunk["kind"] == CODE["op"]) & np.isin(chunk["name"], frames)
+            kind = np.where(is_frame, CODE["python"], chunk["kind"])
             counted = np.isin(chunk["kind"], _KEPT)
             lasts = np.maximum(chunk["end_ns"] - chunk["start_ns"], 0)[counted]
-            group = (chunk["kind"] * self._names + chunk["name"])[counted]
+            group = (kind * self._names + chunk["name"])[counted]
             self._add(group, lasts, *((chunk[c][counted] for c in energy) if energy else (None, None)))
         used = np.flatnonzero(self.calls)
         used = used[np.lexsort((-self.total[used], used // self._names))]
