@@ -94,6 +94,15 @@ def test_more_workers_are_not_advised_where_no_core_is_left() -> None:
     assert "more num_workers or prefetch_factor would not help" in train(30.0).advice(use)["data loading"].action
 
 
+def test_workers_that_wait_are_not_what_fills_the_cores() -> None:
+    use = CpuUse(
+        cpu_s=3.4, children={"pt_data_worker": (2, 0.3)}, cores=2, threads=1, waited_s=0.0, others_s=5.0, over_s=4.0
+    )
+    action = train(30.0).advice(use)["data loading"].action
+    assert "2 workers use 4% of a core each: they wait" in action and "other programs" in action
+    assert "raise num_workers" in action and "would not help" not in action
+
+
 def test_a_loader_in_the_main_process_is_told_to_use_workers() -> None:
     assert "num_workers=2 or more" in train(30.0, IN_MAIN).advice()["data loading"].action
     alone = CpuUse(cpu_s=1.0, children={}, cores=1, threads=1, waited_s=0.0)

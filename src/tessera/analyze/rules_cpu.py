@@ -28,6 +28,8 @@ WAITED_SHARE = 0.10
 PRODUCTS_SHARE = 0.4
 # A program that uses this much of its cores keeps its own threads waiting; below that, its neighbours do.
 SATURATED = 0.7
+# Workers with less of a core each than this are waiting, not computing.
+WAITING_SHARE = 0.25
 STEPS = 8
 WORKER = "pt_data_worker"
 """What torch calls the processes of a DataLoader."""
@@ -76,6 +78,10 @@ def _advise_workers(run: RunEvidence) -> str:
     if use is None or not count:
         return "raise num_workers or prefetch_factor, or make the transforms cheaper"
     share = f"{count} workers have {seconds / use.cpu_s:.0%} of the CPU time" if use.cpu_s > 0 else f"{count} workers"
+    if use.over_s and seconds < WAITING_SHARE * count * use.over_s:
+        each = f"{count} workers use {seconds / count / use.over_s:.0%} of a core each: they wait (for a disk, the network)"
+        crowded = ", or for a core that other programs have" if use.others_cores >= 0.5 * use.cores else ""
+        return f"{each}{crowded}: raise num_workers and prefetch_factor, so that more of them wait at once"
     if count + 1 <= use.cores - 1:
         return f"{share}, of {use.cores:g} cores: raise num_workers and prefetch_factor, or make the transforms cheaper"
     return (
