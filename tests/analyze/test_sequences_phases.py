@@ -91,6 +91,12 @@ def test_wrong_arguments_are_refused(wrong):
         analyze.sequences(stream([GELU]), **wrong)
 
 
+@pytest.mark.parametrize("name", ["aten::resolve_conj", "aten::conj", "efficient_conv_bn_eval_pass"])
+def test_what_only_sounds_like_a_convolution_is_none(name):
+    assert category(name, "op") != "convolution"
+    assert category("aten::mkldnn_convolution", "op") == category("aten::conv2d", "op") == "convolution"
+
+
 def test_kernels_of_rocm_are_what_they_are():
     tensile = "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT16x16x512_MI16x16x1"
     mangled = "_ZN5aiter24add_rmsnorm_quant_kernelIDF16bDF16bLi64ELi8EEEvPT0_"

@@ -59,7 +59,7 @@ _SILENT = re.compile(
 _PATTERNS = {
     "communication": r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|nvshmem",
     "attention": r"flash|sdpa|attention|attn|fmha|\bmha_|dot_do_o",
-    "convolution": r"conv(?!ert)|winograd|implicit_gemm|wgrad|dgrad|fprop",
+    "convolution": r"conv(?!ert|_bn_eval_pass|j)|winograd|implicit_gemm|wgrad|dgrad|fprop",
     "matrix product": r"gemm|nvjet|cutlass|gemv|\bCijk_|matmul|splitK|::mm|::bmm|::addmm|linear",
     "normalisation, reduction": (r"norm(?!al(?!i))|GammaBeta|softmax|reduce|_red_|_per_|scan|sum|sort|topk|loss"),
     "elementwise": (

@@ -79,7 +79,7 @@ def _advise_workers(run: RunEvidence) -> str:
         return "raise num_workers or prefetch_factor, or make the transforms cheaper"
     share = f"{count} workers have {seconds / use.cpu_s:.0%} of the CPU time" if use.cpu_s > 0 else f"{count} workers"
     if use.over_s and seconds < WAITING_SHARE * count * use.over_s:
-        each = f"{count} workers use {seconds / count / use.over_s:.0%} of a core each: they wait (for a disk, the network)"
+        each = f"{count} workers use {seconds / count / use.over_s:.0%} of a core each: they wait (disk, network)"
         crowded = ", or for a core that other programs have" if use.others_cores >= 0.5 * use.cores else ""
         return f"{each}{crowded}: raise num_workers and prefetch_factor, so that more of them wait at once"
     if count + 1 <= use.cores - 1:
