@@ -55,6 +55,8 @@ def explain_no_device(recording: Recording) -> str:
                 "nothing ran on a GPU in this trace: `tessera analyze critical_path TRACE` shows where the time of "
                 "the CPU went; if a GPU was used: record with activities=[..., ProfilerActivity.CUDA]"
             )
+        if count := timeline.meta.get("without_category"):
+            return _explain_no_category(recording.facts.name, count)
         content = "it has neither kernels nor operators" if len(recording.timeline) else "it contains no event"
         return f"{recording.facts.name} is empty: {content}; record again, and export the trace after the work is done"
     name = str(recording.facts.path or recording.facts.name)
@@ -65,6 +67,13 @@ def explain_no_device(recording: Recording) -> str:
             f"went, `tessera report {path} --by ops` where the joules went"
         )
     return f"this run has neither kernels nor operators: `tessera report {path}` shows what was recorded"
+
+
+def _explain_no_category(name: str, count: int) -> str:
+    advice = "give a trace of torch.profiler, or a profiler's own file (*.xplane.pb, *.pftrace)"
+    if name.endswith(".trace.json.gz"):
+        advice = "JAX and TensorFlow write all of it to the *.xplane.pb beside this file: give that one"
+    return f"the {count:,} events of {name} have no category (cat), so nothing tells kernels from calls: {advice}"
 
 
 def count_launches(timeline: Timeline) -> int:

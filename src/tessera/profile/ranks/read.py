@@ -36,6 +36,9 @@ TRACES = (".json", ".json.gz", ".json.gzip", *XPLANE, *PERFETTO, KERNELS)
 RUNS = (".tessera",)
 MOST_FOLDERS = 4096
 """Subfolders that are looked into, one for each rank."""
+MOST_LEVELS = 3
+VIEWED = ".trace.json.gz"
+"""Of JAX: the same as the .xplane.pb of that name, for viewers."""
 MOST_WORKERS = 8
 """More processes than this wait for the disk, not for each other."""
 Progress = Callable[[float], None]
@@ -119,12 +122,19 @@ def list_names(files: Sequence[Path]) -> str:
 
 
 def _list_folder(path: Path) -> list[Path]:
-    """Runs and traces in a folder; where it has none, those in its subfolders, of which each may be one rank's."""
-    here = sorted(f for f in path.iterdir() if f.name.endswith((*RUNS, *TRACES)))
-    if here:
-        return here
-    below = [folder for folder in sorted(path.iterdir()) if folder.is_dir()][:MOST_FOLDERS]
-    return sorted(f for folder in below for f in folder.iterdir() if f.name.endswith((*RUNS, *TRACES)))
+    """Runs and traces in a folder; where it has none, those in its subfolders, of which each may be one rank's.
+
+    JAX puts them three levels down (plugins/profile/DATE), each a second time in a form for viewers.
+    """
+    level = [path]
+    for _ in range(1 + MOST_LEVELS):
+        inside = sorted(f for folder in level for f in folder.iterdir())
+        found = [f for f in inside if f.name.endswith((*RUNS, *TRACES))]
+        if found:
+            names = {str(f) for f in found}
+            return [f for f in found if str(f).removesuffix(VIEWED) + XPLANE[0] not in names]
+        level = [folder for folder in inside if folder.is_dir()][:MOST_FOLDERS]
+    return []
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
