@@ -6,7 +6,11 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
+
 from tessera import analyze
+from tessera.errors import RecordingError
+from tessera.profile.open_recording import load
 from tessera.profile.ranks.read import find_files
 
 EVENTS = [{"name": f"fusion.{i}", "ph": "X", "ts": i * 1000, "dur": 500, "pid": 1, "tid": 1} for i in range(20)]
@@ -35,3 +39,24 @@ def test_a_folder_of_jax_is_looked_into(tmp_path):
     whole = viewed.with_name("host.xplane.pb")
     whole.write_bytes(b"")
     assert find_files([tmp_path / "jax"])[0] == [whole], "the same events twice are not two ranks"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("nsys.sqlite", b"SQLite format 3\0" + bytes(100), "SQLite database, as Nsight Systems"),
+        ("smi.csv", b"timestamp, index, power.draw [W]\n", "a table (CSV), and not a trace"),
+    ],
+)
+def test_other_files_are_said_to_be_what_they_are(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RecordingError) as refused:
+        load(tmp_path / name)
+    assert said in refused.value.what and "give" in str(refused.value.fix)
+
+
+def test_kernels_of_rocprofv3_are_read_whatever_the_file_is_called(tmp_path):
+    head = "Kind,Agent_Id,Queue_Id,Kernel_Id,Kernel_Name,Correlation_Id,Start_Timestamp,End_Timestamp"
+    rows = [f"KERNEL_DISPATCH,1,1,1,gemm_A,{i},{1000 + i * 10_000},{6000 + i * 10_000}" for i in range(10)]
+    (tmp_path / "mine.csv").write_text("\n".join([head, *rows]) + "\n")
+    assert len(load(tmp_path / "mine.csv").timeline.rows("kernel")) == 10

@@ -32,6 +32,8 @@ from .source import open_source, read_whole
 KEY = b'"rocprofiler-sdk-tool"'
 """What the JSON begins with."""
 KERNELS = "_kernel_trace.csv"
+COLUMNS = (b"Kernel_Name", b"Start_Timestamp", b"End_Timestamp")
+"""Of such a table, whatever the file is called."""
 _COPIES, _CALLS, _MARKERS, _AGENTS = (
     "_memory_copy_trace.csv", "_hip_api_trace.csv", "_marker_api_trace.csv", "_agent_info.csv",
 )  # fmt: skip
