@@ -280,6 +280,7 @@ def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats, Basis | None]]:
             is_json = bool(head) and head[0].lstrip().startswith(("{", "["))
             why = "it is JSON, and a log is CSV" if is_json else f"column {sorted(missing)[0]!r} is missing"
             fix = f"the columns are {', '.join(CSV_COLUMNS)}; a line: 1794705251357281,gpu0,124.6"
+            fix += "; or name them timestamp (seconds since 1970, or date and time), power_w and index (of the GPU)"
             raise RecordingError(f"{source} is not a power log: {why}", fix=fix)
         at, name_at, watts_at = (head.index(column) for column in CSV_COLUMNS)
         basis_at = head.index("basis") if "basis" in head else None

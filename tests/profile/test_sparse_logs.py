@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tessera.errors import RecordingError
 from tessera.profile.open_recording import load
 from tessera.profile.powerlog import read_power
 
@@ -95,3 +97,48 @@ def test_partitions_of_a_gpu_are_no_further_rows(tmp_path):
     rows = "".join(f"{BASE_NS // 10**9 + s},0,{xcp},300\n" for s in range(10) for xcp in range(4))
     path.write_text("timestamp,gpu,xcp,power_usage\n" + rows)
     assert len(read_power(path).columns["gpu0"].times_ns) == 10
+
+
+# -- logs of one's own ----------------------------------------------------------------------------------------------
+
+FIRST_S = BASE_NS // 10**9
+
+
+def iso(seconds: float, hours: int) -> str:
+    return datetime.fromtimestamp(FIRST_S + seconds, timezone(timedelta(hours=hours))).isoformat(
+        timespec="milliseconds"
+    )
+
+
+@pytest.mark.parametrize(
+    ("head", "stamp"),
+    [
+        ("timestamp,power_w", lambda s: f"{FIRST_S + s:.3f}"),
+        ("time,watts", lambda s: iso(s, 0).replace("+00:00", "Z")),
+        ("timestamp,power", lambda s: iso(s, -5)),
+        ("Time,Power [W]", lambda s: iso(s, 5).replace("T", " ")),
+    ],
+)
+def test_plain_columns_are_read_where_they_are_unambiguous(tmp_path, head, stamp):
+    path = tmp_path / "p.csv"
+    path.write_text(head + "\n" + "".join(f"{stamp(0.1 * i)},{400 + i % 2}\n" for i in range(50)))
+    trace = read_power(path)
+    assert list(trace.columns) == ["gpu0"] and trace.domains[0].source.startswith("plain log")
+    assert trace.start_ns == FIRST_S * 10**9
+    assert trace.energy_j == pytest.approx(400.5 * 4.85, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("timestamp,power_w,watts\n1790000000,1,2\n", "power_w"),
+        ("seconds,watts\n0.0,100\n", "name them timestamp"),
+        ("timestamp, uuid, power.draw [W]\n1790000000, GPU-a, 1 W\n1790000000, GPU-b, 2 W\n", "add a column index"),
+    ],
+)
+def test_ambiguous_columns_are_to_be_renamed(tmp_path, text, fix):
+    path = tmp_path / "p.csv"
+    path.write_text(text)
+    with pytest.raises(RecordingError) as refused:
+        read_power(path)
+    assert fix in str(refused.value.fix)

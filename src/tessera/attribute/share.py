@@ -32,7 +32,7 @@ _SHORT_GAP_NS = 2_000_000
 # From this share of the joules in samples with both operators and waiting on, the report mentions the fit.
 _MIXED = 0.1
 # Logs of other tools (`Domain.source`) can be made denser; from this spacing on that helps more than more steps.
-_LOGS = ("csv", "nvidia-smi", "amd-smi", "rocm-smi", "xpu-smi")
+_LOGS = ("csv", "nvidia-smi", "amd-smi", "rocm-smi", "xpu-smi", "plain log")
 _SPARSE_S = 0.25
 ENOUGH = 500
 """Samples of ten seconds of the ring: more of them hardly change what they tell apart (measure/light_joules.py)."""

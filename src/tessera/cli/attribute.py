@@ -9,7 +9,10 @@ import click
 from ..attribute.table import VIEWS
 from .options import ExistingPath, WordChoice, print_json
 
-POWER_HELP = "Power log of the same time: power_trace().to_csv, or the CSV of nvidia-smi, amd-smi or xpu-smi."
+POWER_HELP = (
+    "Power log of the same time: power_trace().to_csv, the CSV of nvidia-smi, amd-smi or xpu-smi, or columns "
+    "timestamp, power_w."
+)
 
 
 @click.command("attribute")

@@ -35,7 +35,7 @@ _HOLE_S, _HOLE_SPACINGS = 0.25, 6.0
 
 
 def read_power(path: str | Path, *, of_nvidia: bool = True) -> PowerTrace:
-    """A power log as a trace in epoch time: columns epoch_us, domain, watts, or those of a vendor's tool.
+    """A power log as a trace in epoch time: columns epoch_us, domain, watts, those of a vendor's tool, or plain ones.
 
     `of_nvidia` False: it is known that the chip is another's, so that no spacing makes it NVML's ring.
     """

@@ -37,7 +37,8 @@ _AVERAGE_S, _REFRESH_S = 1.0, 0.1
 _S = 1_000_000_000
 _STAMPS = (
     "%Y/%m/%d %H:%M:%S.%f", "%Y-%m-%d %H:%M:%S.%f", "%Y/%m/%d %H:%M:%S", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f",
-    "%Y-%m-%dT%H:%M:%S",
+    "%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f%z", "%Y-%m-%dT%H:%M:%S%z", "%Y-%m-%d %H:%M:%S.%f%z",
+    "%Y-%m-%d %H:%M:%S%z",
 )  # fmt: skip
 _TIMES_OF_DAY = ("%H:%M:%S.%f", "%H:%M:%S")
 _BOARD = ("uuid", "gpu_uuid", "pci.bus_id", "gpu_bus_id", "serial", "gpu_serial")
@@ -51,6 +52,9 @@ _ASSUMED_GAIN_ERROR = 0.05
 # share of the unseen time as an error of the level it is 99% and 80% (`tests/profile/test_sparse_logs.py`).
 _UNSEEN = 0.3
 Samples = tuple[Domain, Ints, Floats]
+
+
+PLAIN = "timestamp,power_w and, of several GPUs, index; a line: 1794705251.357,124.6"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +89,24 @@ TOOLS = (
 """Columns as the tools write them; nvidia-smi's have their unit after them."""
 
 
+_PLAIN_TIMES, _PLAIN_DEVICES = ("timestamp", "time", "datetime", "epoch_s"), ("index", "gpu", "device")
+_PLAIN_POWER = ("power_w", "watts", "power", "power [W]", "power (W)", "W")
+
+
 def find_tool(head: Sequence[str]) -> SmiTool | None:
-    """The tool that writes such a head; the first where a log has a time and nothing tells."""
+    """The tool that writes such a head, or a plain log's columns; nvidia-smi where a log has a time and nothing tells.
+
+    A plain log has one column of each meaning, by its usual names: of two powers nobody knows which is meant.
+    """
     for tool in TOOLS:
         if tool.time in head and _power_column(tool, head) is not None:
             return tool
+    meanings = _PLAIN_TIMES, _PLAIN_DEVICES, _PLAIN_POWER
+    times, devices, powers = ([c for c in head if c.casefold() in map(str.casefold, names)] for names in meanings)
+    if len(times) == len(powers) == 1 and len(devices) <= 1:
+        return SmiTool(
+            "plain log", times[0], devices[0] if devices else "index", (powers[0].partition(" [")[0],), PLAIN
+        )
     return TOOLS[0] if "timestamp" in head else None
 
 
@@ -103,8 +120,9 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
     power = _power_column(tool, head)
     if power is None:
         raise RecordingError(
-            f"{source} has a timestamp but no power.draw", why=f"its columns are {', '.join(head)}", fix=tool.example
-        )
+            f"{source} has a timestamp but no power.draw", why=f"its columns are {', '.join(head)}",
+            fix=f"rename that of its watts to power_w, or record anew: {tool.example}",
+        )  # fmt: skip
     rows: dict[str, dict[int, list[float]]] = {}
     partitions: dict[str, str | None] = {}
     labels: dict[str, str] = {}
@@ -129,7 +147,9 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
     if tool.device not in head and len(boards) > 1:
         raise RecordingError(
             f"{source} has {len(boards)} GPUs and no {tool.device}",
-            why="their watts cannot be distinguished by device number", fix=tool.example,
+            why="their watts cannot be distinguished by device number",
+            fix=f"add a column {tool.device} with the number of each GPU (nvidia-smi -L lists both), or record anew: "
+            + tool.example,
         )  # fmt: skip
     make = _nvidia_samples if tool is TOOLS[0] else _other_samples
     found = {}
