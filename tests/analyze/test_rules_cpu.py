@@ -367,6 +367,14 @@ def test_joules_between_operators_are_advice_where_they_are_most(pause_ms: float
         assert not any("no known change" in note for note in found.notes)
 
 
+def test_what_is_spent_before_the_steps_is_no_python_between_operators() -> None:
+    program = Program().pause(4000.0)
+    program.began = program.now
+    for _ in range(12):
+        program.op("aten::mm", 20.0).pause(2.0).step()
+    assert "between operators" not in program.advice()
+
+
 def test_a_dataloader_that_has_the_joules_between_operators_is_the_advice() -> None:
     program = Program()
     for _ in range(12):

@@ -5,6 +5,7 @@ They speak only where nothing ran on a GPU: there `rules_host.check_idle` says w
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -91,14 +92,20 @@ def _advise_workers(run: RunEvidence) -> str:
 
 
 def check_between_operators(run: RunEvidence) -> Advice | None:
-    """Half of the joules or more are spent between operators, and the DataLoader does not account for half of those."""
-    joules = run.table.idle_j
+    """Half of the joules or more are spent between operators, and the DataLoader does not account for half of those.
+
+    What is spent outside the steps is setup, saving or evaluation: no function of a step is behind it.
+    """
+    steps_j = math.fsum(step.energy_j for step in run.table.steps)
+    outside_j = max(run.table.energy_j - steps_j, 0.0) if run.table.steps else 0.0
+    joules = run.table.idle_j - outside_j
     if not _is_on_host(run) or not run.has_joules or not run.share(joules) >= BETWEEN_SHARE:
         return None
     loading = check_data_loading(run)
     if loading is not None and (loading.share or 0.0) >= 0.5 * run.share(joules):
         return None
-    evidence = f"{run.format_amount(joules)} are used {run.table.idle_name}: by Python on the host, waiting included"
+    where = f"{run.table.idle_name}{' of the steps' if outside_j > 0 else ''}"
+    evidence = f"{run.format_amount(joules)} are used {where}: by Python on the host, waiting included"
     action = "`tessera run --mode sampling SCRIPT` shows which of its functions use them"
     return run.advise(run.table.idle_name, joules, evidence, action)
 

@@ -221,7 +221,9 @@ def _paragraphs(result: Result, top: int) -> list[RenderableType]:
         parts.append(grid)
     key, unit = ("saves_j", "J") if result.facts.get("saves_j") else ("saves_s", "s")
     if len(result.rows) > 1 and (together := result.facts.get(key)):
-        total = f"all together save about {format_value(together, unit)}: less than their sum, because they overlap"
+        several = sum(1 for row in result.rows if row.get(key)) > 1
+        why = ": less than their sum, because they overlap" if several else ""
+        total = f"all together save about {format_value(together, unit)}{why}"
         parts += [Text(""), Text(total)]
     return [*parts, Text("")]
 
