@@ -170,7 +170,8 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     notes = list(dict.fromkeys(n for side in (*before, *after) for n in side.notes))
     before, after = count_passes(before, after, notes)
     unit = unit_of([*before, *after], notes)
-    sides = choose_steps([*before, *after], notes if unit == "step" else [])  # of whole runs no step is compared
+    of_steps: list[str] = []
+    sides = choose_steps([*before, *after], of_steps)
     before, after = sides[: len(before)], sides[len(before) :]
     groups, one, two = (before, after), before[0], after[0]
     span = "run" if unit else span_of(sides)
@@ -187,6 +188,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     machine = find_load(before, after)[1] or ([] if commands or is_prediction else _suspect_machine(rows, view))
     alone = total.significant and len(sides) == 2 and not is_prediction
     notes = [*commands, *machine, *_order_notes(sides, unit, maker, rows, notes, alone=alone)]
+    notes = [*of_steps, *notes] if unit == "step" else notes  # of whole runs no step is compared
     amounts = (amount(one, unit), amount(two, unit))
     return Difference(
         before=_name(before),

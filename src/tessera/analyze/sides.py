@@ -266,20 +266,31 @@ def choose_steps(sides: Sequence[DiffSide], notes: list[str]) -> list[DiffSide]:
     chosen = list(sides)
     if any(known) and not all(known):
         chosen = [dataclasses.replace(side, untraced=None, every=None) for side in sides]
-    texts = [_explain_steps(side, used) for side, used in zip(sides, chosen, strict=True)]
+        notes.append(_explain_traced(sides))
+        return chosen
+    texts = [_explain_steps(side) for side in sides]
     notes += [f"{side.name}: {text}" for side, text in zip(sides, texts, strict=True) if text]
     return chosen
 
 
-def _explain_steps(side: DiffSide, used: DiffSide) -> str | None:
+def _explain_traced(sides: Sequence[DiffSide]) -> str:
+    """That only traced steps can be compared, why, and what the reports of the runs state instead."""
+    lacking = next(side.name for side in sides if side.untraced is None and not side.is_prediction)
+    stated = [
+        f"{format_energy_error(step.energy_j, step.error_j)} {'without tracing' if side.untraced else 'over all steps'}"
+        f" ({side.name})"
+        for side in sides
+        if (step := _untraced_step(side)) is not None
+    ]
+    return f"traced steps are compared, as {lacking} knows too few others; reports state, per step, {', '.join(stated)}"
+
+
+def _explain_steps(side: DiffSide) -> str | None:
     """Which steps the total of a side is of, in words; None where it is of those that its rows are of."""
     step = _untraced_step(side)
     if step is None:
         return None
     spent = format_energy_error(step.energy_j, step.error_j)
-    if _untraced_step(used) is None:
-        what = "without tracing" if side.untraced else "over all steps"
-        return f"traced steps, as the other side knows no others; {what} one costs {spent}"
     if side.untraced or side.every is None:
         return f"the total is of steps without tracing ({spent}), the rows are of traced ones"
     return (
