@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tessera import dist
-from tessera.dist.pacing import Phase
+from tessera.dist.pacing import Pace, Phase
 from tessera.errors import ArgumentError
 
 
@@ -64,6 +64,15 @@ def test_a_phase_over_an_axis_that_the_mesh_does_not_have_is_an_error():
         mesh.group_number("zz", 3)
     with pytest.raises(ArgumentError, match="no axis 'zz'"):
         Phase.parse("group_offset(zz)").delay_s(mesh, 3, node_size=8)
+
+
+def test_jitter_is_a_most_or_a_pair():
+    assert Pace.make(None, 5, 1, 0.0).jitter_s == (0.0, 5e-3) and Pace.make(None, 0.0, 1, 0.0) == Pace()
+    pace = Pace.make(None, [1, 2], 1, 0.0)
+    assert all(1e-3 <= pace.wait_to_start(None, 0, 1, f"{n}") <= 2e-3 for n in range(5))
+    for wrong in ([5, 1], [1, 2, 3], -1):
+        with pytest.raises(ArgumentError, match="jitter"):
+            Pace.make(None, wrong, 1, 0.0)
 
 
 def test_experts_are_pinned_to_sub_meshes():

@@ -21,7 +21,7 @@ from .agreement import agree, check_device, count_ranks, describe_call, is_conne
 from .compression import Codec, ErrorFeedback, make_codec
 from .liveness import explain_failure
 from .mesh import Mesh, find_mesh
-from .pacing import Pace, Phase
+from .pacing import Jitter, Pace, Phase
 from .records import note
 from .reduction import (
     COMBINE,
@@ -160,7 +160,7 @@ def all_reduce(
     feedback: ErrorFeedback | None = None,
     sparse: bool = False,
     phase: str | Phase | None = None,
-    jitter_ms: float = 0.0,
+    jitter_ms: Jitter = 0.0,
     chunks: int = 1,
     gap_ms: float = 0.0,
     node_size: int | None = None,
@@ -178,8 +178,8 @@ def all_reduce(
     (the backend's), "two_step" (reduce-scatter, all-gather) or "hierarchical" (inside nodes of `node_size` ranks, then
     across). `compress` sends "fp16", "bf16", "bf16-stochastic" or "fp8", with `feedback` what rounding took is added at
     the next call. `sparse` sends only rows that are not zero. `phase="group_offset(tp)"` lets the groups of an axis
-    start one after the other, `jitter_ms` adds chance, `chunks` and `gap_ms` spread the bytes.
-    `dist.record_collectives()` tells what was sent and how large the error can be.
+    start one after the other, `jitter_ms` adds chance (at most that, or between two: `(1, 5)`), `chunks` and `gap_ms`
+    spread the bytes. `dist.record_collectives()` tells what was sent and how large the error can be.
     """
     if axis is not None:
         mesh = find_mesh(mesh, axis)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
@@ -13,6 +14,7 @@ from .mesh import Mesh, find_mesh
 
 DEFAULT_SLOT_S = 1e-3
 """How much later each group starts: the least of the 1 to 5 ms that smooth a rack's current (docs/guides/energy.md)."""
+Jitter = float | Sequence[float]
 _PHASE = re.compile(r"group_offset\(\s*(\w+)\s*(?:,\s*([^)]+))?\)")
 
 
@@ -42,28 +44,34 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How a collective is spread in time: an offset by group, jitter, and chunks with a gap between them."""
+    """How a collective is spread in time: an offset by group, jitter (least, most), and chunks with a gap between."""
 
     phase: Phase | None = None
-    jitter_s: float = 0.0
+    jitter_s: tuple[float, float] = (0.0, 0.0)
     chunks: int = 1
     gap_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.chunks < 1 or self.jitter_s < 0 or self.gap_s < 0:
-            raise ArgumentError("chunks must be 1 or more, and jitter and gap not negative")
+        if self.chunks < 1 or not 0 <= self.jitter_s[0] <= self.jitter_s[1] or self.gap_s < 0:
+            raise ArgumentError(
+                "chunks must be 1 or more, and jitter and gap not negative", fix="jitter_ms=5, or jitter_ms=(1, 5)"
+            )
 
     @classmethod
-    def make(cls, phase: str | Phase | None, jitter_ms: float, chunks: int, gap_ms: float) -> Pace:
-        """As `all_reduce` is asked for it."""
+    def make(cls, phase: str | Phase | None, jitter_ms: Jitter, chunks: int, gap_ms: float) -> Pace:
+        """As `all_reduce` is asked for it; jitter is up to a number, or between the two of a pair."""
         parsed = Phase.parse(phase) if isinstance(phase, str) else phase
-        return cls(phase=parsed, jitter_s=jitter_ms * 1e-3, chunks=chunks, gap_s=gap_ms * 1e-3)
+        pair = (0.0, jitter_ms) if isinstance(jitter_ms, int | float) else tuple(jitter_ms)
+        if len(pair) != 2:
+            raise ArgumentError(f"jitter_ms={jitter_ms!r}", fix="jitter_ms=5, or jitter_ms=(1, 5)")
+        jitter_s = (pair[0] * 1e-3, pair[1] * 1e-3)
+        return cls(phase=parsed, jitter_s=jitter_s, chunks=chunks, gap_s=gap_ms * 1e-3)
 
     def wait_to_start(self, mesh: Mesh | None, rank: int, node_size: int, seed: str) -> float:
         """Sleep until it is this rank's turn. Ranks of a group wait equally long: `seed` is the group's and call's."""
         delay_s = self.phase.delay_s(mesh, rank, node_size) if self.phase is not None else 0.0
-        if self.jitter_s:
-            delay_s += random.Random(seed).uniform(0.0, self.jitter_s)
+        if self.jitter_s[1]:
+            delay_s += random.Random(seed).uniform(*self.jitter_s)
         if delay_s:
             time.sleep(delay_s)
         return delay_s
