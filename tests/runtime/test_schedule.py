@@ -180,6 +180,13 @@ def test_hints_reach_our_kernels_and_end_with_the_block():
     assert hints.current() == hints.Hints()
 
 
+def test_a_dry_run_tells_notes_from_what_it_would_do(capsys, monkeypatch):
+    monkeypatch.delenv("TESSERA_CONTROL", raising=False)
+    schedule(dvfs="shape:sm_down_200MHz@flash_attention", dry_run=True)(lambda: None)()
+    said = capsys.readouterr().out
+    assert "tessera: would do nothing" in said and "tessera: note: clocks are not changed" in said
+
+
 def test_a_dry_run_says_what_it_would_do_once_and_does_nothing(capsys):
     @schedule(power_cap="275W", cp_async_depth=2, dry_run=True)
     def fn():

@@ -302,7 +302,11 @@ class Schedule:
         return self._tuned.plan()
 
     def actions(self) -> list[str]:
-        """What this schedule does, in words; asking changes nothing."""
+        """What this schedule does, in words, and notes on what it cannot do; asking changes nothing."""
+        actions, notes = self._plan_actions()
+        return actions + notes
+
+    def _plan_actions(self) -> tuple[list[str], list[str]]:
         options, cap = self.options, self.options.cap
         actions = []
         if options.policy:
@@ -329,14 +333,15 @@ class Schedule:
             from .driver_limits import plan_limits
 
             limits = plan_limits(cap_w=options.driver_cap_w, dvfs=options.dvfs, allow_control=options.allow_control)
-            actions += [*limits.actions, *limits.notes]
-        return actions
+            return actions + limits.actions, limits.notes
+        return actions, []
 
     def _print_actions(self) -> None:
         if not self._printed:
             self._printed = True
-            for action in self.actions() or ["nothing"]:
-                sys.stdout.write(f"tessera: would {action}\n")
+            actions, notes = self._plan_actions()
+            lines = [f"would {action}" for action in actions or ["do nothing"]] + [f"note: {note}" for note in notes]
+            sys.stdout.writelines(f"tessera: {line}\n" for line in lines)
 
 
 def _check_function(fn: object) -> None:
