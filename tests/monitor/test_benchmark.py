@@ -454,6 +454,10 @@ def test_batches_are_as_long_as_the_sensor_needs(
     assert benchmark._batch_size(monitor, 10.0, 0.02, budget_s) == 1
 
 
+def test_a_small_budget_needs_no_min_s() -> None:
+    assert EnergyBenchmark(budget_s=1).min_s == 1 and EnergyBenchmark().min_s == 2.0
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [

@@ -166,8 +166,8 @@ class EnergyBenchmark:
 
     `target` is how well the figures must repeat: the relative half-width of the 90% intervals of time and energy, by
     their scatter alone. The error of the sensor's level is part of the result's ± as well, and no repetition makes it
-    smaller. A function is measured for at least `min_s` and at most about `budget_s` seconds. Results have money, CO2
-    and node-hours if you pass the factors or state them once (`tessera.config`); nothing is looked up in a network.
+    smaller. A function is measured for at least `min_s` (2, or a smaller budget) and at most about `budget_s` seconds.
+    Results have money, CO2 and node-hours if you pass the factors or state them once (`tessera.config`).
 
     >>> bench = EnergyBenchmark()
     >>> @bench.measure(samples=64)
@@ -179,7 +179,7 @@ class EnergyBenchmark:
         self,
         *,
         target: float = 0.02,
-        min_s: float = 2.0,
+        min_s: float | None = None,
         budget_s: float = 30.0,
         price_per_kwh: float | None = None,
         gco2e_per_kwh: float | None = None,
@@ -188,6 +188,7 @@ class EnergyBenchmark:
     ) -> None:
         if not 0 < target < 1:
             raise ArgumentError(f"target={target!r} is not a relative error", fix="give e.g. target=0.02 for 2%")
+        min_s = min(2.0, budget_s) if min_s is None else min_s
         if not 0 < min_s <= budget_s:
             raise ArgumentError(
                 f"min_s={min_s!r} and budget_s={budget_s!r} leave no time to measure",
