@@ -147,17 +147,19 @@ def test_fused_is_not_slower(net: PartitionReport, block: PartitionReport) -> No
 
 def test_names_are_checked(net: PartitionReport) -> None:
     with pytest.raises(ArgumentError, match="did you mean 'a100'"):
-        RooflineAnalyzer("aa100").analyze(net.subgraphs)
+        RooflineAnalyzer("aa100")
+    with pytest.raises(ArgumentError, match="did you mean 'a100'"):
+        EnergyAnalyzer("aa100")
     with pytest.raises(ArgumentError, match="no precision 'fp33'"):
-        RooflineAnalyzer("h200", "fp33").analyze(net.subgraphs)
+        RooflineAnalyzer("h200", "fp33")
     with pytest.raises(ArgumentError, match="expected subgraphs"):
         RooflineAnalyzer("h200").analyze(net)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("analyzer", [RooflineAnalyzer, EnergyAnalyzer])
-def test_a_precision_the_chip_lacks(analyzer: type, net: PartitionReport) -> None:
+def test_a_precision_the_chip_lacks(analyzer: type) -> None:
     with pytest.raises(PredictionError, match="a100 has no fp8") as caught:
-        analyzer("a100", Precision.FP8).analyze(net.subgraphs)
+        analyzer("a100", Precision.FP8)
     assert "bf16" in str(caught.value) and "tf32" in str(caught.value)
 
 

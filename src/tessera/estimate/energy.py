@@ -18,7 +18,7 @@ from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction
 from .iteration import highest_mean_w
 from .ops import Precision
 from .power import PowerEstimate, PowerModel
-from .roofline import CostModel, SubgraphCost, check_subgraphs
+from .roofline import CostModel, SubgraphCost, check_chip, check_subgraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,9 @@ class EnergyAnalyzer:
 
     on: Device | str
     precision: str | Precision | None = None
+
+    def __post_init__(self) -> None:
+        check_chip(self.on, self.precision)
 
     def analyze(
         self,

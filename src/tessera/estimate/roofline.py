@@ -228,6 +228,9 @@ class RooflineAnalyzer:
     on: Device | str
     precision: str | Precision | None = None
 
+    def __post_init__(self) -> None:
+        check_chip(self.on, self.precision)
+
     def analyze(self, subgraphs: Sequence[Subgraph], report: PartitionReport | None = None) -> RooflineReport:
         """One descriptor per subgraph; with the `report`, reuse in the cache between subgraphs counts."""
         check_subgraphs(subgraphs)
@@ -243,6 +246,11 @@ class RooflineAnalyzer:
             ceilings=ceilings,
             ridge_points={name: peak / bandwidth for name, peak in ceilings.items()},
         )
+
+
+def check_chip(on: Device | str, precision: str | Precision | None) -> None:
+    """Refuse a chip that is not in the catalogue, and a precision that it lacks, before anything is analysed."""
+    parse_precision(precision, lookup(on) if isinstance(on, str) else on)
 
 
 def check_subgraphs(subgraphs: Any) -> None:
