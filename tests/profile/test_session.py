@@ -774,6 +774,21 @@ def test_a_program_may_change_its_directory(tmp_path, monkeypatch):
     assert names(session, "region") == ["work"]
 
 
+def test_a_session_that_could_not_be_written_does_not_begin(tmp_path):
+    with pytest.raises(ArgumentError, match="not an OTLP endpoint"):
+        profile.session(exporters=[profile.otlp("o.json")], path=tmp_path / "o.tessera")
+    with pytest.raises(ArgumentError, match="tensorboard_dir=5 is not a folder"):
+        profile.session(tensorboard_dir=5, path=tmp_path / "t.tessera")
+
+
+def test_a_counter_must_be_a_number(tmp_path):
+    with (
+        profile.session(["power"], path=tmp_path / "c.tessera"),
+        pytest.raises(ArgumentError, match="value='x' of the counter 'loss' is not a number"),
+    ):
+        profile.counter(name="loss", value="x")
+
+
 def test_killed_it_leaves_what_it_had(tmp_path):
     path = tmp_path / "killed.tessera"
     script = textwrap.dedent(f"""

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MeasurementError, RecordingError, TesseraError
+from ..errors import ArgumentError, MeasurementError, RecordingError, TesseraError
 from ..record import APART
 from . import ending
 from .options import SessionOptions
@@ -351,10 +351,14 @@ class Session(SessionResults):
     def counter(self, name: str, value: float, unit: str = "") -> None:
         """A number on the timeline."""
         now_ns = time.time_ns()
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ArgumentError(f"value={value!r} of the counter {name!r} is not a number") from None
         if self._summary is not None:
-            self._summary.add_counter(name, float(value), unit)
+            self._summary.add_counter(name, number, unit)
         elif self._writer is not None:
-            self._writer.add_row("counter", name, now_ns, now_ns, value=float(value), unit=unit)
+            self._writer.add_row("counter", name, now_ns, now_ns, value=number, unit=unit)
 
     def step(self) -> None:
         """A step of the program has ended: a region `step_N`, and the schedule goes on."""

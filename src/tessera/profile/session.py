@@ -103,6 +103,8 @@ def session(
     if tensorboard_dir is not None:
         from .export import TensorBoard
 
+        if not isinstance(tensorboard_dir, (str, Path)):
+            raise ArgumentError(f"tensorboard_dir={tensorboard_dir!r} is not a folder", fix='tensorboard_dir="runs"')
         writers.append(TensorBoard(tensorboard_dir))
     if path is not None:
         return Session(options, exporters=writers, path=with_rank(Path(path)), schedule=schedule)
@@ -120,6 +122,8 @@ def _check_exporters(exporters: Sequence[Exporter]) -> list[Exporter]:
                 why="an exporter has a format, and writes the run when the session ends",
                 fix=f"exporters=[{_exporter_of(exporter)}]",
             )
+        if callable(check := getattr(exporter, "check", None)):
+            check()
     return list(exporters)
 
 

@@ -47,6 +47,10 @@ class Otlp:
                 fix='headers={"Authorization": ...}, or OTEL_EXPORTER_OTLP_HEADERS in the environment',
             )
 
+    def check(self) -> None:
+        """Raise an error where the endpoint cannot be one: a session asks before its work."""
+        _base(self.endpoint)
+
     def write(self, recording: Recording) -> str:
         """Send the run, and return a line about what was sent where."""
         base = _base(self.endpoint)
