@@ -80,6 +80,13 @@ def test_the_lines_sum_to_the_variance_whatever_the_samples(
             assert found.band_w2(0.0, 1e9) == pytest.approx(found.ac_w2, rel=1e-9)
 
 
+def test_a_power_log_needs_no_trace(tmp_path: Path) -> None:
+    rows = "".join(f"{1_790_000_000_000_000 + i * 100_000},gpu0,{200 + i % 7}\n" for i in range(60))
+    (tmp_path / "power.csv").write_text("epoch_us,domain,watts\n" + rows)
+    for log in (tmp_path / "power.csv", str(tmp_path / "power.csv")):
+        assert analyze.power(log).rows[0]["peak_w"] == 206.0
+
+
 @pytest.mark.parametrize("hz", [0.5, 3.0, 10.0, 19.0])
 @pytest.mark.parametrize("domain", [PLAIN, MEANS])
 def test_a_sine_is_half_its_amplitude_squared_at_its_frequency(hz: float, domain: Domain) -> None:

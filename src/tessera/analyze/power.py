@@ -17,8 +17,10 @@ import numpy as np
 from ..attribute.fit import response_of
 from ..errors import ArgumentError, MeasurementError
 from ..profile.open_recording import open_recording
+from ..profile.powerlog import read_power
 from ..schema import PowerEvent, Telemetry
 from ..timeline.columns import Timeline
+from ..timeline.open_trace import is_trace
 from ..trace import PowerTrace
 from .alignment import SpikeWork, find_boundaries
 from .correlate import (
@@ -114,8 +116,8 @@ def power(
     """Peaks, percentiles, crest factor, ramps, the 0.1-20 Hz band, throttling and spikes of a power trace.
 
     `trace` is a run, a session, a timeline or Kineto trace (with `power`, a log or a `PowerTrace`), or a `PowerTrace`
-    alone. Percentiles and means are by time. Where something ran on a device, only that stretch is looked at;
-    `facts` has mean and joules of all that was recorded beside it (`recorded_mean_w`, `recorded_j`).
+    or a log (CSV) alone. Percentiles and means are by time. Where something ran on a device, only that stretch is
+    looked at; `facts` has mean and joules of all that was recorded beside it (`recorded_mean_w`, `recorded_j`).
     `threshold_w` is what counts as a spike (by default half-way from median to peak), `domain` the one to look at
     closely: the GPU where there is one, else all counted ones together.
     """
@@ -167,6 +169,8 @@ def _open(
     trace: Any, power: str | Path | PowerTrace | None, telemetry: Readings | None
 ) -> tuple[Timeline | None, PowerTrace, Readings | None, Sequence[PowerEvent] | None, list[str], bool]:
     """Timeline, power, telemetry, events, notes; whether it is a run of ours, which needs no advice to record one."""
+    if isinstance(trace, str | Path) and power is None and Path(trace).suffix == ".csv" and not is_trace(Path(trace)):
+        trace = read_power(trace)
     if isinstance(trace, PowerTrace):
         if power is not None:
             raise ArgumentError("the power is given twice", fix="analyze.power(power_trace), or a trace and power=")
