@@ -439,3 +439,11 @@ def test_a_model_that_breaks_in_fp8_is_brought_back():
             optimizer.step()
     assert [c.after for c in schedule.changes] == ["bf16", "fp8", "bf16"]
     assert losses[-1] < losses[55] and max(losses[62:]) < 2 * losses[55]
+
+
+def test_a_format_in_the_place_of_a_module_is_told_where_it_goes():
+    with pytest.raises(ArgumentError, match="neither a module") as caught:
+        dual_precision("bf16")
+    assert caught.value.fix == 'dual_precision(forward="bf16")'
+    with pytest.raises(ArgumentError, match="neither a module"):
+        dual_precision([1])

@@ -150,6 +150,8 @@ def dual_precision(
         return Dual(target, forward, backward, accumulate)
     if not callable(target):
         fix = "dual_precision(model) or @dual_precision"
+        if isinstance(target, str) and target in PRECISIONS:
+            fix = f'dual_precision(forward="{target}")'
         raise ArgumentError(f"{target!r} is neither a module nor a function", fix=fix)
     return Dual(None, forward, backward, accumulate)(target)
 
