@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tessera.attribute.solve import attribute
+from tessera.attribute.table import EnergyTable
 from tessera.joules import DomainSamples
 from tessera.sensors._nvml_power import RingReader
 from tessera.timeline import Builder, Timeline
@@ -41,13 +42,53 @@ def make_run(layers: int, seed: int) -> Timeline:
     return timeline
 
 
+def make_graphs(layers: int, replays: int) -> Timeline:
+    """Two graphs of as many layers, captured once in modules; one is replayed twice as often as the other."""
+    builder, now = Builder(), 10**18
+    modules = [builder.intern(name) for name in ("nn.Module: Model_0", "nn.Module: Layer_0")]
+    for graph in (ALWAYS, ALWAYS[::-1]):
+        begun = now
+        for _ in range(layers):
+            layer_begun = now
+            for name in graph:
+                builder.add("op", f"aten::{name}", now, now + 9_000, thread=1)
+                builder.add(
+                    "runtime", "cudaLaunchKernel", now + 1_000, now + 2_000, thread=1, captured=builder.intern(name)
+                )
+                now += 10_000
+            builder.add("op", "nn.Module: Layer_0", layer_begun, now, thread=1)
+        builder.add("op", "nn.Module: Model_0", begun, now, thread=1)
+    for replay in range(3 * replays):
+        is_second = replay % 3 == 0
+        for node, name in enumerate(ALWAYS[:: -1 if is_second else 1] * layers):
+            builder.add(
+                "kernel", name, now, now + 9_000, device=0, stream=7, external=UNTRACED, correlation=replay,
+                graph_node=1_000 * is_second + node,
+            )  # fmt: skip
+            now += 10_000
+    timeline = builder.build()
+    timeline.meta["modules"] = modules
+    return timeline
+
+
+def account(timeline: Timeline) -> EnergyTable:
+    times = np.arange(timeline.start_ns - 10**8, timeline.end_ns + 10**8, 20_000_000)
+    column = DomainSamples.of(RingReader(None, None).domain("NVIDIA H200", ""), times, np.full(len(times), 400.0))
+    return attribute(timeline, PowerTrace({"gpu0": column}, start_ns=int(times[0]), end_ns=int(times[-1])))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_what_was_captured_is_called_by_every_replay(layers: int) -> None:
+    table = account(make_graphs(layers, 40))
+    calls = {row.name: row.calls for row in (*table.modules, *table.ops)}
+    assert calls["nn.Module: Model_0"] == 120
+    assert {calls[name] for name in ("nn.Module: Layer_0", "aten::norm", "aten::gemm")} == {120 * layers}
+
+
 @pytest.mark.parametrize("layers", [2, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_calls_are_counted_once_where_what_repeats_them_is_spread_over_traced_calls(layers: int, seed: int) -> None:
-    timeline = make_run(layers, seed)
-    times = np.arange(timeline.start_ns - 10**8, timeline.end_ns + 10**8, 20_000_000)
-    column = DomainSamples.of(RingReader(None, None).domain("NVIDIA H200", ""), times, np.full(len(times), 400.0))
-    table = attribute(timeline, PowerTrace({"gpu0": column}, start_ns=int(times[0]), end_ns=int(times[-1])))
+    table = account(make_run(layers, seed))
     assert table.operators is not None
     assert table.operators.share == 1.0
     calls = {row.name: row.calls for row in (*table.modules, *table.ops)}

@@ -22,14 +22,16 @@ from .table import OperatorCoverage
 def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints, *, nested: bool = False) -> Floats:
     """How often each row of the host that something ran for was called; `around` has that row by device row.
 
-    A call of a traced step was made as often as its kernels repeat, where what repeats them is tied to it too.
+    A call of a traced step was made as often as its kernels repeat, where what repeats them is tied to it too; one that
+    put kernels into a CUDA graph as often as those were replayed.
     `nested`: a kernel counts for all rows around it, not for the innermost alone.
     """
     links, counts = timeline.linked, timeline.columns.get("count")
     repeats = np.zeros(len(timeline))
     for part in parts:
         rows = np.unique(part.activity.rows) if part.on_host else part.activity.rows
-        twin = links.find_twins(rows)
+        twin, put_by = links.find_twins(rows), links.put_by[rows]
+        twin = np.where((put_by != NONE) & (around[put_by] == around[rows]), put_by, twin)
         is_tied = (around[rows] == around[twin]) & (around[rows] != NONE)
         each = np.ones(len(rows)) if counts is None else np.maximum(counts[rows], 1)
         kernels, where = rank_values(twin[is_tied])

@@ -53,7 +53,8 @@ class Links:
     the outermost forward operator that made that node of autograd's graph. `region`: the innermost region open at
     the launch. `forward_region`: the region of the forward operator. `module`: the innermost module at the launch, or
     at the forward operator's. `step`: place in `steps` of the one it was launched in. `twin`: of a device row the
-    traced one whose operator and module it has; itself where it was traced, `NONE` where nothing is known. `shapes`:
+    traced one whose operator and module it has; itself where it was traced, `NONE` where nothing is known. `put_by`: of
+    a kernel of a CUDA graph the call that put it there. `shapes`:
     place in the timeline's names of the shapes of its operator; of an untraced row only where its grid is its twin's.
     """
 
@@ -69,6 +70,7 @@ class Links:
     module: Ints
     step: Ints
     twin: Ints
+    put_by: Ints
     shapes: Ints
     steps: tuple[Step, ...]
     ops: Nesting | None
@@ -119,6 +121,8 @@ def link(timeline: Timeline) -> Links:
     launch_ns[loose], launch_thread[loose] = start[op[loose]], thread[op[loose]]
     steps = steps_of(timeline)
     nodes, put_by, is_same = align_graphs(timeline, device, op)
+    graph_call = np.full(count, NONE, np.int64)
+    graph_call[nodes] = put_by
     op[nodes] = op[put_by]  # those of traced steps teach the others, too
     aligned = align_launches(timeline, device, op, launch)
     twin, repeats = aligned.twin, aligned.repeats
@@ -145,6 +149,7 @@ def link(timeline: Timeline) -> Links:
         op=op, top_op=top_op, parent=parent, launch=launch, launch_ns=launch_ns, launch_thread=launch_thread,
         forward_op=forward_op, region=region, forward_region=np.where(origin == NONE, NONE, region[origin]),
         module=module, step=_open_steps(timeline, steps, launch_ns), steps=steps, twin=twin,
+        put_by=graph_call,
         shapes=_shapes(timeline, op, device, aligned), ops=None if len(device) else nested_ops,
     )  # fmt: skip
     return timeline.links
