@@ -396,3 +396,23 @@ def test_the_provenance_of_a_chip_is_on_the_screen_and_in_the_json(on, source):
     assert source in json.loads(invoke(command, *words, "--json").output)["provenance"]["latency"]
     for line in (words, (*words[:-1], f"{on},a100")):
         assert source in " ".join(invoke(command, *line).output.split())
+
+
+def test_joules_and_time_of_a_step_are_those_of_its_phases_and_its_waiting() -> None:
+    for chip in ("h200", "h200@300W"):
+        report = estimate_serving("llama-3.1-8b", on=chip, batch=64, prompt=1024, generate=256)
+        prompts = report.batch / report.generate
+        joules = report.decode.energy_j + prompts * report.prefill.energy_j + report.waiting_j
+        assert report.joules_per_token * report.batch == pytest.approx(joules)
+        step_s = report.batch / report.tokens_per_s
+        assert step_s == pytest.approx(report.decode.time_s + prompts * report.prefill.time_s + report.waiting_s)
+        assert report.power_w == pytest.approx(joules / step_s)
+        assert report.waiting_j / report.waiting_s > 70, "a GPU that waits draws more than one that idles"
+
+
+def test_a_limit_of_the_gpu_does_not_stretch_the_time_of_the_scheduler() -> None:
+    fast, slow = (
+        estimate_serving("llama-3.1-8b", on=chip, batch=64, prompt=1024, generate=256) for chip in ("h200", "h200@200W")
+    )
+    assert slow.prefill.time_s > 1.2 * fast.prefill.time_s
+    assert slow.waiting_s == pytest.approx(fast.waiting_s)

@@ -40,6 +40,14 @@ _TIED = frozenset({
     "gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "bert", "roberta", "gemma", "gemma2", "gemma3",
     "gemma3_text", "cohere", "cohere2", "starcoder2",
 })  # fmt: skip
+# Kinds of transformers that are no decoder: all tokens see each other, and nothing is generated; or half of them do.
+_ENCODERS = frozenset({
+    "bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "modernbert", "mpnet",
+    "camembert", "vit", "dinov2", "wav2vec2", "hubert",
+})  # fmt: skip
+_ENCODER_DECODERS = frozenset({
+    "t5", "mt5", "umt5", "longt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "whisper", "led", "blenderbot",
+})  # fmt: skip
 
 
 def read_model_shape(model: Any) -> ModelShape:
@@ -87,6 +95,7 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
     if not isinstance(config, Mapping):
         config = config.to_dict()
     kind = str(config.get("model_type", ""))
+    _check_decoder(config, kind)
     sizes: dict[str, Any] = {}
     for size, names in _KEYS.items():
         value = next((config[n] for n in names if config.get(n) is not None), None)
@@ -100,6 +109,7 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
             why=f"looked for {', '.join(n for size in missing for n in _KEYS[size])}",
             fix="add them to it, or in Python give a ModelShape(hidden=..., layers=..., heads=..., ffn=..., vocab=...)",
         )
+    _check_heads(sizes, bool(config.get("kv_lora_rank")))
     sizes.setdefault("ffn", 4 * sizes["hidden"])  # the default of GPT-2, BLOOM, Falcon and MPT, which leave it out
     if config.get("multi_query") and "kv_heads" not in sizes:
         sizes["kv_heads"] = 1
@@ -116,6 +126,36 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
     tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", kind in _TIED))
     sizes |= {"gated": kind not in _TWO_MATRICES, "mla": bool(config.get("kv_lora_rank")), "tied": bool(tied)}
     return ModelShape(**sizes)
+
+
+def _check_decoder(config: Mapping[str, Any], kind: str) -> None:
+    """Refuse models that are no decoder, or not that alone: their passes are other ones."""
+    if config.get("is_encoder_decoder") or kind in _ENCODER_DECODERS:
+        what = "an encoder with a decoder"
+    elif kind in _ENCODERS and not config.get("is_decoder"):
+        what = "an encoder"
+    else:
+        return
+    raise ArgumentError(
+        f"{kind or 'the model'} is {what}",
+        why="its configuration would be read as that of a decoder, which it is not",
+        fix="predict its forward pass (tessera predict hf:config.json), or plan its module with inputs",
+    )
+
+
+def _check_heads(sizes: Mapping[str, Any], latent: bool) -> None:
+    """Refuse numbers of heads that no model has."""
+    hidden, heads, keys = sizes["hidden"], sizes["heads"], sizes.get("kv_heads") or sizes["heads"]
+    if not sizes.get("head_dim") and not latent and hidden % heads:
+        raise ArgumentError(
+            f"{heads} heads do not divide a width of {hidden}",
+            fix="correct num_attention_heads or hidden_size, or add head_dim",
+        )
+    if heads % keys:
+        raise ArgumentError(
+            f"{heads} heads do not share {keys} heads of keys evenly",
+            fix="correct num_attention_heads or num_key_value_heads",
+        )
 
 
 def _read_size(value: Any, names: tuple[str, ...]) -> int:

@@ -8,7 +8,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..serving.estimate import FIRST_STEPS, USED_SHARE, PhaseEstimate, RefusedServer, ServingReport
-from ..units import format_bytes, format_duration_error, format_energy_error, format_error, format_power
+from ..units import (
+    format_bytes,
+    format_duration,
+    format_duration_error,
+    format_energy_error,
+    format_error,
+    format_power,
+)
 from .console import FittedTable, TableColumn, label_table, next_line
 
 _NOTES = 8  # of a table of many chips
@@ -111,6 +118,9 @@ def _one(report: ServingReport) -> RenderableType:
     lines.add_row("energy", Text(f"{format_energy_error(joules, joules.error)} per output token"))
     lines.add_row("power", Text(f"{format_error(watts, watts.error, 'W')}{_of_gpus(report)}"))
     lines.add_row("prefill", Text(_phase(report.prefill)))
+    if report.waiting_s:
+        waits_w = format_power(report.waiting_j / report.waiting_s, 3)
+        lines.add_row("waiting", Text(f"{format_duration(report.waiting_s)} of each step, {waits_w}: between prompts"))
     for context, phase in report.decode_by_context:
         lines.add_row(f"decode at {context:,}", Text(_phase(phase)))
     lines.add_row("memory", _memory(report))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import ArgumentError, did_you_mean
 from ..estimate.power import DeviceWork, PowerEstimate, PowerModel
@@ -77,3 +77,13 @@ def run_pass(work: PassWork, on: Deployment, sequences: float) -> PowerEstimate:
     if on.launch == "eager":
         host_s += max(0.0, _EAGER_KERNEL_S * _ALL_KERNELS * work.kernels - busy.seconds)
     return PowerModel.from_device(on.device).estimate(busy + DeviceWork(idle_s=host_s), switching=_SWITCHING)
+
+
+def run_wait(work: PassWork, on: Deployment) -> tuple[float, float]:
+    """Seconds and joules of one GPU that waits for the scheduler beside a prefill that holds up other sequences.
+
+    The host's clock is not the GPU's: a limit of the GPU does not stretch it. Zero where an engine overlaps them.
+    """
+    unlimited = replace(on, device=replace(on.device, power_limit_w=None, clock_limit_hz=None))
+    seconds = max(0.0, find_engine(on.engine).prefill - 1.0) * run_pass(work, unlimited, 1).seconds
+    return seconds, seconds * PowerModel.from_device(on.device).static_w

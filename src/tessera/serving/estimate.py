@@ -14,7 +14,7 @@ from ..estimate.host import CPU_NOTE, is_cpu
 from ..estimate.power import PowerEstimate
 from ..hardware import lookup
 from .deployment import WEIGHT_BYTES, Deployment, choose_sixteen_bits, find_node_gpus, note_formats, note_nodes
-from .engine import find_engine, run_pass
+from .engine import find_engine, run_pass, run_wait
 from .forward_pass import decode_pass, prefill_pass
 from .served_model import ServedModel, read_served_model
 from .uncertainty import ServingErrors, find_errors, find_provenance
@@ -83,7 +83,8 @@ class ServingReport:
     steps where arrivals are steady. `tokens_per_s` and `power_w` are those of prefill and decode together.
     `joules_per_token` are those of all GPUs for an output token, its share of the prompt included. `memory_bytes` of
     one GPU is the sum of `weights_bytes`, `cache_bytes` and `engine_bytes`: its CUDA context, graphs and activations.
-    `provenance` says where the figures come from.
+    `provenance` says where the figures come from. `waiting_s` of each step, and `waiting_j` of all GPUs, are
+    those of the scheduler between prompts: decode, prefill and they are all of the time and the joules.
     """
 
     served: ServedModel
@@ -107,6 +108,8 @@ class ServingReport:
     capacity_bytes: float | None
     largest_batch: int | None
     provenance: Mapping[str, str]
+    waiting_s: float = 0.0
+    waiting_j: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -146,6 +149,7 @@ class ServingReport:
             "notes": list(self.notes),
             "prefill": _phase_dict(self.prefill),
             "decode": _phase_dict(self.decode),
+            "waiting": {"time_s": self.waiting_s, "energy_j": self.waiting_j},
             "decode_by_context": [{"context": n, **_phase_dict(phase)} for n, phase in self.decode_by_context],
         }
 
@@ -259,9 +263,10 @@ def predict_serving(
     steady = arrivals == "steady"
     prompts = batch / generate / on.replicas
     others = max(0.0, prompts - 1.0 / generate) if steady else 0.0
-    held_up_s = find_engine(on.engine).prefill * first.seconds if steady else first.seconds
+    wait_s, wait_j = run_wait(prefill, on) if steady else (0.0, 0.0)
+    held_up_s = min(1.0, find_engine(on.engine).prefill if steady else 1.0) * first.seconds + wait_s
     step_s, token_s = mean.seconds + others * held_up_s, mean.seconds + prompts * held_up_s
-    shown_j = mean.energy_j + prompts * first.energy_j
+    shown_j = mean.energy_j + prompts * (first.energy_j + wait_j)
     waits_s = _first_token_s(on, first.seconds, mean.seconds, batch / on.replicas, arrivals)
     power_w = on.gpus * min(shown_j / token_s, on.device.tdp_w.value if on.device.tdp_w else math.inf)
     weights, cache = count_memory(served, on, batch, prompt + generate)
@@ -293,6 +298,8 @@ def predict_serving(
         capacity_bytes=capacity.value if capacity else None,
         largest_batch=find_largest_batch(served, on, prompt + generate),
         provenance=find_provenance(on, decode, prefill),
+        waiting_s=prompts * wait_s,
+        waiting_j=on.gpus * prompts * wait_j,
         notes=tuple(_notes(served, on)),
     )
 
