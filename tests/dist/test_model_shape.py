@@ -85,3 +85,21 @@ def test_what_is_no_decoder_says_what_was_looked_for():
     assert "an attention with its number of heads" in caught.value.why and "an MLP" not in caught.value.why
     with pytest.raises(ArgumentError, match="int is not a model"):
         read_model_shape(3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"model_type": "t5", "num_heads": 12, "num_layers": 12}, "t5 is an encoder with a decoder"),
+        ({"model_type": "bert", "num_attention_heads": 12, "num_hidden_layers": 12}, "bert is an encoder"),
+        ({"model_type": "llama", "num_attention_heads": 33, "num_hidden_layers": 2}, "33 heads do not divide"),
+        (
+            {"model_type": "llama", "num_attention_heads": 12, "num_key_value_heads": 8, "num_hidden_layers": 2},
+            "12 heads do not share 8",
+        ),
+    ],
+)
+def test_configurations_that_are_no_decoders_or_have_impossible_heads_are_refused(sizes, told) -> None:
+    with pytest.raises(ArgumentError, match=told) as caught:
+        read_model_shape({"hidden_size": 768, "vocab_size": 30522, **sizes})
+    assert caught.value.fix
