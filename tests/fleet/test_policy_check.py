@@ -184,6 +184,19 @@ def test_start_heat_and_utility_are_compared_with_the_jobs_figures() -> None:
     assert find(hot, LockstepJob(gpus=8), "cooling_budget").verdict == "ok"
 
 
+@pytest.mark.parametrize("gpus", [8, 16, 40, 64, 1000])
+def test_the_soft_start_that_is_advised_is_long_enough(gpus: int) -> None:
+    job, utility = LockstepJob(gpus=gpus), UtilitySpec(ramp_w_per_s=1e4)
+    soft_start_s = 0.1
+    for _ in range(2):
+        rack = RackPowerGovernor(rack_cap_w=20e3, soft_start_s=soft_start_s)
+        found = find(Policies(rack_power_governor=rack, utility_spec=utility), job, "soft_start")
+        if found.verdict == "cannot":
+            assert soft_start_s == 0.1, "its own advice is refused"
+            soft_start_s = float(str(found.fix).removeprefix("soft_start: ").partition("s")[0])
+    assert found.verdict == "ok"
+
+
 def test_the_band_of_a_square_wave_is_that_of_its_harmonics() -> None:
     wave = shape_wave(SYNC, PowerShaper())
     first = 2 * (np.sin(np.pi * 0.75) / np.pi) ** 2 / (0.75 * 0.25)  # 0.5 Hz, of the variance of a square wave

@@ -316,7 +316,8 @@ def _check_start(
     text = f"the job's {format_power(power_w)} come at {format_power_rate(ramp)}"
     if utility is not None and utility.ramp_w_per_s is not None and ramp > utility.ramp_w_per_s:
         text += f", faster than the utility's {format_power_rate(utility.ramp_w_per_s)}"
-        fix = f"soft_start: {power_w / utility.ramp_w_per_s:.0f}s or longer"
+        least_s = math.ceil(10.0 * power_w / utility.ramp_w_per_s - 1e-6) / 10.0  # rounded down it would be too short
+        fix = f"soft_start: {least_s:g}s or longer"
         yield _finding("rack_power_governor", setting, "cannot", text, fix)
     else:
         yield _finding("rack_power_governor", setting, "ok", text)
