@@ -408,3 +408,12 @@ def test_launches_that_are_recorded_slow_a_program_that_waits_for_its_host(
     assert found.launches == 48 * 200
     assert found.launches_slowdown == pytest.approx(slower, rel=0.03)
     assert ("recording 9,600 launches took about 6.6 µs of the host each" in shown) == (slower > 1.0)
+
+
+def test_a_step_that_stood_still_for_the_tracer_is_in_no_mean(tmp_path: Path) -> None:
+    program = Program().train(3, 45.0).trace(10, 45.0, closing_ms=445.0).train(6, 45.0)
+    pauses = [(program.windows[0][1], 0.4)]
+    with program.write(tmp_path / "paused.tessera", pauses=pauses, tracing_s=9.0) as run:
+        step = said_of(run).per_work[0]
+    assert step.rate_per_s == pytest.approx(1 / 0.045)
+    assert step.spread is not None and step.spread.factor < 1.1

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..attribute.table import EnergyRow, EnergyTable
 from ..recording import Recording
+from ..schema import Pause
 from ..timeline.columns import Timeline
 from ..timeline.link import Step
 from .run_energy import accounted_energies, is_partial
 from .slowdown import SEEN
+
+PAUSED_SHARE = 0.1
+"""A step that stood still for its tracer for more than this share of its time says nothing of the program: chosen."""
 
 
 def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]:
@@ -22,6 +27,7 @@ def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]
     spans = find_spans(timeline)
     if len(spans) <= len(table.steps):
         return []
+    spans = _leave_out_paused(spans, recording.facts.pauses)
     rows = []
     spent = accounted_energies(power, timeline, [(start_ns, end_ns) for _, start_ns, end_ns in spans])
     for (name, _, _), energy in zip(spans, spent, strict=True):
@@ -38,6 +44,19 @@ def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]
         )
         rows.append(row)
     return rows if any(not math.isnan(row.energy_j) for row in rows) else []
+
+
+def _leave_out_paused(spans: list[tuple[str, int, int]], pauses: Sequence[Pause]) -> list[tuple[str, int, int]]:
+    """The steps in which the program stood still for its tracer hardly or not at all; all where that was each of them.
+
+    What such a step cost beyond the others is the tracer's.
+    """
+    stood_ns = np.zeros(len(spans))
+    begins, ends = (np.array([span[side] for span in spans]) for side in (1, 2))
+    for start_ns, seconds in pauses:
+        stood_ns += np.clip(np.minimum(ends, start_ns + seconds * 1e9) - np.maximum(begins, start_ns), 0, None)
+    own = [span for span, ns in zip(spans, stood_ns.tolist(), strict=True) if ns <= PAUSED_SHARE * (span[2] - span[1])]
+    return own or spans
 
 
 def find_spans(timeline: Timeline) -> list[tuple[str, int, int]]:
