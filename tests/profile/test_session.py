@@ -830,6 +830,8 @@ def test_sampling_keeps_stacks_and_traces_nothing(power, path):
     assert main and main[0].thread == threading.get_native_id() and "test_session.py" in main[0].stack
     ours = ("Session._tick", "Sampler._run", "RunWriter._run", "StackSampler._run")
     assert not any(name in s.stack for s in stacks for name in ours)
+    functions = [line.energy_j for line in summary_lines(sess.recording()) if line.kind == "function"]
+    assert functions and sum(functions) == pytest.approx(sess.energy().energy_j)
     assert sess.power().mean_w == pytest.approx(100.0, rel=0.01)
 
 
@@ -1005,6 +1007,10 @@ def test_summary_mode_forgets_events_and_keeps_totals(power, path):
         assert found["traced_steps"] == 3.0
     (mm,) = [row for row in answer(sess.recording()).ops if row.name == "aten::mm"]
     assert mm.calls == 30  # of six: tracing made those three longer, not more
+    assert [r for r in sess.energy().ops if r.name == "aten::mm"] == [mm] and "aten::mm" in str(sess.energy())
+    (line,) = [line for line in summary_lines(sess.recording()) if line.name == "aten::mm"]
+    assert (line.kind, line.calls, line.energy_j) == ("op", 30, mm.energy_j)
+    assert ("forward", "region", 6) in [line[:3] for line in summary_lines(sess.recording())]
     assert sess.power().mean_w == pytest.approx(100.0, rel=0.02)
     assert sess.power().energy_j == pytest.approx(sess.report().total.energy_j, rel=0.1)
     assert sess.energy().energy_j == pytest.approx(sess.report().total.energy_j, rel=0.2)

@@ -63,8 +63,13 @@ class SessionResults:
         return power
 
     def energy(self) -> EnergyTable:
-        """What the joules were spent on: kernels, operators, regions, modules, steps."""
-        return keep_learnt(self.recording().energy())
+        """What the joules were spent on: kernels, operators, regions, modules, steps.
+
+        Of a summary or of sampled stacks the rows are shares by time, without an error, as in `tessera report`.
+        """
+        from ..analyze.answer import find_rows
+
+        return find_rows(self.recording(), keep_learnt(self.recording().energy()))
 
     def report(self) -> EnergyReport:
         """The measured joules of the whole session as an `EnergyReport`, for diff, JSON and rendering."""

@@ -67,6 +67,8 @@ class SummaryCsv:
 
 def lines(recording: Recording) -> Iterator[SummaryLine]:
     """The lines of the summary."""
+    from ...analyze.answer import find_rows
+
     table = recording.find_energy()
     groups = _SummaryGroups.of(recording.rows)
     names = recording.rows.names
@@ -92,6 +94,21 @@ def lines(recording: Recording) -> Iterator[SummaryLine]:
         )  # fmt: skip
     if table is not None:
         yield from _only_attributed(table, accounted_s)
+        if not table.kernels and not table.ops:
+            filled = find_rows(recording, table)
+            regions = () if table.regions else filled.regions
+            yield from _shared_by_time([*filled.kernels, *filled.ops, *regions], accounted_s)
+
+
+def _shared_by_time(rows: Sequence[EnergyRow], seconds: float) -> Iterator[SummaryLine]:
+    """Of a summary, or of sampled stacks, whose calls are samples: there are totals and nothing on the timeline."""
+    for r in sorted(rows, key=lambda r: (r.time_s, r.energy_j), reverse=True):
+        total_s = r.time_s or None
+        yield SummaryLine(
+            r.name, r.kind, r.calls, total_s, total_s, total_s / r.calls * 1e6 if total_s and r.calls else None,
+            share_time_pct=100.0 * total_s / seconds if total_s and seconds > 0 else None, energy_j=r.energy_j,
+            power_w=r.power_w, j_per_call=r.j_per_call,
+        )  # fmt: skip
 
 
 def _length_s(windows: Sequence[tuple[int, int]]) -> float:
