@@ -109,3 +109,15 @@ def table_of(row: EnergyRow) -> EnergyTable:
         energy_j=25.0, error_j=1.0, idle_j=0.0, idle_error_j=0.0, time_s=2.0, busy_s=2.0, kernels=(), ops=[row],
         source="x", basis="measured", coverage=1.0,
     )  # fmt: skip
+
+
+def test_no_line_in_a_pipe_ends_in_blanks():
+    table = open_table()
+    table.add_column("kernel")
+    table.add_column("note")
+    table.add_row("gemm", "one")
+    table.add_row("copy", "longer than the other")
+    out = io.StringIO()
+    Console(file=out, width=80).print(Group(Text("a text that fills a line " * 5), table))
+    lines = out.getvalue().splitlines()
+    assert len(lines) >= 4 and all(line == line.rstrip() for line in lines)

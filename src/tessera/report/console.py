@@ -32,6 +32,9 @@ LEAST = 24
 _WORD = re.compile(r"\d\S* (?:[kMGTµmunp]?(?:Wh?|J|s|Hz|B)|[KMGT]iB|°C)(?!\w)\S*|\S+")
 
 
+_BLANKS = re.compile(r"(?<! ) +(?=\n)")
+
+
 class Console(RichConsole):
     """rich's console, on which a text is only text.
 
@@ -47,6 +50,11 @@ class Console(RichConsole):
         """Segments whose text is only text."""
         return map(_remove_controls, super().render(renderable, options))
 
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        """What is written: in a pipe or a file no line ends in blanks, which rich fills tables and texts up with."""
+        text = super()._render_buffer(buffer)
+        return text if self.is_terminal else _BLANKS.sub("", text)
+
     def on_broken_pipe(self) -> None:
         """`tessera ... | head`: rich would exit with 1; `run_command` treats it as a normal end."""
         with contextlib.suppress(SystemExit):
@@ -60,11 +68,8 @@ class Console(RichConsole):
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def show(self, content: RenderableType) -> None:
-        """Print a screen without cropping long commands; in a pipe or a file no line ends in blanks."""
-        if self.is_terminal:
-            self.print(content, crop=False)
-        else:
-            print(self.text(content), file=self.file, flush=True)
+        """Print a screen without cropping long commands."""
+        self.print(content, crop=False)
 
 
 def plain_console(width: int) -> Console:
