@@ -337,3 +337,18 @@ def test_timelines_that_are_dropped_leave_all_else(tmp_path):
     with RunFile(tmp_path / "run.tessera") as run:
         assert not run.crashed and run.get("key") == "kept"
         assert names(run, "op") == [] and names(run, "region") == ["kept", "later"]
+
+
+def test_an_interrupt_while_a_window_closes_waits_until_it_is_closed():
+    class Interrupted(FakeCollector):
+        def stop(self):
+            signal.raise_signal(signal.SIGINT)
+            return super().stop()
+
+    windows = []
+    tracing = Tracing(Interrupted(), lambda *window: windows.append(window))  # type: ignore[arg-type]
+    tracing.begin()
+    with pytest.raises(KeyboardInterrupt):
+        tracing.finish()
+    tracing.end()
+    assert len(windows) == 1 and not tracing.collector.recording

@@ -17,8 +17,9 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,23 @@ def wait_for_device() -> None:
 
     with contextlib.suppress(RuntimeError):
         synchronize()
+
+
+@contextlib.contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """Inside, a SIGINT of the main thread waits: within Kineto's stop it would lose every operator of the window."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    held: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: held.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        before(signal.SIGINT, held[0])
 
 
 class Patience:

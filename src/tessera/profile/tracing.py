@@ -22,6 +22,7 @@ bindings would end the program at its first exception (a full disk).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -33,6 +34,7 @@ from ..monitor.scope import is_capturing, synchronize
 from ..notes import Note
 from ..schema import Pause
 from ..timeline.columns import Timeline
+from .ending import hold_interrupts
 from .kineto_collector import Finished, KinetoCollector
 from .options import Mode
 from .torch_hooks import MainThread, OpenRanges, OtherProfilers, model_runs
@@ -329,7 +331,8 @@ class Tracing:
         if self._over and call == self._open:
             return
         try:
-            call()
+            with contextlib.nullcontext() if self._ends else hold_interrupts():
+                call()
         except (TesseraError, RuntimeError) as exc:
             self._over, self.due_ns = True, NEVER
             self.notes.append(f"tracing ended early: {exc}")
