@@ -285,3 +285,13 @@ def test_a_function_that_computes_is_told_to_return_its_model(
     said = " ".join(capsys.readouterr().err.split())
     assert "computes something, instead of only returning a model" in said and "return an nn.Module" in said
     assert "computes_something.py:4" in said.replace(" ", "")
+
+
+def test_a_module_that_parses_arguments_when_imported_is_told_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "parses_at_once.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--typo'])\n")
+    monkeypatch.chdir(tmp_path)
+    assert predicted("parses_at_once:make") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ends the program when it is imported" in said and "__main__" in said

@@ -339,6 +339,12 @@ def _import_own(name: str) -> Any:
         raise ArgumentError(
             f"there is no module {name!r} in {here}{did_you_mean(name, [*files, 'hf', 'timm'])}", fix=f"give {FORMS}"
         ) from e
+    except SystemExit as e:
+        raise ArgumentError(
+            f"{name} ends the program when it is imported",
+            why=f"exit code {e.code}: it parses arguments (argparse), or runs, outside of any function",
+            fix='move that below `if __name__ == "__main__":`',
+        ) from e
     except Exception as e:  # the user's own code
         raise _own_error(name, e) from e
 
