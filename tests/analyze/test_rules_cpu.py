@@ -336,6 +336,16 @@ def test_a_function_seen_a_few_times_is_no_advice(samples: int, told: bool) -> N
     assert advice is None or "the host is in ./a.py:4 f while 9 J" in advice.evidence
 
 
+@pytest.mark.parametrize("name", ["subprocess.py:2000 Popen._try_wait", "subprocess.py:1 Popen._wait"])
+def test_waiting_for_children_is_no_work_to_make_faster(name: str) -> None:
+    row = EnergyRow(name=name, kind=FUNCTION, calls=40, time_s=1.0, energy_j=9.0, error_j=math.nan, share=0.9)
+    table = EnergyTable(
+        energy_j=10.0, error_j=1.0, idle_j=0.0, idle_error_j=0.0, time_s=1.0, busy_s=1.0, ops=[row], kernels=[],
+    )  # fmt: skip
+    advice = check_main_operator(RunEvidence(table=table, telemetry={}))
+    assert advice is not None and "waits for its children" in advice.evidence and "faster" not in advice.action
+
+
 def test_time_between_operators_of_a_host_is_not_called_idle() -> None:
     program = Program()
     for _ in range(12):

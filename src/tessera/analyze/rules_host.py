@@ -43,6 +43,8 @@ PINNED_SHARE = 0.87
 BESIDE = "in addition to what tracing causes"
 # Idle for so much of the time is said in any case: chosen.
 MUCH_IDLE_SHARE = 0.3
+# Where Python waits for processes that it started: no work of its own.
+_WAITS_FOR_CHILDREN = re.compile(r"\b(?:Popen\.(?:_try_wait|_?wait|_?communicate|poll)|waitpid|BaseProcess\.join)\b")
 COMPILE = 'torch.compile(mode="reduce-overhead") or '
 LAUNCH_AT_ONCE = "a CUDA graph launches them at once; so does a larger batch"
 START_UP = "start up faster, or record more steps to see the program itself"
@@ -314,6 +316,12 @@ def check_main_operator(run: RunEvidence) -> Advice | None:
         if most.calls < SAMPLES:
             return None
         evidence = f"the host is in {most.name} while {run.format_amount(most.energy_j)} are used"
+        if _WAITS_FOR_CHILDREN.search(most.name):
+            evidence = (
+                f"the program waits for its children ({most.name}) while {run.format_amount(most.energy_j)} are used"
+            )
+            action = "they use the energy: `tessera run --mode sampling` on what they run shows where"
+            return run.advise("one operator", most.energy_j, evidence, action)
         seen = "if it waits for a GPU, `tessera run` without --mode shows the kernels"
         action = f"make it faster, or call it less often; {seen}"
     return run.advise("one operator", most.energy_j, evidence, action)
