@@ -34,6 +34,20 @@ def test_a_power_limit_holds_and_its_own_changes_nothing() -> None:
     assert "fitted on an H200" in low.prediction.provenance["power"], "a limit does not make it another chip"
 
 
+def test_a_limit_below_what_the_lowest_clock_draws_is_that_clock_and_is_told() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.ReLU() for _ in range(4))).bfloat16()  # bound by memory, which has its own clock
+        x = torch.empty(2**28, dtype=torch.bfloat16)
+    slowest, *limited = (
+        tessera.predict(model, x, on=on, launch="graph") for on in ("h200@198MHz", "h200@150W", "h200@116W")
+    )
+    for low in limited:
+        assert low.total.time_s == pytest.approx(slowest.total.time_s, rel=1e-3)
+        assert low.average_power_w == pytest.approx(slowest.average_power_w, rel=1e-3)
+        assert any("is exceeded" in note for note in low.notes)
+    assert not any("is exceeded" in note for note in slowest.notes)
+
+
 def test_a_clock_holds() -> None:
     model, x = products()
     own, slow = (tessera.predict(model, x, on=on, launch="graph") for on in ("h200", "h200@1200MHz"))

@@ -98,13 +98,6 @@ class Iteration:
         device = self.device_s(clock)
         compute, memory = self.dynamic_j(clock)
         wait = _waits(device, host_s, synced, drained)
-        limit = self.power.limit_w
-        total = float((compute + memory).sum())
-        seconds = float(device.sum() + wait.sum())
-        # Memory traffic alone may exceed the limit at the lowest clock: then it waits, evenly.
-        if not burst and total > 0 and self.power.static_w + total / max(seconds, 1e-12) > limit * (1 + 1e-9):
-            needed = total / (limit - self.power.static_w)
-            device = device + (needed - seconds) * device / max(float(device.sum()), 1e-12)
         static = self.power.static_w * (device + wait)
         return SolvedIteration(device, wait, static, compute, memory, clock, least)
 

@@ -115,6 +115,14 @@ class PowerEstimate:
         return self.energy_j / self.seconds if self.seconds > 0 else 0.0
 
 
+def note_exceeded(device: Device, power_w: float) -> list[str]:
+    """A note where work draws more than the limit that is set: the clock cannot fall further."""
+    if device.power_limit_w is None or power_w <= device.power_limit_w:
+        return []
+    told = f"the limit of {device.power_limit_w:g} W is exceeded: its work draws {power_w:.0f} W at the lowest clock"
+    return [f"{told}, and these figures are those of that clock"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerModel:
     """The energy of work on a device. `active_w` is drawn while every SM holds work, at the boost clock."""
@@ -139,13 +147,7 @@ class PowerModel:
         """
         model = _fit_to_chip(chip(device), *_board_figures(device))
         if device.power_limit_w is not None:
-            limit_w = device.power_limit_w * load_fit("h200_power.json")["limit_fraction"]
-            if limit_w < 1.1 * model.static_w:
-                raise ArgumentError(
-                    f"{device.id}: the board draws {model.static_w:.0f} W before it computes anything",
-                    fix=f"set a limit of at least {1.2 * model.static_w:.0f} W",
-                )
-            model = replace(model, limit_w=limit_w)
+            model = replace(model, limit_w=device.power_limit_w * load_fit("h200_power.json")["limit_fraction"])
         if device.clock_limit_hz is not None:
             model = replace(model, most_clock=min(1.0, device.clock_limit_hz / chip(device).clock_hz))
         return model
@@ -157,11 +159,8 @@ class PowerModel:
     def estimate(self, work: DeviceWork, *, switching: float = 1.0) -> PowerEstimate:
         """Seconds and joules of the work under the limit; `switching` scales the dynamic energy of its data."""
         clock = highest_clock(lambda f: self._watts(work, f, switching), self.limit_w, self.most_clock)
+        # A board at its lowest clock has nothing left to lower: its memory's traffic may be above the limit.
         seconds, static_j, compute_j, memory_j = self._parts(work, clock, switching)
-        if static_j + compute_j + memory_j > self.limit_w * seconds:
-            # Memory traffic does not follow the clock and can still be over the limit: it waits.
-            seconds = (compute_j + memory_j) / (self.limit_w - self.static_w)
-            static_j = self.static_w * seconds
         return PowerEstimate(seconds, clock, static_j, compute_j, memory_j, self.relative_error)
 
     def _watts(self, work: DeviceWork, clock: float, switching: float) -> float:

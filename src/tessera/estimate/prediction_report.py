@@ -18,7 +18,7 @@ from .iteration import SolvedIteration, find_peak
 from .kernel_time import ELEMENT_BYTES, KernelTime, chip
 from .memory import MemoryReport
 from .ops import is_unmodelled
-from .power import PowerModel
+from .power import PowerModel, note_exceeded
 
 # The share of a kernel's error that all kernels of its kind have in common: with it the intervals hold 90% of the whole
 # models that were left out of the fits (benchmarks/fit/fit_ops.py).
@@ -268,6 +268,8 @@ def _notes(graph: Graph, estimate: Estimate, device: Device, launch: str, state:
             else "the power limit holds the clock at"
         )
         notes.append(f"{set_by} {100 * estimate.solved.clock:.0f}% of boost")
+    if estimate.solved.seconds > 0:
+        notes += note_exceeded(device, estimate.solved.energy_j / estimate.solved.seconds)
     if not estimate.kernels:
         notes.append("nothing runs on the device: no operator of the program launches a kernel")
     if estimate.kernels and not any(k.hbm_bytes for k in estimate.kernels):

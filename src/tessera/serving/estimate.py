@@ -11,7 +11,7 @@ from typing import Any
 from ..device import Device
 from ..errors import ArgumentError, TesseraError
 from ..estimate.host import CPU_NOTE, is_cpu
-from ..estimate.power import PowerEstimate
+from ..estimate.power import PowerEstimate, note_exceeded
 from ..hardware import lookup
 from .deployment import WEIGHT_BYTES, Deployment, choose_sixteen_bits, find_node_gpus, note_formats, note_nodes
 from .engine import find_engine, run_pass, run_wait
@@ -300,7 +300,7 @@ def predict_serving(
         provenance=find_provenance(on, decode, prefill),
         waiting_s=prompts * wait_s,
         waiting_j=on.gpus * prompts * wait_j,
-        notes=tuple(_notes(served, on)),
+        notes=(*_notes(served, on), *note_exceeded(on.device, max(mean.power_w, first.power_w))),
     )
 
 
