@@ -32,7 +32,7 @@ from tessera.monitor.core import Window
 from tessera.monitor.cuda import DeviceClocks, Edge
 from tessera.monitor.regions import read_regions
 from tessera.monitor.sampler import Sampler
-from tessera.schema import Domain, Telemetry
+from tessera.schema import Domain, Hold, Telemetry
 from tessera.sensors.base import Batch
 from tessera.sensors.modelled import ModelledSensor
 from tessera.sensors.nvml import NvmlSensor
@@ -1112,3 +1112,20 @@ def test_scopes_inside_each_other_or_one_after_another_do_not(started: Started) 
     thread.join()
     assert not any(scope.report().notes for scope in (outer, inner, after))
     assert not any(r.overlaps for r in monitor.regions())
+
+
+@pytest.mark.parametrize(("hold", "told"), [(Hold.MEAN, False), (Hold.LINEAR, True)])
+def test_means_since_the_sample_before_are_in_step_with_nothing(hold: Hold, told: bool) -> None:
+    class Unanchored(list[None]):
+        history = types.SimpleNamespace(note_step=lambda begin, end: None)
+
+    domain = Domain(name="cpu0", source="script", resolution_s=0.1, hold=hold)
+    sampler = types.SimpleNamespace(
+        lock=threading.Lock(),
+        counted_domains=lambda: ["cpu0"],
+        series={"cpu0": types.SimpleNamespace(domain=domain)},
+        anchors={"cpu0": Unanchored()},
+    )
+    edge = types.SimpleNamespace(time_ns=lambda device: 0)
+    notes = Monitor.note_steps(types.SimpleNamespace(sampler=sampler), edge, edge, 0.05)  # type: ignore[arg-type]
+    assert bool(notes) == told

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..anchors import Anchor, is_in_step
 from ..job_rank import find_rank
 from ..joules import Mark, sum_domains
-from ..schema import Capability, Domain, Energy, RegionEnergy, Scope
+from ..schema import Capability, Domain, Energy, Hold, RegionEnergy, Scope
 from ..sensors.base import Sensor
 from ..sensors.discover import discover
 from ..sensors.processes import OwnCpu
@@ -346,14 +346,14 @@ class Monitor:
         return sum_domains([window.energies[n] for n in names], window.seconds(gpu))
 
     def note_steps(self, start: Edge, end: Edge, period_s: float = 0.0) -> list[str]:
-        """The domains that are in step with what ran: by their counter, or, where there is none, by its period."""
+        """The domains in step with what ran: by their counter, or else by its period (means miss nothing of it)."""
         notes: list[str | None] = []
         with self.sampler.lock:
             for name in self.sampler.counted_domains():
                 domain, anchors = self.sampler.series[name].domain, self.sampler.anchors[name]
                 device = on_device(domain)
                 notes.append(anchors.history.note_step(start.time_ns(device), end.time_ns(device)))
-                if not len(anchors) and is_in_step(period_s, domain.resolution_s):
+                if domain.hold is not Hold.MEAN and not len(anchors) and is_in_step(period_s, domain.resolution_s):
                     notes.append(
                         f"{domain.name}: in step with the sensor: it looks every {domain.resolution_s * 1e3:.3g} ms, "
                         f"and the work repeats every {period_s * 1e3:.3g} ms; its samples may be off, and there is no "
