@@ -77,7 +77,7 @@ def test_a_multiple_is_said_as_one(machine: FakeMachine) -> None:
     machine.spend = lambda name, run: report(100.0 + run % 3, 1.0) if name == "a" else report(420.0 + run % 3, 0.5)
     (found,) = machine.measure("a", "b").comparisons
     assert found.text.startswith("B uses 4.1")
-    assert found.text.endswith(" times the joules of A, and takes 50.0 ± 0.0% less time than A")
+    assert found.text.endswith(" times the joules of A, and takes 50.0 ± 0.1% less time than A")
 
 
 def test_an_interval_holds_the_truth_nine_times_in_ten(machine: FakeMachine) -> None:
@@ -209,3 +209,11 @@ def test_the_watts_of_a_row_are_its_joules_over_its_seconds() -> None:
     row = RepeatedCommand(label="A", command=["a"], reports=reports, level_error=0.0)
     assert row.power_w.value == pytest.approx(row.energy_j.value / row.time_s.value)
     assert RepeatedCommand(label="A", command=["a"], reports=reports[:1], level_error=0.0).power_w.error is None
+
+
+def test_nothing_is_known_to_no_percent_at_all(machine: FakeMachine) -> None:
+    """Modelled joules count ticks: runs of equal ones differ by less than the digits that are shown."""
+    machine.spend = lambda name, run: report((200.0 if name == "b" else 100.0) + 0.001 * run)
+    assert "0.0%" not in machine.measure("a", "b").comparisons[0].text
+    machine.spend = lambda name, run: report(100.0 + 0.001 * (run % 2 if name == "b" else 1 - run % 2))
+    assert "0.0%" not in machine.measure("a", "b").comparisons[0].text.partition("within")[2]

@@ -33,6 +33,8 @@ from .steady_state import Uncertain, find_drift, mean_interval
 
 OUTLIER = 7.0
 """Robust standard deviations from the median. Of 10 normal runs one is so far off in 0.8% of all cases, of 5 in 6%."""
+LEAST_ERROR = 1e-3
+"""An interval is shown with one digit of a percent, and rounded up: nothing is known to ± 0.0%."""
 FEWEST = 5
 """Fewer runs have no outliers: the median deviation of so few says too little."""
 LEAST = 0.05
@@ -152,8 +154,8 @@ class CommandComparison:
         took = took if _differs(time) else "takes as long within noise"
         if self.significant:
             return f"{self.label} uses {_compare_amounts(share, 'fewer', 'joules', self.reference)}, and {took}"
-        seen = f"{self.label} measured {share.value:+.1%}, within ± {share.error:.1%}"
-        repeat = f"--runs {4 * self.runs} would show a difference of about {share.error / 2:.1%}"
+        seen = f"{self.label} measured {share.value:+.1%}, within ± {max(share.error, LEAST_ERROR):.1%}"
+        repeat = f"--runs {4 * self.runs} would show a difference of about {max(share.error / 2, LEAST_ERROR):.1%}"
         return f"no difference in joules can be told: {seen}; {repeat}. {self.label} {took}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -282,7 +284,7 @@ def _differs(share: Uncertain) -> bool:
 
 def _compare_amounts(share: Uncertain, less: str, what: str, reference: str) -> str:
     """A change as people say it: "12.0 ± 3.0% fewer joules than A", "4.20 ± 0.11 times the joules of A"."""
-    error = share.error or 0.0
+    error = max(share.error or 0.0, LEAST_ERROR)
     if share.value > 1:
         return f"{format_error(1 + share.value, error)} times the {what} of {reference}"
     digits = 1 if error < 0.1 else 0
