@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tessera.errors import ArgumentError
+from tessera.serving.estimate import estimate_serving
 from tessera.serving.served_model import list_models, read_served_model
 
 
@@ -65,3 +66,29 @@ def test_windows_latent_and_linear_attention_shrink_the_cache():
     linear = read_served_model("qwen3.5-397b-a17b")
     growth = linear.cache_bytes(2000, 1, 2.0) - linear.cache_bytes(1000, 1, 2.0)
     assert growth == 15 * 1000 * 2 * 2 * 256 * 2.0
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "told"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "int4", "int4 weights"),
+        ({"quant_method": "gptq", "bits": 8}, "int8", "int8 weights"),
+        ({"quant_method": "fp8", "fmt": "e4m3"}, "fp8", "fp8 weights"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4", "int4 weights"),
+        ({"quant_method": "aqlm"}, "bf16", "aqlm"),
+        ({"quant_method": "gptq", "bits": 3}, "bf16", "gptq of 3 bits"),
+    ],
+)
+def test_weights_are_in_the_format_of_the_configuration(stored, dtype, told) -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "vocab_size": 32000,
+        "quantization_config": stored,
+    }
+    report = estimate_serving(config, on="h200")
+    assert report.deployment.weights == dtype
+    assert any(told in note for note in report.notes)
+    assert estimate_serving(config, on="h200", dtype="fp16").deployment.weights == "fp16"

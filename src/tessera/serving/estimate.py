@@ -185,7 +185,7 @@ def estimate_serving(
     `model` is a public name, a configuration of Hugging Face, a path of a config.json, or a module. `tp` GPUs share one
     copy; `ep` of them share the experts by expert (default: by width), and with `attention_dp` groups share the
     sequences. `arrivals` "steady": a prompt comes whenever a sequence ends; "once": all prompts come first. `dtype` is
-    bf16 unless given, or fp16 on a chip that has units for that alone.
+    that of the configuration unless given, else bf16, or fp16 on a chip that has units for that alone.
     """
     served = read_served_model(model)
     device = lookup(on) if isinstance(on, str) else on
@@ -195,8 +195,14 @@ def estimate_serving(
     _check_context(served, prompt, generate)
     _check_division(served, tp, attention_dp, ep)
     notes = []
-    if dtype is None:
+    if dtype is None and served.weights is not None:
+        dtype = served.weights
+        notes.append(f"{dtype} weights are taken, as the configuration says (quantization_config)")
+    elif dtype is None:
         dtype = choose_sixteen_bits(device)
+        if served.unknown_weights:
+            told = f"its weights are stored by {served.unknown_weights} (quantization_config), which is not modelled"
+            notes.append(f"{told}: {dtype} is assumed")
         if dtype != "bf16":
             notes.append(f"{device.id} has no bf16 units: {dtype} weights are taken")
     deployment = Deployment(

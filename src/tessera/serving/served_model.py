@@ -53,6 +53,11 @@ _SAME = {
 _CONTEXTS = {"llama-3-8b": 8192, "llama-3-70b": 8192}
 
 
+# Formats of weights by the method that a config.json names (quantization_config): where it has no bits, or says so.
+_METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4", "nvfp4": "fp4", "awq": "int4", "gptq": "int4"}
+_INTEGERS = frozenset({"awq", "gptq", "bitsandbytes"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention: ranks of queries and of keys with values, and the sizes of a head's parts."""
@@ -89,7 +94,8 @@ class ServedModel:
     """Sizes of a decoder: its `shape`, and what makes its attention cheaper than that of all keys in all layers.
 
     `window` keys are seen in `windowed_layers`; the other layers that are not `linear` see all of them. `context` is
-    the most tokens of a sequence; None where the configuration does not say.
+    the most tokens of a sequence; None where the configuration does not say. `weights` is the format that it says they
+    are stored in; `unknown_weights` names one that is not modelled.
     """
 
     name: str
@@ -101,6 +107,8 @@ class ServedModel:
     windowed_layers: int = 0
     expert_format: str | None = None
     context: int | None = None
+    weights: str | None = None
+    unknown_weights: str | None = None
 
     @property
     def full_layers(self) -> int:
@@ -230,6 +238,8 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
             key_size=int(c["linear_key_head_dim"]),
             value_size=int(c["linear_value_head_dim"]),
         )
+    experts = "fp4" if c.get("model_type") == "gpt_oss" else None  # all else of it is in 16 bits
+    weights, unknown = (None, None) if experts else _read_weights(config.get("quantization_config") or c)
     windowed = int(c.get("sliding_layers") or sum("sliding" in str(kind) for kind in kinds))
     return ServedModel(
         name=name,
@@ -239,6 +249,22 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
         index=index,
         window=int(c.get("sliding_window") or 0) if windowed else 0,
         windowed_layers=windowed,
-        expert_format="fp4" if c.get("model_type") == "gpt_oss" else None,
+        expert_format=experts,
+        weights=weights,
+        unknown_weights=unknown,
         context=int(c["max_position_embeddings"]) if c.get("max_position_embeddings") else None,
     )
+
+
+def _read_weights(config: Any) -> tuple[str | None, str | None]:
+    """The format that weights are stored in, by a quantization_config, or the name of one that is not modelled."""
+    if not isinstance(config, Mapping):
+        config = config.to_dict()
+    c = config.get("quantization_config") or config
+    method = str(c.get("quant_method") or "").lower()
+    if not method:
+        return None, None
+    bits = c.get("bits") or (8 if c.get("load_in_8bit") else 4 if c.get("load_in_4bit") else None)
+    if method in _INTEGERS and bits is not None:
+        return (f"int{bits}", None) if bits in (4, 8) else (None, f"{method} of {bits} bits")
+    return (_METHODS[method], None) if method in _METHODS else (None, method)
