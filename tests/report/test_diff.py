@@ -576,6 +576,14 @@ def test_noise_above_the_limit_does_not_fail(run: Callable[..., Any], tmp_path: 
     assert undecided.code == 0
 
 
+def test_measured_commands_that_differ_are_told(tmp_path: Path) -> None:
+    a, b = (
+        saved(tmp_path / f"{n}.json", {"returncode": 0, "command": ["a.py", "--n", n], "report": measured(100.0)})
+        for n in "12"
+    )
+    assert any(note.startswith("the commands differ: --n 1 before, --n 2 after") for note in analyze.diff(a, b).notes)
+
+
 def test_json_and_page_of_the_command(run: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path) -> None:
     found = run(*files, "--by", "kernels", "--json", "--fail-above", "5%", "--html", tmp_path / "d.html")
     data = json.loads(found.output[found.output.index("{") : found.output.rindex("}") + 1])

@@ -320,7 +320,9 @@ def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
             if int(report.get("schema_version", SCHEMA_VERSION)) > SCHEMA_VERSION:
                 raise RecordingError(f"{name} was written by a newer Tessera", fix="update Tessera")
             side = _of_report(msgspec.convert(_restore_nan(report), EnergyReport))
-            return dataclasses.replace(side, from_start="returncode" in data and not side.is_prediction)
+            words = [str(word) for word in data.get("command") or ()]
+            from_start = "returncode" in data and not side.is_prediction
+            return dataclasses.replace(side, from_start=from_start, command=words)
     except (msgspec.ValidationError, TypeError, ValueError, KeyError, OverflowError) as exc:
         if isinstance(exc, ArgumentError):
             raise

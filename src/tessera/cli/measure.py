@@ -89,7 +89,7 @@ def command(
         return report_failure(exc, exc.exit_code, as_json=as_json)
     finally:
         monitor.stop()
-    _print_report(run, _write_trace(run, trace), as_json)
+    _print_report(run, command, _write_trace(run, trace), as_json)
     return run.returncode
 
 
@@ -143,15 +143,15 @@ def _write_trace(run: CommandRun, trace: Path | None) -> Path | None:
         return None
 
 
-def _print_report(run: CommandRun, trace: Path | None, as_json: bool) -> None:
+def _print_report(run: CommandRun, command: Sequence[str], trace: Path | None, as_json: bool) -> None:
     if as_json:
         from ..config import find_cost
 
         sys.stdout.flush()
         total = run.report.total
         cost = find_cost(total.energy_j, total.error_j)
-        data = {"returncode": run.returncode, "report": run.report, "cost": cost, "cpu_use": _cpu_use(run)}
-        print_json(data)
+        whole = {"returncode": run.returncode, "command": list(command), "report": run.report}
+        print_json({**whole, "cost": cost, "cpu_use": _cpu_use(run)})
         return
     from ..analyze.rules_host import advise_measurement
     from ..report.console import Console
