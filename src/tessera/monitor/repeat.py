@@ -284,11 +284,11 @@ def _differs(share: Uncertain) -> bool:
 
 def _compare_amounts(share: Uncertain, less: str, what: str, reference: str) -> str:
     """A change as people say it: "12.0 ± 3.0% fewer joules than A", "4.20 ± 0.11 times the joules of A"."""
-    error = max(share.error or 0.0, LEAST_ERROR)
+    error = share.error or 0.0
     if share.value > 1:
         return f"{format_error(1 + share.value, error)} times the {what} of {reference}"
     digits = 1 if error < 0.1 else 0
-    percent = f"{100 * abs(share.value):.{digits}f} ± {100 * error:.{digits}f}%"
+    percent = f"{100 * abs(share.value):.{digits}f} ± {100 * max(error, LEAST_ERROR):.{digits}f}%"
     return f"{percent} {'more' if share.value > 0 else less} {what} than {reference}"
 
 
