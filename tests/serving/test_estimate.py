@@ -416,3 +416,9 @@ def test_a_limit_of_the_gpu_does_not_stretch_the_time_of_the_scheduler() -> None
     )
     assert slow.prefill.time_s > 1.2 * fast.prefill.time_s
     assert slow.waiting_s == pytest.approx(fast.waiting_s)
+
+
+def test_the_ranks_of_experts_that_divide_the_gpus_are_offered() -> None:
+    with pytest.raises(ArgumentError, match="--ep 3 does not divide 8 GPUs") as caught:
+        estimate_serving("deepseek-v3", on="h200", tp=8, ep=3)
+    assert caught.value.fix == "one of: 1, 2, 4, 8"

@@ -42,7 +42,11 @@ class Deployment:
                 )
         for name, option in (("replicas", "--attention-dp"), ("expert_ranks", "--ep")):
             if getattr(self, name) < 1 or self.gpus < 1 or self.gpus % getattr(self, name):
-                raise ArgumentError(f"{option} {getattr(self, name)} does not divide {self.gpus} GPUs")
+                sizes = ", ".join(str(n) for n in range(1, self.gpus + 1) if self.gpus % n == 0)
+                raise ArgumentError(
+                    f"{option} {getattr(self, name)} does not divide {self.gpus} GPUs",
+                    fix=f"one of: {sizes}" if sizes else "at least one GPU",
+                )
 
     @property
     def activations(self) -> str:
