@@ -612,3 +612,10 @@ def test_command_screen_json_page_and_csv(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["basis"] == "simulated"
     assert found["passed"] is False
+
+
+@pytest.mark.parametrize("supply_c", [222.0, 60.0, -5.0])
+def test_air_that_no_cooling_supplies_is_refused(supply_c: float) -> None:
+    with pytest.raises(ArgumentError, match="supplied air") as caught:
+        AisleHeat(supply_c=supply_c)
+    assert caught.value.fix

@@ -54,6 +54,10 @@ class AisleHeat:
     highest_c: float = 60.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.supply_c < self.highest_c:
+            raise ArgumentError(
+                f"supplied air of {self.supply_c:g} °C", why=f"it is from 0 to {self.highest_c:g} °C", fix="e.g. 22C"
+            )
         if not (0.0 <= self.recirculation < 1.0 and self.heat_capacity_j_per_c > 0 and self.rise_c >= 0):
             raise ArgumentError("recirculation is from 0 to 1 (without 1), heat capacity above 0, the rise not below 0")
         if self.cooling_w is not None and not self.cooling_w >= 0:
