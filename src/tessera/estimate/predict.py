@@ -293,5 +293,5 @@ def _check_memory(graph: Graph, device: Device, memory: MemoryReport) -> None:
     raise DoesNotFit(
         f"{graph.name} needs {format_bytes(memory.peak_bytes)}, {device.name} has {format_bytes(capacity.value)}",
         why=", ".join(f"{name} {format_bytes(size)}" for name, size in memory.by_category.items() if size),
-        fix="use a smaller batch, a narrower precision or another chip; check_memory=False predicts it anyway",
+        fix="use a smaller batch, a narrower precision or another chip; or in Python check_memory=False",
     )
