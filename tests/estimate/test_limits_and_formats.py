@@ -170,3 +170,15 @@ def test_parameters_flops_and_mfu() -> None:
     assert work_text(report)[:2] == ["33.55M parameters", "549.8GFLOP"]
     assert "MFU" in text(report)
     assert tessera.predict(torch.neg, (torch.empty(8),)).prediction.mfu is None
+
+
+def test_wrong_names_of_formats_and_chips_are_answered_with_what_was_meant() -> None:
+    model, x = products()
+    with pytest.raises(ArgumentError, match="did you mean 'fp4wo'"):
+        tessera.predict(model, x, on="h200", precision="fp4")
+    with pytest.raises(ArgumentError, match="is not a format") as served:
+        tessera.estimate.serving("llama-3.1-8b", on="h200", dtype="int4wo")
+    assert "int4 is that of weights alone" in str(served.value.why)
+    with pytest.raises(ArgumentError, match="no device 'cpu'") as chip:
+        lookup("cpu")
+    assert "epyc-9654" in str(chip.value.fix)

@@ -304,9 +304,9 @@ def precision_name(precision: Any, known: Collection[str] = WHAT_IFS) -> str:
     text = str(getattr(precision, "value", precision)).lower().removeprefix("torch.")
     name = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(text, text)
     if name not in known:
-        raise ArgumentError(
-            f"there is no precision {name!r}{did_you_mean(name, known)}", fix=f"one of {', '.join(known)}"
-        )
+        alone = f"{name}wo"  # where products in it are not modelled, its weights are
+        told = f"; did you mean {alone!r}?" if alone in known else did_you_mean(name, known)
+        raise ArgumentError(f"there is no precision {name!r}{told}", fix=f"one of {', '.join(known)}")
     return name
 
 

@@ -62,6 +62,8 @@ def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
     model = next(iter(_plain_name(wanted).split()), "")
     names = [n for n in names if model in n] or names
     near = difflib.get_close_matches(wanted, devices, n=_NEAREST, cutoff=0.4)
+    if wanted in ("cpu", "host"):
+        near = [name for name, device in devices.items() if device.kind == "cpu" and device.threads]
     nearest = f"nearest: {', '.join(near)}; " if near else ""
     return ArgumentError(
         f"no device {name!r} in the catalogue{did_you_mean(wanted, names)}",

@@ -37,8 +37,11 @@ class Deployment:
     def __post_init__(self) -> None:
         for name, option in (("weights", "dtype"), ("experts", "experts_dtype"), ("cache", "cache_dtype")):
             if getattr(self, name) not in WEIGHT_BYTES:
+                alone = getattr(self, name).removesuffix("wo")
                 raise ArgumentError(
-                    f"{option}={getattr(self, name)!r} is not a format", fix=f"one of: {', '.join(WEIGHT_BYTES)}"
+                    f"{option}={getattr(self, name)!r} is not a format",
+                    why=f"{alone} is that of weights alone here" if alone == "int4" else None,
+                    fix=f"one of: {', '.join(WEIGHT_BYTES)}",
                 )
         for name, option in (("replicas", "--attention-dp"), ("expert_ranks", "--ep")):
             if getattr(self, name) < 1 or self.gpus < 1 or self.gpus % getattr(self, name):
