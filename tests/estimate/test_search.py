@@ -214,3 +214,7 @@ def test_batch_for_doubles_up_to_the_bound() -> None:
 def test_batch_as_it_is_takes_that_of_the_inputs() -> None:
     r = sweep(mlp(8, 8), torch.empty(5, 8), on=("a100",)).rows[0]
     assert r.batch == 5
+
+
+def test_a_sweep_prints_its_table(found: Sweep) -> None:
+    assert all(row.on in str(found) for row in found.feasible) and "<Sweep" not in str(found)

@@ -120,6 +120,11 @@ class Sweep:
     def __repr__(self) -> str:
         return f"<Sweep of {self.name}: {len(self.feasible)} of {len(self.rows)} combinations are possible>"
 
+    def __str__(self) -> str:
+        from ..report.sweep import text
+
+        return text(self)
+
     @property
     def feasible(self) -> list[SweepRow]:
         """The rows that are possible."""

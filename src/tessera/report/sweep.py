@@ -17,7 +17,8 @@ from ..units import (
     format_energy_error,
     format_power,
 )
-from .console import FittedTable, TableColumn, TextFlow, label_table, next_line
+from .console import FittedTable, TableColumn, TextFlow, label_table, next_line, plain_console
+from .energy import WIDTH
 from .html import capitalize, definitions, note, number_cell, table, tile
 from .plots import ParetoPoint, pareto_plot
 from .predict import components, format_rate
@@ -26,6 +27,11 @@ MAX_TIED = 3
 """Combinations that a tie names; the others are counted."""
 COMPONENTS = {"compute": "arithmetic", "memory": "moving data", "static": "power the chip draws in any case"}
 """What the colours of a bar mean."""
+
+
+def text(sweep: Sweep) -> str:
+    """The screen as plain text."""
+    return plain_console(WIDTH).text(comparison(sweep)).rstrip()
 
 
 def comparison(sweep: Sweep, *, next_command: str | None = None) -> RenderableType:
