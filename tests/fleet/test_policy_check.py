@@ -350,3 +350,11 @@ def test_a_suggested_key_is_among_those_that_may_be_used(tmp_path: Path) -> None
     error = invoke(command, "check", file).code
     assert isinstance(error, PolicyError) and "did you mean 'max_ramp_kw_per_s'?" in error.what
     assert error.fix is not None and error.fix.endswith("max_ramp; or with its unit in the key, as max_ramp_kw_per_s")
+
+
+def test_replicas_that_do_not_divide_the_gpus_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("power_shaper: {cap_rate: 0.9}\n")
+    with pytest.raises(ArgumentError, match="7 replicas do not divide 60 GPUs") as caught:
+        raise invoke(command, "check", str(path), "--gpus", "60", "--replicas", "7").code
+    assert "10" in str(caught.value.fix)

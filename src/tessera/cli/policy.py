@@ -51,11 +51,15 @@ def check(file: Path, as_json: bool, independent: bool, replicas: int | None, ch
     The job is a wave: its GPUs draw the high power for a share of each step, then the low power, all at the same time.
     Exit code: 0 if everything can work, 1 if something cannot, 2 if the file cannot be read.
     """
+    from ..errors import ArgumentError
     from ..fleet.lockstep import LockstepJob
     from ..fleet.policy_check import check_policies
     from ..policy import load_policies
 
     job |= {name: value for name, value in _find_gpu(chip, job["high_w"]).items() if not is_typed(name)}
+    if replicas and replicas > 0 and job["gpus"] % replicas:
+        sizes = ", ".join(str(n) for n in range(1, job["gpus"] + 1) if job["gpus"] % n == 0)
+        raise ArgumentError(f"{replicas} replicas do not divide {job['gpus']} GPUs", fix=f"--replicas: one of {sizes}")
     replicas = max(1, min(8, job["gpus"] // max(1, job["stages"]))) if replicas is None else replicas
     found = check_policies(load_policies(file), LockstepJob(**job, replicas=replicas, synchronous=not independent))
     if as_json:
