@@ -32,6 +32,8 @@ Span = tuple[EpochNs, EpochNs]
 
 EVALUATION = "evaluation"
 """The region of a script that trains, between `eval()` and `train()` or without gradients: it is part of no step."""
+COMPILATION = "compilation"
+"""The region in which torch.compile compiles, or records a CUDA graph."""
 
 
 class Stack(NamedTuple):

@@ -131,6 +131,7 @@ def test_findings_of_no_weight_are_dropped():
         ("in enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "load ahead"),
         ("in load_data", "load ahead"),
         ("in aten::_scaled_dot_product_cudnn_attention", "enable_cudnn_sdp"),
+        ("in step, in compilation", "TORCHINDUCTOR_CACHE_DIR"),
         ("in metadata", "keep the device fed"),
         ("in forward, in hipMemcpyWithStream", "non_blocking"),
         ("in aten::to", "non_blocking"),

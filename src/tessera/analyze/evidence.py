@@ -18,7 +18,7 @@ from ..device import Device
 from ..errors import TesseraError
 from ..joules import Floats
 from ..profile.ranks.collectives import Meeting
-from ..recording import CpuUse, Recording
+from ..recording import COMPILATION, CpuUse, Recording
 from ..schema import Telemetry
 from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Nesting
@@ -359,10 +359,10 @@ def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
         if ends[i] <= first or starts[i] >= last:
             out.append(BEFORE if ends[i] <= first else AFTER)
             continue
-        if middle[i] < begun:
+        name = "" if region == NONE else region_name(timeline.name(region))
+        if middle[i] < begun and name != COMPILATION:
             out.append(PREPARING)
             continue
-        name = "" if region == NONE else region_name(timeline.name(region))
         where = strip_counter(name) if region in steps else name
         doing = op_name(timeline.name(op)) if op != NONE else timeline.name(call) if call != NONE else ""
         parts = [f"in {part}" for part in dict.fromkeys((where, doing)) if part]

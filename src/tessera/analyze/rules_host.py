@@ -12,6 +12,7 @@ import numpy as np
 from ..advice import Advice
 from ..attribute.table import EnergyRow
 from ..errors import MeasurementError, TesseraError
+from ..recording import COMPILATION
 from ..schema import EnergyReport, Telemetry
 from ..units import format_duration, format_energy
 from .evidence import LAUNCHING, PREPARING, SAVES, UNFED, HostGap, RunEvidence
@@ -58,6 +59,11 @@ _REMEDIES = tuple(
             "torch.backends.cuda.enable_cudnn_sdp(False) takes flash attention; or pad lengths to a few",
         ),
         (
+            COMPILATION,
+            "the device waits while torch.compile compiles: keep what was compiled (TORCHINDUCTOR_CACHE_DIR on a disk "
+            "that stays), run longer with it, and compile for fewer shapes (dynamic=True)",
+        ),
+        (
             r"(?:\w*)dataloader\w*|data|batch_?load\w*",
             "load ahead (more DataLoader workers, pin_memory, prefetch_factor)",
         ),
@@ -98,7 +104,7 @@ def check_idle(run: RunEvidence) -> Advice | None:
         during = f"{most.count} x {each}" if most.count > 1 else each
         evidence += f", {run.format_spent(most.energy_j)} of it {during} while {most.during}"
     action = _remedy(most.during if most else "")
-    if run.share(joules) >= MOSTLY_IDLE_SHARE:
+    if run.share(joules) >= MOSTLY_IDLE_SHARE and not (most and COMPILATION in most.during):
         action += "; or give it more to do: consolidate jobs on fewer GPUs (MPS, MIG)"
     return run.advise(
         "idle",

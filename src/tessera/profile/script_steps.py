@@ -20,7 +20,8 @@ from typing import Any
 
 from ..errors import TesseraError
 from ..notes import Note
-from ..recording import EVALUATION
+from ..recording import COMPILATION, EVALUATION
+from .compilations import Compilations
 from .optimizer_steps import OptimizerSteps
 from .recorder import Session
 from .torch_hooks import ModeChanges, ModuleCalls, NoGradBlocks
@@ -37,6 +38,7 @@ WITHOUT_TORCH = Note(
 BEFORE_TORCH = "nothing was traced: the script was ended before it had imported torch"
 _log = logging.getLogger("tessera")
 
+_CALLBACKS = "torch._dynamo.callback"
 _RECENT, _FEWEST, _OFTEN, _MOST_BLOCKS = 32, 2, 6, 10_000
 _STOPPED = 3
 _LONG_NS = 5_000_000  # blocks of which an end is noted in the power samples
@@ -47,7 +49,8 @@ class ScriptSteps:
     """Begins tracing and counts steps: by the optimizer, or, in a script without one, by calls of one outermost module.
 
     Between steps of an optimizer, evaluation is a region of its own, and part of no step: what a program does between
-    `eval()` and `train()`, and long blocks without gradients that not every step has.
+    `eval()` and `train()`, and long blocks without gradients that not every step has. Compilation is a region too,
+    wherever it comes.
 
     Module calls are only counted where steps were asked for (`by_modules`): the hooks cost two microseconds a module.
     """
@@ -62,6 +65,8 @@ class ScriptSteps:
         self._gradless = GradlessBlocks()
         self._no_grad = NoGradBlocks(self._gradless_ended)
         self._finder = AfterImport("torch", self._torch_came)
+        self._compilations = Compilations(self._compiled)
+        self._compiler_finder = AfterImport(_CALLBACKS, self._compilations.install)
         self._begun = False
         self._calls = RecurringCalls()
         self._called_ns = 0  # start of the last step's call, end of the last outermost call
@@ -79,8 +84,10 @@ class ScriptSteps:
 
         `interrupted`: a signal ended the script, and nobody knows what it would have imported.
         """
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+        for finder in (self._finder, self._compiler_finder):
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
+        self._compilations.remove()
         self._optimizer.remove()
         self._modes.remove()
         self._no_grad.remove()
@@ -101,6 +108,10 @@ class ScriptSteps:
         self._optimizer.install()
         self._modes.install()
         self._no_grad.install()
+        if _CALLBACKS in sys.modules:
+            self._compilations.install(sys.modules[_CALLBACKS])
+        else:
+            sys.meta_path.insert(0, self._compiler_finder)
         if self._by_modules:
             # Until the end: hooks that go away make torch.compile compile anew.
             self._modules = ModuleCalls(self._module_called, self._module_returned)
@@ -170,6 +181,9 @@ class ScriptSteps:
         self._gradless.add(start_ns, end_ns)
         if end_ns - start_ns > _LONG_NS:
             self._session.note_edge()
+
+    def _compiled(self, start_ns: int, end_ns: int) -> None:
+        self._session.add_region(COMPILATION, start_ns, end_ns, threading.get_native_id())
 
     def _evaluated_without_gradients(self, *, is_last: bool) -> None:
         found = self._gradless.end_step(time.time_ns(), is_last=is_last)
