@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from tessera.errors import ArgumentError
 from tessera.hardware import catalogue, host_cpu, identify_board, lookup
+from tessera.report.hardware import print_device
 
 DEVICES = list(catalogue().values())
 every_device = pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.id)
@@ -212,3 +216,10 @@ def test_a_hostile_chip_file_is_one_error_that_names_it(tmp_path, monkeypatch, l
 )
 def test_names_that_drivers_report(board: str, device: str) -> None:
     assert identify_board(board).id == device
+
+
+@pytest.mark.parametrize(("name", "line"), [("h200@400W", "limit        400 W"), ("h200@1200MHz", "at most 1200 MHz")])
+def test_a_limit_that_is_asked_for_is_shown(name: str, line: str) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    print_device(lookup(name), console)
+    assert line in console.file.getvalue()  # type: ignore[attr-defined]

@@ -74,6 +74,10 @@ def _identity(device: Device) -> list[tuple[str, str]]:
     chip = " ".join(part for part in (device.architecture, device.compute_capability) if part)
     rows = [("id", device.id), ("also", ", ".join(device.aliases)), ("kind", f"{device.kind}, {device.vendor}")]
     rows += [("chip", chip), ("threads", str(device.threads or "")), ("memory", device.memory.kind or "")]
+    if device.power_limit_w is not None:
+        rows.append(("limit", f"{device.power_limit_w:g} W, set by the driver"))
+    if device.clock_limit_hz is not None:
+        rows.append(("clock", f"at most {device.clock_limit_hz * 1e-6:g} MHz, set by the driver"))
     rows.append(("from", ", ".join(device.origin)))
     return [(label, value) for label, value in rows if value]
 
