@@ -21,8 +21,10 @@ SEED = "tessera-kernels-1"
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 OPS = ROOT / "benchmarks" / "data" / "h200_ops.jsonl.gz"
-TRACES = ROOT / "benchmarks" / "data" / "h200_dev_traces.jsonl.gz"
-MODELS = ROOT / "benchmarks" / "data" / "h200_dev_models.jsonl.gz"
+SETS = ("dev", "heldout", "heldout2", "heldout3", "heldout4")
+TRACES, MODELS = (
+    [ROOT / "benchmarks" / "data" / f"h200_{which}_{what}.jsonl.gz" for which in SETS] for what in ("traces", "models")
+)
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ def load(shared: Path) -> tuple[list[Row], list[str]]:
             rows += [row for record in _records(path) if (row := _torch(record, one_a_replay=path != OPS))]
         else:
             missing.append(str(path))
-    if TRACES.exists() and MODELS.exists():
-        rows += _in_situ()
-    else:
-        missing.append(str(TRACES))
+    for traces, models in zip(TRACES, MODELS, strict=True):
+        if traces.exists() and models.exists():
+            rows += _in_situ(traces, models)
+        else:
+            missing.append(str(traces))
     found = sorted((shared / "public_kernels").glob("*.csv.gz"))
     if not found:
         missing.append(str(shared / "public_kernels"))
@@ -230,12 +233,13 @@ _READERS = {
 _DTYPES = {"c10::BFloat16": "bf16", "float": "fp32", "c10::Half": "fp16"}
 
 
-def _in_situ() -> list[Row]:
+def _in_situ(traces: Path, models: Path) -> list[Row]:
     """Products and attentions inside traced eager models that kept the boost clock."""
-    steady = {(r["name"], r["dtype"]) for r in _records(MODELS) if not r["graph_replay"] and r["sm_mhz"] >= 1970}
+    measured = (r for r in _records(models) if "ms" in r and not r["graph_replay"])
+    steady = {(r["name"], r["dtype"]) for r in measured if r["sm_mhz"] >= 1970}
     rows = []
-    for trace in _records(TRACES):
-        if (trace["name"], trace["dtype"]) not in steady:
+    for trace in _records(traces):
+        if "kernels" not in trace or (trace["name"], trace["dtype"]) not in steady:
             continue
         durations: dict[int, dict[int, list[float]]] = {}
         for op, _, name, dur_us, _, _ in trace["kernels"]:

@@ -320,3 +320,18 @@ def test_a_bias_costs_16_bit_products_little() -> None:
     for m in (1, 50, 4096):
         plain, biased = (gemm_time(lookup("h200"), m, 4096, 4096, bias=bias).seconds for bias in (False, True))
         assert biased == pytest.approx(plain, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "us"),
+    [
+        (197, 768, 3072, 97.7),  # tiles for more than every SM: k is not divided
+        (392, 512, 2048, 63.9),
+        (8, 1000, 384, 6.1),  # a kernel for few rows
+        (8, 640, 1280, 14.1),
+        (12, 80, 1536, 8.9),
+    ],
+)
+def test_an_fp32_product_with_a_bias_divides_k_by_its_tiles(m: int, n: int, k: int, us: float) -> None:
+    """`us` as traced in models on an H200 (h200_heldout_traces and heldout4)."""
+    assert gemm_time(lookup("h200"), m, n, k, precision="fp32", bias=True).seconds == pytest.approx(1e-6 * us, rel=0.4)

