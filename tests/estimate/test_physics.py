@@ -1,5 +1,6 @@
 """No kernel is faster than its bytes and its FLOPs allow: every family of operators, on every chip of the catalogue."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -204,6 +205,57 @@ def test_rows_looked_up_and_written(rows: int, width: int, dtype: str) -> None:
     check(grad, out.nbytes + table.nbytes)
 
 
+@pytest.mark.parametrize(
+    ("rows", "shape", "us"),
+    [
+        (282_624, (12_288, 128), 124),
+        (900_000, (60_000, 256), 571),
+        (900_000, (60_000, 8), 194),
+        (8_192, (4_096, 768), 40),
+    ],
+)
+def test_rows_added_after_a_sort(rows: int, shape: tuple[int, int], us: float) -> None:
+    """Backward of `x[index]`; `us` as traced on an H200 (h200_heldout4_traces: schnet, gat, expert_choice)."""
+    table, values, ids = tensor(0, shape, "fp32"), tensor(1, (rows, shape[1]), "fp32"), tensor(2, (rows,), "int64")
+    op = make_op("aten.index_put", "scatter", [table, values, ids], [table], accumulate=True)
+    check(op, 0.0)
+    kernel = MODELS["h200"].time(op, float(2 * values.nbytes))
+    assert kernel.seconds == pytest.approx(us * 1e-6, rel=0.35)
+
+
+def test_rows_written_without_adding_are_not_sorted() -> None:
+    table, values, ids = tensor(0, (65_536, 8), "fp32"), tensor(1, (65_536, 8), "fp32"), tensor(2, (65_536,), "int64")
+    inputs = [table, values, ids]
+    ops = [make_op("aten.index_put", "scatter", inputs, [table], accumulate=adds) for adds in (False, True)]
+    written, added = (MODELS["h200"].time(op).seconds for op in ops)
+    assert written < 0.5 * added
+
+
+@pytest.mark.parametrize("name", ["aten.index", "aten.gather"])
+def test_whole_rows_are_looked_up_as_by_index_select(name: str) -> None:
+    table, out = tensor(0, (60_000, 8), "fp32"), tensor(2, (900_000, 8), "fp32")
+    ids = tensor(1, (900_000,), "int64")
+    if name == "aten.gather":  # an index that was expanded along the row
+        ids = replace(ids, shape=out.shape, stride=(1, 0))
+    # 545 us on an H200 (h200_heldout4_traces: gat_train_n60k_e900k), a block for every row.
+    kernel = MODELS["h200"].time(make_op(name, "gather", [table, ids], [out]), 2.0 * out.nbytes)
+    assert kernel.seconds == pytest.approx(545e-6, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "layers", "batch", "steps", "ms"),
+    [("fp32", 650, 2, 32, 128, 5.31), ("bf16", 512, 1, 64, 256, 2.42)],
+)
+def test_recurrent_layers_backward(dtype: str, hidden: int, layers: int, batch: int, steps: int, ms: float) -> None:
+    """An LSTM alone: both passes less the forward one, as recorded on an H200 (h200_ops)."""
+    sizes = {"gates": 4, "hidden": hidden, "input": hidden, "layers": layers, "batch": batch, "steps": steps}
+    x = tensor(0, (batch, steps, hidden), dtype)
+    params = {**sizes, "cell": "lstm", "directions": 1, "out": hidden, "backward": True}
+    op = make_op("tessera.rnn_backward", "rnn", [x], [tensor(1, x.shape, dtype)], **params)
+    op = replace(op, precision="tf32", unit="matrix") if dtype == "fp32" else op
+    assert MODELS["h200"].time(op, 0.0).seconds == pytest.approx(1e-3 * ms, rel=0.15)
+
+
 def test_windows_of_a_depthwise_convolution_overlap_inside_the_sm() -> None:
     x, w = tensor(0, (32, 96, 56, 56), "bf16"), tensor(1, (96, 1, 7, 7), "bf16")
     op = make_op("aten.convolution", "conv", [x, w], [tensor(2, x.shape, "bf16")], stride=(1, 1), groups=96)
@@ -226,6 +278,37 @@ def test_few_planes_of_a_batch_norm_keep_few_sms_busy() -> None:
     # 27 us on an H200 (h200_heldout_traces: lraspp_mobilenet_v3_large_b1_s512), a block for every channel.
     assert time(16, 256) == pytest.approx(27e-6, rel=0.3)
     assert time(16, 256) > 3 * time(256, 64)
+
+
+def test_a_batch_norm_of_samples_without_a_plane_reads_channels_side_by_side() -> None:
+    x, w = tensor(0, (512, 400), "fp32"), tensor(1, (400,), "fp32")
+    op = make_op("aten.native_batch_norm", "batch_norm", [x, w, w, w, w], [tensor(2, x.shape, "fp32")])
+    # 5 us for two on an H200 (h200_heldout4_traces: deepfm_b512), by a kernel for channels-last tensors.
+    assert MODELS["h200"].time(op, 0.0).seconds < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "groups", "stride", "us"),
+    [
+        (
+            (8, 768, 399),
+            (768, 48, 128),
+            16,
+            1,
+            12_350,
+        ),  # h200_heldout4_models: hubert_base_b8_8s as a graph, less its rest
+        ((8, 3, 16, 224, 224), (768, 3, 2, 16, 16), 1, 16, 1307),  # h200_heldout4_traces: videomae_base_b8_f16
+    ],
+)
+def test_long_windows_and_videos_run_without_matrix_units(
+    x: tuple[int, ...], w: tuple[int, ...], groups: int, stride: int, us: float
+) -> None:
+    out = (x[0], w[0], 400) if groups > 1 else (x[0], w[0], 8, 14, 14)
+    inputs = [tensor(0, x, "fp16"), tensor(1, w, "fp16")]
+    op = make_op("aten.convolution", "conv", inputs, [tensor(2, out, "fp16")], stride=(stride,), groups=groups)
+    kernel = MODELS["h200"].time(op, 0.0)
+    assert kernel.unit == "vector.fp32"
+    assert kernel.seconds == pytest.approx(us * 1e-6, rel=0.35)
 
 
 def test_a_grouped_product_that_waits_for_its_weights_takes_no_longer_than_they_do() -> None:

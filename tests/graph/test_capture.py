@@ -80,6 +80,20 @@ def test_sgd_moves_fewer_bytes_than_adamw():
     assert 0 < moved[0] < moved[1]
 
 
+def test_the_gradient_of_indexing_adds_and_an_assignment_does_not():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(10, 4))
+
+        def forward(self, ids):
+            return torch.zeros(10, 4).index_put((ids,), self.weight[ids])
+
+    graph = capture(Rows(), torch.tensor([1, 3, 3]), mode="train")
+    puts = {op.phase: op.params["accumulate"] for op in graph.kernels if "index_put" in op.name}
+    assert puts == {"forward": False, "backward": True}
+
+
 def test_nothing_is_allocated_or_changed():
     model = Net()
     model.train()

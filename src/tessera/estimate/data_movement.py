@@ -189,7 +189,7 @@ def _run_length(op: Op) -> float:
     if op.kind == "norm" and "normalized" in op.params:
         return float(prod(op.params["normalized"]))
     if op.kind == "batch_norm":
-        return float(x.shape[1] if x.channels_last else x.shape[0] * prod(x.shape[2:]))
+        return float(x.shape[1] if _channels_run(x) else x.shape[0] * prod(x.shape[2:]))
     if op.kind in ("reduce", "softmax"):
         sums = op.kind == "reduce" and op.outputs
         out = op.outputs[0].numel if sums else x.numel // max(1, x.shape[op.params.get("dim") or -1])
@@ -230,9 +230,19 @@ def count_launches(op: Op) -> int:
         return max(1, -(-sum(-(-t.numel // CHUNK) for t in op.outputs) // CHUNKS_PER_LAUNCH))
     if op.kind == "sort":
         return 2
-    if op.kind == "scatter":
-        return 4 if "embedding" in op.name else 2
-    return 1
+    if op.kind == "scatter" and "embedding" in op.name:
+        return 29 if _index_length(op) > _UNSORTED else 1
+    return 9 if _adds_sorted(op) else 1
+
+
+def _adds_sorted(op: Op) -> bool:
+    """Whether rows are added where an index says after the index was sorted: backward of `x[index]`."""
+    return op.kind == "scatter" and bool(op.params.get("accumulate"))
+
+
+def _index_length(op: Op) -> int:
+    """Rows that an index names."""
+    return max((t.numel for t in op.inputs if t.dtype in ("int64", "int32")), default=1)
 
 
 def _find_family(op: Op, short: str) -> tuple[str, float, float]:
@@ -265,26 +275,54 @@ def _find_family(op: Op, short: str) -> tuple[str, float, float]:
     return f"{op.kind}.{_operand_layout(op)}.{short}", n * float(op.params.get("coordinates", 1)), n / 1024
 
 
+# Rows of an embedding's gradient up to which torch does not sort the index (embedding_dense_backward_cuda), and the
+# operators that write where an index says without adding.
+_UNSORTED = 3072
+_WRITTEN = ("index_copy", "index_fill", "scatter", "index_put", "index_put_impl", "unsafe_index_put")
+
+
 def _gather_or_scatter(op: Op, short: str) -> tuple[str, float, float]:
     """Rows read or written where an index says."""
     written = op.inputs[1:] if len(op.inputs) > 1 and "backward" not in short else op.inputs
     moved = float(max((t.numel for t in (op.outputs if op.kind == "gather" else written)), default=1))
-    rows = float(max((t.numel for t in op.inputs if t.dtype in ("int64", "int32")), default=1))
+    rows = float(_index_length(op))
     table = op.inputs[0]
     aligned = len(table.shape) < 2 or table.shape[-1] * DTYPE_BYTES.get(table.dtype, 4) % 16 == 0
-    if op.kind == "gather" and short in ("embedding", "index_select") and aligned:
+    if op.kind == "gather" and aligned and (lookup := _row_lookup(op, short)):
+        rows = moved / max(1.0, prod(table.shape[1:]))
         if rows <= 16:  # a kernel that walks through the indices: 0.7 us each
-            return f"gather.few.{short}", 1400.0 * rows, 1.0
+            return f"gather.few.{lookup}", 1400.0 * rows, 1.0
         # A block for every row: 1,650 rows in a microsecond, however short they are.
-        return f"gather.{short}", moved + 2000.0 * rows, rows
-    if short == "embedding_dense_backward":
-        if rows <= 3072:  # not sorted: blocks that walk through the indices, 30 ns each
-            return f"scatter.few.{short}", 60.0 * rows, 1.0
+        return f"gather.{lookup}", moved + 2000.0 * rows, rows
+    if "embedding" in short and "backward" in short:
+        if rows <= _UNSORTED and "bag" not in short:  # blocks that walk through the indices, 30 ns each
+            return "scatter.few.embedding_dense_backward", 60.0 * rows, 1.0
         # The indices are sorted, and one costs as much as 55 elements (rows of 16 to 768 elements on an H200).
-        return f"scatter.{short}", moved + 55.0 * rows, moved / 1024
-    # Writing rows where an index says is one kernel, as reading them is; only adding to them sorts the index first.
-    plain = op.kind == "scatter" and short in ("index_copy", "index_fill", "scatter")
+        moved = max(moved, rows * op.inputs[0].shape[-1])  # of a bag's gradient every row has a copy
+        return "scatter.embedding_dense_backward", moved + 55.0 * rows, moved / 1024
+    if _adds_sorted(op):
+        # A warp adds a row 128 elements at a time, and takes as long for a short one as for 75; sorting costs as much
+        # as 13 of a row (rows of 1 to 256 elements, 8,832 to 900,000 of them: h200_heldout4_traces).
+        width = moved / rows
+        added = 75.0 if width <= 32 else 128.0 * ceil(width / 128.0)
+        return "scatter.index_put", rows * (13.0 + added), rows / 4
+    # Writing rows where an index says is one kernel, as reading them is; index_add and scatter_add add atomically.
+    plain = op.kind == "scatter" and short.strip("_") in _WRITTEN
     return f"{'gather' if plain else op.kind}.{short}", moved, moved / 1024
+
+
+def _row_lookup(op: Op, short: str) -> str | None:
+    """The look-up that reads whole rows with the same kernel as this operator; None where there is none."""
+    if short in ("embedding", "index_select"):
+        return short
+    indices = [t for t in op.inputs[1:] if t.dtype in ("int64", "int32")]
+    if len(indices) != 1 or not op.outputs:
+        return None
+    table, index, out = op.inputs[0], indices[0], op.outputs[0]
+    alike = short == "index" and out.shape == (*index.shape, *table.shape[1:])
+    if short == "gather":  # by an index that was expanded along the rows
+        alike = len(index.shape) > 1 and not any(index.stride[1:]) and out.shape[1:] == table.shape[1:]
+    return "index_select" if alike else None
 
 
 def _pool(op: Op, short: str, n: float) -> tuple[str, float, float]:
@@ -379,7 +417,7 @@ def _batch_norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
     x = op.inputs[1] if "backward" in short and len(op.inputs) > 1 else op.inputs[0]
     channels = float(x.shape[1]) if len(x.shape) > 1 else 1.0
     phase = "backward" if "backward" in short else "train" if op.params.get("training") else "eval"
-    layout = "last" if x.channels_last else "first"
+    layout = "last" if _channels_run(x) else "first"
     # cuDNN's kernels take fp32 weights and no bf16, torch's own anything.
     narrow = x.dtype == "bf16" or (x.dtype != "fp32" and all(t.dtype != "fp32" for t in op.inputs[1:3]))
     name = f"batch_norm.{phase}.{layout}{'.narrow' if narrow else ''}"
@@ -388,6 +426,11 @@ def _batch_norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
     # A block for every channel of a sample: 16 planes of 256 x 256 keep 16 SMs busy, a plane of 10 x 10 none for long.
     planes = x.shape[0] * channels
     return name, n + (270.0 if narrow else 130.0) * planes, planes
+
+
+def _channels_run(x: TensorSpec) -> bool:
+    """Whether channels lie together, which batch norms have kernels for: also those of samples without a plane."""
+    return x.channels_last or (x.contiguous and len(x.shape) > 1 and prod(x.shape[2:]) == 1)
 
 
 def _reduction(op: Op, short: str, n: float) -> tuple[str, float, float]:

@@ -126,6 +126,8 @@ def params_of(short: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
             return {"dtype": str(kwargs.get("dtype"))}
         case "_cdist_forward":
             return {"coordinates": args[0].shape[-1]}
+        case "index_put" | "index_put_" | "_index_put_impl_" | "_unsafe_index_put":
+            return {"accumulate": bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))}
     return {}
 
 
