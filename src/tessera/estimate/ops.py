@@ -87,7 +87,7 @@ class OpModel:
         draw = float(data["draw"].get(op.kind, data["draw"]["other"])) * _by_family(data["family"], power_family(op))
         level = float(data["level"].get(op.kind, 1.0)) if correction_chip(self.chip) is not None else 1.0
         # Nothing learned makes a kernel faster than the chip: a fill of gigabytes was learned from small ones.
-        reached = 1.0 if self.chip.calibrated or op.kind in MATRIX_KINDS else STREAM_SHARE
+        reached = 1.0 if op.kind in MATRIX_KINDS else STREAM_SHARE
         memory_s = time.hbm_bytes / (reached * self.chip.bandwidth)
         seconds = max(time.seconds * level, self.chip.least_s(op.flops, time.unit), memory_s)
         time = replace(time, seconds=seconds, clock_s=min(seconds, time.clock_s * level), draw=draw)
