@@ -86,7 +86,10 @@ def fit_files(fit: Sequence[Row]) -> dict[str, dict[str, Any]]:
         few = {"rounds": 50, "leaf": 5} if source == "torch" else {"rounds": 150}
         residuals[source] = fits.fit_trees(x, y, np.ones(len(y)), **few)
     return {
-        "gemm": {"constants": c["gemm"], "trees": fits.fit_trees(*fits.gemm_residual(c["gemm"], power, products))},
+        "gemm": {
+            "constants": c["gemm"],
+            "trees": fits.fit_trees(*fits.gemm_residual(c["gemm"], power, products), sampled=False),
+        },
         "attention": {"constants": c["attention"], "trees": residuals},
         "power": power | {"carried_over_error": 0.35},
     }
@@ -158,7 +161,7 @@ def fit_gemm_trees(rows: Sequence[Row]) -> None:
     """Learn the correction of products again, on the constants, the power model and the intervals that are there."""
     data = kernel_time.load_fit("h200_gemm.json")
     residual = fits.gemm_residual(data["constants"], kernel_time.load_fit("h200_power.json"), rows)
-    write("h200_gemm.json", {**data, "trees": fits.fit_trees(*residual)})
+    write("h200_gemm.json", {**data, "trees": fits.fit_trees(*residual, sampled=False)})
 
 
 def main() -> None:
@@ -174,7 +177,7 @@ def main() -> None:
         print(f"missing, left out: {name}")
     if not any(row.source == "vllm" for row in rows) or not any(row.joules for row in rows):
         sys.exit("cannot fit without the H200 recordings and the public kernel timings: give --shared")
-    fit, development = ([r for r in rows if r.split == split] for split in ("fit", "development"))
+    fit, development = ([r for r in rows if r.split == split and r.is_learned] for split in ("fit", "development"))
     if arguments.gemm_trees:
         fit_gemm_trees([r for r in fit + development if r.device == "h200" and r.kind == "gemm"])
         return

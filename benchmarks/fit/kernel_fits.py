@@ -268,13 +268,17 @@ def fit_trees(
     leaf: int = 10,
     alpha: float = 0.1,
     digits: int = 6,
+    sampled: bool = True,
 ) -> dict[str, Any]:
-    """Boosted trees on the logarithm of measured over predicted, laid out as `kernel_time.Trees` reads them."""
+    """Boosted trees on the logarithm of measured over predicted, laid out as `kernel_time.Trees` reads them.
+
+    `sampled`: each tree sees a part of the rows and columns, which makes the fit depend on the order of the rows.
+    """
     import lightgbm
 
     params = {
         "objective": "huber", "alpha": alpha, "learning_rate": rate, "max_depth": depth, "num_leaves": 2**depth, "verbose": -1,
-        "min_data_in_leaf": leaf, "min_data_in_bin": 1, "lambda_l2": 2.0, "bagging_fraction": 0.8, "bagging_freq": 1, "feature_fraction": 0.7,
+        "min_data_in_leaf": leaf, "min_data_in_bin": 1, "lambda_l2": 2.0, "bagging_fraction": 0.8, "bagging_freq": int(sampled), "feature_fraction": 0.7 if sampled else 1.0,
         "seed": 1, "num_threads": 1, "deterministic": True,
     }  # fmt: skip
     booster = lightgbm.train(params, lightgbm.Dataset(x, y, weight=weight), num_boost_round=rounds)

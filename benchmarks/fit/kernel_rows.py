@@ -22,9 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
 OPS = ROOT / "benchmarks" / "data" / "h200_ops.jsonl.gz"
 SETS = ("dev", "heldout", "heldout2", "heldout3", "heldout4")
-TRACES, MODELS = (
-    [ROOT / "benchmarks" / "data" / f"h200_{which}_{what}.jsonl.gz" for which in SETS] for what in ("traces", "models")
-)
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,18 @@ class Row:
     clock_hz: float | None = None
     group: str = ""
     in_situ: bool = False  # a kernel's own duration within a running model, without the gap to the next one
+    models: str = ""  # the set of that model
     public_w: float | None = None  # NVML's average over a second, of public timings that last long enough for it
     limit_w: float | None = None
     readings: int = 0  # of NVML in `public_w`, at least
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether fits take it: of later sets only fp32 products with a bias, which the first ones have few of.
+
+        With the other products of those sets, products of models that no fit has seen are predicted no better.
+        """
+        return self.models in ("", "dev") or (self.args["precision"] == "fp32" and bool(self.args.get("bias")))
 
     @property
     def split(self) -> str:
@@ -59,9 +65,10 @@ def load(shared: Path) -> tuple[list[Row], list[str]]:
             rows += [row for record in _records(path) if (row := _torch(record, one_a_replay=path != OPS))]
         else:
             missing.append(str(path))
-    for traces, models in zip(TRACES, MODELS, strict=True):
+    for which in SETS:
+        traces, models = (ROOT / f"benchmarks/data/h200_{which}_{what}.jsonl.gz" for what in ("traces", "models"))
         if traces.exists() and models.exists():
-            rows += _in_situ(traces, models)
+            rows += [replace(row, models=which) for row in _in_situ(traces, models)]
         else:
             missing.append(str(traces))
     found = sorted((shared / "public_kernels").glob("*.csv.gz"))
@@ -251,13 +258,13 @@ def _in_situ(traces: Path, models: Path) -> list[Row]:
             )
             calls = calls or max(len(v) for v in by_name.values())
             seconds = sum(map(sum, by_name.values())) / calls * 1e-6
-            row = _in_situ_row(trace, trace["ops"][op], seconds)
+            row = _in_situ_row(trace, trace["ops"][op], seconds, [trace["names"][n] for n in by_name])
             if row:
                 rows.append(row)
     return rows
 
 
-def _in_situ_row(trace: dict[str, Any], op: list[Any], seconds: float) -> Row | None:
+def _in_situ_row(trace: dict[str, Any], op: list[Any], seconds: float, kernels: list[str]) -> Row | None:
     name, dims, types = op[0].removeprefix("aten::"), op[1], op[2]
     common: dict[str, Any] = {"device": "h200", "source": "torch", "seconds": seconds, "in_situ": True}
     if name in ("mm", "bmm", "addmm", "baddbmm"):
@@ -265,6 +272,8 @@ def _in_situ_row(trace: dict[str, Any], op: list[Any], seconds: float) -> Row | 
         a, b, precision = dims[first], dims[first + 1], _DTYPES.get(types[first])
         if precision is None or 0 in (*a, *b):
             return None
+        if precision == "fp32" and any("tf32" in name or "_s1688" in name for name in kernels):  # by those names
+            precision = "tf32"
         batch = a[0] if len(a) == 3 else 1
         left, right = op[3][first], op[3][first + 1]
         layout = "nt" if right[-1] != 1 else "tn" if left[-1] != 1 else "nn"
@@ -277,7 +286,7 @@ def _in_situ_row(trace: dict[str, Any], op: list[Any], seconds: float) -> Row | 
             "layout": layout,
             "bias": name == "addmm",
         }
-        size = {"fp32": 4, "bf16": 2, "fp16": 2}[precision]
+        size = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}[precision]
         if layout != "tn" and batch == 1 and trace["params"] * size > 50e6:
             shape["hbm_bytes"] = float(
                 size * b[-1] * a[-1]
