@@ -152,7 +152,7 @@ def main() -> None:
             if "ms" not in r or not r.get("graph") or (call := call_of(r, given.all)) is None:
                 continue
             torch.backends.cuda.matmul.allow_tf32 = r["dtype"] == "tf32"
-            graph = capture(call, name=r["case"], replay=True)
+            graph = capture(call, name=r["case"], launch="graph")
             torch.backends.cuda.matmul.allow_tf32 = False
             p = tessera.predict(graph, launch="graph", check_memory=False, calibration=None)
             found[r["case"]].append({
