@@ -7,7 +7,7 @@ Two measures, each in processes of their own, since what once used CUPTI stays s
 ways  microseconds of a small addition and milliseconds of an iteration (an actor-critic of tiny networks, about 800
       launches and 17 reads): in a process that nobody has traced, then with CUPTI alone, with its records of calls, after
       Kineto's operators, after Kineto's kernels, in sessions of both modes.
-runs  the same loop as a script: plain, under `tessera run`, and under `tessera run --mode kernels`, in turns.
+runs  the same loop as a script: plain, under `tessera run`, and under `tessera run --operator-steps 0`, in turns.
 
 No clock, limit or mode is changed. A shared host's speed drifts by a third within minutes: read ratios beside each other.
 """
@@ -145,7 +145,7 @@ def run_script(turns: int) -> dict[str, list[float]]:
     """Milliseconds of an iteration of the script, by how it was started."""
     folder = Path(tempfile.mkdtemp())
     tessera = [sys.executable, "-m", "tessera", "run", "--out", str(folder / "run.tessera")]
-    starts = {"plain": [sys.executable], "light": tessera, "kernels": [*tessera, "--mode", "kernels"]}
+    starts = {"plain": [sys.executable], "light": tessera, "kernels": [*tessera, "--operator-steps", "0"]}
     found: dict[str, list[float]] = {name: [] for name in starts}
     for _ in range(turns):
         for name, start in starts.items():

@@ -625,6 +625,17 @@ def test_the_main_thread_is_asked_between_operators():
     assert found == [True, False]
 
 
+def test_a_limit_is_of_steps_too(path, monkeypatch):
+    """2,480 steps of 2 ms were traced in 5 s, and stopping took 18 s of the program's time."""
+    monkeypatch.setattr(tracing, "LIMIT_STEPS_PER_S", 0.01)
+    with profile.session(["cpu"], path=path, limit_s=600.0) as sess:
+        for _ in range(30):
+            burn(1)
+            sess.step()
+    assert any("after 6 steps" in n for n in sess.notes)
+    assert names(sess, "op").count("aten::mm") == 6
+
+
 def test_an_interrupt_on_the_main_thread_is_not_lost():
     def interrupted():
         raise KeyboardInterrupt

@@ -122,8 +122,8 @@ class Slowdown:
         each = format_duration(self.launches_s / self.launches, 2)
         return (
             f"recording {self.launches:,} launches took about {each} of the host each, and the device waited for it: "
-            f"the program took about {self.launches_slowdown:.2f}x as long; --mode kernels costs less, --mode sampling "
-            "nothing"
+            f"the program took about {self.launches_slowdown:.2f}x as long; --operator-steps 0 costs less, --mode "
+            "sampling nothing"
         )
 
     def _tell_pauses(self) -> str | None:

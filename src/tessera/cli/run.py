@@ -84,7 +84,7 @@ def _parse_seconds(_ctx: click.Context, param: click.Parameter, value: float | N
     default=LIMIT_S,
     show_default=True,
     help="Where operators are traced throughout (--mode operators, or no GPU): this many seconds from the first step "
-    "on, and the step that runs then to its end; 0 traces to the end.",
+    "on, and the step that runs then to its end, but at most 20 steps for each second; 0 traces to the end.",
 )
 @click.option(
     "--flush",

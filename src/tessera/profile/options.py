@@ -49,9 +49,10 @@ class SessionOptions:
     records every allocation of torch (`analyze.memory`), an event more for each.
     `sample_interval_ms` is the period of the Python stacks (10 by default), and the resolution asked of the power
     samples, which are as fine as the sensor really is. `flush_s` brings the trace to the file that often (it costs:
-    see `tracing`), and `limit_s` ends tracing that long after the first step (the start, where there are none); power
-    goes on. `align_clocks` compares this rank's clock with rank 0's when the session starts and ends: ranks of several
-    hosts are then merged to within microseconds. Every rank of the job must do it, after `init_process_group`.
+    see `tracing`), and `limit_s` ends tracing that long after the first step (the start, where there are none), or
+    after 20 steps for each of these seconds; power goes on. `align_clocks` compares this rank's clock with rank 0's
+    when the session starts and ends: ranks of several hosts are then merged to within microseconds. Every rank of the
+    job must do it, after `init_process_group`.
     """
 
     mode: Mode = "light"

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
@@ -52,8 +53,13 @@ PACED_NS = 1_000_000_000
 PACED_BUDGET = 0.01
 # A boundary that the program should have come to by then, without and with steps: else its main thread is asked.
 OVERDUE_NS = (300_000_000, 10_000_000_000)
+# A trace with a limit has no more steps than this for each of its seconds. Of short steps a hundred tell as much as
+# thousands, whose million events stop the program for seconds when they are read; and steps left untraced tell what
+# tracing costs.
+LIMIT_STEPS_PER_S = 20.0
 # How long a trace with a limit may go on before a model is seen to run: importing, loading, moving weights.
 LEAD_NS = 30_000_000_000
+_AFTER = "after that there is power, but no events"
 Deliver = Callable[[Timeline, int, int], None]
 """Takes a window's rows, and its start and end in epoch nanoseconds. Called on a thread of its own."""
 
@@ -89,6 +95,7 @@ class Tracing:
         self._paced = paced and schedule is None
         self._flush_ns = None if flush_s is None else round(flush_s * 1e9)
         self._limit_ns = None if limit_s is None else round(limit_s * 1e9)
+        self._most_steps = math.inf if limit_s is None or schedule or steady else limit_s * LIMIT_STEPS_PER_S
         self._lead = lead
         self._before_stall = before_stall
         self._thread: int | None = None
@@ -170,6 +177,8 @@ class Tracing:
             self._follow(self._schedule, step)
         elif self._steady is not None:
             self._follow_steady(self._steady, time.time_ns())
+        elif self.traced_steps >= self._most_steps and not self._paced:
+            self.finish(Note(f"tracing stopped after {self.traced_steps:.0f} steps: {_AFTER}", "time_limit"))
         elif self._paced and self.collector.recording and self._steps < PACED_STEPS:
             return
         else:
@@ -198,8 +207,7 @@ class Tracing:
         elif now_ns >= self._until_ns:
             if self._stepped and not of_step and now_ns < self._until_ns + OVERDUE_NS[True]:
                 return  # the step that runs is traced to its end
-            why = "tracing stopped at its time limit: after that there is power, but no events"
-            self.finish(Note(why, "time_limit"))
+            self.finish(Note(f"tracing stopped at its time limit: {_AFTER}", "time_limit"))
         elif not self.collector.recording:
             self._run_guarded(self._open)
         elif self._paced:
