@@ -206,7 +206,7 @@ def _row(device: str, time: tuple[float, float], joules: tuple[float, float]) ->
 def test_a_tie_is_said_and_what_is_apart_is_not() -> None:
     rows = [_row("h200", (6.4, 3.8), (30, 1)), _row("a100", (6.4, 3.8), (24, 1)), _row("t4", (60, 9), (90, 20))]
     tied = Sweep(name="m", mode="train", launch="eager", rows=rows)
-    sentence = "tied for lowest latency within 90%: a100 batch 1 and h200 batch 1"
+    sentence = "tied for lowest latency within 90%: a100 and h200"
     assert sweeps.ties(tied) == [sentence]
     assert [label for label, _ in sweeps.choices(tied)] == ["least energy", "fastest (tied)", "most throughput"]
     assert "fastest (tied)" in text_of(sweeps.comparison(tied)) and "fastest (tied)" in page(tied)

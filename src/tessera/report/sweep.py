@@ -134,11 +134,21 @@ def _tied(sweep: Sweep) -> dict[str, list[str]]:
     time = [((r.time_s or 0.0) - (fastest.time_s or 0.0), r.difference_error(fastest)[0], r) for r in sweep.feasible]
     least_j = least.energy_per_sample_j or 0.0
     energy = [((r.energy_per_sample_j or 0.0) - least_j, r.difference_error(least)[1], r) for r in sweep.feasible]
+    names = {id(row): name for row, name in zip(sweep.feasible, _distinct_names(sweep), strict=True)}
     tied = {}
     for label, best, others in (("fastest", fastest, time), ("least energy", least, energy)):
-        alike = sorted((more, row_name(row)) for more, error, row in others if row is not best and more <= error)
-        tied[label] = [row_name(best), *(name for _, name in alike)] if alike else []
+        alike = sorted((more, names[id(row)]) for more, error, row in others if row is not best and more <= error)
+        tied[label] = [names[id(best)], *(name for _, name in alike)] if alike else []
     return tied
+
+
+def _distinct_names(sweep: Sweep) -> list[str]:
+    """What distinguishes each possible row from the others: its chip, precision, batch, as far as they differ."""
+    rows = sweep.feasible
+    parts = [(row.on, row.precision or "", f"batch {row.batch}" if row.batch else "") for row in rows]
+    differs = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    names = [" ".join(part for part, shown in zip(of, differs, strict=True) if shown and part) for of in parts]
+    return [name or row.on for name, row in zip(names, rows, strict=True)]
 
 
 # -- the page -------------------------------------------------------------------------------------------------------
@@ -152,7 +162,9 @@ def sweep_section(sweep: Sweep) -> str:
         f"<p role='note'>{escape(capitalize(tie))}. They differ by less than their intervals.</p>"
         for tie in ties(sweep)
     ]
-    points = [_point(row, id(row) in front, label) for row, label in zip(sweep.feasible, _labels(sweep), strict=True)]
+    points = [
+        _point(row, id(row) in front, name) for row, name in zip(sweep.feasible, _distinct_names(sweep), strict=True)
+    ]
     if points:
         parts.append(f"<h3>Latency against energy per sample</h3><div class='scroll'>{pareto_plot(points)}</div>")
     parts.append(_html_table(sweep, front))
@@ -174,15 +186,6 @@ def _choice_tiles(sweep: Sweep) -> str:
         detail += f", 1M samples: {row.million_cost.text}" if row.million_cost else ""
         tiles.append(tile(row_name(row), detail))
     return f"<div class='tiles wide'>{''.join(tiles)}</div>"
-
-
-def _labels(sweep: Sweep) -> list[str]:
-    """What distinguishes each point from the others: its chip, precision, batch, as far as they differ."""
-    rows = sweep.feasible
-    parts = [(row.on, row.precision or "", f"b{row.batch}" if row.batch else "") for row in rows]
-    differs = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
-    names = [" ".join(part for part, shown in zip(of, differs, strict=True) if shown and part) for of in parts]
-    return [name or row.on for name, row in zip(names, rows, strict=True)]
 
 
 def _point(row: SweepRow, frontier: bool, label: str) -> ParetoPoint:
