@@ -125,10 +125,14 @@ def note_exceeded(device: Device, power_w: float) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerModel:
-    """The energy of work on a device. `active_w` is drawn while every SM holds work, at the boost clock."""
+    """The energy of work on a device. `active_w` is drawn while every SM holds work, at the boost clock.
+
+    `limit_w` is what the clock is lowered to hold; `board_limit_w`, the board's own, is never exceeded.
+    """
 
     static_w: float
     limit_w: float
+    board_limit_w: float
     active_w: float
     hbm_j_per_byte: float
     l2_j_per_byte: float
@@ -159,8 +163,12 @@ class PowerModel:
     def estimate(self, work: DeviceWork, *, switching: float = 1.0) -> PowerEstimate:
         """Seconds and joules of the work under the limit; `switching` scales the dynamic energy of its data."""
         clock = highest_clock(lambda f: self._watts(work, f, switching), self.limit_w, self.most_clock)
-        # A board at its lowest clock has nothing left to lower: its memory's traffic may be above the limit.
+        # A board at its lowest clock has nothing left to lower: its memory's traffic may be above a limit that is set.
+        # Traffic above the board's own limit is more than its memory can carry: it takes longer.
         seconds, static_j, compute_j, memory_j = self._parts(work, clock, switching)
+        if static_j + compute_j + memory_j > self.board_limit_w * seconds:
+            seconds = (compute_j + memory_j) / (self.board_limit_w - self.static_w)
+            static_j = self.static_w * seconds
         return PowerEstimate(seconds, clock, static_j, compute_j, memory_j, self.relative_error)
 
     def _watts(self, work: DeviceWork, clock: float, switching: float) -> float:
@@ -224,23 +232,23 @@ _H200_PEAKS = (
 @functools.lru_cache(maxsize=256)
 def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str) -> PowerModel:
     data = load_fit("h200_power.json")
-    law = {key: data[key] for key in ("voltage_slope", "voltage_floor")}
     limit_w = tdp_w * data["limit_fraction"]
+    law = {key: data[key] for key in ("voltage_slope", "voltage_floor")} | {"limit_w": limit_w, "board_limit_w": limit_w}
     if of.calibrated:
         names = ("static_w", "active_w", "hbm_j_per_byte", "l2_j_per_byte", "j_per_flop", "relative_error")
         constants = {name: data[name] for name in names}
         constants["static_w"] = min(constants["static_w"], 0.5 * limit_w)  # a limit set far below the board's own
-        return PowerModel(limit_w=limit_w, provenance="fitted on an H200", **constants, **law)
+        return PowerModel(provenance="fitted on an H200", **constants, **law)
     fitted = load_fit(f"{of.fitted}_kernels.json").get("power") if of.fitted else None
     if fitted is not None:
         provenance = f"fitted on public readings of the {of.fitted}: NVML's averages over a second"
-        return _fit_streams(PowerModel(limit_w=limit_w, provenance=provenance, **fitted, **law), of)
+        return _fit_streams(PowerModel(provenance=provenance, **fitted, **law), of)
     name = RELATIVES.get(of.capability) if of.nvidia else None
     if name is not None and "power" in load_fit(f"{name}_kernels.json"):
         constants = _carry_over(name, of, tdp_w, idle_w)
         constants["relative_error"] = max(constants["relative_error"], data["carried_over_error"])
         provenance = f"fitted on public readings of the {name}, carried over by TDP and peaks"
-        return _fit_streams(PowerModel(limit_w=limit_w, provenance=provenance, **constants, **law), of)
+        return _fit_streams(PowerModel(provenance=provenance, **constants, **law), of)
     share = tdp_w / _H200_TDP_W
     # A board with its clocks up draws more than at idle, in the H200's proportion; at most half the limit.
     static_w = data["static_w"] * (idle_w / _H200_IDLE_W if idle_w else share)
@@ -254,7 +262,6 @@ def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str)
     memory_j = data["hbm_j_per_byte"] * _MEMORY.get(memory_kind, 1.3)
     model = PowerModel(
         static_w=static_w,
-        limit_w=limit_w,
         active_w=min(active_w, 0.5 * (limit_w - static_w)),
         hbm_j_per_byte=memory_j,
         l2_j_per_byte=data["l2_j_per_byte"] * (switch or 1.0),
