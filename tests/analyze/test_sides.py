@@ -63,7 +63,7 @@ def test_another_shape_within_the_scatter_is_noise(twenty: EnergyReport) -> None
     """All layers a little wider: other kernels, and a fit knows two shapes' ratio no better than its scatter."""
     wider = predicted(2048, *[2056] * 19, 2048)
     found = analyze.diff(twenty, wider)
-    assert 0.001 < abs(found.total.share_j or 0.0) < 0.1
+    assert 0.001 < abs(found.total.share_j or 0.0) < 0.2  # a ninth column of tiles, of 256 each
     assert not found.total.significant and not found.total.significant_s
     assert found.total.error_j < apart(twenty, wider)
 

@@ -935,12 +935,14 @@ def test_frames_of_the_users_own_code_can_be_told_from_libraries(tmp_path):
 
 
 def test_frames_of_python_are_no_operators_and_those_of_our_threads_are_left_out(path, power):
+    # Threads that other tests left behind are the user's, and number 0 where nothing of torch's ran on them.
+    others = {0} if any(t is not threading.main_thread() for t in threading.enumerate()) else set()
     with profile.session(with_stack=True, path=path) as sess:
         burn()
         time.sleep(0.1)
     kinds = {r.name: r.kind for r in sess.records()}
     assert kinds["aten::mm"] == "op" and {k for n, k in kinds.items() if n.endswith(": burn")} == {"python"}
-    assert {r.thread_id for r in sess.records() if r.kind == "python"} == {threading.get_native_id()}
+    assert {r.thread_id for r in sess.records() if r.kind == "python"} - others == {threading.get_native_id()}
     lines = list(summary_lines(sess.recording()))
     assert {line.kind for line in lines if line.name.endswith(": burn")} == {"python"}
     assert all(line.share_time_pct is None for line in lines if line.kind == "python")

@@ -295,7 +295,7 @@ def test_a_sweeps_page_has_the_plot_and_the_table(found: Sweep) -> None:
 
 def test_points_are_named_by_what_tells_them_apart(found: Sweep) -> None:
     svg = page(found).partition("<svg")[2].partition("</svg>")[0]
-    assert re.search(r">(?:a100|h200) (?:bf16|fp8) b[18]<", svg)
+    assert re.search(r">(?:a100|h200) (?:bf16|fp8) batch [18]<", svg)
     one = dataclasses.replace(found, rows=[r for r in found.rows if r.precision == "bf16" and r.batch == 8])
     assert re.search(r">h200<", page(one).partition("<svg")[2].partition("</svg>")[0])
 

@@ -116,12 +116,12 @@ def _running_seconds(start_ns: Ints, end_ns: Ints, is_long: Ints, origin_ns: int
         so_far[0::2] -= (end_ns - start_ns)[own] * 1e-9
         curves.append((at.astype(np.float64), so_far))
 
-    def elapsed(at_ns: Ints) -> Floats:
+    def sum_seconds(at_ns: Ints) -> Floats:
         where = (at_ns - origin_ns).astype(np.float64)
         idle = [np.interp(where, *curve) if len(curve[0]) else np.zeros(len(where)) for curve in curves]
         return np.column_stack([where * 1e-9 - idle[0] - idle[1], *idle])
 
-    return elapsed
+    return sum_seconds
 
 
 def _fit_watts(
