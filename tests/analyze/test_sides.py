@@ -60,12 +60,12 @@ def test_one_layer_of_twenty_is_found(twenty: EnergyReport, tmp_path: Path) -> N
 
 
 def test_another_shape_within_the_scatter_is_noise(twenty: EnergyReport) -> None:
-    """All layers a little wider: other kernels, and a fit knows two shapes' ratio no better than its scatter."""
-    wider = predicted(2048, *[2056] * 19, 2048)
-    found = analyze.diff(twenty, wider)
-    assert 0.001 < abs(found.total.share_j or 0.0) < 0.2  # a ninth column of tiles, of 256 each
+    """All layers a little narrower: other kernels, and a fit knows two shapes' ratio no better than its scatter."""
+    narrower = predicted(2048, *[2000] * 19, 2048)  # 2056 would need a ninth column of tiles
+    found = analyze.diff(twenty, narrower)
+    assert 0.001 < abs(found.total.share_j or 0.0) < 0.1
     assert not found.total.significant and not found.total.significant_s
-    assert found.total.error_j < apart(twenty, wider)
+    assert found.total.error_j < apart(twenty, narrower)
 
 
 def test_the_same_prediction_twice_differs_by_nothing(twenty: EnergyReport) -> None:

@@ -233,7 +233,8 @@ _H200_PEAKS = (
 def _fit_to_chip(of: Chip, tdp_w: float, idle_w: float | None, memory_kind: str) -> PowerModel:
     data = load_fit("h200_power.json")
     limit_w = tdp_w * data["limit_fraction"]
-    law = {key: data[key] for key in ("voltage_slope", "voltage_floor")} | {"limit_w": limit_w, "board_limit_w": limit_w}
+    law = {"limit_w": limit_w, "board_limit_w": limit_w}
+    law |= {key: data[key] for key in ("voltage_slope", "voltage_floor")}
     if of.calibrated:
         names = ("static_w", "active_w", "hbm_j_per_byte", "l2_j_per_byte", "j_per_flop", "relative_error")
         constants = {name: data[name] for name in names}
