@@ -263,3 +263,15 @@ def test_every_page_is_in_the_navigation() -> None:
     nav = nav[nav.index("\nnav:") :]
     pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if not p.name.startswith("_part_")}
     assert not {p for p in pages if p not in nav}
+
+
+def test_every_file_that_is_named_exists() -> None:
+    """`runtime/controller.py` in a text is a file: of the package, of the docs or of the repository."""
+    places = (ROOT, ROOT / "src/tessera", ROOT / "benchmarks", ROOT / "tests", DOCS)
+    outside = {"shared/design.md"}  # the brief, which lies beside the developers' checkouts
+    missing = []
+    for page in [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for name in set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|md|toml|json))`", page.read_text())) - outside:
+            if not any((place / name).exists() for place in (*places, page.parent)):
+                missing.append(f"{page.relative_to(ROOT)}: {name}")
+    assert not missing
