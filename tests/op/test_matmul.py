@@ -520,15 +520,35 @@ def test_a_compiled_product_keeps_its_bound() -> None:
         assert float((run(a * scale, b).double() - exact).norm() / exact.norm()) <= 1e-2
 
 
+def _error(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    exact = a.double() @ b.double()
+    return float((c.double() - exact).norm() / exact.norm())
+
+
 def test_promised_fp32_is_fp32_whatever_the_program_allows() -> None:
+    """On a processor with AMX (Intel's Xeons since 2023) torch rounds fp32 operands to bf16 here."""
     a, b = torch.randn(32, 64), torch.randn(64, 32)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        exact = a.double() @ b.double()
-        assert float((op.matmul(a, b, precision="fp32").double() - exact).norm() / exact.norm()) < 1e-6
+        assert _error(op.matmul(a, b, precision="fp32"), a, b) < 1e-6
+        assert _error(op.matmul(a, b, error_tolerance=1e-5), a, b) < 1e-5
+        assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_a_product_in_fp32_sets_the_switch_of_the_cpu_and_puts_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the processor: what the product runs under is asked, not what it gives."""
+    switch, seen = torch.backends.mkldnn.matmul, []
+    before, product = switch.fp32_precision, torch.matmul
+    monkeypatch.setattr(torch, "matmul", lambda *args: (seen.append(switch.fp32_precision), product(*args))[1])
+    switch.fp32_precision = "bf16"
+    try:
+        op.matmul(torch.randn(32, 64), torch.randn(64, 32), precision="fp32")
+        assert seen == ["ieee"] and switch.fp32_precision == "bf16"
+    finally:
+        switch.fp32_precision = before
 
 
 def test_an_addend_of_fixed_shape_beside_a_product_of_any() -> None:

@@ -152,7 +152,7 @@ def autograd_function(
     return Straight.apply
 
 
-# -- torch's switches for products on CUDA --------------------------------------------------------------------------
+# -- torch's switches for products ------------------------------------------------------------------------------------
 
 # They belong to the process. The lock keeps our own launches apart; a product that another thread launches meanwhile
 # sees the switch as we set it: in tf32 instead of fp32 at worst, or the reverse.
@@ -168,15 +168,21 @@ def is_tf32_allowed() -> bool:
     return bool(torch.get_float32_matmul_precision() != "highest")
 
 
+def _is_rounded_on_cpu() -> bool:
+    """Whether oneDNN may round fp32 operands to bf16 or tf32: processors with AMX do so where the program lets them."""
+    switch = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9; before, it follows that of CUDA
+    return getattr(switch, "fp32_precision", "none") not in ("none", "ieee")
+
+
 @contextlib.contextmanager
 def set_tf32(allowed: bool) -> Iterator[None]:
-    """Let fp32 products run in tf32, or not, in the body; restore the state afterwards."""
+    """Let fp32 products on CUDA run in tf32, or keep all of them in fp32, in the body; restore the state afterwards."""
     with _lock:
-        if is_tf32_allowed() == allowed:
+        if is_tf32_allowed() == allowed and (allowed or not _is_rounded_on_cpu()):
             yield
             return
         # The older switch sets those of all backends.
-        backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+        backends: tuple[Any, Any] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
         own = [(b, b.fp32_precision) for b in backends if hasattr(b, "fp32_precision")]
         try:
             older = torch.get_float32_matmul_precision()
@@ -184,7 +190,8 @@ def set_tf32(allowed: bool) -> Iterator[None]:
             older = None
         try:
             if older is None:
-                torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+                for backend in backends[:1] if allowed else backends:
+                    backend.fp32_precision = "tf32" if allowed else "ieee"
             else:
                 torch.set_float32_matmul_precision("high" if allowed else "highest")
             yield

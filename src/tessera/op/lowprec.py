@@ -95,7 +95,8 @@ def _multiply(
             return _multiply_on_cuda(a, b, precision, accumulate, out_dtype)
         (left, left_scale), (right, right_scale) = cast(a, precision), cast(b, precision)
         wide = torch.float64 if precision == "fp64" else torch.float32
-        c = torch.matmul(left.to(wide), right.to(wide))
+        with set_tf32(False):
+            c = torch.matmul(left.to(wide), right.to(wide))
         if left_scale is not None and right_scale is not None:
             c = c * left_scale * right_scale
         return c.to(out_dtype)
