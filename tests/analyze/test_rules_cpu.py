@@ -391,3 +391,19 @@ def test_a_dataloader_that_has_the_joules_between_operators_is_the_advice() -> N
         program.op("aten::mm", 10.0).region(IN_MAIN, 30.0).step()
     kinds = [row["kind"] for row in advise(program.recording()).rows]
     assert "data loading" in kinds and "between operators" not in kinds
+
+
+def test_children_that_have_the_joules_between_operators_are_the_advice() -> None:
+    program = Program()
+    for _ in range(12):
+        program.op("aten::mm", 10.0).pause(30.0).step()
+    busy = CpuUse(cpu_s=4.0, children={"python": (2, 2.5), "sh": (1, 0.5)}, cores=8)
+    advice = program.advice(busy)
+    assert "between operators" not in advice
+    assert (
+        advice["children"].evidence
+        == "child processes (2 x python, 1 x sh) use 75% of the CPU time, and are not traced"
+    )
+    assert "`tessera run` on their script" in advice["children"].action
+    for few in ({"python": (2, 1.5)}, {"pt_data_worker": (2, 3.0)}):
+        assert "children" not in program.advice(dataclasses.replace(busy, children=few))

@@ -56,6 +56,7 @@ RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
     rules_host.check_spikes,
     rules_host.check_main_operator,
     rules_cpu.check_data_loading,
+    rules_cpu.check_children,
     rules_cpu.check_between_operators,
     rules_cpu.check_stragglers,
     rules_cpu.check_dropout,

@@ -11,6 +11,7 @@ import re
 import numpy as np
 
 from ..advice import Advice
+from ..notes import name_several
 from ..recording import EVALUATION
 from ..timeline.columns import NONE, Timeline
 from ..timeline.link import Step
@@ -24,6 +25,7 @@ LOADING_SHARE = 0.15
 STRAGGLER_SHARE = 0.08
 FIRST_BATCH_SHARE = 0.25
 BETWEEN_SHARE = 0.5
+CHILDREN_SHARE = 0.5
 DROPOUT_SHARE = 0.10
 WAITED_SHARE = 0.10
 PRODUCTS_SHARE = 0.4
@@ -91,8 +93,24 @@ def _advise_workers(run: RunEvidence) -> str:
     )
 
 
+def check_children(run: RunEvidence) -> Advice | None:
+    """Child processes use half of the CPU time or more. DataLoader workers do not count: another rule is about them."""
+    use = run.cpu_use
+    if use is None or not _is_on_host(run) or not use.cpu_s > 0:
+        return None
+    children = {name: counted for name, counted in use.children.items() if name != WORKER}
+    share = math.fsum(seconds for _, seconds in children.values()) / use.cpu_s
+    if share < CHILDREN_SHARE:
+        return None
+    joules = share * run.table.energy_j
+    names = name_several([f"{count} x {name}" for name, (count, _) in children.items()])
+    evidence = f"child processes ({names}) use {share:.0%} of the CPU time, and are not traced"
+    action = "profile their work alone: `tessera run` on their script, or on one that calls it in the main process"
+    return run.advise("children", joules, evidence, action)
+
+
 def check_between_operators(run: RunEvidence) -> Advice | None:
-    """Half of the joules or more are spent between operators, and the DataLoader does not account for half of those.
+    """Half of the joules or more are spent between operators; half of those neither by the DataLoader nor by children.
 
     What is spent outside the steps is setup, saving or evaluation: no function of a step is behind it.
     """
@@ -101,8 +119,8 @@ def check_between_operators(run: RunEvidence) -> Advice | None:
     joules = run.table.idle_j - outside_j
     if not _is_on_host(run) or not run.has_joules or not run.share(joules) >= BETWEEN_SHARE:
         return None
-    loading = check_data_loading(run)
-    if loading is not None and (loading.share or 0.0) >= 0.5 * run.share(joules):
+    others = (check_data_loading(run), check_children(run))
+    if any(other is not None and (other.share or 0.0) >= 0.5 * run.share(joules) for other in others):
         return None
     where = f"{run.table.idle_name}{' of the steps' if outside_j > 0 else ''}"
     evidence = f"{run.format_amount(joules)} are used {where}: by Python on the host, waiting included"
