@@ -114,6 +114,7 @@ def program_row(program: Program, share: float) -> dict[str, float]:
     first = [worst_window_w(b.plant.power_w[:1000], WINDOW_S, 0.0) for b in found]
     return {
         "cap_w": cap_w,
+        "waiting_w": WAITING_W,  # no pause draws less: a cap below it cannot be held
         **worst(found, SETTLED_S),
         "first_window_off_pct": 100 * (max(first) / cap_w - 1),
         "fixed_duty_worst_window_off_pct": 100 * (worst_window_w(same.power_w, WINDOW_S, SETTLED_S) / cap_w - 1),
