@@ -433,7 +433,7 @@ def test_all_of_many_spikes_are_found():
         watts[100 * i + 50 : 100 * i + 60] = 600.0 + (i % 2) * 80.0
     edges = BASE_NS + np.arange(4001) * 20_000_000
     curve = Curve(
-        edges_ns=edges, begin_w=watts, end_w=watts, domain="gpu0", reach_s=0.01, resolution_s=0.02, noise=0.01
+        edges_ns=edges, begin_w=watts, end_w=watts, domains=("gpu0",), reach_s=0.01, resolution_s=0.02, noise=0.01
     )
     assert len(find_spikes(curve, choose_threshold(curve))) == 40
     assert len(find_spikes(curve, choose_threshold(curve, 95.0))) < 40

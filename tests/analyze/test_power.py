@@ -315,6 +315,22 @@ def test_every_domain_has_a_row_and_the_counted_ones_together() -> None:
     assert analyze.power(both, domain="cpu0").domain == "cpu0"
 
 
+@pytest.mark.parametrize("boards", [1, 3, 4, 8])
+def test_a_log_of_many_boards_has_a_row_for_each(tmp_path: Path, boards: int) -> None:
+    """From four on, their sum has a short name: `gpu0 to gpu7 (8)`."""
+    path = tmp_path / "smi.csv"
+    rows = [f"2026/03/01 10:00:{s:02d}.000, {gpu}, 700.00 W" for s in range(30) for gpu in range(boards)]
+    path.write_text("timestamp, index, power.draw.instant [W]\n" + "\n".join(rows) + "\n")
+    result = analyze.power(path)
+    summed, *others = result.rows
+    assert summed["mean_w"] == pytest.approx(700.0 * boards, rel=1e-6)
+    assert summed["peak_w"] == pytest.approx(700.0 * boards, rel=1e-6)
+    if boards > 1:
+        assert summed["domain"] == TOTAL
+        assert [r["domain"] for r in others] == [f"gpu{i}" for i in range(boards)]
+        assert sum(r["energy_j"] for r in others) == pytest.approx(summed["energy_j"])
+
+
 def test_a_run_file_brings_everything(tmp_path: Path) -> None:
     run = synthetic_run.make(40).write(tmp_path / "run.tessera")
     found = analyze.power(tmp_path / "run.tessera", threshold_w=430.0)

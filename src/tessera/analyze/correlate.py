@@ -159,7 +159,7 @@ def correlate(
         level = format_level(level_w)
         notes.append(f"the power is above {level} for {share:.0%} of the time: that is a level, not spikes")
     readings = sort_telemetry(telemetry or read_telemetry(power))
-    own = [t for t in readings if t.domain == curve.domain or "+" in curve.domain]
+    own = [t for t in readings if curve.is_sum or t.domain in curve.domains]
     work = SpikeWork(timeline, rows, curve, spikes)
     edges = find_boundaries(timeline, rows, curve)
     aligned = [*work.alignments(), *align_boundaries(curve, spikes, edges)]

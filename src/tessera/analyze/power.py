@@ -233,7 +233,7 @@ class _DomainStudy:
 
     def __init__(self, window: _Window, domain: str | None, curve: Curve) -> None:
         self.log, self.timeline, self.domain, self.curve = window.log, window.timeline, domain, curve
-        self.label = TOTAL if domain is None and "+" in curve.domain else curve.domain
+        self.label = TOTAL if domain is None and curve.is_sum else curve.domain
         parts = even_parts(curve)
         self.longest = max(parts, key=lambda p: p.seconds, default=None)
         self.spectrum = compute_spectrum(self.longest) if self.longest else None
@@ -246,7 +246,7 @@ class _DomainStudy:
 
     def _merged_peak_w(self) -> float:
         """A long live trace has rows of a second with the highest sample of each: that peak counts."""
-        if self.domain is None and "+" in self.curve.domain:
+        if self.curve.is_sum:
             return 0.0  # the peaks of several domains need not be at one moment
         column = self.log.columns[self.curve.domain].at_resolution
         moved = column.times_ns - column.lag_ns
@@ -378,7 +378,7 @@ def _find_spikes_alone(
     level_w = choose_threshold(curve) if threshold_w is None else threshold_w
     if not level_w > 0:
         raise ArgumentError(f"threshold_w={threshold_w!r} is not positive", fix="leave it out, or give watts")
-    own = [t for t in readings if t.domain == curve.domain or "+" in curve.domain]
+    own = [t for t in readings if curve.is_sum or t.domain in curve.domains]
     spikes = [add_aftermath(s, own, WITHIN_S) for s in find_spikes(curve, level_w)]
     return level_w, spikes, (check_throttling(spikes, own, WITHIN_S), check_feeds(curve, events, readings))
 

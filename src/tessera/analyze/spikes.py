@@ -50,10 +50,19 @@ class Curve:
     edges_ns: Ints
     begin_w: Floats
     end_w: Floats
-    domain: str
+    domains: tuple[str, ...]
     reach_s: float
     resolution_s: float
     noise: float
+
+    @property
+    def domain(self) -> str:
+        """What the curve is of, in words: one domain or the sum of several."""
+        return name_several(list(self.domains)).replace(", ", "+")
+
+    @property
+    def is_sum(self) -> bool:
+        return len(self.domains) > 1
 
     @property
     def start_ns(self) -> int:
@@ -145,7 +154,7 @@ def make_curve(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int
         edges_ns=np.append(cut[:-1][keep], cut[1:][keep][-1]),
         begin_w=(begin * (1.0 - left) + end * left)[keep],
         end_w=(begin * (1.0 - right) + end * right)[keep],
-        domain=name_several([d.name for d in domains]).replace(", ", "+"),
+        domains=tuple(d.name for d in domains),
         reach_s=max(max(d.blur_s, 0.5 * d.resolution_s) for d in domains),
         resolution_s=max(d.resolution_s for d in domains),
         noise=max(d.sample_noise or ASSUMED_NOISE for d in domains),
