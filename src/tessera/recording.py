@@ -15,8 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from .attribute.account import account_run, account_samples
-from .attribute.solve import attribute
+from .attribute.account import account_run, account_samples, account_trace
 from .attribute.table import EnergyTable
 from .attribute.work import work_of
 from .clock import EpochNs
@@ -259,7 +258,7 @@ class Recording:
                 why="joules are computed from power samples",
                 fix="give a power log of the same time: tessera.profile.load(trace, power='power.csv'), or --power",
             )
-        return attribute(self.timeline, self.power)
+        return account_trace(self.timeline, self.power)
 
     def find_energy(self) -> EnergyTable | None:
         """`energy()`, or None where there is no power or no joules can be attributed; a note says why."""

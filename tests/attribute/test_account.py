@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tessera.attribute.account import account_run, account_samples
+from tessera.attribute.account import account_run, account_samples, account_trace
 from tessera.joules import DomainSamples
 from tessera.record import APART
 from tessera.schema import Domain
@@ -67,3 +67,28 @@ def test_the_idle_time_of_a_host_is_given_to_overlapping_passes_once() -> None:
 def test_the_error_of_the_level_is_shared_by_all_passes() -> None:
     (row,) = account_samples(regions(*(("load", i, i + 0.5, 1) for i in range(9))), power(0.81)).regions
     assert row.error_j == pytest.approx(0.81 * row.energy_j, rel=1e-3)
+
+
+def two_ranks(late_s: float = 0.0) -> tuple[Timeline, PowerTrace]:
+    """Ten steps of one second on two boards of 100 W; the ranks end every step late in turns."""
+    build = Builder()
+    for rank in range(2):
+        edges = [i + late_s * ((i + rank) % 2) * (0 < i < 10) for i in range(11)]
+        for step in range(10):
+            start_ns, end_ns = (T0 + round(edge * S) for edge in edges[step : step + 2])
+            build.add("region", f"ProfilerStep#{step}", start_ns, end_ns, rank=rank)
+            launch = {"correlation": 2 * step + rank + 1, "rank": rank}
+            build.add("runtime", "cudaLaunchKernel", start_ns + 100 * MS, start_ns + 101 * MS, **launch)
+            build.add("kernel", "gemm", start_ns + 200 * MS, start_ns + 600 * MS, device=rank, stream=7, **launch)
+    columns = {**power(name="gpu0").columns, **power(name="gpu1").columns}
+    return build.build(), PowerTrace(columns, start_ns=T0, end_ns=T0 + 10 * S)
+
+
+def test_ranks_of_a_trace_take_a_step_together() -> None:
+    """As those of a merged run do: two boards of 100 W spend 200 J in a second."""
+    timeline, both = two_ranks()
+    for table in (account_trace(timeline, both), account_run(timeline, both, [(T0, T0 + 10 * S)])):
+        assert [s.name for s in table.steps] == [f"ProfilerStep#{i}" for i in range(10)]
+        middle = table.steps[4]
+        assert middle.energy_j == pytest.approx(200.0, rel=0.02) and middle.devices == 2
+        assert sum(s.energy_j for s in table.steps) == pytest.approx(table.energy_j, rel=0.1)

@@ -37,12 +37,18 @@ def account_run(
         table = attribute(timeline, power, windows=windows, threads=threads)
     except MeasurementError as exc:  # for example power of another time than the trace: the sum is still known
         return account_samples(timeline, power, notes=[f"{exc.what}: {exc.why}" if exc.why else exc.what])
-    table = _drop_partial_steps(table, timeline)
-    return _join_ranks(table) if len(rank_values(timeline["rank"])[0]) > 1 else table
+    return _join_ranks(_drop_partial_steps(table, timeline), timeline)
 
 
-def _join_ranks(table: EnergyTable) -> EnergyTable:
+def account_trace(timeline: Timeline, power: PowerTrace) -> EnergyTable:
+    """The table of a trace that another tool recorded, of one rank or several."""
+    return _join_ranks(attribute(timeline, power), timeline)
+
+
+def _join_ranks(table: EnergyTable, timeline: Timeline) -> EnergyTable:
     """One row for a step of all ranks: they take it together."""
+    if len(rank_values(timeline["rank"])[0]) < 2:
+        return table
     is_modelled = table.basis == "modelled"
     by_name: dict[str, list[EnergyRow]] = {}
     for row in table.steps:
