@@ -92,3 +92,9 @@ def test_ranks_of_a_trace_take_a_step_together() -> None:
         middle = table.steps[4]
         assert middle.energy_j == pytest.approx(200.0, rel=0.02) and middle.devices == 2
         assert sum(s.energy_j for s in table.steps) == pytest.approx(table.energy_j, rel=0.1)
+
+
+def test_steps_of_ranks_that_are_late_in_turns_do_not_overlap() -> None:
+    timeline, both = two_ranks(late_s=0.2)
+    table = account_run(timeline, both, [(T0, T0 + 10 * S)])
+    assert sum(s.wall_s or 0.0 for s in table.steps) == pytest.approx(10.0)

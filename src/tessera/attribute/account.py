@@ -61,7 +61,8 @@ def _join_ranks(table: EnergyTable, timeline: Timeline) -> EnergyTable:
             # One model's watts are off alike on all ranks; boards are off by themselves.
             error_j=sum(r.error_j for r in rows) if is_modelled else math.hypot(*(r.error_j for r in rows)),
             share=sum(r.share for r in rows),
-            wall_s=max((r.wall_s for r in rows if r.wall_s is not None), default=None),
+            # The longest of each would overlap with the longest of the next, where the ranks are late in turns.
+            wall_s=None if any(r.wall_s is None for r in rows) else sum(r.wall_s or 0.0 for r in rows) / len(rows),
             idle_s=sum(r.idle_s or 0.0 for r in rows),
             devices=sum(r.devices for r in rows),
         )
