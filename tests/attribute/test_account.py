@@ -9,6 +9,7 @@ import pytest
 from tessera.attribute.account import account_run, account_samples, account_trace
 from tessera.joules import DomainSamples
 from tessera.record import APART
+from tessera.report.energy import idle_row
 from tessera.schema import Domain
 from tessera.timeline import Builder, Timeline
 from tessera.trace import PowerTrace
@@ -98,3 +99,17 @@ def test_steps_of_ranks_that_are_late_in_turns_do_not_overlap() -> None:
     timeline, both = two_ranks(late_s=0.2)
     table = account_run(timeline, both, [(T0, T0 + 10 * S)])
     assert sum(s.wall_s or 0.0 for s in table.steps) == pytest.approx(10.0)
+
+
+def test_idle_seconds_are_those_of_all_boards_that_the_samples_saw() -> None:
+    """Two boards, each busy for 4 s and idle for 6 s; then with a hole of 2 s in the samples of one."""
+    timeline, both = two_ranks()
+    assert account_trace(timeline, both).idle_s == pytest.approx(12.0, rel=0.01)
+    seen = both.columns["gpu0"]
+    times = [t for t in seen.times_ns.tolist() if not 4 * S < t - T0 < 6 * S]
+    watts = [math.nan if t - T0 == 6 * S else 100.0 for t in times]  # the power since the sample before is not known
+    columns = {**both.columns, "gpu0": DomainSamples.of(seen.domain, times, watts)}
+    table = account_trace(timeline, PowerTrace(columns, start_ns=T0, end_ns=T0 + 10 * S))
+    assert table.idle_s == pytest.approx(10.8, rel=0.02)
+    row = idle_row(table)
+    assert row is not None and row.power_w == pytest.approx(100.0, rel=0.02)

@@ -188,7 +188,7 @@ def _of_table(
             cell = Cell(r.energy_j, r.error_j, wall_s(r), _NAN, r.calls, r.kind, once=True)
             rows[r.name] = rows[r.name] + cell if r.name in rows else cell
         if rows and view in ("ops", "kernels") and table.busy_s > 0 and not table.idle_j <= 0:  # NaN: time is known
-            idle_s = max(table.time_s - table.busy_s, 0.0)
+            idle_s = table.idle_s
             rows[table.idle_name] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle", once=True)
         views[view] = rows
     total = Cell(table.energy_j, table.error_j, table.time_s, _NAN, 1, once=True)

@@ -137,6 +137,11 @@ class EnergyTable:
         return name_idle(self.ops, self.kernels)
 
     @property
+    def idle_s(self) -> float:
+        """The seconds of `idle_j`, of all devices together: not those without power samples."""
+        return self.idle_j / self.idle_w if self.idle_w else max(self.time_s - self.busy_s, 0.0)
+
+    @property
     def covers(self) -> Literal["run", "trace"]:
         """Whether `energy_j` and the rows are those of the whole run, or only of what was traced of it."""
         return "trace" if self.untraced_s > UNTRACED_SHARE * self.time_s else "run"

@@ -128,7 +128,7 @@ def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine
             )  # fmt: skip
     if not table.kernels and not table.ops:
         return  # nothing was traced: what ran is not known, and not idle
-    idle_s = table.time_s - table.busy_s
+    idle_s = table.idle_s
     yield SummaryLine(
         table.idle_name, "idle", 1, idle_s, share_time_pct=100.0 * idle_s / seconds if seconds > 0 else None,
         energy_j=table.idle_j, energy_error_j=table.idle_error_j, power_w=table.idle_j / idle_s if idle_s > 0 else None,
