@@ -98,6 +98,21 @@ def test_an_error_with_json_is_one_object(words: list[str], capsys: Any) -> None
     assert "error:" not in printed.err
 
 
+@pytest.mark.parametrize(("words", "code"), [(["hardware", "list", "--json"], 1), (WRONG["diff"], 2)])
+def test_what_cannot_be_printed_as_json_is_told_in_words(
+    words: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """To a full disk: neither the answer nor the error."""
+    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    monkeypatch.setattr(sys, "stdout", full)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == code
+    assert capfd.readouterr().err.startswith("error: ")
+    with pytest.raises(OSError):  # what it still holds
+        full.close()
+
+
 def test_debug_and_json_of_the_command_that_runs_are_its_own(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):  # no traceback, no JSON: both words are the script's
         main(["run", str(tmp_path / "none.py"), "--debug", "--json"])

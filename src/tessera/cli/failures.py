@@ -55,7 +55,10 @@ def report_failure(error: TesseraError | OSError, code: int | None = None, *, as
     about = {"kind": type(error).__name__, "what": str(error), "why": None, "fix": None, "exit_code": code}
     if isinstance(error, TesseraError):
         about |= {"what": error.what, "why": error.why, "fix": error.fix}
-    click.echo(msgspec.json.encode({"error": about}).decode())
+    try:
+        click.echo(msgspec.json.encode({"error": about}).decode())
+    except OSError:  # standard output is what could not be written
+        print_error(error)
     return code
 
 
