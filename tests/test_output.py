@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -13,7 +14,7 @@ import pytest
 
 from tessera.cli.options import check_writable
 from tessera.errors import ArgumentError
-from tessera.output import escape_formula, remove_controls, replace_when_written
+from tessera.output import cannot_write, escape_formula, remove_controls, replace_when_written
 
 
 def test_a_file_takes_its_name_when_it_is_whole(tmp_path: Path) -> None:
@@ -137,3 +138,13 @@ def test_other_cells_stay() -> None:
 
 def test_a_text_without_controls() -> None:
     assert remove_controls("a\x1b]8;;http://x\x07b\u202e\n\t") == "a ]8;;http://x b \n\t"
+
+
+def test_a_missing_folder_is_not_the_reason_where_none_can_be_made(tmp_path: Path) -> None:
+    """A new folder on a disk that is read-only, full or forbidden: `mkdir -p` fails there, too."""
+    path = tmp_path / "runs" / "train.tessera"
+    missing = cannot_write(path, FileNotFoundError(errno.ENOENT, "No such file or directory"))
+    assert missing.fix == f"mkdir -p {path.parent}"
+    for code in (errno.EROFS, errno.ENOSPC, errno.EACCES):
+        refused = cannot_write(path, OSError(code, os.strerror(code)))
+        assert refused.why == os.strerror(code) and "mkdir" not in (refused.fix or "")

@@ -56,7 +56,7 @@ def is_stream(path: Path) -> bool:
 
 def cannot_write(path: Path, error: OSError) -> ArgumentError:
     """The error for a file that cannot be written, with what to do about it."""
-    if not path.parent.is_dir():
+    if error.errno in (errno.ENOENT, errno.ENOTDIR) and not path.parent.is_dir():
         folder = path.parent
         return ArgumentError(f"cannot write {path}", why=f"there is no folder {folder}", fix=f"mkdir -p {folder}")
     return ArgumentError(
