@@ -10,7 +10,7 @@ from tessera.attribute.account import account_run, account_samples, account_trac
 from tessera.joules import DomainSamples
 from tessera.record import APART
 from tessera.report.energy import idle_row
-from tessera.schema import Domain
+from tessera.schema import Domain, Hold
 from tessera.timeline import Builder, Timeline
 from tessera.trace import PowerTrace
 
@@ -113,3 +113,15 @@ def test_idle_seconds_are_those_of_all_boards_that_the_samples_saw() -> None:
     assert table.idle_s == pytest.approx(10.8, rel=0.02)
     row = idle_row(table)
     assert row is not None and row.power_w == pytest.approx(100.0, rel=0.02)
+
+
+def test_seconds_outside_the_trace_are_those_whose_joules_are_known() -> None:
+    """A sensor of 0.5 s delay tells nothing of the log's last half second."""
+    late = Domain(name="gpu0", source="script", resolution_s=0.01, lag_s=0.5, hold=Hold.LINEAR)
+    times = range(T0 - 2 * S, T0 + 13 * S, 10 * MS)
+    column = DomainSamples.of(late, times, [100.0] * len(times))
+    timeline, both = two_ranks()
+    log = PowerTrace({**both.columns, "gpu0": column}, start_ns=times[0], end_ns=times[-1])
+    table = account_trace(timeline, log)
+    assert table.untraced_s == pytest.approx(4.49, abs=0.02)
+    assert table.untraced_j == pytest.approx(100.0 * table.untraced_s, rel=0.01)

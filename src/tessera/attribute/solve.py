@@ -91,11 +91,12 @@ def attribute(
             fix="record power with the trace: tessera run, or --power with a log of the same time",
         )  # fmt: skip
     spent = table(timeline, links, parts, windows, notes, is_cut=is_cut)
-    untraced = [power.columns[p.domain.name].energy(*span) for p in parts for span in _list_untraced(power, windows)]
+    spans = _list_untraced(power, windows)
+    untraced = [sum_windows([power.columns[p.domain.name].energy(*span) for span in spans]) for p in parts if spans]
     return dataclasses.replace(
         spent,
         untraced_j=sum_windows(untraced).energy_j if untraced else 0.0,
-        untraced_s=sum(end - begin for begin, end in _list_untraced(power, windows)) * 1e-9,
+        untraced_s=max((e.time_s * e.coverage for e in untraced), default=0.0),  # boards draw at the same time
         learnt=[(p.domain, p.learnt.fit) for p in parts if p.learnt is not None],
     )
 
