@@ -13,9 +13,9 @@
     print(sess.energy())                     # joules by kernel, operator, region, module, step
     sess.path                                # runs/session.tessera: `tessera report` shows it again
 
-Modules: `session`, `recorder`, `assemble` and `ending` hold it together; `tracing`, `kineto_collector` and
-`torch_hooks` trace; `power_feed` and `sampling` sample; `summary_mode` adds up; `runfile` keeps; `export` writes other
-tools' forms; `launch` runs a script unchanged (`tessera run`).
+Modules: `session`, `recorder`, `assemble` and `ending` begin, hold and end a session; `tracing`, `kineto_collector` and
+`torch_hooks` trace; `power_feed` and `sampling` sample power and stacks; `summary_mode` only adds up; `runfile` writes
+and reads run files; `export` writes other tools' formats; `launch` runs a script unchanged (`tessera run`).
 """
 
 from __future__ import annotations

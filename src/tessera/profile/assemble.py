@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def assemble(session: Session) -> None:
-    """Start all parts of a session; what was started is stopped again where one of them cannot be."""
+    """Start all parts of a session. If one part cannot start, stop those that have started."""
     options = session.options
-    wait_for_device()  # what was launched before is not the session's
+    wait_for_device()  # work that was launched before does not belong to the session
     with contextlib.ExitStack() as undo:
         writer = _writer(session)
         undo.callback(_discard, writer)
@@ -49,7 +49,7 @@ def assemble(session: Session) -> None:
         if torch is not None and hasattr(torch, "compiler"):
             session.compiling = torch.compiler.is_compiling
         undo.pop_all()
-    # Only now: what starting took is nobody's.
+    # Last, so that the cost of starting is not counted as the program's.
     session._writer, session._step_ns = writer, time.time_ns()
     writer.set("start_ns", session._step_ns)
     if session._scope is not None:
@@ -96,7 +96,7 @@ def _cwd() -> str | None:
 
 
 def _discard(writer: RunWriter) -> None:
-    """A session that could not be started leaves no file."""
+    """Remove the file of a session that could not be started."""
     writer.close()
     writer.path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""The kernels of a CUDA graph that is being captured, by the driver's list, and the calls that put them there."""
+"""Reads which kernels a CUDA graph gets while it is captured, and gives each to the call that launched it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _KERNEL_NODE = 0  # CUgraphNodeType
 
 
 class CapturedKernel(NamedTuple):
-    """A kernel of a graph."""
+    """A kernel of a captured graph: its name and its launch size."""
 
     name: str
     launch: Launch
 
 
 def tie_captured(timeline: Timeline, captured: Sequence[CapturedKernel]) -> bool:
-    """Name the kernels that a graph got by the calls of a timeline, which has all calls of that capture.
+    """Write the captured kernels beside the launch calls of a timeline; the timeline has all calls of that capture.
 
-    Calls whose kernel ran were not captured, and those inside another launched nothing of their own. Returns whether
-    there are as many calls as kernels: otherwise nobody knows which is which, and nothing is named.
+    Calls whose kernel ran were not captured, and a call inside another launched nothing of its own. Without as many
+    calls as kernels nobody knows which belongs to which: nothing is written then, and False is returned.
     """
     names = timeline["name"]
     launches = [i for i, text in enumerate(timeline.names) if text.startswith(_LAUNCHES)]
@@ -70,7 +70,7 @@ class _KernelNode(ctypes.Structure):
 
 
 def read_captured(stream: int, cuda: Any = None) -> list[CapturedKernel]:
-    """The kernels of the graph that a stream is being captured into, in the order they came; empty where none is."""
+    """List the kernels of the graph that a stream is being captured into, in order; empty if there is no capture."""
     cuda = cuda or ctypes.CDLL("libcuda.so.1")
     graph = _find_graph(cuda, stream)
     if not graph:
@@ -109,7 +109,7 @@ def _find_graph(cuda: Any, stream: int) -> ctypes.c_void_p | None:
 
 
 def _name_kernel(cuda: Any, kernel: int | None, function: int | None) -> str:
-    """By the kernel's handle (lazily loaded modules) or the function's; both can be asked from CUDA 12.3 on."""
+    """Return a name by the kernel's handle (lazily loaded modules) or by the function's, as CUDA 12.3 and later can."""
     text = ctypes.c_char_p()
     for call, handle in (("cuKernelGetName", kernel), ("cuFuncGetName", function)):
         if handle and getattr(cuda, call)(ctypes.byref(text), ctypes.c_void_p(handle)) == 0 and text.value:

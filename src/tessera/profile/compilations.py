@@ -1,4 +1,4 @@
-"""When torch.compile compiles in a script, or records a CUDA graph: minutes of a run that no step repeats."""
+"""Tells when torch.compile compiles, or records a CUDA graph: minutes of a run that no later step repeats."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class Compilations:
-    """Calls something with the begin and end of every outermost compilation.
+    """Calls `call` with the begin and the end of every outermost compilation.
 
-    Torch calls back when Dynamo begins and ends to compile a frame or a backward pass, and when reduce-overhead records
-    a graph (`torch._dynamo.callback`, the same in 2.11 and 2.13). `torch._dynamo.reset()` forgets who is to be called.
+    Torch reports when Dynamo begins and ends to compile a frame or a backward pass, and when reduce-overhead records a
+    graph (`torch._dynamo.callback`, the same in 2.11 and 2.13). `torch._dynamo.reset()` removes these callbacks.
     """
 
     def __init__(self, call: Callable[[int, int], None]) -> None:
@@ -20,7 +20,7 @@ class Compilations:
         self._handler: Any = None
 
     def install(self, module: Any) -> None:
-        """`module` is `torch._dynamo.callback`."""
+        """Register the callbacks; `module` is `torch._dynamo.callback`."""
         self._handler = module.callback_handler
         self._handler.register_start_callback(self._begin)
         self._handler.register_end_callback(self._end)

@@ -1,4 +1,4 @@
-"""What a recorded program and its children use of the CPUs: kept as the fact `cpu_use` of a run file."""
+"""Measures what a recorded program and its children use of the CPUs: the fact `cpu_use` of a run file."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ FORMATS = {"amx_bf16": "bf16", "avx512_bf16": "bf16", "amx_int8": "int8", "avx51
 
 
 class CpuUseCounter:
-    """Counts from now on; call `poll` now and then, so that children are seen before they end."""
+    """Counts from now on. Call `poll` now and then, so that children are seen before they end."""
 
     def __init__(self) -> None:
         self._tree: ProcessTree | None = None
-        with contextlib.suppress(SensorUnavailable):  # no /proc: nothing is known
+        with contextlib.suppress(SensorUnavailable):  # there is no /proc
             self._tree = ProcessTree()
         self._began_s = time.monotonic()
         self._waited_s, self._machine_s = read_wait_s("self"), read_machine_s()
 
     def poll(self) -> None:
-        """Look at the processes."""
+        """Look for new and ended processes."""
         if self._tree is not None:
             self._tree.poll()
 
     def to_fact(self) -> dict[str, object] | None:
-        """What is known by now, as plain data; None where nothing is."""
+        """Return what is known so far, as plain data; None if nothing is known."""
         if self._tree is None:
             return None
         cpu_s, now_s, machine_s = self._tree.poll(), read_wait_s("self"), read_machine_s()
@@ -58,7 +58,7 @@ class CpuUseCounter:
 
 
 def count_cores(quota: Path = CPU_MAX) -> float:
-    """The cores that this process may use: of its affinity, and of its cgroup's quota."""
+    """Return how many cores this process may use, by its affinity and by its cgroup's quota."""
     cores = float(len(os.sched_getaffinity(0)))
     with contextlib.suppress(OSError, ValueError):
         most, period = quota.read_text().split()
@@ -67,7 +67,7 @@ def count_cores(quota: Path = CPU_MAX) -> float:
 
 
 def list_formats(cpuinfo: Path = PROC / "cpuinfo") -> list[str]:
-    """The narrow formats that this CPU multiplies faster than fp32."""
+    """List the narrow formats that this CPU multiplies faster than fp32."""
     try:
         flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "").split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Every kernel, copy and set of a process, for the whole run: CUPTI's buffers kept as they are, names beside them.
+"""Collects every kernel, copy and set of a process for the whole run, by keeping CUPTI's buffers as they are.
 
 ::
 
@@ -6,7 +6,7 @@
                                      ▲                      on the session's thread, a few times a second
                           empty ones ┘
 
-Nothing else happens in the program. `cupti_records` makes arrays of the bytes, in another process or later.
+Nothing else happens in the program. `cupti_records` decodes the bytes, in another process or later.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from .cupti_records import (
 )
 
 MOST_BYTES, LEAST_BYTES = 1 << 20, 1 << 14
-"""Of a buffer: 5,000 kernels, and 75."""
+"""Largest and smallest size of a buffer: 5,000 and 75 kernels."""
 BUFFERS_A_FLUSH = 2
-"""CUPTI hands over no buffer with a running kernel in it, and in most programs one runs always: so the size follows the
-kernels that come, that a buffer is full (and its kernels safe) before the next flush."""
+"""How many buffers should become full between two flushes. CUPTI does not hand over a buffer that has a running kernel
+in it, and in most programs a kernel always runs. So the size of the buffers follows the rate of the kernels."""
 MOST_WAITING = 256 << 20
-"""Bytes that nobody has taken. Beyond that CUPTI gets no buffer and drops records; a note counts them."""
+"""Most bytes that wait to be taken. Beyond this CUPTI gets no buffer and drops records; a note counts them."""
 _NOTHING = (0, 0)  # no address, no bytes
 _NO_BUFFER = np.empty(0, np.uint8)
-_SAME_CLOCK_NS = 1_000_000
+_SAME_CLOCK_NS = 1_000_000  # CUPTI's times this close to the wall clock's are times of the wall clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordBytes:
-    """Records of some buffers, and the names that their kernels point to. `sizes`: bytes of a record by kind.
+    """Records of some buffers, with the names that they refer to. `sizes` has the bytes of a record by kind.
 
-    `places` is where the records of each kind begin, `calls` names the host's calls by kind and number.
+    `places` is where the records of each kind begin. `names` has the kernels' names by address, `calls` the names of
+    the host's calls by kind and number.
 
-    `clock` has two moments as (CUPTI's time, epoch ns). CUPTI tells the time of the wall clock, unless Kineto has run
-    in the process: from then on it counts ticks of the processor.
+    `clock` has two moments as (CUPTI's time, epoch ns). CUPTI's time is that of the wall clock until Kineto has run in
+    the process; from then on it counts ticks of the processor.
     """
 
     data: bytes
@@ -66,11 +67,11 @@ class RecordBytes:
     clock: tuple[tuple[int, int], tuple[int, int]]
 
     def split(self) -> dict[int, NDArray[Any]]:
-        """Arrays by kind (`cupti_records.FIELDS`)."""
+        """Return an array of the records of each kind (`cupti_records.FIELDS`)."""
         return split_records(self.data, self.sizes, self.places)
 
     def to_epoch_ns(self, times: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Times of records as nanoseconds of the wall clock."""
+        """Convert times of records to nanoseconds of the wall clock."""
         (first, first_ns), (last, last_ns) = self.clock
         elapsed = times.astype(np.int64) - first
         if last == first or abs(last - last_ns) < _SAME_CLOCK_NS:
@@ -81,7 +82,7 @@ class RecordBytes:
 
 
 class CuptiCollector:
-    """Keeps CUPTI's records from `start` to `stop`. `take` may be called from any one thread meanwhile."""
+    """Keeps CUPTI's records from `start` to `stop`. Meanwhile any one thread may call `take`."""
 
     def __init__(self, cupti: Cupti | None = None, *, most_bytes: int = MOST_BYTES) -> None:
         self._cupti = cupti or open_cupti()
@@ -101,11 +102,11 @@ class CuptiCollector:
 
     @property
     def running(self) -> bool:
-        """Whether records are being kept."""
+        """Whether records are being collected."""
         return bool(self._running)
 
     def start(self, *, calls: bool = False) -> None:
-        """Keep records from now on, `calls` of the host too; also after another client has had CUPTI in between."""
+        """Collect records from now on, `calls` of the host too; again, if another client had CUPTI in between."""
         kinds = (*KINDS, *CALLS) if calls else KINDS
         self._cupti.register(self._lend_buffer, self._receive_buffer)
         self._cupti.number_threads(as_system=calls)
@@ -122,7 +123,7 @@ class CuptiCollector:
         self._running = kinds
 
     def stop(self) -> None:
-        """Keep no more. What was launched and has not ended is not in the records: synchronise the device before."""
+        """Stop collecting. Synchronise the device before: kernels that have not ended are not in the records."""
         if not self._running:
             return
         kinds, self._running = self._running, ()
@@ -131,7 +132,7 @@ class CuptiCollector:
         self._flush(forced=True)
 
     def flush(self, *, forced: bool = False) -> None:
-        """Have CUPTI hand over what is complete; to be called a few times a second. `forced`: what is not, too."""
+        """Let CUPTI hand over complete buffers; to be called a few times a second. `forced`: incomplete buffers too."""
         if self._running:
             self._flush(forced=forced)
             came, self._came = self._came, 0
@@ -143,14 +144,14 @@ class CuptiCollector:
         self.dropped += self._cupti.count_dropped()
 
     def _read_clock(self) -> tuple[int, int]:
-        """CUPTI's time and that of the wall clock, at one moment."""
+        """Return CUPTI's time and the wall clock's time at one moment."""
         before_ns = time.time_ns()
         return self._cupti.timestamp_ns(), (before_ns + time.time_ns()) // 2
 
     def take(self) -> RecordBytes | None:
-        """What has been handed over since the last call, in one piece; None where there is nothing.
+        """Return the records that were handed over since the last call; None if there are none.
 
-        One, however many buffers: each call of numpy takes the interpreter from a program that launches kernels.
+        They are joined into one piece, since each call of numpy takes the interpreter from the program being measured.
         """
         with self._lock:
             full = [self._full.popleft() for _ in range(len(self._full))]
@@ -181,7 +182,7 @@ class CuptiCollector:
         if buffer is not None:
             self._waiting += len(buffer)
             self._came += used
-            if self._came > 2 * self._buffer_bytes:  # more than was thought: no need to wait for the next flush
+            if self._came > 2 * self._buffer_bytes:  # faster than expected: enlarge buffers before the next flush
                 self._buffer_bytes = min(2 * self._buffer_bytes, self._most_bytes)
             self._full.append((buffer, used))
 
@@ -194,7 +195,7 @@ class CuptiCollector:
         data = b"".join(buffers)  # type: ignore[arg-type]
         try:
             places = find_places(data, self._sizes)
-        except UnknownRecordError:  # of another client in the process, which has enabled more
+        except UnknownRecordError:  # another client in the process has enabled other kinds of records
             for buffer in buffers:
                 self._learn_sizes(buffer)
             places = find_places(data, self._sizes)
@@ -216,7 +217,7 @@ class CuptiCollector:
         )
 
     def _check_layout(self, buffer: NDArray[np.uint8]) -> None:
-        """Compare with how CUPTI itself walks the first buffer, and learn lengths that no header of ours has."""
+        """Compare our reading of a buffer with CUPTI's own, and learn the sizes that our headers do not have."""
         data = buffer.data
         walked = self._learn_sizes(buffer)
         places = find_places(data, self._sizes)
@@ -234,7 +235,7 @@ class CuptiCollector:
         self._is_checked = kernels is not None
 
     def _learn_sizes(self, buffer: NDArray[np.uint8]) -> int:
-        """The lengths of records as CUPTI itself walks them; returns their number."""
+        """Take the sizes of records from CUPTI's own walk through a buffer; return the number of records."""
         address, used = buffer.ctypes.data, len(buffer)
         walked = [*self._cupti.walk(address, used), (0, address + used)]
         for (kind, at), (_, following) in itertools.pairwise(walked):
@@ -242,16 +243,16 @@ class CuptiCollector:
         return len(walked) - 1
 
 
-_LONGEST_NAME = 1 << 14
-_memory: list[int] = []  # this process's own, once open
+_LONGEST_NAME = 1 << 14  # bytes
+_memory: list[int] = []  # descriptor of /proc/self/mem, once it is open
 
 
 def _read_text(address: int) -> str | None:
-    """The text at an address of this process; None where there is none. A wrong address does not end the program."""
+    """Return the text at an address of this process, or None. A wrong address must not end the program."""
     if not _memory:
         try:
             _memory.append(os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC))
-        except OSError:  # a container without /proc: the layouts that are known have right addresses
+        except OSError:  # a container without /proc: trust the address, which is right for known layouts
             return ctypes.string_at(address).decode(errors="replace") if address else None
     try:
         text, end, _ = os.pread(_memory[0], _LONGEST_NAME, address).partition(b"\0")

@@ -1,8 +1,7 @@
-"""NVIDIA's CUPTI through ctypes: activity buffers, filled by the driver, handed over whole.
+"""Calls NVIDIA's CUPTI through ctypes: the driver fills activity buffers, and they are handed over whole.
 
-CUPTI asks for an empty buffer and gives it back full: two or three calls for ten thousand kernels. Nothing happens per
-kernel in Python, which is why this costs 2% of a step where Kineto with operators costs 30%
-(benchmarks/device/cupti_light.py).
+CUPTI asks for an empty buffer and gives it back full: two or three calls for ten thousand kernels. Python does nothing
+per kernel, so this costs 2% of a step where Kineto with operators costs 30% (benchmarks/device/cupti_light.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ MEMCPY, MEMSET, DRIVER, RUNTIME, CONCURRENT_KERNEL, MEMCPY_PEER, EXTERNAL = 1, 2
 """Kinds of records (CUpti_ActivityKind)."""
 KINDS = (MEMCPY, MEMSET, CONCURRENT_KERNEL, MEMCPY_PEER)
 CALLS = (DRIVER, RUNTIME)
-"""What the host called, and on which thread: a microsecond a call, so for a few steps only."""
+"""Calls of the host, and their threads. Each costs a microsecond, so they are recorded for a few steps only."""
 FLUSH_FORCED = 1
 _DOMAINS = {DRIVER: 1, RUNTIME: 2}  # CUpti_CallbackDomain
 _BY_PTHREAD, _BY_SYSTEM = 0, 1  # CUpti_ActivityThreadIdType
@@ -31,16 +30,16 @@ _REQUESTED = ctypes.CFUNCTYPE(
     None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
 )
 _COMPLETED = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
-# Another profiler that came with the process: Nsight Systems and Compute load themselves through the first of these.
+# Nsight Systems and Compute set these: they load themselves into a process through the first one.
 _OTHER_CLIENTS = ("CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID", "NV_NSIGHT_INJECTION_TRANSPORT_TYPE")
 
 
 class CuptiError(MeasurementError):
-    """CUPTI is not there, is used by somebody else, or refused a call."""
+    """CUPTI is missing, is used by another profiler, or refused a call."""
 
 
 class Cupti:
-    """The calls of CUPTI that are needed to keep its activity records."""
+    """The calls of CUPTI that are needed to collect its activity records."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -63,16 +62,16 @@ class Cupti:
         return number.value
 
     def timestamp_ns(self) -> int:
-        """The clock of the records, now."""
+        """Return the present time of the clock that the records use."""
         number = ctypes.c_uint64()
         self._call("cuptiGetTimestamp", ctypes.byref(number))
         return number.value
 
     def register(self, give_buffer: Any, take_buffer: Any) -> None:
-        """Set who gives empty buffers, `give_buffer() -> (address, bytes)`, and who takes `(address, used bytes)`.
+        """Set `give_buffer() -> (address, bytes)`, which gives empty buffers, and `take_buffer(address, used bytes)`.
 
-        Both are called by CUPTI's thread or by one that launches a kernel. There is one pair in a process: another
-        client that registers its own (Kineto does) ends ours.
+        CUPTI's thread calls them, or a thread that launches a kernel. A process has one such pair: when another client
+        registers its own, as Kineto does, ours is not called any more.
         """
 
         def requested(buffer: Any, size: Any, most_records: Any) -> None:
@@ -91,32 +90,32 @@ class Cupti:
         self._call("cuptiActivityEnable", kind)
 
     def disable(self, kind: int) -> None:
-        """Record it no more."""
+        """Stop recording a kind of activity."""
         self._call("cuptiActivityDisable", kind)
 
     def flush(self, *, forced: bool = False) -> None:
-        """Have buffers handed over: those whose records are all complete; `forced`, all of them."""
+        """Let CUPTI hand over the buffers whose records are all complete; `forced`: all buffers."""
         self._call("cuptiActivityFlushAll", FLUSH_FORCED if forced else 0)
 
     def number_threads(self, *, as_system: bool) -> None:
-        """Have calls carry the system's thread numbers, which Kineto's operators have too; else those of pthread."""
+        """Number the threads of calls as the system does, which Kineto's operators use too; else as pthread does."""
         self._call("cuptiSetThreadIdType", _BY_SYSTEM if as_system else _BY_PTHREAD)
 
     def name_call(self, kind: int, number: int) -> str:
-        """What a call of the driver or the runtime is called, without its version."""
+        """Return the name of a call of the driver or the runtime, without its version."""
         text = ctypes.c_char_p()
         status = self._library.cuptiGetCallbackName(_DOMAINS[kind], number, ctypes.byref(text))
         name = text.value.decode(errors="replace") if status == 0 and text.value else f"call {number}"
         return re.sub(r"(_v\d+|_ptsz|_ptds)+$", "", name)
 
     def count_dropped(self) -> int:
-        """Records that were lost since the last call, for lack of a buffer."""
+        """Return how many records were lost since the last call, because there was no buffer."""
         number = ctypes.c_size_t()
         self._call("cuptiActivityGetNumDroppedRecords", None, 0, ctypes.byref(number))
         return number.value
 
     def walk(self, address: int, used: int) -> Iterator[tuple[int, int]]:
-        """(kind, address) of each record of a buffer, as CUPTI itself reads it. Slow: to check a layout."""
+        """Yield (kind, address) of each record of a buffer as CUPTI reads it. Slow; used to check our own reading."""
         record = ctypes.c_void_p()
         while True:
             status = self._library.cuptiActivityGetNextRecord(address, used, ctypes.byref(record))
@@ -140,9 +139,9 @@ class Cupti:
 
 
 def open_cupti() -> Cupti:
-    """The CUPTI of this process: the one that is loaded, else torch's or the toolkit's.
+    """Open the CUPTI of this process: the library that is loaded, else torch's or the toolkit's.
 
-    A process that another profiler watches is left alone.
+    Raise CuptiError if another profiler watches this process: it would lose its records.
     """
     for variable in _OTHER_CLIENTS:
         if os.environ.get(variable):
@@ -155,7 +154,7 @@ def open_cupti() -> Cupti:
 
 
 def find_loaded(name: str) -> str | None:
-    """The path of a library that this process has loaded: a second copy would know nothing of the first's work."""
+    """Return the path of a library that is loaded in this process; a second copy would not know the first's state."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:

@@ -1,7 +1,8 @@
-"""CUPTI's activity records as arrays: one layout for CUDA 11.8 to 13.4, in which only the length of a record differs.
+"""Decodes CUPTI's activity records into arrays.
 
-Every field used here lies at the same place in CUpti_ActivityKernel8 to Kernel13, Memcpy5 to 7, Memset4 and 5 and
-MemcpyPtoP4: checked by compiling the headers of all 15 releases. Later ones add fields at the end.
+One layout serves CUDA 11.8 to 13.4; only the length of a record differs. Every field used here lies at the same place
+in CUpti_ActivityKernel8 to Kernel13, Memcpy5 to 7, Memset4 and 5 and MemcpyPtoP4, as compiling the headers of all 15
+releases has shown. Later versions add fields at the end.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ FIELDS: Mapping[int, Mapping[str, tuple[Any, int]]] = {
     DRIVER: _CALL,
     RUNTIME: _CALL,
 }
-# Bytes of a record (kernel, copy, set, copy between GPUs) from a CUPTI_API_VERSION on: sizeof() of each release.
+# Bytes of a record (kernel, copy, set, copy between GPUs) since a CUPTI_API_VERSION: sizeof() of each release.
 _SIZES = (
-    (18, (208, 88, 88, 96)),  # CUDA 12.0 to 12.6; 11.8 says 18 too, and has 200
+    (18, (208, 88, 88, 96)),  # CUDA 12.0 to 12.6; 11.8 also says 18, but has 200
     (26, (208, 96, 88, 96)),  # 12.8
     (130001, (216, 96, 88, 96)),
     (130101, (224, 96, 88, 96)),
@@ -58,28 +59,28 @@ _SIZES = (
 )
 # CUpti_ActivityAPI and CUpti_ActivityExternalCorrelation (which Kineto asks for): the same from CUDA 11.8 to 13.4.
 _SAME = {DRIVER: 40, RUNTIME: 40, EXTERNAL: 24}
-_LOOK = 256
+_LOOK = 256  # records that `_count_same` compares at once
 _LONG = 24
-"""Records of one kind in a row after which numpy counts the rest."""
+"""Records of one kind in a row after which numpy counts the rest of the run."""
 MOST_THREADS, MOST_DEVICES = 1024, 1024
-"""Of a block on every GPU so far, and more GPUs than any machine has."""
+"""Threads of a block on every GPU so far, and more GPUs than any machine has; a record beyond is not a kernel's."""
 
 
 def sizes_of_version(version: int) -> dict[int, int]:
-    """Bytes of each kind's record as that version's header has it."""
+    """Return the bytes of a record by kind, as the header of that version has it."""
     sizes = next((s for since, s in reversed(_SIZES) if version >= since), _SIZES[0][1])
     return dict(zip((CONCURRENT_KERNEL, MEMCPY, MEMSET, MEMCPY_PEER), sizes, strict=True)) | _SAME
 
 
 class UnknownRecordError(RecordingError):
-    """A record of a kind whose length is not known."""
+    """A record has a kind whose length is not known."""
 
 
 Places = Mapping[int, NDArray[np.int64]]
 
 
 def split_records(data: Buffer, sizes: Mapping[int, int], places: Places | None = None) -> dict[int, NDArray[Any]]:
-    """The records of a buffer by kind, each kind as one structured array with the names of `FIELDS`."""
+    """Return the records of a buffer by kind, each kind as one structured array with the names of `FIELDS`."""
     whole = np.frombuffer(data, np.uint8)
     found: dict[int, NDArray[Any]] = {}
     for kind, own in (find_places(data, sizes) if places is None else places).items():
@@ -95,7 +96,7 @@ def split_records(data: Buffer, sizes: Mapping[int, int], places: Places | None 
 
 
 def find_distinct(data: Buffer, places: NDArray[np.int64], kind: int, field: str) -> list[int]:
-    """The values of a field of some records, each once."""
+    """Return the distinct values of a field in records of one kind."""
     dtype, offset = FIELDS[kind][field]
     width = np.dtype(dtype).itemsize
     words = np.frombuffer(data, dtype, count=len(data) // width)
@@ -104,11 +105,11 @@ def find_distinct(data: Buffer, places: NDArray[np.int64], kind: int, field: str
 
 
 def find_places(data: Buffer, sizes: Mapping[int, int]) -> dict[int, NDArray[np.int64]]:
-    """Where the records of each kind begin.
+    """Find where the records of each kind begin.
 
-    They lie one after the other, and how long one is depends on its kind. Most programs launch kernels in long runs,
-    whose length numpy finds. Others copy or set a few bytes after every few kernels (a mixture of experts): numpy for
-    each run would take the interpreter for ten times as long as a plain loop, 0.2 us a record.
+    Records lie one after the other, and the length of one depends on its kind. Most programs launch kernels in long
+    runs, whose length numpy finds. Others copy or set a few bytes after every few kernels (a mixture of experts): there
+    a plain loop, 0.2 us a record, holds the interpreter for a tenth of the time that numpy would need for short runs.
     """
     words = memoryview(data)[: len(data) // 4 * 4].cast("B").cast("I")
     parts: dict[int, list[NDArray[np.int64]]] = {}
@@ -121,7 +122,7 @@ def find_places(data: Buffer, sizes: Mapping[int, int]) -> dict[int, NDArray[np.
             raise UnknownRecordError(
                 f"CUPTI wrote a record of kind {kind}, which is not known", fix="record it with mode='operators'"
             )
-        if at + size > end:  # the last may be cut off
+        if at + size > end:  # the last record may be cut off
             break
         if kind != before:
             before, alike, own = kind, 0, single.setdefault(kind, [])
@@ -140,7 +141,7 @@ def find_places(data: Buffer, sizes: Mapping[int, int]) -> dict[int, NDArray[np.
 
 
 def _count_same(kinds: NDArray[np.uint32], kind: int) -> int:
-    """How many records of a kind begin a list; looks at a few first, since most lists are long and most runs short."""
+    """Return how many records of `kind` begin a list. Looks at parts of it: the list is long, most runs are short."""
     done = 0
     while done < len(kinds):
         part = kinds[done : done + _LOOK]
@@ -157,7 +158,7 @@ def _steps(count: int) -> NDArray[np.int64]:
 
 
 def are_kernels(records: NDArray[Any]) -> bool:
-    """Whether all records can be of kernels: no field is where another lies."""
+    """Return whether all records can be kernels; if not, their fields do not lie where we read them."""
     grid, block = records["grid"], records["block"].astype(np.int64)
     return bool(
         (grid >= 1).all()
@@ -171,6 +172,6 @@ def are_kernels(records: NDArray[Any]) -> bool:
 
 @functools.cache
 def _dtype(kind: int, size: int) -> Any:
-    """The structured type of a record: `FIELDS` at their places in `size` bytes."""
+    """Return the structured type of a record: `FIELDS` at their offsets in `size` bytes."""
     formats, offsets = zip(*FIELDS[kind].values(), strict=True)
     return np.dtype({"names": list(FIELDS[kind]), "formats": formats, "offsets": offsets, "itemsize": size})

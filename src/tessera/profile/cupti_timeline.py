@@ -1,4 +1,4 @@
-"""CUPTI's records as a `Timeline`, with the names that Kineto gives: both may be in one run."""
+"""Makes a `Timeline` of CUPTI's records. Names are as Kineto writes them, since one run may have rows of both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .cupti_library import CALLS, CONCURRENT_KERNEL, DRIVER, MEMSET
 # CUpti_ActivityMemcpyKind and CUpti_ActivityMemoryKind, in Kineto's words.
 _COPIES = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
 _MEMORIES = ("Unknown", "Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static")
-# What Kineto shows of the driver, and what it leaves out of the runtime (CuptiActivityProfiler's lists).
+# The driver's calls that Kineto shows, and the runtime's calls that it leaves out (lists in CuptiActivityProfiler).
 _LAUNCHES = ("cuLaunch", "cuGraphLaunch", "cuMemcpy", "cuMemset")
 _QUERIES = (
     "cudaGetDevice", "cudaSetDevice", "cudaGetLastError", "cudaPeekAtLastError", "cudaEventCreate", "cudaEventDestroy",
@@ -27,12 +27,12 @@ _QUERIES = (
     "cudaOccupancy", "cudaDeviceGetAttribute", "cudaPointerGetAttributes", "cudaThreadExchange",
     "cudaFuncSetAttribute", "cudaGetDriverEntryPoint", "cudaDeviceGetStreamPriorityRange",
 )  # fmt: skip
-# Odd multipliers: rows that differ in one column differ in the sum (modulo 2**64) but for a chance of 1e-12.
+# Random odd numbers: two rows that differ get the same sum (modulo 2**64) with a chance of 1e-12.
 _MIX = np.random.default_rng(0).integers(1, 2**63, 9, dtype=np.uint64) | np.uint64(1)
 
 
 def read_records(piece: RecordBytes) -> Timeline:
-    """The rows of some buffers. Records that CUPTI could not time are left out, and counted in a note."""
+    """Return the rows of some buffers. Records that CUPTI could not time are left out; a note counts them."""
     builder = Builder()
     untimed = 0
     for kind, found in piece.split().items():
@@ -61,7 +61,7 @@ def read_records(piece: RecordBytes) -> Timeline:
 def _calls(
     builder: Builder, records: NDArray[Any], kind: int, names: Mapping[tuple[int, int], str]
 ) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-    """The calls that Kineto would show, as rows of the host: those that launch, copy, allocate or wait."""
+    """Return the calls that Kineto would show (launch, copy, allocate, wait), as rows of the host."""
     numbers, which = np.unique(records["number"], return_inverse=True)
     texts = [names.get((kind, number), "unknown call") for number in numbers.tolist()]
     wanted = [text.startswith(_LAUNCHES) if kind == DRIVER else not text.startswith(_QUERIES) for text in texts]
@@ -93,8 +93,8 @@ def _kernels(builder: Builder, records: NDArray[Any], names: Mapping[int, str]) 
     return {**dict(zip(("kind", "name", "launch"), columns.T, strict=True)), "graph_node": np.where(node, node, NONE)}
 
 
-_known: dict[tuple[int, str], tuple[int, str, Launch]] = {}  # as `_describe_kernel` has it, by key and mangled name
-_MOST_KNOWN = 50_000  # a program of changing shapes makes launches for ever
+_known: dict[tuple[int, str], tuple[int, str, Launch]] = {}  # (key, mangled name) -> result of `_describe_kernel`
+_MOST_KNOWN = 50_000  # a program whose shapes change makes new launch sizes without end
 
 
 def _describe_kernel(record: Any, shared: int, name: str) -> tuple[int, str, Launch]:
@@ -138,7 +138,7 @@ def _word(words: tuple[str, ...], number: int) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def demangle(name: str) -> str:
-    """A C++ name as people write it, by the C++ library that torch has loaded; as it is where there is none."""
+    """Return a C++ name as people write it, by the C++ library that torch has loaded; unchanged if there is none."""
     library = _cxx()
     if library is None or not name.startswith("_Z"):
         return name

@@ -1,10 +1,10 @@
-"""How a session ends when the program does not end it, and when the user does not wait.
+"""Decides how a session ends when the program does not end it, and when the user does not want to wait.
 
 ::
 
-    sys.exit, an exception    atexit ──► Session.stop: torch is taken down after that, not while Kineto records
-    Ctrl-C                    the script ends, its trace is brought home
-    Ctrl-C meanwhile          "one moment"
+    sys.exit, an exception    atexit ──► Session.stop, before torch is taken down: Kineto must not record then
+    Ctrl-C                    the script ends, its trace is read and written
+    Ctrl-C while writing      "one moment"
     Ctrl-C once more          the trace is dropped; screen and file say so
 """
 
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
 
 STDERR = 2
 SAME_S = 0.5
-"""Signals this close together are one wish: a killpg reaches us by itself and once more through `tessera run`."""
+"""Signals this close together count as one: a killpg reaches us directly and again through `tessera run`."""
 DROPPED = "the trace was dropped by a further Ctrl-C while it was being written: regions and power are here"
 
 
 def stop_at_exit(session: Session) -> None:
-    """Stop a session when the interpreter ends, unless somebody has by then.
+    """Stop a session when the interpreter ends, unless it has been stopped by then.
 
-    To be called once all parts of the session run: handlers are called last first, and the run file, the sensors and
-    torch have their own. A Kineto that records while torch is taken down ends in a segmentation fault (torch 2.13).
+    Call this once all parts of the session run: exit handlers run last first, and the run file, the sensors and torch
+    have handlers of their own. If Kineto records while torch is taken down, the process segfaults (torch 2.13).
     """
     atexit.register(_stop, session)
 
 
 def cancel_exit() -> None:
-    """The session has ended: nothing is left to do at exit."""
+    """Undo `stop_at_exit`: the session has ended."""
     atexit.unregister(_stop)
 
 
 def _stop(session: Session) -> None:
     try:
         session.stop()
-    except Exception as exc:  # noqa: BLE001  (the program's exit code is not ours to change)
+    except Exception as exc:  # noqa: BLE001  (we must not change the program's exit code)
         sys.stderr.write(f"tessera: the session was not ended by the program, and could not be written whole: {exc}\n")
 
 
 def wait_for_device() -> None:
-    """What was launched inside belongs to the session; what fails there has failed in the program too."""
+    """Wait until the devices are idle. Ignore a failure of the device: the program gets the same error itself."""
     from ..monitor.scope import synchronize
 
     with contextlib.suppress(RuntimeError):
@@ -63,7 +63,7 @@ def wait_for_device() -> None:
 
 @contextlib.contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Inside, a SIGINT of the main thread waits: within Kineto's stop it would lose every operator of the window."""
+    """Delay a SIGINT of the main thread to the end of the block. During Kineto's stop it would lose all operators."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
@@ -79,9 +79,9 @@ def hold_interrupts() -> Iterator[None]:
 
 
 class Patience:
-    """SIGINT while a trace is brought home: the first is answered, the next drops the trace.
+    """Handles SIGINT while a trace is read and written: the first one gets an answer, the next one drops the trace.
 
-    As a handler it raises KeyboardInterrupt once, when the trace is dropped, and is deaf from then on.
+    As a handler it raises KeyboardInterrupt once, when the trace is dropped, and then ignores further signals.
     """
 
     def __init__(self, drop: Callable[[], None], *, say: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,13 +93,13 @@ class Patience:
         self._before: Any = None
 
     def hold(self) -> None:
-        """Take SIGINT over, unless it is ignored here (a shell's background job). Safe to call twice."""
+        """Take SIGINT over, unless it is ignored in this process (a shell's background job). Safe to call twice."""
         if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, self.on_interrupt):
             return
         self._before = signal.signal(signal.SIGINT, self.on_interrupt)
 
     def is_new_interrupt(self) -> bool:
-        """Whether an interrupt that has just come is a new one, not an echo of the one before."""
+        """Return whether the interrupt that has just come is a new one, not an echo of the one before."""
         now_s = self._clock()
         if now_s - self._heard_s <= SAME_S:
             return False
@@ -122,13 +122,13 @@ class Patience:
         raise KeyboardInterrupt
 
     def tell(self, line: str) -> None:
-        """On standard error, past Python's buffers: the signal may have come in the middle of a write."""
+        """Write to standard error without Python's buffers: the signal may have come in the middle of a write."""
         if self._say:
             with contextlib.suppress(OSError):
                 os.write(STDERR, f"\ntessera: {line}\n".encode())
 
 
 def end_with_parent() -> None:
-    """Ask Linux for a SIGTERM when `tessera run` is killed: a launcher of ranks takes a killed rank for ended."""
+    """Ask Linux for a SIGTERM when `tessera run` is killed: its launcher then takes this rank for ended."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG (linux/prctl.h)

@@ -1,11 +1,11 @@
-"""Which process group each collective of gloo belongs to: Kineto shows the calls, torch's flight recorder the groups.
+"""Finds the process group of each collective of gloo: Kineto shows the calls, torch's flight recorder the groups.
 
 ::
 
     Kineto            thread 7   [gloo:all_reduce, 256 KB]      ──┐  by kind, sizes and the order of each group
     flight recorder   group 1 "mesh_dp", number 12, all_reduce  ──┴──► Launch(group="1", group_label="dp"), number 12
 
-A thread of gloo serves one group only: calls that could be of two groups are of the group of their thread.
+A thread of gloo serves one group only. A call that two groups could have made belongs to the group of its thread.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..timeline.transfers import DTYPE_BYTES, ON_HOST, UNEVEN, collective_type, 
 
 SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 MOST_CALLS = "10000"
-"""More collectives than five seconds of tracing have. torch keeps the newest, some hundred bytes each."""
+"""How many collectives torch keeps, the newest: more than five seconds of tracing have. Each takes some 100 bytes."""
 STAMPS_NS = 1_000_000
-"""How far Kineto's stamps, of the CPU's counter, may be from the recorder's, of the wall clock."""
+"""Most difference between Kineto's times (from the CPU's counter) and the recorder's (from the wall clock)."""
 _Kind = tuple[str | None, tuple[int, ...]]
 
 
 class FlightCall(msgspec.Struct, frozen=True):
-    """A collective as torch's flight recorder keeps it."""
+    """One collective in torch's flight recorder."""
 
     profiling_name: str
     process_group: tuple[str, str]
@@ -47,13 +47,13 @@ class FlightCall(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> _Kind:
-        """What Kineto's row of it says too: the type, and how many elements each tensor has."""
+        """The type, and how many elements each tensor has: what Kineto's row of the same call says too."""
         kind = collective_type(self.profiling_name)
         return kind, () if kind in UNEVEN else tuple(math.prod(s) for s in self.input_sizes)
 
     @property
     def bytes(self) -> int | None:
-        """Size of the message as nccl-tests counts it: the larger of input and output."""
+        """Size of the message as nccl-tests counts it: the larger one of input and output."""
         both = ((self.input_sizes, self.input_dtypes), (self.output_sizes, self.output_dtypes))
         sums = [
             sum(math.prod(s) * DTYPE_BYTES.get(d.lower(), 1) for s, d in zip(sizes, dtypes, strict=False))
@@ -63,14 +63,14 @@ class FlightCall(msgspec.Struct, frozen=True):
 
 
 def enable() -> None:
-    """Have torch keep its newest collectives; before the first process group of the program is made."""
+    """Let torch record its newest collectives. Call it before the program makes its first process group."""
     os.environ.setdefault(SIZE_VARIABLE, MOST_CALLS)
 
 
 def read_calls() -> list[FlightCall]:
-    """The collectives of this process that torch still has; none where it keeps none, or is too old (before 2.7).
+    """Return the collectives of this process that torch still has; none if it records none, or is older than 2.7.
 
-    Recent versions keep 2,000 without being asked.
+    Recent versions record 2,000 by default.
     """
     torch: Any = sys.modules.get("torch")
     dump = getattr(getattr(getattr(torch, "_C", None), "_distributed_c10d", None), "_dump_fr_trace_json", None)
@@ -84,19 +84,19 @@ def read_calls() -> list[FlightCall]:
 
 
 def name_groups(timeline: Timeline, calls: Sequence[FlightCall], sizes: dict[str, int] | None = None) -> None:
-    """Give the host's collectives of a timeline their groups, bytes and numbers. `sizes`: ranks of each group."""
+    """Give a timeline's host collectives their groups, bytes and numbers. `sizes`: how many ranks each group has."""
     named = np.array([n.startswith(ON_HOST) for n in timeline.names] or [False])
     rows = np.flatnonzero(named[timeline["name"]]) if len(timeline) else np.zeros(0, np.int64)
     if not len(rows) or not calls:
         return
     rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
     waiting: dict[_Kind, dict[str, deque[FlightCall]]] = defaultdict(lambda: defaultdict(deque))
-    issued = [c for c in calls if c.time_created_ns >= timeline.start_ns - STAMPS_NS]  # others are of no row
+    issued = [c for c in calls if c.time_created_ns >= timeline.start_ns - STAMPS_NS]  # older calls have no row here
     for call in sorted(issued, key=lambda c: c.time_created_ns):
         waiting[call.kind][call.process_group[0]].append(call)
     kinds = [_kind_of(timeline, row) for row in rows.tolist()]
     threads = timeline["thread"][rows].tolist()
-    # Of calls that only one group makes, the group of their thread.
+    # The group of a thread is known from calls that only one group makes.
     group_of = {
         thread: next(iter(waiting[kind]))
         for kind, thread in zip(kinds, threads, strict=True)
@@ -127,14 +127,14 @@ def _kind_of(timeline: Timeline, row: int) -> _Kind:
 
 
 def _queue_of(groups: dict[str, deque[FlightCall]], group: str | None, start_ns: int) -> deque[FlightCall] | None:
-    """The calls of the row's group; of all groups where that is not known, those issued first. None: there are none."""
+    """Return the queue of calls that a row's call is in; if its group is unknown, that of the call issued first."""
     own = groups.values() if group is None else [groups[group]] if group in groups else []
     issued = [queue for queue in own if queue and queue[0].time_created_ns <= start_ns + STAMPS_NS]
     return min(issued, key=lambda queue: queue[0].time_created_ns, default=None)
 
 
 def group_sizes() -> dict[str, int]:
-    """How many ranks each process group has; empty where torch.distributed does not run any more."""
+    """Return how many ranks each process group has; empty if torch.distributed does not run any more."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None or not c10d.is_initialized():
         return {}

@@ -1,16 +1,16 @@
-"""The operators of CUDA graphs: seen while the program captures them, since a replay has none.
+"""Records the operators of CUDA graphs while the program captures them, since a replay has no operators.
 
 ::
 
     capture_begin ── operators (Kineto) and the host's calls (CUPTI) ── capture_end
-                        launch    launch    launch                        │ the graph's kernels, by the driver
-                          │         │         │                           │ in the order they were put in
+                        launch    launch    launch                        │ the driver lists the graph's kernels
+                          │         │         │                           │ in the order they were added
                        kernel 0  kernel 1  kernel 2  ◄── one by one ──────┘
 
-A call of the host carries no kernel's name, and a graph no operator: together they say which operator put which kernel
-there (the column `captured`). `timeline.graph_alignment` finds those kernels in each replay.
+A call of the host has no kernel's name, and a graph has no operators. Together they tell which operator added which
+kernel (the column `captured`). `timeline.graph_alignment` finds those kernels in each replay.
 
-A program that captures nothing pays nothing. One that captures pays for Kineto's start and stop each time, until
+A program that captures nothing pays nothing. A program that captures pays for Kineto's start and stop each time, until
 `MOST_S` are spent.
 """
 
@@ -29,8 +29,9 @@ from .kernel_tracing import KernelTracing
 from .kineto_collector import KinetoCollector
 
 MOST_S = 2.0
-"""Of the program's time, for all captures after the first, which starts Kineto. A server that captures its model for 60
-batch sizes has the operators of the first ones, whose kernels have the same names."""
+"""Most seconds of the program's time that all captures may cost after the first, which also starts Kineto. A server
+that captures its model for 60 batch sizes gets operators for the first of them; the others' kernels have the same
+names."""
 _log = logging.getLogger("tessera")
 
 
@@ -46,7 +47,7 @@ class GraphCaptures:
         *,
         is_traced: Callable[[], bool],
     ) -> None:
-        """`is_traced`: whether the session records operators at this moment anyway."""
+        """`is_traced` returns whether the session already records operators at this moment."""
         self.notes: list[str] = []
         self.captured = 0
         """Graphs whose operators were recorded."""
@@ -58,10 +59,10 @@ class GraphCaptures:
         self._kernels = kernels
         self._add_rows = add_rows
         self._is_traced = is_traced
-        self._open = 0  # captures of all threads
+        self._open = 0  # open captures of all threads
         self._failed = False
-        self._first_s = 0.0  # what the first capture took
-        self._thread: int | None = None  # that captures, while operators of it are recorded
+        self._first_s = 0.0  # how long the first capture took us
+        self._thread: int | None = None  # the thread whose capture is being recorded
 
     @property
     def recording(self) -> bool:
@@ -94,7 +95,7 @@ class GraphCaptures:
         self._class.capture_begin, self._class.capture_end = capture_begin, capture_end
 
     def remove(self) -> None:
-        """Also ends a capture that the program never ended."""
+        """Stop watching, and end a capture that the program never ended."""
         self._class.capture_begin, self._class.capture_end = self._original
         if self._thread is not None:
             self._run_guarded(lambda: self._end(()))
@@ -102,7 +103,7 @@ class GraphCaptures:
     def _begin(self) -> None:
         profiler_runs = getattr(self._torch.autograd.profiler, "_is_profiler_enabled", False)
         if self._open or not self._kernels.running or is_capturing():
-            return  # waiting for the device would break the capture of another thread
+            return  # to wait for the device would break the capture of another thread
         if not self._is_traced():
             is_spent = self._first_s > 0 and self.tracing_s - self._first_s >= MOST_S
             if profiler_runs or self._failed or is_spent:
@@ -131,10 +132,10 @@ class GraphCaptures:
             self.tracing_s += time.perf_counter() - begun_s
 
     def _run_guarded(self, call: Callable[[], None]) -> None:
-        """Call it; a graph without operators must not cost the program anything."""
+        """Call it, and note an error: a graph without operators must not cost the program anything."""
         try:
             call()
-        except Exception as exc:  # noqa: BLE001  (whatever it is, the program must capture as without us)
+        except Exception as exc:  # noqa: BLE001  (the program's capture must not fail because of us)
             self._failed = True
             self.notes.append(f"operators of CUDA graphs could not be recorded: {exc}")
             _log.debug("operators of CUDA graphs", exc_info=exc)

@@ -1,12 +1,12 @@
-"""The kernels of a long run in a file that does not grow with it: the newest one by one, older ones as sums.
+"""Keeps the kernels of a long run in a file of bounded size: new ones one by one, older ones as sums.
 
 ::
 
     a day ago            2 h ago                 minutes ago          now
     | sums of a minute   | sums of a second      | every kernel       |
 
-A sum is a row of a kernel (name, launch, device, stream): `count` says how many it stands for, and it lasts as long as
-all of them together, beside the other sums of its second. So counts and seconds stay, and joules with them.
+A sum is a row for one kernel (name, launch, device, stream). `count` says how many kernels it stands for, and it lasts
+as long as all of them together. Counts, seconds and therefore joules are kept.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from ..timeline.columns import NONE, UNTRACED
 MOST_EVENTS = 4_000_000
 """Kernels that are kept one by one: two minutes at 30,000 a second, and what a reader can hold in a gigabyte."""
 MOST_SUMS = 1_000_000
+"""Sums of a second that are kept before they become sums of a minute."""
 SECOND_NS, MINUTE_NS = 1_000_000_000, 60_000_000_000
 _BATCH = 10
-"""Seconds (minutes) that are summed at once: each of them is then cut in two at most every tenth time."""
+"""Periods that are summed at once, so that the border of a chunk cuts at most every tenth period in two."""
 SUMMED = ("kind", "name", "launch", "device", "stream", "start_ns", "end_ns", "bytes", "count")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """Rows of the file, and when they were."""
+    """Rows of the file that were written together, and their time."""
 
     first_row: int
     rows: int
@@ -42,7 +43,7 @@ class StoredChunk:
 
 
 class _Level:
-    """Chunks of one sort, oldest first: events, or sums of a period."""
+    """Chunks of one sort, oldest first: single kernels, or sums of a period."""
 
     def __init__(self, most_rows: int, into_ns: int) -> None:
         self.most_rows, self.into_ns = most_rows, into_ns
@@ -54,7 +55,7 @@ class _Level:
         self.rows += chunk.rows
 
     def take_oldest(self) -> list[StoredChunk]:
-        """Chunks that are to become sums; none while there is room, or they are too few to be worth it."""
+        """Return the chunks to sum up next; none while there is room, or while they span too little time."""
         if self.rows <= self.most_rows or not self.chunks:
             return []
         end_ns = self.chunks[0].start_ns + _BATCH * self.into_ns
@@ -68,31 +69,31 @@ class _Level:
 
 
 class KernelHistory:
-    """Which chunks of kernels are to be summed up next."""
+    """Decides which chunks of kernels are to be summed up next."""
 
     def __init__(self) -> None:
         self._events = _Level(MOST_EVENTS, SECOND_NS)
         self._sums = _Level(MOST_SUMS, MINUTE_NS)
 
     def add(self, chunk: StoredChunk) -> None:
-        """A chunk of single kernels was written."""
+        """Note that a chunk of single kernels was written."""
         self._events.add(chunk)
 
     def take_due(self) -> tuple[list[StoredChunk], int]:
-        """Chunks that are to become one of sums, and the nanoseconds of its period; none where there is room."""
+        """Return the chunks to sum up into one, and the period of its sums in ns; no chunks while there is room."""
         for level in (self._events, self._sums):
             if taken := level.take_oldest():
                 return taken, level.into_ns
         return [], 0
 
     def replace(self, chunk: StoredChunk, period_ns: int) -> None:
-        """A chunk of sums was written in place of others."""
+        """Note that a chunk of sums was written in place of others."""
         if period_ns == SECOND_NS:  # sums of a minute stay as they are
             self._sums.add(chunk)
 
 
 def sum_kernels(columns: Mapping[str, NDArray[Any]], period_ns: int) -> dict[str, NDArray[Any]]:
-    """Rows of kernels as sums of a period. What is not of a device is left out."""
+    """Sum up rows of kernels over periods. Rows that are not on a device are left out."""
     on_device = np.isin(columns["kind"], [CODE[kind] for kind in ON_DEVICE])
     rows = {name: values[on_device] for name, values in columns.items()}
     rows["period"] = rows["start_ns"] // period_ns
@@ -108,7 +109,7 @@ def sum_kernels(columns: Mapping[str, NDArray[Any]], period_ns: int) -> dict[str
         )
     )
     sums = {c: rows[c][first] for c in ("kind", "name", "launch", "device", "stream", "period")}
-    # One after the other from the begin of the period; where that is too long, streams beside each other.
+    # The sums of a device follow each other from the begin of the period; if they do not fit, streams run in parallel.
     total_ns, in_row_ns = _line_up([sums[c] for c in ("period", "device")], length_ns)
     _, in_stream_ns = _line_up([sums[c] for c in ("period", "device", "stream")], length_ns)
     start_ns = sums.pop("period") * period_ns + np.where(total_ns <= period_ns, in_row_ns, in_stream_ns)
@@ -117,7 +118,7 @@ def sum_kernels(columns: Mapping[str, NDArray[Any]], period_ns: int) -> dict[str
 
 
 def _find_changes(columns: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-    """The rows that differ from the one before, and the first."""
+    """Return the indices of the first row and of all rows that differ from the row before."""
     changed = np.zeros(len(columns[0]), bool)
     changed[:1] = True
     for values in columns:
@@ -126,7 +127,7 @@ def _find_changes(columns: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
 
 
 def _line_up(columns: Sequence[NDArray[Any]], length_ns: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The length of all rows of each lane, and of those before each row in it."""
+    """Return for each row the length of all rows of its lane, and of the rows before it in that lane."""
     lanes = _find_changes(columns)
     rows = np.diff(lanes, append=len(length_ns))
     before_ns = np.cumsum(length_ns) - length_ns

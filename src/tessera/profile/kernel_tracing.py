@@ -1,7 +1,7 @@
-"""Every kernel, copy and set of the whole program by CUPTI: no operators, about 1% of a step.
+"""Records every kernel, copy and set of the whole program by CUPTI, without operators: about 1% of a step.
 
-CUPTI starts with CUDA and stops with the session. Kineto registers callbacks and a clock of its own with CUPTI, so
-ours are taken back after each of its steps (`handed_over`).
+CUPTI starts with CUDA and stops with the session. Kineto registers its own callbacks and clock with CUPTI, so ours are
+registered again after each time that Kineto has run (`handed_over`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .options import SessionOptions
 from .tracing import Deliver
 
 FLUSH_S = 0.25
-"""How often CUPTI is asked for what is complete, where the session's thread comes that often."""
+"""How often CUPTI is asked for complete buffers, if the session's thread ticks that often."""
 _log = logging.getLogger("tessera")
 
 
 class KernelTracing:
-    """Keeps CUPTI's records from the first use of CUDA on, and delivers them as rows about once a second."""
+    """Collects CUPTI's records from the first use of CUDA on, and delivers them as rows a few times a second."""
 
     def __init__(
         self, options: SessionOptions, deliver: Deliver, *, is_taken: Callable[[], bool] = lambda: False
     ) -> None:
-        """`is_taken`: whether Kineto records kernels at this moment, so that CUPTI is not ours to start."""
+        """`is_taken` returns whether Kineto records kernels at this moment; CUPTI must not be started then."""
         self.notes: list[str] = []
         self.why_nothing: str | None = None
-        """Why CUPTI keeps nothing; None while it does, or may yet."""
+        """Why no records are collected; None while they are, or may still be."""
         self.tracing_s = 0.0
         self.kept = 0
         self._options = options
@@ -52,18 +52,18 @@ class KernelTracing:
 
     @property
     def running(self) -> bool:
-        """Whether records are being kept."""
+        """Whether records are being collected."""
         return self._collector is not None and not self._over and not self._is_paused
 
     def begin(self) -> None:
-        """Start with CUDA: at once where it runs, else when the program first uses it."""
+        """Start together with CUDA: at once if CUDA is initialised, else when the program first uses it."""
         import torch
 
         if torch.version.cuda is None:
             self.why_nothing = "this torch has no CUDA"
         elif getattr(torch.cuda._tls, "is_initializing", False):
-            self._start()  # `tessera run` begins within CUDA's own start, whose lock `_lazy_call` would wait for
-        else:  # asking for a GPU here would initialise CUDA, after which the program may not fork
+            self._start()  # we are inside CUDA's own start (`tessera run`), whose lock `_lazy_call` would wait for
+        else:  # to ask for a GPU here would initialise CUDA, after which the program must not fork
             torch.cuda._lazy_call(self._start)
 
     def _start(self) -> None:
@@ -82,11 +82,11 @@ class KernelTracing:
 
     @contextlib.contextmanager
     def handed_over(self, *, calls: bool) -> Iterator[None]:
-        """Let another client have CUPTI inside; keep records again after it, with the host's `calls` or without."""
+        """Let another client use CUPTI in the block; afterwards collect again, with the host's `calls` or without."""
         if not self.running:
             yield
             return
-        synchronize()  # what runs would come in nobody's buffer
+        synchronize()  # the records of running kernels would be lost
         with self._lock:
             self._bring(CuptiCollector.stop)
             try:
@@ -95,7 +95,7 @@ class KernelTracing:
                 self._run_guarded(lambda collector: collector.start(calls=calls))
 
     def pause(self) -> None:
-        """Another client takes CUPTI: a profiler of the program."""
+        """Stop collecting, because a profiler of the program takes CUPTI."""
         if self.running:
             synchronize()
             with self._lock:
@@ -104,28 +104,28 @@ class KernelTracing:
                 self.notes.append("the program ran a profiler of its own: kernels of that time are not recorded")
 
     def resume(self) -> None:
-        """The other client has let go of CUPTI."""
+        """Collect again: the program's profiler has ended."""
         with self._lock:
             if self._is_paused:
                 self._is_paused = False
                 self._run_guarded(CuptiCollector.start)
 
     def begin_capture(self) -> None:
-        """A CUDA graph is about to be captured: its calls are kept in one piece."""
-        synchronize()  # a forced flush hands over what still runs without its times
+        """Prepare for the capture of a CUDA graph: hold the calls back, so that they come in one piece."""
+        synchronize()  # a forced flush hands over running kernels without their times
         with self._lock:
             self._bring(lambda collector: collector.flush(forced=True))
             self._is_held = True
 
     def end_capture(self, captured: Sequence[CapturedKernel]) -> None:
-        """It has been captured, with these kernels: name them by the calls that launched them."""
+        """Deliver the calls of a capture that has ended, with the names of the kernels that they launched."""
         synchronize()
         with self._lock:
             self._is_held = False
             self._bring(lambda collector: collector.flush(forced=True), captured)
 
     def tick(self) -> None:
-        """Called by the session's thread a few times a second: bring what is complete to the file."""
+        """Deliver complete buffers; the session's thread calls this a few times a second."""
         if self._starts_later:
             self._start()
         if self.running and not self._is_held and time.monotonic() - self._flushed_s >= FLUSH_S:
@@ -134,7 +134,7 @@ class KernelTracing:
                 self._bring(CuptiCollector.flush)
 
     def end(self) -> None:
-        """Stop, with what the device still runs."""
+        """Stop after the device has finished its work."""
         if self.running:
             synchronize()
             self._streams = name_streams()
@@ -167,7 +167,7 @@ class KernelTracing:
         self.tracing_s += time.thread_time() - begun
 
     def _run_guarded(self, call: Callable[[CuptiCollector], None]) -> None:
-        """Call it; if it fails, end the records with a note: the program must not fail because of us."""
+        """Call it. If it fails, end the recording with a note: the program must not fail because of us."""
         if self._collector is None or self._over:
             return
         try:

@@ -1,7 +1,8 @@
-"""Kineto, through torch.profiler: started, stopped, written to a file and read back as a `Timeline`.
+"""Runs Kineto through torch.profiler: starts and stops it, lets it write a file, and reads that as a `Timeline`.
 
 torch's own `events()` and `key_averages()` are never called: they make a Python object of every event (16 s for
-139 000). `export_chrome_trace` writes the same from C++ in a fraction of a second, and our reader makes columns of it.
+139 000). `export_chrome_trace` writes the same events from C++ in a fraction of a second, and our reader makes columns
+of them.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from .torch_hooks import ModuleRanges, has_compiled
 if TYPE_CHECKING:
     from .kernel_tracing import KernelTracing
 
-# Kineto writes CUPTI's stream id, which is neither torch's id nor the driver's pointer. CUPTI itself gives it for a
-# pointer (cuptiGetStreamIdEx), where Kineto has loaded it; else the driver does (cuStreamGetId, from CUDA 12 on), whose
-# number is the same. Both are called through ctypes. If neither answers, streams are shown by their numbers.
+# Kineto writes CUPTI's stream id, which is neither torch's id nor the driver's pointer. CUPTI converts a pointer to it
+# (cuptiGetStreamIdEx) if Kineto has loaded CUPTI; otherwise the driver does (cuStreamGetId, from CUDA 12 on), with the
+# same result. Both are called through ctypes. If neither answers, streams are shown by their numbers.
 Ask = Callable[[int], int | None]
-"""A stream's pointer to its id; its device is the current one."""
+"""Converts the pointer of a stream of the current device to its id."""
 
 
 def name_streams(*, known: Mapping[tuple[int, int], str] | None = None, ask: Ask | None = None) -> dict[str, str]:
-    """Our streams' names by the keys of `timeline.stream_names`; asked while Kineto runs, and CUPTI with it."""
+    """Return the names of our streams by the keys of `timeline.stream_names`. Call it while Kineto and CUPTI run."""
     handles = names() if known is None else known
     torch: Any = sys.modules.get("torch")
     if not handles or (ask is None and (torch is None or not torch.cuda.is_initialized())):
@@ -62,13 +63,13 @@ def name_streams(*, known: Mapping[tuple[int, int], str] | None = None, ask: Ask
 
 
 def add_stream_names(timeline: Timeline, names_by_key: Mapping[str, str]) -> None:
-    """Put names into a timeline's meta; while its devices have Kineto's numbers."""
+    """Put names of streams into a timeline's meta; call it while the devices still have Kineto's numbers."""
     if names_by_key:
         timeline.meta[KEY] = {**(timeline.meta.get(KEY) or {}), **names_by_key}
 
 
 def renumber_streams(timeline: Timeline, numbers: list[int]) -> None:
-    """Follow a change of device numbers: `numbers[i]` is what device i is called now."""
+    """Change the device numbers in stream names: device i becomes `numbers[i]`."""
     names_by_key = timeline.meta.get(KEY)
     if not names_by_key:
         return
@@ -80,7 +81,7 @@ def renumber_streams(timeline: Timeline, numbers: list[int]) -> None:
 
 
 def stream_id(handle: int) -> int | None:
-    """What a trace calls the stream of a pointer; None where nobody says."""
+    """Return the id that a trace has for the stream of a pointer; None if neither CUPTI nor the driver tells."""
     for way in (by_cupti, by_driver):
         number = way(handle)
         if number is not None:
@@ -89,18 +90,18 @@ def stream_id(handle: int) -> int | None:
 
 
 def by_cupti(handle: int) -> int | None:
-    """CUPTI's own id of a stream of the current context."""
+    """Return CUPTI's id of a stream of the current context."""
     library = _find_loaded("libcupti")
     if library is None or not hasattr(library, "cuptiGetStreamIdEx"):
         return None
     number = ctypes.c_uint32()
-    # context NULL: the current one; per-thread default streams: no
+    # NULL: the current context; 0: not the per-thread default streams
     failed = library.cuptiGetStreamIdEx(None, ctypes.c_void_p(handle), ctypes.c_uint8(0), ctypes.byref(number))
     return None if failed else int(number.value)
 
 
 def by_driver(handle: int) -> int | None:
-    """The driver's id of a stream."""
+    """Return the driver's id of a stream."""
     library = _find_loaded("libcuda")
     if library is None or not hasattr(library, "cuStreamGetId"):
         return None
@@ -118,7 +119,7 @@ def _open(path: str) -> Any:
 
 
 def _find_loaded(name: str) -> Any:
-    """A library this process has loaded already: a second copy of CUPTI would know nothing of the first's streams."""
+    """Return a library that is loaded in this process; a second copy of CUPTI would not know the first's streams."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -131,15 +132,15 @@ _LEFT_OUT = {"gpu": ("kernel",), "memcpy": ("memcpy", "memset"), "collective": (
 
 
 def torch_installed() -> bool:
-    """Whether there is a torch to trace."""
+    """Return whether torch is installed."""
     return "torch" in sys.modules or importlib.util.find_spec("torch") is not None
 
 
 class Finished:
-    """One window that has ended: Kineto holds its events until `timeline` has read them."""
+    """A traced window that has ended. Kineto holds its events until `timeline` has read them."""
 
     process_ends: ClassVar[bool] = False
-    """Set when nothing but the end of the process is to come: its memory is then given back at once, not piecemeal."""
+    """Set when the process is about to end. Events are then not freed one by one: the end of the process frees them."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class Finished:
         self._calls, self._group_sizes = calls, sizes
 
     def timeline(self) -> Timeline:
-        """Export, read and forget. Exporting holds the interpreter's lock, 2 to 3 us an event."""
+        """Export and read the events, then free them. Exporting holds the interpreter's lock, 2 to 3 us per event."""
         from ..timeline import kineto
 
         prof, self._prof = self._prof, None
@@ -173,10 +174,10 @@ class Finished:
         return drop_own_frames(drop_unasked(timeline, self._options))
 
     def _let_go(self, prof: Any) -> None:
-        """Free Kineto's events: 3 us each with shapes, the interpreter's lock held; not where the process ends anyway.
+        """Free Kineto's events, unless the process ends anyway: that takes 3 us each with shapes, under the lock.
 
-        torch's profiler is in a reference cycle. Left alone its events stay until garbage is collected or the
-        interpreter ends, and the program stands still then.
+        torch's profiler is in a reference cycle. Otherwise its events would be freed by the garbage collector or at the
+        interpreter's end, and the program would stand still for that time.
         """
         held, prof.profiler = prof.profiler, None
         if self.process_ends:
@@ -184,10 +185,10 @@ class Finished:
 
 
 class KinetoCollector:
-    """Starts and stops Kineto. Only the thread that started it may stop it: Kineto keeps its state by thread."""
+    """Starts and stops Kineto. Only the thread that started it may stop it: Kineto's state belongs to a thread."""
 
     starting: ClassVar[bool] = False
-    """While a profiler that starts is ours; a process has one Kineto."""
+    """Whether the profiler that is just starting is ours. A process has only one Kineto."""
 
     def __init__(self, options: SessionOptions) -> None:
         self._options = options
@@ -201,23 +202,23 @@ class KinetoCollector:
         return self._prof is not None
 
     def prepare(self) -> None:
-        """Warm up: load and enable the vendor's library now, so that the first recorded step does not pay for it."""
+        """Load and enable the vendor's library now, so that the first recorded step does not pay for that."""
         if self._prepared is not None:
             return
-        # Kineto announces each start and stop on standard error; 99 is above all its levels.
+        # Kineto writes each start and stop to standard error; 99 is above all its levels.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         import torch
 
         options = self._options
         if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
-            raise _busy("another profiler is running")  # starting ours would end in a segmentation fault (2.13)
+            raise _busy("another profiler is running")  # to start a second one would end in a segfault (2.13)
         prof = torch.profiler.profile(
             activities=self._activities(), record_shapes=options.record_shapes, with_stack=options.with_stack,
             profile_memory="memory" in options.enabled_activities, experimental_config=_trace_only(options),
         )  # fmt: skip
         KinetoCollector.starting = True
         try:
-            # "Profiler clears events at the end of each cycle": not for our user
+            # torch warns that the "profiler clears events at the end of each cycle": of no interest to our user.
             with warnings.catch_warnings(), _without_inductor(torch):
                 warnings.simplefilter("ignore")
                 prof.prepare_trace()
@@ -245,7 +246,7 @@ class KinetoCollector:
         return wanted
 
     def _touch_device(self) -> None:
-        """One tiny kernel whose events are thrown away: CUPTI makes its buffers at the first one."""
+        """Launch one tiny kernel and discard its events: CUPTI makes its buffers at the first kernel."""
         import torch
 
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -263,7 +264,7 @@ class KinetoCollector:
         self.thread = threading.get_ident()
 
     def stop(self) -> Finished:
-        """Record no more. Waits for the device, whose last kernels belong to the window."""
+        """Stop recording. Waits for the device, whose last kernels belong to the window."""
         if self.thread != threading.get_ident():
             raise MeasurementError(
                 "the trace can only be ended by the thread that began it",
@@ -277,16 +278,16 @@ class KinetoCollector:
 
     def cancel(self) -> None:
         prof, self._prepared = self._prepared, None
-        if prof is not None:  # Kineto has no other way back
+        if prof is not None:  # the only way to end Kineto's warm-up
             prof.start_trace()
             prof.stop_trace()
 
 
 class OperatorCollector(KinetoCollector):
-    """Kineto for operators alone, while CUPTI's own records go on; for kernels as well where CUPTI cannot be had.
+    """Kineto for operators only, while CUPTI's own records continue. Without CUPTI, Kineto records kernels as well.
 
-    The host's calls come from CUPTI then: by thread and time they tie kernels to operators (`timeline.link`). Kineto
-    costs half as much without its own records, and neither loses a kernel.
+    With CUPTI, the host's calls come from it: their threads and times tie kernels to operators (`timeline.link`).
+    Kineto then costs half as much, and neither of the two loses a kernel.
     """
 
     def __init__(
@@ -296,14 +297,14 @@ class OperatorCollector(KinetoCollector):
         modules: ModuleRanges,
         flush: Callable[[], None] = lambda: None,
     ) -> None:
-        """`flush` writes what was recorded to the file: while Kineto stops, no other thread can."""
+        """`flush` writes what was recorded to the file, because no other thread can while Kineto stops."""
         super().__init__(options)
         self._kernels = kernels
         self._modules = modules
         self._flush = flush
 
     def prepare(self) -> None:
-        """Warm up where Kineto records kernels too; beside CUPTI it would take the records of that step."""
+        """Warm up if Kineto records kernels too. Beside CUPTI the warm-up would take the records of that step."""
         if not self._kernels.running:
             super().prepare()
 
@@ -311,7 +312,7 @@ class OperatorCollector(KinetoCollector):
         with self._kernels.handed_over(calls=True):
             super().prepare()
             super().start()
-        if not has_compiled():  # hooks that come and go make torch.compile compile anew
+        if not has_compiled():  # adding and removing hooks makes torch.compile compile again
             self._modules.install()
 
     def stop(self) -> Finished:
@@ -332,9 +333,9 @@ class OperatorCollector(KinetoCollector):
 
 @contextlib.contextmanager
 def _without_inductor(torch: Any) -> Iterator[None]:
-    """Keep torch.profiler from importing Inductor to ask for a setting of it: 4 s of a program that compiles nothing.
+    """Keep torch.profiler from importing Inductor just to read a setting: 4 s in a program that compiles nothing.
 
-    torch imports it when `torch._inductor` is first asked for (2.11, 2.13); what compiles has imported it before.
+    torch imports Inductor when `torch._inductor` is first used (2.11, 2.13); a program that compiles has done that.
     """
     lazy = getattr(torch, "_lazy_modules", None)
     if "torch._inductor" in sys.modules or not isinstance(lazy, set) or "_inductor" not in lazy:
@@ -348,7 +349,7 @@ def _without_inductor(torch: Any) -> Iterator[None]:
 
 
 def _trace_only(options: SessionOptions) -> Any:
-    """Have torch make no events for Python, which we never ask for (from 2.13 on; it refuses stacks then)."""
+    """Let torch make no Python objects of events, which we never use (since 2.13; not possible with stacks)."""
     from torch._C._profiler import _ExperimentalConfig
 
     if options.with_stack:
@@ -368,9 +369,9 @@ def _busy(why: str) -> MeasurementError:
 
 
 def find_sensor_numbers() -> list[int] | None:
-    """The sensors' number of each device of torch (gpu2 is NVML's second); None where they are the same.
+    """Return the sensors' number of each device of torch; None if the numbers are the same.
 
-    Kineto and CUPTI count the devices that CUDA_VISIBLE_DEVICES leaves.
+    Kineto and CUPTI count only the devices that CUDA_VISIBLE_DEVICES leaves; NVML counts all.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not os.environ.get("CUDA_VISIBLE_DEVICES") or torch.version.hip is not None:
@@ -380,12 +381,12 @@ def find_sensor_numbers() -> list[int] | None:
         return None
     try:
         return [int(index_of(i)) for i in range(torch.cuda.device_count())]
-    except (RuntimeError, TypeError, ValueError, IndexError):  # a part of a GPU (MIG), which NVML has no number for
+    except (RuntimeError, TypeError, ValueError, IndexError):  # a MIG part of a GPU has no NVML number
         return None
 
 
 def renumber_devices(timeline: Timeline, numbers: list[int]) -> None:
-    """Give devices the numbers that the sensors have for them."""
+    """Give the devices of a timeline the sensors' numbers."""
     device = timeline["device"]
     is_mapped = (device >= 0) & (device < len(numbers))
     timeline.columns["device"] = np.where(
@@ -399,7 +400,7 @@ def renumber_devices(timeline: Timeline, numbers: list[int]) -> None:
 
 
 def drop_unasked(timeline: Timeline, options: SessionOptions) -> Timeline:
-    """The timeline without the device rows nobody asked for. Their joules then count as the board's idle ones."""
+    """Return the timeline without the kinds of device rows that were not asked for; their joules count as idle."""
     unwanted = [CODE[k] for a in ON_DEVICE if a not in options.enabled_activities for k in _LEFT_OUT[a]]
     if not unwanted:
         return timeline
@@ -409,22 +410,22 @@ def drop_unasked(timeline: Timeline, options: SessionOptions) -> Timeline:
 
 
 def drop_own_frames(timeline: Timeline) -> Timeline:
-    """The timeline without what Python ran on threads of ours: torch's Python tracer records every thread.
+    """Return the timeline without Python frames of our own threads: torch's Python tracer records every thread.
 
-    Threads that ran before the trace, and nothing of torch's, are all number 0 there.
+    There, threads that ran before the trace and did nothing in torch all have the number 0.
     """
     is_frame = np.isin(timeline["name"], timeline.meta.get("frames", ()))
     alive = {t.native_id: t.name.startswith("tessera-") for t in threading.enumerate() if t.native_id is not None}
     own = [number for number, is_own in alive.items() if is_own]
     if {number for number, is_own in alive.items() if not is_own} <= set(timeline["thread"][is_frame].tolist()):
-        own.append(0)  # no other is left that it could be
+        own.append(0)  # all other threads have been seen, so 0 is ours
     return _keep_rows(timeline, ~(is_frame & np.isin(timeline["thread"], own)), [])
 
 
 def _keep_rows(timeline: Timeline, keep: NDArray[np.bool_], notes: Sequence[str]) -> Timeline:
     if keep.all():
         return timeline
-    # Row numbers change with the rows that go: one more cell at the end, so that NONE stays NONE.
+    # Rows get new numbers. The extra cell at the end maps NONE (-1) to NONE.
     number = np.append(np.where(keep, np.cumsum(keep) - 1, NONE), NONE)
     columns = {name: values[keep] for name, values in timeline.columns.items()}
     columns["parent"] = number[columns["parent"]]

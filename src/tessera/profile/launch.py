@@ -1,13 +1,13 @@
-"""Runs a script or module unchanged, with a session around it: the child process of `tessera run`.
+"""Runs a script or module unchanged, with a session around it, in the child process of `tessera run`.
 
     python -c LAUNCH FD PLAN_JSON...
 
-`LAUNCH` and not `-m`, which would import from the working directory. `FD` is a pipe of `tessera run`'s, or "-": a byte
-`ENDED` when the script has ended, and `CLOSED` when the run file is whole.
+`python -m` is not used, since it would import from the working directory. `FD` is a pipe of `tessera run`, or "-". The
+child writes the byte `ENDED` when the script has ended, and `CLOSED` when the run file is complete.
 
 The script finds `__main__`, `sys.argv` and `sys.path` as Python would have made them, also in what it pickles and
-spawns. Its exit code, its traceback and the signal that ended it are its own. torch is not imported before the script
-does, nor CUDA touched: a script may still set CUDA_VISIBLE_DEVICES or OMP_NUM_THREADS first.
+spawns. Its exit code, its traceback and the signal that ends it are unchanged. We import torch or touch CUDA only after
+the script does, so the script may still set CUDA_VISIBLE_DEVICES or OMP_NUM_THREADS.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if not sys.flags.safe_path:
     del sys.path[0]
 from tessera.profile.launch import main
 main()"""
-"""What the child runs. Before anything is imported it drops the working directory, where anybody's files may lie."""
+"""The code that the child runs. It first drops the working directory from `sys.path`: anybody may put files there."""
 ENDED, CLOSED = b"e", b"c"
 MISSING = 2
 _PIECE = 30_000  # characters: Linux takes 128 KiB for one argument, and two megabytes for all
@@ -53,7 +53,7 @@ _PIECE = 30_000  # characters: Linux takes 128 KiB for one argument, and two meg
 
 
 class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
-    """What `tessera run` asks for. With `ranks`, `path` is a folder, where each rank writes a file of its own."""
+    """What `tessera run` asks for. With `ranks`, `path` is a folder in which each rank writes its own file."""
 
     target: str
     module: bool = False
@@ -74,19 +74,19 @@ class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     scope: Scope | None = None
 
     def start(self, fd: int | None = None) -> list[str]:
-        """The command that runs this plan; the plan's text is as many arguments as it needs."""
+        """Return the command that runs this plan; the plan's text is split into as many arguments as it needs."""
         text = msgspec.json.encode(self).decode()
         pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
         return [sys.executable, "-c", LAUNCH, "-" if fd is None else str(fd), *pieces]
 
     @property
     def environment(self) -> dict[str, str] | None:
-        """Of the script's process: ours, which None stands for, with whose power is to be measured."""
+        """The environment of the script's process: ours, plus whose power is to be measured; None means just ours."""
         return {**os.environ, SCOPE_VARIABLE: self.scope} if self.scope else None
 
 
 class Terminated(SystemExit):
-    """SIGTERM or SIGHUP, as an exception: `finally` blocks run, and the session writes what it has."""
+    """SIGTERM or SIGHUP as an exception, so that `finally` blocks run and the session writes what it has."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -94,11 +94,11 @@ class Terminated(SystemExit):
 
 
 def main() -> None:
-    """Run the plan that the arguments give."""
+    """Run the plan that is given in the arguments."""
     plan = msgspec.json.decode("".join(sys.argv[2:]), type=LaunchPlan)
     tell = _teller(None if sys.argv[1] == "-" else int(sys.argv[1]))
     me = find_rank()
-    if me is not None:  # else the script outlives `tessera run`, and its run is written nevertheless
+    if me is not None:  # without ranks the script may outlive `tessera run`; its run is written nevertheless
         end_with_parent()
         flight_record.enable()
     is_first = me is None or me.rank == 0
@@ -116,9 +116,9 @@ def main() -> None:
             with _terminable():
                 exec(code, program.__dict__)
                 _join_threads()
-        finally:  # a second Ctrl-C before this line is the script's as well, and comes to the next one
+        finally:  # a second Ctrl-C before this line still belongs to the script and is caught below
             patience.hold()
-    except BaseException as exc:  # noqa: BLE001  (whatever ends the script, what was recorded is written)
+    except BaseException as exc:  # noqa: BLE001  (however the script ends, what was recorded is written)
         patience.hold()
         outcome = exc
         if isinstance(exc, KeyboardInterrupt):
@@ -136,14 +136,14 @@ def main() -> None:
 
 
 def _teller(pipe: int | None) -> Callable[[bytes], None]:
-    """Says something to `tessera run`, if that is who started us and is still there.
+    """Return a function that writes a byte to `tessera run`, if that has started us and still runs.
 
-    Not from a child that the script forked and that comes to the script's end too; nor where the script closed the
-    pipe, whose number may then be that of a file of its own.
+    The function does nothing in a child that the script has forked and that also reaches the script's end. It also does
+    nothing if the script has closed the pipe: its number may then belong to a file of the script.
     """
     if pipe is None:
         return lambda what: None
-    os.set_inheritable(pipe, False)  # the programs that the script starts have no part in it
+    os.set_inheritable(pipe, False)  # programs that the script starts must not hold the pipe open
     process, opened = os.getpid(), os.fstat(pipe)
 
     def tell(what: bytes) -> None:
@@ -155,7 +155,7 @@ def _teller(pipe: int | None) -> Callable[[bytes], None]:
 
 
 def _start_session(plan: LaunchPlan) -> Session | None:
-    """The session, begun; None, with a line that says so, where its file cannot be written: the script runs anyway."""
+    """Start the session. If its file cannot be written, print why and return None: the script runs anyway."""
     options = SessionOptions(
         mode=plan.mode, operator_steps=plan.operator_steps,
         activities=(*DEFAULT[plan.mode], "memory") if plan.memory else None,
@@ -171,7 +171,7 @@ def _start_session(plan: LaunchPlan) -> Session | None:
         ).start()
     except RecordingError as exc:
         sys.stderr.write(f"tessera: {exc.what}: {exc.why or exc.fix}; the script runs, and nothing is recorded\n")
-        for side in ("", *SIDE_FILES):  # what was begun is no run
+        for side in ("", *SIDE_FILES):  # what was written so far is not a run
             Path(f"{path}{side}").unlink(missing_ok=True)
         return None
     except TesseraError as exc:
@@ -183,7 +183,7 @@ def _start_session(plan: LaunchPlan) -> Session | None:
 
 
 def load(plan: LaunchPlan) -> tuple[CodeType, ModuleType]:
-    """The compiled program and its `__main__`; sets `sys.argv` and `sys.path[0]`. Exits as Python does on errors."""
+    """Compile the program; return it with its `__main__`. Sets `sys.argv` and `sys.path[0]`; fails as Python would."""
     sys.argv = [plan.target, *plan.argv]
     program = ModuleType("__main__")
     try:
@@ -192,7 +192,7 @@ def load(plan: LaunchPlan) -> tuple[CodeType, ModuleType]:
         sys.stderr.write(f"error: {exc}\n")
         sys.exit(MISSING)
     except SyntaxError as exc:
-        exc.__traceback__ = None  # ours; the error has the script's own line
+        exc.__traceback__ = None  # its frames are ours; the error itself names the script's line
         sys.excepthook(type(exc), exc, None)
         sys.exit(1)
 
@@ -237,15 +237,15 @@ def _module(target: str, program: ModuleType) -> CodeType:
 
 
 def _put_first(folder: str) -> None:
-    """Where the script's own imports come from."""
+    """Make `folder` the first place for imports, as Python does for a script's folder."""
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)
 
 
 def _join_threads() -> None:
-    """Python waits for threads that are no daemons before it exits; the session is to last as long.
+    """Wait for all threads that are not daemons, as Python does at exit, so that the session includes them.
 
-    Before it waits it tells the pools of `concurrent.futures` to end their workers: those would wait for ever.
+    First tell the pools of `concurrent.futures` to end their workers, as Python does: otherwise they wait for ever.
     """
     for call in reversed(getattr(threading, "_threading_atexits", ())):  # called again at exit, which does no harm
         call()
@@ -259,10 +259,10 @@ def _join_threads() -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the script like an exception, unless it has its own idea of them."""
+    """Let SIGTERM and SIGHUP end the script by an exception, unless the script handles them itself."""
 
     def terminate(signum: int, frame: FrameType | None) -> None:
-        handle_with(signal.SIG_IGN)  # once is enough: the file is being written
+        handle_with(signal.SIG_IGN)  # a second signal must not interrupt the writing of the file
         raise Terminated(signum)
 
     def handle_with(handler: Any) -> None:
@@ -273,7 +273,7 @@ def _terminable() -> Iterator[None]:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP
             signal.signal(number, terminate)
-    os.register_at_fork(after_in_child=lambda: handle_with(signal.SIG_DFL))  # a pool ends its workers so, and waits
+    os.register_at_fork(after_in_child=lambda: handle_with(signal.SIG_DFL))  # a pool ends its workers by SIGTERM
     try:
         yield
     finally:
@@ -281,7 +281,7 @@ def _terminable() -> Iterator[None]:
 
 
 def exit_code(outcome: BaseException | None) -> int:
-    """What the shell will see."""
+    """Return the exit code that the shell will see."""
     if outcome is None:
         return 0
     if isinstance(outcome, SystemExit):
@@ -290,7 +290,7 @@ def exit_code(outcome: BaseException | None) -> int:
 
 
 def _show(outcome: BaseException) -> None:
-    """The script's traceback, without us in it, at once: writing may take a while."""
+    """Print the script's traceback without our frames; at once, since writing the run may take a while."""
     if isinstance(outcome, SystemExit):
         return
     trace = outcome.__traceback__.tb_next if outcome.__traceback__ is not None else None
@@ -300,7 +300,7 @@ def _show(outcome: BaseException) -> None:
 def _finish(
     session: Session, steps: ScriptSteps, code: int, patience: Patience, *, interrupted: bool, show: bool
 ) -> None:
-    """End the session. Whoever will not wait for its trace may drop it (`Patience`)."""
+    """End the session. The user may drop its trace by Ctrl-C (`Patience`)."""
     if "torch" in sys.modules:
         from .kineto_collector import Finished
 
@@ -316,10 +316,10 @@ def _finish(
         finally:
             session.stop()
     except KeyboardInterrupt:
-        with contextlib.suppress(TesseraError):  # a full disk: what was committed can be read
+        with contextlib.suppress(TesseraError):  # the disk is full: what was committed can be read
             session.drop()
         patience.tell(DROPPED)
-    except Exception as exc:  # noqa: BLE001  (the script's exit code is not ours to change)
+    except Exception as exc:  # noqa: BLE001  (we must not change the script's exit code)
         sys.stderr.write(f"\ntessera: the run could not be written whole: {exc}\n")
     finally:
         if show:
@@ -327,7 +327,7 @@ def _finish(
 
 
 def _leave(outcome: BaseException | None) -> None:
-    """End as the script did: by its exit code, or by the signal."""
+    """End the process as the script ended: by its exit code, or by the signal."""
     if isinstance(outcome, (KeyboardInterrupt, Terminated)):
         number = outcome.number if isinstance(outcome, Terminated) else signal.SIGINT
         for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""The default of a session: every kernel of the whole run by CUPTI, and the operators of a few steady steps by Kineto.
+"""The default way to trace: all kernels of the whole run by CUPTI, and operators of a few steady steps by Kineto.
 
 ::
 
@@ -6,9 +6,9 @@
     Kineto                                         |<- operators ->| stop, read
     steps    |  |  |  |  |  |  |  |  |  |  |  |  | |   |   |   |   |   |  |  |  |  |  |  |  |  |  ||
 
-What each program gets is decided when its tracing begins: a machine without an accelerator has no kernels, and its
-operators are traced as long as `limit_s` allows; where CUPTI cannot be had, Kineto records kernels too, in the same few
-steps. Kineto runs while the program captures a CUDA graph, too (`graph_capture`): its replays show no operators.
+What is recorded is decided when tracing begins. On a machine without an accelerator there are no kernels: operators are
+traced as long as `limit_s` allows. Without CUPTI, Kineto records kernels too, in the same few steps. Kineto also runs
+while the program captures a CUDA graph (`graph_capture`), since replays of the graph show no operators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tracing_schedule import SteadySteps, TracingSchedule
 
 
 class Receiver(Protocol):
-    """Who takes what was recorded: the session."""
+    """Takes what was recorded: the session."""
 
     def deliver(self, timeline: Timeline, start_ns: int, end_ns: int) -> None: ...
     def add_rows(self, timeline: Timeline) -> None: ...
@@ -61,8 +61,8 @@ class LightTracing:
         self._captures: GraphCaptures | None = None
         self.operators: Tracing | None = None
         self.mode: Mode = options.mode
-        """What is recorded in the end: `operators` where there is no accelerator."""
-        self._windows: list[tuple[int, int]] = []  # in which operators were recorded
+        """The mode that is used in the end: `operators` if there is no accelerator."""
+        self._windows: list[tuple[int, int]] = []  # times in which operators were recorded
         self._begun = False
 
     @property
@@ -95,7 +95,7 @@ class LightTracing:
 
     @property
     def collectors(self) -> dict[str, str | None]:
-        """What recorded kernels and operators, and why CUPTI did not."""
+        """Which library recorded kernels and operators, and why CUPTI did not."""
         by_kineto = "kineto" if self._has_operators else None
         if self.mode == "operators":
             return {"kernels": None, "operators": by_kineto, "why": None}
@@ -107,11 +107,11 @@ class LightTracing:
         return bool(self._windows) or (self._captures is not None and bool(self._captures.captured))
 
     def expect_steps(self) -> None:
-        """The program has an optimizer: its steps will be seen."""
+        """Note that the program has an optimizer, so that its steps will be seen."""
         self._steady.steps_expected = True
 
     def begin(self, step: int = 0) -> None:
-        """Start what this machine and program have."""
+        """Start the kinds of tracing that this machine and program allow."""
         import torch
 
         self._begun = True
@@ -158,7 +158,7 @@ class LightTracing:
         self._receiver.add_rows(self._modules.take())
 
     def _deliver_few(self, timeline: Timeline, start_ns: int, end_ns: int) -> None:
-        """Operators of a few steps; kernels too, and the only ones, where CUPTI cannot be had."""
+        """Deliver the operators of a few steps; without CUPTI they come with the only kernels there are."""
         if self.kernels.kept:
             self._receiver.add_rows(timeline)
             self._receiver.add_rows(self._modules.take())
@@ -169,7 +169,7 @@ class LightTracing:
             self._deliver(timeline, start_ns, end_ns)
 
     def _deliver_capture(self, timeline: Timeline) -> None:
-        """Operators of a CUDA graph's capture: no step of the program, so no window of its operators."""
+        """Deliver the operators of a CUDA graph's capture. They are not a step, so there is no window for them."""
         self._receiver.add_rows(timeline)
         self._receiver.add_rows(self._modules.take())
 
@@ -186,13 +186,13 @@ class LightTracing:
             self.operators.boundary(now_ns, of_step=of_step)
 
     def tick(self, now_ns: int) -> None:
-        """Called by the session's thread a few times a second."""
+        """Pass on what is due; the session's thread calls this a few times a second."""
         self.kernels.tick()
         if self.operators is not None:
             self.operators.tick(now_ns)
 
     def finish(self, why: str | None = None) -> None:
-        """Stop tracing operators. Kernels and all other recording go on."""
+        """Stop tracing operators; kernels and everything else are still recorded."""
         if self.operators is not None:
             self.operators.finish(why)
 
@@ -217,7 +217,7 @@ class LightTracing:
 
 
 def has_accelerator() -> bool:
-    """Whether torch sees a GPU. Asks NVML where it can: CUDA's own answer would keep the program from forking."""
+    """Return whether torch sees a GPU. Asks NVML if possible: after asking CUDA itself the program could not fork."""
     import torch
 
     return bool(torch.cuda.device_count()) or bool(hasattr(torch, "xpu") and torch.xpu.is_available())

@@ -1,6 +1,6 @@
-"""Random runs of a few kernels with pauses, under a session: a load whose edges show how a power sensor responds.
+"""Runs a few kernels in random order with pauses, under a session: its edges show how a power sensor responds.
 
-`tessera calibrate` learns the sensor from it; `tessera selftest` compares its joules with those of each kernel alone.
+`tessera calibrate` learns the sensor from this load; `tessera selftest` compares its joules with each kernel's alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .region import region
 from .session import session
 
 Kernels = Mapping[str, Callable[[], Any]]
-# Runs last 2 to 60 ms, as the phases of a training step do; after a quarter of them comes a pause of such a length.
+# A run of one kernel lasts 2 to 60 ms, as the phases of a training step do; after a quarter of them comes such a pause.
 SHORTEST_S, LONGEST, PAUSES = 0.002, 30.0, 0.25
 _TIMED_CALLS = 20
 
 
 def make_kernels(torch: Any) -> Kernels:
-    """A product, a copy and a softmax on the current CUDA device, each of a fraction of a millisecond."""
+    """Return a product, a copy and a softmax on the current CUDA device; each takes a fraction of a millisecond."""
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(64 << 20, device="cuda", dtype=torch.bfloat16)
     c, d = torch.empty_like(b), torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
@@ -31,7 +31,7 @@ def make_kernels(torch: Any) -> Kernels:
 
 
 def time_kernels(torch: Any, kernels: Kernels) -> dict[str, float]:
-    """Seconds of one call of each."""
+    """Return the seconds of one call of each kernel."""
     seconds = {}
     for name, kernel in kernels.items():
         kernel()
@@ -47,7 +47,7 @@ def time_kernels(torch: Any, kernels: Kernels) -> dict[str, float]:
 def run_mixture(
     torch: Any, kernels: Kernels, each_s: Mapping[str, float], seconds: float
 ) -> tuple[EnergyTable, dict[str, int]]:
-    """Run them for so long; the joules by region (one for each kernel), and how often each was called."""
+    """Run the kernels for `seconds`. Return the joules by region (one per kernel) and the number of calls of each."""
     rng, names, calls = random.Random(7), list(kernels), dict.fromkeys(kernels, 0)
     with tempfile.TemporaryDirectory() as folder:
         with session(mode="operators", record_shapes=False, path=Path(folder, "mixture.tessera")) as sess:

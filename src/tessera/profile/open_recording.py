@@ -14,7 +14,7 @@ from ..trace import PowerTrace
 
 Progress = Callable[[float], None]
 OTHERS = ("AMD", "Intel", "MTIA", "ARTEMIS")
-"""How the names of devices begin whose sensor is not NVML."""
+"""How device names begin if their sensor is not NVML."""
 
 
 def load(
@@ -41,7 +41,7 @@ def load(
 
 
 def _add_rocprof_counters(path: Path, timeline: Timeline) -> None:
-    """The counters that rocprofv3 wrote beside its trace of kernels (`--kernel-trace --pmc ...`)."""
+    """Add the counters that rocprofv3 wrote beside its trace of kernels (`--kernel-trace --pmc ...`)."""
     beside = path.with_name(path.name.removesuffix(KERNELS) + "_counter_collection.csv")
     if path.name.endswith(KERNELS) and beside.exists():
         from .counters import amd, merge
@@ -58,9 +58,9 @@ def open_recording(
     progress: Progress | None = None,
     frames: bool = False,
 ) -> Recording:
-    """A run file, a Kineto trace, a folder of ranks, a session or a timeline as a `Recording`.
+    """Open a run file, a Kineto trace, a folder of ranks, a session or a timeline as a `Recording`.
 
-    `power` is for one that has no power samples of its own. `frames` keeps the Python frames of a trace (`load`).
+    `power` is a log for a recording without its own power samples. `frames` keeps the Python frames of a trace.
     """
     recording = _open(recorded, progress, frames)
     if power is None or recording.power is power:
@@ -100,7 +100,7 @@ def _open_path(path: Path, progress: Progress | None, frames: bool) -> Recording
     if path.is_dir():
         from .ranks.merge import merge
 
-        # In this process: a library must not start others in a script without `if __name__ == "__main__"`.
+        # With one worker: a library must not start processes in a script without `if __name__ == "__main__"`.
         return merge(path, progress=progress, workers=1)
     if not path.exists():
         raise RecordingError(f"{path} does not exist", fix="give a .tessera run or a Kineto trace")

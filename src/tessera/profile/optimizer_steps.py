@@ -1,4 +1,4 @@
-"""The steps of a program that says nothing of them, by those of its optimizers."""
+"""Finds the steps of a program that does not report them, by the steps of its optimizers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 _RAREST = 16
-"""Steps of one optimizer for one of another that both are part of: what is rarer is no part of every iteration."""
+"""An optimizer that steps less often than once in this many steps of another does not end the program's steps."""
 
 
 class OptimizerSteps:
-    """Calls something after every step of the program, which its optimizers tell.
+    """Calls `call` after every step of the program, as its optimizers show it.
 
-    Of optimizers that take turns (a GAN's, an actor's and its critic's) the one that steps least often ends the steps:
-    it takes over when the one that did has stepped as often between its own steps twice, 2 to 16 times; so does
-    another that steps more often than that alone. `made` is called when there is an optimizer, before its first step;
-    `changed` when another ends the steps from now on.
+    If several optimizers take turns (a GAN's, an actor's and a critic's), the one that steps least often ends the
+    program's steps. An optimizer takes over that role if the present one has twice made the same number of steps
+    between its steps (2 to 16), or if it makes more than 16 steps while the present one makes none. `made` is called
+    when there is an optimizer, before its first step; `changed` when another optimizer takes over.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class OptimizerSteps:
         self._made = made
         self._changed = changed
         self._original: Any = None
-        self._last: weakref.ref[Any] | None = None  # whose step is the last of the program's
-        self._steps = 0  # of that one
+        self._last: weakref.ref[Any] | None = None  # the optimizer that ends the program's steps
+        self._steps = 0  # its steps
         self._turns: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._alone: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._handle: Any = None
@@ -63,7 +63,7 @@ class OptimizerSteps:
             self._call()
 
     def _takes_over(self, optimizer: Any) -> bool:
-        """After a step of another optimizer than the one that ends the steps."""
+        """Return whether an optimizer that has just stepped ends the program's steps from now on."""
         self._alone[optimizer] = alone = self._alone.get(optimizer, 0) + 1
         stepped, before = self._turns.get(optimizer, (0, 0))
         between = self._steps - stepped

@@ -1,4 +1,4 @@
-"""What a session is asked for, checked when it is made: a wrong word is answered with the nearest right one."""
+"""The options of a session, checked when they are made: a wrong word is answered with the nearest right one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ DEFAULT: dict[Mode, tuple[Activity, ...]] = {
     "sampling": ("power", "stack"),
 }
 FORMER: dict[str, tuple[Mode, int | None]] = {"timeline": ("operators", None), "kernels": ("light", 0)}
-"""What modes were called before, and the steps with operators that they had."""
+"""Former names of modes -> today's mode, and its steps with operators."""
 OPERATOR_STEPS = 3
 DEFAULT_INTERVAL_MS = 10.0
 
 
 def choose_mode(mode: str | None, operator_steps: int | None, *, for_all: bool) -> tuple[Mode, int]:
-    """The mode and the steps with operators that were asked for, by today's or former names.
+    """Return the mode and the number of steps with operators, for today's or former names.
 
-    Without a mode: light, but `operators` where something is to be recorded that only Kineto has (`for_all`).
+    If no mode is given: `operators` if something is asked for that only Kineto records (`for_all`), else `light`.
     """
     if mode is None:
         mode = "operators" if for_all else "light"
@@ -43,16 +43,15 @@ def choose_mode(mode: str | None, operator_steps: int | None, *, for_all: bool) 
 class SessionOptions:
     """How a session records. `activities` None: what the mode needs.
 
-    In the mode "light" every kernel of an NVIDIA GPU is recorded, and operators in `operator_steps` steady steps only.
+    In the mode "light", every kernel of an NVIDIA GPU is recorded, but operators only in `operator_steps` steady steps.
 
-    Operators ("cpu") are recorded along with anything on a device: they are what its kernels are tied to. "memory"
-    records every allocation of torch (`analyze.memory`), an event more for each.
-    `sample_interval_ms` is the period of the Python stacks (10 by default), and the resolution asked of the power
-    samples, which are as fine as the sensor really is. `flush_s` brings the trace to the file that often (it costs:
-    see `tracing`), and `limit_s` ends tracing that long after the first step (the start, where there are none), or
-    after 20 steps for each of these seconds; power goes on. `align_clocks` compares this rank's clock with rank 0's
-    when the session starts and ends: ranks of several hosts are then merged to within microseconds. Every rank of the
-    job must do it, after `init_process_group`.
+    Operators ("cpu") are always recorded with device activities, since kernels are linked to them. "memory" records
+    every allocation of torch (`analyze.memory`), one more event for each. `sample_interval_ms` is the period of the
+    Python stacks (10 by default); power samples are as fine as their sensor, whatever is asked. `flush_s` writes the
+    trace to the file that often (for the cost see `tracing`). `limit_s` ends tracing that long after the first step
+    (after the start, if there are no steps), or after 20 steps per second of it; power is still recorded.
+    `align_clocks` compares this rank's clock with rank 0's when the session starts and ends, so that ranks of several
+    hosts can be merged to within microseconds. Every rank of the job must do it, after `init_process_group`.
     """
 
     mode: Mode = "light"
@@ -80,7 +79,7 @@ class SessionOptions:
             warnings.warn(
                 f"sample_interval_ms={self.interval_ms:g}: stacks more than a thousand times per second slow "
                 "the program, and no board measures power that often",
-                stacklevel=4,  # whoever called profile.session
+                stacklevel=4,  # the caller of profile.session
             )
         for name in ("flush_s", "limit_s"):
             value = getattr(self, name)
@@ -89,12 +88,12 @@ class SessionOptions:
 
     @property
     def interval_ms(self) -> float:
-        """The period of the stacks: 10 ms where nothing was asked."""
+        """The period of the Python stacks: 10 ms by default."""
         return DEFAULT_INTERVAL_MS if self.sample_interval_ms is None else self.sample_interval_ms
 
     @property
     def enabled_activities(self) -> tuple[Activity, ...]:
-        """The activities, those of the mode where none were given."""
+        """The activities that were given, or those of the mode."""
         return DEFAULT[self.mode] if self.activities is None else self.activities
 
     @property
@@ -110,7 +109,7 @@ def _check_word(word: Any, words: Sequence[str], what: str) -> None:
 
 
 def check_keywords(unknown: Mapping[str, Any], options: Sequence[str]) -> None:
-    """Refuse keywords that do not exist."""
+    """Raise ArgumentError for a keyword that does not exist."""
     for name in unknown:
         raise ArgumentError(
             f"a session has no option {name!r}{did_you_mean(name, options)}", fix=f"one of: {', '.join(options)}"

@@ -1,4 +1,4 @@
-"""The sampler's power, counters and telemetry into the run file, as they come, in epoch time."""
+"""Writes the sampler's power, counter and telemetry readings to the run file as they come, in epoch time."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
     from .runfile import RunWriter
 
 BEFORE_NS = 1_000_000_000
-"""How much of the time before the session is kept: the board's idle power beside it."""
-# Sensors this fine are read for a pull if their data are older than this (the ring of NVML, at 0.5 ms a read); slower
-# ones when they are due. A program that is killed loses no more power than that and a pull.
+"""Time before the session whose samples are kept: they show the board's idle power."""
 PROMPT_S = 0.05
+"""Sensors at least this fine (NVML's ring, 0.5 ms a read) are read for every pull."""
 BEHIND_NS = 500_000_000
+"""A pull reads fine sensors whose data are older than this: a killed program loses this and one pull of power."""
 # A sample of NVML's ring comes 8 to 46 ms after the one before it, and shows the power of 16 ms before.
 CATCH_UP_S = 0.1
 THIN_NS = 1_000_000_000
 MOST_EVENTS = 10_000
-"""A log that reports more power events than this repeats itself."""
+"""Most power events to keep; a log with more repeats itself."""
 MOST_EDGES = 4096
-"""As many edges as one pull may find: of samples with more, the parts are longer than a scope anyway."""
+"""Most edges to keep between two pulls; with more, samples would be divided into parts shorter than they can tell."""
 THIN_TELEMETRY_NS = 10_000_000_000
 
 
 class PowerFeed:
-    """Hands new samples of every domain to a run file, each once. `thin` makes means of a second of them."""
+    """Writes the new samples of every domain to a run file, each once. `thin` writes means of a second instead."""
 
     def __init__(
         self, writer: RunWriter, sampler: Sampler, *, thin: bool = False, clock: Callable[[], int] = time.monotonic_ns
@@ -61,9 +61,9 @@ class PowerFeed:
         self.take()
 
     def catch_up(self) -> None:
-        """Have the fine sensors read up to now: what comes next keeps every thread from running, perhaps for seconds.
+        """Let the fine sensors read up to now, because what comes next may stop every thread for seconds.
 
-        The driver's ring holds 2.4 s. Without this, what a longer stall costs is also what had not been read before it:
+        The driver's ring holds 2.4 s. In a longer stall, samples that were not read before it are lost too: those of
         the end of the window that is being closed.
         """
         prompt = self._prompt()
@@ -74,7 +74,7 @@ class PowerFeed:
         return [d.name for d in self._sampler.domains if d.resolution_s <= PROMPT_S]
 
     def finish(self, end_ns: int) -> None:
-        """Write the rest up to a (monotonic) time; waits up to 3 s for the sensors to catch up."""
+        """Write the rest up to a monotonic time; wait up to 3 s for the sensors to get there."""
         self._sampler.wait_for(end_ns, 3.0, self._sampler.counted_domains())
         if self._thin:
             self.take(end_ns)
@@ -85,7 +85,7 @@ class PowerFeed:
         self._writer.add_gaps(gaps, self._sampler.epoch.offset_ns)
 
     def take(self, end_ns: int | None = None) -> None:
-        """Write the new samples. `end_ns` is given at the end of the run: the last mean ends there."""
+        """Write the new samples. `end_ns` is given at the end of the run, to end the last mean."""
         offset_ns = self._sampler.epoch.offset_ns
         with self._sampler.lock:
             edges = list(self._sampler.cpu_edges or ())
@@ -112,7 +112,7 @@ class PowerFeed:
         self._take_events(offset_ns)
 
     def _take_events(self, offset_ns: int) -> None:
-        """Keep what supplies and PDUs reported since the session began. The sampler forgets old ones: we do not."""
+        """Keep what supplies and PDUs have reported since the session began; the sampler forgets old events."""
         newest_ns = self._events[-1][0] if self._events else self._start_ns
         with self._sampler.lock:
             known = list(self._sampler.events)
@@ -123,7 +123,7 @@ class PowerFeed:
             self._writer.set("events", [e.shift(offset_ns) for _, e in self._events])
 
     def _forget_edges(self, edges: Sequence[CpuEdge]) -> None:
-        """Drop those whose samples are written."""
+        """Drop the edges whose samples have been written."""
         written_ns = min(self._since_ns.values(), default=0)
         for _ in range(sum(time_ns <= written_ns for time_ns, _ in edges)):
             if self._sampler.cpu_edges:
@@ -142,13 +142,13 @@ class PowerFeed:
             self._writer.add_samples(series.domain, times + offset_ns, watts)
 
     def _means(self, name: str, series: PowerSeries, offset_ns: int, end_ns: int | None) -> None:
-        """Means of a second: exact joules, from the running sums beside the samples."""
+        """Write means of a second. Their joules are exact, since they come from the running sums beside the samples."""
         domain = dataclasses.replace(series.domain, resolution_s=THIN_NS * 1e-9, hold=Hold.MEAN, lag_s=0.0)
         if name not in self._since_ns:
             if series.last_ns is None:
                 return
             self._since_ns[name] = self._start_ns
-            self._writer.add_samples(domain, [self._start_ns + offset_ns], [float("nan")])  # a mean needs a beginning
+            self._writer.add_samples(domain, [self._start_ns + offset_ns], [float("nan")])  # begin of the first mean
         times, watts = [], []
         while True:
             since_ns = self._since_ns[name]

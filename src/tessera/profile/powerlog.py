@@ -1,7 +1,7 @@
-"""Power logs recorded by anything: our own CSV, and those of the vendors' tools (`smi_log`).
+"""Reads power logs: our own CSV, and those of the vendors' tools (`smi_log`).
 
-A log says watts and times, not how its sensor lags and smears, which is inferred: that decides which kernels a sample
-belongs to. The NVML ring is known by its 20 ms.
+A log has watts and times, but not how its sensor lags and smears, which decides to which kernels a sample belongs. That
+is inferred: NVML's ring is recognised by its spacing of 20 ms.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ..units import format_power
 from .smi_log import Samples, find_tool, read_smi_log
 
 _RING_SPACING_S = (0.012, 0.030)
-# Longer without a sample is a hole: the logger stood still. NVML's own ring has spacings of up to 46 ms.
+# A longer time without a sample is a hole, since the logger stood still. NVML's ring has spacings of up to 46 ms.
 _HOLE_S, _HOLE_SPACINGS = 0.25, 6.0
 
 
 def read_power(path: str | Path, *, of_nvidia: bool = True) -> PowerTrace:
-    """A power log as a trace in epoch time: columns epoch_us, domain, watts, those of a vendor's tool, or plain ones.
+    """Read a power log as a trace in epoch time: columns epoch_us, domain, watts, or those of a vendor's tool.
 
-    `of_nvidia` False: it is known that the chip is another's, so that no spacing makes it NVML's ring.
+    `of_nvidia` False: the chip is known not to be NVIDIA's, so no spacing is taken for NVML's ring.
     """
     source = Path(path)
     with open_csv(source) as reader:
@@ -54,7 +54,7 @@ def read_power(path: str | Path, *, of_nvidia: bool = True) -> PowerTrace:
 
 
 def _refuse_impossible(source: Path, samples: Mapping[str, Samples]) -> None:
-    """Say that all samples were refused, and what they are; nothing where there was no number."""
+    """Raise an error that shows the samples if all were refused; do nothing if there was no number."""
     for domain, _, watts in samples.values():
         numbers = watts[~np.isnan(watts)]
         if len(numbers):
@@ -69,26 +69,26 @@ def _refuse_impossible(source: Path, samples: Mapping[str, Samples]) -> None:
 def _own(source: Path, of_nvidia: bool) -> dict[str, Samples]:
     samples, logged = {}, read_csv(source)
     for name, (logged_ns, logged_w, basis) in logged.items():
-        once = np.append(True, np.diff(logged_ns) > 0)  # a line written twice is one sample
+        once = np.append(True, np.diff(logged_ns) > 0)  # a line that was written twice is one sample
         times_ns, watts = logged_ns[once], logged_w[once]
         domain = _domain(name, times_ns, basis, of_nvidia)
-        if name + IDLE_PART in logged:  # which only a program's own CPU time has
+        if name + IDLE_PART in logged:  # only the power of a program's own CPU time has this part
             domain = dataclasses.replace(domain, scope="process")
         samples[name] = (domain, times_ns, watts)
     return samples
 
 
 def _column(domain: Domain, times_ns: Ints, watts: Floats) -> DomainSamples:
-    """Samples with their holes marked: where nothing was logged for long, nothing is known."""
+    """Return the samples with their holes marked by NaN: the power is unknown if nothing was logged for long."""
     hole_ns = max(_HOLE_S, _HOLE_SPACINGS * domain.resolution_s) * 1e9
     after = np.flatnonzero(np.diff(times_ns) > hole_ns) + 1
-    # NaN says that nothing is known since the sample before it. The sample after it speaks for as long as any other.
+    # NaN says that the power since the sample before is unknown. The sample after it covers as long as any other.
     times_ns = np.insert(times_ns, after, times_ns[after] - max(round(domain.resolution_s * 1e9), 1))
     return DomainSamples.of(domain, times_ns, np.insert(watts, after, np.nan))
 
 
 def _domain(name: str, times_ns: Ints, basis: Basis | None, of_nvidia: bool) -> Domain:
-    """A domain as its name and spacing tell it."""
+    """Infer a domain from its name and the spacing of its samples."""
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
     stated_basis = basis or "measured"
     if stated_basis == "modelled":  # a recording divides its samples at regions

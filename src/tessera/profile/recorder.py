@@ -1,4 +1,4 @@
-"""`Session`: records a stretch of a program into one run file, whatever happens to the program.
+"""`Session`: records a part of a program into one run file, and keeps it whatever happens to the program.
 
 ::
 
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
     from .tracer import Tracer
 
 PULL_S = 0.3
-"""How often power and stacks go to the run file, which commits every quarter second: half a second is promised."""
+"""How often power and stacks go to the run file. It commits every quarter second, so half a second is promised."""
 SUMMARY_S = 10.0
 MAX_WINDOWS = 1000
 REPLAY = "TESSERA_REPLAY"
-"""Set while ncu runs a program again for its counters (`profile.counters`): nothing is to be recorded then."""
+"""Set while ncu runs a program again for its counters (`profile.counters`): a session then records nothing."""
 _lock = threading.Lock()
 
 
 def _note_nothing() -> None:
-    """Until a session has sensors."""
+    """Do nothing, while the session has no sensors."""
 
 
 def _never() -> bool:
@@ -69,10 +69,10 @@ def _compare_clocks() -> ClockReading:
 
 
 class Session(SessionResults):
-    """Records between entering and leaving. Made by `profile.session`.
+    """Records between entering and leaving a `with` block. Made by `profile.session`.
 
-    Left by an exception it writes what it has and lets the exception go on; `stop` may be called twice. One that is
-    never left is stopped when the interpreter ends.
+    If an exception leaves the block, the session writes what it has and lets the exception go on. `stop` may be called
+    twice. A session that is never left is stopped when the interpreter ends.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Session(SessionResults):
         self._scope: EnergyScope | None = None
         self._feed: PowerFeed | None = None
         self.note_edge: Callable[[], None] = _note_nothing
-        """Called where a region or a step begins or ends: modelled CPU samples are divided there."""
+        """Called when a region or a step begins or ends, so that modelled CPU samples are divided there."""
         self._stacks: StackSampler | None = None
         self._summary: RunSummary | None = None
         self._tracing: Tracer | None = None
@@ -167,7 +167,7 @@ class Session(SessionResults):
     __enter__ = start
 
     def begin_tracing(self) -> None:
-        """Start Kineto now, where the session was made to wait for it."""
+        """Start tracing now, if the session was made to wait for this call."""
         if self._tracing is not None and not self._tracing.has_begun and not self._stopped:
             self._tracing.begin(self.steps)
             if self._modules is not None:
@@ -175,16 +175,16 @@ class Session(SessionResults):
 
     @property
     def tracing(self) -> bool:
-        """Whether Kineto was started, if only to wait for its steps."""
+        """Whether tracing was started, even if it still waits for its steps."""
         return self._tracing is not None and self._tracing.has_begun
 
     def next_step_begins(self, now_ns: int | None) -> None:
-        """What came since the last step is in no step. None: its beginning is not known, and it gets no region."""
+        """Set where the next step begins; what came before is in no step. None: unknown, so the step gets no region."""
         self._step_ns = now_ns or 0
 
     @property
     def sees_gpu(self) -> bool:
-        """Whether any sensor shows a GPU; asks no driver's runtime."""
+        """Whether any sensor shows a GPU; does not initialise a driver's runtime."""
         domains = self._monitor.sampler.domains if self._monitor is not None else []
         return any(d.device.is_gpu for d in domains)
 
@@ -194,7 +194,7 @@ class Session(SessionResults):
             self._writer.set(key, value)
 
     def abandon(self) -> None:
-        """In a forked child: neither the threads nor the file nor Kineto are ours here."""
+        """Give up the session in a forked child, which has neither its threads nor its file nor Kineto."""
         self._stopped, self._tracing, self._summary = True, None, None
 
     def stop(self) -> None:
@@ -206,7 +206,7 @@ class Session(SessionResults):
         install(None)
         ending.cancel_exit()
         self._end_ns, self._end_mono_ns = time.time_ns(), time.monotonic_ns()
-        with contextlib.ExitStack() as rest:  # each, whatever the others do
+        with contextlib.ExitStack() as rest:  # runs every callback, even if another one fails
             rest.callback(writer.close)
             rest.callback(self._write_facts, writer)
             rest.callback(self._write_clock, writer)
@@ -216,7 +216,7 @@ class Session(SessionResults):
                 rest.callback(self._tracing.end)
             if self._modules is not None:
                 rest.callback(self._modules.remove)
-            if self._stacks is not None:  # first: ending the session is nothing the program does
+            if self._stacks is not None:  # runs first: ending the session is not the program's work
                 rest.callback(self._stop_stacks, writer, self._stacks)
             ending.wait_for_device()
             self._end_ns, self._end_mono_ns = time.time_ns(), time.monotonic_ns()
@@ -225,7 +225,7 @@ class Session(SessionResults):
         self._export()
 
     def drop(self) -> None:
-        """After a `stop` that was interrupted: close the file without the rest of the trace."""
+        """Close the file without the rest of the trace, after a `stop` that was interrupted."""
         writer = self._writer
         if writer is not None and not writer.closed:
             writer.drop_timelines()
@@ -248,7 +248,7 @@ class Session(SessionResults):
         self.notes += filter(None, [stacks.explain_rare()])
 
     def _write_clock(self, writer: RunWriter) -> None:
-        """Compare clocks once more. Not after an interrupt: the other ranks may have ended."""
+        """Compare clocks once more. After an interrupt this may fail: other ranks may have ended."""
         if self._clock is None:
             return
         from .ranks.clocks import settle
@@ -263,7 +263,7 @@ class Session(SessionResults):
     def _write_facts(self, writer: RunWriter) -> None:
         from ..timeline.columns import Builder
 
-        with contextlib.suppress(RecordingError):  # `close` raises it
+        with contextlib.suppress(RecordingError):  # `close` raises it again
             writer.flush()
         self.notes += writer.stalls
         if self._feed is not None and self._feed.clock_steps:
@@ -276,18 +276,18 @@ class Session(SessionResults):
                 self.notes += filter(None, [self._schedule.describe_missed(self.steps)])
             for key in ("tracing_s", "pauses", "collectors", "mode"):
                 writer.set(key, getattr(self._tracing, key))
-        self.notes = list(dict.fromkeys(self.notes))  # after an interrupt we come here twice
+        self.notes = list(dict.fromkeys(self.notes))  # after an interrupt this runs twice
         if self._cpu_use is not None:
             writer.set("cpu_use", self._cpu_use.to_fact())
         writer.set("windows", self._windows)
         writer.set("end_ns", self._end_ns)
         writer.set("notes", self.notes)
-        said = Builder()  # a reader's notes come with its timelines
+        said = Builder()  # readers look for notes in timelines
         said.notes = list(self.notes)
         writer.add_timeline(said.build())
 
     def _export(self) -> None:
-        """Run every exporter; the first error is raised when all have run, since the run file is whole by then."""
+        """Run every exporter, then raise the first error; the run file is already complete."""
         errors: list[TesseraError] = []
         if self._exporters:
             recording = self.recording()
@@ -304,7 +304,7 @@ class Session(SessionResults):
             raise errors[0]
 
     def _tick(self) -> None:
-        """A few times a second, on a thread: what has come goes to the file, and what is overdue is asked for."""
+        """On a thread, a few times a second: write what has come, and ask for what is due."""
         summary_s = time.monotonic()
         writer = self._writer
         assert writer is not None
@@ -324,7 +324,7 @@ class Session(SessionResults):
     # -- what the program says of itself -----------------------------------------------------------------------------
 
     def add_region(self, name: str, start_ns: int, end_ns: int, thread: int, *, is_apart: bool = False) -> None:
-        """A region that has ended (epoch ns, native thread number). `is_apart`: surely inside no other of its name."""
+        """Add a region that has ended (epoch ns, native thread number). `is_apart`: not inside another of its name."""
         if self._summary is not None:
             self._summary.add_row("region", name, end_ns - start_ns)
         elif self._writer is not None:
@@ -333,7 +333,7 @@ class Session(SessionResults):
             self._tracing.boundary(end_ns)
 
     def mark(self, name: str) -> None:
-        """A moment on the timeline. `mark("start/x")` and, later, `mark("end/x")` make a region x."""
+        """Put a moment on the timeline. `mark("start/x")` and, later, `mark("end/x")` make a region x."""
         now_ns, thread = time.time_ns(), threading.get_native_id()
         self.note_edge()
         if self._summary is not None:
@@ -349,7 +349,7 @@ class Session(SessionResults):
             self._tracing.boundary(now_ns)
 
     def counter(self, name: str, value: float, unit: str = "") -> None:
-        """A number on the timeline."""
+        """Put a number on the timeline."""
         now_ns = time.time_ns()
         try:
             number = float(value)
@@ -361,11 +361,11 @@ class Session(SessionResults):
             self._writer.add_row("counter", name, now_ns, now_ns, value=number, unit=unit)
 
     def step(self) -> None:
-        """A step of the program has ended: a region `step_N`, and the schedule goes on."""
+        """End a step of the program: add a region `step_N` and tell the schedule."""
         self.end_step(time.time_ns())
 
     def end_step(self, now_ns: int) -> None:
-        """A step ended at a time; it began where the one before ended."""
+        """End a step at a time; it began where the step before ended."""
         if self._stopped:
             return
         self.note_edge()
@@ -379,7 +379,7 @@ class Session(SessionResults):
             self._tracing.step(self.steps)
 
     def deliver(self, timeline: Timeline, start_ns: int, end_ns: int) -> None:
-        """The rows of a window of the trace, on the thread that read them."""
+        """Take the rows of a window of the trace, on the thread that read them."""
         assert self._writer is not None
         if self._summary is not None:
             self._summary.add_window(timeline, start_ns, end_ns)
@@ -388,23 +388,23 @@ class Session(SessionResults):
             if self._modules is not None:
                 self.add_rows(self._modules.take())
         if self._windows and self._windows[-1][0] == start_ns:
-            self._windows.pop()  # it goes on
-        bisect.insort(self._windows, (start_ns, end_ns))  # a long window may be read after a short one that came later
+            self._windows.pop()  # the same window, continued
+        bisect.insort(self._windows, (start_ns, end_ns))  # a long window may be read after a later, short one
         self._writer.set("windows", self._windows)
         if self._summary is not None and len(self._windows) > MAX_WINDOWS:
-            # A summary of days: where the first and the last were is enough.
+            # A summary may last for days: the first and the last window are enough.
             del self._windows[1:-1]
 
     def add_rows(self, timeline: Timeline) -> None:
-        """Rows of what was traced before and is not a window of its own."""
+        """Take traced rows that are not a window of their own."""
         if self._writer is not None and len(timeline):
-            # Kernels beside the calls that launched them teach what operator launches which: they are kept.
+            # Rows of kernels with the calls that launched them teach which operator launches which: never sum them up.
             self._writer.add_timeline(timeline, may_shrink=len(timeline.device_rows) == len(timeline))
 
     def flush(self) -> None:
-        """Have what was recorded so far in the file, where it can be written now."""
+        """Write what was recorded so far to the file, if that is possible now."""
         if self._writer is not None:
-            with contextlib.suppress(RecordingError):  # it waits, and `stop` says so
+            with contextlib.suppress(RecordingError):  # the rows wait for the next try; `stop` reports the error
                 self._writer.flush()
 
     def __repr__(self) -> str:

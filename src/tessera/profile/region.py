@@ -1,7 +1,7 @@
-"""`region`, `mark`, `counter`: names on the timeline, and what costs next to nothing while nobody records.
+"""`region`, `mark`, `counter`: put names on the timeline, and cost next to nothing while no session records.
 
-Outside a session a region is one look at a module's variable. Inside it is two clock readings, one queued row, and a
-range for whichever vendor's tool may listen (NVTX, rocTX, ITT).
+Outside a session, a region reads one variable of this module. Inside, it reads the clock twice, queues one row, and
+opens a range for any vendor's tool that may listen (NVTX, rocTX, ITT).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Push = Callable[[str], object]
 Pop = Callable[[], object]
 
-# The stub libraries tools hook into: NVTX 2 (CUDA 10-12) and rocTX. NVTX 3 is headers only, and torch has it built in.
+# The stub libraries that tools hook into: NVTX 2 (CUDA 10-12) and rocTX. NVTX 3 is headers only; torch has it built in.
 _LIBRARIES = (
     ("libnvToolsExt.so.1", "nvtxRangePushA", "nvtxRangePop"),
     ("libroctx64.so.4", "roctxRangePushA", "roctxRangePop"),
@@ -34,7 +34,7 @@ _LIBRARIES = (
 
 
 def ranges() -> tuple[Push | None, Pop | None]:
-    """What opens and closes a range in every tool that is there; (None, None) where there is none."""
+    """Return functions that open and close a range in every vendor's tool; (None, None) if there is none."""
     pairs = [*_torch_ranges(), *_library_ranges()] if "torch" in sys.modules else _library_ranges()
     if not pairs:
         return None, None
@@ -54,7 +54,7 @@ def ranges() -> tuple[Push | None, Pop | None]:
 
 
 def _torch_ranges() -> list[tuple[Push, Pop]]:
-    """NVTX of torch (rocTX in a ROCm build) where it has a device, and ITT where Intel's collector is attached."""
+    """Return torch's NVTX (rocTX in a ROCm build) if it has a device, and ITT if Intel's collector is attached."""
     torch: Any = sys.modules["torch"]
     pairs: list[tuple[Push, Pop]] = []
     nvtx = getattr(torch._C, "_nvtx", None)
@@ -67,7 +67,7 @@ def _torch_ranges() -> list[tuple[Push, Pop]]:
 
 
 def _library_ranges() -> list[tuple[Push, Pop]]:
-    """The vendor's library, where torch's binding is not."""
+    """Return the vendor's library if torch's binding is missing."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and hasattr(torch._C, "_nvtx"):
         return []
@@ -90,26 +90,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _session: Session | None = None
-"""The session that records now. Here, so that a region outside one looks at nothing else."""
+"""The session that records now. It is kept here, so that a region outside a session reads nothing else."""
 _since_ns = 0
-"""When it began, by the monotonic clock."""
+"""When that session began, by the monotonic clock."""
 
 
 class Follower(Protocol):
-    """Who wants to hear of every region, session or not: a schedule that shapes clocks by name."""
+    """Is told of every region, with or without a session: a schedule that sets clocks by a region's name."""
 
     def enter(self, name: str) -> None:
         """A region begins."""
 
     def leave(self, name: str) -> None:
-        """It has ended."""
+        """The region has ended."""
 
 
 _follower: Follower | None = None
 
 
 class _Pass:
-    """One pass through a region that has begun. Its session is None once it has ended."""
+    """One entered region. `session` is None once it has ended."""
 
     __slots__ = ("is_nested", "of", "session", "start_ns", "thread")
 
@@ -120,7 +120,7 @@ class _Pass:
 
 
 _around: ContextVar[tuple[_Pass, ...]] = ContextVar("tessera_regions_around", default=())
-"""The passes that are open around the code that runs: tasks of asyncio share a thread, but not this."""
+"""The open passes around the running code. Tasks of asyncio share a thread, but each has its own context."""
 
 
 def _in_task() -> bool:
@@ -129,21 +129,21 @@ def _in_task() -> bool:
 
 
 class region:  # noqa: N801  (used like a function: `with profile.region("forward"):`)
-    """A named stretch of the program: a context manager, and a decorator that opens one per call.
+    """A named part of the program: a context manager, and a decorator that opens a region for each call.
 
     >>> with profile.region("forward/attention"):
     ...     y = attention(x)
 
-    Regions nest by time and thread. In asyncio tasks, regions of one name that are open at the same time are a call
-    each; what is launched meanwhile is in the one that was opened last: nothing tells which task launched it. Outside a
-    session a region does nothing.
+    Regions nest by time and thread. In asyncio tasks, regions of one name that are open at the same time count as one
+    call each. What is launched meanwhile counts for the region that was opened last, since nothing tells which task
+    launched it. Outside a session a region does nothing.
     """
 
     __slots__ = ("_open", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # A list once entered: the same object may be entered again inside itself, or by several threads and tasks.
+        # None until entered. The same object may be entered again inside itself, or by several threads and tasks.
         self._open: list[_Pass] | None = None
 
     def __enter__(self) -> region:
@@ -164,7 +164,7 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
 
     def _begin(self, session: Session) -> None:
         if session.compiling():
-            return  # what torch.compile makes of a function has no regions: put them around it
+            return  # code that torch.compile makes of a function has no regions: put them around it
         if session.push is not None:
             session.push(self.name)
         around = tuple(p for p in _around.get() if p.session is not None)
@@ -182,9 +182,9 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
         end_ns = time.time_ns()
         thread = threading.get_native_id()
         own = [p for p in _around.get() if p.of is self and p.session is not None]
-        own = own or [p for p in entered if p.thread == thread]  # entered in another task
+        own = own or [p for p in entered if p.thread == thread]  # the region was entered in another task
         if not own:
-            return  # entered on this thread before the session began
+            return  # it was entered on this thread before the session began
         ended = own[-1]
         entered.remove(ended)
         session, ended.session = ended.session, None
@@ -194,7 +194,7 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
         session.add_region(self.name, ended.start_ns, end_ns, thread, is_apart=not ended.is_nested and _in_task())
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """Decorate a function or coroutine function: a region of this name around every call."""
+        """Decorate a function or coroutine function: open a region of this name around every call."""
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise ArgumentError(
                 f"profile.region cannot decorate the generator {fn.__name__!r}",
@@ -222,31 +222,31 @@ class region:  # noqa: N801  (used like a function: `with profile.region("forwar
 
 
 def mark(name: str) -> None:
-    """A moment on the timeline; `mark("start/x")` and `mark("end/x")` make a region x. Nothing outside a session."""
+    """Put a moment on the timeline; `mark("start/x")` and `mark("end/x")` make a region x. Needs a session."""
     if _session is not None:
         _session.mark(name)
 
 
 def counter(name: str, value: float, unit: str = "") -> None:
-    """A number on the timeline, such as tokens per second. Nothing outside a session."""
+    """Put a number on the timeline, such as tokens per second. Needs a session."""
     if _session is not None:
         _session.counter(name, value, unit)
 
 
 def current() -> Session | None:
-    """The session that records now, if any."""
+    """Return the session that records now, if any."""
     return _session
 
 
 def follow(follower: Follower | None) -> Follower | None:
-    """Tell `follower` of every region from here on; returns whom it replaces, to be put back."""
+    """Tell `follower` of every region from now on; return the follower that it replaces, to be put back later."""
     global _follower
     before, _follower = _follower, follower
     return before
 
 
 def install(session: Session | None) -> None:
-    """Make a session the one that regions, marks and counters go to; None ends that."""
+    """Send regions, marks and counters to this session from now on; None: to no session."""
     global _session, _since_ns
     _session, _since_ns = session, time.monotonic_ns()
     if session is None and "tessera.monitor.scope" not in sys.modules:
@@ -257,7 +257,7 @@ def install(session: Session | None) -> None:
 
 
 def _scope_closed(name: str, start_ns: int, end_ns: int, nested: bool) -> None:
-    """A `monitor.energy_scope` (monotonic times) is a region too, unless it was entered before the session began."""
+    """Add a closed `monitor.energy_scope` (monotonic times) as a region, unless it began before the session."""
     session = _session
     if session is None or start_ns < _since_ns or session.compiling():
         return
@@ -267,7 +267,7 @@ def _scope_closed(name: str, start_ns: int, end_ns: int, nested: bool) -> None:
 
 
 def _after_fork() -> None:
-    """A forked child (a DataLoader's worker) has neither the threads nor the file of its parent's session."""
+    """Forget the session in a forked child (a DataLoader's worker): it has neither its threads nor its file."""
     if _session is not None:
         _session.abandon()
     install(None)

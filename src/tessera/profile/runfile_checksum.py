@@ -1,14 +1,14 @@
-"""Checksums of run files, so that damage is never taken for data.
+"""Computes and checks checksums of run files, so that damage is never taken for data.
 
 ::
 
     closed run      pages | checksum of all
     any other run   pages | checksum of each page        + log (-wal): frames, a checksum in each
 
-SQLite stops without a word at the first frame of the log whose checksum is wrong; here the frames are checked too, so
-that readers can say what is lost. Pages that left the log have no checksum of SQLite's, so ours follow the last page,
-where SQLite does not look. They are removed before a checkpoint and appended after it: where they are, the file without
-its log is whole.
+SQLite silently stops at the first frame of the log whose checksum is wrong; here the frames are checked too, so that
+readers can say what is lost. SQLite has no checksums for pages that have left the log, so ours follow the last page,
+where SQLite does not look. They are removed before a checkpoint and appended after it: if they are there, the file is
+complete without its log.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ..read_limits import open_file
 PAGE = 4096
 """Bytes of a page in our files."""
 MOST_FRAMES = 16_384
-"""The log is emptied into the file when it is as long (64 MB): that waits for the disk, and so is done seldom."""
+"""Frames after which the log is emptied into the file (64 MB); not more often, since that waits for the disk."""
 
 _SEAL = struct.Struct("<8sQI")
 _SEAL_MAGIC = b"TESSCRC1"
-_SUMS = struct.Struct("<8s8sQQI")  # magic, mark and frames of the log, number of pages, CRC of all before
+_SUMS = struct.Struct("<8s8sQQI")  # magic, mark and frames of the log, number of pages, CRC of everything before
 _SUMS_MAGIC = b"TESSPAGE"
-_LOG_HEAD, _FRAME = 32, 24 + PAGE  # bytes; all numbers of the log are explained at sqlite.org/fileformat2.html
+_LOG_HEAD, _FRAME = 32, 24 + PAGE  # bytes; sqlite.org/fileformat2.html explains the format of the log
 _LOG_ORDERS = {0x377F0682: "<u4", 0x377F0683: ">u4"}
 _PIECE = 256 * PAGE
-_ATTEMPTS, _PAUSE_S = 5, 0.03  # what is just being written looks damaged
+_ATTEMPTS, _PAUSE_S = 5, 0.03  # a file that is just being written to looks damaged
 
 
 class ChecksumError(ValueError):
@@ -67,7 +67,7 @@ def unseal(path: Path) -> None:
 
 
 def check_seal(path: Path) -> bool:
-    """Whether the file has a seal; raises `ChecksumError` where the seal is broken."""
+    """Return whether the file has a seal; raise `ChecksumError` if the seal is broken."""
     stored = _read_seal(path)
     if stored is None:
         return False
@@ -101,23 +101,23 @@ def _checksum(file: BinaryIO, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """SQLite's log of a run, checked."""
+    """The checked contents of SQLite's log of a run."""
 
     mark: bytes
-    """Another one each time that the log is begun anew; empty where the head of the log is damaged."""
+    """Changes each time the log is started again; empty if the head of the log is damaged."""
     sound: int
-    """Frames from the first on whose checksums are right."""
+    """How many frames from the first on have right checksums."""
     written: int
-    """Frames that were written: more than are sound where one is damaged."""
+    """How many frames were written; more than `sound` if a frame is damaged."""
     pages: NDArray[np.uint32]
-    """The page of each frame that SQLite reads: up to the last commit."""
+    """The page of each frame that SQLite reads, up to the last commit."""
 
 
 @functools.cache
 def _weights(count: int) -> NDArray[np.uint32]:
-    """What SQLite's checksum multiplies: the checksum before (two numbers), then `count` words.
+    """Return the weights of SQLite's checksum: two for the checksum before, then one for each of `count` words.
 
-    It is the last two of r[n] = r[n-1] + r[n-2] + word[n] (mod 2**32): sums with the numbers of Fibonacci.
+    The checksum is the last two of r[n] = r[n-1] + r[n-2] + word[n] (mod 2**32). Such sums have Fibonacci weights.
     """
     numbers = [0, 1]
     while len(numbers) < count + 2:
@@ -128,7 +128,7 @@ def _weights(count: int) -> NDArray[np.uint32]:
 
 
 def read_log(path: Path) -> RunLog | None:
-    """The log beside a run; None where there is none, or it is empty."""
+    """Read the log beside a run; return None if there is none or it is empty."""
     try:
         with open_file(Path(f"{path}-wal")) as file:
             head = file.read(_LOG_HEAD)
@@ -146,7 +146,7 @@ def _read_frames(file: BinaryIO, head: bytes) -> RunLog | None:
     if page != PAGE:
         return None
     salt = np.frombuffer(head, ">u4", 2, 16)
-    weights = np.insert(_weights(2 + PAGE // 4), [4] * 4, 0, axis=0)  # the checksum is not of salt and checksum
+    weights = np.insert(_weights(2 + PAGE // 4), [4] * 4, 0, axis=0)  # the checksum leaves out salt and checksum
     pages, sound, written, committed, at = [np.zeros(0, np.uint32)], 0, 0, 0, 0
     while count := len(piece := file.read(256 * _FRAME)) // _FRAME:
         words = np.frombuffer(piece, order, count * _FRAME // 4).reshape(count, -1).astype(np.uint32, copy=False)
@@ -159,7 +159,7 @@ def _read_frames(file: BinaryIO, head: bytes) -> RunLog | None:
             sound += count if good.all() else int(good.argmin())
             pages.append(heads[: sound - at, 0])
             committed = max([committed, *(at + 1 + heads[: sound - at, 1].nonzero()[0])])
-        # Behind them may lie frames of the log before this one: both numbers of their salt are other ones.
+        # Behind them may lie frames of an earlier log: both numbers of their salt differ.
         written = max([written, *(at + 1 + ours.any(axis=1).nonzero()[0])])
         last, at = heads[-1, 4:], at + count
     return RunLog(head[16:24], sound, int(written), np.concatenate(pages)[:committed])
@@ -174,19 +174,19 @@ class PageSums:
 
     sums: NDArray[np.uint64]
     mark: bytes
-    """Of the log that was emptied last,"""
+    """The mark of the log that was emptied last."""
     frames: int
-    """and how many frames it had then."""
+    """How many frames that log had."""
 
 
 def _sum_pages(data: bytes) -> NDArray[np.uint64]:
-    """A checksum of each page. It sees every single bit: of two neighbours of Fibonacci's numbers one is odd."""
+    """Return a checksum of each page. It detects any changed bit: one of two consecutive Fibonacci numbers is odd."""
     words = np.frombuffer(data, "<u4", len(data) // PAGE * PAGE // 4).reshape(-1, PAGE // 4)
     return np.ascontiguousarray(words @ _weights(PAGE // 4)[2:]).view(np.uint64)[:, 0]
 
 
 def _read_page_sums(file: int) -> PageSums | None:
-    """The checksums of the pages; None where there are none, or they are damaged themselves."""
+    """Return the checksums of the pages; None if there are none, or they are damaged themselves."""
     size = os.fstat(file).st_size
     if size < _SUMS.size:
         return None
@@ -202,19 +202,19 @@ class Checkpointer:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # kept: closing it ends the locks of this process
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # kept open: closing it would end this process's locks
         self._due, self._mark = MOST_FRAMES, b""
         stored = _read_page_sums(self._file)
         self._appended = stored is not None
         self._sums = stored.sums if stored else np.zeros(0, np.uint64)
-        if stored is None and read_log(path) is None:  # a new run, or one that was closed and is added to
+        if stored is None and read_log(path) is None:  # a new run, or a closed one that is continued
             self._append(range(1, 1 + path.stat().st_size // PAGE), b"", 0)
 
     def close(self) -> None:
         os.close(self._file)
 
     def is_due(self) -> bool:
-        """Whether the log is long."""
+        """Return whether the log is long enough to be emptied."""
         try:
             with Path(f"{self._path}-wal").open("rb") as log:
                 log.seek(16)
@@ -226,13 +226,13 @@ class Checkpointer:
             return False
 
     def remove_sums(self) -> None:
-        """Call it before the file is written to."""
+        """Remove the checksums; call this before the file is written to."""
         if self._appended:
             os.ftruncate(self._file, len(self._sums) * PAGE)
             self._appended = False
 
     def empty_log(self, db: sqlite3.Connection) -> None:
-        """Write the pages of the log into the file, then the checksums; without those while a reader is in the way."""
+        """Write the pages of the log into the file, then the checksums; no checksums if a reader is in the way."""
         log = read_log(self._path)
         self.remove_sums()
         busy, frames, written = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
@@ -259,18 +259,18 @@ class Checkpointer:
 
 @dataclass(frozen=True, slots=True)
 class OpenRunCheck:
-    """What the checksums say of a run that was not closed."""
+    """What the checksums tell about a run that was not closed."""
 
     lost_bytes: int = 0
-    """Bytes of the log that are damaged or follow damage: what they record is left out."""
+    """Bytes of the log that are damaged or follow damage; what they record is left out."""
     uses_log: bool = True
-    """Whether the log is read; the file is newer where the log is damaged in what it has already given to the file."""
+    """Whether the log is read. It is not if it is damaged in a part that the file already has."""
     is_checked: bool = True
-    """Whether every page has a checksum. Runs that were killed in a checkpoint, and those of old versions, have not."""
+    """Whether every page has a checksum. Runs killed during a checkpoint, and those of old versions, have not."""
 
 
 def check_open_run(path: Path) -> OpenRunCheck:
-    """Check a run that has no seal; raises `ChecksumError` where what is left would not be a run at some moment."""
+    """Check a run that has no seal; raise `ChecksumError` if the readable rest would not be the run at any moment."""
     for attempt in range(_ATTEMPTS):
         try:
             found = _check_open_run(path)
@@ -304,7 +304,7 @@ def _check_open_run(path: Path) -> OpenRunCheck:
 
 
 def _check_pages(path: Path, sums: NDArray[np.uint64], elsewhere: NDArray[np.uint32]) -> None:
-    """Check the pages in the file; those that are also in the log are read there."""
+    """Check the pages in the file, except those that are read from the log."""
     read_there = np.zeros(len(sums), bool)
     read_there[elsewhere[elsewhere <= len(sums)].astype(np.int64) - 1] = True
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""How a run lies in its file: the tables, and columns of many rows packed into one blob.
+"""The format of a run file: its tables, and columns of many rows packed into one blob.
 
-A million kernels as a million SQL rows would take a minute to write; as blobs of 65 536 rows they take a second or
-two, and a reader that wants two columns unpacks two. What a blob holds stands beside it as JSON, so that the file can
-be read without us: `select columns from chunks`, then base + little-endian integers, zlib where it says so.
+A million kernels as a million SQL rows would take a minute to write. As blobs of 65 536 rows they take a second or two,
+and a reader that needs two columns unpacks only two. JSON beside each blob describes it, so that the file can be read
+without Tessera: `select columns from chunks`, then base + little-endian integers, with zlib where the JSON says so.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ DAMAGE = (
 MOST_ROWS = 1 << 18
 """Rows of one chunk; a writer puts 65 536 into one."""
 MOST_FIGURE = 1e6
-"""The largest lag (seconds) or noise (share) of a sensor."""
+"""The largest lag (seconds) or noise (share) of a sensor that is believed."""
 MOST = 1e30
-"""The largest watts or joules: larger values overflow when they are squared and added."""
+"""The largest watts or joules that are believed: larger values overflow when they are squared and added."""
 
 _Rank = Annotated[int, msgspec.Meta(ge=NONE, le=MOST_NUMBER)]
 _NOTHING: NDArray[Any] = np.zeros(0, np.int64)
 
 
 class TimelinePart(TypedDict):
-    """Where a timeline that was added lies."""
+    """Where the rows of an added timeline lie, and what it says besides its rows."""
 
     first_row: int
     rows: int
@@ -79,12 +79,12 @@ FACTS: Mapping[str, Any] = {
 
 
 def as_text(column: str) -> str:
-    """SQL for a text, whatever a damaged file has in its place."""
+    """Return SQL that reads a text, whatever type a damaged file has in its place."""
     return f"coalesce(CAST({column} AS TEXT), '')"
 
 
 def row_count(rows: Any) -> int:
-    """The rows of a chunk."""
+    """Return the number of rows of a chunk; raise ValueError if it is impossible."""
     if not isinstance(rows, int) or not 0 <= rows <= MOST_ROWS:
         raise ValueError(f"a chunk cannot have {rows!r} rows")
     return rows
@@ -97,7 +97,7 @@ def check_time(*times_ns: int) -> None:
 
 
 def check_domain(domain: Domain) -> Domain:
-    """Return the domain; raise ValueError if its figures are those of no sensor."""
+    """Return the domain; raise ValueError if no sensor can have its figures."""
     figures = (
         domain.resolution_s, domain.lag_s, domain.lag_error_s, domain.blur_s, domain.sample_noise, domain.gain_error,
     )  # fmt: skip
@@ -107,13 +107,13 @@ def check_domain(domain: Domain) -> Domain:
 
 
 def points_beyond(columns: Mapping[str, NDArray[Any]], *, names: int, launches: int) -> bool:
-    """Whether a row points to a name or launch beyond so many."""
+    """Return whether a row points to a name or launch that does not exist (yet)."""
     ends = {**dict.fromkeys(TEXTS, names), "launch": launches}
     return any(int(columns[c].max(initial=NONE)) >= end for c, end in ends.items() if c in columns)
 
 
 def check_columns(columns: dict[str, NDArray[Any]], *, names: int, launches: int) -> list[str]:
-    """Check numbers and times. Other references to missing rows are removed; returns notes about them."""
+    """Check numbers and times; replace other references to missing entries, and return notes about these."""
     for column, end in (("kind", len(KINDS)), ("name", names)):
         values = columns.get(column, _NOTHING)
         if len(values) and not 0 <= values.min() <= values.max() < end:
@@ -130,7 +130,7 @@ def check_columns(columns: dict[str, NDArray[Any]], *, names: int, launches: int
 
 
 def let_go(columns: dict[str, NDArray[Any]], column: str, end: int) -> list[str]:
-    """Replace references beyond the end by `NONE`; returns a note about them, if any."""
+    """Replace references beyond the end by `NONE`; return a note about them, if any."""
     values = columns.get(column, _NOTHING)
     if not len(values) or NONE <= values.min() <= values.max() < end:
         return []
@@ -140,7 +140,7 @@ def let_go(columns: dict[str, NDArray[Any]], column: str, end: int) -> list[str]
 
 
 def check_pairs(times: NDArray[np.int64], values: NDArray[np.float64], rows: Sequence[tuple[bytes, bytes]]) -> None:
-    """Check times and watts (or joules) of a domain. NaN is allowed: it means unknown."""
+    """Check times and watts (or joules) of a domain. NaN is allowed; it means unknown."""
     if any(len(t) != len(v) for t, v in rows):
         raise ValueError("there are not as many times as values")
     if len(times):
@@ -151,13 +151,13 @@ def check_pairs(times: NDArray[np.int64], values: NDArray[np.float64], rows: Seq
 
 RUN_VERSION = 1
 """Version of the tables; readers refuse a newer one and say so."""
-APPLICATION_ID = 0x54455353  # "TESS", SQLite's mark of whose file it is
+APPLICATION_ID = 0x54455353  # "TESS"; SQLite's field for the program that a file belongs to
 OPEN_ROWS = 1_024
-"""Live rows come a few at a time: a chunk of them is written again and again until it has so many."""
+"""Live rows come a few at a time: their chunk is rewritten with them until it has this many."""
 NAME_LISTS = ("modules", "frames")
-"""Parts of a timeline's meta that are numbers of names, and so change with them."""
+"""Parts of a timeline's meta that are numbers of names, and so change when names are renumbered."""
 BY_NUMBER = ("threads", "forward_threads")
-"""Parts of a timeline's meta whose keys are numbers, which JSON makes text of."""
+"""Parts of a timeline's meta whose keys are numbers; JSON turns the keys into text."""
 DESCRIPTION = (
     "A run recorded by Tessera: kernels, operators, regions, marks and counters (chunks), power samples, telemetry and"
     " Python stacks. Times are nanoseconds of the wall clock (epoch). Read it with tessera.profile.runfile.RunFile."
@@ -181,11 +181,11 @@ INDEXES = ("samples (domain)", "anchors (domain)")
 
 _WIDTHS = (np.uint8, np.uint16, np.uint32)
 _DTYPES = ("|u1", "<u2", "<u4", "<i8", "<f8")
-_SMALL = 256  # bytes: below this zlib's own overhead eats what it saves
+_SMALL = 256  # bytes; for less, zlib's overhead is more than it saves
 
 
 class Packed(msgspec.Struct, array_like=True, omit_defaults=True):
-    """One column of a chunk: `base` alone where all rows are the same, else base + integers of `dtype` at `offset`."""
+    """One column of a chunk: only `base` if all rows are equal, else base + integers of `dtype` at `offset`."""
 
     name: str
     base: int | float | None
@@ -209,7 +209,7 @@ def enc_hook(value: Any) -> Any:
 
 
 def version() -> str:
-    """The version of the installed Tessera."""
+    """Return the version of the installed Tessera."""
     try:
         return importlib.metadata.version("tessera-energy")
     except importlib.metadata.PackageNotFoundError:
@@ -217,14 +217,14 @@ def version() -> str:
 
 
 def to_json(value: Any) -> str:
-    """JSON text of plain data; NaN and infinities become null."""
+    """Return plain data as JSON text; NaN and infinities become null."""
     return msgspec.json.encode(value, enc_hook=enc_hook).decode()
 
 
 def pack(columns: Mapping[str, NDArray[Any]]) -> tuple[str, bytes]:
-    """Columns of one chunk as (JSON of where each lies, blob). Columns that are nothing but `NONE`/NaN are left out.
+    """Return the columns of a chunk as (JSON that describes them, blob). Columns with only `NONE` or NaN are left out.
 
-    `end_ns` is kept as the duration: four bytes instead of eight.
+    `end_ns` is stored as the duration, which takes four bytes instead of eight.
     """
     heads: list[Packed] = []
     parts: list[bytes] = []
@@ -263,7 +263,7 @@ def _pack_floats(name: str, values: NDArray[Any]) -> tuple[Packed | None, bytes]
 
 
 def unpack(heads: str, data: bytes, rows: int, wanted: Collection[str]) -> dict[str, NDArray[Any]]:
-    """The wanted columns of one chunk; those that were left out are `NONE` (integers) or NaN."""
+    """Return the wanted columns of a chunk; columns that were left out are `NONE` (integers) or NaN."""
     packed = {h.name: h for h in msgspec.json.decode(heads, type=list[Packed])}
     need = set(wanted) | ({"start_ns"} if "end_ns" in wanted else set())
     out = {name: _unpack(packed.get(name), data, rows, name in INTEGERS) for name in need}
@@ -273,7 +273,7 @@ def unpack(heads: str, data: bytes, rows: int, wanted: Collection[str]) -> dict[
 
 
 def _unpack(head: Packed | None, data: bytes, rows: int, integer: bool) -> NDArray[Any]:
-    if head is None or not head.dtype:  # one value for all rows takes no memory, and cannot be written to
+    if head is None or not head.dtype:  # one value for all rows: takes no memory, and is read-only
         value = (NONE if integer else np.nan) if head is None else head.base
         return np.broadcast_to(np.array(value, np.int64 if integer else np.float64), rows)
     if head.dtype not in _DTYPES:
@@ -286,7 +286,7 @@ def _unpack(head: Packed | None, data: bytes, rows: int, integer: bool) -> NDArr
 
 
 def join_columns(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """A column of several chunks; without memory of its own where it has one value in all of them."""
+    """Join a column of several chunks; it takes no memory if it has the same value in all of them."""
     if all(part.strides == (0,) for part in parts):
         values = np.array([part[0] for part in parts if len(part)])
         if len(values) and (values[0] == values).all() | np.isnan(values).all():
@@ -304,7 +304,7 @@ def _unzip(data: bytes, most: int) -> bytes:
 
 
 def merge_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The meta of several timelines as that of one."""
+    """Merge the meta of several timelines into one."""
     out: dict[str, Any] = {}
     for meta in metas:
         for key, value in meta.items():
@@ -322,7 +322,7 @@ def merge_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def renumber_rows(
     parent: NDArray[Any], firsts: NDArray[np.int64], counts: NDArray[np.int64], starts: NDArray[np.int64]
 ) -> NDArray[Any]:
-    """Row numbers of the file as positions in the arrays; `NONE` for a row that was lost."""
+    """Convert row numbers of the file to positions in the arrays; `NONE` for a row that was lost."""
     at = np.clip(np.searchsorted(firsts, parent, side="right") - 1, 0, None)
     inside = parent - firsts[at]
     present = (parent != NONE) & (inside >= 0) & (inside < counts[at])

@@ -1,11 +1,11 @@
 """Opens run files as if an enemy had written them.
 
-SQLite does what a file says: a view or a trigger is a program, a rollback journal may name any file of the user's to be
-deleted, and a row may be listed a million times. So only the tables of `runfile_format` are accepted, word for word;
-only reading them is allowed; and what that costs is limited by the size of the file.
+SQLite does what a file says: a view or a trigger is a program, a rollback journal may name any file of the user for
+deletion, and one row may be listed a million times. So only the tables of `runfile_format` are accepted, word for word;
+only reading them is allowed; and the size of the file limits what that may cost.
 
-A run is sealed (`runfile_checksum`) when all of it is in the file: what lies beside a sealed file is not its own, and
-is not read. A damaged file is refused, or a note says what was lost.
+A run is sealed (`runfile_checksum`) when its file is complete. Files beside a sealed file do not belong to it and are
+not read. A damaged file is refused, or a note says what was lost.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .runfile_format import APPLICATION_ID, INDEXES, RUN_VERSION, TABLES
 
 DAMAGED_FIX = "restore it from a copy, or record the run again"
 SIDE_FILES = ("-wal", "-shm", "-journal")
-"""What SQLite keeps beside a file that is open, and what a killed writer leaves."""
+"""Endings of files that SQLite keeps beside an open file, and that a killed writer leaves."""
 DDL = {name: f"CREATE TABLE {name} {columns}" for name, columns in TABLES.items()} | {
     f"by_{number}": f"CREATE INDEX by_{number} ON {columns}" for number, columns in enumerate(INDEXES)
 }
-"""The statements that make a run file; no version had others."""
+"""The statements that make a run file; no version had other ones."""
 
 _FUNCTIONS = ("coalesce", "sum", "max")
-_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # ends a journal that names a super-journal (sqlite.org/fileformat)
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # end of a journal that names another file (sqlite.org/fileformat)
 _ROW_BYTES = 8  # no row of ours takes less of the file
 _PROGRESS_OPS = 20_000  # of SQLite's virtual machine: under a millisecond
 _PIECE = 1 << 20
 
 
 def bad_file(path: Path, why: str, fix: str = "give a .tessera file that Tessera wrote") -> RecordingError:
-    """The error for a file that is not ours or is broken."""
+    """Return the error for a file that is not a run file or is broken."""
     return RecordingError(f"cannot read {path} as a run", why=why, fix=fix)
 
 
 class RunDatabase:
-    """A run file that was checked, for reading. A copy where SQLite would have to write (`_connect_copy`)."""
+    """A checked run file, open for reading; a copy of it if SQLite would have to write to it (`_connect_copy`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,11 +60,11 @@ class RunDatabase:
         except OSError as exc:
             raise bad_file(path, str(exc), "check the path and permissions") from exc
         self.foreign = _list_journals(path) if sealed else []
-        """Names of files beside a sealed run that are not its own, and were not read."""
+        """Names of files beside a sealed run that do not belong to it, and were not read."""
         has_log, names_log = _find_log(path)
         self.log_is_missing = not sealed and names_log and not has_log
         try:
-            # SQLite would make a -shm beside a file that names a log. Where a writer is alive, there is one.
+            # SQLite would make a -shm beside a file that names a log; while a writer is alive, there is one.
             if sealed or not has_log:
                 whole = self.foreign or (names_log and (sealed or not Path(f"{path}-shm").exists()))
                 self.db = self._connect(path, "ro&immutable=1" if whole else "ro")
@@ -80,14 +80,14 @@ class RunDatabase:
             raise bad_file(path, str(exc)) from exc
 
     def close(self) -> None:
-        """Close it; the copy is gone, where there was one."""
+        """Close the file, and delete the copy if there is one."""
         self.db.close()
         if self.folder is not None:
             self.folder.cleanup()
             self.folder = None
 
     def rows(self, sql: str, *args: Any) -> list[Any]:
-        """All rows of a query. No query of ours returns more than the file has bytes."""
+        """Return all rows of a query. No query of ours returns more than the file has bytes."""
         rows, held = [], 0
         try:
             with self.budget.slowly():
@@ -108,7 +108,7 @@ class RunDatabase:
     def _explain(self, exc: sqlite3.Error) -> BaseException:
         if str(exc) != "interrupted":
             return bad_file(self.path, str(exc))
-        # Python drops an exception out of a progress handler: when the time is not spent, it was Ctrl-C.
+        # Python drops an exception raised in a progress handler. If the time is not over, it was a Ctrl-C.
         return self.budget.refuse_slow() if self.budget.is_spent else KeyboardInterrupt()
 
     def _connect(self, at: Path, mode: str) -> sqlite3.Connection:
@@ -145,20 +145,20 @@ class RunDatabase:
         if not {name for name, _ in made} >= {"about", "facts", "chunks"}:
             raise bad_file(path, "its tables are missing")
         for name, sql in made:
-            # SQLite makes an index for UNIQUE and PRIMARY KEY, and has no statement for it.
+            # SQLite makes indexes for UNIQUE and PRIMARY KEY itself; these have no statement.
             if sql != DDL.get(name) and not (sql is None and str(name).startswith("sqlite_")):
                 raise bad_file(path, f"it has a table, view or trigger that Tessera does not make: {str(name)[:40]!r}")
 
     def _connect_copy(self) -> sqlite3.Connection:
-        """A copy, with what a killed writer left beside it, where SQLite may write: it recovers that.
+        """Open a copy, with what a killed writer left beside the file, so that SQLite can write and recover it.
 
-        A journal that names another file is refused: SQLite would delete that file. We never write one.
+        A journal that names another file is refused, since SQLite would delete that file. We never write such a one.
         """
         self.folder = tempfile.TemporaryDirectory(prefix="tessera-")
         try:
             target = Path(self.folder.name) / "run.tessera"
             log = ("-wal",) if self.checked.uses_log else ()
-            for side in ("", *log, "-journal"):  # the -shm is an index of the -wal, made anew
+            for side in ("", *log, "-journal"):  # SQLite makes the -shm, an index of the -wal, again
                 if (source := Path(f"{self.path}{side}")).is_file():
                     shutil.copyfile(source, f"{target}{side}")
             check_journal(target, self.path)
@@ -180,18 +180,18 @@ def _authorize(action: int, first: str | None, second: str | None, *_: object) -
 
 
 def size_with_log(path: Path) -> int:
-    """Bytes of a run, with those that its writer has not yet put into the file."""
+    """Return the bytes of a run, with those that its writer has not yet put into the file."""
     return sum(p.stat().st_size for p in (path, Path(f"{path}-wal")) if p.exists())
 
 
 def _list_journals(path: Path) -> list[str]:
-    """The files beside it from which SQLite would take pages. An empty one stays where a reader was not done."""
+    """List the files beside a run from which SQLite would take pages. Empty ones are left over by readers."""
     sides = (Path(f"{path}{side}") for side in ("-wal", "-journal"))
     return [side.name for side in sides if side.exists() and (not side.is_file() or side.stat().st_size)]
 
 
 def _find_log(path: Path) -> tuple[bool, bool]:
-    """Whether there is a -wal with something in it, and whether the file says that a -wal belongs to it."""
+    """Return whether there is a -wal with contents, and whether the file says that a -wal belongs to it."""
     with path.open("rb") as file:
         head = file.read(20)
     log = Path(f"{path}-wal")
@@ -199,7 +199,7 @@ def _find_log(path: Path) -> tuple[bool, bool]:
 
 
 def check_journal(at: Path, path: Path) -> None:
-    """Refuse a rollback journal that names another file: SQLite deletes that file when it recovers this one."""
+    """Refuse a rollback journal that names another file: SQLite would delete that file when it recovers this one."""
     try:
         with open_file(Path(f"{at}-journal")) as file:
             file.seek(0, os.SEEK_END)

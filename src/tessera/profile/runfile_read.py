@@ -1,4 +1,4 @@
-"""`RunFile`: reads what `RunWriter` wrote, also after the writer was killed and from a directory nobody may write."""
+"""`RunFile`: reads what `RunWriter` wrote, even if the writer was killed or the directory is read-only."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from .runfile_format import (
 from .runfile_open import DAMAGED_FIX, RunDatabase, bad_file, size_with_log
 
 ENERGY = ("energy_j", "energy_error_j")
-_FIRST = itemgetter(0)  # sorted here and not by SQLite, which would keep rows without number
+_FIRST = itemgetter(0)  # we sort rows ourselves: SQLite would keep any number of them in memory
 
 
 class RunFile:
     """A recorded run. All times are nanoseconds of the wall clock (epoch).
 
-    `crashed` is True when the writer never closed the file: it was killed, or still writes. `notes` says so, with
-    what else a reader should know.
+    `crashed` is True if the writer has not closed the file: it was killed, or still writes. `notes` says so, and what
+    else a reader should know.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -75,13 +75,13 @@ class RunFile:
 
     def __del__(self) -> None:
         if hasattr(self, "_db"):
-            self.close()  # so that a reader nobody closed leaves neither a ResourceWarning nor a temporary copy
+            self.close()  # otherwise Python warns of an open file, or a temporary copy stays
 
     def __repr__(self) -> str:
         return f"<RunFile {self.path}: {self.rows} rows, {', '.join(self.domains) or 'no power'}>"
 
     def recording(self) -> Recording:
-        """The run as everything else reads it; its parts are read when they are asked for."""
+        """Return the run as a `Recording`; its parts are read when they are asked for."""
         facts = self._facts()
         return Recording(
             self.timeline,
@@ -90,7 +90,7 @@ class RunFile:
             facts,
             stacks=self.stacks,
             events=self.events,
-            # Counters of a replay belong to rows of the whole timeline: an exporter must not miss them.
+            # Counters of a replay belong to rows of the whole timeline, so exporters must not read the file's rows.
             rows=None if self.get("counters") else self,
             close=self.close,
         )
@@ -128,12 +128,12 @@ class RunFile:
     # Facts ------------------------------------------------------------------------------------------------------
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A fact kept by `RunWriter.set`, or of the run's meta; the default where there is none."""
+        """Return a fact that `RunWriter.set` kept, or that is in the run's meta; else the default."""
         rows = self._db.rows("SELECT value FROM facts WHERE key = ?", key)
         return self._fact(key, rows[0][0]) if rows else self.meta.get(key, default)
 
     def _get_as(self, kind: Any, key: str) -> Any:
-        """A fact that a program may keep under the same name: None where it is of another type than ours."""
+        """Return a fact whose name a program may also use; None if its type is not ours."""
         try:
             return msgspec.convert(self.get(key), kind)
         except msgspec.ValidationError:
@@ -141,14 +141,14 @@ class RunFile:
 
     @cached_property
     def meta(self) -> dict[str, Any]:
-        """What the session said of itself when it began."""
+        """The facts that the session stored when it began."""
         rows = self._db.rows("SELECT value FROM facts WHERE key = 'meta'")
         meta: dict[str, Any] = self._fact("meta", rows[0][0]) if rows else {}
         return meta
 
     @property
     def pid(self) -> int:
-        """The process that was recorded; 0 where it is not known."""
+        """The process that was recorded; 0 if unknown."""
         text = self.about.get("pid", "")
         return int(text) if text.isdecimal() and len(text) < 10 else 0
 
@@ -184,7 +184,7 @@ class RunFile:
 
     @property
     def timelines(self) -> list[dict[str, Any]]:
-        """Where each timeline that was added lies: first_row, rows, rank, meta, notes."""
+        """Where each added timeline lies: first_row, rows, rank, meta, notes."""
         rows = self._db.rows("SELECT value FROM facts WHERE key = 'timelines'")
         parts: list[dict[str, Any]] = self._fact("timelines", rows[0][0]) if rows else []
         return parts
@@ -198,7 +198,7 @@ class RunFile:
 
     @property
     def names(self) -> list[str]:
-        """The texts that the columns `name`, `shapes` and `unit` point to."""
+        """The texts that the columns `name`, `shapes` and `unit` refer to."""
         rows = self._db.rows(f"SELECT id, {as_text('text')} FROM names ORDER BY id")
         if any(number != i for i, (number, _) in enumerate(rows)):
             raise bad_file(self.path, "some of its names are lost", DAMAGED_FIX)
@@ -206,15 +206,15 @@ class RunFile:
 
     @property
     def launches(self) -> list[Launch]:
-        """The launch configurations that the column `launch` points to."""
+        """The launch configurations that the column `launch` refers to."""
         rows = self._db.rows("SELECT value FROM launches ORDER BY id")
         return [self._decode(text, Launch) for (text,) in rows]
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
-        """The rows piece by piece, in a memory that does not grow with the run; `columns` picks some.
+        """Yield the rows in chunks; the memory needed does not grow with the run. `columns` selects columns.
 
-        `energy_j` and `energy_error_j` may be asked for too: NaN where nothing was attributed. `first_row` and
-        `parent` are numbers of the file, which has holes where a writer was killed; `timeline()` has none.
+        `energy_j` and `energy_error_j` can be selected too; NaN if nothing was attributed. `first_row` and `parent` are
+        row numbers of the file, which has holes if a writer was killed; `timeline()` has no holes.
         """
         wanted = (*INTEGERS, *FLOATS) if columns is None else tuple(columns)
         self._unpacked = 0
@@ -223,20 +223,20 @@ class RunFile:
         plain = [c for c in wanted if c not in ENERGY]
         joules = [c for c in wanted if c in ENERGY]
         names, launches = self._count("names"), self._count("launches")
-        # A query for a few: a cursor held open would keep a live writer from checkpointing.
+        # One query for a few chunks: an open cursor would keep a live writer from checkpointing.
         for low, high in self._group_chunks():
             sql = "SELECT first_row, rows, columns, data FROM chunks WHERE first_row BETWEEN ? AND ? ORDER BY first_row"
             stored = self._db.rows(sql, low, high)
-            with self._reading(f"the rows from {low} on are"):  # a damaged index finds others than were listed
+            with self._reading(f"the rows from {low} on are"):  # with a damaged index, other rows than listed are found
                 end = max((first + row_count(rows) for first, rows, *_ in stored), default=low)
                 extra = self._db.rows("SELECT row, value FROM extra WHERE row >= ? AND row < ? ORDER BY row", low, end)
                 energies = self._energy(stored, low, end, joules) if joules else []
             for i, (first, rows, heads, data) in enumerate(stored):
                 if not rows:
-                    continue  # nobody writes such a chunk, but a file can have a hundred thousand
+                    continue  # no writer makes an empty chunk, but a file may have a hundred thousand of them
                 with self._reading(f"the rows from {first} on are"):
                     values = unpack(heads, data, rows, plain)
-                    if points_beyond(values, names=names, launches=launches):  # a live writer has added some
+                    if points_beyond(values, names=names, launches=launches):  # a live writer has added names
                         names, launches = self._count("names"), self._count("launches")
                     self._lost += check_columns(values, names=names, launches=launches)
                     if joules:
@@ -246,7 +246,7 @@ class RunFile:
                 yield Chunk(first, values, fields)
 
     def _group_chunks(self) -> Iterator[tuple[int, int]]:
-        """The first rows of the first and last of some chunks that follow each other, as many as one may have rows."""
+        """Yield the first and last `first_row` of consecutive chunks that together have at most `CHUNK_ROWS` rows."""
         low, held, last = None, 0, 0
         for first, rows in self._db.rows("SELECT first_row, rows FROM chunks ORDER BY first_row"):
             with self._reading(f"the rows from {first} on are"):
@@ -261,13 +261,13 @@ class RunFile:
     def _energy(
         self, chunks: Sequence[tuple[Any, ...]], low: int, end: int, columns: Sequence[str]
     ) -> list[dict[str, NDArray[Any]]]:
-        """The joules of each of these chunks, whose rows lie between `low` and `end`; NaN where there are none."""
+        """Return the joules of each of these chunks, whose rows lie between `low` and `end`; NaN if unknown."""
         firsts = [first for first, *_ in chunks]
         out = [{c: np.full(rows, np.nan) for c in columns} for _, rows, *_ in chunks]
         sql = "SELECT first_row, rows, columns, data FROM energy WHERE first_row < ? AND first_row + rows > ?"
         for start, count, heads, data in self._db.rows(sql, end, low):
             self._unpacked += row_count(count)
-            # Joules lie as rows do: each is unpacked once or twice.
+            # Joules are stored in chunks like rows, so each is unpacked once or twice.
             self._db.budget.check_rows(self._unpacked // 8, RUN_BYTES_PER_ROW)
             unpacked = unpack(heads, data, count, columns)
             for i in range(max(bisect_right(firsts, start) - 1, 0), bisect_left(firsts, start + count)):
@@ -287,7 +287,7 @@ class RunFile:
         return bool(self._db.rows("SELECT 1 FROM energy LIMIT 1"))
 
     def timeline(self) -> Timeline:
-        """All rows as one `Timeline`, in the order they were added."""
+        """Return all rows as one `Timeline`, in the order in which they were added."""
         wanted = (*INTEGERS, *FLOATS, *(ENERGY if self.has_energy else ()))
         self._lost = []
         chunks = list(self.chunks(wanted))
@@ -296,7 +296,7 @@ class RunFile:
         firsts = np.array([c.first_row for c in chunks], np.int64)
         counts = np.array([len(c) for c in chunks], np.int64)
         starts = np.cumsum(counts) - counts
-        if not np.array_equal(firsts, starts):  # a killed writer left a hole, which here is none
+        if not np.array_equal(firsts, starts):  # a killed writer left holes in the numbers
             columns["parent"] = renumber_rows(columns["parent"], firsts, counts, starts)
         joules = [columns.pop(c, None) for c in ENERGY]
         parts, names, launches = self.timelines, self.names, self.launches
@@ -318,7 +318,7 @@ class RunFile:
         return timeline
 
     def _merge_counters(self, timeline: Timeline) -> None:
-        """Add the hardware counters of a replay, where there was one."""
+        """Add the hardware counters of a replay, if there was one."""
         replayed = self.get("counters")
         if replayed:
             from .counters import KernelCounters, merge
@@ -336,11 +336,11 @@ class RunFile:
             return {name: check_domain(self._decode(text, Domain)) for name, text in rows}
 
     def samples(self, domain: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Epoch nanoseconds and watts of one domain, in order; empty where there are none."""
+        """Return epoch nanoseconds and watts of one domain, in order; empty if there are none."""
         return self._pairs("samples", "watts", domain)
 
     def anchors(self, domain: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Epoch nanoseconds and joules of the ticks of a domain's energy counter."""
+        """Return epoch nanoseconds and joules of the ticks of a domain's energy counter."""
         return self._pairs("anchors", "joules", domain)
 
     def _pairs(self, table: str, column: str, domain: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -351,15 +351,15 @@ class RunFile:
             values = np.frombuffer(b"".join(v for _, v in rows), "<f8").astype(np.float64)
             check_pairs(times, values, rows)
         if len(times) > 1 and not (np.diff(times) > 0).all():
-            # A sample that was handed over twice is one sample.
+            # The same time twice means that a sample was handed over twice.
             times, first = np.unique(times, return_index=True)
             values = values[first]
         return times, values
 
     def power(self) -> PowerTrace:
-        """The power samples as a trace in epoch time.
+        """Return the power samples as a trace in epoch time.
 
-        It runs from the facts `start_ns` to `end_ns` where they were set, else over the rows and samples there are.
+        It covers the facts `start_ns` to `end_ns` if they were set, else all rows and samples.
         """
         columns = {name: self._column(domain) for name, domain in self.domains.items()}
         columns = {name: c for name, c in columns.items() if len(c.times_ns)}
@@ -380,7 +380,7 @@ class RunFile:
 
     @cached_property
     def span_ns(self) -> tuple[int, int]:
-        """Start and end of the run: as its session said, else of the rows and samples; (0, 0) when empty."""
+        """Start and end of the run, as its session stored them, else of its rows and samples; (0, 0) if empty."""
         start, end = self.get("start_ns"), self.get("end_ns")
         if start is None or end is None:
             lows, highs = [], []
@@ -397,10 +397,10 @@ class RunFile:
         return int(start), int(end)
 
     def telemetry(self, domain: str | None = None) -> list[Telemetry]:
-        """Clocks, temperatures and the like, of one domain or all, in time order; `time_ns` is epoch."""
+        """Return clocks, temperatures and the like, of one domain or all, in time order; `time_ns` is epoch."""
         where, args = ("WHERE domain = ?", (domain,)) if domain is not None else ("", ())
         rows = self._db.rows(f"SELECT epoch_ns, domain, value FROM telemetry {where}", *args)
-        # One decode per row, into the dataclass itself: times and domain join the JSON text in front.
+        # One decode per row, directly into the dataclass: time and domain are put in front of the JSON text.
         with self._reading("its telemetry is"):
             return [
                 self._decode(f'{{"time_ns":{t},"domain":{msgspec.json.encode(d).decode()}{"," if v != "{}" else ""}'
@@ -409,7 +409,7 @@ class RunFile:
             ]  # fmt: skip
 
     def events(self) -> list[PowerEvent]:
-        """What power supplies, PDUs and BMCs reported, in time order; times are epoch."""
+        """Return what power supplies, PDUs and BMCs reported, in time order; times are epoch."""
         events: list[PowerEvent] = self._convert(self.get("events") or [], list[PowerEvent])
         return sorted(events, key=lambda e: e.time_ns)
 
@@ -423,11 +423,11 @@ class RunFile:
     # SQLite -----------------------------------------------------------------------------------------------------
 
     def _count(self, table: str) -> int:
-        """How many names or launches there are by now: a writer adds them before the rows that point to them."""
+        """Return the present number of names or launches; a writer adds them before the rows that refer to them."""
         return int(self._db.rows(f"SELECT coalesce(max(id) + 1, 0) FROM {table}")[0][0])
 
     def _decode(self, text: str, kind: Any) -> Any:
-        try:  # once for each row of telemetry: a context manager would cost more than the decoding
+        try:  # this runs for each row of telemetry: a context manager would cost more than the decoding
             return msgspec.json.decode(text, type=kind)
         except DAMAGE as exc:
             raise bad_file(self.path, f"a {kind.__name__} is damaged: {exc}", DAMAGED_FIX) from exc

@@ -1,4 +1,4 @@
-"""`Store`: the run file as the writer's thread sees it. Every method talks to SQLite; none of them is thread-safe."""
+"""`Store`: the run file as the writer's thread sees it. Its methods use SQLite, and none of them is thread-safe."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Row = tuple[Any, ...]
 
 
 def claim(path: Path) -> None:
-    """Make the file, empty, so that no other process takes its name; raises where it exists already."""
+    """Make an empty file, so that no other process takes its name; raise RecordingError if it already exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
@@ -49,14 +49,14 @@ def claim(path: Path) -> None:
 
 
 def is_written(path: Path) -> bool:
-    """Whether a run was recorded; the empty file of one that was claimed and never began is removed."""
+    """Return whether a run was recorded; remove the empty file of a run that was claimed but never began."""
     if path.exists() and not path.stat().st_size:
         path.unlink()
     return path.exists()
 
 
 class Store:
-    """An open run file, with what was interned in it and the number of the next row."""
+    """An open run file, with the names, launches and domains stored in it and the number of the next row."""
 
     def __init__(self, path: Path, mode: Mode, meta: Mapping[str, Any]) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class Store:
         self._next_row = 0
         self._checkpointer: Checkpointer | None = None
         self._history = KernelHistory()
-        self._open_rows: tuple[int, list[Row]] = (0, [])  # the last chunk of live rows and the number of its first
+        self._open_rows: tuple[int, list[Row]] = (0, [])  # first row and rows of the last chunk of live rows
         self.db = self._open(mode)
         self.path = path.absolute()  # the program may change its directory
         try:
@@ -85,7 +85,7 @@ class Store:
                 Path(f"{self.path}{side}").unlink(missing_ok=True)
         if mode == "append" and exists:
             check_journal(self.path, self.path)
-            with contextlib.closing(RunDatabase(self.path)) as run:  # refuses what is not ours, and a newer version
+            with contextlib.closing(RunDatabase(self.path)) as run:  # raises if it is not a run or of a newer version
                 if run.foreign:
                     why = f"{run.foreign[0]} beside it is not of this run, and would be written into it"
                     raise bad_file(self.path, why, f"move {run.foreign[0]} away")
@@ -94,8 +94,8 @@ class Store:
             unseal(self.path)
         # Autocommit mode: we say BEGIN and COMMIT ourselves.
         db = sqlite3.connect(self.path, timeout=5.0, isolation_level=None, check_same_thread=False)
-        # Where the file system cannot share memory (some network mounts) SQLite stays with a rollback journal, which
-        # is as safe and a little slower.
+        # If the file system cannot share memory (some network mounts), SQLite keeps using a rollback journal, which is
+        # as safe and a little slower.
         db.execute(f"PRAGMA page_size={PAGE}")
         logs = db.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
         db.execute("PRAGMA synchronous=NORMAL")
@@ -127,27 +127,27 @@ class Store:
         self.db.execute("COMMIT")
 
     def _resume(self) -> None:
-        """Go on with a file: what was interned and how many rows there are."""
+        """Continue a file: read the stored names, launches and domains, and the number of rows."""
         db = self.db
         self._names = {text: i for i, text in db.execute("SELECT id, text FROM names")}
         launches = db.execute("SELECT id, value FROM launches")
         self._launches = {msgspec.json.decode(text, type=Launch): i for i, text in launches}
         self._domains = {name: (i, text) for i, name, text in db.execute("SELECT id, name, value FROM domains")}
         stored = db.execute("SELECT coalesce(max(first_row + rows), 0) FROM chunks").fetchone()[0]
-        self._next_row = max(self._next_row, stored)  # a timeline that is half written keeps its numbers
+        self._next_row = max(self._next_row, stored)  # a half-written timeline keeps its row numbers
 
     def recover(self, *, commit: bool) -> None:
         """After an interrupt or an error: commit what was executed or undo it, and read what the file contains."""
         if self.db.in_transaction:
             self.db.execute("COMMIT" if commit else "ROLLBACK")
         self._open_rows = (0, [])
-        self._history = KernelHistory()  # what is in the file stays as it is
+        self._history = KernelHistory()  # kernels that are already in the file are not summed up
         self._resume()
 
     def commit(self) -> None:
         self.db.execute("COMMIT")
         if self._checkpointer is not None and self._checkpointer.is_due():
-            with contextlib.suppress(sqlite3.Error, OSError):  # a full disk: all is in the log
+            with contextlib.suppress(sqlite3.Error, OSError):  # the disk is full: everything stays in the log
                 self._checkpointer.empty_log(self.db)
 
     def _close(self) -> None:
@@ -156,13 +156,13 @@ class Store:
             self._checkpointer.close()
 
     def finish(self, clean: bool) -> None:
-        """Close the file, and mark it as closed cleanly where it was; no side files stay."""
+        """Close the file, and mark it as closed if `clean`; no side files stay."""
         whole = False
         try:
             if clean:
                 self.db.execute("INSERT OR REPLACE INTO about VALUES ('closed_epoch_ns', ?)", (str(time.time_ns()),))
-            # Leaves WAL mode, which deletes the side files. Refused while somebody has the file open: then it is whole
-            # nevertheless, beside an empty -wal. Not whole while somebody reads: no seal then, the -wal belongs to it.
+            # Leaving WAL mode deletes the side files. SQLite refuses while somebody has the file open: it is complete
+            # nevertheless, beside an empty -wal. While somebody reads, part may stay in the -wal: then do not seal.
             if self._checkpointer is not None:
                 self._checkpointer.remove_sums()
             self.db.execute("PRAGMA busy_timeout=500")
@@ -177,7 +177,7 @@ class Store:
             seal(self.path)
 
     def rows(self, rows: Sequence[Row]) -> None:
-        """Rows as `RunWriter.add_row` took them; with those before, while these are few and nothing lies between."""
+        """Write rows as `RunWriter.add_row` took them; rewrite the last chunk with them while it has few rows."""
         first, before = self._open_rows
         if not before or first + len(before) != self._next_row:
             first, before = self._next_row, []
@@ -207,18 +207,18 @@ class Store:
     def timeline(
         self, timeline: Timeline, place: list[int], pause: Callable[[], None], *, may_shrink: bool = False
     ) -> None:
-        """A whole timeline; `pause` is called after each chunk, and may write rows and commit.
+        """Write a whole timeline. `pause` is called after each chunk; it may write rows and commit.
 
-        `place` keeps the number of its first row, so that a second attempt replaces what a first has committed. With
-        `may_shrink` its rows become sums once there are too many (`kernel_history`).
+        `place` keeps the number of its first row, so that a second attempt replaces what the first one committed. With
+        `may_shrink`, its rows become sums once there are too many (`kernel_history`).
         """
         count = len(timeline)
-        ids = np.array([self.intern(n) for n in timeline.names] + [NONE], np.int64)  # [-1] is NONE again
+        ids = np.array([self.intern(n) for n in timeline.names] + [NONE], np.int64)  # so that ids[NONE] is NONE
         launches = np.array([self._intern_launch(launch) for launch in timeline.launches] + [NONE], np.int64)
-        if not place:  # in one piece, though live rows are written meanwhile: parents are row numbers
+        if not place:  # reserve all rows at once, since parents are row numbers and live rows are written in between
             place.append(self._reserve(count))
         base = place[0]
-        if not may_shrink or timeline.notes or timeline.meta:  # kernels come every second, with nothing to say
+        if not may_shrink or timeline.notes or timeline.meta:  # kernels come every second, mostly without notes
             self._note(timeline, base, count, ids)
         present = [c for c in (*INTEGERS, *FLOATS) if c in timeline.columns]
         for i in range(0, count, CHUNK_ROWS):
@@ -260,7 +260,7 @@ class Store:
             self._history.replace(StoredChunk(first, rows, chunks[0].start_ns, chunks[-1].end_ns), due[1])
 
     def energy(self, first_row: int, columns: Mapping[str, NDArray[Any]]) -> None:
-        """Joules of rows, in place of what these rows had."""
+        """Store the joules of rows; replace earlier ones."""
         count = len(columns["energy_j"])
         self.db.execute("DELETE FROM energy WHERE first_row >= ? AND first_row < ?", (first_row, first_row + count))
         for i in range(0, count, CHUNK_ROWS):
@@ -280,7 +280,7 @@ class Store:
             number = len(self._names)
             try:
                 self.db.execute("INSERT INTO names VALUES (?, ?)", (number, text))
-            except UnicodeEncodeError:  # half a surrogate pair, from a file name that is no text
+            except UnicodeEncodeError:  # half a surrogate pair, from a file name that is not valid text
                 self.db.execute("INSERT INTO names VALUES (?, ?)", (number, text.encode(errors="replace").decode()))
             self._names[text] = number
         return number

@@ -1,14 +1,14 @@
-"""`RunWriter`: everything a session records, on disk as it happens.
+"""`RunWriter`: writes everything that a session records to disk as it happens.
 
 ::
 
     user's threads ──► deque (rows) ─┐                       every 0.25 s, and when kernels come
     sampler, Kineto ─► deque (jobs) ─┴─► one writer thread ──► one transaction ──► runs/NAME.tessera (+ -wal)
 
-A disk that is full or a file that is locked for a while delays it: everything waits in memory, and is written when that
-is possible again. A killed process loses what was not yet committed: a quarter of a second, or all that waits. A
-transaction is whole or absent, so the file is always readable. Commits do not wait for the disk (SQLite's
-synchronous=NORMAL), so a machine that loses its power may lose more, but not the file.
+If the disk is full or the file is locked for a while, everything waits in memory and is written later. A killed process
+loses what was not yet committed: a quarter of a second, or all that waits. A transaction is complete or absent, so the
+file is always readable. Commits do not wait for the disk (SQLite's synchronous=NORMAL): a machine that loses its power
+may lose more data, but not the file.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from .runfile_store import Mode, Row, Store
 COMMIT_S = 0.25
 """How often the thread writes: half of what is promised, since a busy interpreter wakes it late."""
 LAST_TRY_S = 8.0
-"""How long `close` goes on trying: longer than SQLite waits for a lock."""
+"""How long `close` keeps trying: longer than SQLite waits for a lock."""
 MAX_WAITING = 200_000
 """Rows, and other entries, that wait in memory while nothing can be written: minutes of a busy program."""
 _NAN = float("nan")
-_OPEN: set[RunWriter] = set()  # those that nobody closes are closed at exit
+_OPEN: set[RunWriter] = set()  # writers that nobody closes are closed at exit
 _INHERITED: list[object] = []  # connections of the parent, which a forked child must never close
 
 Ints = Sequence[int] | NDArray[Any]
@@ -52,12 +52,12 @@ Floats = Sequence[float] | NDArray[Any]
 
 
 class RunWriter:
-    """Writes a run file from any thread. Nothing that is recorded waits for the disk.
+    """Writes a run file from any thread. Recording never waits for the disk.
 
-    `mode` says what to do if the file already exists: "new" refuses, "replace" deletes it, "append" goes on
-    (to add counters after the run), "claimed" takes the empty file that `claim` has made. A disk that fills up does not
-    stop the user's program: what cannot be written waits (`stalls` says for how long, and what did not fit into
-    memory), and `flush` and `close` raise `RecordingError` while it cannot.
+    `mode` says what to do if the file already exists: "new" raises an error, "replace" deletes it, "append" continues
+    it (to add counters after the run), "claimed" uses the empty file that `claim` has made. A full disk does not stop
+    the user's program: what cannot be written waits (`stalls` says how long, and what did not fit into memory). While
+    nothing can be written, `flush` and `close` raise `RecordingError`.
     """
 
     def __init__(self, path: str | Path, *, meta: Mapping[str, Any] | None = None, mode: Mode = "new") -> None:
@@ -65,15 +65,15 @@ class RunWriter:
         self.error: Exception | None = None
         """Why nothing can be written now."""
         self.stalls: list[str] = []
-        """For each time that nothing could be written: how long, why, and what was lost."""
+        """A note for each time that nothing could be written: how long, why, and what was lost."""
         self.refused: list[str] = []
         self._rows: deque[Row] = deque()
         self._jobs: deque[Callable[[], object]] = deque()
-        self._lock = threading.RLock()  # held by whoever talks to the database
+        self._lock = threading.RLock()  # held while the database is used
         self._stop, self._wake = threading.Event(), threading.Event()
         self._closed = False
         self._committed_s = self._failed_s = time.monotonic()
-        self._taken_rows: list[Row] = []  # since the last commit: put back if the next one fails
+        self._taken_rows: list[Row] = []  # taken since the last commit; put back if the next commit fails
         self._taken_jobs: list[Callable[[], object]] = []
         self._running: Callable[[], object] | None = None
         self._lost = 0
@@ -90,28 +90,28 @@ class RunWriter:
     def add_row(
         self, kind: Kind, name: str, start_ns: int, end_ns: int, *, value: float = _NAN, **integers: int | str
     ) -> None:
-        """A region, mark or counter as it happens (epoch ns). Integer columns as in `timeline.columns.INTEGERS`.
+        """Add a region, mark or counter as it happens (epoch ns). `integers` as in `timeline.columns.INTEGERS`.
 
-        `unit` and `shapes` are given as text. `parent` is not kept: rows have their numbers once they are written.
+        `unit` and `shapes` are given as text. `parent` is ignored, since rows get their numbers when they are written.
         """
         self._rows.append((kind, name, start_ns, end_ns, value, integers))
 
     def add_timeline(self, timeline: Timeline, *, may_shrink: bool = False) -> None:
-        """Many rows at once, with their names, launches, notes and (where attributed) joules.
+        """Add many rows at once, with their names, launches, notes and, if attributed, joules.
 
-        Written on the writer's thread: do not change the arrays afterwards (other arrays may take their place). With
-        `may_shrink`, kernels of a run that has too many of them become sums per second (`kernel_history`).
+        The writer's thread writes them later, so do not change the arrays; replacing them is fine. With `may_shrink`,
+        kernels become sums per second once the run has too many of them (`kernel_history`).
         """
         now = dataclasses.replace(timeline, columns=dict(timeline.columns), links=None)
         self._jobs.append(partial(self._store.timeline, now, [], self._commit_when_due, may_shrink=may_shrink))
-        self._wake.set()  # kernels have waited long enough in CUPTI's buffers: a killed program loses them
+        self._wake.set()  # write at once: kernels have already waited in CUPTI's buffers, and a kill would lose them
 
     def add_samples(self, domain: Domain, epoch_ns: Ints, watts: Floats) -> None:
-        """Power samples of one domain; NaN watts: nothing is known since the sample before."""
+        """Add power samples of one domain; NaN watts mean that the power since the sample before is unknown."""
         self._add_pairs("samples", domain.name, to_json(domain), epoch_ns, watts)
 
     def add_anchors(self, domain: str, epoch_ns: Ints, joules: Floats) -> None:
-        """Ticks of a domain's energy counter."""
+        """Add ticks of a domain's energy counter."""
         self._add_pairs("anchors", domain, None, epoch_ns, joules)
 
     def _add_pairs(self, table: str, domain: str, about: str | None, epoch_ns: Ints, values: Floats) -> None:
@@ -123,18 +123,18 @@ class RunWriter:
             self._jobs.append(partial(self._store.pairs, table, domain, about, times, floats))
 
     def add_gaps(self, gaps: Iterable[Gap], epoch_offset_ns: int) -> None:
-        """Stretches without data. Their times are monotonic, and stored as epoch."""
+        """Add times without data. Gaps have monotonic times; the file has epoch times."""
         off = epoch_offset_ns
         rows = [(g.domain, g.start_ns + off, None if g.end_ns is None else g.end_ns + off, g.reason) for g in gaps]
         self._jobs.append(partial(self._store.db.executemany, "INSERT INTO gaps VALUES (?, ?, ?, ?)", rows))
 
     def add_telemetry(self, rows: Sequence[Telemetry], epoch_offset_ns: int) -> None:
-        """Clocks, temperatures and the like. `Telemetry.time_ns` is monotonic, and stored as epoch."""
+        """Add clocks, temperatures and the like. `Telemetry.time_ns` is monotonic; the file has epoch times."""
         values = [_telemetry(r, epoch_offset_ns) for r in rows]
         self._jobs.append(partial(self._store.db.executemany, "INSERT INTO telemetry VALUES (?, ?, ?)", values))
 
     def add_stacks(self, stacks: Iterable[tuple[int, int | str, str, int]]) -> None:
-        """Sampled Python stacks: (epoch_ns, thread, folded stack "a;b;c", how many samples)."""
+        """Add sampled Python stacks: (epoch_ns, thread, folded stack "a;b;c", number of samples)."""
         rows, store = list(stacks), self._store
 
         def write() -> None:
@@ -144,7 +144,7 @@ class RunWriter:
         self._jobs.append(write)
 
     def set(self, key: str, value: Any) -> None:
-        """Keep a fact: anything JSON has. A later value replaces an earlier one."""
+        """Store a fact: anything that JSON has. A later value replaces an earlier one."""
         try:
             text = to_json(value)
         except (TypeError, ValueError, NotImplementedError) as exc:
@@ -157,13 +157,13 @@ class RunWriter:
         self._jobs.append(partial(self._store.db.execute, "INSERT OR REPLACE INTO facts VALUES (?, ?)", (key, text)))
 
     def flush(self) -> None:
-        """Everything recorded so far is committed when this returns."""
+        """Commit everything that was recorded so far."""
         with self._lock:
             self._drain()
         self._raise()
 
     def close(self) -> None:
-        """Write the rest, mark the file as closed cleanly and leave no side files. Safe to call twice."""
+        """Write the rest, mark the file as closed, and leave no side files. Safe to call twice."""
         self._stop.set()
         self._wake.set()
         with self._lock:
@@ -176,7 +176,7 @@ class RunWriter:
                 self._drain()
             self._closed = True
             self._lost += len(self._rows) + len(self._jobs)
-            self._rows, self._jobs = deque(maxlen=0), deque(maxlen=0)  # what comes later is nobody's
+            self._rows, self._jobs = deque(maxlen=0), deque(maxlen=0)  # drop what is added after closing
             _OPEN.discard(self)
             try:
                 self._store.finish(clean=self.error is None)
@@ -189,7 +189,7 @@ class RunWriter:
         return self._closed
 
     def drop_timelines(self) -> None:
-        """Drop the timelines that are still to be written; everything else is written."""
+        """Drop the timelines that are not written yet; everything else is still written."""
         with self._lock:
             if self._closed:
                 return
@@ -231,7 +231,7 @@ class RunWriter:
     # Everything below runs with the lock held, on the writer's thread or in flush and close.
 
     def _drain(self) -> None:
-        """Write all that is queued in one transaction (more, where a long job commits on its way)."""
+        """Write all that is queued in one transaction; a long job may commit in between."""
         if self._closed:
             return
         if self.error is not None and not isinstance(self.error, sqlite3.OperationalError):  # the file is destroyed
@@ -251,18 +251,18 @@ class RunWriter:
                 self._running = None
                 self._commit_when_due()
             self._commit()
-        except sqlite3.Error as exc:  # a full disk, a lock: the user's program goes on, and we try again
+        except sqlite3.Error as exc:  # a full disk or a lock: the user's program continues, and we try again later
             self._put_back(exc)
             return
         if self.error is not None:
             lost = f"{self._lost} entries were lost" if self._lost else "nothing was lost"
             stalled_s = time.monotonic() - self._failed_s
             self.stalls.append(f"the run file could not be written for {stalled_s:.1f} s ({self.error}): {lost}")
-            self.set("write_stalls", self.stalls)  # for readers of a run that is killed before its notes are written
+            self.set("write_stalls", self.stalls)  # for the case that the run is killed before its notes are written
             self.error, self._lost = None, 0
 
     def _put_back(self, error: sqlite3.Error) -> None:
-        """What was not committed waits for the next attempt, the newest of it where it is too much."""
+        """Keep what was not committed for the next attempt; if it is too much, drop the oldest."""
         if self.error is None:
             self._failed_s = time.monotonic()
         self.error, self._running = error, None
@@ -277,7 +277,7 @@ class RunWriter:
                 self._lost += 1
 
     def _run_guarded(self, job: Callable[[], object]) -> bool:
-        """Run a job; one that fails is refused alone, and the rest of the run is still written."""
+        """Run a job. If it fails, refuse only this job, so that the rest of the run is still written."""
         try:
             job()
         except (sqlite3.OperationalError, sqlite3.DatabaseError) as exc:
@@ -285,7 +285,7 @@ class RunWriter:
                 raise
             self.refused.append(f"{type(exc).__name__}: {exc}")
             return False
-        except Exception as exc:  # noqa: BLE001 - bad data may fail in any way, and the thread must live on
+        except Exception as exc:  # noqa: BLE001 - bad data may fail in any way, but the thread must not end
             self.refused.append(f"{type(exc).__name__}: {exc}")
             return False
         return True
@@ -294,7 +294,7 @@ class RunWriter:
         while count := min(len(self._rows), CHUNK_ROWS):
             rows = [self._rows.popleft() for _ in range(count)]
             self._taken_rows += rows
-            # One bad row must not take its neighbours with it: only then are they written one by one.
+            # Write one by one only if this fails, so that one bad row does not lose its neighbours.
             if not self._run_guarded(partial(self._store.rows, rows)):
                 self.refused.pop()
                 for row in rows:
@@ -304,7 +304,7 @@ class RunWriter:
         self._store.commit()
         self._committed_s = time.monotonic()
         self._taken_rows = []
-        self._taken_jobs = [] if self._running is None else [self._running]  # a timeline of which this is a part
+        self._taken_jobs = [] if self._running is None else [self._running]  # only a part of it was committed
 
     def _commit_when_due(self) -> None:
         """Commit within a long job, so that live rows do not wait for a million kernels."""
@@ -314,7 +314,7 @@ class RunWriter:
             self._store.db.execute("BEGIN")
 
     def _forget(self) -> None:
-        """In a forked child (a DataLoader's worker): the file is the parent's alone."""
+        """Forget the file in a forked child (a DataLoader's worker): it belongs to the parent."""
         _INHERITED.append(self._store)
         self._closed = True
         self._lock = threading.RLock()  # the parent's thread may have held it when we forked
@@ -328,9 +328,9 @@ def _telemetry(row: Telemetry, epoch_offset_ns: int) -> Row:
 
 
 def _close_all() -> None:
-    """At exit: what was recorded and never closed."""
+    """Close all writers that are still open at exit."""
     for writer in list(_OPEN):
-        with contextlib.suppress(RecordingError):  # nobody is left to hear it
+        with contextlib.suppress(RecordingError):  # at exit nobody can handle it
             writer.close()
 
 

@@ -1,11 +1,11 @@
-"""Python stacks of all threads, sampled from a thread of our own: what runs, without tracing anything.
+"""Samples the Python stacks of all threads from a thread of its own: shows what runs without tracing anything.
 
-Reading a stack holds the interpreter's lock, so its cost is the program's. It is measured, and the period stretched
-until it is at most `BUDGET` of the time.
+Reading a stack holds the interpreter's lock, so the program pays for it. The cost is measured, and the period is
+stretched until the cost is at most `BUDGET` of the time.
 
-A sample is where the program gives the lock away: at a call that releases it, or after Python's switch interval
-anywhere. With Python's own 5 ms, a program that calls torch every few milliseconds would be seen at those calls only.
-So the interval is `SWITCH_S` while stacks are sampled.
+A sample can only be taken where the program gives up the interpreter's lock: at a call that releases it, or anywhere
+after Python's switch interval. With Python's default of 5 ms, a program that calls torch every few milliseconds would
+be seen only at those calls. So the interval is `SWITCH_S` while stacks are sampled.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ import time
 from pathlib import Path, PurePath
 from types import CodeType, FrameType
 
-# Of the half percent that sampling mode may cost; the file, the feed and the power sampler take the rest.
+# Part of the half percent that sampling mode may cost; the file, the feed and the power sampler take the rest.
 BUDGET = 0.002
 LONGEST_S = 0.25
 DEEPEST = 128
 SWITCH_S = 0.0005
-"""Python's switch interval while stacks are sampled: chosen, short beside the functions that a user looks for."""
+"""Python's switch interval while stacks are sampled. Chosen to be short compared with functions a user looks for."""
 OWN = "tessera-"
 """How the names of our own threads begin."""
 RARELY = 1.5
-"""Samples that come so many times more rarely than asked are worth a note: chosen."""
-# Names are made once for each line of code; a program that makes code for ever must not make names for ever.
+"""If samples come this many times more rarely than asked, a note says so. The value is chosen."""
+# Names are kept per line of code; the limit is for programs that make new code without end.
 MAX_NAMES = 100_000
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", f"{Path(__file__).parents[1]}/")
 Key = tuple[int, tuple[CodeType | int, ...]]
-"""A thread, and the code objects of its stack with the place in each, innermost first."""
+"""A thread, and its stack: for each frame the code object and the position in it, innermost first."""
 Stacks = list[tuple[int, int | str, str, int]]
-"""Rows of (epoch_ns, thread, "outermost;...;innermost", samples)."""
+"""Rows of (epoch_ns, thread, "outermost;...;innermost", number of samples)."""
 
 
 _switch_before_s: float | None = None
 
 
 def lower_switch_interval() -> None:
-    """Make Python's switch interval `SWITCH_S`, unless it is as short already."""
+    """Set Python's switch interval to `SWITCH_S`, unless it is already as short."""
     global _switch_before_s  # noqa: PLW0603  (Python has one)
     now_s = sys.getswitchinterval()
     if now_s > SWITCH_S and not math.isclose(now_s, SWITCH_S):
@@ -52,18 +52,18 @@ def lower_switch_interval() -> None:
 
 
 def restore_switch_interval() -> None:
-    """Give the program its switch interval back, unless it has set another meanwhile."""
+    """Restore the program's switch interval, unless the program has set another one meanwhile."""
     global _switch_before_s
     before_s, _switch_before_s = _switch_before_s, None
     if before_s is not None and math.isclose(sys.getswitchinterval(), SWITCH_S):
         sys.setswitchinterval(before_s)
 
 
-os.register_at_fork(after_in_child=restore_switch_interval)  # no thread samples there
+os.register_at_fork(after_in_child=restore_switch_interval)  # no thread samples in the child
 
 
 class StackSampler:
-    """Counts stacks by thread; `take` hands them over."""
+    """Counts stacks by thread; `take` returns the counts."""
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
@@ -95,11 +95,11 @@ class StackSampler:
 
     @property
     def is_stretched(self) -> bool:
-        """Whether stacks cost too much for the interval that was asked."""
+        """Whether sampling at the asked interval would cost too much, so that the period was stretched."""
         return self.period_s > RARELY * self.interval_s
 
     def explain_rare(self) -> str | None:
-        """Why samples came much more rarely than asked; None where they did not."""
+        """Return why samples came much more rarely than asked; None if they did not."""
         sampled_s = self._ended_s - self._started_s
         mean_s = sampled_s / self.samples if self.samples else math.inf
         if sampled_s < self.interval_s or not (mean_s > RARELY * self.interval_s or self.is_stretched):
@@ -122,23 +122,24 @@ class StackSampler:
             restore_switch_interval()
 
     def _sample_all(self) -> None:
-        # The thread's own time, waking up included: waiting for the interpreter's lock costs nobody anything.
+        # Use the thread's own CPU time, including waking up: waiting for the interpreter's lock costs nothing.
         used_s = time.thread_time()
         while not self._stopping:
-            time.sleep(self.period_s)  # an Event would take as much time again to wait for
+            time.sleep(self.period_s)  # waiting for an Event would cost as much again
             if not self._stopping:
                 self.sample()
             before_s, used_s = used_s, time.thread_time()
-            # No more than the longest period can pay for: many wake-ups at one time (imports) must not count for long.
+            # Limit each cost to what the longest period pays for, so that a burst (imports) does not count for long.
             self._recent_s += 0.1 * (min(used_s - before_s, BUDGET * LONGEST_S) - self._recent_s)
 
     def sample(self) -> None:
-        """Count the stack of every thread but our own."""
+        """Count the stack of every thread except our own."""
         own_threads, counts, main = self._own, self._counts, threading.main_thread().ident
         for thread, top in sys._current_frames().items():
             if thread in own_threads:
                 continue
-            # A thread that waits where it waited before. Not the main one: it comes to the same line by other ways.
+            # A thread that still waits at the same place has the same stack. The main thread may reach a line by
+            # several ways, so its stack is always read.
             place = (id(top), top.f_lasti)
             before = self._waiting.get(thread)
             if before is not None and before[0] == place and thread != main:
@@ -148,7 +149,7 @@ class StackSampler:
             frame: FrameType | None = top
             while frame is not None and len(stack) < 2 * DEEPEST:
                 stack.append(frame.f_code)
-                stack.append(frame.f_lasti)  # not the line: finding that takes as long as the code is
+                stack.append(frame.f_lasti)  # not the line: finding that takes time in proportion to the code
                 frame = frame.f_back
             key = (thread, tuple(stack))
             self._waiting[thread] = (place, key)
@@ -156,7 +157,7 @@ class StackSampler:
         self.samples += 1
 
     def take(self) -> Stacks:
-        """What was counted since the last time."""
+        """Return what was counted since the last call."""
         counts, self._counts = self._counts, {}
         since_ns, self._since_ns = self._since_ns, time.time_ns()
         threads = threading.enumerate()
@@ -188,20 +189,20 @@ def _name(code: CodeType, at: int) -> str:
 
 
 def name_frame(file: str, line: int, function: str) -> str:
-    """`./train.py:31 step` of the user's own code, `modules/linear.py:134 forward` of a library."""
+    """Return `./train.py:31 step` for the user's own code, `modules/linear.py:134 forward` for a library's."""
     path = PurePath(file)
     if is_library(file):
         where = f"{path.parent.name}/{path.name}".lstrip("/")
     else:
         folder = _first_folder()
         where = f"./{path.relative_to(folder)}" if path.is_relative_to(folder) else str(path)
-    # A semicolon would end the name.
+    # A semicolon separates frames, so it must not be in a name.
     return f"{where}:{line} {function}".replace(";", ",")
 
 
 @functools.cache
 def _first_folder() -> Path:
-    """The working folder at first: a script may go elsewhere later."""
+    """Return the working folder at the first call; a script may change it later."""
     try:
         return Path.cwd()
     except OSError:  # it was deleted
@@ -210,13 +211,13 @@ def _first_folder() -> Path:
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Whether a file is not the user's: of Python, of an installed package, of Tessera, or no file at all."""
+    """Return whether a file is not the user's: of Python, an installed package or Tessera, or not a file."""
     return not file.endswith(".py") or any(part in file for part in (*_LIBRARIES, *_installed_folder()))
 
 
 @functools.cache
 def _installed_folder() -> tuple[str, ...]:
-    """Where packages are installed if that has another name (`pip install --target`): NumPy is always there."""
+    """Return where packages are installed if that has another name (`pip install --target`), by where NumPy is."""
     found = importlib.util.find_spec("numpy")
     folder = Path(found.origin).parents[1] if found is not None and found.origin else None
     return (f"{folder}/",) if folder is not None and not _first_folder().is_relative_to(folder) else ()

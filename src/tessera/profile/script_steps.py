@@ -1,4 +1,4 @@
-"""The steps of a script that `tessera run` runs unchanged, found when torch comes: by its optimizer or its modules."""
+"""Finds the steps of a script that `tessera run` runs unchanged, by its optimizer or its modules."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _log = logging.getLogger("tessera")
 _CALLBACKS = "torch._dynamo.callback"
 _RECENT, _FEWEST, _OFTEN, _MOST_BLOCKS = 32, 2, 6, 10_000
 _STOPPED = 3
-_LONG_NS = 5_000_000  # blocks of which an end is noted in the power samples
-_LONG = 0.5  # of a step: blocks that are shorter change nobody's joules
+_LONG_NS = 5_000_000  # the end of a longer block is noted in the power samples
+_LONG = 0.5  # evaluation lasts at least this share of a step; shorter blocks hardly change joules
 
 
 class ScriptSteps:
-    """Begins tracing and counts steps: by the optimizer, or, in a script without one, by calls of one outermost module.
+    """Begins tracing and counts steps: by the optimizer, or, in a script without one, by calls of an outermost module.
 
-    Between steps of an optimizer, evaluation is a region of its own, and part of no step: what a program does between
-    `eval()` and `train()`, and long blocks without gradients that not every step has. Compilation is a region too,
-    wherever it comes.
+    In a program with an optimizer, evaluation is a region of its own and part of no step. Evaluation is what the
+    program does between `eval()` and `train()`, and long blocks without gradients that not every step has. Compilation
+    is a region too, wherever it happens.
 
-    Module calls are only counted where steps were asked for (`by_modules`): the hooks cost two microseconds a module.
+    Module calls are counted only if steps were asked for (`by_modules`): the hooks cost two microseconds per module.
     """
 
     def __init__(self, session: Session, *, by_modules: bool) -> None:
@@ -61,7 +61,7 @@ class ScriptSteps:
         self._optimizer = OptimizerSteps(self._optimizer_stepped, self._optimizer_made, self._steps_changed)
         self._modules: ModuleCalls | None = None
         self._modes = ModeChanges(self._mode_changed)
-        self._evaluated_ns = 0  # since when, 0 for not
+        self._evaluated_ns = 0  # begin of evaluation; 0: the program does not evaluate
         self._gradless = GradlessBlocks()
         self._no_grad = NoGradBlocks(self._gradless_ended)
         self._finder = AfterImport("torch", self._torch_came)
@@ -69,8 +69,8 @@ class ScriptSteps:
         self._compiler_finder = AfterImport(_CALLBACKS, self._compilations.install)
         self._begun = False
         self._calls = RecurringCalls()
-        self._called_ns = 0  # start of the last step's call, end of the last outermost call
-        self._returned_ns = 0
+        self._called_ns = 0  # start of the call that began the last step
+        self._returned_ns = 0  # end of the last outermost call
         self._optimized = False
 
     def install(self) -> None:
@@ -80,9 +80,9 @@ class ScriptSteps:
             sys.meta_path.insert(0, self._finder)
 
     def remove(self, *, interrupted: bool = False) -> None:
-        """Leave Python and torch as they were, and close the last step of a script without an optimizer.
+        """Undo all changes to Python and torch, and end the last step of a script without an optimizer.
 
-        `interrupted`: a signal ended the script, and nobody knows what it would have imported.
+        `interrupted`: a signal ended the script, so what it would have imported is unknown.
         """
         for finder in (self._finder, self._compiler_finder):
             if finder in sys.meta_path:
@@ -113,7 +113,7 @@ class ScriptSteps:
         else:
             sys.meta_path.insert(0, self._compiler_finder)
         if self._by_modules:
-            # Until the end: hooks that go away make torch.compile compile anew.
+            # Until the end: removing hooks would make torch.compile compile again.
             self._modules = ModuleCalls(self._module_called, self._module_returned)
             self._modules.install()
         else:
@@ -125,13 +125,13 @@ class ScriptSteps:
             self._begin()
             return
         for device in devices:
-            # Runs once the device is initialised: asking for it now would fix CUDA_VISIBLE_DEVICES, and forbid forks.
+            # Runs once the device is initialised: to ask for it now would fix CUDA_VISIBLE_DEVICES and forbid forks.
             if hasattr(device, "_lazy_call"):
                 device._lazy_call(self._begin)
 
     def _begin(self) -> None:
         if self._begun or threading.current_thread() is not threading.main_thread():
-            return  # Kineto belongs to the thread that starts it; the main thread has more to show
+            return  # Kineto belongs to the thread that starts it, and the main thread has more to show
         self._begun = True
         try:
             self._session.begin_tracing()
@@ -143,14 +143,14 @@ class ScriptSteps:
     def _module_called(self, module: Any) -> None:
         now_ns = time.time_ns()
         if not self._called_ns:
-            self._begin()  # a script that runs on the CPU of a machine with GPUs never comes to use them
+            self._begin()  # needed for a script that uses only the CPU of a machine with GPUs
             self._session.next_step_begins(now_ns)
             self._called_ns = now_ns
         begun_ns = self._calls.add(module, now_ns)
         if begun_ns is None or self._optimized:
             return
         if not self._session.steps:
-            self._session.next_step_begins(begun_ns)  # what was called once before is part of no step
+            self._session.next_step_begins(begun_ns)  # modules that were called only once before are in no step
         self._session.end_step(now_ns)
         self._called_ns = now_ns
 
@@ -162,11 +162,11 @@ class ScriptSteps:
             self._session._tracing.expect_steps()
 
     def _steps_changed(self) -> None:
-        """Another optimizer ends the steps from now on: what the shorter ones had says nothing of the next."""
+        """Forget the known blocks: another optimizer ends the steps, so lengths of former steps tell nothing."""
         self._gradless = GradlessBlocks()
 
     def _mode_changed(self, trains: bool) -> None:
-        """Evaluation begins after a step and ends with training; a frozen module stays in it (`_optimizer_stepped`)."""
+        """Begin evaluation after a step, end it with training. A frozen module stays in it (`_optimizer_stepped`)."""
         self._session.note_edge()
         now_ns = time.time_ns()
         if not trains and self._optimized:
@@ -194,15 +194,15 @@ class ScriptSteps:
     def _optimizer_stepped(self) -> None:
         self._evaluated_without_gradients(is_last=False)
         self._optimized = True
-        self._evaluated_ns = 0  # what was put into evaluation is a part that does not learn
+        self._evaluated_ns = 0  # the program trains, so the module in evaluation mode is a frozen part of the model
         self._begin()
         self._session.end_step(time.time_ns())
 
 
 def _import_compiler() -> None:
-    """Import what torch imports with the first optimizer: a hundred thousand Python calls, which are not the program's.
+    """Import what torch imports with the first optimizer: a hundred thousand Python calls that are not the program's.
 
-    Traced with their stacks they take twenty seconds, untraced two.
+    They take two seconds, but twenty if they are traced with their stacks.
     """
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._dynamo")
@@ -211,19 +211,20 @@ def _import_compiler() -> None:
 class RecurringCalls:
     """Finds the outermost module whose calls begin the steps of a program without an optimizer.
 
-    It is the first that is called again: of an embedding and an encoder that take turns the embedding, and not what a
-    program calls once to begin with. Those without parameters (a ReLU between two layers) only count where no other is
-    called. Another takes its place once it was called `_STOPPED` times in between: a warm-up has ended.
+    It is the first module that is called again. If an embedding and an encoder take turns, that is the embedding; a
+    module that is called only once is never chosen. Modules without parameters (a ReLU between two layers) count only
+    if there are no others. If another module is called `_STOPPED` times in between, it is chosen instead: a warm-up has
+    ended.
     """
 
     def __init__(self) -> None:
         self._found: weakref.ref[Any] | None = None
         self._learns = False
         self._first_ns: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._between: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since the found one's
+        self._between: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since a step began
 
     def add(self, module: Any, now_ns: int) -> int | None:
-        """A module is called. If that ends a step: when the module was first called."""
+        """Note a call of a module. If it ends a step, return when the module was first called, else None."""
         learns = any(True for _ in module.parameters())
         if learns and not self._learns:
             self._learns, self._found = True, None
@@ -241,29 +242,29 @@ class RecurringCalls:
 class GradlessBlocks:
     """Finds evaluation among the blocks without gradients between two steps.
 
-    Blocks that most steps have (a teacher's forward pass, an accuracy, clipping, a mean of the weights) are a part of
-    them. Evaluation is what only some steps have besides, in a row, and what lasts at least half as long as a step.
-    What half of the steps have (a rollout before every two updates) is none.
+    Blocks that most steps have (a teacher's forward pass, an accuracy, clipping, a mean of the weights) are part of the
+    steps. Evaluation consists of further blocks in a row that only some steps have and that last at least half as long
+    as a step. If half of the steps have them (a rollout before every two updates), they are not evaluation.
     """
 
     def __init__(self) -> None:
         self._blocks: list[tuple[int, int]] = []
         self._begun_ns = 0
-        self._plain: deque[tuple[int, int]] = deque(maxlen=_RECENT)  # how long steps took, how many blocks they had
-        self._had_more: deque[bool] = deque(maxlen=_OFTEN)  # the last steps: whether they had what could be evaluation
+        self._plain: deque[tuple[int, int]] = deque(maxlen=_RECENT)  # duration and number of blocks of usual steps
+        self._had_more: deque[bool] = deque(maxlen=_OFTEN)  # whether each of the last steps had possible evaluation
 
     def add(self, start_ns: int, end_ns: int) -> None:
-        """A block without gradients has ended."""
+        """Add a block without gradients that has ended."""
         if len(self._blocks) < _MOST_BLOCKS:
             self._blocks.append((start_ns, end_ns))
 
     def clear(self) -> None:
-        """What came since the last step has been counted."""
+        """Forget the blocks since the last step: they have been counted otherwise."""
         self._blocks.clear()
         self._begun_ns = 0
 
     def end_step(self, now_ns: int, *, is_last: bool = False) -> tuple[int, int] | None:
-        """A step has ended; when its evaluation began and ended, None for a plain step. `is_last`: no step followed."""
+        """End a step; return the begin and end of its evaluation, or None. `is_last`: the program ended instead."""
         blocks, self._blocks = self._blocks, []
         begun_ns, self._begun_ns = self._begun_ns, now_ns
         if len(self._plain) >= _FEWEST:
@@ -280,7 +281,7 @@ class GradlessBlocks:
 
 
 def _longest_run(blocks: Sequence[tuple[int, int]], count: int) -> Sequence[tuple[int, int]]:
-    """Those so many blocks in a row that last longest together."""
+    """Return the `count` consecutive blocks that last longest together."""
     if count <= 0:
         return ()
     until_ns = list(itertools.accumulate((end - start for start, end in blocks), initial=0))
@@ -289,7 +290,7 @@ def _longest_run(blocks: Sequence[tuple[int, int]], count: int) -> Sequence[tupl
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls something with a module right after it was imported, once."""
+    """Calls a function with a module once, right after the module was imported."""
 
     def __init__(self, name: str, call: Callable[[Any], None]) -> None:
         self._name = name
@@ -298,10 +299,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of our module: what the other finders say, with a loader that calls us back."""
+        """Return the module's spec from the other finders, with a loader that calls us back."""
         if fullname != self._name:
             return None
-        # We stay until the module is executed: many libraries only ask whether torch is there, and import it later.
+        # Stay until the module is executed: many libraries only ask whether torch exists, and import it later.
         others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
         spec = next((s for f in others if (s := f.find_spec(fullname, path, target)) is not None), None)
         if spec is None or spec.loader is None:
@@ -311,11 +312,11 @@ class AfterImport(importlib.abc.MetaPathFinder):
         def then_call(module: ModuleType) -> None:
             execute(module)
             if self not in sys.meta_path:
-                return  # called before, or nobody waits any more
+                return  # already called, or removed
             sys.meta_path.remove(self)
             try:
                 self._call(module)
-            except Exception:  # noqa: BLE001  (the program's import has succeeded, and is to stay so)
+            except Exception:  # noqa: BLE001  (the program's import has succeeded, and must not fail because of us)
                 _log.exception("tessera cannot follow %s", self._name)
 
         spec.loader.exec_module = then_call  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""`profile.session(...)`: the options of a session, checked, and where its run file goes."""
+"""`profile.session(...)`: checks the options of a session, and decides where its run file goes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def default_path(name: str = "session", *, folder: bool = False) -> Path:
-    """`runs/NAME.tessera`, or the first of NAME-2, NAME-3 ... that is free; `.rankN` in it where there are ranks.
+    """Return `runs/NAME.tessera`, or the first free one of NAME-2, NAME-3 ...; with `.rankN` if this is a rank.
 
-    With `folder` ranks share one: runs/NAME/rankN.tessera, or runs/NAME.JOB/rankN.tessera where the job has a name.
+    With `folder`, ranks share a folder: runs/NAME/rankN.tessera, or runs/NAME.JOB/rankN.tessera if the job has a name.
     """
     me = find_rank() if folder else None
     job = f".{me.job}" if me is not None and me.job else ""
@@ -34,13 +34,13 @@ def default_path(name: str = "session", *, folder: bool = False) -> Path:
 
 
 def with_rank(path: Path) -> Path:
-    """NAME.rankN.tessera for NAME.tessera, where a launcher says that this process is rank N of a job."""
+    """Return NAME.rankN.tessera for NAME.tessera if a launcher says that this process is rank N of a job."""
     me = find_rank()
     return path.with_suffix(f".rank{me.rank}{path.suffix}") if me is not None else path
 
 
 def rank_path(folder: Path) -> Path:
-    """The file of this rank in the folder of its job."""
+    """Return the file of this rank in the folder of its job."""
     me = find_rank()
     return folder / f"rank{me.rank if me is not None else 0}.tessera"
 
@@ -69,12 +69,12 @@ def session(
     ...     step()
     >>> print(sess.energy())
 
-    `mode` "light", the default, keeps every kernel of the whole block at a few percent of its time, and the operators,
-    shapes and modules of `operator_steps` steady steps (three; 0 for none). "operators" keeps every event of the host
-    too, and slows the program; it is what stacks and "memory" need. "sampling" traces nothing (power, clocks and Python
-    stacks only), "summary" adds up what each name took and forgets the events. The former names "timeline" (operators)
-    and "kernels" (light without operators) work too. See `SessionOptions` for the rest. The run file is `path`, or one
-    in `runs/`, and is written as the run happens.
+    The mode "light", the default, records every kernel of the whole block at a few percent of its time, and operators,
+    shapes and modules in `operator_steps` steady steps (three; 0 for none). "operators" also records every event of the
+    host, and slows the program; stacks and "memory" need this mode. "sampling" traces nothing (power, clocks and Python
+    stacks only). "summary" adds up what each name took and forgets the events. The former names "timeline" (operators)
+    and "kernels" (light without operators) work too. See `SessionOptions` for the rest. The run file is `path`, or a
+    file in `runs/`, and is written as the run happens.
     """
     if unknown:
         known = (*SessionOptions.__dataclass_fields__, "exporters", "tensorboard_dir", "path", "schedule")
@@ -112,7 +112,7 @@ def session(
 
 
 def _check_exporters(exporters: Sequence[Exporter]) -> list[Exporter]:
-    """Before the work, not after it: what will write the run must be able to."""
+    """Check the exporters before the work begins: an error after it would come too late."""
     if isinstance(exporters, (str, Path)) or hasattr(exporters, "write"):
         raise ArgumentError(f"exporters={exporters!r} is not a list", fix=f"exporters=[{_exporter_of(exporters)}]")
     for exporter in exporters:
@@ -131,7 +131,7 @@ _FORMS = {".csv": "summary", ".parquet": "parquet"}
 
 
 def _exporter_of(value: object) -> str:
-    """How to write what was probably meant."""
+    """Return the code for the exporter that the user probably meant."""
     if not isinstance(value, (str, Path)):
         return (
             repr(value) if hasattr(value, "write") and not isinstance(value, type) else 'profile.chrome("trace.json")'

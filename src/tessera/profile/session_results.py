@@ -1,4 +1,4 @@
-"""What a session has recorded: its timeline, power and joules, also while it runs."""
+"""The results of a session: its timeline, power and joules. They can be read while the session runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _no_power() -> MeasurementError:
 
 
 class SessionResults:
-    """The part of a `Session` that is read. While it runs: what has been written so far."""
+    """The part of a `Session` that reads. While the session runs, it returns what has been written so far."""
 
     _writer: RunWriter | None
     _recording: Recording | None
@@ -34,7 +34,7 @@ class SessionResults:
     _stopped: bool
 
     def recording(self) -> Recording:
-        """What was recorded; while the session runs, what has been written so far."""
+        """Return what was recorded; while the session runs, what has been written so far."""
         if self._recording is not None:
             return self._recording
         if self._writer is None:
@@ -48,31 +48,31 @@ class SessionResults:
         return self._recording
 
     def timeline(self) -> Timeline:
-        """What ran when. Kernels and operators of a window are in it once the window has ended."""
+        """Return what ran when. Kernels and operators of a window are included once the window has ended."""
         return self.recording().timeline
 
     def records(self) -> Iterator[Record]:
-        """Everything on the timeline, one `Record` each, in time order, with its joules where power was recorded."""
+        """Yield a `Record` for everything on the timeline, in time order; with joules if power was recorded."""
         return self.recording().records()
 
     def power(self) -> PowerTrace:
-        """The power samples."""
+        """Return the power samples."""
         power = self.recording().power
         if power is None:
             raise _no_power()
         return power
 
     def energy(self) -> EnergyTable:
-        """What the joules were spent on: kernels, operators, regions, modules, steps.
+        """Return what the joules were spent on: kernels, operators, regions, modules, steps.
 
-        Of a summary or of sampled stacks the rows are shares by time, without an error, as in `tessera report`.
+        For a summary or sampled stacks, the rows are shares by time, without an error, as in `tessera report`.
         """
         from ..analyze.answer import find_rows
 
         return find_rows(self.recording(), keep_learnt(self.recording().energy()))
 
     def report(self) -> EnergyReport:
-        """The measured joules of the whole session as an `EnergyReport`, for diff, JSON and rendering."""
+        """Return the measured joules of the whole session as an `EnergyReport`, for diff, JSON and rendering."""
         if self._scope is None:
             raise _no_power()
         return self._scope.report()

@@ -1,4 +1,4 @@
-"""Power logs of the vendors' tools: nvidia-smi, amd-smi, rocm-smi and xpu-smi, each in its own columns.
+"""Reads power logs of the vendors' tools: nvidia-smi, amd-smi, rocm-smi and xpu-smi, each with its own columns.
 
 ::
 
@@ -8,9 +8,9 @@
     rocm-smi --showpower --csv, each line after a time                   timestamp,device,Average Graphics Package ...
     xpu-smi dump -d 0 -m 1 -i 1 --date > power.csv                       Timestamp, DeviceId, GPU Power (W)
 
-A log says watts and times, not how its sensor lags and smears: that decides which kernels a sample belongs to.
+A log has watts and times, but not how its sensor lags and smears, which decides to which kernels a sample belongs.
 nvidia-smi's `power.draw` is a 1 s average, `power.draw.instant` refreshes at 10 Hz, and both repeat a value until the
-next one: repeats are not samples. Of the others a sample is taken as the mean since the one before.
+next one: repeats are not samples. A sample of the other tools is taken as the mean since the sample before.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _WATTS = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*(m?W)?\s*$")
 _NUMBER = re.compile(r"\d+")
 _NOT_MEASURED = ("", "n/a", "not supported", "unknown error")
 _ASSUMED_GAIN_ERROR = 0.05
-"""As `sensors` has it for boards that nobody here has measured against a meter."""
-# Rows farther apart than what each of them looks at are glimpses. Loads of any period between 50 ms and 4 s: their
-# scatter alone holds 93% of the means over 10 s; those in step with the rows (which no scatter reveals) 35%. With this
-# share of the unseen time as an error of the level it is 99% and 80% (`tests/profile/test_sparse_logs.py`).
+"""The same as `sensors` has for boards that nobody here has compared with a meter."""
+# If rows are further apart than the time each of them measures, part of the time is unseen. Loads of any period between
+# 50 ms and 4 s were tried: the scatter of the rows alone covers 93% of the means over 10 s, but only 35% for loads in
+# step with the rows, which scatter does not reveal. With this share of the unseen time as an error of the level, 99%
+# and 80% are covered (`tests/profile/test_sparse_logs.py`).
 _UNSEEN = 0.3
 Samples = tuple[Domain, Ints, Floats]
 
@@ -59,7 +60,7 @@ PLAIN = "timestamp,power_w and, of several GPUs, index; a line: 1794705251.357,1
 
 @dataclass(frozen=True, slots=True)
 class SmiTool:
-    """A tool and its columns: how that of the time, of the device and of the power (any of these) are called."""
+    """A tool, and the names of its columns for time, device and power (any one of `power`)."""
 
     name: str
     time: str
@@ -86,7 +87,7 @@ TOOLS = (
         "xpu-smi", "Timestamp", "DeviceId", ("GPU Power (W)", "Power (W)"), "xpu-smi dump -d 0 -m 1 -i 1 --date"
     ),
 )  # fmt: skip
-"""Columns as the tools write them; nvidia-smi's have their unit after them."""
+"""Columns as the tools write them; nvidia-smi adds the unit to the name."""
 
 
 _PLAIN_TIMES, _PLAIN_DEVICES = ("timestamp", "time", "datetime", "epoch_s"), ("index", "gpu", "device")
@@ -94,9 +95,9 @@ _PLAIN_POWER = ("power_w", "watts", "power", "power [W]", "power (W)", "W")
 
 
 def find_tool(head: Sequence[str]) -> SmiTool | None:
-    """The tool that writes such a head, or a plain log's columns; nvidia-smi where a log has a time and nothing tells.
+    """Return the tool that writes such columns, or a plain log's columns; nvidia-smi if there is only a timestamp.
 
-    A plain log has one column of each meaning, by its usual names: of two powers nobody knows which is meant.
+    A plain log must have one column of each meaning, with a usual name: two power columns would be ambiguous.
     """
     for tool in TOOLS:
         if tool.time in head and _power_column(tool, head) is not None:
@@ -116,7 +117,7 @@ def _power_column(tool: SmiTool, head: Sequence[str]) -> str | None:
 
 
 def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samples]:
-    """Domain, times and watts of each GPU of a log."""
+    """Return domain, times and watts of each GPU in a log."""
     power = _power_column(tool, head)
     if power is None:
         raise RecordingError(
@@ -131,7 +132,7 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
     with open_csv(source) as reader:
         for row in itertools.islice(reader, 1, None):
             line, cells = reader.line_num, dict(zip(head, row, strict=False))
-            if cells.get(tool.time) in (None, "", tool.time):  # a head that was written again
+            if cells.get(tool.time) in (None, "", tool.time):  # the header, written once more
                 continue
             name = _device_name(cells.get(tool.device))
             boards.add(tuple(cells.get(c, "").strip() for c in _BOARD))
@@ -140,7 +141,7 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
                 continue
             if name not in rows:
                 check_domain_count(len(rows), source)
-            # Partitions of one GPU share its watts: the first with any counts.
+            # Partitions of one GPU report the same watts: the first partition with a value counts.
             if partitions.setdefault(name, cells.get("xcp")) == cells.get("xcp"):
                 rows.setdefault(name, {}).setdefault(stamp.ns(cells[tool.time], line), []).append(watts)
                 labels.setdefault(name, cells.get("name", "").strip())
@@ -160,9 +161,10 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
 
 
 def _spread(rows: dict[int, list[float]]) -> tuple[Ints, Floats]:
-    """Times and watts in order. Rows of one stamp are averaged; those of a whole second are spread over it.
+    """Return times and watts in order. Rows with equal times are averaged; with whole seconds they are spread out.
 
-    The log may have begun and ended within a second: as many rows as are usual end with the first, begin with the last.
+    The first and the last second of the log may be incomplete: rows are put at the end of the first one and at the
+    begin of the last one.
     """
     stamps = sorted(rows)
     usual = round(float(np.median([len(rows[t]) for t in stamps])))
@@ -177,7 +179,7 @@ def _spread(rows: dict[int, list[float]]) -> tuple[Ints, Floats]:
 
 
 def _device_name(cell: str | None) -> str:
-    """'3', 'card3' and ' 3' are gpu3; a log without such a column is of one GPU."""
+    """Return gpu3 for '3', 'card3' and ' 3'; gpu0 for a log without such a column, since it has only one GPU."""
     number = _NUMBER.search(cell or "")
     return f"gpu{number[0] if number else 0}"
 
@@ -186,7 +188,7 @@ def _nvidia_samples(name: str, times: Ints, watts: Floats, tool: SmiTool, power:
     fresh = _fresh(times, watts)
     field = power.split(" ", maxsplit=1)[0]
     averaged_s = 0.0 if field == "power.draw.instant" else _AVERAGE_S
-    # `power.draw` of a GA100 and of what is older is no average, and a log need not say of which board it is.
+    # `power.draw` of a GA100 and of older boards is not an average, and a log may not say which board it is from.
     looks_s = _AVERAGE_S if field == "power.draw.average" else _REFRESH_S
     spacing_s, noise, unseen = _sparse(times, watts, looks_s)
     domain = Domain(
@@ -209,9 +211,10 @@ def _other_samples(name: str, times: Ints, watts: Floats, tool: SmiTool, power: 
 
 
 def _sparse(times_ns: Ints, watts: Floats, looks_s: float) -> tuple[float, float, float]:
-    """How far rows lie apart, and what rows that look at less than that leave open: by chance, and all alike.
+    """Return the spacing of the rows in seconds, and two errors if each row measures only part of it (`looks_s`).
 
-    Relative standard deviation of one row as the mean until the next; relative 90% error of the level.
+    The errors are the relative standard deviation of one row as the mean until the next, and the relative 90% error of
+    the level.
     """
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else 0.0
     unseen = 1.0 - looks_s / spacing_s if spacing_s > looks_s else 0.0
@@ -222,7 +225,7 @@ def _sparse(times_ns: Ints, watts: Floats, looks_s: float) -> tuple[float, float
 
 
 def _limit_w(label: str) -> float | None:
-    """The power limit of a board by its name; None where the catalogue does not have it."""
+    """Return the power limit of a board by its name; None if the catalogue does not have it."""
     try:
         tdp_w = identify_board(label).tdp_w
     except ArgumentError:
@@ -231,7 +234,7 @@ def _limit_w(label: str) -> float | None:
 
 
 def _fresh(times_ns: Ints, watts: Floats) -> NDArray[np.bool_]:
-    """Which readings are new: a value is shown again until the next refresh, and one that stays is refreshed too."""
+    """Return which readings are new. A value is repeated until the next refresh, which may give the same one again."""
     is_new = np.zeros(len(watts), bool)
     last_ns, last_w = -(1 << 62), math.nan
     for i, (t, w) in enumerate(zip(times_ns.tolist(), watts.tolist(), strict=True)):
@@ -254,7 +257,7 @@ def _watts(text: str | None, source: Path, line: int, tool: SmiTool) -> float | 
 
 
 class _Stamps:
-    """Times of a log: seconds since 1970, or local time. That of a day alone is of the day the file was written on."""
+    """Reads the times of a log: seconds since 1970, or local time. A time of day is on the day the file was written."""
 
     def __init__(self, source: Path, tool: SmiTool) -> None:
         self._source, self._tool = source, tool
@@ -262,7 +265,7 @@ class _Stamps:
         self._pattern: str | None = None
 
     def ns(self, text: str, line: int) -> int:
-        """A cell as nanoseconds since 1970."""
+        """Return the time in a cell as nanoseconds since 1970."""
         known = self._known.get(text)
         if known is None:
             known = self._known[text] = self._parse(text.strip(), line)
@@ -271,7 +274,7 @@ class _Stamps:
     def _parse(self, text: str, line: int) -> int:
         number = _WATTS.match(text)
         if number and not number.group(2):
-            time_s = float(number.group(1))  # of 400 digits: infinite
+            time_s = float(number.group(1))  # infinite for 400 digits
             if abs(time_s) * 1e9 < MOST_NS:
                 return round(time_s * 1e9)
         for pattern in (self._pattern, *_STAMPS, *_TIMES_OF_DAY):
@@ -282,7 +285,7 @@ class _Stamps:
                 if pattern in _TIMES_OF_DAY:
                     moment = self._on_its_day(moment)
                 moment = moment.astimezone()
-            except (ValueError, OverflowError):  # the year 1, moved to another zone, is before it
+            except (ValueError, OverflowError):  # e.g. the year 1, which another time zone moves before the year 1
                 continue
             self._pattern = pattern
             time_ns = int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
@@ -294,7 +297,7 @@ class _Stamps:
         )
 
     def _on_its_day(self, moment: datetime) -> datetime:
-        """A time of day at the last such moment before the file was written: a log may begin before midnight."""
+        """Put a time of day at its last moment before the file was written: a log may begin before midnight."""
         written = datetime.fromtimestamp(self._source.stat().st_mtime) + timedelta(minutes=1)
         moment = datetime.combine(written, moment.time())
         return moment if moment <= written else moment - timedelta(days=1)

@@ -1,7 +1,7 @@
-"""Summary mode: what each name took, kept in a memory that does not grow with the run.
+"""Summary mode: adds up what each name took, in a memory that does not grow with the run.
 
-Every window of the trace is added up by (kind, name) and forgotten. Steps and other names that count themselves
-(`step_12`) are one name, and once there are `MAX_NAMES` the rest share one too.
+Every window of the trace is added up by (kind, name) and forgotten. Steps and other numbered names (`step_12`) share
+one name, and so do all further names once there are `MAX_NAMES`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _VIEW: dict[str, str] = {**dict.fromkeys(ON_DEVICE, "kernels"), "runtime": "runt
 
 
 class Totals:
-    """Calls, total, least and most nanoseconds of one name; of a counter, of its values.
+    """Calls, total, least and most nanoseconds of one name; for a counter, of its values.
 
-    `own` are an operator's nanoseconds in itself, without those it calls; `always` says that the name is counted all
-    the time, and not in the windows of the trace only.
+    `own` are an operator's nanoseconds without those of the operators it calls. `always`: the name is counted all the
+    time, not only in the windows of the trace.
     """
 
     __slots__ = ("always", "calls", "maximum", "minimum", "own", "total")
@@ -53,7 +53,7 @@ class Totals:
 
 
 class RunSummary:
-    """The totals of a run so far. May be added to from several threads."""
+    """The totals of a run so far. Several threads may add to it."""
 
     def __init__(self, max_names: int = MAX_NAMES) -> None:
         self._max_names = max_names
@@ -99,7 +99,7 @@ class RunSummary:
             self._of(self._counters, name, unit, general=False).add(1, value, value, value)
 
     def _of(self, table: dict[tuple[str, str], Totals], first: str, second: str, general: bool = True) -> Totals:
-        """The totals of a name. Names with a number at the end are one: `step_12` is `step_N`."""
+        """Return the totals of a name. Names with a number at the end are one: `step_12` is `step_N`."""
         name = _COUNTED.sub("N", second) if general and first in ("region", "mark") else second
         totals = table.get((first, name))
         if totals is None:
@@ -108,7 +108,7 @@ class RunSummary:
         return totals
 
     def to_json(self) -> Mapping[str, Any]:
-        """Plain data, as it is kept in the run file: the rows of each view, most time first."""
+        """Return plain data, as it is kept in the run file: the rows of each view, most time first."""
         with self._lock:
             by_name = sorted(self._by_name.items(), key=lambda item: -item[1].total)
             views: dict[str, list[dict[str, Any]]] = {}
@@ -128,7 +128,7 @@ class RunSummary:
 
 
 def _own_ns(timeline: Timeline) -> Ints:
-    """Nanoseconds of each operator in itself; 0 of other rows, also of modules and frames, which hold operators."""
+    """Return each operator's nanoseconds without its inner ones; 0 for other rows, and for modules and frames."""
     holders = [*timeline.meta.get("modules", ()), *timeline.meta.get("frames", ())]
     ops = timeline.rows("op")
     ops = ops[~np.isin(timeline["name"][ops], holders)]

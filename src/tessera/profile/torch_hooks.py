@@ -1,4 +1,4 @@
-"""What a session hangs on torch while it records, and takes off again: open ranges, steps, calls on the main thread."""
+"""Changes parts of torch while a session records, and restores them: open ranges, steps, calls on the main thread."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..timeline.kineto import MODULE
 
 
 class OpenRanges:
-    """The `record_function`s that are open on the thread that traces, so that a window can end them.
+    """The `record_function`s that are open on the thread that traces, so that the end of a window can end them.
 
-    A window that ends inside one would leave torch with a pointer to memory that Kineto has freed: leaving the
-    `record_function` during the next window writes there (`onFunctionExit`, torch 2.13, seen with valgrind). Every
+    If a window ended inside one, torch would keep a pointer to memory that Kineto has freed, and leaving the
+    `record_function` during the next window would write there (`onFunctionExit`, torch 2.13, seen with valgrind). Every
     optimizer step and every DDP forward is inside one.
     """
 
@@ -34,7 +34,7 @@ class OpenRanges:
         self._thread = threading.get_ident()
 
     def install(self) -> None:
-        """Follow what is opened from now on; what is open already knows nothing of Kineto."""
+        """Follow ranges that are opened from now on; Kineto does not know those that are already open."""
         enter, leave = self._original
         opened = self._open
 
@@ -52,10 +52,10 @@ class OpenRanges:
         self._class.__enter__, self._class.__exit__ = __enter__, __exit__
 
     def end_open(self) -> None:
-        """End all that are open: their rows end with the window."""
+        """End all open ranges, so that their rows end with the window."""
         for each in reversed(self._open):
             self._original[1](each, None, None, None)
-            each.run_callbacks_on_exit = False  # the program's own exit has nothing left to do
+            each.run_callbacks_on_exit = False  # the program's own exit must not end it again
         self._open.clear()
 
     def remove(self) -> None:
@@ -63,9 +63,9 @@ class OpenRanges:
 
 
 class OtherProfilers:
-    """Tells when the program starts a torch.profiler of its own, and when that one has ended.
+    """Tells when the program starts its own torch.profiler, and when that has ended.
 
-    Two at once end in a segmentation fault (2.13), and each takes CUPTI from whoever had it.
+    Two profilers at once end in a segmentation fault (2.13), and each takes CUPTI from the one that had it.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class OtherProfilers:
 
 
 class ModeChanges:
-    """Calls something when the program puts a module into training or evaluation: `model.train()`, `model.eval()`.
+    """Calls a function when the program switches a module to training or evaluation: `model.train()`, `model.eval()`.
 
-    It is called for the modules inside that one too.
+    The function is also called for the modules inside that one.
     """
 
     def __init__(self, call: Callable[[bool], None]) -> None:
@@ -138,7 +138,7 @@ class ModeChanges:
 
 
 class NoGradBlocks:
-    """Calls something with the times of every outermost `torch.no_grad()` or `inference_mode()` of this thread."""
+    """Calls a function with the times of every outermost `torch.no_grad()` or `inference_mode()` of this thread."""
 
     def __init__(self, call: Callable[[int, int], None]) -> None:
         self._call = call
@@ -181,19 +181,19 @@ class NoGradBlocks:
             block.__enter__, block.__exit__ = enter, leave
 
 
-# torch.compile says that global hooks are called once more for the module that it makes: ours do not mind.
+# torch.compile warns that global hooks are called once more for the module it makes: ours work with that.
 _COMPILED_WITH_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class ModuleHooks:
-    """Global hooks around every `nn.Module` call: what is done before and after it is a subclass's."""
+    """Global hooks around every `nn.Module` call. Subclasses say what to do before and after a call."""
 
     _handles: Sequence[Any] = ()
 
     def install(self) -> None:
         from torch.nn.modules import module
 
-        if not module._has_any_global_hook():  # the program has none of its own, to be warned of
+        if not module._has_any_global_hook():  # a program with its own global hooks must get the warning
             warnings.filterwarnings("ignore", message=_COMPILED_WITH_HOOKS, category=UserWarning)
         self._handles = [
             module.register_module_forward_pre_hook(self._before),
@@ -213,7 +213,7 @@ class ModuleHooks:
 
 
 class ModuleCalls(ModuleHooks):
-    """Calls something at the start, with the module, and the end of each outermost `nn.Module` call of this thread."""
+    """Calls `start` (with the module) and `end` around each outermost `nn.Module` call of this thread."""
 
     def __init__(self, start: Callable[[Any], None], end: Callable[[], None]) -> None:
         self._start = start
@@ -235,23 +235,23 @@ class ModuleCalls(ModuleHooks):
 
 
 def _compiling() -> bool:
-    """Whether torch.compile is tracing this very code: hooks must leave no trace in what it makes."""
+    """Return whether torch.compile is tracing this code: hooks must not become part of the compiled program."""
     import torch
 
     return bool(torch.compiler.is_compiling())
 
 
 def has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
+    """Return whether torch.compile has compiled anything in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return bool(dynamo is not None and dynamo.counters.get("frames"))
 
 
 class ModuleRanges(ModuleHooks):
-    """Notes every `nn.Module` call, named by its path in the model and its class: "transformer.h.3.attn (Attention)".
+    """Records every `nn.Module` call, named by its path in the model and its class: "transformer.h.3.attn (Attention)".
 
-    torch's own `with_modules` knows TorchScript's modules only, and the Python tracer, which knows all, slows the
-    program several times.
+    torch's own `with_modules` knows only TorchScript's modules, and the Python tracer, which knows all of them, slows
+    the program several times.
     """
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
@@ -265,7 +265,7 @@ class ModuleRanges(ModuleHooks):
             return
         stack: list[tuple[int, dict[int, str], int]] = self._local.__dict__.setdefault("stack", [])
         names = next((names_by_id for _, names_by_id, _ in reversed(stack) if id(module) in names_by_id), None)
-        if names is None:  # called from outside, or held where its parent does not know it (a plain list)
+        if names is None:  # an outermost call, or a module that its parent does not know (in a plain list)
             names = self._models.names(module)
         stack.append((id(module), names, time.time_ns()))
 
@@ -279,7 +279,7 @@ class ModuleRanges(ModuleHooks):
                 self._rows.append((names[id(module)], start_ns, time.time_ns(), threading.get_native_id()))
 
     def take(self) -> Timeline:
-        """The calls since the last time, as operator rows that are marked as modules."""
+        """Return the calls since the last time, as operator rows that are marked as modules."""
         builder = Builder()
         names = set()
         for _ in range(len(self._rows)):
@@ -292,10 +292,10 @@ class ModuleRanges(ModuleHooks):
 
 
 class ModelNames:
-    """What the modules of a model are called: their paths as `named_modules` has them, with their classes.
+    """Names the modules of models: their paths as in `named_modules`, with their classes.
 
-    The model itself has no path, and is called by its class. A second model's paths begin with its class, those of a
-    second one of that class with "Net#2": rows of one name are added up, and two models are not one.
+    The model itself has no path; its name is its class. Paths of a second model begin with its class, those of another
+    model of the same class with "Net#2": rows of one name are added up, so two models must not share names.
     """
 
     def __init__(self) -> None:
@@ -304,18 +304,18 @@ class ModelNames:
         self._lock = threading.Lock()
 
     def names(self, model: Any) -> dict[int, str]:
-        """By `id`, good for one call: modules come and go, and an address may be another's in the next."""
+        """Return names by `id`. They hold for one call only: a later module may have the same address."""
         with self._lock:
             own = self._own(model)
             parts = [(path, part) for path, part in model.named_modules() if path]
-            # What has no parts (a loss) needs no prefix, and leaves the short names to the model.
+            # A model without parts (a loss) needs no prefix, so it does not take the short names.
             if parts and (self._first is None or self._first() is None):
                 self._first = weakref.ref(model)
             prefix = "" if self._first is not None and self._first() is model else f"{own}."
         return {id(part): f"{prefix}{path} ({type(part).__name__})" for path, part in parts} | {id(model): own}
 
     def _own(self, model: Any) -> str:
-        """Its class, with a number from the second one alive: a loss made anew in every step is one row."""
+        """Return the class, with a number if another is alive: a loss that is made in every step is one row."""
         kind = type(model).__name__
         places = self._places.setdefault(kind, [])
         at = next((i for i, place in enumerate(places) if place() is model), None)
@@ -327,26 +327,26 @@ class ModelNames:
 
 # -- the main thread, asked from another -----------------------------------------------------------------------------
 
-# Parts of torch that call Python from Python: no operator of theirs is under way while their Python code runs.
+# Parts of torch that call Python from Python: while their Python code runs, they have no operator under way.
 _PLAIN = ("nn", "optim", "amp", "cuda", "utils/data", "utils/_contextlib.py", "serialization.py", "storage.py")
-_LATER_S = 0.01  # when a call that was interrupted has certainly returned to the interpreter
+_LATER_S = 0.01  # by then a call that was interrupted has certainly returned to the interpreter
 _PENDING = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class MainThread:
-    """Runs something on the main thread between two of its bytecodes, when no operator of torch is under way.
+    """Runs a function on the main thread between two of its bytecodes, when no operator of torch is under way.
 
-    Kineto can only be stopped by the thread that started it, and a program that marks neither steps nor regions gives
-    us no moment of its own. Module hooks would give one, but their coming and going makes torch.compile compile anew.
+    Kineto can only be stopped by the thread that started it, and a program without marked steps or regions never calls
+    us. Module hooks would be called, but adding and removing them makes torch.compile compile again.
     """
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._asked = False
-        self._entry = _PENDING(self._run)  # kept: the interpreter holds only its address
+        self._entry = _PENDING(self._run)  # keep it alive: the interpreter has only its address
 
     def ask(self) -> None:
-        """Have it called soon; asking again before it happened changes nothing."""
+        """Ask for a call soon; asking again before that call has no effect."""
         if not self._asked:
             self._asked = ctypes.pythonapi.Py_AddPendingCall(self._entry, None) == 0
 
@@ -365,7 +365,7 @@ def _raise_in(thread: int, kind: type[BaseException]) -> None:
 
 
 def model_runs(frame: FrameType | None) -> bool:
-    """Whether a stack is inside the call of an `nn.Module` that is not being compiled."""
+    """Return whether a stack is inside the call of an `nn.Module` that is not being compiled."""
     torch: Any = sys.modules.get("torch")
     call = torch.nn.Module._call_impl.__code__ if torch is not None and hasattr(torch, "nn") else None
     in_module = False
@@ -378,7 +378,7 @@ def model_runs(frame: FrameType | None) -> bool:
 
 
 def inside_torch(frame: FrameType | None) -> bool:
-    """Whether a stack has Python that torch's C++ called, or may have: then an operator is under way below it."""
+    """Return whether a stack has Python code that torch's C++ may have called: then an operator is under way."""
     root = str(Path(sys.modules["torch"].__file__ or "").parent) + "/" if "torch" in sys.modules else "\0"
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""`Tracer`: what a session asks of whatever traces it: Kineto alone (`Tracing`) or CUPTI too (`LightTracing`)."""
+"""`Tracer`: the interface of whatever traces a session: Kineto alone (`Tracing`), or CUPTI too (`LightTracing`)."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from .options import Mode
 
 
 class Tracer(Protocol):
-    """Everything but `tick` and the properties is called on the thread that began."""
+    """Traces the program. All methods except `tick` are called on the thread that began; properties on any thread."""
 
     @property
     def mode(self) -> Mode:
-        """What is recorded in the end, which may be less than was asked for."""
+        """The mode that is really used, which may record less than was asked for."""
 
     @property
     def has_begun(self) -> bool: ...
 
     @property
     def due_ns(self) -> int:
-        """The epoch from which on a `boundary` is of use; a program's regions end far more often."""
+        """The epoch time before which `boundary` has no effect; a program's regions end far more often."""
 
     @property
     def tracing_s(self) -> float:
-        """The program's time that was spent so far."""
+        """Seconds of the program's time that tracing has taken so far."""
 
     @property
     def pauses(self) -> list[Pause]:
-        """When the program stood still so far, for its operators to be collected."""
+        """The times at which the program stood still so that its operators could be collected."""
 
     @property
     def notes(self) -> list[str]: ...
 
     @property
     def collectors(self) -> dict[str, str | None]:
-        """What recorded kernels and operators, and why CUPTI did not."""
+        """Which library recorded kernels and operators, and why CUPTI did not."""
 
     def begin(self, step: int = 0) -> None:
-        """Start, within a step of the program."""
+        """Start, in step `step` of the program."""
 
     def expect_steps(self) -> None:
-        """The program has an optimizer: its steps will be seen."""
+        """Note that the program has an optimizer, so that its steps will be seen."""
 
     def work_begins(self) -> None:
-        """What is to be traced begins now: what came before was preparation."""
+        """Note that the work to trace begins now; what came before was preparation."""
 
     def step(self, step: int) -> None:
-        """A step has ended and `step` begins."""
+        """Note that a step has ended and `step` begins."""
 
     def boundary(self, now_ns: int, *, of_step: bool = False) -> None:
-        """A moment at which tracing may start or stop, where that is due."""
+        """Start or stop tracing if that is due: this is a suitable moment."""
 
     def tick(self, now_ns: int) -> None:
-        """Called by the session's thread a few times a second."""
+        """Do what is due; the session's thread calls this a few times a second."""
 
     def finish(self, why: str | None = None) -> None:
-        """Trace no more operators; all other recording goes on."""
+        """Stop tracing operators; everything else is still recorded."""
 
     def end(self) -> None:
-        """Stop, and wait until all that was traced has been read."""
+        """Stop, and wait until everything that was traced has been read."""

@@ -1,4 +1,4 @@
-"""When Kineto runs: windows, opened and closed at the program's own boundaries.
+"""Decides when Kineto runs: opens and closes windows at the program's own boundaries.
 
 ::
 
@@ -8,16 +8,17 @@
     paced           |<- 3 steps ->|................................|<- 3 steps ->|      at most 1% of the time spent
     steady          ........|<- 3 steps ->|.......................................      kernels meanwhile by CUPTI
 
-Closing a window costs the program's thread: measured on 2 cores of a Xeon, 7 us an event in Kineto's stop (a second
-for 150 000), and about 5 us an event more of the interpreter's lock while it is exported and read in the background.
-GPT-2's training makes 12 000 events a step. That is what `flush_s` costs, and why `paced` waits.
+Closing a window costs time of the program's thread: measured on 2 cores of a Xeon, 7 us per event in Kineto's stop (a
+second for 150 000), and about 5 us more of the interpreter's lock per event while it is exported and read in the
+background. GPT-2's training makes 12 000 events a step. That is the cost of `flush_s`, and the reason why `paced`
+waits.
 
-Stop and export each hold the lock from their begin to their end (torch 2.13: a thread that wanted to run every
-millisecond did so once in the 2.4 s and once in the 0.7 s of 300 000 events; our reader lets it run all the time).
-So no sensor is read meanwhile, and the driver's ring of power samples holds 2.4 s: `before_stall` is called right
-before each, to have it read. What a longer stop loses then lies after the window. To hold the lock for less there is
-no good way: torch's bindings keep it, a fork of a process with CUDA and threads may hang, and calling the C++ past the
-bindings would end the program at its first exception (a full disk).
+Stop and export each hold the lock from begin to end. (With torch 2.13 and 300 000 events, a thread that wanted to run
+every millisecond ran once in the 2.4 s of the stop and once in the 0.7 s of the export; our reader lets it run all the
+time.) So no sensor is read meanwhile, and the driver's ring of power samples holds only 2.4 s. `before_stall` is called
+right before each of the two, to read the ring; what a longer stop loses then lies after the window. There is no good
+way to hold the lock for less time: torch's bindings keep it, a fork of a process with CUDA and threads may hang, and
+calling the C++ directly would end the program at its first exception (a full disk).
 """
 
 from __future__ import annotations
@@ -44,24 +45,24 @@ from .tracing_schedule import SteadySteps, TracingSchedule
 _log = logging.getLogger("tessera")
 
 NEVER = 1 << 62
-# The main thread waits for a reader in pieces of this: a Ctrl-C that the kernel hands to another thread is heard when
-# the main thread next runs Python, which one long wait would put off until the trace is read.
+# The main thread waits for a reader in pieces of this length. A Ctrl-C that the kernel hands to another thread is
+# handled when the main thread next runs Python; one long wait would delay that until the trace is read.
 _LOOK_S = 0.2
 PACED_STEPS = 3
 PACED_NS = 1_000_000_000
-# A window may cost this share of the program's time: opening, closing, exporting and reading it.
+# Share of the program's time that windows may cost: opening, closing, exporting and reading them.
 PACED_BUDGET = 0.01
-# A boundary that the program should have come to by then, without and with steps: else its main thread is asked.
+# If the program has not come to a boundary after this time (without and with steps), its main thread is asked.
 OVERDUE_NS = (300_000_000, 10_000_000_000)
-# A trace with a limit has no more steps than this for each of its seconds. Of short steps a hundred tell as much as
-# thousands, whose million events stop the program for seconds when they are read; and steps left untraced tell what
-# tracing costs.
+# A trace with a limit has at most this many steps for each of its seconds. A hundred short steps tell as much as
+# thousands, whose million events would stop the program for seconds when they are read. And steps that are left
+# untraced tell what tracing costs.
 LIMIT_STEPS_PER_S = 20.0
-# How long a trace with a limit may go on before a model is seen to run: importing, loading, moving weights.
+# How long a trace with a limit may run before a model is seen to run: importing, loading, moving weights.
 LEAD_NS = 30_000_000_000
 _AFTER = "after that there is power, but no events"
 Deliver = Callable[[Timeline, int, int], None]
-"""Takes a window's rows, and its start and end in epoch nanoseconds. Called on a thread of its own."""
+"""Takes a window's rows, and its start and end in epoch nanoseconds; runs on its own thread."""
 
 
 class Tracing:
@@ -85,7 +86,7 @@ class Tracing:
         self.mode: Mode = "summary" if paced else "operators"
         self.notes: list[str] = collector.notes
         self.due_ns = NEVER
-        """When the window is to be opened or closed (epoch): whoever comes to a boundary later than that, does it."""
+        """When the window is to be opened or closed (epoch): the first boundary after that does it."""
         self.tracing_s = 0.0
         self.pauses: list[Pause] = []
         self._deliver = deliver
@@ -106,13 +107,13 @@ class Tracing:
         self._opened_ns = 0
         self._until_ns = NEVER
         self._cost_ns = 0
-        self._steps = 0  # in this window
+        self._steps = 0  # steps in this window
         self.traced_steps = 0.0
-        """Steps that windows held, and parts of others by their time."""
+        """Steps in windows; a step that is partly in a window counts by its share of time."""
         self._step_ns = 0  # when this step began
-        self._step_traced_ns = 0  # of this step, in windows that closed within it
-        self._step_is_whole = False  # a window was open when it began, and still is
-        self._stepped = False  # the program has steps: windows keep to them
+        self._step_traced_ns = 0  # time of this step in windows that have closed within it
+        self._step_is_whole = False  # a window was open when the step began, and still is
+        self._stepped = False  # the program has steps, and windows begin and end with them
         self._over = self._ends = False
 
     # -- what the session calls ------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class Tracing:
         return self._thread is not None
 
     def begin(self, step: int = 0) -> None:
-        """Start, as the schedule has it for a step."""
+        """Start, in the way the schedule says for a step."""
         action = self._schedule.action(step) if self._schedule else "wait" if self._steady and self._lead else "active"
         if action == "warmup":
             self.collector.prepare()
@@ -130,7 +131,7 @@ class Tracing:
             self._open()
         self._begin_step()
         self._thread = threading.get_ident()
-        import torch  # a schedule that waits has not needed it yet
+        import torch  # not earlier: a schedule that waits does not need it
 
         self._hooks = [
             ranges := OpenRanges(torch),
@@ -143,24 +144,24 @@ class Tracing:
 
     @property
     def collectors(self) -> dict[str, str | None]:
-        """What recorded kernels and operators."""
+        """Which library recorded kernels and operators."""
         by_kineto = "kineto" if self.has_begun else None
         return {"kernels": by_kineto, "operators": by_kineto, "why": None}
 
     def expect_steps(self) -> None:
-        """The program has an optimizer: its steps will be seen."""
+        """Note that the program has an optimizer, so that its steps will be seen."""
         if self._steady is not None:
             self._steady.steps_expected = True
 
     def work_begins(self) -> None:
-        """What is to be traced begins now: the time limit counts from here."""
+        """Note that the work to trace begins now; the time limit counts from here."""
         if self._steady is not None:
             self._steady.work_begins(time.time_ns())
         if self.has_begun:
             self._set_limit(self._limit_ns or 0)
 
     def step(self, step: int) -> None:
-        """A step has ended and `step` begins."""
+        """Note that a step has ended and `step` begins."""
         if self._over or self._thread != threading.get_ident():
             return
         if not self._stepped:
@@ -172,7 +173,7 @@ class Tracing:
         self._begin_step()
 
     def _move_window(self, step: int) -> None:
-        """Open or close the window at the end of a step, where that is due."""
+        """Open or close the window at the end of a step, if that is due."""
         if self._schedule is not None:
             self._follow(self._schedule, step)
         elif self._steady is not None:
@@ -190,14 +191,14 @@ class Tracing:
         self._step_ns, self._step_traced_ns, self._step_is_whole = time.time_ns(), 0, self.collector.recording
 
     def _count_step(self, now_ns: int) -> None:
-        """Add the share of the step that ends: what opening a window took is in its time, and does not count."""
+        """Add the traced share of the step that ends; opening a window takes time of the step that is not traced."""
         if self.collector.recording:
             self._step_traced_ns += now_ns - max(self._opened_ns, self._step_ns)
         lasted_ns = max(now_ns - self._step_ns, 1)
         self.traced_steps += 1.0 if self._step_is_whole else min(self._step_traced_ns / lasted_ns, 1.0)
 
     def boundary(self, now_ns: int, *, of_step: bool = False) -> None:
-        """A moment at which a window may be opened or closed, where that is due."""
+        """Open or close a window if that is due: this is a suitable moment."""
         if now_ns < self.due_ns or self._over or self._thread != threading.get_ident() or is_capturing():
             return
         if (self._paced or self._steady) and self._stepped and not of_step:
@@ -206,21 +207,21 @@ class Tracing:
             self._run_guarded(self.finish if self.collector.recording else self._open)
         elif now_ns >= self._until_ns:
             if self._stepped and not of_step and now_ns < self._until_ns + OVERDUE_NS[True]:
-                return  # the step that runs is traced to its end
+                return  # first trace the present step to its end
             self.finish(Note(f"tracing stopped at its time limit: {_AFTER}", "time_limit"))
         elif not self.collector.recording:
             self._run_guarded(self._open)
         elif self._paced:
             self._run_guarded(self._close)
         elif any(r.is_alive() for r in self._readers):
-            # The window before is still being read: no pile of them.
+            # The window before is still being read: do not let windows pile up.
             self.due_ns = min(now_ns + (self._flush_ns or 0), self._until_ns)
         else:
             self._run_guarded(self._close)
             self._run_guarded(self._open)
 
     def tick(self, now_ns: int) -> None:
-        """Called by the session's thread a few times a second; asks the main thread if a boundary is overdue."""
+        """Ask the main thread if a boundary is overdue; the session's thread calls this a few times a second."""
         main = threading.main_thread().ident
         if self._lead and model_runs(sys._current_frames().get(main or 0)):
             self._lead = False
@@ -230,17 +231,17 @@ class Tracing:
             self._main.ask()
 
     def _look_for_work(self, now_ns: int) -> None:
-        """Have the operators of a program without steps traced, when its time has come."""
+        """Let the operators of a program without steps be traced once it is time for that."""
         steady = self._steady
         if steady is None or self._over or self._stepped or self.due_ns != NEVER:
             return
         if self._count_kernels():
-            steady.work_begins(now_ns)  # without a model, too
+            steady.work_begins(now_ns)  # for a program without a model, too
         if steady.is_due(now_ns):
             self.due_ns = now_ns
 
     def finish(self, why: str | None = None) -> None:
-        """Stop tracing. The program and all other recording go on."""
+        """Stop tracing. The program and all other recording continue."""
         if self._over:
             return
         self._over, self.due_ns = True, NEVER
@@ -294,12 +295,12 @@ class Tracing:
         t0 = time.perf_counter_ns()
         if self._ranges is not None:
             self._ranges.end_open()
-        synchronize()  # Kineto would anyway; so the window ends when its last kernel does
+        synchronize()  # Kineto would do it anyway; now the window ends when its last kernel ends
         now_ns, paused = time.time_ns(), time.perf_counter_ns()
         self._before_stall()
         finished = self.collector.stop()
         stopped = time.perf_counter_ns()
-        if not self._ends:  # else no program is left that could wait
+        if not self._ends:  # otherwise the program has ended, and does not wait
             self.pauses.append(Pause(now_ns, (stopped - paused) * 1e-9))
         self._cost_ns += stopped - t0
         self.due_ns = NEVER
@@ -310,7 +311,7 @@ class Tracing:
         )
         try:
             reader.start()
-        except RuntimeError:  # the interpreter ends: Python 3.12 starts no thread then
+        except RuntimeError:  # the interpreter ends: Python 3.12 then starts no thread
             self._read(finished, self._opened_ns, now_ns)
             return
         self._readers = [r for r in self._readers if r.is_alive()] + [reader]
@@ -318,9 +319,9 @@ class Tracing:
     def _read(self, finished: Finished, start_ns: int, end_ns: int) -> None:
         t0 = time.perf_counter_ns()
         try:
-            self._before_stall()  # again: nothing was read during Kineto's stop
+            self._before_stall()  # once more: no sensor was read during Kineto's stop
             self._deliver(finished.timeline(), start_ns, end_ns)
-        except Exception as exc:  # noqa: BLE001  (one window less must not cost the run)
+        except Exception as exc:  # noqa: BLE001  (a lost window must not end the run)
             self.notes.append(f"a window of the trace could not be read: {type(exc).__name__}: {exc}")
             _log.warning("a window of the trace could not be read", exc_info=exc)
         self._cost_ns += time.perf_counter_ns() - t0
@@ -335,7 +336,7 @@ class Tracing:
                 self.due_ns = self._until_ns
 
     def _run_guarded(self, call: Callable[[], None]) -> None:
-        """Call it; if it fails, end the trace with a note: the program's thread must not fail because of us."""
+        """Call it. If it fails, end the trace with a note: the program's thread must not fail because of us."""
         if self._over and call == self._open:
             return
         try:

@@ -1,4 +1,4 @@
-"""Which steps are traced: those of `trace_schedule` (as in torch.profiler), or the first few that are steady."""
+"""Decides which steps are traced: those of `trace_schedule` (as in torch.profiler), or the first few steady ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Action = Literal["wait", "warmup", "active", "last"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracingSchedule:
-    """Cycles of steps. `repeat` 0 goes on for ever; `skip_first` steps come before the first cycle."""
+    """Cycles of steps. `repeat` 0 never ends; `skip_first` steps come before the first cycle."""
 
     wait: int = 0
     warmup: int = 0
@@ -32,7 +32,7 @@ class TracingSchedule:
             )
 
     def action(self, step: int) -> Action:
-        """What happens in a step (the first is 0)."""
+        """Return what happens in a step (the first step is 0)."""
         step -= self.skip_first
         if step < 0:
             return "wait"
@@ -48,7 +48,7 @@ class TracingSchedule:
         return self.skip_first + self.wait + self.warmup
 
     def describe_missed(self, steps: int) -> str | None:
-        """What to say of a program that had so many steps, where those to trace did not come, or not all of them."""
+        """Return a note for a program that had only `steps` steps, if steps to trace are missing; else None."""
         first, last = self.first, self.first + self.active - 1
         wanted = _steps(first, last)
         if 0 < first >= steps:
@@ -65,7 +65,7 @@ class TracingSchedule:
         return None
 
     def over(self, step: int) -> bool:
-        """Whether nothing will be traced from a step on."""
+        """Return whether nothing is traced from a step on."""
         cycle = self.wait + self.warmup + self.active
         return bool(self.repeat) and step - self.skip_first >= self.repeat * cycle
 
@@ -77,7 +77,7 @@ def _steps(first: int, last: int) -> str:
 def trace_schedule(
     *, wait: int = 0, warmup: int = 0, active: int, repeat: int = 0, skip_first: int = 0
 ) -> TracingSchedule:
-    """Which steps of a session are traced, counted by `sess.step()`; power is recorded in all of them.
+    """Say which steps of a session to trace, counted by `sess.step()`. Power is recorded in all steps.
 
     >>> profile.session(schedule=profile.trace_schedule(wait=98, warmup=1, active=1))     # one step in a hundred
     """
@@ -85,7 +85,7 @@ def trace_schedule(
 
 
 def between(first: int, end: int) -> TracingSchedule:
-    """The steps `first` to `end - 1`, once, with a step of warm-up before them where there is one."""
+    """Return a schedule of the steps `first` to `end - 1`, once, with a warm-up step before them if there is one."""
     if not 0 <= first < end:
         raise ArgumentError(f"steps {first}:{end} are none", fix="first:end with first < end, such as 10:20")
     warmup = 1 if first else 0
@@ -93,37 +93,37 @@ def between(first: int, end: int) -> TracingSchedule:
 
 
 SAME = 1.25
-"""Two steps in a row are steady if neither takes so many times as long as the other."""
+"""Two consecutive steps are steady if the longer one takes at most this many times as long as the other."""
 LATEST = 10
-"""Steps after which operators are traced, steady or not: a program whose steps differ has no better moment."""
+"""After this many steps operators are traced, steady or not: if all steps differ, there is no better moment."""
 SETTLED_NS = 500_000_000
-"""A program without steps is given so long from when its model first runs."""
+"""How long to wait in a program without steps after its model first runs."""
 LATE_NS = 60_000_000_000
-"""And one whose optimizer has not made a step by then, though it has one."""
+"""The same if the program has an optimizer, whose first step may take long."""
 LONGEST_NS, SHORTEST_NS, ENOUGH = 1_000_000_000, 300_000_000, 20_000
-"""How long its operators are traced: so many kernels, in between these two."""
+"""How long to trace a program without steps: until it has launched `ENOUGH` kernels, within these two times."""
 
 
 class SteadySteps:
-    """Finds the moment to trace the operators of a program: `count` steps once two in a row took about as long.
+    """Finds the moment to trace the operators of a program: `count` steps, once two in a row took about as long.
 
-    A program whose steps nobody sees is traced for a while, soon after its model began to run.
+    A program without visible steps is traced for some time, soon after its model began to run.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.steps_expected = False
-        """Whether the program has an optimizer: its steps will come, though the first may take long."""
+        """Whether the program has an optimizer: its steps will come, but the first may take long."""
         self._ended_ns: list[int] = []
         self._began_ns: int | None = None
 
     def work_begins(self, now_ns: int) -> None:
-        """The model runs."""
+        """Note that the model runs."""
         if self._began_ns is None:
             self._began_ns = now_ns
 
     def step_ended(self, now_ns: int) -> bool:
-        """Whether the next steps are to be traced."""
+        """Note that a step has ended; return whether the next steps are to be traced."""
         self._ended_ns = [*self._ended_ns, now_ns][-LATEST:]
         if len(self._ended_ns) >= LATEST:
             return True
@@ -133,12 +133,12 @@ class SteadySteps:
         return max(second - first, third - second) <= SAME * min(second - first, third - second)
 
     def is_due(self, now_ns: int) -> bool:
-        """Whether a program without steps is to be traced now."""
+        """Return whether a program without steps is to be traced now."""
         wait_ns = LATE_NS if self.steps_expected else SETTLED_NS
         return self._began_ns is not None and now_ns >= self._began_ns + wait_ns
 
     def find_length_ns(self, now_ns: int, kernels: int) -> int:
-        """How long to trace it, by the kernels that it has launched so far."""
+        """Return how long to trace a program without steps, by the number of kernels it has launched so far."""
         if self._began_ns is None or not kernels:
             return LONGEST_NS
         wanted_ns = ENOUGH * (now_ns - self._began_ns) // kernels

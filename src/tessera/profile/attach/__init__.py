@@ -2,10 +2,10 @@
 
 ::
 
-    process    the process, its figures in /proc, whether libkineto waits in it
-    sampling   CPU, memory, NVML's figures of the process
+    process    finds the process, reads its figures in /proc, and tells whether libkineto waits in it
+    sampling   samples CPU, memory and NVML's figures of the process
     tracks     figures over time, their summary, and the trace with counters in it
-    daemon     the datagrams that libkineto sends, answered
+    daemon     answers the datagrams that libkineto sends
     request    what to record, the folder for it, and what is in the trace
     session    `attach` itself
 """

@@ -1,12 +1,12 @@
 """Answers a process's requests for a profiling configuration until it has left a trace.
 
 libkineto asks every 5 s (ON_DEMAND_CONFIG_UPDATE_INTERVAL_SECS of its configuration file), for as long as the process
-lives: it need not have been started after the daemon. While there is no daemon it tries again after 10, 20, 40 ms and
-so on up to 5.12 s, so that the first request comes 1.7 s after we listen on average and 5.12 s at worst.
+lives, so the process may be older than the daemon. While there is no daemon, libkineto tries again after 10, 20, 40 ms
+and so on up to 5.12 s. The first request therefore comes 1.7 s after we listen on average, and 5.12 s after at worst.
 
-Only a configuration is answered. An empty answer, which dynolog sends, tells a process nothing more than none at all;
-and the last of those tries is sent but taken for failed, so that its answer is read at the next request, and each
-later answer one request late, for ever. Not answering what comes then keeps the two in step.
+The daemon answers a request only when it has a configuration to send. The empty answer that dynolog sends would tell
+the process nothing, and would do harm: libkineto sends the last of its tries but counts it as failed. It would read our
+answer to that try at its next request, and every later answer one request late.
 
 A message is a header and a body in one datagram, in the machine's own byte order:
 
@@ -15,11 +15,11 @@ A message is a header and a body in one datagram, in the machine's own byte orde
     ...      body
 
     ctxt     int32 gpu, int32 pid, int64 job                       answered by an int32: processes of that job
-    req      int32 type, int32 n, int64 job, int32 pids[n]         answered by the configuration's text, if there is one
+    req      int32 type, int32 n, int64 job, int32 pids[n]         answered by the configuration's text, or not at all
 
-The daemon is named `dynolog`: in the abstract namespace, where libkineto counts the NUL behind the name as part of it,
-or as a file in the directory KINETO_IPC_SOCKET_DIR. libkineto ends its process when an answer comes from an address
-it did not expect, so answers leave from the bound socket and from no other.
+The daemon's socket is named `dynolog`. It is in the abstract namespace (libkineto counts the NUL behind the name as
+part of the name), or it is a file in the directory KINETO_IPC_SOCKET_DIR. libkineto ends its process when an answer
+comes from an address it did not expect, so all answers are sent from the bound socket.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class BadMessage(TesseraError):
 
 
 class SocketTaken(MeasurementError):
-    """Another daemon answers the processes of this machine already."""
+    """Another daemon already answers the processes of this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datagram:
-    """A message and who sent it: `pid` and `uid` are the kernel's word (SCM_CREDENTIALS), not the sender's."""
+    """A message and its sender. `pid` and `uid` come from the kernel (SCM_CREDENTIALS), not from the sender."""
 
     kind: str
     body: bytes
@@ -77,7 +77,7 @@ class Datagram:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a process asks: `free` when its profiler takes a configuration, and the PIDs it says it has."""
+    """What a process asks. `pids` are its own PID and its ancestors', as the process names them."""
 
     kind: int
     job: int
@@ -85,17 +85,17 @@ class Request:
 
     @property
     def free(self) -> bool:
-        """Whether nothing is being profiled in the process."""
+        """Whether the process's profiler is idle, so that it takes a configuration."""
         return bool(self.kind & ACTIVITIES)
 
 
 def encode(kind: str, body: bytes) -> bytes:
-    """One datagram."""
+    """Return a datagram: a header and `body`."""
     return _HEADER.pack(len(body), kind.encode()) + body
 
 
 def decode(data: bytes) -> tuple[str, bytes]:
-    """Type and body of one datagram."""
+    """Return the type and the body of a datagram."""
     if len(data) < _HEADER.size:
         raise BadMessage(f"a datagram of {len(data)} bytes has no header")
     size, name = _HEADER.unpack_from(data)
@@ -106,7 +106,7 @@ def decode(data: bytes) -> tuple[str, bytes]:
 
 
 def decode_request(body: bytes) -> Request:
-    """The body of a "req"."""
+    """Read the body of a "req"."""
     if len(body) < _REQUEST.size:
         raise BadMessage(f"a request of {len(body)} bytes is too short")
     kind, count, job = _REQUEST.unpack_from(body)
@@ -116,24 +116,24 @@ def decode_request(body: bytes) -> Request:
 
 
 def encode_request(kind: int, job: int, pids: tuple[int, ...]) -> bytes:
-    """The body of a "req", as libkineto makes it; for tests and for trying out a daemon."""
+    """Return the body of a "req" as libkineto makes it, for tests and for trying out a daemon."""
     return _REQUEST.pack(kind, len(pids), job) + struct.pack(f"@{len(pids)}i", *pids)
 
 
 def encode_context(gpu: int, pid: int, job: int) -> bytes:
-    """The body of a "ctxt"."""
+    """Return the body of a "ctxt"."""
     return _CONTEXT.pack(gpu, pid, job)
 
 
 def encode_count(count: int) -> bytes:
-    """The answer to a "ctxt"."""
+    """Return the answer to a "ctxt"."""
     return _COUNT.pack(count)
 
 
 def address(name: str, folder: str | None) -> str:
-    """Where an endpoint of that name is: a file in `folder`, or in the abstract namespace.
+    """Return the address of an endpoint: a file in `folder`, or a name in the abstract namespace.
 
-    The folder is taken as it stands, without tidying: libkineto compares the text of an answer's address with it.
+    The text of the folder is not changed, not even a double slash: libkineto compares it with an answer's address.
     """
     if not folder:
         return f"\0{name}\0"
@@ -144,9 +144,9 @@ def address(name: str, folder: str | None) -> str:
 
 
 class Endpoint:
-    """The bound socket of a daemon. Only the owner may write to one that is a file; leaving removes the file.
+    """The bound socket of a daemon. A socket that is a file can be written by its owner only; closing removes the file.
 
-    `owner`: the process whose user the file is to belong to; none is ours.
+    The file belongs to the user of the process `owner`, or to our own user where `owner` is None.
     """
 
     def __init__(self, name: str = DAEMON, *, folder: str | None = None, owner: Target | None = None) -> None:
@@ -192,7 +192,7 @@ class Endpoint:
         self.close()
 
     def receive(self, timeout_s: float) -> Datagram | None:
-        """The next message; None when none came in time, it was not a message, or its sender cannot be trusted."""
+        """Return the next message; None if none came in time, it is malformed, or its sender is not known."""
         self._socket.settimeout(timeout_s)
         try:
             data, ancillary, flags, sender = self._socket.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -209,7 +209,7 @@ class Endpoint:
         return Datagram(kind=kind, body=body, pid=pid, uid=uid, sender=sender)
 
     def answer(self, to: Datagram, body: bytes) -> bool:
-        """Send an answer of the same type; False where the asker is gone or does not read."""
+        """Send an answer of the same type. Return False if the asking process has ended or does not read."""
         try:
             self._socket.sendmsg([encode(to.kind, body)], [], socket.MSG_DONTWAIT, to.sender)
         except OSError:
@@ -226,12 +226,12 @@ class Endpoint:
 
 
 def format_address(where: str) -> str:
-    """An address as `ss -x` shows it: "@" for the NUL that begins an abstract one."""
+    """Return an address as `ss -x` shows it: "@" for the NUL that begins an abstract address."""
     return "@" + where.strip("\0") if where.startswith("\0") else where
 
 
 def _clear_stale(path: Path) -> None:
-    """Remove the file of a daemon that is no more; one that lives is left alone."""
+    """Remove the socket file of a daemon that has ended; raise SocketTaken if the daemon still runs."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -251,14 +251,14 @@ def _clear_stale(path: Path) -> None:
     raise SocketTaken(f"another daemon owns the socket {path}", why="it answers")
 
 
-# Sooner than this after a configuration was sent, an idle process has not read it yet; later it has, and refused it.
 SETTLE_S = 2.0
+"""A process that asks again sooner has not yet read the configuration we sent; one that asks later has refused it."""
 _BEAT_S = 0.1
 _MAX_ATTEMPTS = 3
 
 
 class TraceDaemon:
-    """Listens for one process and tells it what to record. Use it as a `with` block; `state` says how far it is."""
+    """Waits for the requests of one process and tells it what to record. Use it in a `with` block."""
 
     def __init__(self, target: Target, folder: Folder, what: What) -> None:
         self._target = target
@@ -270,7 +270,7 @@ class TraceDaemon:
         self.asked_s: float | None = None
         """When the process first asked (monotonic)."""
         self.sent_s: float | None = None
-        """When it was last sent a configuration."""
+        """When the process was last sent a configuration (monotonic)."""
         self.attempts = 0
         self.busy = False
         """Whether the process says that something is being profiled in it."""
@@ -290,7 +290,7 @@ class TraceDaemon:
 
     @property
     def state(self) -> str:
-        """One line on what is being waited for."""
+        """What is being waited for, in one line."""
         if self.asked_s is None:
             return "waiting for the process to ask (it does so every 5 s)"
         if self.sent_s is None:
@@ -305,7 +305,7 @@ class TraceDaemon:
 
     def handle(self, message: Datagram) -> None:
         if message.uid != self._target.uid:
-            if len(self.strangers) < 16:  # anybody may fill this socket
+            if len(self.strangers) < 16:  # bounded: any user may write to an abstract socket
                 self.strangers.add(message.uid)
             return
         if not self._is_wanted(message.pid):
@@ -317,7 +317,7 @@ class TraceDaemon:
                 self._request(message, free=decode_request(message.body).free)
 
     def _is_wanted(self, pid: int) -> bool:
-        """The process itself; below one without PyTorch (a launcher, a shell) the first that asks."""
+        """Whether to answer a process: the target itself, or below a launcher or shell the first process that asks."""
         if self.answered_pid is not None:
             return pid == self.answered_pid
         return pid == self._target.pid or (not self._target.torch and descends(pid, self._target.pid))

@@ -23,13 +23,13 @@ from ...errors import ArgumentError, MeasurementError
 PROC = Path("/proc")
 SOCKET_VARIABLE = "KINETO_IPC_SOCKET_DIR"
 TRACE_VARIABLE = "KINETO_ONDEMAND_TRACE_DIR"
-_READ = (b"KINETO_", b"CUDA_")  # of a process's environment; the rest (keys, passwords) is not even kept
+_READ = (b"KINETO_", b"CUDA_")  # beginnings of the variables that are read; others may hold keys and passwords
 _TORCH = ("libtorch_cpu.", "libtorch.", "libkineto.")
 _PYTHON = re.compile(r"/(?:lib)?python\d[^/\n]*$", re.MULTILINE)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_UTIME, _STARTED = 11, 19  # places in /proc/PID/stat, counted from the state
-_MAX_DEPTH = 32  # ancestors looked at; more are a loop in what /proc says
+_UTIME, _STARTED = 11, 19  # indices of fields of /proc/PID/stat, counted from the state
+_MAX_DEPTH = 32  # ancestors to look at; a longer chain is a loop, since PIDs are reused while we read
 
 
 class NoProcess(MeasurementError):
@@ -42,11 +42,12 @@ class NotYours(MeasurementError):
 
 @contextlib.contextmanager
 def files_as(target: Target) -> Iterator[None]:
-    """Inside, this thread has no more rights to files than the target's user; what it makes is that user's.
+    """Give this thread the target user's rights to files, and no more; files made in the block belong to that user.
 
-    Root must not make, give away or remove files where the target's environment says: the target may put a link there
-    at any moment. With the file system's user ID (setfsuid(2), of one thread) such a link leads nowhere that the target
-    could not go itself. Root's supplementary groups stay: by default root is in none but its own.
+    Root must not make or remove files in a folder that the target's environment names with root's own rights: the
+    target may put a link there at any moment. With the target's file-system user ID (setfsuid(2), for one thread), a
+    link leads only to places that the target itself could reach. Root keeps its supplementary groups: by default root
+    is only in its own.
     """
     if target.uid == os.geteuid():
         yield
@@ -54,7 +55,7 @@ def files_as(target: Target) -> Iterator[None]:
     libc = ctypes.CDLL(None)
     old_gid, old_uid = libc.setfsgid(target.gid), libc.setfsuid(target.uid)
     try:
-        if libc.setfsuid(-1) != target.uid or libc.setfsgid(-1) != target.gid:  # -1 changes nothing: it only tells
+        if libc.setfsuid(-1) != target.uid or libc.setfsgid(-1) != target.gid:  # -1 only returns the present ID
             raise NotYours(
                 f"cannot make files as {target.user}, whose process {target.pid} is",
                 why="this system does not let root take another user's rights to files",
@@ -68,7 +69,7 @@ def files_as(target: Target) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The process to look at. `environ` is what matters here of the one it was started with: others' keys are in it."""
+    """The process to look at. `environ` has only the variables of its environment that matter here (`_READ`)."""
 
     pid: int
     uid: int
@@ -82,7 +83,7 @@ class Target:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs; another process that got its PID since is not it."""
+        """Whether the process still runs; a new process that got the same PID does not count."""
         if self.pid_fd is not None:
             return not select.select([self.pid_fd], [], [], 0)[0]
         fields = _stat(self.pid)
@@ -90,7 +91,7 @@ class Target:
 
     @property
     def socket_dir(self) -> str | None:
-        """Where it looks for its daemon; None: in the abstract namespace."""
+        """The folder in which the process looks for its daemon; None: the abstract namespace."""
         return self.environ.get(SOCKET_VARIABLE) or None
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ class Target:
 
 
 def find(pid: int) -> Target:
-    """The process of a PID, if it is alive and the caller's own (root may take any)."""
+    """Return the process with a PID; raise if it does not run, or belongs to another user (root may look at any)."""
     if pid <= 0:
         raise ArgumentError(f"{pid} is not a PID", fix="give the number that `ps` or `nvidia-smi` shows")
     leader = status(pid).get("Tgid", str(pid))
@@ -118,7 +119,7 @@ def find(pid: int) -> Target:
 
 
 def _pid_fd(pid: int) -> int | None:
-    """A handle that stays with the process; None on a kernel without them (before 5.3, gVisor)."""
+    """Return a handle that no later process with this PID gets; None if the kernel has none (before 5.3, gVisor)."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -160,7 +161,7 @@ def descends(pid: int, from_pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below one, nearest first."""
+    """Return the descendants of a process, nearest first."""
     children: dict[int, list[int]] = {}
     for other in pids():
         parent = status(other).get("PPid")
@@ -180,7 +181,7 @@ def same_mounts(pid: int) -> bool:
 
 
 class CpuReader:
-    """CPU time of all the threads of a process: from its own clock, or in steps of 10 ms from /proc/PID/stat."""
+    """Reads the CPU time of all threads of a process: from its CPU clock, or in steps of 10 ms from /proc/PID/stat."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -200,7 +201,7 @@ class CpuReader:
 
 
 class MemoryReader:
-    """The resident memory of a process, again and again from one open file."""
+    """Reads the resident memory of a process; keeps the file open, so that a reading is cheap."""
 
     def __init__(self, pid: int) -> None:
         self._file = (PROC / str(pid) / "statm").open("rb", buffering=0)
@@ -215,7 +216,7 @@ class MemoryReader:
 
 
 def status(pid: int) -> dict[str, str]:
-    """/proc/PID/status by name; empty for a process that is gone."""
+    """Return the fields of /proc/PID/status; empty if the process has ended."""
     try:
         text = (PROC / str(pid) / "status").read_text(errors="replace")
     except OSError:
@@ -224,15 +225,15 @@ def status(pid: int) -> dict[str, str]:
 
 
 def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on; empty for a process that is gone. The name before it may have any character."""
-    try:
+    """Return the fields of /proc/PID/stat from the state on; empty if the process has ended."""
+    try:  # the name before the state stands in parentheses, and may itself have any character
         return (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
 
 
 def pids() -> Iterator[int]:
-    """The processes that /proc shows us."""
+    """List the PIDs of all processes that /proc shows us."""
     return (int(p.name) for p in PROC.iterdir() if p.name.isdigit())
 
 
@@ -255,12 +256,12 @@ def _environ(pid: int) -> dict[str, str]:
 
 
 def maps_torch(pid: int) -> bool:
-    """Whether PyTorch is loaded in a process."""
+    """Return whether PyTorch is loaded in a process."""
     return any(name in _read_maps(pid) for name in _TORCH)
 
 
 def maps_python(pid: int) -> bool:
-    """Whether a process is a Python interpreter, or has one inside."""
+    """Return whether a process is a Python interpreter, or has one loaded."""
     return _PYTHON.search(_read_maps(pid)) is not None
 
 
@@ -272,7 +273,7 @@ def _read_maps(pid: int) -> str:
 
 
 def same(pid: int, what: str) -> bool:
-    """Whether a process shares a namespace or root with us; True if it cannot be compared."""
+    """Return whether a process shares a namespace or root with us; True if they cannot be compared."""
     try:
         return (PROC / str(pid) / what).readlink() == (PROC / "self" / what).readlink()
     except OSError:
@@ -293,7 +294,7 @@ State = Literal["ready", "starting", "off", "not torch", "unreachable"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kineto:
-    """Whether a process can be asked for a Kineto trace; `reason` and `fix` where it cannot."""
+    """Whether a process can be asked for a Kineto trace; if it cannot, why (`reason`) and what helps (`fix`)."""
 
     state: State
     reason: str = ""
@@ -306,7 +307,7 @@ class Kineto:
 
 
 def kineto(target: Target) -> Kineto:
-    """Whether the process waits for a daemon. Its endpoint is the proof; the variable alone says it will have one."""
+    """Return whether the process waits for a daemon: its open socket proves that; the variable only promises it."""
     restart = f"{DAEMON_VARIABLE}=1 {target.command}"
     if target.socket_dir and not target.socket_dir.startswith("/"):
         return Kineto(
@@ -337,13 +338,13 @@ def kineto(target: Target) -> Kineto:
 
 
 def has_endpoint(pid: int) -> bool:
-    """Whether libkineto has opened its socket in a process: then it asks for a configuration now and then."""
+    """Return whether libkineto has opened its socket in a process; if so, it asks for a configuration every 5 s."""
     sockets = _socket_inodes(pid)
     return bool(sockets) and any(inode in sockets for inode, name in _unix_sockets(pid) if CLIENT_PREFIX in name)
 
 
 def owner_of(address: str) -> str | None:
-    """Who has bound a socket, as "name (PID 12)"; None where that cannot be seen."""
+    """Return which process has bound a socket, as "name (PID 12)"; None if that cannot be seen."""
     wanted = "@" + address[1:].replace("\0", "@") if address.startswith("\0") else address
     inodes = {inode for inode, name in _unix_sockets(os.getpid()) if name == wanted}
     for pid in pids() if inodes else ():
@@ -365,7 +366,7 @@ def _socket_inodes(pid: int) -> set[str]:
 
 
 def _unix_sockets(pid: int) -> Iterator[tuple[str, str]]:
-    """Inode and name of the bound sockets that a process's network namespace has."""
+    """Yield inode and name of each bound socket in the network namespace of a process."""
     try:
         lines = (PROC / str(pid) / "net" / "unix").read_text(errors="replace").splitlines()[1:]
     except OSError:

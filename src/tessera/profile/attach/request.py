@@ -20,12 +20,12 @@ from ...timeline import Timeline, kineto
 from ...timeline.columns import NONE
 from .process import PROC, TRACE_VARIABLE, Target, files_as, same_mounts
 
-# A libkineto of June 2026 or later writes on-demand traces nowhere but here (or in KINETO_ONDEMAND_TRACE_DIR).
+# libkineto writes on-demand traces only here, or in KINETO_ONDEMAND_TRACE_DIR (since June 2026).
 TRACE_ROOT = "/tmp"
 FILE = "trace.json"
-# libkineto looks at a request once a second and begins it if the start lies within the next second. A start less than
-# a second ahead may have passed when it looks, and then the request is lost until the process asks again, 5 s later.
-# What is over a second is for the jitter of its thread; more of it where the processors are overbooked.
+# libkineto looks at its request once a second, and begins if the start lies within the next second. A start less than
+# a second ahead may be over when libkineto looks: then the request is lost until the process asks again, 5 s later.
+# The time beyond one second allows for the jitter of libkineto's thread, which is larger on a busy machine.
 START_AHEAD_S = 1.25
 START_AHEAD_BUSY_S = 1.8
 _NOT_IN_A_CONFIG = ("=", "#", "\n", "..")
@@ -33,9 +33,9 @@ _NOT_IN_A_CONFIG = ("=", "#", "\n", "..")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class What:
-    """How much to record: `steps` of the optimizer where the process has one, else `seconds`. 0 steps: by time only.
+    """How much to record: `steps` of the optimizer; `seconds` if the process has no optimizer, or `steps` is 0.
 
-    `warmup_s` runs the GPU's tracing for so long before a recording by time begins.
+    Before a recording by time begins, the GPU's tracing runs for `warmup_s`.
     """
 
     steps: int = 3
@@ -47,10 +47,10 @@ class What:
 
 
 def config(what: What, file: str, *, attempt: int = 1, now_s: float | None = None) -> str:
-    """The configuration libkineto reads, a key=value a line.
+    """Return the configuration for libkineto: one key=value on each line.
 
-    Both kinds of request are in it: a process that counts no optimizer steps takes the one by time (since September
-    2025; an older one refuses, so a second attempt asks by time alone, and leaves the start to libkineto).
+    The first attempt asks by steps and by time: a process that counts no optimizer steps takes the time (libkineto
+    since September 2025). Older ones refuse that: later attempts ask by time only, and let libkineto choose the start.
     """
     lines = {
         "ACTIVITIES_LOG_FILE": file,
@@ -78,7 +78,7 @@ def _flag(value: bool) -> str:
 
 
 class Folder:
-    """A folder (0700) of the process's user, where the process writes its trace; removed at the end."""
+    """A private folder of the process's user, where the process writes its trace. Leaving the block removes it."""
 
     def __init__(self, target: Target) -> None:
         root = target.environ.get(TRACE_VARIABLE) or TRACE_ROOT
@@ -86,7 +86,7 @@ class Folder:
             raise ArgumentError(
                 f"{TRACE_VARIABLE}={root} of process {target.pid} cannot be used", fix="an absolute path without = or #"
             )
-        # In another mount namespace (a container) the process's own /tmp is reached through /proc.
+        # The /tmp of a process in another mount namespace (a container) is reached through /proc.
         outside = Path(root) if same_mounts(target.pid) else PROC / str(target.pid) / "root" / root.lstrip("/")
         self._target = target
         try:
@@ -98,7 +98,7 @@ class Folder:
                 f"cannot make a folder in {outside} for the trace, as {target.user}", why=str(exc)
             ) from exc
         self.file = f"{root.rstrip('/')}/{self.path.name}/{FILE}"
-        """The trace's path as the process knows it; libkineto puts its PID before the ".json"."""
+        """The trace's path as the process sees it; libkineto inserts the PID before ".json"."""
 
     def __enter__(self) -> Self:
         return self
@@ -110,16 +110,16 @@ class Folder:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the process has begun to record: libkineto opens its file then."""
+        """Whether the process has begun to record, since libkineto then opens its file."""
         try:
             return bool(os.listdir(self._fd))  # noqa: PTH208  (by descriptor: the path may lead elsewhere by now)
         except OSError:
             return False
 
     def take(self) -> bytes | None:
-        """The trace, once it is complete. libkineto renames a finished file; an old one writes it in place.
+        """Return the trace, or None if it is not complete yet; raise RecordingError if it is too long for memory.
 
-        Raises RecordingError for one that is too long to be kept in memory.
+        libkineto renames a finished file. Older versions write it in place, so the end of the file is checked.
         """
         try:
             names = [n for n in os.listdir(self._fd) if n.endswith(".json")]  # noqa: PTH208
@@ -132,7 +132,7 @@ class Folder:
         return None
 
     def _read(self, name: str) -> bytes | None:
-        """Read a plain file of the process's user only: root must not follow somebody's link."""
+        """Read a file if it is a plain file of the process's user: root must not follow a link."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
         except OSError:
@@ -157,7 +157,7 @@ _TOP = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heaviest:
-    """All calls of one name: how often it ran, and for how long."""
+    """All kernels (or operators) of one name: how many ran, and for how long."""
 
     name: str
     calls: int
@@ -166,10 +166,10 @@ class Heaviest:
 
 @dataclass(slots=True, kw_only=True)
 class TraceFigures:
-    """Counts and times of a trace. `kernels_with_shapes` are those whose operator has its input shapes.
+    """Counts and times of a trace. `kernels_with_shapes` are the kernels whose operator has input shapes.
 
-    A trace with launches and without kernels lost them: libkineto drops what the GPU's clock puts outside of the
-    recording.
+    A trace with launches but no kernels has lost its kernels: libkineto drops those that lie outside of the recording
+    by the GPU's clock.
     """
 
     base_ns: int
@@ -188,7 +188,7 @@ class TraceFigures:
 
 
 def figures(data: bytes) -> TraceFigures:
-    """Read a trace and count; raises RecordingError for bytes that are not a trace."""
+    """Count what is in a trace; raise RecordingError if the bytes are not a trace."""
     timeline = kineto.read(data)
     ops, collectives = timeline.rows("op"), timeline.rows("collective")
     kernels = np.concatenate([timeline.rows("kernel"), collectives])
@@ -216,7 +216,10 @@ def _time_s(timeline: Timeline, rows: Ints) -> float:
 
 
 def _find_heaviest(timeline: Timeline) -> list[Heaviest]:
-    """By time on the device; of a trace without one by time in operators (an inner one is in its outer one too)."""
+    """Return the names with the most device time. A trace without device rows: with the most time in operators.
+
+    The time of an inner operator also counts for its outer one.
+    """
     rows = timeline.device_rows
     rows = rows if len(rows) else timeline.rows("op")
     used, which, calls = np.unique(timeline["name"][rows], return_inverse=True, return_counts=True)

@@ -1,6 +1,6 @@
-"""Samples one process on a thread: CPU and memory at each beat, its use of the GPUs ten times a second.
+"""Samples one process on a thread: CPU and memory at every interval, its use of the GPUs ten times a second.
 
-Device telemetry is the monitor's; it is collected here as it comes, since the monitor keeps the newest only.
+The monitor reads the devices' telemetry and keeps only the newest; it is collected here as it comes.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .tracks import Section, Track, track
 
 
 class ProcessUse:
-    """The use that some PIDs together make of each GPU."""
+    """Reads how much some processes together use each GPU."""
 
     def __init__(self, gpus: GpuProcessReader, pids: Collection[int]) -> None:
         self._gpus = gpus
         self._pids = frozenset(pids)
         self.others = False
-        """Whether NVML lists processes, but not ours: in a container it may list the host's PIDs."""
+        """Whether NVML has listed processes other than ours."""
         self.found = False
 
     @property
     def missing(self) -> Mapping[str, str]:
-        """What NVML does not tell, and why."""
+        """The figures that NVML does not give -> why."""
         return self._gpus.missing
 
     def read(self) -> dict[str, GpuProcess]:
-        """The GPUs the process is on, now."""
+        """Return the present use of each GPU on which the processes are."""
         uses = {}
         for gpu, running in self._gpus.read().items():
             ours = [use for pid, use in running.items() if pid in self._pids]
@@ -66,12 +66,12 @@ def _sum_known(values: Sequence[_Number | None]) -> _Number | None:
 
 # The driver has a new utilisation sample about six times a second.
 _TELEMETRY_S = 0.1
-# An hour at 10 ms. Beyond it every second sample is dropped and the beat doubled, so that memory stays bounded.
+# An hour at 10 ms. Then every second sample is dropped and the interval is doubled, so that memory stays bounded.
 MAX_SAMPLES = 400_000
 
 
 class ProcessSampler:
-    """Use it as a `with` block. It ends by itself when the process does; `tracks` has what it saw."""
+    """Samples one process during a `with` block, or until the process ends; `tracks` returns the samples."""
 
     def __init__(self, target: Target, interval_s: float, sampler: Sampler, use: ProcessUse | None = None) -> None:
         self._target = target
@@ -99,7 +99,7 @@ class ProcessSampler:
 
     @property
     def interval_s(self) -> float:
-        """Time between two samples (longer than asked after an hour)."""
+        """Time between two samples; in long recordings it is longer than asked (`MAX_SAMPLES`)."""
         return self._interval_s
 
     def _run(self) -> None:
@@ -151,7 +151,7 @@ class ProcessSampler:
                 ours += [t for t in list(readings) if t.time_ns > after_ns]
 
     def device_telemetry(self, start_ns: int, end_ns: int) -> Mapping[str, Sequence[Telemetry]]:
-        """What the devices reported between two times (epoch)."""
+        """Return what the devices reported between two epoch times."""
         offset_ns = self._sampler.epoch.offset_ns
         moved = {
             domain: [dataclasses.replace(t, time_ns=t.time_ns + offset_ns) for t in readings]
@@ -160,7 +160,7 @@ class ProcessSampler:
         return {d: [t for t in readings if start_ns <= t.time_ns <= end_ns] for d, readings in moved.items()}
 
     def tracks(self, sections: Collection[Section]) -> list[Track]:
-        """CPU always (100% is one core), the rest by section."""
+        """Return the tracks of the process: always CPU (100% is one core), others if their section is asked for."""
         tracks = [track("process.cpu", "%", "process", "always", self._cpu_points(), self._cpu_mean())]
         if "mem" in sections:
             points = [(t, float(v)) for t, v in zip(self._times_ns, self._rss, strict=True)]
@@ -183,7 +183,7 @@ class ProcessSampler:
         return 100.0 * (self._cpu_s[-1] - self._cpu_s[0]) / ((self._times_ns[-1] - self._times_ns[0]) * 1e-9)
 
     def _cpu_points(self) -> list[tuple[int, float]]:
-        """Percent of a core between two samples, at the second."""
+        """Return the percent of a core used between two samples, at the time of the later sample."""
         points = []
         for i in range(1, len(self._times_ns)):
             wall_s = (self._times_ns[i] - self._times_ns[i - 1]) * 1e-9

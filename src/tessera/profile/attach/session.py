@@ -1,4 +1,4 @@
-"""`attach`: look at a running process for a while, and have it trace itself where it waits for that.
+"""`attach`: look at a running process for a while, and let it trace itself if libkineto waits in it.
 
 monitor (power, telemetry) ─┐
 ProcessSampler (/proc, NVML)├─► tracks ──► Attached: metrics, trace, notes
@@ -30,9 +30,11 @@ from .stacks import PySpy
 from .tracks import SECTIONS, Section, Track, TrackSummary, device_tracks, write_summary, write_trace
 
 DEFAULT_S = 5.0
-"""How long to look where there is no trace to wait for."""
+"""How long to look if there is no trace to wait for."""
 LEAST_S = 1.0
+"""How long to look at least, even if the trace is complete earlier."""
 TIMEOUT_S = 30.0
+"""How long to wait for a trace."""
 TELEMETRY_S = 0.1  # GPM's shortest window
 _BEAT_S = 0.05
 _MIN_SAMPLE_S = 1e-3
@@ -47,7 +49,7 @@ def _sleep(seconds: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachOptions:
-    """What to look at. `duration_s` None: until the trace is there, else `DEFAULT_S`."""
+    """What to look at. `duration_s` None: until the trace is complete; `DEFAULT_S` if no trace is possible."""
 
     sample_s: float = 0.01
     duration_s: float | None = None
@@ -68,7 +70,7 @@ class AttachOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """What was seen. `kineto` is the process's own trace as it wrote it; None where there is none (`kineto_state`)."""
+    """What was seen of a process. `kineto` is the trace that it wrote, unchanged; if None, `kineto_state` says why."""
 
     target: Target
     seconds: float
@@ -78,7 +80,7 @@ class Attached:
     kineto_state: Kineto
     kineto: bytes | None = None
     stacks: Sequence[Stack] = ()
-    """Python stacks that py-spy read, of a process that cannot be traced."""
+    """Python stacks that py-spy read, if the process cannot be traced."""
     figures: TraceFigures | None = None
     trace_s: float | None = None
     """Seconds from the beginning until the trace was complete."""
@@ -93,11 +95,11 @@ class Attached:
 
     @property
     def energy(self) -> Mapping[str, Energy]:
-        """Joules of each counted domain while we looked: of a whole GPU, and of the process's share of the CPU."""
+        """Joules of each counted domain while we looked: whole GPUs, and the process's share of the CPU."""
         return {d.name: self.power.energy(d.name) for d in self.power.domains if d.counted}
 
     def export(self, path: Path) -> None:
-        """Write the trace with the counters in it; gzipped where the name ends in .gz."""
+        """Write the trace with the counters in it; gzipped if the name ends in .gz."""
         write_trace(path, self.kineto, self.tracks)
 
     def summary(self, path: Path) -> None:
@@ -111,7 +113,7 @@ def attach(
     wait: Wait = _sleep,
     tell: Callable[[str], None] = lambda _text: None,
 ) -> Attached:
-    """Look at a process. `wait` sleeps and says whether to stop early; `tell` hears what is being waited for."""
+    """Look at a process. `wait` sleeps and returns whether to stop early; `tell` gets what is being waited for."""
     begun = time.monotonic()
     target = find(pid)
     try:
@@ -121,7 +123,7 @@ def attach(
 
 
 class _Session:
-    """One `attach`: what it has learnt so far."""
+    """The state of one call of `attach`."""
 
     def __init__(
         self, target: Target, options: AttachOptions, wait: Wait, tell: Callable[[str], None], begun: float
@@ -149,7 +151,7 @@ class _Session:
                 ProcessSampler(target, options.sample_s, monitor.sampler, use) as sampler,
             ):
                 self._look(sampler)
-            # Only for what adds up: HBM power is a one-second average, and the trace need not wait for it.
+            # Wait for counted domains only: HBM power is an average over a second, too long to wait for.
             monitor.sampler.wait_for(power.monotonic_span_ns[1], names=monitor.sampler.counted_domains())
         finally:
             monitor.stop()
@@ -158,7 +160,7 @@ class _Session:
         return self._result(power, sampler)
 
     def _look(self, sampler: ProcessSampler) -> None:
-        """Until the time is over and the trace is there, given up, or the process is gone."""
+        """Look until the time is over and the trace is complete or given up, or until the process ends."""
         with contextlib.ExitStack() as stack:
             folder = self._listen(stack)
             if self._kineto.state == "off" or (self._kineto.state == "not torch" and maps_python(self._target.pid)):
@@ -176,7 +178,7 @@ class _Session:
                     return
                 self._tell(self._daemon.state if waiting and self._daemon is not None else "sampling")
             if folder is not None and self._data is None:
-                self._take(folder)  # it may have written it just before it ended
+                self._take(folder)  # the process may have written its trace just before it ended
 
     def _least_s(self, *, tracing: bool) -> float:
         if self._options.duration_s is not None:
@@ -195,7 +197,7 @@ class _Session:
         return folder
 
     def _take(self, folder: Folder) -> bool:
-        """Take the trace if it is complete; False where it never can be taken."""
+        """Take the trace if it is complete. Return False if it can never be taken."""
         try:
             self._data = folder.take()
         except RecordingError as exc:
@@ -240,7 +242,7 @@ class _Session:
         )
 
     def _why_not(self, daemon: TraceDaemon, ended: bool) -> Kineto:
-        """Why a process that could have been traced was not."""
+        """Return why a process that could have been traced has left no trace."""
         state, again = self._kineto.state, f"tessera-prof --pid {self._target.pid}"
         if self._refusal is not None:
             return Kineto(state=state, reason=f"{self._refusal.what}: {self._refusal.why}", fix=f"{again} --steps 1")
@@ -261,7 +263,7 @@ class _Session:
 
 
 def _sensors(target: Target, options: AttachOptions) -> DiscoveredSensors:
-    """The sensors of this machine, with the GPUs that the process may see, asked as often as GPM answers."""
+    """Return this machine's sensors; GPUs are those that the process sees, with telemetry as often as GPM has it."""
     discovered = discover(list(options.sensors) or None, tree=ProcessTree(target.pid))
     return DiscoveredSensors([_finer(s, target, options) for s in discovered.sensors], discovered.missing)
 
@@ -282,7 +284,7 @@ def _finer(sensor: Sensor, target: Target, options: AttachOptions) -> Sensor:
 
 
 def _lost_kernels(trace: TraceFigures) -> list[str]:
-    """Half of them is more than what was still under way at the edges of the recording."""
+    """Return a note if over half of the kernels are lost: more than can be cut off at the edges of a recording."""
     if trace.kernels >= trace.launches / 2:
         return []
     return [

@@ -1,7 +1,7 @@
-"""Python stacks of a running process, read from outside by py-spy: for a process that does not trace itself.
+"""Reads the Python stacks of a running process that cannot trace itself, by means of py-spy.
 
-py-spy reads the target's memory and never stops it (`--nonblocking`); the permission is that of a debugger. It is an
-optional program.
+py-spy, an optional program, reads the target's memory without stopping it (`--nonblocking`). It needs a debugger's
+permission.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _INSTALL = "pip install py-spy, or in the clone: pip install '.[attach]'"
 
 
 def find_py_spy() -> str | None:
-    """The program's path: that of this environment, else one on PATH."""
+    """Return the path of py-spy: in this Python environment, else on PATH."""
     own = Path(sys.executable).parent / "py-spy"
     return str(own) if own.exists() else shutil.which("py-spy")
 
 
 class PySpy:
-    """Use it as a `with` block around the time to look at; then `stacks` has what was seen, or `why_not` the reason."""
+    """Samples stacks during a `with` block. Afterwards `stacks` has them, or `why_not` says why there are none."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -81,7 +81,7 @@ class PySpy:
 
 
 def parse_speedscope(profile: dict[str, Any], end_ns: int) -> list[Stack]:
-    """The samples of all threads. They have no times: the last was taken at `end_ns`, each lasts its weight."""
+    """Return the samples of all threads. Their times are counted back from `end_ns` by the weights of the samples."""
     frames = [name_frame(f["file"], f["line"], f["name"]) for f in profile["shared"]["frames"]]
     stacks = []
     for thread in profile["profiles"]:

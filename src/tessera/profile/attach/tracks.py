@@ -30,7 +30,7 @@ MIB = 2.0**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackSummary:
-    """One row of the summary. A `device` figure is of everything that runs there, not of the process alone."""
+    """One row of the summary. A figure with scope `device` includes all processes that run there."""
 
     metric: str
     unit: str
@@ -44,7 +44,7 @@ class TrackSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """Values at epoch times. `mean` is given where the plain mean of the values would not be it."""
+    """Values at epoch times. `mean` is given if it is not the plain mean of the values."""
 
     name: str
     unit: str
@@ -58,7 +58,7 @@ class Track:
     def metric(self) -> TrackSummary:
         mean = float(self.values.mean()) if self.mean is None else self.mean
         low, high = float(self.values.min()), float(self.values.max())
-        # A mean over time knows the stretch before the first sample too: it may lie beyond all of them.
+        # A mean over time includes the time before the first sample, so it may lie beyond all samples.
         low, high = min(low, mean), max(high, mean)
         return TrackSummary(
             metric=self.name, unit=self.unit, scope=self.scope, mean=mean, min=low, max=high,
@@ -69,7 +69,7 @@ class Track:
 def track(
     name: str, unit: str, scope: Scope, section: Section, points: Sequence[tuple[int, float]], mean: float | None = None
 ) -> Track | None:
-    """A track of (time, value) pairs; None where there are none."""
+    """Return a track of (time, value) pairs; None if there are no pairs."""
     if not points:
         return None
     times, values = zip(*points, strict=True)
@@ -87,7 +87,7 @@ def _activity(unit: str) -> Ask:
 
 
 def _link(name: str) -> Ask:
-    """GPM gives links in MiB/s."""
+    # GPM gives the traffic of links in MiB/s.
     return lambda t: None if name not in t.activity_pct else t.activity_pct[name] * MIB
 
 
@@ -121,7 +121,7 @@ _OF_DEVICE: tuple[tuple[str, str, Section, Ask], ...] = (
 def device_tracks(
     trace: PowerTrace, telemetry: Mapping[str, Sequence[Telemetry]], sections: Collection[Section]
 ) -> list[Track]:
-    """Power of every domain, and what its device says of itself. Power is always in it."""
+    """Return the power of every domain, and the telemetry of its device if its section is asked for."""
     tracks: list[Track | None] = []
     for name, column in trace.columns.items():
         memory = name.endswith(".memory")
@@ -137,12 +137,12 @@ def device_tracks(
 
 
 def _power(trace: PowerTrace, name: str, column: DomainSamples, section: Section) -> Track | None:
-    """The samples of the trace, moved back by the sensor's lag so that they lie under the work that drew them."""
+    """Return the samples of the trace, moved back by the sensor's lag so that they align with the work."""
     domain: Domain = column.domain
     times = column.times_ns - round(domain.lag_s * 1e9)
     inside = ~np.isnan(column.watts) & (times >= trace.start_ns) & (times <= trace.end_ns)
     if domain.hold is Hold.MEAN and len(times):
-        # The mean of an interval belongs to its beginning: a counter track holds a value until the next.
+        # A counter track holds a value until the next one, so the mean of an interval is put at its beginning.
         begins = np.concatenate([times[:1], times[:-1]])
         inside = ~np.isnan(column.watts) & (times > trace.start_ns) & (begins < trace.end_ns)
         times = np.maximum(begins, trace.start_ns)
@@ -155,7 +155,7 @@ def _power(trace: PowerTrace, name: str, column: DomainSamples, section: Section
 
 
 def _scope(domain: Domain) -> Scope:
-    """Whose the figures of a domain are: those of the CPU are the share of the process."""
+    """Return whose figures a domain has: the CPU's are the share of the process."""
     return "process" if domain.scope == "process" else "device"
 
 
@@ -167,11 +167,11 @@ _HEAD_BYTES = 1 << 20  # bytes in which the header of a trace must lie
 _COMPRESSION = 3  # of gzip: a trace of 200 MB takes 3 s instead of 10, and is 10% larger
 
 
-# Kineto's times are microseconds since its `baseTimeNanoseconds`, which is of the wall clock. Counters use the same.
 def write_trace(path: Path, kineto: bytes | None, tracks: Sequence[Track]) -> None:
-    """Write the process's own trace with our counters in it; the counters alone where it left none.
+    """Write the process's own trace with our counters added, or the counters alone if there is no trace.
 
-    The process's bytes are kept as they are.
+    The bytes of the process's trace are not changed. Its times are microseconds since `baseTimeNanoseconds`, a time of
+    the wall clock; our counters use the same.
     """
     if kineto is None:
         base_ns = min((int(t.times_ns[0]) for t in tracks), default=0)
@@ -186,7 +186,7 @@ def write_trace(path: Path, kineto: bytes | None, tracks: Sequence[Track]) -> No
 
 
 def split(kineto: bytes) -> tuple[int, bytes, bytes]:
-    """A Kineto trace as its base time, all up to its first event, and the rest."""
+    """Return the base time of a Kineto trace, its bytes up to the first event, and the rest of its bytes."""
     head = kineto[:_HEAD_BYTES]
     base, begin = _BASE.search(head), _EVENTS.search(head)
     if begin is None:
@@ -196,7 +196,7 @@ def split(kineto: bytes) -> tuple[int, bytes, bytes]:
 
 
 def counters(tracks: Sequence[Track], offset_ns: int) -> Iterable[bytes]:
-    """The tracks as counter events, one track each, with its unit and whose it is in its name."""
+    """Yield the tracks as counter events. A counter's name has the unit; its process is the track's scope."""
     encode = msgspec.json.Encoder().encode
     pids = {t.scope: f"tessera: {t.scope}" for t in tracks}
     for scope, pid in pids.items():
@@ -214,7 +214,7 @@ def _open(path: Path, *, compressed: bool) -> BinaryIO:
 
 
 def write_summary(path: Path, metrics: Sequence[TrackSummary]) -> None:
-    """A row for each metric: metric, unit, scope, mean, min, max, samples, basis."""
+    """Write a CSV file with a row for each metric: metric, unit, scope, mean, min, max, samples, basis."""
     with replace_when_written(path) as part, part.open("w", newline="") as f:
         out = csv.writer(f)
         out.writerow([column.name for column in fields(TrackSummary)])

@@ -1,4 +1,4 @@
-"""AMD: counters of `rocprofv3` and `rocprof` CSV files to the schema. Untested on hardware.
+"""Converts counters in CSV files of `rocprofv3` and `rocprof` (AMD) to the schema. Untested on hardware.
 
 Names and formulas: counter_defs.yaml in ROCm/rocprofiler-sdk (source/lib/rocprofiler-sdk/counters/yaml) and
 "MI300 and MI200 Series performance counters" in the ROCm documentation. A wave takes the place of a warp, a compute
@@ -59,7 +59,7 @@ TABLE: dict[str, CounterMetric] = {
 }
 STALLS = {"MemUnitStalled": "memory unit", "WriteUnitStalled": "write unit", "LDSBankConflict": "LDS bank conflict"}
 """% of GPU time a unit is stalled. AMD counts units here, not waves: these shares do not add up."""
-WAVE_SHARES = {  # of SQ_WAVE_CYCLES; all three in quad-cycles
+WAVE_SHARES = {  # shares of SQ_WAVE_CYCLES; all three count quad-cycles
     "SQ_WAIT_ANY": "dependency_stall_pct",  # waiting for anything: s_waitcnt, barriers
     "SQ_WAIT_INST_ANY": "structural_stall_pct",  # waiting for an instruction to be issued
 }
@@ -69,11 +69,11 @@ _GRIDS = ("Grid_Size", "grd", "GRD")
 _GROUPS = ("Workgroup_Size", "wgr", "WGR")
 _IDS = ("Dispatch_Id", "Dispatch_ID", "Index")
 _DEVICES = ("Agent_Id", "GPU_ID", "gpu-id")
-_REST = "\0"  # no column is called so
+_REST = "\0"  # key of cells beyond the last column; no column has this name
 
 
 def normalise(raw: Mapping[str, float], seconds: float | None = None) -> Normalised:
-    """Raw counters of one dispatch to the schema; rates need its `seconds`."""
+    """Convert the raw counters of one dispatch to the schema; rates need its `seconds`."""
     result = apply(TABLE, raw)
     hits, misses = raw.get("TCC_HIT_sum"), raw.get("TCC_MISS_sum")
     if "l2_hit_rate" not in result.values and hits is not None and misses is not None and hits + misses > 0:
@@ -100,12 +100,12 @@ def normalise(raw: Mapping[str, float], seconds: float | None = None) -> Normali
 
 
 def read(path: str | Path) -> list[KernelCounters]:
-    """The dispatches of a `rocprofv3 --pmc ...` or `rocprof -i ...` CSV file."""
+    """Read the dispatches in a CSV file of `rocprofv3 --pmc ...` or `rocprof -i ...`."""
     try:
         cells = list(csv.DictReader(text_of(path).splitlines(), skipinitialspace=True, restkey=_REST, restval=""))
     except csv.Error as exc:
         raise RecordingError(f"cannot read {path}", why=str(exc), fix="give the CSV that rocprof wrote") from exc
-    rows = [{c: t for c, t in row.items() if c != _REST} for row in cells]  # a line with more cells than columns
+    rows = [{c: t for c, t in row.items() if c != _REST} for row in cells]
     if not rows or _first(rows[0], _NAMES) is None:
         raise RecordingError(
             f"{path} is not a counter file of rocprof",
@@ -147,7 +147,7 @@ def _kernel(row: Mapping[str, str], raw: Mapping[str, float]) -> KernelCounters:
 
 def _seconds(row: Mapping[str, str]) -> float | None:
     for start, end in DURATIONS:
-        with contextlib.suppress(ValueError):  # a cell that is no whole number says no time
+        with contextlib.suppress(ValueError):  # the cell is not a whole number
             if row.get(start) and row.get(end):
                 return (int(row[end]) - int(row[start])) * 1e-9
     return None

@@ -1,4 +1,4 @@
-"""Intel: Level Zero metrics, as `unitrace` (intel/pti-gpu) writes them to CSV, to the schema. Untested on hardware.
+"""Converts Level Zero metrics, as `unitrace` (intel/pti-gpu) writes them to CSV, to the schema. Untested on hardware.
 
 Names and file format: tools/unitrace/README.md ("Hardware Performance Metrics") and scripts/metrics/config of
 intel/pti-gpu; the groups are ComputeBasic, MemoryProfile and L1Profile* of Data Center GPU Max (pvc) and Battlemage
@@ -38,7 +38,7 @@ TABLE: dict[str, CounterMetric] = {
     "GpuTime": CounterMetric("seconds", same, "s", "every group"),
 }
 LARGEST = ("alu_util_pct",)
-# unitrace --stall-sampling: events by reason, at each instruction. Classed as nvidia.STALLS are.
+# unitrace --stall-sampling: events by reason, at each instruction. They have the same classes as nvidia.STALLS.
 STALLS: dict[str, tuple[str | None, str]] = {
     "SendStall": ("memory_stall_pct", "the queue to memory and other shared units is full"),
     "SbidStall": ("memory_stall_pct", "waits on a scoreboard, which loads and other messages set"),
@@ -57,7 +57,7 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 
 
 def normalise(raw: Mapping[str, float]) -> Normalised:
-    """Raw metrics of one kernel in SI units to the schema."""
+    """Convert the raw metrics of one kernel, in SI units, to the schema."""
     result = apply(TABLE, raw, LARGEST)
     seconds = result.figures.get("seconds")
     for way in ("read", "write"):
@@ -83,7 +83,7 @@ def normalise(raw: Mapping[str, float]) -> Normalised:
 
 
 def read(path: str | Path) -> list[KernelCounters]:
-    """The kernels of a CSV file of `unitrace -q`, `-k` or `--stall-sampling`."""
+    """Read the kernels in a CSV file of `unitrace -q`, `-k` or `--stall-sampling`."""
     device: int | None = None
     header: list[str] | None = None
     samples: dict[tuple[str, str, int | None], list[dict[str, float]]] = {}
@@ -94,7 +94,7 @@ def read(path: str | Path) -> list[KernelCounters]:
             continue
         try:
             cells = next(csv.reader([line], skipinitialspace=True), [])
-        except csv.Error:  # a line longer than any table's
+        except csv.Error:  # a line that is longer than any line of a table
             continue
         if cells and cells[0].strip() == "Kernel" and any("[" in c for c in cells):
             header = [c.strip() for c in cells]
@@ -132,7 +132,7 @@ def _kernel(name: str, device: int | None, rows: list[dict[str, float]]) -> Kern
 
 
 def _together(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Samples, sub-devices or instructions of one kernel as one: shares by their time, counts added."""
+    """Combine the samples, sub-devices or instructions of one kernel: average shares by their time, add up counts."""
     if len(rows) == 1:
         return rows[0]
     times = [r.get("GpuTime", 1.0) for r in rows]

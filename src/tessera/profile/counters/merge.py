@@ -1,4 +1,4 @@
-"""Counters of replayed launches to the rows of a timeline, by kernel name and launch size."""
+"""Gives counters of replayed launches to the rows of a timeline, by kernel name and launch size."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NOTHING_READ = "it was replayed, but gave no counters"
 
 
 class SharedRows(Mapping[int, Mapping[str, Any]]):
-    """Row -> fields, where many rows share one mapping: four bytes a row, for a timeline of millions."""
+    """Row -> fields. Many rows share one mapping: four bytes a row, for timelines of millions of rows."""
 
     def __init__(
         self, index: NDArray[np.int32], shared: Sequence[Mapping[str, Any]], own: Mapping[int, Mapping[str, Any]]
     ) -> None:
         self._index = index
         self._shared = shared
-        # What rows had before stays, beside the counters.
+        # Keep the fields that rows had before, beside the counters.
         self._own = {r: {**fields, **(shared[index[r]] if index[r] != NONE else {})} for r, fields in own.items()}
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
@@ -53,26 +53,26 @@ class SharedRows(Mapping[int, Mapping[str, Any]]):
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The result of a merge. `extra` is for `Timeline.extra`, and keeps what that had before."""
+    """The result of a merge. `extra` is to be set as `Timeline.extra`; it keeps the fields that were there before."""
 
     extra: Mapping[int, Mapping[str, Any]]
     kernels: list[KernelCounters]
-    """Means over the replayed launches of each kernel and size that has rows here."""
+    """For each kernel and size that has rows in the timeline: the mean over its replayed launches."""
     rows: int
-    """On a device."""
+    """Rows of the timeline that ran on a device."""
     matched_rows: int
     seconds: float
     matched_s: float
     missing_s: dict[str, float]
-    """Reason -> device seconds without counters."""
+    """Reason for missing counters -> device seconds."""
 
     @property
     def coverage(self) -> float | None:
-        """The share of device time with counters; None where there is no device time."""
+        """The share of device time that has counters; None if there is no device time."""
         return self.matched_s / self.seconds if self.seconds else None
 
     def notes(self) -> list[str]:
-        """For people: how much got counters, and why the rest did not."""
+        """Return sentences for people: how much has counters, and why the rest has none."""
         if self.coverage is None:
             return ["counters: nothing ran on a device"]
         lines = [f"counters: {self.coverage:.1%} of device time ({self.matched_rows} of {self.rows} rows)"]
@@ -81,9 +81,10 @@ class Merged:
 
 
 def merge(timeline: Timeline, counters: Iterable[KernelCounters]) -> Merged:
-    """Give rows the counters of the replayed launches with their name, grid and block: the mean, where several.
+    """Give each row the mean counters of the replayed launches that have its name, grid and block.
 
-    Values stay those of the replay, with one kernel on the GPU at a time and cold caches. The timeline is not changed.
+    The values are those of the replay, in which one kernel at a time runs on the GPU, with cold caches. The timeline is
+    not changed.
     """
     book = _Book(counters)
     rows = timeline.device_rows
@@ -98,7 +99,7 @@ def merge(timeline: Timeline, counters: Iterable[KernelCounters]) -> Merged:
     inverse = np.ravel(inverse)
     missing_ns: dict[str, int] = {}
     matched_rows, matched_ns = 0, 0
-    group_ns = np.bincount(inverse, lasted_ns, minlength=len(first))  # in floats, exact up to 2**53 ns: 100 days
+    group_ns = np.bincount(inverse, lasted_ns, minlength=len(first))  # floats are exact up to 2**53 ns: 100 days
     group_rows = np.bincount(inverse, minlength=len(first))
     places = np.full(len(first), NONE, np.int32)
     for group, at in enumerate(first):
@@ -128,7 +129,7 @@ def merge(timeline: Timeline, counters: Iterable[KernelCounters]) -> Merged:
 
 
 def mean(kernels: Sequence[KernelCounters]) -> KernelCounters:
-    """The mean of launches of one kernel: a field only some of them have, over those."""
+    """Return the mean of launches of one kernel. A field that only some launches have is averaged over those."""
     if len(kernels) == 1:
         return kernels[0]
     values = {f: _mean([k.values[f] for k in kernels if f in k.values]) for k in kernels for f in k.values}
@@ -148,21 +149,21 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 class _Book:
-    """The replayed launches, by name and size."""
+    """The replayed launches by name and size."""
 
     def __init__(self, counters: Iterable[KernelCounters]) -> None:
         self._launches: dict[Key, list[KernelCounters]] = {}
         self._sizes: dict[str, set[Key]] = {}
         self._means: dict[Key, KernelCounters] = {}
         for kernel in counters:
-            # By the exact name, and by what all demanglers agree on: an exact match is looked for first.
+            # By the exact name, which is looked up first, and by the part of it that all demanglers write alike.
             for name in dict.fromkeys((demangle_name(kernel.name), canonical(kernel.name))):
                 key = (name, _pad_size(kernel.grid), _pad_size(kernel.block))
                 self._launches.setdefault(key, []).append(kernel)
                 self._sizes.setdefault(name, set()).add(key)
 
     def look_up(self, name: str, launch: Launch) -> KernelCounters | str:
-        """The mean for a launch, or why there is none."""
+        """Return the mean of the replayed launches that match a launch, or why there is none."""
         full, short = demangle_name(name), canonical(name)
         grid, block = _pad_size(launch.grid), _pad_size(launch.block)
         for kernel in (full, short):
@@ -173,7 +174,7 @@ class _Book:
         if not sizes:
             return NOT_REPLAYED
         if len(sizes) == 1 and (launch.grid is None or next(iter(sizes))[1] is None):
-            return self._mean(next(iter(sizes)))  # nobody knows the size on one side, and there is only one
+            return self._mean(next(iter(sizes)))  # the size is unknown on one side, but there is only one size
         return OTHER_SIZE
 
     def _mean(self, key: Key) -> KernelCounters:
@@ -183,7 +184,7 @@ class _Book:
 
 
 def _pad_size(size: Size | None) -> Size | None:
-    """In three dimensions, but a single number stays: it is a total (AMD)."""
+    """Return a size in three dimensions. A single number stays: it is the total (AMD)."""
     if size is None or len(size) == 1:
         return size
     return (*size, 1, 1)[:3]

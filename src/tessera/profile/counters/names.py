@@ -1,7 +1,8 @@
-"""What the counters of every vendor share: the table row, units, one kernel's counters, and kernel names.
+"""What the counter tables of all vendors share: their rows, units, the counters of one kernel, and kernel names.
 
-The normalised schema is `tessera.record.Record`. An adapter (nvidia, amd, intel) is a table from a raw metric name to a
-field of it; what has no field but is worth keeping (seconds, bytes) is a figure. Percentages are 0 to 100.
+The common schema is `tessera.record.Record`. The modules nvidia, amd and intel have a table each, from a raw metric's
+name to a field of the schema. A value that has no field but is worth keeping (seconds, bytes) is called a figure.
+Percentages are 0 to 100.
 """
 
 from __future__ import annotations
@@ -21,59 +22,59 @@ from ...read_limits import COUNTER_BYTES, read_bytes
 from ...record import Record
 
 FIELDS = frozenset(Record.__struct_fields__)
-"""The fields of the schema; a table row whose field is not among them gives a figure."""
+"""The fields of the schema. A row of a table whose field is not among these gives a figure."""
 PERCENT = frozenset(f for f in FIELDS if f.endswith("_pct")) | {"sm_occupancy", "l2_hit_rate"}
 OVERSHOOT_PCT = 2.0
-"""A percentage a little over 100 is two passes that disagree and is cut to 100; one further out is not believed."""
+"""A percentage at most this much over 100 (two passes disagree) is cut to 100; a larger one is not believed."""
 
 
 def same(value: float) -> float:
-    """The raw value is what the field means."""
+    """Return the raw value: it already is what the field means."""
     return value
 
 
 def giga(value: float) -> float:
-    """Per second to 1e9 per second (GB/s are decimal everywhere)."""
+    """Convert "per second" to "1e9 per second" (GB/s are decimal everywhere)."""
     return value * 1e-9
 
 
 def complement_pct(value: float) -> float:
-    """Percent that do, to percent that do not."""
+    """Convert the percentage that does to the percentage that does not."""
     return 100.0 - value
 
 
 class CounterMetric(NamedTuple):
-    """One row of an adapter's table: what a raw metric becomes."""
+    """One row of a vendor's table: what a raw metric becomes."""
 
     field: str
     """A field of `Record`, or the name of a figure."""
     convert: Callable[[float], float]
-    """From the raw value in SI units (bytes, seconds, percent, counts)."""
+    """Converts the raw value, which is in SI units (bytes, seconds, percent, counts)."""
     unit: str
-    """Of the field."""
+    """The unit of the field."""
     source: str
-    """Where the vendor says what the raw metric is."""
+    """Where the vendor describes the raw metric."""
 
 
 class Normalised(NamedTuple):
-    """What a table made of one kernel's raw metrics."""
+    """What a table made of the raw metrics of one kernel."""
 
     values: dict[str, Any]
     figures: dict[str, float]
     missing: dict[str, str]
-    """Field -> why it stayed None."""
+    """Field -> why it is None."""
 
 
 class KernelCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Counters of one launch of one kernel, or the mean of several.
+    """Counters of one launch of one kernel, or the mean of several launches.
 
-    `values` are fields of `Record`; `figures` have their unit in their name: seconds, dram_read_bytes, flops.
+    `values` are fields of `Record`. `figures` are other values; their names include the unit unless it is plain.
     """
 
     name: str
-    """Demangled, as Kineto writes it, where the profiler gave the mangled name."""
+    """The demangled name, as Kineto writes it, if the profiler gave the mangled one."""
     grid: tuple[int, ...] | None = None
-    """Blocks in x, y, z; a single number where the profiler gives only the total (AMD)."""
+    """Blocks in x, y, z; a single number if the profiler gives only the total (AMD)."""
     block: tuple[int, ...] | None = None
     values: dict[str, Any] = {}
     figures: dict[str, float] = {}
@@ -84,10 +85,10 @@ class KernelCounters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def apply(table: Mapping[str, CounterMetric], raw: Mapping[str, float], largest: Iterable[str] = ()) -> Normalised:
-    """What a table makes of raw metrics in SI units.
+    """Convert raw metrics in SI units by a table.
 
-    Rows of one field are alternatives in order of preference (chips differ in names), except for the fields in
-    `largest`, which take the largest: of several pipes, the busiest.
+    Several rows with the same field are alternatives, the preferred one first (chips differ in names). Fields in
+    `largest` take the largest value instead: of several pipes, that of the busiest.
     """
     converted: dict[str, float] = {}
     missing: dict[str, str] = {}
@@ -112,7 +113,7 @@ def apply(table: Mapping[str, CounterMetric], raw: Mapping[str, float], largest:
 
 
 def put(result: Normalised, field: str, value: Any) -> None:
-    """Set a field that was worked out from several raw metrics."""
+    """Set a field that was computed from several raw metrics."""
     result.values[field] = value
     result.missing.pop(field, None)
 
@@ -124,7 +125,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+(?:[eE][-+]?\d+)?")
 
 
 def unit_factor(unit: str) -> float:
-    """What a value in a unit such as "Gbyte/s" or "usecond" is multiplied by for SI; 1 for what is no quantity."""
+    """Return the factor from a unit such as "Gbyte/s" or "usecond" to SI; 1 if the text is not a known unit."""
     top, _, bottom = unit.strip().partition("/")
     return _factor(top) / (_factor(bottom) if bottom else 1.0)
 
@@ -139,7 +140,7 @@ def _factor(unit: str) -> float:
 
 
 def number(text: str) -> float | None:
-    """A number as profilers print it ("1,234.5", "12.3 (1; 2)"); None for "n/a", "nan", "1e999" or nothing."""
+    """Read a number as profilers print it ("1,234.5", "12.3 (1; 2)"); None for "n/a", "nan", "1e999" or nothing."""
     match = _NUMBER.match(text.strip())
     if match is None:
         return None
@@ -148,7 +149,7 @@ def number(text: str) -> float | None:
 
 
 def text_of(path: str | Path) -> str:
-    """The text of a counter file."""
+    """Read the text of a counter file."""
     try:
         return read_bytes(Path(path), COUNTER_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError) as exc:
@@ -157,13 +158,13 @@ def text_of(path: str | Path) -> str:
 
 
 def dimensions(text: str) -> tuple[int, ...] | None:
-    """A launch size as profilers print it, "(128, 1, 1)"; None where there is none."""
+    """Read a launch size as profilers print it, "(128, 1, 1)"; None if there is none."""
     return tuple(int(n) for n in re.findall(r"\d{1,18}", text)) or None
 
 
 @lru_cache(maxsize=1)
 def _demangler() -> Callable[[bytes], bytes | None] | None:
-    """The C++ runtime's own demangler, which Kineto uses too: the names come out equal to the letter."""
+    """Return the C++ runtime's demangler. Kineto uses it too, so the names are exactly equal."""
     try:
         cxx, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
         function, free = cxx["__cxa_demangle"], libc["free"]
@@ -188,7 +189,7 @@ def _demangler() -> Callable[[bytes], bytes | None] | None:
 
 @lru_cache(maxsize=16384)
 def demangle_name(name: str) -> str:
-    """A C++ name as people write it; other names as they are."""
+    """Return a C++ name as people write it; other names unchanged."""
     tool = _demangler() if name.startswith("_Z") else None
     text = tool(name.encode()) if tool else None
     return text.decode() if text else name
@@ -203,8 +204,8 @@ _REWRITES = tuple(
         (r"\(\s*[A-Za-z_][\w: ]*\s*\)(?=-?\d)", ""),  # (int)4: NVIDIA's demangler writes the type of a constant
         (r"\btrue\b", "1"),
         (r"\bfalse\b", "0"),
-        (r"\b(\d+)(?:ull|ul|ll|u|l)\b", r"\1"),  # 4ul: the C++ runtime's writes a suffix instead
-        (r"\bconst\b", ""),  # before the type or behind it
+        (r"\b(\d+)(?:ull|ul|ll|u|l)\b", r"\1"),  # 4ul: the C++ runtime's demangler writes a suffix instead
+        (r"\bconst\b", ""),  # some demanglers write it before the type, others after it
         (r"\s+", ""),
     )
 )
@@ -213,7 +214,7 @@ _PARAMETERS = re.compile(r"\([^()]*\)")
 
 @lru_cache(maxsize=16384)
 def canonical(name: str) -> str:
-    """A kernel's name without what demanglers write differently: spaces, casts, suffixes, parameter lists.
+    """Return a kernel's name without the parts that demanglers write differently: spaces, casts, suffixes, parameters.
 
     NVIDIA's: `void f<(int)4, (bool)1>(T2, const float *)`; the C++ runtime's: `void f<4, true>(int, float const*)`.
     """

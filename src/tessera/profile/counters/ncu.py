@@ -1,12 +1,12 @@
-"""Run a command again under Nsight Compute and read its counters, kernel by kernel.
+"""Runs a command again under Nsight Compute and reads the counters of each kernel.
 
-Replay never runs in the pass that measures energy: ncu runs each kernel several times, restores memory between the
-passes and flushes the caches, all of which costs joules. `TESSERA_REPLAY=1` tells a session inside the command to
-record nothing. Clocks stay as they are (`--clock-control none`): we change nothing on a GPU others may use. ncu's own
-default before 2026.1, `base`, locks the base clock while it profiles: repeated runs then agree better, percentages of
-peak stay about the same, and everything per second of the SMs and L2 falls with the clock, as no real run has it.
-Caches are flushed before each pass (`--cache-control all`, ncu's default), so a small kernel that finds its data in L2
-in the real run shows more DRAM reads here.
+Never replay in the pass that measures energy: ncu runs each kernel several times, restores memory between the passes
+and flushes the caches, all of which costs joules. `TESSERA_REPLAY=1` tells a session inside the command to record
+nothing. Clocks are not changed (`--clock-control none`), since others may use the GPU. Before 2026.1, ncu's default was
+`base`: it locks the base clock while it profiles. Repeated runs then agree better and percentages of peak stay about
+the same, but everything per second of the SMs and L2 falls with the clock, unlike in any real run. Caches are flushed
+before each pass (`--cache-control all`, ncu's default), so a small kernel that finds its data in L2 in the real run
+shows more DRAM reads here.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .names import KernelCounters, demangle_name, dimensions, number, unit_facto
 
 REPLAY_ENV = "TESSERA_REPLAY"
 NOT_REPLAYED = r"nccl|nvshmem"
-"""Kernels that wait for other GPUs: run alone and again, they would wait forever (ncu's manual, "Multi-process")."""
+"""Kernels that wait for other GPUs. Replayed alone, they would wait forever (ncu's manual, "Multi-process")."""
 PERMISSION_LINK = "https://developer.nvidia.com/ERR_NVGPUCTRPERM"
 POLL_S, GRACE_S, QUERY_S = 0.25, 20.0, 60.0
-_USUAL = "unmodified GPU clocks"  # a warning ncu always gives with --clock-control none
+_USUAL = "unmodified GPU clocks"  # ncu always gives this warning with --clock-control none
 
 _BASE_NAME = re.compile(r'^"?([a-z0-9]+__\w+)"?(?:[,\s]|$)', re.MULTILINE)
 _ERROR = re.compile(r"^==ERROR== (.*)$", re.MULTILINE)
 _WARNING = re.compile(r"^==WARNING== (.*)$", re.MULTILINE)
 
 Progress = Callable[[float], None]
-"""Called now and then with the seconds so far. How many launches are done ncu does not say before the end."""
+"""Called every `POLL_S` with the seconds so far. ncu does not say before the end how many launches are done."""
 
 
 class Replay(list[KernelCounters]):
-    """The launches that were replayed, with what a reader should know about them in `notes`."""
+    """The launches that were replayed; `notes` has what a reader should know about them."""
 
     notes: list[str]
     passes: int
@@ -57,7 +57,7 @@ class Replay(list[KernelCounters]):
 
 
 def find_ncu() -> str:
-    """The path of ncu: on PATH, in CUDA's folders, or of its own package (the newest)."""
+    """Return the path of ncu: on PATH, in CUDA's folders, or the newest of its own packages."""
     homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(v)]
     path = shutil.which("ncu") or next((p for h in homes if (p := shutil.which("ncu", path=f"{h}/bin"))), None)
     if path:
@@ -79,7 +79,7 @@ def _version(path: Path) -> list[int]:
 
 @lru_cache(maxsize=4)
 def chip_metrics(ncu: str) -> frozenset[str]:
-    """Base names of the metrics this GPU has; empty where ncu cannot say."""
+    """Return the base names of the metrics that this GPU has; empty if ncu cannot say."""
     try:
         done = subprocess.run(
             [ncu, "--query-metrics"], capture_output=True, text=True, timeout=QUERY_S, check=False,
@@ -93,7 +93,7 @@ def chip_metrics(ncu: str) -> frozenset[str]:
 def _options(
     metrics: Sequence[str], log: Path, kernels: int | None, match: str | None, nvtx: str | None
 ) -> dict[str, str | None]:
-    """The options of ncu; see `replay`."""
+    """Return the options of ncu; see `replay` for the arguments."""
     options: dict[str, str | None] = {
         "--csv": None,
         "--page": "raw",
@@ -105,8 +105,8 @@ def _options(
         "--replay-mode": "kernel",
         "--clock-control": "none",
         "--cache-control": "all",
-        # By the mangled name each instance of a template is a kernel of its own. (By the "function" they are one; by
-        # the demangled name ncu 2025.3.1 gave some kernels one launch more than asked for.)
+        # The mangled name makes each instance of a template a kernel of its own. By "function" all instances are one
+        # kernel; by the demangled name, ncu 2025.3.1 gave some kernels one launch more than asked for.
         "--kernel-name-base": "mangled",
         "--kernel-name": f"regex:^(?!.*({NOT_REPLAYED}))" + (f".*({match})" if match else ""),
         "--rename-kernels": "no",
@@ -131,11 +131,11 @@ def replay(
 ) -> Replay:
     """Run a command again under ncu, and return the counters of the launches it replayed.
 
-    A training script launches the same few kernels a million times, so by default each kernel of each launch size is
-    replayed `kernels` times at most (None: every launch). `match` is a regular expression for mangled kernel names (a
-    function's own name is part of it); `nvtx` an expression of ncu's for the NVTX range launches must lie in, "step 3/"
-    say. `flops` counts floating point operations too, which needs more passes. The command runs to its end, or for
-    `timeout_s`; what was replayed by then is returned where ncu still prints it, and `notes` says so.
+    A training script launches the same few kernels a million times. By default each kernel of each launch size is
+    replayed `kernels` times at most (None: every launch). `match` is a regular expression for mangled kernel names,
+    which contain the function's own name. `nvtx` is an expression of ncu for the NVTX range in which launches must lie,
+    for example "step 3/". `flops` also counts floating point operations, which needs more passes. The command runs to
+    its end, or for `timeout_s`; then the launches replayed so far are returned if ncu still prints them, with a note.
     """
     if not argv:
         raise ArgumentError("there is no command to replay", fix="replay([sys.executable, 'train.py'])")
@@ -161,7 +161,7 @@ def replay(
 def _run(
     line: list[str], env: Mapping[str, str], output: Path, timeout_s: float | None, progress: Progress | None
 ) -> int | None:
-    """The exit status, or None where the time ran out. The command's own output is kept for an error message only."""
+    """Run ncu; return its exit status, or None if the time ran out. Keep the command's output for error messages."""
     started = time.monotonic()
     with output.open("wb") as out:
         child = subprocess.Popen(
@@ -181,7 +181,7 @@ def _run(
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End ncu and what it started, first so that it can still print what it has."""
+    """End ncu and the processes it started; first in a way that lets ncu print what it has."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         if child.poll() is not None:
             return
@@ -194,7 +194,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 def _check(
     text: str, printed: str, code: int | None, argv: Sequence[str], replayed: Replay, timeout_s: float | None
 ) -> None:
-    """Raise what went wrong, or note it where there are counters all the same."""
+    """Raise an error for what went wrong; only note it if there are counters nevertheless."""
     both = text + printed
     errors = _ERROR.findall(both)
     if "ERR_NVGPUCTRPERM" in both:
@@ -232,7 +232,7 @@ def _check(
 
 
 def parse(text: str) -> list[KernelCounters]:
-    """The launches in ncu's CSV output, `--page raw` or `details`; lines around the table are passed over."""
+    """Read the launches in ncu's CSV output (`--page raw` or `details`); other lines are skipped."""
     try:
         return [_launch(row, raw) for row, raw in _rows(text)]
     except csv.Error as exc:
@@ -240,7 +240,7 @@ def parse(text: str) -> list[KernelCounters]:
 
 
 def _rows(text: str) -> Iterator[tuple[dict[str, str], dict[str, float]]]:
-    """Each launch: its attributes, and its metrics in SI units."""
+    """Yield each launch: its attributes, and its metrics in SI units."""
     header: list[str] = []
     units: list[str] = []
     long: dict[tuple[str, str], tuple[dict[str, str], dict[str, float]]] = {}

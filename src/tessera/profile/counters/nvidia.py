@@ -1,11 +1,11 @@
-"""NVIDIA: Nsight Compute's metric names to the schema.
+"""Converts the metrics of Nsight Compute (NVIDIA) to the schema.
 
 Sources of the names: [CLI] the nvprof comparison table in Nsight Compute's CLI manual
 (docs.nvidia.com/nsight-compute/NsightComputeCli, "Metric Comparison"); [SEC] the section file in Nsight Compute's
 `sections/` folder that shows the metric; [PG] the metrics and stall reasons in its Profiling Guide
-(docs.nvidia.com/nsight-compute/ProfilingGuide). All are names that `ncu --query-metrics` lists for an H200 (sm_90, ncu
-2025.3.1); benchmarks/device/check_counters.py holds them against what is known of some kernels. A name another chip
-lacks is not asked for there, and its field stays None.
+(docs.nvidia.com/nsight-compute/ProfilingGuide). `ncu --query-metrics` lists all of these names for an H200 (sm_90, ncu
+2025.3.1); benchmarks/device/check_counters.py compares them with what is known of some kernels. A metric that another
+chip does not have is not asked for there, and its field stays None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECTOR_BYTES = 32  # [PG] a cache line is four sectors of 32 bytes
 
 
 def _divergence(threads: float) -> float:
-    # Threads that took part in the average warp instruction. Partial warps and early exits count as divergence too.
+    # Threads that take part in an average warp instruction. Partial warps and early exits also count as divergence.
     return 100.0 * (1.0 - threads / THREADS_PER_WARP)
 
 
@@ -33,7 +33,7 @@ def _sector_rate(per_second: float) -> float:
     return per_second * SECTOR_BYTES * 1e-9
 
 
-_ACTIVE = ".avg.pct_of_peak_sustained_active"  # of the cycles in which the unit had work, not of the elapsed ones
+_ACTIVE = ".avg.pct_of_peak_sustained_active"  # of the cycles in which the unit had work, not of the elapsed cycles
 _CLI, _OCC, _SCHED = "[CLI]", "[SEC] Occupancy", "[SEC] SchedulerStatistics"
 _PIPES, _MEM, _LAUNCH = "[SEC] ComputeWorkloadAnalysis", "[SEC] MemoryWorkloadAnalysis", "[SEC] LaunchStatistics"
 _MATRIX = "sm__pipe_tensor_type_hmma_hgmma_qgmma_imma_igmma_bmma_bgmma_cycles_active"
@@ -54,7 +54,7 @@ TABLE: dict[str, CounterMetric] = {
     "dram__bytes_read.sum.per_second": CounterMetric("dram_read_gbps", giga, "GB/s", f"{_CLI} dram_read_throughput"),
     "dram__bytes_write.sum.per_second": CounterMetric("dram_write_gbps", giga, "GB/s", f"{_CLI} dram_write_throughput"),
     "lts__t_sector_hit_rate.pct": CounterMetric("l2_hit_rate", same, "%", _MEM),
-    # Not lts__t_bytes: it counts what crosses between the halves of the L2 twice (1.55 of a stream's bytes, H200).
+    # lts__t_bytes would count bytes twice that cross between the halves of the L2 (1.55 of a stream's bytes, H200).
     "lts__t_sectors_srcunit_tex.sum": CounterMetric("l2_bytes", _sectors, "B", "[PG] L2 slices, from the SMs' L1TEX"),
     "lts__t_sectors_srcunit_tex.sum.per_second": CounterMetric("l2_gbps", _sector_rate, "GB/s", "[PG] L2 slices"),
     "l1tex__t_sectors.sum": CounterMetric(
@@ -66,7 +66,7 @@ TABLE: dict[str, CounterMetric] = {
     _CONFLICTS: CounterMetric(
         "smem_bank_conflicts", same, "wavefronts", "[PG] l1tex: more wavefronts than without conflicts"
     ),
-    # Matrix instructions alone, where the chip tells: the tensor pipe also runs HFMA2, which is no matrix product.
+    # Matrix instructions alone, if the chip can tell: the tensor pipe also runs HFMA2, which is not a matrix product.
     _MATRIX + _ACTIVE: CounterMetric("tc_util_pct", same, "%", "ncu --query-metrics: without HFMA2.MMA"),
     "sm__pipe_tensor_cycles_active" + _ACTIVE: CounterMetric("tc_util_pct", same, "%", _PIPES),
     "sm__pipe_tensor_op_dmma_cycles_active" + _ACTIVE: CounterMetric(
@@ -82,13 +82,13 @@ TABLE: dict[str, CounterMetric] = {
     "launch__sm_count": CounterMetric("sms", same, "SMs", _LAUNCH),
 }
 LARGEST = ("alu_util_pct",)
-"""Of the arithmetic pipes, the busiest: it is the one that limits."""
+"""Fields that take the largest of several metrics: the busiest arithmetic pipe is the one that limits."""
 
 MEMORY, DEPENDENCY, STRUCTURAL, NO_STALL = "memory_stall_pct", "dependency_stall_pct", "structural_stall_pct", None
 
 
 class Stall(NamedTuple):
-    """Where a stall reason belongs, and why (after the descriptions in [PG], "Warp Stall Reasons")."""
+    """The class of a stall reason, and its meaning (after the descriptions in [PG], "Warp Stall Reasons")."""
 
     kind: str | None
     reason: str
@@ -117,10 +117,10 @@ STALLS: dict[str, Stall] = {
 }
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"  # [SEC] WarpStateStatistics
 STALL_METRICS = {_STALL.format(s): s for s in STALLS}
-"""Cycles a warp spends in a state for each instruction issued; their sum is the life of a warp between two issues."""
+"""Cycles that a warp spends in a state per issued instruction; their sum is the time between two of its issues."""
 
-# [SEC] SpeedOfLight_RooflineChart: an addition or product is one operation, a fused one two. By thread, predicated on.
-# Not HFMA2 and its kin: compilers also use them to load constants, so their count is not one of operations.
+# [SEC] SpeedOfLight_RooflineChart: an addition or a product is one operation, a fused one two; per thread, predicated
+# on. HFMA2 and similar instructions are left out: compilers also use them to load constants.
 _SASS = "smsp__sass_thread_inst_executed_op_{}_pred_on.sum"
 FLOPS: dict[str, float] = {
     _SASS.format(kind + op): each for kind in "fd" for op, each in (("add", 1.0), ("mul", 1.0), ("fma", 2.0))
@@ -134,18 +134,18 @@ CP_ASYNC = "ncu counts asynchronous copies as they are issued (LDGSTS, TMA), not
 
 
 def metrics(flops: bool = False) -> list[str]:
-    """The metrics to ask ncu for; those for FLOPs only where asked, since they need passes of their own."""
+    """Return the metrics to ask ncu for. Those for FLOPs need passes of their own, so they must be asked for."""
     return [*TABLE, *STALL_METRICS, *(FLOPS if flops else ())]
 
 
 def available(wanted: Iterable[str], base_names: Iterable[str]) -> list[str]:
-    """Those a chip has, by the base names that `ncu --query-metrics` lists. Launch attributes are not listed there."""
+    """Return the metrics that a chip has, by `ncu --query-metrics`, which does not list launch attributes."""
     on_chip = frozenset(base_names)
     return [m for m in wanted if m.partition(".")[0] in on_chip or m.startswith(("launch__", "sm__maximum_"))]
 
 
 def normalise(raw: Mapping[str, float]) -> Normalised:
-    """Raw ncu metrics in SI units to the schema."""
+    """Convert raw ncu metrics in SI units to the schema."""
     result = apply(TABLE, raw, LARGEST)
     tma = 0.0 if raw.get("device__attribute_compute_capability_major", TMA_SINCE) < TMA_SINCE else None
     copies = raw.get("smsp__inst_executed_op_ldgsts.sum"), raw.get("sm__inst_executed_pipe_tma.sum", tma)
@@ -155,7 +155,7 @@ def normalise(raw: Mapping[str, float]) -> Normalised:
         result.missing["cp_async_inflight"] = CP_ASYNC
     eligible, sms = (result.figures.pop(f, None) for f in ("warps_eligible_gpu", "sms"))
     if eligible is not None and sms:
-        put(result, "warps_eligible", eligible / sms)  # the sum, since ncu prints two decimals of the mean
+        put(result, "warps_eligible", eligible / sms)  # from the sum: ncu prints only two decimals of the mean
     else:
         result.missing["warps_eligible"] = "the profiler gave no smsp__warps_eligible or launch__sm_count"
     dmma = result.figures.pop("dmma_util_pct", 0.0)

@@ -1,8 +1,10 @@
-"""A run in other tools' forms. Every exporter is a frozen value with `write(recording)`; nothing is loaded before use.
+"""Writes a run in the formats of other tools. Every exporter is a frozen value with `write(recording)`.
 
 ::
 
     Chrome("trace.json").write(open_recording("runs/train.tessera"))
+
+An exporter's module is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -36,6 +38,6 @@ load_lazily(
 
 
 class Exporter(Protocol):
-    """Anything that writes a run in another form; says where it went."""
+    """An exporter writes a run in another format; `write` returns where."""
 
     def write(self, recording: Recording) -> Path | str: ...

@@ -1,12 +1,12 @@
-"""Chrome and Perfetto traces: what ran, and what it drew, in one picture.
+"""Writes Chrome and Perfetto traces: what ran and what power it drew, in one picture.
 
 ::
 
     survey (times, lanes, correlations) ──► head ──► rows chunk by chunk ──► counter tracks ──► .json or .json.gz
 
-The rows are read twice and never held: memory grows by some 110 bytes per device row (for overlap and arrows), not by
-the text. Times are exact: microseconds with three decimals since `baseTimeNanoseconds`, which is Kineto's, so that a
-trace of torch.profiler of the same time lies on top.
+The rows are read twice and never held: memory grows by some 110 bytes per device row (for overlap and arrows), not with
+the text. Times are exact: microseconds with three decimals since `baseTimeNanoseconds`. That base is the same as
+Kineto's, so that a trace of torch.profiler of the same time can be laid over this one.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from ...recording import Recording
 
 PERIOD_NS = 7_889_238 * 1_000_000_000
-"""Kineto counts from the last whole multiple of this (a quarter of a year): a double then holds nanoseconds."""
+"""Kineto counts from the last whole multiple of this (a quarter of a year), so that a double holds nanoseconds."""
 _SMALL_PID = 1 << 16  # above any number of GPUs; a process in a container may be number 1
-_PATH_PID = 2**31 - 1  # of no other process
+_PATH_PID = 2**31 - 1  # the largest number; no process has it
 _LANES = ("kind", "start_ns", "end_ns", "device", "stream", "thread", "correlation", "rank")
 
 
@@ -50,15 +50,15 @@ class Chrome:
 
     path: str | Path
     critical_path: Sequence[PathSegment] = field(default=(), repr=False)
-    """Drawn as a process of its own above all others; rows on it have the argument "critical", as HTA's have."""
+    """Drawn as a process above all others; rows on the path have the argument "critical", as HTA's traces have."""
 
     def write(self, recording: Recording) -> Path:
-        """Write the trace; compressed where the name ends in .gz."""
+        """Write the trace; compressed if the name ends in .gz."""
         target = Path(self.path)
         table = recording.find_energy()
         critical = {s.row for s in self.critical_path if s.row != NONE}
         if critical:
-            recording.timeline  # noqa: B018  (the rows of the path are numbered as in it, those of a file may not be)
+            recording.timeline  # noqa: B018  (this numbers the rows as the path does; in the file they may differ)
         survey = _Survey.of(recording)
         pid = recording.facts.pid
         pid += _SMALL_PID if pid < _SMALL_PID else 0
@@ -83,7 +83,7 @@ class Chrome:
 
 @dataclass(slots=True)
 class _Survey:
-    """What must be known before the first event is written."""
+    """What must be known of all rows before the first event is written."""
 
     base_ns: int
     lanes: set[tuple[int, int, int]] = field(default_factory=set)
@@ -94,7 +94,7 @@ class _Survey:
 
     @classmethod
     def of(cls, recording: Recording) -> _Survey:
-        """Read the columns that say where rows go."""
+        """Read the columns that say on which track a row goes."""
         self = cls(0)
         starts, launched, ran = [t.time_ns for t in recording.telemetry[:1]], [], []
         columns = recording.power.columns.values() if recording.power is not None else ()
@@ -107,7 +107,7 @@ class _Survey:
             ran.append(chunk["correlation"][on_device & correlated])
             rank, device = chunk["rank"][on_device], chunk["device"][on_device]
             start, end = chunk["start_ns"][on_device], chunk["end_ns"][on_device]
-            # Narrow, since there is one of each for every kernel of the run.
+            # Small types, since there is one value for every kernel of the run.
             kind, place = chunk["kind"][on_device].astype(np.int8), device_pid(rank, device).astype(np.int32)
             self.intervals.append((kind, start, end, place))
             self.lanes |= _distinct(rank, device, chunk["stream"][on_device])
@@ -130,14 +130,14 @@ def _open_text(path: Path, packed: bool) -> Iterator[IO[str]]:
             with io.TextIOWrapper(raw, "utf-8", newline="\n") as text:
                 yield text
             return
-        # Level 3: a third slower than 1, a quarter smaller; 9 would take five times as long. No name, no time: the
-        # same run gives the same bytes.
+        # Level 3 is a third slower than 1 and a quarter smaller; 9 would take five times as long. Without name and
+        # time in the header, the same run gives the same bytes.
         with gzip.GzipFile("", "wb", 3, raw, 0) as zipped, io.TextIOWrapper(zipped, "utf-8", newline="\n") as text:
             yield text
 
 
 def _write(out: IO[str], events: Iterable[str]) -> None:
-    """Write events after those that are there; a few thousand at a time."""
+    """Write events after earlier ones, a few thousand at a time."""
     source = iter(events)
     while batch := list(islice(source, 4096)):
         out.write(",\n")
@@ -149,7 +149,7 @@ def _head(recording: Recording, survey: _Survey, table: EnergyTable | None) -> d
         "schemaVersion": 1, "deviceProperties": [], "displayTimeUnit": "ms", "baseTimeNanoseconds": survey.base_ns,
     }  # fmt: skip
     meta, facts = recording.rows.row_meta, recording.facts
-    # Other tools look for what Kineto said about the machine and the ranks.
+    # Other tools look for these facts of Kineto about the machine and the ranks.
     head |= {k: meta[k] for k in ("deviceProperties", "distributedInfo") if k in meta}
     head["tessera"] = {"run": facts.name, "meta": facts.meta, "notes": [str(n) for n in facts.notes]}
     if table is not None:
@@ -205,7 +205,7 @@ def _meta(kind: str, pid: int, tid: int, args: dict[str, Any]) -> str:
 
 
 def _draw_path(segments: Sequence[PathSegment], base_ns: int) -> Iterator[str]:
-    """The pieces of a critical path on three tracks: what ran on the host, on a device, and gaps."""
+    """Yield the segments of a critical path on three tracks: host, device, and gaps."""
     if not segments:
         return
     yield from _process(_PATH_PID, "critical path", "", -1)
@@ -227,7 +227,7 @@ def _counter(name: str, unit: str, pid: int, since_ns: int, value: float) -> str
 
 
 def _power(recording: Recording, base_ns: int, host: int) -> Iterator[str]:
-    """Watts, at the time the power was drawn: what a sensor shows late is moved back by its lag."""
+    """Yield watts at the time they were drawn: a sensor shows them late, so they are moved back by its lag."""
     for name, column in recording.power.columns.items() if recording.power is not None else ():
         since = np.maximum(column.times_ns - column.lag_ns - base_ns, 0)
         for t, w in zip(since[column.known].tolist(), column.watts[column.known].tolist(), strict=True):
@@ -235,7 +235,7 @@ def _power(recording: Recording, base_ns: int, host: int) -> Iterator[str]:
 
 
 def _counter_pid(domain: str, host: int) -> int:
-    """The process under which a domain's curves are shown: its GPU, or the host."""
+    """Return the process under which a domain's curves are shown: its GPU, or the host."""
     device = DeviceId.of_domain(domain)
     return device.index if device.is_gpu else host
 

@@ -1,4 +1,4 @@
-"""Rows of a run as the text of Chrome trace events. Kineto's names of arguments are kept, so that its readers work."""
+"""Writes the rows of a run as Chrome trace events. Arguments have Kineto's names, so that its readers work."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Overlap:
-    """Per device: of a copy or collective the share of its time that kernels ran too, and the other way round."""
+    """For each device: how much of a copy's or collective's time kernels ran too, and the other way round."""
 
     def __init__(self, parts: Sequence[Sequence[NDArray[Any]]]) -> None:
         """Take (kind, start_ns, end_ns, device) of device rows, in any number of pieces."""
         self._unions: dict[tuple[int, bool], Spans] = {}
-        # One device and sort at a time, so that no copy of everything is made.
+        # One device and one of the two sorts at a time, so that not everything is copied at once.
         for number in sorted({n for part in parts for n in np.unique(part[3]).tolist()}):
             for is_kernel in (True, False):
                 chosen = [((p[3] == number) & ((p[0] == CODE["kernel"]) == is_kernel), p[1], p[2]) for p in parts]
@@ -39,7 +39,7 @@ class Overlap:
                     self._unions[number, is_kernel] = union(start, end)
 
     def pct(self, kind: NDArray[Any], start: Ints, end: Ints, device: NDArray[Any]) -> NDArray[np.float64]:
-        """Percent for each row; NaN where the device has nothing of the other sort, or the row took no time."""
+        """Return a percentage for each row; NaN if the device has no rows of the other sort or the row took no time."""
         out = np.full(len(kind), np.nan)
         kernels = kind == CODE["kernel"]
         for (number, is_kernel), spans in self._unions.items():
@@ -58,9 +58,9 @@ CATEGORY = {
 DEVICE_CODES = [CODE[k] for k in ("kernel", "memcpy", "memset", "collective")]
 LAUNCHERS = [CODE[k] for k in ("runtime", "graph_launch")]
 COMMS = "record_param_comms"
-NAMED_TRACKS = 1 << 31  # above any thread number of a kernel, and within the 32 bits that Perfetto keeps
-_RANK_BITS = 48  # a merged run keeps the ranks' thread numbers apart by this
-_RANK_PIDS = 100  # more than the GPUs of a machine
+NAMED_TRACKS = 1 << 31  # above any thread number of Linux, and within the 32 bits that Perfetto keeps
+_RANK_BITS = 48  # a merged run has the rank above these bits of a thread number
+_RANK_PIDS = 100  # process numbers for each rank: more than a machine has GPUs
 _LIST = re.compile(r"\(([^()]*)\)|\[([\d,]*)\](\w*)")
 _KINETO_DTYPE: dict[str, str] = {}
 for _kineto, _short in DTYPES.items():
@@ -68,7 +68,7 @@ for _kineto, _short in DTYPES.items():
 
 
 class RowWriter:
-    """Makes events of chunks. What many rows share (names, launches, shapes) is turned into JSON once."""
+    """Makes events of chunks. Names, launches and shapes, which many rows share, are turned into JSON once."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class RowWriter:
         self._linked = np.zeros(0, np.int64)
 
     def link(self, launched: NDArray[np.int64], ran: NDArray[np.int64]) -> None:
-        """Draw an arrow for the correlations that both a runtime call and a device row have."""
+        """Prepare arrows for the correlations that both a runtime call and a device row have."""
         self._linked = np.intersect1d(launched, ran)
 
     def events(self, chunk: Chunk) -> Iterator[str]:
@@ -189,23 +189,23 @@ class RowWriter:
 
 
 def track(thread: int) -> int:
-    """A thread's number as a track: those without one share track 0, those with a name only come after all others."""
+    """Return the track of a thread. Threads without a number share track 0; threads with only a name come last."""
     return thread % (1 << _RANK_BITS) if thread >= 0 else 0 if thread == NONE else NAMED_TRACKS - thread
 
 
 def device_pid(rank: NDArray[Any], device: NDArray[Any]) -> NDArray[Any]:
-    """A device's process number: its own, as Kineto has it; of a merged run one for each rank's."""
+    """Return the process number of a device: its own number, as in Kineto's traces; in a merged run one per rank."""
     pid: NDArray[Any] = np.maximum(device, 0) + np.where(rank == NONE, 0, (rank + 1) * _RANK_PIDS)
     return pid
 
 
 def host_pid(pid: int, rank: Any) -> Any:
-    """The process number of a rank's host rows; `rank` is `NONE` where there is only one."""
+    """Return the process number of a rank's host rows; `rank` is `NONE` if the run has only one."""
     return pid + rank - NONE
 
 
 def _fields(key: str, values: NDArray[np.float64], digits: int) -> list[str]:
-    """Each value as an argument; nothing where it is not known."""
+    """Return each value as an argument; an empty text for values that are not known."""
     finite = np.isfinite(values).tolist()
     return [f',"{key}":{v:.{digits}g}' if k else "" for v, k in zip(values.tolist(), finite, strict=True)]
 
@@ -216,7 +216,7 @@ def _format_bandwidth(size: int, lasts_ns: int) -> str:
 
 
 def _launch_args(launch: Launch) -> str:
-    """A launch as Kineto names its parts, without the braces."""
+    """Return a launch as JSON without braces, with Kineto's names."""
     fields: dict[str, Any] = {
         "grid": launch.grid, "block": launch.block, "registers per thread": launch.registers,
         "shared memory": launch.shared_bytes, "memcpy_dir": launch.memcpy_dir, "pinned": launch.pinned,
@@ -238,21 +238,21 @@ def _collective(launch: Launch) -> dict[str, Any]:
 
 
 def comms_args(launch: Launch) -> str:
-    """What torch's own trace validator wants of a `record_param_comms`: every field, and which nobody recorded."""
+    """Return all fields that torch's trace validator expects of a `record_param_comms`, and name those not recorded."""
     empty = {"Collective name": "", "dtype": "", "In msg nelems": 0, "Out msg nelems": 0, "Group size": 0}
     recorded = {k: v for k, v in _collective(launch).items() if v is not None}
     return _inside({**empty, **recorded, "not recorded": [k for k in empty if k not in recorded]})
 
 
 def _region_args(row: Any) -> str:
-    """A region's joules: its own where it was passed once, the mean of its passes otherwise."""
+    """Return a region's joules: its own if it was entered once, otherwise the mean of its calls."""
     key = "energy_j" if row.calls == 1 else "energy_j_mean_of_calls"
     fields: Mapping[str, Any] = {key: row.j_per_call, "calls": row.calls, "energy_j_of_all_calls": row.energy_j}
     return _inside({k: v for k, v in fields.items() if math.isfinite(v)})
 
 
 def shape_args(text: str) -> str:
-    """'[8,768]bf16 ([2] [3])' as Kineto's "Input Dims" and "Input type"."""
+    """Convert '[8,768]bf16 ([2] [3])' to Kineto's "Input Dims" and "Input type"."""
     dims: list[Any] = []
     types: list[str] = []
     for group, shape, dtype in _LIST.findall(text):
@@ -266,5 +266,5 @@ def shape_args(text: str) -> str:
 
 
 def _inside(fields: Mapping[str, Any]) -> str:
-    """Arguments after others: a comma and the JSON without its braces."""
+    """Return further arguments: a comma and the JSON without its braces."""
     return f",{json.dumps(fields, separators=(',', ':'), default=list)[1:-1]}" if fields else ""

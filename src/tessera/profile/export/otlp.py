@@ -1,7 +1,7 @@
-"""OpenTelemetry: power, joules, temperatures and memory as `hw.*` metrics, regions as spans, over OTLP/HTTP.
+"""Sends a run to OpenTelemetry over OTLP/HTTP: power, joules, temperatures and memory as metrics, regions as spans.
 
-Everything carries the time it was recorded at, not the time it is sent. Names, units and attributes are those of
-OpenTelemetry's semantic conventions for hardware; what they have no name for is under `tessera.*`.
+Everything carries the time at which it was recorded. Names, units and attributes are those of OpenTelemetry's semantic
+conventions for hardware (`hw.*`); what has no name there is under `tessera.*`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .otlp_points import MetricPoints, Span, series, service_name, spans
 if TYPE_CHECKING:
     from ...recording import Facts, Recording
 
-_BATCH = 2_000  # points or spans a request: some 300 kB, below what any collector refuses
+_BATCH = 2_000  # points or spans in a request: some 300 kB, which every collector accepts
 
 
 @dataclass(frozen=True, slots=True)
 class Otlp:
-    """`profile.otlp("http://localhost:4318")`. Keys of a collector go into `headers`, which are shown nowhere.
+    """`profile.otlp("http://localhost:4318")`. Keys for a collector belong into `headers`, which are never shown.
 
-    Power and joules are sent every `period_s` (0: every sample). At most `max_spans` regions are sent, the longest.
-    No request takes longer than `timeout_s`, retries included.
+    Power and joules are sent every `period_s` (0: every sample). If there are more than `max_spans` regions, the
+    longest are sent. No request takes longer than `timeout_s`, retries included.
     """
 
     endpoint: str
@@ -40,7 +40,7 @@ class Otlp:
     max_spans: int = 10_000
 
     def __post_init__(self) -> None:
-        if "@" in self.endpoint:  # the text is not repeated: the endpoint is named in messages and reports
+        if "@" in self.endpoint:  # do not repeat its text here: messages and reports show the endpoint
             raise ArgumentError(
                 "the OTLP endpoint has a user or a password in it",
                 why="an endpoint is shown in what is printed",
@@ -48,11 +48,11 @@ class Otlp:
             )
 
     def check(self) -> None:
-        """Raise an error where the endpoint cannot be one: a session asks before its work."""
+        """Raise an error if the endpoint is not a valid URL; a session asks before its work begins."""
         _base(self.endpoint)
 
     def write(self, recording: Recording) -> str:
-        """Send the run, and return a line about what was sent where."""
+        """Send the run; return a line that says what was sent where."""
         base = _base(self.endpoint)
         with needs_extra("opentelemetry-exporter-otlp-proto-http", "otel", "profile.otlp"):
             from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -107,11 +107,11 @@ def _base(endpoint: str) -> str:
 
 
 def _reach(base: str, timeout_s: float) -> None:
-    """Say at once that nobody listens: the SDK would try for `timeout_s` and only log."""
+    """Raise an error at once if nobody listens: the SDK would try for `timeout_s` and only log."""
     parts = urllib.parse.urlsplit(base)
     host = str(parts.hostname)
     if parts.scheme in urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
-        return  # the proxy reaches it, perhaps; we do not
+        return  # only the proxy can tell whether it reaches the server
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
@@ -135,7 +135,7 @@ def _resource(facts: Facts) -> dict[str, Any]:
 
 @contextmanager
 def _capture_logs() -> Iterator[list[str]]:
-    """What the SDK logs meanwhile: it says why a request failed nowhere else, and must not say it on our stderr."""
+    """Collect what the SDK logs: only there it says why a request failed, and it must not write to our stderr."""
     logs: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(record.getMessage())  # type: ignore[method-assign]
@@ -151,7 +151,7 @@ def _capture_logs() -> Iterator[list[str]]:
 
 
 def _metrics_data(resource: Any, metrics: Sequence[MetricPoints]) -> Any:
-    """The points of some metrics as the SDK's own data."""
+    """Convert points to the SDK's own data."""
     from opentelemetry.sdk.metrics import export as sdk
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
@@ -170,9 +170,9 @@ def _metrics_data(resource: Any, metrics: Sequence[MetricPoints]) -> Any:
 
 
 def _make_spans(resource: Any, chosen: Sequence[Span]) -> list[Any]:
-    """The regions as spans of one trace, each inside the one it lies in."""
+    """Make the regions spans of one trace, each a child of the region around it."""
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.sampling import ALWAYS_ON  # whatever the environment says of live traces
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON  # ignore what the environment says about live traces
     from opentelemetry.trace import set_span_in_context
 
     tracer = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False).get_tracer(
@@ -188,7 +188,7 @@ def _make_spans(resource: Any, chosen: Sequence[Span]) -> list[Any]:
 
 
 def _batches(metrics: Sequence[MetricPoints]) -> Iterator[list[MetricPoints]]:
-    """MetricPoints cut so that no request has more than a batch of points."""
+    """Split metrics so that no request has more than `_BATCH` points."""
     part: list[MetricPoints] = []
     room = _BATCH
     for whole in metrics:

@@ -1,4 +1,4 @@
-"""The metrics and spans of a run under OpenTelemetry's names, as plain values; `otlp` sends them."""
+"""The metrics and spans of a run with OpenTelemetry's names, as plain values. `otlp` sends them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9_.\-/]+")
 
 @dataclass(frozen=True, slots=True)
 class MetricPoints:
-    """One metric of one thing: (epoch ns, value) points. `sums` makes it a counter that began at `start_ns`."""
+    """One metric of one component: (epoch ns, value) points. `sums` makes it a counter that began at `start_ns`."""
 
     name: str
     unit: str
@@ -49,7 +49,7 @@ class MetricPoints:
 
 
 def series(recording: Recording, period_s: float) -> Iterator[MetricPoints]:
-    """Every metric of a run that has points."""
+    """Yield every metric of a run that has points."""
     for column in recording.power.columns.values() if recording.power is not None else ():
         yield from _power(column, period_s)
     yield from _telemetry(recording)
@@ -60,7 +60,7 @@ def series(recording: Recording, period_s: float) -> Iterator[MetricPoints]:
 
 
 def component(domain: str) -> str:
-    """What a domain is, in OpenTelemetry's words for `hw.type`, or "host" for a whole machine."""
+    """Return what a domain is, in OpenTelemetry's words for `hw.type`, or "host" for a whole machine."""
     for part in reversed(domain.lower().split(".")):  # "node7.gpu0.memory": the last part that says anything
         for kind, pattern in _COMPONENTS.items():
             if re.match(pattern, part):
@@ -69,7 +69,7 @@ def component(domain: str) -> str:
 
 
 def hardware(domain: str, label: str = "") -> dict[str, Any]:
-    """The attributes that say which component a domain is. A host has metrics of its own and needs no type."""
+    """Return the attributes that name the component of a domain. A host has metrics of its own and needs no type."""
     kind, parent = component(domain), domain.rpartition(".")[0]
     attributes = {"hw.type": "enclosure" if kind == "host" else kind, "hw.name": label, "hw.parent": parent}
     return {"hw.id": domain, **{k: v for k, v in attributes.items() if v}}
@@ -89,7 +89,7 @@ def _power(column: DomainSamples, period_s: float) -> Iterator[MetricPoints]:
     joules = np.interp(grid - times[0], times - times[0], sums.joules)
     seen_s = np.interp(grid - times[0], times - times[0], sums.covered_s)
     at = (grid - lag_ns).tolist()
-    # The energy of a whole machine has a name of its own, so that nobody adds it to that of its parts.
+    # A whole machine's energy has another name than that of its parts, so that nobody adds them up.
     prefix = "hw.host." if component(name) == "host" else "hw."
     attributes = {
         **hardware(name, domain.label), "tessera.source": domain.source, "tessera.basis": domain.basis,
@@ -99,7 +99,7 @@ def _power(column: DomainSamples, period_s: float) -> Iterator[MetricPoints]:
     text = "Energy consumed by the component."
     yield MetricPoints(f"{prefix}energy", "J", text, attributes, energy, start_ns=at[0], sums=True, monotonic=True)
     seconds = np.diff(seen_s)
-    covered = seconds > 0  # no point for a stretch that no sensor saw
+    covered = seconds > 0  # there is no point for a time that no sensor saw
     mean_w = np.diff(joules)[covered] / seconds[covered]
     power = list(zip((grid[1:][covered] - lag_ns).tolist(), mean_w.tolist(), strict=True))
     text = "Power consumed by the component, mean since the point before."
@@ -139,7 +139,7 @@ def _of_domain(who: Mapping[str, Any], rows: Sequence[Telemetry]) -> Iterator[Me
             ("hw.gpu.memory.limit", "Size of the GPU memory.", "memory_total_bytes"),
         ):
             points = _drop_missing([(r.time_ns, getattr(r, field)) for r in rows])
-            if points:  # UpDownCounters in the conventions: sums that may fall
+            if points:  # the conventions make them UpDownCounters: sums that may fall
                 yield MetricPoints(name, "By", text, who, points, start_ns=points[0][0], sums=True)
     for clock in dict.fromkeys(c for r in rows for c in r.clocks_mhz):
         hz = [(r.time_ns, r.clocks_mhz[clock] * 1e6) for r in rows if clock in r.clocks_mhz]
@@ -165,7 +165,7 @@ def _drop_missing(points: Sequence[tuple[int, float | None]]) -> list[Point]:
 
 
 def _counters(rows: Rows) -> Iterator[MetricPoints]:
-    """What the user counted, by its name."""
+    """Yield the user's own counters, by their names."""
     names = rows.names
     points_by_name: dict[tuple[int, int], list[Point]] = {}
     for chunk in rows.chunks(("kind", "name", "unit", "start_ns", "value")):
@@ -195,7 +195,7 @@ def _kernels(recording: Recording, table: EnergyTable) -> Iterator[MetricPoints]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One span; `parent` is the place of the one it lies in."""
+    """One span; `parent` is the index of the span around it."""
 
     name: str
     start_ns: int
@@ -205,7 +205,7 @@ class Span:
 
 
 def spans(recording: Recording, limit: int) -> tuple[list[Span], int]:
-    """The run itself and its regions, outer before inner; the longest where there are too many, and how many not."""
+    """Return the run and its regions as spans, outer before inner; and how many short regions `limit` left out."""
     parts = [_regions(chunk) for chunk in recording.rows.chunks(("kind", "name", "start_ns", "end_ns", "thread"))]
     rows = np.concatenate(parts) if parts else np.zeros((0, 4), np.int64)
     left_out = max(len(rows) - limit, 0)
@@ -239,7 +239,7 @@ def spans(recording: Recording, limit: int) -> tuple[list[Span], int]:
 
 
 def service_name(facts: Facts) -> str:
-    """What the run is called in a collector."""
+    """Return the name of the run in a collector."""
     return str(facts.meta.get("name") or (facts.path.stem if facts.path is not None else facts.name))
 
 
@@ -249,7 +249,7 @@ def _regions(chunk: Any) -> Any:
 
 
 def _joules(power: PowerTrace | None, start_ns: int, end_ns: int) -> dict[str, Any]:
-    """What the counted domains drew between two times; nothing where nobody measured."""
+    """Return what the counted domains drew between two times; empty if nothing was measured."""
     if power is None or not power.is_counted:
         return {}
     energy: Energy = power.energy(None, start_ns, end_ns)

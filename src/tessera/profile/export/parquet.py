@@ -1,4 +1,4 @@
-"""Records as a Parquet table: one row per record, fields as in `tessera.record.Record`, null where nobody measured."""
+"""Writes a Parquet table: one row per record, with the fields of `tessera.record.Record`; unknown values are null."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ENERGY = ("energy_j", "energy_error_j")
 class Parquet:
     """`profile.parquet("run.parquet")`: for pandas, polars, DuckDB, Spark. Times are int64 nanoseconds (epoch).
 
-    `row` numbers the rows, and `parent_row` points to them. The run's meta is in the schema's metadata, as JSON under
-    "tessera".
+    `row` numbers the rows; `parent_row` refers to that number. The facts of the run are JSON in the metadata of the
+    schema, under "tessera".
     """
 
     path: str | Path
@@ -49,7 +49,7 @@ class Parquet:
 
 
 class _Maker:
-    """Chunks as Arrow arrays. Texts and launches are dictionaries: each is stored once."""
+    """Converts chunks to Arrow arrays. Texts and launches are dictionaries: each is stored once."""
 
     def __init__(self, pa: Any, recording: Recording) -> None:
         rows, facts = recording.rows, recording.facts
@@ -109,7 +109,7 @@ class _Maker:
         }
 
     def _extra_types(self, rows: Rows) -> Mapping[str, Any]:
-        """The fields that single rows have beside the columns, and whether they are numbers."""
+        """Return the fields that single rows have beside the columns, with their types."""
         pa = self._pa
         types: dict[str, Any] = {}
         for chunk in rows.chunks(("kind",)):

@@ -1,4 +1,4 @@
-"""A run as one small table: a line per kernel class, copy, collective, runtime call, operator, region, module, step."""
+"""Writes a run as a small CSV table: a line per kernel, copy, collective, call, operator, region, module and step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEPT = [CODE[k] for k in KINDS if k not in ("mark", "counter")]
 
 
 class SummaryLine(NamedTuple):
-    """One line of the summary; None (an empty cell) where nobody knows. The fields are the columns of the file."""
+    """One line of the summary, and the columns of the file. None (an empty cell) means that the value is not known."""
 
     name: str
     kind: str
@@ -45,13 +45,13 @@ class SummaryLine(NamedTuple):
 class SummaryCsv:
     """`profile.summary("summary.csv")`.
 
-    `share_time_pct` of what runs on a device is its share of all device time; of a runtime call, operator, module, step
-    or idle its share of the time that was traced, as in `analyze`; of a region, which is recorded all the time, its
-    share of the run's wall time (nested and parallel ones overlap). Frames of Python ("python") contain one another and
-    the operators, and have no share. `total_s` of modules and steps, which only attribution knows, is wall time where
-    it says so, else time on the device. `active_s` is the time over which the joules were spent (an operator's self
-    time, or its kernels'): `power_w` is over that. Steps are listed once, as steps. The joules of kernels, copies,
-    collectives and idle (of a host alone: of operators and "between operators") sum to the joules of the run.
+    `share_time_pct` is a share of all device time for rows on a device; of the traced time for runtime calls,
+    operators, modules, steps and idle (as in `analyze`); and of the run's wall time for regions, which are recorded all
+    the time (nested and parallel regions overlap). Python frames ("python") contain one another and the operators, so
+    they have no share. `total_s` of a module or step is wall time if attribution knows it, else time on the device.
+    `active_s` is the time in which the joules were spent (an operator's self time, or its kernels'), and `power_w` is
+    the mean over that time. Steps are listed once, as steps. The joules of kernels, copies, collectives and idle (for a
+    host alone: of operators and "between operators") sum to the joules of the run.
     """
 
     path: str | Path
@@ -66,7 +66,7 @@ class SummaryCsv:
 
 
 def lines(recording: Recording) -> Iterator[SummaryLine]:
-    """The lines of the summary."""
+    """Yield the lines of the summary."""
     from ...analyze.answer import find_rows
 
     table = recording.find_energy()
@@ -84,7 +84,7 @@ def lines(recording: Recording) -> Iterator[SummaryLine]:
             continue
         row = energies.get((_VIEW.get(kind, ""), kind, name)) or energies.get((_VIEW.get(kind, ""), "", name))
         joules, error = own if row is None else (row.energy_j, row.error_j)
-        # Joules are spent on the device: an operator's watts are over its time there, not the host's.
+        # Joules are spent on the device: an operator's watts are over its time there, not over its time on the host.
         over_s = total_s if row is None else _span_s(row)
         whole_s = device_s if kind in ON_DEVICE else run_s if kind == "region" else operators_s
         yield SummaryLine(
@@ -101,7 +101,7 @@ def lines(recording: Recording) -> Iterator[SummaryLine]:
 
 
 def _shared_by_time(rows: Sequence[EnergyRow], seconds: float) -> Iterator[SummaryLine]:
-    """Of a summary, or of sampled stacks, whose calls are samples: there are totals and nothing on the timeline."""
+    """Yield lines of a summary-mode run, or of sampled stacks: they have totals but no rows on the timeline."""
     for r in sorted(rows, key=lambda r: (r.time_s, r.energy_j), reverse=True):
         total_s = r.time_s or None
         yield SummaryLine(
@@ -127,7 +127,7 @@ def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine
                 r.j_per_call,
             )  # fmt: skip
     if not table.kernels and not table.ops:
-        return  # nothing was traced: what ran is not known, and not idle
+        return  # nothing was traced: what ran is unknown, so the rest is not idle time
     idle_s = table.idle_s
     yield SummaryLine(
         table.idle_name, "idle", 1, idle_s, share_time_pct=100.0 * idle_s / seconds if seconds > 0 else None,
@@ -137,12 +137,12 @@ def _only_attributed(table: EnergyTable, seconds: float) -> Iterator[SummaryLine
 
 
 def _span_s(row: EnergyRow) -> float:
-    """The time over which a row's joules were spent: those of regions and steps contain idle ones."""
+    """Return the time in which a row's joules were spent; a region's and a step's joules include idle ones."""
     return row.time_s if row.wall_s is None else row.wall_s
 
 
 def _energies(table: EnergyTable | None) -> dict[tuple[str, str, str], EnergyRow]:
-    """Attributed rows by (view, kind, name), and by (view, "", name) for those whose kind we call otherwise."""
+    """Return attributed rows by (view, kind, name), and by (view, "", name) for rows whose kind differs here."""
     rows: dict[tuple[str, str, str], EnergyRow] = {}
     for view in ("kernels", "ops", "regions") if table is not None else ():
         for row in table.rows(view) if table is not None else ():
@@ -153,9 +153,9 @@ def _energies(table: EnergyTable | None) -> dict[tuple[str, str, str], EnergyRow
 
 
 class _SummaryGroups:
-    """Sums over rows of one kind and name, chunk by chunk: calls, total, shortest, longest (ns), joules, their error.
+    """Sums over rows of one kind and name: calls, total, shortest, longest (ns), joules and their error.
 
-    The errors of rows of one class have the same causes, so they are added as they are, not in quadrature.
+    The errors of rows of one kind and name have the same causes, so they are added plainly, not in quadrature.
     """
 
     def __init__(self, names: int) -> None:
@@ -168,7 +168,7 @@ class _SummaryGroups:
 
     @classmethod
     def of(cls, rows: Rows) -> dict[tuple[int, int], tuple[int, int, int, int, float, float]]:
-        """(kind code, name number) -> sums; longest first within each kind."""
+        """Return (kind code, name number) -> sums, the longest first within each kind."""
         energy = ("energy_j", "energy_error_j") if rows.has_energy else ()
         self = cls(len(rows.names))
         frames = list(rows.row_meta.get("frames", ()))
@@ -207,7 +207,7 @@ class _SummaryGroups:
 
 
 def _format_cell(value: object) -> object:
-    """A cell: nine digits are more than anything here is known to."""
+    """Return a cell of the file; nine digits are more than any figure here is accurate to."""
     if isinstance(value, float):
         return f"{value:.9g}" if math.isfinite(value) else ""
     return "" if value is None else escape_formula(value)

@@ -1,6 +1,6 @@
-"""TensorBoard: power, joules per step and counters as scalars, the trace for torch's profiler plugin, the run for ours.
+"""Writes a TensorBoard folder: scalars, the trace for torch's profiler plugin, and the run file for our plugin.
 
-Ours is `tessera.tensorboard`: it shows the run file itself, which is copied into the directory.
+Scalars are power, joules per step and counters. Our plugin is `tessera.tensorboard`; it shows a copy of the run file.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 Scalar = tuple[str, int, int, float]  # tag, step, epoch ns, value
 _STEP = re.compile(r"(?:ProfilerStep#|(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*)(\d*)", re.IGNORECASE)
-_MAX_POINTS = 20_000  # TensorBoard draws a thousand of a scalar; more only makes the file large
+_MAX_POINTS = 20_000  # TensorBoard draws a thousand points of a scalar; more only make the file larger
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBoard:
     """`profile.tensorboard("runs/tb")`: `tensorboard --logdir runs/tb`.
 
-    Steps of power, clocks and temperature are milliseconds since the run began; those of joules are the program's.
-    Without the package tensorboard no scalars are written, and what `write` returns says so.
+    The step number of power, clocks and temperature is the milliseconds since the run began; that of joules is the
+    program's step. Without the package tensorboard no scalars are written, and the text that `write` returns says so.
     """
 
     directory: str | Path
 
     def write(self, recording: Recording) -> str:
-        """Write them into the directory, and say what was written."""
+        """Write all files into the directory; return what was written."""
         target, facts = Path(self.directory), recording.facts
         host = re.sub(r"[^\w\-]", "_", facts.host or "host")  # a dot would end the plugin's worker name
         began_ms = recording.span_ns[0] // 1_000_000
-        if facts.path is not None and facts.path.suffix == ".tessera":  # of another's trace our page shows that
+        if facts.path is not None and facts.path.suffix == ".tessera":  # for a foreign trace our plugin shows the trace
             _copy_run(facts.path, began_ms, target)
         trace = Chrome(target / f"{host}_{facts.pid}.{began_ms}.pt.trace.json.gz").write(recording)
         if importlib.util.find_spec("tensorboard") is None:
@@ -56,10 +56,10 @@ class TensorBoard:
 
 
 def _copy_run(run: Path, began_ms: int, directory: Path) -> None:
-    """The run file into plugins/tessera, as TensorBoard wants it of a plugin; not where it lies below already.
+    """Copy the run file into plugins/tessera, TensorBoard's folder for a plugin; not if it already lies in `directory`.
 
-    A copy and not a link: log directories are moved and synchronised. SQLite makes it, since the run may still be
-    written to.
+    A copy, not a link, since log directories are moved and synchronised. SQLite makes the copy, since the run may still
+    be written to.
     """
     if run.resolve().is_relative_to(directory.resolve()):
         return
@@ -69,8 +69,8 @@ def _copy_run(run: Path, began_ms: int, directory: Path) -> None:
         with closing(RunDatabase(run)) as source, replace_when_written(target, make_folder=True) as part:
             with closing(sqlite3.connect(part)) as copy:
                 source.db.backup(copy)
-                copy.execute("PRAGMA journal_mode = DELETE")  # one file, which can be read where nobody may write
-            if not source.checked.lost_bytes:  # a seal says that all is there
+                copy.execute("PRAGMA journal_mode = DELETE")  # one file, readable in a read-only folder too
+            if not source.checked.lost_bytes:  # a seal says that the file is complete
                 seal(Path(part))
     except sqlite3.Error as exc:
         raise ArgumentError(
@@ -101,7 +101,7 @@ def _write_scalars(directory: Path, values: Iterator[Scalar]) -> int:
 
 
 def scalars(recording: Recording) -> Iterator[Scalar]:
-    """Everything that TensorBoard draws as a line."""
+    """Yield everything that TensorBoard draws as a line."""
     start_ns = recording.span_ns[0]
     for name, column in recording.power.columns.items() if recording.power is not None else ():
         samples = np.flatnonzero(column.known)
@@ -119,7 +119,7 @@ def scalars(recording: Recording) -> Iterator[Scalar]:
 
 
 def _rows(recording: Recording) -> Iterator[Scalar]:
-    """Counters in the order they came, and the joules of steps: attributed ones, else what was drawn meanwhile."""
+    """Yield counters in order of time, and the joules of steps: attributed joules, else what was drawn meanwhile."""
     table, power = recording.find_energy(), recording.power
     rows = recording.rows
     names = rows.names

@@ -1,9 +1,9 @@
-"""Several ranks as one run: their clocks on one line, their collectives side by side.
+"""Merges several ranks into one run: on one clock, with their collectives side by side.
 
 ::
 
-    clocks.exchange   at the start and end of a session: ping-pong with rank 0     ──► Offset (in the run file)
-    align.align       afterwards: collectives end together, whatever the clocks say ──► Offset
+    clocks.exchange   at the start and end of a session: ping-pong with rank 0         ──► Offset (in the run file)
+    align.align       afterwards: matched collectives end together, whatever clocks say ──► Offset
     merge.merge       run files or Kineto traces of the ranks ──► one Timeline, skew and straggler of each collective
 """
 

@@ -1,11 +1,11 @@
-"""Clocks of ranks from what they did together: the k-th collective of a group ends at nearly one time on all of them.
+"""Finds the clock offsets of ranks from their collectives: the k-th of a group ends at nearly one time on all ranks.
 
 ::
 
     rank 0   ──[ wait ][ move ]──[..]──      starts differ by how late each rank is (skew), ends do not:
     rank 1   ────────[ move ]────[..]──      so ends give the clocks, and then starts give the straggler
 
-Recordings may begin at different steps: the sequences of a group are laid against each other first.
+Recordings may begin at different steps, so the sequences of a group are first shifted until they fit each other.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from .align_gloo import MOST_DRIFT, Bounds, host_lines, within
 from .clocks import Offset, notes
 from .sequences import TOGETHER, ClockFit, CollectiveSequence, Key, process_groups
 
-# Ranks leave a ring one hop after the other: a few us that no averaging removes. Assumed: no machine with several
-# GPUs was available to measure it.
+# Ranks leave a ring one hop after the other: a few us that averaging does not remove. This value is assumed: no machine
+# with several GPUs was available to measure it.
 END_BIAS_NS = 5_000.0
 Z90 = 1.645
 MIN_MATCHED = 3
-# Laid against each other, sequences must share at least this much of the shorter.
+# Two shifted sequences must share at least this part of the shorter one.
 MIN_SHARED = 0.5
-_PROBE = 64
-_CLOSELY = 4096
+_PROBE = 64  # collectives that are compared first
+_CLOSELY = 4096  # collectives that decide how well a shift fits
 
 Floats = NDArray[np.float64]
 
 
 def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, CollectiveSequence]:
-    """The collectives of a rank by process group. `numbers` is shared by all ranks: the same thing, the same number."""
+    """Return a rank's collectives by process group. All ranks share `numbers`: equal collectives get equal numbers."""
     rows = timeline.rows("collective")
     rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
     members = _members(timeline)
     kinds: list[tuple[Key, int, bool]] = []
     for launch in timeline.launches:
         group: Key = (members.get(launch.group or "") or launch.group, launch.group_size)
-        # An uneven all-to-all moves other bytes on every rank, and so does what NCCL runs it as.
+        # An uneven all-to-all moves other bytes on every rank, and so do the send_recv kernels that NCCL runs it as.
         uneven = launch.collective_type in ("all_to_all", "send_recv")
         size = None if uneven else launch.collective_bytes
         if launch.collective_type == "send_recv":
-            group = (*group, launch.collective_type)  # a line of its own: ranks may have other numbers of them
+            group = (*group, launch.collective_type)  # a sequence of its own: ranks may have different numbers of them
         what = numbers.setdefault((launch.collective_type, size), len(numbers))
         kinds.append((group, what, launch.collective_type in TOGETHER))
-    kinds.append(((None, None), NONE, False))  # of rows without a launch
+    kinds.append(((None, None), NONE, False))  # for rows without a launch
     which = timeline["launch"][rows]
     skip = {i for i, launch in enumerate(timeline.launches) if launch.collective_type in ("send", "recv")}
     found = {}
@@ -69,19 +69,19 @@ def lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, CollectiveSe
 
 
 def _label(timeline: Timeline, launches: Ints) -> str | None:
-    """What people call the group of some rows; None where nobody named it."""
+    """Return the name of the group of some rows; None if it has no name."""
     return timeline.launches[int(launches[0])].group_label if len(launches) and launches[0] != NONE else None
 
 
 def _members(timeline: Timeline) -> dict[str, tuple[int, ...]]:
-    """The ranks of each process group: two groups may have one name on different ranks."""
+    """Return the ranks of each process group, since two groups may have the same name on different ranks."""
     return {g["pg_name"]: ranks for g, ranks in process_groups(timeline) if isinstance(g.get("pg_name"), str)}
 
 
 def place(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = None) -> tuple[Ints, Ints, int] | None:
-    """Places of a's and b's collectives in one numbering, and in how many ways they fit; None: in none.
+    """Return the positions of a's and b's collectives in one numbering, and in how many ways they fit; None if none.
 
-    By the numbers that torch gave them; without those by `line_up`.
+    Uses the numbers that torch gave the collectives, or else `line_up`.
     """
     if a.numbers is not None and b.numbers is not None:
         return a.numbers, b.numbers, 1
@@ -91,15 +91,15 @@ def place(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = Non
 
 
 def line_up(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = None) -> tuple[int, int] | None:
-    """How far b's k-th collective is behind a's: it is a's k + shift. And how many shifts fit as well; None: none does.
+    """Return the shift of b against a (b's k-th collective is a's k + shift), and how many shifts fit; None if none.
 
-    The time between two collectives is the same on both ranks, whatever their clocks say. `times` are a's ends where
-    they have been corrected.
+    The time between two collectives is the same on both ranks, whatever their clocks say. `times` replaces a's ends, if
+    these have been corrected.
     """
     ends = a.ends if times is None else times
     enough = max(1, math.ceil(MIN_SHARED * min(len(a.what), len(b.what))))
     if len(a.what) == len(b.what) and np.array_equal(a.what, b.what) and _spread(ends - b.ends) <= 2.0 * END_BIAS_NS:
-        return 0, 1  # as many, in one order, at the same times: nothing to look for
+        return 0, 1  # equal sequences at equal times: there is nothing to search
 
     def overlap_slices(shift: int, most: int | None = None) -> tuple[slice, slice]:
         i, j = max(shift, 0), max(-shift, 0)
@@ -112,7 +112,7 @@ def line_up(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = N
 
     possible = range(enough - len(b.what), len(a.what) - enough + 1)
     same = [s for s in possible if _same(a, b, *overlap_slices(s, _PROBE)) and _same(a, b, *overlap_slices(s))]
-    # A few hundred collectives rule out most; only what is left is looked at closely.
+    # A few hundred collectives rule out most shifts; only the remaining ones are compared closely.
     rough = {s: _spread(apart(s, 4 * _PROBE)) for s in same}
     limit = 4.0 * min(rough.values(), default=0.0) + 4.0 * END_BIAS_NS
     left = {s: apart(s, _CLOSELY) for s in same if rough[s] <= limit}
@@ -120,8 +120,8 @@ def line_up(a: CollectiveSequence, b: CollectiveSequence, times: Ints | None = N
     if not fits:
         return None
     best = min(spread for spread, _, _ in fits)
-    # As good as the best within what ends scatter anyway; of those none at all where both have as many, else the one
-    # with the nearest clocks.
+    # These fit as well as the best one, within the usual scatter of ends. Prefer no shift if both sequences are equally
+    # long, else the shift with the nearest clocks.
     alike = [f for f in fits if f[0] <= 2.0 * best + END_BIAS_NS]
     if len(a.what) == len(b.what) and any(f[2] == 0 for f in alike):
         return 0, 1
@@ -133,9 +133,9 @@ def _same(a: CollectiveSequence, b: CollectiveSequence, here: slice, there: slic
 
 
 def _spread(apart: Ints) -> float:
-    """How much the ends of matched collectives scatter around a straight drift.
+    """Return how much the ends of matched collectives scatter around a straight drift.
 
-    Laid wrongly, by m steps, what lies between is the time of m steps, and no two of those last equally long.
+    If the match is wrong by m steps, the differences contain the time of m steps, and no two of those are equal.
     """
     y = (apart[:_CLOSELY] - apart[0]).astype(np.float64)
     third = len(y) // 3
@@ -145,7 +145,7 @@ def _spread(apart: Ints) -> float:
 
 
 def fit(times_ns: Ints, reference_ns: Ints) -> ClockFit:
-    """Offset and drift that bring times to a reference: a line through them that outliers do not move."""
+    """Return the offset and drift that bring times to a reference, by a robust line fit."""
     apart = reference_ns - times_ns
     base, at = int(np.median(apart)), int(np.median(times_ns))
     y, x = (apart - base).astype(np.float64), (times_ns - at).astype(np.float64)
@@ -163,23 +163,23 @@ def fit(times_ns: Ints, reference_ns: Ints) -> ClockFit:
         error = END_BIAS_NS + float(np.max(np.abs(y - np.mean(y))))
         return ClockFit(base + float(np.mean(y)), 0.0, math.inf, error, at)
     slope = float(np.sum((x - mean_x) * (y - np.mean(y))) / spread_x)
-    if half_ns * MOST_DRIFT < END_BIAS_NS:  # over so short a span no clock drifts by more than ends differ anyway
+    if half_ns * MOST_DRIFT < END_BIAS_NS:  # in so short a time, drift is less than the scatter of ends
         error = END_BIAS_NS + Z90 * float(np.std(y)) / math.sqrt(count)
         return ClockFit(base + float(np.mean(y)), 0.0, math.inf, error, at)
     residual = y - np.mean(y) - slope * (x - mean_x)
     sigma = math.sqrt(float(np.sum(residual**2)) / max(count - 2, 1))
     slope_error = Z90 * sigma / math.sqrt(spread_x)
-    if abs(slope) > MOST_DRIFT:  # no clock does that: the ends scatter for another reason
+    if abs(slope) > MOST_DRIFT:  # no clock drifts that much: the ends scatter for another reason
         sigma = math.hypot(sigma, abs(slope) * math.sqrt(spread_x / count))
         slope = 0.0
-    if abs(slope) <= 1.5 * slope_error:  # not told from none: a line through noise would lead away outside the span
+    if abs(slope) <= 1.5 * slope_error:  # not significant: a line through noise would be wrong outside the span
         slope = 0.0
     error = math.hypot(END_BIAS_NS, Z90 * sigma / math.sqrt(count), slope_error * half_ns)
     return ClockFit(base + float(np.mean(y)), slope, slope_error, error, at + round(mean_x))
 
 
 def _theil_sen(x: Floats, y: Floats) -> float:
-    """The median slope between pairs, of at most 256 points spread over the run."""
+    """Return the median slope between pairs of at most 256 points spread over the run."""
     pick = np.unique(np.linspace(0, len(x) - 1, min(len(x), 256)).astype(np.int64))
     dx, dy = np.subtract.outer(x[pick], x[pick]), np.subtract.outer(y[pick], y[pick])
     upper = np.triu(dx != 0, 1)
@@ -187,20 +187,20 @@ def _theil_sen(x: Floats, y: Floats) -> float:
 
 
 def align(timelines: Sequence[Timeline]) -> list[Offset]:
-    """What brings each timeline to the clock of the first, by matching collectives; in the order given.
+    """Return, for each timeline, the offset to the clock of the first one, by matching collectives.
 
-    A rank that shares no group with the first is reached over one that does. Where nothing ties a rank to the
-    others its offset is 0 with `error_ns` None, and a note says so.
+    A rank that shares no group with the first one is reached through a rank that does. If nothing ties a rank to the
+    others, its offset is 0 with `error_ns` None, and a note says so.
     """
     if not timelines:
         raise ArgumentError("there is no timeline to align", fix="give the timelines of two or more ranks")
     numbers: dict[Key, int] = {}
-    # Kernels end together to microseconds, the host's collectives (gloo) do not: those are for ranks without kernels.
+    # Kernels end together within microseconds; host collectives (gloo) do not, so they are used only without kernels.
     mine = [lines(t, numbers) or host_lines(t, numbers) for t in timelines]
     ranks = rank_numbers(timelines)
     found: dict[int, Offset] = {0: Offset(rank=ranks[0], error_ns=0.0, source="reference")}
     while True:
-        # The pair that shares most is the best tied: over it the next rank is reached.
+        # The pair that shares most collectives has the smallest error: it adds the next rank.
         pairs = [
             (_count_shared(mine[i], mine[j]), i, j) for i in found for j in range(len(timelines)) if j not in found
         ]
@@ -213,7 +213,7 @@ def align(timelines: Sequence[Timeline]) -> list[Offset]:
 
 
 def rank_numbers(timelines: Sequence[Timeline]) -> list[int]:
-    """The rank of each timeline; the place in the list for those that do not say."""
+    """Return the rank of each timeline, or its place in the list if it does not know its rank."""
     return [i if t.rank is None else t.rank for i, t in enumerate(timelines)]
 
 
@@ -222,7 +222,7 @@ def _count_shared(a: dict[Key, CollectiveSequence], b: dict[Key, CollectiveSeque
 
 
 def _align_rank(a: dict[Key, CollectiveSequence], b: dict[Key, CollectiveSequence], known: Offset, rank: int) -> Offset:
-    """The offset of a rank against one whose offset is known."""
+    """Return the offset of a rank by comparing it with a rank whose offset is known."""
     theirs: list[tuple[Ints, Ints]] = []
     ours: list[tuple[Ints, Ints]] = []
     ways = 1

@@ -1,16 +1,16 @@
-"""Clocks of ranks that run their collectives on the host (gloo): matched like kernels, held by what must come first.
+"""Finds the clock offsets of ranks whose collectives run on the host (gloo).
 
 ::
 
     rank 0   ──[ waits ······ ]──      nobody leaves a collective before all have begun it:
     rank 1   ────────[ moves  ]──      end(0) >= start(1) and end(1) >= start(0), by one clock
 
-torch.profiler writes a row "gloo:all_reduce" on the thread that runs it; its group and its number in the group come
-from torch's flight recorder (`profile.flight_record`), and without that all must be of one group. Its ends scatter with
-the scheduling of the host, by far more than those of a GPU's kernels, so a line through them is only half of the
-answer. The other half needs no statistics: each collective bounds the offset from both sides, and the line is kept
-within all those bounds. Ranks that are late in turn have narrow bounds; behind a rank that is always the last one side
-is as wide as it is late.
+torch.profiler writes a row "gloo:all_reduce" on the thread that runs it. Its group, and its number in the group, come
+from torch's flight recorder (`profile.flight_record`); without that, all rows must be of one group. The ends scatter
+with the scheduling of the host, by far more than those of a GPU's kernels, so a line through the ends is only half of
+the answer. The other half needs no statistics: each collective bounds the offset from both sides, and the line is kept
+within all those bounds. Ranks that are late in turn have narrow bounds. If one rank is always the last, one side is as
+wide as that rank is late.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ...timeline.transfers import UNEVEN, collective_type
 from .sequences import ONE_TO_ONE, STRIDE, TOGETHER, ClockFit, CollectiveSequence, Key, process_groups
 
 PREFIX = "gloo:"
-# Ends of two ranks differ in the median by up to this, whichever is late: two processes over loopback on two busy
-# cores, all_reduce of 4 KB and 800 KB, all_gather, barrier (five of six below 50 us).
+# The median difference between the ends of two ranks, whichever is late: two processes over loopback on two busy cores,
+# all_reduce of 4 KB and 800 KB, all_gather, barrier (five of six below 50 us).
 HOST_BIAS_NS = 200_000.0
-# Clocks drift by less: a quartz is 1-50 ppm off, NTP slews by 500 at most.
+# Clocks drift by less than this: a quartz is 1-50 ppm off, and NTP slews by 500 ppm at most.
 MOST_DRIFT = 1e-3
 _SLOPES = 65
-_SIZE = re.compile(r"\[[\d, ]*\]")  # of "[1000]f32", and of a list of tensors, "([1000])"
+_SIZE = re.compile(r"\[[\d, ]*\]")  # matches "[1000]" in "[1000]f32", and in "([1000])", a list of tensors
 
 
 def host_lines(timeline: Timeline, numbers: dict[Key, int]) -> dict[Key, CollectiveSequence]:
-    """The host's collectives of a rank by process group, in the order they were issued.
+    """Return a rank's host collectives by process group, in the order in which they were issued.
 
-    Where torch did not tell the groups there must be one set of members only. `numbers` is shared by all ranks.
+    If torch did not tell the groups, all groups must have the same members. All ranks share `numbers`.
     """
     kinds = {i: collective_type(n) for i, n in enumerate(timeline.names) if n.startswith(PREFIX)}
     kinds = {i: kind for i, kind in kinds.items() if kind and kind not in ONE_TO_ONE}
@@ -67,7 +67,7 @@ def _sequence(
     names, shapes = timeline["name"][rows], timeline["shapes"][rows]
     what = []
     for name, shape in zip(names.tolist(), shapes.tolist(), strict=True):
-        # Sizes tell collectives apart; an uneven all-to-all has others on every rank.
+        # Sizes help to tell collectives apart; an uneven all-to-all has a different size on every rank.
         size = None if shape < 0 or kinds[name] in UNEVEN else timeline.names[shape]
         what.append(numbers.setdefault((PREFIX, kinds[name], size), len(numbers)))
     return CollectiveSequence(
@@ -78,9 +78,9 @@ def _sequence(
 
 
 def _as_issued(timeline: Timeline, rows: Ints) -> Ints:
-    """Rows in the order in which the program asked for them (c10d's operators), which is that of all ranks.
+    """Return rows in the order in which the program issued them (c10d's operators), which is the same on all ranks.
 
-    Several threads run them, so that two in flight may begin in either order.
+    Several threads run the collectives, so two in flight may begin in either order.
     """
     calls = [i for i, n in enumerate(timeline.names) if n.startswith("c10d::")]
     waiting: defaultdict[Key, deque[int]] = defaultdict(deque)
@@ -100,14 +100,14 @@ def _as_issued(timeline: Timeline, rows: Ints) -> Ints:
 
 
 def gloo_groups(timeline: Timeline) -> set[tuple[int, ...]]:
-    """The members of each group that may run on gloo; none where the trace does not say."""
+    """Return the members of each group that may run on gloo; empty if the trace does not tell."""
     groups = process_groups(timeline)
     return {ranks for g, ranks in groups if len(ranks) > 1 and "gloo" in str(g.get("backend_config"))}
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of the offset that brings a rank to the reference: at least `low` at its `ends`, at most `high` at `starts`."""
+    """Bounds of a rank's offset to the reference: at least `low` at its `ends`, at most `high` at its `starts`."""
 
     starts: Ints
     ends: Ints
@@ -116,18 +116,18 @@ class Bounds:
 
     @classmethod
     def of(cls, starts: Ints, ends: Ints, reference_starts: Ints, reference_ends: Ints) -> Bounds:
-        """From matched collectives: those of the rank by its own clock, the reference's by the reference's."""
+        """Make bounds from matched collectives; each side's times are by its own clock."""
         return cls(starts, ends, reference_starts - ends, reference_ends - starts)
 
     def room(self, slope: float, at_ns: int, base_ns: float) -> tuple[float, float]:
-        """(least, most) offset at `at_ns`, less `base_ns`, of a line of this slope; least > most: there is none."""
+        """Return (least, most) offset less `base_ns` at `at_ns` for a drift; least > most: no offset is allowed."""
         low = (self.low - int(base_ns)) - slope * (self.ends - at_ns)
         high = (self.high - int(base_ns)) - slope * (self.starts - at_ns)
         return float(np.max(low)), float(np.min(high))
 
 
 def within(found: ClockFit, bounds: Bounds) -> ClockFit:
-    """The line nearest to `found` that all bounds allow, with an error that is never wider than they are."""
+    """Return the line nearest to `found` that all bounds allow; its error is at most as wide as the bounds."""
     at, base = found.at_ns, found.offset_ns
 
     def width(slope: float) -> float:
@@ -138,7 +138,7 @@ def within(found: ClockFit, bounds: Bounds) -> ClockFit:
     drift = found.drift if width(found.drift) >= 0.0 else roomiest
     low, high = bounds.room(drift, at, base)
     error = math.hypot(found.error_ns, HOST_BIAS_NS)
-    if low > high:  # a clock was stepped meanwhile, or these are not the same collectives
+    if low > high:  # a clock was stepped meanwhile, or the collectives were matched wrongly
         return dataclasses.replace(found, error_ns=error + (low - high))
     moved = min(max(0.0, low), high)
     slopes = np.linspace(_edge(width, roomiest, -MOST_DRIFT), _edge(width, roomiest, MOST_DRIFT), _SLOPES)
@@ -155,7 +155,7 @@ def within(found: ClockFit, bounds: Bounds) -> ClockFit:
 
 
 def _highest(width: Callable[[float], float]) -> float:
-    """The slope that leaves most room: the room is concave in the slope."""
+    """Return the slope that leaves most room, by ternary search: the room is concave in the slope."""
     low, high = -MOST_DRIFT, MOST_DRIFT
     for _ in range(80):
         a, b = low + (high - low) / 3.0, high - (high - low) / 3.0
@@ -164,7 +164,7 @@ def _highest(width: Callable[[float], float]) -> float:
 
 
 def _edge(width: Callable[[float], float], inside: float, outside: float) -> float:
-    """The furthest slope towards `outside` that still leaves room."""
+    """Return the furthest slope towards `outside` that still leaves room."""
     if width(outside) >= 0.0:
         return outside
     for _ in range(40):

@@ -1,11 +1,11 @@
-"""How far a rank's wall clock is from rank 0's: a ping-pong over torch.distributed, on the CPU.
+"""Measures how far a rank's wall clock is from rank 0's, by a ping-pong over torch.distributed on the CPU.
 
 ::
 
     rank r   t1 ────────────► ◄──────────── t4        rank 0's clock less ours: (t2 - t1 + t3 - t4) / 2,
-    rank 0          t2 ─ t3                           wrong by at most half of the way there and back
+    rank 0          t2 ─ t3                           wrong by at most half of the round trip
 
-Each round bounds the offset from both sides; the bounds of all rounds together leave the offset. The quick rounds
+Each round bounds the offset from both sides, and the offset must lie within the bounds of all rounds. The quick rounds
 decide, so a slow one (a busy host, a full network) does no harm. Ranks that share a host share its clock.
 """
 
@@ -23,15 +23,15 @@ from ...clock import boot_id
 from ...errors import MeasurementError
 
 ROUNDS = 48
-# Beyond this, rows of two ranks can no longer be ordered by their stamps: a collective takes less.
+# With clocks further apart than this, times cannot order the rows of two ranks: a collective takes less.
 UNSYNCHRONISED_NS = 1_000_000
-# Clocks steered by NTP or PTP agree to better than this over minutes; a free-running quartz is 1-50 ppm off.
+# Clocks that NTP or PTP steers agree to better than this over minutes; a free-running quartz is 1-50 ppm off.
 GROWING_PPM = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockReading:
-    """One exchange: rank 0's clock less ours at `at_ns` of ours, certain within `error_ns`."""
+    """One exchange: rank 0's clock less ours, at our time `at_ns`, with a guaranteed error of at most `error_ns`."""
 
     rank: int
     offset_ns: float
@@ -42,10 +42,10 @@ class ClockReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offset:
-    """What to add to a rank's times to have those of the reference rank.
+    """What to add to a rank's times to get times of the reference rank.
 
-    `offset_ns` holds at `at_ns` and grows by `drift_ppm`; `error_ns` is the half-width of a 90% interval anywhere in
-    the run, None when nothing tied the clocks together. `source` is "exchange", "collectives", "host" or "none".
+    `offset_ns` holds at `at_ns` and grows by `drift_ppm`. `error_ns` is the half-width of a 90% interval anywhere in
+    the run; None if nothing ties the clocks together. `source` is "exchange", "collectives", "same host" or "none".
     """
 
     rank: int
@@ -58,18 +58,18 @@ class Offset:
     notes: tuple[str, ...] = ()
 
     def apply(self, times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Times of this rank on the reference rank's clock."""
+        """Convert times of this rank to times of the reference rank."""
         grown = (times_ns - self.at_ns) * (self.drift_ppm * 1e-6)
         moved: NDArray[np.int64] = times_ns + np.rint(self.offset_ns + grown).astype(np.int64)
         return moved
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as it is kept in a run file under "clock"."""
+        """Return plain data, as a run file has it under "clock"."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Offset:
-        """What `to_dict` gave; fields of a later version are ignored."""
+        """Read what `to_dict` returned; ignore fields of later versions."""
         known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         return cls(**{**known, "notes": tuple(known.get("notes", ()))})
 
@@ -79,8 +79,8 @@ def exchange(
 ) -> ClockReading:
     """Compare clocks with rank 0. Every rank of the job calls this, at the start and at the end of a session.
 
-    `group` is a gloo group of all ranks; without one, one is made where the job itself does not run on gloo (on the
-    GPU's stream a ping-pong would wait for kernels). With `by_host` only one rank of each other host exchanges.
+    `group` is a gloo group of all ranks. By default one is made if the job does not run on gloo, since on a GPU's
+    stream a ping-pong would wait for kernels. With `by_host`, only one rank of each other host exchanges.
     """
     import torch
     import torch.distributed as dist
@@ -136,22 +136,22 @@ def _ask(
         dist.send(tensor, dst=0, group=group)
         dist.recv(tensor, src=0, group=group)
         back = clock_ns()
-        if i:  # the first one opens the connection
+        if i:  # the first round opens the connection
             stamps.append((sent, int(tensor[0]), int(tensor[1]), back))
     return read(rank, stamps, host)
 
 
 def read(rank: int, stamps: Iterable[tuple[int, int, int, int]], host: str = "") -> ClockReading:
-    """An offset from rounds of (sent, received, answered, back): the first and last by our clock, the others rank 0's.
+    """Return an offset from rounds of (sent, received, answered, back); `received` and `answered` by rank 0's clock.
 
     Rank 0's clock less ours is at most `received - sent`, and at least `answered - back`.
     """
     t = np.array(list(stamps), dtype=np.int64)
-    base = int(t[0, 1] - t[0, 0])  # offsets may be years: what is left fits a float exactly
+    base = int(t[0, 1] - t[0, 0])  # offsets may be years; the remainder fits a float exactly
     high = (t[:, 1] - t[:, 0] - base).astype(np.float64)
     low = (t[:, 2] - t[:, 3] - base).astype(np.float64)
     least, most = float(np.max(low)), float(np.min(high))
-    if least > most:  # a clock was stepped or slewed meanwhile: the quickest round is right at its time
+    if least > most:  # a clock was set or slewed meanwhile: use the quickest round
         best = int(np.argmin(high - low))
         least, most = float(low[best]), float(high[best])
         spread = float(np.max(low) - np.min(high)) / 2.0
@@ -166,12 +166,12 @@ def _reading(rank: int, offset_ns: float, error_ns: float, t: NDArray[np.int64],
 
 
 def settle(start: ClockReading, end: ClockReading | None = None) -> Offset:
-    """Offset and drift from the exchanges at a session's start and end (the start alone gives no drift)."""
+    """Return offset and drift from the exchanges at a session's start and end (the start alone gives no drift)."""
     if end is None or end.at_ns <= start.at_ns:
         return _make_offset(start.rank, start.offset_ns, 0.0, start.error_ns, start.at_ns, 0.0)
     span_ns = end.at_ns - start.at_ns
     grown_ns, unsure_ns = end.offset_ns - start.offset_ns, start.error_ns + end.error_ns
-    if abs(grown_ns) <= unsure_ns:  # within the exchanges' own uncertainty: one offset for the whole run
+    if abs(grown_ns) <= unsure_ns:  # the drift is within the uncertainty: use one offset for the whole run
         middle = (start.offset_ns + end.offset_ns) / 2.0
         error = max(start.error_ns, end.error_ns) + abs(grown_ns) / 2.0
         return _make_offset(start.rank, middle, 0.0, error, start.at_ns, 0.0)
@@ -196,7 +196,7 @@ def _make_offset(
 
 
 def notes(rank: int, offset_ns: float, drift_ppm: float, drift_error_ppm: float) -> tuple[str, ...]:
-    """What to say of a host whose clock is not synchronised."""
+    """Return notes about a host whose clock is not synchronised."""
     found = []
     fix = "synchronise the hosts (chrony, ntpd or PTP); the merged times are corrected"
     if abs(offset_ns) > UNSYNCHRONISED_NS:

@@ -1,9 +1,9 @@
-"""Collectives across ranks: who came last, how long the others waited, and what compute ran while bytes moved.
+"""Matches collectives across ranks: who came last, how long the others waited, what computed while bytes moved.
 
 ::
 
     rank 0   ──[ waits ······ ][ moves ]──        skew: latest start less earliest
-    rank 1   ────────────────[ moves ]────        straggler: the rank that starts last; until then nobody moves bytes
+    rank 1   ────────────────[ moves ]────        straggler: the rank that starts last; no bytes move before
                              ^ ready    ^ end
 """
 
@@ -29,7 +29,7 @@ from .clocks import Offset
 from .sequences import CollectiveSequence, Key
 
 CALLS = ("c10d::", "_c10d_functional", "c10d_functional")
-"""How the operators begin that start collectives or wait for them."""
+"""How the names of operators begin that start collectives or wait for them."""
 _DTYPE_BYTES = {"f64": 8, "i64": 8, "c64": 8, "f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i16": 2}  # others: 1
 
 
@@ -37,8 +37,8 @@ _DTYPE_BYTES = {"f64": 8, "i64": 8, "c64": 8, "f32": 4, "i32": 4, "f16": 2, "bf1
 class Meeting:
     """One collective on all the ranks that recorded it, on the reference clock.
 
-    `rows` are those of the merged timeline, in the order of `ranks`. `straggler` is None when the ranks start closer
-    together than their clocks are known. `waits_s` are what each rank waited for the last one.
+    `rows` are rows of the merged timeline, in the order of `ranks`. `straggler` is None if the starts differ by less
+    than the error of the clocks. `waits_s` are the seconds that each rank waited for the last one.
     """
 
     group: str
@@ -54,7 +54,7 @@ class Meeting:
 
     @property
     def wait_s(self) -> float:
-        """What all ranks together waited."""
+        """Seconds that all ranks together waited."""
         return sum(self.waits_s)
 
     @property
@@ -64,12 +64,12 @@ class Meeting:
 
     @property
     def move_s(self) -> float:
-        """From the last rank's start to the last one's end: what moving the bytes took."""
+        """Seconds from the last rank's start to the latest end: the time that moving the bytes took."""
         return max(self.end_ns - self.ready_ns, 0) * 1e-9
 
 
 def meetings(timelines: Sequence[Timeline], offsets: Sequence[Offset], first_rows: Sequence[int]) -> list[Meeting]:
-    """The collectives that at least two ranks recorded, in time order. `first_rows`: where each rank's rows begin."""
+    """Return the collectives that at least two ranks recorded, in time order. `first_rows`: first row of each rank."""
     numbers: dict[Key, int] = {}
     mine = [lines(t, numbers) | host_lines(t, numbers) for t in timelines]
     found: list[Meeting] = []
@@ -88,7 +88,7 @@ def _match_group(
     first_rows: Sequence[int],
 ) -> list[Meeting]:
     reference = offsets[members[0]].apply(own[0].ends)
-    # Each rank's places in the numbering of the first.
+    # The position of each rank's collectives in the first rank's numbering.
     placed: list[tuple[int, CollectiveSequence, Ints]] = []
     for i, line in zip(members, own, strict=True):
         if (found := place(own[0], line, reference)) is not None:
@@ -110,7 +110,7 @@ def _match_group(
         who = [placed[int(k)][0] for k in there]
         begun = starts[there, at]
         if pairwise and int(begun.max()) >= int(ends[there, at].min()):
-            continue  # messages between pairs of ranks: nobody waited for these
+            continue  # messages between pairs of ranks, at different times: nobody waited
         last, soonest = int(np.argmax(begun)), int(np.argmin(begun))
         unsure = [offsets[who[k]].error_ns for k in (last, soonest)]
         margin = math.inf if None in unsure else sum(u or 0.0 for u in unsure)
@@ -134,14 +134,14 @@ def _match_group(
 
 
 def name_group(group: Key) -> str:
-    """A group that nobody named: by its number, else by its ranks."""
+    """Return a name for a group without one: its number, else its ranks."""
     name = next((part for part in group if isinstance(part, str) and part not in (PREFIX, "send_recv")), None)
     ranks = next((part for part in group if isinstance(part, tuple)), ())
     return name or ", ".join(map(str, ranks)) or "default"
 
 
 def describe(timeline: Timeline, row: int) -> Launch:
-    """Kind, bytes and group of a collective; of one on the host that torch did not tell, from its name and shapes."""
+    """Return kind, bytes and group of a collective; on the host without torch's facts, by its name and shapes."""
     number = int(timeline["launch"][row])
     if number != NONE:
         return timeline.launches[number]
@@ -157,14 +157,14 @@ def describe(timeline: Timeline, row: int) -> Launch:
 
 
 def host_rows(timeline: Timeline) -> Ints:
-    """The collectives that ran on threads of the host."""
+    """Return the rows of collectives that ran on threads of the host."""
     ops = timeline.rows("op")
     rows: Ints = ops[_named(timeline, ON_HOST)[timeline["name"][ops]]]
     return rows
 
 
 def computing_spans(timeline: Timeline, rows: Ints) -> Spans:
-    """When some rows of a rank computed on the host: inside operators, but not inside those that communicate."""
+    """Return when some rows of a rank computed on the host: inside operators that do not communicate."""
     rows = rows[np.isin(rows, timeline.rows("op"))]
     starts, ends, names = timeline["start_ns"], timeline["end_ns"], timeline["name"]
     work = rows[~_named(timeline, ON_HOST)[names[rows]]]
@@ -173,22 +173,22 @@ def computing_spans(timeline: Timeline, rows: Ints) -> Spans:
 
 
 def _named(timeline: Timeline, begins: tuple[str, ...]) -> NDArray[np.bool_]:
-    """Of each name, whether it begins so."""
+    """Return for each name whether it has one of these beginnings."""
     return np.array([n.startswith(begins) for n in timeline.names] or [False])
 
 
 def measure_overlap(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, float]:
-    """How much of each collective's bytes moved while the same rank computed, 0 to 100.
+    """Return which percentage of each collective's time the same rank computed while bytes moved.
 
-    Of one on a device: while a kernel ran on it; of one on the host: while an operator did. A rank that waits for the
-    last one seems to overlap with its own compute: that time moves nothing and is left out.
+    On a device, computing means that a kernel ran there; on the host, that an operator ran. The time in which a rank
+    waits for the last one is left out: it seems to overlap with compute, but moves nothing.
     """
     ready = np.full(len(timeline), NONE, dtype=np.int64)
     for meeting in met:
         ready[list(meeting.rows)] = meeting.ready_ns
     ends = timeline["end_ns"]
     starts = np.where(ready < ends, np.maximum(timeline["start_ns"], ready), timeline["start_ns"])
-    # One number for rank and device, both from -1.
+    # One number for rank and device; both begin at -1.
     places = (timeline["rank"] + 1) * (int(timeline["device"].max(initial=0)) + 2) + timeline["device"] + 1
     found: dict[int, float] = {}
     for rows in (timeline.rows("collective"), host_rows(timeline)):
@@ -196,7 +196,7 @@ def measure_overlap(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, flo
         for where in np.unique(places[asked]):
             here, beside = asked[places[asked] == where], np.flatnonzero(places == where)
             kernels = beside[timeline["kind"][beside] == CODE["kernel"]]
-            # By the kind: a trace may leave out which device a collective ran on.
+            # Decide by the kind, since a trace may not tell on which device a collective ran.
             on_device = timeline["kind"][here[0]] == CODE["collective"]
             busy = (
                 union(timeline["start_ns"][kernels], ends[kernels]) if on_device else computing_spans(timeline, beside)
@@ -207,14 +207,14 @@ def measure_overlap(timeline: Timeline, met: Sequence[Meeting]) -> dict[int, flo
 
 
 def find_waits(met: Sequence[Meeting], rank: int) -> Spans:
-    """When a rank waited for the last one: collectives at the same time wait once."""
+    """Return when a rank waited for the last one; the waits of simultaneous collectives are counted once."""
     own = [(m.ready_ns, round(m.waits_s[m.ranks.index(rank)] * 1e9)) for m in met if rank in m.ranks]
     end_ns, waited_ns = np.array(own, np.int64).reshape(-1, 2).T
     return union(end_ns - waited_ns, end_ns)
 
 
 def sum_waits(met: Sequence[Meeting]) -> dict[int, dict[int, float]]:
-    """For each rank that waited, the seconds it waited for whom: only where the last rank is known."""
+    """Return, for each rank that waited, the seconds by straggler; unknown stragglers are left out."""
     waits: dict[int, dict[int, float]] = {}
     for straggler in sorted({m.straggler for m in met if m.straggler is not None}):
         late = [m for m in met if m.straggler == straggler]
@@ -224,7 +224,7 @@ def sum_waits(met: Sequence[Meeting]) -> dict[int, dict[int, float]]:
 
 
 def sum_delays(met: Sequence[Meeting]) -> dict[int, float]:
-    """For each rank that came last, how long the others waited for it, all together."""
+    """Return, for each straggler, the seconds that the other ranks waited for it, added up."""
     delays_s: dict[int, float] = {}
     for waited in sum_waits(met).values():
         for straggler, seconds in waited.items():
@@ -233,7 +233,7 @@ def sum_delays(met: Sequence[Meeting]) -> dict[int, float]:
 
 
 def summarize(met: Sequence[Meeting], overlap: dict[int, float]) -> dict[str, Any]:
-    """The collectives in a few numbers: skew, what ranks waited and for whom, and how much hid behind compute."""
+    """Summarize the collectives: skew, the seconds ranks waited and for whom, and how much overlapped with compute."""
     if not met:
         return {"count": 0}
     skews = np.array([m.skew_s for m in met])

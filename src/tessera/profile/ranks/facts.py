@@ -1,4 +1,4 @@
-"""What one rank says of itself in a merged run: how it ended, and the joules that are its own."""
+"""The facts of one rank in a merged run: how it ended, and which joules are its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MACHINE_WIDE = "the sensor counts the whole machine, which ranks share: its joul
 
 
 def describe_rank(run: RunFile, timeline: Timeline) -> dict[str, Any]:
-    """Plain data; `energy_j` is None with a reason where the joules of the rank cannot be told from others'."""
+    """Return plain data. `energy_j` is None with a reason if the rank's joules cannot be told from other ranks'."""
     power, (start_ns, end_ns) = run.power(), run.span_ns
     own = find_own_energy(power, timeline)
     known = own is not None and not math.isnan(own.energy_j)
@@ -33,7 +33,7 @@ def describe_rank(run: RunFile, timeline: Timeline) -> dict[str, Any]:
 
 
 def find_own_energy(power: PowerTrace, timeline: Timeline) -> Energy | None:
-    """Of the boards on which the rank ran something; of its own processes where it used no board. None: not known."""
+    """Return the joules of the boards that the rank used, or of its own processes if it used none; None if unknown."""
     used = set(np.unique(timeline["device"][timeline.device_rows]).tolist())
     counted = [c for c in power.columns.values() if c.domain.counted]
     boards = [c for c in counted if c.domain.device.is_gpu and c.domain.device.index in used]

@@ -1,4 +1,4 @@
-"""`merge`: the recordings of several ranks as one `Recording`, on one clock."""
+"""`merge`: combines the recordings of several ranks into one `Recording`, on one clock."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .read import Progress, RankFile, list_names, read_ranks
 from .sequences import STRIDE
 
 _NUMBERS = ("thread", "correlation", "external", "sequence")
-# Ping-pong and collectives that differ by more than this many times what both allow: one of them is wrong.
+# If ping-pong and collectives differ by more than this many times their combined error, one of them is wrong.
 DISAGREE = 3.0
 EXIT_SIGNAL = 128
-"""Exit codes above this are those of a signal."""
+"""An exit code above this means that a signal ended the process."""
 
 
 class MergedRecording(Recording):
-    """Several ranks as one recording: what was done to their clocks, and their collectives side by side."""
+    """Several ranks as one recording, with the corrections of their clocks and their matched collectives."""
 
     def __init__(
         self,
@@ -65,10 +65,11 @@ class MergedRecording(Recording):
         return self._power_parts
 
     def _facts(self, timeline: Timeline, name: str, path: Path | None) -> Facts:
-        """From the first start of a rank's run to the last end; traced where any rank was, until one met its limit.
+        """Return the facts of the merged run, from the first start of a rank to the last end.
 
-        After that a step has the joules and the calls of some ranks only: it cannot be compared with whole ones.
-        A tracer writes rows after the end of a run ("Record Window End"): rows count where a file has no run alone.
+        Its windows are the times in which any rank was traced, until the first rank reached its time limit: later steps
+        would have the joules and calls of some ranks only. The span is that of the run files; rows count only for
+        ranks without a run file, since a tracer writes rows after the end of a run ("Record Window End").
         """
         windows: list[tuple[int, int]] = []
         recorded = [(f.facts, o) for f, o in zip(self.files, self.offsets, strict=True) if f.facts is not None]
@@ -95,7 +96,7 @@ class MergedRecording(Recording):
         )
 
     def match_collectives(self, first_rows: Sequence[int]) -> None:
-        """Find the collectives that ranks had in common, and how much of each hid behind compute."""
+        """Match the collectives that ranks have in common, and find how much of each overlapped with compute."""
         self.meetings = meetings([f.timeline for f in self.files], self.offsets, first_rows)
         overlap = measure_overlap(self.timeline, self.meetings)
         extra = {row: dict(fields) for row, fields in self.timeline.extra.items()}
@@ -105,7 +106,7 @@ class MergedRecording(Recording):
         self.collectives = summarize(self.meetings, overlap)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data without the rows."""
+        """Return plain data without the rows."""
         ranks = [
             {**o.to_dict(), "path": str(f.path), "host": f.host, "rows": len(f.timeline)}
             for f, o in zip(self.files, self.offsets, strict=True)
@@ -113,7 +114,7 @@ class MergedRecording(Recording):
         return {"ranks": ranks, "collectives": self.collectives, "notes": [str(n) for n in self.notes]}
 
     def write(self, path: str | Path, *, replace: bool = False) -> RunFile:
-        """A run file with all of it; power and telemetry of the ranks' run files too, on the common clock."""
+        """Write a run file with everything, on the common clock; with power and telemetry of the ranks' run files."""
         target = Path(path)
         if any(target.exists() and target.samefile(f.path) for f in self.files):
             raise ArgumentError(f"{target} is one of the files to merge", fix="give another name for the merged one")
@@ -149,8 +150,8 @@ def merge(
 ) -> MergedRecording:
     """Merge run files (.tessera) and Kineto traces (.json, .json.gz), one for each rank, or folders of them.
 
-    `kinds` are the rows to keep (all by default), `workers` the processes that read; `collectives=False` does not
-    look for the collectives that ranks have in common.
+    `kinds` are the kinds of rows to keep (all by default). `workers` is the number of processes that read.
+    `collectives=False` does not match the collectives that ranks have in common.
     """
     listed = [Path(paths)] if isinstance(paths, (str, Path)) else [Path(p) for p in paths]
     files, others = read_ranks(listed, kinds=kinds, progress=progress, workers=workers)
@@ -184,7 +185,7 @@ def merge(
 
 
 def _find_job_code(files: Sequence[RankFile], offsets: Sequence[Offset]) -> int | None:
-    """The exit code of a job: that of the rank that failed first."""
+    """Return the exit code of a job: that of the rank that failed first."""
     first = _find_first_failure(files, offsets)
     if first is not None:
         return first.facts.returncode if first.facts is not None else None
@@ -192,7 +193,7 @@ def _find_job_code(files: Sequence[RankFile], offsets: Sequence[Offset]) -> int 
 
 
 def _find_first_failure(files: Sequence[RankFile], offsets: Sequence[Offset]) -> RankFile | None:
-    """The rank that ended first with an exit code, before those that its launcher ended by a signal."""
+    """Return the rank that failed first with an exit code of its own; else the first that a signal ended."""
     failed = []
     for at, (file, offset) in enumerate(zip(files, offsets, strict=True)):
         if file.facts is not None and file.facts.returncode:
@@ -202,7 +203,7 @@ def _find_first_failure(files: Sequence[RankFile], offsets: Sequence[Offset]) ->
 
 
 def _join_notes(files: Sequence[RankFile]) -> list[str]:
-    """What all ranks say, once; what only some of them say, with the rank."""
+    """Return notes that all ranks have, once; then notes of single ranks, with the rank."""
     by_rank = [f.timeline.notes for f in files]
     common = [n for n in by_rank[0] if all(n in notes for notes in by_rank[1:])]
     return common + [
@@ -214,7 +215,7 @@ def _join_notes(files: Sequence[RankFile]) -> list[str]:
 
 
 def _join_windows(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Windows in order, those that overlap as one."""
+    """Sort windows and join those that overlap."""
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(windows):
         if joined and begin <= joined[-1][1]:
@@ -225,7 +226,7 @@ def _join_windows(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _cut_windows(windows: Sequence[tuple[int, int]], stop_ns: int | None) -> list[tuple[int, int]]:
-    """Windows until a time."""
+    """Cut windows off at a time."""
     if stop_ns is None:
         return list(windows)
     return [(begin, min(end, stop_ns)) for begin, end in windows if begin < stop_ns]
@@ -247,9 +248,9 @@ def _name_hosts(files: Sequence[RankFile]) -> None:
 
 
 def settle_offsets(files: Sequence[RankFile], matched: Sequence[Offset]) -> list[Offset]:
-    """One offset for each host: ranks that read one clock are never moved against each other.
+    """Return one offset for each host: ranks that read one clock are never moved against each other.
 
-    Of what the collectives and the exchange of clocks say about a host, the surest offset of any of its ranks counts.
+    A host takes the most certain offset of any of its ranks, from collectives or from the exchange of clocks.
     """
     offsets = _take_surest(matched, [f.exchanged for f in files])
     by_clock: dict[str, Offset] = {files[0].clock_id: offsets[0]} if files[0].clock_id else {}
@@ -273,14 +274,14 @@ def _error(offset: Offset) -> float:
 
 
 def _take_surest(matched: Sequence[Offset], exchanged: Sequence[Offset | None]) -> list[Offset]:
-    """Of what collectives and exchanges say, the surer one; where they contradict each other, a note."""
+    """Return the offset that is known better, from collectives or exchanges; add a note where they contradict."""
     first = exchanged[0]
     out = [matched[0]]
     for by_work, own in zip(matched[1:], exchanged[1:], strict=True):
         if own is None or first is None or own.error_ns is None:
             out.append(by_work)
             continue
-        # Exchanges are against rank 0, which may not be among the files.
+        # Exchanges are with rank 0, which may not be among the files: take differences to the first file.
         grown = (own.at_ns - first.at_ns) * first.drift_ppm * 1e-6
         by_clock = dataclasses.replace(
             own,
@@ -317,13 +318,13 @@ def _move_span(span_ns: tuple[int, int], offset: Offset) -> tuple[int, int]:
 
 
 def _move(timeline: Timeline, offset: Offset) -> Timeline:
-    """A rank's timeline on the common clock."""
+    """Return a rank's timeline on the common clock."""
     moved = {c: offset.apply(timeline.columns[c]) for c in ("start_ns", "end_ns")}
     return dataclasses.replace(timeline, columns={**timeline.columns, **moved}, links=None)
 
 
 def _concatenate(timelines: Sequence[Timeline], offsets: Sequence[Offset], first_rows: Sequence[int]) -> Timeline:
-    """All rows, rank after rank, with names, launches and numbers that mean the same everywhere."""
+    """Join all rows, rank after rank; renumber names, launches and identifiers so that they agree."""
     names: dict[str, int] = {}
     launches: dict[Launch, int] = {}
     parts: list[dict[str, NDArray[Any]]] = []
@@ -336,7 +337,7 @@ def _concatenate(timelines: Sequence[Timeline], offsets: Sequence[Offset], first
         stream_names.KEY: {},
     }
     for place, (t, offset, first) in enumerate(zip(timelines, offsets, first_rows, strict=True)):
-        # One cell more at the end: NONE stays NONE.
+        # One extra cell at the end maps NONE (-1) to NONE.
         text = np.array([*(names.setdefault(n, len(names)) for n in t.names), NONE], dtype=np.int64)
         launch = np.array([*(launches.setdefault(x, len(launches)) for x in t.launches), NONE], dtype=np.int64)
         columns = {c: t.columns.get(c, np.full(len(t), NONE, np.int64)) for c in INTEGERS}
@@ -344,7 +345,7 @@ def _concatenate(timelines: Sequence[Timeline], offsets: Sequence[Offset], first
         columns |= {c: text[columns[c]] for c in TEXTS}
         columns |= {c: offset.apply(columns[c]) for c in ("start_ns", "end_ns")}
         columns |= {c: np.where(columns[c] < 0, columns[c], columns[c] + place * STRIDE) for c in _NUMBERS}
-        made_on = columns["forward_thread"]  # 0 says "a forward operator", on every rank
+        made_on = columns["forward_thread"]  # 0 means "a forward operator", on every rank
         columns["forward_thread"] = np.where(made_on <= 0, made_on, made_on + place * STRIDE)
         columns["launch"] = launch[columns["launch"]]
         columns["parent"] = np.where(columns["parent"] == NONE, NONE, columns["parent"] + first)
@@ -388,7 +389,7 @@ def _join_energy(
 
 
 def select_rank(timeline: Timeline, rank: int) -> Timeline:
-    """The rows of one rank of a merged timeline, as a timeline of its own: what most analyses want."""
+    """Return the rows of one rank of a merged timeline as a timeline of its own, which most analyses need."""
     keep = timeline["rank"] == rank
     if not np.any(keep):
         have = ", ".join(map(str, np.unique(timeline["rank"])))

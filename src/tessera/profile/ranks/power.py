@@ -1,4 +1,4 @@
-"""Power, telemetry and stacks of several ranks on one clock: each board once, each rank's own processes added up."""
+"""Combines power, telemetry and stacks of several ranks: each board once, and the ranks' own processes added up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .clocks import Offset
 from .read import RankFile
 from .sequences import STRIDE
 
-# Ranks of one host read the same log within its period (10 s): the same message within this time is the same event.
+# Ranks of one host read the same log every 10 s: equal messages within this time are the same event.
 SAME_NS = 20_000_000_000
 
 
@@ -31,11 +31,11 @@ class PowerParts:
 
 
 def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tuple[int, int]) -> PowerParts:
-    """Power, telemetry and stacks of the ranks' run files, on the common clock.
+    """Return power, telemetry, stacks and events of the ranks' run files, on the common clock.
 
-    Ranks of one host see the same boards: each domain is kept once, from the rank that recorded most of it. What is the
-    power of each rank's own processes is added up, and kept for each rank too ("cpu0.rank1", not counted): a rank's
-    operators have its joules and no other's.
+    Ranks of one host see the same boards: each domain is kept once, from the rank that recorded most of it. Power that
+    belongs to a rank's own processes is added up over the ranks. It is also kept for each rank ("cpu0.rank1", not
+    counted), so that a rank's operators get the joules of that rank.
     """
     several = len({f.host for f in files}) > 1
     columns: dict[str, DomainSamples] = {}
@@ -92,7 +92,7 @@ def read_power(files: Sequence[RankFile], offsets: Sequence[Offset], span_ns: tu
 def _add_events(
     known: dict[tuple[str, str, str], PowerEvent], events: Sequence[PowerEvent], host: str, offset: Offset
 ) -> None:
-    """Add a rank's events on the common clock, as wide as that is unsure; ranks of one host report the same ones."""
+    """Add a rank's events on the common clock, widened by its error; skip those another rank of the host reported."""
     error_ns = round(offset.error_ns or 0.0)
     for event in events:
         start_ns, end_ns = offset.apply(np.array([event.start_ns, event.time_ns], dtype=np.int64)).tolist()
@@ -100,7 +100,7 @@ def _add_events(
         moved = dataclasses.replace(event, domain=f"{host}{event.domain}", time_ns=end_ns + error_ns, since_ns=since_ns)
         key = (moved.domain, moved.kind, f"{moved.message}/{event.start_ns // SAME_NS}")
         old = known.get(key)
-        # The rank that saw it soonest knows best when it was.
+        # The rank that saw the event with the shortest delay knows its time best.
         if old is None or moved.time_ns - moved.start_ns < old.time_ns - old.start_ns:
             known[key] = moved
 
@@ -110,7 +110,7 @@ def _count(samples: DomainSamples | None, readings: Sequence[Telemetry] | None) 
 
 
 def _clip(samples: DomainSamples, start_ns: int, end_ns: int) -> DomainSamples:
-    """The samples (means) of a rank's run alone: they begin before it and go on while it writes its file."""
+    """Cut the samples (means) of a rank off at the ends of its run; they begin before it and end after it."""
     times_ns = samples.times_ns
     if len(times_ns) == 0:
         return samples
@@ -118,24 +118,24 @@ def _clip(samples: DomainSamples, start_ns: int, end_ns: int) -> DomainSamples:
     edges = np.clip(np.array([start_ns, end_ns], dtype=np.int64), times_ns[0], times_ns[-1])
     kept_ns = np.union1d(inside, edges)
     watts = samples.watts[np.searchsorted(times_ns, kept_ns)]
-    watts[0] = np.nan  # nothing is known before
+    watts[0] = np.nan  # the power before is unknown
     return dataclasses.replace(samples, times_ns=kept_ns, watts=watts, peaks_w=watts)
 
 
 def _add_samples(parts: Sequence[DomainSamples], start_ns: int, end_ns: int) -> DomainSamples:
-    """The power of the ranks on one host over the job: means, each until the next sample of any; 0 before and after."""
+    """Add up the power of ranks on one host over the job, as means; a rank counts 0 before and after its run."""
     times_ns = np.unique(np.concatenate([np.array([start_ns, end_ns], dtype=np.int64), *(p.times_ns for p in parts)]))
     watts = np.zeros(len(times_ns))
     for part in parts:
         place = np.searchsorted(part.times_ns, times_ns)
         inside = (place > 0) & (place < len(part.times_ns))
         watts[inside] += part.watts[place[inside]]
-    watts[0] = np.nan  # nothing is known before
+    watts[0] = np.nan  # the power before is unknown
     return dataclasses.replace(parts[0], times_ns=times_ns, watts=watts, peaks_w=watts)
 
 
 def _name_rank(own: DomainSamples, rank: int, start_ns: int, end_ns: int) -> DomainSamples:
-    """The power of one rank's processes over the job: a part of what all ranks of its host draw."""
+    """Return the power of one rank's processes over the job; it is a part of its host's, so it is not counted."""
     domain = dataclasses.replace(own.domain, name=f"{own.domain.name}.rank{rank}", counted=False, rank=rank)
     return dataclasses.replace(_add_samples([own], start_ns, end_ns), domain=domain)
 

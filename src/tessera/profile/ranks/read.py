@@ -1,7 +1,7 @@
-"""Reads the files of several ranks, each in a process of its own where that is faster.
+"""Reads the files of several ranks, each in its own process if that is faster.
 
-64 ranks of 40 MB each are 0.8 GB of columns with all their operators, and a tenth of that with device rows alone: what
-an analysis does not look at is dropped where it is read.
+64 ranks of 40 MB each make 0.8 GB of columns with all operators, and a tenth of that with device rows only. So rows
+that an analysis does not need are dropped as soon as they are read.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from .facts import describe_rank
 TRACES = (".json", ".json.gz", ".json.gzip", *XPLANE, *PERFETTO, KERNELS)
 RUNS = (".tessera",)
 MOST_FOLDERS = 4096
-"""Subfolders that are looked into, one for each rank."""
+"""Most subfolders to look into; there may be one for each rank."""
 MOST_LEVELS = 3
 VIEWED = ".trace.json.gz"
-"""Of JAX: the same as the .xplane.pb of that name, for viewers."""
+"""End of a file that JAX writes for viewers; it has the same content as the .xplane.pb of that name."""
 MOST_WORKERS = 8
-"""More processes than this wait for the disk, not for each other."""
+"""Most processes that read; more would only wait for the disk."""
 Progress = Callable[[float], None]
 _RANK = re.compile(r"rank[-_. ]?(\d+)", re.IGNORECASE)
 
 
 @dataclass(slots=True, kw_only=True)
 class RankFile:
-    """The file of one rank: who wrote it, its rows, and what an exchange of clocks said about it.
+    """The file of one rank: its rows, its host, and what an exchange of clocks said about it.
 
-    `clock_id` is the same for all ranks that read one clock; "" where the file does not say. `run_id` is the same in
-    copies of one run file; "" for a trace. `facts` and `own` (`describe_rank`) are of a run file only.
+    `clock_id` is the same for ranks that read one clock; "" if unknown. `run_id` is the same in copies of one run file;
+    "" for a trace. Only a run file has `facts` and `own` (`describe_rank`).
     """
 
     path: Path
@@ -65,7 +65,7 @@ class RankFile:
 
     @property
     def is_run(self) -> bool:
-        """Whether it is a run file, with power and telemetry, and not a trace."""
+        """Whether it is a run file, with power and telemetry; otherwise it is a trace."""
         return self.path.name.endswith(RUNS)
 
 
@@ -76,7 +76,7 @@ def read_ranks(
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> tuple[list[RankFile], list[Path]]:
-    """The files of the ranks in the order of their ranks, and the files that were skipped. `kinds`: rows to keep."""
+    """Return the files of the ranks, sorted by rank, and the files that were skipped. `kinds`: rows to keep."""
     files, others = find_files(paths)
     if len(files) < 2:
         where = f" in {paths[0].resolve()}" if len(paths) == 1 and paths[0].is_dir() else ""
@@ -103,7 +103,7 @@ def read_ranks(
 
 
 def _refuse_repeats(files: Sequence[tuple[Path, str]]) -> None:
-    """Refuse two files that are the same one: its joules would count twice."""
+    """Raise ArgumentError if two files are the same recording: its joules would count twice."""
     first: dict[str, Path] = {}
     for path, identity in files:
         if identity in first:
@@ -116,15 +116,15 @@ def _refuse_repeats(files: Sequence[tuple[Path, str]]) -> None:
 
 
 def list_names(files: Sequence[Path]) -> str:
-    """The first names of some files."""
+    """Return the names of the first four files, and how many more there are."""
     names = [f.name for f in files[:4]]
     return ", ".join(names) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
 
 
 def _list_folder(path: Path) -> list[Path]:
-    """Runs and traces in a folder; where it has none, those in its subfolders, of which each may be one rank's.
+    """List the runs and traces in a folder; if it has none, those in its subfolders, which may be one for each rank.
 
-    JAX puts them three levels down (plugins/profile/DATE), each a second time in a form for viewers.
+    JAX writes them three levels down (plugins/profile/DATE), and each again in a form for viewers, which is left out.
     """
     level = [path]
     for _ in range(1 + MOST_LEVELS):
@@ -138,7 +138,7 @@ def _list_folder(path: Path) -> list[Path]:
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """The recordings among files and in folders, and other JSON files that lie in those folders."""
+    """Return the recordings among `paths` and in its folders, and the other JSON files in those folders."""
     files: list[Path] = []
     others: list[Path] = []
     for path in paths:
@@ -152,7 +152,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
                 why="it has no .tessera, .json or .json.gz file",
                 fix="give the folder that the ranks wrote to",
             )
-        # One that is too damaged to tell is one: reading it says what is wrong.
+        # A file that is too damaged to tell counts as a recording: reading it then says what is wrong.
         recordings = [f for f in inside if f.suffix == ".tessera" or not read_start(f, 1) or is_trace(f)]
         files += recordings
         others += [f for f in inside if f not in recordings]
@@ -170,7 +170,7 @@ def _read_files(
             if progress:
                 progress(len(ranks) / len(files))
         return ranks
-    # Spawned: a fork would share locks of threads that are running here (samplers, exporters).
+    # Spawn, not fork: a fork would inherit locks of threads that run here (samplers, exporters).
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         for one in pool.map(read_rank, files, range(len(files)), [kinds] * len(files)):
             ranks.append(one)
@@ -180,7 +180,7 @@ def _read_files(
 
 
 def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> RankFile:
-    """One rank, with its number and host; called in a process of its own."""
+    """Read one rank with its number and host; may run in its own process. `place` is the rank if nothing tells it."""
     run_id, facts, own = "", None, {}
     if path.name.endswith(TRACES):
         timeline = read_trace(path)
@@ -207,7 +207,7 @@ def read_rank(path: Path, place: int, kinds: Sequence[Kind] | None = None) -> Ra
 
 
 def _keep_kinds(timeline: Timeline, kinds: Sequence[Kind]) -> Timeline:
-    """Some kinds of rows, and collectives on the host; names that nobody needs any more are dropped too."""
+    """Keep some kinds of rows, and collectives on the host; drop names that no row uses any more."""
     host = np.array([n.startswith(ON_HOST) for n in timeline.names] or [False])
     keep = np.flatnonzero(np.isin(timeline["kind"], [CODE[k] for k in kinds]) | host[timeline["name"]])
     columns: dict[str, Any] = {c: v[keep] for c, v in timeline.columns.items()}
@@ -229,7 +229,7 @@ def _keep_kinds(timeline: Timeline, kinds: Sequence[Kind]) -> Timeline:
 
 
 def _check_same_time(ranks: Sequence[RankFile]) -> None:
-    """Refuse runs that say no rank and have no moment in common: ranks of one job run side by side."""
+    """Raise ArgumentError for runs without a rank that do not overlap in time: ranks of one job run side by side."""
     spans = [
         (int(r.timeline["start_ns"].min()), int(r.timeline["end_ns"].max()), r.path)
         for r in ranks

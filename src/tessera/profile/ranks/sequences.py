@@ -1,4 +1,4 @@
-"""What matching ranks speaks in: the collectives of a group on one rank, the line from its clock to another's."""
+"""Types for matching ranks: the collectives of a group on one rank, and the line from one clock to another."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from ...timeline.columns import Ints, Timeline
 
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-"""Collectives that nobody leaves before all have given their part; the root of a broadcast may."""
+"""Collectives that no rank leaves before all have begun. A broadcast is not one: its root may leave early."""
 ONE_TO_ONE = ("send", "recv", "send_recv")
 STRIDE = 1 << 48
-"""Numbers that tie rows together count from 0 on every rank: in a merged timeline each rank has a range of its own."""
+"""Range of identifiers for each rank in a merged timeline: on every rank by itself they count from 0."""
 Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveSequence:
-    """The collectives of one group on one rank, in the order they ran. `what` numbers type and bytes.
+    """The collectives of one group on one rank, in the order they ran. `what` has one number per type and size.
 
-    `on_host`: they ran on a thread of the host, not as kernels. `numbers` are theirs in the group, the same on all its
-    ranks, where torch told them.
+    `on_host`: they ran on a thread of the host, not as kernels. `numbers` are torch's numbers of the collectives in the
+    group, equal on all its ranks; None if torch did not give them.
     """
 
     rows: Ints
@@ -48,7 +48,7 @@ class ClockFit:
 
 
 def process_groups(timeline: Timeline) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
-    """The process groups that a trace states, as it states them, and their ranks."""
+    """Return the process groups that a trace names, unchanged, and their ranks."""
     info = timeline.meta.get("distributedInfo")
     config = info.get("pg_config") if isinstance(info, dict) else None
     found = []
