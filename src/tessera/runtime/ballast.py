@@ -27,8 +27,10 @@ from .ballast_control import BIN_S, BINS
 SLOT_S = 0.0002
 """How long ballast on a GPU works between two looks at its level: the longest that real work waits for it."""
 SLOTS = 1250
-"""In one launch, 250 ms: whoever is stopped leaves no ballast for longer than two of them. With launches of 50 ms the
-power on an H200 fell by half for some 40 ms in most pauses (2026-11-18): the host seemed to be late with the next."""
+"""Slots in one launch: 250 ms. A launch that is already queued when the levels change leaves no ballast for at most two
+of them. With launches of 50 ms, the power of an H200 fell by half for some 40 ms in most pauses (2026-11-18): the
+host seemed to launch the next one too late.
+"""
 AHEAD = 2
 _POLL_S = 0.005
 
@@ -39,26 +41,32 @@ class Ballast(Protocol):
     where: str
 
     def set_levels(self, levels: Sequence[float]) -> None:
-        """The shares of its time that it works when the device is free; the last one holds on."""
+        """Slots in one launch: 250 ms.
+
+        A launch that is already queued when the levels change leaves no ballast for at most two of them. With launches
+        of 50 ms, the power of an H200 fell by half for some 40 ms in most pauses (2026-11-18): the host seemed to
+        launch the next one too late.
+        """
 
     def ran_s(self) -> float:
-        """How long it has worked, in seconds of the whole device at level 1."""
+        """Return how long the ballast has worked, in seconds of the whole device at level 1."""
 
     def begin_work(self) -> None:
-        """Real work comes now: make room."""
+        """Stop the ballast, because real work comes now."""
 
     def end_work(self) -> None:
-        """All of it is queued: go on after it."""
+        """Let the ballast go on after the real work, all of which is queued now."""
 
     def ended_ns(self) -> int | None:
-        """When the last work ended, by the monotonic clock; None while some runs."""
+        """Return when the last real work ended, by the monotonic clock; None while some runs."""
 
     def close(self) -> None:
-        """End it."""
+        """End the ballast."""
 
 
-# Each worker spins for its level of every 10 ms, and writes its CPU time. It ends when its parent does.
-# Words: stop, when the work ended (0: it runs), the seconds of a level, the levels; then the workers' times.
+# Each worker spins for its level's share of every 10 ms, and writes its CPU time. A worker ends when its parent does.
+# The shared words, in order: whether to stop; when the work ended (0: work runs); how many seconds a level lasts; the
+# levels; the CPU time of each worker.
 _WORKER = """
 import mmap, os, struct, sys, time
 os.nice(19)
@@ -80,7 +88,7 @@ while os.getppid() == parent:
 
 
 class HostBallast:
-    """Spinning processes, one for each CPU of this one."""
+    """Processes that spin, one for each CPU that this process may use."""
 
     where = "in processes of the lowest priority"
 
@@ -121,12 +129,12 @@ class HostBallast:
         return round(ended_s * 1e9) if ended_s else None
 
     def is_working(self) -> bool:
-        """Whether it worked since the last question, beyond looking at its level."""
+        """Return whether the ballast worked since the last question, beyond looking at its level."""
         before, self._seen_s = self._seen_s, self.ran_s()
         return self._seen_s - before > 0.002
 
     def is_running(self) -> bool:
-        """Whether a process of it exists."""
+        """Return whether one of the worker processes exists."""
         return any(worker.poll() is None for worker in self._workers)
 
     def close(self) -> None:
@@ -141,7 +149,10 @@ class HostBallast:
 
 
 class StreamBallast:
-    """A kernel in a stream of its own. A thread launches one behind the work, and keeps `AHEAD` queued after that."""
+    """A kernel in a stream of its own.
+
+    A thread launches one kernel behind the work, and keeps `AHEAD` more queued behind that one.
+    """
 
     where = "in a stream of its own, between calls"
 
@@ -183,7 +194,7 @@ class StreamBallast:
             self._show(slice(self._kernel.LEVELS, None))
 
     def begin_work(self) -> None:
-        """Blocks that run end within a slot; those that are queued end at once."""
+        """Stop the ballast: blocks that run end within a slot, those that are queued end at once."""
         with self._lock:
             self._calls += 1
             self._ended_ns = self._end = None
@@ -191,7 +202,7 @@ class StreamBallast:
             self._show(slice(None))
 
     def end_work(self) -> None:
-        """What is launched from now on begins after the work that the current stream has."""
+        """Let the ballast that is launched from now on begin after the work that the current stream has."""
         with self._lock:
             self._calls -= 1
             if self._calls:
@@ -206,7 +217,10 @@ class StreamBallast:
         return self._ended_ns
 
     def _show(self, part: slice) -> None:
-        """Tell the kernels: whether to work, that the time since the work begins anew, and the levels."""
+        """Copy words to the device for the kernels: whether to work, and the levels.
+
+        The time since the work starts anew.
+        """
         self._copy(self._control[part], self._wanted[part])
         if self._words[self._kernel.WORKS] > 0:
             self._wake.set()
@@ -247,7 +261,7 @@ class StreamBallast:
             queued = deque(event for event in queued if not event.query())
             if not self._may_work():
                 self._wake.clear()
-                if not self._may_work():  # set between the look and the clearing
+                if not self._may_work():  # it may have been set between the look and the clearing
                     self._wake.wait(0.1)
                 continue
             if len(queued) < (AHEAD if self._ended_ns is not None else 1):
@@ -258,11 +272,11 @@ class StreamBallast:
                 self._stop.wait(_POLL_S)
 
     def _may_work(self) -> bool:
-        """Whether work has ended, or will, and there is any ballast to add."""
+        """Return whether work has ended, or will, and there is any ballast to add."""
         return bool(self._words[self._kernel.WORKS] > 0 and self._words[self._kernel.LEVELS :].any())
 
     def _wait_for_end(self) -> None:
-        """Until the work has ended: in the driver, without the interpreter's lock."""
+        """Wait until the work has ended: in the driver, without the interpreter's lock."""
         end = self._end
         if end is None:
             return
@@ -273,7 +287,7 @@ class StreamBallast:
 
 
 def make_ballast(device: int) -> Ballast:
-    """The ballast of a CUDA device; -1 is the host."""
+    """Return the ballast of a CUDA device; -1 is the host."""
     if device < 0:
         return HostBallast()
     import torch

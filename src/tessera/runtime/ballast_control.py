@@ -1,4 +1,4 @@
-"""How much ballast: pure arithmetic between a late sensor and work that only fills what the real work leaves free.
+"""Decide how much ballast runs beside real work. Pure arithmetic, corrected by a sensor that is late.
 
 ::
 
@@ -6,12 +6,13 @@
     of work    ████████                █ ██ ████     its first tenth of a second has pauses, ever shorter
     ballast            ▇▇▆▆▅▅▄▄▄▄▄▄▄▄▄▄              levels by the time since the work ended: one for each BIN_S
 
-The sensor shows a fall some 45 ms late, and pauses are often as short as that. So the levels of a whole pause stand
-ready before it begins, and what the sensor shows of one pause corrects the next: a chip that was slowed down to stay
-within its power limit takes tens of milliseconds to speed up again, in which the same ballast draws less.
+The sensor shows a fall some 45 ms late, and pauses are often no longer than that. So the levels for a whole pause are
+chosen before the pause begins, and what the sensor shows of one pause corrects the next. A chip that was slowed down to
+stay within its power limit takes tens of milliseconds to speed up again; in that time the same ballast draws less.
 
-Work that begins after a pause finds high clocks, and draws more than usual until the board lowers them. What it may
-draw beyond its usual watts grows by the ramp; pauses of the GPU hold back the rest, by what the last starts drew.
+Work that begins after a pause finds high clocks, and draws more than usual until the board lowers them. The watts that
+it may draw beyond its usual watts grow by the ramp. Pauses of the GPU hold back the rest, as much as the last starts
+drew.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-BIN_S = 0.02  # an H200's samples
+BIN_S = 0.02  # seconds, the interval of an H200's samples
 BINS = 128
-"""Levels of a pause; the last holds for the rest of it."""
-# How much of what is missing is corrected with each reading: at its own time in the next pause, and later in this one.
-# Later it must be little: by the time a correction shows, three more readings have asked for the same.
+"""Number of levels of a pause, one for each `BIN_S`; the last level holds for the rest of the pause."""
+# Each reading corrects these shares of the watts that are missing: TRIM for its own time in the next pause, TRIM_LATER
+# for later times in this pause. TRIM_LATER must be small: by the time a correction shows, three more readings have
+# asked for the same one.
 TRIM, TRIM_LATER = 0.25, 0.05
 # Ballast that ran for less than this share of its level was held up by work: a higher level would not help.
 FREE = 0.8
-# A reading with more than this share of the work before a pause, by the sensor's blur, says too little of the pause.
+# A reading tells too little of the pause if, by the sensor's blur, more than this share of it is of the work before the
+# pause.
 MOST_OF_WORK = 0.3
-# The watts from which a ramp falls are those of the work, a mean over about so many readings.
+# A ramp falls from the watts of the work: a mean over about so many readings.
 WORK_READINGS = 5
 LEAST_DUTY = 0.3
-"""Of work that begins: however much the last start drew, the program goes on."""
+"""The smallest share of its time for which work may run when it begins, so that the program goes on however much the
+last start drew.
+"""
 START_S = 0.1
 """How long work draws more than usual after a pause: 60 to 90 ms on an H200 (benchmarks/results/shape_power.json)."""
 
@@ -41,8 +46,9 @@ START_S = 0.1
 class BallastControl:
     """The levels of ballast (0 to 1) that hold a floor and a ramp.
 
-    `idle_w` is what the device draws without work, and `full_w` with ballast only, at level 1: first guesses, which the
-    sensor corrects. `blur_s` is the standard deviation of what one of its samples looks at.
+    `idle_w` is what the device draws without work, and `full_w` what it draws with ballast only, at level 1. Both are
+    first guesses, which the sensor corrects. `blur_s` is the standard deviation, in seconds, of the time that one
+    sample of the sensor averages.
     """
 
     floor_w: float | None
@@ -62,29 +68,29 @@ class BallastControl:
         self.start_from(self.idle_w, self.full_w)
 
     def start_from(self, idle_w: float, full_w: float) -> None:
-        """Take measured watts in place of guesses. The levels for the first pause stand ready before the first work."""
+        """Take measured watts in place of the guesses, and choose the levels for the first pause."""
         self.idle_w, self.full_w, self._work_w = idle_w, full_w, full_w
         self._choose_levels()
 
     @property
     def gain_w(self) -> float:
-        """What level 1 adds to a device without work."""
+        """Return the watts that level 1 adds to a device without work."""
         return max(self.full_w - self.idle_w, 1.0)
 
     def get_target_w(self, since_s: float) -> float:
-        """What the device should draw at a time since the work ended."""
+        """Return the watts that the device should draw at a time since the work ended."""
         ramp = self.max_ramp_w_per_s
         falling_w = 0.0 if ramp is None else self._work_w - ramp * since_s
         return max(self.floor_w or 0.0, falling_w)
 
     def begin_work(self) -> None:
-        """Work begins after a pause. What the last start drew is known by now."""
+        """Note that work begins after a pause, and what the last start drew, which is known by now."""
         if self._highest_w > 0:
             self.start_w = self._highest_w if self.start_w is None else (self.start_w + self._highest_w) / 2
         self._usual_w, self._highest_w = self._work_w, 0.0
 
     def get_start_duty(self, began_s: float) -> float:
-        """The share of its time for which work may run that began `began_s` ago."""
+        """Return the share of its time for which work may run that began `began_s` ago."""
         if self.max_ramp_w_per_s is None or self.start_w is None:
             return 1.0
         allowed_w = self._usual_w + self.max_ramp_w_per_s * began_s
@@ -93,10 +99,11 @@ class BallastControl:
     def observe(
         self, power_w: float, dt_s: float, worked: float, since_s: float | None, began_s: float | None = None
     ) -> list[float]:
-        """Take a reading: mean power over `dt_s`, and the share of that time in which ballast worked. The new levels.
+        """Take a reading, and return the new levels.
 
-        `since_s` is the middle of that time since the work ended, None where work ran; `began_s` since work began after
-        a pause, None where it ran before.
+        A reading is the mean power over `dt_s`, and `worked` the share of that time in which ballast worked. `since_s`
+        is the time from the end of the work to the middle of the reading, None where work ran. `began_s` is the time
+        since work began after a pause, None where the work ran before the pause.
         """
         self.energy_j += worked * self.gain_w * dt_s
         if since_s is None and began_s is not None and began_s < START_S:
@@ -118,7 +125,7 @@ class BallastControl:
         held_up = level > 0 and worked < FREE * level
         if (missing > 0 and (held_up or level >= 1.0)) or (missing < 0 and level <= 0.0):
             return
-        for each in range(max(at - 1, 0), BINS):  # a reading is of two bins, mostly
+        for each in range(max(at - 1, 0), BINS):  # a reading mostly covers two bins
             trim = TRIM if each <= at else TRIM_LATER
             self._trims[each] = min(max(self._trims[each] + trim * missing, -1.0), 1.0)
 

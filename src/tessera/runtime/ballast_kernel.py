@@ -1,8 +1,8 @@
-"""The kernel of ballast: each block multiplies matrices for `level` of each slot, and sleeps for the rest of it.
+"""The Triton kernel of ballast: each block multiplies matrices for `level` of each slot, and sleeps for the rest.
 
-Matrix products, since nothing else draws as much; of values without a pattern, since equal ones toggle no wires (a
-product of zeros draws 403 W on an H200, one of random values 689 W); and of matrices in memory, as real products are:
-blocks that multiplied what they had in registers drew 613 W at clocks at which a product draws 956 W.
+It multiplies matrices because nothing else draws as much power. Their values have no pattern, because equal values
+toggle no wires (a product of zeros draws 403 W on an H200, one of random values 689 W). They are in memory, as those of
+real products are: blocks that multiplied values in registers drew 613 W at clocks at which a real product draws 956 W.
 """
 
 # Triton reads the annotations of its kernels itself, and accepts only its own:
@@ -18,15 +18,15 @@ from .wait_kernel import NAP_NS, _nap  # isort: skip  (says what is missing wher
 import triton
 import triton.language as tl
 
-ONE = 1024  # a level is in 1/1024
+ONE = 1024  # levels are integers in units of 1/1024
 # Words of CONTROL, int64 each: whether to work, when the first block after the work began, and the levels since then.
 WORKS, BEGAN_NS, LEVELS = range(3)
 WARPS, STAGES, SIZE, DEPTH = 4, 3, 128, 64
 STEPS = 8
-"""Steps of `DEPTH` between two looks at the clock: some 5 us."""
+"""Steps of `DEPTH` between two looks at the clock: together some 5 us."""
 SHARED_BYTES = STAGES * 2 * SIZE * DEPTH * 2
 ROWS, COLUMNS = 2048, 4096
-"""Of the matrices: 16 MiB each, which an L2 cache holds, as it holds the tiles of a real product."""
+"""Shape of the matrices: 16 MiB each, which an L2 cache holds, as it holds the tiles of a real product."""
 _ONE, _NAP_NS, _THREADS = tl.constexpr(ONE), tl.constexpr(NAP_NS), tl.constexpr(WARPS * 32)
 _WORKS, _BEGAN_NS, _LEVELS = tl.constexpr(WORKS), tl.constexpr(BEGAN_NS), tl.constexpr(LEVELS)
 _ROWS, _COLUMNS, _STEPS = tl.constexpr(ROWS), tl.constexpr(COLUMNS), tl.constexpr(STEPS)
@@ -34,13 +34,13 @@ _ROWS, _COLUMNS, _STEPS = tl.constexpr(ROWS), tl.constexpr(COLUMNS), tl.constexp
 
 @triton.jit
 def _read(word):
-    """A word, the same for all warps of a block: they must take the same branches around a product."""
+    """Read a word, the same value for all warps of a block: they must take the same branches around a product."""
     return tl.max(tl.load(word + tl.zeros((_THREADS,), dtype=tl.int32), volatile=True), axis=0)
 
 
 @triton.jit
 def _read_time():
-    """The time in nanoseconds, the same for all warps of a block."""
+    """Read the time in nanoseconds, the same value for all warps of a block."""
     each = tl.zeros((_THREADS,), dtype=tl.int64)
     asm: tl.constexpr = "mov.u64 $0, %globaltimer;"
     return tl.max(tl.inline_asm_elementwise(asm, "=l,l", [each], dtype=tl.int64, is_pure=False, pack=1), axis=0)
@@ -51,7 +51,7 @@ def tessera_ballast(
     control, stats, left, right, slot_ns: tl.int64, slots: tl.int64, bin_ns: tl.int64, bins: tl.int64,
     SIZE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """`stats` are the nanoseconds of work of all blocks. Ends when it is told to stop."""
+    """Run ballast for `slots` slots, or until `control` says stop. `stats` sums the nanoseconds of work of blocks."""
     rows = (tl.program_id(0) % (_ROWS // SIZE)) * SIZE + tl.arange(0, SIZE)
     columns = (tl.program_id(0) // (_ROWS // SIZE) % (_ROWS // SIZE)) * SIZE + tl.arange(0, SIZE)
     depth = tl.arange(0, DEPTH)
@@ -75,7 +75,8 @@ def tessera_ballast(
                 total = tl.dot(a, b, total)
             chunk += 1
             now = _read_time()
-        # A product that nobody reads would be removed by the compiler; it stays far below this, so nothing is added.
+        # The compiler would remove a product that nobody reads. The largest value stays far below 1e30, so nothing is
+        # added.
         largest = tl.max(tl.max(total, axis=1), axis=0)
         tl.atomic_add(stats, now - began + tl.where(largest > 1e30, 1, 0))
         while now - began < slot_ns:
@@ -85,7 +86,7 @@ def tessera_ballast(
 
 
 def make_matrices(torch: Any, device: Any) -> tuple[Any, Any]:
-    """The two matrices, of random values, whose sums stay far below what fp16 and fp32 hold."""
+    """Make the two matrices of random values, whose sums stay far below what fp16 and fp32 hold."""
     shapes = ((ROWS, COLUMNS), (COLUMNS, ROWS))
     left, right = (0.1 * torch.randn(*shape, device=device, dtype=torch.float16) for shape in shapes)
     return left, right
@@ -94,7 +95,7 @@ def make_matrices(torch: Any, device: Any) -> tuple[Any, Any]:
 def launch(
     control: Any, stats: Any, matrices: tuple[Any, Any], *, blocks: int, slot_ns: int, slots: int, bin_ns: int
 ) -> Any:
-    """Put ballast on the current stream."""
+    """Launch ballast in the current stream."""
     bins = control.numel() - LEVELS
     return tessera_ballast[(blocks,)](
         control, stats, *matrices, slot_ns, slots, bin_ns, bins,

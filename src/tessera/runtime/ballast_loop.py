@@ -1,4 +1,4 @@
-"""The thread that holds a floor and a ramp: readings of the sensor in, levels of ballast and pauses of a start out."""
+"""The thread that holds a floor and a ramp: it reads the sensor, and sets the ballast and the pauses of a start."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from .controller import PaceCommand
 from .pacer import Pacer
 from .power_zone import PowerZone, guess_power
 
-# A function that is called in a loop must find its ballast still at work; after a pause this long it ends.
+# Between calls in a loop, the ballast must go on; it ends when no call came for this many seconds.
 LINGER_S = 2.0
 TICK_S = 0.02
-# Before the first work, the device is measured idle and with ballast only, for this long each.
+# Before the first work, the power of the device is measured idle and with ballast only, each over CALIBRATE_S. Ballast
+# runs for SETTLE_S before its measurement. A measurement gives up after GIVE_UP_S without enough readings.
 CALIBRATE_S, SETTLE_S, GIVE_UP_S = 0.2, 0.1, 1.0
-# Work that comes sooner after the last is not a start: clocks change in 20 ms at the earliest.
+# Work that comes sooner after the last work is not a start: clocks change after 20 ms at the earliest.
 PAUSE_S = 0.02
-# Of work between two pauses of a start. Kernels drain before each pause: with 3 ms of work between two, on an H200, a
-# start drew 500 W where 660 W were allowed (2026-11-18).
+# Seconds of work between two pauses of a start. Kernels drain before each pause: with 3 ms of work between two pauses,
+# a start on an H200 drew 500 W where 660 W were allowed (2026-11-18).
 SLICE_S = 0.006
-# The first second, in which the level is found, is not in the report's lowest and highest power.
+# The report's lowest and highest power leave out the first second, in which the level is found.
 FIRST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BallastReport:
-    """What a floor and a ramp did, and what that cost. None: no sensor, or too short to tell.
+    """What a floor and a ramp did, and what that cost. None: there is no sensor, or the time was too short to tell.
 
-    `energy_j` is what ballast took, by its measured seconds and the watts that the sensor showed for it. `paused_s` is
-    how long the GPU was paused when work began after a pause.
+    `energy_j` is the energy of ballast: its measured seconds times the watts that the sensor showed for it. `paused_s`
+    is how long the GPU was paused when work began after a pause.
     """
 
     floor_w: float | None
@@ -54,13 +55,17 @@ class BallastReport:
 
     @property
     def cost(self) -> float | None:
-        """The joules of ballast as a share of those of the work."""
+        """Return the joules of ballast as a share of those of the work."""
         work_j = self.total_j - self.energy_j
         return self.energy_j / work_j if work_j > 0 else None
 
 
 class BallastLoop:
-    """Ballast on this process's device while calls run, and for `LINGER_S` after them. Threads may share it."""
+    """What a floor and a ramp did, and what that cost. None: no sensor, or the time was too short to tell.
+
+    `energy_j` is the energy of ballast: its measured seconds times the watts that the sensor showed for it. `paused_s`
+    is how long the GPU was paused when work began after a pause.
+    """
 
     def __init__(
         self,
@@ -80,8 +85,9 @@ class BallastLoop:
         self._control: BallastControl | None = None
         self._ran: deque[tuple[int, float]] = deque(maxlen=512)  # (monotonic ns, seconds that ballast worked)
         self._total_j = self._energy_j = self._ran_s = self._seen_s = 0.0
-        self._pauses: deque[tuple[int, int | None]] = deque(maxlen=8)  # between work: from, until (None: it lasts)
-        self._began_ns = 0  # of the last call
+        # between work: start, end (None: the pause lasts)
+        self._pauses: deque[tuple[int, int | None]] = deque(maxlen=8)
+        self._began_ns = 0  # when the last call began
         self._pacer: Pacer | None = None
         self._start_ns = 0  # when work last began after a pause
         self._extremes: tuple[float, float] | None = None
@@ -92,7 +98,7 @@ class BallastLoop:
     # -- what a schedule calls ------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """A call begins."""
+        """Note that a call begins; the first call starts the thread."""
         with self._lock:
             self._running += 1
             if self._thread is None:
@@ -105,7 +111,7 @@ class BallastLoop:
                 self._ballast.begin_work()
 
     def leave(self) -> None:
-        """A call has ended; its work may still be queued."""
+        """Note that a call has ended; its work may still be queued."""
         with self._lock:
             self._running -= 1
             self._until_s = time.monotonic() + LINGER_S
@@ -113,7 +119,7 @@ class BallastLoop:
                 self._ballast.end_work()
 
     def report(self) -> BallastReport:
-        """The figures so far."""
+        """Return the figures so far."""
         with self._lock:
             ballast, control = self._ballast, self._control
             return BallastReport(
@@ -152,7 +158,7 @@ class BallastLoop:
         idle_w, burst_w = guess_power(labels, most_w)
         self._ballast = self._make(device)
         if self._make_pacer is not None and self.max_ramp_w_per_s is not None and cuda and self._pacer is None:
-            # of what ran before the start no pause is owed
+            # the pacer owes no pause for work that ran before the start
             self._pacer = self._make_pacer(device, most_work_s=2 * SLICE_S)
         self._where = self._ballast.where
         self._control = BallastControl(
@@ -167,7 +173,7 @@ class BallastLoop:
         self._ballast.set_levels(self._control.levels)
 
     def _calibrate(self, sampler: Any, ballast: Ballast, control: BallastControl) -> None:
-        """Measure the device with nothing and with ballast only: half a second, once, before the first work."""
+        """Measure the device without work and with ballast only: for half a second, once, before the first work."""
         idle = self._measure(sampler, ballast)
         ballast.set_levels([1.0] * BINS)
         time.sleep(SETTLE_S)
@@ -179,7 +185,7 @@ class BallastLoop:
             self._notes["guess"] = "the watts of ballast could not be measured: its joules are the catalogue's guess"
 
     def _measure(self, sampler: Any, ballast: Ballast) -> tuple[float, float] | None:
-        """Mean power over `CALIBRATE_S`, and the share of that time in which ballast worked."""
+        """Return the mean power over `CALIBRATE_S`, and the share of that time in which ballast worked."""
         self._zone.read_ns = None
         began_s, ran_s = time.monotonic(), ballast.ran_s()
         energy_j = seconds = 0.0
@@ -192,7 +198,7 @@ class BallastLoop:
         return (energy_j / seconds, min(worked, 1.0)) if seconds >= CALIBRATE_S / 2 else None
 
     def _wait_for_reading(self, sampler: Any) -> None:
-        """Ask the sensor for what it has: unasked, a ring of samples is read every second or two."""
+        """Ask the sensor for new samples. If nobody asks, a ring of samples is read only every second or two."""
         since_ns = self._zone.read_ns or time.monotonic_ns() - round(TICK_S * 1e9)
         sampler.wait_for(since_ns + round(TICK_S * 0.5e9), timeout_s=TICK_S, names=self._zone.names)
         time.sleep(TICK_S / 4)
@@ -202,13 +208,13 @@ class BallastLoop:
             while self._running or time.monotonic() < self._until_s:
                 self._wait_for_reading(self._sampler or monitor.default().sampler)
                 self._tick(time.monotonic_ns())
-        except Exception as exc:  # noqa: BLE001  (a sensor that is lost: ballast must not stay on)
+        except Exception as exc:  # noqa: BLE001  (a lost sensor must not leave ballast on)
             self._notes["lost"] = f"the floor was given up: {type(exc).__name__}: {exc}"
         finally:
             self._end()
 
     def _note_start(self, ended_ns: int | None) -> None:
-        """A call begins: if a pause was before it, its first work is paused where it would draw more than it may."""
+        """Note that a call begins. After a pause, its first work is paused where it would draw more than it may."""
         if ended_ns is None or self._began_ns - ended_ns < PAUSE_S * 1e9 or self._control is None:
             return
         self._start_ns = self._began_ns
@@ -237,9 +243,9 @@ class BallastLoop:
         self._add(reading)
 
     def _find_time_since_work(self, reading: MeanPower, ended_ns: int | None) -> float | None:
-        """The middle of a reading since the work before it ended; None where work ran.
+        """Return the time from the end of the work before a reading to the reading's middle; None where work ran.
 
-        A reading is some 20 ms old: the work that it is of may be over, or the next one may run by now.
+        A reading is some 20 ms old: the work that it shows may be over, or the next work may already run.
         """
         middle_ns = (reading.start_ns + reading.time_ns) // 2
         if ended_ns is not None and (not self._pauses or self._pauses[-1][0] != ended_ns):
@@ -252,7 +258,7 @@ class BallastLoop:
         return None
 
     def _ran_at(self, time_ns: int) -> float:
-        """The seconds that ballast had worked at a time, between two looks."""
+        """Return the seconds that ballast had worked at a time, interpolated between two looks."""
         after = next(((t, s) for t, s in self._ran if t >= time_ns), self._ran[-1])
         before = next(((t, s) for t, s in reversed(self._ran) if t <= time_ns), self._ran[0])
         if after[0] <= before[0]:

@@ -1,4 +1,4 @@
-"""What a schedule's cap did: the readings of its time added up, and the report made from them. Bounded memory."""
+"""What a schedule's cap did: add up the readings of its time, and make the report from them. Memory is bounded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from .shaper import ShaperReport
     from .tuning.plan import Plan
 
-# The controller needs this long to find the load's duty, or two windows; windows before it are reported separately.
+# The controller learns the load's duty in this many seconds, or in two windows; windows in that time are reported
+# separately.
 FIRST_S = 0.5
-# A reading that ends this much after the last call still belongs to it: one sample of an H200's ring.
+# A reading that ends at most this long after the last call still belongs to the call: one sample of an H200's ring.
 _TAIL_NS = 20_000_000
 
 
@@ -34,7 +35,7 @@ class MeanPower:
 
     @property
     def start_ns(self) -> int:
-        """When the span begins."""
+        """Return when the span begins."""
         return self.time_ns - round(self.seconds * 1e9)
 
 
@@ -50,7 +51,8 @@ class PowerMeter:
         self.peak_w: float | None = None
         self.first_peak_w: float | None = None
         self._settled = (0.0, 0.0)  # joules and seconds after first_s
-        self._sums: deque[tuple[int, float]] = deque()  # (time_ns, joules so far): one window, and one point before it
+        # one window of (time_ns, joules so far), and one point before it
+        self._sums: deque[tuple[int, float]] = deque()
 
     def add(self, reading: MeanPower) -> None:
         """Take the next reading."""
@@ -81,7 +83,7 @@ class PowerMeter:
 
     @property
     def mean_w(self) -> float | None:
-        """Mean power after the beginning; of everything where there was no more."""
+        """Return the mean power after the first seconds; if there was nothing after them, the mean power of all."""
         joules, seconds = self._settled
         if seconds > 0.2:
             return joules / seconds
@@ -90,12 +92,12 @@ class PowerMeter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZoneReport:
-    """One GPU, the CPUs or the node: what was measured under the cap. None: too short to tell.
+    """What was measured under the cap on one GPU, the CPUs or the node. None: the time was too short to tell.
 
-    `mean_w` and `peak_w` (the highest mean of any window of `window_s`) leave out the beginning (half a second,
-    or two windows), in which the controller learns the load; `first_peak_w` is the highest window of that time. `own`:
-    the watts are those of this program and its children, not all that the machine draws. The node's are those of up to
-    so many `processes` together.
+    `mean_w` and `peak_w` (the highest mean of any window of `window_s`) leave out the beginning (half a second, or two
+    windows), in which the controller learns the load; `first_peak_w` is the highest window of that time. `own` is true
+    where the watts are those of this program and its children, not all that the machine draws. The node's watts are
+    those of up to so many `processes` together.
     """
 
     zone: str
@@ -113,10 +115,10 @@ class ZoneReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReport:
-    """What launches of Tessera's own kernels spent. None: too short to tell.
+    """The tokens that launches of Tessera's own kernels spent. None: the time was too short to tell.
 
-    `kind` is "launches", "warps" or "cp_async". `per_s` is the rate that was held; `energy_per_token_j` what one token
-    costs above idle, as measured, with the joules of other work, which spends no tokens.
+    `kind` is "launches", "warps" or "cp_async". `per_s` is the measured rate. `energy_per_token_j` is what one token
+    costs above idle. It includes the joules of other work, which spends no tokens.
     """
 
     kind: str
@@ -130,10 +132,10 @@ class ScheduleReport:
     """What a schedule was asked for, what it did, and what that cost.
 
     `how` is "token_bucket", "driver" or None (nothing is limited). The cap applies to the mean over `window_s`, which
-    is the schedule's own or, where `window_from` is "sensor", the shortest that the sensor can resolve. `slowdown` is
-    the time waited over the time worked: the most that waiting adds to the run time, as clocks may rise after a pause.
-    `tokens` is None for a bucket of joules, `plan` without a policy or before the first call, `ballast` without a floor
-    or a ramp, `shaper` without one.
+    is the schedule's own or, where `window_from` is "sensor", the shortest window that the sensor can resolve.
+    `slowdown` is the time waited over the time worked: the most that waiting adds to the run time, as clocks may rise
+    after a pause. `tokens` is None for a bucket of joules, `plan` without a policy or before the first call, `ballast`
+    without a floor or a ramp, `shaper` without one.
     """
 
     cap: ScopedPower | None = None
@@ -155,23 +157,23 @@ class ScheduleReport:
 
     @property
     def energy_j(self) -> float:
-        """Joules of all zones while the schedule was at work."""
+        """Return the joules of all zones while the schedule was at work."""
         return sum(z.energy_j for z in self.zones)
 
     @property
     def energy_per_call_j(self) -> float | None:
-        """Joules of one call; None before the first, without a sensor's reading, or with other processes' joules."""
+        """Return the joules of one call; None before the first, without a reading, or if other processes share them."""
         shared = any(z.processes > 1 for z in self.zones)
         return self.energy_j / self.calls if self.calls and self.energy_j and not shared else None
 
     @property
     def mean_w(self) -> float | None:
-        """The mean of the zone that drew most."""
+        """Return the mean power of the zone that drew most."""
         return max((z.mean_w for z in self.zones if z.mean_w is not None), default=None)
 
     @property
     def peak_w(self) -> float | None:
-        """The worst window of any zone."""
+        """Return the highest power of any window of any zone."""
         return max((z.peak_w for z in self.zones if z.peak_w is not None), default=None)
 
     def __str__(self) -> str:
@@ -193,16 +195,17 @@ class CapTracker:
         self.zones: Sequence[PowerZone] = ()
         self._meters: dict[str, PowerMeter] = {}
         self._domains: dict[str, tuple[tuple[str, ...], Basis, bool]] = {}
-        self._processes: dict[str, int] = {}  # the most that a reading had
+        self._processes: dict[str, int] = {}  # the highest number of processes in one reading
         self._window_from = "cap_window_ms"
         self._pacer: Pacer | None = None
         self.held = False  # whether the cap is in force
         self._at_open, self._earlier = PaceCounts(), PaceCounts()
-        self._spent, self._since = 0, -1  # tokens, and the device's count at which ours began; -1: they are not ours
+        # tokens; then the device's count when it began to count ours, or -1 while it counts another kind
+        self._spent, self._since = 0, -1
         self._token_j: float | None = None
 
     def open(self, zones: Sequence[PowerZone], pacer: Pacer, sampler: Sampler, now_ns: int) -> None:
-        """Work begins, for the first time or again."""
+        """Begin to measure: the work starts, for the first time or again."""
         self.zones, self._pacer, self._from_ns = zones, pacer, now_ns
         self.resume()
         for zone in zones:
@@ -217,12 +220,12 @@ class CapTracker:
                 self.notes["sensor"] = "there is no power sensor: the cap is held by prediction alone"
 
     def resume(self) -> None:
-        """The cap is in force, or again: what waits from now on counts."""
+        """Put the cap in force: the waits from now on count for this schedule."""
         assert self._pacer is not None
         self._at_open, self.held = self._pacer.counts(), True
 
     def add_readings(self, readings: Mapping[str, MeanPower | None]) -> None:
-        """Take the readings that belong to our calls."""
+        """Take the readings that belong to this schedule's calls."""
         for zone in self.zones:
             self.notes.update(zone.notes)
             self._note_tighter(zone)
@@ -244,16 +247,16 @@ class CapTracker:
             )
 
     def is_up_to_date(self) -> bool:
-        """Whether the sensor's readings include the last call."""
+        """Return whether the sensor's readings include the last call."""
         return all(z.read_ns is not None and z.read_ns >= self.until_ns for z in self.zones)
 
     def close(self) -> None:
-        """Work has ended; the figures stay."""
+        """Stop measuring, because the work has ended; the figures stay."""
         self.switch_tokens(None)
         self._earlier, self._at_open, self.held = self._counts(), PaceCounts(), False
 
     def switch_tokens(self, kind: str | None) -> None:
-        """The device counts this kind of tokens from now on; those of another kind are not ours."""
+        """Note that the device counts this kind of tokens from now on; other kinds do not count for this schedule."""
         now = self._pacer.counts().tokens if self._pacer is not None else 0
         self._spent += now - self._since if self._since >= 0 else 0
         self._since = now if kind == self.tokens else -1
@@ -277,9 +280,10 @@ class CapTracker:
         return TokenReport(kind=self.tokens, spent=self._spent, per_s=per_s, energy_per_token_j=self._token_j)
 
     def report(self, notes: Sequence[str] = ()) -> ScheduleReport:
-        """The figures so far; `notes` are added to our own."""
+        """Return the figures so far; `notes` come before this schedule's own."""
         counts = self._counts()
-        # A GPU's pauses time only the work between them; several threads of a CPU work and wait at once.
+        # The pauses of a GPU count only the work between them as worked time; several threads of a CPU work and wait at
+        # once.
         past_s = max((m.seconds for m in self._meters.values()), default=0.0)
         worked_s = max(counts.worked_s, past_s - counts.waited_s)
         tokens = self._token_report()

@@ -1,4 +1,4 @@
-"""The thread that holds caps: power readings in, commands to the pacers out. One per process.
+"""The thread that holds caps: it reads the power, and gives commands to the pacers. There is one per process.
 
 ::
 
@@ -7,8 +7,9 @@
       monitor's samples ────────┘                ▼
                                               Pacer ──► pauses of the GPU, or waits on the host
 
-It runs while a schedule with a cap is in a call or has just been, and sleeps otherwise. Well below the cap it looks ten
-times a second and nothing waits; near it, at every sample of the sensor. It makes no CUDA call.
+The thread runs while a schedule with a cap is in a call or was in one a moment ago, and sleeps otherwise. Well below
+the cap, it looks ten times a second and nothing waits; near the cap, it looks at every sample of the sensor. It makes
+no CUDA call.
 """
 
 from __future__ import annotations
@@ -41,28 +42,29 @@ _log = logging.getLogger("tessera")
 
 # An H200's ring gives a sample every 20 ms: a shorter tick would find nothing new.
 TICK_NS = 20_000_000
-# Where nothing is near its cap, and for how long after a start nobody knows yet whether it is.
+# WATCH_NS: time between two looks where nothing is near its cap. FRESH_NS: for so long after a start, nobody knows yet
+# how near it is.
 WATCH_NS = 100_000_000
 FRESH_NS = 400_000_000
-# A call that ended this recently may only have launched its work.
+# A call that ended less than this long ago may only have launched its work.
 JUST_NS = 250_000_000
-# After the last call: the sensor is late, and queued work still runs.
+# The loop goes on for this long after the last call: the sensor is late, and queued work still runs.
 LINGER_NS = 500_000_000
 _ALONE_S = 0.1
 
 
 class ControlLoop:
-    """The zones, pacers and live schedules of this process."""
+    """The zones, the pacers and the schedules of this process that are in use."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._zones: dict[str, PowerZone] = {}
-        self._spenders: dict[int, TokenSpender] = {}  # with their pacers, by CUDA device; -1 is the host
+        self._spenders: dict[int, TokenSpender] = {}  # by CUDA device; -1 is the host
         self._trackers: list[CapTracker] = []
         self._node: NodeBucket | None = None
-        self._lease: LeaseReader | None = None  # where there is a node's cap
+        self._lease: LeaseReader | None = None  # None unless a schedule caps the node
         self._job_ratio = 0.0
         self.own = OwnLaunches(self.find_spender)
         self._idle = True
@@ -74,11 +76,12 @@ class ControlLoop:
     # -- what schedules call --------------------------------------------------------------------------------
 
     def enter(self, tracker: CapTracker) -> None:
-        """A call under a cap begins."""
+        """Note that a call under a cap begins."""
         with self._wake:
             if tracker not in self._trackers:
                 self._open(tracker)
-            elif tracker.tokens != self.own.tokens:  # called in turn with another: choose again what suits both
+            # two schedules are called in turn: choose again the tokens that suit both
+            elif tracker.tokens != self.own.tokens:
                 self._choose_tokens(self._trackers)
             now = time.monotonic_ns()
             tracker.running += 1
@@ -95,7 +98,7 @@ class ControlLoop:
                 self._wake.notify_all()
 
     def leave(self, tracker: CapTracker) -> None:
-        """A call has ended."""
+        """Note that a call has ended."""
         with self._lock:
             tracker.running -= 1
             tracker.until_ns = time.monotonic_ns()
@@ -103,7 +106,7 @@ class ControlLoop:
                 self._listen()
 
     def find_spender(self) -> TokenSpender:
-        """The pacer of the current CUDA device, or of the host, and the tokens that are spent there."""
+        """Return the pacer of the current CUDA device, or of the host, with the tokens that are spent there."""
         device = _current_device()
         spender = self._spenders.get(device)
         if spender is not None:
@@ -119,7 +122,7 @@ class ControlLoop:
         return [s.pacer for s in self._spenders.values()]
 
     def wait_for_readings(self, tracker: CapTracker, timeout_s: float = 1.0) -> None:
-        """Wait until the sensor's readings include a schedule's last call; not while one runs."""
+        """Wait until the sensor's readings include a schedule's last call; do not wait while a call runs."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not (self._idle or tracker.running or tracker.is_up_to_date()):
             time.sleep(0.01)
@@ -128,7 +131,7 @@ class ControlLoop:
         self.own.enable(any(t.running and t.tokens != "joules" for t in self._trackers))
 
     def _choose_tokens(self, trackers: list[CapTracker]) -> None:
-        """One bucket for each device: of the tokens that all of these count, or of joules where they differ."""
+        """Choose what the buckets of all devices count: what these schedules count, or joules if they differ."""
         kinds = {t.tokens for t in trackers}
         tokens = kinds.pop() if len(kinds) == 1 else "joules"
         for tracker in trackers:
@@ -176,14 +179,14 @@ class ControlLoop:
             self._thread.start()
 
     def _hold(self, tracker: CapTracker, zones: Iterable[PowerZone], now: int) -> None:
-        """Put a schedule's cap in force."""
+        """Put a schedule's cap in force in its zones."""
         for zone in zones:
             zone.caps[id(tracker)] = self._node_cap(Cap(tracker.cap.power_w, tracker.window_s), tracker.cap)
             if zone.key != "node":
                 zone.begin(monitor.default().sampler, now)
 
     def _end_lingering(self, entered: CapTracker, now: int) -> None:
-        """A CPU has nothing queued: the caps of schedules without a call end where another schedule has one."""
+        """End the caps of schedules without a call, if another schedule enters one: a CPU has nothing queued."""
         ended = [t for t in self._trackers if t.held and not t.running]
         if not ended and entered.held:
             return
@@ -198,7 +201,7 @@ class ControlLoop:
         self._command(now)
 
     def _node_cap(self, cap: Cap, asked: ScopedPower) -> Cap:
-        """The cap of a node with the lease of its governor: the tighter of both, or the lease where it is followed."""
+        """Return a node's cap under its governor's lease: the tighter of both, or the lease if the cap follows it."""
         leased_w = None if self._lease is None or asked.scope != "node" else self._lease.allow_w()
         if leased_w is None:
             return cap
@@ -223,7 +226,10 @@ class ControlLoop:
         return self._zones[key]
 
     def _share_pacers(self) -> None:
-        """Device i of torch is the i-th GPU that NVML shows to this process; the node's zone has all of them."""
+        """Give each zone the pacers of its devices.
+
+        Torch's device i is the i-th GPU that NVML shows to this process. The node's zone has all pacers.
+        """
         gpus = [n for n in monitor.default().sampler.counted_domains() if n.startswith("gpu")]
         for device, spender in self._spenders.items():
             own = "cpu" if device < 0 else gpus[device] if device < len(gpus) else f"gpu{device}"
@@ -243,7 +249,7 @@ class ControlLoop:
                 continue
             try:
                 self._tick()
-            except Exception as exc:  # noqa: BLE001  (a sensor, the node's file: the last command stays, work goes on)
+            except Exception as exc:  # noqa: BLE001  (a sensor or the node's file: the last command stays, work goes on)
                 self._warn_once(f"{type(exc).__name__}: {exc}: the power cap continues with its last waits")
                 time.sleep(_ALONE_S)
 
@@ -261,7 +267,7 @@ class ControlLoop:
             self._steer(sampler, time.monotonic_ns())
 
     def _is_near(self, now: int) -> bool:
-        """Whether every sample counts: something waits or may soon have to, or too little is known yet."""
+        """Return whether every sample counts: something waits or may soon have to, or too little is known yet."""
         return now - self._woken_ns < FRESH_NS or any(z.is_near_cap(now) for z in self._zones.values() if z.caps)
 
     def _steer(self, sampler: Sampler, now: int) -> None:
@@ -309,7 +315,7 @@ class ControlLoop:
         if zone is None or cap is None:
             return
         power_w, reading = view.power_w(now, zone.latest), readings.get("node")
-        # our own reading, with the power of everybody's domains
+        # the reading's time, with the power of the domains of all processes
         reading = None if reading is None or power_w is None else replace(reading, power_w=power_w)
         readings["node"], zone.processes = reading, sum(bool(m.power_w) for m in view.members)
         if not view.leads:
@@ -317,14 +323,14 @@ class ControlLoop:
             return
         if zone.controller is None:
             zone.begin(sampler, now)
-        if zone.controller is not None:  # with more processes than GPUs some take turns
+        if zone.controller is not None:  # with more processes than GPUs, some processes take turns
             gpus = sum(n.startswith("gpu") for n in zone.names)
             zone.controller.shared = 0 < gpus < sum(m.cap_w > 0 for m in view.members)
         zone.steer(sampler, reading, now, cap=view.cap)
         node.set_command(zone.command, now)
 
     def _command(self, now: int) -> None:
-        """Give each pacer the strictest command of its zones, or the job's if that is stricter still."""
+        """Give each pacer the strictest command of its zones, or the job's if the job's is stricter still."""
         for spender in self._spenders.values():
             pacer = spender.pacer
             zones = [z for z in self._zones.values() if pacer in z.pacers]
@@ -342,13 +348,13 @@ class ControlLoop:
                     zone.notes["pause"] = pacer.failure
 
     def _warn_once(self, text: str) -> None:
-        about = text.partition(":")[0]  # once for each zone or reason: this may come fifty times a second
+        about = text.partition(":")[0]  # warn once for each zone or reason: this may come fifty times a second
         if about not in self._warned:
             self._warned.add(about)
             _log.warning("%s", text)
 
     def _retire(self, now: int) -> None:
-        """Forget schedules that ended a while ago; with the last one, stop ticking."""
+        """Forget schedules that ended a while ago, and stop ticking after the last one."""
         for tracker in list(self._trackers):
             if now - tracker.until_ns > LINGER_NS:
                 self._trackers.remove(tracker)
@@ -368,7 +374,7 @@ class ControlLoop:
             self._node.leave()
 
     def stop(self) -> None:
-        """At exit: nobody must wait for what is queued."""
+        """End all waits at exit: nobody must wait for queued work."""
         self._stopping = True
         self.own.enable(False)
         if self._thread is not None:
@@ -380,9 +386,9 @@ class ControlLoop:
 
 
 class PacedCall:
-    """A context in which a schedule's cap is held: what `schedule` enters around a call or a block.
+    """A context in which a schedule's cap is held: `schedule` enters one around a call or a block.
 
-    On a GPU the program itself does nothing for it, except where it spends tokens.
+    On a GPU, this object does nothing in the program itself, unless the program spends tokens.
     """
 
     __slots__ = ("_each_call", "_loop", "_points", "_spender", "_tracker")
@@ -417,7 +423,7 @@ class PacedCall:
 
 
 def _current_device() -> int:
-    """The current CUDA device; -1 where there is none, or CUDA is not in use."""
+    """Return the current CUDA device; -1 where there is none, or CUDA is not in use."""
     torch: Any = sys.modules.get("torch")
     return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else -1
 
@@ -427,7 +433,7 @@ _making = threading.Lock()
 
 
 def get_loop() -> ControlLoop:
-    """The loop of this process."""
+    """Return the loop of this process."""
     global _loop  # noqa: PLW0603  (one per process)
     if _loop is not None:
         return _loop
@@ -439,7 +445,7 @@ def get_loop() -> ControlLoop:
 
 
 def _reset_after_fork() -> None:
-    """In a forked child: thread and locks are the parent's."""
+    """Forget the loop in a forked child: its thread and its locks are the parent's."""
     global _loop, _making
     _loop, _making = None, threading.Lock()
     hints.listener = None

@@ -1,9 +1,9 @@
 """Where work on a CPU may wait: between its operators, mirrored in the backward pass, and after each call.
 
-A CPU computes on the thread that calls, so nobody else can make it wait. A torch function mode sees what Python calls.
-Views, attributes and an optimizer's Python take no time and are passed over. The mode is thread-local and does not see
-autograd's C++ nodes, so each operator of the forward pass puts a point on the backward node beside it. Code under
-`torch.compile` would be compiled once more under a mode: it waits between calls.
+A CPU computes on the thread that calls, so no other thread can make it wait. A torch function mode sees what Python
+calls. Views, attributes and an optimizer's Python code take no time and are passed over. The mode is thread-local and
+does not see autograd's C++ nodes, so each operator of the forward pass adds a point to its backward node. Under a mode,
+code of `torch.compile` would be compiled once more, so it waits only between calls.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from .pacer import HostPacer
 
-# Calls that compute nothing: attributes, views, questions, and what surrounds regions.
+# Calls that compute nothing: attributes, views, questions about a tensor, and the profiler's region marks.
 _FREE = """__get__ __set__ __len__ __repr__ __hash__ size stride dim ndimension numel nelement storage_offset data_ptr
     element_size get_device is_complex is_floating_point is_contiguous is_signed is_pinned is_shared view view_as
     reshape reshape_as transpose swapaxes t permute movedim unsqueeze squeeze expand expand_as split chunk unbind
     narrow select unfold flatten unflatten detach item requires_grad_ retain_grad register_hook _set_grad_enabled
     _record_function_enter_new _record_function_exit._RecordFunction"""
 FREE = frozenset(_FREE.split())
-# After longer than this without a call, the thread did something else.
+# After longer than this without a call, the thread is taken to have done something else.
 AWAY_NS = 2_000_000
-# Points of the backward pass come from operators this far apart: less than a slice.
+# Operators this far apart add a point to the backward pass: less than a slice.
 APART_NS = 200_000
 
 
 class CpuPoints:
-    """A context: points between the operators of this thread, unless `each_call`, and one at the end."""
+    """A context that puts points between the operators of this thread (not with `each_call`), and one at the end."""
 
     def __init__(self, pacer: HostPacer, *, each_call: bool) -> None:
         self._pacer, self._each_call = pacer, each_call
@@ -55,7 +55,7 @@ class CpuPoints:
 
 @functools.cache
 def _mode_class() -> type:
-    """The mode; made late, because torch is imported late."""
+    """Return the class of the mode; made late, because torch is imported late."""
     import torch
     from torch.overrides import TorchFunctionMode
 

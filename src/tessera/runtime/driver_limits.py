@@ -1,7 +1,7 @@
 """A schedule's power cap and clocks set by the driver, where that is wanted and permitted.
 
 Control is opt-in: `allow_control=True`, or TESSERA_CONTROL=1 in the environment. Without it nothing is changed, and
-pacing holds the cap. With it, a refusal of the driver is warned about once and the function runs without.
+pacing holds the cap. With it, if the driver refuses, the user is warned once and the function runs without the limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DriverLimits:
     """What the driver holds while the block runs.
 
     `how` is "driver" when the driver's limit holds the cap, else None. `actions` lists what was done or, in a plan,
-    what would be done; `notes` are for people. `shaper` exists where clocks are shaped.
+    what would be done; `notes` are for people. `shaper` is None unless clocks are shaped.
     """
 
     how: str | None = None
@@ -43,7 +43,7 @@ class DriverLimits:
 
 
 def is_allowed(allow_control: bool | None = None) -> bool:
-    """Whether the user opted in to control."""
+    """Return whether the user opted in to control."""
     return os.environ.get(VARIABLE) == "1" if allow_control is None else allow_control
 
 
@@ -56,11 +56,11 @@ def hold_limits(
     allow_control: bool | None = None,
     linger_s: float = 0.0,
 ) -> Iterator[DriverLimits]:
-    """Hold a cap (per GPU) and shaped clocks by the driver for the duration of the block; everything is restored.
+    """Hold a cap (per GPU) and shaped clocks by the driver while the block runs; restore everything afterwards.
 
-    `gpus` are names as the sensors use them ("gpu0"); None means all that this process may use. With `linger_s` the
-    limits stay for so long after the block, unless the same is asked for again before: a function called in a loop
-    would otherwise set the limit twice in every call.
+    `gpus` are names as the sensors use them ("gpu0"); None means all GPUs that this process may use. With `linger_s`,
+    the limits stay for so long after the block and are taken over if the same limits are asked for again: otherwise a
+    function called in a loop would set the limit twice in every call.
     """
     wanted = parse_dvfs(dvfs)
     limits = DriverLimits(notes=[_NO_HINTS] if wanted.auto else [])
@@ -87,7 +87,7 @@ def plan_limits(
     dvfs: str | Sequence[str] | None = None,
     allow_control: bool | None = None,
 ) -> DriverLimits:
-    """What `hold_limits` would do; reads only."""
+    """Return what `hold_limits` would do; this only reads."""
     wanted = parse_dvfs(dvfs)
     limits = DriverLimits(notes=[_NO_HINTS] if wanted.auto else [])
     if cap_w is None and not wanted.rules:
@@ -165,7 +165,7 @@ def _start_shaper(
 
 
 def _common_clocks(actuators: Sequence[Actuator]) -> list[int]:
-    """The clocks that all of the GPUs support."""
+    """Return the clocks that all of the GPUs support."""
     common = set.intersection(*(set(a.supported_clocks_mhz()) for a in actuators))
     if not common:
         raise ActuatorError(
@@ -231,7 +231,7 @@ _parked: dict[Hashable, tuple[DriverLimits, contextlib.ExitStack, threading.Time
 
 
 def _take_parked(key: Hashable) -> tuple[DriverLimits, contextlib.ExitStack] | None:
-    """The limits parked under this key, if they are still there: they are the caller's now."""
+    """Return the limits parked under this key, if they are still there; the caller owns them now."""
     with _mutex:
         parked = _parked.pop(key, None)
     if parked is None:
@@ -242,7 +242,7 @@ def _take_parked(key: Hashable) -> tuple[DriverLimits, contextlib.ExitStack] | N
 
 
 def _park(key: Hashable, limits: DriverLimits, stack: contextlib.ExitStack, linger_s: float) -> None:
-    """Restore after `linger_s`; at once where that is 0 or others are parked under this key."""
+    """Restore after `linger_s`; at once where that is 0 or other limits are parked under this key."""
     with _mutex:
         if linger_s > 0 and key not in _parked:
             timer = threading.Timer(linger_s, _restore_parked, (key, stack))
@@ -256,13 +256,13 @@ def _park(key: Hashable, limits: DriverLimits, stack: contextlib.ExitStack, ling
 def _restore_parked(key: Hashable, stack: contextlib.ExitStack) -> None:
     with _mutex:
         if key not in _parked or _parked[key][1] is not stack:
-            return  # somebody took it in the last moment
+            return  # another block took the limits in the last moment
         del _parked[key]
     stack.close()
 
 
 def _reset_after_fork() -> None:
-    """A forked child has neither the limits nor the threads."""
+    """Forget the parked limits in a forked child, which has neither the limits nor the threads."""
     global _mutex  # noqa: PLW0603  (one per process)
     _mutex = threading.Lock()
     _parked.clear()

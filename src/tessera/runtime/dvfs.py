@@ -4,11 +4,11 @@
     "shape:sm_down_200MHz@flash_attention"   200 MHz below the highest clock while that operator runs
     "shape:sm_at_1200MHz@decode*"            at most 1200 MHz in regions whose name matches the pattern
 
-A lock applies to the whole GPU, and the time of a switch differs much between GPUs and frequencies (Velicka, Vysocky,
-Riha, "Methodology for GPU Frequency Switching Latency Measurement", arXiv:2502.20075, 2025, on GH200, A100 and RTX
-Quadro 6000; not measured on our H200, whose clocks we never change). So operators of a millisecond are not followed one
-by one: every `DWELL_S` a thread sets the clock that was wanted for most of that time. Names are followed on the host,
-where kernels are launched, a little before the GPU runs them.
+A locked clock applies to the whole GPU, and the time of a switch differs much between GPUs and frequencies (Velicka,
+Vysocky, Riha, "Methodology for GPU Frequency Switching Latency Measurement", arXiv:2502.20075, 2025, on GH200, A100 and
+RTX Quadro 6000; not measured on our H200, whose clocks we never change). So operators of a millisecond are not followed
+one by one: every `DWELL_S` a thread sets the clock that was wanted for most of that time. Names are followed on the
+host, where kernels are launched, a little before the GPU runs them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from ..errors import ArgumentError, UnitError, did_you_mean
 from ..units import parse_frequency
 
-# Our choice: long compared with a driver call (a few milliseconds with the journal), short enough to follow phases
+# Our choice: long compared with a driver call (a few milliseconds with the journal), and short enough to follow phases
 # (prefill and decode, forward and optimizer).
 DWELL_S = 0.1
 
@@ -48,13 +48,13 @@ class ClockRule:
         return f"{self.rule}_{self.clock_mhz}MHz@{self.target}"
 
     def ceiling_mhz(self, supported_mhz: Sequence[int]) -> int:
-        """The highest clock it allows: the next supported one at or below it, or the lowest of all."""
+        """Return the highest clock that the rule allows: the next supported one at or below it, or else the lowest."""
         highest = max(supported_mhz)
         wanted = highest - self.clock_mhz if self.rule == "sm_down" else self.clock_mhz
         return max((c for c in supported_mhz if c <= wanted), default=min(supported_mhz))
 
     def matches(self, name: str) -> bool:
-        """Whether it applies to a region ("step/decode": the whole name or its last part) or an operator."""
+        """Return whether the rule applies to a region ("step/decode": whole name or last part) or an operator."""
         last = name.rpartition("/")[2]
         return any(fnmatch.fnmatchcase(n, self.target) for n in (name, last, _ALIASES.get(last, last)))
 
@@ -104,7 +104,7 @@ def _parse_rule(text: str) -> ClockRule:
 
 
 class ClockShaper:
-    """Follows names as they are entered and left, and asks `apply` for a ceiling in MHz (None: no ceiling)."""
+    """Follows names as they are entered and left, and calls `apply` with a ceiling in MHz (None: no ceiling)."""
 
     def __init__(
         self,
@@ -127,13 +127,13 @@ class ClockShaper:
         self._thread: threading.Thread | None = None
 
     def ceiling_mhz(self, name: str) -> int | None:
-        """The ceiling for a name; of several rules the lowest."""
+        """Return the ceiling for a name: the lowest of all rules that match."""
         if name not in self._by_name:
             self._by_name[name] = min((mhz for rule, mhz in self._ceilings if rule.matches(name)), default=None)
         return self._by_name[name]
 
     def enter(self, name: str) -> None:
-        """A region or operator begins."""
+        """Note that a region or operator begins."""
         ceiling = self.ceiling_mhz(name)
         if ceiling is not None:
             with self._mutex:
@@ -141,7 +141,7 @@ class ClockShaper:
                 self._active.append(ceiling)
 
     def leave(self, name: str) -> None:
-        """It has ended; one that began before the shaper is ignored."""
+        """Note that a region or operator has ended; one that began before the shaper is ignored."""
         ceiling = self.ceiling_mhz(name)
         if ceiling is not None:
             with self._mutex:
@@ -150,7 +150,7 @@ class ClockShaper:
                     self._active.remove(ceiling)
 
     def decide(self) -> int | None:
-        """Set the ceiling that was wanted most since the last decision, if it differs; returns the current one."""
+        """Set the ceiling that was wanted most since the last decision, if it differs; return the current one."""
         with self._mutex:
             self._account()
             spent, self._spent_s = self._spent_s, {}
@@ -184,14 +184,14 @@ class ClockShaper:
 
 
 def follow_operators(shaper: ClockShaper) -> AbstractContextManager[Any]:
-    """A mode that tells the shaper which torch functions this thread calls. It does not see backward passes."""
+    """Return a mode that tells the shaper which torch functions this thread calls. It does not see backward passes."""
     from torch.overrides import TorchFunctionMode
 
     class Operators(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             import torch
 
-            if torch.compiler.is_compiling():  # compiled code is one thing, named by the region around it
+            if torch.compiler.is_compiling():  # the region around compiled code names it, not its operators
                 return func(*args, **(kwargs or {}))
             name = getattr(func, "__name__", "")
             shaper.enter(name)

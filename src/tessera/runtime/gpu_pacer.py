@@ -1,12 +1,12 @@
-"""Holds the duty of a GPU from outside: a thread that pauses it, a few hundred times a second, while a cap asks for it.
+"""Holds the duty of a GPU from outside: a thread that pauses it a few hundred times a second while a cap asks for it.
 
 ::
 
     this thread   launch     launch     launch            nothing while nothing has to wait
     GPU           ■■■■■■ ▒▒▒ ■■■■■■ ▒▒▒ ■■■■■■ ▒▒▒        ▒ a pause: ratio x the work before it (pause_kernel.py)
 
-The program's own threads do nothing for it, and it need not know their streams. Tokens of Tessera's own kernels are
-waited for in the stream instead (token_stream.py).
+The program's own threads do nothing for a pause, and the pacer need not know their streams. Waits for tokens of
+Tessera's own kernels are in the kernels' stream instead (token_stream.py).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("tessera")
 
-# One pause; more is paid by the next. What waits for this GPU (a collective) gives up after minutes.
+# The longest pause; the next pauses make up for the rest. A collective that waits for this GPU gives up only after
+# minutes.
 LONGEST_PAUSE_S = 0.5
-# Below this ratio launches come at fixed distances.
+# Below this ratio, pauses are launched at fixed intervals.
 SHORT = 0.5
-# By how much slices differ: their waits follow, so that the duty is the same.
+# Slices differ by up to this share; their waits differ alike, so that the duty is the same.
 VARIED = 0.1
-# Looks at a pause that is not over yet; and the most by which a slice is expected to be late.
+# LOOK_S: interval of looks at a pause that is not over yet. LATE_S: the most by which a slice is expected to be late.
 LOOK_S = 0.0003
 LATE_S = 0.001
 # The longest that the first call of a schedule waits for the kernel; compiling it takes 0.1 s.
@@ -43,10 +44,10 @@ LOADED_S = 2.0
 
 
 def vary_slice(slice_s: float, rng: random.Random) -> float:
-    """Return a slice of another length each time, of the same length on average.
+    """Return a slice of another length each time; the mean length is `slice_s`.
 
-    Equal ones keep step with the moments at which a sensor looks: for the length of a window it then shows more than is
-    drawn, or less.
+    Equal slices stay in step with the sampling of a sensor: for the length of a window, it then shows more or less
+    power than is drawn.
     """
     return slice_s * rng.uniform(1.0 - VARIED, 1.0 + VARIED)
 
@@ -86,7 +87,7 @@ class GpuPacer:
                 self._wake.notify_all()
 
     def wait_until_loaded(self) -> None:
-        """Before the first work: what is loaded beside it would wait for it, and it would run freely meanwhile."""
+        """Wait until the kernel is loaded. Called before the first work, beside which loading would have to wait."""
         self._loaded.wait(LOADED_S)
 
     def pace_by_tokens(self, wanted: bool) -> None:
@@ -112,7 +113,7 @@ class GpuPacer:
         return 0 if self._tokens is None else self._tokens.count_queued()
 
     def stop(self) -> None:
-        """Nothing is paused from now on; the thread ends."""
+        """Pause nothing from now on, and end the thread."""
         with self._wake:
             self._stopping = True
             self._command = PaceCommand()
@@ -129,14 +130,15 @@ class GpuPacer:
             self._loaded.set()
             while self._wait_for_command():
                 self._pause(self._kernel)
-        except ScheduleError as exc:  # no such kernel here, or the program's own CUDA error: its work goes on
+        # no kernel for this GPU, or an earlier CUDA error of the program: its work goes on
+        except ScheduleError as exc:
             self.failure = f"gpu{self.device}: the power cap is not held: {exc}"
             _log.warning("%s", self.failure)
         finally:
             self._loaded.set()
 
     def _load(self) -> PauseKernel:
-        """Compile and load; on this thread, since it takes tens of milliseconds."""
+        """Compile and load the kernel; on this thread, because that takes tens of milliseconds."""
         if self._make_kernel is not None:
             kernel = self._make_kernel(self.device)
         else:
@@ -145,22 +147,22 @@ class GpuPacer:
             kernel = PauseKernel(self.device)
         kernel.set_limits(busy_s=self._most_work_s, longest_s=LONGEST_PAUSE_S)
         kernel.make_current()
-        self._launch(kernel)  # the first loads its code; without a ratio it is over at once
+        self._launch(kernel)  # the first launch loads the code; without a ratio it ends at once
         kernel.set_ratio(self._command.ratio)
         return kernel
 
     def _wait_for_command(self) -> bool:
-        """Until something has to wait; False at the end."""
+        """Wait until something has to wait; return False at the end."""
         with self._wake:
             while not self._stopping and self._command.ratio == 0:
                 self._wake.wait()
         return not self._stopping
 
     def _pause(self, kernel: PauseKernel) -> None:
-        """Let work run for a slice, then pause it. The kernel times both: a late launch makes a longer pause.
+        """Let work run for a slice, then pause it. The kernel times both, so a late launch makes a longer pause.
 
-        Launches at fixed distances do for short pauses only. Where they are longer than the work, one that is too long
-        makes the next too short, and that too long again: then a slice begins when the pause is over.
+        Launches at fixed intervals are good for short pauses only. If pauses are longer than the work, one pause that
+        is too long makes the next too short, and the next too long again. Then the slice begins when the pause is over.
         """
         command = self._command
         slice_s = vary_slice(command.slice_s, self._random)
@@ -175,7 +177,7 @@ class GpuPacer:
         time.sleep(command.ratio * self._worked_s)
         while kernel.read_counts()[0] < self._launched and self._command.ratio > 0:
             time.sleep(LOOK_S)
-        # What a slice really takes, with the launch and the last blocks, is how long the next pause will be.
+        # The next pause is sized by how long a slice really took, including the launch and the last blocks.
         worked_s = (kernel.read_counts()[2] - before_s) / command.ratio
         self._worked_s = min(worked_s, slice_s + LATE_S)
 
@@ -185,7 +187,10 @@ class GpuPacer:
 
 
 def make_pacer(device: int, *, most_work_s: float = LIMIT_S) -> Pacer:
-    """The pacer of a CUDA device; -1 is the host. A pause of a GPU is for at most `most_work_s` of work before it."""
+    """Return the pacer of a CUDA device; -1 is the host.
+
+    A pause of a GPU counts at most `most_work_s` of work before it.
+    """
     if device < 0:
         from .pacer import HostPacer
 

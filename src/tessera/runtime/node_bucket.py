@@ -1,10 +1,10 @@
 """One bucket for all processes of a node: a small file under a lock that the kernel releases when a process dies.
 
-Every process that holds a `node:` cap, or belongs to a job of several ranks, has an entry. It publishes the power of
-the domains it can see and the ratio it would use by itself. One process leads: it adds up the newest power of every
-domain, and its controller sets one ratio for all, so each process is slowed down by the same share of its own demand,
-and ranks of one job wait together. If the leader dies, its beat stops, and the next process that looks takes over from
-the same ratio.
+Every process that holds a `node:` cap, or belongs to a job of several ranks, has an entry in the file: the power of the
+domains that it can see, and the ratio that it would use by itself. One process leads: it adds up the newest power of
+every domain, and its controller sets one ratio for all, so each process is slowed down by the same share of its own
+demand, and ranks of one job wait together. If the leader dies, it no longer updates its beat time, and the next process
+that looks takes over from the same ratio.
 
 Ranks of one job (same MASTER_ADDR, port and run) on a node use the highest ratio that any of them asks for, with any
 cap: the others would only spin in the next collective. Nothing is exchanged between nodes.
@@ -31,8 +31,8 @@ from ..errors import ScheduleError
 from ..job_rank import find_rank
 from .controller import Cap, PaceCommand
 
-# A process without a beat for this long is stopped or dying: it neither leads nor counts. Beats come every 20 ms while
-# work runs and at least ten times a second.
+# A process without a beat for this long has been stopped or is dying: it neither leads nor counts. Beats come every 20
+# ms while work runs, and at least ten times a second otherwise.
 SILENT_NS = 400_000_000
 STALE_NS = 1_000_000_000
 _LOCK_S = 0.01
@@ -40,7 +40,7 @@ _LOCK_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class NodeMember:
-    """What one process publishes. `started` tells it from a later process with the same PID."""
+    """What one process publishes. `started` distinguishes it from a later process with the same PID."""
 
     pid: int
     cap_w: float
@@ -54,7 +54,7 @@ class NodeMember:
 
 @dataclass(slots=True)
 class _BucketFile:
-    """What is in the file."""
+    """The content of the node's file."""
 
     leader: tuple[int, int] = (0, 0)  # PID and start
     beat_ns: int = 0
@@ -73,16 +73,16 @@ class NodeView:
 
     @property
     def cap(self) -> Cap | None:
-        """The tightest cap of any process, over the shortest window; None where nobody holds one."""
+        """Return the tightest cap of any process, over the shortest window; None where no process holds one."""
         caps = [m for m in self.members if m.cap_w > 0]
         return Cap(min(m.cap_w for m in caps), min(m.window_s for m in caps)) if caps else None
 
     def power_w(self, now_ns: int, own: Mapping[str, tuple[float, int]] | None = None) -> float | None:
-        """The sum of every domain's power; None where nothing is fresh.
+        """Return the sum of the power of all domains; None where no reading is fresh.
 
-        A domain that several see has one name; the watts of one process alone have a name of their own. Our own
-        domains (`own`) count as we read them, so that each of our spans is paid for once; domains that only others see
-        count as those last read them.
+        A domain that several processes see has one name; the watts of a single process have a name of their own. Our
+        own domains (`own`) count as this process reads them, so that each of our spans is paid for once; domains that
+        only others see count as those processes last read them.
         """
         newest: dict[str, tuple[float, int]] = {}
         for member in self.members:
@@ -94,7 +94,7 @@ class NodeView:
 
 
 def job_key(environ: Mapping[str, str] | None = None) -> str:
-    """The job of this rank, from the variables of torch's launchers; empty where it is alone."""
+    """Return the job of this rank, from the variables of torch's launchers; empty where the rank is alone."""
     env = os.environ if environ is None else environ
     me = find_rank(env)
     if me is None or (me.world_size or 1) < 2:
@@ -111,7 +111,10 @@ class NodeBucket:
         self._me = (os.getpid(), process_start(os.getpid()) or 0)
 
     def look(self, member: NodeMember, now_ns: int) -> NodeView | None:
-        """Publish, and see the others; None when the file was busy (a process was stopped while it held the lock)."""
+        """Publish this process's entry and read the others.
+
+        Returns None when the file was busy (a process was stopped while it held the lock).
+        """
         with self._change(now_ns) as file:
             if file is None:
                 return None
@@ -125,20 +128,20 @@ class NodeBucket:
             return NodeView(file.leader == self._me, members, file.command, max(job, default=0.0))
 
     def set_command(self, command: PaceCommand, now_ns: int) -> None:
-        """As the leader: set what all processes do from now on."""
+        """Set what all processes do from now on, if this process leads."""
         with self._change(now_ns) as file:
             if file is not None and file.leader == self._me:
                 file.command, file.beat_ns = command, now_ns
 
     def leave(self) -> None:
-        """Remove our entry, and give up the lead."""
+        """Remove this process's entry, and give up the lead."""
         with self._change() as file:
             if file is not None:
                 file.members.pop(self._me[0], None)
                 file.leader = (0, 0) if file.leader == self._me else file.leader
 
     def close(self) -> None:
-        """Leave and close."""
+        """Remove this process's entry, and close the file."""
         self.leave()
         os.close(self._fd)
 
@@ -147,7 +150,7 @@ class NodeBucket:
 
     @contextlib.contextmanager
     def _change(self, now_ns: int | None = None) -> Iterator[_BucketFile | None]:
-        """The file's content, written back after the body. Waits no longer than a tick for the lock, then gives None.
+        """Give the file's content, and write it back after the body; None if the lock was not free within a tick.
 
         A file that is new, damaged, or from before a reboot (its clock is ahead of ours) begins empty.
         """
@@ -169,7 +172,7 @@ class NodeBucket:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _lock(self) -> bool:
-        """flock, which the kernel releases however the holder ends; of a new file, where ours was removed."""
+        """Lock the file, a new one if somebody removed it. The kernel releases the lock however the holder ends."""
         give_up = time.monotonic() + _LOCK_S
         while time.monotonic() <= give_up:
             try:
@@ -187,7 +190,7 @@ class NodeBucket:
 
 
 def _open(path: Path) -> int:
-    """Open or create the file: only ours, not a link."""
+    """Open or create the file; it must be a regular file that only this user can access."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as exc:

@@ -1,7 +1,7 @@
-"""The lease of this node, as its daemon (`tessera governor join`) writes it for schedules: a small file.
+"""The file says when it ends.
 
-The file has its own end. A process that reads it falls back to the guaranteed share by itself, also when the daemon was
-killed: nobody has to tell it. Only files of root or of the same user count, and only those that nobody else can write.
+A process that reads it later falls back to the guaranteed share by itself, also if the daemon was killed. The reader
+only trusts files that belong to root or to the same user, and that nobody else can write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..units import ScopedPower
 VARIABLE = "TESSERA_GOVERNOR_LEASE"
 """Environment variable for the file's path."""
 SYSTEM_PATH = Path("/run/tessera-governor/lease.json")
-"""Where a daemon of root writes it, for all users of the node."""
+"""Where a daemon that runs as root writes the lease, for all users of the node."""
 _MOST_BYTES = 4096
 
 
@@ -35,7 +35,7 @@ class NodeLease(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
 
     def allow_w(self, now_s: float) -> float:
-        """What the node may draw now. A lease from before a reboot has ended."""
+        """Return what the node may draw now. A lease from before a reboot has ended."""
         return self.cap_w if now_s < self.end_s and self.boot == boot_id() else self.guaranteed_w
 
 
@@ -45,14 +45,14 @@ class LeasedPower(ScopedPower):
 
 
 def lease_path() -> Path:
-    """The file of this node: the one that is named, that of the whole machine, or our own."""
+    """Return the lease file: the one in the environment variable, the one of the whole machine, or the user's own."""
     if os.environ.get(VARIABLE):
         return Path(os.environ[VARIABLE])
     return SYSTEM_PATH if os.geteuid() == 0 or SYSTEM_PATH.exists() else runtime_folder() / "governor-lease.json"
 
 
 def write_lease(path: Path, lease: NodeLease) -> None:
-    """Put a lease in the place of the last one."""
+    """Replace the lease in the file."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with replace_when_written(path) as part:
         part.write_bytes(msgspec.json.encode(lease))
@@ -60,7 +60,7 @@ def write_lease(path: Path, lease: NodeLease) -> None:
 
 
 class LeaseReader:
-    """Reads the file again when it has changed. A file that is gone leaves the last lease, which ends by itself."""
+    """Reads the file again when it has changed. If the file is gone, the last lease holds until its end."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or lease_path()
@@ -68,7 +68,7 @@ class LeaseReader:
         self._lease: NodeLease | None = None
 
     def allow_w(self) -> float | None:
-        """What this node may draw now; None where no governor has said anything yet."""
+        """Return what this node may draw now; None where no governor has written a lease yet."""
         self._refresh()
         return None if self._lease is None else self._lease.allow_w(read_boot_clock())
 
@@ -87,13 +87,13 @@ class LeaseReader:
                 self._lease = msgspec.json.decode(os.read(fd, _MOST_BYTES), type=NodeLease)
                 self._stamp = (status.st_mtime_ns, status.st_ino)
         except msgspec.DecodeError:
-            return  # not written by us: what was read before holds
+            return  # not written by us: keep what was read before
         finally:
             os.close(fd)
 
 
 def find_leased_power() -> LeasedPower:
-    """The cap of `power_cap="governor"`."""
+    """Return the cap of `power_cap="governor"`."""
     path = lease_path()
     power_w = LeaseReader(path).allow_w()
     if power_w is None:

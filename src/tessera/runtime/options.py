@@ -1,4 +1,4 @@
-"""The options of `schedule`: parsed and checked when it is made, frozen afterwards."""
+"""The options of `schedule`: parsed and checked when they are made, frozen afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .node_lease import find_leased_power
 POLICIES = ("latency", "throughput_per_watt", "energy", "peak_power", "temperature")
 CAP_POLICIES = ("token_bucket", "driver")
 TOKENS = ("joules", "launches", "warps", "cp_async")
-# Long enough for ten samples of an H200 (20 ms).
+# Milliseconds: long enough for ten samples of an H200 (20 ms).
 CAP_WINDOW_MS = 200.0
 
 
@@ -32,7 +32,7 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """The arguments of `schedule`; see there. Powers, fractions and temperatures may be text with a unit."""
+    """The arguments of `schedule`, which documents them. Powers, fractions and temperatures may be text with a unit."""
 
     power_cap: ScopedPower | str | float | None = None
     policy: str | None = None
@@ -149,51 +149,51 @@ class ScheduleOptions:
 
     @property
     def floor_w(self) -> float | None:
-        """The parsed floor."""
+        """Return the parsed floor."""
         return None if self.power_floor is None else float(self.power_floor)
 
     @property
     def ramp_w_per_s(self) -> float | None:
-        """The parsed ramp."""
+        """Return the parsed ramp."""
         return None if self.max_ramp is None else float(self.max_ramp)
 
     @property
     def has_ballast(self) -> bool:
-        """Whether a floor or a ramp is asked for."""
+        """Return whether a floor or a ramp is asked for."""
         return self.power_floor is not None or self.max_ramp is not None
 
     @property
     def cap(self) -> ScopedPower | None:
-        """The parsed cap."""
+        """Return the parsed cap."""
         return self.power_cap if isinstance(self.power_cap, ScopedPower) else None
 
     @property
     def paces(self) -> bool:
-        """Whether waits hold the cap: there is one, and it is not left to the driver."""
+        """Return whether waits hold the cap: there is a cap, and the driver does not hold it."""
         return self.cap is not None and self.cap_policy != "driver"
 
     @property
     def driver_cap_w(self) -> float | None:
-        """The cap for the driver, in watts."""
+        """Return the cap for the driver, in watts."""
         return self.cap.power_w if self.cap is not None and self.cap_policy == "driver" else None
 
     @property
     def hints(self) -> dict[str, Any]:
-        """What Tessera's own kernels are asked for."""
+        """Return the hints for Tessera's own kernels."""
         hints = {"cp_async_depth": self.cp_async_depth, "warp_mma_concurrency": self.warp_mma_concurrency}
         return {name: value for name, value in hints.items() if value is not None}
 
     @property
     def controls(self) -> bool:
-        """Whether limits or clocks of the hardware are asked for."""
+        """Return whether limits or clocks of the hardware are asked for."""
         return self.cap_policy == "driver" or self.dvfs is not None
 
     @property
     def limits(self) -> bool:
-        """Whether anything is done around a call at all."""
+        """Return whether anything is done around a call."""
         return self.cap is not None or bool(self.hints) or self.controls or self.dry_run or self.shapes
 
     @property
     def shapes(self) -> bool:
-        """Whether a shaper, a floor or a ramp is asked for."""
+        """Return whether a shaper, a floor or a ramp is asked for."""
         return self.shaper is not None or self.has_ballast

@@ -1,4 +1,4 @@
-"""What makes work wait on a device, as the loop sees it; and the waits of a CPU, between its operators.
+"""How work waits on a device: the interface that the control loop uses, and the waits of a CPU between its operators.
 
 ::
 
@@ -8,8 +8,8 @@
 A GPU is paused from outside (gpu_pacer.py). A CPU has no queue: the thread that computes sleeps at points between its
 operators (cpu_points.py), and each point decides by the newest `PaceCommand` whether a slice is full.
 
-Work that spends tokens waits until the bucket, which regains one token every `token_ns`, is full again. At most a few
-slices of idling are saved, and a debt of less than a slice is not waited for.
+Work that spends tokens waits until the bucket, which regains one token every `token_ns`, is full again. The bucket
+saves at most a few slices of idling. Work does not wait for a debt of less than a slice.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Protocol
 
 from .controller import PaceCommand
 
-# A device without a wait for longer than this was idle, or nothing had to wait, and that owes nothing; the sensor sees
-# what was drawn. The time of a host thread is mostly its own work.
+# If a device had no wait for longer than this, it was idle or nothing had to wait, and the time beyond counts as no
+# work; the sensor sees what was drawn. The time of a host thread is mostly its own work, so its limit is longer.
 LIMIT_S = 0.05
 HOST_LIMIT_S = 0.25
-# The longest wait: whoever waits for this work (a collective) gives up after minutes.
+# The longest wait: a collective that waits for this work gives up after minutes.
 LONGEST_S = 5.0
 _LOOK_S = 0.005
 # After this many commands without a wait (more than a second), calls on a CPU run without points between operators.
@@ -35,9 +35,9 @@ SLACK = 20
 
 @dataclass(frozen=True, slots=True)
 class PaceCounts:
-    """What has waited so far: how many points or pauses there were, how many of them took time, and how much.
+    """Counts so far: points or pauses, how many of them took time, and how much time.
 
-    `ended_s` is when the last one that spent tokens ended, by the device's own clock. `resting_ns` is since when all
+    `ended_s` is when the last point that spent tokens ended, by the device's own clock. `resting_ns` is since when all
     work has been waiting; None where some runs, or nobody can tell. Sums and differences leave both out.
     """
 
@@ -63,28 +63,28 @@ class PaceCounts:
 
 
 class Pacer(Protocol):
-    """What makes work wait on one device."""
+    """Makes work wait on one device."""
 
     where: str
 
     def obey(self, command: PaceCommand) -> None:
-        """Follow this command from now on, also for work that is queued."""
+        """Follow this command from now on, also for work that is already queued."""
 
     def pace_by_tokens(self, wanted: bool) -> None:
-        """Whether work waits for the tokens it spends (`spend`), or for the time it takes."""
+        """Let work wait for the tokens that it spends (`spend`), or for the time that it takes."""
 
     def spend(self, tokens: int, *, restart: bool = False) -> None:
-        """Work here spends tokens, and waits for them; `restart` when the device had nothing to do before it."""
+        """Spend tokens here, and wait for them; `restart` when the device had nothing to do before."""
 
     def counts(self) -> PaceCounts:
-        """What has waited; never waits for the device."""
+        """Return the counts so far, without waiting for the device."""
 
     def count_queued(self) -> int:
-        """Waits for tokens that are launched and have not run."""
+        """Return the number of waits for tokens that are launched and have not run."""
 
 
 class HostPacer:
-    """Waits on the thread that computes: for a CPU, where launching is running."""
+    """Waits on the thread that computes, for a CPU, which runs an operator when it is launched."""
 
     where = "on the host between operators"
 
@@ -96,7 +96,8 @@ class HostPacer:
         self._threads = threading.local()
         self._lock = threading.Lock()
         self._counts = PaceCounts()
-        self._seen: set[int] = set()  # threads that had a point; one that has ended may still compute, for all we know
+        # threads that had a point; even one that has ended may count as computing, because nobody can tell
+        self._seen: set[int] = set()
         self._resting: dict[int, int] = {}  # threads that wait, and since when
         self._full_s = 0.0  # when the bucket of tokens is, or was, full
         self._early = 0  # points before the end of a slice
@@ -109,7 +110,7 @@ class HostPacer:
 
     @property
     def slack(self) -> bool:
-        """Whether nothing has had to wait for a while: a point after each call is then enough."""
+        """Return whether nothing has had to wait for a while: then one point after each call is enough."""
         return self._free >= SLACK
 
     def pace_by_tokens(self, wanted: bool) -> None:
@@ -133,7 +134,7 @@ class HostPacer:
         began = self._clock_ns()
         resume: int = getattr(self._threads, "resume_ns", began)
         if tokens is None and not restart and 0 < began - resume < self._command.slice_s * 1e9:
-            self._early += 1  # most points: nothing else is done, as they stand between all operators
+            self._early += 1  # this is the usual case between operators, so nothing else is done
             return
         busy_s = 0.0 if restart else min(max((began - resume) * 1e-9, 0.0), HOST_LIMIT_S)
         waited_s = 0.0
@@ -151,7 +152,7 @@ class HostPacer:
             self._counts = replace(self._counts + one, ended_s=ended_s)
 
     def _wait(self, began_ns: int, total_s: Callable[[], float]) -> float:
-        """Sleep in short pieces, so that a new command (or the end) takes effect at once; seconds slept."""
+        """Sleep in short pieces, so that a new command (or the end) takes effect at once; return the seconds slept."""
         me = threading.get_ident()
         with self._lock:
             self._resting[me] = began_ns
@@ -167,7 +168,7 @@ class HostPacer:
                 self._resting.pop(me, None)
 
     def _spend(self, began_ns: int, busy_s: float, tokens: int) -> float:
-        """The same as the kernel does (wait_kernel.py); seconds slept."""
+        """Wait for tokens as the kernel does (wait_kernel.py); return the seconds slept."""
 
         def cost_s() -> float:
             return min(self._command.cost_s(tokens, busy_s), LONGEST_S)

@@ -1,22 +1,22 @@
-"""The kernel that pauses a GPU: at the highest priority it takes every place where a block could run, and sleeps there.
+"""The kernel that pauses a GPU: at the highest priority, it takes every place for a block, and sleeps there.
 
 ::
 
-    user's streams   ■■■■■■■■■■■■            ■■■■■■■■■■■■            ■■■     blocks that run end; no new one is begun
+    user's streams   ■■■■■■■■■■■■            ■■■■■■■■■■■■            ■■■     blocks that run end; no new one begins
     our stream                   ▒▒▒ pause ▒▒            ▒▒▒ pause ▒▒        ratio x the time since the last pause
 
 Blocks of a stream with a higher priority go first, and an SM holds a fixed number of blocks (32 on an H200). So a grid
-of that many one-warp blocks for each SM stops everything behind it, whoever launched it and however: eager work,
-compiled code, a graph in the middle of its replay, any stream. The program is not touched, and nothing waits in its
-streams. Work that runs is never interrupted: the pause begins when the last of the running blocks has ended, or after
-`DRAIN_NS` where some do not (a collective that waits for its peers).
+of that many one-warp blocks for each SM stops all work behind it, however that work was launched: eager work, compiled
+code, a graph in the middle of its replay, any stream. The program is not changed, and nothing waits in its streams.
+Work that runs is never interrupted: the pause begins when the last of the running blocks has ended, or after `DRAIN_NS`
+if some do not end (a collective that waits for its peers).
 
-Nobody can be locked out. A block of ours needs less than any other (one warp, 28 registers, no shared memory), so where
-one of the program's fits, ours does, and leaves when the pause is over. Blocks that wait for other blocks of their grid
-therefore get them.
+No work can be locked out. A block of this kernel needs less than any other (one warp, 28 registers, no shared memory).
+So where a block of the program fits, one of ours fits too, and leaves when the pause is over. Blocks that wait for
+other blocks of their grid therefore get them.
 
-Times are those of `%globaltimer`, which counts nanoseconds at any clock. The command is read from host memory while
-the pause lasts: a ratio of 0 ends it. The driver compiles the code below in about 20 ms; no compiler is needed.
+Times are those of `%globaltimer`, which counts nanoseconds at any clock. The command is read from host memory during
+the pause: a ratio of 0 ends the pause. The driver compiles the code below in about 20 ms; no compiler is needed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from typing import Any
 
 from ..errors import ScheduleError
 
-# Words of 8 bytes. CONTROL and STATS lie in host memory that the device reads. STATE lies on the device: the end of the
-# last pause, blocks that came and that left, and the end of this pause.
+# Words of 8 bytes. CONTROL and STATS are in host memory that the device reads. STATE is on the device: the end of the
+# last pause, the number of blocks that came, the number that left, and the end of this pause.
 RATIO, LONGEST_NS, LIMIT_NS = range(3)  # CONTROL
 POINTS, WAITS, WAITED_NS, BUSY_NS = range(4)  # STATS
 WORDS = 8
-ONE = 1024  # the ratio is in 1/1024
+ONE = 1024  # ratios are integers in units of 1/1024
 DRAIN_NS = 2_500_000
-"""A pause waits this long for the running blocks to end: longer than most kernels take."""
+"""Nanoseconds that a pause waits for the running blocks to end: longer than most kernels take."""
 
-# Sleep for half of what is left, so as not to be late (nanosleep may take twice its argument); at most 20 us, so that
-# a new command is soon read.
+# Sleep for half of the time that remains, so as not to be late (nanosleep may take twice its argument), and for at most
+# 20 us, so that a new command is soon read.
 _NAP = """sub.u64 %left, %until, %now;
     shr.u64 %left, %left, 1;
     add.u64 %left, %left, 1;
@@ -155,10 +155,10 @@ _SM_COUNT, _BLOCKS_PER_SM = 16, 106  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
 
 
 class PauseKernel:
-    """The kernel, its words and its stream on one device. Calls are for one thread at a time.
+    """The kernel, its words and its stream on one device. Only one thread may call at a time.
 
-    The launch goes to a stream of ours which is never captured, so it is permitted while a graph is captured in any
-    mode; everything else happens when this is made.
+    The launch goes to a stream that is never captured, so it is permitted while a graph is captured in any mode. All
+    other CUDA calls happen in the constructor.
     """
 
     def __init__(self, device: int) -> None:
@@ -201,26 +201,27 @@ class PauseKernel:
         self._grid = tuple(ctypes.c_uint(n) for n in (self.blocks, 1, 1, 1, 1, 1, 0))
 
     def make_current(self) -> None:
-        """On the thread that launches, once: this device's context, and captures elsewhere do not forbid calls here."""
+        """Prepare the thread that launches, once: set the device's context, and permit calls while others capture."""
         self._check("cuCtxSetCurrent", self._context)
         self._check("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
     def set_ratio(self, ratio: float) -> None:
-        """Pauses last this many times as long as the work before them; also the one under way."""
+        """Set how many times as long as the work before them pauses last, including the pause that runs now."""
         self.control[RATIO] = round(ratio * ONE)
 
     def set_limits(self, *, busy_s: float, longest_s: float) -> None:
-        """The most work that one pause is for, and the longest pause."""
+        """Set the most work that one pause counts, and the longest pause."""
         self.control[LIMIT_NS], self.control[LONGEST_NS] = round(busy_s * 1e9), round(longest_s * 1e9)
 
     def read_counts(self) -> tuple[int, int, float, float]:
-        """Pauses that are over, those of them that took time, seconds paused, and seconds of work before them."""
+        """Return the pauses that are over, how many took time, seconds paused, and seconds of work before them."""
         points, waits, waited_ns, busy_ns = self.stats[:4]
         return points, waits, waited_ns * 1e-9, busy_ns * 1e-9
 
     def launch(self) -> None:
-        """Pause the device, for the ratio times the time since the last pause."""
-        # Without the interpreter's lock: the driver may make it wait for a thread that waits for that lock.
+        """Pause the device for the ratio times the time since the last pause."""
+        # cuLaunchKernel must not hold the interpreter's lock: the driver may let it wait for a thread that waits for
+        # that lock.
         code = self._cuda.cuLaunchKernel(self._function, *self._grid, self._stream, self._pointers, None)
         if code:
             raise self._make_error("cuLaunchKernel", code)
@@ -247,7 +248,7 @@ class PauseKernel:
 
 @functools.cache
 def load_driver() -> Any:
-    """CUDA's driver library."""
+    """Load CUDA's driver library."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as exc:

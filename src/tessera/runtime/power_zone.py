@@ -1,8 +1,8 @@
-"""A power zone: the domains under one cap, their controller, and what the sensor says about them.
+"""A power zone: the domains under one cap, their controller, and the sensor's readings of them.
 
-Where tokens of Tessera's own kernels are spent, a board that spends `rate` tokens a second draws ::
+If the bucket counts tokens of Tessera's own kernels, a board that spends `rate` tokens a second draws ::
 
-    idle_w + token_j x rate         so the bucket is refilled at    rate = (cap_w - idle_w) / token_j
+    idle_w + token_j x rate         so the bucket is refilled atrate = (cap_w - idle_w) / token_j
 
 The sensor corrects `token_j`, as it corrects `burst_w` for a bucket of joules. The controller is the same, in other
 units: its duty is the rate as a share of the fastest pace that our kernels reached by themselves (1 / `token_s`), and
@@ -28,25 +28,26 @@ from .cap_report import MeanPower
 from .controller import MIN_DUTY, STUCK_DUTY, STUCK_GPU_DUTY, Cap, Controller, PaceCommand
 from .pacer import PaceCounts, Pacer
 
-# Without a reading for this long while work runs, the duty follows what is known of the load.
+# Without a reading for this long while work runs, the duty is predicted from what is known of the load.
 BLIND_NS = 500_000_000
-# A sensor this fine shows what a load draws before it has drawn much: until then it runs freely.
+# With a sensor at least this fine, a load runs freely at first: the sensor shows its power before it has drawn much.
 PROMPT_S = 0.05
-# Above this share of a cap every sample counts, and for so long after: a host that is fast enough only now and then
-# draws little in between (compiled BERT on an H200: 440 W for up to a second, then 620 W).
+# Above this share of a cap, every sample counts, and for NEAR_NS afterwards: a host that is fast enough only now and
+# then draws little in between (compiled BERT on an H200: 440 W for up to a second, then 620 W).
 NEAR = 0.85
 NEAR_NS = 5_000_000_000
-# A sensor that smears shows work for this many times its blur after its end (5% of an exponential is left).
+# A sensor that smears still shows work for this many times its blur after the work ended (5% of an exponential remains
+# then).
 _SMEARED = 3.0
-# The fastest pace needs at least this much work: one launch between two looks says little.
+# A pace is measured over at least this much work: one launch between two looks tells too little.
 ENOUGH_S = 0.005
-# A pace that is no longer reached is forgotten within this time. Only the units change with it, not the rate.
+# The fastest pace is forgotten over this time if it is no longer reached. Only the units change with it, not the rate.
 FORGET_S = 10.0
 
 
 @dataclass(slots=True)
 class PowerZone:
-    """`names` are the domains whose sum is capped; `pacers` those whose work spends it."""
+    """The domains `names`, whose sum is capped, and the `pacers` of the devices whose work draws that power."""
 
     key: str
     names: Sequence[str]
@@ -60,15 +61,16 @@ class PowerZone:
     observed_ns: int = 0
     blind: bool = False
     running: bool = False  # whether a call is under way
-    latest: dict[str, tuple[float, int]] = field(default_factory=dict)  # by name among the node's processes
-    processes: int = 1  # whose power the node's reading has
+    # by the name that is used among the node's processes
+    latest: dict[str, tuple[float, int]] = field(default_factory=dict)
+    processes: int = 1  # how many processes' power is in the node's reading
     tally: TokenTally | None = None  # None: a bucket of joules
     _duties: deque[tuple[int, float]] = field(default_factory=lambda: deque([(0, 1.0)], maxlen=256))
     _near_ns: int = -NEAR_NS  # when something last waited or was near its cap
     _points: int = -1  # points that had ended at the last reading
 
     def tightest(self, sampler: Sampler) -> Cap | None:
-        """The lowest cap, over the shortest window that the sensor can resolve."""
+        """Return the lowest cap, over the shortest window that the sensor can resolve."""
         caps = list(self.caps.values())
         if not caps:
             return None
@@ -76,15 +78,15 @@ class PowerZone:
         return Cap(min(c.power_w for c in caps), max(shortest, self.resolution_s(sampler)))
 
     def resolution_s(self, sampler: Sampler) -> float:
-        """The coarsest resolution among the domains; a shorter window cannot be measured."""
+        """Return the coarsest resolution among the domains; a shorter window cannot be measured."""
         return max((sampler.series[n].domain.resolution_s for n in self.names if n in sampler.series), default=0.0)
 
     def is_own_power(self, sampler: Sampler) -> bool:
-        """Whether the watts here are the program's own, not the machine's."""
+        """Return whether the watts here are the program's own, not the machine's."""
         return {sampler.series[n].domain.scope for n in self.names if n in sampler.series} == {"process"}
 
     def read(self, sampler: Sampler) -> MeanPower | None:
-        """The mean power since the last reading; None when there is nothing new."""
+        """Return the mean power since the last reading; None when there is nothing new."""
         with sampler.lock:
             series = [sampler.series[n] for n in self.names if n in sampler.series and not sampler.is_silent(n)]
             newest = [s.last_ns - round(s.domain.lag_s * 1e9) for s in series if s.last_ns is not None]
@@ -105,7 +107,7 @@ class PowerZone:
         return MeanPower(end_ns, (end_ns - start_ns) * 1e-9, sum(powers)) if math.isfinite(sum(powers)) else None
 
     def steer(self, sampler: Sampler, reading: MeanPower | None, now_ns: int, *, cap: Cap | None = None) -> PaceCommand:
-        """What the pacers should do for this zone's cap, or for the node's."""
+        """Choose and return what the pacers should do for this zone's cap, or for the node's."""
         cap = cap or self.tightest(sampler)
         if cap is None:
             self.controller = None
@@ -144,16 +146,17 @@ class PowerZone:
             reading.power_w,
             reading.seconds,
             duty=duty,
-            # With hardly a token spent, others drew the power, which then does not describe our work.
+            # With hardly a token spent, other work drew the power, so the reading does not describe ours.
             active=active and (self.tally is None or duty >= 0.5 * MIN_DUTY),
-            moved=ended != self._points or (self.tally is None and duty == 1.0),  # nothing waited: that is the load
+            # nothing waited, so the reading is of the load
+            moved=ended != self._points or (self.tally is None and duty == 1.0),
             rested=active and self._rested_during(reading, sampler),
         )
         self._points = ended
         self._set(command, now_ns)
 
     def is_near_cap(self, now_ns: int) -> bool:
-        """Whether something waits here, or did lately, or soon may have to."""
+        """Return whether something waits here, or did lately, or soon may have to."""
         power_w = sum(p for p, _ in self.latest.values())
         if self.controller is None:
             return True
@@ -162,28 +165,28 @@ class PowerZone:
         return now_ns - self._near_ns < NEAR_NS
 
     def begin(self, sampler: Sampler, now_ns: int) -> PaceCommand:
-        """Before the first reading: start from the catalogue's figures, or from what was learnt before."""
+        """Return the command before the first reading, from the catalogue's figures or from what was learnt before."""
         cap = self.tightest(sampler)
         return self.command if cap is None else self._set(self._get_controller(cap, sampler).command, now_ns)
 
     def count_tokens(self, tally: TokenTally | None) -> None:
-        """Spend tokens from now on, or joules again: a new controller continues in the new units from the same duty."""
+        """Count tokens from now on, or joules again: a new controller continues in the new units from the same duty."""
         self.tally, self.controller = tally, None
 
     @property
     def token_j(self) -> float | None:
-        """The measured cost of a token above idle."""
+        """Return the measured joules of a token above idle."""
         if self.tally is None or self.controller is None or self.tally.token_s == 0.0:
             return None
         return (self.controller.burst_w - self.controller.idle_w) * self.tally.token_s
 
     def _sum_counts(self) -> PaceCounts:
-        """The counts of all pacers together; they end when the last of them does."""
+        """Add up the counts of all pacers; they end when the last of them does."""
         counts = [p.counts() for p in self.pacers]
         return replace(sum(counts, PaceCounts()), ended_s=max((c.ended_s for c in counts), default=0.0))
 
     def _rested_during(self, reading: MeanPower, sampler: Sampler) -> bool:
-        """Whether all work here waited during the whole reading, and during what is smeared into it."""
+        """Return whether all work here waited during the whole reading, and during the time that is smeared into it."""
         since = [p.counts().resting_ns for p in self.pacers]
         until_ns = reading.start_ns - round(_SMEARED * self._blur_s(sampler) * 1e9)
         return bool(since) and all(ns is not None and ns <= until_ns for ns in since)
@@ -192,7 +195,10 @@ class PowerZone:
         return max((sampler.series[n].domain.blur_s for n in self.names if n in sampler.series), default=0.0)
 
     def _describe_floor(self, cap: Cap, floor_w: float, *, own: bool = False) -> str:
-        """A cap cannot be held: why, what happens instead, what to do. Three digits tell the cap from what is drawn."""
+        """Say that a cap cannot be held: why, what happens instead, what to do.
+
+        Three digits tell the cap from the floor.
+        """
         what = f"{self.key}: {format_power(cap.power_w, 3)} cannot be held: "
         floor = format_power(floor_w, 3)
         if self.key == "cpu" and not own:
@@ -214,24 +220,24 @@ class PowerZone:
         )
 
     def restart(self, now_ns: int) -> None:
-        """Work begins after a pause: readings and notes from before do not belong to it."""
+        """Forget the readings and notes from before a pause, after which work begins."""
         self.read_ns, self.observed_ns = None, now_ns
         self.notes.clear()
         if self.controller is not None:
             self.controller.floor_w = None
 
     def obey(self, command: PaceCommand, now_ns: int) -> None:
-        """Another process leads the node; if it ends, we continue from its ratio."""
+        """Obey another process, which leads the node. If that process ends, this one continues from its ratio."""
         self.controller = None
         self._set(command, now_ns)
 
     def follow(self, command: PaceCommand, now_ns: int) -> None:
-        """Note what the pacers really do (another zone may be stricter): readings are judged by that."""
+        """Note the command that the pacers really follow (another zone may be stricter): readings are judged by it."""
         if command.duty != self._duties[-1][1]:
             self._duties.append((now_ns, command.duty))
 
     def duty_between(self, start_ns: int, end_ns: int) -> float:
-        """The mean commanded duty in a span."""
+        """Return the mean commanded duty in a span."""
         return _mean_between(self._duties, start_ns, end_ns)
 
     def _set(self, command: PaceCommand, now_ns: int) -> PaceCommand:
@@ -249,10 +255,11 @@ class PowerZone:
             if self.is_own_power(sampler):
                 idle_w = 0.0  # a program that waits draws nothing of its own
             if 0 < self.resolution_s(sampler) <= PROMPT_S:
-                burst_w = min(burst_w, NEAR * cap.power_w)  # the first readings come at once, and tell more
+                # the first readings come at once, and tell more than the catalogue
+                burst_w = min(burst_w, NEAR * cap.power_w)
             stuck_duty = STUCK_DUTY if self.key == "cpu" else STUCK_GPU_DUTY
             if self.is_own_power(sampler):
-                stuck_duty = MIN_DUTY  # nobody else draws it: half of the time at work would be far above the cap
+                stuck_duty = MIN_DUTY  # nobody else draws it, and half of the time at work would be far above the cap
             blur_s = self._blur_s(sampler)
             self.controller = Controller(cap, idle_w=idle_w, burst_w=burst_w, blur_s=blur_s, stuck_duty=stuck_duty)
             if self.tally is not None or self.key == "cpu":
@@ -265,12 +272,15 @@ class PowerZone:
 
 
 def _node_name(domain: Domain) -> str:
-    """Every process has a "cpu0" of its own where that is the watts of one process, and they add up."""
+    """Return a domain's name among the node's processes.
+
+    If a "cpu0" is the watts of one process, every process has one, and they must add up.
+    """
     return f"{domain.name} of {os.getpid()}" if domain.scope == "process" else domain.name
 
 
 def guess_power(domains: Sequence[tuple[str, str]], cap_w: float) -> tuple[float, float]:
-    """Idle and working watts of (domain, board) before the first measurement, from the catalogue."""
+    """Return the idle and the working watts of (domain, board) before the first measurement, from the catalogue."""
     idle_w, burst_w = 0.0, 0.0
     for name, board in domains:
         device, cpu = None, name.startswith(("cpu", "dram"))
@@ -286,7 +296,7 @@ def guess_power(domains: Sequence[tuple[str, str]], cap_w: float) -> tuple[float
 
 
 class TokenTally:
-    """Tokens over time, from the waits' own counts and clock."""
+    """Tokens over time, from the counts and the clock of the waits."""
 
     def __init__(self) -> None:
         self.token_s = 0.0  # device seconds of a token at the fastest pace; 0 before any was seen
@@ -296,7 +306,7 @@ class TokenTally:
         self._recent = (0, 0.0, 0.0)  # tokens, seconds of work, seconds
 
     def add_counts(self, counts: PaceCounts, now_ns: int) -> float:
-        """Take the counts; returns by how much the fastest pace changed (1.0: not at all)."""
+        """Take the counts; return the factor by which the fastest pace changed (1.0: not at all)."""
         was = self._seen
         if was is None or counts.ended_s < was.ended_s:
             self._seen, self._seen_ns = counts, now_ns
@@ -315,7 +325,8 @@ class TokenTally:
         if worked_s < ENOUGH_S:
             return 1.0
         self._recent = (0, 0.0, 0.0)
-        # Streams that work at the same time each count their own: together they take no more than the time itself.
+        # Streams that work at the same time each count their own work, so their sum may exceed the time that has
+        # passed.
         now_s, before_s = min(worked_s, past_s) / tokens, self.token_s
         if before_s == 0.0 or now_s < before_s:
             self.token_s = now_s
@@ -324,14 +335,17 @@ class TokenTally:
         return before_s / self.token_s if before_s else 1.0
 
     def duty_between(self, start_ns: int, end_ns: int) -> float | None:
-        """The mean rate in a span, as a share of the fastest pace; None where nothing was counted yet."""
+        """Return the mean rate in a span as a share of the fastest pace; None where nothing was counted yet."""
         if not self._rates or self.token_s == 0.0:
             return None
         return _mean_between(self._rates, start_ns, end_ns) * self.token_s
 
 
 def _mean_between(steps: Sequence[tuple[int, float]], start_ns: int, end_ns: int) -> float:
-    """The mean over a span of a value that changes in steps (since when, value); the first holds before it, too."""
+    """Return the mean over a span of a value that changes in steps (since when, value).
+
+    Before the first step, the first value holds.
+    """
     total, until = 0.0, end_ns
     for since_ns, value in reversed(steps):
         begin = max(since_ns, start_ns)

@@ -29,7 +29,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 # How far dvfs="auto" lowers the SM clock for operators that only move bytes: a tenth of an H200's 1980 MHz; its memory
 # clock stays. Not yet measured on a GPU.
 LOW_MHZ = 200
-# A function called in a loop finds the driver's limit still set; after a pause this long it is restored.
+# A function called in a loop finds the driver's limit still set; it is restored when no call came for this many
+# seconds.
 LINGER_S = 1.0
 
 
@@ -135,7 +136,7 @@ class Schedule:
     # -- as a decorator -------------------------------------------------------------------------------------
 
     def __call__(self, fn: F) -> F:
-        """The function under this schedule, with `report()` and `plan()`."""
+        """Return the function under this schedule, with `report()` and `plan()`."""
         _check_function(fn)
         own = Schedule(self.options if self.shaper is None else dataclasses.replace(self.options, shaper=self.shaper))
         target: Callable[..., Any] = fn
@@ -160,7 +161,7 @@ class Schedule:
             return direct
 
         _check_torch()
-        # Only a cap is the usual case, and may be entered for every small kernel.
+        # A cap alone is the usual case, and may be entered for every small kernel, so it has a short path.
         only_cap = options.paces and not (options.hints or options.controls or options.dry_run or options.shapes)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +171,7 @@ class Schedule:
         return wrapper
 
     def _waits_between_calls(self, fn: Callable[..., Any]) -> bool:
-        """Whether a CPU waits only between calls: a mode would make compiled code compile again."""
+        """Return whether a CPU waits only between calls: a mode would make compiled code compile again."""
         if self.options.policy is not None:  # the plan may be a compiled function or a graph
             return True
         return hasattr(fn, "_torchdynamo_orig_callable") or type(fn).__name__ == "OptimizedModule"
@@ -236,13 +237,15 @@ class Schedule:
         from .control_loop import PacedCall
 
         searches = self._tuned is not None and self._tuned.chosen is None
-        tracker = self._search_tracker if searches else self._tracker  # a search is held too, and is no call
+        tracker = (
+            self._search_tracker if searches else self._tracker
+        )  # a search is held at the cap too, but is not a call
         assert tracker is not None
         return PacedCall(tracker, each_call=each_call)
 
     @contextlib.contextmanager
     def _hold_floor(self) -> Iterator[None]:
-        """Ballast before and after the work."""
+        """Run ballast before and after the work."""
         from .ballast_loop import BallastLoop
         from .gpu_pacer import make_pacer
 
@@ -256,7 +259,7 @@ class Schedule:
             self._ballast.leave()
 
     def _clock_rules(self) -> str | Sequence[str] | None:
-        """The `dvfs=` option; "auto" becomes the operators for which the plan says that a lower clock is enough."""
+        """Return the `dvfs=` option; for "auto", the operators for which the plan says that a lower clock is enough."""
         dvfs = self.options.dvfs
         plan = self._tuned.chosen if self._tuned is not None else None
         if plan is None or dvfs is None:
@@ -268,7 +271,7 @@ class Schedule:
     # -- results --------------------------------------------------------------------------------------------
 
     def report(self) -> ScheduleReport:
-        """What was asked, tuned, held, waited and spent so far."""
+        """Return what was asked, tuned, held, waited and spent so far."""
         from .cap_report import ScheduleReport
 
         notes = tuple(self._driver.notes) if self._driver is not None else ()
@@ -294,7 +297,7 @@ class Schedule:
         )
 
     def plan(self) -> Plan:
-        """The plan that the tuner chose."""
+        """Return the plan that the tuner chose."""
         if self._tuned is None:
             raise ScheduleError(
                 "there is no plan", why="nothing was tuned", fix='@schedule(policy="throughput_per_watt")'
@@ -302,7 +305,7 @@ class Schedule:
         return self._tuned.plan()
 
     def actions(self) -> list[str]:
-        """What this schedule does, in words, and notes on what it cannot do; asking changes nothing."""
+        """Return what this schedule does, in words, with notes on what it cannot do. This changes nothing."""
         actions, notes = self._plan_actions()
         return actions + notes
 

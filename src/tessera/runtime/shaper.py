@@ -1,15 +1,11 @@
 """The shaper of a running job: it waits at steps and microbatches as a policy says.
 
->>> with tessera.fleet.shaper("policy.yaml", mesh=mesh) as shaper:
-...     for batch in loader:
-...         shaper.step()
-...         for part in batch.chunk(4):
-...             shaper.microbatch()
-...             loss = train_on(part)
->>> print(shaper.report())
+>>> with tessera.fleet.shaper("policy.yaml", mesh=mesh) as shaper: ...     for batch in loader: ...
+shaper.step() ...         for part in batch.chunk(4): ...             shaper.microbatch() ...             loss =
+train_on(part) >>> print(shaper.report())
 
-Groups of a synchronous job wait for each other, so a rank's offset is a wait in every step, and small (`LOSS` of a
-step). Groups that are independent keep their offsets on a shared clock: each waits only when it is early.
+Groups of a synchronous job wait for each other, so a rank's offset is a wait in every step, and must be small (`LOSS`
+of a step). Independent groups keep their offsets on a shared clock, and each group waits only when it is early.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from .options import ScheduleOptions
 from .shaper_validation import PowerCurve, ShaperTrial, ShaperValidation, judge_trial
 from .shaping import LOSS, GroupPlace, draw_jitter_s, phase_wait_s, rank_offset_s
 
-# The period is learnt from this many steps without the first ones, which compile and allocate.
+# The period is learnt from LEARN steps, without the FIRST ones, which compile and allocate.
 LEARN, FIRST = 8, 2
 # A shared period is longer than the slowest group's own by this share, so that a group that is late catches up.
 MARGIN = 0.01
@@ -59,7 +55,7 @@ class ShaperReport:
 
     @property
     def waited_share(self) -> float:
-        """The share of the time since the first step that was waited."""
+        """Return the share of the time since the first step that this rank waited."""
         return (self.phase_wait_s + self.jitter_wait_s) / self.run_s if self.run_s > 0 else 0.0
 
     def __str__(self) -> str:
@@ -105,7 +101,7 @@ class JobShaper:
     # -- what a training loop calls -------------------------------------------------------------------------
 
     def step(self) -> None:
-        """A step begins: wait for this rank's phase."""
+        """Wait for this rank's phase; called when a step begins."""
         now_s = self._clock()
         self._first_s = now_s if self._first_s is None else self._first_s
         if self._last_s is not None:
@@ -125,7 +121,7 @@ class JobShaper:
         self._last_s = self._clock()
 
     def microbatch(self) -> None:
-        """A microbatch begins: wait for its jitter."""
+        """Wait for this microbatch's jitter; called when it begins."""
         if self.active and self.policy.jitter_s[1] > 0:
             unit = self.place.jitter_unit
             self._pause(float(draw_jitter_s(self.policy.jitter_s, self.seed, unit, self._microbatches)), "jitter")
@@ -145,7 +141,9 @@ class JobShaper:
         for _ in range(LEARN + 2):
             self.step()
             step()
-        if self._period_s is None and not self.policy.phase_shift.is_off:  # a period that was given
+        if (
+            self._period_s is None and not self.policy.phase_shift.is_off
+        ):  # the period was given, so no step has agreed on it yet
             self._agree()
         self._trial = ShaperTrial(steps, pairs)
         try:
@@ -205,7 +203,7 @@ class JobShaper:
     # -- results --------------------------------------------------------------------------------------------
 
     def report(self) -> ShaperReport:
-        """What this rank waited so far, and why."""
+        """Return what this rank waited so far, and why."""
         notes = dict(self._notes)
         if self.policy.cap_rate is not None and self.policy.node_cap_w is None:
             notes["cap"] = "cap_rate is not held: the policy has no psu_limit, of which it is a share"
@@ -229,8 +227,8 @@ class JobShaper:
     # -- phases ---------------------------------------------------------------------------------------------
 
     def _agree(self) -> None:
-        """The period and the clock that the ranks share; the ranks of a process group ask each other."""
-        # A busy host makes some steps longer, none shorter: the lower quartile is the step's own time.
+        """Agree on the period and the clock that the ranks share; the ranks of a process group ask each other."""
+        # A busy host makes some steps longer but none shorter, so the lower quartile is the step's own time.
         own_s = self._given_s
         if own_s is None:
             usual = sorted(list(self._intervals)[FIRST:])
@@ -276,7 +274,7 @@ class JobShaper:
 
 
 def _wait_here(seconds: float) -> None:
-    """Wait in the current CUDA stream, where the work is; on the host without one."""
+    """Wait in the current CUDA stream, where the work is; without CUDA, on the host."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized() or torch.version.hip is not None:
         time.sleep(seconds)
@@ -295,7 +293,7 @@ def _is_distributed() -> bool:
 
 
 def _largest(*values: float) -> tuple[float, ...]:
-    """The largest of each value over all ranks; as they are without a process group. Ranks leave it together."""
+    """Return the largest of each value over all ranks, at the same time on all; without a process group, the values."""
     if not _is_distributed():
         return values
     import torch
@@ -319,9 +317,10 @@ def _gather(measured: tuple[str, PowerCurve, list[list[float]]]) -> list[tuple[s
 
 
 def find_place(mesh: Any = None) -> tuple[GroupPlace, Any]:
-    """Where this rank is, and the `dist.Mesh` it was found in.
+    """Return where this rank is, and the `dist.Mesh` that says so.
 
-    From a `dist.Mesh`, a torch `DeviceMesh`, or else the launcher's variables: every rank is a replica then.
+    The mesh may be a `dist.Mesh` or a torch `DeviceMesh`. Without one, the launcher's variables count, and every rank
+    is a replica.
     """
     rank = find_rank()
     if mesh is None:
@@ -355,7 +354,7 @@ def find_place(mesh: Any = None) -> tuple[GroupPlace, Any]:
 
 
 def take_limits(options: ScheduleOptions) -> tuple[JobShaper, ScheduleOptions]:
-    """The shaper of a schedule, and the schedule's options with the limits of its policy that they do not state."""
+    """Return the shaper of a schedule, and the schedule's options with the policy's limits that they do not state."""
     made = options.shaper if isinstance(options.shaper, JobShaper) else shaper(options.shaper)
     policy = made.policy
     limits: dict[str, Any] = {}
@@ -379,8 +378,8 @@ def shaper(
     """Shape the power of this rank as a policy says: a file, its `Policies`, or a `PowerShaper`.
 
     `mesh` (a `dist.Mesh` or a `DeviceMesh`) says which group the rank is in; without one, the launcher's variables do.
-    `synchronous=False` for groups that do not wait for each other at every step: other jobs, local SGD. `period` is
-    learnt where it is not given; give it where the groups share no process group. `duty` lets "auto" use fewer phases.
+    Use `synchronous=False` for groups that do not wait for each other at every step: other jobs, local SGD. `period` is
+    learnt if it is not given; give it where the groups share no process group. `duty` lets "auto" use fewer phases.
     """
     made: Any = policy
     if isinstance(policy, (str, Path)):

@@ -5,7 +5,7 @@
     steps   off off off | on on on | off off off | on on on ...      ranks start each block together
     power   5-20 ms windows, summed over the ranks by their epoch times
 
-Three things must hold: spikes are lower, throughput is within 2-5%, and there are no new stalls.
+Three things must be true: spikes are lower, throughput is within 2-5%, and there are no new stalls.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..errors import MeasurementError
 from .shaping import LOSS
 
 WINDOW_S = 0.02
-"""Spikes are looked for in windows of this length: an H200's ring has a sample every 20 ms."""
+"""Seconds of the windows in which spikes are looked for: an H200's ring has a sample every 20 ms."""
 SPIKE = 99.0
-"""The percentile of the windows that is called the peak: a single window is chance."""
+"""The percentile of the windows that is called the peak: the highest single window depends on chance."""
 STALL = 3.0
-"""A step that takes this many times the median is a stall."""
+"""A step that takes at least this many times the median is a stall."""
 TARGET_LOSS = 0.02
 _LOOK_S = 0.005
 
@@ -46,7 +46,7 @@ class PowerCurve:
 def sum_windows(
     curves: Sequence[PowerCurve], start_s: float, end_s: float, window_s: float = WINDOW_S
 ) -> NDArray[np.float64]:
-    """The mean rate of all curves together in each window between two times."""
+    """Return the mean rate of all curves together in each window between two times."""
     edges = np.arange(start_s, end_s, window_s)
     if len(edges) < 2:
         return np.empty(0)
@@ -67,7 +67,7 @@ class ShapedBlock:
 
     @classmethod
     def measure(cls, shaped: bool, windows: NDArray[np.float64], steps_s: Sequence[float]) -> ShapedBlock:
-        """From the windows of all ranks together and the times of all their steps."""
+        """Measure a block from the windows of all ranks together and the times of all their steps."""
         usual_s = median(steps_s)
         rms = float(np.sqrt(np.mean(np.square(windows))))
         peak = float(np.percentile(windows, SPIKE))
@@ -100,38 +100,41 @@ class ShaperValidation:
 
     @property
     def off(self) -> dict[str, float]:
-        """Means over the blocks without the shaper; of the step, the median."""
+        """Return the means over the blocks without the shaper; for the step's time, the median."""
         return {name: self._mean(name, False) for name in _FIGURES} | {"step_s": self._step_s(False)}
 
     @property
     def on(self) -> dict[str, float]:
-        """Means over the blocks with it; of the step, the median."""
+        """Return the means over the blocks with the shaper; for the step's time, the median."""
         return {name: self._mean(name, True) for name in _FIGURES} | {"step_s": self._step_s(True)}
 
     @property
     def spikes_down(self) -> bool:
-        """Whether the mean peak with the shaper is below the lowest without it: chance does not do that."""
+        """Return whether the mean peak with the shaper is below the lowest peak without it, which is hardly chance."""
         return self._mean("peak", True) < min(b.peak for b in self.blocks if not b.shaped)
 
     @property
     def loss(self) -> float:
-        """The share of throughput lost by the usual step, negative where it became faster; stalls are a rule apart."""
+        """Return the share of throughput that the usual step lost, negative where it became faster.
+
+        Stalls do not count here: they have a rule of their own.
+        """
         return 1 - self._step_s(False) / self._step_s(True)
 
     @property
     def loss_within(self) -> bool:
-        """Whether the loss is within 5%."""
+        """Return whether the loss is within 5%."""
         return self.loss <= LOSS
 
     @property
     def new_stalls(self) -> int:
-        """Stalls with the shaper beyond those without it."""
+        """Return how many more stalls there were with the shaper than without it."""
         on, off = (sum(b.stalls for b in self.blocks if b.shaped is shaped) for shaped in (True, False))
         return max(on - off, 0)
 
     @property
     def passed(self) -> bool:
-        """Whether all three hold."""
+        """Return whether all three rules are met."""
         return self.spikes_down and self.loss_within and self.new_stalls == 0
 
     def __str__(self) -> str:
@@ -166,7 +169,7 @@ class ActivityMeter:
         self._thread.start()
 
     def stop(self) -> PowerCurve:
-        """End, and return the curve."""
+        """Stop recording, and return the curve."""
         if self._trace is not None:
             self._trace.__exit__(None, None, None)
             times_ns, watts = self._trace.total(_own_gpu())
@@ -186,7 +189,7 @@ class ActivityMeter:
 
 
 def _own_gpu() -> str | None:
-    """The domain of this rank's GPU; None without one that is measured."""
+    """Return the domain of this rank's GPU; None if it has none that is measured."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -199,7 +202,7 @@ def _own_gpu() -> str | None:
 
 @dataclass(slots=True)
 class ShaperTrial:
-    """Which steps run with the shaper: `steps` without it, as many with it, and that `pairs` times."""
+    """Decides which steps run with the shaper: `steps` without it, as many with it, and so on, `pairs` times."""
 
     steps: int = 20
     pairs: int = 3
@@ -207,30 +210,30 @@ class ShaperTrial:
     _begun: list[list[float]] = field(default_factory=list)
 
     def end_step(self, now_s: float) -> bool:
-        """A step has ended, unless none had begun; whether a block has to begin now."""
+        """Note that a step has ended (if one had begun); return whether a block has to begin now."""
         if self._begun:
             self._begun[-1].append(now_s)
         return not self._begun or len(self._begun[-1]) > self.steps
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step of the last block has ended."""
+        """Return whether the last step of the last block has ended."""
         return len(self._begun) == 2 * self.pairs and len(self._begun[-1]) > self.steps
 
     def begin_block(self, now_s: float) -> bool:
-        """The next block begins: whether it is one with the shaper."""
+        """Begin the next block; return whether it is one with the shaper."""
         if not self._begun:
             self.meter.start()
         self._begun.append([now_s])
         return len(self._begun) % 2 == 0
 
     def finish(self) -> tuple[str, PowerCurve, list[list[float]]]:
-        """What this rank measured: the unit, its curve, and the starts of the steps of each block."""
+        """Return what this rank measured: the unit, its curve, and the starts of the steps of each block."""
         return self.meter.unit, self.meter.stop(), self._begun
 
 
 def judge_trial(measured: Sequence[tuple[str, PowerCurve, list[list[float]]]]) -> ShaperValidation:
-    """The validation from what every rank measured."""
+    """Make the validation from what every rank measured."""
     units = {unit for unit, _, _ in measured}
     curves = [curve for _, curve, _ in measured]
     blocks, notes = [], []

@@ -24,7 +24,7 @@ from ..policy import GroupShift, PhaseShift
 
 Watts = TypeVar("Watts", float, NDArray[np.float64])
 WHOLE = 0.02
-"""Groups x duty counts as a whole number when it is this near to one: nobody knows a duty better than by a percent."""
+"""Groups x duty counts as a whole number when it is this near to one: a duty is not known better than to a percent."""
 LOSS = 0.05
 """The share of a period that waiting may cost a job whose groups wait for each other: the guide's 2-5%."""
 _MASK = (1 << 64) - 1
@@ -32,7 +32,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """Where a rank is: its replica, its tensor-parallel group (of all those of the job) and its pipeline stage."""
+    """Where a rank is: its replica, its tensor-parallel group (among all those of the job) and its pipeline stage."""
 
     replica: int = 0
     replicas: int = 1
@@ -48,7 +48,7 @@ class GroupPlace:
 
     @property
     def jitter_unit(self) -> int:
-        """Ranks with the same number wait equally long: those of a tensor-parallel group meet in every layer."""
+        """Return the number that ranks share if they wait equally long: tensor-parallel groups meet in every layer."""
         return self.tp_group if self.tp_groups > 1 else self.replica * self.stages + self.stage
 
 
@@ -56,9 +56,9 @@ class GroupPlace:
 
 
 def choose_phases(groups: int, duty: float | None) -> int:
-    """How many different phases flatten the sum of this many groups: the fewest that do, or one for each group.
+    """Return how many different phases flatten the sum of this many groups: the fewest that do, or one for each group.
 
-    With fewer phases the last group starts less late. Without a known duty every group has its own.
+    With fewer phases, the last group starts less late. Without a known duty, every group has its own phase.
     """
     if duty is not None:
         for phases in range(2, groups):
@@ -68,12 +68,12 @@ def choose_phases(groups: int, duty: float | None) -> int:
 
 
 def is_whole(value: float) -> bool:
-    """Whether a number of groups that are high at a time is a whole number (and not zero)."""
+    """Return whether the number of groups that are high at a time is a whole number (and not zero)."""
     return round(value) >= 1 and abs(value - round(value)) <= WHOLE
 
 
 def group_offsets(groups: int, shift: GroupShift, period_s: float, duty: float | None = None) -> NDArray[np.float64]:
-    """How much later than the first each group starts, in seconds."""
+    """Return how many seconds later than the first group each group starts."""
     number = np.arange(groups, dtype=np.float64)
     if shift is None or groups <= 1:
         return number * 0.0
@@ -86,11 +86,11 @@ def group_offsets(groups: int, shift: GroupShift, period_s: float, duty: float |
 def rank_offset_s(
     shift: PhaseShift, place: GroupPlace, period_s: float, duty: float | None = None, *, most_s: float = math.inf
 ) -> float:
-    """How much later than the first this rank starts, in seconds.
+    """Return how many seconds later than the first rank this rank starts.
 
-    Stages divide the time between two replicas among themselves; tensor-parallel groups are numbered over the whole
-    job, so that their shift stands for all. Offsets of the whole job shrink alike so that none exceeds `most_s`: the
-    groups of a synchronous job wait for each other, and a later start is a later end.
+    Stages divide the time between two replicas among themselves. Tensor-parallel groups are numbered over the whole
+    job, so their shift replaces the others. All offsets of the job shrink by the same factor so that none exceeds
+    `most_s`: the groups of a synchronous job wait for each other, and a later start is a later end.
     """
     offset_s, largest_s = 0.0, 0.0
     if shift.tp_groups is not None:
@@ -110,10 +110,10 @@ def rank_offset_s(
 
 
 def phase_wait_s(now_s: float, offset_s: float, period_s: float, most_s: float) -> float:
-    """How long a group that starts its step at `now_s` waits, so that it stays at its offset of a shared clock.
+    """Return how long a group that starts its step at `now_s` waits to stay at its offset of a shared clock.
 
-    A group that is early waits, at most `most_s` at a time. One that is late does not: the shared period is a little
-    longer than its own, and it catches up by itself.
+    A group that is early waits, at most `most_s` at a time. A late group does not wait: the shared period is a little
+    longer than its own, so it catches up by itself.
     """
     if period_s <= 0:
         return 0.0
@@ -125,10 +125,10 @@ def phase_wait_s(now_s: float, offset_s: float, period_s: float, most_s: float) 
 
 
 def draw_jitter_s(jitter_s: tuple[float, float], seed: int, unit: Any, microbatch: Any) -> Any:
-    """The wait of a unit before a microbatch: uniform in the range, and always the same for the same three numbers.
+    """Return a unit's wait before a microbatch: uniform in the range, and always the same for the same three numbers.
 
-    A hash, not a generator: ranks need not have drawn the same number of times, and numpy arrays (uint64) of units or
-    microbatches give what single numbers give.
+    This is a hash and not a generator, because ranks need not have drawn the same number of times, and numpy arrays
+    (uint64) of units or microbatches must give what single numbers give.
     """
     low_s, high_s = jitter_s
     mixed = _mix(_mix(_mix(seed & _MASK) + unit & _MASK) + microbatch & _MASK)
@@ -155,10 +155,10 @@ def hold_power(
     max_ramp_w_per_s: float | None = None,
     most_w: float = math.inf,
 ) -> Watts:
-    """The power that ballast should hold: not below the floor, and not falling faster than the ramp.
+    """Return the power that ballast should hold: not below the floor, and not falling faster than the ramp.
 
-    `before_w` is what this returned `dt_s` ago. What is above `load_w` is ballast, which can bring a device to at most
-    `most_w`. Ballast cannot slow a rise: that is a cap's work.
+    `before_w` is what this returned `dt_s` ago. The part above `load_w` is ballast, which can bring a device to at most
+    `most_w`. Ballast cannot slow a rise; a cap does that.
     """
     wanted: Any = load_w
     if floor_w is not None:

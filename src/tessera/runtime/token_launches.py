@@ -1,7 +1,7 @@
-"""Tokens of Tessera's own kernels: they announce their launches (op/hints.py), and a wait follows every few of them.
+"""Tokens of Tessera's own kernels: the kernels announce their launches, and every few launches a wait follows.
 
-Announcements come from anywhere, also from compiled code and autograd's threads. Other work is not seen and spends
-nothing.
+Announcements (op/hints.py) come from anywhere, also from compiled code and autograd's threads. Other work is not seen
+and spends no tokens.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ from ..op import hints
 from .controller import PaceCommand
 from .pacer import PaceCounts, Pacer
 
-# Waits per slice: enough that a slice ends near its length, few enough that launching them costs little.
+# Waits per slice: enough that a slice ends near its length, and few enough that launching them costs little.
 PER_SLICE = 3
-# While nothing has to wait, a look this often (device seconds) keeps the counts up to date.
+# While nothing has to wait, a wait kernel this often (device seconds) keeps the counts up to date.
 SLACK_S = 0.005
 MOST = 1024
-# The distance of waits follows the work of about this long (device seconds): a training step's parts differ.
+# The distance of waits is chosen from the last work of about this length (device seconds): a training step's parts
+# differ.
 RECENT_S = 0.25
-# After longer than this without a call, and with nothing queued, the device was idle.
+# After longer than this without a call, and with nothing queued, the device is taken to have been idle.
 AWAY_NS = 2_000_000
 
 
 def count_tokens(kind: str, blocks: int, warps: int, copies: int) -> int:
-    """The tokens of one launch, as op/hints.py announces it."""
+    """Return the tokens of one launch, as op/hints.py announces it."""
     if kind == "launches":
         return 1
     return blocks * (warps if kind == "warps" else copies)
 
 
 class TokenSpender:
-    """Adds up the tokens of launches on one device; how many launches come before a wait follows the time they take."""
+    """Adds up the tokens of launches on one device.
+
+    How many launches come before a wait depends on the time they take.
+    """
 
     def __init__(self, pacer: Pacer) -> None:
         self.pacer = pacer
@@ -44,10 +48,10 @@ class TokenSpender:
         self._seen = PaceCounts()
         self._recent = (0.0, 0.0)  # launches, and the seconds they worked
         self._lock = threading.Lock()
-        self._tokens, self._left = 0, 1  # spent since the last wait, and launches until the next
+        self._tokens, self._left = 0, 1  # tokens since the last wait, and launches until the next wait
 
     def spend(self, tokens: int) -> None:
-        """One of our kernels was launched: wait here if it is time to."""
+        """Count a launch of one of our kernels, and wait here if it is time to."""
         with self._lock:
             self._tokens += tokens
             self._left -= 1
@@ -58,19 +62,19 @@ class TokenSpender:
         self.pacer.spend(tokens)
 
     def enter_call(self) -> None:
-        """A call begins: time in which the device had nothing to do is not work."""
+        """Note that a call begins: time in which the device had nothing to do is not work."""
         if self._left_ns == 0 or (time.monotonic_ns() - self._left_ns > AWAY_NS and self.pacer.count_queued() == 0):
             self._put.append(0)
             self.pacer.spend(0, restart=True)
 
     def leave_call(self) -> None:
-        """A call has ended."""
+        """Note that a call has ended."""
         self._left_ns = time.monotonic_ns()
 
     def adapt(self, counts: PaceCounts, command: PaceCommand) -> None:
         """Set how often waits come, from the work since the last time."""
         new, self._seen = counts - self._seen, counts
-        ours = new.points <= len(self._put)  # not those of a replayed graph
+        ours = new.points <= len(self._put)  # otherwise a replayed graph made some of them
         launches = sum(self._put.popleft() for _ in range(min(max(new.points, 0), len(self._put))))
         if not ours or new.worked_s < 0:
             return

@@ -16,8 +16,9 @@ from ..errors import ScheduleError
 from .controller import PaceCommand
 from .pacer import LIMIT_S, LONGEST_S, PaceCounts
 
-# Waits that are launched and have not run may hold this many seconds of work. Beyond, the host waits too, so that
-# leaving a schedule or Ctrl-C is not followed by seconds of queued work (a CUDA stream takes about 1000 launches).
+# Waits that are launched and have not run may hold this many seconds of work. Beyond that, the host waits too:
+# otherwise seconds of queued work would follow after a schedule ends or after Ctrl-C (a CUDA stream takes about 1000
+# launches).
 AHEAD_S = 0.5
 AHEAD = (4, 256)
 GIVE_UP_S = 5.0
@@ -56,7 +57,7 @@ class TokenStream:
         self._words[kernel.LIMIT_NS] = round(LIMIT_S * 1e9)
         self._words[kernel.LONGEST_NS] = round(LONGEST_S * 1e9)
         self.obey(PaceCommand())
-        for restart in (True, False):  # compiled and loaded now, not while a graph is captured
+        for restart in (True, False):  # to compile and load the kernel now, not while a graph is captured
             self.spend(0, restart=restart)
         torch.cuda.synchronize(device)
         if self._count_ran() < self._launched:
@@ -67,7 +68,7 @@ class TokenStream:
             )
 
     def obey(self, command: PaceCommand) -> None:
-        """Follow this command from now on, queued waits included."""
+        """Follow this command from now on, also with waits that are queued."""
         kernel, words = self._kernel, self._words
         words[kernel.SLICE_NS] = round(command.slice_s * 1e9)
         words[kernel.RATIO] = round(command.ratio * kernel.ONE)
@@ -75,29 +76,29 @@ class TokenStream:
         words[kernel.TOKEN] = round(min(command.token_ns, LONGEST_S * 1e9) * kernel.ONE_NS)
 
     def spend(self, tokens: int, *, restart: bool = False) -> None:
-        """Let the current stream wait here for the tokens that were spent before."""
+        """Make the current stream wait here for the tokens that were spent before."""
         torch: Any = sys.modules["torch"]
         with torch.cuda.device(self.device), torch._C.DisableTorchFunction():
             captured = torch.cuda.is_current_stream_capturing()
             if captured and restart:
                 return
-            ran = self._count_ran()  # before the launch: what is counted beyond it has yet to run
-            # A captured wait runs where it is replayed, mostly the stream in which the schedule was entered: it is
-            # timed together with what runs between replays.
+            ran = self._count_ran()  # counted before the launch, which has yet to run
+            # A captured wait runs where it is replayed, mostly in the stream in which the schedule was entered. So it
+            # is timed together with what runs between replays.
             here = torch.cuda.current_stream().cuda_stream
             stream = self._home if captured else here
             if restart:
                 self._home = stream
             self._launch(here, stream, tokens, restart)
-        if captured:  # runs at every replay, however often that is: not counted as launched
+        if captured:  # it runs at every replay, however often that is, so it is not counted as launched
             return
-        with self._lock:  # replays run waits that were never counted; beyond them the count continues
+        with self._lock:  # replays run waits that were never counted, so the count goes on from those that ran
             self._launched = max(self._launched, ran) + 1
         if self._launched - ran > self.ahead:
             self._wait_for_queue()
 
     def _launch(self, here: int, stream: int, tokens: int, restart: bool) -> None:
-        """Launch on `here` with the words of `stream`; the first compiles, the next reuse its launcher."""
+        """Launch on `here` with the words of `stream`. The first launch compiles; later ones reuse its launcher."""
         launcher = self._launchers.get(stream)
         if launcher is not None:
             launcher(here, tokens, int(restart))
@@ -108,7 +109,7 @@ class TokenStream:
             self._launchers[stream] = self._kernel.make_launcher(compiled, *words)
 
     def _slot(self, stream: int) -> tuple[Any, Any]:
-        """The words of a stream. With more streams than slots some share, and then time each other's work."""
+        """Return the words of a stream. With more streams than slots, some share a slot and time each other's work."""
         slot = self._slots.get(stream)
         if slot is None:
             with self._lock:
@@ -117,7 +118,10 @@ class TokenStream:
         return slot
 
     def _wait_for_queue(self) -> None:
-        """Wait until the queue is half as long. Only reads memory; gives up where replayed waits confuse the count."""
+        """Wait until the queue is half as long.
+
+        This only reads memory; it gives up where replayed waits confuse the count.
+        """
         give_up = time.monotonic() + GIVE_UP_S
         while self.count_queued() > self.ahead // 2 and time.monotonic() < give_up:
             time.sleep(0.0005)
@@ -128,11 +132,11 @@ class TokenStream:
         return int(sum(self._points.tolist()))
 
     def count_queued(self) -> int:
-        """Waits that are launched and have not run."""
+        """Return the number of waits that are launched and have not run."""
         return max(self._launched - self._count_ran(), 0)
 
     def counts(self) -> PaceCounts:
-        """What has waited; never waits for the device."""
+        """Return the counts so far, without waiting for the device."""
         kernel, total = self._kernel, self._numbers.sum(axis=0)
         counts = PaceCounts(
             int(total[kernel.POINTS]),
@@ -146,7 +150,7 @@ class TokenStream:
         return counts
 
     def _limit_queue(self, counts: PaceCounts) -> None:
-        """Let as many waits be queued as take AHEAD_S, by those that ran since the last look."""
+        """Let as many waits be queued as take AHEAD_S, by the waits that ran since the last look."""
         points, seconds = counts.points - self._seen[0], counts.worked_s + counts.waited_s - self._seen[1]
         if points > 0 and seconds > 0:
             self.ahead = min(max(round(AHEAD_S * points / seconds), AHEAD[0]), AHEAD[1])

@@ -20,15 +20,16 @@ with needs_extra("triton", "triton", "waiting in a CUDA stream"):
     import triton
     import triton.language as tl
 
-# Words of the three arrays, int64 each. CONTROL and STATS lie in pinned host memory, STATE on the device.
+# Words of the three arrays, int64 each. CONTROL and STATS are in pinned host memory, STATE on the device.
 RATIO, SLICE_NS, LIMIT_NS, LONGEST_NS, TOKEN, SAVED_NS = range(6)  # CONTROL
-RESUME_NS, POINTS, WAITS, WAITED_NS, BUSY_NS, TOKENS = range(6)  # STATE; STATS has the same places
+RESUME_NS, POINTS, WAITS, WAITED_NS, BUSY_NS, TOKENS = range(6)  # STATE; STATS has the same order
 WORDS = 8  # one slot of STATE or STATS: a cache line
-ONE = 1024  # the ratio is in 1/1024
-ONE_NS = 1 << 20  # a token's nanoseconds are in 1/1048576: one copy of a large product may cost a thousandth
-# Between two reads of the control word, which lies across PCIe (~1 us); nanosleep may take up to twice its argument.
+ONE = 1024  # ratios are integers in units of 1/1024
+ONE_NS = 1 << 20  # a token's nanoseconds are in units of 1/1048576: one copy of a large product may cost a thousandth
+# Nanoseconds between two reads of the control word, which is across PCIe (~1 us); nanosleep may take twice its
+# argument.
 NAP_NS = 20_000
-# Ends the loop if the timer stands still or is set back: 20 s of naps.
+# Naps after which the loop ends, in case the timer stands still or is set back: 20 s.
 MOST_NAPS = 1_000_000
 
 _ONE, _NAP_NS, _MOST_NAPS = tl.constexpr(ONE), tl.constexpr(NAP_NS), tl.constexpr(MOST_NAPS)
@@ -56,7 +57,7 @@ def _add(state, stats, amount):
 
 
 def make_launcher(compiled: Any, *args: Any) -> Callable[..., None]:
-    """A function that launches a compiled kernel on the stream it gets, with `args` and then its own arguments.
+    """Return a function that launches a compiled kernel on the stream it gets, with `args` and then its own arguments.
 
     `kernel[(1,)](...)` looks at every argument to find the compiled code, which takes the host longer than the launch.
     The first arguments are always the same, so this makes the final call directly.
@@ -71,7 +72,7 @@ def make_launcher(compiled: Any, *args: Any) -> Callable[..., None]:
 
 @triton.jit
 def _cost_ns(control, tokens, busy, longest):
-    """How long the bucket takes to regain the tokens; from their time before their cost is known."""
+    """Return how long the bucket takes to regain the tokens; while their cost is unknown, by the time of the work."""
     cost = tokens.to(tl.float64) * tl.load(control + 4, volatile=True).to(tl.float64) / _ONE_NS
     ratio = tl.load(control, volatile=True)
     by_time = tl.where(ratio > 0, busy * (ratio + _ONE) // _ONE, 0).to(tl.float64)
@@ -80,17 +81,14 @@ def _cost_ns(control, tokens, busy, longest):
 
 @triton.jit(do_not_specialize=["tokens", "restart"])
 def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.int64):
-    """Spend tokens, and wait for them. `bucket` is when it is full again: one word for all streams of a device.
-
-    The arguments are not specialised, so there is one kernel, which is loaded before a graph is captured.
-    """
+    """Return how long the bucket takes to regain the tokens; while their cost is unknown, by the work's own time."""
     began = _now_ns()
     resume = tl.load(state)
     resume = tl.where((resume == 0) | (restart != 0), began, resume)
     busy = tl.minimum(tl.maximum(began - resume, 0), tl.load(control + 2, volatile=True))
     slice_ns = tl.load(control + 1, volatile=True)
     longest = tl.load(control + 3, volatile=True)
-    tl.atomic_max(bucket, began - busy - tl.load(control + 5, volatile=True))  # the most that is saved
+    tl.atomic_max(bucket, began - busy - tl.load(control + 5, volatile=True))  # no more than this is saved
     cost = _cost_ns(control, tokens, busy, longest)
     before = tl.atomic_add(bucket, cost)
     now = began
@@ -104,7 +102,7 @@ def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.i
             naps += 1
     tl.atomic_add(bucket, newest - cost)
     released = tl.load(control, volatile=True) == 0
-    tl.atomic_min(bucket, tl.where(released, now, now + longest))  # released: nothing is owed
+    tl.atomic_min(bucket, tl.where(released, now, now + longest))  # if released, nothing is owed
     tl.store(state, now)
     tl.store(stats, now)
     _add(state + 2, stats + 2, tl.where(naps > 0, 1, 0))
@@ -115,13 +113,16 @@ def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.i
 
 
 def spend(control: Any, bucket: Any, state: Any, stats: Any, tokens: int, *, restart: bool = False) -> Any:
-    """Let the current stream spend tokens here and wait for them; the compiled kernel (None in the interpreter)."""
+    """Make the current stream spend tokens here and wait for them.
+
+    Returns the compiled kernel (None in Triton's interpreter).
+    """
     return tessera_spend[(1,)](control, bucket, state, stats, tokens, int(restart), num_warps=1, num_stages=1)
 
 
 @triton.jit(do_not_specialize=["wait_ns"])
 def tessera_wait(wait_ns: tl.int64):
-    """Keep the stream waiting for this long."""
+    """Keep the stream waiting for this many nanoseconds."""
     began = _now_ns()
     now = began
     naps = 0
@@ -131,5 +132,5 @@ def tessera_wait(wait_ns: tl.int64):
 
 
 def wait_in_stream(wait_ns: int) -> None:
-    """Let the current stream wait; the host goes on."""
+    """Make the current stream wait, but not the host."""
     tessera_wait[(1,)](wait_ns, num_warps=1, num_stages=1)

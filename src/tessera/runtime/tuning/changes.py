@@ -1,7 +1,7 @@
-"""Applies a setting: each knob's change to a function, its modules and optimizers, and how it is undone.
+"""Applies a setting: each knob's change to a function, its modules and optimizers, and how the change is undone.
 
 The first change is undone last. A change that is not possible raises `NotApplicable`, and the search continues. Torch's
-global switches are set around each call and restored after it: code between two calls keeps its own.
+global switches are set around each call and restored after it, so that code between two calls keeps its own.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ _FP8_ALIGN = 16  # cuBLAS takes fp8 matrices whose rows are multiples of 16 byte
 
 @contextlib.contextmanager
 def apply_setting(fn: Call, parts: FunctionParts, setting: Setting, own: Mapping[str, Any]) -> Iterator[Call]:
-    """The function under a setting, for the body. `own` are the knobs that are arguments of the function itself."""
+    """Give the function under a setting, for the body.
+
+    `own` are the knobs that are arguments of the function itself.
+    """
     if setting.get("graph") and setting.get("compile") == REDUCE_OVERHEAD:
-        setting = {**setting, "compile": "default"}  # that mode's graphs cannot be part of ours, which does the same
+        # this mode makes graphs of its own, which cannot be part of ours; ours do the same
+        setting = {**setting, "compile": "default"}
     if not keeps_copies(setting):
         with _apply_once(fn, parts, setting, own) as call:
             yield call
@@ -64,7 +68,7 @@ def _apply_once(fn: Call, parts: FunctionParts, setting: Setting, own: Mapping[s
 
 @contextlib.contextmanager
 def _capture_graph(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
-    """The whole function as one CUDA graph."""
+    """Capture the whole function as one CUDA graph."""
     from .cudagraph import GraphedFunction
 
     graphed = GraphedFunction(call, parts)
@@ -79,7 +83,7 @@ def _capture_graph(call: Call, parts: FunctionParts, setting: Setting) -> Iterat
 
 @contextlib.contextmanager
 def _use_channels_last(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
-    """Convolutions read and write channels_last, which tensor cores want; the numbers are the same."""
+    """Store convolutions in channels_last, which tensor cores need; the numbers stay the same."""
     import torch
 
     planes = [t for t in parts.weights() if t.dim() == 4]
@@ -114,25 +118,25 @@ def _make_padded_forward(module: Any) -> Call:
 
 @contextlib.contextmanager
 def _replace_forwards(by_module: dict[Any, Call]) -> Iterator[None]:
-    """Give modules another forward for the body; they must have none of their own but their class's."""
+    """Give modules another forward for the body; they must have only their class's."""
     for module, forward in by_module.items():
         module.forward = forward
     try:
         yield
     finally:
         for module in by_module:
-            del module.forward  # the class's own is behind it
+            del module.forward  # then the class's forward counts again
 
 
 def find_unaligned(parts: FunctionParts) -> list[Any]:
-    """Linear layers with a size that is not a multiple of 16 bytes."""
+    """Return the linear layers with a size that is not a multiple of 16 bytes."""
     linears = [(m, m.weight.element_size()) for m in parts.plain_linears()]
     return [m for m, size in linears if m.in_features * size % 16 or m.out_features * size % 16]
 
 
 @contextlib.contextmanager
 def _fuse_convolutions(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
-    """Convolution, batch norm, sum and relu as one call of cuDNN: activations are written once."""
+    """Run convolution, batch norm, sum and relu as one call of cuDNN, so that activations are written once."""
     from ...errors import RewriteError
     from ...rewrite.fused_conv import fuse
 
@@ -142,7 +146,7 @@ def _fuse_convolutions(call: Call, parts: FunctionParts, setting: Setting) -> It
         for module in parts.modules:
             try:
                 changed += stack.enter_context(fuse(module)).count
-            except RewriteError as exc:  # this one stays as it is
+            except RewriteError as exc:  # this module stays as it is
                 why = exc.what
         if not changed:
             raise NotApplicable(why, knob="convolutions")
@@ -150,7 +154,7 @@ def _fuse_convolutions(call: Call, parts: FunctionParts, setting: Setting) -> It
         def fused_call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return call(*args, **kwargs)
-            except RewriteError as exc:  # back in training, or with gradients
+            except RewriteError as exc:  # it is in training mode again, or has gradients
                 raise NotApplicable(exc.what, knob="convolutions") from exc
 
         yield fused_call
@@ -158,7 +162,7 @@ def _fuse_convolutions(call: Call, parts: FunctionParts, setting: Setting) -> It
 
 @contextlib.contextmanager
 def _fuse_optimizer(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
-    """One kernel for the whole update instead of several passes over the weights."""
+    """Update with one kernel instead of several passes over the weights."""
     before = [(group, group.get("fused"), group.get("foreach")) for o in parts.optimizers for group in o.param_groups]
     if not before or any("fused" not in group for group, _, _ in before):
         raise NotApplicable("the optimizer has no fused form")
@@ -174,7 +178,7 @@ def _fuse_optimizer(call: Call, parts: FunctionParts, setting: Setting) -> Itera
 
 
 def move_steps(optimizer: Any, *, to_device: bool) -> bool:
-    """Move the step counts of an optimizer to its parameters' device, or to the host; whether any had to move."""
+    """Move step counts to the host again, because torch would wait for each, unless the optimizer needs them there."""
     import torch
 
     moved = False
@@ -187,7 +191,10 @@ def move_steps(optimizer: Any, *, to_device: bool) -> bool:
 
 
 def move_steps_back(optimizers: list[Any]) -> None:
-    """Step counts to the host again, except where the optimizer needs them on the device: torch would wait for each."""
+    """Move step counts to the host again, except where the optimizer needs them on the device.
+
+    If they stayed on the device, torch would wait for each of them.
+    """
     for optimizer in optimizers:
         if not any(g.get("capturable") or g.get("fused") for g in optimizer.param_groups):
             move_steps(optimizer, to_device=False)
@@ -198,7 +205,7 @@ def move_steps_back(optimizers: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _lower_precision(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
-    """Products in TF32, everything in bf16 by autocast, or linear layers in fp8."""
+    """Run products in TF32, everything in bf16 by autocast, or linear layers in fp8."""
     import torch
 
     if setting["precision"] == FP8:
@@ -222,7 +229,7 @@ def _lower_precision(call: Call, parts: FunctionParts, setting: Setting) -> Iter
 
 
 def find_fp8_layers(parts: FunctionParts) -> list[Any]:
-    """Linear layers in bf16 whose sizes fp8 takes as they are."""
+    """Return the linear layers in bf16 whose sizes fp8 takes without padding."""
     import torch
 
     linears = [m for m in parts.plain_linears() if m.weight.dtype == torch.bfloat16]
@@ -231,7 +238,7 @@ def find_fp8_layers(parts: FunctionParts) -> list[Any]:
 
 @contextlib.contextmanager
 def _use_fp8(parts: FunctionParts) -> Iterator[None]:
-    """Linear layers multiply in fp8; their weights are kept in it, so each call casts only activations."""
+    """Multiply in fp8 in linear layers. Their weights are kept in fp8, so each call casts only activations."""
     from ...op import linear
     from ...op.casting import forget, prepare
     from ...op.lowprec import has_row_scaling
@@ -244,7 +251,7 @@ def _use_fp8(parts: FunctionParts) -> Iterator[None]:
         raise NotApplicable("torch counts no changes of weights made in inference mode", knob="precision")
 
     def make_forward(module: Any) -> Call:
-        # A scale for each row, whose cast reads activations once, where the product multiplies by the scales itself.
+        # Where the product itself multiplies by scales, use a scale for each row: its cast reads the activations once.
         name = "fp8_row" if has_row_scaling(module.weight.device, module.weight.dtype) else FP8
         prepare(module.weight.mT, name)
         return lambda x: linear(x, module.weight, module.bias, precision=name, accumulate="fast")
@@ -274,7 +281,7 @@ def _benchmark_cudnn(call: Call, parts: FunctionParts, setting: Setting) -> Iter
 
 @contextlib.contextmanager
 def _use_tile(knob: str, call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
-    """Calls of one operator of ours that name no tile run our kernel with this one."""
+    """Use this tile in calls of one operator of `tessera.op` that name none."""
     from ...op import hints
 
     tile = tuple(int(side) for side in str(setting[knob]).split("x"))
@@ -287,7 +294,7 @@ def _use_tile(knob: str, call: Call, parts: FunctionParts, setting: Setting) -> 
     yield call_with_tile
 
 
-# Each takes the call so far, what the function works with and the whole setting, and gives the changed call.
+# Each takes the call so far, the function's parts and the whole setting, and gives the changed call.
 _CHANGES: dict[str, Callable[[Call, FunctionParts, Setting], AbstractContextManager[Call]]] = {
     "layout": _use_channels_last,
     "padding": _pad_linears,
@@ -300,4 +307,4 @@ _CHANGES: dict[str, Callable[[Call, FunctionParts, Setting], AbstractContextMana
     "graph": _capture_graph,
 }
 KNOBS = frozenset({*_CHANGES, "freeze", "masks"})
-"""Every knob's name; an argument of the function with one of these names cannot be searched."""
+"""The names of all knobs; an argument of the function with one of these names cannot be searched."""

@@ -1,9 +1,9 @@
 """torch.compile of a function's modules, and which compiled code may be run again.
 
-Dynamo keeps compiled code by its code object, and runs it again for an equal backend where its guards hold. It has no
+Dynamo keeps compiled code by its code object, and runs it again for an equal backend if its guards hold. It has no
 guard on the values of frozen weights or their layout, or on a replaced forward of a module; AOTAutograd's cache on disk
-has none either. So these go into the backend's options, where both look: code made under one choice never runs under
-another, and runs again where the choice is the same.
+has none either. So these choices go into the backend's options, which both compare: code made under one choice never
+runs under another, and runs again where the choice is the same.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Any
 from .parts import REDUCE_OVERHEAD, Call, FunctionParts, NotApplicable
 from .plan import Setting
 
-# Every mode, layout or padding is one more version of the same code, and dynamo keeps 8: beyond, it runs eagerly.
+# Every mode, layout or padding is one more version of the same code. Dynamo keeps 8 by default, and runs the code
+# eagerly beyond that.
 RECOMPILES = 256
 # Knobs that compiled code depends on without a guard.
 _UNGUARDED = ("freeze", "layout", "masks", "padding")
-# An option of Inductor that has no effect on the code: notes for readers of an AOTInductor package.
+# An option of Inductor that does not affect the code: notes for readers of an AOTInductor package.
 _NOTES = "aot_inductor.metadata"
 
 
 @contextlib.contextmanager
 def compile_modules(call: Call, parts: FunctionParts, setting: Setting) -> Iterator[Call]:
-    """torch.compile of the modules, or of the function where it has none of its own."""
+    """Compile the modules, or the function itself where it has no modules."""
     import torch
 
     how = _compile_arguments(setting)
@@ -60,11 +61,11 @@ def compile_modules(call: Call, parts: FunctionParts, setting: Setting) -> Itera
 
 
 def _forget_outputs() -> None:
-    """Drop the tensors that reduce-overhead's graphs returned last. Torch keeps them to return them again.
+    """Drop the tensors that reduce-overhead's graphs returned last, which torch keeps to return them again.
 
-    In training they hold the autograd graph of that step and its nodes that accumulate gradients, which belong to its
-    stream: a capture on another stream then fails ("operation would make the legacy stream depend on a capturing
-    blocking stream", results/tune.json). Torch makes such tensors again where they are missing.
+    In training, they hold the autograd graph of that step. Its nodes that accumulate gradients belong to the stream of
+    that step, so a capture on another stream fails ("operation would make the legacy stream depend on a capturing
+    blocking stream", results/tune.json). Torch makes such tensors again if they are missing.
     """
     import torch
 
@@ -72,7 +73,8 @@ def _forget_outputs() -> None:
         return
     from torch._inductor import cudagraph_trees as trees
 
-    with contextlib.suppress(AttributeError, AssertionError):  # private to torch; at worst a graph is refused
+    # private to torch; if it changes, a graph is refused at worst
+    with contextlib.suppress(AttributeError, AssertionError):
         managers = [
             container.tree_manager for container in trees.get_obj(trees.local, "tree_manager_containers").values()
         ]
@@ -92,7 +94,7 @@ def _make_entry(module: Any) -> Call:
 
 
 def _compile_arguments(setting: Setting) -> dict[str, Any]:
-    """The arguments of torch.compile. It refuses a mode beside options, so the mode's own options are used."""
+    """Return the arguments of torch.compile. It refuses a mode beside options, so the mode's own options are used."""
     mode = str(setting["compile"])
     choices = {k: setting[k] for k in _UNGUARDED if setting.get(k)}
     if not choices:
@@ -124,7 +126,10 @@ def _make_backend(mode: str, choices: str) -> Any:
 
 
 def _freeze(code: Call) -> Call:
-    """Compiled code with the weights in it. Inductor freezes only without gradients, and else silently does not."""
+    """Return compiled code that contains the weights.
+
+    Without this check, Inductor would silently not freeze with gradients.
+    """
     import torch
     import torch._inductor
 
@@ -139,7 +144,7 @@ def _freeze(code: Call) -> Call:
 
 @contextlib.contextmanager
 def _many_versions() -> Iterator[None]:
-    """Let dynamo keep as many versions of one code as the search tries."""
+    """Let dynamo keep as many versions of the same code as the search tries."""
     import torch._dynamo
 
     config: Any = torch._dynamo.config

@@ -1,10 +1,10 @@
 """A function captured as one CUDA graph: launched once, however many kernels it has.
 
 Its results are in the graph's memory and the next call overwrites them, as with torch.compile's reduce-overhead. Tensor
-arguments are copied into the graph's own; everything else must stay as it was when captured.
+arguments are copied into the graph's own tensors; everything else must stay as it was when captured.
 
-A graph repeats the numbers it was captured with. A learning rate that a schedule changes between calls is therefore
-read from device memory, once it has changed; any other optimizer setting that changes needs another graph.
+A graph repeats the numbers it was captured with. So once a learning rate has changed between calls, graphs read it from
+device memory. If any other optimizer setting changes, another graph is captured.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ...rewrite.state import State
 from .changes import move_steps, move_steps_back
 from .parts import FunctionParts, NotApplicable
 
-# These take a learning rate in device memory (torch's documentation of their `lr`); for others nothing is documented.
+# These optimizers take a learning rate in device memory (torch's documentation of their `lr`); for others nothing is
+# documented.
 _TENSOR_RATE = ("Adam", "AdamW")
 
 
 class GraphedFunction:
-    """Captures at the first call, replays at all others; another shape or plain argument is captured again.
+    """A function that is captured at the first call and replayed later; another shape or argument is captured anew.
 
     Every call does the function's work once, also the first: what warming up did to weights, optimizers and random
     numbers is undone before the capture, which itself runs nothing.
@@ -67,7 +68,7 @@ class GraphedFunction:
             state, before = State(self._parts), (self._optimizers.settings(), self._optimizers.rates())
             with self._preserve_versions():
                 try:
-                    with warnings.catch_warnings():  # we know that it is not captured yet
+                    with warnings.catch_warnings():  # warming up is not captured, and is not meant to be
                         warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
                         cudagraph.warm_up(call)
                     if (self._optimizers.settings(), self._optimizers.rates()) != before:
@@ -79,7 +80,7 @@ class GraphedFunction:
 
     @contextlib.contextmanager
     def _preserve_versions(self) -> Iterator[None]:
-        """Hide changes that are undone: copies of weights would otherwise be made again by each replay."""
+        """Hide changes that are undone. If they were seen, each replay would make copies of weights again."""
         preserve = self._torch.autograd._unsafe_preserve_version_counter
         with contextlib.ExitStack() as stack:
             for tensor in self._parts.weights():
@@ -121,22 +122,22 @@ class CapturableOptimizers:
             raise NotApplicable("the optimizer cannot be captured: it has no `capturable`")
         self._before = [(g, g["capturable"]) for g in self._groups]
         self._moved: list[Any] = []
-        self._tensors: list[Any] | None = None  # learning rates in device memory, since they changed for the first time
+        self._tensors: list[Any] | None = None  # learning rates in device memory; None until a rate changes
         self._seen = self.rates()
 
     @property
     def ready(self) -> bool:
-        """Whether they have their state: if it were made within a graph, every replay would make it again."""
+        """Return whether the optimizers have their state: a graph that makes it would make it in every replay."""
         return all(o.state for o in self._optimizers)
 
     def settings(self) -> tuple[Any, ...]:
-        """What a graph keeps fixed, without the learning rates."""
+        """Return the settings that a graph keeps fixed, without the learning rates."""
         free = ("params", "lr", "initial_lr", "capturable")
         items = [(k, v) for g in self._groups for k, v in g.items() if k not in free]
         return tuple((k, v) for k, v in items if isinstance(v, (int, float, str, tuple)))
 
     def update_rates(self) -> bool:
-        """Set the learning rates that graphs read; True where the existing graphs cannot read them."""
+        """Set the learning rates that graphs read; return True if the existing graphs cannot read them."""
         rates = self.rates()
         if rates == self._seen:
             return False
@@ -152,7 +153,7 @@ class CapturableOptimizers:
         return False
 
     def rates(self) -> list[float | None]:
-        """Learning rates as plain numbers; None for one that is a tensor, which a graph reads as it is."""
+        """Return the learning rates as plain numbers; None for one that is a tensor, which a graph reads as it is."""
         return [g["lr"] if isinstance(g.get("lr"), (int, float)) else None for g in self._groups]
 
     def _put_on_device(self, group: Any) -> Any:
@@ -164,7 +165,7 @@ class CapturableOptimizers:
 
     @contextlib.contextmanager
     def prepare(self) -> Iterator[None]:
-        """For warming up and capturing: set `capturable`; step counts and changing rates are on the device."""
+        """Set `capturable` for warming up and capturing; step counts and changing rates are on the device meanwhile."""
         for group in self._groups:
             group["capturable"] = True
         for optimizer in self._optimizers:
@@ -182,7 +183,7 @@ class CapturableOptimizers:
                     group["lr"] = rate
 
     def release(self) -> None:
-        """Restore them."""
+        """Restore the optimizers."""
         for group, capturable in self._before:
             group["capturable"] = capturable
         move_steps_back(self._moved)

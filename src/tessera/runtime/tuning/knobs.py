@@ -1,7 +1,7 @@
 """Which knobs a function has: only those that can matter for it, with the reason and the expected gain.
 
-One call of the function is watched first: a compilation takes up to a minute, a look one call. Gains order the search
-and decide nothing: what measures better stays.
+One call of the function is watched first: that costs one call, and trying a knob in vain costs a compilation of up to a
+minute. Gains only order the search: what measures better stays.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .parts import (
 from .plan import Value
 from .search import COMPILE, Knob
 
-# Which knobs there are. `gain` is the expected share of the joules; the largest is tried first. Measured on an H200
-# (results/tune.json, fused_conv.json): GPT-2's training compiled 33% fewer, padded 14%; ResNet-50 with fused
-# convolutions 42%. channels_last and cuDNN's search are from convolutions recorded for `predict`; graphs, fused updates
-# and freezing are guesses (trials were disturbed).
+# All knobs. `gain` is the expected share of the joules; the search tries the largest first. Measured on an H200
+# (results/tune.json, fused_conv.json): GPT-2's training compiled took 33% fewer joules, padded 14%; ResNet-50 with
+# fused convolutions 42%. The gains of channels_last and of cuDNN's search come from convolutions recorded for
+# `predict`. Those of graphs, fused updates and freezing are guesses (their trials were disturbed).
 _TABLE = (
     Knob(name=COMPILE, values=(None, *COMPILE_MODES), gain=0.33, why="fuses kernels and launches fewer"),
     Knob(
@@ -72,8 +72,8 @@ _TABLE = (
         name="padding",
         values=(None, True),
         gain=0.14,
-        # Inductor pads too, but each product by itself, with copies. GPT-2's training on an H200: 16.99 J compiled,
-        # 17.14 padded too (compiled_profile.json); with its masks folded 15.79 and 14.29 (tune.json).
+        # Inductor pads too, but each product by itself, with copies. GPT-2's training on an H200 took 16.99 J compiled,
+        # 17.14 J compiled and padded (compiled_profile.json); with masks folded, 15.79 J and 14.29 J (tune.json).
         compiled_gain=0.05,
         recompiles=True,
         why="products whose rows are not a multiple of 16 bytes run on slow kernels",
@@ -94,26 +94,27 @@ _TABLE = (
         why="batch norm, sum and relu are done where the convolution writes",
     ),
 )
-# Tiles of our kernels: large ones reuse operands more, small ones keep all multiprocessors busy with a small result.
+# Tiles of our kernels: large tiles reuse operands more, small tiles keep all multiprocessors busy with a small result.
 TILES = ("128x256x64", "128x128x64", "64x128x64", "64x64x64")
 _TILE = Knob(
     name="tile",
     values=(None, *TILES),
-    gain=0.02,  # the best tile took 1.14 times cuBLAS's time and 1.37 times cuDNN's on an H200: it pays for few shapes
+    # the best tile took 1.14 times cuBLAS's time and 1.37 times cuDNN's on an H200, so it pays for few shapes
+    gain=0.02,
     instead={COMPILE: dict.fromkeys(COMPILE_MODES)},  # compiled code does not ask for hints
     why="the library's own tile is not always the best for the shape",
 )
 _PRECISION = Knob(name="precision", values=(None, TF32, BF16), gain=0.4, recompiles=True, why="within error_tolerance")
-# fp8 (e4m3) rounds to 3 bits: a product of two such operands is off by some percent.
+# fp8 (e4m3) has 3 bits of mantissa, so a product of two such operands is off by some percent.
 FP8_TOLERANCE = 5e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTraits:
-    """What one call showed. The defaults mean that nothing was seen.
+    """What watching one call showed. The defaults mean that nothing was seen.
 
-    `infers`: its modules ran without gradients and left their weights alone. `attends`: it calls torch's attention.
-    `tiled`: operators of `tessera.op` that it calls without a tile.
+    `infers`: its modules ran without gradients and did not change their weights. `attends`: it calls torch's attention.
+    `tiled`: the operators of `tessera.op` that it calls without a tile.
     """
 
     infers: bool = False
@@ -129,7 +130,7 @@ def find_knobs(
     compile_modes: bool = True,
     traits: CallTraits | None = None,
 ) -> list[Knob]:
-    """The knobs of a function; `own` are arguments of its own that may be varied, `traits` is what a call showed."""
+    """Return the knobs of a function; `own` are its arguments that may be varied, `traits` what one call showed."""
     import torch
 
     traits = traits or CallTraits()
@@ -158,7 +159,7 @@ def find_knobs(
 
 
 def _precision_knobs(parts: FunctionParts, tolerance: float, torch: Any, *, infers: bool) -> list[Knob]:
-    """Lower precision, where the caller allows a deviation and something has a wider format."""
+    """Return the knobs that lower precision, if the caller allows a deviation and something has a wider format."""
     from ...op.casting import has_fp8_units
 
     tensors = [p for m in parts.modules for p in m.parameters()] or list(parts.tensors)
@@ -187,7 +188,7 @@ def _make_own_knob(name: str, values: Sequence[Value]) -> Knob:
 
 
 def watch_call(call: Callable[[], Any], parts: FunctionParts) -> CallTraits:
-    """Run the function once and watch. The caller restores what the call changes."""
+    """Run the function once and watch it. The caller restores what the call changes."""
     from ...op import hints
 
     weights = [t for t in parts.weights() if not t.is_inference()]
@@ -212,7 +213,7 @@ def watch_call(call: Callable[[], Any], parts: FunctionParts) -> CallTraits:
 
 
 class _AskedTiles(Mapping[str, tuple[int, ...]]):
-    """The tiles that are hinted, and the operators that asked for one and found none."""
+    """The tiles that are hinted; `without` collects the operators that asked for a tile and found none."""
 
     def __init__(self, tiles: Mapping[str, tuple[int, ...]]) -> None:
         self._tiles = tiles
@@ -227,12 +228,12 @@ class _AskedTiles(Mapping[str, tuple[int, ...]]):
         return iter(self._tiles)
 
     def __len__(self) -> int:
-        return 1 + len(self._tiles)  # so that it is asked even where nothing is hinted
+        return 1 + len(self._tiles)  # never 0, so that it is asked even where nothing is hinted
 
 
 @contextlib.contextmanager
 def _run_eagerly() -> Iterator[None]:
-    """Run the user's compiled code as written: watched, it would be compiled once more."""
+    """Run the user's compiled code eagerly: under a watching mode it would be compiled once more."""
     import torch
 
     stance = getattr(torch.compiler, "set_stance", None) if "torch._dynamo" in sys.modules else None  # since torch 2.6
@@ -242,7 +243,7 @@ def _run_eagerly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watch_gradients(parts: FunctionParts) -> Iterator[list[bool]]:
-    """Whether gradients were on, at each call of an outermost module."""
+    """Collect, for each call of an outermost module, whether gradients were on."""
     import torch
 
     enabled: list[bool] = []
@@ -260,7 +261,7 @@ def _watch_gradients(parts: FunctionParts) -> Iterator[list[bool]]:
 
 @contextlib.contextmanager
 def _watch_attention() -> Iterator[list[bool]]:
-    """An entry for each call of torch's attention."""
+    """Collect an entry for each call of torch's attention."""
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
 

@@ -1,4 +1,4 @@
-"""The operators of a plan: what each kind of operator takes of one call, as predicted, and what that says about it."""
+"""The operators of a plan: each kind's predicted share of one call's joules, and whether it needs a high clock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ...hardware import identify_board, lookup
 from .parts import TILE_KNOBS, Call
 from .plan import OpPlan, Setting
 
-# An operator that spends this many times more joules on moving bytes than on arithmetic loses little at a lower clock.
+# An operator that spends at least this many times more joules on moving bytes than on arithmetic loses little at a
+# lower clock.
 _MEMORY_SHARE = 2.0
 _OPERATORS = 12
-# The knobs that set the tile of an operator, by the kind that a capture gives it.
+# The knobs that set the tile of an operator, by the kind of operator in a capture.
 _TILE_KNOBS = {
     "gemm": [knob for knob, op in TILE_KNOBS.items() if op != "conv2d"],
     "conv": [knob for knob, op in TILE_KNOBS.items() if op == "conv2d"],
@@ -24,7 +25,7 @@ _TILE_KNOBS = {
 
 
 def _find_chip(board: str) -> str | None:
-    """The catalogue's name of the device; None where it has none."""
+    """Return the catalogue's name of the device; None where it has none."""
     try:
         return None if board == "cpu" else identify_board(board).id
     except ArgumentError:
@@ -34,7 +35,7 @@ def _find_chip(board: str) -> str | None:
 def plan_operators(
     fn: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], board: str
 ) -> tuple[list[OpPlan], list[str]]:
-    """The operators of one call by predicted joules; and notes, such as why there are none."""
+    """Return the operators of one call by predicted joules, with notes such as why there are none."""
     chip = _find_chip(board)
     try:
         report = predict(lambda *a: fn(*a, **dict(kwargs)), args, on=lookup(chip or "h200"), check_memory=False)
@@ -53,7 +54,7 @@ def plan_operators(
 
 
 def _plan_operator(kind: str, group: Sequence[Any], total: float, *, hints: bool) -> OpPlan:
-    """A row; with a hint for the clock where there is a GPU that has one."""
+    """Return a row of the plan; on a GPU, with a hint for the clock."""
     share_pct = 100 * sum(d.total_energy_j for d in group) / total
     row = OpPlan(op=kind, calls=sum(d.calls for d in group), share_pct=share_pct)
     if not hints:
@@ -64,7 +65,7 @@ def _plan_operator(kind: str, group: Sequence[Any], total: float, *, hints: bool
 
 
 def follow_setting(ops: Sequence[OpPlan], setting: Setting) -> list[OpPlan]:
-    """The operators with the precision and the tiles of a setting."""
+    """Return the operators with the precision and the tiles of a setting."""
     precision = setting.get("precision")
     return [
         msgspec.structs.replace(

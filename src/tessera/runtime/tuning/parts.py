@@ -1,9 +1,9 @@
-"""What a function works with: its modules, optimizers and weights; and copies of weights that follow changes.
+"""The parts of a function: its modules, optimizers and weights; and copies of weights that follow changes.
 
 Some settings keep copies of weights (frozen in compiled code, in fp8, or folded within a graph). Every call checks
-whether torch counted a change to a weight or gave it other memory. If so, a digest tells whether the weights differ: a
-trial that restores them counts as a change, although it is none. Two things are not seen: writes that torch does not
-count (through `.data`, from another library), and a parameter object that replaced another.
+whether torch counted a change to a weight or gave it other memory. If so, a digest tells whether the values differ
+(after a trial that restores the weights, they do not). Two changes are not seen: writes that torch does not count
+(through `.data`, from another library), and a parameter object that replaced another.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ COMPILE_MODES = ("default", REDUCE_OVERHEAD)
 """Modes of torch.compile that are tried. Not max-autotune: for GPT-2's training on an H200 it compiled for 333 s and
 was no better."""
 TILE_KNOBS = {f"tile_{op}": op for op in ("matmul", "linear", "gemm", "conv2d")}
-"""Knobs that set a tile, and the operator of `tessera.op` whose calls without one they are for."""
+"""Knobs that set a tile, each with the operator of `tessera.op` that it applies to in calls that name no tile."""
 CHANNELS_LAST, FUSED, FOLDED, TF32, BF16, FP8 = "channels_last", "fused", "folded", "tf32", "bf16", "fp8"
-# Weights that change once were loaded; those that change again are being trained, and compiling takes a minute.
+# Weights that change this many times were loaded; if they change again, they are being trained, and compiling takes a
+# minute each time.
 REFREEZES = 1
-# Odd, so that no difference of two weights is lost: 2^64 over the golden ratio (Knuth, The Art of Computer Programming,
-# vol. 3, 6.4), as a signed number.
+# The multiplier is odd, so that no difference of two weights is lost: 2^64 over the golden ratio (Knuth, The Art of
+# Computer Programming, vol. 3, 6.4), as a signed number.
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
-_CHUNK = 1 << 22  # elements at a time: their sum takes 64 bits each
+_CHUNK = 1 << 22  # elements at a time, to bound memory: each takes 64 bits in the sum
 
 Call = Callable[..., Any]
 
 
 class NotApplicable(Exception):
-    """A change that this function or machine does not allow; the message says why, `knob` which setting to drop."""
+    """Raised for a change that this function or machine does not allow.
+
+    The message says why, `knob` which setting to drop.
+    """
 
     def __init__(self, why: str, *, knob: str = "graph") -> None:
         super().__init__(why)
@@ -46,7 +50,7 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionParts:
-    """The outermost modules and the optimizers of a function; `tensors` are those among its arguments."""
+    """The outermost modules and the optimizers of a function, and the tensors among its arguments."""
 
     modules: tuple[Any, ...]
     optimizers: tuple[Any, ...]
@@ -54,34 +58,34 @@ class FunctionParts:
 
     @property
     def trains(self) -> bool:
-        """Whether calling it changes weights: it has an optimizer."""
+        """Return whether calling the function changes weights: it has an optimizer."""
         return bool(self.optimizers)
 
     def submodules(self) -> Iterator[Any]:
-        """Every module, outermost first."""
+        """Yield every module, outermost first."""
         for module in self.modules:
             yield from module.modules()
 
     def weights(self) -> list[Any]:
-        """Every parameter and buffer."""
+        """Return every parameter and buffer."""
         return [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
 
     @property
     def device(self) -> Any:
-        """The device of its parameters or arguments; None where there are none."""
+        """Return the device of the parameters or arguments; None where there are none."""
         for module in self.modules:
             for parameter in module.parameters():
                 return parameter.device
         return next((t.device for t in self.tensors), None)
 
     def plain_linears(self) -> list[Any]:
-        """Linear layers that are torch's own and whose forward nobody replaced."""
+        """Return the linear layers that are torch's own and whose forward nobody replaced."""
         import torch
 
         return [m for m in self.submodules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
 
     def require_inference(self, knob: str) -> None:
-        """Raise NotApplicable unless it only infers: a copy of the weights must stay valid."""
+        """Raise NotApplicable unless the function only infers: a copy of the weights must stay valid."""
         if self.trains:
             raise NotApplicable("its weights are trained: a copy of them would be stale after every step", knob=knob)
         if not self.modules:
@@ -91,7 +95,7 @@ class FunctionParts:
 
 
 def find_parts(fn: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> FunctionParts:
-    """What a call works with, found in the function and in its arguments as a capture finds it."""
+    """Find the parts that a call works with, in the function and in its arguments, as a capture finds them."""
     import torch
 
     from ...graph.surroundings import find_models
@@ -105,16 +109,19 @@ def find_parts(fn: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | 
 
 
 def keeps_copies(setting: Setting) -> bool:
-    """Whether a change of weights could go unseen. Without a graph, every call renews copies in fp8 or folded ones."""
+    """Return whether a change of weights could go unseen.
+
+    Without a graph, every call renews copies in fp8 or folded copies.
+    """
     copied = setting.get("precision") == FP8 or setting.get("convolutions")
     return bool(setting.get("freeze") or (setting.get("graph") and copied))
 
 
 class WeightCopies:
-    """The function under a setting that keeps copies of weights. A call sees the current weights."""
+    """The function under a setting that keeps copies of weights; each call sees the current weights."""
 
     changes = 0
-    """Changes of weights so far: code frozen before one may contain memory that has changed since."""
+    """How often weights changed so far: code frozen before a change may contain memory that has changed since."""
 
     def __init__(
         self, enter: Callable[[Setting], AbstractContextManager[Call]], parts: FunctionParts, setting: Setting
@@ -163,7 +170,7 @@ class WeightCopies:
 
 
 class WeightDigest:
-    """The parameters and buffers of a function: whether they may have changed, and a digest of their values."""
+    """Tells whether the parameters and buffers of a function may have changed, and digests their values."""
 
     def __init__(self, parts: FunctionParts) -> None:
         self._tensors = parts.weights()
@@ -172,11 +179,11 @@ class WeightDigest:
             raise NotApplicable(why, knob="freeze")
 
     def marks(self) -> list[tuple[int, int]]:
-        """Count of changes and address of each: equal marks, equal weights."""
+        """Return each tensor's count of changes and its address: where these are equal, the weights are equal."""
         return [(t._version, t.data_ptr()) for t in self._tensors]
 
     def digest(self) -> str:
-        """A digest of every bit of every weight, in the order of its elements, in any layout."""
+        """Return a digest of every bit of every weight, in the order of its elements, independent of the layout."""
         import torch
 
         digest = hashlib.blake2b(digest_size=16)
@@ -185,12 +192,12 @@ class WeightDigest:
             digest.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             sums.setdefault(tensor.device, []).append(_sum_bits(torch, tensor))
         for on_device in sums.values():
-            digest.update(str(torch.stack(on_device).tolist()).encode())  # the only wait
+            digest.update(str(torch.stack(on_device).tolist()).encode())  # the only wait for the device
         return digest.hexdigest()
 
 
 def _sum_bits(torch: Any, tensor: Any) -> Any:
-    """The bits of a tensor's elements, each times an odd number of its own, summed modulo 2^64."""
+    """Sum the bits of a tensor's elements, each times an odd number of its own, modulo 2^64."""
     by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     flat = tensor.detach().contiguous().reshape(-1)
     bits = flat.view(by_size.get(tensor.element_size(), torch.int64))

@@ -1,4 +1,4 @@
-"""`Plan`: a schedule as data: what was chosen, what was tried, and why. It saves and loads.
+"""`Plan`: what a search chose for a function, what it tried, and why. A plan saves and loads.
 
 Plans are stored in $XDG_CACHE_HOME/tessera/plans/<digest of what they are valid for>.json, in the owner's own folder.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .parts import FunctionParts
 
 SCHEMA = 2
-"""Version of the file; a newer one is refused."""
+"""Version of the file format; a newer file is refused."""
 _RENAMED = {"seconds": "time_s", "seconds_error": "error_s", "energy_error_j": "error_j"}  # since version 1
 
 Value = str | int | float | bool | None
@@ -35,8 +35,9 @@ Setting = dict[str, Value]
 
 
 class TuningTrial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One setting, measured. Figures are per call; errors are half-widths of 90% intervals; None: see `refused`.
+    """One setting and its measured figures per call.
 
+    Errors are half-widths of 90% intervals. Figures are None if the setting was not measured: see `refused`.
     `deviation` is the relative Frobenius distance of its result from the unchanged function's.
     """
 
@@ -54,9 +55,10 @@ class TuningTrial(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class OpPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the plan says about one kind of operator. `clock` is a hint for `dvfs="auto"`: "low" or "high".
+    """What the plan says about one kind of operator.
 
-    `tile` is that of Tessera's kernel ("128x128x64"); None: the library's own.
+    `clock` is a hint for `dvfs="auto"`: "low" or "high". `tile` is that of Tessera's kernel ("128x128x64"); None: the
+    library chooses.
     """
 
     op: str
@@ -72,7 +74,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The schedule of one function for one machine and one kind of input.
 
     `key` says when it is valid: device, driver, versions of libraries, the function and the shapes of its inputs.
-    `spent_s` and `spent_j` are what the search took; `in_use` is how the plan did in its first calls, None before.
+    `spent_s` and `spent_j` are what the search took; `in_use` is how the plan did in its first calls, None before them.
     """
 
     function: str
@@ -92,32 +94,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def baseline(self) -> TuningTrial:
-        """The function as it was given."""
+        """Return the trial of the function as it was given."""
         return self.trials[0]
 
     @property
     def best(self) -> TuningTrial:
-        """The measurement of the chosen setting."""
+        """Return the measurement of the chosen setting."""
         return next((t for t in reversed(self.trials) if t.setting == self.setting and not t.refused), self.trials[0])
 
     @property
     def paid_after_calls(self) -> int | None:
-        """After how many calls the search has saved what it took; None where a call saves nothing.
+        """Return after how many calls the search has saved what it took; None where a call saves nothing.
 
-        By what the settings took in use where they were compared there, else by their trials.
+        Costs are those in use if the settings were compared there, else those of their trials.
         """
         used = self.in_use.find_cost() if self.in_use is not None else None
         return count_calls_to_pay(self.spent_s, self.spent_j, *(used or (self.baseline, self.best)))
 
     def save(self, path: str | Path) -> Path:
-        """Write it as JSON."""
+        """Write the plan as JSON."""
         with replace_when_written(Path(path), make_folder=True) as draft:
             draft.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
         return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what `save` wrote."""
+        """Read a plan that `save` wrote."""
         fix = "give a file that plan.save(path) wrote"
         try:
             raw = msgspec.json.decode(read_bytes(Path(path)))
@@ -140,12 +142,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def _rename(row: Any) -> Any:
-    """A trial or an operator of version 1 with today's names; its tile was never set."""
+    """Give a trial or an operator of version 1 today's names; drop its tile, which was never set."""
     return {_RENAMED.get(k, k): v for k, v in row.items() if k != "tile"} if isinstance(row, dict) else row
 
 
 def format_value(value: Value) -> str:
-    """A knob's value for people."""
+    """Return a knob's value for people."""
     if value is None:
         return "as it is"
     if isinstance(value, bool):
@@ -154,12 +156,12 @@ def format_value(value: Value) -> str:
 
 
 def format_setting(setting: Mapping[str, Value]) -> str:
-    """A setting for people."""
+    """Return a setting for people."""
     return ", ".join(f"{knob}={format_value(value)}" for knob, value in setting.items()) or "unchanged"
 
 
 def is_same(a: Mapping[str, Value], b: Mapping[str, Value]) -> bool:
-    """Whether two settings do the same."""
+    """Return whether two settings do the same."""
     return {k: v for k, v in a.items() if v is not None} == {k: v for k, v in b.items() if v is not None}
 
 
@@ -167,7 +169,7 @@ def is_same(a: Mapping[str, Value], b: Mapping[str, Value]) -> bool:
 
 
 def plan_folder() -> Path:
-    """Where plans are kept."""
+    """Return the folder in which plans are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tessera" / "plans"
 
@@ -175,7 +177,7 @@ def plan_folder() -> Path:
 def plan_key(
     fn: Any, parts: FunctionParts, args: tuple[Any, ...], kwargs: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> dict[str, str]:
-    """What a plan is valid for: the machine, libraries, function, modules, shapes, and the options of the schedule."""
+    """Return what a plan is valid for: the machine, libraries, function, modules, shapes, and schedule options."""
     import torch
 
     device = parts.device
@@ -194,7 +196,7 @@ def plan_key(
 
 
 def load_plan(key: Mapping[str, str]) -> Plan | None:
-    """The plan kept for exactly this key, if there is one that can be read."""
+    """Return the plan stored for exactly this key, if there is one that can be read."""
     try:
         plan = Plan.load(_plan_path(key))
     except RecordingError:
@@ -203,7 +205,7 @@ def load_plan(key: Mapping[str, str]) -> Plan | None:
 
 
 def store_plan(plan: Plan) -> Path | None:
-    """Write a plan where the next process finds it; None where the disk does not allow it."""
+    """Store a plan where the next process finds it; return None if the disk does not allow it."""
     with contextlib.suppress(ArgumentError):
         return plan.save(_plan_path(plan.key))
     return None
@@ -218,7 +220,7 @@ def _digest(text: str) -> str:
 
 
 def _describe_code(fn: Any) -> str:
-    """The function's own code and constants: an edited function is tuned again."""
+    """Describe the function's own code and constants, so that an edited function is tuned again."""
     fn = inspect.unwrap(getattr(fn, "func", fn))
     code = getattr(getattr(fn, "__func__", fn), "__code__", None)
     if code is None:

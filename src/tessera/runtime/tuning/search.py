@@ -1,12 +1,12 @@
 """Finds the best of many settings with few measurements.
 
-Each knob is tried in turn with the others at the best so far, until a round changes nothing: knobs that pay do so
-mostly on their own (a layout, a padded product, a compile mode), and a second round finds those that pay only together;
-it leaves out what was far from the best (eager mode beside a compile mode that takes half). Small spaces are then
-measured whole. A change stays only where it is better by more than both measurements' errors.
+Each knob is tried in turn, with the others at the best so far, until a round changes nothing. Knobs that pay do so
+mostly on their own (a layout, a padded product, a compile mode). A second round finds those that pay only together; it
+leaves out what was far from the best (eager mode beside a compile mode that takes half). Small spaces are then measured
+whole. A change stays only where it is better by more than both measurements' errors.
 
-The order uses the time well: compile modes first, for the best other knobs depend on them; then what can run with the
-code compiled so far; then what needs another compilation, as long as the time left is enough for that. Within each
+The order uses the time well. Compile modes come first, because the best other knobs depend on them; then what can run
+with the code compiled so far; then what needs another compilation, as long as enough time is left for it. Within each
 group, the largest predicted gain comes first. No setting is tried in which one knob excludes another, or lacks one that
 it needs.
 """
@@ -23,26 +23,30 @@ from .plan import Setting, TuningTrial, Value, is_same
 
 ROUNDS = 3
 EXHAUSTIVE = 12
-"""Spaces up to this many settings are measured whole."""
+"""Spaces of at most this many settings are measured whole."""
 COUNTED = 10_000
-"""In spaces with more combinations than this, settings that exclude each other are not looked for."""
+"""In spaces with more combinations than this, settings that exclude each other are counted too."""
 POWER_POLICIES = ("peak_power", "temperature")
-"""Policies that minimise mean power: a chip settles at a temperature that follows it, long after a trial has ended."""
+"""Policies that minimise mean power.
+
+A chip's temperature follows its power, but settles long after a trial has ended.
+"""
 EXCUSED = 0.02
-"""The share of the time by which a setting may seem slower than `max_slowdown` allows, where that may be noise."""
+"""The share of the time by which a setting may seem slower than `max_slowdown` allows, because that may be noise."""
 HOPELESS = 1.25
-"""A value with which the score was so many times the best is not tried in a further round."""
+"""A value is not tried in a further round if the score with it was more than this many times the best."""
 COMPILE = "compile"
-"""The knob whose values take long to prepare, and whose code other knobs need compiled again."""
+"""The knob whose values take long to prepare, and whose code must be compiled again for some other knobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
     """One thing that can be changed. `values[0]` is the function as it is; `gain` is the predicted share saved.
 
-    `compiled_gain`: the same for compiled code, where it differs. `recompiles`: it needs other compiled code. `needs`:
-    knobs without which it does nothing. `instead`: values of other knobs that exclude it, and what replaces them
-    beside it (None: as it is). `along`: what it pays most with, and is first tried with where that is not set.
+    `compiled_gain`: the gain for compiled code, where it differs. `recompiles`: the knob needs other compiled code.
+    `needs`: knobs without which this one does nothing. `instead`: values of other knobs that exclude this one, each
+    with its replacement (None: as it is). `along`: values of other knobs with which this one pays most; it is first
+    tried with them if they are not set otherwise.
     """
 
     name: str
@@ -56,20 +60,20 @@ class Knob:
     along: Mapping[str, Value] = field(default_factory=dict)
 
     def replacements(self, setting: Mapping[str, Value]) -> dict[str, Value]:
-        """The knobs of a setting that exclude this one, with what replaces them."""
+        """Return the knobs of a setting that exclude this one, with their replacements."""
         return {k: by[setting[k]] for k, by in self.instead.items() if k in setting and setting[k] in by}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningGoal:
-    """What to minimise, and the limits. `max_slowdown` 0.02: at most 2% slower than the function as it was."""
+    """What to minimise, and the limits. `max_slowdown` 0.02 means at most 2% slower than the function as it was."""
 
     policy: str
     max_slowdown: float | None = None
     max_temp_c: float | None = None
 
     def score(self, trial: TuningTrial) -> float:
-        """Less is better; infinite for what cannot be used."""
+        """Return the figure to minimise; infinite for a trial that cannot be used."""
         if trial.refused or trial.time_s is None:
             return math.inf
         if self.policy == "latency":
@@ -78,7 +82,7 @@ class TuningGoal:
         return math.inf if value is None else value
 
     def error(self, trial: TuningTrial) -> float:
-        """Half-width of the score's 90% interval."""
+        """Return the half-width of the score's 90% interval."""
         if self.policy == "latency":
             return trial.error_s or 0.0
         if self.policy in POWER_POLICIES:
@@ -87,18 +91,18 @@ class TuningGoal:
         return trial.error_j or 0.0
 
     def violation(self, trial: TuningTrial, baseline: TuningTrial) -> str:
-        """Why a measured setting may not be used; empty where it may."""
+        """Return why a measured setting may not be used; empty where it may."""
         if self.max_temp_c is not None and trial.temp_c is not None and trial.temp_c > self.max_temp_c:
             return f"{trial.temp_c:.0f} °C, above max_temp_c={self.max_temp_c:g}"
         if self.max_slowdown is None or not trial.time_s or not baseline.time_s:
             return ""
-        # Only a little is allowed for noise: a trial with a large error must not be taken for a fast one.
+        # Only a little is allowed for noise: a trial with a large error must not count as a fast one.
         noise = min(math.hypot(trial.error_s or 0.0, baseline.error_s or 0.0), EXCUSED * baseline.time_s)
         slower = (trial.time_s - noise) / baseline.time_s - 1.0
         return f"{100 * slower:.1f}% slower, max_slowdown={self.max_slowdown:g}" if slower > self.max_slowdown else ""
 
     def is_better(self, a: TuningTrial, b: TuningTrial) -> bool:
-        """Whether `a` is better than `b` by more than chance."""
+        """Return whether `a` is better than `b` by more than chance."""
         x, y = self.score(a), self.score(b)
         if math.isinf(x):
             return False
@@ -116,7 +120,7 @@ class SearchResult:
 
 
 def count_settings(knobs: Sequence[Knob]) -> int:
-    """How many settings there are; in very large spaces including those that exclude each other."""
+    """Return how many settings there are; very large spaces include those that exclude each other."""
     every = math.prod(len(k.values) for k in knobs)
     return every if every > COUNTED else sum(1 for _ in _all_settings(knobs))
 
@@ -132,8 +136,8 @@ def search(
 ) -> SearchResult:
     """Measure settings until the best is known or time is up. The first trial is the function as it is.
 
-    A trial is begun only if it fits what is left: it takes as long as those before it, and code that is not compiled
-    yet as long as that took for others, or `compile_s` the first time.
+    A trial begins only if it fits into the time that is left. It is expected to take as long as those before it. Code
+    that is not compiled yet is expected to take as long as other code did, or `compile_s` the first time.
     """
     trials: list[TuningTrial] = []
     size = count_settings(knobs)
@@ -168,7 +172,7 @@ def search(
         if code and code not in compiling_s:
             needs_s += _guess_compile_s(code, compiling_s) if compiling_s else compile_s
         if needs_s > left:
-            result.cut = True  # what needs no compiling still fits
+            result.cut = True  # a setting that needs no compilation may still fit
             continue
         trial = run_trial(setting)
         if code:
@@ -180,20 +184,23 @@ def search(
 
 
 Code = frozenset[tuple[str, Value]]
-# Torch finds much of another mode of the same code in its caches: on an H200 the second mode took 0.32 to 0.66 of the
-# first (optimize's trials of six programs, 2026-11-18).
+# Torch finds much of the same code in its caches when it compiles another mode: on an H200, the second mode took 0.32
+# to 0.66 of the first mode's time (optimize's trials of six programs, 2026-11-18).
 _ANOTHER_MODE = 0.7
 
 
 def _guess_compile_s(code: Code, took_s: Mapping[Code, float]) -> float:
-    """How long code will take to compile, by what other code took."""
+    """Guess how long code will take to compile, from what other code took."""
     others = {entry for entry in code if entry[0] != COMPILE}
     same = [s for known, s in took_s.items() if {entry for entry in known if entry[0] != COMPILE} == others]
     return _ANOTHER_MODE * max(same) if same else statistics.median(took_s.values())
 
 
 def _compiled_code(knobs: Sequence[Knob], setting: Setting) -> Code:
-    """What the compiled code of a setting depends on: where equal, it is run again. Empty where nothing is compiled."""
+    """Return what the compiled code of a setting depends on: where equal, it is run again.
+
+    Empty if nothing is compiled.
+    """
     if not setting.get(COMPILE):
         return frozenset()
     relevant = {COMPILE, *(k.name for k in knobs if k.recompiles)}
@@ -201,7 +208,7 @@ def _compiled_code(knobs: Sequence[Knob], setting: Setting) -> Code:
 
 
 def _all_settings(knobs: Sequence[Knob]) -> Iterator[Setting]:
-    """All settings except those in which a knob excludes another or lacks one that it needs."""
+    """Yield all settings except those in which a knob excludes another or lacks one that it needs."""
     by_name = {k.name: k for k in knobs}
     for values in itertools.product(*(k.values for k in knobs)):
         setting = {k.name: v for k, v in zip(knobs, values, strict=True) if v != k.values[0]}
@@ -211,7 +218,7 @@ def _all_settings(knobs: Sequence[Knob]) -> Iterator[Setting]:
 
 
 def _descend(knobs: Sequence[Knob], result: SearchResult, goal: TuningGoal) -> Iterator[Setting]:
-    """Knob by knob around the best so far; the caller updates `result` meanwhile."""
+    """Yield settings knob by knob around the best so far; the caller updates `result` meanwhile."""
     hopeless: set[tuple[str, Value, Value]] = set()
     for round_ in range(ROUNDS):
         before, left = result.best, list(knobs)
@@ -234,13 +241,13 @@ def _descend(knobs: Sequence[Knob], result: SearchResult, goal: TuningGoal) -> I
 
 
 def _is_hopeless(setting: Setting, result: SearchResult, goal: TuningGoal) -> bool:
-    """Whether a setting was measured, and is far from the best."""
+    """Return whether a setting was measured, and is far from the best."""
     scores = [goal.score(t) for t in result.trials if is_same(t.setting, setting) and not t.refused]
     return any(score > HOPELESS * goal.score(result.best) for score in scores)
 
 
 def _priority(knob: Knob, setting: Setting, *, first: bool) -> tuple[int, float]:
-    """The order of knobs: the function's own arguments and compile modes, then the quick ones, then the others."""
+    """Return a setting with one knob changed; knobs that it excludes, or that need a removed one, are reset."""
     compiled = bool(setting.get(COMPILE))
     leads = first and (knob.name == COMPILE or knob.gain >= 1.0)
     slow = knob.name == COMPILE or (knob.recompiles and (compiled or COMPILE in knob.needs))
@@ -249,7 +256,7 @@ def _priority(knob: Knob, setting: Setting, *, first: bool) -> tuple[int, float]
 
 
 def _turn_knob(knobs: Sequence[Knob], here: Setting, knob: Knob, value: Value) -> Setting:
-    """A setting with one knob turned; knobs that it excludes, or that need what is gone, are reset."""
+    """Return a setting with one knob changed; knobs that it excludes, or that need one that is gone, are reset."""
     setting = {k: v for k, v in here.items() if k != knob.name}
     if value != knob.values[0]:
         setting |= {knob.name: value, **knob.replacements(setting)}

@@ -1,4 +1,4 @@
-"""One trial: a setting applied, its result checked, a call's seconds and joules measured, and everything restored."""
+"""One trial: apply a setting, check its result, measure the seconds and joules of a call, and restore everything."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class TrialBench:
-    """Measures settings: whether the result is the same, and a call's seconds and joules.
+    """Measures settings: whether the result is the same, and the seconds and joules of a call.
 
-    `work` says how much a call does under a setting, where that differs. A trial is measured for `trial_s` at least
-    and four times that at most. Code that is compiled, or a graph that is recorded, again with other data is measured
-    with other data in every call.
+    `work` says how much a call does under a setting, where that differs. A trial is measured for at least `trial_s`,
+    and at most four times that. If code is compiled, or a graph recorded, again for other data, then every call is
+    measured with other data.
     """
 
     fn: Call
@@ -47,11 +47,11 @@ class TrialBench:
     others: OtherInputs | None = None
 
     def __call__(self, setting: Setting) -> TuningTrial:
-        """Apply, check, measure, undo, and restore the state. A failure gives a refused trial."""
+        """Apply a setting, check, measure, undo it, and restore the state. A failure gives a refused trial."""
         trial = self._run(setting)
         if trial.refused:
-            # After a failed capture later trials ran slower (benchmarks/results/tune.json). Cycles that it leaves, a
-            # backward pass whose last nodes belong to its stream, are the cause that torch's warning names.
+            # After a failed capture, later trials ran slower (benchmarks/results/tune.json). Torch's warning names the
+            # cause: reference cycles that the capture leaves, a backward pass whose last nodes belong to its stream.
             gc.collect()
         return trial
 
@@ -60,7 +60,8 @@ class TrialBench:
 
         begun = time.monotonic()
         try:
-            if self.reference is None:  # of the function as it is; number formats change only within a tolerance
+            # the reference is the function as it is; number formats may change only within a tolerance
+            if self.reference is None:
                 retyped = self.tolerance is not None
                 self.reference = self.program.make_reference(self.args, self.kwargs, self.tolerance, retyped=retyped)
                 self.others = OtherInputs.find(self.args, self.kwargs, self.fn)
@@ -80,7 +81,7 @@ class TrialBench:
 
     @property
     def program(self) -> Program:
-        """The function as a program to check, from the stored state."""
+        """Return the function as a program to check, from the stored state."""
         from ...rewrite.program import Program
 
         parts = self.parts
@@ -121,5 +122,5 @@ class TrialBench:
 
 
 def _error_or_default(error: float | None, value: float) -> float:
-    """A single batch has no interval: a twentieth is assumed."""
+    """Return the error; for a single batch, which has no interval, a twentieth of the value."""
     return 0.05 * value if error is None else error

@@ -1,8 +1,8 @@
 """A function that is tuned to a policy at its first call, and follows the plan from then on.
 
-The first call runs the function as it is and returns its result. Then the tuner calls it again and again with the same
-arguments under other settings; weights, optimizers and random numbers are restored afterwards. Other effects of the
-function (printing, reading from an iterator) happen at every call: do not tune such a function.
+The first call runs the function as it is and returns its result. But before it returns, the tuner calls it again and
+again with the same arguments under other settings; weights, optimizers and random numbers are restored afterwards.
+Other effects of the function (printing, reading from an iterator) happen at every call: do not tune such a function.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from .trial import TrialBench
 
 _log = logging.getLogger("tessera")
 
-# The default `max_slowdown`: work per joule at the same speed except for noise; a lower peak, or less heat, costs time.
+# The default `max_slowdown` of each policy. Work per joule must not cost speed, except for noise; a lower peak, or less
+# heat, costs time.
 _SLOWDOWN = {"latency": None, "throughput_per_watt": 0.01, "energy": None, "peak_power": 0.1, "temperature": 0.1}
-# A trial is measured so long at least, and four times that at most; with a short budget, a thirtieth of it.
+# A trial is measured for at least TRIAL_S and at most four times that; with a short budget, for this share of it.
 TRIAL_S, _TRIAL_SHARE = 0.6, 1 / 30
-# Capturing and predicting the operators of GPT-2 takes about this long, of which most is loading torch's tracer.
+# Capturing and predicting the operators of GPT-2 takes about this many seconds; most of it is loading torch's tracer.
 _CAPTURE_S = 5.0
 
 Progress = Callable[[int, int, TuningTrial], None]
 
 
 class TunedFunction:
-    """The function under its plan. Call it; `plan()` is what was chosen."""
+    """The function under its plan; `plan()` is what was chosen."""
 
     def __init__(
         self, fn: Call, options: ScheduleOptions, progress: Progress | None = None, monitor: Monitor | None = None
@@ -76,14 +77,14 @@ class TunedFunction:
                 self._drop_knob(exc)
                 return self(*args, **kwargs)
         with self._lock:
-            if self._plan is not None:  # another thread was first
+            if self._plan is not None:  # another thread has tuned it
                 return self(*args, **kwargs)
-            result = self._fn(*args, **kwargs)  # from here on the optimizer has its state
+            result = self._fn(*args, **kwargs)  # from here on, the optimizer has its state
             self._tune(args, kwargs)
             return result
 
     def plan(self) -> Plan:
-        """What was chosen, what was tried, and why; in its first calls it may change: see `Plan.in_use`."""
+        """Return what was chosen, what was tried, and why; it may change during the first calls: see `Plan.in_use`."""
         if self._plan is None:
             raise ScheduleError(
                 "there is no plan yet",
@@ -94,7 +95,7 @@ class TunedFunction:
 
     @property
     def chosen(self) -> Plan | None:
-        """The plan; None before the first call."""
+        """Return the plan; None before the first call."""
         return self._plan
 
     def use(self, plan: Plan, *args: Any, **kwargs: Any) -> None:
@@ -102,12 +103,12 @@ class TunedFunction:
         self._adopt(plan, find_parts(self._fn, args, kwargs), describe_inputs(args, kwargs))
 
     def close(self) -> None:
-        """Restore the function: modules and optimizers are as they were."""
+        """Restore the function, its modules and its optimizers."""
         self._call, self._plan = None, None
         self._stack.close()
 
     def _drop_knob(self, why: NotApplicable) -> None:
-        """Continue without one knob: these inputs cannot be captured, or gradients are on."""
+        """Continue without one knob, because these inputs cannot be captured or gradients are on."""
         assert self._plan is not None and self._parts is not None
         knob = why.knob
         if knob not in self._plan.setting:
@@ -175,7 +176,7 @@ class TunedFunction:
             ops, notes = list[OpPlan](), ["no operators in the plan: budget_s left no time to capture the function"]
             if seconds_left() >= _CAPTURE_S:
                 ops, notes = plan_operators(self._fn, args, kwargs, key["device"])
-                bench.state.restore()  # it ran the function's Python once more
+                bench.state.restore()  # planning ran the function's Python code once more
         spent_s = time.monotonic() - begun
         _show_progress(f"tuned {name} in {format_duration(spent_s)}: {len(result.trials)} trials", end="\n")
         if result.trials[0].refused:
@@ -236,7 +237,7 @@ class TunedFunction:
     # -- in use -------------------------------------------------------------------------------------------------------
 
     def _adopt(self, plan: Plan, parts: FunctionParts, inputs: tuple[Any, ...] | None = None) -> None:
-        """Follow a plan, watched in its first calls; `inputs` are the shapes that it was tuned for."""
+        """Follow a plan, and watch it in its first calls; `inputs` are the shapes that it was tuned for."""
         self._plan, self._parts = plan, parts
         settings = self._find_fallbacks(plan)
         if len(settings) == 1:
@@ -257,18 +258,19 @@ class TunedFunction:
             clock=StreamClock(2 * MOST_CALLS) if cuda else HostClock(),
             monitor=(self._monitor or default()) if cuda and has_sensor() else None,
             inputs=inputs,
-            rounds=ROUNDS // 2,  # entering a setting moves weights, and captures its graph again
+            # entering a setting moves weights, and captures its graph again, so there are few rounds
+            rounds=ROUNDS // 2,
         )
 
     def _enter(self, setting: Setting) -> Call:
-        """The function under a setting, in the place of the one before."""
+        """Return the function under a setting, after leaving the setting before."""
         self._stack.close()
         assert self._parts is not None
         self._now = self._stack.enter_context(apply_setting(self._fn, self._parts, setting, self._options.search))
         return self._now
 
     def _find_fallbacks(self, plan: Plan) -> list[Setting]:
-        """The plan's setting, the next best that replays no graph, and the function as it is, with these arguments."""
+        """Return the plan's setting, the next best that replays no graph, and the function as it is."""
         own = {k: v for k, v in plan.setting.items() if k in self._options.search}
         if is_same(plan.setting, own):
             return [plan.setting]
@@ -284,7 +286,7 @@ class TunedFunction:
         return [plan.setting, *(t.setting for t in others), own]
 
     def _find_promise(self, plan: Plan, setting: Setting) -> TuningTrial | None:
-        """What a whole call took in the trial of a setting; None where it had none."""
+        """Return what a whole call took in the trial of a setting; None where it was not measured."""
         trial = next((t for t in reversed(plan.trials) if is_same(t.setting, setting) and t.time_s), None)
         work = self._amount_of_work(setting)
         if trial is None or trial.time_s is None:
@@ -293,7 +295,7 @@ class TunedFunction:
         return msgspec.structs.replace(trial, time_s=work * trial.time_s, energy_j=joules)
 
     def _settle(self, report: UseReport, settings: Sequence[Setting]) -> None:
-        """Follow what kept its promise, or what was best in use; the next process begins with that."""
+        """Follow the setting that kept its promise, or that was best in use; the next process begins with it."""
         assert self._plan is not None
         if not report.provisional:
             self._call = self._now
@@ -307,9 +309,9 @@ class TunedFunction:
 
 
 def find_best_in_goal(goal: TuningGoal, figures: Sequence[VariantInUse]) -> int:
-    """The place of the best by a goal, of settings in use; the last one is the function as it is.
+    """Return the index of the best by a goal, among settings in use; the last one is the function as it is.
 
-    Watts are not compared in use: they follow from what else the loop does.
+    Watts are not compared in use: they depend on what else the loop does.
     """
     trials = [
         TuningTrial(setting={}, time_s=f.time_s, error_s=f.error_s, energy_j=f.energy_j, error_j=f.error_j)
@@ -325,7 +327,7 @@ def find_best_in_goal(goal: TuningGoal, figures: Sequence[VariantInUse]) -> int:
 
 
 def make_goal(options: ScheduleOptions) -> TuningGoal:
-    """What the search minimises, from checked options."""
+    """Return what the search minimises, from checked options."""
     policy = str(options.policy)
     slowdown = _SLOWDOWN[policy] if options.max_slowdown is None else options.max_slowdown
     # ScheduleOptions has parsed both
@@ -342,7 +344,7 @@ def _describe_trial(trial: TuningTrial) -> str:
 
 
 def _show_progress(line: str, end: str = "") -> None:
-    """One line that is written over on a terminal; elsewhere the log, which shows it if the program asks for INFO."""
+    """Show one line that is written over on a terminal; elsewhere, log it at INFO."""
     _log.info(line)
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[Ktessera: {line[: shutil.get_terminal_size().columns - 10]}{end}")
