@@ -41,12 +41,7 @@ class Ballast(Protocol):
     where: str
 
     def set_levels(self, levels: Sequence[float]) -> None:
-        """Slots in one launch: 250 ms.
-
-        A launch that is already queued when the levels change leaves no ballast for at most two of them. With launches
-        of 50 ms, the power of an H200 fell by half for some 40 ms in most pauses (2026-11-18): the host seemed to
-        launch the next one too late.
-        """
+        """Set the shares of its time that the ballast works from now on; the last one holds for the rest of a pause."""
 
     def ran_s(self) -> float:
         """Return how long the ballast has worked, in seconds of the whole device at level 1."""

@@ -61,11 +61,7 @@ class BallastReport:
 
 
 class BallastLoop:
-    """What a floor and a ramp did, and what that cost. None: no sensor, or the time was too short to tell.
-
-    `energy_j` is the energy of ballast: its measured seconds times the watts that the sensor showed for it. `paused_s`
-    is how long the GPU was paused when work began after a pause.
-    """
+    """Ballast on this process's device while calls run, and for `LINGER_S` after them. Threads may share it."""
 
     def __init__(
         self,

@@ -81,7 +81,11 @@ def _cost_ns(control, tokens, busy, longest):
 
 @triton.jit(do_not_specialize=["tokens", "restart"])
 def tessera_spend(control, bucket, state, stats, tokens: tl.int64, restart: tl.int64):
-    """Return how long the bucket takes to regain the tokens; while their cost is unknown, by the work's own time."""
+    """Spend tokens, and wait until the bucket has regained them.
+
+    `bucket` holds the time when it is full again: one word for all streams of a device. The arguments are not
+    specialised, so that there is only one kernel, which is loaded before a graph is captured.
+    """
     began = _now_ns()
     resume = tl.load(state)
     resume = tl.where((resume == 0) | (restart != 0), began, resume)

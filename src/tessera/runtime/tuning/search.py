@@ -247,7 +247,7 @@ def _is_hopeless(setting: Setting, result: SearchResult, goal: TuningGoal) -> bo
 
 
 def _priority(knob: Knob, setting: Setting, *, first: bool) -> tuple[int, float]:
-    """Return a setting with one knob changed; knobs that it excludes, or that need a removed one, are reset."""
+    """Return the key that orders knobs: the function's arguments and compile modes first, then quick knobs."""
     compiled = bool(setting.get(COMPILE))
     leads = first and (knob.name == COMPILE or knob.gain >= 1.0)
     slow = knob.name == COMPILE or (knob.recompiles and (compiled or COMPILE in knob.needs))
