@@ -125,3 +125,41 @@ def test_seconds_outside_the_trace_are_those_whose_joules_are_known() -> None:
     table = account_trace(timeline, log)
     assert table.untraced_s == pytest.approx(4.49, abs=0.02)
     assert table.untraced_j == pytest.approx(100.0 * table.untraced_s, rel=0.01)
+
+
+@pytest.mark.parametrize("offset_ms", [0, 4, 9, 14])
+def test_a_sample_that_saw_more_than_a_short_trace_gives_it_its_part_only(offset_ms: int) -> None:
+    """Two samples of 20 ms in 40 ms of work, at 100 W before, in and after it: no step draws twice as much."""
+    build = Builder()
+    for step in range(5):
+        begin = T0 + step * 8 * MS
+        build.add("region", f"ProfilerStep#{step}", begin, begin + 8 * MS)
+        for start_ms, name in ((0, "aten::mm"), (4, "aten::addmm")):
+            build.add("op", name, begin + start_ms * MS, begin + (start_ms + 3) * MS)
+    domain = Domain(name="cpu0", source="csv", resolution_s=0.02)
+    times = range(T0 - S + offset_ms * MS, T0 + S, 20 * MS)
+    column = DomainSamples.of(domain, times, [100.0] * len(times))
+    table = account_trace(build.build(), PowerTrace({"cpu0": column}, start_ns=times[0], end_ns=times[-1]))
+    assert len(table.steps) == 5
+    for row in (*table.steps, *table.ops):
+        assert row.power_w == pytest.approx(100.0, abs=row.error_j / row.spent_s + 1e-6), row.name
+    assert [row.power_w for row in table.steps] == pytest.approx([100.0] * 5, rel=0.1)
+
+
+def test_a_short_trace_between_idle_times_has_no_kernel_at_idle_power() -> None:
+    build = Builder()
+    build.add("runtime", "cudaLaunchKernel", T0, T0 + MS, correlation=1)
+    build.add("kernel", "gemm", T0, T0 + 30 * MS, device=0, stream=7, correlation=1)
+    build.add("runtime", "cudaLaunchKernel", T0 + MS, T0 + 2 * MS, correlation=2)
+    build.add("kernel", "relu", T0 + 30 * MS, T0 + 40 * MS, device=0, stream=7, correlation=2)
+    domain = Domain(name="gpu0", source="csv", resolution_s=0.02, lag_s=0.01)
+    times = range(T0 - S + 10 * MS, T0 + S, 20 * MS)
+
+    def mean_w(end_ns: int) -> float:
+        busy_ms = (min(end_ns, T0 + 40 * MS) - max(end_ns - 20 * MS, T0)) / MS
+        return 100.0 + 500.0 * max(busy_ms, 0.0) / 20.0
+
+    column = DomainSamples.of(domain, times, [mean_w(t) for t in times])
+    table = account_trace(build.build(), PowerTrace({"gpu0": column}, start_ns=times[0], end_ns=times[-1]))
+    assert {row.name for row in table.kernels} == {"gemm", "relu"}
+    assert min(row.power_w or 0.0 for row in table.kernels) > 200.0

@@ -311,7 +311,8 @@ class _Problem:
         expected = prior(timeline, found.first, typical, links, board)
         problem = cls(
             found=found, gap_start_ns=gap_start, gap_end_ns=gap_end,
-            gap_cls=idle_class(gap_start, gap_end, found.classes), times_ns=times_ns[use], samples_w=watts[use],
+            gap_cls=idle_class(gap_start, gap_end, found.classes), times_ns=times_ns[use],
+            samples_w=watts[use] - _unseen_w(times_ns, watts, use, seen, response),
             expected=expected, board=board, design=np.zeros((0, 0)),
         )  # fmt: skip
         problem.design = problem.expose(response)
@@ -402,18 +403,37 @@ class _Problem:
 
 
 def _usable(times_ns: Ints, seen: Sequence[tuple[int, int]], memory_s: float) -> Ints:
-    """The samples whose whole memory was seen (all that end in what was, where those are too few), thinned."""
+    """The samples whose whole memory was seen (all that contain some of what was, where those are too few), thinned."""
     memory_ns = round(memory_s * 1e9)
-    for back_ns in (memory_ns, 1):
+    for beyond_ns in (0, memory_ns):
         inside = np.zeros(len(times_ns), bool)
         for begin, end in seen:
-            inside |= (times_ns - back_ns >= begin) & (times_ns <= end)
+            inside |= (times_ns - memory_ns + beyond_ns >= begin) & (times_ns <= end + beyond_ns)
         samples = np.flatnonzero(inside)
         if len(samples) >= 3:
             break
     if len(samples) > _MOST_SAMPLES:
         samples = samples[np.linspace(0, len(samples) - 1, _MOST_SAMPLES).astype(np.int64)]
     return samples
+
+
+def _unseen_w(
+    times_ns: Ints, watts: Floats, use: Ints, seen: Sequence[tuple[int, int]], response: Response
+) -> Floats:  # fmt: skip
+    """What samples contain of the time outside the seen stretches: at the power of the nearest that saw only it."""
+    begins, ends = np.array(seen, np.int64).reshape(-1, 2).T
+    memory_ns, dead_ns = round(response.memory_s * 1e9), round(response.dead_s * 1e9)
+    reach_ns = memory_ns + abs(dead_ns)
+    middles = (ends[:-1] + begins[1:]) // 2
+    starts = np.maximum(begins - reach_ns, np.append(begins[:1] - reach_ns, middles))
+    stops = np.minimum(ends + reach_ns, np.append(middles, ends[-1:] + reach_ns))
+    before_w = watts[np.maximum(np.searchsorted(times_ns, begins + dead_ns, side="right") - 1, 0)]
+    after_w = watts[np.minimum(np.searchsorted(times_ns, ends + memory_ns), len(times_ns) - 1)]
+    start_ns, stop_ns = np.concatenate([starts, ends]), np.concatenate([begins, stops])
+    joules = (stop_ns - start_ns) * 1e-9 * np.concatenate([before_w, after_w])
+    order = np.argsort(start_ns)
+    none = np.zeros(len(order), np.int64)
+    return exposure(times_ns[use], start_ns[order], stop_ns[order], joules[order], none, 1, response)[:, 0]
 
 
 def _typical(ran: Activity) -> Floats:
