@@ -16,6 +16,7 @@ from tessera.schema import Domain, Energy, Hold
 from brute_force import brute
 
 EPOCH = 1_790_000_000_000_000_000
+S = 1_000_000_000
 
 
 watt = st.one_of(st.floats(0.0, 1000.0), st.just(math.nan))
@@ -169,3 +170,22 @@ def test_windows_of_one_sensor_are_off_by_its_level_alike(with_counter: bool, ho
     assert 0.003 <= level < 0.006 if with_counter else level == pytest.approx(0.05)
     assert all(0.0 < p.common_error_j <= p.error_j for p in parts)
     assert 0.95 * level < whole.error_j / whole.energy_j < 1.2 * level
+
+
+def test_samples_finer_than_their_average_show_how_far_an_edge_swings() -> None:
+    """A pulse of two seconds through an average of one second, ten rows a second (`nvidia-smi -lms 100`).
+
+    Ten rows, not the two next to it, show an edge: windows that begin and end near the pulse's edges.
+    """
+    times = np.arange(0, 12 * S, S // 10)
+    covers = np.minimum(times, 7 * S) - np.maximum(times - S, 5 * S)  # the pulse, within the second before
+    watts = 100.0 + 300.0 * np.maximum(covers, 0) / S
+    domain = Domain(name="gpu0", source="x", resolution_s=0.1, lag_s=0.5, blur_s=1.0 / math.sqrt(12.0))
+    column = DomainSamples.of(domain, times, watts)
+    covered = []
+    for start_s in np.arange(4.5, 5.5, 0.05):
+        for end_s in np.arange(6.5, 7.5, 0.05):
+            energy = column.energy(round(start_s * S), round(end_s * S))
+            inside_s = min(end_s, 7.0) - max(start_s, 5.0)
+            covered.append(abs(energy.energy_j - 100.0 * (end_s - start_s) - 300.0 * inside_s) <= energy.error_j)
+    assert np.mean(covered) >= 0.9

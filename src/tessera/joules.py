@@ -24,6 +24,7 @@ from .sums import Mark as Mark
 from .sums import Sums as Sums
 from .sums import accumulate as accumulate
 from .sums import energy_between as energy_between
+from .sums import find_reach_ns as find_reach_ns
 from .sums import mark as mark
 from .sums import window_error_j as window_error_j
 
@@ -100,7 +101,8 @@ class DomainSamples:
 
     def mark(self, time_ns: int) -> Mark:
         """The running sums at a time."""
-        return mark(self.times_ns, self.watts, self._sums, time_ns + self.lag_ns, mean=self._mean)
+        x_ns, reach_ns = time_ns + self.lag_ns, find_reach_ns(self.domain)
+        return mark(self.times_ns, self.watts, self._sums, x_ns, mean=self._mean, reach_ns=reach_ns)
 
     @cached_property
     def counter(self) -> CounterHistory:

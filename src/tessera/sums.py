@@ -87,13 +87,16 @@ def accumulate(times_ns: Ints, watts: Floats, *, mean: bool, noise: float = 0.0,
     return Sums(joules + start.joules, covered + start.covered_s, variance + start.variance_j2)
 
 
-def mark(times_ns: Ints, watts: Floats, sums: Sums, x_ns: int, *, mean: bool) -> Mark:
-    """The running sums at any time within the samples; beyond them nothing is known and nothing is added."""
+def mark(times_ns: Ints, watts: Floats, sums: Sums, x_ns: int, *, mean: bool, reach_ns: int = 0) -> Mark:
+    """The running sums at any time within the samples; beyond them nothing is known and nothing is added.
+
+    `reach_ns` is how far from it a sample still shows the power there (`find_reach_ns`).
+    """
     n = len(times_ns)
     if n == 0:
         return ZERO
     i = int(np.searchsorted(times_ns, x_ns, side="right")) - 1
-    swing = _swing(watts, i)
+    swing = _swing(times_ns, watts, i, x_ns, reach_ns)
     if i < 0 or n == 1:
         return Mark(float(sums.joules[0]), float(sums.covered_s[0]), float(sums.variance_j2[0]), swing)
     if i >= n - 1:
@@ -117,9 +120,19 @@ def mark(times_ns: Ints, watts: Floats, sums: Sums, x_ns: int, *, mean: bool) ->
     return Mark(j0 + part, c0 + inside_s, variance, swing, power_w=w0 + (w1 - w0) * fraction)
 
 
-def _swing(watts: Floats, i: int) -> float:
-    """How far the samples next to an edge (two on each side) lie apart."""
-    near = watts[max(i - 1, 0) : i + 3]
+def find_reach_ns(domain: Domain) -> int:
+    """How far from an edge samples still show it: half of a boxcar of the domain's blur; 0 where the next ones do."""
+    reach_s = 0.5 * SQRT12 * domain.blur_s
+    return round(reach_s * 1e9) if reach_s > domain.resolution_s else 0
+
+
+def _swing(times_ns: Ints, watts: Floats, i: int, x_ns: int, reach_ns: int) -> float:
+    """How far the samples next to an edge (two on each side, and all that show it) lie apart."""
+    first, last = max(i - 1, 0), i + 3
+    if reach_ns:
+        reached = np.searchsorted(times_ns, [x_ns - reach_ns, x_ns + reach_ns])
+        first, last = min(first, int(reached[0])), max(last, int(reached[1]))
+    near = watts[first:last]
     near = near[~np.isnan(near)]
     return float(near.max() - near.min()) if len(near) else 0.0
 

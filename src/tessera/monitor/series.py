@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..anchors import CounterHistory
-from ..joules import ZERO, DomainSamples, Floats, Ints, Mark, Sums, accumulate, mark
+from ..joules import ZERO, DomainSamples, Floats, Ints, Mark, Sums, accumulate, find_reach_ns, mark
 from ..schema import Domain, Hold
 from ..sensors.processes import OwnCpu, OwnCpuReading
 
@@ -60,6 +60,7 @@ class PowerSeries:
         self.domain = domain
         self._mean = domain.hold is Hold.MEAN
         self._lag_ns = round(domain.lag_s * 1e9)
+        self._reach_ns = find_reach_ns(domain)
 
     @property
     def last_ns(self) -> int | None:
@@ -196,7 +197,7 @@ class PowerSeries:
         if self._n == 0 or (x < self._times[0] and self._coarse):
             return self._coarse_mark(x)
         times, v = self._times[: self._n], self._values[:, : self._n]
-        by_time = mark(times, v[0], Sums(v[1], v[2], v[3]), x, mean=self._mean)
+        by_time = mark(times, v[0], Sums(v[1], v[2], v[3]), x, mean=self._mean, reach_ns=self._reach_ns)
         return by_time if cpu is None or not self._cpu else self._divide_by_cpu(x, cpu, by_time)
 
     def _divide_by_cpu(self, x: int, cpu: OwnCpu, by_time: Mark) -> Mark:
