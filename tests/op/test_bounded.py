@@ -181,6 +181,26 @@ def test_fp64_operands_have_a_limit_too():
         choose(a, b, 1e-17)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-35, 1e-60])
+def test_small_fp64_operands_are_as_exact_as_others(scale):
+    """Their norms are not those of fp32, which loses squares below 1e-38; a matrix of zeros rounds nothing."""
+    a, b = pair(48, 48, 48, dtype=torch.float64)
+    choose(a * scale, b, 1e-12, allowed=())
+
+
+def test_products_without_inner_terms_are_exact():
+    empty = torch.zeros(3, 0, dtype=torch.float64)
+    assert not op.matmul(empty, empty.T, error_tolerance=1e-12).any()
+
+
+def test_fp64_zeros_that_cancelled_are_refused():
+    """A sum that cancels may be anything in another order: that it is zero tells nothing of its error."""
+    a, b = torch.ones(4, 8, dtype=torch.float64), torch.ones(8, 4, dtype=torch.float64)
+    b[4:] = -1.0
+    with pytest.raises(ToleranceError):
+        choose(a, b, 0.1, allowed=())
+
+
 def test_a_narrow_result_has_its_own_error():
     a, b = pair(64, 64, 64, dtype=torch.bfloat16)
     with pytest.raises(ToleranceError, match="bf16") as caught:

@@ -28,7 +28,7 @@ _QUICK_PROBES = 32
 _SEED = 0x7E55E7A  # of the probes: fixed, so that a program chooses the same twice; unlikely to be the data's own
 _CHUNK = 1 << 24  # elements converted to fp64 at a time
 _EXACT = 1 << 19  # products of fewer multiplications are checked against the whole product in fp64
-_LEAST = 1e-15  # norms below it may have lost squares that are nothing in fp32
+_LEAST, _LEAST_FP64 = 1e-15, 1e-150  # norms below it may have lost squares that are nothing in fp32, or fp64
 _FINE = 1e-3  # tolerances below it are probed in fp64: fp32 probes err by 1e-7 of |A| |B| themselves
 
 
@@ -65,12 +65,15 @@ def bound_error(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, tolerance: fl
 
 def _bound_by_norms(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> float:
     left, right, size = torch.stack([_norm(x) for x in (a, b, c)]).tolist()
-    if not (min(left, right, size) > _LEAST and max(left, right, size) < math.inf):
-        return math.inf
+    is_fp64 = a.dtype == torch.float64
+    if not (min(left, right, size) > (_LEAST_FP64 if is_fp64 else _LEAST) and max(left, right, size) < math.inf):
+        is_zero = not (c.any() or (a.any() and b.any()))  # products with a matrix of zeros are not rounded
+        return 0.0 if is_zero else math.inf
     k, out = a.shape[-1], torch.finfo(c.dtype)
     # A tensor core cuts sums off, which loses twice what rounding does: 2^-23. Below the normal numbers steps are even.
-    sums = k * (2.0**-52 if a.dtype == torch.float64 else 2.0**-23) * left * right / size
-    underflow = math.sqrt(c.numel()) / size * (out.tiny * out.eps + k * 2.0**-149)
+    rounding, step = (2.0**-52, 2.0**-1074) if is_fp64 else (2.0**-23, 2.0**-149)
+    sums = k * rounding * left * right / size
+    underflow = math.sqrt(c.numel()) / size * (out.tiny * out.eps + k * step)
     return float(sums + out.eps / 2 + underflow)
 
 
