@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -178,6 +179,40 @@ def test_hints_reach_our_kernels_and_end_with_the_block():
     with schedule(cp_async_depth=3), schedule(warp_mma_concurrency=1):  # the inner one adds to the outer
         assert (hints.current().cp_async_depth, hints.current().warp_mma_concurrency) == (3, 1)
     assert hints.current() == hints.Hints()
+
+
+def hold_open(**options):
+    with schedule(**options):
+        yield
+
+
+def test_hints_of_generators_end_with_their_own_block():
+    from tessera.op import hints
+
+    first, second = hold_open(cp_async_depth=2), hold_open(cp_async_depth=3)
+    next(first), next(second)
+    first.close()
+    assert hints.current().cp_async_depth == 3
+    second.close()
+    assert hints.current() == hints.Hints()
+
+
+@pytest.mark.parametrize("options", [{"cp_async_depth": 2}, {"power_cap": "0.001W"}])
+def test_a_block_may_be_left_by_another_thread(options):
+    """As a thread pool does that resumes a generator, one thread after the other."""
+    from tessera.op import hints
+
+    def enter_and_leave_elsewhere():
+        body = hold_open(**options)
+        next(body)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(body.close).result()
+        modes = torch.overrides._get_current_function_mode_stack()
+        return hints.current(), [m.ended for m in modes]
+
+    with ThreadPoolExecutor(1) as one:  # a mode stays on its thread
+        found, ended = one.submit(enter_and_leave_elsewhere).result()
+    assert found == hints.Hints() and all(ended)
 
 
 def test_a_dry_run_tells_notes_from_what_it_would_do(capsys, monkeypatch):

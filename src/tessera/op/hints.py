@@ -32,23 +32,43 @@ COPY_BYTES = 16
 listener: Callable[[int, int, int], None] | None = None
 """Called after each launch, on any thread: blocks, warps of a block, copies that a block keeps in flight."""
 
+
+@dataclass(slots=True)
+class _Block:
+    """A block under `use`. It may end before blocks within it, or in another thread: a generator may be in one."""
+
+    hints: Hints
+    outer: _Block | None
+    ended: bool = False
+
+
 _NONE = Hints()
-_current: ContextVar[Hints] = ContextVar("tessera_op_hints", default=_NONE)
+_block: ContextVar[_Block | None] = ContextVar("tessera_op_hints", default=None)
 
 
 def current() -> Hints:
     """The hints in force."""
-    return _current.get()
+    block = _find_block()
+    return _NONE if block is None else block.hints
+
+
+def _find_block() -> _Block | None:
+    block = _block.get()
+    while block is not None and block.ended:
+        block = block.outer
+    return block
 
 
 @contextlib.contextmanager
 def use(hints: Hints) -> Iterator[None]:
     """Put hints in force for the body."""
-    token = _current.set(hints)
+    block = _Block(hints, _find_block())
+    _block.set(block)
     try:
         yield
     finally:
-        _current.reset(token)
+        block.ended = True
+        _block.set(_find_block())
 
 
 def announce_launch(blocks: int, warps: int, *, stages: int = 1, tile_bytes: int = 0) -> None:

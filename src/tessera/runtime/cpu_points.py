@@ -9,6 +9,7 @@ code of `torch.compile` would be compiled once more, so it waits only between ca
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,7 @@ class CpuPoints:
     def __init__(self, pacer: HostPacer, *, each_call: bool) -> None:
         self._pacer, self._each_call = pacer, each_call
         self._mode: Any = None
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> None:
         if time.monotonic_ns() - self._pacer.left_ns > AWAY_NS:
@@ -46,8 +48,10 @@ class CpuPoints:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         mode, self._mode = self._mode, None
-        if mode is not None:
+        if mode is not None and self._thread == threading.get_ident():
             mode.__exit__(kind, exc, trace)
+        elif mode is not None:  # nothing can take it from another thread's stack
+            mode.ended = True
         if kind is None:
             self._pacer.point()
             self._pacer.left_ns = time.monotonic_ns()
@@ -66,11 +70,11 @@ def _mode_class() -> type:
 
         def __init__(self, pacer: HostPacer) -> None:
             super().__init__()
-            self._pacer, self._hooked_ns = pacer, 0
+            self._pacer, self._hooked_ns, self.ended = pacer, 0, False
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **kwargs) if kwargs else func(*args)
-            if is_compiling() or getattr(func, "__name__", "") in FREE:  # a trace must not contain points
+            if self.ended or is_compiling() or getattr(func, "__name__", "") in FREE:  # a trace must not contain points
                 return out
             pacer = self._pacer
             pacer.point()

@@ -116,7 +116,8 @@ class Schedule:
 
             shaper, options = take_limits(options)
         self.options = options
-        self._blocks = threading.local()
+        self._blocks: list[tuple[int, contextlib.ExitStack]] = []  # by thread
+        self._lock = threading.Lock()
         self._tracker: CapTracker | None = None
         self._search_tracker: CapTracker | None = None
         self._driver: DriverLimits | None = None
@@ -188,15 +189,18 @@ class Schedule:
         if self.options.limits:
             _check_torch()
             stack.enter_context(self._around())
-        if not hasattr(self._blocks, "stacks"):
-            self._blocks.stacks = []
-        self._blocks.stacks.append(stack)
+        with self._lock:
+            self._blocks.append((threading.get_ident(), stack))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._blocks.stacks.pop().__exit__(kind, exc, trace)
+        with self._lock:
+            own = [i for i, (thread, _) in enumerate(self._blocks) if thread == threading.get_ident()]
+            # a generator may be resumed, and its block left, by another thread than the one that entered it
+            _, stack = self._blocks.pop(own[-1] if own else -1)
+        stack.__exit__(kind, exc, trace)
 
     @contextlib.contextmanager
     def _around(self, *, each_call: bool = False, linger_s: float = 0.0) -> Iterator[None]:
