@@ -2,7 +2,7 @@
 
 import sys
 
-# Python puts the working folder first: a msgspec.py that lies there would be run in place of the package.
+# Python puts the working folder first in `sys.path`: a msgspec.py in that folder would run in place of the package.
 if not sys.flags.safe_path:
     del sys.path[0]
 

@@ -1,17 +1,17 @@
-"""The energy counter rules: what its ticks say of the joules of a window, and of the power samples beside it.
+"""Computes joules from an energy counter: what its ticks tell of a window, and of the power samples beside it.
 
-A counter is exact over long spans and blind between its ticks; samples are the other way round. So the counter gives
-the joules between its first and last tick inside a window, and the samples those of the two ends:
+A counter is exact over long times and blind between its ticks; samples are the other way round. So the counter gives
+the joules between its first and last tick inside a window, and the samples give those of the two ends:
 
     window        |-----------------------------------|
     ticks      ^     ^         ^          ^        ^        ^
     joules        |ss|cccccccccccccccccccccccccccccc|ss|       s: samples, c: counter
     segments   |--1--|----2----|----3-----|---4----|---5----|
 
-Samples can be wrong all alike: a load whose period is a multiple of the sensor's own is seen at the same phase again
-and again ("in step"). Each segment between two ticks shows by how much. The samples of the ends, and of a window too
-short for a tick, are scaled by what the segments near them show, those at a similar level first
-(`CounterHistory.learn`). How far the segments scatter is in the interval, and so is how well the errors expected of the
+All samples can be wrong in the same way: a load whose period is a multiple of the sensor's own is seen at the same
+phase again and again ("in step"). Each segment between two ticks shows by how much. The samples of the ends, and of a
+window too short for a tick, are scaled by what nearby segments show; segments at a similar level count most
+(`CounterHistory.learn`). The interval includes the scatter of the segments, and how well the expected errors of the
 samples explain it.
 """
 
@@ -29,43 +29,43 @@ from .schema import MAX_BOARD_W, Domain, Energy
 from .sums import Z90, Mark, between_variance, edge_sd_s, edge_variance, energy_between
 
 KEPT_ANCHORS = 4096
-# The shortest span between ticks that says something of the level: five ticks of an H200's counter, each misplaced by
-# up to `TICK_S`. Ticks closer together (the sensor looks around one now and then) say more of the edges.
+# The shortest time between ticks that tells the level: five ticks of an H200's counter, each misplaced by up to
+# `TICK_S`. Ticks closer together (the sensor looks around one now and then) tell more about the edges.
 MIN_SPAN_S = 0.5
 # How far counter and samples agreed on ten loads of an H200 over >= 5 s (benchmarks/README.md).
 ANCHOR_GAIN = 0.003
-# What is still uncertain of a tick's time after the sensor has found its phase (half-width).
+# The uncertainty of a tick's time after the sensor has found its phase (half-width).
 TICK_S = 0.003
-# Samples that miss no more than this of a span have seen all of it.
+# Samples that miss at most this much of a time count as having seen all of it.
 WHOLE_S = 0.02
-# No board draws less, however idle: a counter that counts less is stuck.
+# Every board draws more than this, even when idle: a counter that counts less is stuck.
 LEAST_BOARD_W = 1.0
 
-# What follows was chosen on the classes of benchmarks/measure/known_truth.py that are not held out, so that their 90%
-# intervals hold 85-99% of the truths (benchmarks/measure/interval_coverage.py).
-# Segments lose weight with their distance from a window: a program's phases last seconds.
+# The following values were chosen on those classes of benchmarks/measure/known_truth.py that are not held out, so that
+# the 90% intervals contain 85-99% of the truths (benchmarks/measure/interval_coverage.py).
+# Segments lose weight with their distance from a window, because a program's phases last seconds.
 MEMORY_S = 8.0
 SEGMENTS_BEFORE, SEGMENTS_AFTER = 8, 4
-# Levels this far apart (relative standard deviation) are of different loads, which may be in step or not.
+# Levels that differ this much (relative standard deviation) are different loads: one may be in step, the other not.
 SAME_LOAD = 0.15
-# What the samples lack is never known better than this share of the variance expected of them.
+# The error of the samples is never known better than this share of its expected variance.
 LEAST_SHARE = 0.3
-# So many segments' worth of belief in the expected variances, and the least share of them that is left after learning.
+# The expected variances count as much as this many segments; and the least share of them that remains after learning.
 PRIOR_SEGMENTS, LEAST_VARIANCE = 2.0, 0.2
-# Power that swings faster than the samples show moves the edges of a window: at least by this share of the level, and
-# by a multiple of what the samples lack. Of a square wave in step at 20 ms the ring shows an eighth at most.
+# Power that swings faster than the samples show shifts the edges of a window: by at least this share of the level, or
+# by this multiple of the samples' error. Of a square wave in step at 20 ms the ring shows an eighth at most.
 UNSEEN_SWING, UNSEEN_PER_OFF = 0.25, 8.0
-# Of the correction of the lag, this share (squared) stays uncertain: a slower sensor is also more blurred.
+# This share (squared) of the lag's correction stays uncertain: a slower sensor is also more blurred.
 LAG_LEFT = 0.6
-# The lag is the sensor's, not the load's: it is learnt from so many segments at least and at most (about), and believed
-# at two standard errors; from one and a half on it makes edges less sure.
+# The lag belongs to the sensor, not to the load. It is learnt from at least and (about) at most this many segments. It
+# is corrected from two standard errors on; from one and a half on it makes edges less certain.
 LAG_SEGMENTS, LAG_SIGMAS, LAG_DOUBT = (6.0, 50.0), 2.0, 1.5
-# A lag that was learnt from kernels this well (90%) is believed more than the counter, whose own is an H200's.
+# A lag that was learnt from kernels this well (90%) is better than one from the counter, whose own lag is an H200's.
 LAG_LEARNT_S = 0.002
-# A correction of more than this is a load in step with the ticks: no ring that is known is later than 40 ms in all.
+# A larger correction means a load in step with the ticks: no known ring is later than 40 ms in all.
 MOST_LAG_S = 0.03
-# Ring and counter of an H200 agree within 0.7% but for square waves in step, where they differ by up to 3%
-# (docs/design.md, docs/measuring.md): a larger difference is reported.
+# Ring and counter of an H200 agree within 0.7%, except for square waves in step, where they differ by up to 3%
+# (docs/design.md, docs/measuring.md). A larger difference is reported.
 IN_STEP = 0.02
 
 
@@ -76,12 +76,12 @@ class Anchor:
     time_ns: int
     joules: float
     mark: Mark
-    epoch: int  # anchors of different epochs cannot be subtracted: the counter was reset, or stuck
+    epoch: int  # anchors of different epochs must not be subtracted: the counter was reset or stuck in between
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The stretch between two anchors: joules by the counter and by the samples, and the variance expected of these."""
+    """The time between two anchors: joules by the counter and by the samples, and the samples' expected variance."""
 
     start_ns: int
     end_ns: int
@@ -97,16 +97,15 @@ class Segment:
 
     @property
     def power_w(self) -> float:
-        """Mean power by the samples."""
+        """Mean power, by the samples."""
         return self.sampled_j / ((self.end_ns - self.start_ns) * 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleScale:
-    """How to read the samples of a window: joules times `1 + off`, known to the standard deviation `sd`.
+    """How to correct the samples of a window: multiply their joules by `1 + off` (standard deviation `sd`).
 
-    `scatter` is the variance of `off` from segment to segment, `variance` what the expected variances are to be
-    multiplied by.
+    `scatter` is the variance of `off` from segment to segment; `variance` is the factor for the expected variances.
     """
 
     off: float = 0.0
@@ -116,29 +115,29 @@ class SampleScale:
 
 
 def is_live(first: Anchor, last: Anchor) -> bool:
-    """Whether the counter counted between two anchors: not reset, not stuck (one epoch), no more than a board draws."""
+    """Return whether the counter counted between two anchors: not reset, not stuck, no more than a board draws."""
     seconds = (last.time_ns - first.time_ns) * 1e-9
     return first.epoch == last.epoch and 0.0 < last.joules - first.joules < MAX_BOARD_W * seconds
 
 
 class CounterHistory:
-    """The ticks of one counter in bounded memory, and what they show of the samples. Not locked."""
+    """The ticks of one counter in bounded memory, and what they show about the samples. Not thread-safe."""
 
     def __init__(self, domain: Domain) -> None:
         self.domain = domain
         self.anchors: list[Anchor] = []
         self._segments: list[Segment] = []
-        self._begin: Anchor | None = None  # of the segment that is growing
+        self._begin: Anchor | None = None  # begin of the segment that is growing
         self._epoch = 0
         self._stuck = False
         self._lag = _LagFit()
 
     def restart(self) -> None:
-        """The counter may have been reset (a driver restart): later values cannot be compared with earlier ones."""
+        """Stop comparing with earlier values: the counter may have been reset (a driver restart)."""
         self._epoch += 1
 
     def add(self, time_ns: int, joules: float, mark: Mark) -> None:
-        """Note a tick. One below the last is a reset; one that is no higher than the last shows that it is stuck."""
+        """Add a tick. A value below the last one means a reset; one hardly above it, that the counter is stuck."""
         last = self.anchors[-1] if self.anchors else None
         if last is not None and time_ns <= last.time_ns:
             return
@@ -154,7 +153,7 @@ class CounterHistory:
         self._extend(anchor)
 
     def _forget(self, last: Anchor) -> None:
-        """A counter found stuck may have been so before its last tick: that one and its segment are not live either."""
+        """Discard the last tick and its segment: a counter that is stuck now may already have been stuck then."""
         self._epoch += 1
         self.anchors[-1] = dataclasses.replace(last, epoch=self._epoch)
         if self._segments and self._segments[-1].end_ns == last.time_ns:
@@ -185,34 +184,34 @@ class CounterHistory:
             self._lag.add(segment)
 
     def first_after(self, time_ns: int) -> Anchor | None:
-        """The first anchor at or after a time."""
+        """Return the first anchor at or after a time."""
         i = bisect.bisect_left(self.anchors, time_ns, key=lambda a: a.time_ns)
         return self.anchors[i] if i < len(self.anchors) else None
 
     def last_before(self, time_ns: int) -> Anchor | None:
-        """The last anchor at or before a time."""
+        """Return the last anchor at or before a time."""
         i = bisect.bisect_right(self.anchors, time_ns, key=lambda a: a.time_ns)
         return self.anchors[i - 1] if i else None
 
     def _near(self, start_ns: int, end_ns: int) -> list[Segment]:
-        """The segments that a window overlaps, and some before and after it."""
+        """Return the segments that a window overlaps, and some before and after it."""
         i = bisect.bisect_right(self._segments, start_ns, key=lambda s: s.end_ns)
         j = bisect.bisect_left(self._segments, end_ns, key=lambda s: s.start_ns)
         return self._segments[max(i - SEGMENTS_BEFORE, 0) : j + SEGMENTS_AFTER]
 
     def learn(self, start_ns: int, end_ns: int, power_w: float) -> SampleScale:
-        """What the segments near a window show of its samples, whose mean power is given."""
+        """Return how to correct the samples of a window with mean power `power_w`, as the segments near it show."""
         near = self._near(start_ns, end_ns)
         if not near or power_w <= 0.0:
             return SampleScale()
         weights = [math.exp(-_distance_s(s, start_ns, end_ns) / MEMORY_S) for s in near]
         least = (ANCHOR_GAIN / Z90) ** 2
-        # All of them first, beside one that shows nothing: the best guess for a load that was not seen before.
+        # First all segments, with one that shows nothing: the best guess for a load that was not seen before.
         total = sum(weights)
         mean, scatter = _mean_and_scatter(near, weights)
         prior = mean * total / (total + 1.0)
         prior_var = scatter + (mean - prior) ** 2 + least
-        # Then those at the same level.
+        # Then the segments at the same level.
         levels = [math.log(s.power_w / power_w) / SAME_LOAD for s in near]
         weights = [w * math.exp(-0.5 * level**2) for w, level in zip(weights, levels, strict=True)]
         total = sum(weights)
@@ -229,9 +228,9 @@ class CounterHistory:
         return SampleScale(off, (precise + 1.0 / prior_var) ** -0.5, scatter, max(variance, LEAST_VARIANCE))
 
     def energy(self, start_ns: int, start: Mark, end_ns: int, end: Mark, first: Anchor | None = None) -> Energy:
-        """Joules of a window: the counter's between its ticks where it was live, the scaled samples' else.
+        """Return the joules of a window: by the counter between its ticks if it was live, else by the scaled samples.
 
-        `first` is the first anchor inside of a window so long that it was forgotten here.
+        `first` is the first anchor inside the window, if the window is so long that it was forgotten here.
         """
         seconds = max(end_ns - start_ns, 0) * 1e-9
         first = first or self.first_after(start_ns)
@@ -245,7 +244,7 @@ class CounterHistory:
             self._scale(last.time_ns, last.mark, end_ns, end),
         ]
         known = [part for part in ends if not math.isnan(part.energy_j)]
-        # What was not seen at all of the ends may have drawn what the span did on average.
+        # The parts of the ends that nobody saw may have drawn as much as the rest did on average.
         unseen_j = counted_j / span_s * sum(part.time_s for part in ends if math.isnan(part.energy_j))
         level_j = ANCHOR_GAIN * counted_j
         variance_j2 = level_j**2 + Z90**2 * ticks_j2 + sum(part.error_j**2 for part in known)
@@ -260,7 +259,7 @@ class CounterHistory:
         )
 
     def _scale(self, start_ns: int, start: Mark, end_ns: int, end: Mark) -> Energy:
-        """Joules of a window by its samples, read as the counter has shown that they must be."""
+        """Return the joules of a window by its samples, corrected as the counter shows."""
         domain, seconds = self.domain, max(end_ns - start_ns, 0) * 1e-9
         plain = energy_between(domain, start, end, seconds)
         if not self._segments or not plain.energy_j > 0.0:  # nothing to learn from, or nothing known
@@ -272,7 +271,7 @@ class CounterHistory:
         edge_s = math.hypot(edge_sd_s(domain), LAG_LEFT**0.5 * self._lag.doubt_s)
         between_j2, edges_j2 = between_variance(start, end), edge_variance(start, end, edge_s, unseen_w)
         variance_j2 = min(scale.variance, 1.0) * between_j2 + edges_j2
-        # A slow beat scatters by as much in a short window as in a segment, a fast one by more: twice at most.
+        # A slow beat scatters as much in a short window as in a segment, a fast beat more: at most twice as much.
         widest_j2 = variance_j2 + (2.0 * plain.energy_j) ** 2 * scale.scatter
         variance_j2 = min(max(scale.variance, 1.0) * variance_j2, widest_j2)
         joules = plain.energy_j * (1.0 + scale.off) + lag_s * (end.power_w - start.power_w)
@@ -289,7 +288,7 @@ class CounterHistory:
         )
 
     def note_step(self, start_ns: int, end_ns: int) -> Note | None:
-        """That samples and counter disagree over a window, if they do: then what runs is in step with the sensor."""
+        """Return a note if samples and counter disagree over a window: the load is then in step with the sensor."""
         inside = [s for s in self._near(start_ns, end_ns) if s.start_ns < end_ns and s.end_ns > start_ns]
         sampled_j, counted_j = sum(s.sampled_j for s in inside), sum(s.counted_j for s in inside)
         if sampled_j <= 0.0 or abs(counted_j / sampled_j - 1.0) < IN_STEP:
@@ -302,10 +301,10 @@ class CounterHistory:
 
 
 def is_in_step(period_s: float, resolution_s: float) -> bool:
-    """Whether samples see what repeats with a period at the same phase for a second or more.
+    """Return whether samples see a load with this period at the same phase for a second or more.
 
-    That is so where the period, or its half or third (the harmonics that a sensor lets through), goes into the spacing
-    of the samples a whole number of times.
+    That happens if the spacing of the samples is a multiple of the period, of its half or of its third (the harmonics
+    that a sensor lets through).
     """
     if period_s <= 0.0 or resolution_s <= 0.0:
         return False
@@ -314,18 +313,18 @@ def is_in_step(period_s: float, resolution_s: float) -> bool:
 
 
 def _trim(kept: list[Any]) -> None:
-    """Forget the older half of twice as many as are kept."""
+    """Drop the older half once the list is twice as long as needed."""
     if len(kept) >= 2 * KEPT_ANCHORS:
         del kept[:-KEPT_ANCHORS]
 
 
 def _distance_s(segment: Segment, start_ns: int, end_ns: int) -> float:
-    """Seconds between a segment and a window; 0 where they overlap."""
+    """Return the seconds between a segment and a window; 0 if they overlap."""
     return max(start_ns - segment.end_ns, segment.start_ns - end_ns, 0) * 1e-9
 
 
 def _mean_and_scatter(segments: Sequence[Segment], weights: Sequence[float]) -> tuple[float, float]:
-    """Weighted mean and variance of what the samples lack; few segments scatter less than many would."""
+    """Return weighted mean and variance of what the samples lack; corrected, since few segments scatter less."""
     total = sum(weights)
     mean = sum(w * s.off for w, s in zip(weights, segments, strict=True)) / total
     scatter = sum(w * (s.off - mean) ** 2 for w, s in zip(weights, segments, strict=True)) / total
@@ -334,10 +333,10 @@ def _mean_and_scatter(segments: Sequence[Segment], weights: Sequence[float]) -> 
 
 
 class _LagFit:
-    """By how much a sensor shows power later than its domain says (`off_s`), and how much of it is doubtful.
+    """Finds how much later a sensor shows power than its domain says (`off_s`), and how much of that is doubtful.
 
-    Samples that come late by d s lack d times the rise of the power over a segment. So what they lack is fitted by a
-    share of the joules (the level, aliasing) and a share of the rise, in running sums that fade.
+    Samples that are late by d s lack d times the rise of the power over a segment. So what they lack is fitted by a
+    share of the joules (level, aliasing) plus a share of the rise, in running sums that fade.
     """
 
     def __init__(self) -> None:
@@ -361,7 +360,7 @@ class _LagFit:
         self._solve()
 
     def _solve(self) -> None:
-        """Find both; `doubt_s` alone while it is not known to be different from 0."""
+        """Set `off_s` and `doubt_s`; only `doubt_s` while the lag does not differ significantly from 0."""
         determinant = self._jj * self._rr - self._jr**2
         if self._n < 3.0 or determinant <= 1e-9 * self._jj * self._rr:
             return

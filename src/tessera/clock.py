@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NewType
 
 EpochNs = NewType("EpochNs", int)
-"""Nanoseconds of the wall clock (Unix epoch): the clock of everything recorded. A monotonic time is a plain int."""
+"""Nanoseconds of the wall clock (Unix epoch), used for everything recorded. A monotonic time is a plain int."""
 NS_PER_S = 1_000_000_000
 
 # NTP slews at most 500 ppm (man 2 adjtimex), i.e. 0.5 ms between our reads a second apart. Anything above 20 ms
@@ -39,7 +39,7 @@ REAL = Clock()
 
 
 def boot_id() -> str:
-    """What all processes that read one clock share, containers included: the boot of the kernel."""
+    """Return an identifier of the kernel's boot: all processes with it read one clock, containers included."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -47,14 +47,14 @@ def boot_id() -> str:
 
 
 def now_ns() -> int:
-    """Nanoseconds of the one monotonic clock all times in Tessera are kept in."""
+    """Return nanoseconds of the monotonic clock that Tessera uses for all times it measures."""
     return time.monotonic_ns()
 
 
 def read_boot_clock() -> float:
-    """Seconds since this machine booted, also those it slept (CLOCK_BOOTTIME). Nobody can set it.
+    """Return the seconds since this machine booted, including sleep (CLOCK_BOOTTIME). Nobody can set this clock.
 
-    Leases are counted in it: a node that sleeps through the end of its lease knows.
+    Leases are counted by it: so a node that sleeps through the end of its lease notices.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -62,22 +62,22 @@ def read_boot_clock() -> float:
 class EpochMap:
     """Maps wall-clock (epoch) nanoseconds to monotonic nanoseconds, across steps of the wall clock.
 
-    Call `observe` before mapping stamps that were taken since the last call. It returns True when the wall clock was
-    stepped since then: a caller that asks a driver for "samples since T" must start again from 0.
+    Call `observe` before mapping stamps that were taken since the last call. It returns True if the wall clock was
+    stepped since then: a caller that asks a driver for "samples since T" must then start again from 0.
     """
 
     def __init__(self, clock: Clock = REAL) -> None:
         self._monotonic_ns = clock.monotonic_ns
         self._epoch_ns = clock.epoch_ns
         self.steps = 0
-        self._previous_offset_ns: int | None = None  # before the last step, for stamps that predate it
+        self._previous_offset_ns: int | None = None  # offset before the last step, for stamps older than it
         self._observed_at_ns = 0
         self.offset_ns = self._measure()
         self._step_after_ns = 0  # the last step came after this observation ...
         self._step_until_ns = 0  # ... and up to this one
 
     def _measure(self) -> int:
-        """Epoch minus monotonic, from the tightest of three sandwiched readings."""
+        """Return epoch minus monotonic time: the tightest of three readings between two of the monotonic clock."""
         best: tuple[int, int] | None = None
         for _ in range(3):
             before = self._monotonic_ns()
@@ -90,7 +90,7 @@ class EpochMap:
         return best[1]
 
     def observe(self) -> bool:
-        """Measure the offset anew; True if the wall clock was stepped since the last call."""
+        """Measure the offset again; return True if the wall clock was stepped since the last call."""
         before_ns, was = self._observed_at_ns, self.offset_ns
         self.offset_ns = self._measure()
         if abs(self.offset_ns - was) <= STEP_NS:
@@ -100,17 +100,17 @@ class EpochMap:
         return True
 
     def to_monotonic(self, epoch_ns: int) -> int:
-        """Monotonic time of a wall-clock stamp taken between the last two observations (or just before).
+        """Return the monotonic time of a wall-clock stamp taken between the last two observations, or just before.
 
-        After a step a stamp is ambiguous: it may be older than the step. Of the two readings the one that does
-        not lie in the future, and is nearest to now, is taken.
+        After a step a stamp is ambiguous, since it may be older than the step. Take the reading that does not lie in
+        the future and is nearest to now.
         """
         current = epoch_ns - self.offset_ns
         if self._previous_offset_ns is None:
             return current
         earlier = epoch_ns - self._previous_offset_ns
         newest = self._observed_at_ns + STEP_NS
-        # A stamp read with the new offset cannot be from before the step, one read with the old not from after it.
+        # With the new offset, a stamp cannot lie before the step; with the old offset, it cannot lie after it.
         if current <= newest and current >= self._step_after_ns - STEP_NS:
             return current
         if earlier <= self._step_until_ns + STEP_NS:
@@ -118,5 +118,5 @@ class EpochMap:
         return current
 
     def to_epoch(self, monotonic_ns: int) -> EpochNs:
-        """Wall-clock nanoseconds of a monotonic time, by the present offset."""
+        """Return the wall-clock nanoseconds of a monotonic time, by the present offset."""
         return EpochNs(monotonic_ns + self.offset_ns)

@@ -1,4 +1,4 @@
-"""The user's settings: factors from joules to kilowatt-hours, money and CO2. Nothing is looked up in a network.
+"""The user's settings: factors from joules to kilowatt-hours, money and CO2. They never come from a network.
 
 ::
 
@@ -26,12 +26,12 @@ from .read_limits import TOML_BYTES, parse_toml, quote_value, read_bytes
 from .units import J_PER_KWH, format_mass, format_watt_hours
 
 PREFIX = "TESSERA_"
-"""How the name of an environment variable begins: TESSERA_PRICE_PER_KWH."""
+"""How the names of environment variables begin: TESSERA_PRICE_PER_KWH."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyCost:
-    """What joules cost, by the user's factors; each error is the half-width of a 90% interval. None: no factor."""
+    """What joules cost by the user's factors; errors are half-widths of 90% intervals. None: no factor is set."""
 
     kwh: float
     kwh_error: float
@@ -44,7 +44,7 @@ class EnergyCost:
 
     @property
     def text(self) -> str:
-        """As a screen shows it: "0.114 Wh   0.000034 EUR   0.043 g CO2e"."""
+        """The cost as a screen shows it: "0.114 Wh   0.000034 EUR   0.043 g CO2e"."""
         parts = [format_watt_hours(self.kwh * J_PER_KWH)]
         if self.cost is not None:
             parts.append(f"{_format_money(self.cost)} {self.currency}".rstrip())
@@ -55,10 +55,10 @@ class EnergyCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The settings. `price_per_kwh` is in `currency`; `gco2e_per_kwh` are grams of CO2 equivalent of your grid.
+    """The settings. `price_per_kwh` is in `currency`; `gco2e_per_kwh` is grams of CO2 equivalent, for the user's grid.
 
-    `pue` is the power usage effectiveness of your data centre: the building draws so many joules for one of a machine.
-    Kilowatt-hours, money and CO2 are the building's; joules on a screen are always the machine's.
+    `pue` is the power usage effectiveness of the data centre: the joules that the building draws for one joule of a
+    machine. Kilowatt-hours, money and CO2 are the building's; joules on a screen are always the machine's.
     """
 
     price_per_kwh: float | None = None
@@ -84,7 +84,7 @@ class Config:
             raise ArgumentError(f"currency = {quote_value(word)} is not a short word", fix='e.g. currency = "EUR"')
 
     def cost_of(self, energy_j: float, error_j: float | None = None) -> EnergyCost | None:
-        """Kilowatt-hours, money and CO2 of some joules; None without a factor, or of unknown joules."""
+        """Return kilowatt-hours, money and CO2 of some joules; None without a factor, or if the joules are NaN."""
         if (self.price_per_kwh, self.gco2e_per_kwh, self.pue) == (None, None, None) or math.isnan(energy_j):
             return None
         factor = (self.pue or 1.0) / J_PER_KWH
@@ -106,7 +106,7 @@ KEYS = tuple(f.name for f in dataclasses.fields(Config))
 
 
 def load(folder: str | Path | None = None) -> Config:
-    """The settings in force in a folder (the current one): each key from the first place that states it."""
+    """Return the settings for a folder (the current one by default): each key from the first place that has it."""
     stated: dict[str, Any] = {}
     for where, values in _read_places(Path(folder or Path.cwd())):
         _check_values(where, values)
@@ -115,7 +115,7 @@ def load(folder: str | Path | None = None) -> Config:
 
 
 def load_or_warn() -> Config:
-    """The settings in force. Those that cannot be read give a warning: a screen is worth more than a price."""
+    """Return the settings. If they cannot be read, only warn: a screen matters more than a price on it."""
     try:
         return load()
     except ArgumentError as exc:
@@ -124,18 +124,18 @@ def load_or_warn() -> Config:
 
 
 def find_cost(energy_j: float, error_j: float | None = None) -> EnergyCost | None:
-    """What joules cost by the settings in force; None where no factor is set."""
+    """Return what joules cost by the present settings; None if no factor is set."""
     return load_or_warn().cost_of(energy_j, error_j)
 
 
 def user_file() -> Path:
-    """$XDG_CONFIG_HOME/tessera/config.toml, or that in ~/.config."""
+    """Return $XDG_CONFIG_HOME/tessera/config.toml, or the same in ~/.config."""
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "tessera" / "config.toml"
 
 
 def set_value(text: str) -> None:
-    """Set "price_per_kwh=0.30" for this process and those it starts."""
+    """Set "price_per_kwh=0.30" for this process and the processes it starts."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or key not in KEYS:
@@ -152,7 +152,7 @@ def set_value(text: str) -> None:
 
 
 def _read_places(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every place that states something, the strongest first."""
+    """Yield every place that has settings, the one with the highest priority first."""
     for key in KEYS:
         text = os.environ.get(PREFIX + key.upper())
         if text:
@@ -166,7 +166,7 @@ def _read_places(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 _check_values(where, table)
                 yield where, table
                 break
-        except ArgumentError as exc:  # nobody named this file: it may be anybody's, above the folder
+        except ArgumentError as exc:  # only warn: the user did not name this file, and it may be somebody else's
             why = exc.what if exc.why is None else f"{exc.what} ({exc.why})"
             _warn_once(f"{where} is ignored: {' '.join(why.split())}")
     path = user_file()
@@ -187,7 +187,7 @@ def _warn_once(text: str) -> None:
 
 
 def _check_values(where: str, values: Mapping[str, Any]) -> None:
-    """An error about a key or a value names the place that states it."""
+    """Check keys and values; an error names the place that has them."""
     for key in values:
         if key not in KEYS:
             what = f"{where} has an unknown key {quote_value(key)}{did_you_mean(key[:80], KEYS)}"
@@ -200,7 +200,7 @@ def _check_values(where: str, values: Mapping[str, Any]) -> None:
 
 
 def _read_section(path: Path) -> Mapping[str, Any] | None:
-    """[tool.tessera] of a pyproject.toml; None without one, and whatever else is wrong with the file is not ours.
+    """Return [tool.tessera] of a pyproject.toml; None if there is none. Other mistakes in the file are not ours.
 
     A file of another user is not read: anybody can put one into /tmp.
     """

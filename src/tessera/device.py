@@ -1,4 +1,4 @@
-"""`Device`: what a chip can do and what that costs, every number with its source.
+"""`Device`: what a chip can do and what that costs; every number has its source.
 
 All values are SI: FLOP/s (or op/s), bytes, bytes/s, Hz, W, J. Peaks are dense, never the sparse ones that
 datasheets print first, and matrix units (tensor cores, AMX, MXU) are kept apart from vector units.
@@ -16,12 +16,12 @@ from .errors import ArgumentError, UnitError, did_you_mean
 from .units import parse_frequency, parse_power
 
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp6", "fp4", "int8", "int4")
-"""Number formats a peak may be given for, widest first."""
+"""Number formats that may have a peak, widest first."""
 
 Unit = Literal["vector", "matrix"]
 Kind = Literal["gpu", "cpu", "accelerator", "soc"]
 
-# An assumed figure is never more certain than this: an idle power guessed from a similar board was wrong by a factor
+# An assumed figure has at least this relative error: an idle power guessed from a similar board was wrong by a factor
 # of three for the H200 (30% of TDP against a measured 11%).
 ASSUMED_ERROR = 0.30
 
@@ -44,7 +44,7 @@ class Figure:
             raise ArgumentError(f"an error must be a positive half-width, not {self.error!r}")
 
     def scale(self, factor: float, why: str = "") -> Figure:
-        """The figure times a factor, with the same relative error; `why` is added to the source."""
+        """Return the figure times a factor, with the same relative error; `why` is added to the source."""
         error = None if self.error is None else self.error * factor
         source = f"{self.source}; {why}" if why else self.source
         return Figure(value=self.value * factor, source=source, error=error, assumed=self.assumed)
@@ -72,7 +72,7 @@ class Caches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocks:
-    """Core clocks: `boost_hz` is the one the peaks are given at unless a source says otherwise."""
+    """Core clocks. Peaks are given at `boost_hz` unless a source says otherwise."""
 
     base_hz: Figure | None = None
     boost_hz: Figure | None = None
@@ -80,20 +80,20 @@ class Clocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One interconnect of a chip, all its lanes together; `direction` says how its source counts."""
+    """One interconnect of a chip with all its lanes; `direction` says what its source counts."""
 
     bytes_per_s: Figure
     direction: Literal["per direction", "total"]
 
     @property
     def one_way_bytes_per_s(self) -> float:
-        """Bytes per second one way, however the source counts."""
+        """Bytes per second in one direction, whatever the source counts."""
         return self.bytes_per_s.value / (2.0 if self.direction == "total" else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoint:
-    """A power mode of a chip: what `nvpmodel`, a cooling variant or a configurable TDP sets."""
+    """A power mode of a chip, as set by `nvpmodel`, a cooling variant or a configurable TDP."""
 
     name: str
     power_w: Figure
@@ -104,11 +104,11 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a chip can do and what that costs, each figure with its source. None: not known, see `notes`.
+    """What a chip can do and what that costs, each figure with its source. None means unknown; see `notes`.
 
-    `units` counts SMs, CUs or cores, whichever `unit_name` says; `threads` are a CPU's hardware threads. `energy`
-    holds joules per byte or per operation. `origin` names the files the figures come from, the user's last.
-    `power_limit_w` and `clock_limit_hz` are settings of the driver below the board's own limit and clock.
+    `units` counts SMs, CUs or cores, as `unit_name` says; `threads` are a CPU's hardware threads. `energy` has joules
+    per byte or per operation. `origin` names the files that the figures come from, the user's last. `power_limit_w` and
+    `clock_limit_hz` are settings of the driver, below the board's own limit and clock.
     """
 
     id: str
@@ -139,7 +139,7 @@ class Device:
     origin: tuple[str, ...] = ()
 
     def peak(self, precision: str, unit: Unit | None = None) -> Figure | None:
-        """The dense peak of a precision on one kind of unit, or on the faster of the two; None if it has none."""
+        """Return the dense peak of a precision on one kind of unit, or on the faster one; None if there is none."""
         if precision not in PRECISIONS:
             raise ArgumentError(f"no precision {precision!r}{did_you_mean(precision, PRECISIONS)}")
         peaks = [
@@ -150,7 +150,7 @@ class Device:
         return max(peaks, key=lambda figure: figure.value, default=None)
 
     def at(self, point: str) -> Device:
-        """The device at one of its operating points, or with a limit set: `at("400W")`, `at("1200MHz")`."""
+        """Return the device at one of its operating points, or with a limit: `at("400W")`, `at("1200MHz")`."""
         wanted = point.strip().lower()
         for candidate in self.operating_points:
             if candidate.name.lower() == wanted:
@@ -168,7 +168,7 @@ class Device:
         )
 
     def _set_limit(self, point: str) -> Device | None:
-        """The device with a power limit or a clock set by its driver; None where the text is neither."""
+        """Return the device with a power limit or clock set by its driver; None if the text is neither."""
         if self.kind == "soc":  # nvpmodel sets modes, not watts
             return None
         kind = point.lower()
@@ -214,7 +214,7 @@ class Device:
         return dataclasses.replace(self, **named, **setting)  # type: ignore[arg-type]
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
-        """Every figure with its dotted name, as it stands in the TOML file."""
+        """Yield every figure with its dotted name, as in the TOML file."""
         for group in ("vector", "matrix"):
             yield from ((f"peaks.{group}.{name}", figure) for name, figure in getattr(self, group).items())
         for part in ("memory", "caches", "clocks"):
@@ -257,7 +257,7 @@ def _apply_point(device: Device, point: OperatingPoint) -> Device:
         matrix={name: figure.scale(factor, scaling) for name, figure in device.matrix.items()},
         memory=memory,
         units=units,
-        # A base clock means nothing in a fixed power mode, and could be above its clock.
+        # A base clock has no meaning in a fixed power mode, and could be above that mode's clock.
         clocks=Clocks(boost_hz=boost) if point.clock_hz else device.clocks,
         tdp_w=point.power_w,
         point=point.name,

@@ -1,4 +1,4 @@
-"""The exceptions Tessera raises, all of them.
+"""All exceptions that Tessera raises.
 
 ::
 
@@ -28,8 +28,8 @@
     ├── MigrationError           a job that cannot be saved, or not go on from what was saved
     └── MissingExtra             an optional dependency is needed (also an ImportError)
 
-Every message says what happened, why, and what to do. The parts are attributes, so that a renderer can lay them out and
-a test can check that all three are there.
+Every message says what happened, why, and what to do. These parts are attributes, so that a renderer can lay them out
+and a test can check that all three are there.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class TesseraError(Exception):
         super().__init__(what)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Some subclasses build `what` from arguments of their own: unpickling (an error that comes back from a
-        # worker process) must not call their __init__ with `what`.
+        # Some subclasses build `what` from other arguments, so unpickling (an error from a worker process) must not
+        # call their __init__ with `what`.
         return _restore_error, (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class UnitError(ArgumentError):
     def __init__(self, text: str, position: int, problem: str, accepted: str) -> None:
         self.text = text
         self.position = position
-        # A line break or tab in the text would move the caret from under its character.
+        # A line break or tab in the text would shift the caret away from its character.
         line = "".join(c if c.isprintable() else " " for c in text)
         caret = " " * (position + 4) + "^"
         super().__init__(f"cannot read {text!r}: {problem}\n    {line}\n{caret}", fix=f"accepted: {accepted}")
@@ -188,7 +188,7 @@ class MissingExtra(TesseraError, ImportError):
 
 @contextlib.contextmanager
 def needs_extra(package: str, extra: str, purpose: str) -> Iterator[None]:
-    """Import an optional dependency in the body; where it is not installed, the error says how to install it.
+    """Import an optional dependency in the body; if it is not installed, the error says how to install it.
 
     >>> with needs_extra("pandas", "frame", "PowerTrace.to_frame"):
     ...     import pandas
@@ -203,20 +203,20 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the nearest known word, or an empty string."""
     import difflib
 
-    # Two options are not similar because both begin with dashes: --bogus is not --out.
+    # Leading dashes do not make options similar: --bogus is not --out.
     lowered = {k.lower().lstrip("-"): k for k in known}
     typed = word.lower().lstrip("-")
     near = difflib.get_close_matches(typed, lowered, n=9, cutoff=0.6)
     if not near:
         return ""
-    # difflib counts common letters, which is not the distance between words. Of words with the same distance, the one
-    # with the same beginning: mistakes are made late in a word.
+    # difflib counts common letters, which is not the distance between words. Among words with the same distance, prefer
+    # the one with the same beginning, since mistakes are made late in a word.
     nearest = min(near, key=lambda k: (_count_edits(typed, k), -_common_prefix(typed, k), abs(len(k) - len(typed))))
     return f"; did you mean {lowered[nearest]!r}?"
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise ArgumentError, with the nearest, for a value that is not one of some words."""
+    """Raise ArgumentError, with the nearest word, if a value is not one of some words."""
     words = tuple(choices)
     if value not in words:
         near = did_you_mean(value, words) if isinstance(value, str) else ""
@@ -224,12 +224,12 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def _common_prefix(one: str, two: str) -> int:
-    """How many letters at the beginning are the same."""
+    """Return how many letters at the beginning are equal."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
 
 
 def _count_edits(one: str, two: str) -> int:
-    """How many letters must be added, dropped, replaced or swapped with the next to turn one word into the other."""
+    """Return how many letters must be added, dropped, replaced or swapped to turn one word into the other."""
     older: list[int] = []
     last = list(range(len(two) + 1))
     for i, a in enumerate(one, 1):
@@ -244,7 +244,7 @@ def _count_edits(one: str, two: str) -> int:
 
 
 def find_caller() -> tuple[str, int, int]:
-    """File and line of the first frame outside this package and contextlib, and its `stacklevel` for our caller."""
+    """Return file, line and `stacklevel` (for our caller) of the first frame outside this package and contextlib."""
     ours, level, frame = str(Path(__file__).parent), 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((ours, contextlib.__file__)):
         frame, level = frame.f_back, level + 1
@@ -252,5 +252,5 @@ def find_caller() -> tuple[str, int, int]:
 
 
 def warn_caller(text: str) -> None:
-    """Warn at the line of the program that called us."""
+    """Warn at the line of the user's program that called us."""
     warnings.warn(text, UserWarning, stacklevel=find_caller()[2])

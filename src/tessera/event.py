@@ -1,6 +1,6 @@
 """Events between streams: `ev = event.create(); ev.record(s1); ev.wait(s0)` makes s0 wait for what was queued on s1.
 
-The host waits only in `synchronize`. On a CPU everything runs at once, so an event is a time.
+The host waits only in `synchronize`. On a CPU everything runs at once, so an event is just a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Event:
             self._raw, self._where = None, torch.device("cpu")
             return self
         raw = torch.cuda.current_stream() if stream is None else stream.raw
-        if self._raw is None or self._where != raw.device:  # CUDA's events are bound to the device they are first on
+        if self._raw is None or self._where != raw.device:  # a CUDA event belongs to the first device it is recorded on
             self._raw, self._where = torch.cuda.Event(enable_timing=self.timing), raw.device
         self._raw.record(raw)
         return self
@@ -43,7 +43,7 @@ class Event:
     def wait(self, stream: Stream | None = None, *tensors: Any) -> Event:
         """Let later work on the stream (None: the current one) wait for this event; return self.
 
-        `tensors` are those made before the event and used on that stream after it: their memory is kept until then.
+        `tensors` were made before the event and are used on that stream after it: their memory is kept until then.
         """
         self._check_recorded("waited for")
         if stream is not None:
@@ -53,23 +53,23 @@ class Event:
 
             (torch.cuda.current_stream() if stream is None else stream.raw).wait_event(self._raw)
             keep(stream, *tensors)
-        elif self._raw is not None:  # a CPU's work, put after a GPU's: here only the host can wait
+        elif self._raw is not None:  # a CPU's work waits for a GPU's: only the host can do that
             self._raw.synchronize()
         return self
 
     def query(self) -> bool:
-        """Tell whether the work before it has run."""
+        """Return whether the work before the event has run."""
         self._check_recorded("asked")
         return True if self._raw is None else bool(self._raw.query())
 
     def synchronize(self) -> None:
-        """Block this thread until the work before it has run."""
+        """Block this thread until the work before the event has run."""
         self._check_recorded("waited for")
         if self._raw is not None:
             self._raw.synchronize()
 
     def elapsed_s(self, later: Event) -> float:
-        """Return the seconds from this event to a later one, and wait for that one. Both need `timing=True`."""
+        """Wait for a later event, and return the seconds from this one to it. Both need `timing=True`."""
         if not isinstance(later, Event):
             raise ArgumentError(f"later={later!r} is not a tessera event", fix="event.create(timing=True) makes one")
         for which in (self, later):
@@ -88,7 +88,7 @@ class Event:
         return float(self._raw.elapsed_time(later._raw)) * 1e-3
 
     def _check_recorded(self, what: str) -> None:
-        # CUDA lets an event that nobody recorded pass, and a wait that does nothing is a race.
+        # CUDA accepts an event that was never recorded, and a wait that does nothing is a race.
         if self._at_ns is None:
             raise ArgumentError(f"an event was {what} before it was recorded", fix="ev.record(stream) first")
 

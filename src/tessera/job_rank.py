@@ -1,4 +1,4 @@
-"""Which rank of a job this process is, as its launcher says: the one place that reads those variables.
+"""Tells which rank of a job this process is, by its launcher's variables. No other module reads these.
 
 ::
 
@@ -21,13 +21,13 @@ _LAUNCHERS = (  # rank, world size, local rank, local world size, job
     (f"{_MPI}RANK", f"{_MPI}SIZE", f"{_MPI}LOCAL_RANK", f"{_MPI}LOCAL_SIZE", ""),
     ("JOB_COMPLETION_INDEX", "", "", "", ""),
 )
-_NO_JOB = "none"  # torchrun's name of a job without one
+_NO_JOB = "none"  # torchrun's name for a job without a name
 _JOB_LETTERS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRank:
-    """A rank of a job. What its launcher does not say is None; `job` is "" where the job has no name."""
+    """A rank of a job. None: its launcher does not say it. `job` is "" if the job has no name."""
 
     rank: int
     world_size: int | None = None
@@ -37,7 +37,7 @@ class JobRank:
 
 
 def find_rank(environ: Mapping[str, str] | None = None) -> JobRank | None:
-    """The rank that this process is; None where no launcher started it."""
+    """Return the rank that this process is; None if no launcher started it."""
     env = os.environ if environ is None else environ
     for rank, world, local_rank, local_world, job in _LAUNCHERS:
         number = _number(env, rank)
@@ -62,6 +62,6 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
 
 
 def _is_task(env: Mapping[str, str]) -> bool:
-    """Whether this is one of several tasks of srun. The batch script has the same variables, but is of no step."""
+    """Return whether this is one of several tasks of srun. A batch script has the same variables but no step."""
     is_batch_script = "SLURM_STEP_ID" not in env and "SLURM_JOB_CPUS_PER_NODE" in env
     return not is_batch_script and (_number(env, "SLURM_NTASKS") or 1) > 1

@@ -1,4 +1,4 @@
-"""Joules between two times: the one place where power samples, and the ticks of an energy counter, become energy.
+"""Computes joules between two times. No other module turns power samples or counter ticks into energy.
 
 `sums.py` has the arithmetic of the samples, `anchors.py` that of the counter.
 """
@@ -32,16 +32,15 @@ BASES: tuple[Basis, ...] = ("measured", "predicted", "modelled", "simulated", "t
 
 _NO_TIMES: Ints = np.zeros(0, np.int64)
 _NO_JOULES: Floats = np.zeros(0)
-# A sample that lasts from the one to the other share of the sensor's period is a whole one: a thread wakes up a little
-# early or late.
+# A sample counts as whole if it lasts from 0.9 to 1.1 of the sensor's period: a thread wakes up a little early or late.
 WHOLE = (0.9, 1.1)
 
 
 @dataclass(frozen=True)
 class DomainSamples:
-    """The samples of one domain, and the ticks of its energy counter where they were recorded.
+    """The samples of one domain, and the ticks of its energy counter if they were recorded.
 
-    `peaks_w` is the highest power each sample stands for: the sample itself, unless several were merged.
+    `peaks_w` is the highest power that each sample stands for: the sample itself, unless several were merged.
     """
 
     domain: Domain
@@ -53,7 +52,7 @@ class DomainSamples:
 
     @classmethod
     def of(cls, domain: Domain, times_ns: Sequence[int] | Ints, watts: Sequence[float] | Floats) -> DomainSamples:
-        """Plain samples, without a counter. Those that no board can have drawn are gaps."""
+        """Return samples without a counter. Impossible values are replaced by gaps."""
         w = drop_impossible_samples(domain, np.asarray(watts, dtype=np.float64))
         return cls(domain, np.asarray(times_ns, dtype=np.int64), w, w)
 
@@ -72,14 +71,15 @@ class DomainSamples:
 
     @property
     def known(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Which samples have a value: NaN means that nothing is known since the sample before."""
+        """Which samples have a value. NaN means that the power since the sample before is unknown."""
         return ~np.isnan(self.watts)
 
     @cached_property
     def at_resolution(self) -> DomainSamples:
-        """These samples, none finer than the sensor: a recording divides those of a modelled CPU at regions and steps.
+        """These samples, but none shorter than the sensor's period.
 
-        Joules need the parts. A peak of a part is no peak of what a power supply sees: it is as short as a region.
+        A recording divides the samples of a modelled CPU at regions and steps. Joules need these parts, but peaks do
+        not: a power supply does not see peaks as short as a region.
         """
         least_ns, most_ns = (share * self.domain.resolution_s * 1e9 for share in WHOLE)
         if self.domain.basis != "modelled" or not self._mean or not np.any(np.diff(self.times_ns) < least_ns):
@@ -96,7 +96,7 @@ class DomainSamples:
         return DomainSamples.of(self.domain, self.times_ns[kept], np.concatenate([self.watts[:1], watts]))
 
     def shift(self, offset_ns: int) -> DomainSamples:
-        """The same samples on another clock."""
+        """Return the same samples on another clock."""
         return dataclasses.replace(self, times_ns=self.times_ns + offset_ns, ticks_ns=self.ticks_ns + offset_ns)
 
     def mark(self, time_ns: int) -> Mark:
@@ -106,24 +106,24 @@ class DomainSamples:
 
     @cached_property
     def counter(self) -> CounterHistory:
-        """The ticks of the counter beside the samples, and what they show of them."""
+        """The ticks of the counter, and what they show about the samples."""
         history = CounterHistory(self.domain)
         for time_ns, joules in zip(self.ticks_ns.tolist(), self.ticks_j.tolist(), strict=True):
             history.add(time_ns, joules, self.mark(time_ns))
         return history
 
     def find_seen(self, start_ns: int, end_ns: int) -> list[tuple[int, int]]:
-        """The stretches of a window that the samples tell of: those without a hole."""
+        """Return the parts of a window that the samples cover, without their holes."""
         times = self.times_ns - self.lag_ns
-        edge = np.diff(self.known[1:].astype(np.int64), prepend=0, append=0)  # of the stretch up to each sample
+        edge = np.diff(self.known[1:].astype(np.int64), prepend=0, append=0)  # of the interval before each sample
         starts, stops = (np.clip(times[np.flatnonzero(edge == e)], start_ns, end_ns) for e in (1, -1))
         return [(a, b) for a, b in zip(starts.tolist(), stops.tolist(), strict=True) if b > a]
 
     def energy(self, start_ns: int, end_ns: int, *, fill_gaps: bool = False) -> Energy:
-        """Joules between two times: by the counter where it was live, else by the samples.
+        """Return the joules between two times: by the counter if it was live, else by the samples.
 
-        `fill_gaps` asks the counter about the holes in the samples as well. Without it they have no joules, as the rows
-        of a table have none that ran in a hole.
+        `fill_gaps` uses the counter also for holes in the samples. Without it holes have no joules, because rows that
+        ran in a hole have no joules in a table either.
         """
         seconds = max(end_ns - start_ns, 0) * 1e-9
         start, end = self.mark(start_ns), self.mark(end_ns)
@@ -134,21 +134,21 @@ class DomainSamples:
             return energy_between(self.domain, start, end, seconds)
         parts = sum_windows(seen)
         coverage = min(parts.time_s / seconds, 1.0)
-        unseen_j = parts.energy_j * (1.0 / coverage - 1.0)  # may have drawn as much as the rest
+        unseen_j = parts.energy_j * (1.0 / coverage - 1.0)  # the unseen time may have drawn as much as the rest
         return dataclasses.replace(parts, time_s=seconds, coverage=coverage, error_j=parts.error_j + unseen_j)
 
 
 def drop_impossible_samples(domain: Domain, watts: Floats) -> Floats:
-    """The samples, with NaN (nothing is known) in place of those below 0 or above `Domain.max_w`."""
-    possible = (watts >= 0.0) & (watts <= domain.max_w)  # NaN is not
+    """Return the samples with NaN (unknown) in place of those below 0 or above `Domain.max_w`."""
+    possible = (watts >= 0.0) & (watts <= domain.max_w)  # False for NaN
     return watts if possible.all() else np.where(possible, watts, np.nan)
 
 
 def sum_domains(parts: Sequence[Energy], seconds: float) -> Energy:
-    """The sum of several domains over one window. Their errors are independent, so they add in quadrature.
+    """Add up several domains over one window. Their errors are independent, so they are added in quadrature.
 
-    A domain of which nothing is known (NaN) is left out, and the error widened by what the others drew on average. The
-    sum of no domain is not known either: nothing was measured, which is not 0 J.
+    An unknown domain (NaN) is left out, and the error is widened by the mean joules of the others. The sum of no
+    domains is unknown too: nothing was measured, which is not 0 J.
     """
     known = [p for p in parts if not math.isnan(p.energy_j)]
     joules = sum(p.energy_j for p in known)
@@ -166,10 +166,10 @@ def sum_domains(parts: Sequence[Energy], seconds: float) -> Energy:
 
 
 def sum_windows(parts: Sequence[Energy]) -> Energy:
-    """The sum of one thing over several windows of time.
+    """Add up one domain, or one total, over several windows of time.
 
-    What all of them are off by alike (`Energy.common_error_j`) adds up as the joules do, the rest in quadrature.
-    Windows of which nothing is known lower the coverage and widen the error by what the others drew.
+    Errors that all windows share (`Energy.common_error_j`) are added like the joules, the rest in quadrature. Unknown
+    windows lower the coverage and widen the error by what the others drew.
     """
     known = [p for p in parts if not math.isnan(p.energy_j)]
     seconds, known_s = sum(p.time_s for p in parts), sum(p.time_s for p in known)
@@ -189,5 +189,5 @@ def sum_windows(parts: Sequence[Energy]) -> Energy:
 
 
 def worst_basis(bases: Iterable[Basis]) -> Basis:
-    """One modelled or simulated part makes the whole so."""
+    """Return the weakest basis: one modelled or simulated part makes the whole modelled or simulated."""
     return max(bases, key=BASES.index, default="measured")

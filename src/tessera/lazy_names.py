@@ -1,4 +1,4 @@
-"""Public names of a package that are imported at their first use (PEP 562)."""
+"""Imports the public names of a package at their first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .errors import MissingExtra, did_you_mean
 
 
 class _Room(ModuleType):
-    """A package whose modules never hide its names: `analyze.roofline` stays the function.
+    """A package whose submodules do not hide its public names: `analyze.roofline` stays the function.
 
-    Importing a submodule sets it as an attribute of its package. Here the public name wins.
+    Importing a submodule sets an attribute of its package; here the public name wins.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -23,12 +23,12 @@ class _Room(ModuleType):
 
 
 def load_lazily(package: str, homes: Mapping[str, str], *, modules: str = "", needs: str = "") -> list[str]:
-    """Import the public names of a package when they are first used; returns them, for its `__all__`.
+    """Import the public names of a package when they are first used; return the names, for its `__all__`.
 
-    `homes` has the names of each module; "chrome=Chrome" is the module's `Chrome` under the name `chrome`. `modules`
-    are public themselves. `needs` is an extra without which no name can be imported: the error says so.
+    `homes` has the names of each module; "chrome=Chrome" makes the module's `Chrome` public as `chrome`. `modules` are
+    themselves public. `needs` is an extra without which no name can be imported; the error then says so.
 
-    Type checkers find the names in imports under `if TYPE_CHECKING`.
+    For type checkers, import the names under `if TYPE_CHECKING`.
     """
     where = {}
     for home, names in homes.items():

@@ -1,4 +1,4 @@
-"""`%%energy`: what a notebook's cell cost.
+"""`%%energy`: shows what a notebook's cell cost.
 
 ::
 
@@ -12,8 +12,8 @@
 
     %energy model(batch)            # one line
 
-The cell's own output is not changed; the value of the magic is a `CellEnergy`, in `_` afterwards. This module can be
-imported without IPython.
+The cell's own output is not changed; the value of the magic is a `CellEnergy`, also in `_` afterwards. This module can
+be imported without IPython.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CellEnergy:
         return self.energy.energy_j
 
     def lines(self) -> list[str]:
-        """The headline, and notes."""
+        """Return the main line, then notes."""
         from .units import format_duration, format_energy_error, format_error
 
         e = self.energy
@@ -86,7 +86,7 @@ class CellEnergy:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What `%load_ext tessera.notebook` calls."""
+    """Register the magic; `%load_ext tessera.notebook` calls this."""
 
     def energy(line: str, cell: str | None = None) -> CellEnergy:
         """Measure a cell, or a line: joules, watts, seconds; --profile says which kernels spent them."""
@@ -97,19 +97,19 @@ def load_ipython_extension(shell: Any) -> None:
                 raise
             from IPython.core.error import UsageError
 
-            raise UsageError(str(exc)) from None  # which IPython shows without a traceback
+            raise UsageError(str(exc)) from None  # IPython shows this error without a traceback
 
     shell.register_magic_function(energy, magic_kind="line_cell", magic_name="energy")
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """What `%unload_ext tessera.notebook` calls."""
+    """Remove the magic; `%unload_ext tessera.notebook` calls this."""
     for kind in ("line", "cell"):
         shell.magics_manager.magics[kind].pop("energy", None)
 
 
 def measure_cell(shell: Any, line: str, cell: str | None) -> CellEnergy:
-    """Run a cell in a shell and measure it; the shell shows its errors."""
+    """Run a cell in a shell and measure it; the shell shows the cell's errors."""
     options, rest = _parse_line(line, one_line=cell is None)
     code = rest if cell is None else cell
     if not code.strip():
@@ -121,7 +121,7 @@ def measure_cell(shell: Any, line: str, cell: str | None) -> CellEnergy:
 def _measure(shell: Any, code: str, work: dict[str, float]) -> CellEnergy:
     from .monitor import energy_scope
 
-    # Wait for the device at both ends: kernels count for the cell that launched them.
+    # Wait for the device at both ends, so that kernels count for the cell that launched them.
     with energy_scope("cell", sync=True) as scope:
         outcome = shell.run_cell(code)
     return CellEnergy(energy=scope.energy, work=work, failed=not getattr(outcome, "success", True))
@@ -164,7 +164,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse_line(line: str, *, one_line: bool) -> tuple[argparse.Namespace, str]:
-    """The options of a line, and for a line magic the code after them."""
+    """Return the options of a line and, for a line magic, the code after them."""
     parser = _Parser(prog="%%energy", add_help=False)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--path")
@@ -177,7 +177,7 @@ def _parse_line(line: str, *, one_line: bool) -> tuple[argparse.Namespace, str]:
             raise ArgumentError(f"%%energy: {exc}", fix=_USAGE) from exc
         return _check_amounts(parser.parse_args(words)), ""
     options, code = [], line.strip()
-    while code.startswith("--"):  # the code itself is not split: it keeps its quotes and spaces
+    while code.startswith("--"):  # do not split the code itself: it keeps its quotes and spaces
         option, _, code = code.partition(" ")
         options.append(option)
         if option != "--profile" and "=" not in option:

@@ -1,4 +1,4 @@
-"""`Note`: one sentence for a reader of a result, and its kind: what a program may do with it."""
+"""`Note`: a sentence for the reader of a result, with a kind that tells a program what to do with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ were divided by a fit. Everything else is `info`."""
 
 
 class Note(str):
-    """A text with a kind. It is a `str`, so that a plain text is a note of kind `info`."""
+    """A text with a kind. It is a `str`, so a plain text counts as a note of kind `info`."""
 
     __slots__ = ("kind",)
     kind: NoteKind
@@ -28,25 +28,25 @@ class Note(str):
 
 
 def kind_of(note: str) -> NoteKind:
-    """The kind of a note."""
+    """Return the kind of a note."""
     return note.kind if isinstance(note, Note) else "info"
 
 
 def name_several(names: Sequence[str]) -> str:
-    """Some names of one sort: all of a few, else the first, the last and how many."""
+    """Join a few names; if there are more, return the first, the last and how many."""
     return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]} ({len(names)})"
 
 
 def order_notes(notes: Iterable[str]) -> list[str]:
-    """Each note once; what is missing from a result comes last."""
+    """Return each note once; notes about omissions come last."""
     return sorted(dict.fromkeys(notes), key=lambda note: kind_of(note) == "omission")
 
 
 def kinds_by_text(notes: Iterable[str]) -> dict[str, str]:
-    """The kinds of the notes that are not `info`: what a run file keeps beside their texts."""
+    """Return the kinds of the notes that are not `info`; a run file keeps them beside the texts."""
     return {str(note): kind_of(note) for note in notes if kind_of(note) != "info"}
 
 
 def restore_kinds(texts: Iterable[str], kinds: Mapping[str, NoteKind]) -> list[str]:
-    """Notes as they were before a file kept their texts."""
+    """Rebuild notes from the texts and kinds that a run file has."""
     return [Note(text, kinds[text]) if text in kinds else text for text in texts]

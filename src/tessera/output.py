@@ -1,4 +1,4 @@
-"""What leaves for other programs: files that are whole, cells that are not formulas, text that is only text."""
+"""Makes output safe for other programs: complete files, cells that are not formulas, text without control codes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 @contextlib.contextmanager
 def replace_when_written(path: Path, *, make_folder: bool = False) -> Iterator[Path]:
-    """A path to write to, which takes its name once all is written: no reader finds half a file, nor an empty one.
+    """Yield a path to write to; rename it to `path` when the block ends, so that no reader finds a partial file.
 
-    The path is new and its name cannot be guessed, so that nobody has put a link there. A link that has the final name
-    is replaced, not followed. What is named under /dev or /proc (/dev/stdout, /dev/null, /dev/fd/3) is written to as it
-    is. A disk or a socket never is, nor a pipe with a name, which would wait for a reader that may never come.
+    The yielded path is new and its name cannot be guessed, so nobody can have put a link there. A link with the final
+    name is replaced, not followed. Paths under /dev or /proc (/dev/stdout, /dev/null, /dev/fd/3) are written to
+    directly. Disks, sockets and named pipes are refused; a pipe would wait for a reader that may never come.
     """
     part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.part")
     try:
@@ -43,7 +43,7 @@ def replace_when_written(path: Path, *, make_folder: bool = False) -> Iterator[P
 
 
 def is_stream(path: Path) -> bool:
-    """Whether to write to what is there rather than to replace it. Raises OSError for a disk, a socket or a pipe."""
+    """Return whether to write into `path` instead of replacing it; raise OSError for a disk, a socket or a pipe."""
     if not path.exists() and not path.is_symlink():
         return False
     named = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow the link
@@ -67,10 +67,10 @@ def cannot_write(path: Path, error: OSError) -> ArgumentError:
 
 
 def escape_formula(cell: _T) -> _T | str:
-    """A CSV cell; a name that a spreadsheet would run as a formula gets an apostrophe before it (OWASP's advice)."""
+    """Return a CSV cell; put an apostrophe before a text that a spreadsheet would run as a formula (OWASP's advice)."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
 
 
 def remove_controls(text: str) -> str:
-    """The text with blanks for what would control a terminal: escape sequences, links, turned writing."""
+    """Replace characters that would control a terminal by blanks: escape sequences, links, reversed writing."""
     return text if text.isprintable() else "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)

@@ -1,4 +1,4 @@
-"""The power policies of a YAML file: what to shape, to govern, to keep cool, and what the utility asks for.
+"""Reads the power policies of a YAML file: shaping, rack governors, thermal limits, the utility's limits.
 
 ::
 
@@ -7,8 +7,8 @@
     thermal_policy:      {hotspot_threshold: 85C, prefer_cool_nodes: true, cooling_budget_kw: {aisle1: 120}}
     utility_spec:        {ramp_mw_per_s: 10, dynamic_range_mw: 15, band_hz: [0.1, 20], band_share: 0.2}
 
-One file may hold any of them. Every quantity has a unit: in its key (`rack_cap_kw: 20`) or in its text
-(`rack_cap: 20kW`). Read, all of them are SI: `policies.rack_power_governor.rack_cap_w == 20000.0`.
+One file may have any of them. Every quantity has a unit: in its key (`rack_cap_kw: 20`) or in its text
+(`rack_cap: 20kW`). After reading, all are SI: `policies.rack_power_governor.rack_cap_w == 20000.0`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from .units import (
 Range: TypeAlias = tuple[float, float]
 GroupShift: TypeAlias = Literal["auto", "round_robin"] | float | None
 """How groups are shifted against each other. "auto": as few phases as cancel the swing of the job. "round_robin": a
-phase for each group, over the whole period. A number: seconds between two groups. None: not at all."""
+phase for each group, spread over the whole period. A number: seconds between two groups. None: not shifted."""
 GROUP_SHIFTS = ("auto", "round_robin")
 _SHIFT_FIX = '"auto", "round_robin", "off", or the time between two groups such as "2ms"'
 _NO_RANGE: Range = (0.0, 0.0)
-_MOST_SHOWN = 20  # mistakes of one file
-# Of each field the least and the most; a range is a pair of such values. Shares are above zero: none of it would mean
+_MOST_SHOWN = 20  # mistakes of one file that are shown
+# Least and most value of each field; a range is a pair of such values. Shares must be above zero, since zero would mean
 # that nothing may run. The hottest silicon works at 150 °C.
 _LIMITS: dict[str, tuple[float, float]] = {
     "jitter_s": (0.0, 60.0),
@@ -74,7 +74,7 @@ _FORMATS = {"_w_per_s": format_power_rate, "_w": format_power, "_s": format_dura
 
 
 def _show(name: str, value: float) -> str:
-    """A value with the unit that its field is named for."""
+    """Return a value as text, with the unit that its field's name ends in."""
     field = name.partition(".")[0]
     return next((show(value) for end, show in _FORMATS.items() if field.endswith(end)), f"{value:g}")
 
@@ -146,9 +146,9 @@ class PhaseShift(_Checked):
 class PowerShaper(_Checked):
     """How a job smooths its own power.
 
-    `jitter_s`: a wait at each microbatch, drawn from this range. `cap_rate`: the share of `psu_limit_w`, at which a
-    node's power supplies switch off, that the node may draw. `power_floor_w` and `max_ramp_w_per_s` are for one GPU:
-    work without a result keeps its power from falling below the first, or faster than the second.
+    `jitter_s`: a random wait at each microbatch, from this range. `cap_rate`: the share of `psu_limit_w` that a node
+    may draw; at `psu_limit_w` its power supplies switch off. `power_floor_w` and `max_ramp_w_per_s` are for one GPU:
+    work without a result keeps its power from falling below the former, or falling faster than the latter.
     """
 
     jitter_s: Range = _NO_RANGE
@@ -160,32 +160,32 @@ class PowerShaper(_Checked):
 
     @property
     def node_cap_w(self) -> float | None:
-        """What a node may draw; None without a `cap_rate`, or where the limit of its power supplies is not known."""
+        """What a node may draw; None without `cap_rate` or `psu_limit_w`."""
         return None if self.cap_rate is None or self.psu_limit_w is None else self.cap_rate * self.psu_limit_w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RackPowerGovernor(_Checked):
-    """The power that the jobs of a rack share.
+    """How the jobs of a rack share its power.
 
-    `breaker_margin` is the share of `rack_cap_w` that is given out, `soft_start_s` how long a job takes to its full
-    power, and `per_rack_jitter_s` how much later each rack begins, by chance.
+    `breaker_margin` is the share of `rack_cap_w` that is given out. `soft_start_s` is the time in which a job rises to
+    its full power. `per_rack_jitter_s` is the random delay with which a rack begins.
     """
 
     rack_cap_w: float
     soft_start_s: float = 0.0
     per_rack_jitter_s: Range = _NO_RANGE
-    breaker_margin: float = 0.8  # the guide's own example, and what codes ask of a continuous load (NEC 210.20)
+    breaker_margin: float = 0.8  # as in the guide's example, and in codes for a continuous load (NEC 210.20)
 
     @property
     def usable_w(self) -> float:
-        """What jobs may draw together."""
+        """What the jobs may draw together."""
         return self.rack_cap_w * self.breaker_margin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThermalPolicy(_Checked):
-    """Where jobs go and when they leave, by temperature. `cooling_budget_w` is the heat that each aisle can take."""
+    """Where jobs are placed and when they leave, by temperature. `cooling_budget_w` is the heat each aisle can take."""
 
     hotspot_threshold_c: float | None = None
     redistribute: bool = False
@@ -196,7 +196,7 @@ class ThermalPolicy(_Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UtilitySpec(_Checked):
-    """What the utility allows at the feed: how fast and how far power may change, and how much of it may oscillate.
+    """What the utility allows at the feed: how fast and how far power may change, and how much may oscillate.
 
     `band_share` is the share of the power's variance that may lie within `band_hz`, as `analyze.power` computes it.
     """
@@ -210,7 +210,7 @@ class UtilitySpec(_Checked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policies:
-    """The policies of one file; None for one that it does not have."""
+    """The policies of one file; None for each that the file does not have."""
 
     power_shaper: PowerShaper | None = None
     rack_power_governor: RackPowerGovernor | None = None
@@ -218,7 +218,7 @@ class Policies:
     utility_spec: UtilitySpec | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain SI values, for JSON; policies that are absent are left out."""
+        """Return plain SI values, for JSON; absent policies are left out."""
         return {
             item.name: _plain(getattr(self, item.name))
             for item in dataclasses.fields(self)
@@ -239,18 +239,18 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One key of a file: the field that it fills, and how its value becomes SI."""
+    """One key of a file: the field that it fills, and the function that converts its value to SI."""
 
     field: str
     read: Callable[[Any], Any]
 
 
 def _number_in(factor: float) -> Callable[[Any], Any]:
-    """Reads a number whose unit is in its key."""
+    """Return a function that reads a number whose unit is in its key."""
 
     def read(value: Any) -> float:
         try:
-            # YAML takes 1e3 for text: it wants 1.0e+3
+            # YAML reads 1e3 as text; it expects 1.0e+3.
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
@@ -287,7 +287,7 @@ def _quantity(
     suffixes: Mapping[str, float],
     many: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] = lambda read: read,
 ) -> dict[str, _Key]:
-    """The keys of one quantity: `rack_cap` with its unit in the text, `rack_cap_kw` with its unit in the key."""
+    """Return the keys of one quantity: `rack_cap` with the unit in its text, `rack_cap_kw` with the unit in the key."""
     keys = {base: _Key(name, many(with_unit(parse)))}
     return keys | {f"{base}_{end}": _Key(name, many(_number_in(factor))) for end, factor in suffixes.items()}
 
@@ -323,7 +323,7 @@ def _read_phase_shift(value: Any) -> PhaseShift:
     return PhaseShift(**values)
 
 
-_WATTS = {"w": 1.0, "kw": 1e3, "mw": 1e6}  # a key in lower case means megawatts: nobody plans a rack in milliwatts
+_WATTS = {"w": 1.0, "kw": 1e3, "mw": 1e6}  # "mw" means megawatts, since keys are in lower case
 _WATTS_PER_S = {f"{unit}_per_s": factor for unit, factor in _WATTS.items()}
 _SECONDS = {"ms": 1e-3, "s": 1.0}
 _SECTIONS: dict[str, tuple[type[Any], dict[str, _Key]]] = {
@@ -380,8 +380,8 @@ def _unknown_key(key: Any, known: Iterable[str], shown: Iterable[str]) -> Policy
 
 
 def _read_section(table: Any, keys: Mapping[str, _Key], mistakes: list[PolicyError]) -> dict[str, Any]:
-    """The fields of a table. What is wrong is added to `mistakes`, so that one look shows all of it."""
-    shown = list({made.field: key for key, made in list(keys.items())[::-1]}.values())[::-1]  # one spelling of each
+    """Return the fields of a table. Mistakes are added to `mistakes`, so that all of them can be shown at once."""
+    shown = list({made.field: key for key, made in list(keys.items())[::-1]}.values())[::-1]  # one key per field
     if not isinstance(table, dict):
         mistakes.append(
             PolicyError(f"{quote_value(table)} is not a table of settings", fix=f"keys: {', '.join(shown)}")
@@ -401,14 +401,14 @@ def _read_section(table: Any, keys: Mapping[str, _Key], mistakes: list[PolicyErr
             read = keys[key].read(value)
             values[name] = _check_field(name, read) if name in _LIMITS and read is not None else read
         except ArgumentError as error:
-            what = error.what.removeprefix(f"{name} = ")  # the key says it, with the unit that the file uses
+            what = error.what.removeprefix(f"{name} = ")  # the key already names the field, with the file's unit
             mistakes.append(PolicyError(f"{key}: {what}", why=error.why, fix=error.fix))
             values[name] = None
     return values
 
 
 def parse_policies(table: Any, where: str = "the policy") -> Policies:
-    """The policies of a table as YAML or JSON gives it; errors begin with `where`, and name all that is wrong."""
+    """Return the policies of a table from YAML or JSON; an error begins with `where` and names all mistakes."""
     if not isinstance(table, dict):
         raise PolicyError(f"{where}: has no policies", fix=f"one or more of: {', '.join(POLICIES)}")
     made: dict[str, Any] = {}
@@ -439,7 +439,7 @@ def _join_mistakes(mistakes: list[PolicyError], where: str) -> PolicyError:
 
 
 def load_policies(path: str | Path) -> Policies:
-    """The policies of a YAML (or JSON) file."""
+    """Return the policies of a YAML (or JSON) file."""
     fix = "write it as docs/howto/shape-power.md shows"
     try:
         table = parse_yaml(read_bytes(Path(path), YAML_BYTES))

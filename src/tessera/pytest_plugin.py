@@ -1,4 +1,4 @@
-"""The pytest plugin: joules of tests that are marked, limits on them, and a table at the end.
+"""The pytest plugin: measures the joules of marked tests, enforces limits on them, and prints a table at the end.
 
 ::
 
@@ -8,7 +8,7 @@
     pytest --energy-json energy.json
 
 A test fails if it uses more than `max_j` joules a run by more than the measurement's error. pytest loads this module at
-every start: it imports nothing but pytest until a marked test runs.
+every start, so it imports nothing but pytest until a marked test runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .schema import Energy
 
 PROPERTY = "tessera_energy"
-"""The user property of a test's report that has its figures: pytest-xdist brings it to the main process."""
+"""User property of a test's report that has its figures; pytest-xdist passes it to the main process."""
 _ARGUMENTS = {"max_j": None, "runs": 1, "warmup": 0}
 
 
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker."""
     text = "energy(max_j=None, runs=1, warmup=0): measure the test's joules; fail if a run uses more than max_j."
     config.addinivalue_line("markers", text)
-    if not hasattr(config, "workerinput"):  # a worker of pytest-xdist hands its reports to the main process
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist pass their reports to the main process
         config.pluginmanager.register(EnergyResults(config.getoption("--energy-json")), "tessera-energy-results")
 
 
@@ -89,12 +89,12 @@ def _read_marker(marker: pytest.Mark) -> dict[str, Any]:
 
 
 def _fail(text: str) -> NoReturn:
-    """The test fails with this text alone: a traceback of ours tells nobody anything."""
+    """Fail the test with only this text: a traceback of ours would not help."""
     pytest.fail(text, pytrace=False)
 
 
 def _repeat(test: Callable[..., Any], name: str, runs: int, warmup: int, spent: list[Energy]) -> Callable[..., Any]:
-    """The test as a function that runs it several times and measures the runs after the warm-up."""
+    """Return a function that runs the test several times and measures the runs after the warm-up."""
     from .monitor import energy_scope
 
     @contextlib.contextmanager
@@ -127,9 +127,9 @@ def _repeat(test: Callable[..., Any], name: str, runs: int, warmup: int, spent: 
 
 
 def _summarize(spent: list[Energy], nodeid: str, max_j: float | None, *, failed: bool) -> dict[str, Any]:
-    """Means of a run. The error is the sensor's for one run, and the scatter of the runs beside it.
+    """Return the means of a run. The error is the sensor's for one run, combined with the scatter of the runs.
 
-    A test that failed is measured up to there, and not held to its limit.
+    A test that failed is measured up to its failure, and is not held to its limit.
     """
     import numpy as np
 
@@ -140,7 +140,7 @@ def _summarize(spent: list[Energy], nodeid: str, max_j: float | None, *, failed:
     return {
         "test": nodeid,
         "runs": len(spent),
-        "energy_j": None if np.isnan(joules.value) else joules.value,  # no sensor saw it: unknown is not 0
+        "energy_j": None if np.isnan(joules.value) else joules.value,  # None: no sensor saw the test
         "error_j": None if np.isnan(error_j) else error_j,
         "time_s": float(np.mean([e.time_s for e in spent])),
         "max_j": max_j,
@@ -152,7 +152,7 @@ def _summarize(spent: list[Energy], nodeid: str, max_j: float | None, *, failed:
 
 
 class EnergyResults:
-    """The figures of all tests, in the main process: a section of the terminal's summary, and a file."""
+    """Shows the figures of all tests: in the terminal's summary, and in a file. Runs in the main process."""
 
     def __init__(self, path: str | None) -> None:
         self.path = path
@@ -188,7 +188,7 @@ def _describe(figures: dict[str, Any]) -> str:
 
 
 def _compare(figures: dict[str, Any]) -> str:
-    """How a test's joules stand to its limit, as far as their error lets anybody say."""
+    """Return how a test's joules compare with its limit, as far as their error allows."""
     energy_j, error_j, max_j = figures["energy_j"], figures["error_j"] or 0.0, figures["max_j"]
     if figures["above"]:
         return "above"

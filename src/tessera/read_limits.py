@@ -1,8 +1,8 @@
-"""What reading one file may cost. Every reader of a file that somebody else may have written asks here.
+"""Limits on what reading one file may cost. Every reader of a file that somebody else may have written uses them.
 
-A small file can ask for much: gzip grows a thousandfold, a table can list one page a million times, text that is
-damaged in the right way is read again and again. A budget follows from the size of the file alone, and is several times
-what any file needs that a profiler wrote.
+A small file can demand much: gzip expands a thousandfold, a table can list one page a million times, and cleverly
+damaged text is read again and again. A budget depends only on the size of the file, and is several times what any file
+from a profiler needs.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 JSON_BYTES = 16 << 20
-"""The longest JSON that is read without knowing its types: objects take twenty times their text."""
+"""The longest JSON that is read without known types: its objects take twenty times the memory of its text."""
 TRACE_BYTES = 1 << 30
-"""The longest trace that is taken from a process whole: one of some steps has a few hundred MB."""
+"""The longest trace that is read whole from a process; a trace of some steps has a few hundred MB."""
 COUNTER_BYTES = 256 << 20
-"""The longest table of hardware counters: a kernel has a few KB."""
+"""The longest table of hardware counters; a kernel has a few KB."""
 SECONDS, SECONDS_PER_BYTE = 3.0, 1.6e-7
-"""CPU seconds for what does not read straight through: SQL, and text that has to be repaired."""
+"""CPU seconds for what is not read straight through: SQL, and text that has to be repaired."""
 ROWS, BYTES_PER_ROW = 500_000, 6
-"""Rows of a timeline. A compressed trace takes about 17 bytes for each."""
+"""Rows of a timeline: this many, plus one per so many bytes. In a compressed trace a row takes about 17 bytes."""
 RUN_BYTES_PER_ROW = 1.5
-"""Of a run file's compressed columns: a kernel of a CUDA graph that is replayed takes 4.5, one of a training 8."""
+"""The same for a run file's compressed columns: a kernel of a replayed CUDA graph takes 4.5 bytes, of a training 8."""
 _ROWS_PER_CHECK = 4096
 DEVICES = 4096
-"""Devices of one recording; ranks that are merged have their own each."""
+"""Most devices of one recording; merged ranks have their own each."""
 INFLATED_BYTES, INFLATION = 32 << 20, 64
-"""Bytes that compressed data may become. Traces shrink 10 to 25 times."""
+"""Bytes that compressed data may become: this many, plus so many per byte. Traces shrink 10 to 25 times."""
 TOML_BYTES, TOML_DOTS = 1 << 20, 4_000_000
-"""Settings have a few KB. Python keeps every beginning of a dotted key: 40 KB of `a.a.a` would take 2.4 GB."""
+"""Settings have a few KB. Python keeps every beginning of a dotted key, so 40 KB of `a.a.a` would take 2.4 GB."""
 
 YAML_BYTES, YAML_VALUES = 256 << 10, 100_000
-"""A policy has a few hundred bytes and a data centre some tens of KB. Values are counted with aliases written out."""
+"""A policy has a few hundred bytes, a data centre some tens of KB. Values in aliases count each time they are used."""
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading. An OSError refuses pipes and devices, which may keep a reader waiting for ever.
+    """Open a file for reading; raise OSError for pipes and devices, which may keep a reader waiting for ever.
 
-    A pipe that is open already (/dev/stdin, or what a shell passes for `<(command)`) has somebody who writes to it.
+    A pipe that is already open (/dev/stdin, or what a shell passes for `<(command)`) is allowed: somebody writes to it.
     """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # refuses a folder
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # raises for a folder
     mode = os.fstat(file.fileno()).st_mode
     if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and is_descriptor(path)):
         file.close()
@@ -64,13 +64,13 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def is_descriptor(path: Path) -> bool:
-    """Whether a path means something that this process has open: /dev/stdout, /dev/fd/3, /proc/self/fd/3."""
+    """Return whether a path names an open file of this process: /dev/stdout, /dev/fd/3, /proc/self/fd/3."""
     named = os.path.abspath(path)  # noqa: PTH100 - resolve() would follow the link
     return named.startswith(("/dev/fd/", "/dev/std", "/proc/"))
 
 
 def read_bytes(path: Path, most: int = JSON_BYTES) -> bytes:
-    """All of a file; a ValueError where it is longer than `most`."""
+    """Read a whole file; raise ValueError if it is longer than `most`."""
     with open_file(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -79,7 +79,7 @@ def read_bytes(path: Path, most: int = JSON_BYTES) -> bytes:
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """The tables of a TOML file; a ValueError says why it is not read, whatever is wrong with it."""
+    """Return the tables of a TOML file; whatever is wrong with the file, raise ValueError with the reason."""
     import tomllib
 
     if len(data) > TOML_BYTES:
@@ -97,9 +97,9 @@ def parse_toml(data: bytes) -> dict[str, Any]:
 
 
 def parse_yaml(data: bytes) -> Any:
-    """The values of a YAML file; a ValueError says why it is not read, whatever is wrong with it.
+    """Return the values of a YAML file; whatever is wrong with the file, raise ValueError with the reason.
 
-    A key that stands twice is refused: YAML's own readers keep the last one and say nothing.
+    A key that appears twice is refused: YAML's own readers silently keep the last one.
     """
     import yaml
 
@@ -126,7 +126,7 @@ def parse_yaml(data: bytes) -> Any:
 
 
 def _check_yaml(node: Any, counts: dict[int, int]) -> int:
-    """How many values a node has, aliases written out; a ValueError for too many, a loop or a key that stands twice."""
+    """Count the values of a node with aliases expanded; raise ValueError for too many, a loop or a repeated key."""
     known = counts.get(id(node))
     if known is not None:
         if known < 0:
@@ -151,7 +151,7 @@ def _check_yaml(node: Any, counts: dict[int, int]) -> int:
 
 
 def quote_value(value: object) -> str:
-    """A value of a file for an error, however long or deep it is."""
+    """Return a file's value as short text for an error message, however long or deep it is."""
     try:
         return reprlib.repr(value)
     except ValueError:
@@ -160,7 +160,7 @@ def quote_value(value: object) -> str:
 
 @dataclass(slots=True)
 class ReadBudget:
-    """What may still be spent on the file `name` of `size` bytes; the checks raise `RecordingError` beyond that."""
+    """What may still be spent on the file `name` of `size` bytes; beyond that the checks raise `RecordingError`."""
 
     name: str
     size: int
@@ -168,20 +168,20 @@ class ReadBudget:
     _since_s: float = math.inf
 
     def check_rows(self, rows: int, bytes_per_row: float | None = None) -> None:
-        """Refuse so many rows in all; a trace's, unless it says how little a row may take."""
+        """Refuse more rows than the file can have; by default those of a trace."""
         if rows > ROWS + self.size / (bytes_per_row or BYTES_PER_ROW):
             raise self.refuse(f"it has {rows:,} rows, more than a recording of {self.size:,} bytes can hold")
 
     def check_row(self, rows: int) -> None:
-        """For each row of a reader that takes its time (`slowly`): every few thousand, refuse too many or too slow."""
+        """Check the number of rows and the time every few thousand rows; for readers that use `slowly`."""
         if rows % _ROWS_PER_CHECK == 0:
             self.check_rows(rows)
             if self.is_spent:
                 raise self.refuse_slow()
 
     def check_devices(self, numbers: NDArray[np.int64]) -> None:
-        """Refuse devices of more numbers than any machine has."""
-        if len(numbers) and int(numbers.max()) - int(numbers.min()) > DEVICES:  # else there cannot be so many
+        """Refuse more distinct devices than any machine has."""
+        if len(numbers) and int(numbers.max()) - int(numbers.min()) > DEVICES:  # a smaller range cannot have too many
             import numpy as np
 
             count = len(np.unique(numbers))
@@ -189,14 +189,14 @@ class ReadBudget:
                 raise self.refuse(f"it has {count:,} devices, more than any machine")
 
     def check_inflated(self, count: int) -> None:
-        """Refuse so many bytes out of the compressed ones of the file."""
+        """Refuse more decompressed bytes than the file can have."""
         if count > INFLATED_BYTES + INFLATION * self.size:
             raise self.refuse(f"its {self.size:,} bytes become more than {count:,}: no recording shrinks so well")
 
     @contextlib.contextmanager
     def slowly(self) -> Iterator[None]:
-        """Time what may take long: `is_spent` is asked meanwhile."""
-        self._since_s = time.thread_time()  # not the wall clock: a busy machine must not make a file unreadable
+        """Measure the CPU time of a block that may take long; `is_spent` may be asked meanwhile."""
+        self._since_s = time.thread_time()  # not wall time: a busy machine must not make a file unreadable
         try:
             yield
         finally:
@@ -205,15 +205,15 @@ class ReadBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether `slowly` took too long, by now or in all."""
+        """Whether `slowly` has taken too long, including a block that still runs."""
         return self.slow_s + max(0.0, time.thread_time() - self._since_s) > SECONDS + SECONDS_PER_BYTE * self.size
 
     def refuse_slow(self) -> RecordingError:
-        """The error for a file that takes too long."""
+        """Return the error for a file that takes too long."""
         return self.refuse("it takes too long to read for its size: it is damaged, or made to be slow")
 
     def refuse(self, why: str) -> RecordingError:
-        """The error for a file that costs too much."""
+        """Return the error for a file that costs too much."""
         packed = self.name.endswith((".gz", ".gzip"))
         fix = "decompress it first (gunzip), if you trust it" if packed else "record it again; do not trust this file"
         return RecordingError(f"{self.name} is not read to its end", why=why, fix=fix)

@@ -1,7 +1,7 @@
-"""`Record`: one thing on the timeline, in one schema for every vendor.
+"""`Record`: one event on the timeline, in one schema for every vendor.
 
-A field nobody measured is None, and `why(field)` says what would provide it: never 0. Percentages are 0 to 100.
-Times are integer nanoseconds of the wall clock (epoch), which is what Kineto, drivers and other hosts share.
+A field that nobody measured is None, never 0, and `why(field)` says what would provide it. Percentages are 0 to 100.
+Times are integer nanoseconds of the wall clock (epoch), which Kineto, drivers and other hosts share.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import msgspec
 Kind = Literal[
     "kernel", "memcpy", "memset", "collective", "runtime", "graph_launch", "op", "region", "mark", "counter", "python"
 ]
-"""In a timeline's column `kind` a frame of Python is an "op"; `meta["frames"]` tells which ones are."""
+"""In a timeline's column `kind`, a Python frame is an "op"; `meta["frames"]` tells which ones are frames."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CODE: dict[str, int] = {kind: code for code, kind in enumerate(KINDS)}
 ON_DEVICE: tuple[Kind, ...] = ("kernel", "memcpy", "memset", "collective")
 """The kinds that run on an accelerator and spend its joules."""
 APART = 0.0
-"""The value of a region that is inside no other of its name, whatever their times say: asyncio tasks share a thread."""
+"""Value of a region that is not inside another of its name, whatever their times say: asyncio tasks share a thread."""
 
 NEEDS_NCU = "needs ncu: tessera run --counters"
 NEEDS_POWER = 'needs power samples: activities=["gpu", "power"]'
 NEEDS_SHAPES = "needs record_shapes=True"
 NEEDS_TELEMETRY = "needs telemetry of the device: record with `tessera run`; `tessera doctor` shows what it reports"
 NOT_THROTTLED = "none"
-"""The reason of a device that reported that nothing held it back."""
+"""The reason of a device that reported no throttling."""
 NEEDS_GPM = "needs GPM (Hopper or later)"
 NEEDS_NCCL = "needs NCCL's own log (NCCL_DEBUG=INFO)"
 
@@ -43,7 +43,7 @@ CAPABILITY: dict[str, str] = {
     "flops": NEEDS_SHAPES, "shapes": NEEDS_SHAPES,
     "collective_algorithm": NEEDS_NCCL, "collective_path": NEEDS_NCCL,
 }  # fmt: skip
-"""What would provide a field that is missing."""
+"""Field -> what would provide it if it is missing."""
 
 COUNTERS = frozenset(f for f, why in CAPABILITY.items() if why == NEEDS_NCU) | {"stall_reasons"}
 """The fields that hardware counters provide."""
@@ -123,7 +123,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def start_us(self) -> float:
-        """Start in microseconds of the wall clock, as people read it (a float of that size has steps of 0.25 us)."""
+        """Start in microseconds of the wall clock; a float of that size has steps of 0.25 us."""
         return self.start_ns / 1e3
 
     @property
@@ -133,11 +133,11 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def seconds(self) -> float:
-        """How long it lasted."""
+        """Seconds from start to end."""
         return (self.end_ns - self.start_ns) * 1e-9
 
     def why(self, field: str) -> str | None:
-        """Why a field is None: what would provide it, or that it does not apply; None where it has a value."""
+        """Return what would provide a field, or that it does not apply; None if the field has a value."""
         if getattr(self, field) is not None:
             return None
         kinds = _ONLY.get(field)
@@ -153,10 +153,10 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def missing(self) -> dict[str, str]:
-        """Every field that is None, with its capability tag."""
+        """Every field that is None -> why."""
         fields: tuple[str, ...] = self.__struct_fields__
         return {f: why for f in fields if (why := self.why(f)) is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, also those that are None."""
+        """Return all fields, including those that are None."""
         return {f: getattr(self, f) for f in self.__struct_fields__}

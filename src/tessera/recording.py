@@ -1,8 +1,8 @@
-"""`Recording`: one run of one or many ranks, on one clock: what ran, its power, its telemetry, its facts.
+"""`Recording`: one run of one or many ranks on one clock: what ran, its power, its telemetry, its facts.
 
-A session, a run file, a trace of another tool and a merge of ranks produce a `Recording`; analyses, exporters, reports,
-`diff` and TensorBoard take only a `Recording`. So the terminal, the page and Python say the same about the same run.
-All times are epoch nanoseconds.
+A session, a run file, another tool's trace and a merge of ranks each produce a `Recording`; analyses, exporters,
+reports, `diff` and TensorBoard accept only a `Recording`. So the terminal, the page and Python say the same about the
+same run. All times are epoch nanoseconds.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from .units import format_energy_error
 Span = tuple[EpochNs, EpochNs]
 
 EVALUATION = "evaluation"
-"""The region of a script that trains, between `eval()` and `train()` or without gradients: it is part of no step."""
+"""Name of regions in which a training script evaluates: between `eval()` and `train()`, or without gradients. They
+are part of no step."""
 COMPILATION = "compilation"
-"""The region in which torch.compile compiles, or records a CUDA graph."""
+"""Name of regions in which torch.compile compiles, or records a CUDA graph."""
 
 
 class Stack(NamedTuple):
-    """A sampled Python stack: outermost;...;innermost, and how many samples had it."""
+    """A sampled Python stack ("outermost;...;innermost"), and how many samples had it."""
 
     epoch_ns: int
     thread: int | str
@@ -45,7 +46,7 @@ class Stack(NamedTuple):
 
 
 class Rows(Protocol):
-    """Where the rows of a timeline can be read piece by piece: in memory, or in a run file."""
+    """The rows of a timeline, to be read in chunks: from memory, or from a run file."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -60,11 +61,12 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuUse:
-    """CPU seconds of a program and its children; `children` are their number and seconds by name.
+    """CPU seconds of a program and its children; `children` has their number and seconds by name.
 
-    `cores` may be used, by affinity and quota; `threads` are those of torch's operators; `waited_s` is how long the
-    main thread was ready to run and had no core; `others_s` are the CPU seconds of other programs on the machine
-    meanwhile, `over_s` how long all this was counted; `formats` are the narrow ones that the CPU has instructions for.
+    `cores` is how many may be used, by affinity and quota; `threads` is the number for torch's operators. `waited_s` is
+    how long the main thread was ready to run but had no core. `others_s` are the CPU seconds of other programs on the
+    machine during `over_s`, the time over which all this was counted. `formats` are the narrow number formats for which
+    the CPU has instructions.
     """
 
     cpu_s: float
@@ -82,15 +84,15 @@ class CpuUse:
 
     @property
     def others_cores(self) -> float:
-        """How many cores other programs used on average; 0 where that is not known."""
+        """How many cores other programs used on average; 0 if unknown."""
         return self.others_s / self.over_s if self.others_s and self.over_s else 0.0
 
     @property
     def crowded_share(self) -> float:
-        """The share of the time that the main thread waited for a core because of other programs; 0 where none ran.
+        """The share of time in which the main thread waited for a core because of other programs; 0 if none ran.
 
-        A program with more threads than cores waits for itself: others count where they ran for half as long as it
-        waited.
+        A program with more threads than cores also waits for itself. So the wait counts only if other programs ran for
+        at least half as long.
         """
         waited_s = self.waited_s or 0.0
         return waited_s / self.over_s if self.over_s and (self.others_s or 0.0) >= 0.5 * waited_s else 0.0
@@ -98,13 +100,13 @@ class CpuUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known about a recording beside its rows and samples; None or empty where its source does not say.
+    """What is known about a recording besides its rows and samples; None or empty if its source does not say.
 
-    `kind` is "run" for what Tessera recorded from start to end, and "trace" for a piece that another tool traced.
-    `windows` are the stretches that were traced; with `scheduled` they were chosen, and what lies between them was not
-    meant to be traced. `operator_windows` are the parts of them in which operators were traced too, where that was not
-    always so. `collectors` says what recorded "kernels" and "operators" ("cupti", "kineto"), and "why" not CUPTI.
-    `pauses` are those of collecting operators while the program ran. `meta` is what the session stated when it began.
+    `kind` is "run" for what Tessera recorded from start to end, and "trace" for a part that another tool traced.
+    `windows` are the times that were traced. With `scheduled` they were chosen, and the time between them was not meant
+    to be traced. `operator_windows` are the parts in which operators were traced too, if that was not always so.
+    `collectors` says what recorded "kernels" and "operators" ("cupti", "kineto"), and "why" CUPTI did not. `pauses` are
+    times in which operators were collected while the program waited. `meta` is what the session stored at its begin.
     """
 
     name: str = "trace"
@@ -134,10 +136,10 @@ class Facts:
 
     @property
     def accounted_windows(self) -> list[tuple[int, int]]:
-        """The stretches whose joules a table shares out; empty where the source does not say.
+        """The times whose joules a table shares out; empty if the source does not say.
 
-        The windows of a schedule each on their own; otherwise from the first window to the last (what lies between
-        belongs to the run: Kineto was restarted there); the whole run where nothing was traced in windows.
+        For a schedule, each window by itself. Otherwise from the first window to the last, since the time between
+        belongs to the run too (Kineto was restarted there). Without windows, the whole run.
         """
         if not self.windows or self.mode == "summary":
             return [self.span_ns] if self.span_ns is not None else []
@@ -145,7 +147,7 @@ class Facts:
 
 
 class Recording:
-    """A recorded run. `power` is None where none was recorded; `ranks` has one recording for each rank of a merge."""
+    """A recorded run. `power` is None if none was recorded; `ranks` has one recording for each rank of a merge."""
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class Recording:
         rows: Rows | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Parts may be functions: a run file is read when somebody asks for that part."""
+        """Parts may be functions, so that a part of a run file is read only when it is needed."""
         self._timeline, self._power, self._telemetry, self._stacks = timeline, power, telemetry, stacks
         self._rows, self._close, self._events = rows, close, events
         self._energy: EnergyTable | None = None
@@ -175,7 +177,7 @@ class Recording:
 
     @cached_property
     def power(self) -> PowerTrace | None:
-        """Watts over time; None where no power was recorded."""
+        """Watts over time; None if no power was recorded."""
         power = self._power() if callable(self._power) else self._power
         return power if power is not None and power.columns else None
 
@@ -196,12 +198,12 @@ class Recording:
 
     @property
     def rows(self) -> Rows:
-        """The rows, for an exporter that reads them piece by piece: from the file while the timeline is not loaded."""
+        """The rows for an exporter that reads chunks: from the file, unless the timeline is already loaded."""
         return self.timeline if self._rows is None or "timeline" in self.__dict__ else self._rows
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should know, each note once."""
+        """What a reader should know; each note once."""
         return order_notes([*self.facts.notes, *self.timeline.notes, *self._notes])
 
     def close(self) -> None:
@@ -215,7 +217,7 @@ class Recording:
         self.close()
 
     def __repr__(self) -> str:
-        """Without reading what has not been read: a timeline may have millions of rows."""
+        """Describe the recording without reading more of it: a timeline may have millions of rows."""
         rows = f"{len(self.timeline)} rows" if "timeline" in self.__dict__ else "not read yet"
         table = self._energy
         spent = "" if table is None else f", {format_energy_error(table.energy_j, table.error_j)}"
@@ -223,12 +225,12 @@ class Recording:
 
     @property
     def span_ns(self) -> Span:
-        """Start and end: of the run, else of its rows."""
+        """Start and end of the run, or else of its rows."""
         return self.facts.span_ns or (EpochNs(self.timeline.start_ns), EpochNs(self.timeline.end_ns))
 
     @property
     def accounted_windows(self) -> list[tuple[int, int]]:
-        """The stretches of time whose joules `energy()` shares out."""
+        """The times whose joules `energy()` shares out."""
         is_trace = self.facts.kind == "trace" and not self.facts.windows
         windows = [self.timeline.traced_span] if is_trace else self.facts.accounted_windows
         if self.power is None or not is_trace:
@@ -237,7 +239,7 @@ class Recording:
         return [(max(start_ns, self.power.start_ns), min(end_ns, self.power.end_ns))]
 
     def energy(self) -> EnergyTable:
-        """What the joules were spent on: kernels, operators, regions, modules, steps. Computed once.
+        """Return what the joules were spent on: kernels, operators, regions, modules, steps. Computed once.
 
         A run without power has a table whose joules are NaN, with a note; a trace without power has no table.
         """
@@ -261,7 +263,7 @@ class Recording:
         return account_trace(self.timeline, self.power)
 
     def find_energy(self) -> EnergyTable | None:
-        """`energy()`, or None where there is no power or no joules can be attributed; a note says why."""
+        """Return `energy()`, or None if there is no power or no joules can be attributed; then a note says why."""
         if self.power is None:
             return None
         try:
@@ -272,14 +274,14 @@ class Recording:
             return None
 
     def records(self) -> Iterator[Record]:
-        """Every row as a `Record`, in time order, with its joules and the state of its device where they are known."""
-        with contextlib.suppress(MeasurementError):  # without power a record's joules are None, and it says why
+        """Yield every row as a `Record`, in time order, with its joules and its device's state if these are known."""
+        with contextlib.suppress(MeasurementError):  # without power, the records' joules are None and `why` tells it
             self.energy()
         return _add_device_state(self.timeline.records(), self.telemetry)
 
 
 def _add_device_state(records: Iterator[Record], telemetry: Sequence[Telemetry]) -> Iterator[Record]:
-    """Records of a device with its power, temperature and throttling at that time."""
+    """Add power, temperature and throttling of their device to records."""
     by_device: dict[DeviceId, list[Telemetry]] = {}
     for reading in telemetry:
         by_device.setdefault(DeviceId.of_domain(reading.domain), []).append(reading)

@@ -1,7 +1,7 @@
-"""The nouns everything speaks in: Domain, PowerTrace, Energy, EnergyReport, Telemetry, Device.
+"""The types that all of Tessera uses: Domain, Energy, EnergyReport, Telemetry, Gap, Device.
 
-Times are integer nanoseconds of the one monotonic clock (`tessera.clock`). Every uncertainty is the half-width
-of a 90% interval. What is missing is None (or a `Gap`, or an unavailable `Capability`) with a reason, never 0.
+Times are integer nanoseconds of the one monotonic clock (`tessera.clock`). Every uncertainty is the half-width of a 90%
+interval. What is missing is None (or a `Gap`, or an unavailable `Capability`) with a reason, never 0.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .errors import ArgumentError
 from .power_event import PowerEvent as PowerEvent
 from .units import format_duration, format_energy_error, format_power
 
-# Above any board there is (the catalogue ends at 1.4 kW, MI355X) and far below what a corrupt or reset counter fakes.
+# Above every board (the catalogue ends at 1.4 kW, MI355X), and far below what a corrupt or reset counter fakes.
 MAX_BOARD_W = 10_000.0
-# Samples go above the limit of a board for moments: an H200 of 700 W shows up to 965 W (estimate/iteration.py).
+# For short times, samples exceed a board's limit: an H200 of 700 W shows up to 965 W (estimate/iteration.py).
 LIMIT_HEADROOM = 1.5
 SCHEMA_VERSION = 1
-"""Version of everything we write to disk; readers refuse a newer one and say so."""
+"""Version of all formats that we write to disk; readers refuse a newer one and say so."""
 
 Basis = Literal["measured", "modelled", "simulated", "predicted", "timed"]
-"""How joules are known; "timed": they are not, only seconds are."""
+"""How joules are known; "timed": only seconds are known."""
 Scope = Literal["process", "machine"]
-"""Whose power a domain is: that of a process with its children, or that of everything on the machine."""
+"""Whose power a domain has: that of a process with its children, or that of the whole machine."""
 
 
 class Hold(enum.Enum):
     """What a power sample means between the samples."""
 
     LINEAR = "linear"
-    """A (nearly) instantaneous reading: power runs straight from one sample to the next."""
+    """A (nearly) instantaneous reading: power changes linearly from one sample to the next."""
     MEAN = "mean"
-    """The mean since the sample before, e.g. the difference of two readings of an energy counter."""
+    """The mean since the sample before, such as the difference of two readings of an energy counter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """Something a sensor may give; where it does not, why and what would help."""
+    """Something that a sensor may provide; if it does not, why not and what would help."""
 
     name: str
     available: bool
@@ -56,7 +56,7 @@ class Capability:
 
 @dataclass(frozen=True, slots=True, order=True)
 class DeviceId:
-    """Which device of which machine. `host` is "" in a recording of one machine."""
+    """A device of a machine. `host` is "" in a recording of one machine."""
 
     host: str
     kind: str
@@ -72,9 +72,9 @@ class DeviceId:
 
     @classmethod
     def of_domain(cls, name: str) -> DeviceId:
-        """The device that a power domain belongs to: "gpu0", "gpu0.memory", "cpu", and "node7.gpu0" of a merged run.
+        """Return the device of a power domain: "gpu0", "gpu0.memory", "cpu", or "node7.gpu0" of a merged run.
 
-        The only place that reads a device out of a name: sensors, power logs and run files name their domains so.
+        No other code reads a device from a name: sensors, power logs and run files name their domains like this.
         """
         match = _DEVICE_NAME.fullmatch(name)
         if match is None:
@@ -89,13 +89,13 @@ _DEVICE_NAME = re.compile(r"(?:(?P<host>.+)\.)?(?P<kind>gpu|cpu|dram)(?P<index>\
 class Domain:
     """A named place where power is drawn, and how well its sensor sees it.
 
-    `resolution_s` is the period at which the sensor really has something new, `lag_s` how late it shows a change,
-    `lag_error_s` the 90% error of that (0: not known), `blur_s` the standard deviation of what one sample looks at,
+    `resolution_s` is the period at which the sensor really has a new value, `lag_s` how late it shows a change,
+    `lag_error_s` the 90% error of that (0: unknown), `blur_s` the standard deviation of the time one sample covers,
     `sample_noise` the relative standard deviation of one sample, `gain_error` the relative 90% error of its level.
     `counted` domains add up to the total; the others (HBM, a chassis) overlap them. `limit_w` is the highest power
-    limit that the board accepts, not a lowered one; `scope` says if it is the power of one process and its children or
-    of all that ran. `taken_as` is the source whose response a log without one is taken to have; `label` the board's
-    name, `driver` its version; `rank`, in a merged run, whose these alone are; `core_w` a model's watts of a busy core.
+    limit that the board accepts, not a lowered one. `scope`: the power of one process with its children, or of all that
+    ran. `taken_as` is the source whose response a log without one gets. `label` is the board's name, `driver` its
+    version, `rank` the rank of a merged run whose power this is, `core_w` a model's watts of a busy core.
     """
 
     name: str
@@ -125,13 +125,13 @@ class Domain:
 
     @property
     def max_w(self) -> float:
-        """The most watts a sample can show: a sample above this, or below 0, is a failed reading and so a gap."""
+        """The most watts that a sample can show; one above this or below 0 is a failed reading, and so a gap."""
         most_w = MAX_BOARD_W if self.device.is_gpu else math.inf
         return LIMIT_HEADROOM * self.limit_w if self.limit_w else most_w
 
 
 class Pause(NamedTuple):
-    """A stretch in which the program stood still for its tracer: when it began (epoch), and how long it took."""
+    """A time in which the program stood still for its tracer: its begin (epoch) and its length."""
 
     start_ns: int
     seconds: float
@@ -139,7 +139,7 @@ class Pause(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A stretch of time without data, and why. An open gap (`end_ns` None) lasts until data come again."""
+    """A time without data, and why. An open gap (`end_ns` None) lasts until there are data again."""
 
     domain: str
     start_ns: int
@@ -147,14 +147,14 @@ class Gap:
     reason: str
 
     def shift(self, offset_ns: int) -> Gap:
-        """The same gap on another clock."""
+        """Return the same gap on another clock."""
         end_ns = None if self.end_ns is None else self.end_ns + offset_ns
         return dataclasses.replace(self, start_ns=self.start_ns + offset_ns, end_ns=end_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """What a device says of itself beside power, at one moment. None: see the sensor's capabilities."""
+    """What a device reports besides power, at one moment. For None, see the sensor's capabilities."""
 
     time_ns: int
     domain: str
@@ -177,11 +177,11 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Energy:
-    """Joules with their 90% half-width, the source they come from and the share of time that was seen.
+    """Joules with their 90% half-width, their source, and the share of time that was seen (`coverage`).
 
-    Joules are NaN (null in JSON) when nothing at all was seen: unknown is not zero. `common_error_j` is the part of
-    `error_j` (in quadrature) that every window of the same sensor is off by alike: the level, which no repetition
-    averages out. `joules.sum_windows` adds it up, and the rest in quadrature.
+    Joules are NaN (null in JSON) if nothing was seen: unknown is not zero. `common_error_j` is the part of `error_j`
+    (in quadrature) that every window of the same sensor shares: the error of its level, which repetition does not
+    average out. `joules.sum_windows` adds this part plainly, and the rest in quadrature.
     """
 
     energy_j: float
@@ -194,7 +194,7 @@ class Energy:
 
     @property
     def power_w(self) -> float | None:
-        """Mean power over the time that was seen; None where nothing was."""
+        """Mean power over the time that was seen; None if nothing was seen."""
         seen_s = self.time_s * self.coverage
         return self.energy_j / seen_s if seen_s > 0 else None
 
@@ -211,10 +211,10 @@ class Energy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionEnergy:
-    """All the passes through one named region of a program, together, from its first start to its last end.
+    """All passes through one named region of a program together, from its first start to its last end.
 
     A moment that lies in several passes counts once. `overlaps`: other passes or regions were open at the same time (in
-    other threads or asyncio tasks), and each contains the joules of all of them. `apart`: the total does not.
+    other threads or asyncio tasks), and each includes the joules of all. `apart`: the total does not include them.
     """
 
     name: str
@@ -235,7 +235,7 @@ class Work:
 
 
 def works(named: Mapping[str, float | None], work: float | None, unit: str | None, example: str) -> dict[str, Work]:
-    """The kinds of work a user gave: by a name of ours, or as `work` of their own `unit`. `example` shows how."""
+    """Return the kinds of work a user gave: by our names, or as `work` in their own `unit`. `example` shows how."""
     if unit is not None and work is None:
         raise ArgumentError("a unit needs an amount of work", why="a unit needs an amount", fix=example)
     if unit is not None and named.get(unit) is not None:
@@ -252,9 +252,9 @@ class EnergyDescriptor:
     """The joules of one subgraph, by component. Every uncertainty is the half-width of a 90% interval.
 
     `compute_energy_j` is what the busy units spend, `memory_energy_j` what moving its bytes costs, `static_energy_j`
-    what the board draws anyway for as long as the subgraph takes. `latency_s` is its share of the wall time: the time
-    on the device (`device_s`) and the time the device waited for the host to launch it. `utilization` is the achieved
-    share of the tighter roof (FLOP/s or bytes/s), from 0 to 1.
+    what the board draws anyway during the subgraph. `latency_s` is its share of the wall time: its time on the device
+    (`device_s`) plus the time the device waited for the host to launch it. `utilization` is the achieved share of the
+    tighter roof (FLOP/s or bytes/s), from 0 to 1.
     """
 
     subgraph_name: str
@@ -286,14 +286,14 @@ class EnergyDescriptor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a predicted report knows beside its joules: for which chip and how, what bounds it, and how sure it is.
+    """What a predicted report knows besides its joules: the chip, the mode, what bounds it, and how certain it is.
 
-    `clock` is relative to the boost clock (below 1 where the power limit holds it down), `bound` what the time is
-    spent on ("host", "compute", "memory", "overhead", "power"), `state` "sustained" under the power limit or "burst" at
-    the boost clock. `hbm_bytes` cross device memory in one iteration of many: 0 where all that it touches stays in the
-    last-level cache. `parameters` are those of the model's modules. `mfu` (model FLOPs utilisation) is `flops` over the
-    time at the dense peak of the format most of them run in; None where there are none. `provenance` says for each part
-    whether it is a datasheet's figure, calibrated on a measurement, or assumed.
+    `clock` is relative to the boost clock (below 1 if the power limit holds it down). `bound` is what most time is
+    spent on ("host", "compute", "memory", "overhead", "power"). `state` is "sustained" under the power limit or "burst"
+    at the boost clock. `hbm_bytes` cross device memory in one of many iterations: 0 if all stays in the last-level
+    cache. `parameters` are those of the model's modules. `mfu` (model FLOPs utilisation) is `flops` over the time at
+    the dense peak of the format most of them run in; None without FLOPs. `provenance` says for each part whether it is
+    a datasheet's figure, calibrated on a measurement, or assumed.
     """
 
     device: str
@@ -325,16 +325,16 @@ class Prediction:
         return f"<Prediction for {self.device}: {', '.join(filter(None, of))}, bound by {self.bound}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # `again` holds the model: a report that travels to another process keeps its figures, not that.
+        # `again` holds the model, so it is left out of a report that is sent to another process.
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "again"}
         return functools.partial(Prediction, **values), ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyReport:
-    """Joules, watts, seconds of one run, split by domain, region and subgraph, with uncertainty and provenance.
+    """Joules, watts and seconds of one run, by domain, region and subgraph, with uncertainty and provenance.
 
-    The same noun for what was measured and what was predicted: a predicted report has `descriptors` and `prediction`.
+    Measurements and predictions have the same type; a predicted report has `descriptors` and `prediction` too.
     """
 
     name: str
@@ -355,7 +355,7 @@ class EnergyReport:
 
     @property
     def basis(self) -> Basis:
-        """Where the numbers come from, worst of the domains: one modelled domain makes the total modelled."""
+        """The basis of the numbers: one modelled domain makes the total modelled."""
         return self.total.basis
 
     @property
@@ -390,7 +390,7 @@ class EnergyReport:
 
     @property
     def static_energy_j(self) -> float | None:
-        """Joules the board draws whatever it does; None for a measurement, which cannot tell."""
+        """Joules that the board draws whatever it does; None for a measurement, which cannot tell."""
         return self._component("static_energy_j")
 
     def _component(self, name: str) -> float | None:
@@ -414,17 +414,17 @@ class EnergyReport:
         return self.prediction.wasted_energy_j if self.prediction else None
 
     def top(self, count: int = 10) -> list[EnergyDescriptor]:
-        """The subgraphs that spend most, the most expensive first."""
+        """Return the subgraphs that spend most, the most expensive first."""
         return sorted(self.descriptors, key=lambda d: d.total_energy_j, reverse=True)[:count]
 
     def opportunities(self) -> list[Advice]:
-        """What would save joules, each computed by predicting the change, most first; [] for a measurement."""
+        """Return what would save joules, most first, each by predicting the change; [] for a measurement."""
         from .estimate.opportunities import opportunities
 
         return opportunities(self)
 
     def diff(self, other: EnergyReport) -> EnergyDiff:
-        """What changes from this report to another, by component and subgraph, with intervals."""
+        """Return what changes from this report to another, by component and subgraph, with intervals."""
         from .analyze.diff import diff
 
         return diff(self, other)
@@ -444,7 +444,7 @@ class EnergyReport:
         return card(self)
 
     def per_work(self) -> list[tuple[str, float, float]]:
-        """(unit, joules per unit, 90% half-width) for each kind of work."""
+        """Return (unit, joules per unit, 90% half-width) for each kind of work."""
         return [
             (w.unit, self.total.energy_j / w.amount, self.total.error_j / w.amount) for w in self.work if w.amount > 0
         ]

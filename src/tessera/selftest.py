@@ -1,12 +1,12 @@
-"""How far off is Tessera on this machine? Each check compares it with a truth that can be known here.
+"""Tests how accurate Tessera is on this machine. Each check compares it with a truth that can be known here.
 
 ::
 
-    integral      samples against the energy counter          if a sensor has a counter
-    scope, sampler   what measuring costs                      everywhere
-    simulated     joules to kernels on a simulated board       everywhere: the arithmetic
-    mixture       joules to kernels against each kernel alone  on a CUDA device with a sensor: the physics
-    prediction    predicted against measured kernels           on a CUDA device in the catalogue
+    integral         samples against the energy counter          if a sensor has a counter
+    scope, sampler   the cost of measuring                       everywhere
+    simulated        joules of kernels on a simulated board      everywhere: tests the arithmetic
+    mixture          joules of kernels against each one alone    on a CUDA device with a sensor: tests the physics
+    prediction       predicted against measured kernels          on a CUDA device in the catalogue
 
 A check that fails to run is reported, never hidden.
 """
@@ -39,24 +39,24 @@ from .trace import PowerTrace
 Verdict = Literal["pass", "fail", "skipped"]
 Progress = Callable[[int, int, str], None]
 
-# Limits are what the project holds itself to on its own machine (benchmarks/README.md), with room for others: a scope
-# 21 us there, the integral 0.3 to 1.8% on ten loads, a mixture of kernels 1.7% in the mean, kernels 12% in the mean.
+# The limits are the project's own on its machine (benchmarks/README.md), with room for others. There, a scope costs
+# 21 us, the integral is 0.3 to 1.8% off on ten loads, a mixture of kernels 1.7% and kernels 12% in the mean.
 SAME_SPEED = 0.1
-"""A kernel of the mixture is compared if it runs so nearly as fast as alone: a softmax took 2 to 7% longer in recorded
-mixtures, a product at the power limit 16% less (benchmarks/measure/attribution.py)."""
+"""A kernel of the mixture counts if its speed differs by at most this from its speed alone. A softmax took 2 to 7%
+longer in recorded mixtures, a product at the power limit 16% less (benchmarks/measure/attribution.py)."""
 SCOPE_US, SAMPLER_PCT, INTEGRAL_PCT, SIMULATED_PCT, MIXTURE_PCT, PREDICTION_PCT = 60.0, 1.0, 3.0, 5.0, 15.0, 25.0
 BOARD_SAMPLER_PCT = 0.5  # for each GPU that is read, in place of `SAMPLER_PCT`
 _SCOPES = 2000
-# NVML's counter is read densely until its ticks are found (sensors/_nvml_counter.py): half a second of reads in peace.
+# NVML's counter is read densely until its ticks are found (sensors/_nvml_counter.py): half a second if undisturbed.
 _TICKS_S = 4.0
 _SAMPLER_S = 4.0
 _ALONE_S = 1.2
-# What the checks take whose length is fixed, and the least and the share of what is left that the others get: the
-# integral, the mixture, the prediction.
+# Seconds of the checks with a fixed length; then, for integral, mixture and prediction, the least seconds and the share
+# of the remaining time.
 _FIXED_S = 1.0 + 2.0 + _SAMPLER_S + 6 * _ALONE_S
 _SHARES = ((4.0, 0.35), (6.0, 0.35), (4.0, 0.3))
 STEPS = 7
-"""The six checks, and what is loaded before them."""
+"""The six checks, and the loading before them."""
 _KERNEL_GROUPS = ("gemm.bf16", "attention", "copy", "norm")  # groups of estimate.calibration_kernels that are measured
 
 # Microseconds and watts of kernels, rounded from recordings on an H200 (benchmarks/device/record_kernels.py).
@@ -88,13 +88,13 @@ class SelfCheck:
 
 
 def judge(name: str, what: str, value: float, limit: float, unit: str = "%", why: str = "") -> SelfCheck:
-    """A check that could be made. NaN fails."""
+    """Return a check that could be made. NaN fails."""
     verdict: Verdict = "pass" if value <= limit else "fail"
     return SelfCheck(name=name, what=what, verdict=verdict, value=value, limit=limit, unit=unit, why=why)
 
 
 def skip(name: str, what: str, why: str) -> SelfCheck:
-    """A check that needs something this machine lacks."""
+    """Return a check that needs something this machine does not have."""
     return SelfCheck(name=name, what=what, verdict="skipped", why=why)
 
 
@@ -102,9 +102,9 @@ def run_checks(
     *, budget_s: float = 45.0, limit_s: float = math.inf, progress: Progress | None = None,
     monitor: Monitor | None = None,
 ) -> list[SelfCheck]:  # fmt: skip
-    """Run all checks in about `budget_s` seconds; one that would end after `limit_s` is skipped.
+    """Run all checks in about `budget_s` seconds; skip those that would end after `limit_s`.
 
-    `progress` is called before each step with its number from 0 on, how many there are, and its name.
+    `progress` is called before each step with its number (from 0), the number of steps, and its name.
     """
     tell, begun_s = progress or (lambda *_: None), time.monotonic()
     until_s = begun_s + limit_s
@@ -142,7 +142,7 @@ def _run_check(name: str, check: Callable[[], SelfCheck]) -> SelfCheck:
 
 
 def to_dict(checks: Sequence[SelfCheck]) -> dict[str, Any]:
-    """Plain data, with the machine it holds for."""
+    """Return plain data, with the machine that they are about."""
     from . import __version__
 
     return {
@@ -158,7 +158,7 @@ def to_dict(checks: Sequence[SelfCheck]) -> dict[str, Any]:
 
 
 def check_scope(monitor: Monitor) -> SelfCheck:
-    """What entering and leaving a scope costs the program."""
+    """Measure what entering and leaving a scope costs the program."""
     costs = []
     for _ in range(5):
         start = time.perf_counter()
@@ -170,7 +170,7 @@ def check_scope(monitor: Monitor) -> SelfCheck:
 
 
 def check_sampler(monitor: Monitor) -> SelfCheck:
-    """What the sampling thread takes of one core."""
+    """Measure how much of one core the sampling thread takes."""
     start, cpu_s = time.monotonic(), monitor.sampler.cpu_time_s
     time.sleep(_SAMPLER_S)
     share = 100 * (monitor.sampler.cpu_time_s - cpu_s) / (time.monotonic() - start)
@@ -179,7 +179,7 @@ def check_sampler(monitor: Monitor) -> SelfCheck:
 
 
 def check_integral(monitor: Monitor, seconds: float) -> SelfCheck:
-    """The integral of the samples against the energy counter, under load."""
+    """Compare the integral of the samples with the energy counter, under load."""
     what = "power samples integrated, against the energy counter"
     with power_trace(monitor=monitor) as trace, EnergyScope("selftest", monitor=monitor) as scope:
         _load(seconds)
@@ -195,7 +195,7 @@ def check_integral(monitor: Monitor, seconds: float) -> SelfCheck:
 
 
 def _find_ticks(monitor: Monitor) -> None:
-    """Wait until NVML's counter is usable: the integral is checked against it from its first second on."""
+    """Wait until NVML's counter is usable, since the integral is compared with it from the first second on."""
     boards = [d.name for d in monitor.sampler.domains if d.counted and d.source.startswith("nvml")]
     deadline = time.monotonic() + _TICKS_S
     while boards and not any(len(monitor.sampler.anchors[b]) for b in boards) and time.monotonic() < deadline:
@@ -206,12 +206,12 @@ def _find_ticks(monitor: Monitor) -> None:
 
 
 def check_simulated() -> SelfCheck:
-    """Joules to kernels where the truth is known: a simulated board, seen through a sensor's lag and noise."""
+    """Attribute joules where the truth is known: on a simulated board, seen through a sensor's lag and noise."""
     return judge("simulated", "joules of simulated kernels, worst of five", simulate_worst_error(), SIMULATED_PCT)
 
 
 def simulate_worst_error(seed: int = 7) -> float:
-    """The worst kernel's joules against the truth, in percent."""
+    """Return the error of the worst kernel's joules, in percent."""
     rng = np.random.default_rng(seed)
     rows, now = [], _START_NS
     names = list(SIMULATED_KERNELS)
@@ -233,12 +233,12 @@ def simulate_worst_error(seed: int = 7) -> float:
 
 
 def _simulate_samples(rows: list[tuple[str, int, int]], end_ns: int, rng: np.random.Generator) -> PowerTrace:
-    """The samples of an NVML ring beside these kernels."""
+    """Return the samples that an NVML ring would give for these kernels."""
     grid = np.arange(_START_NS - 200_000_000, end_ns + 200_000_000, _CELL_NS)
     true_w = np.full(len(grid), _IDLE_W)
     for name, start, end in rows:
         a, b = (start - grid[0]) / _CELL_NS, (end - grid[0]) / _CELL_NS
-        for cell in range(int(a), int(b) + 1):  # shares of a cell: kernels may be shorter than one
+        for cell in range(int(a), int(b) + 1):  # by shares of a cell, since kernels may be shorter than one
             true_w[cell] += (SIMULATED_KERNELS[name][1] - _IDLE_W) * max(0.0, min(b, cell + 1) - max(a, cell))
     lags = np.arange(0, 0.1, _CELL_NS * 1e-9)
     weights = np.diff(Response(tau_s=RING_TAU_S, box_s=RING_BOX_S).step_response(np.append(lags, 0.1)))
@@ -255,7 +255,7 @@ def _simulate_samples(rows: list[tuple[str, int, int]], end_ns: int, rng: np.ran
 
 
 def check_mixture(monitor: Monitor, seconds: float) -> SelfCheck:
-    """Kernels in random runs under a session: the joules of a call against the same kernel alone."""
+    """Run kernels in random order under a session; compare the joules of a call with the same kernel alone."""
     what = "joules of kernels in a mixture, against each alone: mean"
     torch = _find_torch()
     if torch is None:
@@ -276,10 +276,10 @@ def check_mixture(monitor: Monitor, seconds: float) -> SelfCheck:
 
 
 def judge_mixture(alone: Mapping[str, tuple[float, float]], together: Mapping[str, tuple[float, float]]) -> SelfCheck:
-    """Joules and seconds of a call in the mixture, against those alone.
+    """Compare joules and seconds of a call in the mixture with those alone.
 
-    A product alone is held at the power limit: its clock falls, and a call takes longer and fewer joules than in a
-    mixture. So kernels that run at another speed say nothing of the attribution.
+    A product alone runs at the power limit: its clock falls, and a call takes longer and fewer joules than in a
+    mixture. So kernels that run at a different speed tell nothing about the attribution.
     """
     what = "joules of kernels in a mixture, against each alone: mean"
     errors, others = dict[str, float](), dict[str, float]()
@@ -296,7 +296,7 @@ def judge_mixture(alone: Mapping[str, tuple[float, float]], together: Mapping[st
 
 
 def check_prediction(seconds: float) -> SelfCheck:
-    """A few kernels predicted for this chip, and measured."""
+    """Predict a few kernels for this chip, and measure them."""
     what = "predicted seconds of kernels, against measured: median"
     if _find_torch() is None:
         return skip("prediction", what, "no CUDA device")
@@ -323,7 +323,7 @@ def check_prediction(seconds: float) -> SelfCheck:
 
 
 def _find_torch() -> Any | None:
-    """Torch if it has a CUDA device, else None."""
+    """Return torch if it has a CUDA device, else None."""
     try:
         import torch
     except ImportError:
@@ -334,18 +334,18 @@ def _find_torch() -> Any | None:
 def _warm_up() -> None:
     """Load torch, CUDA and a kernel before sampling begins.
 
-    Loading keeps other threads from running for seconds, longer than the driver's ring of samples reaches back.
+    Loading stops other threads for seconds, longer than the driver's ring of samples reaches back.
     """
     torch = _find_torch()
     if torch is not None:
-        with contextlib.suppress(RuntimeError):  # a device that fails here fails in the checks too, which report it
+        with contextlib.suppress(RuntimeError):  # if the device fails here, it fails in the checks, which report it
             a = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
             a @ a
             torch.cuda.synchronize()
 
 
 def _load(seconds: float) -> None:
-    """Work for so long: products on the GPU, else sums on the CPU."""
+    """Work for some seconds: products on the GPU, or sums on the CPU."""
     torch = _find_torch()
     end = time.monotonic() + seconds
     if torch is None:
@@ -360,7 +360,7 @@ def _load(seconds: float) -> None:
 
 
 def _measure_alone(monitor: Monitor, kernel: Callable[[], Any]) -> tuple[float, float]:
-    """Joules and seconds of a call in steady state."""
+    """Return joules and seconds of a call in steady state."""
     bench = EnergyBenchmark(target=0.02, min_s=_ALONE_S, budget_s=2 * _ALONE_S, monitor=monitor)
     bench.measure(kernel)()
     row = bench.results[-1]

@@ -1,7 +1,7 @@
 """Named streams: `s = stream.create(name="h2d")`, then `op.matmul(a, b, stream=s)`.
 
 On a CUDA device a stream is torch's own, with a name that appears on the profiler's timeline. On a CPU it is only a
-name: what is put on it runs at once, in order.
+name: work on it runs at once, in order.
 
 What waits for what:
 
@@ -26,9 +26,9 @@ from typing import Any, Protocol
 from .errors import ArgumentError, MissingExtra
 
 POOL = 32
-"""Streams of a device and priority that torch hands out, round and round (c10/cuda/CUDAStream.h: kStreamsPerPool)."""
+"""Streams that torch has for a device and priority; it hands them out in turn (CUDAStream.h: kStreamsPerPool)."""
 
-_names: dict[tuple[int, int], str] = {}  # (device, handle): torch's streams are never destroyed, so handles stay theirs
+_names: dict[tuple[int, int], str] = {}  # by (device, handle): torch never destroys its streams, so handles stay valid
 _live: weakref.WeakValueDictionary[tuple[int, int], Stream] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _numbers = itertools.count()
@@ -37,7 +37,7 @@ _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class _Waitable(Protocol):
-    """`event.Event`, which imports this module."""
+    """`event.Event`; it cannot be named here, since that module imports this one."""
 
     def wait(self, stream: Stream | None = None) -> Any: ...
 
@@ -52,16 +52,16 @@ class Stream:
 
     @property
     def handle(self) -> int | None:
-        """The driver's pointer to it; None on a CPU."""
+        """The driver's pointer to the stream; None on a CPU."""
         return None if self.raw is None else int(self.raw.cuda_stream)
 
     def synchronize(self) -> None:
-        """Block this thread until everything on it has run."""
+        """Block this thread until everything on the stream has run."""
         if self.raw is not None:
             self.raw.synchronize()
 
     def query(self) -> bool:
-        """Whether everything on it has run."""
+        """Return whether everything on the stream has run."""
         return True if self.raw is None else bool(self.raw.query())
 
     def wait(self, other: Stream | _Waitable | None = None) -> Stream:
@@ -88,7 +88,8 @@ class Stream:
 def create(name: str | None = None, *, device: Any = None, priority: int = 0) -> Stream:
     """Make a stream on `device` (the current CUDA device, else the CPU); a negative `priority` goes first.
 
-    torch has 32 streams for each device and priority. One that no living stream of ours uses is taken; a 33rd shares.
+    torch has 32 streams for each device and priority. One that no living stream of ours uses is taken; a 33rd is
+    shared.
     """
     try:
         import torch
@@ -136,7 +137,7 @@ def _check_name(name: Any) -> str:
 
 
 def current(device: Any = None) -> Stream:
-    """Return the stream work goes to now, to wait on; it has a name only if it is one of ours."""
+    """Return the stream that work goes to now, to wait for it; only streams of ours have a name."""
     import torch
 
     where = _find_device(torch, device)
@@ -152,7 +153,7 @@ def key_of(stream: Stream) -> tuple[int, int]:
 
 
 def _take_unused(torch: Any, where: Any, priority: int) -> Any:
-    """Return a stream of torch's pool that no living stream of ours uses; with all taken, the next one."""
+    """Return a stream of torch's pool that no living stream of ours uses; if all are used, the next one."""
     first = raw = torch.cuda.Stream(device=where, priority=priority)
     for _ in range(POOL - 1):
         if (int(raw.device.index), int(raw.cuda_stream)) not in _live:
@@ -168,10 +169,10 @@ def names() -> dict[tuple[int, int], str]:
 
 
 def on(stream: Stream | None, *tensors: Any) -> AbstractContextManager[None]:
-    """Run the body on a stream, and keep the memory of `tensors` until it has; None runs it where it is.
+    """Run the block on a stream, and keep the memory of `tensors` until it has run; None changes nothing.
 
-    The stream first waits for the current one, where the tensors may have been made. A stream of another device than
-    theirs is an error. On a CPU the body is a range "stream NAME" of a running profiler.
+    The stream first waits for the current stream, where the tensors may have been made. The stream must be on the
+    tensors' device. On a CPU the block is a range "stream NAME" of a running profiler.
     """
     return _NOTHING if stream is None else _enter_stream(stream, tensors)
 
@@ -194,7 +195,7 @@ def _enter_stream(stream: Stream, tensors: tuple[Any, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _mark_range(torch: Any, name: str) -> Iterator[None]:
-    """Mark a CPU stream on a profiler's timeline; once where it is entered within itself."""
+    """Mark a CPU stream on a profiler's timeline; only once if it is entered inside itself."""
     outer = getattr(_here, "name", None)
     if outer == name or not getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
         yield
@@ -208,7 +209,7 @@ def _mark_range(torch: Any, name: str) -> Iterator[None]:
 
 
 def check(stream: Any, *tensors: Any) -> None:
-    """Raise for anything but a stream of the tensors' device."""
+    """Raise ArgumentError unless `stream` is a stream on the tensors' device."""
     if not isinstance(stream, Stream):
         raise ArgumentError(f"stream={stream!r} is not a tessera stream", fix='stream.create(name="compute") makes one')
     for tensor in tensors:

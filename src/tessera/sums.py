@@ -1,18 +1,18 @@
-r"""Running sums beside a train of power samples: a window costs two look-ups, however long it was.
+r"""Keeps running sums beside power samples, so that a window costs two look-ups, however long it was.
 
-A sample train sees the true power late (lag), smeared (blur), and only now and then (resolution):
+Samples show the true power late (lag), smeared (blur), and only at some moments (resolution):
 
     true power   ____/‾‾‾‾‾‾‾‾‾\____
     samples      ____.__/‾.‾‾‾.‾‾\_.__.___      shifted right by the lag
     window           |<------->|
     integrated         |<------->|              the same window, moved by the lag
 
-so a window is moved by the lag, and the sample curve is integrated between the moved edges, with the partial
-intervals at both ends included. Everything is a running sum, kept beside each sample (`mark`), and the samples that a
-window spans may have been forgotten since.
+So a window is moved by the lag, and the sample curve is integrated between the moved edges, with the partial intervals
+at both ends. All of it is in running sums, which are kept beside each sample (`mark`), so the samples of a window may
+be forgotten.
 
-Three things stay uncertain, and `window_error_j` adds them in quadrature: the level of the sensor, the power
-between two samples, and where within the blur an edge lies.
+Three things stay uncertain, and `window_error_j` adds them in quadrature: the level of the sensor, the power between
+two samples, and where within the blur an edge lies.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ Ints = NDArray[np.int64]
 Z90 = 1.6449
 # A uniform distribution is this many standard deviations wide.
 SQRT12 = math.sqrt(12.0)
-# Rounding of edges alone leaves this much of a window: not worth a wider interval.
+# A window with this coverage counts as fully seen: the rounding of its edges alone costs that much.
 FULL = 0.995
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The running sums at one moment: joules, seconds that were seen, variance (J²), and the swing (W) there.
+    """The running sums at one moment: joules, seconds that were seen, variance (J²); and the swing (W) there.
 
-    `loose_j2` is the variance of the mark itself, within an interval of which only the mean is known; `power_w` is the
-    power there.
+    `loose_j2` is the variance of the mark itself, if it lies in an interval of which only the mean is known. `power_w`
+    is the power at that moment.
     """
 
     joules: float
@@ -57,7 +57,7 @@ ZERO = Mark(0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Running sums beside a train of samples, up to and including each sample."""
+    """Running sums beside samples; each includes its sample."""
 
     joules: Floats
     covered_s: Floats
@@ -65,19 +65,19 @@ class Sums:
 
 
 def accumulate(times_ns: Ints, watts: Floats, *, mean: bool, noise: float = 0.0, start: Mark = ZERO) -> Sums:
-    """Sum up a train of samples, going on from `start` at its first sample.
+    """Sum up samples; `start` is the sum at the first sample.
 
-    Intervals that end in NaN (nothing is known there) add nothing. `mean` says that a sample is the mean since
-    the one before it; otherwise power runs straight between samples, and is known between two of them only to
-    lie near that line: with a uniform prior as high as their difference, one interval's error is |Δw|·dt/√12.
-    `noise` is the relative standard deviation of a single sample, added to that.
+    Intervals that end in NaN (unknown power) add nothing. With `mean`, a sample is the mean since the sample before.
+    Otherwise power changes linearly between samples, and the true power is only known to lie near that line: with a
+    uniform prior as high as their difference, the error of one interval is |Δw|·dt/√12. `noise` is the relative
+    standard deviation of a single sample, added to that.
     """
     n = len(times_ns)
     joules, covered, variance = np.zeros(n), np.zeros(n), np.zeros(n)
     if n > 1:
         dt = np.diff(times_ns) * 1e-9
         known = ~np.isnan(watts[1:])
-        begin = np.where(np.isnan(watts[:-1]), watts[1:], watts[:-1])  # after a gap: level from its end on
+        begin = np.where(np.isnan(watts[:-1]), watts[1:], watts[:-1])  # constant after a gap, from its end on
         level = watts[1:] if mean else 0.5 * (watts[1:] + begin)
         rise = np.zeros(n - 1) if mean else watts[1:] - begin
         np.cumsum(np.where(known, level * dt, 0.0), out=joules[1:])
@@ -105,13 +105,13 @@ def mark(times_ns: Ints, watts: Floats, sums: Sums, x_ns: int, *, mean: bool, re
     w0, w1 = float(watts[i]), float(watts[i + 1])
     if np.isnan(w1):
         return Mark(j0, c0, v0, swing)
-    inside_s = (x_ns - int(times_ns[i])) * 1e-9  # whole ns: a float of epoch size has steps of 256 ns
+    inside_s = (x_ns - int(times_ns[i])) * 1e-9  # subtract whole ns: a float of epoch size has steps of 256 ns
     fraction = inside_s / (float(times_ns[i + 1] - times_ns[i]) * 1e-9)
     if np.isnan(w0):
         w0 = w1
     if mean:
-        # Inside an interval of which only the mean is known, the power may have been anywhere: at its ends the sum is
-        # exact again. The spread is that of the neighbouring means, and at least the mean itself (a burst in idleness).
+        # Inside an interval of which only the mean is known, the power may be distributed in any way; at its ends the
+        # sum is exact again. The spread is that of the neighbouring means, at least the mean itself (a burst).
         spread_w = max(swing, w1)
         loose = (spread_w * inside_s * (1.0 - fraction)) ** 2 / 3.0
         return Mark(j0 + w1 * inside_s, c0 + inside_s, v0, swing, loose, w1)
@@ -138,28 +138,29 @@ def _swing(times_ns: Ints, watts: Floats, i: int, x_ns: int, reach_ns: int) -> f
 
 
 def between_variance(start: Mark, end: Mark) -> float:
-    """Variance (J²) of what the power did between the samples of a window."""
+    """Return the variance (J²) due to the unknown power between the samples of a window."""
     return max(end.variance_j2 - start.variance_j2, 0.0) + start.loose_j2 + end.loose_j2
 
 
 def edge_variance(start: Mark, end: Mark, edge_s: float, least_w: float = 0.0) -> float:
-    """Variance (J²) of two edges, each known to `edge_s` (standard deviation) and never worse than the window is long.
+    """Return the variance (J²) due to two edges, each known to `edge_s` (standard deviation).
 
-    An edge off by so much is off by that times the swing of the samples around it, or by `least_w` of it.
+    An error of an edge costs that time multiplied by the swing of the samples around it, or by `least_w` if that is
+    more. It is never larger than the window.
     """
     edge_s = min(edge_s, max(end.covered_s - start.covered_s, 0.0) / SQRT12)
     return edge_s**2 * (max(start.swing_w, least_w) ** 2 + max(end.swing_w, least_w) ** 2)
 
 
 def edge_sd_s(domain: Domain) -> float:
-    """Standard deviation of where an edge lies: within the blur (uniform: over √12), and by the lag's error."""
+    """Return the standard deviation of an edge: its place within the blur (uniform: over √12), and the lag's error."""
     return math.hypot(domain.blur_s / SQRT12, domain.lag_error_s / Z90)
 
 
 def window_error_j(start: Mark, end: Mark, *, gain_error: float, edge_s: float, unseen_s: float = 0.0) -> float:
-    """90% half-width of the joules between two marks, whose edges are known to `edge_s` (`edge_sd_s`).
+    """Return the 90% half-width of the joules between two marks, whose edges are known to `edge_s` (`edge_sd_s`).
 
-    Time that was not seen may have drawn as much as the time that was, so it widens the interval by as much.
+    Unseen time may have drawn as much as the seen time, so it widens the interval by that.
     """
     joules = end.joules - start.joules
     variance = between_variance(start, end) + edge_variance(start, end, edge_s)
@@ -169,7 +170,7 @@ def window_error_j(start: Mark, end: Mark, *, gain_error: float, edge_s: float, 
 
 
 def energy_between(domain: Domain, start: Mark, end: Mark, seconds: float) -> Energy:
-    """Joules of one domain between two marks. A window of which nothing was seen has NaN joules, not 0."""
+    """Return the joules of one domain between two marks; NaN, not 0, if nothing of the window was seen."""
     covered_s = end.covered_s - start.covered_s
     coverage = min(max(covered_s / seconds, 0.0), 1.0) if seconds > 0 else 0.0
     unseen_s = (1.0 - coverage) * seconds if coverage < FULL else 0.0

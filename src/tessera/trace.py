@@ -19,19 +19,19 @@ from .read_limits import open_file
 from .schema import Basis, Domain, Energy, Gap, Hold, PowerEvent, Telemetry
 
 CSV_COLUMNS = ("epoch_us", "domain", "watts")
-"""What every power log has; ours says in `basis` whether it was measured or modelled."""
+"""Columns that every power log has; our logs also have `basis`: whether the power was measured or modelled."""
 
 MOST_DOMAINS = 4096
-"""Domains of one power log: a rack has some hundreds."""
+"""Most domains of one power log; a rack has some hundreds."""
 MOST_NS, MOST_W = 1 << 62, 1e12
-"""What is beyond is damage: times whose differences would not fit into 64 bits, watts beyond any power grid's."""
+"""Larger values are damage: differences of such times would not fit into 64 bits, and no power grid has such watts."""
 
 
 class PowerTrace:
-    """Watts over time. Samples are what the sensor really had: a repeated reading is never a sample.
+    """Watts over time. The samples are what the sensor really measured: a repeated reading is not a sample.
 
-    Totals and statistics are over the counted domains together (`domain=` picks one). Times are
-    epoch nanoseconds, as the sensor gave them; integrals correct them for its lag.
+    Totals and statistics are over all counted domains together (`domain=` selects one). Times are epoch nanoseconds, as
+    the sensor gave them; integrals correct them for its lag.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PowerTrace:
         self._gaps = tuple(gaps)
         self.asked_ms = asked_ms
 
-    # What a live trace overrides: everything else is computed from these.
+    # A live trace overrides the following properties; everything else is computed from these.
     @property
     def columns(self) -> Mapping[str, DomainSamples]:
         """The samples by domain."""
@@ -67,16 +67,16 @@ class PowerTrace:
 
     @property
     def gaps(self) -> Sequence[Gap]:
-        """Stretches without data, each with its reason."""
+        """Times without data, each with its reason."""
         return self._gaps
 
     @property
     def events(self) -> Sequence[PowerEvent]:
-        """Over-current and the like, reported during the trace; a live trace has them."""
+        """Over-current and similar events during the trace; only a live trace has them."""
         return ()
 
     def telemetry(self, domain: str) -> list[Telemetry]:
-        """Clocks, temperature, throttling recorded beside the samples of a domain; a live trace has them."""
+        """Return clocks, temperature and throttling recorded beside a domain's samples; only a live trace has them."""
         return []
 
     @property
@@ -91,9 +91,9 @@ class PowerTrace:
 
     @property
     def true_resolution_ms(self) -> float | None:
-        """Median spacing of the samples there really are (of the slowest counted domain); None without any.
+        """Median spacing of the real samples of the slowest counted domain; None without samples.
 
-        It is never finer than the period at which the sensor has something new.
+        It is never finer than the period at which the sensor has a new value.
         """
         spacings = [_spacing_ms(c) for c in self._select_counted(None)]
         known = [s for s in spacings if s is not None]
@@ -111,7 +111,7 @@ class PowerTrace:
 
     @property
     def by_rank(self) -> dict[int, DomainSamples]:
-        """The power of each rank's own processes in a merged run, where it is known: the first such domain of each."""
+        """The power of each rank's own processes in a merged run, if known: the first such domain of each rank."""
         found: dict[int, DomainSamples] = {}
         for column in self.columns.values():
             if column.domain.rank is not None:
@@ -130,7 +130,7 @@ class PowerTrace:
         return [columns[domain]]
 
     def total(self, domain: str | None = None) -> tuple[Ints, Floats]:
-        """Times and watts of the counted domains added up, each moved back by its lag, on all their samples."""
+        """Return times and watts of the counted domains added up, at all their samples, moved back by their lags."""
         moved = self._align_lag(domain)
         if not moved:
             return np.zeros(0, dtype=np.int64), np.zeros(0)
@@ -142,18 +142,18 @@ class PowerTrace:
         return grid, np.sum([_resample(t, c, grid) for t, c in moved], axis=0)
 
     def _align_lag(self, domain: str | None) -> list[tuple[Ints, DomainSamples]]:
-        """The columns that know anything at all, with their times moved back by the lag."""
+        """Return the columns with any known sample, with their times moved back by the lag."""
         known = [self._at_resolution(c) for c in self._select_counted(domain) if not np.all(np.isnan(c.watts))]
         return [(c.times_ns - c.lag_ns, c) for c in known]
 
     def _at_resolution(self, column: DomainSamples) -> DomainSamples:
-        """Samples no finer than the sensor. Parts of before the trace are left out: they would dilute its first."""
+        """Return samples no finer than the sensor, without those before the trace, which would dilute its first one."""
         if column.at_resolution is column:
             return column
         return DomainSamples.of(column.domain, *_clip(column, self.start_ns, self.end_ns)).at_resolution
 
     def _pieces(self, domain: str | None) -> tuple[Floats, Floats, Floats]:
-        """Seconds, and watts at both ends, of the stretches over which every domain is known."""
+        """Return seconds, and watts at both ends, of the intervals in which every domain is known."""
         moved = self._align_lag(domain)
         if not moved:
             return np.zeros(0), np.zeros(0), np.zeros(0)
@@ -172,7 +172,7 @@ class PowerTrace:
         moved = self._align_lag(domain)
         if len(moved) == 1:
             times_ns, column = moved[0]
-            # A mean belongs to the time before it: one that ends where the trace begins is not of the trace.
+            # A mean belongs to the time before it, so one at the very start of the trace is not part of the trace.
             inside = times_ns > self.start_ns if column.domain.hold is Hold.MEAN else np.ones(len(times_ns), bool)
             peaks = column.peaks_w[inside & ~np.isnan(column.peaks_w)]
             return float(peaks.max()) if len(peaks) else None
@@ -181,7 +181,7 @@ class PowerTrace:
 
     @property
     def mean_w(self) -> float | None:
-        """Mean power over the time that was seen: of each domain over what was seen of it, added up."""
+        """Mean power over the time that was seen, for each domain by itself, added up."""
         parts = [c.energy(self.start_ns, self.end_ns) for c in self._select_counted(None)]
         known = [e.energy_j / (e.time_s * e.coverage) for e in parts if e.time_s * e.coverage > 0]
         return sum(known) if known else None
@@ -197,13 +197,13 @@ class PowerTrace:
         return self.energy().error_j
 
     def energy(self, domain: str | None = None, start_ns: int | None = None, end_ns: int | None = None) -> Energy:
-        """Joules between two times (the whole trace by default), lag-corrected and exact at the edges."""
+        """Return the joules between two times (by default of the whole trace), lag-corrected and exact at the edges."""
         begin = self.start_ns if start_ns is None else start_ns
         end = self.end_ns if end_ns is None else end_ns
         return sum_domains([c.energy(begin, end) for c in self._select_counted(domain)], (end - begin) * 1e-9)
 
     def percentile(self, q: float, domain: str | None = None) -> float | None:
-        """Power that is not exceeded q% of the time (weighted by time: samples are not evenly spaced)."""
+        """Return the power not exceeded q% of the time; weighted by time, since samples are not evenly spaced."""
         seconds, begin, end = self._pieces(domain)
         if len(seconds) == 0:
             watts = self.total(domain)[1]
@@ -215,21 +215,21 @@ class PowerTrace:
         return float(np.interp(q / 100.0, share, watts[order]))
 
     def crest_factor(self, domain: str | None = None) -> float | None:
-        """I_peak / I_rms, with current proportional to power (the board's supply voltage is regulated)."""
+        """Return I_peak / I_rms; current is proportional to power, because the board's supply voltage is regulated."""
         seconds, begin, end = self._pieces(domain)
         peak_w = self._peak_w(domain)
         if len(seconds) == 0 or peak_w is None:
             return None
-        # The mean of the square of a straight line between two samples, exactly.
+        # The exact mean of the square of a straight line between two samples.
         square = (end**2 + end * begin + begin**2) / 3.0
         rms = float(np.sqrt(np.sum(square * seconds) / np.sum(seconds)))
         return peak_w / rms if rms > 0 else None
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write epoch_us, domain, watts (what `tessera attribute --power` and the replay sensor read), basis, part_of.
+        """Write epoch_us, domain, watts (for `tessera attribute --power` and the replay sensor), basis, part_of.
 
-        The lines are those of the trace alone, so that their integral is `energy`: a sample is put at each end of it.
-        Times are the sensor's own: its lag is still in them. `part_of` names the domain that already counts this one.
+        Only the trace itself is written, with a sample at each of its ends, so that the integral is `energy`. Times are
+        the sensor's own, including its lag. `part_of` names the domain that already includes this one.
         """
         target = Path(path)
         with replace_when_written(target) as part, part.open("w", newline="") as f:
@@ -239,12 +239,12 @@ class PowerTrace:
                 part_of = "" if column.domain.counted else name.rpartition(".")[0]
                 times_ns, watts = _clip(column, self.start_ns, self.end_ns)
                 for t, w in zip(times_ns.tolist(), watts.tolist(), strict=True):
-                    # "nan" ends a gap: nothing is known since the sample before.
+                    # "nan" ends a gap: the power since the sample before is unknown.
                     out.writerow((t // 1000, name, f"{w:.3f}", column.domain.basis, part_of))
         return target
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame with time_ns, epoch_us, domain, watts."""
+        """Return a pandas DataFrame with time_ns, epoch_us, domain, watts."""
         with needs_extra("pandas", "frame", "PowerTrace.to_frame"):
             import pandas as pd
         parts = [
@@ -266,9 +266,9 @@ class PowerTrace:
 
 
 def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats, Basis | None]]:
-    """Epoch nanoseconds, watts and basis by domain, from a CSV as `PowerTrace.to_csv` writes it.
+    """Return epoch nanoseconds, watts and basis by domain, from a CSV as `PowerTrace.to_csv` writes it.
 
-    The basis is None where the log does not say whether a domain was measured or modelled.
+    The basis is None if the log does not say whether a domain was measured or modelled.
     """
     source = Path(path)
     rows: dict[str, list[tuple[int, float]]] = {}
@@ -309,7 +309,7 @@ def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats, Basis | None]]:
 
 @contextlib.contextmanager
 def open_csv(source: Path) -> Iterator[Any]:
-    """A CSV reader of a power log; whatever goes wrong while it is read is a `RecordingError`."""
+    """Open a power log as a CSV reader; every error while reading becomes a `RecordingError`."""
     try:
         with io.TextIOWrapper(open_file(source), newline="", encoding="utf-8-sig") as f:
             yield csv.reader(f, skipinitialspace=True)
@@ -319,7 +319,7 @@ def open_csv(source: Path) -> Iterator[Any]:
 
 
 def check_domain_count(count: int, source: Path) -> None:
-    """Refuse a power log of more domains than any machine has."""
+    """Refuse a power log with more domains than any machine has."""
     if count >= MOST_DOMAINS:
         raise RecordingError(
             f"{source} has more than {MOST_DOMAINS} domains", fix="give a log whose column 'domain' names devices"
@@ -334,9 +334,9 @@ def _csv_sample(epoch_us: str, power_w: str) -> tuple[int, float]:
 
 
 def _spacing_ms(column: DomainSamples) -> float | None:
-    """Median spacing of a column's samples, and no less than the sensor's period.
+    """Return the median spacing of a column's samples, at least the sensor's period.
 
-    The sensor is read once more where a block ends: in a short block that spacing is the block's, not the sensor's.
+    The sensor is read once more when a block ends, so the spacing in a short block is that of the block.
     """
     known = column.times_ns[~np.isnan(column.watts)]
     if len(known) < 2:
@@ -345,25 +345,25 @@ def _spacing_ms(column: DomainSamples) -> float | None:
 
 
 def _shared_grid(moved: Sequence[tuple[Ints, DomainSamples]]) -> Ints:
-    """All the sample times at which every column has begun and none has ended."""
+    """Return all sample times at which every column has begun and none has ended."""
     grid = np.unique(np.concatenate([t for t, _ in moved]))
     shared: Ints = grid[(grid >= max(t[0] for t, _ in moved)) & (grid <= min(t[-1] for t, _ in moved))]
     return shared
 
 
 def _between(times_ns: Ints, column: DomainSamples, grid: Ints) -> tuple[Floats, Floats]:
-    """Watts at both ends of each step of a grid within the samples; NaN where nothing is known."""
+    """Return watts at both ends of each step of a grid within the samples; NaN if unknown."""
     i = np.searchsorted(times_ns, grid[1:], side="left")
     w0, w1 = column.watts[i - 1], column.watts[i]
     if column.domain.hold is Hold.MEAN:
         return w1, w1
-    w0 = np.where(np.isnan(w0), w1, w0)  # after a gap: level from its end on, as `accumulate` has it
+    w0 = np.where(np.isnan(w0), w1, w0)  # constant after a gap, from its end on, as in `accumulate`
     begin, end = ((t - times_ns[i - 1]) / (times_ns[i] - times_ns[i - 1]) for t in (grid[:-1], grid[1:]))
-    return w0 * (1.0 - begin) + w1 * begin, w0 * (1.0 - end) + w1 * end  # in this form exact at the samples
+    return w0 * (1.0 - begin) + w1 * begin, w0 * (1.0 - end) + w1 * end  # this form is exact at the samples
 
 
 def _clip(column: DomainSamples, start_ns: int, end_ns: int) -> tuple[Ints, Floats]:
-    """The samples of a window, in the sensor's own time, with one at each edge: NaN only for gaps inside."""
+    """Return the samples of a window in the sensor's own time, with one at each edge; NaN only for gaps inside."""
     first_ns, last_ns = start_ns + column.lag_ns, end_ns + column.lag_ns
     times_ns = column.times_ns
     inside = (times_ns >= first_ns) & (times_ns <= last_ns)
@@ -371,7 +371,7 @@ def _clip(column: DomainSamples, start_ns: int, end_ns: int) -> tuple[Ints, Floa
     grid = np.unique(np.concatenate([times_ns[inside], np.asarray(edges, dtype=np.int64)]))
     begin, end = _between(times_ns, column, grid)
     seen = np.flatnonzero(~np.isnan(end))
-    if len(seen) == 0:  # no stretch is known: at most single samples are
+    if len(seen) == 0:  # no interval is known, at most single samples
         return times_ns[inside & column.known], column.watts[inside & column.known]
     a, b = seen[0], seen[-1] + 1
     clipped_ns, watts = grid[a : b + 1], np.append(begin[a], end[a:b])

@@ -1,7 +1,7 @@
-"""Quantities as people write them ("275W", "node:1.2kW", "20ms") to SI floats, and back.
+"""Converts quantities as people write them ("275W", "node:1.2kW", "20ms") to SI floats, and back.
 
-Each `parse_*` takes text or a plain number already in SI, and raises `UnitError` showing the position of the
-mistake. Prefixes are case-sensitive on purpose: mW and MW are nine orders of magnitude apart.
+Each `parse_*` accepts text, or a plain number that is already in SI, and raises `UnitError` that shows the position of
+the mistake. Prefixes are case-sensitive on purpose: mW and MW are nine orders of magnitude apart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _with_prefixes(unit: str, *prefixes: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dimension:
-    """One kind of quantity: its units by their factor (and offset) to SI, and how an example of it looks."""
+    """One kind of quantity: its units with factor (and offset) to SI, and an example."""
 
     name: str
     units: dict[str, float]
@@ -62,7 +62,7 @@ _ENERGY = _Dimension(
     name="energy",
     units={**_with_prefixes("J", "m", "u", "µ", "n", "p", "k", "M", "G"), **_WATT_HOURS},
     example="'4.1J', '12 mJ' or '2kWh'",
-    show=("GWh", "MWh", "kWh", "MJ", "kJ", "J", "mJ", "µJ", "nJ", "pJ"),  # from a kilowatt-hour on, people say so
+    show=("GWh", "MWh", "kWh", "MJ", "kJ", "J", "mJ", "µJ", "nJ", "pJ"),  # people use kWh from one kilowatt-hour on
 )
 _JOULES = replace(_ENERGY, show=("GJ", "MJ", "kJ", "J", "mJ", "µJ"))
 _ELECTRICITY = _Dimension(name="energy", units=_WATT_HOURS, example="'2kWh'", show=("GWh", "MWh", "kWh", "Wh", "mWh"))
@@ -120,7 +120,7 @@ def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         try:
             value = float(text)
-        except OverflowError:  # an int beyond 1.8e308
+        except OverflowError:  # an int above 1.8e308
             value = math.inf
         if not math.isfinite(value) or value < dim.minimum:
             raise UnitError(str(value), 0, f"not a possible {dim.name}", dim.example)
@@ -132,7 +132,7 @@ def _parse(text: str | float, dim: _Dimension, start: int = 0) -> float:
     if not number:
         raise UnitError(text, start, "a number is expected here", dim.example)
     at = _SPACE.match(text, number.end()).end()  # type: ignore[union-attr]
-    unit = text[at:].rstrip().replace("\N{GREEK SMALL LETTER MU}", "\N{MICRO SIGN}")  # keyboards have either
+    unit = text[at:].rstrip().replace("\N{GREEK SMALL LETTER MU}", "\N{MICRO SIGN}")  # keyboards have one or the other
     if unit not in dim.units:
         wrong = f"unknown unit {unit!r}" + _near_unit(unit, dim) if unit else f"a unit of {dim.name} is missing"
         raise UnitError(text, at, wrong, dim.example)
@@ -152,17 +152,17 @@ def _near_unit(unit: str, dim: _Dimension) -> str:
 
 
 def parse_power(text: str | float) -> float:
-    """Watts of "275W", "1.2kW", "20 kW" or a plain number of watts."""
+    """Return the watts of "275W", "1.2kW", "20 kW" or a plain number of watts."""
     return _parse(text, _POWER)
 
 
 def parse_power_rate(text: str | float) -> float:
-    """Watts a second of "200W/s", "10MW/s", "5MW/min" or a plain number of watts a second."""
+    """Return the watts per second of "200W/s", "10MW/s", "5MW/min" or a plain number of watts per second."""
     return _parse(text, _POWER_RATE)
 
 
 def parse_scoped_power(text: str | float) -> ScopedPower:
-    """Scope and watts of "node:1.2kW"; a bare "275W" is a GPU's."""
+    """Return scope and watts of "node:1.2kW"; the scope of a bare "275W" is a GPU."""
     prefix = _SCOPE.match(text) if isinstance(text, str) else None
     if not prefix:
         return ScopedPower("gpu", _parse(text, _POWER))
@@ -174,37 +174,37 @@ def parse_scoped_power(text: str | float) -> ScopedPower:
 
 
 def parse_energy(text: str | float) -> float:
-    """Joules of "4.1J", "12mJ", "2kWh" or a plain number of joules."""
+    """Return the joules of "4.1J", "12mJ", "2kWh" or a plain number of joules."""
     return _parse(text, _ENERGY)
 
 
 def parse_duration(text: str | float) -> float:
-    """Seconds of "60s", "20ms", "5min", "30d" or a plain number of seconds."""
+    """Return the seconds of "60s", "20ms", "5min", "30d" or a plain number of seconds."""
     return _parse(text, _DURATION)
 
 
 def parse_frequency(text: str | float) -> float:
-    """Hertz of "200MHz" or a plain number of hertz."""
+    """Return the hertz of "200MHz" or a plain number of hertz."""
     return _parse(text, _FREQUENCY)
 
 
 def parse_bytes(text: str | float) -> int:
-    """Whole bytes of "64MiB", "2GB" or a plain number of bytes."""
+    """Return the whole bytes of "64MiB", "2GB" or a plain number of bytes."""
     return round(_parse(text, _BYTES))
 
 
 def parse_temperature(text: str | float) -> float:
-    """Degrees Celsius of "85C", "358K" or a plain number of degrees Celsius."""
+    """Return the degrees Celsius of "85C", "358K" or a plain number of degrees Celsius."""
     return _parse(text, _TEMPERATURE)
 
 
 def parse_fraction(text: str | float) -> float:
-    """The fraction of "5%" or "0.05"."""
+    """Return the fraction that "5%" or "0.05" is."""
     return _parse(text, _FRACTION)
 
 
 def with_unit(parse: Callable[[str | float], float]) -> Callable[[Any], float]:
-    """A parser of values in files: a bare number is refused. Nobody knows whether 60 is seconds or minutes."""
+    """Return a parser for values in files; it refuses a bare number, since 60 may mean seconds or minutes."""
 
     def read(value: Any) -> float:
         try:
@@ -221,7 +221,7 @@ def _format(value: float, dim: _Dimension, digits: int) -> str:
     if not math.isfinite(value):
         return str(value)
     for unit in dim.show:
-        # Rounded as it will be written: 999.96 W at four digits reads "1 kW", and 999.6 W not "0.9996 kW"
+        # Compare the rounded value: 999.96 W is written "1 kW" with four digits, but 999.6 W not "0.9996 kW".
         if abs(float(f"{value / dim.units[unit]:.{digits}g}")) >= 1:
             break
     else:
@@ -229,7 +229,7 @@ def _format(value: float, dim: _Dimension, digits: int) -> str:
         unit = dim.show[-1] if value else plain
     scaled = value / dim.units[unit]
     text = f"{scaled:.{digits}g}"
-    if "e" in text and digits < 15 and abs(scaled) >= 1:  # a smaller value must not read "0"
+    if "e" in text and digits < 15 and abs(scaled) >= 1:  # not for smaller values, which would read "0"
         text = f"{scaled:.0f}"
     return f"{text} {unit}"
 
@@ -250,7 +250,7 @@ def format_energy(energy_j: float, digits: int = 4) -> str:
 
 
 def format_joules(energy_j: float, digits: int = 4) -> str:
-    """Joules for people, never as kWh: for figures on both sides of a kilowatt-hour that are compared."""
+    """Joules for people, never in kWh: for figures that are compared and lie on both sides of a kilowatt-hour."""
     return _format(energy_j, _JOULES, digits)
 
 
@@ -260,12 +260,12 @@ def format_count(count: int, noun: str) -> str:
 
 
 def pick_energy_format(largest_j: float) -> Callable[[float, int], str]:
-    """One way to write all joules of a screen: as electricity is billed from a kilowatt-hour on."""
+    """Return one format for all joules of a screen: watt-hours if the largest is a kilowatt-hour or more."""
     return format_watt_hours if largest_j >= _WATT_HOURS["kWh"] else format_energy
 
 
 def format_watt_hours(energy_j: float, digits: int = 3) -> str:
-    """Joules as electricity is billed: 412 -> "114 mWh", 4.32e9 -> "1.2 MWh"."""
+    """Joules in watt-hours, as electricity is billed: 412 -> "114 mWh", 4.32e9 -> "1.2 MWh"."""
     return _format(energy_j, _ELECTRICITY, digits)
 
 
@@ -284,7 +284,7 @@ def format_duration(duration_s: float, digits: int = 4) -> str:
 
 
 def format_share(share: float, *, signed: bool = False) -> str:
-    """A share for people: 0.284 -> "28.4%"; a small one that would round to zero is "<0.1%"."""
+    """A share for people: 0.284 -> "28.4%"; a small one that would round to zero becomes "<0.1%"."""
     if not math.isfinite(share):
         return str(share)
     if share == 0:
@@ -310,7 +310,7 @@ _SUBMULTIPLES = ((1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (1e-12, "p"))
 
 
 def format_si(value: float | None, unit: str = "", digits: int = 4, *, submultiples: bool = False) -> str:
-    """A value of any unit for people: 4.8e12 -> "4.8 TB/s"; "-" where it is unknown. `submultiples`: "2.1 pJ/op"."""
+    """A value of any unit for people: 4.8e12 -> "4.8 TB/s"; "-" if unknown. `submultiples` allows "2.1 pJ/op"."""
     if value is None or not math.isfinite(value):
         return "-"
     prefixes = (*_MULTIPLES, *_SUBMULTIPLES) if submultiples else _MULTIPLES
@@ -322,8 +322,8 @@ def format_si(value: float | None, unit: str = "", digits: int = 4, *, submultip
 def format_error(value: float, error: float | None, unit: str = "", *, signed: bool = False) -> str:
     """A value with as many digits as its error allows: "412.3 ± 1.8 W".
 
-    Energy, power and time are never below zero: where the error is larger than the value, this is "0 to 7.4 W".
-    `signed` is for differences, which may be.
+    Energy, power and time are never negative, so if the error is larger than the value, this becomes "0 to 7.4 W".
+    Differences may be negative: for these set `signed`.
     """
     space = f" {unit}" if unit else ""
     if error is None or not error > 0:
@@ -342,9 +342,10 @@ def format_energy_error(
     signed: bool = False,
     show: Callable[[float, int], str] = format_energy,
 ) -> str:
-    """Joules with their error, in the unit of the larger: "1.20 ± 0.31 mJ"; "unknown J" where they are NaN.
+    """Joules with their error, in the unit of the larger one: "1.20 ± 0.31 mJ"; "unknown J" if they are NaN.
 
-    Joules that may be none at all are "0 to 1.1 J", unless they are a difference (`signed`). `show` chooses the unit.
+    Joules with an error above their value become "0 to 1.1 J", unless they are a difference (`signed`). `show` chooses
+    the unit.
     """
     if math.isnan(energy_j):
         return "unknown J"
