@@ -15,14 +15,14 @@ from .inductor import PRIVATE_ERRORS
 MATMUL = frozenset({"matmul", "bmm", "__matmul__"})
 _CAST = frozenset({"to", "float", "half", "bfloat16", "type", "type_as", "_to_copy"})
 _SAME = frozenset({"contiguous", "clone"})
-_CONSTANT_MASK = 4096 * 4096  # elements of a mask we compute to look at it
+_CONSTANT_MASK = 4096 * 4096  # largest number of elements of a mask that is computed to look at it
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMatch:
-    """The nodes that go in, what is done to the scores, and the nodes that are replaced.
+    """The nodes of an attention: its inputs, what is done to the scores, and the nodes that are replaced.
 
-    With `fill` the mask tells where scores are set to that value, or with `keeps` where they are not.
+    With `fill`, the mask tells where scores are set to that value, or with `keeps` where they are not.
     """
 
     out: fx.Node
@@ -110,7 +110,8 @@ def _match_scores(name: str, node: fx.Node, match: AttentionMatch) -> tuple[Any,
         if name != "mul" and args[1] == 0:
             return None
         return args[0], replace(match, scale=match.scale * (args[1] if name == "mul" else 1.0 / args[1]))
-    # Walking back, the mask comes first: one that is scaled after it was put on is not the same.
+    # Walking back, the mask comes before the scale: if the scores were scaled after masking, the result is not the
+    # same.
     if match.mask is not None or match.scale != 1.0:
         return None
     if name in ("add", "iadd") and len(args) == 2 and isinstance(args[0], fx.Node) and isinstance(args[1], fx.Node):
@@ -129,14 +130,14 @@ def _match_fill(
     if isinstance(fill, fx.Node):  # torch.full([], -inf), torch.tensor(-inf)
         value = compute_constant(fill)
         fill = value.item() if value is not None and value.numel() == 1 else None
-    # Anything that is not far below every score is a value of its own, not a mask.
+    # A value that is not far below every score is a value of its own, not a mask.
     if not isinstance(fill, float | int) or fill > -1e4 or not isinstance(mask, fx.Node):
         return None
     return scores, replace(match, mask=mask, fill=float(fill), keeps=keeps)
 
 
 def _is_scores(node: Any) -> bool:
-    """Tell whether the scores come from this side of an addition: it leads to a product within a few nodes."""
+    """Tell whether the scores come from this side of an addition, which then leads to a product within a few nodes."""
     for _ in range(4):
         if not isinstance(node, fx.Node):
             return False
@@ -169,7 +170,7 @@ def _is_supported(match: AttentionMatch) -> bool:
         return False
     if q.dim() not in (3, 4) or not q.dim() == k.dim() == v.dim() or q.shape[:-2] != v.shape[:-2]:
         return False
-    out = value_of(match.out)  # a mask may have made it larger than queries and keys did
+    out = value_of(match.out)  # broadcasting a mask may have made it larger than queries and keys do
     if match.scale <= 0 or out is None or tuple(out.shape) != (*q.shape[:-1], v.shape[-1]):
         return False  # with such a scale and is_causal torch 2.13 gives NaNs on a CPU
     mask = value_of(match.mask) if match.mask is not None else None
@@ -179,10 +180,10 @@ def _is_supported(match: AttentionMatch) -> bool:
 
 
 def compute_constant(node: fx.Node) -> torch.Tensor | None:
-    """Compute a node that depends on constants alone, on the CPU; None where that is not certain.
+    """Compute a node that depends only on constants, on the CPU; None where that is not certain.
 
-    Writes into tensors (`mask[:, 0] = False`) have no user, so a node does not seem to depend on them: the version of
-    Dynamo's fake tensors shows them. Random numbers and unwritten memory are not constants.
+    Dynamo's graph does not show writes into a tensor (`mask[:, 0] = False`) as users of the node; the version of its
+    fake tensor does. Random numbers and uninitialised memory are not constants.
     """
     needed, stack = set[fx.Node](), [node]
     while stack:
@@ -209,7 +210,7 @@ def compute_constant(node: fx.Node) -> torch.Tensor | None:
 
 
 def _is_unwritten(node: fx.Node) -> bool:
-    """Tell whether a node's value is no larger than a mask may be, and nobody writes into it."""
+    """Tell whether a node's value is no larger than a mask may be, and nothing writes into it."""
     value = value_of(node)
     if any(name_of(user) == "_get_data_attr" for user in node.users):  # writes through .data are not counted
         return False
@@ -221,7 +222,7 @@ def _is_unwritten(node: fx.Node) -> bool:
 
 
 def _run_certain(graph: fx.Graph) -> Any:
-    """Run a graph, but raise for random numbers and unwritten memory."""
+    """Run a graph, but raise for random numbers and uninitialised memory."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -14,23 +14,26 @@ class CallClock(Protocol):
         """Mark this moment."""
 
     def measure_s(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks; it may wait for the second."""
+        """Return the seconds between two marks; this may wait for the second mark."""
 
 
 class HostClock:
     """The host's clock."""
 
     def mark(self) -> float:
-        """Read it."""
+        """Read the clock."""
         return time.perf_counter()
 
     def measure_s(self, begin: float, end: float) -> float:
-        """Seconds between two readings."""
+        """Return the seconds between two readings."""
         return end - begin
 
 
 class StreamClock:
-    """Events in the current CUDA stream: when the device was there. `marks` of them are made in advance."""
+    """Events in the current CUDA stream, for the times at which the device reaches them.
+
+    `marks` events are made in advance.
+    """
 
     def __init__(self, marks: int) -> None:
         import torch
@@ -38,7 +41,7 @@ class StreamClock:
         self._make = functools.partial(torch.cuda.Event, enable_timing=True)
         self._ready = [self._make() for _ in range(marks)]
         for event in self._ready:
-            event.record()  # torch makes it at its first use
+            event.record()  # torch creates the CUDA event at its first use
 
     def mark(self) -> Any:
         """Record an event."""
@@ -47,6 +50,6 @@ class StreamClock:
         return event
 
     def measure_s(self, begin: Any, end: Any) -> float:
-        """Seconds between two events; waits for the second."""
+        """Return the seconds between two events; this waits for the second event."""
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3

@@ -5,8 +5,9 @@
     with checkpoint.apply(model, plan):           # or applied = checkpoint.apply(...); applied.undo()
         train(model)
 
-A block is kept, recomputed in backward, or recomputed but for a few operators. The cheapest mix within the memory is
-chosen by `predict`'s model and then predicted as a whole, with the plan applied: what is reported is that prediction.
+A block is kept, recomputed in backward, or recomputed except for a few operators. The cheapest mix that fits the memory
+is chosen by `predict`'s model. It is then predicted as a whole, with the plan applied; the plan reports that
+prediction.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ if TYPE_CHECKING:
 
 CheckpointPolicyName = Literal["energy", "memory", "latency"]
 POLICIES = ("energy", "memory", "latency")
-# What "as little memory as possible" may exceed the least by, so that a block is not recomputed for nothing.
+# With the policy "memory", a plan may exceed the least memory by this factor, so that no block is recomputed for
+# nothing.
 LEAST_SLACK = 1.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """One block: what is done with it, and what that frees and costs a step against keeping it.
+    """One block: whether it is kept, and what memory that frees and what a step pays for it, compared with keeping it.
 
     `bytes_j` is what writing the freed bytes once and reading them once would cost: the most that not keeping them can
-    save. In eager mode forward writes them all the same, so it is the bound of a rule, not a saving.
+    save. In eager mode, forward writes them anyway, so `bytes_j` only explains the choice and is not a saving.
     """
 
     name: str
@@ -65,7 +67,7 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPlan:
-    """What is done with each block, and the settings it was chosen among: "none", "chosen" and "all"."""
+    """What is done with each block, and the settings that were compared: "none", "chosen" and "all"."""
 
     name: str
     device: str
@@ -77,12 +79,12 @@ class CheckpointPlan:
 
     @property
     def choices(self) -> dict[str, BlockChoice]:
-        """What is done with each block, by its path."""
+        """Return what is done with each block, by its path."""
         return {b.name: b.choice for b in self.blocks}
 
     @property
     def rewrites(self) -> list[Rewrite]:
-        """The plan as rewrites, one for each kind of block and choice; savings are negative where they cost."""
+        """Return the plan as rewrites, one for each kind of block and choice; savings are negative where they cost."""
         groups: defaultdict[tuple[str, str], list[BlockPlan]] = defaultdict(list)
         for b in self.blocks:
             if b.choice.name != "keep":
@@ -144,11 +146,11 @@ def plan(
     precision: str | None = None,
     launch: Literal["eager", "graph"] = "eager",
 ) -> CheckpointPlan:
-    """Choose, block by block, what to keep and what to recompute; nothing is run and the model is left as it is.
+    """Choose for each block what to keep and what to recompute. Nothing is run, and the model is not changed.
 
     `policy` is what is minimised within `memory_bytes` (default: the chip's memory): joules, seconds, or the peak
     itself. `blocks` are names of modules; None finds the repeated ones. `selective=False` considers whole blocks only.
-    `on=None` is this machine's GPU, else an H200. The other arguments are those of `predict`.
+    `on=None` means this machine's GPU, or an H200 if there is none. The other arguments are those of `predict`.
     """
     if policy not in POLICIES:
         raise ArgumentError(f"policy={policy!r}{did_you_mean(policy, POLICIES)}", fix=f"one of {', '.join(POLICIES)}")
@@ -270,7 +272,7 @@ def _explain_choice(
 
 
 def find_blocks(model: nn.Module, wanted: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Return the blocks by their path in the model, in its order; none lies within another."""
+    """Return the blocks by their path in the model, in the model's order. No block is inside another."""
     modules = dict(model.named_modules())
     unknown = next((name for name in wanted or () if name not in modules), None)
     if unknown is not None:
@@ -320,6 +322,6 @@ def _find_repeated(model: nn.Module) -> list[str]:
 def apply(model: nn.Module, plan: CheckpointPlan | Mapping[str, BlockChoice]) -> AppliedPlan:
     """Make the blocks of a model recompute as planned: same results and gradients, less memory, more work.
 
-    The result is a context manager with `undo()`: both give the blocks their own forward again.
+    Leaving the result as a context manager, or calling its `undo()`, gives the blocks their own forward again.
     """
     return apply_choices(model, plan.choices if isinstance(plan, CheckpointPlan) else plan)

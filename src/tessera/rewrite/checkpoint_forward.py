@@ -1,8 +1,8 @@
-"""The forward of a block that is recomputed in backward, in whole or but for the operators whose results are saved.
+"""The forward of a block that is recomputed in backward, as a whole or except for operators whose results are saved.
 
 torch.utils.checkpoint does the work (`use_reentrant=False`, which keeps the state of the random numbers and autocast).
-Around it stand the things it leaves to its user: batch norms must not count a batch twice, caches of generation must
-not grow twice, lists must not have grown in between, and which operator is saved is named by its name and number.
+This module adds what torch leaves to its user: batch norms must not count a batch twice, caches of generation must not
+grow twice, lists must be as they were the first time, and saved operators are identified by name and number.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from ..graph.recorder import Recorder
 if TYPE_CHECKING:
     from .checkpoint_search import BlockChoice, OpKey
 
-# Host seconds that no operator shows: a checkpointed call with its backward, and an operator seen by the mode that
-# saves selectively. By benchmarks/device/checkpointing.py --host-cost (a CPU, torch 2.13): 174 us a block, 16 us an
-# operator in forward and 18 when recomputed. Charged to a capture in torch functions of 0.58 us, the host model's
-# constant (estimate/data/host.json, function_s).
+# Seconds of the host that no operator shows: of a checkpointed call with its backward, and of an operator seen by the
+# mode that saves selectively. From benchmarks/device/checkpointing.py --host-cost (a CPU, torch 2.13): 174 us a block,
+# 16 us an operator in forward and 18 us when recomputed. They are charged to a capture as so many torch functions of
+# 0.58 us, the host model's constant (estimate/data/host.json, function_s).
 BLOCK_S, SELECTED_S, FUNCTION_S = 1.7e-4, 1.7e-5, 5.8e-7
 
-# What a layer of transformers is handed for generation: appended to in forward, so twice when recomputed.
+# Arguments with which a layer of transformers gets the cache of generation. Forward appends to it, so a recomputed
+# layer would append twice.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -82,16 +83,16 @@ def apply_choices(model: torch.nn.Module, choices: Mapping[str, BlockChoice]) ->
 
 
 def unify_attention_name(name: str) -> str:
-    """Return one name for the kernels torch may choose among: which it is depends on device, dtype and mask."""
+    """Return one name for all attention kernels among which torch chooses by device, dtype and mask."""
     return "attention" if name.startswith(("_scaled_dot_product", "sdpa", "scaled_dot_product")) else name
 
 
 class SavePolicy:
-    """The policy of one call of a block: saves the operators of `saves`, recomputes the others."""
+    """The policy of one call of a block: it saves the operators in `saves` and recomputes the others."""
 
     def __init__(self, saves: frozenset[OpKey]) -> None:
         self._saves = saves
-        # Older torch asks again while it recomputes: counted apart.
+        # Older torch asks again while it recomputes, so those operators are counted apart.
         self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
         self._recorder = _find_recorder()
 
@@ -112,7 +113,10 @@ def _make_contexts(saves: frozenset[OpKey]) -> Any:
 
 
 class CheckpointedForward:
-    """Stands in for `module.forward`. Without gradients it is the forward itself. Copies and pickles with its block."""
+    """Replaces `module.forward`.
+
+    Without gradients, it is the forward itself. It is copied and pickled with its block.
+    """
 
     def __init__(self, forward: Any, saves: frozenset[OpKey]) -> None:
         self.forward = forward
@@ -125,7 +129,7 @@ class CheckpointedForward:
         kwargs = drop_caches(kwargs)
         options = {"context_fn": functools.partial(_make_contexts, self.saves)} if self.saves else {}
         if torch.compiler.is_compiling():
-            # The compiler recomputes what it traced once: nothing runs twice, and nothing here may break its graph.
+            # The compiler recomputes what it traced once: no Python runs twice, and nothing here may break its graph.
             run = functools.partial(self.forward, **kwargs) if kwargs else self.forward
             return checkpoint(run, *args, use_reentrant=False, **options)
         _charge_host(_find_recorder(), BLOCK_S)
@@ -135,7 +139,7 @@ class CheckpointedForward:
 class _RepeatableForward:
     """A forward with its keyword arguments, to be run twice.
 
-    The second time changes no statistics, and finds lists and dicts as they were the first time, whatever was put into
+    The second run changes no statistics, and finds lists and dicts as they were in the first run, whatever was added to
     them since (the features of a DenseNet).
     """
 
@@ -160,9 +164,9 @@ def _copy_containers(thing: Any) -> Any:
 
 @contextlib.contextmanager
 def freeze_statistics(block: torch.nn.Module) -> Iterator[None]:
-    """Let batch norms of a block use the batch's statistics without adding them to the running ones."""
-    # With a momentum of 0 the kernel writes the running statistics as they are. To hand it none would change what it
-    # saves for backward, which torch checks against the first run.
+    """Let batch norms of a block use the batch's statistics without updating the running ones."""
+    # With a momentum of 0, the kernel writes the running statistics back unchanged. Passing none would change what the
+    # kernel saves for backward, which torch checks against the first run.
     norms = [m for m in block.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm) and m.training]
     before = [(m, m.momentum, m._buffers.get("num_batches_tracked")) for m in norms]
     for norm in norms:
@@ -185,11 +189,11 @@ def drop_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_recorder() -> Recorder | None:
-    """Return the capture this runs in, if it does."""
+    """Return the capture that is recording, if there is one."""
     return next((m for m in _get_current_dispatch_mode_stack() if isinstance(m, Recorder)), None)
 
 
 def _charge_host(recorder: Recorder | None, seconds: float) -> None:
-    """Charge Python of the host that no operator shows to the next one."""
+    """Charge host time that no operator shows to the next operator."""
     if recorder is not None and recorder.active:
         recorder.functions += round(seconds / FUNCTION_S)

@@ -1,8 +1,8 @@
 """Predict training steps with blocks kept, recomputed, or recomputed in part, and search among the choices.
 
-The costs of a block are differences of two captures of the same step: one with every block kept, one with every block
-recomputed. The operators' own joules tell what saving one of them would spare again. Among the choices of all blocks an
-exact multiple-choice knapsack finds the cheapest that fits.
+The cost of a block is the difference between two captures of the same step: one with every block kept, one with every
+block recomputed. The joules of a single operator tell what saving it would spare in the second run. An exact
+multiple-choice knapsack then finds the cheapest choices for all blocks that fit.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from ..graph.ir import Graph, Op
 from ..schema import EnergyDescriptor
 from .checkpoint_forward import apply_choices, unify_attention_name
 
-# Plans that are predicted as a whole before the search ends: each moves the budget by what the last one was off.
+# The search predicts at most so many plans as a whole. Each corrects the budget by the error of the last one.
 MAX_TRIES = 4
-# Levels of saved operators that are offered for one block: more would differ by less than the model errs.
+# At most so many levels of saved operators are offered for one block: more levels would differ by less than the model's
+# error.
 MAX_LEVELS = 12
-# Beyond so many states of the knapsack one is kept for each part of the budget: what is chosen fits all the same, and
-# may cost more than the best by what such parts are worth.
+# With more states of the knapsack than this, one state is kept for each part of the budget. The choice then still fits,
+# but may cost more than the best, by what one such part is worth.
 MAX_STATES = 20_000
 
 OpKey = tuple[str, int]
-"""An operator of a block: its name without namespace and overload, and its number among those of that name, from 0."""
+"""An operator of a block: its name without namespace and overload, and its number among operators of that name, from 0.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockChoice:
-    """How a block goes through a training step; `saves` are the operators a selective one does not run again."""
+    """How a block goes through a training step; a selective block does not run the operators in `saves` again."""
 
     name: Literal["keep", "recompute", "selective"] = "keep"
     saves: frozenset[OpKey] = field(default_factory=frozenset)
@@ -43,7 +45,7 @@ KEEP, RECOMPUTE = BlockChoice(), BlockChoice(name="recompute")
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """One block in one iteration: joules and seconds of all its kernels, bytes it holds from forward to backward."""
+    """A block in one iteration: joules and seconds of all its kernels, and bytes it holds from forward to backward."""
 
     energy_j: float = 0.0
     time_s: float = 0.0
@@ -71,7 +73,7 @@ def _average(costs: Sequence[BlockCost]) -> BlockCost:
 class StepSplit:
     """A captured training step split by block.
 
-    `forward` are the operators of a block's first forward with what each costs, `counts` how many of each name ran.
+    `forward` are the operators of a block's first forward, each with its cost; `counts` is how often each name ran.
     """
 
     blocks: Mapping[str, BlockCost]
@@ -133,8 +135,8 @@ def _count_kept_bytes(graph: Graph, block_of: Mapping[str, str | None]) -> dict[
 def list_levels(name: str, kept: StepSplit, recomputed: StepSplit) -> list[tuple[BlockChoice, BlockCost]]:
     """Return selective choices of a block: more and more operators saved, the most joules per byte first.
 
-    Only what the recomputation would run again is worth saving. What is random is always run again, in order, from the
-    saved state of the generator: to skip one would give the ones after it other numbers.
+    Only operators that the recomputation would run again are worth saving. Random operators always run again, in order,
+    from the saved state of the generator: to skip one would give other numbers to those after it.
     """
     again = recomputed.counts[name] - kept.counts[name]
     cost = recomputed.blocks[name]
@@ -151,7 +153,7 @@ def list_levels(name: str, kept: StepSplit, recomputed: StepSplit) -> list[tuple
 
 
 def _list_savable(kept: StepSplit, name: str, again: Counter[str]) -> list[tuple[OpKey, BlockCost]]:
-    """Return operators that may be saved, with what that spares and holds: new tensors nothing writes into later."""
+    """Return operators that may be saved, with their costs: they make new tensors which nothing writes into later."""
     ops = [op for op, _ in kept.forward[name] if op.kernels]  # a view's output is what it views
     writers = Counter(storage for op in ops for storage in {t.storage for t in op.outputs})
     counts: Counter[str] = Counter()
@@ -197,7 +199,7 @@ class PredictedPlan:
 
 @dataclass(slots=True)
 class StepPredictor:
-    """Predicts the training step under one plan or another."""
+    """Predicts the training step under different plans."""
 
     model: Any
     inputs: Any
@@ -222,10 +224,10 @@ class StepPredictor:
                 precision=self.precision,
                 launch=self.launch,
             )
-        quantised = self.precision if self.precision in QUANTISED else None  # the others are in the capture
+        quantised = self.precision if self.precision in QUANTISED else None  # other precisions are in the capture
         report = predict(graph, on=self.device, precision=quantised, launch=self.launch, check_memory=False)
         prediction = report.prediction
-        assert prediction is not None and prediction.peak_memory_bytes is not None  # `predict` gives both
+        assert prediction is not None and prediction.peak_memory_bytes is not None  # `predict` gives both of them
         split = split_step(graph, report.descriptors, self.names)
         self.names = tuple(n for n in self.names if split.counts[n])  # drop those that the step never calls
         kinds = [choice.name for choice in choices.values()]
@@ -275,7 +277,7 @@ def search(
     budget: float | None,
     goal: Literal["energy", "latency"],
 ) -> PredictedPlan:
-    """Return the best plan that was predicted as a whole and fits: of whole blocks only, and with selective choices."""
+    """Return the best plan that was predicted as a whole and fits, among plans with and without selective choices."""
     fits = [plan for plan in (kept, whole) if budget is None or plan.setting.peak_bytes <= budget]
     shared = {id(options): [o for o in options if o[0].name != "selective"] for options in table.values()}
     without = {name: shared[id(options)] for name, options in table.items()}
@@ -291,7 +293,7 @@ def search(
             if over <= 0:
                 fits.append(plan)
                 break
-            # Its bytes were thought to fit: by as many as they were too many, fewer are allowed the next time.
+            # The plan was expected to fit, but exceeds the budget. Next time, allow that many bytes fewer.
             costs = [dict(options[name])[choice] for name, choice in choices.items()]
             room = sum(cost.kept_bytes for cost in costs) - over
     best = min(fits, key=lambda plan: plan.setting.time_s if goal == "latency" else plan.setting.energy_j)
@@ -299,10 +301,10 @@ def search(
 
 
 def _choose(table: ChoiceTable, room_bytes: float, goal: str) -> dict[str, BlockChoice] | None:
-    """Return the cheapest choices whose bytes, against keeping everything, fit the room (negative under pressure).
+    """Return the cheapest choices whose bytes, compared with keeping all, fit the room (negative under pressure).
 
-    Among equal blocks the first ones are recomputed: when the last one's backward runs, the first are still to come,
-    so what they free is free at the peak.
+    Among equal blocks, the first ones are recomputed. When the backward of the last block runs, the backward of the
+    first blocks is still to come, so what they free is free at the peak.
     """
     names = list(table)
     least = {n: min(c.kept_bytes for _, c in table[n]) for n in names}
@@ -326,7 +328,8 @@ def _choose(table: ChoiceTable, room_bytes: float, goal: str) -> dict[str, Block
 def solve_knapsack(items: Sequence[Sequence[tuple[float, float]]], budget_bytes: float) -> list[int] | None:
     """Return which option (bytes, cost) of each item makes the least cost that fits; None if none does.
 
-    States that hold more and cost more than another are dropped, so items that are alike stay few.
+    States that hold more and cost more than another are dropped, so the number of states stays small for items that are
+    alike.
     """
     states: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
     least = [min(nbytes for nbytes, _ in options) for options in items]

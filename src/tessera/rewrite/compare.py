@@ -1,9 +1,9 @@
 """Compare what a changed program did with what the original did, value by value.
 
-Each value is compared by its relative Frobenius error and by its largest deviation relative to its largest magnitude.
-A gradient that is small beside the others (that of a key's bias is zero but for rounding) is compared on the scale of a
-thousandth of the largest. Of integers and booleans a share as large as that error may differ, since rounding decides an
-argmax now and then. Strings must be the same.
+Each value is compared by its relative Frobenius error, and by its largest deviation relative to its largest magnitude.
+A gradient that is small compared with the others (a key's bias has only rounding errors) is compared on the scale of a
+thousandth of the largest. Integers and booleans may differ in as large a share as that error, because rounding
+sometimes decides an argmax. Strings must be the same.
 """
 
 from __future__ import annotations
@@ -24,21 +24,27 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.bfloat16: 4e-2,
 }
 """Relative Frobenius error allowed by number format: 20 rounding errors (unit roundoff 2^-9 of bf16, 2^-11 of fp16),
-rounded up; fp32 is wider than its rounding, since eager and compiled may use TF32 in different places."""
+rounded up; fp32 has more than its rounding, because eager and compiled code may use TF32 in different places."""
 
 GRADIENT_FACTOR = 5.0
-"""How much larger the error of one gradient may be than that of all together: those of biases and norms are sums over
-many rounded values that nearly cancel (5e-2 between eager and Inductor in bf16, four layers of GPT-2 on a CPU)."""
+"""How much larger the error of one gradient may be than that of all gradients together.
+
+Gradients of biases and norms are sums over many rounded values that nearly cancel (5e-2 between eager and Inductor in
+bf16, four layers of GPT-2 on a CPU).
+"""
 
 ELEMENT_FACTOR = 10.0
-"""How much larger the deviation of a single element may be, relative to the largest element."""
+"""How much larger the deviation of a single element may be than the allowed error, relative to the largest element."""
 
 UPDATE_TOLERANCE = 0.3
-"""How far a training step's update of all weights may be from the original's where gradients are not seen: optimizers
-that divide by the gradient's size make whole steps of rounding, so this only catches what is wrong (no step is 1.0)."""
+"""How far a training step's update of all weights may be from the original's, if the gradients are not seen.
+
+Optimizers that divide by the gradient's size turn rounding errors into whole steps, so this only catches real errors
+(no step is 1.0).
+"""
 
 SPREAD_FACTOR = 4.0
-"""How many times the distance between two draws of random numbers may lie between a third draw and the first."""
+"""A third draw of random numbers may be this many times as far from the first as the second was."""
 
 _SMALL = 1e-3
 _MAX_INTEGER = 2**63  # in a tensor
@@ -49,7 +55,7 @@ RESULT, ARGUMENT, OUTSIDE, GRADIENT, UPDATE = "result", "argument", "outside", "
 class Comparison:
     """The value that differs most: its errors, where it is, and what was allowed there.
 
-    `result` is the largest relative error of what was returned; for integers and booleans, the share that differs.
+    `result` is the largest relative error of the returned values; for integers and booleans, the share that differs.
     `checked` tells whether there was anything to compare.
     """
 
@@ -65,12 +71,12 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What the original did. `tolerance` replaces that of each value's number format, which `retyped` lets change.
+    """What the original did.
 
-    `spread` is how far apart two draws of random numbers are, by value, and `random` whether that is more than
-    rounding: then weights must move as far as the original's, not to the same place. `float_tolerance` is for Python's
-    floats, whose format is not known any more, `exact_tolerance` for integers and booleans, some of which rounding
-    decides.
+    `tolerance` replaces the tolerance of each value's number format; with `retyped`, formats may change. `spread` is
+    how far apart two draws of random numbers are, by value. `random` tells whether that is more than rounding: then
+    weights must move as far as the original's, not to the same place. `float_tolerance` is for Python's floats, whose
+    original format is unknown. `exact_tolerance` is for integers and booleans, some of which are decided by rounding.
     """
 
     observed: Mapping[str, Any]
@@ -83,7 +89,7 @@ class Reference:
 
     @property
     def notes(self) -> list[str]:
-        """What cannot be compared, in words."""
+        """Return what cannot be compared, in words."""
         return [f"the {name} {v.why}: not compared" for name, v in self.observed.items() if isinstance(v, Unreadable)]
 
     def compare(self, observed: Mapping[str, Any]) -> Comparison:
@@ -96,7 +102,7 @@ class Reference:
         return replace(worst, result=result)
 
     def compare_each(self, observed: Mapping[str, Any]) -> Iterator[Comparison]:
-        """Compare value by value, and all gradients and all updates as one vector each."""
+        """Yield a comparison of each value, and of all gradients and all updates as one vector each."""
         if unmatched := self._find_unmatched(observed):
             written = unmatched[0].startswith((ARGUMENT, OUTSIDE))
             how = "changed by one of the two only" if written else "there on one side only"
@@ -124,7 +130,7 @@ class Reference:
         return replace(self, observed=drop_variations(self.observed, other))
 
     def _find_unmatched(self, observed: Mapping[str, Any]) -> list[str]:
-        """Return what is on one side only, but for variables outside whose names differ at every run."""
+        """Return what is on one side only, except outside variables whose names differ at every run."""
         unreadable = {name for name, value in self.observed.items() if isinstance(value, Unreadable)}
         varying = {_variable_of(name) for name in unreadable if name.startswith(OUTSIDE)}
         missing = self.observed.keys() - observed.keys() - unreadable
@@ -132,7 +138,7 @@ class Reference:
         return sorted((*missing, *extra))
 
     def _compare_value(self, name: str, old: Any, new: Any) -> Iterator[Comparison]:
-        """Compare two values; None and strings are reported only where they differ."""
+        """Compare two values; None and strings are reported only if they differ."""
         if type(old) is type(new) is int and old != new and max(abs(old), abs(new)) < _MAX_INTEGER:
             old, new = torch.tensor([old]), torch.tensor([new])
         spread = SPREAD_FACTOR * self.spread.get(name, 0.0)
@@ -163,7 +169,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: floa
 def drop_variations(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """Return one run's values without those that differ at every run (a time, a count of calls).
 
-    Outside, where clocks are read and things are made once, floats and what only one of the runs wrote are dropped too.
+    Outside variables may hold clocks, and things that are made only once. So among them, floats that differ, and values
+    that only one of the runs wrote, are dropped too.
     """
     steady = dict(first)
     for name in first.keys() | other.keys():
@@ -183,13 +190,13 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _distance(pairs: Pairs) -> float:
-    """Relative Frobenius distance of many tensors taken as one vector; absolute where the old one is zero."""
+    """Return the relative Frobenius distance of many tensors taken as one vector; absolute if the old one is zero."""
     size, distance = _norm(old for old, _ in pairs), _norm(_to_real(new) - _to_real(old) for old, new in pairs)
     return distance / size if size else distance
 
 
 def _length_difference(pairs: Pairs) -> float:
-    """How much longer or shorter the new vector is, relative to the old one."""
+    """Return how much longer or shorter the new vector is, relative to the old one."""
     old, new = _norm(old for old, _ in pairs), _norm(new for _, new in pairs)
     return abs(new / old - 1.0) if old else new
 
@@ -199,7 +206,7 @@ def _norm(parts: Iterable[torch.Tensor]) -> float:
 
 
 def _align(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn two sparse tensors into their values at all places where either has one: dense they may not fit."""
+    """Turn two sparse tensors into their values at all places where either has one; dense, they may not fit."""
     if old.layout is torch.strided or new.layout is torch.strided:
         return old, new
     wide = torch.uint8 if old.dtype == torch.bool else old.dtype  # torch cannot add sparse booleans
@@ -215,7 +222,7 @@ def _align(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def _to_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Dense and in fp64; complex numbers as both parts, so that the norm is theirs."""
+    """Make a tensor dense and fp64; complex numbers become two parts, so that the norm is the same."""
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     if dense.is_complex():
         dense = torch.view_as_real(dense.to(torch.complex128).resolve_conj())
@@ -256,7 +263,8 @@ def _compare_exact(name: str, old: torch.Tensor, new: torch.Tensor, allowed: flo
     old, new = _align(old, new)
     others = int((old != new.to(old.device)).sum())
     error = others / old.numel() if others else 0.0
-    if error and old.dtype != torch.bool:  # a count of what rounding decides is a little off, not a share of it
+    # a count that depends on rounding is off by a little, and is not judged by the share of values that differ
+    if error and old.dtype != torch.bool:
         error = min(error, _divide(_norm([old.double() - new.double()]), _norm([old])))
     why = "" if error <= allowed else f"{name}: {others} of {old.numel()} values differ"
     return Comparison(ok=not why, relative=error, worst=error, allowed=allowed, where=name, why=why)

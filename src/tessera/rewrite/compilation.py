@@ -1,4 +1,4 @@
-"""What was observed of a compilation, as plain data: the program before, the kernels after, what our passes changed."""
+"""What was observed of a compilation, as plain data: operators before, kernels after, and what our passes changed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from ..graph.ir import DTYPE_BYTES, TensorSpec
 from .eager_ops import EagerOp, make_spec
 
 _DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
-_SMALL = 1 / 64  # of the largest operand
-# What tells one attention from another.
+_SMALL = 1 / 64  # share of the largest operand
+# The parameters by which two attentions are recognised as the same.
 _ATTENTION_SHAPE = ("batch", "heads", "q_len", "kv_len", "head_dim")
-# A fused kernel costs what its heaviest part costs with all its operands: products first, then what needs whole rows.
+# A fused kernel costs what its heaviest part costs with all its operands. The heaviest kinds first: products, then what
+# needs whole rows.
 _HEAVY = ("gemm", "conv", "softmax", "norm", "batch_norm", "reduce", "pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """One place a pass of ours changed: what eager torch would have launched there, and what it launches now."""
+    """One place that a pass of ours changed: what eager torch would have launched there, and what it launches now."""
 
     rule: str
     before: str
@@ -37,9 +38,10 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InductorKernel:
-    """One kernel Inductor generated or calls: the aten nodes it computes and the buffers it reads and writes (bytes).
+    """One kernel that Inductor generated or calls: the aten nodes it computes, the buffers it reads and writes (bytes).
 
-    `origins` are all nodes it stems from, `nodes` those that no kernel before it computed; `call` is a library's.
+    `origins` are all nodes it comes from, `nodes` those that no earlier kernel computed; `call` is set for a library's
+    kernel.
     """
 
     name: str
@@ -55,12 +57,12 @@ class InductorKernel:
 
 @dataclass(slots=True)
 class Compilation:
-    """One program's compilation, graph by graph; with `observe` off only our passes' replacements are noted.
+    """One program's compilation, graph by graph; without `observe`, only our passes' replacements are noted.
 
-    A program is several of Dynamo's graphs, counted in `graphs`. Each is an aten graph with a number of its own, which
-    stands before the names of its nodes ("0/addmm"); `graph_of` maps it to Dynamo's. `ran` are the graphs of Dynamo's
-    that ran since it was cleared. `replaced` maps nodes that our passes put there to what they stand for, where `ops`
-    has the operators from before (`put_back_replaced`).
+    A program has several of Dynamo's graphs, counted in `graphs`. Each becomes one or more aten graphs; an aten graph's
+    number comes before the names of its nodes ("0/addmm"), and `graph_of` maps it to Dynamo's graph. `ran` are Dynamo's
+    graphs that ran since it was cleared. `replaced` maps nodes that our passes inserted to what they replaced, if `ops`
+    has the original operators (`put_back_replaced`).
     """
 
     observe: bool = True
@@ -82,18 +84,18 @@ class Compilation:
 
     @property
     def complete(self) -> bool:
-        """Whether all graphs were seen before and after: half a program cannot be priced."""
+        """Return whether all graphs were seen before and after: half a program cannot be priced."""
         return bool(self.ops and self.kernels) and not self.broken
 
     def release(self) -> None:
-        """Let the compiled code go, with its CUDA graphs. Should Dynamo call it once more, its graph runs as it is."""
+        """Release the compiled code, with its CUDA graphs. If Dynamo calls it again, its graph runs as it is."""
         self.closed = True
         for held, module in self.held:
             held[0] = module.forward
         self.held.clear()
 
     def select_graphs_that_ran(self) -> Compilation:
-        """Drop graphs that were compiled for a first iteration only: an optimizer's before it has any state."""
+        """Drop graphs that were compiled for a first iteration only, such as an optimizer's before it has any state."""
         numbers = {str(n) for n, graph in enumerate(self.graph_of) if graph in self.ran}
         return replace(
             self,
@@ -104,9 +106,10 @@ class Compilation:
         )
 
     def put_back_replaced(self) -> Compilation:
-        """Return the same with the operators that our passes replaced, as eager torch runs them.
+        """Return the compilation with the operators that our passes replaced, as eager torch runs them.
 
-        They get the nodes of those that took their place. What is not found in the program stays in `replacements`.
+        They get the nodes of the operators that replaced them. Replacements that are not found in the program stay in
+        `replacements`.
         """
         free = [i for i, op in enumerate(self.ops) if op.launches]
         originals: dict[int, list[EagerOp]] = {}
@@ -128,14 +131,14 @@ class Compilation:
         return replace(self, ops=ops, replacements=left, replaced=replaced)
 
     def note_missing(self, what: str, why: BaseException | str) -> None:
-        """Note something Inductor did not tell."""
+        """Note something that Inductor did not tell."""
         reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
         line = f"Inductor did not say {what} ({reason})"
         if line not in self.missing:
             self.missing.append(line)
 
     def assign_ops(self) -> tuple[dict[int, list[int]], list[list[int]]]:
-        """Return the operators each kernel computes, and those no kernel computes any more, in connected groups."""
+        """Return the operators that each kernel computes, and those that no kernel computes any more, in groups."""
         kernel_of: dict[str, int] = {}
         for k, kernel in enumerate(self.kernels):
             for node in kernel.nodes:
@@ -151,7 +154,7 @@ class Compilation:
         return owned, _group_connected(self.ops, vanished)
 
     def list_launching_ops(self) -> dict[int, list[int]]:
-        """Return the operators each kernel computes for which eager torch launches something."""
+        """Return, for each kernel, the operators it computes for which eager torch launches something."""
         return {k: [i for i in own if self.ops[i].launches] for k, own in self.assign_ops()[0].items()}
 
     def list_ops_after(self) -> list[EagerOp]:
@@ -193,9 +196,9 @@ def _describe_kernel(kernel: InductorKernel, ops: Sequence[EagerOp]) -> EagerOp:
     """Describe a generated kernel as one operator: its heaviest part with all its operands."""
     main = _find_heaviest([op for op in ops if op.launches])
     if main is not None and main.kind in ("gemm", "conv"):
-        return main  # a template with an epilogue: the product decides
+        return main  # a template with an epilogue: the product decides its cost
     reads, writes = (sorted(side.items(), key=lambda item: -item[1]) for side in (kernel.reads, kernel.writes))
-    if main is None:  # a bias or a channel's scale stays in the cache, and does not slow a generated kernel down
+    if main is None:  # a bias or a channel's scale stays in the cache, and does not slow down a generated kernel
         reads = [(name, nbytes) for name, nbytes in reads if nbytes > _SMALL * reads[0][1]]
     like = max((t for _, t in main.reads), key=lambda t: prod(t.shape), default=None) if main else None
     dtype = _DTYPES.get(kernel.dtype, kernel.dtype)
@@ -211,7 +214,7 @@ def _describe_kernel(kernel: InductorKernel, ops: Sequence[EagerOp]) -> EagerOp:
 
 def _find_heaviest(ops: Sequence[EagerOp]) -> EagerOp | None:
     for kind in _HEAVY:
-        # a batch norm with fixed statistics is elementwise in a generated kernel, whatever torch's own takes for it
+        # in a generated kernel, a batch norm with fixed statistics is elementwise, whatever torch's own kernel costs
         heavy = [op for op in ops if op.kind == kind and (op.reduces or kind != "batch_norm")]
         if heavy:
             return max(heavy, key=lambda op: sum(t.nbytes for _, t in op.reads))
@@ -219,7 +222,7 @@ def _find_heaviest(ops: Sequence[EagerOp]) -> EagerOp | None:
 
 
 def _guess_shape(nbytes: float, dtype: str, like: TensorSpec | None) -> TensorSpec:
-    """Describe a buffer of known size: in rows as long as those of the heaviest operand, else flat."""
+    """Describe a buffer of known size: in rows as long as those of the heaviest operand, or else flat."""
     if like is not None and like.shape and nbytes == like.nbytes:
         strides = [prod(like.shape[i + 1 :]) for i in range(len(like.shape))]
         return make_spec(like.shape, strides, like.dtype)

@@ -1,7 +1,7 @@
-"""Count what a call should not do again and again: compile code, and record CUDA graphs.
+"""Count events that a call should not repeat: compiling code and recording CUDA graphs.
 
 Torch calls back when Dynamo compiles a frame or a backward pass, and when reduce-overhead records a graph
-(`torch._dynamo.callback`, the same in 2.11 and 2.13). Graphs of our own are counted where they are recorded.
+(`torch._dynamo.callback`, the same in 2.11 and 2.13). Tessera's own graphs are counted where they are recorded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CompileEvents:
-    """How often code was compiled and CUDA graphs were recorded; true where any of that happened.
+    """How often code was compiled and CUDA graphs were recorded; true if either happened.
 
-    `allocations`: how often torch had to ask the driver for memory, which ends when the largest inputs have been seen.
+    `allocations`: how often torch asked the driver for memory, which ends when the largest inputs have been seen.
     """
 
     compilations: int = 0
@@ -47,15 +47,17 @@ _counts: Counter[bool] = Counter()  # by whether a graph was recorded
 
 
 def count_events() -> CompileEvents:
-    """What happened in this process since it was first asked; differences of two answers mean something."""
+    """Return the counts since this process first asked; only the difference of two answers has a meaning."""
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    if handler is not None and _note_compilation not in handler.start_callbacks:  # torch._dynamo.reset() forgets it
+    if (
+        handler is not None and _note_compilation not in handler.start_callbacks
+    ):  # torch._dynamo.reset() forgets the callback
         handler.register_start_callback(_note_compilation)
     return CompileEvents(_counts[False], _counts[True], _count_allocations())
 
 
 def _count_allocations() -> int:
-    """Calls of cudaMalloc by torch's allocator; 0 without CUDA, or where this torch does not count them."""
+    """Return how often torch's allocator called cudaMalloc; 0 without CUDA, or if this torch does not count that."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -64,7 +66,7 @@ def _count_allocations() -> int:
 
 
 def note_recording() -> None:
-    """Count a CUDA graph of our own."""
+    """Count a CUDA graph that Tessera recorded."""
     _add(recorded=True)
 
 

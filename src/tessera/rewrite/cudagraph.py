@@ -1,7 +1,7 @@
 """Record a call as a CUDA graph: warm it up beside the current stream, capture it, and clean up where that fails.
 
-A graph holds addresses and repeats the numbers it was captured with. Its callers must know what it may be used for:
-`ReplayedProgram` replays an inference, the tuner's a training step with its optimizer.
+A graph holds addresses and repeats the numbers it was captured with, so its callers must know what it may be used for:
+`ReplayedProgram` replays an inference, the tuner's graph replays a training step with its optimizer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ def make_key(leaf: Any) -> Any:
 
 
 def warm_up(call: Callable[[], Any]) -> None:
-    """Let libraries choose and allocate, which may not happen in a capture. The call does its work each time."""
-    # Autograd's last nodes live as long as a backward pass that is kept in cycles, and belong to the stream they were
-    # made in: with those of the default stream a capture fails, says torch's warning (on an H200, torch 2.11).
+    """Let libraries choose algorithms and allocate memory, which a capture forbids.
+
+    The call does its work each time.
+    """
+    # Autograd's last nodes belong to the stream in which they were made, and live as long as a backward pass that
+    # reference cycles keep alive. With such nodes of the default stream, a capture fails, says torch's warning (on an
+    # H200, torch 2.11).
     gc.collect()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -45,15 +49,15 @@ def warm_up(call: Callable[[], Any]) -> None:
 
 
 def record_graph(call: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return the graph of a call, which is not run, and what it returned: memory that a replay writes.
+    """Return the graph of a call, which is not run, and the call's result: memory that a replay writes.
 
-    Raises the RuntimeError of a call that cannot be captured, with nothing of the attempt left behind.
+    Raises the RuntimeError of a call that cannot be captured; nothing of the attempt remains.
     """
     here, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
-    gc.collect()  # torch no longer does: what earlier trials left in cycles holds device memory
+    gc.collect()  # torch no longer collects here: cycles left by earlier trials hold device memory
     graph = torch.cuda.CUDAGraph()
     try:
-        # Calls of other threads (a data loader, a watchdog) do not fail the capture.
+        # "thread_local": calls of other threads (a data loader, a watchdog) do not fail the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = call()
     except RuntimeError:
@@ -66,15 +70,16 @@ def record_graph(call: Callable[[], Any]) -> tuple[Any, Any]:
 def abandon_capture(stream: Any, pool: tuple[int, int]) -> None:
     """Clean up after a capture that failed.
 
-    When ending it raises, torch (2.11 to 2.13, cuda/graphs.py and CUDAGraph::capture_end) leaves the capture's stream
-    current, its allocator filling the graph's pool, and the random generator as if it were still captured.
+    If ending the capture raises, torch (2.11 to 2.13, cuda/graphs.py and CUDAGraph::capture_end) leaves the capture's
+    stream current, its allocator filling the graph's pool, and the random generator in its captured state.
     """
     torch.cuda.set_stream(stream)
     device = torch.cuda.current_device()
     older = getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool", None)
     end_allocation = getattr(torch._C, "_cuda_endAllocateToPool", older)
     if end_allocation is not None:
-        with contextlib.suppress(RuntimeError):  # not recording: the capture had ended in order, and keeps its pool
+        # RuntimeError: the capture had ended in order, so nothing records, and it keeps its pool
+        with contextlib.suppress(RuntimeError):
             end_allocation(device, pool)
             torch._C._cuda_releasePool(device, pool)
     generator = torch.cuda.default_generators[device]
@@ -83,7 +88,7 @@ def abandon_capture(stream: Any, pool: tuple[int, int]) -> None:
 
 
 class ReplayedProgram:
-    """An eager inference in a CUDA graph: inputs are copied in, results copied out. Anything else runs eagerly.
+    """An eager inference in a CUDA graph: inputs are copied in, results copied out. Other calls run eagerly.
 
     The graph is used only while the inputs have the shapes it was captured with, the parameters have the same
     addresses, and the modules are in the same mode.
@@ -117,7 +122,8 @@ class ReplayedProgram:
 
     def _capture(self, leaves: Sequence[Any], spec: Any, key: Any) -> None:
         for leaf in leaves:
-            if not isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)):  # the graph would keep reading today's contents
+            # for other objects, the graph would keep reading today's contents
+            if not isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)):
                 raise TypeError(f"a graph cannot be given another {type(leaf).__qualname__}")
         self._inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in leaves]
         args, kwargs = pytree.tree_unflatten(self._inputs, spec)

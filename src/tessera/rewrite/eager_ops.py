@@ -27,7 +27,8 @@ _BOOKKEEPING = ("getitem", "sym_", "detach", "alias", "lift_fresh", "inductor_se
 class EagerOp:
     """One eager operator: its nodes, and the tensors it reads and writes by the name of their memory.
 
-    `silent`: it stands for a write that eager torch does on the way (`p.add_(...)` becomes add and copy here).
+    `silent`: the operator is a write that eager torch does within another one (`p.add_(...)` becomes add and copy
+    here).
     """
 
     name: str
@@ -40,13 +41,13 @@ class EagerOp:
     silent: bool = False
 
     def add_prefix(self, prefix: str) -> EagerOp:
-        """Tell names of several graphs apart: every one has its own mul_1."""
+        """Prefix the names of nodes and tensors, because every graph has its own mul_1."""
         reads, writes = (tuple((f"{prefix}/{n}", t) for n, t in side) for side in (self.reads, self.writes))
         return replace(self, nodes=tuple(f"{prefix}/{n}" for n in self.nodes), reads=reads, writes=writes)
 
     @property
     def kind(self) -> str:
-        """The family that decides how it is costed."""
+        """Return the family of operators that decides how this one is costed."""
         short = self.name.partition(".")[2]
         if self.silent or short.startswith(_BOOKKEEPING):
             return "view"
@@ -54,28 +55,28 @@ class EagerOp:
 
     @property
     def launches(self) -> bool:
-        """Whether eager torch would launch a kernel for it."""
+        """Return whether eager torch would launch a kernel for the operator."""
         return self.kind not in ("view", "host")
 
     @property
     def reduces(self) -> bool:
-        """Whether it sums over rows or channels; a batch norm with fixed statistics does not."""
+        """Return whether the operator sums over rows or channels; a batch norm with fixed statistics does not."""
         return self.kind in _ROWWISE and "no_training" not in self.name
 
     @property
     def short(self) -> str:
-        """Its name for people: layer_norm, softmax, mm."""
+        """Return the operator's name for people: layer_norm, softmax, mm."""
         short = self.name.partition(".")[2].strip("_").removeprefix("native_")
         return short.removesuffix("_legit_no_training").removesuffix("_data")
 
     @property
     def channels_last(self) -> bool:
-        """Whether its images have their channels last in memory."""
+        """Return whether the images of the operator have their channels last in memory."""
         return any(tensor.channels_last for _, tensor in self.reads)
 
 
 def make_spec(shape: Sequence[int], stride: Sequence[int], dtype: str) -> TensorSpec:
-    """Describe a tensor without a storage yet; an expanded dimension is stored once."""
+    """Describe a tensor that has no storage yet; an expanded dimension is stored once."""
     stored = (size for size, step in zip(shape, stride, strict=True) if step != 0 or size == 0)
     return TensorSpec(0, tuple(shape), tuple(stride), dtype, int(math.prod(stored) * DTYPE_BYTES.get(dtype, 4)))
 
@@ -99,7 +100,7 @@ def name_of(target: Any) -> str:
 
 
 def list_eager_ops(graph: Any) -> list[EagerOp]:
-    """Return the eager operators an aten graph stands for, in order."""
+    """Return the eager operators that an aten graph stands for, in order."""
     groups: list[list[Any]] = []
     group_of: dict[Any, list[Any]] = {}
     last: Any = None
@@ -108,7 +109,7 @@ def list_eager_ops(graph: Any) -> list[EagerOp]:
             continue
         key = _group_key(node)
         if node.target is operator.getitem and node.args[0] in group_of:
-            group = group_of[node.args[0]]  # one of the values of the operator before
+            group = group_of[node.args[0]]  # it takes one of the values that this group returns
             group.append(node)
         elif key is not None and key == last:
             group = groups[-1]
@@ -122,7 +123,7 @@ def list_eager_ops(graph: Any) -> list[EagerOp]:
 
 
 def _group_key(node: Any) -> Any:
-    """Return what nodes of one operator share; None for a node that is an operator of its own."""
+    """Return what the nodes of one operator share; None for a node that is an operator of its own."""
     original = node.meta.get("original_aten")
     if original is None or name_of(node.target) == name_of(original):
         return None  # mm and mm_1 of one backward share their sequence number, but are two products
@@ -168,7 +169,7 @@ def _only_writes(node: Any) -> bool:
 
 
 def memory_of(node: Any) -> str:
-    """Return the name of the memory a node's value lies in: for a view, that of what it shows."""
+    """Return the name of the memory that holds a node's value; for a view, of the tensor it shows."""
     while node.op == "call_function" and node.all_input_nodes:
         source = node.all_input_nodes[0]
         if node.target is operator.getitem and kind_of(name_of(source.target)) != "view":
@@ -180,7 +181,7 @@ def memory_of(node: Any) -> str:
 
 
 def _scope_of(node: Any) -> str:
-    """Return the path of the module that called it."""
+    """Return the path of the module that called the node."""
     stack = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""
@@ -189,7 +190,7 @@ def _scope_of(node: Any) -> str:
 
 
 def read_params(node: Any) -> dict[str, Any]:
-    """Return those of a node's arguments that decide its cost."""
+    """Return the arguments of a node that decide its cost."""
     short = name_of(node.target).partition(".")[2]
     if short.startswith(_ATTENTION):
         return _read_attention_params(node, short)
@@ -204,7 +205,7 @@ def _read_attention_params(node: Any, short: str) -> dict[str, Any]:
     tensors = [spec for source in node.all_input_nodes if (spec := spec_of(source.meta.get("val")))]
     q, k = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])
     flags = [a for a in node.args if isinstance(a, bool)]
-    # Beside q, k, v a forward reads only a mask; what it saves for a backward comes out, it does not go in.
+    # Beside q, k and v, a forward reads only a mask; what it saves for a backward is output, not input.
     masked = not backward and len([t for t in tensors if len(t.shape) >= 2]) > 3
     causal = any(flags) and not masked
     mask = tensors[3] if masked else None

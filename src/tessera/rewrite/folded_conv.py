@@ -51,7 +51,7 @@ class ConvNormPair:
         return sources
 
     def fold(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight and bias with the batch norm folded in, in fp64 (fp32 where the device has none)."""
+        """Return weight and bias with the batch norm folded in, in fp64 (fp32 if the device has no fp64)."""
         wide = torch.float32 if self.conv.weight.device.type == "mps" else torch.float64
         given: list[Any] = [None if t is None else t.detach().to(wide) for t in self.sources()]
         weight, bias = given[:2]
@@ -65,7 +65,7 @@ class ConvNormPair:
 class FoldedConvolution(nn.Module):
     """relu(conv(x) + z), or a part of it, with folded weights, which are folded again when the originals change.
 
-    `others` are convolutions whose results come in as `z` and whose biases are added here, so that they need none.
+    `others` are convolutions whose results come in as `z`. Their biases are added here, so they need none of their own.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class FoldedConvolution(nn.Module):
         self.others: list[ConvNormPair] = []
         self._pair = pair
         self._how = (conv.stride, conv.padding, conv.dilation, conv.groups)
-        # Between its own kernel for depthwise convolutions and cuDNN's torch chooses (Convolution.cpp,
+        # For depthwise convolutions, torch chooses between its own kernel and cuDNN (Convolution.cpp,
         # use_cudnn_depthwise); the fused operators would take that choice away.
         self._depthwise = conv.groups > 1 and conv.groups == conv.in_channels
         self._folded_from: list[tuple[int, int, int] | None] = []
-        self._held: list[torch.Tensor | None] = []  # so that no other tensor gets their ids
+        self._held: list[torch.Tensor | None] = []  # keeps them alive, so that no other tensor gets their ids
         self._weight: torch.Tensor
         self._bias: torch.Tensor | None = None
         self._fits: dict[Any, bool] = {}
@@ -91,15 +91,16 @@ class FoldedConvolution(nn.Module):
         return [source for pair in (self._pair, *self.others) for source in pair.sources()]
 
     def refresh(self) -> bool:
-        """Fold again if a source is another tensor, lies elsewhere or was written to; into the same memory if it fits.
+        """Fold again if a source is another tensor, moved or was written to; into the same memory if possible.
 
-        A write through `parameter.data` leaves no trace and is not seen.
+        Returns whether anything was folded. A write through `parameter.data` leaves no trace and is not seen.
         """
         sources = self.sources()
         stamps = [None if t is None else (id(t), t._version, t.data_ptr()) for t in sources]
         if stamps == self._folded_from:
             return False
-        with torch.inference_mode(False), torch.no_grad():  # folded under inference_mode they could never be refolded
+        # weights that were folded under inference_mode could never be folded again
+        with torch.inference_mode(False), torch.no_grad():
             self._fold()
         self._folded_from, self._held = stamps, sources
         return True
@@ -144,12 +145,12 @@ class FoldedConvolution(nn.Module):
 
     @property
     def falls_back(self) -> bool:
-        """Whether there was a shape for which cuDNN has no engine, or another result."""
+        """Return whether there was a shape for which cuDNN has no engine or gives another result."""
         return not all(self._fits.values())
 
     @property
     def operator(self) -> str:
-        """The operator it becomes on CUDA."""
+        """Return the operator that this becomes on CUDA."""
         if not self.relu or self._depthwise:
             return "conv2d + relu_" if self.relu else "conv2d"
         return "cudnn_convolution_add_relu" if self.adds else "cudnn_convolution_relu"
@@ -169,7 +170,7 @@ class FoldedConvolution(nn.Module):
         return out.relu_() if self.relu else out
 
     def _compare(self, x: torch.Tensor, z: Any) -> bool:
-        """Tell whether cuDNN takes this call and gives torch's result; asked once a shape, outside of capture."""
+        """Tell whether cuDNN takes this call and gives torch's result; asked once a shape, outside of captures."""
         weight = self._weight
         if _is_capturing(x) or x.dim() != 4 or x.dtype not in _DTYPES:
             return False
@@ -183,7 +184,7 @@ class FoldedConvolution(nn.Module):
         expected = (expected.add_(z) if self.adds else expected).relu_()
         try:
             nans = [torch.full_like(expected, float("nan")) for _ in range(2)]
-            del nans  # the result of the next call most likely lies there
+            del nans  # the next call's result most likely gets this memory
             operator, args = self.cudnn_call(x, z)
             return is_close(operator(*args), expected)
         except RuntimeError:  # "unable to find an engine to execute this computation", or no memory to compare in
@@ -215,7 +216,7 @@ def _is_cudnn_allowed(x: torch.Tensor) -> bool:
         and torch.backends.cudnn.enabled
         and not torch.backends.cudnn.deterministic
         and not torch.are_deterministic_algorithms_enabled()
-        and not torch.is_autocast_enabled("cuda")  # autocast does not know them, and would not cast
+        and not torch.is_autocast_enabled("cuda")  # autocast does not know the fused operators, and would not cast
     )
 
 

@@ -4,9 +4,9 @@
         print(fused.count, fused.calls)  # 49, ("conv1+bn1+relu", ...)
         y = model(x)  # under torch.inference_mode() or no_grad()
 
-torch.compile leaves cuDNN's convolution and one kernel that normalises, adds and clips: it reads and writes the whole
-activation once more. The batch norm is folded into weight and bias (in fp64, rounded once), and cuDNN does the rest in
-the convolution's own kernel. What does not match stays as it was.
+torch.compile makes cuDNN's convolution and one kernel that normalises, adds and clips. That kernel reads and writes the
+whole activation once more. The batch norm is folded into weight and bias (in fp64, rounded once), and cuDNN does the
+rest in the convolution's own kernel. Operators that do not match stay as they are.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ADD = frozenset({operator.add, torch.add})
 def fuse(module: nn.Module, inputs: Any = None) -> FusedModel:
     """Give a module a forward with fused convolutions; leaving the context, or `undo()`, ends that.
 
-    With `inputs` (a tensor or a tuple of arguments) both forwards run once and must agree. Hooks of the module run as
-    before. Calls with optional arguments, on meta tensors or with hooks added since, and torch.compile, get the
-    module's own forward.
+    With `inputs` (a tensor or a tuple of arguments), both forwards run once and must agree. Hooks of the module run as
+    before. The module's own forward still runs for calls with optional arguments, on meta tensors, or with hooks added
+    later, and under torch.compile.
     """
     _check_module(module)
     graph, needed = trace_forward(module)
@@ -70,29 +70,30 @@ class FusedModel:
         self._flags = [(m, m.training) for m in module.modules()]
         self._plain = [m for m in module.modules() if m is not module and is_plain(m)]
         self._own = module.forward
-        # Not a function: a copy of the module must run on the copy's weights. The signature is the module's own.
+        # A partial, not a function: a copy of the module must run on the copy's weights. The signature is the module's
+        # own.
         self._installed = functools.update_wrapper(functools.partial(self._forward), self._own)
         module.__dict__["forward"] = self._installed
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """The chains that became one call each: "layer1.0.conv3+bn3+add+relu"."""
+        """Return the chains that became one call each: "layer1.0.conv3+bn3+add+relu"."""
         return tuple(rewrite.before for rewrite in self.rewrites)
 
     @property
     def count(self) -> int:
-        """How many calls were fused or folded."""
+        """Return how many calls were fused or folded."""
         return len(self.rewrites)
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """Calls that torch makes in some shape, because cuDNN has no engine for it or gives another result."""
+        """Return the calls that torch makes in some shape: cuDNN has no engine for it or gives another result."""
         return tuple(call.name for call in self._convolutions if call.falls_back)
 
     def refresh(self) -> int:
-        """Fold changed weights again, into the same memory, and return how many. Every call does it first.
+        """Fold changed weights again, into the same memory, and return how many. Every call does this first.
 
-        A CUDA graph replays without it: call it after changing weights.
+        The replay of a CUDA graph does not, so call this after changing weights.
         """
         return sum(call.refresh() for call in self._convolutions)
 
@@ -140,7 +141,7 @@ class FusedModel:
         return self._graph.forward(*inputs)
 
     def _is_observed(self, inputs: tuple[Any, ...]) -> bool:
-        """Tell whether somebody observes the module's parts: by hooks added since, or a capture on meta tensors."""
+        """Tell whether the module's parts are observed: by hooks added later, or by a capture on meta tensors."""
         if any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs):
             return True
         return any(m._forward_hooks or m._forward_pre_hooks for m in self._plain)
@@ -180,7 +181,7 @@ def _check_module(module: nn.Module) -> None:
 
 
 def _replace_chains(graph: fx.GraphModule, chains: list[FusableChain]) -> list[FoldedConvolution]:
-    """Put one call into the graph for each chain, and take its nodes out."""
+    """Put one call into the graph for each chain, and remove the chain's nodes."""
     summands = _find_summands(chains, graph)
     unbiased = {id(chain) for chain in summands.values()}
     calls: list[FoldedConvolution] = []
@@ -210,7 +211,7 @@ def _make_pair(graph: fx.GraphModule, chain: FusableChain) -> ConvNormPair:
 def _replace_chain(graph: fx.GraphModule, chain: FusableChain, name: str, call: FoldedConvolution) -> None:
     graph.add_submodule(name, call)
     last = chain.nodes[-1]
-    # Without a summand it stays where the convolution was: what follows may write into its input.
+    # Without a summand, the call stays where the convolution was: later nodes may write into its input.
     with graph.graph.inserting_before(chain.conv if chain.z is None else last):
         fused = graph.graph.call_module(name, (chain.conv.args[0], *(() if chain.z is None else (chain.z,))))
     last.replace_all_uses_with(fused)
@@ -228,7 +229,7 @@ def _make_rewrite(call: FoldedConvolution) -> Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class FusableChain:
-    """A convolution node and the nodes fused into it; `in_place` where the sum is written into the first summand."""
+    """A convolution node and the nodes fused into it; `in_place` if the sum is written into the first summand."""
 
     conv: fx.Node
     bn: fx.Node | None = None
@@ -238,18 +239,18 @@ class FusableChain:
 
     @property
     def z(self) -> fx.Node | None:
-        """The other summand, as the graph has it now."""
+        """Return the other summand, as the graph has it now."""
         own = self.bn or self.conv
         return next(n for n in self.add.all_input_nodes if n is not own) if self.add is not None else None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """Its nodes in order."""
+        """Return the nodes of the chain in order."""
         return tuple(node for node in (self.conv, self.bn, self.add, self.relu) if node is not None)
 
     @property
     def name(self) -> str:
-        """Its parts: "layer1.0.conv3+bn3+add+relu"."""
+        """Return the names of the chain's parts: "layer1.0.conv3+bn3+add+relu"."""
         conv = str(self.conv.target)
         parent = conv.rpartition(".")[0]
         bn = [str(self.bn.target).removeprefix(f"{parent}.")] if self.bn else []
@@ -267,17 +268,17 @@ def _drop_identities(module: fx.GraphModule) -> None:
 
 
 def find_chains(module: fx.GraphModule) -> list[FusableChain]:
-    """Return what may become one call, in the order of the graph; no node is in two of them.
+    """Return the chains that may become one call, in the order of the graph; no node is in two of them.
 
-    A convolution may only be fused with what nobody else reads, and moves to where the ReLU is only if nothing between
-    the two writes into anything: its input or the other summand may be what is written.
+    A convolution may be fused only with nodes whose input nothing else reads. It moves to the ReLU's place only if
+    nothing between the two writes into a tensor, which may be the convolution's input or the other summand.
     """
     nodes = list(module.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     read = {id(operator.attrgetter(str(node.target))(module)) for node in nodes if node.op == "get_attr"}
     chains: list[FusableChain] = []
     taken: set[fx.Node] = set()
-    for node in reversed(nodes):  # of two convolutions that are added the later one needs to move less far
+    for node in reversed(nodes):  # of two convolutions that are added, the later one needs to move less far
         if not _is_convolution(node, module, read):
             continue
         chain = _find_longest_chain(node, module, read, taken)
@@ -292,7 +293,7 @@ def find_chains(module: fx.GraphModule) -> list[FusableChain]:
 
 
 def _find_summands(chains: list[FusableChain], module: fx.GraphModule) -> Mapping[fx.Node, FusableChain]:
-    """Return, by the node that adds, the folded convolution whose result is only the other summand."""
+    """Return, for each node that adds, the folded convolution whose result is used only as the other summand."""
     ends = {chain.nodes[-1]: chain for chain in chains if chain.relu is None}
     summands = {}
     for chain in chains:
@@ -306,7 +307,7 @@ def _find_summands(chains: list[FusableChain], module: fx.GraphModule) -> Mappin
 
 
 def _find_longest_chain(conv: fx.Node, module: fx.GraphModule, read: set[int], taken: set[fx.Node]) -> FusableChain:
-    """Return the longest chain from a convolution on, whatever stands between its nodes in the program."""
+    """Return the longest chain that starts at a convolution, whatever is between its nodes in the program."""
     channels = module.get_submodule(str(conv.target)).out_channels
     bn = _get_only_user(conv)
     if bn is None or not _is_batch_norm(bn, conv, channels, module, read):
@@ -334,7 +335,7 @@ def _get_plain_layer(node: fx.Node, module: fx.GraphModule, read: set[int]) -> n
         return None
     layer: nn.Module = module.get_submodule(str(node.target))
     tensors = [t for t in (*layer._parameters.values(), *layer._buffers.values()) if t is not None]
-    # A tensor made under inference_mode does not count its writes; a subclass may mean anything.
+    # A tensor made under inference_mode does not count writes to it; a subclass may behave in any way.
     plain_tensors = all(type(t) in (torch.Tensor, nn.Parameter) and not t.is_inference() for t in tensors)
     return layer if is_plain(layer) and plain_tensors and not any(id(t) in read for t in tensors) else None
 
@@ -385,7 +386,7 @@ def _adds_in_place(node: fx.Node, tail: fx.Node) -> bool | None:
     function = node.op == "call_function" and (node.target in _ADD or node.target is operator.iadd)
     if not (method or function) or len(node.args) != 2 or dict(node.kwargs) not in ({}, {"alpha": 1}):
         return None
-    if len(node.all_input_nodes) != 2:  # a number, or twice the same
+    if len(node.all_input_nodes) != 2:  # a number, or the same node twice
         return None
     in_place = node.target is operator.iadd or node.target == "add_"
     if in_place and node.args[0] is not tail:

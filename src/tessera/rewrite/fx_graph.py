@@ -1,6 +1,6 @@
 """Trace a module's forward into an fx graph without changing the module, and tell which nodes may write.
 
-Submodules with hooks or a replaced forward stay calls: what they do is not the class's forward. Arguments with a
+Submodules with hooks or a replaced forward stay calls, because they do not run their class's forward. Arguments with a
 default are taken at their default, so that `if mask is not None` is decided as in the plain call.
 """
 
@@ -22,22 +22,22 @@ from ..errors import RewriteError
 from ..graph.nested import refill
 from .inductor import PRIVATE_ERRORS
 
-# What fx calls tensors that a forward makes of nothing; it puts them on the module.
+# The name that fx gives to tensors that a forward makes without inputs; fx puts them on the module.
 _CONSTANT = "_tensor_constant"
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul")
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name) for name in (*_IN_PLACE, "ilshift", "irshift", "setitem", "delitem")
 )
-# Where functions take `inplace` by position: F.relu(x, True), F.dropout(x, 0.5, False, True).
+# Where these functions take `inplace` by position: F.relu(x, True), F.dropout(x, 0.5, False, True).
 _INPLACE_PLACES = {"relu": 1, "relu6": 1, "silu": 1, "mish": 1, "elu": 2, "leaky_relu": 2, "hardtanh": 3, "dropout": 3}
-# Modules whose functions write into nothing, but for those with `inplace`, `out` or a name that ends in "_".
+# Modules whose functions write into nothing, except those with `inplace`, `out` or a name that ends in "_".
 _PURE_MODULES = re.compile(
     r"torch|torch\.functional|torch\.nn\.functional|torch\._C\._(nn|fft|linalg|special)|_operator|operator|math|builtins"
 )
 
 
 def trace_forward(module: nn.Module) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """Return the graph of a module's plain call, sharing its submodules, and the names of the arguments it needs."""
+    """Return the graph of a module's plain call, which shares its submodules, and the arguments it needs."""
     tracer = _Tracer()
     with _restore_attributes(module):
         try:
@@ -59,7 +59,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 class _Proxy(fx.Proxy):
-    """fx's proxy, but `x += y` writes into x: without these methods it would be read as x = x + y."""
+    """fx's proxy, except that `x += y` writes into x: without these methods, fx would read it as x = x + y."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("node", "tracer"):
@@ -79,9 +79,9 @@ for _name in _IN_PLACE:
 
 
 class _Tracer(fx.Tracer):
-    """fx's tracer, but for what it would silently get wrong."""
+    """fx's tracer, with corrections for what it would silently get wrong."""
 
-    proxy_buffer_attributes = True  # else a buffer that forward writes into would be written while tracing
+    proxy_buffer_attributes = True  # otherwise, a buffer that forward writes into would be written during tracing
     needed: tuple[str, ...] = ()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -100,7 +100,7 @@ class _Tracer(fx.Tracer):
         return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in self.needed)]
 
     def create_arg(self, a: Any) -> Any:
-        if type(a) is OrderedDict:  # fx would make a plain dictionary of it
+        if type(a) is OrderedDict:  # fx would make it a plain dictionary
             return self.create_node(
                 "call_function", OrderedDict, ([(k, self.create_arg(v)) for k, v in a.items()],), {}
             )
@@ -110,7 +110,7 @@ class _Tracer(fx.Tracer):
 
 
 class _RefuseRandom(TorchDispatchMode):
-    """Refuses random numbers that would be drawn once, while tracing, and then stay the same."""
+    """Refuses random numbers: they would be drawn once, while tracing, and then stay the same."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
@@ -120,7 +120,7 @@ class _RefuseRandom(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _restore_attributes(module: nn.Module) -> Iterator[None]:
-    """Put the attributes of a module and its parts back; raise if the forward wrote any."""
+    """Put the attributes of a module and its parts back; raise if the forward changed any."""
     saved = [
         (name, vars(m), vars(m).copy(), {k: v.copy() for k, v in vars(m).items() if isinstance(v, (dict, list))})
         for name, m in module.named_modules()

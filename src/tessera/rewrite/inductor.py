@@ -1,8 +1,8 @@
-"""Run our passes before torch's compiler, and observe what it does while it works.
+"""Run our passes before torch's compiler, and observe what the compiler does.
 
-Three places are observed, each by a hook that torch offers: the aten graph before any pass (the program as eager torch
-would run it), the kernels after fusion, and the plan of memory. What the hooks are handed is private to torch: where
-another version answers otherwise, the compiled program is the same and the `Compilation` notes what is missing.
+Three things are observed, each by a hook that torch offers: the aten graph before any pass (the program as eager torch
+would run it), the kernels after fusion, and the plan of memory. The objects that the hooks get are private to torch: if
+another version differs, the compiled program is the same and the `Compilation` notes what is missing.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def make_backend(
         from torch._functorch import config as autograd_config
         from torch._inductor.compile_fx import compile_fx
 
-        # Other shapes, later: the program was explained for the first.
+        # Dynamo compiles for other shapes later; the program was explained for the first shapes.
         watch = Compilation(observe=False) if compilation.closed else compilation
         apply_passes(module, passes, watch)
         if not watch.observe:
             return hold_graph(compile_fx(module, inputs, config_patches=dict(options or {})), module, compilation)
         hooks = {**(options or {}), **_make_hooks(compilation)}
-        # A graph that comes out of autograd's cache, where there is one, is not seen.
+        # A graph that comes out of autograd's cache is not seen, so the cache is off, if this torch has one.
         cached = hasattr(autograd_config, "enable_autograd_cache")
         with autograd_config.patch("enable_autograd_cache", False) if cached else contextlib.nullcontext():
             compiled = compile_fx(module, inputs, inner_compile=_make_inner_compile(compilation), config_patches=hooks)
@@ -49,9 +49,9 @@ def make_backend(
 
 
 def hold_graph(compiled: Any, module: Any, compilation: Compilation) -> Any:
-    """Return a compiled graph that notes that it runs, and that `compilation.release` can let go.
+    """Return a compiled graph that notes when it runs, and that `compilation.release` can free.
 
-    Dynamo keeps what it compiled for as long as the user's code lives, with CUDA graphs and their memory.
+    Dynamo keeps what it compiled, with CUDA graphs and their memory, for as long as the user's code lives.
     """
     held, graph = [compiled], compilation.graphs
     compilation.held.append((held, module))
@@ -84,7 +84,7 @@ def list_mode_options(mode: str) -> dict[str, Any]:
 
 
 def _make_hooks(compilation: Compilation) -> dict[str, Any]:
-    """Return the config that lets us observe; the caches would skip the passes."""
+    """Return the config that lets us observe; caches are off, because they would skip the passes."""
     from torch._inductor import config
 
     fused = "which operators it fused"
@@ -133,7 +133,7 @@ def read_before(compilation: Compilation, graph: Any) -> None:
 
 
 def _find_graph(compilation: Compilation, names: set[str]) -> int:
-    """Return which of the graphs seen before these nodes come from: backward is compiled later."""
+    """Return which of the graphs seen before these nodes come from; backward is compiled later than forward."""
 
     def count_shared(number: int) -> int:
         return sum(f"{number}/{name}" in compilation.nodes[number] for name in names)
@@ -142,7 +142,7 @@ def _find_graph(compilation: Compilation, names: set[str]) -> int:
 
 
 def read_after_passes(compilation: Compilation, graph: Any) -> None:
-    """Read the graph that Inductor's passes left; forward and backward come one by one."""
+    """Read the graph that Inductor's passes produced; forward and backward come one by one."""
     try:
         names = {n.name for n in graph.nodes if n.op == "call_function"}
         number = _find_graph(compilation, names)
@@ -152,7 +152,7 @@ def read_after_passes(compilation: Compilation, graph: Any) -> None:
 
 
 def read_after_fusion(compilation: Compilation, nodes: Any) -> Any:
-    """Read the scheduler's nodes once they are fused: one for each kernel."""
+    """Read the scheduler's nodes after fusion: one node for each kernel."""
     try:
         from torch._inductor.virtualized import V
 
@@ -177,7 +177,7 @@ def read_after_fusion(compilation: Compilation, nodes: Any) -> Any:
 
 
 def read_memory_plan(compilation: Compilation) -> None:
-    """Find the results that are put into the memory of a tensor that is not read any more."""
+    """Find the results that are written into the memory of a tensor that is not read any more."""
     try:
         for number, graph in compilation.lowered:
             for line in graph.wrapper_code.lines:
@@ -195,7 +195,7 @@ def _list_parts(node: Any) -> list[Any]:
 
 
 def _list_origins(node: Any) -> Any:
-    """Return all aten nodes a buffer of Inductor's stems from."""
+    """Return all aten nodes that a buffer of Inductor comes from."""
     return node.get_origins() if hasattr(node, "get_origins") else node.origins
 
 
@@ -214,7 +214,7 @@ def _count_points(part: Any) -> int:
 
 
 def _to_int(size: Any) -> int:
-    """Return a size as a number; for a dynamic one, what it was when the graph was traced."""
+    """Return a size as a number; for a dynamic size, its value when the graph was traced."""
     try:
         return int(size)
     except TypeError:
@@ -226,19 +226,19 @@ def _to_int(size: Any) -> int:
 
 
 def _limit_bytes(name: str, points: int | None) -> float | None:
-    """Return the most that a kernel of so many points can touch of a buffer: the rows looked up in a table."""
+    """Return how many points the loops of a part run over: (points, reduced), each a product or its factors."""
     if points is None:
         return None
     from torch._inductor.virtualized import V
 
     try:
         return float(points * V.graph.get_dtype(name).itemsize)
-    except (KeyError, NotImplementedError):  # a value without a layout: its size is what Inductor says
+    except (KeyError, NotImplementedError):  # the value has no layout, so its size is what Inductor says
         return None
 
 
 def _read_layouts(node: Any) -> Callable[[TensorSpec], TensorSpec]:
-    """Return a function that sets the strides of images: Inductor puts channels last for convolutions."""
+    """Return a function that sets the strides of images, because Inductor puts channels last for convolutions."""
     strides = {}
     for each in (node, *getattr(node, "inputs", ())):
         layout = getattr(each, "maybe_get_layout", lambda: None)()
@@ -250,7 +250,7 @@ def _read_layouts(node: Any) -> Callable[[TensorSpec], TensorSpec]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KernelReader:
-    """Reads the scheduler's nodes of one graph; `memory` names buffers as the aten graph does, where it can."""
+    """Reads the scheduler's nodes of one graph; `memory` maps buffers to their names in the aten graph, where known."""
 
     number: int
     graph: int
@@ -259,7 +259,7 @@ class _KernelReader:
     taken: set[str]
 
     def read(self, node: Any) -> InductorKernel | None:
-        """Return a scheduler's node as data; None where it launches nothing (part of a tuple, a `cat` in place)."""
+        """Return a scheduler's node as data; None if it launches nothing (part of a tuple, a `cat` in place)."""
         parts = _list_parts(node)
         if not parts or type(node).__name__.startswith("Nop"):
             return None
@@ -299,7 +299,7 @@ class _KernelReader:
         }
 
     def _read_call(self, part: Any) -> EagerOp | None:
-        """Return the library call of an extern kernel as the operator it is."""
+        """Return the library call of an extern kernel as an operator."""
         origin = _find_origin(part.node)
         if origin is None or type(part.node).__name__ == "MultiOutput":
             return None

@@ -1,7 +1,7 @@
 """Profile the kernels of an iteration with torch.profiler, and tell which operators each of them runs.
 
-A kernel is listed with the operators around the call that launched it, the outermost last; inside a CUDA graph none
-are known, and generated kernels are known by their names.
+A kernel is listed with the operators around the call that launched it, the outermost last. For kernels inside a CUDA
+graph no operators are known; generated kernels are recognised by their names.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from ..timeline.kineto import read
 from .compilation import InductorKernel
 from .eager_ops import EagerOp
 
-# So many iterations are profiled, or as many as fit into the seconds, and at least one: kernels repeat themselves.
+# At most so many iterations are profiled, or as many as fit into so many seconds, and at least one: iterations are
+# alike.
 _MAX_ITERATIONS, _MAX_S = 5, 0.25
 _OPERATOR = re.compile(r"[A-Za-z_]\w*::[A-Za-z_]\w*")
 _GENERATED = re.compile(r"triton_[a-z]+_(fused\w*?)(?:_\d+)?")
-_MIN_SIMILARITY = 0.3  # words that two names share, of all they have: below that they are not the same kernel's
+_MIN_SIMILARITY = (
+    0.3  # the share of common words among all words of two names: below this, they are not the same kernel's
+)
 LEFT_OVER = "left over"
 LIBRARY = "library calls"
 OUTSIDE = "around the graphs"
 PROFILED_S: list[float] = []
-"""Seconds of the iterations that were profiled in this process: with the first one CUPTI was loaded, and stays."""
+"""Seconds of the iterations that were profiled in this process: the first one loaded CUPTI, which stays loaded."""
 
-# One operator has several names: eager torch picks a library's, a traced graph has the one that was picked for it.
+# One operator has several names: eager torch chooses a library's, and a traced graph has the chosen one.
 _ALIASES = {
     "batch_norm": "batch_norm native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index "
     "_native_batch_norm_legit _native_batch_norm_legit_no_training _native_batch_norm_legit_functional "
@@ -45,7 +48,7 @@ _CANONICAL = {alias: name for name, aliases in _ALIASES.items() for alias in ali
 
 @dataclass(frozen=True, slots=True)
 class KernelTotal:
-    """The seconds one kernel takes per iteration, all its runs together, and the operators it was launched in."""
+    """The seconds that one kernel takes per iteration, in all its runs, and the operators that launched it."""
 
     name: str
     time_s: float
@@ -62,13 +65,13 @@ class KernelProfile:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of an iteration in which the device ran anything."""
+        """Return the seconds of an iteration in which the device ran anything."""
         return sum(kernel.time_s for kernel in self.kernels)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelGroup:
-    """Operators, by their index, and the seconds their kernels took together; without operators nobody's."""
+    """Operators, by their index, and the seconds that their kernels took together; `members` may be empty."""
 
     name: str
     members: tuple[int, ...]
@@ -81,18 +84,19 @@ class KernelGroup:
 def profile_kernels(
     iteration: Callable[[], object], iteration_s: float, iteration_j: float | None = None
 ) -> KernelProfile:
-    """Run a few iterations under torch.profiler; `MeasurementError` where it shows no kernels."""
+    """Run a few iterations under torch.profiler; raise `MeasurementError` if it shows no kernels."""
     import torch
 
     what = "the kernels could not be profiled"
-    if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):  # a second one ends in a segmentation fault
+    # a second profiler ends in a segmentation fault
+    if getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
         raise MeasurementError(what, why="another profiler is running", fix="call optimize outside of it")
     count = max(1, min(_MAX_ITERATIONS, int(_MAX_S / max(iteration_s, 1e-9))))
     PROFILED_S.append(iteration_s)
     try:
-        _run_profiler(iteration, 1)  # CUPTI starts with the first one, which is thrown away
+        _run_profiler(iteration, 1)  # CUPTI starts with the first run, which is thrown away
         kernels = sum_kernels(_run_profiler(iteration, count), count)
-    except RuntimeError as e:  # what Kineto raises where it cannot start
+    except RuntimeError as e:  # Kineto raises it if it cannot start
         first = (str(e).splitlines() or ["no message"])[0]
         raise MeasurementError(what, why=f"torch.profiler: {first}", fix="end other profilers of this process") from e
     if not kernels:
@@ -122,14 +126,14 @@ def _run_profiler(iteration: Callable[[], object], count: int) -> Timeline:
 
 
 def sum_kernels(timeline: Timeline, iterations: int) -> tuple[KernelTotal, ...]:
-    """Sum up kernels by name and the operators around them. Together they take as long as the device was busy."""
+    """Add up kernels by name and the operators around them. In total, they take as long as the device was busy."""
     links, rows = timeline.linked, timeline.device_rows
     start_ns, end_ns = timeline["start_ns"][rows], timeline["end_ns"][rows]
     sums: dict[tuple[str, tuple[str, ...]], int] = defaultdict(int)
     for row, took_ns in zip(rows.tolist(), (end_ns - start_ns).tolist(), strict=True):
         around = [timeline.name(op) for op in reversed(links.path(links.op[row]))]
         sums[timeline.name(row), tuple(filter(_OPERATOR.fullmatch, around))] += took_ns
-    # Kernels of several streams, and those that begin before the one before them ends, overlap.
+    # Kernels overlap, of several streams or where one begins before the last ends.
     share = union(start_ns, end_ns).total_ns / max(1, sum(sums.values()))
     return tuple(
         KernelTotal(name, total_ns * 1e-9 * share / iterations, operators)
@@ -144,8 +148,9 @@ def sum_kernels(timeline: Timeline, iterations: int) -> tuple[KernelTotal, ...]:
 def group_by_operator(ops: Mapping[int, EagerOp], kernels: Sequence[KernelTotal]) -> list[KernelGroup]:
     """Group operators and kernels by the operator's name, then by its kind; the rest of both is one group.
 
-    The outermost operator that is among `ops` counts: what it calls in turn is how it works. Every second is in one
-    group, and every operator that launches: one whose kernels are not seen takes its share of what is left over.
+    For a kernel, the outermost operator that is among `ops` counts: the operators that it calls are how it works. Every
+    second is in one group, and so is every operator that launches: an operator whose kernels are not seen takes its
+    share of the rest.
     """
     launching = {i: op for i, op in ops.items() if op.launches}
     named, unseen, unnamed = _match(
@@ -170,7 +175,10 @@ def _match(
     key_of: Callable[[EagerOp], str],
     list_keys: Callable[[KernelTotal], Iterable[str]],
 ) -> tuple[list[KernelGroup], dict[int, EagerOp], list[KernelTotal]]:
-    """Group the operators and kernels that share a key, the first of a kernel's that any operator has; and the rest."""
+    """Group the operators and kernels that share a key, and return the rest of both.
+
+    A kernel may have several keys; the first that any operator has counts.
+    """
     members: dict[str, list[int]] = defaultdict(list)
     for i, op in ops.items():
         members[key_of(op)].append(i)
@@ -189,9 +197,9 @@ def _match(
 def group_by_kernel(
     compiled: Sequence[InductorKernel], ops: Sequence[EagerOp], kernels: Sequence[KernelTotal], *, replayed: bool
 ) -> list[KernelGroup]:
-    """Group generated kernels by their names, and library calls by operator; in a CUDA graph these are one group.
+    """Group generated kernels by name and library calls by operator; in a CUDA graph, library calls are one group.
 
-    `ops` are those of the program before, after which generated kernels are named.
+    `ops` are the operators of the program before compiling, after which Inductor names generated kernels.
     """
     generated = [kernel for kernel in kernels if _GENERATED.fullmatch(kernel.name)]
     others = [kernel for kernel in kernels if not _GENERATED.fullmatch(kernel.name)]
@@ -199,7 +207,8 @@ def group_by_kernel(
     groups = _group_by_name(compiled, ops, generated)
     if not replayed:
         return groups + group_by_operator(calls, others)
-    # In a graph no operator is known: kernels with one copy inputs and results, beside other copies and fills.
+    # In a graph no operator is known. Kernels with a known operator copy inputs and results, beside other copies and
+    # fills.
     around_s = sum(k.time_s for k in others if k.operators or k.name.lower().startswith(("memset", "memcpy")))
     inside_s = sum(k.time_s for k in others) - around_s
     members = tuple(i for i, call in calls.items() if call.launches)
@@ -210,9 +219,9 @@ def group_by_kernel(
 def _group_by_name(
     compiled: Sequence[InductorKernel], ops: Sequence[EagerOp], kernels: Sequence[KernelTotal]
 ) -> list[KernelGroup]:
-    """Group generated kernels by what Inductor calls them: after the operators they stem from, with a number behind.
+    """Group generated kernels by Inductor's name: the operators that they come from, and a number.
 
-    Kernels of the same code share the name of the first: where no name is the same, the most similar one is taken.
+    Kernels of the same code share the name of the first. If no name is the same, the most similar one is taken.
     """
     sums: dict[str, float] = defaultdict(float)
     for kernel in kernels:
@@ -238,7 +247,7 @@ def make_generated_name(kernel: InductorKernel, op_of: Mapping[str, EagerOp]) ->
 
 
 def _find_similar(name: str, names: Iterable[str]) -> str:
-    """Return the name that shares most words; "" where none is similar."""
+    """Return the name that shares most words; "" if none is similar."""
     words = set(name.split("_")) - {"fused", ""}
 
     def compute_similarity(other: str) -> float:
@@ -250,7 +259,7 @@ def _find_similar(name: str, names: Iterable[str]) -> str:
 
 
 def _canonical_name(name: str) -> str:
-    """Return an operator's name, whatever variant of it: in place or not, by whichever library."""
+    """Return an operator's name without its variant: in place or not, and of whichever library."""
     space, _, short = name.replace("::", ".").partition(".")
     short = short.rstrip("_") or short
     if "scaled_dot_product" in short:
@@ -259,7 +268,7 @@ def _canonical_name(name: str) -> str:
 
 
 def _find_kind(operator: str) -> str | None:
-    """Return an operator's family, where it is known to have one."""
+    """Return an operator's family, if it has one."""
     short = operator.rpartition("::")[2]
     known = short in KINDS or short.rstrip("_") in KINDS or short.startswith(("_foreach_", "_fused_"))
     return kind_of(operator) if known else None

@@ -8,8 +8,8 @@
 
     fast = tessera.optimize(train_step)           # a callable that does its own step
 
-Rewrites are torch's own wherever it has them (Inductor's passes and fusion, CUDA graphs); ours come before them for
-what they miss (`passes.py`). Which of torch.compile's modes runs is decided by measuring.
+Rewrites are torch's own where torch has them (Inductor's passes and fusion, CUDA graphs). Our passes run before them,
+for what they miss (`passes.py`). Which of torch.compile's modes runs is decided by measuring.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .use_report import UseReport
     from .variants import Variant, VariantSearch
 
-# Iterations may take this long in all while kernels are profiled, and longer only where the budget has room.
+# The iterations of a profile may always take this many seconds in all, and more only if the budget has time left.
 _PROFILE_S = 1.0
 
 
@@ -61,15 +61,15 @@ def optimize(
     `inputs` are a tensor, a tuple of positional or a dict of keyword arguments; without them the first call's are used.
     With `mode="infer"` a module runs without gradients; "train" compiles and checks the backward too. A callable that
     is not a module runs as it is. `tolerance` is the relative Frobenius error allowed of results and gradients (None:
-    by number format). `on` is the chip savings are priced for (None: the one of this machine). `variants` are the
-    names of those to try. Compiling and measuring take about `budget_s` (0: take the first variant that computes the
-    same, measure nothing); `progress` is called with what is being done. `explain=False` leaves the trace out and lets
-    torch's compilation cache work; "modelled" prices it without profiling the kernels, which makes later launches of
-    this process more expensive.
+    by number format). `on` is the chip that savings are priced for (None: the one of this machine). `variants` are the
+    names of the variants to try. Compiling and measuring take about `budget_s` (0: take the first variant that computes
+    the same, and measure nothing); `progress` is called with what is being done. `explain=False` leaves the trace out
+    and lets torch's compilation cache work. "modelled" prices the trace without profiling the kernels; profiling makes
+    later launches of this process more expensive.
 
-    The program runs many times meanwhile. Models and optimizers it holds, the inputs and the variables around it (what
-    it closes over, is bound to, or names in its module) are put back as they were. What a data loader or an iterator
-    has handed out is gone: pass a step that works on one batch.
+    The program runs many times meanwhile. Models and optimizers that it holds, the inputs, and the variables around it
+    (those that it closes over, is bound to, or names in its module) are put back as they were. Batches that a data
+    loader or an iterator has given out are lost: pass a step that works on one batch.
     """
     if not callable(model_or_step):
         raise ArgumentError(
@@ -101,7 +101,7 @@ def optimize(
 
 
 def _describe(value: Any) -> str:
-    """Describe a value in a few words, even a tensor of millions."""
+    """Describe a value in a few words, even a tensor with millions of elements."""
     shape = getattr(value, "shape", None)
     return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if isinstance(shape, tuple) else "")
 
@@ -116,12 +116,13 @@ class Optimized:
     """A rewritten program. It is called like the original, and everything else is the original's.
 
     Attributes and methods of the original pass through (`parameters()`, `state_dict()`, `train()`, `eval()`).
-    `rewrites` lists what was changed, `undone` what was tried and taken back with the reason, `variants` every variant
-    tried with its seconds and joules, `chosen` the one that runs, `priced_for` the chip savings are priced for, `trace`
-    what they add up to, `spent_s` and `spent_j` what the search took; `str()` shows all of it. The first calls are
-    watched: `in_use` tells whether the variant does what its trial promised, and which one runs since, if it does not
-    (None: not yet told, or eager). Compiled code belongs to one model: a copy, or one read from a pickle, is a copy of
-    the original with the same options (a pickle leaves `progress` out), and tries the variants again.
+    `rewrites` lists the changes, `undone` those that were tried and taken back, with the reason. `variants` lists every
+    variant that was tried, with its seconds and joules; `chosen` is the one that runs. `priced_for` is the chip that
+    savings are priced for, `trace` what they add up to; `spent_s` and `spent_j` are the cost of the search. `str()`
+    shows all of it. The first calls are watched: `in_use` tells whether the variant does what its trial promised and,
+    if it does not, which variant runs since then (None: not known yet, or eager). Compiled code belongs to one model.
+    So a copy, or an object read from a pickle, is a copy of the original with the same options (a pickle leaves
+    `progress` out), and tries the variants again.
     """
 
     def __init__(self, original: Callable[..., Any], options: OptimizeOptions) -> None:
@@ -146,14 +147,14 @@ class Optimized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call is None:
-            self.prepare(args, kwargs, wrap_errors=False)  # the program's own errors pass through, as in any call of it
+            self.prepare(args, kwargs, wrap_errors=False)  # the program's own errors pass through, as in any other call
         if self.rewrites:
             announce_rewrites(self.rewrites)
         assert self._call is not None
         return self._call(*args, **kwargs)
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, wrap_errors: bool = True) -> None:
-        """Try the variants on these inputs and keep the best; the first call does it if `optimize` had no inputs."""
+        """Try the variants on these inputs and keep the best; the first call does this if `optimize` had no inputs."""
         with needs_extra("torch", "torch", "tessera.optimize"):
             import torch
             from torch.utils import _pytree as pytree
@@ -209,17 +210,19 @@ class Optimized:
     # -- running ----------------------------------------------------------------------------------------------------
 
     def _run(self, search: VariantSearch, best: Variant, *, cuda: bool) -> None:
-        """Run the best variant from now on, watched at first; the others go, with their graphs and memory."""
+        """Run the best variant from now on, watched at first; drop the others with their graphs and memory."""
         from ..monitor import default
         from .call_clock import HostClock, StreamClock
         from .use_report import find_best_in_use
         from .variants import EAGER, find_cheapest
         from .watch import MOST_CALLS, WatchedCall, WatchedVariant, describe_inputs
 
-        # A variant that replays is no fallback of another: what breaks one replay breaks the other.
+        # A replayed variant cannot replace another replayed one: what breaks one replay breaks the other.
         others = [v for v in search.tried[1:] if v is not best and v.ok and v.time_s and not v.is_replayed]
         candidates = [best, *([find_cheapest(others)] if others else []), search.tried[0]]
-        if best.mode == EAGER or self._options.budget_s <= 0:  # nothing to compare with, or nothing may be measured
+        if (
+            best.mode == EAGER or self._options.budget_s <= 0
+        ):  # there is nothing to compare with, or nothing may be measured
             candidates = [best]
         calls = {v.name: search.program.wrap(v.call) for v in candidates}
         for variant in search.tried:
@@ -248,7 +251,7 @@ class Optimized:
     def _settle(
         self, report: UseReport | None, call: Callable[..., Any], explained: Mapping[str, Any] | None = None
     ) -> None:
-        """Run this from now on, or as long as `report` is provisional: it kept its promise, or was the best in use."""
+        """Run this call from now on; while `report` is provisional, only note what it says."""
         import gc
 
         self.in_use = report
@@ -266,20 +269,20 @@ class Optimized:
                 if variant.name != report.runs:
                     variant.release()
         self._call = call
-        # Compiled code, and a backward pass of a trial, are cycles that hold device memory. It stays in torch's cache:
-        # the calls that follow need not get theirs from the driver.
+        # Compiled code, and a backward pass of a trial, are reference cycles that hold device memory. Collecting them
+        # gives the memory back to torch's cache, so later calls need not ask the driver for theirs.
         gc.collect()
 
     @property
     def spent_j(self) -> float | None:
-        """Joules that trying the variants took; None without a sensor."""
+        """Return the joules that trying the variants took; None without a sensor."""
         return self._scope.energy_j if self._scope is not None else None
 
     @property
     def paid_after_calls(self) -> int | None:
-        """After how many calls the search has saved what it took; None where a call saves nothing.
+        """Return after how many calls the search has saved what it took; None if a call saves nothing.
 
-        By what the variants took in use where they were compared there, else by their trials.
+        Costs are those in use if the variants were compared there, else those of their trials.
         """
         from .search_cost import count_calls_to_pay
 
@@ -335,10 +338,12 @@ class Optimized:
             return None  # priced for another chip, or nothing is measured
         if self._options.explain == "modelled":
             return None
-        if not best.is_replayed:  # CUPTI stays, and slows every later launch of the process: device/cupti_after.py
+        # CUPTI stays loaded, and slows every later launch of the process: device/cupti_after.py
+        if not best.is_replayed:
             self.notes.append("savings are modelled alone: profiling would slow the launches of this variant")
             return None
-        if 2 * (eager_s + best_s) > max(_PROFILE_S, search.left_s):  # each is run to warm up and to be seen
+        # each program runs once to warm up and once to be profiled
+        if 2 * (eager_s + best_s) > max(_PROFILE_S, search.left_s):
             self.notes.append("savings are modelled alone: budget_s leaves no time to profile the kernels")
             return None
         measured = eager.energy_j and best.energy_j  # joules of both, or of neither
@@ -356,7 +361,7 @@ class Optimized:
         return profiles[0], profiles[1]
 
     def _count_host_work(self, search: VariantSearch) -> HostWork | None:
-        """Return what eager Python does beside dispatching, by a capture on meta tensors."""
+        """Return the work of eager Python besides dispatching, from a capture on meta tensors."""
         from .program_cost import count_host_work
 
         is_step = search.program.mode == "step"
@@ -369,7 +374,7 @@ class Optimized:
     # -- what else a program has ------------------------------------------------------------------------------------
 
     def undo(self) -> Callable[..., Any]:
-        """Return the original, untouched; this object runs it from now on too."""
+        """Return the original, unchanged; this object runs it from now on too."""
         vars(self).update(_call=self.original, rewrites=[], chosen="eager", _undone=True)
         return self.original
 
@@ -384,7 +389,7 @@ class Optimized:
         return _recreate, (self.original, replace(self._options, progress=None), self._undone)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data: the rewrites, those undone, the variants tried."""
+        """Return plain data: the rewrites, those undone, and the variants tried."""
 
         def to_row(variant: Variant) -> dict[str, Any]:
             names = ("name", "compile_s", "time_s", "energy_j", "error_j", "why")
@@ -418,7 +423,7 @@ class Optimized:
         return f"Optimized({type(self.original).__name__}: {state})"
 
     def __getattr__(self, name: str) -> Any:
-        if "original" not in vars(self):  # being copied or unpickled
+        if "original" not in vars(self):  # it is being copied or unpickled
             raise AttributeError(name)
         value = getattr(self.original, name)
         if not callable(value) or getattr(value, "__self__", None) is not self.original:
@@ -439,7 +444,7 @@ class Optimized:
 
 
 def _recreate(original: Callable[..., Any], options: OptimizeOptions, undone: bool) -> Optimized:
-    """Return one that has not been prepared yet, or that stays undone."""
+    """Return an `Optimized` that has not been prepared yet, or that stays undone."""
     optimized = Optimized(original, options)
     if undone:
         optimized.undo()

@@ -5,14 +5,14 @@
     softmax(q @ k^T [* or / scale] [+ mask | masked_fill | where] [in fp32, cast back]) [dropout] @ v
         ->  scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, enable_gqa)
 
-Inductor has rules of its own for some of these. Whether ours pay beside them is measured (`variants.py`). Rewriting
-before autograd gives the backward too.
+Inductor has rules of its own for some of these; `variants.py` measures whether ours save anything beside them. Because
+our passes run before autograd, the backward changes too.
 
-Models of transformers leave a mask that says what `is_causal` says out when they run eagerly, and make it where they
-are compiled (5.17 looks at `is_tracing`, for exported programs' sake; 5.22 no longer with torch 2.14). Attention then
-reads a mask and computes both halves of the scores: compiled GPT-2 small's kernels took 225 and 320 us, 112 and 180
-with `is_causal` (results/compiled_profile.json, dropout.json). Dynamo guards the sizes that a mask was made for, so
-what is known here stays true for the compiled code.
+When they run eagerly, models of transformers make no mask where `is_causal` is enough; when they are compiled, they
+make it (5.17 looks at `is_tracing`, for exported programs; 5.22 no longer does with torch 2.14). Attention then reads a
+mask and computes both halves of the scores: compiled GPT-2 small's kernels took 225 and 320 us, 112 and 180 with
+`is_causal` (results/compiled_profile.json, dropout.json). Dynamo guards the sizes that a mask was made for, so what
+this module finds stays true for the compiled code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SPECTRAL_DTYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16
 
 
 def fuse_attention(module: fx.GraphModule) -> list[Replacement]:
-    """Replace every attention that is written out in a graph by torch's fused call; a `Pass`."""
+    """Replace every attention that a graph writes out by torch's fused call; a `Pass`."""
     matches = (find_attention(node) for node in list(module.graph.nodes))
     return [_replace_attention(module, match) for match in matches if match is not None]
 
@@ -64,7 +64,7 @@ def _replace_attention(module: fx.GraphModule, match: AttentionMatch) -> Replace
         call = graph.call_function(F.scaled_dot_product_attention, (q, k, v), keywords)
     call.meta.update(match.out.meta)
     match.out.replace_all_uses_with(call)
-    for node in match.nodes:  # the last one first; torch.fx's own clean-up would take writes into tensors away too
+    for node in match.nodes:  # the last one first; torch.fx's own clean-up would also remove writes into tensors
         if not node.users:
             graph.erase_node(node)
     how = ["causal"] if causal else ["masked"] if mask is not None else []
@@ -85,7 +85,7 @@ def _find_module(node: fx.Node) -> str:
 
 
 def _make_additive_mask(graph: fx.Graph, match: AttentionMatch) -> tuple[fx.Node, fx.Node]:
-    """Return the queries, and the mask as numbers to add in their format."""
+    """Return the queries, and the mask as numbers to add, in the format of the queries."""
     dtype, mask, queries = value_of(match.q).dtype, match.mask, match.q
     assert mask is not None
     if match.fill is None:
@@ -96,9 +96,10 @@ def _make_additive_mask(graph: fx.Graph, match: AttentionMatch) -> tuple[fx.Node
         if match.fill == float("-inf"):
             fill = match.fill
         elif _may_hide_all_keys(match):
-            # A query that sees no key had the same score for each, and no gradient came back through them. Added to
-            # its scores the fill would leave them apart; a query of zeros that sees all has the same for each, and no
-            # gradient. With the fill on top of those, fused backwards lose log(keys) beside it: weights of 1, not 1/n.
+            # A query that sees no key had the same score for every key, and no gradient came back through the scores.
+            # If the fill were added to its scores, they would differ. A query of zeros that sees all keys has the same
+            # score for each, and no gradient. With the fill added on top, fused backwards would lose log(keys) beside
+            # it: weights of 1, not 1/n.
             blind = graph.call_method("all", (hidden, -1), {"keepdim": True})
             queries = graph.call_method("masked_fill", (queries, blind, 0.0))
             hidden = graph.call_method("masked_fill", (hidden, blind, False))
@@ -110,7 +111,7 @@ def _make_additive_mask(graph: fx.Graph, match: AttentionMatch) -> tuple[fx.Node
 
 
 def _may_hide_all_keys(match: AttentionMatch) -> bool:
-    """Tell whether the mask may leave a query no key; one made of data may."""
+    """Tell whether the mask may hide all keys from a query; a mask made of data may."""
     visible = _read_visible(match)
     return visible is None or not bool(visible.any(-1).all())
 
@@ -123,7 +124,7 @@ def _is_causal(match: AttentionMatch) -> bool:
 
 
 def _read_visible(match: AttentionMatch) -> torch.Tensor | None:
-    """Return which keys each query sees, where the mask is made of constants."""
+    """Return which keys each query sees, if the mask is made of constants."""
     mask = compute_constant(match.mask) if match.mask is not None else None
     if mask is not None and match.fill is not None:
         return mask if match.keeps else ~mask
@@ -136,7 +137,7 @@ def _is_triangle(visible: torch.Tensor, queries: int, keys: int) -> bool:
 
 
 def _find_ungrouped(match: AttentionMatch) -> tuple[fx.Node, fx.Node] | None:
-    """Return keys and values before they were repeated for groups of query heads, if both were."""
+    """Return keys and values before they were repeated for groups of query heads, if both were repeated."""
     if not match.k_transposed:
         return None
     k, v = _find_unrepeated(match.k), _find_unrepeated(match.v)
@@ -229,7 +230,7 @@ def _list_ops_after(match: AttentionMatch, k: Any, v: Any, causal: bool, mask: A
 
 
 def drop_known_masks(module: fx.GraphModule) -> list[Replacement]:
-    """Take masks made of constants out of attention where `is_causal`, or no mask at all, says the same; a `Pass`."""
+    """Remove constant masks from attention where `is_causal`, or no mask, computes the same; a `Pass`."""
     replacements, known = [], dict[tuple[fx.Node, int, int], str | None]()
     for node in module.graph.nodes:
         attends = node.op == "call_function" and node.target is F.scaled_dot_product_attention
@@ -243,7 +244,7 @@ def drop_known_masks(module: fx.GraphModule) -> list[Replacement]:
             key = (_find_unexpanded(mask), *lengths)
             if key not in known:
                 known[key] = _classify_mask(*key)
-        except PRIVATE_ERRORS:  # a size that only the data tells, a mask in somebody's vmap: it stays as it is
+        except PRIVATE_ERRORS:  # a size that depends on the data, or a mask inside vmap: leave it
             continue
         if known[key] is None:
             continue
@@ -262,7 +263,7 @@ def drop_known_masks(module: fx.GraphModule) -> list[Replacement]:
 
 
 def _classify_mask(mask: fx.Node, queries: int, keys: int) -> str | None:
-    """Return "none" if every query sees every key, "causal" if each sees those up to its own; None for other masks."""
+    """Return "none" if every query sees all keys, "causal" if each sees those up to its own, None for other masks."""
     value = compute_constant(mask)
     if value is None or not value.numel():
         return None
@@ -305,7 +306,7 @@ def make_spectral_pass(device: Device | None) -> Pass:
     """Return a pass that computes conv2d by Fourier transforms where `op.spectral_wins` on this chip, at inference."""
 
     def run(module: fx.GraphModule) -> list[Replacement]:
-        # The model of spectral_wins is of the forward: in training conv2d stays.
+        # The model of spectral_wins covers the forward only, so conv2d stays in training.
         if device is None or torch.is_grad_enabled():
             return []
         nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target is torch.conv2d]
@@ -346,7 +347,7 @@ def _replace_convolution(module: fx.GraphModule, node: fx.Node, device: Device) 
 
 
 def _read_convolution(node: fx.Node) -> dict[str, Any] | None:
-    """Return conv2d's arguments by name where transforms can compute it: stride 1, padding in numbers."""
+    """Return conv2d's arguments by name if transforms can compute it: stride 1, padding in numbers."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     call: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
     call.update(zip(names, node.args, strict=False))

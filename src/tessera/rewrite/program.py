@@ -1,7 +1,7 @@
 """Run a program and observe what it does: results, gradients and updates, on the same inputs and state each time.
 
-What the runs change is put back (`state.py`). The original runs twice with different random numbers: what lies between
-these two runs is not the fault of a change. How values are compared: `compare.py`.
+What the runs change is put back (`state.py`). The original runs twice with different random numbers, and a difference
+between these two runs is not blamed on a rewrite. `compare.py` compares the values.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .state import Inputs, State, list_addresses
 class Program:
     """One iteration of a model or a step: how it is run and observed.
 
-    A "call" runs as a "step" does but is seen from outside only: a replayed CUDA graph runs no hooks that would note
-    gradients. `state` is put back after each run; where None, what was there before the run. `outside` are variables
-    around the call that are put back as its arguments are.
+    A "call" runs like a "step", but is seen from outside only, because a replayed CUDA graph runs no hooks that would
+    note gradients. `state` is put back after each run; if it is None, what was there before the run is put back.
+    `outside` are variables around the call that are put back as its arguments are.
     """
 
     call: Callable[..., Any]
@@ -44,7 +44,7 @@ class Program:
     def of(
         cls, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], mode: Literal["infer", "train"]
     ) -> Program:
-        """Make one of a module in this mode, or of another callable with the models and optimizers it works with."""
+        """Make a program of a module in this mode, or of a callable with the models and optimizers it works with."""
         if isinstance(call, torch.nn.Module):
             program = cls(call=call, modules=(call,), optimizers=(), mode=mode)
         else:
@@ -73,14 +73,14 @@ class Program:
         return out
 
     def wrap(self, call: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Return a call in the model's place as its user calls it: for inference without gradients."""
+        """Return `call` in the model's place as its user calls it: in mode "infer" without gradients."""
         assert call is not None
         return torch.no_grad()(call) if self.mode == "infer" else call
 
     def make_reference(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], tolerance: float | None = None, *, retyped: bool = False
     ) -> Reference:
-        """Run the original twice and return what others are compared with."""
+        """Run the original twice and return the reference that variants are compared with."""
         with _note_formats() as formats:  # autocast may be inside a forward
             first = self.observe(self.call, args, kwargs)
             try:
@@ -107,7 +107,7 @@ class Program:
     ) -> dict[str, Any]:
         """Run once and return every value that must not change: results, gradients, buffers, updates of parameters.
 
-        Inputs and variables outside are included where they were written into.
+        Inputs and outside variables are included if the run wrote into them.
         """
         with self.restoring(seed) as state, self.save_inputs(args, kwargs, state) as inputs:
             for generator in inputs.generators:
@@ -123,11 +123,11 @@ class Program:
         return observed
 
     def save_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], state: State) -> Inputs:
-        """Save arguments and variables outside for one run."""
+        """Save arguments and outside variables for one run."""
         return Inputs(args, kwargs, self.outside, state.memory)
 
     def _list_named(self, what: Literal["parameters", "buffers"]) -> list[tuple[str, torch.Tensor]]:
-        """Return all trained parameters, those of optimizers too, or all buffers, each once."""
+        """Return all trained parameters (also those that only optimizers have) or all buffers, each once."""
         named: dict[int, tuple[str, torch.Tensor]] = {}
         for i, module in enumerate(self.modules):
             for name, t in getattr(module, f"named_{what}")():
@@ -140,10 +140,10 @@ class Program:
         return list(named.values())
 
     def _measure_update(self, state: State) -> dict[str, torch.Tensor]:
-        """Return how far parameters moved in all, or each one's update where gradients are not observed.
+        """Return how far the parameters moved in all, or each one's update if gradients are not observed.
 
-        The parameters themselves are not compared: Adam makes a full step of a gradient that is only rounding, in
-        one direction or the other.
+        The parameters themselves are not compared: Adam turns a gradient that is only rounding into a full step, in one
+        direction or the other.
         """
         parameters = self._list_named("parameters")
         if self.mode == "call" and self.optimizers:
@@ -155,9 +155,9 @@ class Program:
 
     @contextlib.contextmanager
     def _note_gradients(self, observed: dict[str, Any], inputs: Inputs) -> Iterator[None]:
-        """Note every gradient as soon as it exists: a step may clear it before it ends. Those of inputs count, too."""
+        """Note every gradient as soon as it exists, those of inputs too: a step may clear it before the step ends."""
 
-        @torch.compiler.disable  # a compiled step would take its hooks in, too
+        @torch.compiler.disable  # a compiled step would include the hooks in its code
         def note(name: str, parameter: torch.Tensor, *_: Any) -> None:
             if parameter.grad is not None:  # compiled code also calls this for a weight behind detach()
                 observed[GRADIENT + name] = parameter.grad.detach().clone()
@@ -169,8 +169,9 @@ class Program:
         watched = {id(t): (name, t) for name, t in named}
         for _, tensor in watched.values():
             tensor.grad = None
-        # Hooks of the node that adds a gradient up go with that node. Those of the tensor itself stay for good, as an
-        # empty list to ask in every later backward pass: Python cannot take it away (torch 2.11 to 2.13).
+        # Hooks are registered on the node that adds a gradient up, and go with that node. Hooks of the tensor itself
+        # would stay for good, as an empty list that every later backward pass reads: Python cannot remove it (torch
+        # 2.11 to 2.13).
         nodes = [(get_gradient_edge(t).node, name, t) for name, t in watched.values()] if self.mode == "step" else []
         hooks = [node.register_hook(functools.partial(note, name, t)) for node, name, t in nodes]
         try:
@@ -178,21 +179,21 @@ class Program:
         finally:
             for hook in hooks:
                 hook.remove()
-        if self.mode == "train":  # nothing has cleared them
+        if self.mode == "train":  # nothing has cleared the gradients
             for name, tensor in watched.values():
                 note(name, tensor)
 
     @contextlib.contextmanager
     def restoring(self, seed: int = 0) -> Iterator[State]:
-        """Put back everything the body changes: state, gradients, random generators."""
+        """Put back everything that the body changes: state, gradients, random generators."""
         state = self.state or State(self)
         try:
-            for _, p in self._list_named("parameters") if self.mode != "call" else ():  # a call adds gradients up
+            for _, p in self._list_named("parameters") if self.mode != "call" else ():  # a "call" may add gradients up
                 p.grad = None
             torch.manual_seed(seed)
             yield state
         finally:
-            state.restore(flags=self.state is None)  # a state from before knows nothing of changes made since
+            state.restore(flags=self.state is None)  # a state from earlier knows nothing of flags changed since then
 
     @contextlib.contextmanager
     def in_eval_mode(self) -> Iterator[None]:
@@ -209,7 +210,7 @@ class Program:
 
 @contextlib.contextmanager
 def _note_formats() -> Iterator[set[torch.dtype]]:
-    """Collect the number formats of what modules return meanwhile."""
+    """Collect the number formats of what modules return in the body."""
     formats: set[torch.dtype] = set()
 
     def note(_module: Any, _args: Any, out: Any) -> None:
@@ -223,7 +224,7 @@ def _note_formats() -> Iterator[set[torch.dtype]]:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error as a part of a sentence."""
+    """Return an error as part of a sentence."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:160]}"
 
 
@@ -237,7 +238,7 @@ def cannot_repeat(error: Exception) -> RewriteError:
 
 
 def make_scalar(output: Any) -> torch.Tensor:
-    """Return the model's own loss where it has one, else a weighted sum in which every element counts differently."""
+    """Return the model's own loss if it has one, else a weighted sum in which every element counts differently."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

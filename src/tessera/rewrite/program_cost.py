@@ -1,6 +1,6 @@
 """What the operators of a program cost on a chip, by the model of `predict`: seconds, joules, bytes, the host's share.
 
-Where the kernels were profiled, `set_kernel_times` puts their seconds in, and `share_measured_joules` the joules.
+If the kernels were profiled, `set_kernel_times` sets their measured seconds, and `share_measured_joules` their joules.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ if TYPE_CHECKING:
     from ..estimate.power import PowerModel
 
 
-# Hosts of one kind were found at 0.84 to 1.34 times the shipped constants (estimate/host.py): where a program takes
-# more than twice what it is estimated to, it is not the host that it waits for.
+# Hosts of one kind were found at 0.84 to 1.34 times the shipped constants (estimate/host.py). If a program takes more
+# than this many times its estimate, the device is not waiting for the host.
 MAX_RATIO = 2.0
-# What a wait adds, of what the board draws while it waits: 105 to 109 W of 127, for ResNet-50's convolutions with 0, 6
-# and 30 us behind each (`gaps` of benchmarks/device/trace_lines.py). Kernels that follow closely are hotter, and leak.
+# What waiting adds, as a share of what the board draws while it waits: 105 to 109 W of 127 W, for ResNet-50's
+# convolutions with 0, 6 and 30 us behind each (`gaps` of benchmarks/device/trace_lines.py). Kernels that follow closely
+# are hotter, and leak more.
 WAIT_SHARE = 0.85
-# Kernels' joules over the model's, which is off by 15% in the mean (benchmarks/README.md): not by so much.
+# Bounds of the kernels' joules over the model's. The model is off by 15% in the mean (benchmarks/README.md), not by
+# this much.
 FACTORS = (0.4, 2.5)
-# How much of the model's error is common to an operator's kernel and to the one that takes its place: assumed, between
+# How much of the model's error is common to an operator's kernel and to the kernel that replaces it: assumed, between
 # the same kernel (1) and any other (0).
 COMMON_ERROR = 0.5
 
 
 def find_chip(on: str | Device | None, cuda: bool) -> Device | None:
-    """Return the chip savings are priced for: the one named, else this machine's where the catalogue has it."""
+    """Return the chip that savings are priced for: the named one, else this machine's if the catalogue has it."""
     if isinstance(on, Device):
         return on
     if on is not None:
@@ -57,8 +59,8 @@ def find_chip(on: str | Device | None, cuda: bool) -> Device | None:
 class OpCost:
     """Seconds on the device, joules with their 90% half-width, and bytes read and written, of some operators.
 
-    `lasting_j` are the joules that grow with the seconds (the board, and SMs that hold work); the others belong to the
-    work, operations and bytes.
+    `lasting_j` are the joules that grow with the seconds (the board's, and those of SMs that hold work). The other
+    joules belong to the work: operations and bytes.
     """
 
     time_s: float = 0.0
@@ -77,12 +79,12 @@ class OpCost:
         )
 
     def __sub__(self, other: OpCost) -> OpCost:
-        """What is saved by going from this to the other; errors add up."""
+        """Return the saving of `other` against this; errors add up."""
         negative = OpCost(-other.time_s, -other.energy_j, other.error_j, -other.nbytes, -other.lasting_j)
         return self + negative
 
     def scale_joules(self, factor: float) -> OpCost:
-        """Return the same with other joules."""
+        """Return the same cost with joules scaled by a factor."""
         joules, error_j, lasting_j = (factor * j for j in (self.energy_j, self.error_j, self.lasting_j))
         return replace(self, energy_j=joules, error_j=error_j, lasting_j=lasting_j)
 
@@ -98,10 +100,10 @@ class OpCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCost:
-    """An iteration: the cost of each operator, and how long the device waits for the host.
+    """The cost of each operator of an iteration, and how long the device waits for the host.
 
-    `other` are kernels that were profiled and belong to no operator. The model's watts: those of the board that waits
-    (`static_w`), the most it sustains (`limit_w`), and their relative error.
+    `other` are kernels that were profiled and belong to no operator. The model's watts are those of a board that waits
+    (`static_w`) and the most it sustains (`limit_w`), with their relative error.
     """
 
     costs: tuple[OpCost, ...]
@@ -116,16 +118,16 @@ class ProgramCost:
 
     @property
     def time_s(self) -> float:
-        """Seconds of the iteration."""
+        """Return the seconds of the iteration."""
         return sum(c.time_s for c in self.costs) + self.other.time_s + self.wait_s
 
     @property
     def energy_j(self) -> float:
-        """Joules of the iteration."""
+        """Return the joules of the iteration."""
         return sum(c.energy_j for c in self.costs) + self.other.energy_j + self.wait_j
 
     def set_time(self, measured_s: float) -> ProgramCost:
-        """Let the device wait for the host for what its kernels leave of a measured time, where that is plausible."""
+        """Take the rest of a measured time, beyond the kernels, as waits for the host, if that is plausible."""
         wait_s = self.wait_s + measured_s - self.time_s
         if wait_s <= 0 or measured_s > MAX_RATIO * self.time_s:
             return self
@@ -139,14 +141,14 @@ class ProgramCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """What eager Python does beside dispatching: module calls and torch functions of one iteration."""
+    """The work of eager Python besides dispatching: module calls and torch functions of one iteration."""
 
     modules: int = 0
     functions: int = 0
 
 
 def count_host_work(fn: Callable[..., Any], inputs: Any, mode: Literal["infer", "train"], *, is_step: bool) -> HostWork:
-    """Return what eager Python does beside dispatching, by a capture on meta tensors; a step has its own optimizer."""
+    """Count eager Python's work besides dispatching, in a capture on meta tensors; a step has its own optimizer."""
     from ..graph.capture import capture
 
     graph = capture(fn, inputs, mode="infer" if is_step else mode)
@@ -155,7 +157,7 @@ def count_host_work(fn: Callable[..., Any], inputs: Any, mode: Literal["infer", 
 
 
 def add_up(costs: Iterable[OpCost]) -> OpCost:
-    """Return all of them together."""
+    """Return all costs added up."""
     return sum(costs, OpCost())
 
 
@@ -176,7 +178,7 @@ def estimate_program(
         device,
         OpModel(device),
         launch="graph" if replayed else "eager",
-        host=_make_compiled_host() if host is None and not replayed else None,  # None: the shipped or calibrated one
+        host=_make_compiled_host() if host is None and not replayed else None,  # None: the shipped or calibrated host
         calibration=find(device.id),
     )
     result, power, costs = solution.solved, solution.power, {}
@@ -212,10 +214,11 @@ def _compute_holding_share(kernel: KernelTime, power: PowerModel, clock: float) 
 
 
 def set_kernel_times(program: ProgramCost, groups: Iterable[KernelGroup], iteration_s: float) -> ProgramCost:
-    """Put in the seconds that each group of kernels took, of an iteration of `iteration_s`.
+    """Set the seconds that each group of kernels took, in an iteration of `iteration_s`.
 
-    Within a group the model tells whose they are. Joules are the model's watts for those seconds and what it says the
-    work itself takes, but no more than the board sustains. While the device was not busy, it waited.
+    Within a group, the model divides them among the operators. Joules are the model's watts for those seconds and the
+    joules that the model gives to the work itself, but no more than the board sustains. In the rest of the iteration,
+    the device waited.
     """
     costs, other_s = list(program.costs), 0.0
     for group in groups:
@@ -239,10 +242,10 @@ def share_measured_joules(
 ) -> tuple[ProgramCost, ProgramCost]:
     """Give two programs the joules that were measured, shared out among their kernels.
 
-    `same` are the places, before and after, of kernels that both run; such a kernel takes the same joules in both: the
-    model's with one factor on them. What else each program runs has another factor, half of it common to both (it is
-    the same work, priced by the same model), and the factors are as near to 1 as the two totals allow. Waits are not
-    shared out: they have `WAIT_SHARE` of the board's watts.
+    `same` are the places, before and after, of kernels that run in both programs. Such a kernel takes the same joules
+    in both: the model's, times a common factor. The other kernels of each program have a factor of their own; half of
+    its error is common to both programs (it is the same work, priced by the same model). The factors are as near to 1
+    as the two totals allow. Waits are not shared out: they have `WAIT_SHARE` of the board's watts.
     """
     if not (before_j and after_j and before.energy_j and after.energy_j):
         return before, after
@@ -253,7 +256,7 @@ def share_measured_joules(
     apart = [sum(c.energy_j for c in p.costs) - j for p, j in zip(programs, alike, strict=True)]
     lacking = [measured_j - p.energy_j for measured_j, p in zip((before_j, after_j), programs, strict=True)]
     factors = _fit_factors(alike, apart, lacking)
-    if factors is None:  # the totals fit no such factors: scale each program by itself, waits and all
+    if factors is None:  # no such factors fit the totals: scale each program by itself, waits included
         return _scale_all(before, before_j / before.energy_j), _scale_all(after, after_j / after.energy_j)
     common, own_before, own_after = factors
     return (
@@ -265,9 +268,9 @@ def share_measured_joules(
 def _fit_factors(
     alike: Sequence[float], apart: Sequence[float], lacking: Sequence[float]
 ) -> tuple[float, float, float] | None:
-    """Return factors for what is alike and for each program's own, least squares from 1, that reach both totals.
+    """Return factors for common kernels and for each program's own, nearest to 1, that reach both totals.
 
-    None where there are none, or none within `FACTORS`.
+    Returns None if there are none, or none within `FACTORS`.
     """
     rows = np.array([[alike[0], apart[0], 0.0], [alike[1], 0.0, apart[1]]])
     covariance = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, COMMON_ERROR], [0.0, COMMON_ERROR, 1.0]])
@@ -286,7 +289,7 @@ def _scale_all(program: ProgramCost, factor: float) -> ProgramCost:
 
 
 def _make_compiled_host() -> HostModel:
-    """Compiled code launches without Python's modules and torch's dispatch: a launch from C++ costs `LAUNCH_S`."""
+    """Return a host for compiled code, which launches from C++ for `LAUNCH_S`, without Python and torch's dispatch."""
     from ..estimate.host import LAUNCH_S, HostModel
 
     default = HostModel.default()

@@ -2,7 +2,7 @@
 
 An order keeps every dependency (a value before its use, a write after the reads of what it overwrites, random numbers
 in turn, nothing across a wait of the host) and stays within the memory. Most programs leave little freedom: a chain has
-one order, and then the result is the program's own order, with the reason.
+only one order. Then the result is the program's own order, with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..errors import ArgumentError
 from ..estimate.iteration import WINDOW_S, highest_mean_w
 from ..graph.ir import Graph
 
-# How far ahead of the program's own order an operator may be taken, in operators. A longer reach holds more memory: all
+# How many operators ahead of the program's own order an operator may be taken. A longer reach holds more memory, so all
 # are tried, and the best order that fits is kept.
 REACHES = (2, 4, 8, 16, 64, 1 << 30)
 
@@ -33,7 +33,7 @@ class ScheduledTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskBuffer:
-    """Memory that exists from the first of its users to the last; `stays` where it outlives them."""
+    """Memory that exists from the first of its users to the last; with `stays`, it outlives them."""
 
     nbytes: int
     users: frozenset[int]
@@ -42,9 +42,9 @@ class TaskBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReorderPlan:
-    """An order of operators, and what it does: peaks of power (mean over the window) and of memory, before and after.
+    """An order of operators, and its effect: peaks of power (mean over the window) and of memory, before and after.
 
-    `free` is how many operators had a choice of place at all; `moved` how many stand elsewhere.
+    `free` is how many operators could be placed elsewhere at all; `moved` is how many were.
     """
 
     order: tuple[int, ...]
@@ -83,7 +83,7 @@ def plan(
 
 
 def find_dependencies(graph: Graph) -> list[set[int]]:
-    """Return the operators each one must follow: by what it reads and overwrites, by random numbers, across waits."""
+    """Return the operators that each one must follow: by what it reads and overwrites, random numbers, and waits."""
     needs: list[set[int]] = [set() for _ in graph.ops]
     writer: dict[int, int] = {}
     views: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
@@ -116,7 +116,10 @@ def find_dependencies(graph: Graph) -> list[set[int]]:
 
 
 def _list_buffers(graph: Graph) -> list[TaskBuffer]:
-    """Return what the iteration allocates. A value Python held waits for the operator after which it was let go."""
+    """Return what the iteration allocates.
+
+    A value that Python held is freed after the operator at which it was let go.
+    """
     users: defaultdict[int, set[int]] = defaultdict(set)
     for op in graph.ops:
         for t in (*op.inputs, *op.outputs):
@@ -140,7 +143,7 @@ def find_order(
     window_s: float = WINDOW_S,
     memory_bytes: float | None = None,
 ) -> ReorderPlan:
-    """Return the order tried with the lowest peak within the memory (default: what the program's own order needs)."""
+    """Return the order with the lowest peak that fits the memory (default: what the program's own order needs)."""
     if not window_s > 0:
         raise ArgumentError(f"window_s={window_s!r}", fix="a positive number of seconds")
     own = list(range(len(tasks)))
@@ -183,7 +186,7 @@ def compute_peak_w(tasks: Sequence[ScheduledTask], order: Sequence[int], window_
 
 
 def compute_peak_bytes(buffers: Sequence[TaskBuffer], order: Sequence[int]) -> int:
-    """Return the most that is allocated at once."""
+    """Return the most bytes that are allocated at once."""
     place = {task: at for at, task in enumerate(order)}
     change = [0] * (len(order) + 1)
     for b in buffers:
@@ -196,7 +199,7 @@ def compute_peak_bytes(buffers: Sequence[TaskBuffer], order: Sequence[int]) -> i
 
 
 def _count_free(tasks: Sequence[ScheduledTask]) -> int:
-    """Count tasks that take time and could stand before or after another such task: neither needs the other."""
+    """Count tasks that take time and could run before or after another such task: neither needs the other."""
     before: list[int] = []  # a bit for every task needed, directly or not
     timed = free = 0
     for i, task in enumerate(tasks):
@@ -211,7 +214,7 @@ def _count_free(tasks: Sequence[ScheduledTask]) -> int:
 
 
 def _interleave(tasks: Sequence[ScheduledTask], reach: int) -> list[int]:
-    """At every place take the ready task that keeps the joules so far nearest to those of the mean power."""
+    """At every place, take the ready task that keeps the joules so far nearest to those of the mean power."""
     mean_w = sum(t.energy_j for t in tasks) / sum(t.time_s for t in tasks)
     excess_j = [t.energy_j - mean_w * t.time_s for t in tasks]
     missing = [len(t.after) for t in tasks]

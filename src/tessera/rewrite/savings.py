@@ -1,9 +1,9 @@
-"""From what was observed of a compilation to rewrites: which eager operators became which kernel, and what that saves.
+"""Make rewrites from an observed compilation: which eager operators became which kernel, and what that saves.
 
 Both programs are priced, as eager torch launches it and as Inductor does: by the model alone, or with the seconds and
-joules that were measured. Each kernel gets the operators it replaced; what it saves is their cost less its own. What
-the device no longer waits for the host is one more line, and whatever the two totals differ by beyond all lines is the
-line "rest", so that the lines add up to the difference of the totals.
+joules that were measured. Each kernel gets the operators it replaced; its saving is their cost minus its own. One more
+line is the time for which the device no longer waits for the host. The line "rest" has what the two totals differ by
+beyond all other lines, so that the lines add up to the difference of the totals.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from .variants import Variant
 
 TIMED = "timed"
-"""The basis of savings whose seconds were measured kernel by kernel, and whose joules are shared out by the model."""
+"""The basis of savings whose seconds were measured kernel by kernel; the model divides their measured joules."""
 _CASTS = frozenset({"aten._to_copy"})
 _COPIES = frozenset({"aten.clone", "aten.contiguous", "aten.copy"})
 _LABEL_PARTS = 6
-_HOST_ERROR = 0.5  # hosts of one kind were found at 0.84 to 1.34 times the constants (estimate/host.py)
+_HOST_ERROR = 0.5  # relative error: hosts of one kind were found at 0.84 to 1.34 times the constants (estimate/host.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteTrace:
     """What was rewritten, and both programs as they were priced; the rewrites add up to the difference.
 
-    With `basis` "timed" seconds and joules are measured, else they are "modelled".
+    With `basis` "timed", seconds and joules are measured; otherwise they are "modelled".
     """
 
     rewrites: list[Rewrite]
@@ -69,10 +69,10 @@ def trace_rewrites(
     eager_s: float | None = None,
     profiles: tuple[KernelProfile, KernelProfile] | None = None,
 ) -> RewriteTrace:
-    """Return the rewrites of a compilation; `replayed` says that its kernels are replayed as CUDA graphs.
+    """Return the rewrites of a compilation; `replayed` tells that its kernels are replayed as CUDA graphs.
 
-    `profiles` are the kernels of the program before and after, on this chip. Without them `eager_s`, the measured time
-    of the program before, tells how long it kept the device waiting.
+    `profiles` are the kernels of the program before and after, on this chip. Without them, `eager_s`, the measured time
+    of the program before, tells how long the program kept the device waiting.
     """
     if not compilation.complete:
         rewrites = [replacement_to_rewrite(r) for r in compilation.replacements]
@@ -87,7 +87,8 @@ def trace_rewrites(
         old, new = price_by_profile(compilation, after, device, host, replayed, profiles)
         launched = new
     else:
-        basis, extra = "modelled", add_up(saved for _, saved in ours)  # what the program lacks as our passes came first
+        # missing in the program, because our passes ran before it was read
+        basis, extra = "modelled", add_up(saved for _, saved in ours)
         old, launched = estimate_program(compilation.ops, device, host), estimate_program(after, device)
         old = old if eager_s is None else old.set_time(eager_s)
         new = estimate_program(after, device, replayed=True) if replayed else launched
@@ -115,7 +116,7 @@ def trace_rewrites(
 
 
 def _price_replacement(replacement: Replacement, device: Device) -> OpCost:
-    """Return what a pass of ours saved: the operators it replaced against those it put there, each alone."""
+    """Return the saving of one of our passes: the operators it replaced against those it inserted, each alone."""
     if replacement.saved_j is not None:
         return OpCost(replacement.saved_s or 0.0, replacement.saved_j, 0.5 * abs(replacement.saved_j))
     if not replacement.ops_before or not replacement.ops_after:
@@ -133,7 +134,7 @@ def price_by_profile(
     replayed: bool,
     profiles: tuple[KernelProfile, KernelProfile],
 ) -> tuple[ProgramCost, ProgramCost]:
-    """Price both programs with the seconds their kernels took, and the measured joules shared out among them."""
+    """Price both programs with the seconds that their kernels took, and the measured joules shared out among them."""
     old_profile, new_profile = profiles
     old = set_kernel_times(
         estimate_program(compilation.ops, device, host),
@@ -151,7 +152,7 @@ def price_by_profile(
         (i, k)
         for k, i in single.items()
         if (call := compilation.kernels[k].call) and call.channels_last == compilation.ops[i].channels_last
-    ]  # called as before
+    ]  # the library call is the same as before
     return share_measured_joules(old, new, same, old_profile.iteration_j, new_profile.iteration_j)
 
 
@@ -175,7 +176,8 @@ def _list_fusions(
 ) -> Iterable[Rewrite]:
     """Yield one line for every kind of change, its occurrences added up.
 
-    One operator that another kernel computes is a change only where both were `timed`: the model has one rate for both.
+    If another kernel computes a single operator, that is a change only if both were `timed`: the model has one rate for
+    both.
     """
     owned, (_, vanished) = compilation.list_launching_ops(), compilation.assign_ops()
     sums: dict[tuple[str, str, str], list[OpCost]] = defaultdict(list)
@@ -219,7 +221,7 @@ def _make_line(rule: str, before: str, after: str, costs: Sequence[OpCost], by: 
 def _explain_kernel(
     compilation: Compilation, kernel: InductorKernel, indices: Sequence[int], before: Sequence[OpCost], own: OpCost
 ) -> Iterable[tuple[str, str, str, OpCost]]:
-    """Yield what one kernel stands for: a fusion, and the casts and copies that vanished into it."""
+    """Yield what one kernel stands for: a fusion, and the casts and copies that disappeared into it."""
     ops = compilation.ops
     if kernel.call is not None:
         old = ops[indices[0]] if len(indices) == 1 else None
@@ -233,7 +235,7 @@ def _explain_kernel(
     copies = [i for i in indices if ops[i].name in _COPIES]
     work = [i for i in indices if i not in casts and i not in copies]
     if len(work) < 2:
-        # One operator and the casts around it: only these are saved.
+        # There is one operator with casts around it: only the casts are saved.
         rule, gone = ("drop_cast", casts) if casts else ("drop_transpose", copies)
         saved = add_up(before[i] for i in indices) - own
         yield rule, make_label([ops[i] for i in gone]), "inside a kernel", saved
@@ -246,7 +248,7 @@ def _explain_kernel(
 
 
 def make_label(ops: Sequence[EagerOp]) -> str:
-    """Return operators by name, each with how often: add + 2 layer_norm + gelu."""
+    """Return the names of operators, each with its count: add + 2 layer_norm + gelu."""
     counts: dict[str, int] = {}
     for op in ops:
         counts[op.short] = counts.get(op.short, 0) + 1
@@ -258,21 +260,23 @@ def make_label(ops: Sequence[EagerOp]) -> str:
 def _charge_new_calls(
     compilation: Compilation, vanished: Sequence[Sequence[int]], after: Sequence[OpCost]
 ) -> list[OpCost]:
-    """Charge the calls that took the place of what vanished to the group most like each in work.
+    """Charge each new call to the group of vanished operators that is most like it in work.
 
-    A fused attention is charged to products and softmaxes, addmm to mm and add, a padded product to the one before.
+    A fused attention is charged to products and softmaxes, addmm to mm and add, a padded product to the one it
+    replaced.
     """
     spent = [OpCost() for _ in vanished]
     groups = [[compilation.ops[i] for i in group] for group in vanished]
     kinds = [_explain_vanished(ops)[0] for ops in groups]
     for k, kernel in enumerate(compilation.kernels):
         if kernel.call is None or any(node in graph for graph in compilation.nodes for node in kernel.call.nodes):
-            continue  # it was in the program as it was written
+            continue  # the call was in the program as it was written
         rules = {"attention": ("flash_attention",), "gemm": ("fuse_epilogue", "pad_gemm")}.get(kernel.call.kind, ())
         payers = [g for g, rule in enumerate(kinds) if rule in rules]
         if payers:
             work = count_flops([kernel.call])
-            # Of equals the one charged least so far: a layer's attention is charged to that layer's operators.
+            # Among equal groups, take the one charged least so far: a layer's attention is charged to that layer's
+            # operators.
             distance = {g: _compare_work(work, count_flops(groups[g])) for g in payers}
             nearest = min(payers, key=lambda g: (distance[g], spent[g].energy_j))
             spent[nearest] = spent[nearest] + after[k]
@@ -300,7 +304,7 @@ def _explain_vanished(ops: Sequence[EagerOp]) -> tuple[str, str]:
 def _make_launch_line(
     before: ProgramCost, launched: ProgramCost, after: ProgramCost, replayed: bool, *, timed: bool
 ) -> Rewrite:
-    """Return what the device no longer waits for the host, and in a replay no longer idles between two kernels."""
+    """Return the line for launches: shorter waits for the host and, in a replay, less idling between kernels."""
     gaps = add_up(launched.costs) - add_up(after.costs)
     saved_s = before.wait_s - after.wait_s + gaps.time_s
     saved_j = before.wait_j - after.wait_j + gaps.energy_j
@@ -316,7 +320,7 @@ def _make_launch_line(
 
 
 def _list_ours(ours: Iterable[tuple[Replacement, OpCost]]) -> list[Rewrite]:
-    """Return the rewrites of our own passes that no kernel stands for, equal ones on one line."""
+    """Return the rewrites of our own passes that no kernel stands for, with equal ones on one line."""
     sums: dict[tuple[str, str, str, str], list[OpCost]] = defaultdict(list)
     for each, saved in ours:
         sums[each.rule, each.before, each.after, each.why].append(saved)
@@ -327,7 +331,7 @@ def _list_ours(ours: Iterable[tuple[Replacement, OpCost]]) -> list[Rewrite]:
 
 
 def replacement_to_rewrite(replacement: Replacement, why: str = "") -> Rewrite:
-    """Return a replacement of ours as a rewrite without savings."""
+    """Return a replacement by one of our passes as a rewrite without savings."""
     return Rewrite(
         rule=replacement.rule,
         before=replacement.before,
@@ -360,7 +364,7 @@ def _list_rest(lines: Sequence[Rewrite], saved_s: float, saved_j: float, before_
 
 
 def _trace_bytes(compilation: Compilation, after: Sequence[EagerOp]) -> RewriteTrace:
-    """Return bytes alone, where no chip is known to price them for."""
+    """Return a trace with bytes only, because no chip is known for which to price them."""
     old, new = ([OpCost(nbytes=float(_count_bytes(op))) for op in ops] for ops in (compilation.ops, after))
     lines = [*_list_fusions(compilation, old, new), *map(replacement_to_rewrite, compilation.replacements)]
     why = "no joules of single rewrites: this machine's chip is not in the catalogue; name one: on='h200'"
@@ -378,7 +382,7 @@ def _count_bytes(op: EagerOp) -> int:
 
 
 def make_graph_rewrite(best: Variant, tried: Sequence[Variant]) -> Rewrite:
-    """Return the rewrite of an eager program that is replayed: what it saves was measured."""
+    """Return the rewrite of an eager program that is replayed, with its measured saving."""
     eager = tried[0]
     saved_s = eager.time_s - best.time_s if eager.time_s and best.time_s else None
     saved_j = eager.energy_j - best.energy_j if eager.energy_j and best.energy_j else None

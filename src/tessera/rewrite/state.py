@@ -1,7 +1,8 @@
 """Save what running a program may write, and put it back: weights, gradients, optimizers, random numbers, inputs.
 
-Values go back into the same tensors, so that a captured CUDA graph keeps reading the same memory, and only where they
-differ: a tensor's version tells others (weights that were folded into something) that it has changed.
+Values go back into the same tensors, so that a captured CUDA graph keeps reading the same memory. Only values that
+differ are written, because a write raises the tensor's version, which tells others (weights that were folded into
+something) that it has changed.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..graph.surroundings import Surroundings
 
-# How an optimizer computes, not what: whoever changes these after the state was saved undoes it himself.
+# These say how an optimizer computes, not what. Code that changes them after the state was saved must restore them
+# itself.
 _OPTIMIZER_FLAGS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-# The part of the free device memory that copies may take; beyond it they are kept on the host.
+# The share of the free device memory that copies may take; if they need more, they are kept on the host.
 ROOM = 0.3
 
 
 class State:
-    """A copy of everything a call may write; `restore` puts it back. `memory` holds the addresses that were copied.
+    """A copy of everything that a call may write; `restore` puts it back. `memory` are the addresses that were copied.
 
-    `program` is anything that has the `modules` and `optimizers` of a program.
+    `program` is any object with the `modules` and `optimizers` of a program.
     """
 
     def __init__(self, program: Any) -> None:
@@ -43,7 +45,7 @@ class State:
         self._cuda_random = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
 
     def restore(self, *, flags: bool = False) -> None:
-        """Put everything back; with `flags` also those that say how optimizers compute."""
+        """Put everything back; with `flags`, also the flags that say how optimizers compute."""
         with self._torch.no_grad():
             for tensor, saved in self._tensors.values():
                 self._write(tensor, saved)
@@ -56,7 +58,7 @@ class State:
         for module, training, buffers in self._modules:
             module.training = training
             if buffers:
-                module._buffers.update(buffers)  # `self.mean = ...` puts another tensor there
+                module._buffers.update(buffers)  # `self.mean = ...` in a forward puts another tensor there
         self._torch.set_rng_state(self._random)
         if self._cuda_random is not None:
             self._torch.cuda.set_rng_state_all(self._cuda_random)
@@ -71,7 +73,7 @@ class State:
         return saved is None or not _is_equal(self._torch, buffer, saved[1])
 
     def _copy_values(self, values: Any) -> dict[str, tuple[Any, Any]]:
-        """Return each value but the parameters, with a copy of it."""
+        """Return each value except the parameters, with a copy of it."""
         is_tensor = self._torch.is_tensor
         return {
             name: (value, self._copy(value) if is_tensor(value) else self._copy_nested(value))
@@ -95,7 +97,7 @@ class State:
             self._restore_values(group, {name: value for name, value in saved.items() if name not in skip})
 
     def _restore_values(self, now: Any, saved: dict[str, tuple[Any, Any]]) -> None:
-        """Write into the tensor that is there: a step count may have been moved to the device."""
+        """Write into the tensor that is there now: a step count may have been moved to the device."""
         is_tensor = self._torch.is_tensor
         for name, (original, copy) in saved.items():
             if not is_tensor(copy):
@@ -111,14 +113,14 @@ class State:
 
 
 def list_addresses(program: Any) -> frozenset[int]:
-    """Return where the tensors lie that a `State` copies."""
+    """Return the addresses of the tensors that a `State` copies."""
     from ..graph.nested import storage_address
 
     return frozenset(map(storage_address, _list_tensors(program))) - {0}
 
 
 def _list_buffers(module: Any) -> dict[str, Any]:
-    """Return a module's own buffers; a scripted module shows no dictionary of them."""
+    """Return a module's own buffers; nothing for a scripted module, which has no dictionary of them."""
     return dict(module._buffers) if isinstance(module._buffers, dict) else {}
 
 
@@ -138,7 +140,7 @@ def _list_tensors(program: Any) -> list[Any]:
 
 
 class Inputs:
-    """The arguments of a call and the variables around it; after `with` they are what they were.
+    """The arguments of a call and the variables around it; leaving the context puts them back.
 
     Tensors in `copied` memory (`State.memory`) are restored elsewhere. `generators` are those that draw random numbers.
     """
@@ -172,7 +174,7 @@ class Inputs:
         self._generator_states = [g.get_state() for g in self.generators]
 
     def find_changes(self) -> dict[str, Any]:
-        """Return copies of the values that are not what they were, by name."""
+        """Return copies of the values that have changed, by name."""
         now, changes = self._read_leaves(), dict[str, Any]()
         for name, leaf in now.items():
             old = self._leaves.get(name)

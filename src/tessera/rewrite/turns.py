@@ -1,7 +1,7 @@
-"""Compare things that were measured in turns: what all of a round share, a host that became slower, cancels.
+"""Compare things that were measured in turns: what all things in a round share, such as a slower host, cancels.
 
-The host of a GPU in a cloud runs 10 to 30% faster or slower from one minute to the next (seen on an H200's), which is
-more than what variants of a host-bound program differ by.
+The host of a GPU in a cloud runs 10 to 30% faster or slower from one minute to the next (seen on an H200's host).
+Variants of a host-bound program differ by less than that.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def compare_rounds(rounds: Sequence[Sequence[Sequence[float]]]) -> list[Level]:
 
 
 def order_turns(count: int, rounds: int) -> list[list[int]]:
-    """Return the order of each round: there and back, so that a steady drift hits all alike."""
+    """Return the order of each round: forwards, then backwards, so that a steady drift affects all alike."""
     return [list(range(count))[:: -1 if at % 2 else 1] for at in range(rounds)]

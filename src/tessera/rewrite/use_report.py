@@ -1,4 +1,4 @@
-"""What variants took in the user's own loop, and which of them was best there."""
+"""What variants took in the user's own loop, and which of them was the best there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class VariantInUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one variant took in the user's loop, per call of `calls`; promises are its trial's. None: not known.
+    """What one variant took in the user's loop, per call of `calls`; the promises are from its trial. None: not known.
 
     Errors are half-widths of 90% intervals; `error_s` is that of calls in which nothing was compiled.
     """
@@ -26,16 +26,18 @@ class VariantInUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     compilations: int = 0
     recordings: int = 0
     estimated: bool = False
-    """Whether the time is the trial's, at the pace of the loop: each call here had to get memory from the driver."""
+    """Whether the time is the trial's, scaled to the pace of the loop, because each call here had to get memory from
+    the driver.
+    """
 
 
 class UseReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a choice did in use: `chosen` by trials, `runs` now.
+    """How a choice did in use: trials chose `chosen`, and `runs` runs now.
 
-    "confirmed": it kept its promise. "compared": it did not, or its promise does not say what a loop takes, and the
-    variants were compared there. "shared": several threads call the program, so that nothing could be told.
-    It was decided `after_calls`. `provisional`: most of them had new shapes, which cost more than known ones; the
-    variants are compared once more where shapes come again.
+    "confirmed": the variant kept its promise. "compared": it did not, or its promise does not say what a loop takes,
+    and the variants were compared in the loop. "shared": several threads call the program, so nothing could be told.
+    The decision came `after_calls`. `provisional`: most calls had new shapes, which cost more than known ones; the
+    variants are compared once more if shapes come again.
     """
 
     outcome: Literal["confirmed", "compared", "shared"]
@@ -46,20 +48,20 @@ class UseReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     provisional: bool = False
 
     def find_cost(self) -> tuple[VariantInUse, VariantInUse] | None:
-        """What the program as it was and the variant that runs now took in use; None where they were not compared."""
+        """Return the costs in use of the program as it was and of the variant that runs now; None if not compared."""
         now = [v for v in self.variants if v.variant == self.runs]
         return (self.variants[-1], now[0]) if self.outcome == "compared" and now else None
 
     @property
     def fell_back(self) -> bool:
-        """Whether another variant runs than was chosen."""
+        """Return whether another variant runs than the chosen one."""
         return self.runs != self.chosen
 
 
 def find_best_in_use(figures: Sequence[VariantInUse], *, by: Sequence[Literal["energy", "time"]]) -> int:
-    """Return the place of the best; an earlier one stays unless a later one is better by more than chance.
+    """Return the index of the best; an earlier one stays unless a later one is better by more than chance.
 
-    `by` are the figures that decide, the first one that tells them apart.
+    `by` are the figures that decide: the first of them that tells two variants apart.
     """
     best = 0
     for at, figure in enumerate(figures):

@@ -1,8 +1,8 @@
 """Variants of a program: torch.compile's modes with our passes before them, and a CUDA graph of the eager program.
 
 `VariantSearch` compiles each one, checks it against the original, measures it, and chooses the best. A variant whose
-results differ is tried again without our passes, then dropped. What our passes changed is also measured against torch's
-passes alone, so that a rewrite of ours that does not pay does not stay.
+results differ is tried again without our passes, then dropped. Variants with changes by our passes are also measured
+against torch's passes alone, so that a rewrite of ours that does not pay does not stay.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ REPLAYED_EAGER = "eager + cuda graph"
 AUTOTUNE = "max-autotune-no-cudagraphs"
 MODES = ("default", "reduce-overhead", AUTOTUNE, REPLAYED_EAGER)
 _REPLAYED = frozenset({"reduce-overhead", REPLAYED_EAGER})
-# Tuning every product took 333 s for a training step of GPT-2 small on an H200 (benchmarks/device/optimize.py). It
-# cannot be stopped half-way, so it is only begun where that much is left.
+# Seconds that "max-autotune" may take: tuning every product took 333 s for a training step of GPT-2 small on an H200
+# (benchmarks/device/optimize.py). It cannot be stopped half-way, so it only begins if this much time is left.
 _AUTOTUNE_S = 350.0
-# Torch warms a CUDA graph up with the first call and records it with the second: the third is the first replay.
+# Torch warms up a CUDA graph in the first call and records it in the second, so the third is the first replay.
 _CALLS_TO_REPLAY = 3
-# Variants are measured in so many turns, of so many seconds each: a sensor's batches need half a second, a clock less.
+# Variants are measured in _ROUNDS turns. The seconds of a turn, at least and at most, are _TURN_S with a sensor, whose
+# batches need half a second, and _TIMED_S with a clock alone.
 _ROUNDS = 4
-# After the first ones, there and back and short, variants that took so many times the best's joules are left out.
+# After the first _SHORT_ROUNDS rounds, which are short, variants that took _FAR times the best's joules are left out.
 _SHORT_ROUNDS, _FAR = 2, 1.25
 _TURN_S, _TIMED_S = (0.6, 1.5), (0.05, 0.05)
 
 
 @dataclass(slots=True, kw_only=True)
 class Variant:
-    """One variant of the program, and the result of its trial. `ours` says whether our passes were allowed.
+    """One variant of the program, and the result of its trial. `ours` tells whether our passes were allowed.
 
-    `unsettled` is what it compiles and records again with every other batch of data.
+    `unsettled` is what the variant compiles and records again with every other batch of data.
     """
 
     mode: str
@@ -73,28 +74,28 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Its name in reports."""
+        """Return the variant's name in reports."""
         return self.mode if self.ours else f"{self.mode}, torch's passes alone"
 
     @property
     def ok(self) -> bool:
-        """Whether it compiled and, as far as it was checked, computes the same."""
+        """Return whether the variant compiled and, as far as it was checked, computes the same."""
         return self.call is not None and (self.comparison is None or self.comparison.ok)
 
     def release(self) -> None:
-        """Drop it, with its compiled code and its graphs; the result of its trial stays."""
+        """Drop the variant's compiled code and graphs; the result of its trial stays."""
         self.call = None
         if self.compilation is not None:
             self.compilation.release()
 
     @property
     def is_replayed(self) -> bool:
-        """Whether its kernels are replayed as CUDA graphs."""
+        """Return whether the variant's kernels are replayed as CUDA graphs."""
         return self.mode in _REPLAYED
 
 
 def choose_modes(program: Program, wanted: Sequence[str] | None, cuda: bool) -> list[str]:
-    """Return the modes to try, most promising first."""
+    """Return the modes to try, the most promising first."""
     for name in wanted or ():
         if name not in MODES:
             raise ArgumentError(f"no variant {name!r}{did_you_mean(name, MODES)}", fix=f"one of {', '.join(MODES)}")
@@ -106,7 +107,7 @@ def choose_modes(program: Program, wanted: Sequence[str] | None, cuda: bool) -> 
             fix="leave variants= out, or move the model to a GPU",
         )
     modes = wanted or (MODES if cuda else ("default",))
-    # A replayed eager program must return the same tensors each time: a step with its own backward may not.
+    # A replayed eager program must return the same tensors each time, which a step with its own backward may not do.
     return [name for name in modes if name != REPLAYED_EAGER or program.mode == "infer"]
 
 
@@ -127,8 +128,9 @@ _frames = itertools.count()
 def _copy_frame(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a call in a function with its own code object and name.
 
-    Dynamo keeps compiled code by code object, up to a limit, and by file, line and name which sizes it has seen: those
-    that differ from the last program's would be taken for dynamic sizes, and rewrites that need them be lost.
+    Dynamo keeps compiled code by code object, up to a limit. By file, line and name it keeps the sizes that it has
+    seen: without a new name, sizes that differ from the last program's would count as dynamic, and rewrites that need
+    fixed sizes would be lost.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +142,7 @@ def _copy_frame(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy_results(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy the results of a replay, which the next one overwrites."""
+    """Return a call that copies the results of a replay, which the next replay overwrites."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         torch.compiler.cudagraph_mark_step_begin()
@@ -151,7 +153,7 @@ def _copy_results(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _list_compile_errors() -> tuple[type[Exception], ...]:
-    """Return what Dynamo, Inductor, Triton or a C++ compiler raise for programs they cannot take: those are dropped."""
+    """Return what Dynamo, Inductor, Triton or a C++ compiler raise for programs that they cannot compile."""
     errors = (*PRIVATE_ERRORS, ImportError, OSError)
     with contextlib.suppress(ImportError):
         from triton.errors import TritonError
@@ -162,7 +164,7 @@ def _list_compile_errors() -> tuple[type[Exception], ...]:
 
 @dataclass(slots=True, kw_only=True)
 class VariantSearch:
-    """Tries variants on one set of inputs; with `budget_s` 0 nothing is measured."""
+    """Tries variants on one set of inputs; with `budget_s` 0, nothing is measured."""
 
     program: Program
     args: tuple[Any, ...]
@@ -180,11 +182,11 @@ class VariantSearch:
 
     @property
     def left_s(self) -> float:
-        """What is left of the budget."""
+        """Return the seconds that remain of the budget."""
         return self.budget_s - (time.monotonic() - self.start_s)
 
     def run(self, modes: Sequence[str], passes: Sequence[Pass]) -> Variant:
-        """Try the modes and choose."""
+        """Try the modes and choose a variant."""
         self.run_original()
         self.tried = [Variant(mode=EAGER, call=self.program.call)]
         for mode in modes:
@@ -222,7 +224,7 @@ class VariantSearch:
     # -- compiling and checking -------------------------------------------------------------------------------------
 
     def run_original(self) -> None:
-        """Run the original: its results to compare with, and whether it draws random numbers."""
+        """Run the original for the reference results, and find out whether it draws random numbers."""
         make_reference = functools.partial(self.program.make_reference, self.args, self.kwargs, self.tolerance)
         self.reference = make_reference()
         self.random = self.reference.random
@@ -240,7 +242,7 @@ class VariantSearch:
         )
 
     def try_mode(self, mode: str, passes: Sequence[Pass], *, ours: bool = True) -> Variant:
-        """Compile and check a variant; if our passes changed the result, without them."""
+        """Compile and check a variant; if our passes changed the result, try it without them."""
         variant = Variant(mode=mode, ours=ours, passes=passes)
         if mode == AUTOTUNE and self.left_s < _AUTOTUNE_S:
             variant.why = f"not tried: tuning may take {_AUTOTUNE_S:.0f} s, which budget_s does not leave"
@@ -285,7 +287,8 @@ class VariantSearch:
     def _compare(self, variant: Variant, observed: Mapping[str, Any]) -> None:
         assert self.reference is not None  # made by `run_original`
         comparison = self.reference.compare(observed)
-        if not comparison.ok and comparison.where.startswith(OUTSIDE):  # a clock may have decided that: run both again
+        # a clock may have decided that, so run the original again
+        if not comparison.ok and comparison.where.startswith(OUTSIDE):
             again = self.program.observe(self.program.call, self.args, self.kwargs)
             self.reference = self.reference.without_variations(again)
             comparison = self.reference.compare(observed)
@@ -298,7 +301,7 @@ class VariantSearch:
             variant.why = "" if comparison.checked else "not checked: nothing to compare"
 
     def _check_in_eval_mode(self, variant: Variant) -> Variant:
-        """Compile a program that draws random numbers once more in eval mode and check it there.
+        """Compile a program that draws random numbers once more in eval mode, and check it there.
 
         If our passes changed the result, return the variant without them.
         """
@@ -322,7 +325,7 @@ class VariantSearch:
         return self._check_in_eval_mode(alone) if alone.ok else alone
 
     def run_to_steady_state(self, variant: Variant) -> None:
-        """Run two iterations: the graphs that run in the second are the steady state."""
+        """Run two iterations: the graphs that run in the second one are the steady state."""
         assert variant.call is not None and variant.compilation is not None
         with self.restoring():
             self.run_iteration(variant.call)
@@ -364,13 +367,13 @@ class VariantSearch:
             for variant in [variants[at] for at in order if at in running]:
                 if variant.call is not None:
                     self._measure(variant)
-            if begun_s - self.left_s > self.left_s:  # an iteration of minutes: once is enough
+            if begun_s - self.left_s > self.left_s:  # an iteration takes minutes: one round is enough
                 break
         self._sum_up_turns(variants)
         self._sum_up_turns([variants[at] for at in running])
 
     def _find_near(self, variants: Sequence[Variant]) -> list[int]:
-        """Return the places of those that are not far from the best; eager stays where a trace begins with it."""
+        """Return the indices of variants that are not far from the best; eager stays if a trace begins with it."""
         measured = [at for at, variant in enumerate(variants) if variant.call is not None and variant.turns]
         known = all(turn.energy_j for at in measured for turn in variants[at].turns)
         costs = {
@@ -382,7 +385,7 @@ class VariantSearch:
         return [at for at in range(len(variants)) if at not in far or at in kept]
 
     def _sum_up_turns(self, variants: Sequence[Variant]) -> None:
-        """Set what variants took, by the rounds that they have in common."""
+        """Set what the variants took, from the rounds that they have in common."""
         measured = [variant for variant in variants if variant.call is not None and variant.turns]
         rounds = min((len(variant.turns) for variant in measured), default=0)
         by_round = list(zip(*(variant.turns[:rounds] for variant in measured), strict=True))
@@ -397,14 +400,14 @@ class VariantSearch:
                 variant.energy_j, variant.error_j = level.mean, max(level.error, known)
 
     def run_iteration(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        """Run one iteration with `call` in the model's place, with its own inputs where none are given."""
+        """Run one iteration with `call` in the model's place, with the search's inputs if none are given."""
         self.program.run(call, args or self.args, kwargs or self.kwargs)
         if self.program.mode == "train":
             for module in self.program.modules:
                 module.zero_grad(set_to_none=True)
 
     def _find_cheapest(self, variants: Sequence[Variant]) -> Variant:
-        """Measure variants in turns, unless that is done, and return the cheapest."""
+        """Measure variants in turns, unless that was done already, and return the cheapest."""
         if any(variant.time_s is None for variant in variants):
             self._measure_in_turns(variants)
         variants = [variant for variant in variants if variant.ok]
@@ -414,7 +417,7 @@ class VariantSearch:
         return find_cheapest(variants)
 
     def _drop_ours_unless_cheaper(self, best: Variant) -> Variant:
-        """Measure the same mode with torch's passes alone, and return the cheaper one."""
+        """Measure the same mode with torch's passes alone, and return the cheaper of the two."""
         alone = self.try_mode(best.mode, (), ours=False)
         self.tried.append(alone)
         if not alone.ok or self._find_cheapest([best, alone]) is best:
@@ -429,7 +432,7 @@ C = TypeVar("C", bound=CallCost)
 
 
 def find_cheapest(variants: Sequence[C]) -> C:
-    """Return the one with the fewest joules, or seconds where not all joules are known."""
+    """Return the variant with the fewest joules, or seconds if not all joules are known."""
     if all(variant.energy_j is not None for variant in variants):
         return min(variants, key=lambda variant: variant.energy_j or 0.0)
     return min(variants, key=lambda variant: variant.time_s or 0.0)

@@ -1,18 +1,20 @@
-"""Watch a chosen variant in the user's own loop, and fall back where it does not keep what its trial promised.
+"""Watch a chosen variant in the user's own loop, and fall back if it does not keep what its trial promised.
 
-A trial runs on the inputs that it was given; the loop brings others, with other shapes among them.
+A trial runs on the inputs that it was given; the loop brings others, some with other shapes.
 
     calls   settle | 8 of the chosen: as fast as promised, nothing compiled again: confirmed, watched no more
             else: the others settle | all in turns, there and back: A B C, C B A, ... | the best of them runs on
             where most shapes were new: when they come again, all settle on them and take turns once more
 
-A variant settles while its code is compiled for the loop's shapes: two calls in a row without a compilation, or it is
-judged as it is, with what compiling costs it. Times are CUDA events in the stream (the host's clock without a GPU),
-joules windows over its turns: nothing waits for them before they are compared. In turns, because a host's speed drifts.
+A variant settles while its code is compiled for the loop's shapes, until two calls in a row compile nothing. A variant
+that does not settle is judged with what compiling costs it. Times are CUDA events in the stream (the host's clock
+without a GPU), joules are windows over the turns: nothing waits for them before they are compared. Variants take turns
+because a host's speed drifts.
 
-A shape costs most at first: a library plans for it, reduce-overhead warms up at the first call and records at the
-second. On an H200 a decoder took some 40 ms at each new length of its cache, and 3 ms when that came again. A loop
-whose shapes never come again pays that at every call, so such calls count; where they do, only later ones tell.
+A shape costs most at first: a library plans for it, and reduce-overhead warms up at the first call and records at the
+second. On an H200, a decoder took some 40 ms at each new length of its cache, and 3 ms when that length came again. A
+loop whose shapes never come again pays that at every call, so such calls count; in a loop whose shapes come again, only
+later calls count.
 """
 
 from __future__ import annotations
@@ -41,36 +43,40 @@ if TYPE_CHECKING:
 
 Call = Callable[..., Any]
 MOST_CALLS = 48
-"""Calls after which a watched call has decided, for the first time where its shapes keep changing."""
+"""Calls after which a watched call has decided; if its shapes keep changing, it may decide once more later."""
 CALLS = 8
-"""Calls that are held against the promise."""
-# Calls without a compilation in a row, after which code has settled, and the calls in which that must come about: sizes
-# that change become dynamic ones at the second of them, frame by frame.
+"""Calls that are compared with the promise."""
+# Code has settled after _SETTLED calls in a row without a compilation, which must come within _SETTLE_WITHIN calls.
+# Sizes that change become dynamic at the second change, frame by frame.
 _SETTLED, _SETTLE_WITHIN = 2, 10
 ROUNDS = 4
-"""Rounds of turns, where entering a variant is free; half as many where it captures a graph, or moves weights."""
+"""Rounds of turns if entering a variant is free; half as many if it captures a graph or moves weights."""
 # How much slower than its trial a call may be: half of what the next best would have cost more, within these bounds.
 _LEAST, _MOST = 0.01, 0.05
-# How much faster it may be: beyond, the machine is another than in the trial, and other variants may be faster still.
+# How much faster than its trial a call may be. If it is faster, the machine differs from the trial's, and other
+# variants may be faster still.
 _FASTER = 0.1
-# A pause (an evaluation between two calls, a process that waits for a core, the collection of what a compiler left)
-# counts as at most so many usual calls of its variant.
+# A pause counts as at most this many usual calls of its variant: an evaluation between two calls, a process that waits
+# for a core, the collection of what a compiler left.
 _PAUSE = 2.0
-# Joules of a variant are used where its turns took so long, and are known so well: ten samples of an H200 (20 ms).
+# Joules of a variant are used if its turns took _LEAST_S (ten samples of an H200, 20 ms each) and the error is at most
+# _LEAST_SURE.
 _LEAST_S, _LEAST_SURE = 0.2, 0.05
-# Joules of a turn include what the user does between calls: they are held against the trial's where that is little.
+# Joules of a turn include what the user does between calls. They are compared with the trial's if calls took at least
+# this share of the turn.
 _BUSY = 0.9
 _READ_S = 2.0
-# A variant knows a shape after so many calls of it (the next one replays). The shapes of a loop come again when so many
-# calls in a row had known ones. That is waited for so long; with more shapes than this, graphs would fill the memory.
+# A variant knows a shape after _KNOWN calls of it (the next call replays). The shapes of a loop come again when _AGAIN
+# calls in a row had known shapes; that is waited for during _WAIT_CALLS. With more shapes than _MOST_SHAPES, graphs
+# would fill the memory.
 _KNOWN, _AGAIN, _WAIT_CALLS, _MOST_SHAPES = 2, 16, 1000, 128
-# An estimate by a trial, at the pace of the loop, may be off by this share.
+# An estimate from a trial, scaled to the pace of the loop, may be off by this share.
 _UNSURE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedVariant:
-    """A variant that may run: `enter` makes it the one that does. `promise` is its trial; None: it had none."""
+    """A variant that may run; `enter` makes it run. `promise` is its trial's cost; None: it had no trial."""
 
     name: str
     enter: Callable[[], Call]
@@ -78,7 +84,7 @@ class WatchedVariant:
 
 
 def describe_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The shapes of tensors among the arguments."""
+    """Return the shapes of the tensors among the arguments."""
     from torch.utils import _pytree as pytree
 
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
@@ -95,10 +101,10 @@ class _Span:
 
 @dataclass(slots=True)
 class _Turn:
-    """A variant's calls in a row: those until `quiet` of them compiled nothing (`within` a bound), then `calls` more.
+    """Calls of one variant in a row: until `quiet` of them compiled nothing (at most `within`), then `calls` more.
 
-    With `settles`, a compilation among the latter begins it anew, and a turn that is not quiet in time is over. With
-    `knows`, it is only quiet once that is true: the variant knows the shapes of the loop.
+    With `settles`, a compilation among the latter calls starts the turn anew, and a turn that is not quiet in time is
+    over. With `knows`, the turn is only quiet once `knows()` is true: the variant knows the shapes of the loop.
     """
 
     at: int
@@ -141,7 +147,7 @@ class _Wait:
 
     at: int
     calls: int = 0
-    known: int = 0  # in a row
+    known: int = 0  # calls in a row with known shapes
     windows: list[Window] = field(default_factory=list)
 
     @property
@@ -154,10 +160,10 @@ class _Wait:
 
 
 class WatchedCall:
-    """Calls the first candidate, then, where it does not keep its promise, all of them in turns; at last the best.
+    """Calls the first candidate; if it does not keep its promise, all of them in turns; finally the best.
 
-    The last candidate is the program as it was. `choose` is given what each took and returns the place of the best;
-    `finish` is given the outcome, and should then call the variant itself; a provisional one is followed by another.
+    The last candidate is the program as it was. `choose` gets what each took and returns the index of the best.
+    `finish` gets the outcome, and should then call the variant itself; a provisional outcome is followed by another.
     With `between`, a call lasts until the next one begins: the program's work does not end with the call (a model whose
     backward pass follows), and no promise tells how long that takes. `inputs` are the shapes of the trial.
     """
@@ -180,7 +186,7 @@ class WatchedCall:
         self._lock = threading.Lock()
         self._shared = self._over = False
         self._figures: list[VariantInUse] = []
-        self._shapes: set[Any] = set()  # of the loop, and below how often each variant has had them
+        self._shapes: set[Any] = set()  # shapes of the loop
         self._known = [Counter({inputs: _KNOWN} if c.promise is not None else {}) for c in candidates]
         self._provisional: UseReport | None = None
         self._begun: tuple[Any, CompileEvents, int] | None = None
@@ -224,7 +230,8 @@ class WatchedCall:
         turn.familiar = turn.familiar and shapes == self._inputs
         elements = sum(map(math.prod, shapes))
         if turn.calls and not turn.warming and not turn.windows and self._monitor is not None:
-            turn.windows.append(self._monitor.open("watch", nested=True))  # nested: no region of the user's report
+            # nested, so that it is no region of the user's report
+            turn.windows.append(self._monitor.open("watch", nested=True))
         result = self._call(*args, **kwargs)
         if self._between:
             self._begun = begin, events, elements
@@ -238,7 +245,7 @@ class WatchedCall:
         self._known[self._at][shapes] += 1
 
     def _knows_shapes(self) -> bool:
-        """Whether the variant that runs has had every shape of the loop often enough."""
+        """Return whether the variant that runs has had every shape of the loop often enough."""
         known = self._known[self._at]
         return all(known[shapes] >= _KNOWN for shapes in self._shapes)
 
@@ -247,7 +254,7 @@ class WatchedCall:
         self._used += 1
         self._turn.add(_Span(begin, end, after - before, elements))
         if not self._turn.spans:
-            self._close_windows()  # nothing counts so far
+            self._close_windows()  # no call counts so far
 
     # -- whose turn it is ---------------------------------------------------------------------------------------------
 
@@ -274,7 +281,7 @@ class WatchedCall:
 
     def _end(self, outcome: Literal["confirmed", "compared", "shared"], at: int) -> None:
         self._over = True
-        if self._provisional is not None and outcome == "shared":  # it stays as it was told
+        if self._provisional is not None and outcome == "shared":  # the provisional outcome stays
             self._enter([c.name for c in self._candidates].index(self._provisional.runs))
             self._finish(msgspec.structs.replace(self._provisional, provisional=False))
         else:
@@ -285,7 +292,7 @@ class WatchedCall:
         return UseReport(outcome=outcome, chosen=names[0], runs=names[at], variants=figures, after_calls=self._calls)
 
     def _take_turns(self) -> Generator[_Turn | _Wait, None, tuple[Literal["confirmed", "compared"], int]]:
-        """Yield turns, which are full when it goes on; return how it ended and the place of the best."""
+        """Yield turns, each complete when the generator goes on; return the outcome and the index of the best."""
         settling = {}
         for at in range(len(self._candidates)):
             calls = CALLS if at == 0 and not self._between else 0
@@ -301,7 +308,7 @@ class WatchedCall:
         return "compared", best
 
     def _compare_again(self, best: int) -> Generator[_Turn | _Wait, None, int]:
-        """Run the best so far until shapes come again, and compare all on shapes that they know."""
+        """Run the best so far until shapes come again; then compare all variants on shapes that they know."""
         self._provisional = msgspec.structs.replace(self._make_report("compared", best), provisional=True)
         self._finish(self._provisional)
         wait = _Wait(best)
@@ -315,7 +322,7 @@ class WatchedCall:
         return (yield from self._compare_in_turns(settling, 2 * MOST_CALLS))
 
     def _compare_in_turns(self, settling: Mapping[int, _Turn], left: int) -> Generator[_Turn | _Wait, None, int]:
-        """Give those that settled turns of about so many calls in all; return the place of the best."""
+        """Give turns to the variants that settled, with about `left` calls in all; return the index of the best."""
         ready = [at for at, turn in settling.items() if turn.is_settled] or [len(self._candidates) - 1]
         taken: dict[int, list[_Turn]] = {at: [] for at in ready}
         rounds = max(2, min(self._rounds, left // (3 * len(ready))) // 2 * 2)  # as often there as back
@@ -325,7 +332,7 @@ class WatchedCall:
                 yield (turn := _Turn(ready[at], calls, 1, 2))
                 taken[ready[at]].append(turn)
         for at, turn in settling.items():
-            if at not in taken:  # it compiles on and on: by its later calls, with what compiling takes
+            if at not in taken:  # it goes on compiling: judge it by its later calls, with what compiling costs
                 taken[at] = [_Turn(at, 0, 0, 0, spans=turn.warm[len(turn.warm) // 2 :])]
         self._figures = self._sum_up(dict(sorted(taken.items())))
         return self._choose(self._figures)
@@ -333,10 +340,10 @@ class WatchedCall:
     # -- judging ------------------------------------------------------------------------------------------------------
 
     def _sum_up(self, taken: Mapping[int, Sequence[_Turn]]) -> list[VariantInUse]:
-        """What a call of each variant took, by all of its turns.
+        """Return what a call of each variant took, over all of its turns.
 
-        Where its inputs were larger or smaller than the first variant's, nobody knows whether a call's cost grows with
-        them: the figures lie between both answers, and their errors include both.
+        If a variant's inputs were larger or smaller than the first variant's, nobody knows whether a call's cost grows
+        with them. Then the figures are half-way between both answers, and their errors include both.
         """
         times = {at: self._time_turns(turns) for at, turns in taken.items()}
         levels = self._compare(times)
@@ -353,7 +360,7 @@ class WatchedCall:
         return figures
 
     def _compare(self, times: Mapping[int, Sequence[Sequence[float]]]) -> dict[int, Level]:
-        """What variants took in the same rounds; where they have none in common, each by all of its calls."""
+        """Return what variants took in the same rounds; a variant with no common round counts by all of its calls."""
         known = {at: turns for at, turns in times.items() if any(turns)}
         most = max((len(turns) for turns in known.values()), default=0)
         together = [at for at, turns in known.items() if len(turns) == most]
@@ -363,7 +370,7 @@ class WatchedCall:
         return compared | {at: _pool(turns) for at, turns in known.items() if at not in compared}
 
     def _estimate(self, at: int, levels: Mapping[int, Level]) -> Level | None:
-        """What a variant would take by its trial, at the pace of the program as it was in trial and loop."""
+        """Return what a variant would take: its trial, scaled by how the original's pace changed from trial to loop."""
         last = len(self._candidates) - 1
         promises = [self._candidates[i].promise for i in (at, last)]
         mine, plain = (None if p is None else p.time_s for p in promises)
@@ -373,7 +380,7 @@ class WatchedCall:
         return Level(mean_s, _UNSURE * mean_s)
 
     def _time_turns(self, turns: Sequence[_Turn], *, all_of_them: bool = False) -> list[list[float]]:
-        """The seconds of calls, but for those that only had to get memory."""
+        """Return the seconds of calls, except of those that only had to get memory."""
         times = [
             [
                 (self._clock.measure_s(s.begin, s.end), s.events)
@@ -408,7 +415,7 @@ class WatchedCall:
         )
 
     def _read_energies(self, turns: Sequence[_Turn]) -> list[Energy]:
-        """The joules of all turns; nothing where they are not known well enough to compare them."""
+        """Return the joules of all turns; nothing if they are not known well enough to compare them."""
         if self._monitor is None:
             return []
         windows = [window for turn in turns for window in turn.windows]
@@ -420,7 +427,7 @@ class WatchedCall:
         return known if sure and 0 < len(known) == len(turns) else []
 
     def _is_kept(self, turn: _Turn, figures: VariantInUse) -> bool:
-        """Whether the first candidate does what its trial promised."""
+        """Return whether the first candidate does what its trial promised."""
         promised_s, promised_j = figures.promised_s, figures.promised_j
         if promised_s is None or figures.compilations or figures.recordings:
             return False
@@ -440,5 +447,5 @@ class WatchedCall:
 
 
 def _pool(turns: Sequence[Sequence[float]]) -> Level:
-    """The level of all calls of a variant alone."""
+    """Return the level of all calls of a variant alone."""
     return compare_rounds([[[t for turn in turns for t in turn]]])[0]
