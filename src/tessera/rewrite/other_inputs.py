@@ -1,7 +1,7 @@
-"""Inputs of the same shapes with other data: what a variant does once is not what it does in a loop.
+"""Inputs of the same shapes with other data, to find what a variant repeats when the data changes.
 
-A model that routes tokens, or drops padding, has shapes inside that depend on the data. Code compiled for some of them
-is compiled again, and graphs are recorded again, with the next batch.
+A model that routes tokens, or drops padding, has inner shapes that depend on the data. For the next batch, code that
+was compiled for some of these shapes is compiled again, and graphs are recorded again.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from torch.utils import _pytree as pytree
 
 from .compile_events import CompileEvents, count_events
 
-# The first two calls with other data may compile code for any data; those after them should find it.
+# The first _SETTLE calls with other data may compile code for any data; the next _LOOKED_AT calls should find it
+# compiled.
 _SETTLE, _LOOKED_AT = 2, 2
-_ROWS = 4  # with fewer rows than this (the two of a list of edges), rows are not alike
-_CLOSED = (torch.bool, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8")))
+_ROWS = 4  # with fewer rows than this (the two rows of a list of edges), rows have different meanings
+_MASK_DTYPES = (torch.bool, *(getattr(torch, name) for name in dir(torch) if name.startswith("float8")))
 
 
 class OtherInputs:
-    """Makes inputs with other data; false where nothing can be changed.
+    """Makes inputs with other data; false if nothing can be changed.
 
-    At each place of a row stands what was at that place of another row: values stay in the range that their column has
-    (a feature's, an index's). Numbers in fewer rows change their order within a row. Left alone: booleans and integers
-    of 0 and 1 (masks), sorted integers (positions, offsets), integers in few rows, and what needs a gradient.
+    Each element takes the value that another row has at the same place, so values stay in the range of their column (a
+    feature's, an index's). With fewer rows, values change their order within a row. Not changed: booleans and integers
+    of 0 and 1 (masks), sorted integers (positions, offsets), integers in few rows, and tensors that need a gradient.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -39,7 +40,7 @@ class OtherInputs:
 
     @classmethod
     def find(cls, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[..., Any]) -> OtherInputs | None:
-        """Return those of a call; None where nothing can be changed, or where it does not take them."""
+        """Return other inputs for a call; None if nothing can be changed, or if the call does not take them."""
         others = cls(args, kwargs)
         try:
             if others:
@@ -49,18 +50,18 @@ class OtherInputs:
         return others or None
 
     def make(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the next ones."""
+        """Return the next inputs."""
         leaves = [self._change(leaf) if i in self._changing else leaf for i, leaf in enumerate(self._leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         return args, kwargs
 
     def pass_next(self, call: Callable[..., Any]) -> None:
-        """Call with the next ones."""
+        """Call with the next inputs."""
         args, kwargs = self.make()
         call(*args, **kwargs)
 
     def find_events(self, call: Callable[..., Any]) -> CompileEvents:
-        """Return what calls compile and record with other data each, once they should have settled."""
+        """Return what calls compile and record, each with other data, once they should have settled."""
         before = CompileEvents()
         for i in range(_SETTLE + _LOOKED_AT):
             before = count_events() if i == _SETTLE else before
@@ -69,7 +70,8 @@ class OtherInputs:
 
     def _change(self, leaf: torch.Tensor) -> torch.Tensor:
         rows, device = leaf.shape[0], leaf.device
-        drawn: dict[str, Any] = {"generator": self._random[device], "device": device}  # there: a copy would wait
+        # drawn on the device, because a copy would wait
+        drawn: dict[str, Any] = {"generator": self._random[device], "device": device}
         if rows < _ROWS or leaf.dim() == 1:
             changed = leaf.index_select(-1, torch.randperm(leaf.shape[-1], **drawn))
         else:
@@ -77,14 +79,14 @@ class OtherInputs:
             shift = torch.randint(rows, (flat.shape[1],), **drawn)
             at = (torch.arange(rows, device=device)[:, None] + shift) % rows
             changed = flat.gather(0, at).view_as(leaf)
-        # In the same layout: another would be compiled for.
+        # Keep the layout: code would be compiled for another one.
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device).copy_(changed)
 
 
 def _may_change(leaf: Any) -> bool:
     if type(leaf) is not torch.Tensor or not leaf.dim() or leaf.shape[-1] < 2 or leaf.requires_grad:
         return False
-    if leaf.layout != torch.strided or leaf.dtype in _CLOSED or not all(leaf.stride()):
+    if leaf.layout != torch.strided or leaf.dtype in _MASK_DTYPES or not all(leaf.stride()):
         return False
     if leaf.is_floating_point() or leaf.is_complex():
         return True
