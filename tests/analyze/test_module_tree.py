@@ -61,6 +61,12 @@ def test_modules_of_one_class_in_one_place_are_one_line(tmp_path):
     assert "    Linear" in text(found)
 
 
+@pytest.mark.parametrize("linear_us", [55.5, 77.7, 90.0, 100.1])
+def test_a_module_that_launches_nothing_itself_has_no_time_of_its_own(tmp_path, linear_us):
+    rows = {r["path"]: r for r in analyze.modules(write(tmp_path / "a.json", linear_us, extra=True)).rows}
+    assert rows["GPT"]["self_s"] == 0.0, "not what rounding leaves of the sum of its parts"
+
+
 def test_trees_match_whatever_their_modules_are_numbered(tmp_path):
     before, after = write(tmp_path / "a.json", 100.0), write(tmp_path / "b.json", 150.0, first=7, steps=3, extra=True)
     found = analyze.modules(before, against=after)

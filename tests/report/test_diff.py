@@ -504,6 +504,8 @@ def test_numbers_in_one_prefix() -> None:
     assert quantity(0.0001, 1.2, "J", signed=True) == "0.0 ± 1.2 J"
     assert quantity(1.5, math.nan, "s") == "1.5 s" and quantity(math.nan, 1.0, "J") == "unknown"
     assert quantity(600.0, 3.0, "s") == "10 min 00 s"
+    assert quantity(-3e-18, 3e-18, "s", signed=True) == "0 s", "rounding is no change"
+    assert quantity(-3e-18, 1e-6, "s", signed=True) == "0.0 ± 1.0 µs"
     assert (
         percent(0.5) == "+50.0%"
         and percent(0.012) == "+1.2%"

@@ -102,6 +102,8 @@ def read_tree(recording: Recording) -> dict[Path, ModuleSum]:
         line.self_s += line.time_s
         if path[:-1] in tree:
             tree[path[:-1]].self_s -= line.time_s
+    for line in tree.values():
+        line.self_s = round(line.self_s, 9) + 0.0  # whole nanoseconds: the difference of equal sums is 0, not -2e-18
     return tree
 
 

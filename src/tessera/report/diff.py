@@ -40,6 +40,10 @@ _SHOW = {
 }
 
 
+_LEAST_S = 1e-12
+"""Times are whole nanoseconds, and a mean over a thousand calls whole picoseconds: what is less is rounding."""
+
+
 @dataclass(frozen=True, slots=True)
 class DiffFigure:
     """One headline figure: before, after, and the change with its half-width (NaN: unknown)."""
@@ -55,7 +59,7 @@ class DiffFigure:
     @property
     def change(self) -> float:
         """After less before."""
-        return self.after - self.before
+        return 0.0 if is_unchanged(self.before, self.after) else self.after - self.before
 
     @property
     def share(self) -> float | None:
@@ -159,6 +163,8 @@ def quantity(value: float, error: float, unit: str, *, signed: bool = False) -> 
     """A value with its half-width: "+1.20 ± 0.31 J"; "unknown" where it is NaN."""
     if math.isnan(value):
         return "unknown"
+    if unit == "s":
+        value, error = (x if math.isnan(x) or abs(x) >= _LEAST_S else 0.0 for x in (value, error))
     show, parse = _SHOW[unit]
     if unit == "s" and abs(value) >= 120:
         return f"{'+' if signed and value > 0 else ''}{show(value, 3)}"
