@@ -478,3 +478,27 @@ def test_the_rank_that_the_others_wait_for_comes_before_communication(tmp_path):
 
 def test_ranks_in_step_have_no_late_one(tmp_path):
     assert "late rank" not in {r["kind"] for r in analyze.advise(of_ranks(tmp_path, slow=None)).rows}
+
+
+def test_what_ranks_wait_in_two_collectives_at_once_counts_once(tmp_path):
+    """Two buckets of gradients on two streams: rank 0 waits 400 us for rank 1 in both, at the same time."""
+    for rank in range(2):
+        rows = []
+        for i in range(6):
+            ready = 1000.0 * i + (400.0 if rank else 0.0)
+            ends = 1000.0 * i + 600.0 + 0.001 * rank
+            rows.append(event("kernel", "gemm", 1000.0 * i - 300.0, 250.0, pid=rank, device=rank, stream=7))
+            for stream in (20, 21):
+                name = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)"
+                rows.append(
+                    event("kernel", name, ready, ends - ready, pid=rank, tid=stream, device=rank, stream=stream)
+                )
+        about = {"distributedInfo": {"rank": rank, "world_size": 2}, "host_name": "node0"}
+        (tmp_path / f"rank{rank}.json").write_text(
+            json.dumps({"baseTimeNanoseconds": BASE_NS, "traceEvents": rows, **about})
+        )
+    facts = analyze.collectives(tmp_path).facts
+    waited_s = sum(sum(by.values()) for by in facts["across_ranks"]["waits_s"].values())
+    assert waited_s == pytest.approx(6 * 400e-6, rel=0.05)
+    assert facts["by_kind"]["all_reduce"]["wait_s"] == pytest.approx(waited_s)
+    assert sum(group["wait_s"] for group in facts["by_group"]) == pytest.approx(waited_s)

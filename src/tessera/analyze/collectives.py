@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from ..profile.open_recording import Progress, open_recording
 from ..profile.ranks.align_gloo import gloo_groups
 from ..profile.ranks.clocks import Offset
-from ..profile.ranks.collectives import Meeting, describe, host_rows, measure_overlap, meetings, summarize
+from ..profile.ranks.collectives import Meeting, describe, find_waits, host_rows, measure_overlap, meetings, summarize
 from ..recording import Recording
 from ..timeline import Timeline
 from ..timeline.columns import NONE
@@ -96,8 +96,8 @@ def collectives(trace: Any, *, power: Any = None, min_bytes: int = 0, progress: 
         missing["path"] = NEEDS_HOSTS
     if rows and not met:
         missing["skew_s"] = "skew and stragglers need the traces of two or more ranks: give their folder"
-    facts: dict[str, Any] = {"count": len(rows), "by_kind": _sum_by_kind(rows), "by_group": sum_by_group(rows)}
-    facts["by_step"] = sum_by_step(timeline, met, overlaps)
+    facts: dict[str, Any] = {"count": len(rows), "by_kind": _sum_by_kind(rows, met)}
+    facts |= {"by_group": sum_by_group(rows, met), "by_step": sum_by_step(timeline, met, overlaps)}
     if met:
         facts["across_ranks"] = summarize(met, overlaps)
     return Result(
@@ -203,7 +203,12 @@ def _path(ranks: Sequence[int], size: int | None, hosts: Mapping[int, str]) -> s
     return "within a node" if used and complete else None
 
 
-def _sum_by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _sum_waits(met: Sequence[Meeting]) -> float:
+    """What ranks waited in some collectives, all together; those that a rank had at the same time count once."""
+    return sum(find_waits(met, rank).total_ns for rank in {r for m in met for r in m.ranks}) * 1e-9
+
+
+def _sum_by_kind(rows: Sequence[Mapping[str, Any]], met: Sequence[Meeting]) -> dict[str, dict[str, Any]]:
     sums: dict[str, dict[str, Any]] = {}
     for kind in sorted({r["kind"] for r in rows}):
         same = [r for r in rows if r["kind"] == kind]
@@ -213,16 +218,19 @@ def _sum_by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]
         sums[kind] = {"count": len(same), "bytes": size if sized else None, "time_s": sum(r["ns"] for r in same) / 1e9}
         sums[kind] |= {"bytes_per_s": size / ns * 1e9 if ns else None, "bus_bytes_per_s": bus}
         sums[kind] |= {"overlap_pct": _mean_by_time(same, "overlap_pct")}
-        sums[kind] |= {"wait_s": sum(r["wait_s"] or 0.0 for r in same)}
+        sums[kind] |= {"wait_s": _sum_waits([m for m in met if (m.kind or "other") == kind])}
     return sums
 
 
-def sum_by_group(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def sum_by_group(rows: Sequence[Mapping[str, Any]], met: Sequence[Meeting]) -> list[dict[str, Any]]:
     """One row for each kind and group, most time first. `latency_s` and `skew_s` are medians, `time_s` the sum."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["name"], []).append(row)
-    sums = [_sum_group(name, same) for name, same in groups.items()]
+    sums = []
+    for name, same in groups.items():
+        own = [m for m in met if name_collective(m.kind, m.group) == name]
+        sums.append(_sum_group(name, same) | {"wait_s": _sum_waits(own) if own else None})
     return sorted(sums, key=lambda r: -r["time_s"])
 
 
@@ -239,7 +247,6 @@ def _sum_group(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "bus_bytes_per_s": _mean_by_time(rows, "bus_bytes_per_s"),
         "path": _join_words(r["path"] for r in rows), "algorithm": _join_words(r["algorithm"] for r in rows),
         "skew_s": float(np.median(skews)) if skews else None, "worst_skew_s": max(skews, default=None),
-        "wait_s": sum(r["wait_s"] or 0.0 for r in rows) if skews else None,
         "overlap_pct": _mean_by_time(rows, "overlap_pct"),
         "energy_j": sum(r["energy_j"] for r in known) if known else None,
         "error_j": sum(r["error_j"] for r in known) if known else None,

@@ -101,7 +101,7 @@ def summarize_job(recording: Recording) -> JobSummary | None:
     seen = {row.rank for row in ranks}
     missing = [r for r in range(min(max(sizes, default=0), 1 << 16)) if r not in seen]
     steps = sum_by_step(timeline, met, overlaps)
-    return JobSummary(ranks=ranks, collectives=sum_by_group(rows), steps=steps, missing=missing)
+    return JobSummary(ranks=ranks, collectives=sum_by_group(rows, met), steps=steps, missing=missing)
 
 
 def _mark_straggler(rows: Sequence[RankRow]) -> list[RankRow]:
