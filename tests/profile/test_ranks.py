@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from tessera.profile.ranks.collectives import Meeting, summarize
 from tessera.profile.ranks.merge import STRIDE, select_rank
 from tessera.profile.runfile import RunFile, RunWriter
 from tessera.profile.runfile_checksum import unseal
+from tessera.profile.runfile_store import Store
 from tessera.report.job import job_notes
 from tessera.schema import Domain, Hold, Telemetry
 from tessera.timeline import Builder, Launch, Timeline
@@ -371,6 +373,32 @@ def test_a_merged_run_is_a_run(tmp_path: Path) -> None:
     merge(paths).write(tmp_path / "merged.tessera", replace=True).close()
     with pytest.raises(ArgumentError, match="one of the files"):
         merge(paths).write(paths[0], replace=True)
+
+
+@pytest.mark.parametrize("stage", ["_open", "_begin"])
+def test_a_full_disk_leaves_no_half_of_a_merged_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """The next try was refused, because the file existed: full from the first page on, and after the tables."""
+    monkeypatch.setattr("tessera.profile.runfile_write.LAST_TRY_S", 0.0)
+    paths = [write_run(tmp_path / f"rank{rank}.tessera", rank_timeline(rank), rank=rank) for rank in range(2)]
+    merged, target, real = merge(paths), tmp_path / "merged.tessera", getattr(Store, stage)
+
+    def fill(store: Store, given: Any) -> Any:
+        result = real(store, given)
+        if stage == "_open":
+            raise sqlite3.OperationalError("disk I/O error")  # what ENOSPC looks like to SQLite, then and later
+        pages = store.db.execute("PRAGMA page_count").fetchone()[0]
+        store.db.execute(f"PRAGMA max_page_count={pages}")
+        return result
+
+    with monkeypatch.context() as full:
+        full.setattr(Store, stage, fill)
+        with pytest.raises(RecordingError, match="cannot write") as caught:
+            merged.write(target)
+    assert "free space" in str(caught.value.fix)
+    assert not list(tmp_path.glob("merged*"))
+    merged.write(target).close()
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -35,7 +35,7 @@ from . import flight_record
 from .ending import DROPPED, Patience, end_with_parent
 from .options import DEFAULT, OPERATOR_STEPS, Mode, SessionOptions
 from .recorder import Session
-from .runfile_open import SIDE_FILES
+from .runfile_store import remove_run
 from .script_steps import ScriptSteps
 from .session import rank_path
 from .tracing_schedule import between
@@ -171,8 +171,7 @@ def _start_session(plan: LaunchPlan) -> Session | None:
         ).start()
     except RecordingError as exc:
         sys.stderr.write(f"tessera: {exc.what}: {exc.why or exc.fix}; the script runs, and nothing is recorded\n")
-        for side in ("", *SIDE_FILES):  # what was written so far is not a run
-            Path(f"{path}{side}").unlink(missing_ok=True)
+        remove_run(path)  # what was written so far is not a run
         return None
     except TesseraError as exc:
         sys.stderr.write(f"error: {exc}\n")

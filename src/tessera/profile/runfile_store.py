@@ -48,6 +48,12 @@ def claim(path: Path) -> None:
         raise RecordingError(f"{path} already exists", fix="give another name") from exc
 
 
+def remove_run(path: Path) -> None:
+    """Remove a run file, and what SQLite keeps beside it."""
+    for side in ("", *SIDE_FILES):
+        Path(f"{path}{side}").unlink(missing_ok=True)
+
+
 def is_written(path: Path) -> bool:
     """Return whether a run was recorded; remove the empty file of a run that was claimed but never began."""
     if path.exists() and not path.stat().st_size:
@@ -67,22 +73,26 @@ class Store:
         self._checkpointer: Checkpointer | None = None
         self._history = KernelHistory()
         self._open_rows: tuple[int, list[Row]] = (0, [])  # first row and rows of the last chunk of live rows
-        self.db = self._open(mode)
-        self.path = path.absolute()  # the program may change its directory
+        if mode == "new":
+            claim(path)
         try:
-            self._begin(meta)
+            self.db = self._open(mode)
+            self.path = path.absolute()  # the program may change its directory
+            try:
+                self._begin(meta)
+            except BaseException:
+                self._close()
+                raise
         except BaseException:
-            self._close()
+            if mode in ("new", "replace"):  # what was begun is no run
+                remove_run(path)
             raise
 
     def _open(self, mode: Mode) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         exists = self.path.exists()
-        if mode == "new":
-            claim(self.path)
         if mode == "replace":
-            for side in ("", *SIDE_FILES):  # a stale -wal would be replayed into the new file
-                Path(f"{self.path}{side}").unlink(missing_ok=True)
+            remove_run(self.path)  # a stale -wal would be replayed into the new file
         if mode == "append" and exists:
             check_journal(self.path, self.path)
             with contextlib.closing(RunDatabase(self.path)) as run:  # raises if it is not a run or of a newer version

@@ -81,7 +81,9 @@ class RunWriter:
             self._store = Store(self.path, mode, meta or {})
         except (OSError, sqlite3.Error) as exc:
             raise RecordingError(
-                f"cannot write the run file {self.path}", why=str(exc), fix="give a directory you may write to"
+                f"cannot write the run file {self.path}",
+                why=str(exc),
+                fix="give a path that you can write to, on a disk with free space",
             ) from exc
         self.path = self._store.path
         _OPEN.add(self)

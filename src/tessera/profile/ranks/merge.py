@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...clock import EpochNs
-from ...errors import ArgumentError
+from ...errors import ArgumentError, RecordingError
 from ...notes import Note, kind_of
 from ...record import Kind
 from ...recording import Facts, Recording
 from ...timeline import stream_names
 from ...timeline.columns import FLOATS, INTEGERS, NONE, TEXTS, Ints, Launch, Timeline
 from ..runfile import RunFile, RunWriter
+from ..runfile_store import remove_run
 from .align import align
 from .clocks import Offset
 from .collectives import Meeting, measure_overlap, meetings, summarize
@@ -120,24 +121,36 @@ class MergedRecording(Recording):
             raise ArgumentError(f"{target} is one of the files to merge", fix="give another name for the merged one")
         meta = {"ranks": self.timeline.meta["ranks"], "command": self.facts.command, "mode": self.facts.mode}
         meta = {key: value for key, value in meta.items() if value is not None}
-        with RunWriter(target, meta=meta, mode="replace" if replace else "new") as out:
-            out.add_timeline(self.timeline)
-            out.set("collectives", self.collectives)
-            for column in self.power.columns.values() if self.power is not None else ():
-                out.add_samples(column.domain, column.times_ns, column.watts)
-                out.add_anchors(column.domain.name, column.ticks_ns, column.ticks_j)
-            out.add_gaps(self.power.gaps if self.power is not None else (), 0)
-            out.add_telemetry(self.telemetry, 0)
-            out.add_stacks(self.stacks)
-            out.set("events", list(self.events))
-            if any(f.is_run for f in self.files):
-                start_ns, end_ns = self.span_ns
-                out.set("start_ns", start_ns)
-                out.set("end_ns", end_ns)
-                out.set("windows", self.facts.windows)
-                out.set("scheduled", self.facts.scheduled)
-                out.set("returncode", self.facts.returncode)
+        out = RunWriter(target, meta=meta, mode="replace" if replace else "new")
+        try:
+            with out:
+                self._write_to(out)
+        except RecordingError as exc:
+            if out.error is None:
+                raise
+            remove_run(target)  # half of a merged run is of no use: the ranks' files are still there
+            raise RecordingError(
+                f"cannot write {target}", why=str(out.error), fix="free space on the disk, or write elsewhere"
+            ) from exc
         return RunFile(target)
+
+    def _write_to(self, out: RunWriter) -> None:
+        out.add_timeline(self.timeline)
+        out.set("collectives", self.collectives)
+        for column in self.power.columns.values() if self.power is not None else ():
+            out.add_samples(column.domain, column.times_ns, column.watts)
+            out.add_anchors(column.domain.name, column.ticks_ns, column.ticks_j)
+        out.add_gaps(self.power.gaps if self.power is not None else (), 0)
+        out.add_telemetry(self.telemetry, 0)
+        out.add_stacks(self.stacks)
+        out.set("events", list(self.events))
+        if any(f.is_run for f in self.files):
+            start_ns, end_ns = self.span_ns
+            out.set("start_ns", start_ns)
+            out.set("end_ns", end_ns)
+            out.set("windows", self.facts.windows)
+            out.set("scheduled", self.facts.scheduled)
+            out.set("returncode", self.facts.returncode)
 
 
 def merge(
