@@ -286,6 +286,39 @@ def test_a_function_that_fails_says_so(quick: None) -> None:
     with pytest.raises(ScheduleError, match="cannot be measured") as caught:
         fn(torch.ones(2))
     assert "only once" in (caught.value.why or "")
+    assert isinstance(caught.value.__cause__, RuntimeError)  # its traceback shows the line
+
+
+@pytest.mark.parametrize("interrupted", [2, 3, 4])
+def test_ctrl_c_in_the_search_leaves_the_state_of_one_call(quick: None, interrupted: int) -> None:
+    """The first call runs as it is, the second is watched, then come the trials."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    calls = itertools.count(1)
+    states: list[Any] = []
+
+    def read_state() -> Any:
+        moments = [list(optimizer.state[p].values()) for p in model.parameters()]
+        return [*(v.clone() for v in model.state_dict().values()), *(v.clone() for m in moments for v in m)]
+
+    def step(x: Any) -> Any:
+        call = next(calls)
+        if call == 2:
+            states.extend([torch.get_rng_state(), *read_state()])
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        if call == interrupted:
+            raise KeyboardInterrupt
+        optimizer.step()
+        return loss.detach()
+
+    fn = TunedFunction(step, ScheduleOptions(policy="energy", compile_modes=False, cache=False))
+    with pytest.raises(KeyboardInterrupt):
+        fn(torch.randn(8, 4))
+    after = [torch.get_rng_state(), *read_state()]
+    assert all(torch.equal(old, new) for old, new in zip(states, after, strict=True))
 
 
 def test_wishes_are_checked() -> None:

@@ -30,7 +30,7 @@ class TrialBench:
 
     `work` says how much a call does under a setting, where that differs. A trial is measured for at least `trial_s`,
     and at most four times that. If code is compiled, or a graph recorded, again for other data, then every call is
-    measured with other data.
+    measured with other data. `failure` is what the function as it is raised.
     """
 
     fn: Call
@@ -45,6 +45,7 @@ class TrialBench:
     work: Callable[[Setting], float] = lambda setting: 1.0
     reference: Reference | None = None
     others: OtherInputs | None = None
+    failure: Exception | None = None
 
     def __call__(self, setting: Setting) -> TuningTrial:
         """Apply a setting, check, measure, undo it, and restore the state. A failure gives a refused trial."""
@@ -75,6 +76,7 @@ class TrialBench:
         except Exception as exc:  # noqa: BLE001  (a compiler may fail in any way; the function still runs without it)
             first = next((line.strip() for line in str(exc).splitlines() if line.strip()), "no message")
             refused = f"{type(exc).__name__}: {first}"
+            self.failure = exc if not setting else self.failure
         finally:
             self.state.restore()
         return TuningTrial(setting=dict(setting), refused=refused)

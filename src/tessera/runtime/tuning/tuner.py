@@ -156,8 +156,10 @@ class TunedFunction:
         scope = EnergyScope("tessera.tune", monitor=self._monitor)
         with scope, announce_if_long(None if shown else notice):
             bench = self._make_bench(parts, args, kwargs)
-            traits = watch_call(lambda: self._fn(*args, **kwargs), parts)
-            bench.state.restore()
+            try:
+                traits = watch_call(lambda: self._fn(*args, **kwargs), parts)
+            finally:  # Ctrl-C as well
+                bench.state.restore()
             knobs = find_knobs(
                 parts,
                 tolerance=options.error_tolerance,
@@ -175,8 +177,10 @@ class TunedFunction:
             )
             ops, notes = list[OpPlan](), ["no operators in the plan: budget_s left no time to capture the function"]
             if seconds_left() >= _CAPTURE_S:
-                ops, notes = plan_operators(self._fn, args, kwargs, key["device"])
-                bench.state.restore()  # planning ran the function's Python code once more
+                try:
+                    ops, notes = plan_operators(self._fn, args, kwargs, key["device"])
+                finally:
+                    bench.state.restore()  # planning ran the function's Python code once more
         spent_s = time.monotonic() - begun
         _show_progress(f"tuned {name} in {format_duration(spent_s)}: {len(result.trials)} trials", end="\n")
         if result.trials[0].refused:
@@ -184,7 +188,7 @@ class TunedFunction:
                 "the function cannot be measured",
                 why=result.trials[0].refused,
                 fix="call it once without a schedule: the error comes from the function",
-            )
+            ) from bench.failure
         return self._make_plan(result, key, follow_setting(ops, result.best.setting), notes, spent_s, scope.energy_j)
 
     def _make_bench(self, parts: FunctionParts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrialBench:
