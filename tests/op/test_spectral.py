@@ -152,8 +152,14 @@ def test_the_cost_model_prefers_transforms_for_large_kernels_only():
     # Products of half precision on tensor cores are hard to beat with a dense 3x3.
     assert not spectral_wins((32, 256, 56, 56), (256, 256, 3, 3), padding=1)
     assert not spectral_wins((32, 256, 56, 56), (256, 256, 3, 3), padding=1, on="a100", dtype="fp32")
-    for wrong in ({"x_shape": (1, 2, 3)}, {"dtype": "int8"}):
-        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+    for wrong, said in (
+        ({"x_shape": (1, 2, 3)}, "x_shape"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"w_shape": (2, 5, 3, 3)}, "w takes 5 channels"),
+        ({"w_shape": (2, 2, 9, 9)}, "w reaches over 9"),
+        ({"groups": 0}, "groups=0"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
             spectral_wins(**{"x_shape": (1, 2, 8, 8), "w_shape": (2, 2, 3, 3), **wrong})
 
 

@@ -200,6 +200,7 @@ def spectral_wins(
 
     device = lookup(on) if isinstance(on, str) else on
     operands = tuple(torch.empty(shape, dtype=_DTYPES[dtype], device="meta") for shape in (x, w))
+    spectral_conv2d(*operands, padding=padding, dilation=dilation, groups=groups)  # checks the sizes
     found = []
     for convolve in (F.conv2d, spectral_conv2d):
         run = functools.partial(convolve, padding=padding, dilation=dilation, groups=groups)
