@@ -181,6 +181,22 @@ def test_hints_reach_our_kernels_and_end_with_the_block():
     assert hints.current() == hints.Hints()
 
 
+def test_a_schedule_above_a_static_or_class_method_is_one():
+    class Model:
+        @schedule(cp_async_depth=2)
+        @staticmethod
+        def double(x):
+            return 2 * x
+
+        @schedule(cp_async_depth=2)
+        @classmethod
+        def name(cls):
+            return cls.__name__
+
+    assert (Model().double(3), Model.double(4), Model().name()) == (6, 8, "Model")
+    assert Model.double.report().calls == 2
+
+
 def hold_open(**options):
     with schedule(**options):
         yield

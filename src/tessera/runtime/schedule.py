@@ -138,6 +138,8 @@ class Schedule:
 
     def __call__(self, fn: F) -> F:
         """Return the function under this schedule, with `report()` and `plan()`."""
+        if isinstance(fn, (staticmethod, classmethod)):  # the decorator stands above the other one
+            return cast(F, type(fn)(self(fn.__func__)))
         _check_function(fn)
         own = Schedule(self.options if self.shaper is None else dataclasses.replace(self.options, shaper=self.shaper))
         target: Callable[..., Any] = fn
