@@ -326,6 +326,11 @@ def test_wishes_are_checked() -> None:
         ScheduleOptions(policy="enrgy")
     with pytest.raises(ArgumentError, match="budget_s"):
         ScheduleOptions(policy="energy", budget_s=0)
+    for tolerance in (-1.0, 0.0, math.nan, "1%"):
+        with pytest.raises(ArgumentError, match="error_tolerance"):
+            ScheduleOptions(policy="energy", error_tolerance=tolerance)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="no policy"):
+        ScheduleOptions(search={"batch": [8, 16]})
     with pytest.raises(ArgumentError, match="per="):
         ScheduleOptions(policy="energy", per="batch")
     assert make_goal(ScheduleOptions(policy="throughput_per_watt")).max_slowdown == 0.01

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,6 +126,19 @@ class ScheduleOptions:
                     f"{name}= limits what a policy may choose, but there is no policy",
                     fix=f"policy={POLICIES[1]!r}, or leave {name} out",
                 )
+        if self.search and self.policy is None:
+            raise ArgumentError(
+                "search= has values for a policy to choose from, but there is no policy", fix=f"policy={POLICIES[1]!r}"
+            )
+        tolerance: object = self.error_tolerance  # a caller without a type checker may pass anything
+        if tolerance is not None and (
+            not isinstance(tolerance, (int, float)) or isinstance(tolerance, bool) or not 0 < tolerance < math.inf
+        ):
+            raise ArgumentError(
+                f"error_tolerance={tolerance!r} is not a bound",
+                why="it is the error of a result relative to it: 0.01 is one percent",
+                fix="a number above 0, such as error_tolerance=1e-2",
+            )
         if not self.budget_s > 0:
             raise ArgumentError(f"budget_s={self.budget_s!r} must be above 0 seconds")
         if self.per is not None and self.per not in self.search:
