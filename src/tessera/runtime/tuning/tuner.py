@@ -222,7 +222,7 @@ class TunedFunction:
             notes.append(f"budget_s={self._options.budget_s:g} ended before every setting was tried")
         basis = result.trials[0].basis
         if basis not in ("measured", ""):
-            notes.append(f"joules are {basis} here: they follow from the time")
+            notes.append(f"joules are {basis} here: they follow from the CPU time, not from a sensor")
         return Plan(
             function=getattr(self._fn, "__qualname__", type(self._fn).__name__),
             policy=str(self._options.policy),
