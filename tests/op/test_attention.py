@@ -325,6 +325,17 @@ def test_a_query_without_keys_by_an_added_mask(options, causal, dtype, most):
         assert (mine.double() - theirs).abs().max() <= most
 
 
+def test_without_a_gradient_such_a_query_has_torchs_answer():
+    """Beside 1e9 an fp32 score is nothing: the query sees all values alike."""
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    mask = torch.zeros(6, 6)
+    mask[2] = -1e9
+    y = op.flash_attention(q, k, v, attn_mask=mask)
+    assert torch.equal(y, F.scaled_dot_product_attention(q, k, v, mask))
+    assert torch.allclose(y[..., 2, :], v.mean(-2), atol=1e-6)
+
+
 def test_masks_near_zero_and_their_gradients_stay_as_they_are():
     torch.manual_seed(4)
     q, bias = torch.randn(1, 2, 5, 8, requires_grad=True), (50 * torch.randn(2, 5, 5)).requires_grad_()
