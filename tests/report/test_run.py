@@ -748,12 +748,16 @@ def test_a_host_alone(tmp_path: Path) -> None:
     assert "~" not in out
 
 
-def stepped(count: int = 20, traced: int = 5) -> Timeline:
-    """Steps of 100 ms, kernels in the first of them only; the step after those has half of its kernels."""
+def stepped(count: int = 20, traced: int = 5, *, seen: int = 0) -> Timeline:
+    """Steps of 100 ms, kernels in the first of them only; the step after those has half of its kernels.
+
+    The steps before `seen` have no row: nobody saw them begin.
+    """
     b = Builder()
     for i in range(count):
         at = START_NS + i * 100_000_000
-        b.add("region", f"step_{i}", at, at + 100_000_000, thread=1)
+        if i >= seen:
+            b.add("region", f"step_{i}", at, at + 100_000_000, thread=1)
         for k in range(10 if i < traced else 5 if i == traced else 0):
             began = at + k * 10_000_000
             b.add("op", "aten::mm", began, began + 1_000_000, thread=1)
@@ -786,6 +790,30 @@ def test_every_surface_states_the_step_of_the_whole_run(tmp_path: Path) -> None:
         assert sum(r.before_j for r in found.rows) == pytest.approx(step.energy_j)
         assert found.outside is not None and found.outside.before_j == pytest.approx(0.0, abs=1.0)
         assert "the total is of 20 steps (" in found.note and "the rows are of the 5 traced ones" in found.note
+
+
+def test_a_run_none_of_whose_steps_was_traced_still_has_joules_per_step(tmp_path: Path) -> None:
+    """A first step that outlasts the time limit is all that was traced, and not from begin to end."""
+    path, traced = tmp_path / "p.tessera", tmp_path / "traced.tessera"
+    record(path, stepped(traced=1, seen=1), windows=[(START_NS, START_NS + 100_000_000)], notes=[LIMIT]).close()
+    record(traced, stepped(), windows=[(START_NS, START_NS + 550_000_000)], notes=[LIMIT]).close()
+    with RunFile(path) as run:
+        out, rendered, _ = both(run)
+        said = answer(run.recording())
+    (step,) = said.per_work
+    assert (step.amount, step.traced_steps, said.traced_steps) == (19, 0, 0)
+    assert step.energy_j == pytest.approx(31, rel=0.02) and step.rate_per_s == pytest.approx(10)
+    assert re.search(r"per step +31(\.\d+)? ± .* J   10 steps/s \(of 19 steps, 0 traced\)   ", out)
+    assert "per step (of 19 steps, 0 traced)" in "".join(check_page(rendered).text)
+    (tmp_path / "p.json").write_text(CliRunner().invoke(command, [str(path), "--json"]).output)
+    listed = describe_run(path, read=True).joules
+    assert listed is not None and listed.step_j == pytest.approx(step.energy_j)
+    for before, after in ((path, traced), (traced, path), (path, tmp_path / "p.json")):
+        found = analyze.diff(before, after)
+        assert found.per == "step" and set(found.work) <= {19, 20}
+        assert (found.total.before_j, found.total.after_j) == (pytest.approx(30.5, rel=0.04),) * 2
+        assert not found.rows and "only the total can be compared" in found.note
+        assert found.outside is not None
 
 
 def test_the_mean_step_of_ranks_is_of_all_their_steps(tmp_path: Path) -> None:

@@ -346,10 +346,9 @@ def _per_step(recording: Recording, table: EnergyTable, whole: Whole, tracing: S
 
     Of a partly traced run all its steps: those that happened to be traced need not be like the others.
     """
-    if all(math.isnan(s.energy_j) for s in table.steps):
-        return None
-    traced = _mean_of(table.steps, table.error_j, table.energy_j)
-    if tracing is not None and tracing.matters and tracing.untraced_step_j is not None:
+    is_measured = any(not math.isnan(s.energy_j) for s in table.steps)
+    traced = _mean_of(table.steps, table.error_j, table.energy_j) if is_measured else None
+    if traced is not None and tracing is not None and tracing.matters and tracing.untraced_step_j is not None:
         return _of_untraced(tracing, tracing.untraced_step_j, traced.energy_j)
     if every := find_every_step(recording, table):
         return dataclasses.replace(_mean_of(every, whole.error_j, whole.energy_j), traced_steps=len(table.steps))

@@ -192,13 +192,14 @@ def _of_table(
             rows[table.idle_name] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle", once=True)
         views[view] = rows
     total = Cell(table.energy_j, table.error_j, table.time_s, _NAN, 1, once=True)
+    count = float(len(table.steps)) or (every.calls if every is not None else 0.0)
     sensors, gain = level or _level(table.source, table.basis, table.energy_j, table.error_j)
     return DiffSide(
         name=name,
         basis=table.basis,
         total=whole or total,
         traced=total if whole else None,
-        work={**({"step": float(len(table.steps))} if table.steps else {}), **(work or {})},
+        work={**({"step": count} if count else {}), **(work or {})},
         steps=table.steps,
         stepped=stepped,
         untraced=untraced,

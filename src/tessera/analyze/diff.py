@@ -180,7 +180,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     total = maker.from_runs("total", *([total_of(side, unit, span) for side in group] for group in groups))
     rows = maker.rows(*_match_rows(before, after, unit, view, span, notes))
     outside = None
-    if unit == "step" and one.steps and two.steps:
+    if unit == "step" and one.has_steps and two.has_steps:
         outside = maker.from_runs(OUTSIDE, *([outside_of(side) for side in group] for group in groups))
     commands = _compare_commands(one.command, two.command)
     is_prediction = one.is_prediction or two.is_prediction
@@ -237,6 +237,8 @@ def _match_rows(
     """The rows of both, under one name where one of them is a prediction."""
     sides = [*before, *after]
     if not all(side.views.get(view) for side in sides):  # everything would be new, or gone
+        return {}, {}
+    if unit == "step" and any(side.has_steps and not side.steps for side in sides):
         return {}, {}
     lacking = [side for side in sides if side.steps and side.stepped is None]
     if unit == "step" and lacking:

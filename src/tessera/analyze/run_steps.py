@@ -20,9 +20,12 @@ PAUSED_SHARE = 0.1
 
 
 def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]:
-    """A row for each step of a partly traced run, by its edges and the sensors; empty where the table has them all."""
+    """A row for each step of a partly traced run, by its edges and the sensors; empty where the table has them all.
+
+    The table may have none: a first step that outlasts the time limit is all that was traced.
+    """
     power, timeline = recording.power, recording.timeline
-    if power is None or recording.facts.kind != "run" or not table.steps or not is_partial(recording, table):
+    if power is None or recording.facts.kind != "run" or not is_partial(recording, table):
         return []
     spans = find_spans(timeline)
     if len(spans) <= len(table.steps):

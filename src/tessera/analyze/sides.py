@@ -150,6 +150,11 @@ class DiffSide:
     from_start: bool = False
 
     @property
+    def has_steps(self) -> bool:
+        """Whether the joules of each of its steps are known, traced or not."""
+        return bool(self.steps) or self.every is not None
+
+    @property
     def is_prediction(self) -> bool:
         """A prediction, whose rows are subgraphs, not operators."""
         return self.basis == "predicted"
@@ -161,9 +166,9 @@ class DiffSide:
 def unit_of(sides: Sequence[DiffSide], notes: list[str]) -> str | None:
     """The work all did: steps where all have them, else the first unit they share; None where that is the same."""
     shared = [u for u in sides[0].work if all(side.work.get(u, 0) > 0 for side in sides)]
-    recorded = [side for side in sides if side.steps]
+    recorded = [side for side in sides if side.has_steps]
     if "step" in shared:
-        stated = [side for side in sides if not side.steps and not side.is_prediction]
+        stated = [side for side in sides if not side.has_steps and not side.is_prediction]
         if not recorded or not stated:
             return "step"
         notes.append(f"{stated[0].name} has the number of steps, but not the energy of each: whole runs are compared")
@@ -193,14 +198,14 @@ def _counted_steps(side: DiffSide) -> list[EnergyRow]:
 
 def amount(side: DiffSide, unit: str | None) -> float:
     """How many units a side did: of recorded steps, those that count."""
-    if unit == "step" and side.steps:
+    if unit == "step" and side.has_steps:
         return side.every.calls if side.every is not None else float(len(_counted_steps(side)))
     return side.work[unit] if unit else 1.0
 
 
 def total_of(side: DiffSide, unit: str | None, span: Span) -> Cell:
     """One unit's joules and seconds: of steps their mean, with how they scatter; else the whole, divided."""
-    if unit != "step" or not side.steps:
+    if unit != "step" or not side.has_steps:
         return _whole(side, span).scale(1.0 / amount(side, unit))
     return _untraced_step(side) or _traced_step(side)
 
@@ -232,7 +237,7 @@ def _whole(side: DiffSide, span: Span) -> Cell:
 def rows_of(side: DiffSide, unit: str | None, view: str, span: Span, *, by_step: bool) -> dict[str, Cell]:
     """One unit's rows, which sum to its total. `by_step`: what lies inside steps is known of every side."""
     rows = side.views.get(view) or {}
-    if unit == "step" and side.steps:
+    if unit == "step" and side.has_steps:
         cells = _inside(side, view) if by_step else _scale_to_step(side, rows)
         stated = _untraced_step(side)
         if cells and stated is not None and view in ("ops", "kernels"):
@@ -262,8 +267,13 @@ def choose_steps(sides: Sequence[DiffSide], notes: list[str]) -> list[DiffSide]:
     Where tracing slowed one run, and another has no steps without tracing, traced ones of both. Notes say where the
     rows of a side, or its report, are of other steps.
     """
-    known = [side.untraced is not None for side in sides if not side.is_prediction]
+    runs = [side for side in sides if not side.is_prediction]
+    known = [side.untraced is not None for side in runs]
     chosen = list(sides)
+    untraced = next((side for side in runs if side.has_steps and not side.steps), None)
+    if untraced is not None:
+        notes.append(f"only the total can be compared: {untraced.name} has no step that was traced from begin to end")
+        return chosen
     if any(known) and not all(known):
         chosen = [dataclasses.replace(side, untraced=None, every=None) for side in sides]
         notes.append(_explain_traced(sides))
