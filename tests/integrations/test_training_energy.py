@@ -102,7 +102,8 @@ def test_hugging_face_trainer(tmp_path: Path, watts: Monitor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_trainer(tmp_path: Path, watts: Monitor) -> None:
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_lightning_trainer(tmp_path: Path, watts: Monitor, accumulated: int) -> None:
     declare_torchvision()
     lightning = pytest.importorskip("pytorch_lightning")
     from tessera.integrations.lightning import EnergyCallback
@@ -122,14 +123,16 @@ def test_lightning_trainer(tmp_path: Path, watts: Monitor) -> None:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     callback, logger = EnergyCallback(watts, least_s=0.0), lightning.loggers.CSVLogger(str(tmp_path))
-    checkpoint = lightning.callbacks.ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=6, save_top_k=-1)
+    checkpoint = lightning.callbacks.ModelCheckpoint(
+        dirpath=tmp_path, every_n_train_steps=6 // accumulated, save_top_k=-1
+    )
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", log_every_n_steps=5, callbacks=[callback, checkpoint], logger=logger,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=accumulated,
     )  # fmt: skip
     loader = torch.utils.data.DataLoader(Numbers(), batch_size=4)
     trainer.fit(Module(), loader, loader)
-    checked(callback.report, steps=12, samples=48)
+    checked(callback.report, steps=12 // accumulated, samples=48)
     assert callback.report is not None
     by_name = {r.name: r for r in callback.report.regions}
     assert by_name["saving"].calls == 2

@@ -6,6 +6,7 @@
 
 Every `log_every_n_steps` it logs energy/energy_j, energy/power_w, energy/j_per_step and (if the batch size is known)
 energy/j_per_sample of the training steps since it last did, if those took a second or more; at the end, of the rest.
+A step is one of the optimizer, as `trainer.global_step` counts them, with all batches that it accumulates.
 Evaluation and saving are not the steps': energy/evaluation_energy_j and energy/saving_energy_j. `callback.report` is
 all the steps; evaluation and saving are its regions.
 """
@@ -36,10 +37,12 @@ class LightningEnergyCallback(Callback):  # type: ignore[misc]
     def __init__(self, monitor: Monitor | None = None, *, least_s: float = LEAST_S) -> None:
         super().__init__()
         self._energy = TrainingEnergy("training", monitor, least_s=least_s)
+        self._global_step = 0
         self.report: EnergyReport | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start counting; what writes a checkpoint is timed."""
+        self._global_step = trainer.global_step
         self._energy.begin()
         save = trainer.save_checkpoint
 
@@ -51,8 +54,10 @@ class LightningEnergyCallback(Callback):  # type: ignore[misc]
         trainer.save_checkpoint = save_checkpoint
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """One batch; its first tensor gives the number of samples."""
-        self._energy.add(step=1, sample=_count_samples(batch))
+        """One batch; its first tensor gives the number of samples. Only the last one of those accumulated is a step."""
+        is_step = trainer.global_step > self._global_step
+        self._global_step = trainer.global_step
+        self._energy.add(step=float(is_step), sample=_count_samples(batch))
         every = max(int(trainer.log_every_n_steps or 0), 1)
         if (batch_idx + 1) % every == 0:
             self._log(trainer)
