@@ -65,12 +65,17 @@ class ModuleSum:
     names: set[str] = field(default_factory=set)
 
 
+def sum_own(timeline: Timeline, rows: Ints, values: Floats) -> dict[int, float]:
+    """Of each pass of a module what its rows sum to, without those of the modules inside it."""
+    innermost, inverse = np.unique(timeline.linked.module[rows], return_inverse=True)
+    own = np.bincount(np.asarray(inverse).reshape(-1), weights=values, minlength=len(innermost))
+    return {m: value for m, value in zip(innermost.tolist(), own.tolist(), strict=True) if m != NONE}
+
+
 def sum_passes(timeline: Timeline, rows: Ints, values: Floats) -> dict[int, float]:
     """Of each pass of a module what its rows, and those of the modules inside it, sum to."""
     links, sums = timeline.linked, dict[int, float]()
-    innermost, inverse = np.unique(links.module[rows], return_inverse=True)
-    own = np.bincount(np.asarray(inverse).reshape(-1), weights=values, minlength=len(innermost))
-    for module, value in zip(innermost.tolist(), own.tolist(), strict=True):
+    for module, value in sum_own(timeline, rows, values).items():
         for row in links.path(module):
             sums[row] = sums.get(row, 0.0) + value
     return sums
@@ -98,12 +103,8 @@ def read_tree(recording: Recording) -> dict[Path, ModuleSum]:
     if table is not None:
         for row, value in sum_passes(timeline, rows, row_joules(timeline, rows, table)).items():
             tree[path_of(row)].energy_j += value
-    for path, line in tree.items():
-        line.self_s += line.time_s
-        if path[:-1] in tree:
-            tree[path[:-1]].self_s -= line.time_s
-    for line in tree.values():
-        line.self_s = round(line.self_s, 9) + 0.0  # whole nanoseconds: the difference of equal sums is 0, not -2e-18
+    for row, value in sum_own(timeline, rows, seconds).items():
+        tree[path_of(row)].self_s += value
     return tree
 
 
