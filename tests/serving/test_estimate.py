@@ -66,6 +66,18 @@ def test_no_step_is_faster_than_the_bytes_that_it_must_read(model, chip, dtype, 
     assert report.joules_per_token > 0
 
 
+@pytest.mark.parametrize("chip", ["h200", "h100", "a100", "b200", "l40s", "mi300x"])
+@pytest.mark.parametrize("engine", ["vllm", "trtllm"])
+def test_no_step_reads_its_cache_faster_than_the_memory_gives_it(chip, engine):
+    steps = []
+    for prompt in (8_192, 65_536):
+        report = estimate_serving("llama-3.1-8b", on=chip, batch=8, prompt=prompt, generate=1, engine=engine)
+        steps.append(report.decode_by_context[0][1].time_s)
+    of_a_token = read_served_model("llama-3.1-8b").cache_bytes(1, 1, 2.0)
+    more_bytes = 8 * (65_536 - 8_192) * of_a_token
+    assert steps[1] - steps[0] >= 0.999 * more_bytes / report.deployment.device.memory.bandwidth_bytes_per_s.value
+
+
 def test_more_work_takes_longer():
     def step(**changes):
         return estimate_serving(
