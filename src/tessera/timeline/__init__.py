@@ -1,4 +1,4 @@
-"""What ran when: records as columns, and the readers that make them.
+"""What ran when: the columns of a timeline, and the readers that fill them from traces.
 
 ::
 

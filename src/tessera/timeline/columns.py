@@ -1,7 +1,7 @@
 """`Timeline`: a million records as columns. Rows are in the order they were added; `by_time` sorts them.
 
-Columns instead of objects: a training step has thousands of events, a run millions. `records()` makes a `Record` of a
-row when somebody looks at it. What is the same for many rows (names, shapes, launch configurations) is kept once.
+Columns, not objects: a training step has thousands of events, a run millions. `records()` makes a `Record` of a row
+only when somebody looks at it. Values that many rows share (names, shapes, launch configurations) are stored once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 65_536
 """Rows of one chunk."""
 NONE = -1
-"""What stands in an integer column where there is nothing."""
+"""The value of an integer column that means "nothing"."""
 UNTRACED = -2
-"""In the column `external`: listed by CUPTI, which knows no operators; `launch_alignment` finds them."""
+"""In the column `external`: listed by CUPTI, which knows no operators. `launch_alignment` finds the operators."""
 MOST_NUMBER = 2**31 - 1
-"""The largest number of a device or a rank. Of a trace it may be the number of a process."""
+"""The largest number of a device or a rank. In some traces a device's number is a process's."""
 
 
 class Launch(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What device rows of one launch configuration share. Interned: `Timeline.launches[row.launch]`."""
+    """What device rows of one launch configuration share. Stored once: `Timeline.launches[row.launch]`."""
 
     grid: tuple[int, ...] | None = None
     block: tuple[int, ...] | None = None
@@ -61,30 +61,30 @@ INTEGERS = (
     "device",  # -1: the host
     "stream",  # of device rows
     "thread",  # of host rows
-    "correlation",  # ties a device row to the call that launched it; of a host's collective: its number in its group
-    "external",  # ties device and runtime rows to the operator that made them (Kineto's External id)
-    "parent",  # -> row: the operator a device/runtime row comes from, or the one an operator is inside; -1
-    "sequence",  # autograd's sequence number of an operator; ties backward to forward
+    "correlation",  # links a device row to the call that launched it; for a host's collective: its number in its group
+    "external",  # links device and runtime rows to the operator that made them (Kineto's External id)
+    "parent",  # -> row: the operator a device/runtime row comes from, or the one that an operator is inside; or -1
+    "sequence",  # autograd's sequence number of an operator; links backward to forward
     "forward_thread",  # of a backward operator: the thread its forward ran on
     "bytes",  # of copies, memsets and collectives
     "shapes",  # -> names: input shapes and dtypes of an operator
     "launch",  # -> launches
     "unit",  # -> names, of counters
-    "rank",  # of rows of a merged timeline; -1: `Timeline.rank` is that of all
+    "rank",  # of rows of a merged timeline; -1: `Timeline.rank` is the rank of all rows
     "graph_node",  # of a kernel that a CUDA graph launched: its node, the same in each launch of that graph
-    "captured",  # -> names: the kernel that a call put into a CUDA graph, whose launch has its grid
-    "count",  # of a row that stands for many of its kernel (profile.kernel_history): how many; -1: itself alone
+    "captured",  # -> names: the kernel that a call put into a CUDA graph; the call's launch has that kernel's grid
+    "count",  # of a row that stands for many kernels (profile.kernel_history): how many; -1: just itself
 )  # fmt: skip
 TEXTS = ("name", "shapes", "unit", "captured")
-"""Those that point to names; every row has the first."""
-FLOATS = ("value",)  # of counters; APART of regions that are; NaN elsewhere
+"""Columns that refer to names; every row has the first."""
+FLOATS = ("value",)  # of counters; APART for regions that are apart; else NaN
 KINETO_MARKS = {"Iteration Start: PyTorch Profiler": "tracing begins", "Record Window End": "tracing ends"}
-"""What Kineto marks by itself, in words that need no knowledge of it."""
+"""Kineto's own marks -> words that need no knowledge of Kineto."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of a timeline: what an exporter works on."""
+    """Consecutive rows of a timeline, as exporters read them."""
 
     first_row: int
     columns: Mapping[str, NDArray[Any]]
@@ -101,8 +101,7 @@ class Chunk:
 class Timeline:
     """Records as columns. `notes` says what a reader should know (a truncated file, a clock that was stepped).
 
-    `counters` has per-kernel hardware counters by kernel key, where a replay gave them; `energy_j` and
-    `error_j` are filled by attribution (NaN on rows that spend nothing of their own).
+    Attribution fills `energy_j` and `error_j`; they are NaN for rows that spend nothing of their own.
     """
 
     columns: dict[str, NDArray[Any]]
@@ -114,9 +113,9 @@ class Timeline:
     energy_j: NDArray[np.float64] | None = None
     error_j: NDArray[np.float64] | None = None
     extra: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Fields of single rows that are no column (hardware counters, overlap): row -> {Record field: value}."""
+    """Fields of single rows that have no column (hardware counters, overlap): row -> {Record field: value}."""
     links: Links | None = field(default=None, repr=False, compare=False)
-    """The result of `tessera.timeline.link.link`, kept once `linked` has made it."""
+    """The result of `tessera.timeline.link.link`; `linked` sets it."""
 
     def __len__(self) -> int:
         return len(self.columns["kind"])
@@ -129,7 +128,7 @@ class Timeline:
         return self.columns[column]
 
     def rows(self, *kinds: Kind) -> Ints:
-        """The row numbers of some kinds."""
+        """Return the row numbers of some kinds."""
         asked = np.zeros(len(KINDS) + 1, bool)  # one more, for NONE
         asked[[CODE[k] for k in kinds]] = True
         return np.flatnonzero(asked[self.columns["kind"]])
@@ -141,17 +140,17 @@ class Timeline:
 
     @property
     def python_names(self) -> list[int]:
-        """Names of modules and of Python's frames: their rows have the kind of operators, but are not operators."""
+        """Names of modules and of Python frames: their rows have the kind of operators, but are not operators."""
         return [*self.meta.get("modules", ()), *self.meta.get("frames", ())]
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The host of each rank, where ranks of several hosts were merged; else empty."""
+        """The host of each rank if ranks of several hosts were merged; else empty."""
         hosts = {int(r["rank"]): str(r["host"]) for r in self.meta.get("ranks", ()) if r.get("host")}
         return hosts if len(set(hosts.values())) > 1 else {}
 
     def by_device(self, rows: Ints | None = None) -> dict[DeviceId, Ints]:
-        """Rows (all that ran on a device, by default) by the device they ran on."""
+        """Group rows (by default all that ran on a device) by the device they ran on."""
         rows = self.device_rows if rows is None else rows
         hosts, parts = self.hosts, defaultdict[DeviceId, list[Ints]](list)
         ranks = self.columns["rank"][rows]
@@ -174,7 +173,7 @@ class Timeline:
         return KINDS[int(self.columns["kind"][row])]
 
     def text(self, column: str, row: int) -> str | None:
-        """The text an integer column points to; None where it points nowhere."""
+        """Return the text that an integer column refers to; None if there is none."""
         index = int(self.columns[column][row])
         return None if index == NONE else self.names[index]
 
@@ -186,7 +185,7 @@ class Timeline:
         return link(self) if self.links is None else self.links
 
     def records(self, rows: Sequence[int] | Ints | None = None) -> Iterator[Record]:
-        """`Record`s of some rows (all, in time order, by default)."""
+        """Yield `Record`s of some rows (by default of all, in time order)."""
         from .view import records
 
         return records(self, rows)
@@ -201,9 +200,10 @@ class Timeline:
 
     @property
     def traced_span(self) -> tuple[int, int]:
-        """From the first to the last row that a tracer made; of all rows, where none did.
+        """From the first to the last row that a tracer made; of all rows, if there was no tracer.
 
-        A program's own regions, marks and counters go on while nothing is traced: no kernel there means nothing.
+        A program's own regions, marks and counters continue while nothing is traced: a time without kernels means
+        nothing there.
         """
         code, names = self.columns["kind"], self.columns["name"]
         by_tracer = [i for i, name in enumerate(self.names) if name in KINETO_MARKS or name.startswith("ProfilerStep#")]
@@ -222,7 +222,7 @@ class Timeline:
         return self.energy_j is not None
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[Chunk]:
-        """The rows piece by piece; `columns` picks some. `energy_j` and `energy_error_j` may be asked for too."""
+        """Yield the rows in chunks. `columns` selects columns; `energy_j` and `energy_error_j` can be selected too."""
         wanted = (*INTEGERS, *FLOATS) if columns is None else tuple(columns)
         spent = {"energy_j": self.energy_j, "energy_error_j": self.error_j}
         for first in range(0, len(self), CHUNK_ROWS):
@@ -236,7 +236,7 @@ class Timeline:
             yield Chunk(first, values, extra)
 
     def correlate(self, power: PowerTrace, **options: Any) -> Any:
-        """Spikes of a power trace tied to kernels and collectives: see `tessera.analyze.correlate`."""
+        """Link spikes of a power trace to kernels and collectives: see `tessera.analyze.correlate`."""
         from ..analyze.correlate import correlate
 
         return correlate(self, power, **options)
@@ -251,11 +251,11 @@ def _dtype(column: str) -> Any:
 
 
 class Builder:
-    """Collects rows one by one and makes a `Timeline`. Names and launches are interned."""
+    """Collects rows one by one and makes a `Timeline`. Names and launches are stored once."""
 
     def __init__(self) -> None:
         self._rows = 0
-        # Columns appear when something is first put in them: most traces have no counters, parents or ranks.
+        # A column is made when its first value comes: most traces have no counters, parents or ranks.
         self._columns: dict[str, array[Any]] = {}
         for column in ("kind", "name", "start_ns", "end_ns"):
             self._begin(column)
@@ -276,7 +276,7 @@ class Builder:
     def add(
         self, kind: Kind, name: str, start_ns: int, end_ns: int, *, value: float = float("nan"), **integers: int
     ) -> int:
-        """Append a row; integer columns not given are `NONE`. Returns its number."""
+        """Append a row; integer columns that are not given are `NONE`. Return the row's number."""
         row = len(self)
         cells = {"kind": CODE[kind], "name": self.intern(name), "start_ns": start_ns, "end_ns": end_ns, **integers}
         if not math.isnan(value):
@@ -303,13 +303,13 @@ class Builder:
         self._columns[column] = array("d" if column in FLOATS else "q", [_missing(column)]) * self._rows
 
     def build(self, *, last: bool = False) -> Timeline:
-        """The timeline so far. The `last` one takes the memory of the rows: nothing can be added any more."""
+        """Return the timeline so far. With `last` it takes the memory of the rows, so nothing can be added later."""
         columns: dict[str, NDArray[Any]] = {}
         for column in INTEGERS + FLOATS:
             values, dtype = self._columns.get(column), _dtype(column)
             if values is not None:
                 columns[column] = np.frombuffer(values, dtype) if last else np.array(values, dtype)
-            else:  # one value for all rows takes no memory, and cannot be written to
+            else:  # one value for all rows takes no memory, and is read-only
                 columns[column] = np.broadcast_to(np.array(_missing(column), dtype), self._rows)
         return Timeline(
             columns=columns, names=list(self._names), launches=list(self._launches), meta=dict(self.meta),

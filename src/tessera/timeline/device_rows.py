@@ -1,4 +1,4 @@
-"""Rows of a device from traces that are not Kineto's: what the name of a kernel or copy says is read off it."""
+"""Adds device rows of traces that are not Kineto's: what a kernel or copy is, is read from its name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_kernel(
     correlation: int = NONE,
     launch: Launch | None = None,
 ) -> None:
-    """A kernel, or a collective where its name says so."""
+    """Add a kernel, or a collective if its name says so."""
     launch = launch or Launch()
     if is_collective(name):
         launch = msgspec.structs.replace(launch, collective_type=collective_type(name.partition("(")[0]))
@@ -42,7 +42,7 @@ def add_copy(
     correlation: int = NONE,
     size: int = NONE,
 ) -> None:
-    """A copy, or a memset where its name says so."""
+    """Add a copy, or a memset if its name says so."""
     is_set = "memset" in name.lower()
     builder.add(
         "memset" if is_set else "memcpy", name, start_ns, end_ns, device=device, stream=fit(stream),
@@ -51,11 +51,11 @@ def add_copy(
 
 
 def name_copy(operation: str) -> str:
-    """MEMORY_COPY_HOST_TO_DEVICE and HOST_TO_DEVICE as others name it."""
+    """Return the usual name for MEMORY_COPY_HOST_TO_DEVICE or HOST_TO_DEVICE."""
     return f"Memcpy {operation.removeprefix('MEMORY_COPY_')}"
 
 
 def add_call(builder: Builder, name: str, start_ns: int, end_ns: int, *, thread: int, correlation: int = NONE) -> None:
-    """A call of the runtime on the host."""
+    """Add a call of the runtime on the host."""
     kind: Kind = "graph_launch" if name.startswith(GRAPH_LAUNCH) else "runtime"
     builder.add(kind, name, start_ns, end_ns, thread=fit(thread), correlation=fit(correlation))

@@ -1,4 +1,4 @@
-"""Numbers for the distinct values of columns, without sorting where they lie close together, as names and kinds do."""
+"""Numbers the distinct values of columns, without sorting if the values lie close together, as names and kinds do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..joules import Ints
 
 
 def rank_values(values: Ints) -> tuple[Ints, Ints]:
-    """`np.unique(values, return_inverse=True)`; without sorting where the numbers lie close together, as names do."""
+    """Return `np.unique(values, return_inverse=True)`; without sorting if the values lie close together."""
     low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
     if high - low > _most(len(values)):
         distinct_values, which = np.unique(values, return_inverse=True)
@@ -22,15 +22,15 @@ def rank_values(values: Ints) -> tuple[Ints, Ints]:
 
 
 def rank_combinations(*columns: Ints) -> tuple[Ints, int]:
-    """For each place the number of its combination of values, in the order of the values; and how many there are.
+    """Return for each row the number of its combination of values, in order of the values; and how many there are.
 
-    One column at a time: sorting rows of several columns at once takes five times as long.
+    This goes column by column: sorting rows of several columns at once takes five times as long.
     """
     number, size, most = np.zeros(len(columns[0]), np.int64), 1, _most(len(columns[0]))
     for column in columns if len(number) else ():
         low = int(column.min())
         values, width = column - low, int(column.max()) - low + 1
-        if width > 1 and size * width > most:  # too far apart to be looked up together: closer
+        if width > 1 and size * width > most:  # too far apart for a table: rank the values first
             (combinations, number), (apart, values) = rank_values(number), rank_values(values)
             size, width = len(combinations), len(apart)
         if width > 1:
@@ -40,17 +40,17 @@ def rank_combinations(*columns: Ints) -> tuple[Ints, int]:
 
 
 def _most(count: int) -> int:
-    """How far numbers may lie apart for a table of all of them to be less work than sorting so many."""
+    """Return the range of values up to which a table of all of them is less work than sorting `count` values."""
     return 4 * count + 1024
 
 
 def argsort_small(numbers: Ints, count: int) -> Ints:
-    """`np.argsort(numbers, kind="stable")` of numbers from 0 to below `count`: by their digits where they are short."""
+    """Return `np.argsort(numbers, kind="stable")` for numbers from 0 to below `count`; by radix sort if short."""
     return np.argsort(numbers.astype(np.uint16) if count < 2**16 else numbers, kind="stable")
 
 
 def distinct(*columns: Ints) -> tuple[Ints, Ints]:
-    """The first place of every combination of values, and for each place the number of its combination."""
+    """Return the first row of every combination of values, and for each row the number of its combination."""
     number, kinds = rank_combinations(*columns)
     first = np.full(kinds, len(number), np.int64)
     np.minimum.at(first, number, np.arange(len(number)))

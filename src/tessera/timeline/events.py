@@ -1,7 +1,7 @@
-"""The events of a trace, decoded into types; and mended, where a profiler wrote what is not JSON or has other types.
+"""Decodes the events of a trace into types, and repairs what a profiler wrote as damaged JSON or with other types.
 
-Profilers write damaged JSON: `inf`, raw control characters, broken UTF-8, single backslashes. It is repaired, or
-skipped and counted.
+Profilers write `inf`, raw control characters, broken UTF-8 and single backslashes. Such text is repaired, or skipped
+and counted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ NAN = float("nan")
 
 
 class Args(Struct, frozen=True, gc=False):
-    """The arguments we use; msgspec skips the others without making objects of them."""
+    """The arguments that we use; msgspec skips the others without making objects."""
 
     external: int = field(default=-1, name="External id")
     correlation: int = -1
-    stream: int | str = -1  # ROCm writes the runtime's as text: a handle ("0x0")
+    stream: int | str = -1  # ROCm writes the runtime's streams as text: a handle ("0x0")
     device: int = -1
     bytes: int | str = -1  # ROCm: "616"
     sequence: int = field(default=-1, name="Sequence number")
@@ -31,7 +31,7 @@ class Args(Struct, frozen=True, gc=False):
     dims: Raw = field(default=Raw(b""), name="Input Dims")
     types: Raw = field(default=Raw(b""), name="Input type")
     concrete: Raw = field(default=Raw(b""), name="Concrete Inputs")
-    grid: tuple[int, ...] | str | None = None  # a text on the operators of Triton
+    grid: tuple[int, ...] | str | None = None  # a text for Triton's operators
     block: tuple[int, ...] | None = None
     registers: int | None = field(default=None, name="registers per thread")
     shared: int | None = field(default=None, name="shared memory")
@@ -46,9 +46,9 @@ class Args(Struct, frozen=True, gc=False):
     labels: str | None = None
     allocated: int | None = field(default=None, name="Total Allocated")
     device_id: int = field(default=-1, name="Device Id")
-    old_external: int = field(default=-1, name="external id")  # torch before 1.10, as "Input dims"
+    old_external: int = field(default=-1, name="external id")  # torch before 1.10; so is "Input dims"
     old_dims: Raw = field(default=Raw(b""), name="Input dims")
-    direction: str | None = None  # MTIA's copies
+    direction: str | None = None  # for MTIA's copies
     size: int | str = -1
     sync_kind: str | None = field(default=None, name="cuda_sync_kind")
     waited_stream: int = field(default=-1, name="wait_on_stream")
@@ -66,14 +66,14 @@ class _Event(Struct, gc=False):
 
 
 class TraceEvent(_Event, gc=False):
-    """One event; `ts` and `dur` in microseconds."""
+    """One event; `ts` and `dur` are microseconds."""
 
     ts: float = NAN
     dur: float = NAN
 
 
 class LateEvent(_Event, gc=False):
-    """The same with `ts` and `dur` as text: from 2^43 us on (absolute times) a float does not hold nanoseconds."""
+    """The same with `ts` and `dur` as text: from 2^43 us on (absolute times), a float cannot hold nanoseconds."""
 
     ts: Raw = Raw(b"")
     dur: Raw = Raw(b"")
@@ -83,23 +83,23 @@ Batch = Sequence[TraceEvent | LateEvent]
 
 
 class RawArgs(Struct, gc=False):
-    """An event of which only the free-form arguments matter: counters."""
+    """An event whose free-form arguments are wanted: a counter."""
 
     args: Raw = Raw(b"{}")
 
 
 FLOAT_HOLDS_US = 2.0**43
-"""Below this a float of microseconds is within 0.49 ns of its text: rounding to a nanosecond is exact."""
+"""Below this, a float of microseconds is within 0.49 ns of its text: rounding to nanoseconds is exact."""
 
 LIMIT_NS = 2**61
 """73 years: the sum of a base, a start and a duration below this fits 64 bits."""
 WALL_CLOCK_NS = 10**18
-"""September 2001: an earlier time is not that of a wall clock."""
+"""September 2001: an earlier time is not from a wall clock."""
 NO_WALL_CLOCK = "times are not those of the wall clock: the trace does not say when it began"
 
 _ARGS: dict[str, tuple[str, Any]] = {f.encode_name: (f.name, f.type) for f in msgspec.structs.fields(Args)}
-_CONTROLS = bytes(32 if b < 32 else b for b in range(256))  # a line break outside a string is as good as a space
-_NOT_A_NUMBER = re.compile(rb'([\w)%]"\s*:\s*)[-+]?(?:nan|inf(?:inity)?)\b', re.IGNORECASE)  # only keys end so: exact
+_CONTROLS = bytes(32 if b < 32 else b for b in range(256))  # a line break outside a string is equivalent to a space
+_NOT_A_NUMBER = re.compile(rb'([\w)%]"\s*:\s*)[-+]?(?:nan|inf(?:inity)?)\b', re.IGNORECASE)  # only keys end like this
 _REPAIR_TOKEN = re.compile(
     rb'("[^"\\]*+(?:\\.[^"\\]*+)*+"?)|[-+]?\b(?:nan|inf(?:inity)?)\b|(?<![\w.])-?\d[\d.]*+e\+?\d{3,}',
     re.IGNORECASE | re.DOTALL,
@@ -115,19 +115,19 @@ def repair_json(text: bytes) -> bytes:
 
 
 def _patch_event(text: bytes) -> bytes:
-    """`repair_json`, and bad escapes and numbers in lists too: slower, for single events."""
+    """Do the same as `repair_json`, and repair bad escapes and numbers in lists too. Slower; for single events."""
 
     def escape(match: re.Match[bytes]) -> bytes:
         if match[1]:
             return match[0]
-        return rb"\ufffd" if match[2] else rb"\\"  # half a surrogate pair; a lone backslash
+        return rb"\ufffd" if match[2] else rb"\\"  # half of a surrogate pair, or a lone backslash
 
     text = _ESCAPE.sub(escape, text.translate(_CONTROLS).decode("utf-8", "replace").encode())
     return _REPAIR_TOKEN.sub(lambda m: m[1] or b"null", text)
 
 
 class Decoder:
-    """Decodes runs of events. `late` turns on by itself when a time does not fit a float; `unreadable` counts."""
+    """Decodes lists of events. `late` turns on when a time does not fit a float; `unreadable` counts lost events."""
 
     def __init__(self) -> None:
         self._plain = msgspec.json.Decoder(list[TraceEvent])
@@ -136,11 +136,11 @@ class Decoder:
         self.unreadable = 0
 
     def __call__(self, text: bytes) -> Batch | None:
-        """The events of a JSON list; None where it is not sound or not of the expected types."""
+        """Return the events of a JSON list; None if the list is damaged or has other types."""
         try:
             if not self.late:
                 events = self._plain.decode(text)
-                if not (np.abs([e.ts for e in events]) >= FLOAT_HOLDS_US).any():  # NaN is not
+                if not (np.abs([e.ts for e in events]) >= FLOAT_HOLDS_US).any():  # False for NaN
                     return events
                 self.late = True
             return self._late.decode(text)
@@ -148,7 +148,7 @@ class Decoder:
             return None
 
     def mend(self, text: bytes) -> tuple[Batch, bytes] | None:
-        """The events of a list that did not decode, and the list as it was mended; None where it is no JSON."""
+        """Repair a list that did not decode; return its events and the repaired text, or None if it is not JSON."""
         text = repair_json(text)
         if (events := self(text)) is None:
             try:
@@ -159,7 +159,7 @@ class Decoder:
         return events, text
 
     def mend_event(self, text: bytes) -> bytes:
-        """One event as it can be decoded, with those of its values that can be used; empty where it cannot."""
+        """Return one event in a form that can be decoded, with the values that can be used; empty if impossible."""
         for mend in (bytes, _patch_event, _coerce_event):
             try:
                 text = mend(text)
@@ -170,7 +170,7 @@ class Decoder:
         return b""
 
     def join(self, texts: Sequence[bytes]) -> tuple[Batch, bytes]:
-        """Mended events as one batch; those that are empty are counted."""
+        """Decode repaired events as one batch; count those that are empty."""
         kept = [text for text in texts if text]
         self.unreadable += len(texts) - len(kept)
         text = b"[%b]" % b",".join(kept)
@@ -178,7 +178,7 @@ class Decoder:
 
 
 def _coerce_event(text: bytes) -> bytes:
-    """An event whose values have unexpected types, with those that can be used."""
+    """Convert the values of an event to the expected types; leave out those that cannot be converted."""
     event = msgspec.json.decode(text)
     if not isinstance(event, dict):
         raise TypeError
@@ -191,7 +191,7 @@ def _coerce_event(text: bytes) -> bytes:
     for key in ("ts", "dur"):
         try:
             fields[key] = Raw(str(Decimal(str(event[key]))).encode())
-        except (KeyError, ArithmeticError, ValueError):  # no number, too large, or of more digits than Python reads
+        except (KeyError, ArithmeticError, ValueError):  # not a number, too large, or too many digits for Python
             continue
     raw_args = event.get("args")
     args: dict[str, Any] = {}
@@ -205,7 +205,7 @@ def _coerce_event(text: bytes) -> bytes:
 
 
 def nanoseconds(text: Raw | bytes) -> int | None:
-    """Decimal microseconds as nanoseconds, exactly; None for what is not a number or cannot be a time."""
+    """Convert decimal microseconds exactly to nanoseconds; None if the text is not a number or not a possible time."""
     try:
         ns = Decimal(bytes(text).decode()) * 1000
         return round(ns) if abs(ns) < LIMIT_NS else None
@@ -214,5 +214,5 @@ def nanoseconds(text: Raw | bytes) -> int | None:
 
 
 def fit(value: int) -> int:
-    """A number as 64 bits with a sign: handles are printed without one."""
+    """Convert an unsigned to a signed 64-bit number: handles are printed without a sign."""
     return value if -(2**63) <= value < 2**63 else (value + 2**63) % 2**64 - 2**63

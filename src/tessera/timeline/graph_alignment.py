@@ -1,14 +1,14 @@
-"""Which captured launch each kernel of a CUDA graph repeats: a replay has no operators, its capture had.
+"""Finds which captured launch each kernel of a CUDA graph repeats: a replay has no operators, but its capture had.
 
 ::
 
     captured     a b c d e | f g a b            calls that put kernels into graphs, in their order, by `captured`
     replays      [a b c d e] [a b c d e] [f g a b] [a b c d e]
 
-All kernels of a replay have the number of one launch, and each its node. Replays with the same nodes are of one graph:
-its kernels are looked for once, in a row among what was captured. Where they do not stand so (a graph with branches,
-a replay that was cut off), the cursor of `launch_alignment` follows them. A kernel that only one operator put into any
-graph has that operator wherever it stands.
+All kernels of a replay have the number of one launch, and each has the number of its node. Replays with the same nodes
+are of one graph: its kernels are searched once, as a sequence among the captured ones. If there is no such sequence (a
+graph with branches, a replay that was cut off), the cursor of `launch_alignment` follows them. A kernel that only one
+operator put into any graph gets that operator in any case.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def align_graphs(timeline: Timeline, device: Ints, op: Ints) -> tuple[Ints, Ints, Bools]:
-    """Rows of graphs' kernels, the calls that put them there, and whether those have the same grid and block.
+    """Return rows of graphs' kernels, the calls that put them there, and whether grid and block are the same.
 
-    `op` has the operators of calls.
+    `op` has the operators of the calls.
     """
     captured = np.flatnonzero(timeline.columns.get("captured", op[:0]) != NONE)
     replayed = device[timeline["graph_node"][device] != NONE] if len(captured) else captured
@@ -54,7 +54,7 @@ def align_graphs(timeline: Timeline, device: Ints, op: Ints) -> tuple[Ints, Ints
 
 
 def _name_kernels(timeline: Timeline, captured: Ints, replayed: Ints) -> tuple[Ints, Ints]:
-    """By row: a number for the rank and name of a kernel, and one for those with grid and block."""
+    """Return by row a number for the rank and name of a kernel, and one for these with grid and block."""
     shapes: dict[object, int] = {}
     number = [shapes.setdefault((launch.grid, launch.block), len(shapes)) for launch in timeline.launches]
     shape = np.array([*number, NONE], np.int64)
@@ -66,7 +66,7 @@ def _name_kernels(timeline: Timeline, captured: Ints, replayed: Ints) -> tuple[I
 
 
 def _split_graphs(timeline: Timeline, rows: Ints) -> list[Ints]:
-    """The replays of each graph, one a line, their kernels in the order of their nodes."""
+    """Return the replays of each graph, one per line, with their kernels in the order of their nodes."""
     columns = [timeline[name][rows] for name in ("rank", "device", "correlation", "graph_node")]
     order = np.lexsort(columns[::-1])
     rows = rows[order]
@@ -89,7 +89,7 @@ def _split_graphs(timeline: Timeline, rows: Ints) -> list[Ints]:
 
 
 def _find_run(reference: Ints, sequence: Ints) -> int:
-    """Where a sequence begins in the reference, all of it in a row; `NONE` where it does not."""
+    """Return where a sequence begins in the reference as a whole, or `NONE`."""
     last = len(reference) - len(sequence)
     if last < 0:
         return NONE

@@ -1,6 +1,7 @@
-"""Unions, intersections, overlaps and nesting of time intervals: numpy, exact on integer nanoseconds.
+"""Unions, intersections, overlaps and nesting of time intervals, with numpy and exact in integer nanoseconds.
 
-An interval holds its start and not its end. A `Spans` is sorted and disjoint, without empty ones; `union` makes one.
+An interval includes its start but not its end. A `Spans` is sorted and disjoint, without empty intervals; `union` makes
+one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ EMPTY = Spans(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 def union(start_ns: Ints, end_ns: Ints) -> Spans:
-    """What any of the intervals covers; those that touch become one."""
+    """Return what at least one of the intervals covers; intervals that touch become one."""
     keep = end_ns > start_ns
     if not keep.any():
         return EMPTY
@@ -45,7 +46,7 @@ def union(start_ns: Ints, end_ns: Ints) -> Spans:
 
 
 def union_by_key(keys: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Spans]:
-    """What the intervals of each key cover: the key of every span, and the spans, those of one key together."""
+    """Return what the intervals of each key cover: the key of every span, and the spans, grouped by key."""
     distinct, where, counts = np.unique(keys, return_inverse=True, return_counts=True)
     parts = np.split(np.argsort(where, kind="stable"), np.cumsum(counts))[:-1]
     spans = [EMPTY, *(union(start_ns[part], end_ns[part]) for part in parts)]
@@ -54,7 +55,7 @@ def union_by_key(keys: Ints, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Spans]
 
 
 def intersection(a: Spans, b: Spans) -> Spans:
-    """What both cover."""
+    """Return what both cover."""
     low = np.searchsorted(b.end_ns, a.start_ns, side="right")
     high = np.searchsorted(b.start_ns, a.end_ns, side="left")
     counts = np.maximum(high - low, 0)
@@ -64,7 +65,7 @@ def intersection(a: Spans, b: Spans) -> Spans:
 
 
 def difference(a: Spans, b: Spans) -> Spans:
-    """What the first covers and the second does not."""
+    """Return what the first covers and the second does not."""
     if not len(a.start_ns) or not len(b.start_ns):
         return a
     edge = np.array([min(a.start_ns[0], b.start_ns[0])]), np.array([max(a.end_ns[-1], b.end_ns[-1])])
@@ -74,7 +75,7 @@ def difference(a: Spans, b: Spans) -> Spans:
 
 
 def covered_ns(spans: Spans, start_ns: Ints, end_ns: Ints) -> Ints:
-    """How much of each interval (they may overlap) the spans cover."""
+    """Return how much of each interval the spans cover; the intervals may overlap."""
     if not len(spans.start_ns):
         return np.zeros(len(start_ns), np.int64)
     before = np.concatenate(([0], np.cumsum(spans.end_ns - spans.start_ns)))
@@ -89,11 +90,11 @@ def covered_ns(spans: Spans, start_ns: Ints, end_ns: Ints) -> Ints:
 
 
 class Nesting:
-    """Intervals of rows, by thread. `parent` is aligned with `rows`: the row each is inside, or `NONE`.
+    """Intervals of rows, by thread. `parent` has for each of `rows` the row that it is inside, or `NONE`.
 
-    Of several open intervals the innermost is the one opened last. One is inside another that holds at least half of
-    it: a step that a hook begins just before the optimizer's region ends is not inside that region, and the region,
-    which ends just after the step does, still is inside the step.
+    The innermost of several open intervals is the one opened last. An interval counts as inside another if that one
+    contains at least half of it. So a step that a hook begins just before the optimizer's region ends is not inside
+    that region; but the region, which ends just after the step before it, is still inside that step.
     """
 
     def __init__(self, rows: Ints, threads: Ints, starts: Ints, ends: Ints) -> None:
@@ -103,7 +104,7 @@ class Nesting:
         self._threads, lanes = np.unique(threads[order], return_inverse=True)
         self._edges = np.unique(np.concatenate((starts, ends)))
         self._width = len(self._edges) + 1
-        # Thread and time as one number: threads follow each other in it, so that none of them costs a turn.
+        # Thread and time as one number, so that all threads are handled at once.
         begins, stops = (lanes * self._width + np.searchsorted(self._edges, times[order]) for times in (starts, ends))
         parent, self._changes, tops = _tree(begins, stops)
         crossing = np.unique(lanes[(parent != NONE) & (stops > stops[parent])])
@@ -117,42 +118,43 @@ class Nesting:
             tops = np.concatenate((tops[keep], np.where(innermost == NONE, NONE, some[innermost])))
             by_time = np.argsort(self._changes, kind="stable")
             self._changes, tops = self._changes[by_time], tops[by_time]
-        named = np.append(rows[order], NONE)  # the last is that of NONE
+        named = np.append(rows[order], NONE)  # the last one is for the index NONE (-1)
         self.parent = np.empty(len(rows), np.int64)
         self.parent[order], self._tops = named[parent], named[tops]
 
     def at(self, threads: Ints, times: Ints) -> Ints:
-        """The innermost row open on each thread at each time, or `NONE`."""
+        """Return the innermost row that is open on each thread at each time, or `NONE`."""
         if not len(self._changes):
             return np.full(len(times), NONE, np.int64)
         lanes = np.searchsorted(self._threads, threads).clip(max=len(self._threads) - 1)
         asked = lanes * self._width + np.searchsorted(self._edges, times, side="right") - 1
-        index = np.searchsorted(self._changes, asked, side="right") - 1  # before all of a thread, that before has ended
+        index = np.searchsorted(self._changes, asked, side="right") - 1  # the last change is the thread before's end
         return np.where((index >= 0) & (self._threads[lanes] == threads), self._tops[index], NONE)
 
     def stretches(self) -> tuple[Ints, Ints, Ints]:
-        """Row, start and end of every stretch in which a row is the innermost of its thread: its self time."""
+        """Return row, start and end of every time in which a row is the innermost of its thread: its self time."""
         real = np.flatnonzero((np.diff(self._changes) > 0) & (self._tops[:-1] != NONE))
         starts, ends = (self._edges[self._changes[at] % self._width] for at in (real, real + 1))
         return self._tops[real], starts, ends
 
 
 def _tree(starts: Ints, ends: Ints) -> tuple[Ints, Ints, Ints]:
-    """What `_scan` finds, in a quarter of its time, where all that begins in another ends in it.
+    """Find the same as `_scan` in a quarter of its time, if everything that begins inside another also ends inside it.
 
-    How many are open when one begins is its depth, and the last one before it that is less deep by one holds it.
+    The depth of an interval is how many are open when it begins; its parent is the last one before it with a depth
+    that is one less.
     """
-    lasting = np.flatnonzero(ends > starts)  # the others hold nothing, and are never the innermost for any time
+    lasting = np.flatnonzero(ends > starts)  # intervals without length hold nothing, and are innermost for no time
     late = ends[lasting[::-1]]
-    closing = np.argsort(late, kind="stable")  # of those that close together the outermost is the last
+    closing = np.argsort(late, kind="stable")  # of those that close at the same time, the outermost is the last
     closed = late[closing]
-    begun: Ints = np.cumsum(ends > starts) - (ends > starts)  # before each
+    begun: Ints = np.cumsum(ends > starts) - (ends > starts)  # how many have begun before each
     depth = begun - np.searchsorted(closed, starts, side="right")
     parent = np.full(len(starts), NONE, np.int64)
     by_depth = np.split(np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth))[:-1])
     for outer, inner in pairwise(by_depth):
         parent[inner] = outer[np.searchsorted(outer, inner) - 1]
-    # Where each opening and each closing comes in the order of all: what closes at a time comes before what opens then.
+    # The place of each opening and closing among all of them; what closes at a time comes before what opens then.
     opened, place = starts[lasting], np.arange(len(lasting))
     opening_at = place + np.searchsorted(closed, opened, side="right")
     closing_at = place + np.searchsorted(opened, closed, side="left")
@@ -163,23 +165,23 @@ def _tree(starts: Ints, ends: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _scan(lanes: list[int], start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, Ints]:
-    """Parents of the rows of some threads; and when the innermost one changes to which.
+    """Return the parents of the rows of some threads, and when the innermost row changes to which.
 
-    A time is given as twice the number of the row that begins then, or one more where it ends.
+    A change is twice the number of the row that begins then, or one more if the row ends.
     """
     origin = int(start_ns.min())
-    span = int(end_ns.max()) - origin + 1  # Python's numbers: no product of them is too large
+    span = int(end_ns.max()) - origin + 1  # Python integers, so that products cannot overflow
     starts = [lane * span + start - origin for lane, start in zip(lanes, start_ns.tolist(), strict=True)]
     ends = [lane * span + end - origin for lane, end in zip(lanes, end_ns.tolist(), strict=True)]
     parents: list[int] = []
     times: list[int] = []
     tops: list[int] = []
     open_rows: list[int] = [NONE]
-    open_ends: list[float] = [math.inf]  # stays below everything, so that the stack is never empty
+    open_ends: list[float] = [math.inf]  # never removed, so that the stack is never empty
 
     def close_last() -> None:
         closing, row = open_ends[-1], open_rows[-1]
-        while open_ends[-1] <= closing:  # one that closed earlier below it (they overlapped) must not come up again
+        while open_ends[-1] <= closing:  # drop rows below that closed earlier (they overlapped)
             open_ends.pop()
             open_rows.pop()
         times.append(2 * row + 1)
@@ -202,15 +204,16 @@ def _scan(lanes: list[int], start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints, I
 
 
 class Forest:
-    """Rows one inside the other, each at a place: a row comes before what it holds, with nothing else in between.
+    """Rows nested in each other, each with a place: a row comes directly before everything it contains.
 
-    By place: `rows`, `parent` (a place, or `NONE`), `end` (behind the last that a row holds). By row: `place`.
+    Indexed by place: `rows`, `parent` (a place, or `NONE`), `end` (after the last that a row contains). Indexed by row:
+    `place`.
     """
 
     def __init__(self, rows: Ints, parent: Ints) -> None:
-        """`rows` are in an order in which every parent comes before what it holds; `parent` is by row."""
+        """`rows` are ordered so that every parent comes before what it contains; `parent` is indexed by row."""
         count = len(rows)
-        at = np.full(len(parent) + 1, NONE, np.int64)  # one more, for NONE
+        at = np.full(len(parent) + 1, NONE, np.int64)  # one extra cell, for the index NONE (-1)
         at[rows] = np.arange(count)
         above = at[parent[rows]].tolist()
         held = [1] * count
@@ -232,11 +235,11 @@ class Forest:
         self.parent[place] = self.place[parent[rows]]
 
     def find_common(self, a: Ints, b: Ints) -> Ints:
-        """The innermost place that holds both of two places (or is one of them), or `NONE`."""
+        """Return the innermost place that contains both of two places (or is one of them), or `NONE`."""
         common = np.where(a == b, a, NONE)
         asked = np.flatnonzero((a != b) & (a != NONE) & (b != NONE))
         low, high = np.minimum(a[asked], b[asked]), np.maximum(a[asked], b[asked])
-        size = np.frexp(high - low)[1] - 1  # two stretches of 2**size places cover all behind the first
+        size = np.frexp(high - low)[1] - 1  # two ranges of 2**size places cover all places after the first
         least = self._depth * (len(self.rows) + 1) + np.arange(len(self.rows))
         for doubled in range(int(size.max(initial=-1)) + 1):
             some = np.flatnonzero(size == doubled)
@@ -248,7 +251,7 @@ class Forest:
     def sum_upwards(
         self, entries: Sequence[tuple[Ints, Ints | int, NDArray[np.floating[Any]] | float]], columns: int
     ) -> Iterator[tuple[int, NDArray[np.float64]]]:
-        """Each place with the sums of the entries (place, column, value) at it and at all it holds; innermost first."""
+        """Yield each place with the sums of the entries (place, column, value) in it; innermost first."""
         keys, values = [], []
         for at, which, amount in entries:  # a million entries have a few thousand places and columns
             there = at != NONE
@@ -273,7 +276,7 @@ class Forest:
 
 
 def climb(up: Ints) -> Ints:
-    """Where following `up` ends (a row that points to itself), for every row: doubling, so a few passes do."""
+    """Follow `up` for every row until a row points to itself; by doubling, so a few passes are enough."""
     while True:
         further = up[up]
         if np.array_equal(further, up):
@@ -284,16 +287,16 @@ def climb(up: Ints) -> Ints:
 def latest(
     keys: Sequence[Ints], times: Ints, asked_keys: Sequence[Ints], asked_times: Ints, *, strict: bool = False
 ) -> Ints:
-    """For each question the entry with the same keys and the latest time not after it (before it, when strict).
+    """Return for each question the entry with the same keys and the latest time not after (`strict`: before) it.
 
-    Returns places in the entries, `NONE` where there is none. Of entries at the same time the last one is taken.
+    The result are places in the entries, `NONE` if there is none. Of entries at the same time the last one counts.
     """
     count, asked = len(times), len(asked_times)
     if not count or not asked:
         return np.full(asked, NONE, np.int64)
     place = np.arange(count + asked)
     is_question = place >= count
-    first = ~is_question if strict else is_question  # at equal times, which of the two comes later
+    first = ~is_question if strict else is_question  # which of the two comes later at equal times
     both = [np.concatenate(pair) for pair in zip(keys, asked_keys, strict=True)]
     order = np.lexsort((place, first, np.concatenate((times, asked_times)), *both[::-1]))
     running = np.maximum.accumulate(np.where(is_question[order], -1, np.arange(count + asked)))

@@ -1,4 +1,4 @@
-"""Kineto's and Chrome's traces as a `Timeline`.
+"""Reads traces of Kineto and of Chrome as a `Timeline`.
 
 ::
 
@@ -57,26 +57,26 @@ _CATEGORIES: dict[str, int] = {
     "gpu_memcpy": CODE["memcpy"], "gpu_memset": CODE["memset"], "cpu_op": CODE["op"], "operator": CODE["op"],
     "user_annotation": CODE["region"], "python_function": _FRAME, "Operator": _OLD, "mtia_ccp_events": _MTIA,
     "cuda_sync": _SYNC, "cuda_profiler_range": _RANGE,
-    **{kind: CODE[kind] for kind in KINDS if kind not in ("mark", "counter")},  # as our own exporter writes them
+    **{kind: CODE[kind] for kind in KINDS if kind not in ("mark", "counter")},  # the names that our exporter writes
 }  # fmt: skip
 _ARROWS = {"ac2g": _ARROW, "fwdbwd": _FLOW}
-_COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d annotates its own calls: those are no regions of the user's
-# What every trace of Kineto has and no reader needs: the span of the trace, shadows of annotations, its own cost; and
-# the path that our exporter draws above the rows.
+_COMMUNICATION = ("nccl:", "gloo:", "mpi:", "ucc:")  # c10d's annotations of its own calls; not regions of the user
+# Categories that are left out without a note: the span of the trace, shadows of annotations, Kineto's own cost, and the
+# path that our exporter draws above the rows.
 _EXPECTED = frozenset({"Trace", "gpu_user_annotation", "overhead", PATH})
-# torch before 1.10 has one category for operators and for what it and its users annotate.
+# torch before 1.10 uses one category for operators and for its own and its users' annotations.
 _OLD_ANNOTATIONS = ("ProfilerStep#", "enumerate(DataLoader)", "Optimizer.", "DistributedDataParallel.")
-_MTIA_WAITS = ("event_wait", "event_record")  # of a stream of MTIA: nothing runs in them
+_MTIA_WAITS = ("event_wait", "event_record")  # events of an MTIA stream in which nothing runs
 _MOST_RANGES = 100_000
-"""Of CUPTI's range profiler: it replays every kernel, so that nobody records many."""
-_MOST_NOTES = 20  # of one sort
+"""Most rows from CUPTI's range profiler; since it replays every kernel, nobody records many."""
+_MOST_NOTES = 20  # notes of one sort
 
 
-_both = b",".join  # of two JSON texts, either of which may be missing; a third of the time that a tuple of them takes
+_both = b",".join  # joins two JSON texts, either of which may be missing; three times as fast as a tuple of them
 
 
 class Known(dict[Any, int]):
-    """Numbers of things, each worked out once: a look-up costs a tenth of the call."""
+    """Maps things to numbers and computes each number once: a look-up costs a tenth of the call."""
 
     def __init__(self, number: Callable[[Any], int]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Known(dict[Any, int]):
 
 
 class RowReader:
-    """Collects batches and makes the timeline."""
+    """Collects batches of events and makes the timeline."""
 
     def __init__(self, *, frames: bool) -> None:
         self.seen = 0
@@ -116,7 +116,7 @@ class RowReader:
         self._collectives: list[tuple[int, str, Args]] = []
 
     def add(self, events: Batch, text: bytes) -> None:
-        """Append the rows of a batch. `text` is its JSON, for the events of which more is wanted."""
+        """Append the rows of a batch. `text` is its JSON, for the events that need more of it."""
         self.seen += len(events)
         starts, lasting = _times(events)
         codes = self._codes
@@ -145,7 +145,7 @@ class RowReader:
         self._side.flush()
 
     def _category(self, category: str) -> int:
-        """The kind of a category seen for the first time; those we have no use for are remembered and counted."""
+        """Return the kind of a category that is seen for the first time; count categories that we do not read."""
         plain = category.lower()
         if plain.endswith(("_runtime", "_driver")) and not plain.startswith("gpu"):
             code = CODE["runtime"]
@@ -164,7 +164,7 @@ class RowReader:
         return number
 
     def _sync(self, event: TraceEvent | LateEvent) -> int:
-        """Remember which stream, or which call of the host, waits for which: the critical path needs it."""
+        """Remember which stream, or which call of the host, waits for which; the critical path needs it."""
         a = event.args
         if a.sync_kind is not None and a.correlation > 0:
             waiting = a.stream if isinstance(a.stream, int) else NONE
@@ -199,7 +199,7 @@ class RowReader:
             **{c: np.full(count, NONE, np.int64) for c in ("device", "stream", "thread", "bytes", "shapes", "launch")},
             **{c: np.full(count, NONE, np.int64) for c in ("sequence", "forward_thread")},
         }
-        for column in ("correlation", "external"):  # 0 stands for "none" in them, UNTRACED is our own exporter's
+        for column in ("correlation", "external"):  # 0 means "none" in them; UNTRACED comes from our own exporter
             columns[column][(columns[column] <= 0) & (columns[column] != UNTRACED)] = NONE
         device = kinds <= CODE["collective"]
         self._device_rows(np.flatnonzero(device), events, args, columns, first)
@@ -207,7 +207,7 @@ class RowReader:
         self.builder.extend(columns, count)
 
     def _read_counters(self, kept: Ints, first: int, text: bytes) -> None:
-        """Hardware counters in the arguments of kernels."""
+        """Read hardware counters from the arguments of kernels."""
         if not may_have_counters(text):
             return
         raw = msgspec.json.decode(text, type=list[RawArgs])
@@ -216,7 +216,7 @@ class RowReader:
                 self.extra[first + place] = counters
 
     def _read_ranges(self, events: Batch, places: Ints, starts: Ints, text: bytes) -> None:
-        """Metrics of kernels that CUPTI replayed for them, in the order of their launches."""
+        """Read metrics of kernels that CUPTI replayed, in the order of their launches."""
         if not places.size:
             return
         raw = msgspec.json.decode(text, type=list[RawArgs])
@@ -252,7 +252,7 @@ class RowReader:
                 kinds[i] = CODE["graph_launch"]
 
     def _mark_causal(self, ops: Ints, args: list[Args], columns: dict[str, NDArray[Any]]) -> None:
-        """Attention that its arguments say is causal computes half: the shapes of such a row say so."""
+        """Add a word to the shapes of causal attention, which computes half; its arguments tell that it is causal."""
         for row in ops[np.isin(columns["name"][ops], list(self._attention))].tolist():
             a, shapes = args[row], int(columns["shapes"][row])
             self._tells_causal |= bool(a.concrete)
@@ -267,7 +267,7 @@ class RowReader:
         if not index:
             return
         pairs = [(events[i], args[i]) for i in index]
-        # Lists, and one assignment a column: an element at a time costs numpy ten times as much.
+        # One list and one assignment per column: assigning single elements costs numpy ten times as much.
         devices = _ints([a.device if a.device >= 0 else _number(e.pid) for e, a in pairs])
         wrong = (devices < NONE) | (devices > MOST_NUMBER)
         self._odd["with the number of no device, taken as unknown"] += int(wrong.sum())
@@ -289,7 +289,7 @@ class RowReader:
         self._side.devices.update(np.unique(columns["device"][rows]).tolist())
 
     def _shape(self, key: bytes) -> int:
-        """Of an operator's "Input Dims" and "Input type", as `_both` makes one text of them."""
+        """Number the shapes of an operator by its "Input Dims" and "Input type", joined by `_both`."""
         dims, types = key[:-1], b""
         if not key.endswith(b","):
             dims, types = msgspec.json.decode(b"[%b]" % key, type=tuple[Raw, Raw]) if key[:1] != b"," else (b"", b"")
@@ -304,8 +304,8 @@ class RowReader:
         return self.builder.intern_launch(Launch(grid=grid, block=block, registers=registers, shared_bytes=shared))
 
     def finish(self, meta: dict[str, Any], notes: list[str]) -> Timeline:
-        """The timeline: collectives completed from their operators, times moved to the wall clock."""
-        # c10d writes a collective's size on the operator record_param_comms, not on each kernel.
+        """Make the timeline: complete collectives from their operators, and convert times to the wall clock."""
+        # c10d writes a collective's size to the operator record_param_comms, not to each kernel.
         settled = []
         for row, name, args in self._collectives:
             launch = collective(name, args, self._said.get(args.external))
@@ -359,8 +359,8 @@ def _events(count: int) -> str:
 
 
 def _times(events: Batch) -> tuple[Ints, Ints]:
-    """Start and duration in nanoseconds; `NO_TIME` where there is none."""
-    if events and isinstance(events[0], LateEvent):  # a batch is all of one sort
+    """Return start and duration in nanoseconds; `NO_TIME` if missing."""
+    if events and isinstance(events[0], LateEvent):  # all events of a batch have the same type
         return _exact([e.ts for e in events]), _exact([e.dur for e in events])
     return _round_to_ns([e.ts for e in events]), _round_to_ns([e.dur for e in events])
 
@@ -370,9 +370,9 @@ def _exact(texts: list[Any]) -> Ints:
 
 
 def _round_to_ns(microseconds: list[Any]) -> Ints:
-    """Exact nanoseconds: whole and fraction apart, since their product with 1000 may not fit a float."""
+    """Convert to exact nanoseconds: whole and fraction apart, since their product with 1000 may not fit a float."""
     us = np.array(microseconds, np.float64)
-    in_range = np.abs(us) < LIMIT_NS / 1000  # NaN is not
+    in_range = np.abs(us) < LIMIT_NS / 1000  # False for NaN
     whole = np.floor(np.where(in_range, us, 0.0))
     ns: Ints = whole.astype(np.int64) * 1000 + np.rint((np.where(in_range, us, 0.0) - whole) * 1000).astype(np.int64)
     ns[~in_range] = NO_TIME
@@ -405,8 +405,8 @@ def read(
 ) -> Timeline:
     """Read a Kineto or Chrome trace (.json, .json.gz, or its bytes).
 
-    `progress` is called with the share of the file that was read. Modules that the Python tracer saw are operator
-    rows, and `frames` keeps its other frames too: `meta["modules"]` and `meta["frames"]` have their name numbers.
+    `progress` is called with the share of the file that has been read. Modules that the Python tracer saw are operator
+    rows. `frames` keeps its other frames too. `meta["modules"]` and `meta["frames"]` have their name numbers.
     """
     notes: list[str] = []
     where = "the trace" if isinstance(source, bytes) else str(source)
@@ -419,7 +419,7 @@ def read(
     for batch, text in events:
         rows.ours = OURS in events.head
         rows.add(batch, text)
-        budget.check_rows(max(rows.seen, len(rows.builder)))  # one counter event may be many rows
+        budget.check_rows(max(rows.seen, len(rows.builder)))  # one counter event may make many rows
     if events.cut and not rows.seen:
         raise RecordingError(
             f"{where} contains no complete event",

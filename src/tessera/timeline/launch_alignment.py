@@ -1,4 +1,4 @@
-"""Which traced launch each untraced kernel repeats: from a few traced steps, operators for a whole run.
+"""Finds which traced launch each untraced kernel repeats, so that a few traced steps give operators for a whole run.
 
 ::
 
@@ -6,12 +6,13 @@
     untraced              a b c d e   a b x d e   a b d e   a b c c d e
     repeats               0 1 2 3 4   0 1 2 3 4   0 1 3 4   0 1 2 2 3 4
 
-A cursor goes through the traced launches as the program does, round and round. Where the next kernel has another name,
-it goes on at the nearest place from which the next names agree: the farther, the more of them (`NAMES_BY_REACH`). What
-is skipped on both sides is paired: a product of another shape runs as another kernel in the same place.
+A cursor goes through the traced launches round and round, as the program does. If the next kernel has another name, the
+cursor continues at the nearest place from which the next names agree; the farther away, the more names must agree
+(`NAMES_BY_REACH`). Launches skipped on both sides are paired: a product of another shape runs as another kernel in the
+same place.
 
 Names decide; grids and blocks then tell whether the shapes are the traced ones too. A kernel whose name, grid and block
-belong to one operator only has that operator wherever it stands.
+belong to only one operator gets that operator in any case.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from .distinct import rank_combinations
 Bools = NDArray[np.bool_]
 
 NAMES_BY_REACH = ((1, 2), (2, 8), (4, 512), (8, 2**62))
-"""How many names must agree where so many launches were left out: another kernel in one's place, a missing call, the
-experts of one layer, another part of the program."""
+"""(names, reach): how many names must agree if at most so many launches are left out. Reaches are for: another kernel
+in one's place, a missing call, the experts of one layer, another part of the program."""
 LOST, LOST_NAMES = 64, 4
-"""After so many launches that were never traced, only those count that are left out of the traced ones, where so many
-names agree."""
+"""After `LOST` launches that were never traced, count only the traced launches that are left out, if at least
+`LOST_NAMES` names agree."""
 MOST_BACK = 512
 """How far a cursor goes back at most: one more expert than was traced repeats the launches of the one before."""
 _PIECE = 4096
@@ -44,11 +45,11 @@ _MIX = np.random.default_rng(0).integers(1, 2**63, 16, dtype=np.uint64) | np.uin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchAlignment:
-    """By row of the timeline. `twin`: the traced row that a device row repeats; itself where it was traced, or `NONE`.
+    """By row of the timeline. `twin`: the traced row that a device row repeats; itself if it was traced, or `NONE`.
 
-    `is_same`: the twin has the same grid, block and bytes too, so its operator's shapes are this one's as well.
-    `in_order`: it was found by its place among its neighbours, not by its name alone. `repeats` are the rows that have
-    a twin beside themselves; `lanes` the rows of each stream in launch order, of devices with such rows.
+    `is_same`: the twin has the same grid, block and bytes too, so its operator's shapes are also right for this row.
+    `in_order`: the twin was found by its place among its neighbours, not by its name alone. `repeats` are the rows
+    whose twin is another row. `lanes` are the rows of each stream in launch order, for devices with such rows.
     """
 
     twin: Ints
@@ -59,12 +60,12 @@ class LaunchAlignment:
 
 
 def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> LaunchAlignment:
-    """Find the twins of the device rows that no operator was traced for.
+    """Find the twins of the device rows for which no operator was traced.
 
-    `op` has the operator of every traced row, `launch` the call of the host that launched it.
+    `op` has the operator of every traced row, `launch` the host call that launched it.
     """
     counts = timeline.columns.get("count")
-    is_sum = np.zeros(len(device), bool) if counts is None else counts[device] != NONE  # of many launches: in no order
+    is_sum = np.zeros(len(device), bool) if counts is None else counts[device] != NONE  # stands for many launches
     untraced = is_sum | (timeline["external"][device] == UNTRACED) & (launch[device] == NONE)
     twin = np.full(len(timeline), NONE, np.int64)
     twin[device[~untraced]] = device[~untraced]
@@ -79,7 +80,7 @@ def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> 
         pick = is_untraced[lane]
         reference, rows = lane[~pick], lane[pick]
         if len(reference) and len(rows):
-            before = np.cumsum(~pick)[pick]  # how many traced ones
+            before = np.cumsum(~pick)[pick]  # how many traced launches came before
             places = _follow_from_windows(name[reference], name[rows], before)
             places = _fill_gaps(places, before, op[reference], timeline["name"])
             twin[rows] = np.where(places == NONE, NONE, reference[places])
@@ -97,7 +98,7 @@ def align_launches(timeline: Timeline, device: Ints, op: Ints, launch: Ints) -> 
 
 
 def _name_launches(timeline: Timeline, device: Ints) -> tuple[Ints, Ints]:
-    """By row: a number for the rank, kind and name of a launch, and one for those with grid, block and bytes."""
+    """Return by row a number for the rank, kind and name of a launch, and one for these with grid, block and bytes."""
     shapes: dict[object, int] = {}
     shape = np.array(
         [shapes.setdefault((launch_shape.grid, launch_shape.block), len(shapes)) for launch_shape in timeline.launches]
@@ -120,14 +121,14 @@ def _split_lanes(timeline: Timeline, device: Ints) -> Iterator[Ints]:
     changes = np.zeros(len(ordered), bool)
     for column in columns:
         changes[1:] |= np.diff(column[order]) != 0
-    if len(ordered):  # none where all rows are sums
+    if len(ordered):  # empty if all rows are sums
         yield from np.split(ordered, np.flatnonzero(changes))
 
 
 def _follow_from_windows(reference: Ints, sequence: Ints, before: Ints) -> Ints:
-    """Places in the reference, beginning at what was traced: onwards from there, and backwards from the first.
+    """Return places in the reference, beginning at what was traced: onwards from there, and backwards from the first.
 
-    `before` says for each launch how many of the reference came before it.
+    `before` tells for each launch how many launches of the reference came before it.
     """
     lead = int(np.searchsorted(before, 1))
     backwards = follow_launches(reference[::-1], sequence[:lead][::-1], np.zeros(lead, np.int64))[::-1]
@@ -136,9 +137,9 @@ def _follow_from_windows(reference: Ints, sequence: Ints, before: Ints) -> Ints:
 
 
 def follow_launches(reference: Ints, sequence: Ints, before: Ints) -> Ints:
-    """For each launch of a sequence its place in the reference, or `NONE`. Both are numbers of names.
+    """Return for each launch of a sequence its place in the reference, or `NONE`. Both are numbers of names.
 
-    Where `before` changes, the cursor goes on with that place of the reference.
+    Where `before` changes, the cursor continues at that place of the reference.
     """
     size, count = len(reference), len(sequence)
     places = np.full(count, NONE, np.int64)
@@ -161,7 +162,7 @@ def follow_launches(reference: Ints, sequence: Ints, before: Ints) -> Ints:
 
 
 def _common_length(reference: Ints, sequence: Ints, cursor: int, at: int) -> int:
-    """How many launches agree from there on."""
+    """Return how many launches agree from there on."""
     step, length = 64, 0
     while True:
         a, b = reference[cursor + length : cursor + length + step], sequence[at + length : at + length + step]
@@ -175,7 +176,7 @@ def _common_length(reference: Ints, sequence: Ints, cursor: int, at: int) -> int
 
 
 def _resume(grams: list[tuple[_Grams, int]], at: int, cursor: int, size: int, end: int) -> tuple[int, int] | None:
-    """Where sequence and reference agree again: with the fewest launches left out on both sides together."""
+    """Return where sequence and reference agree again, with the fewest launches left out on both sides together."""
     best, found = 2 * (size + end), None
     any_name = grams[0][0]
     ahead = any_name.next_known(at)
@@ -184,7 +185,7 @@ def _resume(grams: list[tuple[_Grams, int]], at: int, cursor: int, size: int, en
             moved, place = gram.nearest_place(ahead, cursor, size)
             left_out = ahead - at + moved
             if place == NONE or left_out >= best:
-                break  # more names are found nowhere nearer
+                break  # a match of more names cannot be nearer
             is_lost = ahead - at >= LOST and gram.length >= LOST_NAMES
             if (moved if is_lost else left_out) <= reach:
                 best, found = left_out, (ahead, place)
@@ -194,9 +195,9 @@ def _resume(grams: list[tuple[_Grams, int]], at: int, cursor: int, size: int, en
 
 
 class _Grams:
-    """Where each few names in a row of a sequence stand in the reference, which begins again at its end.
+    """Finds where each run of a few names of a sequence occurs in the reference, which is repeated at its end.
 
-    The sequence is looked at in pieces, and only where somebody asks: a program that repeats its steps never does.
+    The sequence is handled in pieces, and only if somebody asks: a program that just repeats its steps never does.
     """
 
     def __init__(self, reference: Ints, sequence: Ints, length: int) -> None:
@@ -210,21 +211,21 @@ class _Grams:
         self._pieces: dict[int, tuple[list[int], list[int]]] = {}
 
     def _look(self, piece: int) -> tuple[list[int], list[int]]:
-        """The grams of a piece of the sequence, and for each launch the place in the piece of the next known one."""
+        """Return the grams of a piece of the sequence, and for each launch the place of the next known gram."""
         found = self._pieces.get(piece)
         if found is None:
             begin = piece * _PIECE
             count = min(_PIECE, len(self._sequence) - begin)
             asked = _hash_grams(self._sequence[begin : begin + _PIECE + self.length - 1], self.length)
             at = np.searchsorted(self._known, asked).clip(max=len(self._known) - 1)
-            grams = np.full(count, NONE, np.int64)  # the last few of the sequence have none
+            grams = np.full(count, NONE, np.int64)  # the last few launches of the sequence have no gram
             grams[: len(asked)] = np.where(self._known[at] == asked, at, NONE)
             following = np.minimum.accumulate(np.where(grams == NONE, count, np.arange(count))[::-1])[::-1]
             found = self._pieces[piece] = grams.tolist(), following.tolist()
         return found
 
     def next_known(self, at: int) -> int:
-        """The next launch whose names stand in the reference at all; behind the last where there is none."""
+        """Return the next launch whose names occur in the reference; the end of the sequence if there is none."""
         while at < len(self._sequence):
             piece, inside = divmod(at, _PIECE)
             following = self._look(piece)[1]
@@ -247,7 +248,7 @@ class _Grams:
 
 
 def _hash_grams(names: Ints, length: int) -> NDArray[np.uint64]:
-    """A number for each few names in a row; two that differ have the same one by a chance of 1e-12 in a run."""
+    """Return a hash for each few names in a row; two different ones collide with a chance of 1e-12 in a run."""
     count = max(len(names) - length + 1, 0)
     mixed = np.zeros(count, np.uint64)
     for i in range(length):
@@ -257,10 +258,10 @@ def _hash_grams(names: Ints, length: int) -> NDArray[np.uint64]:
 
 
 def _fill_gaps(places: Ints, traced_before: Ints, op: Ints, names: Ints) -> Ints:
-    """Places for launches that were skipped, where those before and after it leave no doubt about the operator.
+    """Fill in places of skipped launches if those before and after leave no doubt about the operator.
 
-    As many skipped on both sides: one by one. Else where all that could be meant have one operator, or the launches
-    that would come next from either side have the same.
+    If equally many were skipped on both sides, pair them one by one. Otherwise fill in only if all candidates have one
+    operator, or if the next launches from either side have the same operator.
     """
     lost, known = np.flatnonzero(places == NONE), np.flatnonzero(places != NONE)
     after = np.searchsorted(known, lost)
@@ -269,13 +270,13 @@ def _fill_gaps(places: Ints, traced_before: Ints, op: Ints, names: Ints) -> Ints
     if not len(lost):
         return places
     before, behind = known[after - 1], known[after]
-    # No traced window lies between them.
+    # Only if no traced window lies between them.
     together = traced_before[behind] == traced_before[before]
     lost, before, behind = lost[together], before[together], behind[together]
     first, last = places[before], places[behind]
     onwards = last > first
     one_by_one = last - first == behind - before
-    # All between, or all between with those at the edges, have one operator.
+    # All launches between, or all between including the edges, have one operator.
     changes = np.concatenate(([0], np.cumsum(op[1:] != op[:-1])))
     inner = first + 1
     alike = onwards & (last - first > 1) & (changes[np.maximum(last - 1, 0)] == changes[np.minimum(inner, len(op) - 1)])
@@ -289,7 +290,7 @@ def _fill_gaps(places: Ints, traced_before: Ints, op: Ints, names: Ints) -> Ints
 
 
 def find_by_key(twin: Ints, rows: Ints, traced: Ints, keys: Ints, op: Ints, names: Ints, *, override: bool) -> None:
-    """Twins of rows whose key belongs to one operator only; with `override` also where another was found before."""
+    """Set twins of rows whose key belongs to only one operator; with `override`, also if another twin was found."""
     traced = traced[op[traced] != NONE]
     if not len(traced) or not len(rows):
         return

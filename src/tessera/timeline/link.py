@@ -1,4 +1,4 @@
-"""Who launched what: device rows tied to operators, regions, modules, steps, and backward work to its forward.
+"""Links device rows to operators, regions, modules and steps, and backward work to its forward operators.
 
 ::
 
@@ -8,8 +8,8 @@
        ├─ of a CUDA graph ──graph_alignment──► the call that put it there ──► its operator, module
        └─ of a step that was not traced ──launch_alignment──► the same kernel of one that was
 
-Everything is numpy over columns; but where operators of a thread overlap, none holding the other, a scan nests them (a
-stack, 0.6 us a row).
+Everything is numpy over columns, with one exception: if operators of a thread overlap without one containing the other,
+a scan with a stack nests them (0.6 us a row).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FOREVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the program; `row` is its region's, `NONE` where two marks made it."""
+    """One step of the program; `row` is the row of its region, `NONE` if two marks made it."""
 
     name: str
     start_ns: int
@@ -44,18 +44,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Arrays by row of the timeline; each holds row numbers (`NONE`: none) unless it says otherwise.
+    """Arrays by row of the timeline; each has row numbers (`NONE`: none) unless it says otherwise.
 
-    `op`: the innermost operator a device or runtime row comes from; of an operator itself. `top_op`: the outermost one
-    around that. `launch`: the runtime call of a device row. `launch_ns`, `launch_thread`: when and on which thread the
-    host launched it (of host rows: their own). `parent`: of device and runtime rows the operator, of operators,
-    regions and modules the next outer one of the same sort. `forward_op`: for what runs under a backward operator,
-    the outermost forward operator that made that node of autograd's graph. `region`: the innermost region open at
-    the launch. `forward_region`: the region of the forward operator. `module`: the innermost module at the launch, or
-    at the forward operator's. `step`: place in `steps` of the one it was launched in. `twin`: of a device row the
-    traced one whose operator and module it has; itself where it was traced, `NONE` where nothing is known. `put_by`: of
-    a kernel of a CUDA graph the call that put it there. `shapes`:
-    place in the timeline's names of the shapes of its operator; of an untraced row only where its grid is its twin's.
+    `op`: the innermost operator that a device or runtime row comes from; an operator itself. `top_op`: the outermost
+    operator around that. `launch`: the runtime call of a device row. `launch_ns`, `launch_thread`: when and on which
+    thread the host launched it; for host rows, their own. `parent`: the operator of a device or runtime row; for
+    operators, regions and modules the next outer one of the same sort. `forward_op`: for rows under a backward
+    operator, the outermost forward operator that made that node of autograd's graph. `region`: the innermost region
+    that was open at the launch. `forward_region`: the region of the forward operator. `module`: the innermost module at
+    the launch, or at the forward operator's launch. `step`: the place in `steps` of the step in which it was launched.
+    `twin`: the traced row whose operator and module a device row has; itself if it was traced, `NONE` if unknown.
+    `put_by`: the call that put a kernel into a CUDA graph. `shapes`: the name number of the shapes of its operator; for
+    an untraced row only if its grid is its twin's.
     """
 
     op: Ints
@@ -74,10 +74,10 @@ class Links:
     shapes: Ints
     steps: tuple[Step, ...]
     ops: Nesting | None
-    """The operators of the host, one inside the other, where nothing ran on a device: they get its joules then."""
+    """The nested operators of the host if nothing ran on a device, since they then get the joules; else None."""
 
     def path(self, row: int) -> list[int]:
-        """A row and everything it is inside, outermost first: `path(links.region[row])`, `path(links.module[row])`."""
+        """Return a row and all it is inside, outermost first: `path(links.region[row])`, `path(links.module[row])`."""
         rows: list[int] = []
         while row != NONE:
             rows.append(int(row))
@@ -91,7 +91,7 @@ class Links:
 
 
 def link(timeline: Timeline) -> Links:
-    """Tie the rows of a timeline together; fills its column "parent" and keeps the result as `timeline.links`."""
+    """Link the rows of a timeline; fill its column "parent" and keep the result as `timeline.links`."""
     count, kind = len(timeline), timeline["kind"]
     start, thread = timeline["start_ns"], timeline["thread"]
     ops = np.flatnonzero((kind == CODE["op"]) & ~np.isin(timeline["name"], timeline.python_names))
@@ -111,19 +111,19 @@ def link(timeline: Timeline) -> Links:
     op[ops] = ops
     op[calls] = _by_key(timeline, "external", ops, calls, start[calls])
     lone = calls[op[calls] == NONE]
-    # In the middle of the call: operators and calls are of two clocks, a microsecond apart.
+    # Ask for the middle of the call: operators and calls have two clocks that differ by a microsecond.
     op[lone] = nested_ops.at(thread[lone], (start[lone] + timeline["end_ns"][lone]) // 2)
     op[device] = _by_key(timeline, "external", ops, device, launch_ns[device])
     lone = launched[op[launched] == NONE]
     op[lone] = op[launch[lone]]
-    # Without the runtime call the operator's start is the nearest host time; without both, the device's own.
+    # Without the runtime call, the operator's start is the nearest host time; without both, the device's own start.
     loose = device[(launch[device] == NONE) & (op[device] != NONE)]
     launch_ns[loose], launch_thread[loose] = start[op[loose]], thread[op[loose]]
     steps = steps_of(timeline)
     nodes, put_by, is_same = align_graphs(timeline, device, op)
     graph_call = np.full(count, NONE, np.int64)
     graph_call[nodes] = put_by
-    op[nodes] = op[put_by]  # those of traced steps teach the others, too
+    op[nodes] = op[put_by]  # before `align_launches`, since traced graphs tell the operators of untraced ones
     aligned = align_launches(timeline, device, op, launch)
     twin, repeats = aligned.twin, aligned.repeats
     op[repeats], launch_thread[repeats] = op[twin[repeats]], launch_thread[twin[repeats]]
@@ -156,9 +156,9 @@ def link(timeline: Timeline) -> Links:
 
 
 def _open_steps(timeline: Timeline, steps: tuple[Step, ...], times: Ints) -> Ints:
-    """The place in `steps` of the one that is open at the time of each row: of its own rank, where there are several.
+    """Return the place in `steps` of the step that is open at the time of each row, among the steps of its rank.
 
-    What two marks made a step says no rank, and is a step of all.
+    A step made by two marks has no rank, so it is a step of all ranks.
     """
     edges = np.array([(s.start_ns, s.end_ns) for s in steps], np.int64).reshape(-1, 2)
     ranks, rank = rank_values(timeline["rank"])
@@ -191,23 +191,23 @@ def _nest(timeline: Timeline, rows: Ints) -> Nesting:
 
 
 def _by_key(timeline: Timeline, column: str, entries: Ints, rows: Ints, times: Ints) -> Ints:
-    """The entry with a row's number in a column. Numbers used twice (merged traces): the latest before `times`."""
+    """Return the entry that has a row's number in a column; if several have it (merged traces), the latest before."""
     keys, starts = timeline[column], timeline["start_ns"]
     entries = entries[keys[entries] != NONE]
     only = single(keys[entries], keys[rows])
     if only is not None:
         return np.where(only == NONE, NONE, entries[only]) if len(entries) else only
     entry = latest([keys[entries]], starts[entries], [keys[rows]], times)
-    lost = np.flatnonzero(entry == NONE)  # a device's clock may be a little early
+    lost = np.flatnonzero(entry == NONE)  # the device's clock may be slightly early
     entry[lost] = latest([keys[entries]], starts[entries], [keys[rows[lost]]], np.full(len(lost), _FOREVER))
     return np.where(entry == NONE, NONE, entries[entry]) if len(entries) else entry
 
 
 def _forward(timeline: Timeline, ops: Ints, op: Ints, parent: Ints) -> Ints:
-    """The forward operator of each row that runs under a backward one.
+    """Return the forward operator of each row that runs under a backward operator.
 
-    Autograd counts up when a node is made, and an operator carries the count at its own start: so of the forward
-    operators with a node's number the last made it, and those around it with the same number began it.
+    Autograd increments its sequence number when it makes a node, and an operator has the number at its own start. So
+    the last forward operator with a node's number made it, and the operators around it with that number began it.
     """
     sequence, made_on, start = timeline["sequence"], timeline["forward_thread"], timeline["start_ns"]
     itself = np.arange(len(timeline))
@@ -235,27 +235,27 @@ def _forward(timeline: Timeline, ops: Ints, op: Ints, parent: Ints) -> Ints:
 
 
 def _threads_of(timeline: Timeline, numbers: Ints) -> Ints:
-    """The threads that autograd's thread numbers mean; `NONE` where the trace does not tell."""
+    """Return the threads for autograd's thread numbers; `NONE` if the trace does not tell."""
     thread_by_number = {int(k): int(v) for k, v in timeline.meta.get("forward_threads", {}).items()}
     distinct, inverse = np.unique(numbers, return_inverse=True)
     return np.array([thread_by_number.get(int(n), NONE) for n in distinct], np.int64)[inverse]
 
 
 def _origin(forward_op: Ints) -> Ints:
-    """The forward operator of the forward operator, and so on: recomputed work belongs to what was first called."""
+    """Return the first forward operator of a chain of them: recomputed work belongs to what was called first."""
     itself = np.arange(len(forward_op))
     last = climb(np.where(forward_op == NONE, itself, forward_op))
     return np.where(forward_op == NONE, NONE, last)
 
 
 def _regions(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows: Ints) -> Ints:
-    """The innermost region of each row, on its thread or else on any of its rank; regions get their parents too."""
+    """Return the innermost region of each row, on its thread or else on any of its rank; set the regions' parents."""
     regions = timeline.rows("region")
     nested = _nest(timeline, regions)
     parent[regions] = nested.parent
     out = np.full(len(timeline), NONE, np.int64)
     out[rows] = nested.at(threads[rows], times[rows])
-    # Autograd's threads have no regions of their own: they work for whoever opened the last one.
+    # Autograd's threads have no regions of their own; they work for the region that was opened last.
     lone, rank = rows[out[rows] == NONE], timeline["rank"]
     anywhere = Nesting(regions, rank[regions], timeline["start_ns"][regions], timeline["end_ns"][regions])
     out[lone] = anywhere.at(rank[lone], times[lone])
@@ -264,7 +264,7 @@ def _regions(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows:
 
 
 def _modules(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows: Ints) -> Ints:
-    """The innermost module of each row; modules and frames get their parents on the way."""
+    """Return the innermost module of each row; set the parents of modules and frames."""
     named = timeline["name"]
     modules = np.flatnonzero(np.isin(named, timeline.meta.get("modules", ())))
     frames = np.flatnonzero(np.isin(named, timeline.meta.get("frames", ())))
@@ -280,9 +280,9 @@ def _modules(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows:
 
 
 def steps_of(timeline: Timeline) -> tuple[Step, ...]:
-    """The profiler's steps; without them regions the user named so; and what lies between start/X and end/X marks.
+    """Return the profiler's steps, or else regions named like steps; plus times between start/X and end/X marks.
 
-    `Links.steps` are the same; whoever wants nothing else need not have the whole timeline tied together.
+    `Links.steps` has the same. Use this function if nothing else of the links is needed.
     """
     start, end, named = timeline["start_ns"], timeline["end_ns"], timeline["name"]
     regions = timeline.rows("region")

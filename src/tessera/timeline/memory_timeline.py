@@ -1,7 +1,7 @@
-"""torch's memory timeline (`export_memory_timeline("x.raw.json.gz")`) as counters of a `Timeline`.
+"""Reads torch's memory timeline (`export_memory_timeline("x.raw.json.gz")`) as counters of a `Timeline`.
 
-Its rows are [time in ns, action, bytes, category]: bytes are signed, so that their running sum is what is allocated.
-What existed before has the time -1. Categories are numbered as torch colours them.
+Its rows are [time in ns, action, bytes, category]. Bytes are signed, so that their running sum is what is allocated.
+What existed before has the time -1. Categories have torch's numbers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MOST = 2**62  # bytes; their sums fit 64 bits
 
 
 def is_memory_timeline(start: bytes) -> bool:
-    """Whether a file that begins so is one: a list of lists, where a trace is a list of objects."""
+    """Return whether a file that begins like this is one: a list of lists, while a trace is a list of objects."""
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     return text[:1] == b"[" and text[1:].lstrip()[:1] == b"["
 
 
 def read_memory_timeline(text: bytes, where: str) -> Timeline:
-    """Rows of allocated bytes, all together and by category."""
+    """Return counters of allocated bytes, in total and by category."""
     try:
         rows = msgspec.json.decode(text, type=list[tuple[int, int, int, int]])
     except msgspec.DecodeError as error:

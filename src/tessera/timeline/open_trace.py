@@ -1,4 +1,4 @@
-"""Which reader a trace needs, by its first bytes or its name: Kineto and Chrome, rocprofv3, JAX, Perfetto."""
+"""Chooses the reader for a trace by its first bytes or its name: Kineto and Chrome, rocprofv3, JAX, Perfetto."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .memory_timeline import is_memory_timeline
 from .source import read_start
 
 HEAD_BYTES = 4 << 20
-"""Where `traceEvents` begins, at the latest: Kineto writes the devices and process groups of a job before it."""
+"""`traceEvents` begins within this; before it, Kineto writes the devices and process groups of a job."""
 XPLANE = (".xplane.pb", ".xplane.pb.gz")
 PERFETTO = (".pftrace", ".pftrace.gz", ".perfetto-trace")
 Progress = Callable[[float], None]
 
 
 def read_trace(path: Path, *, progress: Progress | None = None, frames: bool = False) -> Timeline:
-    """The rows of a trace of any tool; `frames` keeps those of Python that torch's tracer recorded (`kineto.read`)."""
+    """Read a trace of any tool; `frames` keeps the Python frames that torch's tracer recorded (`kineto.read`)."""
     start = read_start(path, 1024)
     if path.name.endswith(rocprof.KERNELS) or all(column in start for column in rocprof.COLUMNS):
         return rocprof.read_csv(path)
@@ -44,7 +44,7 @@ def read_trace(path: Path, *, progress: Progress | None = None, frames: bool = F
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a file is a trace, or torch's memory timeline, by its name or how it begins."""
+    """Return whether a file is a trace, or torch's memory timeline, by its name or its beginning."""
     if path.name.endswith((rocprof.KERNELS, *XPLANE, *PERFETTO)):
         return True
     text = read_start(path, HEAD_BYTES).lstrip()

@@ -1,4 +1,4 @@
-"""`PathSegment`: a piece of a critical path. Analyses find them, exporters draw them."""
+"""`PathSegment`: a part of a critical path. Analyses find them, exporters draw them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PathPlace = Literal["host", "device", "gap"]
 
 
 class PathSegment(NamedTuple):
-    """A stretch of time, who held the end up in it, and the row of that in the timeline (`NONE`: a gap or a pause)."""
+    """A time in which one row held up the end; `row` is its row in the timeline, `NONE` for a gap or a pause."""
 
     start_ns: int
     end_ns: int

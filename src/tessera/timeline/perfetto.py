@@ -1,4 +1,4 @@
-"""Perfetto's own traces (`rocprofv3 --output-format pftrace`): slices of its tracks, by what their categories say.
+"""Reads Perfetto's own traces (`rocprofv3 --output-format pftrace`): slices of tracks, by their categories.
 
 ::
 
@@ -6,8 +6,8 @@
     packet: interned_data      names and categories that later packets of the sequence refer to by number
     packet: track_event        a slice begins or ends on a track
 
-Kernels, copies, calls and markers are those that rocprofv3 names so; slices of other categories on threads are regions.
-A converted trace (`traceconv json`) is a Chrome trace, and read as such.
+Kernels, copies, calls and markers are recognised by rocprofv3's categories; other slices on threads are regions. A
+converted trace (`traceconv json`) is a Chrome trace, and is read as one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KERNEL, _COPIES, _CALLS = "kernel", ("memory_copy", "memcpy"), ("hip", "hsa", "
 
 
 def read_perfetto(path: Path) -> Timeline:
-    """Kernels, copies, calls and regions of a Perfetto trace."""
+    """Read kernels, copies, calls and regions of a Perfetto trace."""
     budget, notes = open_source(path), list[str]()
     reader = _TraceReader(budget)
     read_messages(path, "a Perfetto trace", reader.builder, budget, notes, reader.add_packet)
@@ -48,7 +48,7 @@ def read_perfetto(path: Path) -> Timeline:
 
 @dataclass(slots=True)
 class _Sequence:
-    """What the packets of one writer refer to: interned texts, its default track, and clocks that count up."""
+    """What the packets of one writer refer to: stored texts, its default track, and incremental clocks."""
 
     categories: dict[int, str] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -57,12 +57,12 @@ class _Sequence:
     track: int = 0
     clock: int = 0
     clocks: dict[int, list[int]] = field(default_factory=dict)
-    """Of a clock that counts up: the last time, and nanoseconds of its unit."""
+    """For each incremental clock: its last time, and the nanoseconds of its unit."""
 
 
 @dataclass(slots=True)
 class _Track:
-    """A track: its name, its thread, and the slices open on it."""
+    """A track: its name, its thread, and its open slices."""
 
     name: str = ""
     thread: int = NONE
@@ -70,7 +70,7 @@ class _Track:
 
 
 class _TraceReader:
-    """Collects rows packet by packet."""
+    """Makes rows from packets."""
 
     def __init__(self, budget: ReadBudget) -> None:
         self.builder = Builder()
@@ -84,7 +84,7 @@ class _TraceReader:
         self._budget.check_row(self._seen)
         fields = dict(read_fields(packet))
         state = self._sequences.setdefault(as_number(fields.get(10, 0)), _Sequence())
-        if as_number(fields.get(13, 0)) & 1:  # the writer forgets what it interned
+        if as_number(fields.get(13, 0)) & 1:  # from here on, the writer's stored texts are no longer valid
             state.categories, state.names, state.annotations, state.texts = {}, {}, {}, {}
         if 59 in fields:
             defaults = dict(read_fields(as_message(fields[59])))
@@ -154,7 +154,7 @@ class _TraceReader:
             builder.add("region", name, start_ns, end_ns, thread=thread)
 
     def finish(self, notes: list[str]) -> Timeline:
-        """The timeline; GPUs are numbered from 0 by the numbers of their agents, which are of CPUs too."""
+        """Make the timeline; number GPUs from 0 in the order of their agents' numbers, which CPUs have too."""
         timeline = self.builder.build()
         device_rows = timeline.device_rows
         numbers = {n: i for i, n in enumerate(sorted(set(timeline["device"][device_rows].tolist())))}
@@ -173,7 +173,7 @@ class _TraceReader:
 
 
 def _time_ns(fields: dict[int, Any], state: _Sequence) -> int:
-    """The time of a packet; some clocks count from the packet before."""
+    """Return the time of a packet; some clocks count from the packet before."""
     stamp, clock = as_number(fields.get(8, 0)), as_number(fields.get(58, state.clock))
     if clock not in state.clocks:
         return stamp

@@ -1,7 +1,7 @@
-"""Protocol buffers without their schema's compiler: the fields of a message, one after the other.
+"""Reads protocol buffers without generated code: the fields of a message, one after the other.
 
-What is read here (JAX's XSpace, Perfetto's traces) has a few dozen fields of which some are wanted: a generated reader
-would bring a package of its own, in a version that clashes with somebody's.
+The formats read here (JAX's XSpace, Perfetto's traces) have a few dozen fields, of which only some are needed. A
+generated reader would need a package whose version clashes with somebody else's.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Value = int | memoryview
 
 
 class DamagedMessage(ValueError):
-    """Bytes that are no message."""
+    """The bytes are not a message."""
 
 
 def read_messages(
     path: Path, what: str, builder: Builder, budget: ReadBudget, notes: list[str], add: Callable[[memoryview], None]
 ) -> None:
-    """Give the messages of a file (its fields 1) to `add`, until one is damaged; refused where that left no row.
+    """Call `add` with each message of a file (its fields 1), until one is damaged; raise if that left no row.
 
-    `what` is what a file that is not damaged would be.
+    `what` names the expected kind of file for the error.
     """
     whole = memoryview(read_whole(path, budget, notes))
     try:
@@ -45,7 +45,7 @@ def read_messages(
 
 
 def read_fields(message: memoryview) -> Iterator[tuple[int, Value]]:
-    """Number and value of each field: an integer, or the bytes of a text, a message or a fixed number."""
+    """Yield number and value of each field: an integer, or the bytes of a text, a message or a fixed-size number."""
     at, end = 0, len(message)
     while at < end:
         key, at = _varint(message, at, end)
@@ -67,7 +67,7 @@ def read_fields(message: memoryview) -> Iterator[tuple[int, Value]]:
 
 
 def collect_fields(message: memoryview, *repeated: int) -> dict[int, Any]:
-    """The last value of each field by its number; of `repeated` ones all, in a list."""
+    """Return the last value of each field by its number; a list of all values for `repeated` fields."""
     found: dict[int, Any] = {number: [] for number in repeated}
     for number, value in read_fields(message):
         if number in repeated:
@@ -78,7 +78,7 @@ def collect_fields(message: memoryview, *repeated: int) -> dict[int, Any]:
 
 
 def _varint(message: memoryview, at: int, end: int) -> tuple[int, int]:
-    if at < end and message[at] < 128:  # most are one byte
+    if at < end and message[at] < 128:  # most numbers have one byte
         return message[at], at + 1
     value = shift = 0
     while at < end and shift < 70:
@@ -92,28 +92,28 @@ def _varint(message: memoryview, at: int, end: int) -> tuple[int, int]:
 
 
 def as_text(value: Value) -> str:
-    """A field of text."""
+    """Return the value of a text field."""
     return bytes(value).decode("utf-8", "replace") if isinstance(value, memoryview) else str(value)
 
 
 def as_message(value: Value) -> memoryview:
-    """A field that is a message; an empty one where it is a number."""
+    """Return the value of a message field; an empty message if it is a number."""
     return value if isinstance(value, memoryview) else memoryview(b"")
 
 
 def as_number(value: Value) -> int:
-    """A field that is a number: those of fixed size too."""
+    """Return the value of a number field, also of fixed size."""
     if isinstance(value, int):
         return value
     return int.from_bytes(value, "little") if len(value) in (4, 8) else 0
 
 
 def as_signed(value: Value) -> int:
-    """An int64: negative ones are written as their complement."""
+    """Return the value of an int64 field; negative values are stored as their complement."""
     number = as_number(value)
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def as_double(value: Value) -> float:
-    """A double."""
+    """Return the value of a double field."""
     return float(struct.unpack("<d", value)[0]) if isinstance(value, memoryview) and len(value) == 8 else float("nan")

@@ -1,9 +1,9 @@
-"""Traces of AMD's rocprofv3: its JSON (`--output-format json`) and its CSV files (`--output-format csv`).
+"""Reads traces of AMD's rocprofv3: its JSON (`--output-format json`) and its CSV files (`--output-format csv`).
 
 ::
 
     908_results.json              everything
-    908_kernel_trace.csv          kernels; read with those beside it that begin alike:
+    908_kernel_trace.csv          kernels; read together with the files beside it that begin alike:
     908_memory_copy_trace.csv, 908_hip_api_trace.csv, 908_marker_api_trace.csv, 908_agent_info.csv
 
 Times are nanoseconds since the machine started, by the clock that HIP calls and kernels share.
@@ -30,15 +30,15 @@ from .events import LIMIT_NS, NO_WALL_CLOCK
 from .source import open_source, read_whole
 
 KEY = b'"rocprofiler-sdk-tool"'
-"""What the JSON begins with."""
+"""How the JSON begins."""
 KERNELS = "_kernel_trace.csv"
 COLUMNS = (b"Kernel_Name", b"Start_Timestamp", b"End_Timestamp")
-"""Of such a table, whatever the file is called."""
+"""Columns of such a table, whatever the name of the file."""
 _COPIES, _CALLS, _MARKERS, _AGENTS = (
     "_memory_copy_trace.csv", "_hip_api_trace.csv", "_marker_api_trace.csv", "_agent_info.csv",
 )  # fmt: skip
 _NUMBER = re.compile(r"\d+")
-_GPU = 2  # of an agent's type
+_GPU = 2  # an agent's type
 
 
 class _Handle(Struct, gc=False):
@@ -65,7 +65,7 @@ class _Dispatch(Struct, gc=False):
 
 
 class _Record(Struct, gc=False):
-    """A kernel, a copy or a call: each has some of these."""
+    """A kernel, a copy or a call; each has some of these fields."""
 
     kind: int = NONE
     operation: int = NONE
@@ -134,7 +134,7 @@ class _ToolOutput(Struct, gc=False):
 
 
 def read_json(path: Path) -> Timeline:
-    """The trace of a process, from rocprofv3's JSON."""
+    """Read the trace of a process from rocprofv3's JSON."""
     budget, notes = open_source(path), list[str]()
     text = read_whole(path, budget, notes)
     try:
@@ -186,7 +186,7 @@ def read_json(path: Path) -> Timeline:
 
 
 def read_csv(path: Path) -> Timeline:
-    """The trace of a process, from rocprofv3's kernel_trace.csv and the files beside it."""
+    """Read the trace of a process from rocprofv3's kernel_trace.csv and the files beside it."""
     budget, notes, builder = open_source(path), list[str](), Builder()
     stem = str(path).removesuffix(KERNELS)
     kernels = list(_read_table(path, budget, notes))
@@ -234,7 +234,7 @@ def _finish(builder: Builder, budget: ReadBudget, notes: list[str], path: Path) 
 
 
 def _sound(records: list[_Record]) -> Iterator[_Record]:
-    """Records whose times can be; rocprofv3 writes 0 where a kernel had not ended."""
+    """Keep records with possible times; rocprofv3 writes 0 if a kernel had not ended."""
     return (r for r in records if 0 < r.start_timestamp <= r.end_timestamp < LIMIT_NS)
 
 
@@ -243,14 +243,14 @@ def _axes(size: _Size) -> tuple[int, int, int]:
 
 
 def _operation(kinds: list[_Operations], record: _Record) -> str:
-    """The name of a call or copy: records have numbers of a table."""
+    """Return the name of a call or copy; records have only numbers into a table."""
     if 0 <= record.kind < len(kinds) and 0 <= record.operation < len(kinds[record.kind].operations):
         return kinds[record.kind].operations[record.operation]
     return f"operation {record.operation}"
 
 
 def _read_table(path: Path, budget: ReadBudget, notes: list[str]) -> Iterator[dict[str, str]]:
-    """The rows of a CSV file that have sound times; none where there is no such file."""
+    """Yield the rows of a CSV file with possible times; nothing if there is no such file."""
     if not path.exists():
         return
     text = read_whole(path, budget, notes).decode("utf-8", "replace")
@@ -265,7 +265,7 @@ def _read_table(path: Path, budget: ReadBudget, notes: list[str]) -> Iterator[di
 
 
 def _read_agents(path: Path, kernels: list[dict[str, str]], notes: list[str]) -> dict[int, tuple[int, str]]:
-    """Number and name of each GPU by the agent's number: agents are the CPUs and GPUs of a machine."""
+    """Return number and name of each GPU by the agent's number; agents are the CPUs and GPUs of a machine."""
     rows = list(_read_table(path, open_source(path), notes)) if path.exists() else []
     gpus = [row for row in rows if row.get("Agent_Type") == "GPU"]
     if gpus:
@@ -276,7 +276,7 @@ def _read_agents(path: Path, kernels: list[dict[str, str]], notes: list[str]) ->
 
 
 def _agent(text: str) -> int:
-    """'Agent 2' and '2'."""
+    """Return the number in 'Agent 2' or '2'."""
     number = _NUMBER.search(text or "")
     return int(number[0][:18]) if number else NONE
 

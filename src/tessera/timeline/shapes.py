@@ -1,4 +1,4 @@
-"""Input shapes of an operator as one short text, '[8,1024,768]bf16 [768,2304]bf16', and back."""
+"""Writes input shapes of an operator as one short text, '[8,1024,768]bf16 [768,2304]bf16', and reads it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DTYPES = {
     "c10::Float8_e5m2fnuz": "f8e5m2fnuz", "c10::complex<float>": "c64", "c10::complex<double>": "c128",
 }  # fmt: skip
 CAUSAL = "causal"
-"""The word after the shapes of an attention that is causal: it computes half of the products."""
-# Where the arguments of torch's attention operators say so: `is_causal`, or a `custom_mask_type` above 0.
+"""The word after the shapes of causal attention, which computes half of the products."""
+# The argument of torch's attention operators that tells it: `is_causal`, or a `custom_mask_type` above 0.
 _CAUSAL_AT = {
     "scaled_dot_product_attention": 5, "_scaled_dot_product_flash_attention": 4,
     "_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_cudnn_attention": 6,
@@ -29,7 +29,7 @@ _SHAPE = re.compile(r"\[([\d,]*)\](\w*)")
 
 
 def compact(dims: bytes, types: bytes) -> str:
-    """Kineto's "Input Dims" and "Input type" as one text: the tensors in order, lists of them in parentheses."""
+    """Return Kineto's "Input Dims" and "Input type" as one text: the tensors in order, lists of them in parentheses."""
     try:
         shapes, kinds = msgspec.json.decode(dims), msgspec.json.decode(types) if types else []
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -39,7 +39,7 @@ def compact(dims: bytes, types: bytes) -> str:
     parts = []
     for index, shape in enumerate(shapes):
         kind = kinds[index] if index < len(kinds) and isinstance(kinds[index], str) else None
-        # Without types an empty shape may be a scalar or a tensor without dimensions: it is left out.
+        # Without types, an empty shape may be a scalar or a tensor without dimensions, so it is left out.
         if not isinstance(shape, list) or kind in _NO_TENSOR or (kind is None and not shape):
             continue
         parts.append(_one(shape, str(kind or "")))
@@ -47,7 +47,7 @@ def compact(dims: bytes, types: bytes) -> str:
 
 
 def is_causal(name: str, concrete: bytes) -> bool:
-    """Whether Kineto's "Concrete Inputs" of an attention operator say that it is causal."""
+    """Return whether Kineto's "Concrete Inputs" of an attention operator say that it is causal."""
     at = _CAUSAL_AT.get(name.rpartition("::")[2])
     if at is None or not concrete:
         return False
@@ -69,5 +69,5 @@ def _one(shape: list[Any], kind: str) -> str:
 
 
 def parse(text: str) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and dtype ('' where unknown) of each tensor of a compact text; lists are flattened."""
+    """Return shape and dtype ('' if unknown) of each tensor in a compact text; lists are flattened."""
     return [(tuple(int(d) for d in dims.split(",") if d), dtype) for dims, dtype in _SHAPE.findall(text)]

@@ -1,4 +1,4 @@
-"""The events of a trace that are no spans of work: counters, marks, allocations, open and close, names of threads."""
+"""Reads the events of a trace that are not work: counters, marks, allocations, begin/end pairs, names of threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GPU = re.compile(r"\bGPU\s*(\d+)", re.IGNORECASE)
 
 
 class SideEvents:
-    """Rows of single events, kept until `flush` so that they are appended at once."""
+    """Collects rows of single events; `flush` appends them at once."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -40,7 +40,7 @@ class SideEvents:
         self._args: tuple[bytes, list[RawArgs]] = (b"", [])
 
     def thread(self, tid: int | str) -> int:
-        """The number of a thread; tracks that have a name only get numbers below `NONE`."""
+        """Return the number of a thread; tracks with only a name get numbers below `NONE`."""
         if isinstance(tid, int):
             return fit(tid)
         number = self._threads.get(tid)
@@ -50,7 +50,7 @@ class SideEvents:
         return number
 
     def add(self, event: TraceEvent | LateEvent, start_ns: int, index: int, text: bytes) -> None:
-        """Take note of an event; `index` is its place in `text`, the JSON list it comes from."""
+        """Read an event; `index` is its place in `text`, the JSON list that it comes from."""
         phase = event.ph
         if phase == "M":
             self._metadata(event)
@@ -126,7 +126,7 @@ class SideEvents:
         self._rows, self._values = [], []
 
     def flows(self, events: Batch, times_ns: Sequence[int]) -> None:
-        """Arrows from forward to backward operators: they tell which thread autograd's thread numbers mean."""
+        """Read arrows from forward to backward operators: they tell the threads of autograd's thread numbers."""
         for event, at_ns in zip(events, times_ns, strict=True):
             if isinstance(event.id, int) and event.ph == "s":
                 self._flow_starts.extend((fit(event.id), self.thread(event.tid)))
@@ -142,7 +142,7 @@ class SideEvents:
         self.flush()
 
     def forward_threads(self, timeline: Timeline) -> dict[int, int]:
-        """Autograd's thread numbers ("Fwd thread id") and the threads they stand for, as far as arrows tell."""
+        """Return autograd's thread numbers ("Fwd thread id") with their threads, as far as the arrows tell."""
         starts = np.array(self._flow_starts, np.int64).reshape(-1, 2)
         ends = np.array(self._flow_ends, np.int64).reshape(-1, 3)
         backward = np.flatnonzero(timeline["forward_thread"] > 0)

@@ -1,4 +1,4 @@
-"""The bytes of a trace file, decompressed as they are read, within what a file of its size may become."""
+"""Reads the bytes of a trace file and decompresses them, within the limit for a file of its size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GZIP = b"\x1f\x8b"
 
 
 def open_source(source: Path | bytes) -> ReadBudget:
-    """The budget of a file, or of its bytes."""
+    """Return the read budget of a file, or of its bytes."""
     if isinstance(source, bytes):
         return ReadBudget("the trace", len(source))
     try:
@@ -27,7 +27,7 @@ def open_source(source: Path | bytes) -> ReadBudget:
 def read_pieces(
     source: Path | bytes, budget: ReadBudget, notes: list[str], progress: Callable[[float], None] | None = None
 ) -> Iterator[bytes]:
-    """The bytes of a file, decompressed; what is whole of a file that was cut or spoilt."""
+    """Yield the bytes of a file, decompressed; of a damaged file, the bytes before the damage."""
     if isinstance(source, bytes):
         yield from _unpack((source[i : i + CHUNK_BYTES] for i in range(0, len(source), CHUNK_BYTES)), budget, notes)
         if progress:
@@ -41,7 +41,7 @@ def read_pieces(
 
 
 def read_start(path: Path, size: int) -> bytes:
-    """The first bytes of a file, decompressed; empty where it cannot be read."""
+    """Return the first bytes of a file, decompressed; empty if it cannot be read."""
     start = b""
     try:
         for piece in read_pieces(path, open_source(path), []):
@@ -54,7 +54,7 @@ def read_start(path: Path, size: int) -> bytes:
 
 
 def read_whole(path: Path, budget: ReadBudget, notes: list[str], most: int = TRACE_BYTES, of: str = "") -> bytes:
-    """All bytes of a file, decompressed; more than `most` are refused."""
+    """Return all bytes of a file, decompressed; refuse more than `most`."""
     pieces, size = [], 0
     for piece in read_pieces(path, budget, notes):
         pieces.append(piece)
@@ -65,7 +65,7 @@ def read_whole(path: Path, budget: ReadBudget, notes: list[str], most: int = TRA
 
 
 def read_json(path: Path) -> bytes:
-    """The whole text of a JSON file, decompressed; what is too long for its objects to be kept is refused."""
+    """Return the whole text of a JSON file, decompressed; refuse a text whose objects would need too much memory."""
     return read_whole(path, open_source(path), [], JSON_BYTES, " of JSON")
 
 
@@ -75,7 +75,7 @@ def _cannot_read(source: Path, error: OSError) -> RecordingError:
 
 def _read_counted(file: BinaryIO, size: int, progress: Callable[[float], None] | None) -> Iterator[bytes]:
     seen = 0
-    # Compressed text grows about tenfold: smaller reads keep the chunks of both kinds of file alike.
+    # Compressed text expands about tenfold: smaller reads give chunks of similar size for both kinds of file.
     while piece := file.read(CHUNK_BYTES // 8):
         yield piece
         seen += len(piece)
@@ -98,7 +98,7 @@ def _unpack(packed: Iterator[bytes], budget: ReadBudget, notes: list[str]) -> It
                 budget.check_inflated(inflated)
                 yield data
             rest = inflate.unconsumed_tail
-            if inflate.eof:  # gzip files may be several, one after the other
+            if inflate.eof:  # a gzip file may have several parts
                 rest = inflate.unused_data or next(packed, b"")
                 if not rest.startswith(_GZIP):
                     return
@@ -112,7 +112,7 @@ def _unpack(packed: Iterator[bytes], budget: ReadBudget, notes: list[str]) -> It
 
 
 def join_chunks(source: Iterator[bytes]) -> Iterator[bytes]:
-    """Pieces put together: adding each to what is left over would copy that time and again."""
+    """Join small pieces to chunks: appending each piece to the rest would copy the rest again and again."""
     held: list[bytes] = []
     size = 0
     for piece in source:

@@ -1,8 +1,8 @@
-"""A trace file as a stream of typed events: a megabyte at a time, cut between two events.
+"""Reads a trace file as a stream of typed events: a megabyte at a time, cut between two events.
 
-Where to cut is guessed from the text, and the decoder is the judge: JSON that is cut inside a string or a nested object
-does not decode, so a wrong guess is always found out. Only then is the text mended, or scanned token by token; what
-that may cost is limited.
+Where to cut is guessed from the text, and the decoder checks the guess: JSON that is cut inside a string or a nested
+object does not decode, so a wrong guess is always found. Only then the text is repaired, or scanned token by token, at
+a limited cost.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .events import Batch, Decoder, repair_json
 from .source import CHUNK_BYTES, join_chunks
 
 EVENT_BYTES = 2 * CHUNK_BYTES
-"""Text that has so much without the end of an event is damaged: real ones have kilobytes."""
+"""Text of this length without the end of an event is damaged: real events have kilobytes."""
 META_BYTES = JSON_BYTES // 2
-"""What may stand before or after the list of events."""
+"""Most text before or after the list of events."""
 _RESUME_BYTES = 64
 
 _BETWEEN = re.compile(rb'\}\s*,\s*\{\s*"')
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)
-# Strings that end at a line break at the latest: an unescaped quote then spoils one line, not the file.
+# Strings that end at a line break at the latest, so that an unescaped quote damages one line, not the whole file.
 _LINE_TOKEN = re.compile(rb'"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+["\n]?|[][{}]', re.DOTALL)
 _RESUME = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|pid|tid|ts)")')
 _COMMA_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)
@@ -34,7 +34,7 @@ _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 
 
 class Events:
-    """The events of a trace in batches; afterwards `meta` has the fields beside them, and `cut_bytes` what was lost."""
+    """The events of a trace in batches. Afterwards `meta` has the other fields, and `cut_bytes` tells what was lost."""
 
     def __init__(self, source: Iterator[bytes], budget: ReadBudget) -> None:
         self._source = source
@@ -48,7 +48,7 @@ class Events:
         self.cut = self.empty = False
 
     def __iter__(self) -> Iterator[tuple[Batch, bytes]]:
-        """Batches of events, each with its JSON list (for the few events of which more is wanted)."""
+        """Yield batches of events, each with its JSON list, for the few events that need more of it."""
         head, buffer = self._head()
         self.head = head
         tail, enough = b"", CHUNK_BYTES
@@ -61,9 +61,9 @@ class Events:
             if self.closed:
                 tail = buffer
                 break
-            if len(buffer) > EVENT_BYTES:  # it starts with what is not an event, or never ends
+            if len(buffer) > EVENT_BYTES:  # it starts with something else than an event, or the event never ends
                 buffer = self._skip_damaged(buffer) or self._drop_damaged(buffer)
-            enough = max(CHUNK_BYTES, 2 * len(buffer))  # not before there is much more to see
+            enough = max(CHUNK_BYTES, 2 * len(buffer))  # wait until there is much more text
         else:
             while not self.closed:
                 left, batches = self._take(buffer)
@@ -90,7 +90,7 @@ class Events:
             self.cut = self.empty or _is_unfinished(head)
 
     def _head(self) -> tuple[bytes, bytes]:
-        """What stands before the events, and the text from the first event on."""
+        """Return the text before the events, and the text from the first event on."""
         buffer, enough = b"", 0
         for piece in self._source:
             buffer += piece
@@ -111,9 +111,9 @@ class Events:
         return buffer, b""
 
     def _take(self, buffer: bytes) -> tuple[bytes, list[tuple[Batch, bytes]]]:
-        """The whole events at the start of a buffer, and what is left of it."""
+        """Return the rest of a buffer, and the whole events at its start."""
         cut = _guess(buffer)
-        text = b"".join((b"[", memoryview(buffer)[:cut], b"]")) if cut is not None else b""  # one copy, not three
+        text = b"".join((b"[", memoryview(buffer)[:cut], b"]")) if cut is not None else b""  # copies only once
         if text and (events := self.decoder(text)) is not None:
             return _after_comma(buffer, cut or 0), [(events, text)]
         with self._budget.slowly():
@@ -124,7 +124,7 @@ class Events:
             return self._scan(buffer)
 
     def _skip_damaged(self, buffer: bytes) -> bytes:
-        """A buffer that starts with a damaged event (its brackets do not match) from the next event on, if any."""
+        """Return a buffer that starts with a damaged event (unmatched brackets) from the next event on, or empty."""
         match = _RESUME.search(buffer)
         if match is None:
             return b""
@@ -132,12 +132,12 @@ class Events:
         return buffer[match.end() :]
 
     def _drop_damaged(self, buffer: bytes) -> bytes:
-        """All but the end, where the next event may begin."""
+        """Drop all but the end, where the next event may begin."""
         self.decoder.unreadable += 1
         return buffer[-_RESUME_BYTES:]
 
     def _scan(self, buffer: bytes) -> tuple[bytes, list[tuple[Batch, bytes]]]:
-        """The slow way: find the events by their brackets, and decode them together or, failing that, one by one."""
+        """Find events by their brackets, which is slow; decode them together or, if that fails, one by one."""
         best: tuple[list[bytes], list[tuple[int, int]], int | None] | None = None
         for token in (_TOKEN, _LINE_TOKEN):
             spans, close = _spans(buffer, token)
@@ -156,7 +156,7 @@ class Events:
     def _mend_span(self, text: bytes) -> bytes:
         if self._budget.is_spent:
             raise self._budget.refuse_slow()
-        # A profiler writes no larger ones, and a list is not an event.
+        # Profilers write no larger events, and a list is not an event.
         return self.decoder.mend_event(text) if text[:1] == b"{" and len(text) < EVENT_BYTES else b""
 
     def _rest_of(self, buffer: bytes, spans: list[tuple[int, int]], close: int | None) -> bytes:
@@ -167,7 +167,7 @@ class Events:
 
 
 def _first_event(buffer: bytes) -> int:
-    """Where the list "traceEvents" of the outermost object begins, or 0: not the same word in a string or deeper."""
+    """Return where the list "traceEvents" of the outermost object begins, or 0; ignores the word in strings."""
     if not _EVENTS.search(buffer):
         return 0
     depth = 0
@@ -180,7 +180,7 @@ def _first_event(buffer: bytes) -> int:
 
 
 def _guess(buffer: bytes) -> int | None:
-    """The end of what looks like the last event that has another one after it."""
+    """Return the end of what looks like the last event that is followed by another one."""
     window = 1 << 12
     while True:
         if matches := list(_BETWEEN.finditer(buffer, max(0, len(buffer) - window))):
@@ -191,7 +191,7 @@ def _guess(buffer: bytes) -> int | None:
 
 
 def _spans(buffer: bytes, tokens: re.Pattern[bytes]) -> tuple[list[tuple[int, int]], int | None]:
-    """Start and end of each whole event, and where the list is closed (after the bracket), if it is."""
+    """Return start and end of each whole event, and the place after the list's closing bracket, if it is there."""
     spans: list[tuple[int, int]] = []
     depth = begin = 0
     for token in tokens.finditer(buffer):
@@ -205,7 +205,7 @@ def _spans(buffer: bytes, tokens: re.Pattern[bytes]) -> tuple[list[tuple[int, in
                 spans.append((begin, token.end()))
             elif depth == 0 and mark == b"]":
                 return spans, token.end()
-            depth = max(0, depth - 1)  # a brace too many is damage, not the end
+            depth = max(0, depth - 1)  # an extra brace is damage, not the end
     return spans, None
 
 
@@ -215,12 +215,12 @@ def _after_comma(buffer: bytes, start: int) -> bytes:
 
 
 def _meta(head: bytes, tail: bytes, closed: bool) -> dict[str, Any]:
-    """The fields beside the events: the object with its list emptied is ordinary JSON."""
+    """Return the fields beside the events: without the events in its list, the object is ordinary JSON."""
     if not head:
         return {}
     if closed and (fields := _object(head + b"[]" + tail)) is not None:
         return fields
-    # A file cut after its list has lost its last keys: those before the cut can be read.
+    # A file that was cut after its list has lost its last keys, but the keys before the cut can be read.
     head, tail = repair_json(head + b"[]"), repair_json(tail) if closed else b""
     ends = [0, *_ends_of_keys(tail), len(tail)]
     low, high = 0, len(ends)
@@ -235,7 +235,7 @@ def _close(head: bytes, tail: bytes) -> bytes:
 
 
 def _ends_of_keys(tail: bytes) -> Iterator[int]:
-    """The commas between the keys of the outermost object."""
+    """Yield the commas between the keys of the outermost object."""
     depth = 0
     for token in _COMMA_TOKEN.finditer(tail):
         mark = token[0]
@@ -245,13 +245,13 @@ def _ends_of_keys(tail: bytes) -> Iterator[int]:
 
 
 def _is_unfinished(head: bytes) -> bool:
-    """Whether text without a list of events is the start of an object that never ended."""
+    """Return whether a text without a list of events is the start of an object that never ends."""
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     return text.startswith(b"{") and len(head) <= META_BYTES and not _is_json(text, unless="truncated")
 
 
 def _is_json(text: bytes, unless: str = "") -> bool:
-    """Whether text is JSON; with `unless`, what is wrong in another way counts too."""
+    """Return whether a text is JSON; with `unless`, also if it has errors other than this one."""
     try:
         msgspec.json.decode(text, type=Raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

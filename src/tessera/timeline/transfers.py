@@ -1,4 +1,4 @@
-"""What names and arguments of copies, collectives and launch calls say about them."""
+"""Reads what the names and arguments of copies, collectives and launch calls tell."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ DTYPE_BYTES = {
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
 }  # fmt: skip
 ON_HOST = ("gloo:", "mpi:", "ucc:")
-"""How the rows of collectives begin that run on the host."""
+"""How the names of collectives begin that run on the host."""
 GRAPH_LAUNCH = ("cudaGraphLaunch", "hipGraphLaunch", "cuGraphLaunch")
-"""How the calls begin that launch a whole graph."""
+"""How the names of calls begin that launch a whole graph."""
 UNEVEN = ("scatter", "gather", "all_to_all", "barrier")
-"""Collectives whose ranks may state different tensors: the root's alone, or those of one side."""
+"""Collectives for which ranks may state different tensors: only the root's, or those of one side."""
 _ALGORITHM = re.compile(
     r"_(RING|TREE|NVLS_TREE|NVLS|COLLNET_DIRECT|COLLNET_CHAIN|PAT)_(LL128|LL|SIMPLE)(?![A-Z0-9])", re.IGNORECASE
 )
@@ -32,18 +32,18 @@ _COLLECTIVES = (
 
 
 def is_collective(name: str) -> bool:
-    """Whether a kernel is one of NCCL's, RCCL's or HCCL's (ncclKernel_..., ncclDevKernel_..., ncclSymDevKernel_...)."""
+    """Return whether a kernel is NCCL's, RCCL's or HCCL's (ncclKernel_..., ncclDevKernel_..., ncclSymDevKernel_...)."""
     return name.removeprefix("void ").startswith(("nccl", "mscclKernel", "rccl", "hccl"))
 
 
 def collective_type(text: str) -> str | None:
-    """all_reduce, all_gather, ... from c10d's name ('_allgather_base') or a kernel's; None where neither says."""
+    """Return all_reduce, all_gather, ... by c10d's name ('_allgather_base') or a kernel's; None if neither tells."""
     plain = re.sub(r"[^a-z]", "", text.lower())
     return next((kind for word, kind in _COLLECTIVES if word in plain), None)
 
 
 def collective_bytes(args: Args) -> int | None:
-    """Size of the message as nccl-tests counts it, the larger of input and output; else the bytes that are stated."""
+    """Return the message size as nccl-tests counts it, the larger of input and output; else the stated bytes."""
     size = DTYPE_BYTES.get((args.dtype or "").lower().removeprefix("torch."))
     elements = max(args.elements_in, args.elements_out)
     if size is not None and 0 < elements < 2**50:
@@ -52,7 +52,7 @@ def collective_bytes(args: Args) -> int | None:
 
 
 def stated_bytes(args: Args) -> int:
-    """The size that the arguments of a copy, fill or collective state; `NONE` where they state none."""
+    """Return the size that the arguments of a copy, fill or collective state; `NONE` if they state none."""
     size = args.bytes if args.bytes != NONE else args.size
     if isinstance(size, int):
         return size
@@ -60,7 +60,7 @@ def stated_bytes(args: Args) -> int:
 
 
 def collective(name: str, args: Args, op_args: Args | None) -> Launch:
-    """A collective's launch; `op_args` are those of the operator that launched it, used where its own say nothing."""
+    """Return a collective's launch; `op_args` of the operator that launched it fill in what its own do not say."""
     source = args if args.collective or op_args is None else op_args
     size = collective_bytes(source)
     return Launch(
@@ -73,20 +73,20 @@ def collective(name: str, args: Args, op_args: Args | None) -> Launch:
 
 
 def group_label(description: str | None) -> str | None:
-    """What people call a process group: `dp` for DeviceMesh's "mesh_dp", `world` for the default one; None: no name."""
+    """Return what people call a process group: `dp` for DeviceMesh's "mesh_dp", `world` for the default one."""
     if not description or description == "undefined":
         return None
     return "world" if description == "default_pg" else description.removeprefix("mesh_")
 
 
 def collective_algorithm(name: str) -> str | None:
-    """Of NCCL's kernel ncclDevKernel_AllReduce_Sum_f32_RING_LL128: "ring LL128". None where the name does not say."""
+    """Return "ring LL128" for NCCL's ncclDevKernel_AllReduce_Sum_f32_RING_LL128; None if the name does not tell."""
     match = _ALGORITHM.search(name.partition("(")[0])
     return f"{match[1].lower().replace('_', ' ')} {match[2]}" if match else None
 
 
 def copy(name: str) -> Launch:
-    """Direction and pinning from a copy's name, such as 'Memcpy HtoD (Pageable -> Device)'."""
+    """Return direction and pinning from a copy's name, such as 'Memcpy HtoD (Pageable -> Device)'."""
     direction = None
     if match := _DIRECTION.search(name):
         direction = f"{match[1].upper()}to{match[2].upper()}".replace("M", "H")

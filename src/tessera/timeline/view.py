@@ -1,4 +1,4 @@
-"""Rows of a timeline as `Record`s: what the columns and links know, and None for what nobody measured."""
+"""Makes `Record`s of rows: from what columns and links know, with None for what nobody measured."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .intervals import covered_ns, union
 from .kineto import MODULE
 from .link import Links
 
-_BLOCK = 4096  # rows turned into lists at once: reading single numbers out of numpy arrays is slow
+_BLOCK = 4096  # rows that are converted to lists at once: reading single numbers from numpy arrays is slow
 _DEVICE = frozenset(CODE[kind] for kind in ON_DEVICE)
 _FROM_LAUNCH = tuple(f for f in Launch.__struct_fields__ if f in Record.__struct_fields__)
 _FROM_LINKS = ("op", "region", "module", "parent", "shapes")
 
 
 def records(timeline: Timeline, rows: Sequence[int] | Ints | None = None) -> Iterator[Record]:
-    """`Record`s of some rows (all, in time order, by default)."""
+    """Yield `Record`s of some rows (by default of all, in time order)."""
     if rows is None:
         chosen: Ints = np.lexsort((-timeline["end_ns"], timeline["start_ns"]))
     else:
@@ -46,12 +46,12 @@ def records(timeline: Timeline, rows: Sequence[int] | Ints | None = None) -> Ite
 
 
 def module_name(timeline: Timeline, row: int, links: Links) -> str:
-    """The modules around a row, outermost first: 'GPT2_0/Block_3/Linear_12'."""
+    """Return the modules around a row, outermost first: 'GPT2_0/Block_3/Linear_12'."""
     return "/".join(timeline.name(r).removeprefix(MODULE) for r in links.path(row))
 
 
 def collective_overlap_pct(timeline: Timeline, rows: Ints) -> dict[int, float]:
-    """How much of each collective's time a compute kernel ran beside it on the same device, 0 to 100."""
+    """Return for which percentage of each collective's time a compute kernel ran on the same device."""
     asked = rows[timeline["kind"][rows] == CODE["collective"]]
     asked = asked[timeline["end_ns"][asked] > timeline["start_ns"][asked]]
     start, end = timeline["start_ns"], timeline["end_ns"]
@@ -80,11 +80,11 @@ def _fields(
     hosts: Mapping[int, str],
     frames: frozenset[int],
 ) -> dict[str, Any]:
-    """The fields of one record."""
+    """Return the fields of one record."""
     names, code = timeline.names, one["kind"]
     on_device = code in _DEVICE
     lasts_ns = one["end_ns"] - one["start_ns"]
-    operator = one["parent"] if code == CODE["op"] else one["op"]  # an operator's own is the one around it
+    operator = one["parent"] if code == CODE["op"] else one["op"]  # for an operator, the one around it
 
     def name_of(row: int) -> str | None:
         return None if row == NONE else timeline.name(row)

@@ -1,12 +1,12 @@
-"""Traces of JAX and of XLA's profiler (`jax.profiler.start_trace`): `plugins/profile/*/HOST.xplane.pb`.
+"""Reads traces of JAX and of XLA's profiler (`jax.profiler.start_trace`): `plugins/profile/*/HOST.xplane.pb`.
 
 ::
 
     XSpace ─► planes: /device:GPU:0 ─► lines: Stream #16(Kernel) ─► events: kernels, copies, with their HLO operator
                       /host:CPU     ─► lines: threads            ─► events: launch calls, Python, annotations
 
-Kernels belong to the operator whose HLO they come from: its framework's name (`jit(f)/dot_general`) is made an operator
-around the call that launched them. Derived lines (XLA Ops, Steps ...) repeat what the streams have.
+A kernel belongs to the operator of its HLO: the framework's name (`jit(f)/dot_general`) becomes an operator around the
+call that launched the kernel. Derived lines (XLA Ops, Steps ...) repeat what the streams have, and are not read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DETAIL = re.compile(r"(\w+):([\d,]+)")
 
 
 def read_xplane(path: Path) -> Timeline:
-    """Kernels, copies, launch calls and annotations of an xplane.pb (or .pb.gz)."""
+    """Read kernels, copies, launch calls and annotations of an xplane.pb (or .pb.gz)."""
     budget, notes = open_source(path), list[str]()
     reader = _SpaceReader(budget)
     read_messages(path, "a trace of JAX", reader.builder, budget, notes, reader.add_plane)
@@ -45,7 +45,7 @@ def read_xplane(path: Path) -> Timeline:
 
 
 class _Plane:
-    """A plane's name, its lines as they are in the file, and the names its events and figures refer to."""
+    """A plane: its name, its lines as in the file, and the names that its events and figures refer to."""
 
     def __init__(self, message: memoryview) -> None:
         fields = collect_fields(message, 3, 4, 5, 6)
@@ -54,14 +54,14 @@ class _Plane:
         self.events, self.stats = dict(map(_read_name, fields[4])), dict(map(_read_name, fields[5]))
 
     def figures(self, stats: list[memoryview]) -> dict[str, Any]:
-        """The properties of an event: text or whole numbers, by name."""
+        """Return the properties of an event by name: texts or whole numbers."""
         found: dict[str, Any] = {}
         for stat in stats:
             name, value = "", cast("str | int | None", None)
             for number, field in read_fields(stat):
                 if number == 1:
                     name = self._find_text(field)
-                elif number == 7:  # a text that many events share
+                elif number == 7:  # a text shared by many events
                     value = self._find_text(field)
                 elif number in (3, 4, 5, 6):
                     value = as_text(field) if number > 4 else as_signed(field)
@@ -74,7 +74,7 @@ class _Plane:
 
 
 def _read_name(entry: Value) -> tuple[int, str]:
-    """An entry of the map of events or of figures: its number, and its name or else what it is shown as."""
+    """Read an entry of the map of events or figures: its number, and its name or else its display name."""
     fields = collect_fields(as_message(entry))
     named = collect_fields(as_message(fields.get(2, 0)))
     return as_signed(fields.get(1, 0)), as_text(named.get(2, "")) or as_text(named.get(4, ""))
@@ -129,7 +129,7 @@ class _SpaceReader:
             self._left_out["with times that cannot be"] += 1
         elif device is not None:
             self._add_device_row(plane.figures(stats), name, start_ns, end_ns, device, track)
-        elif name.startswith("$"):  # every call of Python
+        elif name.startswith("$"):  # a call of the Python tracer
             self._left_out["of the Python tracer"] += 1
         elif lasts_ps > 0:
             self._add_host_row(plane.figures(stats), name, start_ns, end_ns, track)
@@ -165,7 +165,7 @@ class _SpaceReader:
             self.builder.add("op", name, start_ns, end_ns, thread=thread)
 
     def finish(self, notes: list[str]) -> Timeline:
-        """The timeline, with an operator around each launch of a kernel that states one."""
+        """Make the timeline, with an operator around each launch of a kernel that names one."""
         builder = self.builder
         for correlation, name in self._operators.items():
             if correlation in self._calls:
@@ -177,7 +177,7 @@ class _SpaceReader:
                 timeline.columns[column] += self._base_ns
         if timeline.start_ns < WALL_CLOCK_NS:
             notes.append(NO_WALL_CLOCK)
-        is_device = timeline["device"] != NONE  # their numbers tie them to the operators above
+        is_device = timeline["device"] != NONE  # their correlation numbers link them to the operators added above
         timeline.columns["external"] = np.where(is_device, timeline["correlation"], timeline["external"])
         left_out = [Note(f"not read: {count:,} events {what}", "omission") for what, count in self._left_out.items()]
         timeline.notes = [*notes, *left_out]
@@ -187,6 +187,6 @@ class _SpaceReader:
 
 
 def _sizes(text: str) -> tuple[int, ...] | None:
-    """'128,1,1'."""
+    """Read '128,1,1'."""
     parts = [p for p in text.split(",") if p]
     return tuple(int(p[:9]) for p in parts) if parts else None
