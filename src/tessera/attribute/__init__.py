@@ -1,1 +1,1 @@
-"""Joules to kernels: what the sensor saw of the board, solved for what each kernel drew."""
+"""Gives joules to kernels: solves what the sensor saw of the board for what each kernel drew."""

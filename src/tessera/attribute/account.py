@@ -1,4 +1,4 @@
-"""The joules of a whole run: attributed where something was traced, else what the power samples alone can say."""
+"""Accounts for the joules of a whole run: attributed if something was traced, else by the power samples alone."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .solve import attribute
 from .table import EnergyRow, EnergyTable, note_overlaps
 
 MOST_PASSES = 20_000
-"""Passes through regions that are integrated one by one; of a run with more, the first ones."""
+"""Most passes through regions that are integrated one by one; of a run with more, the first ones count."""
 _NO_POWER = 'no power was recorded, so there are no joules: activities=["gpu", "power"]; see `tessera doctor`'
 
 
 def account_run(
     timeline: Timeline, power: PowerTrace, windows: Sequence[tuple[int, int]], threads: int | None = None
 ) -> EnergyTable:
-    """The table of a run over the windows that were traced; of its samples alone where nothing was.
+    """Return the table of a run over the windows that were traced, or of its samples alone if nothing was.
 
-    `threads` are those of the program's operators on a CPU.
+    `threads` is the number of threads that run the program's operators on a CPU.
     """
     if not is_traced(timeline, power):
         return account_samples(timeline, power)
@@ -58,7 +58,7 @@ def _join_ranks(table: EnergyTable, timeline: Timeline) -> EnergyTable:
             rows[0],
             time_s=sum(r.time_s for r in rows),
             energy_j=sum(r.energy_j for r in rows),
-            # One model's watts are off alike on all ranks; boards are off by themselves.
+            # The errors of one model's watts are the same on all ranks; those of boards are independent.
             error_j=sum(r.error_j for r in rows) if is_modelled else math.hypot(*(r.error_j for r in rows)),
             share=sum(r.share for r in rows),
             # The longest of each would overlap with the longest of the next, where the ranks are late in turns.
@@ -72,16 +72,16 @@ def _join_ranks(table: EnergyTable, timeline: Timeline) -> EnergyTable:
 
 
 def is_traced(timeline: Timeline, power: PowerTrace) -> bool:
-    """Whether anything ran that joules can be given to; otherwise a run would be idle from end to end.
+    """Return whether anything ran that can get joules; otherwise a run would be idle from end to end.
 
-    Operators of the host get joules of the host, never those of a board on which nothing ran.
+    Operators of the host get joules of the host, but never those of a board on which nothing ran.
     """
     on_host = any(not d.device.is_gpu for d in power.domains)
     return bool(len(timeline.device_rows) or (on_host and len(timeline.rows("op"))))
 
 
 def _drop_partial_steps(table: EnergyTable, timeline: Timeline) -> EnergyTable:
-    """Without the steps in which tracing began or ended: less of them was accounted for than they took."""
+    """Leave out the steps in which tracing began or ended, since only part of them was accounted for."""
     took_s: dict[str, float] = {}
     for s in timeline.linked.steps:
         took_s[s.name] = min(took_s.get(s.name, math.inf), (s.end_ns - s.start_ns) * 1e-9)
@@ -98,7 +98,7 @@ def _drop_partial_steps(table: EnergyTable, timeline: Timeline) -> EnergyTable:
 def account_samples(
     timeline: Timeline, power: PowerTrace | None, *, notes: Sequence[str] = (), seconds: float = 0.0
 ) -> EnergyTable:
-    """Without kernels and operators: the whole, its regions and its steps. Joules are NaN where there is no power."""
+    """Return a table without kernels and operators: total, regions and steps. Joules are NaN without power."""
     if power is None:
         return EnergyTable(
             energy_j=math.nan,
@@ -143,7 +143,7 @@ def account_samples(
 
 
 def _is_nested(timeline: Timeline, row: int) -> bool:
-    """Whether a region lies within another of its name, which has its joules already."""
+    """Return whether a region lies within another of its name, which already includes its joules."""
     if timeline["value"][row] == APART:
         return False
     parent, names = timeline.linked.parent, timeline["name"]
@@ -156,7 +156,7 @@ def _is_nested(timeline: Timeline, row: int) -> bool:
 def _sum_passes(
     power: PowerTrace, passes: Sequence[tuple[str, int, int]], kind: str, total_j: float
 ) -> list[EnergyRow]:
-    """One row for all passes of one name. A moment that lies in several of them counts once."""
+    """Return one row for all passes of each name. A moment that lies in several passes counts once."""
     by_name: dict[str, list[tuple[int, int]]] = {}
     for name, start_ns, end_ns in passes:
         by_name.setdefault(name, []).append((start_ns, end_ns))

@@ -1,7 +1,7 @@
-"""What kept a device busy: intervals of kernel classes, and how overlapping ones share it.
+"""Finds what kept a device busy: intervals of kernel classes, and how overlapping intervals share the device.
 
-Kernels of one class draw the same power: one name, one launch configuration, one operator with one set of shapes. The
-joules of a class are its watts times its seconds, so the solver looks for watts by class.
+Kernels of one class draw the same power: they have one name, one launch configuration, one operator and one set of
+shapes. The joules of a class are its watts times its seconds, so the solver looks for the watts of each class.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ..timeline.columns import NONE
 from ..timeline.distinct import argsort_small, distinct
 from ..timeline.link import Links
 
-# Power falls with the clock when the limit holds it: kernels that run slower than their class usually does draw less.
+# When the limit holds the clock down, power falls with it: kernels slower than usual in their class usually draw less.
 # The exponent fits four recorded mixtures on an H200 best (benchmarks/measure/attribution.py --fit: 1 to 2).
 SPEED_EXPONENT = 1.7
 _SPEED_RANGE = 0.2
-# The solver's time grows with the cube of the classes. Models of fixed shapes have some hundreds of them at the most;
-# one whose shapes change with the data has thousands, most of them seen once.
+# The solver's time grows with the cube of the number of classes. Models with fixed shapes have some hundreds at most;
+# models whose shapes change with the data have thousands, most of them seen once.
 MOST_CLASSES = 600
-# A class whose durations scatter more than this is not slowed and sped up by clocks alone.
+# In a class whose durations scatter more than this, the speed does not depend on the clock alone.
 _ONE_SPEED = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """Everything that ran on one device, in order of start. `share_s` sums to the busy time: what overlaps shares it.
+    """Everything that ran on one device, in order of start. Overlapping intervals share the time: `share_s`.
 
-    `weight` is the power of a row relative to its class, from how fast it ran. `kind` is "kernel" ... or "op" (a host).
+    The sum of `share_s` is the busy time. `weight` is the power of a row relative to its class, by how fast it ran.
     """
 
     rows: Ints
@@ -44,9 +44,9 @@ class Activity:
     weight: Floats
     cls: Ints
     names: list[str]
-    """Of each class: the name of its first row."""
+    """By class: the name of its first row."""
     first: Ints
-    """Of each class: its first row in the timeline."""
+    """By class: its first row in the timeline."""
 
     @property
     def busy_s(self) -> float:
@@ -58,7 +58,7 @@ class Activity:
 
 
 def activity(timeline: Timeline, rows: Ints, links: Links) -> Activity:
-    """The activity of some rows of one device."""
+    """Return the activity of some rows of one device."""
     order = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
     start, end = timeline["start_ns"][order], timeline["end_ns"][order]
     op, shapes = links.op[order], links.shapes[order]
@@ -77,9 +77,10 @@ def activity(timeline: Timeline, rows: Ints, links: Links) -> Activity:
 
 
 def merge_rare_classes(cls: Ints, seconds: Floats, *coarser: Ints) -> tuple[Ints, Ints]:
-    """At most about `MOST_CLASSES` classes, as `distinct` gives them: those that took the least time join others.
+    """Reduce to about `MOST_CLASSES` classes, in the form of `distinct`: classes with the least time are merged.
 
-    They join what has the same value in the first column of `coarser`, then in the next, while there are too many.
+    They are merged with others of the same value in the first column of `coarser`, then in the next, while there are
+    too many.
     """
     first, cls = distinct(cls)
     for column in coarser:
@@ -97,7 +98,7 @@ class Sharing:
 
     def __init__(self, start_ns: Ints, end_ns: Ints) -> None:
         times = np.concatenate([start_ns, end_ns])
-        order = np.argsort(times, kind="stable")  # two runs that are all but in order: faster than any other sort
+        order = np.argsort(times, kind="stable")  # fast, since this is two runs that are almost in order
         ordered = times[order]
         new = np.ones(len(times), bool)
         new[1:] = ordered[1:] != ordered[:-1]
@@ -109,7 +110,7 @@ class Sharing:
         self._count = np.cumsum(opened - closed)[:-1]
 
     def of(self, so_far: Callable[[Ints], Floats] | None = None) -> Floats:
-        """Seconds of each interval; or of what has the running sum `so_far`, joules. They sum to those of all."""
+        """Return the seconds of each interval; or its joules, if `so_far` is their running sum."""
         if len(self._edge) == 0:
             return np.zeros(0)
         dt = np.diff(self._edge) * 1e-9 if so_far is None else np.diff(so_far(self._edge))
@@ -120,17 +121,17 @@ class Sharing:
 
 
 def shares(start_ns: Ints, end_ns: Ints) -> Floats:
-    """Seconds of the device each interval takes when those that overlap share it evenly; they sum to the busy time."""
+    """Return the seconds of the device that each interval takes if overlapping ones share it evenly."""
     return Sharing(start_ns, end_ns).of()
 
 
 def sum_by_key(keys: Ints, values: NDArray[np.floating[Any]], count: int) -> Floats:
-    """The sum of the values of each key."""
+    """Return the sum of the values of each key."""
     return np.bincount(keys, values, minlength=count).astype(np.float64)
 
 
 def _weights(seconds: Floats, cls: Ints, classes: int) -> Floats:
-    """Power relative to the class, by speed; 1 where the durations of a class scatter for other reasons."""
+    """Return power relative to the class, by speed; 1 if the durations of a class scatter for other reasons."""
     logs = np.log(np.maximum(seconds, 1e-9))
     count = np.bincount(cls, minlength=classes)
     by_class = np.split(logs[argsort_small(cls, classes)], np.cumsum(count)[:-1])
@@ -142,7 +143,7 @@ def _weights(seconds: Floats, cls: Ints, classes: int) -> Floats:
 
 
 def gaps(activity: Activity, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
-    """The stretches of a window in which nothing ran."""
+    """Return the parts of a window in which nothing ran."""
     if len(activity.start_ns) == 0:
         return np.array([start_ns]), np.array([end_ns])
     until = np.maximum.accumulate(activity.end_ns)
@@ -154,9 +155,9 @@ def gaps(activity: Activity, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
 
 
 def host_activity(timeline: Timeline, links: Links, rank: int | None = None) -> Activity:
-    """Self time of the host's operators as intervals; classes are operators of one name and one set of shapes.
+    """Return self time of the host's operators as intervals; a class is operators of one name and set of shapes.
 
-    `rank`: of this rank alone.
+    `rank`: only of this rank.
     """
     assert links.ops is not None, "what ran on a device has the joules"
     rows, start, end = links.ops.stretches()

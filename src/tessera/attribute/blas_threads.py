@@ -1,7 +1,7 @@
-"""One thread for numpy's linear algebra: the matrices of an attribution have some tens of columns.
+"""Limits numpy's linear algebra to one thread, since the matrices of an attribution have only some tens of columns.
 
-OpenBLAS divides them among all cores and waits for the slowest: on 2 loaded cores an attribution of a million kernels
-took 17 s of CPU instead of 5.5.
+OpenBLAS divides them among all cores and waits for the slowest: on 2 loaded cores, an attribution of a million kernels
+took 17 s of CPU instead of 5.5 s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# As numpy's own wheels call them (64-bit integers), and others.
+# The names in numpy's own wheels (with 64-bit integers), and in others.
 _NAMES = tuple(
     (f"{prefix}get_num_threads{suffix}", f"{prefix}set_num_threads{suffix}")
     for prefix in ("scipy_openblas_", "openblas_")
@@ -24,7 +24,7 @@ _NAMES = tuple(
 
 @contextlib.contextmanager
 def one_blas_thread() -> Iterator[None]:
-    """Inside, OpenBLAS uses one thread; another library, or none that is found, is left as it is."""
+    """Let OpenBLAS use one thread in the block; another library, or none, is not changed."""
     calls = _find_calls()
     if calls is None:
         yield
@@ -40,7 +40,7 @@ def one_blas_thread() -> Iterator[None]:
 
 @functools.cache
 def _find_calls() -> tuple[Any, Any] | None:
-    """The calls of the OpenBLAS that numpy has loaded."""
+    """Return the calls of the OpenBLAS that numpy has loaded."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:

@@ -1,9 +1,9 @@
-"""Watts by class from power samples: least squares with a prior, bounded below, with the covariance of the answer.
+"""Fits watts by class to power samples: least squares with a prior and a lower bound, and the covariance of the result.
 
     sample_i = sum over classes of watts_k * exposure_ik + noise,      exposure = response * (class k runs)
 
-Nothing here knows of kernels: classes are columns. The noise is that of the recording itself (its residuals and their
-autocorrelation), so a load that hunts around its power limit gets the wider intervals it deserves.
+This module knows nothing of kernels: classes are just columns. The noise is taken from the recording itself (its
+residuals and their autocorrelation), so a load that oscillates around its power limit gets wider intervals.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..joules import Z90, Floats, Ints
 from ..schema import Domain, Hold
 from ..sums import SQRT12
 
-# NVML's ring on an H200: of exponentials and boxcars with a dead time those that fit four recorded mixtures of kernels
-# best (benchmarks/measure/attribution.py --fit; the fall of the power in h200/waves.json is met at +26 and +45 ms). The
-# mean delay is well determined (16 ms, +-1), the split between exponential and boxcar is not.
+# NVML's ring on an H200: of exponentials and boxcars with a dead time, these fit four recorded mixtures of kernels best
+# (benchmarks/measure/attribution.py --fit; they also meet the fall of the power in h200/waves.json at +26 and +45 ms).
+# The mean delay is well determined (16 ms, +-1), the split between exponential and boxcar is not.
 RING_TAU_S = 0.011
 RING_BOX_S = 0.010
 RING_DELAY_ERROR_S = 0.0025
-# The share of the exponential that a boxcar of the same mean delay may replace (standard deviation): exponentials of 4
-# to 11 ms fit the recordings about equally well (docs/measuring.md).
+# The share of the exponential that a boxcar with the same mean delay may replace (standard deviation): exponentials of
+# 4 to 11 ms fit the recordings about equally well (docs/measuring.md).
 SHAPE_ERROR = 0.5
-# Nine tenths of a percent of an edge are still to come after so many time constants: enough for a sum of watts.
+# After this many time constants, 0.9% of an edge is still missing: good enough for a sum of watts.
 _TAIL = 4.7
 _STEP_S = 0.001
 
@@ -51,7 +51,7 @@ class Response:
 
     @property
     def blur_s(self) -> float:
-        """Standard deviation of what a sample looks at."""
+        """Standard deviation of the times that a sample averages."""
         return math.hypot(self.tau_s, self.box_s / SQRT12)
 
     @property
@@ -68,19 +68,19 @@ class Response:
         return replace(self, dead_s=self.dead_s + seconds)
 
     def variants(self) -> list[Response]:
-        """Responses that differ from this one by a standard deviation: one that is later, one of another shape."""
+        """Return responses that differ by a standard deviation: a later one, and one of another shape."""
         later = [self.later(self.delay_sd_s)]
         moved_s = min(SHAPE_ERROR * self.tau_s, self.tau_s)
         return [*later, replace(self, tau_s=self.tau_s - moved_s, box_s=self.box_s + 2 * moved_s)] if moved_s else later
 
     def step_response(self, since_s: Floats) -> Floats:
-        """The share of a step that is shown so long after it."""
+        """Return the share of a step that the sensor shows so long after it."""
         t = since_s - self.dead_s
         box = max(self.box_s, 1e-6)
         return (_ramp(t, self.tau_s) - _ramp(t - box, self.tau_s)) / box
 
     def lags(self) -> tuple[Floats, Floats]:
-        """Edges of lag (s, ascending) and the weights of the power drawn between them, which sum to 1."""
+        """Return edges of lag (s, ascending), and the weights of the power drawn between them; the weights sum to 1."""
         count = max(2, round((self.memory_s - self.dead_s) / _STEP_S))
         edges = self.dead_s + np.linspace(0.0, self.memory_s - self.dead_s, count + 1)
         weights = np.diff(self.step_response(edges))
@@ -88,25 +88,25 @@ class Response:
 
 
 def _ramp(t: Floats, tau_s: float) -> Floats:
-    """The integral of an exponential's step response."""
+    """Return the integral of an exponential's step response."""
     t = np.maximum(t, 0.0)
     return t - tau_s * -np.expm1(-t / tau_s) if tau_s > 0 else t
 
 
 def response_of(domain: Domain, spacing_s: float) -> Response:
-    """The response of a domain's sensor: the ring has the shape of an H200's, others a boxcar.
+    """Return the response of a domain's sensor: the ring has the shape of an H200's, others are a boxcar.
 
-    Lag and blur are the domain's; those of a ring whose domain has no error of its lag are an H200's, too.
+    Lag and blur are the domain's. For a ring whose domain has no error of the lag, they are an H200's too.
     """
     if (domain.taken_as or domain.source).removeprefix("replay:").startswith("nvml-samples"):
         ring = Response(tau_s=RING_TAU_S, box_s=RING_BOX_S)
         if domain.lag_error_s == 0.0:
             return ring
         wider = domain.blur_s / ring.blur_s
-        error_s = max(domain.lag_error_s, RING_DELAY_ERROR_S)  # which stands for what is not known of its shape, too
+        error_s = max(domain.lag_error_s, RING_DELAY_ERROR_S)  # also covers what is unknown about the shape
         scaled = replace(ring, tau_s=wider * ring.tau_s, box_s=wider * ring.box_s, delay_error_s=error_s)
         return scaled.later(domain.lag_s - scaled.delay_s)
-    if domain.hold is Hold.MEAN:  # each sample is the mean since the one before
+    if domain.hold is Hold.MEAN:  # each sample is the mean since the sample before
         return Response(tau_s=0.0, box_s=max(spacing_s, 1e-3), dead_s=max(domain.lag_s, 0.0))
     box_s = max(domain.blur_s * np.sqrt(12.0), min(domain.resolution_s, spacing_s), 1e-3)
     dead_s = domain.lag_s - 0.5 * box_s
@@ -114,20 +114,20 @@ def response_of(domain: Domain, spacing_s: float) -> Response:
     return Response(tau_s=0.0, box_s=box_s, dead_s=dead_s, delay_error_s=error_s)
 
 
-# The noise a sample has at least: watts, share of its level, and seconds of jitter of its stamp times the slope of the
-# power. Only their proportions matter (the residuals set the scale); from the residuals of recorded mixtures, flat
-# against steep stretches (benchmarks/measure/attribution.py --fit).
+# The least noise of a sample: watts, a share of its level, and the jitter of its time (s) times the slope of the power.
+# Only their proportions matter, since the residuals set the scale. They come from the residuals of recorded mixtures in
+# flat and in steep parts (benchmarks/measure/attribution.py --fit).
 _NOISE_W, _NOISE_SHARE, _JITTER_S = 4.0, 0.03, 0.0015
-# Consecutive samples see overlapping stretches of the same load: no recording's residuals were less alike than this.
+# Least correlation of consecutive residuals, since samples overlap: in no recording it was smaller.
 _ALIKE = 0.2
 _ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerFit:
-    """Watts by class and their covariance (W^2); `noise_w` is the scale of the residuals, `samples` how many were used.
+    """Watts by class and their covariance (W^2); `noise_w` is the scale of the residuals of `samples` samples.
 
-    `informed` is for each class the share of its prior variance that the samples removed: 0 where they said nothing.
+    `informed` is, for each class, the share of its prior variance that the samples removed: 0 if they told nothing.
     """
 
     watts: Floats
@@ -140,9 +140,9 @@ class PowerFit:
 def exposure(
     times_ns: Ints, start_ns: Ints, end_ns: Ints, seconds: Floats, cls: Ints, classes: int, response: Response
 ) -> Floats:
-    """How much of each sample (rows) is each class (columns), the sensor's response applied. Exact at the edges.
+    """Return how much of each sample (rows) is each class (columns), with the sensor's response. Exact at the edges.
 
-    `seconds` is what each interval counts for (its share of a shared device, times its relative power).
+    `seconds` is the weight of each interval: its share of a shared device times its relative power.
     """
     edges, weights = response.lags()
     asked_ns = times_ns[:, None] - np.round(edges * 1e9).astype(np.int64)[None, :]
@@ -156,7 +156,7 @@ def exposure(
 def running_seconds(
     asked_ns: Ints, start_ns: Ints, end_ns: Ints, seconds: Floats, cls: Ints, classes: int
 ) -> Iterator[tuple[int, Floats]]:
-    """The number of each class that ran, and how many seconds of it there were until each of the times asked for."""
+    """Yield each class that ran, and the seconds of it until each of the asked times."""
     origin = int(asked_ns.min()) if asked_ns.size else 0
     where = (asked_ns - origin).astype(np.float64)
     if (np.diff(cls) < 0).any():
@@ -172,13 +172,13 @@ def running_seconds(
         done = np.cumsum(seconds[members])
         y = np.empty_like(x)
         y[1::2], y[0::2] = done, done - seconds[members]
-        if np.any(np.diff(x) < 0):  # copies of itself at once, on two streams: their edges interleave
+        if np.any(np.diff(x) < 0):  # the class ran on two streams at once, so edges are not in order
             x, y = _merge_overlaps(x, seconds[members])
         yield k, np.interp(where, x, y, left=0.0, right=float(done[-1]))
 
 
 def _merge_overlaps(x: Floats, seconds: Floats) -> tuple[Floats, Floats]:
-    """The running sum of intervals that overlap: each adds its seconds evenly from its start to its end."""
+    """Return the running sum of overlapping intervals; each adds its seconds evenly from its start to its end."""
     rate = seconds / np.maximum(x[1::2] - x[0::2], 1.0)
     order = np.argsort(x, kind="stable")
     steps = np.empty_like(x)
@@ -192,11 +192,11 @@ def solve(
     design: Floats, samples_w: Floats, variants: Sequence[Floats], later_s: float, prior_w: Floats, sd_w: Floats,
     least_w: float, *, noise_w: float = _NOISE_W,
 ) -> PowerFit:  # fmt: skip
-    """Watts by class. `noise_w` is the noise that a sample of no power has at least.
+    """Return watts by class. `noise_w` is the least noise of a sample without power.
 
-    `variants` are the designs of responses that differ by a standard deviation, the one that is `later_s` later
-    first. How much the sensor differs is solved for beside the watts: in a loop every step shows the same error of the
-    response, so that no number of steps makes it smaller.
+    `variants` are the designs of responses that differ by a standard deviation; the first is the one that is `later_s`
+    later. How much the sensor differs is solved together with the watts: in a loop, every step has the same error of
+    the response, so more steps do not make it smaller.
     """
     classes, extra = len(prior_w), len(variants)
     precision = np.diag(1.0 / np.concatenate([sd_w, np.ones(extra)]) ** 2)
@@ -223,12 +223,12 @@ def solve(
 
 
 def _scale(residuals: Floats, design: Floats, weight: Floats, precision: Floats) -> float:
-    """By how much the residuals exceed the assumed noise: what was fitted, and what neighbours share, allowed for."""
+    """Return how much the residuals exceed the assumed noise, corrected for fitted parameters and autocorrelation."""
     n = len(residuals)
     if n < 3:
         return 1.0
     data = design.T @ (design * weight[:, None])
-    fitted = float(np.trace(np.linalg.solve(data + precision, data)))  # degrees of freedom the samples paid for
+    fitted = float(np.trace(np.linalg.solve(data + precision, data)))  # degrees of freedom that the samples determine
     variance = float(np.sum(residuals**2)) / max(n - fitted, 0.2 * n)
     alike = float(np.sum(residuals[1:] * residuals[:-1]) / max(np.sum(residuals**2), 1e-12))
     alike = min(max(alike, _ALIKE), 0.9)
@@ -238,7 +238,7 @@ def _scale(residuals: Floats, design: Floats, weight: Floats, precision: Floats)
 def _solve_bounded(
     design: Floats, samples_w: Floats, weight: Floats, precision: Floats, prior_w: Floats, least_w: Floats
 ) -> Floats:
-    """Least squares with a prior and a lower bound: a class pulled below it is held there, one by one."""
+    """Solve least squares with a prior and a lower bound; classes below the bound are held there one by one."""
     hessian = design.T @ (design * weight[:, None]) + precision
     right = design.T @ (weight * samples_w) + precision @ prior_w
     held = np.zeros(len(prior_w), bool)
@@ -254,7 +254,7 @@ def _solve_bounded(
 
 
 def conserve_energy(watts: Floats, covariance: Floats, seconds: Floats, joules: float) -> tuple[Floats, Floats]:
-    """The smallest change, in terms of what is uncertain, that makes the parts sum to the measured joules."""
+    """Return the most likely change that makes the parts sum to the measured joules: uncertain parts change most."""
     if not np.any(seconds > 0):
         return watts, covariance
     direction = covariance @ seconds
@@ -262,15 +262,15 @@ def conserve_energy(watts: Floats, covariance: Floats, seconds: Floats, joules: 
     if total <= 0:
         return watts * (joules / float(seconds @ watts)), covariance
     moved = watts + direction * ((joules - float(seconds @ watts)) / total)
-    if np.any(moved < 0):  # a fall this deep is no correction of the parts: all of them are off alike
+    if np.any(moved < 0):  # too large for a correction of single parts: scale all of them
         moved = watts * (joules / float(seconds @ watts))
     return moved, covariance - np.outer(direction, direction) / total
 
 
 def groups(design: Floats, alike: float = 0.98) -> Ints:
-    """Numbers of classes whose exposures rise and fall together in the samples; -1 where a class stands alone."""
+    """Number the groups of classes whose exposures rise and fall together in the samples; -1 if a class is alone."""
     n = design.shape[1]
-    if len(design) < 3:  # anything moves together in two samples
+    if len(design) < 3:  # in two samples, everything moves together
         return np.full(n, -1, np.int64)
     centred = design - design.mean(axis=0)
     size = np.sqrt(np.sum(centred**2, axis=0))

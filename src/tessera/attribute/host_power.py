@@ -1,11 +1,10 @@
-"""Operators and waiting within one sample of a host's modelled power: told apart by a fit over all samples.
+"""Divides the joules within one sample of a host's modelled power among operators and waiting, by a fit over samples.
 
     watts of sample i = sum over k of power_k * share_ik,     k: operators, short gaps, long gaps
 
-A sample of 100 ms that holds 12 ms of work and 60 ms of sleep says only what both took together. Samples of other mixes
-say how the power of one differs from the power of the other. Each sample's joules are then divided by seconds times
-these watts, so no joule is lost. Where all samples have the same mix the watts stay equal, and the intervals say that
-nearly any division is possible.
+A sample of 100 ms with 12 ms of work and 60 ms of sleep tells only what both took together. Samples with other mixes
+tell how the powers differ. Each sample's joules are then divided by seconds times these watts, so no joule is lost. If
+all samples have the same mix, the watts stay equal, and the intervals say that nearly any division is possible.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from numpy.typing import NDArray
 from ..joules import Z90, Floats, Ints
 from .fit import PowerFit, solve
 
-# The noise a sample has at least, as a share of the highest: Python's threads wait up to 5 ms for one another
-# (sys.getswitchinterval), so CPU time may be noted that late, of samples of 100 ms. Larger residuals widen it.
+# The least noise of a sample, as a share of the highest: Python's threads wait up to 5 ms for one another
+# (sys.getswitchinterval), so CPU time may be noted that late, in samples of 100 ms. Larger residuals increase it.
 _LATE = 0.05
-# No part is taken to draw less than this share of the others: a sample that holds nothing else keeps its joules.
+# Every part draws at least this share of the others, so that a sample with only one part keeps its joules.
 _LEAST = 1e-3
 _PARTS = 3
-# A sample that is so many times as far from the fit as the median is of something else (3.4 standard deviations).
+# A sample this many times as far from the fit as the median is from something else (3.4 standard deviations).
 _FAR = 5.0
-# A sample holds both operators and gaps when each takes this share of its time.
+# A sample has both operators and gaps if each takes at least this share of its time.
 _MIXED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class HostDivision:
-    """Where the joules of each sample went. `joules_at` is their running sum at some times.
+    """Where the joules of each sample went. `joules_at` returns their running sum at some times.
 
-    `covariance` (J^2) is what the division itself may be off by: of operators, short and long gaps. `noise_w` is by how
-    much samples differ from the fit; `mixed` is the share of the joules that lies in samples with operators and gaps.
+    `covariance` (J^2) is the error of the division itself, for operators, short and long gaps. `noise_w` is how much
+    samples differ from the fit. `mixed` is the share of the joules in samples with both operators and gaps.
     """
 
     joules_at: Callable[[Ints], Floats]
@@ -52,10 +51,10 @@ def divide_samples(
     times_ns: Ints, joules_at: Callable[[Ints], Floats], seen: Sequence[tuple[int, int]], gaps: tuple[Ints, Ints],
     is_long: Ints, most_w: float | None = None,
 ) -> HostDivision | None:  # fmt: skip
-    """Divide each sample by the power of what it holds; None where nothing can be told apart.
+    """Divide each sample by the power of what it contains; return None if nothing can be told apart.
 
-    `joules_at` divides each sample by time. `gaps` are the stretches of `seen` without an operator, in order.
-    Operators draw `most_w` at most, where a model says so.
+    `joules_at` divides each sample by time. `gaps` are the parts of `seen` without an operator, in order. Operators
+    draw `most_w` at most, if a model says so.
     """
     inside = [times_ns[(times_ns > begin) & (times_ns < end)] for begin, end in seen]
     edges = np.unique(np.concatenate([np.ravel(np.array(seen, np.int64)), *inside]).astype(np.int64))
@@ -65,7 +64,7 @@ def divide_samples(
     seconds, joules = np.diff(elapsed(edges), axis=0), np.diff(joules_at(edges))
     starts = np.array([begin for begin, _ in seen])
     is_seen = edges[:-1] < np.array([end for _, end in seen])[np.searchsorted(starts, edges[:-1], side="right") - 1]
-    # A sample that reaches out of what was traced holds what nobody saw: it is divided, and tells nothing.
+    # A sample that reaches beyond the traced time contains unknown work: it is divided, but not used for the fit.
     is_whole = is_seen & np.isin(edges[:-1], times_ns) & np.isin(edges[1:], times_ns)
     found = _fit_watts(seconds, joules, is_whole)
     if found is None:
@@ -84,16 +83,16 @@ def divide_samples(
     in_operators = seconds[:, 0] / seconds.sum(axis=1)
     is_mixed = is_seen & (in_operators > _MIXED) & (in_operators < 1.0 - _MIXED)
     mixed = float(joules[is_mixed].sum() / joules.sum())
-    lasts = np.sort(np.diff(edges))  # half of the time lies in samples at least as long: at edges there are short ones
+    lasts = np.sort(np.diff(edges))  # take the median by time, since there are short samples at edges
     spacing_s = float(lasts[np.searchsorted(np.cumsum(lasts), lasts.sum() / 2)]) * 1e-9
     return HostDivision(weighted_at, slopes @ covariance @ slopes.T, noise_w, mixed, spacing_s)
 
 
 def _watts_of_cells(seconds: Floats, joules: Floats, watts: Floats, most_w: float | None) -> Floats:
-    """Watts of the three parts in each sample, which add up to its joules.
+    """Return watts of the three parts in each sample; they add up to its joules.
 
-    What a sample has more than the fit expects is not all of a short operator in it: an import may have run beside it.
-    So operators draw at most what the fit has for them, or what the sample has on average, and no more than `most_w`.
+    If a sample has more than the fit expects, not all of that is a short operator's: an import may have run beside it.
+    So operators draw at most what the fit gives them or the mean of the sample, and no more than `most_w`.
     """
     level = joules / (seconds @ watts)
     ops_w = np.minimum(level * watts[0], np.maximum(joules / seconds.sum(axis=1), watts[0]))
@@ -107,7 +106,7 @@ def _watts_of_cells(seconds: Floats, joules: Floats, watts: Floats, most_w: floa
 
 
 def _running_seconds(start_ns: Ints, end_ns: Ints, is_long: Ints, origin_ns: int) -> Callable[[Ints], Floats]:
-    """Seconds of operators, short gaps and long gaps until some times."""
+    """Return a function for the seconds of operators, short gaps and long gaps until some times."""
     curves = []
     for kind in range(2):
         own = is_long == kind
@@ -127,10 +126,10 @@ def _running_seconds(start_ns: Ints, end_ns: Ints, is_long: Ints, origin_ns: int
 def _fit_watts(
     seconds: Floats, joules: Floats, is_whole: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, float] | None:  # fmt: skip
-    """Watts of the three parts, their covariance, and how far samples are from them.
+    """Return the watts of the three parts, their covariance, and how far samples are from them.
 
-    Samples count that hold operators, and those right beside: what a program does long before (imports) is no waiting.
-    Where it ends lies in one of them, which is far from the fit: such are left out, and the rest is fitted again.
+    Only samples with operators and those right beside them count: what a program does long before (imports) is not
+    waiting. Samples that are far from the fit, such as the one in which the imports end, are left out of a second fit.
     """
     has_op = np.concatenate([[False], (seconds[:, 0] > 1e-9), [False]])
     near = np.flatnonzero(is_whole & (has_op[:-2] | has_op[1:-1] | has_op[2:]))
@@ -146,11 +145,11 @@ def _fit_watts(
 
 
 def _solve_ordered(seconds: Floats, joules: Floats) -> PowerFit | None:
-    """Watts of the parts, of which short gaps do not draw more than operators.
+    """Return the watts of the parts, such that short gaps do not draw more than operators.
 
-    They are the same thread between two operators. A fit that says so took something else for them: on a busy machine,
-    where operators wait for a core, some samples draw more than others whatever they hold. Both are one part then, and
-    what told them apart is doubt.
+    Both are the same thread. A fit with more for short gaps is misled: on a busy machine, where operators wait for a
+    core, some samples draw more than others whatever they contain. Then both are treated as one part, and the
+    difference that the fit found is added to the uncertainty.
     """
     found = _solve_watts(seconds, joules)
     if found is None or found.watts[1] <= found.watts[0]:
@@ -164,14 +163,14 @@ def _solve_ordered(seconds: Floats, joules: Floats) -> PowerFit | None:
 
 
 def _solve_watts(seconds: Floats, joules: Floats) -> PowerFit | None:
-    """Least squares over some samples; None where they hold no operators, or nothing else."""
+    """Solve least squares over some samples; return None if they have no operators, or nothing else."""
     total_s, lasts_s = seconds.sum(axis=0), seconds.sum(axis=1)
     if not (len(joules) and total_s[0] > 0 and total_s[1:].sum() > 0 and joules.sum() > 0):
         return None
     samples_w = joules / lasts_s
     most_w, mean_w = float(samples_w.max()), float(joules.sum() / lasts_s.sum())
-    # Waiting draws from nothing to as much as the highest sample (half-width of 90%, once the sum is kept); operators
-    # draw what is left.
+    # Waiting draws between nothing and the highest sample (90% half-width, once the sum is kept); operators draw the
+    # rest.
     gap_w = math.sqrt(2.0) / Z90 * most_w
     op_w = gap_w * float(np.hypot(*total_s[1:])) / float(total_s[0])
     return solve(
@@ -181,14 +180,14 @@ def _solve_watts(seconds: Floats, joules: Floats) -> PowerFit | None:
 
 
 def _slopes(seconds: Floats, joules: Floats, watts: Floats, sd_w: Floats) -> Floats:
-    """How many joules each part (rows) gets more for a watt more of each part (columns), in all samples together."""
+    """Return how many joules each part (rows) gains for one more watt of each part (columns), over all samples."""
     parts_w = seconds * watts
     share = parts_w / parts_w.sum(axis=1, keepdims=True)
     slopes = np.zeros((_PARTS, _PARTS))
     for k in range(_PARTS):
         moved = -share * share[:, k : k + 1]
         moved[:, k] += share[:, k]
-        # No sample can be off by more than its joules.
+        # The error of a sample cannot be larger than its joules.
         most = 1.0 / np.maximum(Z90 * sd_w[k] * np.abs(moved).max(axis=1), 1e-300)
         slopes[:, k] = (moved * (joules * np.minimum(1.0 / watts[k], most))[:, None]).sum(axis=0)
     return slopes

@@ -1,4 +1,4 @@
-"""Learn how a sensor responds from what ran and the power samples of the same seconds.
+"""Learns how a sensor responds, from what ran and the power samples of the same time.
 
 ::
 
@@ -7,8 +7,8 @@
     prior watts by class ────────────────────────────────────────────────────┘    ──► lag, blur, idle power, errors
 
 Watts by class and the three times of a `Response` are fitted together (least squares, Levenberg and Marquardt). The
-split of a response into its parts is hardly determined, its mean (the lag) and its standard deviation (the blur) are.
-A load without edges determines neither: then the fit is refused.
+split of a response into its parts is hardly determined, but its mean (the lag) and its standard deviation (the blur)
+are. A load without edges determines neither: then the fit is refused.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from ..joules import Z90, Floats, Ints
 from ..sensors.response_store import ResponseFit
 from .fit import RING_DELAY_ERROR_S, Response, running_seconds
 
-# Milliseconds before a sample that are looked at, and some after it: a stamp may be early.
+# Milliseconds that are looked at before a sample; and after it, since its time may be early.
 CELLS, EARLY_CELLS = 200, 5
-# More of either no longer sharpen the response, and cost time: the classes with the least seconds are joined.
+# More of these do not sharpen the response, but cost time. Classes with the least seconds are joined.
 MOST_SAMPLES, MOST_CLASSES = 1000, 40
-# What must be there to learn from: samples, samples that lie on an edge, and the share of their variance that what ran
-# explains (another process on the GPU explains the rest).
+# Least samples, least samples on an edge of the power, and the least share of the samples' variance that what ran must
+# explain. (Another process on the GPU would explain the rest.)
 LEAST_SAMPLES, LEAST_EDGES, LEAST_EXPLAINED = 40, 12.0, 0.5
-# Answers that are known worse than this (90% half-width: seconds, or a share of the lag) say nothing.
+# Results with a larger error (90% half-width: seconds, or a share of the lag) are useless.
 WORST_LAG_S, WORST_BLUR_S, WORST_SHARE = 0.003, 0.004, 0.2
-# Fits of eight recorded mixtures of an H200 scatter by 0.8 ms about what their own errors are
-# (benchmarks/measure/learn_sensor.py): kernels are not quite as steady as their class. No fit is believed more.
+# Least error of a fit. Fits of eight recorded mixtures of an H200 scatter by 0.8 ms, about their own errors
+# (benchmarks/measure/learn_sensor.py): kernels are not quite as steady as their class.
 FLOOR_S, FLOOR_SHARE = 0.0008, 0.03
-# A delay whose error (90%) is larger is not known, and a response that explains a run so much worse than the run's own
-# is not the board's. Otherwise one run does not decide: in a loop, errors of its watts pass for another response.
-# In a simulated loop of 46 ms (benchmarks/measure/light_joules.py) they passed for a lag of 92 ms, known to 13 ms only.
+# The learnt response is used only if the known delay has a larger error (90%) than `VAGUE_S`, or if the known response
+# explains the run worse by more than `PLAIN_GAIN`. Otherwise one run does not decide: in a loop, errors of its watts
+# look like another response. In a simulated loop of 46 ms (benchmarks/measure/light_joules.py) they looked like a lag
+# of 92 ms, known to only 13 ms.
 VAGUE_S, PLAIN_GAIN = 0.004, 30.0
 # The fit begins from the best of these lags (s, times the scale of the sensor) and shapes (dead time, boxcar and
 # exponential, each times the lag).
@@ -46,32 +47,31 @@ _LAGS_S = np.array([3, 5, 8, 12, 16, 21, 27, 34, 42, 52, 64, 80]) * 1e-3
 _SHAPES = np.array([(0.0, 0.6, 0.7), (0.0, 2.0, 0.0), (0.6, 0.2, 0.3), (0.0, 1.2, 0.4)])
 _STARTS, _SCANNED = 5, 300
 _ROUNDS, _TRIES, _CLOSE = 25, 8, 1e-4
-# Another lag, so far from the one found (s), that fits about as well (as a difference of two chi-squares): a loop looks
-# the same a period later, and where it is short, other watts make up for another lag.
+# The fit is refused if a lag that differs by one of these (s) fits about as well (difference of two chi-squares): a
+# loop looks the same one period later, and in a short loop other watts compensate for another lag.
 _APART_S, _AS_GOOD = np.array([-40, -30, -22, -16, -12, -9, -6, 6, 9, 12, 16, 22, 30, 40, 50, 60, 75, 90]) * 1e-3, 12.0
-# What the samples can tell is judged with a prior of the watts that is so much wider than the one they are fitted with:
-# the power of a class is a guess, and the response must not be learnt from it.
+# For that comparison the prior of the watts is this many times wider than in the fit: the power of a class is a guess,
+# and the response must not be learnt from a guess.
 _WIDER = 4.0
-# The noise of a sample, as in `fit.solve`: watts, share of the level, and seconds of its stamp. The residuals scale it.
+# The noise of a sample, as in `fit.solve`: watts, share of the level, and seconds of its time. The residuals scale it.
 _NOISE_W, _NOISE_SHARE, _JITTER_S = 4.0, 0.03, 0.0015
-# The power of everything wanders over seconds, as temperature and clocks do: by this share of the level (standard
-# deviation), with a knot every so many seconds. As noise of single samples it passes for a longer tail of the response.
+# Power drifts over seconds, with temperature and clocks: by this share of the level (standard deviation), with a knot
+# every so many seconds. Treated as noise of single samples, the drift would look like a longer tail of the response.
 _WANDER, _KNOT_S = 0.01, 1.0
-# Stamps are mostly right and some far off, so that residuals have the tails of a Student's t of so many degrees of
-# freedom. Least squares takes those tails for a wider response. (Lange, Little and Taylor, "Robust statistical modeling
-# using the t distribution", 1989: weights, and the information (v + 1) / (v + 3) that is left of each sample.)
+# Times of samples are mostly right and sometimes far off, so residuals have the tails of a Student's t with this many
+# degrees of freedom. Plain least squares would take the tails for a wider response. (Lange, Little and Taylor, "Robust
+# statistical modeling using the t distribution", 1989: weights, and the information (v + 1) / (v + 3) of each sample.)
 _TAILS, _SCALINGS = 4.0, 20
 _BLOCKS = 20
 _UNSEEN = 1e-7
-"""Smaller shares of a sample count as 0: the rounding of the others is larger."""
+"""Smaller shares of a sample count as 0, since the rounding errors of the others are larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearntResponse:
-    """A response, and what is to be kept of it: lag, blur and idle power with their errors.
+    """A learnt response, and what to keep of it: lag, blur and idle power with their errors.
 
-    `gain` says how much better it explains the samples than the response that was known before (as a difference of two
-    chi-squares).
+    `gain` is how much better it explains the samples than the response known before (difference of two chi-squares).
     """
 
     response: Response
@@ -79,11 +79,11 @@ class LearntResponse:
     gain: float
 
     def corrects(self, known: Response) -> bool:
-        """Whether it should be used in place of what was known: that is vague, or plainly wrong and this is not."""
+        """Return whether to use it instead of the known response: that one is vague, or it is clearly wrong."""
         return known.delay_error_s > VAGUE_S or (self.gain > PLAIN_GAIN and self.fit.lag_error_s <= VAGUE_S)
 
     def combine(self, known: Response) -> Response:
-        """The learnt shape at the lag that both together make likely; `known` is what was known before."""
+        """Return the learnt shape at the most likely lag, combined from both by their errors."""
         own, before = (1.0 / max(r.delay_error_s, 1e-6) ** 2 for r in (self.response, known))
         lag_s = (own * self.response.delay_s + before * known.delay_s) / (own + before)
         moved = self.response.later(lag_s - self.response.delay_s)
@@ -92,7 +92,7 @@ class LearntResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposed:
-    """What ran, as intervals of classes (the last one is the idle board), and watts to expect of each class."""
+    """What ran, as intervals of classes (the last class is the idle board), and the expected watts of each class."""
 
     start_ns: Ints
     end_ns: Ints
@@ -102,14 +102,14 @@ class Exposed:
     sd_w: Floats
 
     def join_small(self, most: int) -> Exposed:
-        """At most so many classes: those with the least seconds become one, each weighted by what it should draw."""
+        """Join the classes with the least seconds into one, weighted by expected watts; keep at most `most` classes."""
         classes = len(self.prior_w)
         if classes <= most:
             return self
         total_s = np.bincount(self.cls, self.seconds, minlength=classes)
         total_s[-1] = np.inf  # the idle board
         kept = np.sort(np.argsort(-total_s, kind="stable")[: most - 1])
-        number = np.zeros(classes, np.int64)  # class 0 is the joined one
+        number = np.zeros(classes, np.int64)  # class 0 is the joined class
         number[kept] = np.arange(1, most)
         rest = np.setdiff1d(np.arange(classes), kept)
         mean_w = float(np.average(self.prior_w[rest], weights=np.maximum(total_s[rest], 1e-9)))
@@ -123,9 +123,9 @@ class Exposed:
 
 
 def learn_response(times_ns: Ints, samples_w: Floats, ran: Exposed, known: Response) -> LearntResponse:
-    """Fit the response of a sensor. All of `horizon_s(known)` before each sample must be in `ran`.
+    """Fit the response of a sensor; `ran` must cover `horizon_s(known)` before each sample.
 
-    Raises MeasurementError where the samples cannot tell.
+    Raise MeasurementError if the samples do not determine it.
     """
     if len(times_ns) < LEAST_SAMPLES:
         raise _refuse(f"there are {len(times_ns)} samples, fewer than {LEAST_SAMPLES}")
@@ -144,7 +144,7 @@ def learn_response(times_ns: Ints, samples_w: Floats, ran: Exposed, known: Respo
             raise _refuse(f"its {name} is known to ±{error_s * 1e3:.1f} ms only: the load has too few edges")
     dead_s, box_s, tau_s = found.tolist()
     idle_sd_w = math.sqrt(covariance[2, 2])
-    has_idle = idle_sd_w < 0.5 * float(ran.sd_w[-1])  # else it is what was expected, not what was seen
+    has_idle = idle_sd_w < 0.5 * float(ran.sd_w[-1])  # otherwise the result is mostly the prior
     response = Response(tau_s=tau_s, box_s=box_s, dead_s=dead_s, delay_error_s=lag_error_s)
     fit = ResponseFit(
         start_ns=int(times_ns[0]), seconds=float(times_ns[-1] - times_ns[0]) * 1e-9, lag_s=lag_s,
@@ -155,12 +155,12 @@ def learn_response(times_ns: Ints, samples_w: Floats, ran: Exposed, known: Respo
 
 
 def horizon_s(known: Response) -> float:
-    """How far back samples may look while their response is being learnt."""
+    """Return how far back samples may look while their response is learnt."""
     return CELLS * _cell_s(known)
 
 
 def _cell_s(known: Response) -> float:
-    """A millisecond; more for averages over a second."""
+    """Return a millisecond; more for sensors that average over a second."""
     return max(1e-3, known.delay_s / 50)
 
 
@@ -177,13 +177,13 @@ def _response(found: Floats) -> Response:
 
 
 def _moments(found: Floats) -> tuple[float, float]:
-    """Lag and blur."""
+    """Return lag and blur."""
     response = _response(found)
     return response.delay_s, response.blur_s
 
 
 class _ResponseSolver:
-    """The least squares of one sensor: dead time, boxcar and exponential (s), with the best watts for each."""
+    """Solves the least squares of one sensor: dead time, boxcar and exponential (s), with the best watts for each."""
 
     def __init__(self, times_ns: Ints, samples_w: Floats, ran: Exposed, cell_s: float) -> None:
         self._ran, self._cell_s, self._samples_w = ran, cell_s, samples_w
@@ -210,17 +210,17 @@ class _ResponseSolver:
         return self._solved[: len(self._ran.prior_w)]
 
     def _expose(self, *found: Floats, every: int = 1) -> Floats:
-        """The designs of some responses: how much of each sample is each class."""
+        """Return the designs of some responses: how much of each sample is each class."""
         steps = [np.diff(_response(one).step_response(self._edges)) for one in found]
         weights = np.array([step / max(step.sum(), 1e-9) for step in steps], np.float32)
-        seen = np.flatnonzero(weights.max(axis=0) > _UNSEEN)  # nothing is to be summed where no weight is
+        seen = np.flatnonzero(weights.max(axis=0) > _UNSEEN)  # skip the cells without weight
         cells = slice(seen[0], seen[-1] + 1) if len(seen) else slice(0, 1)
         lagged = (self._lagged if every == 1 else self._scanned)[cells]
         shares = weights[:, cells] @ lagged.reshape(len(lagged), -1)
         return np.asarray(shares.reshape(len(found), *lagged.shape[1:]), np.float64)
 
     def _misfit(self, found: Floats, every: int = 1) -> float:
-        """The sum of squares at the best watts, prior included; keeps those, the design and the residuals."""
+        """Return the sum of squares at the best watts, including the prior; keep watts, design and residuals."""
         design = np.column_stack([*self._expose(found, every=every), self._wander[::every]])
         weight, samples_w = self._weight[::every], self._samples_w[::every]
         hessian = design.T @ (design * weight[:, None]) + self._precision
@@ -230,7 +230,7 @@ class _ResponseSolver:
         return float(np.sum(weight * residuals**2) + off @ self._precision @ off)
 
     def solve(self) -> Floats:
-        """Dead time, boxcar and exponential of the best fit, with the weights that its residuals call for."""
+        """Return dead time, boxcar and exponential of the best fit, with weights from its residuals."""
         every = self._every
         best = [
             min((shape * lag_s * self._cell_s * 1e3 for shape in _SHAPES), key=lambda start: self._misfit(start, every))
@@ -242,7 +242,7 @@ class _ResponseSolver:
         for _ in range(3):
             self._reweigh(found)
             _, found = self._descend(found)
-        # The weights may prefer another of the places that the starts have led to.
+        # With the weights, another local minimum may be the best.
         others = [end for _, end in ends[1:] if abs(_moments(end)[0] - _moments(found)[0]) > 4 * self._cell_s]
         ends = sorted((self._descend(end) for end in (found, *others)), key=lambda end: end[0])
         found, self._others = ends[0][1], [end for _, end in ends[1:]]
@@ -251,7 +251,7 @@ class _ResponseSolver:
         return found
 
     def _reweigh(self, found: Floats) -> None:
-        """Weights by the level and slope of the fit and by how far off a sample is, scaled to the residuals."""
+        """Set the weights from level and slope of the fit and from the residuals, scaled to the residuals."""
         self._misfit(found)
         level, later = self._find_level(), self._find_slopes(found)[:, 0]
         self._wander = level[:, None] * self._knots
@@ -265,19 +265,19 @@ class _ResponseSolver:
         self._weight = spare * near / (variance * scale)
 
     def _find_slopes(self, found: Floats) -> Floats:
-        """How the samples would change with each of the three times (W/s)."""
+        """Return how the samples would change with each of the three times (W/s)."""
         step_s = 0.5 * self._cell_s
         level = self._find_level()
         moved = self._expose(*(found + step_s * unit for unit in np.eye(3)))
         return np.column_stack([(design @ self._watts - level) / step_s for design in moved])
 
     def _find_level(self) -> Floats:
-        """The samples as they would be without noise and wandering."""
+        """Return the samples as they would be without noise and drift."""
         level: Floats = self._design[:, : len(self._watts)] @ self._watts
         return level
 
     def _normal(self, slopes: Floats) -> tuple[Floats, Floats]:
-        """The columns of watts, wandering and times together, and their normal matrix."""
+        """Return the columns of watts, drift and times together, and their normal matrix."""
         columns = np.column_stack([self._design, slopes])
         normal = columns.T @ (columns * self._weight[:, None])
         linear = len(self._solved)
@@ -286,7 +286,7 @@ class _ResponseSolver:
         return columns, normal
 
     def _descend(self, found: Floats) -> tuple[float, Floats]:
-        """Go down from a start: the misfit and the times there."""
+        """Descend from a start to a local minimum; return the misfit and the times there."""
         misfit, damping = self._misfit(found), 1e-2
         linear = len(self._solved)
         for _ in range(_ROUNDS):
@@ -311,7 +311,7 @@ class _ResponseSolver:
         return misfit, found
 
     def check(self, lag_s: float) -> None:
-        """Refuse a load without edges, one that something else explains, and one that another lag fits as well."""
+        """Refuse a load without edges, a load that something else explains, and one that another lag fits as well."""
         later = self._slopes[:, 0]
         edges = float(np.sum(later**2)) ** 2 / max(float(np.sum(later**4)), 1e-30)
         if not edges >= LEAST_EDGES:
@@ -332,7 +332,7 @@ class _ResponseSolver:
         self._edges_seen = edges
 
     def gain_over(self, known: Response) -> float:
-        """How much better the fit explains the samples than a known response does."""
+        """Return how much better the fit explains the samples than a known response does."""
         at_known = np.array([known.dead_s, known.box_s, known.tau_s])
         better = self._misfit(at_known) - self._misfit(self._found)
         return better * (1.0 - self._alike) / (1.0 + self._alike)
@@ -344,7 +344,7 @@ class _ResponseSolver:
         return min(max(float(np.sum(scaled[1:] * scaled[:-1]) / np.sum(scaled**2)), 0.0), 0.9)
 
     def covariance(self, found: Floats) -> Floats:
-        """Of lag, blur and idle power: by the residuals of samples, or of blocks of them if those scatter more."""
+        """Return the covariance of lag, blur and idle power, by residuals of samples or, if larger, of blocks."""
         columns, normal = self._normal(self._slopes)
         classes, linear = len(self._watts), len(self._solved)
         free = np.ones(linear + 3, bool)
@@ -365,14 +365,14 @@ class _ResponseSolver:
 
 
 def _list_knots(times_ns: Ints) -> Floats:
-    """How much each sample (rows) belongs to each knot of a line that wanders through them."""
+    """Return how much each sample (rows) belongs to each knot (columns) of a line through them."""
     place = (times_ns - times_ns[0]) * 1e-9 / _KNOT_S
     knots: Floats = np.maximum(1.0 - np.abs(place[:, None] - np.arange(int(place[-1]) + 2)), 0.0)
     return knots
 
 
 def _lag_classes(times_ns: Ints, ran: Exposed, edges_s: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """The share of each class (last axis) in each cell (first) before each sample."""
+    """Return the share of each class (last axis) in each cell (first axis) before each sample."""
     asked = times_ns[:, None] - np.round(edges_s * 1e9).astype(np.int64)[None, :]
     classes, cell_s = len(ran.prior_w), edges_s[1] - edges_s[0]
     lagged = np.zeros((len(edges_s) - 1, len(times_ns), classes), np.float32)

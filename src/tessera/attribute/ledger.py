@@ -1,7 +1,7 @@
-"""From solved classes to lines: what kernels, operators, regions, modules and steps spent, with their intervals.
+"""Turns solved classes into lines: what kernels, operators, regions, modules and steps spent, with intervals.
 
-A line's joules are a sum of class watts times seconds, so its variance follows from the classes' covariance: two
-kernels that the samples cannot tell apart are each uncertain, and the region that holds both is not.
+The joules of a line are a sum of class watts times seconds, so its variance follows from the covariance of the classes:
+two kernels that the samples cannot tell apart are each uncertain, but the region that contains both is not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .table import EnergyRow, EnergyTable, note_overlaps
 
 NO_OP = "(no operator)"
 WHOLE = 0.98
-"""A step, or a pass through a region, of which this much was traced is whole."""
+"""A step, or a pass through a region, counts as whole if at least this share of it was traced."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ def table(
     timeline: Timeline, links: Links, parts: Sequence[Share], windows: Sequence[tuple[int, int]], notes: Sequence[str],
     *, is_cut: bool = False,
 ) -> EnergyTable:  # fmt: skip
-    """The table of all devices; fills `timeline.energy_j` and `energy_error_j`.
+    """Return the table of all devices; fill `timeline.energy_j` and `error_j`.
 
     `is_cut`: the tracer began and ended with the windows, so passes through regions that reach beyond are partial.
     """
@@ -86,7 +86,7 @@ def table(
 
 
 def _fill(timeline: Timeline, parts: Sequence[Share]) -> None:
-    """Joules of every row, with the half-width its class has."""
+    """Fill in the joules of every row, with the half-width of its class."""
     joules = np.full(len(timeline), np.nan)
     error = np.full(len(timeline), np.nan)
     for p in parts:
@@ -99,14 +99,14 @@ def _fill(timeline: Timeline, parts: Sequence[Share]) -> None:
 
 
 def _idle(part: Share) -> tuple[float, float, float]:
-    """Joules, half-width and seconds in which nothing ran."""
+    """Return the joules of the time in which nothing ran, their half-width, and the seconds."""
     seconds = sum_by_key(part.gap_cls, part.gap_s, len(part.watts))
     lasts_s = float((part.gap_end_ns - part.gap_start_ns).sum() * 1e-9)
     return float(seconds @ part.watts), _half(seconds, part.covariance), lasts_s
 
 
 def _busy_error_j(part: Share) -> float:
-    """The half-width of the joules in which something ran: the classes share the sensor's level, so by covariance."""
+    """Return the half-width of the joules in which something ran; by covariance, since classes share the level."""
     return _half(sum_by_key(part.activity.cls, part.seconds, len(part.watts)), part.covariance)
 
 
@@ -116,7 +116,7 @@ def _half(seconds: Floats, covariance: Floats) -> float:
 
 
 class _Ledger:
-    """Sums rows into lines by whatever they belong to."""
+    """Sums rows into lines, by what they belong to."""
 
     def __init__(
         self, timeline: Timeline, links: Links, parts: Sequence[Share], total_j: float,
@@ -146,7 +146,7 @@ class _Ledger:
         return self._lines(keys, lambda k: (NO_OP if k == NONE else self._timeline.names[k], "op"), calls=calls)
 
     def _op_calls(self) -> dict[int, int]:
-        """How often operators that launched something were called (a call may launch several kernels)."""
+        """Return how often operators that launched something were called; one call may launch several kernels."""
         calls = count_repeats(self._timeline, self._parts, self._links.op)
         used = np.flatnonzero(calls)
         names, where = rank_values(self._timeline["name"][used])
@@ -154,7 +154,7 @@ class _Ledger:
         return dict(zip(names.tolist(), counts.tolist(), strict=True))
 
     def regions(self) -> list[EnergyRow]:
-        """By name, each with everything inside it; kernels count for all regions around their launch. Without steps."""
+        """Return regions by name with all inside them; kernels count for all regions around their launch. No steps."""
         steps = {s.name for s in self._links.steps}
         rows = self._sum_nested(self._links.region, "region", self._links.forward_region)
         return [row for row in rows if row.name not in steps]
@@ -163,7 +163,7 @@ class _Ledger:
         return self._sum_nested(self._links.module, "module", None)
 
     def steps(self) -> list[EnergyRow]:
-        """Each with its kernels and the idle stretches beside them, so that steps sum to what they took in all."""
+        """Return each step with its kernels and the idle time beside them, so that steps sum to their total."""
         lines: dict[int, _Line] = {}
         for p in self._parts:
             step = self._links.step[p.activity.rows]
@@ -179,7 +179,7 @@ class _Ledger:
         return rows
 
     def sum_groups(self) -> list[EnergyRow]:
-        """One line for each group of kernels that the samples cannot tell apart: their sum, which is known."""
+        """Return a line for each group of kernels that the samples cannot tell apart: their sum is known."""
         rows = []
         number = 0
         for p in self._parts:
@@ -229,7 +229,7 @@ class _Ledger:
         flat = np.bincount(where * classes + part.activity.cls, part.seconds, minlength=len(distinct_keys) * classes)
         by_key = flat.reshape(len(distinct_keys), classes)
         time_s = sum_by_key(where, part.activity.share_s, len(distinct_keys))
-        count = len(distinct_keys)  # on a device every row is one interval
+        count = len(distinct_keys)  # each row of a device is one interval
         counts = _distinct(where, rows, count) if part.on_host else np.bincount(where, self._counts[rows], count)
         for i, key in enumerate(distinct_keys.tolist()):
             line = lines.setdefault(key, _Line(kind))
@@ -238,9 +238,9 @@ class _Ledger:
             line.seconds[part.device] = line.seconds.get(part.device, 0.0) + by_key[i]
 
     def _add_gaps(self, lines: dict[int, _Line], part: Share, step: Ints) -> None:
-        """Give each idle stretch to the step whose kernel comes next; what lies before its begin to the step before.
+        """Give each idle time to the step whose kernel comes next; the part before its begin to the step before.
 
-        What lies in no step (before the first, after the last) is given to none.
+        Idle time outside of all steps (before the first, after the last) is given to none.
         """
         begin = np.array([s.start_ns for s in self._links.steps] or [0], np.int64)
         end = np.array([s.end_ns for s in self._links.steps] or [0], np.int64)
@@ -253,7 +253,7 @@ class _Ledger:
         self._give(lines, part, gone, gap_start, np.where(gone == NONE, gap_start, np.minimum(cut, end[gone])))
 
     def _give(self, lines: dict[int, _Line], part: Share, keys: Ints, start_ns: Ints, end_ns: Ints) -> None:
-        """Add one idle stretch of every gap to the line of its key."""
+        """Add one idle time of every gap to the line of its key."""
         seconds = np.maximum(end_ns - start_ns, 0) * 1e-9
         real = (seconds > 0) & (keys != NONE)
         distinct_keys, where = rank_values(keys[real])
@@ -267,12 +267,12 @@ class _Ledger:
 
     @staticmethod
     def _idle_of(line: _Line, part: Share, seconds: Floats, idle_s: float) -> None:
-        """`seconds` by class are what counts for joules: times their relative power."""
+        """Add idle time to a line; `seconds` by class are weighted by relative power, for the joules."""
         line.seconds[part.device] = line.seconds.get(part.device, 0.0) + seconds
         line.idle_s += idle_s
 
     def _sum_nested(self, innermost: Ints, kind: str, forward: Ints | None) -> list[EnergyRow]:
-        """Lines by name over all levels of nesting: each row of a device counts for everything around it."""
+        """Return lines by name over all levels of nesting: each row of a device counts for everything around it."""
         lines: dict[int, _Line] = {}
         passes = self._named_rows(kind)
         start_ns, end_ns = (self._timeline[key][passes] for key in ("start_ns", "end_ns"))
@@ -298,7 +298,7 @@ class _Ledger:
         self, lines: dict[int, _Line], part: Share, kind: str, forest: Forest, innermost: Ints,
         left_out: NDArray[np.bool_],
     ) -> None:  # fmt: skip
-        """Give every pass, and all around it, its rows of a device and the idle stretches between two of those."""
+        """Give every pass, and all passes around it, its device rows and the idle time between two of those."""
         activity, classes = part.activity, len(part.watts)
         time, idle, calls = classes, classes + 1, classes + 2  # further columns, behind the seconds by class
         at = forest.place[innermost[activity.rows]]
@@ -320,7 +320,7 @@ class _Ledger:
                 line.calls += int(sums[calls])
 
     def _add_gaps_of_host(self, lines: dict[int, _Line], part: Share, left_out: NDArray[np.bool_]) -> None:
-        """A region of the host is where its program is: all idle time from its begin to its end is the region's."""
+        """Give regions of the host all idle time from their begin to their end: that is where their program is."""
         rows = self._named_rows("region")
         rows = rows[~left_out[rows]]
         if part.domain.rank is not None:
@@ -356,17 +356,17 @@ class _Ledger:
         return np.flatnonzero((timeline["kind"] == CODE["op"]) & modules)
 
     def _again(self, forest: Forest) -> NDArray[np.bool_]:
-        """Which rows lie inside one of their own name, at any depth: what they hold is the outer one's already."""
+        """Return which rows lie inside one of their own name, at any depth: the outer one already has their joules."""
         inside_own_name = np.zeros(len(self._timeline) + 1, bool)  # one more, for NONE
         names = self._timeline["name"][forest.rows]
         order = np.argsort(names, kind="stable")
-        first = names[order] * (len(order) + 1)  # so that no name reaches into the next
+        first = names[order] * (len(order) + 1)  # offsets, so that names do not overlap
         reach = np.maximum.accumulate(first + forest.end[order])
         inside_own_name[forest.rows[order[1:]]] = (first + order)[1:] < reach[:-1]
         return inside_own_name
 
     def _find_partial(self, rows: Ints, again: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which passes were traced only in part, where others of their name were traced whole: as steps, no calls."""
+        """Return passes that were traced only in part, if others of their name were traced whole; they do not count."""
         partial = np.zeros(len(self._timeline) + 1, bool)  # one more, for NONE
         if not self._is_cut:
             return partial
@@ -378,9 +378,9 @@ class _Ledger:
         return partial
 
     def _count_calls(self, lines: dict[int, _Line], rows: Ints, again: NDArray[np.bool_], times: Floats) -> None:
-        """Calls of a region are its passes, but for those inside another of its name.
+        """Count the calls of a region: its passes, except those inside another of its name.
 
-        Their wall time, within the windows of the joules, is its own: a moment that lies in several counts once a rank.
+        Its wall time lies within the windows; a moment that lies in several passes counts once for each rank.
         """
         timeline = self._timeline
         begun = np.searchsorted(self._windows[:, 0], timeline["end_ns"][rows], side="left")
@@ -394,7 +394,7 @@ class _Ledger:
         passes = np.bincount(where, minlength=len(names))
         took_s = sum_by_key(where, self._wall_s(timeline["start_ns"][rows], timeline["end_ns"][rows]), len(names))
         wall_s = sum_by_key(keys // max(len(ranks), 1), self._wall_s(*covered), len(names))
-        overlaps = took_s > wall_s + 1e-9 * calls  # nanoseconds
+        overlaps = took_s > wall_s + 1e-9 * calls  # more than rounding to nanoseconds
         for i, key in enumerate(names.tolist()):
             if key in lines:
                 line = lines[key]
@@ -402,14 +402,14 @@ class _Ledger:
                 line.wall_s = float(wall_s[i] * calls[i] / passes[i])
 
     def _wall_s(self, start_ns: Ints, end_ns: Ints) -> Floats:
-        """Seconds of some stretches that lie in the windows of the joules."""
+        """Return the seconds of some times that lie in the windows of the joules."""
         inside = np.zeros(len(start_ns), np.int64)
         for begin_ns, stop_ns in self._windows.tolist():
             inside += np.maximum(np.minimum(end_ns, stop_ns) - np.maximum(start_ns, begin_ns), 0)
         return np.asarray(inside * 1e-9, np.float64)
 
     def _add_later(self, lines: dict[int, _Line], innermost: Ints, forward: Ints, partial: NDArray[np.bool_]) -> None:
-        """What autograd spent elsewhere on behalf of a region's forward operators."""
+        """Add what autograd spent elsewhere on behalf of a region's forward operators."""
         names = self._timeline["name"]
         for p in self._parts:
             rows = p.activity.rows
@@ -419,7 +419,7 @@ class _Ledger:
             joules = sum_by_key(where, p.row_j[apart], len(first))
             pairs = zip(forward[rows_apart[first]].tolist(), innermost[rows_apart[first]].tolist(), strict=True)
             for (ahead, here), spent in zip(pairs, joules.tolist(), strict=True):
-                # A region around both (the step) has these joules already.
+                # A region around both (the step) already has these joules.
                 around = {int(names[r]) for r in self._links.path(here)}
                 for key in {int(names[r]) for r in self._links.path(ahead) if not partial[r]} - around:
                     lines.setdefault(key, _Line("region")).later_j += spent
@@ -440,7 +440,7 @@ class _Ledger:
 
 
 def _distinct(where: Ints, rows: Ints, count: int) -> Ints:
-    """How many different rows each key has: an operator's self time comes in several stretches, of one key all."""
+    """Return how many different rows each key has; an operator's self time may come in several intervals."""
     key = np.full(int(rows.max(initial=NONE)) + 1, NONE, np.int64)
     key[rows] = where
     return np.bincount(key[key != NONE], minlength=count).astype(np.int64)

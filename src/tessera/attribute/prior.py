@@ -1,8 +1,8 @@
-"""What a kernel class may be expected to draw, before the samples are looked at.
+"""Predicts what a kernel class should draw, before the samples are used.
 
-A training step is shorter than the sensor's memory: there the samples know the sum well and the parts hardly, and what
-the parts should be comes from here: watts from the energy model of the chip, the kernel's duration, and what its
-operator's shapes say it computed and moved. A 1 us memset is close to a waiting board, whatever stands beside it.
+A training step is shorter than the sensor's memory, so the samples tell the sum well but hardly the parts. What the
+parts should be is predicted here: from the chip's energy model, the kernel's duration, and what its operator's shapes
+tell it computed and moved. For example, a 1 us memset draws little more than a waiting board, whatever runs beside it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .work import OpWork, work_of
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What kernels of a family draw above a waiting board, relative to the chip's power model.
+    """What kernels of a family draw above a waiting board, as factors of the chip's power model.
 
-    `active` while they hold all SMs, `flop` for each FLOP, `hbm` and `l2` for each byte of device memory or cache;
-    `spread` is the relative standard deviation around that.
+    `active` while they occupy all SMs, `flop` for each FLOP, `hbm` and `l2` for each byte of device memory or cache;
+    `spread` is the relative standard deviation of the result.
     """
 
     active: float
@@ -41,11 +41,11 @@ class Draw:
     spread: float
 
 
-# benchmarks/fit/fit_prior.py: fitted to 500 kernels of an H200, each alone on random numbers. Kernels recorded apart
-# lie 3 to 13% (root mean square) off, loads in bursts beside others 4 to 25%, the fitted ones themselves 11 to 21%
-# (reductions 33%). In 60 s of GPT-2's training the six kernels whose watts the samples knew best lay 11 to 25% off, 19%
-# root mean square; six kernels do not tell that from 25%, which is taken. The sums of whole models
-# (benchmarks/fit/fit_prior_spread.py) agree with 25%, and with less: they do not tell what is one kernel's own.
+# Fitted to 500 kernels of an H200, each alone on random numbers (benchmarks/fit/fit_prior.py). The fitted kernels are
+# 11 to 21% off (root mean square; reductions 33%), kernels recorded separately 3 to 13%, loads in bursts beside others
+# 4 to 25%. In 60 s of GPT-2's training, the six kernels whose watts the samples knew best were 11 to 25% off, 19% root
+# mean square; six kernels do not distinguish that from 25%, which is used. The sums of whole models
+# (benchmarks/fit/fit_prior_spread.py) agree with 25%, and also with less: they do not tell what belongs to one kernel.
 # Convolutions are not fitted; models of them are 42% off.
 DRAWS = {
     "gemm": Draw(0.81, 2.01, 1.52, 0.80, 0.25),
@@ -59,22 +59,22 @@ DRAWS = {
     "conv": Draw(1.0, 1.0, 0.0, 0.0, 0.45),
 }
 GUESSED_SPREAD = 0.45
-"""Where only name and duration are known."""
-# Without shapes: the share of the room between a waiting board and its limit that long kernels of a kind take. From
+"""Relative standard deviation if only name and duration are known."""
+# Without shapes: the share of the power between a waiting board and its limit that long kernels of a kind take. From
 # steady-state powers of h200/kernels.jsonl: products 0.7-1.0, streams of device memory 0.65-0.9, the rest less.
 _GUESSED_SHARE = {"matrix": 0.85, "memory": 0.7}
 _L2_BYTES = 40e6
-"""Less than that may lie in the cache of an H200 (50 MB)."""
-# A kernel of this length is half latency (launch, tail, drain, SMs without work), in which little switches. Of 3, 8,
-# 12, 16, 20 and 30 us the longest with which kernels alone fit as well as with 3 (20% off). The joules of 46
-# development models were 60% off with 3 us and are 35% off, those of 50 held-out ones 42% and 22%
+"""Less than this may be in the cache of an H200 (50 MB)."""
+# A kernel of this length is half latency (launch, tail, drain, SMs without work), in which little power is drawn. Of 3,
+# 8, 12, 16, 20 and 30 us, this is the longest with which single kernels fit as well as with 3 (20% off). The joules of
+# 46 development models were 60% off with 3 us and are 35% off now, those of 50 held-out ones 42% and 22%
 # (benchmarks/fit/fit_prior_spread.py).
 HALF_S = 12e-6
 # Kernels run above the limit for tens of milliseconds before the board's governor acts: products draw 930 W in bursts
 # on a board of 700 W (benchmarks/data/h200_mixture_dev-11.json.gz).
 _BURST = 1.45
 # What a waiting board draws, as a share of its limit: 0.08 to 0.42 on the GPUs of the catalogue (hardware/catalog),
-# most of them between these two. A lowest sample above the second share of the highest is no waiting board's.
+# mostly between these two. If the lowest sample is above the second share of the highest, the board was never waiting.
 _WAITING, _STATIC_SD_W = (0.1, 0.3), 40.0
 _MATRIX = re.compile(
     r"gemm|nvjet|cutlass|xmma|wgmma|matmul|sdpa|flash|fmha|attention|conv(?!ert)|winograd|implicit|(?<!ga)mma_|dot_kernel|gemv|ampere_|"
@@ -86,7 +86,7 @@ UNITS = {"bf16": "matrix.bf16", "f16": "matrix.fp16", "f32": "vector.fp32", "f64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """A board as the prior needs it: watts while waiting, the limit, and its power model where the chip is known."""
+    """What the prior needs to know of a board: watts while waiting, the limit, and its power model if known."""
 
     static_w: float
     limit_w: float
@@ -104,12 +104,12 @@ class Prior:
 
 
 def board_of(name: str | None, samples_w: Floats) -> Board:
-    """The board a trace or a power log names; what the catalogue lacks is read off the samples."""
+    """Return the board that a trace or a power log names; the samples tell what the catalogue does not have."""
     device = _device(name or "")
     low, high = (float(np.percentile(samples_w, q)) for q in (1.0, 99.5)) if len(samples_w) else (100.0, 400.0)
     if device is None:
         static_w, sd_w = low, _STATIC_SD_W
-        if low > _WAITING[1] * high:  # it was never seen waiting: less than the lowest sample
+        if low > _WAITING[1] * high:  # it was never seen waiting, so it waits at less than the lowest sample
             static_w, sd_w = 0.5 * (low + _WAITING[0] * high), max(0.5 * (low - _WAITING[0] * high), _STATIC_SD_W)
         return Board(static_w=static_w, limit_w=max(high, 1.2 * low), static_sd_w=sd_w)
     model = PowerModel.from_device(device)
@@ -121,7 +121,7 @@ def board_of(name: str | None, samples_w: Floats) -> Board:
 
 @functools.lru_cache(maxsize=32)
 def _device(name: str) -> Device | None:
-    """The catalogue's chip for a driver's name such as "NVIDIA H200"; None where none fits."""
+    """Return the catalogue's chip for a driver's name such as "NVIDIA H200"; None if none fits."""
     from ..hardware import identify_board
 
     if not name:
@@ -133,7 +133,7 @@ def _device(name: str) -> Device | None:
 
 
 def prior(timeline: Timeline, first: NDArray[np.int64], seconds: Floats, links: Links, board: Board) -> Prior:
-    """Expected watts of classes: `first` is a row of each, `seconds` its typical duration."""
+    """Return the expected watts of classes: `first` is a row of each, `seconds` its typical duration."""
     works = _find_works(timeline, first, links)
     expected = [
         _one(timeline, int(row), float(s), work, board) for row, s, work in zip(first, seconds, works, strict=True)
@@ -144,7 +144,7 @@ def prior(timeline: Timeline, first: NDArray[np.int64], seconds: Floats, links: 
 
 
 def _find_works(timeline: Timeline, first: NDArray[np.int64], links: Links) -> list[OpWork | None]:
-    """The work of each class, where its operator's shapes tell it and it alone does that work."""
+    """Return the work of each class, if its operator's shapes tell it and this class alone does that work."""
     keys: list[tuple[str, str, bool] | None] = []
     for row in first.tolist():
         op, shapes = int(links.op[row]), int(links.shapes[row])
@@ -154,7 +154,8 @@ def _find_works(timeline: Timeline, first: NDArray[np.int64], links: Links) -> l
     works: list[OpWork | None] = []
     for key in keys:
         work = None
-        # An operator of several kernels (a norm's backward) does not say which part is whose; a product does.
+        # If an operator has several kernels (a norm's backward), shapes do not tell each one's part; for a product,
+        # they do.
         if key is not None and (sharing[key] == 1 or key[2]):
             work = work_of(key[0], key[1])
         works.append(work if work is not None and key is not None and work.matrix == key[2] else None)
@@ -166,7 +167,7 @@ def _is_matrix(timeline: Timeline, row: int) -> bool:
 
 
 def _one(timeline: Timeline, row: int, seconds: float, work: OpWork | None, board: Board) -> tuple[float, float]:
-    """Watts and their relative spread of one class."""
+    """Return the watts of one class and their relative spread."""
     room_w = board.limit_w - board.static_w
     known = _known_w(timeline, row, seconds, work, board)
     if known is not None:
@@ -178,7 +179,7 @@ def _one(timeline: Timeline, row: int, seconds: float, work: OpWork | None, boar
 def _known_w(
     timeline: Timeline, row: int, seconds: float, work: OpWork | None, board: Board
 ) -> tuple[float, float] | None:
-    """Watts above a waiting board from what is known of the work, and their spread; None where nothing is."""
+    """Return the watts above a waiting board by the known work, and their spread; None if the work is unknown."""
     model, most = board.model, board.bandwidth or math.inf
     if model is None or seconds <= 0:
         return None
@@ -187,7 +188,7 @@ def _known_w(
     if timeline.kind(row) in ("memcpy", "memset") and moved > 0:
         copying = DRAWS["memcpy"]
         rate = min(moved * (2 if timeline.kind(row) == "memcpy" else 1) / seconds, most)
-        busy = rate / most if board.bandwidth else 1.0  # a copy from the host leaves the board waiting
+        busy = rate / most if board.bandwidth else 1.0  # during a copy from the host the board mostly waits
         return copying.active * active_w * busy + copying.hbm * model.hbm_j_per_byte * rate, copying.spread
     draw = DRAWS.get(work.family) if work is not None else None
     if work is None or draw is None or (work.matrix and not work.flops) or (not work.matrix and not work.bytes):
@@ -197,5 +198,5 @@ def _known_w(
     rate = (work.bytes or 0.0) / seconds
     from_hbm_w = draw.hbm * model.hbm_j_per_byte * min(rate, most)
     from_l2_w = draw.l2 * model.l2_j_per_byte * rate
-    fits = (work.bytes or 0.0) < _L2_BYTES  # it may still be there from the kernel before, or not
+    fits = (work.bytes or 0.0) < _L2_BYTES  # the data may still be in the cache, or not
     return watts + (0.5 * (from_hbm_w + from_l2_w) if fits else from_hbm_w), draw.spread

@@ -1,6 +1,6 @@
-"""What the alignment of a light run means for its table: how often operators were called, and how many are known.
+"""Counts, for light runs, how often operators were called, and how much of the run has an operator.
 
-A kernel of an untraced step is tied to the operator of its twin in a traced one (`timeline.launch_alignment`).
+A kernel of an untraced step is linked to the operator of its twin in a traced step (`timeline.launch_alignment`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .table import OperatorCoverage
 
 
 def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints, *, nested: bool = False) -> Floats:
-    """How often each row of the host that something ran for was called; `around` has that row by device row.
+    """Return how often each host row was called for which something ran; `around` has that row by device row.
 
-    A call of a traced step was made as often as its kernels repeat, where what repeats them is tied to it too; one that
-    put kernels into a CUDA graph as often as those were replayed.
-    `nested`: a kernel counts for all rows around it, not for the innermost alone.
+    A call of a traced step counts as often as its kernels repeat, if the repeats are linked to it too. A call that put
+    kernels into a CUDA graph counts as often as these were replayed. `nested`: a kernel counts for all rows around it,
+    not only for the innermost one.
     """
     links, counts = timeline.linked, timeline.columns.get("count")
     repeats = np.zeros(len(timeline))
@@ -50,13 +50,14 @@ def count_repeats(timeline: Timeline, parts: Sequence[Share], around: Ints, *, n
 
 
 def _share_repeats(names: Ints, kernels: Ints, times: Floats, calls: Ints) -> tuple[Ints, Floats]:
-    """The traced calls, and how often each was made. Each kernel was repeated `times` on behalf of its call.
+    """Return the traced calls, and how often each was made. Each kernel was repeated `times` on behalf of its call.
 
-    What repeats the kernels of one call may be tied to several traced calls of its name, a part to each. So the calls
-    that run kernels of one name, all as many, are counted together: by these kernels, over how many a call runs.
+    The repeats of one call's kernels may be linked to several traced calls of its name, a part to each. So calls that
+    run equally many kernels of one name are counted together: the number of these kernels, divided by how many a call
+    runs.
     """
     distinct_calls, place = rank_values(calls)
-    most = np.zeros(len(distinct_calls))  # of any of its kernels
+    most = np.zeros(len(distinct_calls))  # the most repeats of any of its kernels
     np.maximum.at(most, place, times)
     key, count = rank_combinations(names[calls], names[kernels])
     by_holders: dict[tuple[int, ...], list[float]] = {}
@@ -76,23 +77,23 @@ def _share_repeats(names: Ints, kernels: Ints, times: Floats, calls: Ints) -> tu
 
 
 def _find_agreed(counts: Sequence[float]) -> float:
-    """What most counts are, within a percent, and the largest of those: some kernels run in some calls only."""
+    """Return the value that most counts have, within a percent; the largest of them, since some kernels run rarely."""
     near = Counter(round(100 * math.log(count)) for count in counts)
     agreed = max(near, key=lambda number: (near[number], number))
     return max(count for count in counts if round(100 * math.log(count)) == agreed)
 
 
 def count_calls(timeline: Timeline, parts: Sequence[Share], around: Ints, *, nested: bool) -> Floats:
-    """How often each module or region of `around` was called, at least once.
+    """Return how often each module or region of `around` was called, at least once.
 
-    `nested`: what holds another was called as often as that. So it is with modules, which only a tracer sees; of the
-    regions that a program names, every pass has a row of its own.
+    `nested`: what contains another was called as often as that. This holds for modules, which only a tracer sees; a
+    region that a program names has a row of its own for every pass.
     """
     return np.maximum(count_repeats(timeline, parts, around, nested=nested), 1.0)
 
 
 def cover_operators(timeline: Timeline, parts: Sequence[Share]) -> OperatorCoverage | None:
-    """How much of a light run has an operator; None where all of a run was traced, or none of it."""
+    """Return how much of a light run has an operator; None if all of the run was traced, or none of it."""
     links = timeline.linked
     counts, joules = np.zeros(3, np.int64), np.zeros(3)
     is_light = False

@@ -1,8 +1,8 @@
-"""`Share`: the joules of one device as watts by class, and `by_time`, which makes one where power is modelled.
+"""`Share`: the joules of one device as watts by class; `by_time` makes one from modelled power.
 
 Modelled samples know only the utilisation, so they cannot tell operators apart. Every moment has the watts of its
-sample, shared evenly by what runs then; the rest is idle. A host's sample that holds operators and waiting is divided
-by the power of each (`host_power.py`). All rows sum to the modelled joules.
+sample, shared evenly by what runs then; the rest is idle. A host's sample that contains operators and waiting is
+divided by the power of each (`host_power.py`). All rows sum to the modelled joules.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .host_power import HostDivision, divide_samples
 from .learn_response import LearntResponse
 
 HOST = DeviceId("", "cpu", 0)
-"""The device of operators where nothing ran on an accelerator; in a merged run its index is the rank."""
-# Idle gaps shorter than this are the device waiting for the next launch, longer ones the program doing other things.
+"""The device of operators if nothing ran on an accelerator; in a merged run its index is the rank."""
+# In shorter idle gaps the device waits for the next launch; in longer ones the program does other things.
 _SHORT_GAP_NS = 2_000_000
 # From this share of the joules in samples with both operators and waiting on, the report mentions the fit.
 _MIXED = 0.1
-# Logs of other tools (`Domain.source`) can be made denser; from this spacing on that helps more than more steps.
+# Sources of logs of other tools, which can be logged more often; from this spacing on, that helps more than more steps.
 _LOGS = ("csv", "nvidia-smi", "amd-smi", "rocm-smi", "xpu-smi", "plain log")
 _SPARSE_S = 0.25
 ENOUGH = 500
-"""Samples of ten seconds of the ring: more of them hardly change what they tell apart (measure/light_joules.py)."""
+"""Samples in ten seconds of the ring; more of them hardly help to tell kernels apart (measure/light_joules.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one device's joules were solved to: intervals (those of `activity`, then its gaps) with watts by class."""
+    """The result for one device: intervals (those of `activity`, then its gaps) with watts by class."""
 
     device: DeviceId
     domain: Domain
@@ -58,16 +58,16 @@ class Share:
     learnt: LearntResponse | None = None
     division: HostDivision | None = None
     gap_weight: Floats | None = None
-    """The power of each gap relative to its class, where samples tell; None: all are alike."""
+    """The power of each gap relative to its class, if samples tell it; None: all gaps are equal."""
 
     @property
     def on_host(self) -> bool:
-        """Whether operators of the host are what ran, not kernels."""
+        """Whether operators of the host ran, not kernels."""
         return is_host(self.device)
 
     @property
     def seconds(self) -> Floats:
-        """What each row counts for: its share of the device, times its relative power."""
+        """The weight of each row: its share of the device times its relative power."""
         return self.activity.share_s * self.activity.weight
 
     @property
@@ -76,7 +76,7 @@ class Share:
 
     @property
     def gap_s(self) -> Floats:
-        """What each gap counts for: how long it is, times its relative power."""
+        """The weight of each gap: its length times its relative power."""
         weight = 1.0 if self.gap_weight is None else self.gap_weight
         seconds: Floats = (self.gap_end_ns - self.gap_start_ns).astype(np.float64) * 1e-9 * weight
         return seconds
@@ -87,12 +87,12 @@ class Share:
 
 
 def is_host(device: DeviceId) -> bool:
-    """Whether it is the host, or what one rank has of it."""
+    """Return whether a device is the host, or one rank's part of it."""
     return (device.host, device.kind) == (HOST.host, HOST.kind)
 
 
 def idle_class(start_ns: Ints, end_ns: Ints, classes: int) -> Ints:
-    """The class of each gap, after those of what ran: short ones, then long ones."""
+    """Return the class of each gap, numbered after the classes that ran: short gaps, then long ones."""
     return (classes + ((end_ns - start_ns) >= _SHORT_GAP_NS)).astype(np.int64)
 
 
@@ -100,9 +100,9 @@ def by_time(
     device: DeviceId, column: DomainSamples, activity: Activity, seen: Sequence[tuple[int, int]], energy: Energy,
     most_w: float | None = None,
 ) -> Share:  # fmt: skip
-    """The share of a device whose power is modelled. `activity` lies within `seen`, of which `energy` is.
+    """Return the share of a device with modelled power. `activity` lies within `seen`; `energy` is that of `seen`.
 
-    Operators of a host together draw `most_w` at most.
+    All operators of a host together draw `most_w` at most.
     """
     idle_in = [gaps(activity, *stretch) for stretch in seen]
     none = np.zeros(0, np.int64)
@@ -142,7 +142,7 @@ def by_time(
 
 
 def _joules_at(column: DomainSamples, at_ns: Ints) -> Floats:
-    """The running sum of a column's joules at some times of the program."""
+    """Return the running sum of a column's joules at some times of the program."""
     times = column.times_ns - round(column.domain.lag_s * 1e9)
     if len(times) < 2:
         return np.zeros(len(at_ns))
@@ -158,21 +158,21 @@ def _joules_at(column: DomainSamples, at_ns: Ints) -> Floats:
 
 
 def _weigh_gaps(length_ns: Ints, gap_j: Floats, class_w: Floats) -> Floats:
-    """The power of each gap relative to the mean of its class."""
+    """Return the power of each gap relative to the mean of its class."""
     expected_j = length_ns * 1e-9 * class_w
     weight: Floats = np.divide(gap_j, expected_j, out=np.ones(len(gap_j)), where=expected_j > 0)
     return weight
 
 
 def _idle_w(long: Ints, length_ns: Ints, gap_j: Floats, mean_w: float) -> Floats:
-    """Mean watts of the short gaps, and of the long ones."""
+    """Return mean watts of the short gaps, and of the long ones."""
     seconds, joules = sum_by_key(long, length_ns * 1e-9, 2), sum_by_key(long, gap_j, 2)
     watts: Floats = np.divide(joules, seconds, out=np.full(2, mean_w), where=seconds > 0)
     return watts
 
 
 def _spread_w(column: DomainSamples, seen: Sequence[tuple[int, int]]) -> float:
-    """Standard deviation of the samples."""
+    """Return the standard deviation of the samples."""
     times = column.times_ns - column.lag_ns
     inside = np.zeros(len(times), bool)
     for begin, end in seen:
@@ -182,9 +182,9 @@ def _spread_w(column: DomainSamples, seen: Sequence[tuple[int, int]]) -> float:
 
 
 def _covariance(watts: Floats, spread_w: float, seconds: Floats, division: HostDivision | None) -> Floats:
-    """What classes may differ by, one from another: by what the line misses, and by what the samples spread.
+    """Return the covariance of the classes: from what the model's line misses, and from the spread of the samples.
 
-    Where samples were divided by a fit: by what they spread around it, and by what the fit may be off by.
+    If samples were divided by a fit: from their spread around the fit, and from the error of the fit.
     """
     if division is None:
         own: Floats = np.diag((LINE_ERROR / Z90 * watts) ** 2 + spread_w**2)
@@ -197,7 +197,7 @@ def _covariance(watts: Floats, spread_w: float, seconds: Floats, division: HostD
 
 
 def join_errors(parts: Sequence[Share], errors_j: Sequence[float]) -> float:
-    """Of the sum of some parts: boards are off by themselves, the ranks of a job by one model's watts, so alike."""
+    """Return the error of a sum of parts: boards' errors are independent, ranks share the error of one model."""
     on_host = sum(error for p, error in zip(parts, errors_j, strict=True) if p.on_host)
     return math.hypot(on_host, *(error for p, error in zip(parts, errors_j, strict=True) if not p.on_host))
 
@@ -207,7 +207,7 @@ def _is_sparse_log(domain: Domain) -> bool:
 
 
 def note_fits(parts: Sequence[Share]) -> list[str]:
-    """What a reader should know of how joules were divided, each text once for all devices it is true of."""
+    """Return notes about how joules were divided; each text once, with all devices it is true for."""
     said: dict[str, list[str]] = {}
     for p in parts:
         if p.domain.basis == "modelled":

@@ -1,4 +1,4 @@
-"""`attribute(timeline, power)`: the joules of a run, given to what ran, and conserved.
+"""`attribute(timeline, power)`: gives the joules of a run to what ran, so that the sum is conserved.
 
 ::
 
@@ -6,8 +6,8 @@
     PowerTrace ──► samples, response ──────────────────────┼──► fit ──► conserved ──► ledger (rows) ──► EnergyTable
     shapes, chip ──► prior ────────────────────────────────┘
 
-Each device is solved on its own. Idle stretches are classes too: the short ones between kernels (clocks up, SMs
-waiting) and the long ones apart. Where power is modelled there is nothing to solve: see `by_time`.
+Each device is solved by itself. Idle times are classes too: one for the short ones between kernels (clocks up, SMs
+waiting) and one for the long ones. If power is modelled there is nothing to solve: see `by_time`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from .share import HOST, Share, by_time, idle_class
 from .table import EnergyTable
 from .time_zones import explain_no_overlap
 
-# More samples than this (2 min of the ring) no longer sharpen the watts of a class: its power drifts by more.
+# More samples than this (2 min of the ring) do not sharpen the watts of a class, since its power drifts by more.
 _MOST_SAMPLES = 6000
-# The power of one class is not one number: temperature, operands and what ran before move it. Standard deviation, as a
-# share, that makes the 90% intervals hold on recorded mixtures beside what the loads took alone at the same speed
-# (benchmarks/measure/attribution.py; the set named `final` was not looked at for this).
+# The power of a class is not constant: temperature, operands and what ran before change it. With this standard
+# deviation, as a share, the 90% intervals hold on recorded mixtures, compared with what the loads took alone at the
+# same speed (benchmarks/measure/attribution.py; the set named `final` was not used for this).
 _DRIFT = 0.02
-# Stamps of the H200's ring lie 3 ms (root mean square) off a regular train of 20 ms in eight recorded mixtures. By the
-# residuals the sensor looked when the stamp says in seven of them, and with the train in one (regions5-15).
+# Times of an H200's samples deviate by 3 ms (root mean square) from a regular train of 20 ms, in eight recorded
+# mixtures. By the residuals, the sensor measured at the stated time in seven of them, at the regular time in one
+# (regions5-15).
 _STAMP_S = 0.003
 _MISPLACED = 2
 
@@ -53,10 +54,10 @@ def attribute(
 ) -> EnergyTable:  # fmt: skip
     """Assign the joules of a run to kernels, operators, regions, modules and steps; fills `timeline.energy_j`.
 
-    `start_ns` and `end_ns` (epoch) bound what is accounted for: by default where the trace and the samples overlap.
-    `windows` are several such stretches, in order, where not all steps were traced: what lies between is no part of it.
-    What the samples tell of other times is `untraced_j` of the table: whether anything ran then is not known.
-    `threads` of torch run an operator on a CPU: where power is modelled, it draws no more than so many cores.
+    `start_ns` and `end_ns` (epoch) limit what is accounted for; by default, to where trace and samples overlap.
+    `windows` are several such times, in order, if not all steps were traced; the time between them is left out. What
+    the samples tell of other times is `untraced_j` of the table, since it is unknown what ran then. `threads` is the
+    number of torch's threads for an operator on a CPU: with modelled power, it draws at most that many cores.
     """
     from .ledger import table
 
@@ -102,13 +103,13 @@ def attribute(
 
 
 def _list_untraced(power: PowerTrace, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The stretches of a power log outside the windows."""
+    """Return the parts of a power log outside the windows."""
     edges = [power.start_ns, *(edge for window in windows for edge in window), power.end_ns]
     return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if end > begin]
 
 
 def _window(timeline: Timeline, power: PowerTrace, start_ns: int | None, end_ns: int | None) -> tuple[int, int]:
-    """The epoch window: as asked, or where both the timeline and the power have something."""
+    """Return the epoch window: as asked, or where both timeline and power have data."""
     first_ns, last_ns = timeline.traced_span
     begin = max(first_ns, power.start_ns) if start_ns is None else start_ns
     end = min(last_ns, power.end_ns) if end_ns is None else end_ns
@@ -118,7 +119,7 @@ def _window(timeline: Timeline, power: PowerTrace, start_ns: int | None, end_ns:
 
 
 def _partly(timeline: Timeline, begin: int, end: int) -> list[str]:
-    """That the joules are those of a part of what ran on the devices (of all rows, where nothing did)."""
+    """Return a note if power is known only for part of what ran on the devices (of all rows, if nothing did)."""
     rows = timeline.device_rows
     if len(rows) == 0:
         rows = timeline.rows("op")
@@ -135,7 +136,7 @@ def _partly(timeline: Timeline, begin: int, end: int) -> list[str]:
 def _pairs(
     timeline: Timeline, links: Links, power: PowerTrace, notes: list[str]
 ) -> list[tuple[DeviceId, DomainSamples, Activity]]:
-    """Each device with its power and what ran on it; the host's, where nothing ran on a device."""
+    """Return each device with its power and what ran on it; the host's operators if nothing ran on a device."""
     counted = {name: c for name, c in power.columns.items() if c.domain.counted}
     if not counted:
         raise MeasurementError("there are no power samples", fix='record power too: activities=["gpu", "power"]')
@@ -178,9 +179,9 @@ def _host_pairs(
     timeline: Timeline, links: Links, counted: dict[str, DomainSamples], by_rank: dict[int, DomainSamples],
     notes: list[str],
 ) -> list[tuple[DeviceId, DomainSamples, Activity]]:  # fmt: skip
-    """Operators of the host get its joules; a board on which nothing ran keeps its own, as idle.
+    """Give operators of the host its joules; the joules of a board on which nothing ran count as idle.
 
-    Where the power of each rank's own processes is known, the operators of a rank get that.
+    If the power of each rank's own processes is known, the operators of a rank get that.
     """
     hosts = {n: c for n, c in counted.items() if not c.domain.device.is_gpu}
     boards = {n: c for n, c in counted.items() if n not in hosts}
@@ -222,7 +223,7 @@ def _solve(
         return None
     spacing_s = float(np.median(np.diff(times_ns))) * 1e-9 if len(times_ns) > 1 else column.domain.resolution_s
     response = response_of(column.domain, spacing_s)
-    # What ran in a hole of the samples is given no joules: else every kernel would look cheaper than it is.
+    # What ran in a hole of the samples gets no joules; otherwise every kernel would look cheaper than it is.
     seen = [stretch for window in windows for stretch in column.find_seen(*window)]
     ran = _clip_activity(ran, seen)
     if column.domain.basis == "modelled":
@@ -237,8 +238,8 @@ def _solve(
     covariance = result.covariance + np.diag((_DRIFT * result.watts) ** 2)
     seconds = problem.totals()
     level, covariance = conserve_energy(result.watts, covariance, seconds, energy.energy_j)
-    # What the sensor's level is off by, every class is off by alike: no sample can tell.
-    # What was not seen widens the sum only: it is no part of what the classes are given.
+    # All classes share the error of the sensor's level, which no sample can tell. Time that was not seen only widens
+    # the error of the sum: it is not part of what the classes get.
     unseen_j = energy.energy_j * (1.0 / energy.coverage - 1.0) if energy.coverage < FULL else 0.0
     covariance = (
         covariance + np.outer(level, level) * (max(energy.error_j - unseen_j, 0.0) / energy.energy_j / Z90) ** 2
@@ -252,7 +253,7 @@ def _solve(
 
 
 def _most_w(timeline: Timeline, column: DomainSamples, threads: int | None) -> float | None:
-    """What the model has for all operators at once: a core for each of torch's threads, on each that calls any."""
+    """Return the most watts of all operators at once: a core for each of torch's threads, on each calling thread."""
     if column.domain.core_w is None or threads is None:
         return None
     return column.domain.core_w * threads * len(np.unique(timeline["thread"][timeline.rows("op")]))
@@ -267,7 +268,7 @@ def _board_name(timeline: Timeline, device: DeviceId) -> str | None:
 
 
 def _clip_activity(ran: Activity, seen: Sequence[tuple[int, int]]) -> Activity:
-    """What lies within the stretches that were seen; rows that reach over their edges are cut there."""
+    """Keep what lies within the times that were seen; rows that reach beyond are cut."""
     places, starts, stops = [], [], []
     for begin, end in seen:
         inside = np.flatnonzero((ran.end_ns > begin) & (ran.start_ns < end))
@@ -323,7 +324,7 @@ class _Problem:
         return self.found.classes + 2
 
     def _intervals(self) -> tuple[Ints, Ints, Floats, Ints]:
-        """Start, end, weighted seconds and class of all that ran or waited; by class, as each exposure needs them."""
+        """Return start, end, weighted seconds and class of all that ran or waited, sorted by class for `exposure`."""
         if self.by_class is None:
             gap_s = (self.gap_end_ns - self.gap_start_ns) * 1e-9
             cls = np.concatenate([self.found.cls, self.gap_cls])
@@ -341,12 +342,12 @@ class _Problem:
         return exposure(self.times_ns + off_ns, start, end, seconds, cls, self.classes, response)
 
     def totals(self) -> Floats:
-        """Weighted seconds of each class in the window."""
+        """Return the weighted seconds of each class in the window."""
         _, _, seconds, cls = self._intervals()
         return sum_by_key(cls, seconds, self.classes)
 
     def _prior(self) -> tuple[Floats, Floats]:
-        """Expected watts, with the level all of them share taken from the samples: data and clocks move them alike."""
+        """Return expected watts, scaled to the samples' level, which all share: data and clocks change all of them."""
         static_w = self.board.static_w
         watts = np.concatenate([self.expected.watts, [static_w, static_w]])
         sd = np.concatenate([self.expected.sd_w, [self.board.static_sd_w] * 2])
@@ -363,7 +364,7 @@ class _Problem:
     def learn_response(
         self, domain: Domain, known: Response, seen: Sequence[tuple[int, int]], times_ns: Ints, watts: Floats
     ) -> LearntResponse | None:
-        """The response that these samples show; None where they cannot tell, or are means and so have none."""
+        """Return the response that these samples show; None if they do not tell it, or are means and so have none."""
         if domain.hold is Hold.MEAN or not domain.device.is_gpu:
             return None
         use = _usable(times_ns, seen, horizon_s(known))
@@ -376,7 +377,7 @@ class _Problem:
             return None
 
     def solve_with(self, response: Response) -> PowerFit:
-        """Watts by class, with the covariance that the sensor's response and its stamps add."""
+        """Return watts by class, with the covariance due to the sensor's response and to errors of sample times."""
         if len(self.samples_w) < 3:
             return self._solve(self.design, [], response)
         variants = [self.expose(variant) for variant in response.variants()]
@@ -388,12 +389,12 @@ class _Problem:
         return solve(design, self.samples_w, variants, response.delay_sd_s, watts, sd, 0.5 * self.board.static_w)
 
     def _misplace(self, result: PowerFit, response: Response, variants: Sequence[Floats]) -> Floats:
-        """The covariance that stamps which are a little off add: how far the watts move when they are more so.
+        """Return the covariance due to errors of sample times: how far the watts change if the errors are increased.
 
-        Errors of stamps do not average out: they pass for samples at other moments of a step than the sensor saw. (Cook
-        and Stefanski, "Simulation-extrapolation estimation in parametric measurement error models", 1994.)
+        These errors do not average out: the samples seem to be from other moments of a step. (Cook and Stefanski,
+        "Simulation-extrapolation estimation in parametric measurement error models", 1994.)
         """
-        rng = np.random.default_rng(0)  # the same answer for the same run
+        rng = np.random.default_rng(0)  # so that the same run gives the same result
         total = np.zeros_like(result.covariance)
         for _ in range(_MISPLACED):
             off_ns = np.round(rng.normal(0.0, _STAMP_S, len(self.times_ns)) * 1e9).astype(np.int64)
@@ -437,6 +438,6 @@ def _unseen_w(
 
 
 def _typical(ran: Activity) -> Floats:
-    """Mean duration of each class."""
+    """Return the mean duration of each class."""
     seconds = sum_by_key(ran.cls, (ran.end_ns - ran.start_ns) * 1e-9, ran.classes)
     return seconds / np.maximum(np.bincount(ran.cls, minlength=ran.classes), 1)

@@ -17,7 +17,7 @@ from ..units import format_duration, format_energy_error
 UNTRACED_SHARE = 0.02
 """A table that leaves out more than this share of its time covers a trace, not the whole run."""
 IdleName = Literal["idle", "between operators"]
-"""What no row has: of a device it is idle; of a host alone it is between operators, where Python runs."""
+"""Name of the joules in no row: "idle" for a device; for a host alone "between operators", where Python runs."""
 IDLE_NAMES: tuple[IdleName, ...] = get_args(IdleName)
 VIEWS = ("kernels", "ops", "regions", "modules", "steps", "groups")
 
@@ -26,13 +26,13 @@ VIEWS = ("kernels", "ops", "regions", "modules", "steps", "groups")
 class EnergyRow:
     """One line: calls, seconds on the device, and joules with the half-width of their 90% interval.
 
-    Joules are the board's while the kernels ran, its static power included. `group` numbers the kernels that the
-    samples cannot tell apart: of those only the sum (`EnergyTable.groups`) is known well. Regions contain the idle
-    joules between their own kernels and `with_backward_j` adds what autograd spent later on behalf of what was
-    called inside; steps contain the idle joules beside their kernels, so that they sum to the time they took. `idle_s`
-    are the seconds of those idle joules; `devices` how many a step's are of. `overlaps`: its calls overlap in time, and
-    a moment in several counts once.
-    `share_error` is the half-width of the share's 90% interval where rows are counted in samples of stacks.
+    Joules are the board's while the kernels ran, including its static power. `group` numbers the kernels that the
+    samples cannot tell apart: only their sum (`EnergyTable.groups`) is known well. Regions include the idle joules
+    between their own kernels; `with_backward_j` adds what autograd spent later for what was called inside. Steps
+    include the idle joules beside their kernels, so that they sum to the time they took. `idle_s` are the seconds of
+    these idle joules. `devices` is the number of devices of a step. `overlaps`: the calls overlap in time, and a moment
+    in several of them counts once. `share_error` is the half-width of the share's 90% interval, if rows are counted in
+    samples of stacks.
     """
 
     name: str
@@ -52,12 +52,12 @@ class EnergyRow:
 
     @property
     def spent_s(self) -> float:
-        """The seconds its joules are of. A device runs behind its host: they are not those of its wall time."""
+        """The seconds in which its joules were spent; not its wall time, since a device runs behind its host."""
         return (self.time_s + (self.idle_s or 0.0)) / self.devices
 
     @property
     def power_w(self) -> float | None:
-        """Mean watts over the seconds its joules are of; None when it took no time on the device."""
+        """Mean watts over the seconds in which its joules were spent; None if it took no time on the device."""
         return self.energy_j / self.spent_s if self.spent_s > 0 else None
 
     @property
@@ -66,16 +66,16 @@ class EnergyRow:
 
 
 def name_idle(ops: Sequence[EnergyRow], kernels: Sequence[EnergyRow]) -> IdleName:
-    """What to call the joules that are in no row, by the rows there are."""
+    """Return the name of the joules that are in no row."""
     return "between operators" if ops and not kernels else "idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCoverage:
-    """How many kernels of a light run, and joules of theirs, have an operator.
+    """How many kernels of a light run, and how many of their joules, have an operator.
 
-    "Traced": in the few steps whose operators were recorded. "Aligned": in others, with the operator of the traced
-    kernel they repeat. "Unknown": of no operator, or like nothing that was traced.
+    "Traced": in the few steps whose operators were recorded. "Aligned": in other steps, with the operator of the traced
+    kernel that they repeat. "Unknown": without an operator, or unlike everything that was traced.
     """
 
     traced_kernels: int
@@ -87,25 +87,26 @@ class OperatorCoverage:
 
     @property
     def share(self) -> float:
-        """Of the kernels' joules (of their number, where there are none): what has an operator."""
+        """The share of the kernels' joules (without joules: of their number) that has an operator."""
         known, unknown = self.traced_j + self.aligned_j, self.unknown_j
         if not known + unknown > 0:
             known, unknown = self.traced_kernels + self.aligned_kernels, self.unknown_kernels
         return known / (known + unknown) if known + unknown > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with the share."""
+        """Return plain data, with the share."""
         return {**dataclasses.asdict(self), "share": self.share}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyTable:
-    """The joules of what was traced, conserved: kernels and idle sum to `energy_j` (the measured joules).
+    """The joules of what was traced. They are conserved: kernels and idle sum to the measured `energy_j`.
 
     `time_s` is the traced time. `untraced_j` and `untraced_s` are what the power samples tell of other times: they are
-    in no row and not idle, since nobody looked at what ran. `basis` is that of the power samples; `coverage` the share
-    of the time they saw. `operators` is how much of a light run has an operator, None of any other; `learnt` what the
-    run has shown of its power sensors. `busy_error_j` is the error of what is not idle; both share the sensor's level.
+    in no row and not idle, since nobody recorded what ran. `basis` is that of the power samples, `coverage` the share
+    of the time they saw. `operators` is how much of a light run has an operator; None for other runs. `learnt` is what
+    the run has shown of its power sensors. `busy_error_j` is the error of what is not idle; both errors include the
+    sensor's level.
     """
 
     energy_j: float
@@ -133,7 +134,7 @@ class EnergyTable:
 
     @property
     def idle_name(self) -> IdleName:
-        """What to call `idle_j`."""
+        """The name of `idle_j`."""
         return name_idle(self.ops, self.kernels)
 
     @property
@@ -143,22 +144,22 @@ class EnergyTable:
 
     @property
     def covers(self) -> Literal["run", "trace"]:
-        """Whether `energy_j` and the rows are those of the whole run, or only of what was traced of it."""
+        """Whether `energy_j` and the rows cover the whole run, or only what was traced of it."""
         return "trace" if self.untraced_s > UNTRACED_SHARE * self.time_s else "run"
 
     def rows(self, by: str = "kernels") -> Sequence[EnergyRow]:
-        """The rows of one view: kernels, ops, regions, modules or steps."""
+        """Return the rows of one view: kernels, ops, regions, modules, steps or groups."""
         if by not in VIEWS:
             raise ArgumentError(f"there is no view {by!r}", fix=f"one of: {', '.join(VIEWS)}")
         rows: Sequence[EnergyRow] = getattr(self, by)
         return rows
 
     def top(self, count: int = 10, by: str = "kernels") -> list[EnergyRow]:
-        """The most expensive rows of a view."""
+        """Return the most expensive rows of a view."""
         return sorted(self.rows(by), key=lambda r: r.energy_j, reverse=True)[:count]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: `energy_j`, `idle_j`, `untraced_j` ..., and the rows of every view."""
+        """Return plain data: `energy_j`, `idle_j`, `untraced_j` ..., and the rows of every view."""
         head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in VIEWS}
         head["operators"] = self.operators.to_dict() if self.operators is not None else None
         head["learnt"] = [{"domain": domain.name, **msgspec.to_builtins(fit)} for domain, fit in self.learnt]
@@ -188,7 +189,7 @@ class EnergyTable:
 
 
 def note_overlaps(regions: Sequence[EnergyRow]) -> list[str]:
-    """What a reader should know of regions whose calls overlap."""
+    """Return a note about regions whose calls overlap."""
     names = [r.name for r in regions if r.overlaps]
     if not names:
         return []
@@ -197,7 +198,7 @@ def note_overlaps(regions: Sequence[EnergyRow]) -> list[str]:
 
 
 def _row(row: EnergyRow) -> dict[str, Any]:
-    """A row as the command prints it; a kernel's name is its `kernel_name`."""
+    """Return a row as the command prints it; a kernel's name is its `kernel_name`."""
     data = dataclasses.asdict(row)
     name = data.pop("name")
     key = "kernel_name" if row.kind in ("kernel", "memcpy", "memset", "collective") else "name"

@@ -1,8 +1,8 @@
-"""What an operator computes and moves, from its name and recorded shapes: FLOPs, least bytes, the unit that runs it.
+"""Computes what an operator does, from its name and recorded shapes: FLOPs, least bytes, and the unit that runs it.
 
-A multiply-add counts as two FLOPs, as in `torch.utils.flop_counter`. Bytes are the least that must move: each tensor
-once. Shapes do not say everything: attention counts as causal only where the trace has the argument; a convolution's
-output is found elsewhere on the timeline (`outputs.py`). What is not known is None, never 0.
+A multiply-add counts as two FLOPs, as in `torch.utils.flop_counter`. Bytes are the least that must be moved: each
+tensor once. Shapes do not tell everything: attention counts as causal only if the trace has the argument; the output of
+a convolution is found elsewhere on the timeline (`analyze.kernel_work`). What is unknown is None, never 0.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BYTES = {
     "f64": 8, "i64": 8, "c64": 8, "c128": 16, "f32": 4, "i32": 4, "f16": 2, "bf16": 2, "i16": 2, "i8": 1, "u8": 1,
     "bool": 1, "f8e4m3": 1, "f8e5m2": 1, "f8e4m3fnuz": 1, "f8e5m2fnuz": 1,
 }  # fmt: skip
-"""Bytes of an element, by the names of `timeline.shapes`."""
+"""Bytes of an element, by the dtype names of `timeline.shapes`."""
 PRECISION = {
     "f64": "fp64", "f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "f8e4m3": "fp8",
     "f8e5m2": "fp8", "f8e4m3fnuz": "fp8", "f8e5m2fnuz": "fp8",
 }  # fmt: skip
-"""The catalogue's name of a number format."""
+"""The dtype names of `timeline.shapes` -> the catalogue's names of number formats."""
 
 _ADD_FORMS = ("addmm", "baddbmm", "addbmm", "_addmm_activation")
 _CONV = re.compile(
@@ -39,11 +39,11 @@ _CONV = re.compile(
 # These take [batch, rows, heads, width]; all other attention operators have heads before rows.
 _ROWS_FIRST = ("_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
                "_efficient_attention_backward", "_fmha")  # fmt: skip
-# Operations of one element, counted off the formulas: softmax max, subtract, exp, sum, divide; its backward multiply,
-# sum, multiply-subtract, multiply; a norm mean, square, variance, subtract, scale, weight, bias; everything else one.
+# Operations per element, counted in the formulas: softmax max, subtract, exp, sum, divide; its backward multiply, sum,
+# multiply-subtract, multiply; a norm mean, square, variance, subtract, scale, weight, bias; everything else one.
 _PER_ELEMENT = {"softmax": 5.0, "norm": 7.0, "batch_norm": 7.0, "random": 2.0, "copy": 0.0, "fill": 0.0, "gather": 0.0,
                 "scatter": 1.0, "transfer": 0.0}  # fmt: skip
-# These move nothing by themselves: where a copy is needed they call one, which is counted.
+# These move nothing themselves: if a copy is needed they call one, which is counted.
 _MAY_COPY = frozenset({"to", "contiguous", "type_as"})
 _IN_PLACE = re.compile(r"[a-z0-9]_$")
 
@@ -52,7 +52,7 @@ _IN_PLACE = re.compile(r"[a-z0-9]_$")
 class OpWork:
     """One call of an operator. `sizes` are (batch, m, n, k) of a matrix product; `dtype` is that of its operands.
 
-    `out_bytes` is what it writes, `elements` those of its largest tensor: known for what streams tensors.
+    `out_bytes` is what it writes, `elements` the number in its largest tensor; both only for operators that stream.
     """
 
     family: str
@@ -66,15 +66,15 @@ class OpWork:
 
     @property
     def precision(self) -> str | None:
-        """The catalogue's name of the number format; None for one it has no peak for."""
+        """The catalogue's name of the number format; None if the catalogue has no peak for it."""
         return PRECISION.get(self.dtype)
 
 
 @functools.lru_cache(maxsize=65536)
 def work_of(op: str, shapes: str | None, output: Shape | None = None, *, input_grad: bool = True) -> OpWork | None:
-    """The work of an operator by its name ("aten::addmm") and compact shapes; None where they tell nothing.
+    """Return the work of an operator by its name ("aten::addmm") and compact shapes; None if they tell nothing.
 
-    `output` is the output's shape of a forward convolution; `input_grad` whether its backward computes the input's
+    `output` is the shape of a forward convolution's output. `input_grad`: whether its backward computes the input's
     gradient (that of the first layer does not).
     """
     name = op.rpartition("::")[2]
@@ -93,12 +93,12 @@ def work_of(op: str, shapes: str | None, output: Shape | None = None, *, input_g
 
 
 def is_convolution(op: str) -> bool:
-    """Whether an operator is a convolution, forward or backward."""
+    """Return whether an operator is a convolution, forward or backward."""
     return _CONV.match(op.rpartition("::")[2]) is not None
 
 
 def _size(tensor: Tensor) -> float:
-    """Bytes of a tensor; an unknown number format is taken to have 4, as most do."""
+    """Return the bytes of a tensor; an unknown number format counts as 4 bytes, which most have."""
     return float(prod(tensor[0]) * BYTES.get(tensor[1], 4))
 
 
@@ -107,7 +107,7 @@ def _specs(tensors: Sequence[Tensor]) -> list[TensorSpec]:
 
 
 def _product(name: str, tensors: Sequence[Tensor]) -> OpWork | None:
-    """A matrix product. Its operands are the first two tensors, in the add forms the second and third."""
+    """Return a matrix product. Its operands are the first two tensors; in the add forms, the second and third."""
     first = 1 if name in (*_ADD_FORMS, "addmv") else 0
     if len(tensors) < first + 2:
         return None
@@ -119,7 +119,7 @@ def _product(name: str, tensors: Sequence[Tensor]) -> OpWork | None:
             return None
         sizes = gemm_sizes(name, _specs(tensors))
     elif len(a) >= 2 and len(b) >= 2 and a[-1] == b[-2] and (len(a) == len(b) or len(b) == 2 or "grouped" in name):
-        if len(a) > 3:  # matmul of stacks of more than one dimension
+        if len(a) > 3:  # matmul with more than one batch dimension
             sizes = {"batch": prod(a[:-2]), "m": a[-2], "n": b[-1], "k": a[-1]}
         else:
             sizes = gemm_sizes(name, _specs(tensors))
@@ -135,11 +135,11 @@ def _product(name: str, tensors: Sequence[Tensor]) -> OpWork | None:
 
 
 def _attention(name: str, tensors: Sequence[Tensor], *, causal: bool) -> OpWork | None:
-    """Two products a head forward, five backward; a backward operator's first tensor is the output's gradient."""
+    """Return attention: two products per head forward, five backward, whose first tensor is the output's gradient."""
     backward = "backward" in name
     taken = tensors[1:4] if backward else tensors[:3]
     if len(taken) < 3 or any(len(shape) != 4 for shape, _ in taken):
-        return None  # sequences packed to one: their lengths are in a tensor
+        return None  # sequences packed into one: a tensor has their lengths
     (q, dtype), (k, _), (v, _) = taken
     heads, rows = (2, 1) if name.startswith(_ROWS_FIRST) else (1, 2)
     params = {
@@ -148,7 +148,7 @@ def _attention(name: str, tensors: Sequence[Tensor], *, causal: bool) -> OpWork 
     }  # fmt: skip
     out = prod(q[:3]) * v[3] * BYTES.get(dtype, 4)
     operands = sum(_size(t) for t in taken)
-    # Backward reads both outputs' sides and writes a gradient for each operand.
+    # Backward reads the output and its gradient, and writes a gradient for each operand.
     moved = 2.0 * operands + 2.0 * out if backward else operands + out
     return OpWork(family="attention", dtype=dtype, flops=float(attention_flops(params)), bytes=moved, matrix=True)
 
@@ -164,7 +164,7 @@ def _convolution(name: str, tensors: Sequence[Tensor], output: Shape | None, inp
         return None
     if out is None or len(out) != len(x):
         return OpWork(family="conv", dtype=dtype, matrix=True)
-    # A transposed weight has the input's channels first; where both fit, only an upsampling one makes more points.
+    # A transposed weight has the input's channels first. If both fit, a larger output means that it is transposed.
     transposed = transposed or (x[1] == w[0] and (out[1] != w[0] or prod(out[2:]) > prod(x[2:])))
     forward = float(conv_flops(x, w, out, transposed))
     moved = _size((x, dtype)) + _size((w, dtype)) + _size((out, dtype))
@@ -175,7 +175,7 @@ def _convolution(name: str, tensors: Sequence[Tensor], output: Shape | None, inp
 
 
 def _stream(name: str, tensors: Sequence[Tensor]) -> OpWork:
-    """What moves tensors: inputs read once, the output (broadcast of the inputs) written once."""
+    """Return the work of an operator that streams tensors: read inputs once, write the (broadcast) output once."""
     bare = name.rstrip("_")
     by_name = "softmax" if "softmax" in name else "norm" if "_norm" in name else "elementwise"
     family = KINDS.get(name) or KINDS.get(bare) or by_name
@@ -197,7 +197,7 @@ def _stream(name: str, tensors: Sequence[Tensor]) -> OpWork:
     if family == "reduce" or (family == "pool" and not name.endswith("backward")):
         written = 0.0  # much smaller than what is read; its shape is not recorded
     elif name == "native_dropout":
-        written = _size(largest) + count  # the mask, a byte each
+        written = _size(largest) + count  # plus the mask with one byte per element
     elif family in ("norm", "batch_norm"):
         written = _size(largest)
     else:
@@ -208,7 +208,7 @@ def _stream(name: str, tensors: Sequence[Tensor]) -> OpWork:
 
 
 def _gather_work(name: str, tensors: Sequence[Tensor]) -> OpWork:
-    """Rows picked out of a table by an index: what is picked is read and written, whatever the table's size."""
+    """Return the work of picking rows of a table by an index; the size of the table does not matter."""
     (source, dtype), index = tensors[0], next((t for t in tensors if t[1] in ("i64", "i32")), None)
     if index is None:
         return OpWork(family="gather", dtype=dtype, flops=0.0)
@@ -219,9 +219,9 @@ def _gather_work(name: str, tensors: Sequence[Tensor]) -> OpWork:
 
 
 def _promote_dtype(tensors: Sequence[Tensor], *, in_place: bool) -> str:
-    """The number format of the output: that of the tensor written to, else the widest of those with dimensions.
+    """Return the number format of the output: that of the tensor written to, else the widest with dimensions.
 
-    A 0-dimensional f64 is how a Python number looks: it does not widen anything.
+    A 0-dimensional f64 is a Python number, which does not widen anything.
     """
     if in_place:
         return tensors[0][1]

@@ -310,7 +310,7 @@ def latest(
 
 
 def single(keys: Ints, asked: Ints) -> Ints | None:
-    """For each question the place of the one entry with its key, or `NONE`; None where two entries have one key."""
+    """Return for each question the place of the entry with its key, or `NONE`; None if two entries share a key."""
     if not len(keys):
         return np.full(len(asked), NONE, np.int64)
     order = np.argsort(keys, kind="stable")

@@ -114,7 +114,7 @@ def _name_launches(timeline: Timeline, device: Ints) -> tuple[Ints, Ints]:
 
 
 def _split_lanes(timeline: Timeline, device: Ints) -> Iterator[Ints]:
-    """Rows of each stream of each device (and rank) in the order they ran, which is that of their launches."""
+    """Yield rows of each stream of each device (and rank) in the order they ran, which is that of their launches."""
     columns = [timeline[name][device] for name in ("rank", "device", "stream")]
     order = np.lexsort((timeline["start_ns"][device], *columns[::-1]))
     ordered = device[order]
@@ -235,7 +235,7 @@ class _Grams:
         return len(self._sequence)
 
     def nearest_place(self, at: int, cursor: int, size: int) -> tuple[int, int]:
-        """How far the cursor must go, on or a little back, to the nearest place of a launch's names; and that place."""
+        """Return how far the nearest place of a launch's names is from the cursor (on, or a little back), and it."""
         gram = self._look(at // _PIECE)[0][at % _PIECE]
         if gram == NONE:
             return size, NONE

@@ -85,7 +85,7 @@ class Links:
         return rows[::-1]
 
     def find_twins(self, rows: Ints) -> Ints:
-        """The traced rows that device rows repeat; themselves where they were traced or none is known."""
+        """Return the traced rows that device rows repeat; the rows themselves if they were traced or have no twin."""
         twin = self.twin[rows]
         return np.where(twin == NONE, rows, twin)
 
