@@ -1,4 +1,4 @@
-"""The checks that every operator makes of its arguments: cheap where all is well, else an error names the argument."""
+"""The checks that all operators make of their arguments: cheap for good arguments; an error names the bad one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HERE = contextlib.nullcontext()
 
 
 def use_stream(stream: Stream | None, *named: Any) -> contextlib.AbstractContextManager[None]:
-    """`stream.on`, at no cost where no stream was given."""
+    """Return `stream.on(stream, ...)`; nothing is done, at no cost, if no stream was given."""
     return _HERE if stream is None else stream_on(stream, *named)
 
 
@@ -43,7 +43,7 @@ def check_tensors(
     optional: Collection[str] = ("bias",),
     **named: Any,
 ) -> None:
-    """Each is a tensor (`optional` ones may be None), on one device and of one floating dtype, unless told otherwise.
+    """Check that each is a tensor (`optional` ones may be None), all on one device and of one floating dtype.
 
     Complex counts as floating, except where `real` numbers are asked for.
     """
@@ -81,8 +81,8 @@ def _dtype(op: str, name: str, value: Any, why: str, fix: str) -> ArgumentError:
 
 
 def check_product(op: str, a: Any, b: Any) -> None:
-    """`a` and `b` can be multiplied as torch.matmul would: one device, one dtype, the inner dimensions agree."""
-    # The usual case, in as few calls as possible: this runs before every product of a program.
+    """Check that torch.matmul can multiply `a` and `b`: one device, one dtype, and inner dimensions that agree."""
+    # The usual case comes first, in as few calls as possible: this runs before every product of a program.
     try:
         fits = a.dtype is b.dtype and a.device == b.device and a.shape[-1] == b.shape[-2 if b.ndim > 1 else 0]
     except (AttributeError, IndexError):
@@ -98,7 +98,7 @@ def check_product(op: str, a: Any, b: Any) -> None:
                 f"op.{op}: {name} has no dimension", why="a product needs at least vectors", fix="use *"
             )
     inner = b.shape[-2 if b.ndim > 1 else 0]
-    if a.shape[-1] == inner:  # two dtypes that autocast will make one
+    if a.shape[-1] == inner:  # they have two dtypes, which autocast will make one
         return
     fix = "make the two inner dimensions equal"
     if b.ndim > 1 and a.shape[-1] == b.shape[-1]:
@@ -113,13 +113,13 @@ def check_product(op: str, a: Any, b: Any) -> None:
 
 
 def is_autocast(tensor: Any) -> bool:
-    """Whether torch's autocast is enabled on this tensor's device."""
+    """Return whether torch's autocast is enabled on this tensor's device."""
     where = tensor.device.type if isinstance(tensor, torch.Tensor) else ""
     return where in ("cuda", "cpu") and bool(torch.is_autocast_enabled(where))
 
 
 def cast_like_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
-    """Tensors as torch's autocast would cast them for a product, where it is enabled for `x`; fp64 and None stay."""
+    """Return tensors as torch's autocast would cast them for a product, if it is on for `x`; fp64 and None stay."""
     if not is_autocast(x):
         return x, *others
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -129,12 +129,12 @@ def cast_like_autocast(x: Any, *others: Any) -> tuple[Any, ...]:
 
 
 def without_autocast(tensor: Any) -> contextlib.AbstractContextManager[Any]:
-    """A block without autocast on this tensor's device."""
+    """Return a block without autocast on this tensor's device."""
     return torch.autocast(tensor.device.type, enabled=False) if is_autocast(tensor) else _HERE
 
 
 def broadcast_batches(op: str, a: Any, b: Any) -> tuple[int, ...]:
-    """What the leading dimensions of two stacks of matrices broadcast to."""
+    """Return what the leading dimensions of two stacks of matrices broadcast to."""
     if a.shape[:-2] == b.shape[:-2] or b.ndim < 3:
         return tuple(a.shape[:-2])
     try:
@@ -148,7 +148,7 @@ def broadcast_batches(op: str, a: Any, b: Any) -> tuple[int, ...]:
 
 
 def can_broadcast(value: Any, to: tuple[int, ...]) -> bool:
-    """Whether a tensor expands to a shape."""
+    """Return whether a tensor broadcasts to a shape."""
     short = len(to) - value.ndim
     # Not `in (1, whole)`: torch.compile finds no number there that is equal to one of its symbols.
     sizes = zip(value.shape, to[short:], strict=True)
@@ -156,7 +156,7 @@ def can_broadcast(value: Any, to: tuple[int, ...]) -> bool:
 
 
 def check_addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
-    """`c` can be added to a product of `a` that has the shape `to`."""
+    """Check that `c` can be added to a product of `a` that has the shape `to`."""
     try:  # the usual case
         if c.dtype is a.dtype and c.device == a.device and (c.shape == to or c.shape == to[-1:]):
             return
@@ -168,7 +168,10 @@ def check_addend(op: str, a: Any, c: Any, to: tuple[int, ...]) -> None:
 
 
 def check_factors(op: str, a: Any, **named: Any) -> list[Any]:
-    """Numbers to multiply by; for integer tensors they must be whole: torch would silently truncate them."""
+    """Check numbers to multiply by, and return them.
+
+    For integer tensors they must be whole: torch would truncate them.
+    """
     checked = []
     integers = not (a.dtype.is_floating_point or a.dtype.is_complex)
     for name, value in named.items():
@@ -189,17 +192,17 @@ def _has_no_fraction(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number and not a bool."""
+    """Return whether a value is a real number and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer (numpy's too) and not a bool."""
+    """Return whether a value is an integer (numpy's too) and not a bool."""
     return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def to_pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
-    """One int for both directions, or two."""
+    """Return one int for both directions as two, or two ints as they are."""
     if type(value) is int and value >= least:
         return value, value
     both = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
@@ -209,7 +212,7 @@ def to_pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
 
 
 def check_convolution(op: str, x: Any, w: Any, bias: Any, groups: Any, w_name: str = "weight") -> None:
-    """Images (n, channels, height, width) fit filters (out, channels / groups, height, width)."""
+    """Check that images (n, channels, height, width) fit filters (out, channels / groups, height, width)."""
     check_tensors(op, one_dtype=not is_autocast(x), **{"x": x, w_name: w, "bias": bias})
     if x.ndim not in (3, 4):
         raise shape_error(op, "x", x, "images are (n, channels, height, width)", "x.unsqueeze or x.reshape")
@@ -229,10 +232,10 @@ def check_convolution(op: str, x: Any, w: Any, bias: Any, groups: Any, w_name: s
 
 
 def shape_error(op: str, name: str, value: Any, why: str, fix: str) -> ArgumentError:
-    """The error for an argument of the wrong shape."""
+    """Return the error for an argument of the wrong shape."""
     return ArgumentError(f"op.{op}: {name} is {format_shape(value)}", why=why, fix=fix)
 
 
 def format_shape(tensor: Any) -> str:
-    """A tensor's shape as a person writes it: 4x8."""
+    """Return a tensor's shape as a person writes it: 4x8."""
     return "x".join(map(str, tensor.shape)) or "a scalar"

@@ -1,7 +1,7 @@
-"""`flash_attention`: torch's best backend, or with a tile our Triton kernel of that tile.
+"""`flash_attention`: torch's best backend or, with a tile, our Triton kernel of that tile.
 
-Layouts and meaning are those of `torch.nn.functional.scaled_dot_product_attention`. What our kernel cannot do (masks,
-dropout, broadcasting) torch's does, and a warning says so.
+Layouts and meaning are those of `torch.nn.functional.scaled_dot_product_attention`. For what our kernel cannot do
+(masks, dropout, broadcasting), torch's runs, and a warning says so.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def flash_attention(
     precision: str | None = None,
     stream: Stream | None = None,
 ) -> Any:
-    """softmax(q k^T * scale) v without storing the scores; `scale` is 1/sqrt(dim) by default.
+    """Return softmax(q k^T * scale) v without storing the scores; `scale` is 1/sqrt(dim) by default.
 
     `tile_shape=(BM, BN)` or `(BM, BN, D)` runs our kernel with BM queries and BN keys at a time. `precision` ("bf16",
     "fp16", "fp32") casts q, k and v and gives the result in q's dtype; "tf32" multiplies fp32 tensors by our kernel's
-    TF32. `enable_gqa`: k and v have fewer heads, each shared by a group of q's.
+    TF32. `enable_gqa`: k and v have fewer heads, each shared by a group of q's heads.
 
     Raises TileError for a tile that does not fit the chip, ArgumentError for any other argument that does not fit.
     """
@@ -74,7 +74,7 @@ def flash_attention(
 
 
 def _is_self_attention(q: Any, k: Any, v: Any) -> bool:
-    """Tensors of one shape, dtype and device: the usual case, in as few calls as possible."""
+    """Return whether the tensors have one shape, dtype and device: the usual case, in as few calls as possible."""
     try:
         return (
             q.shape == k.shape == v.shape
@@ -147,7 +147,7 @@ def _cast(q: Any, k: Any, v: Any, mask: Any, precision: str) -> tuple[Any, Any, 
 
 
 def _attend(q: Any, k: Any, v: Any, causal: bool, scale: float | None, mask: Any, dropout_p: float, gqa: bool) -> Any:
-    if k.shape[-2] == 0:  # no key at all: zeros; torch's backends differ there
+    if k.shape[-2] == 0:  # without any key the result is zeros; torch's backends differ there
         if gqa:
             k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
         return (q @ k.mT) @ v
@@ -158,7 +158,7 @@ def _attend(q: Any, k: Any, v: Any, causal: bool, scale: float | None, mask: Any
 
 
 def attend_by_tile(q: Any, k: Any, v: Any, causal: bool, scale: float | None, tile_shape: Any, fp32: str) -> Any:
-    """Attention by our kernel of a tile, or by torch with the same meaning where there is no CUDA device."""
+    """Compute attention by our kernel of a tile, or by torch with the same meaning if there is no CUDA device."""
     from . import attention_ops
 
     bm, bn = _to_tile(tile_shape, q)
@@ -185,7 +185,7 @@ def _to_tile(tile_shape: Any, q: Any) -> tuple[int, int]:
 
 
 def _why_without_tile(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) -> str:
-    """What torch's kernels can do and ours cannot; empty where ours can."""
+    """Return what torch's kernels can do and ours cannot, for this call; empty if ours can run it."""
     if mask is not None or dropout_p:
         return f"our kernel has no {'dropout' if mask is None else 'masks'}"
     if q.ndim != 4 or k.shape != v.shape or v.ndim != 4:
@@ -199,10 +199,11 @@ def _why_without_tile(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) -> st
 
 # -- added masks far below zero -------------------------------------------------------------------------------------
 
-# Fused backward passes recompute probabilities from the logarithm of their sum. Beside a mask of -1e9 fp32 has no room
-# for it: in the row of a query that sees no key each probability comes out as 1 (torch 2.13 on a CPU; not yet measured
-# on a GPU). A softmax does not change when a row is shifted, so such rows are shifted to zero, whatever they hold.
-_FAR = 1024.0  # beyond it the logarithm of a sum, kept in fp32 beside such a number, is wrong by 6e-5 and more
+# Fused backward passes recompute probabilities from the logarithm of their sum. Beside a mask of -1e9, fp32 has no
+# precision left for that logarithm: in the row of a query that sees no key, each probability comes out as 1 (torch 2.13
+# on a CPU; not yet measured on a GPU). A softmax does not change when a row is shifted, so such rows are shifted to
+# zero.
+_FAR = 1024.0  # above this, the logarithm of a sum, kept in fp32 beside such a number, is wrong by 6e-5 and more
 _MASK_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -211,13 +212,13 @@ class _LevelMask(NamedTuple):
     mask: TensorWeakRef
 
 
-# Layers share their mask, and each would save a copy for its backward pass. Kept only while a layer has saved it: a
-# mask may be written where no version tells (by numpy, `.data`, the replay of a graph).
+# Layers share their mask, and each would save a copy for its backward pass. A copy is kept only while a layer has saved
+# it, because a mask may be written where no version tells (by numpy, `.data`, the replay of a graph).
 _level_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def level_mask(mask: Any, q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """The mask with rows that lie far from zero shifted to zero; the mask itself where no gradient is needed."""
+    """Return the mask with rows that are far from zero shifted to zero; the same mask if no gradient is needed."""
     if mask.dtype not in _MASK_DTYPES or not (mask.ndim and k.shape[-2] and q.shape[-2]):
         return mask
     if not (needs_gradient(q, k, v, mask) or in_transform()):
@@ -225,12 +226,12 @@ def level_mask(mask: Any, q: Any, k: Any, v: Any, causal: bool) -> Any:
     sizes = (q.shape[-2], k.shape[-2]) if causal else None
     if mask.requires_grad:
         return _level(mask, sizes)
-    own = mask  # without what `expand` repeats: that takes no memory, and a difference would
+    own = mask  # without the dimensions that `expand` repeats: they take no memory, but a difference would
     for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
         if stride == 0 and size > 1:
             own = own.narrow(dim, 0, 1)
     shared = is_unobserved(mask) and not mask.is_inference()
-    # A graph under capture makes its own: at a replay the mask may hold other values.
+    # A graph under capture makes its own copy: at a replay, the mask may hold other values.
     shared = shared and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     level = _level_shared(mask, own, sizes) if shared else _level(own, sizes)
     full = mask.shape if sizes is None else torch.broadcast_shapes(mask.shape, sizes)
@@ -239,7 +240,9 @@ def level_mask(mask: Any, q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 def _level_shared(mask: Any, own: Any, sizes: tuple[int, int] | None) -> Any:
     base = mask if mask._base is None else mask._base
-    stream = torch.cuda.current_stream(mask.device) if mask.is_cuda else None  # another stream may not be done yet
+    stream = (
+        torch.cuda.current_stream(mask.device) if mask.is_cuda else None
+    )  # the copy may not be ready for another stream
     key = (mask._version, mask.data_ptr(), mask.dtype, mask.shape, mask.stride(), sizes, stream)
     entry = _level_masks.get(base)
     level = entry.mask() if entry is not None and entry.key == key else None
@@ -254,5 +257,5 @@ def _level(mask: Any, sizes: tuple[int, int] | None) -> Any:
     if sizes is not None:  # causal: what lies behind a query does not count for its row
         visible = visible.masked_fill(~torch.ones(sizes, dtype=torch.bool, device=mask.device).tril(), -math.inf)
     most, limits = visible.amax(-1, keepdim=True), torch.finfo(mask.dtype)
-    # The difference of numbers that near each other is exact, and others do not count in the softmax.
+    # The difference of numbers near each other is exact, and others do not count in the softmax.
     return mask - torch.where(most.abs() < _FAR, 0.0, most.clamp(limits.min, limits.max))

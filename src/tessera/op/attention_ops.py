@@ -1,7 +1,7 @@
 """Attention as a torch operator, `tessera::attention`: our Triton kernel on CUDA, torch's elsewhere.
 
-(batch, heads, sequence, dim) tensors; keys and values may have fewer heads. `bm`, `bn` are the kernel's tile; `stages`
-and `warps` of 0 leave the choice to us. Gradients are those of torch's own attention. `graph/flops.py` reads
+(batch, heads, sequence, dim) tensors; keys and values may have fewer heads. `bm`, `bn` are the kernel's tile; with
+`stages` and `warps` of 0, `pipeline` chooses. Gradients are those of torch's own attention. `graph/flops.py` reads
 arguments by position.
 """
 
@@ -27,7 +27,7 @@ _SCHEMA = (
 
 
 def forward_bytes(shape: tile.Tile, dtype: str, stages: int) -> int:
-    """Shared memory of the kernel: the queries, and `stages` tiles of keys and values."""
+    """Return the bytes of the kernel's shared memory: the queries, and `stages` tiles of keys and values."""
     return (shape.bm + 2 * max(1, stages) * shape.bn) * shape.bk * tile.ITEM_BYTES[dtype]
 
 
@@ -41,9 +41,9 @@ tile.register("flash_attention", _compile, free=(True, True, False), formula=for
 
 
 def pipeline(bm: int, bn: int, dims: int) -> tuple[int, int]:
-    """(stages, warps) of the kernel: what a schedule hints, else what keeps the accumulators in registers."""
+    """Return (stages, warps) of the kernel: a schedule's hints, else those that keep accumulators in registers."""
     asked = hints.current()
-    # fp32 scores and sums of a program in at most 128 of a thread's 255 registers: tests compile them without spills.
+    # fp32 scores and sums take at most 128 of a thread's 255 registers: tests compile the kernels without spills.
     warps = 4 if bm * (bn + pad_head(dims)) <= 32 * 4 * 128 else 8
     return asked.cp_async_depth or STAGES, 4 * asked.warp_mma_concurrency if asked.warp_mma_concurrency else warps
 
@@ -51,7 +51,7 @@ def pipeline(bm: int, bn: int, dims: int) -> tuple[int, int]:
 @functools.lru_cache(maxsize=256)
 def check_tile(dtype: torch.dtype, device: torch.device, dims: int, bm: int, bn: int, stages: int, warps: int) -> None:
     """Raise TileError for a tile that does not fit the device (for a CPU: Hopper)."""
-    dtype = torch.float32 if dtype == torch.float64 else dtype  # fp64 runs on a CPU alone, and is checked as fp32
+    dtype = torch.float32 if dtype == torch.float64 else dtype  # fp64 runs on CPUs only, and is checked as fp32
     shape = tile.Tile(bm, bn, pad_head(dims))
     tile.check("flash_attention", shape, dtype, stages, warps, tile.arch_of(device))
 
@@ -65,7 +65,7 @@ def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 
 @torch.library.custom_op("tessera::attention", mutates_args=(), schema=_SCHEMA)
 def attention_op(q: Any, k: Any, v: Any, scale: float, causal: bool, bm: int, bn: int, *launch: Any) -> Any:
-    """softmax(q k^T * scale) v; the result lies in memory as q does."""
+    """Return softmax(q k^T * scale) v, in q's memory layout."""
     stages, warps, precision = launch
     own = pipeline(bm, bn, q.shape[-1])
     stages, warps = stages or own[0], warps or own[1]
@@ -95,7 +95,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _attend_by_torch(q, k, v, ctx.scale, ctx.causal)
 
-    # Torch's fused kernels have no gradients of gradients and no rules for vmap.
+    # Torch's fused kernels have no second derivatives and no rules for vmap.
     fused = not (torch.is_grad_enabled() or in_transform())
     with contextlib.nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
         _, pull_back = torch.func.vjp(attend, *ctx.saved_tensors)

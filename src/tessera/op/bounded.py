@@ -1,12 +1,13 @@
 """The cheapest precision whose relative Frobenius error |C' - AB| / |AB| stays within a tolerance.
 
-Candidates are tried from the fewest joules up (`product_cost.py`). Each is run, and its product is the answer if its
-error is within the tolerance (`error_bounds.py`). If none is, full precision runs; `ToleranceError` only if even that
-is too coarse.
+Candidates are tried from the fewest joules up (`product_cost.py`). Each one runs, and its product is the answer if its
+error is within the tolerance (`error_bounds.py`). If no candidate is, full precision runs; `ToleranceError` is raised
+only if even that is too coarse.
 
-What is kept for shapes, layouts, type, device and tolerance (and for each `nn.Parameter` by itself) is which candidate
-held last: the next call starts there. Every product is checked before it is returned, so a bound holds whatever the
-data do from call to call; on a GPU the host waits for that. Cheaper ones are tried again every `recheck_every` uses.
+For each set of shapes, layouts, type, device and tolerance (and for each `nn.Parameter` separately), the candidate that
+was taken last is kept, and the next call starts there. Every product is checked before it is returned, so the bound
+holds however the data change from call to call; on a GPU, the host waits for the check. Cheaper candidates are tried
+again every `recheck_every` uses.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .dispatch import READS_VALUES, has_no_values, is_unobserved, make_different
 from .product_cost import PricedPrecision, order_candidates
 
 RECHECK_EVERY = 1000
-_MOST_CHOICES = 1024  # the one made longest ago goes first
+_MOST_CHOICES = 1024  # the least recently made one is dropped first
 
 TileOf = tuple[str, tuple[int, ...]]
 """An operator's name and the sides of its tile."""
@@ -36,7 +37,7 @@ TileOf = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A precision that was tried: its predicted joules, an upper end of its error, and the verdict."""
+    """A precision that was tried: its predicted joules, an upper bound of its error, and the verdict."""
 
     precision: str
     accumulate: str = "fp32"
@@ -47,11 +48,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionChoice:
-    """What a product runs in, and why.
+    """The precision that a product runs in, and why.
 
-    `accumulate` is how it is summed, "fp32" or "fast". `sampled_error` is an upper end of the error when it was
-    chosen, no sharper than the tolerance needs (of full precision often the bound by norms, far above the error), None
-    where it is not known. `checked` is whether the operands were read.
+    `accumulate` is how it is summed, "fp32" or "fast". `sampled_error` is an upper bound of the error when the
+    precision was chosen, no sharper than the tolerance needs (for full precision often the bound by norms, far above
+    the error); None if it is not known. `checked` is whether the operands were read.
     """
 
     shape: tuple[int, ...]
@@ -91,14 +92,14 @@ def multiply_within(
     refuse: bool = True,
     tile: TileOf | None = None,
 ) -> tuple[torch.Tensor, PrecisionChoice]:
-    """`a @ b` in the cheapest precision within a relative Frobenius error, and the choice.
+    """Return `a @ b` in the cheapest precision within a relative Frobenius error, and the choice.
 
-    `allowed` limits the candidates (full precision is always one). `first` is tried before the others, and then only
-    finer ones are. Without `accumulate`, fp8 is tried with fast sums too, where the device has them. `costs` replaces
-    the predicted joules by precision; without it a CPU tries nothing narrower than the operands except `first`, because
-    there it is slower. Without `refuse`, full precision is the answer even where it is too coarse. With `tile`, the
-    kernel of that tile runs. Where values cannot be read (meta tensors, a CUDA graph under capture) full precision runs
-    unchecked.
+    `allowed` limits the candidates (full precision is always one). `first` is tried before the others; after it, only
+    finer ones are tried. Without `accumulate`, fp8 is tried with fast sums too, if the device has them. `costs`
+    replaces the predicted joules by precision; without it, a CPU tries nothing narrower than the operands except
+    `first`, because narrower formats are slower there. Without `refuse`, full precision is the answer even if it is too
+    coarse. With `tile`, the kernel of that tile runs. If values cannot be read (meta tensors, a CUDA graph under
+    capture), full precision runs unchecked.
     """
     left, right = _check(a, b, tolerance, accumulate)
     if first is not None and first not in casting.PRECISIONS:
@@ -137,7 +138,7 @@ def multiply_within(
 
 
 def choices() -> tuple[PrecisionChoice, ...]:
-    """The most recent choices, oldest first: one for each change, not for each use."""
+    """Return the most recent choices, oldest first: one for each change, not for each use."""
     with _lock:
         return tuple(_recent)
 
@@ -155,11 +156,13 @@ def forget() -> None:
 def _try_in_turn(
     a: Any, b: Any, ordered: Sequence[PricedPrecision], tolerance: float, out: Any, tile: TileOf | None
 ) -> tuple[torch.Tensor, list[Candidate]]:
-    """The product of the first candidate that holds, or of the last; and those tried."""
+    """Return the product of the first candidate within the tolerance, or of the last one; and the candidates tried."""
     tried: list[Candidate] = []
     for precision, sums, energy_j in ordered:
         product = _multiply(a, b, precision, sums, out, tile)
-        lossless = precision == FULL[a.dtype] and sums == "fp32" and tile is None  # our own kernels are always probed
+        lossless = (
+            precision == FULL[a.dtype] and sums == "fp32" and tile is None
+        )  # our own kernels are always checked by probes
         error = error_bounds.bound_error(a, b, product, tolerance, lossless=lossless)
         verdict = "taken" if error <= tolerance else "too coarse"
         shown: Any = {"precision": precision, "accumulate": sums, "energy_j": energy_j, "sampled_error": error}
@@ -222,7 +225,7 @@ def _too_tight(last: Candidate, tolerance: float, out: Any, dtype: Any) -> Toler
 
 
 def check_tolerance(tolerance: Any) -> None:
-    """Raise ToleranceError for what is not a positive number."""
+    """Raise ToleranceError for a tolerance that is not a positive number."""
     if not (is_number(tolerance) and 0 < tolerance < math.inf):
         raise ToleranceError(
             f"error_tolerance={tolerance!r} is not a bound",
@@ -232,7 +235,7 @@ def check_tolerance(tolerance: Any) -> None:
 
 
 def _check(a: Any, b: Any, tolerance: float, accumulate: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands as matrices, or as stacks of as many matrices."""
+    """Return both operands as matrices, or as stacks of equally many matrices."""
     lowprec.check(a, b, "fp32", accumulate or "fp32")
     check_tolerance(tolerance)
     if b.dim() == 2 and a.dim() > 2:
@@ -267,7 +270,7 @@ def _batch_shape(a: Any, b: Any) -> torch.Size:
 
 
 def _identity(x: Any) -> int | None:
-    """Parameters are told apart, activations are not: they live at another address each time."""
+    """Return an identity for parameters; None for activations, which have another address each time."""
     base = x if x._base is None else x._base
     return base.data_ptr() if isinstance(base, torch.nn.Parameter) else None
 
@@ -290,15 +293,16 @@ def bounded_mm(
     out_dtype: torch.dtype | None = None,
     tile: TileOf | None = None,
 ) -> torch.Tensor:
-    """`a @ b` in the cheapest precision within a relative Frobenius error; arguments as in `multiply_within`.
+    """Return `a @ b` in the cheapest precision within a relative Frobenius error; arguments as in `multiply_within`.
 
     The choice is made when the operator runs, inside a compiled graph too. Gradients are bounded products themselves,
-    chosen within the same tolerance; where no precision holds it, in the operands' own type.
+    chosen within the same tolerance; if no precision is within it, they run in the operands' own type.
     """
     names = ",".join(casting.PRECISIONS if allowed is None else allowed)
     out = a.dtype if out_dtype is None else out_dtype
     tile_text = "" if tile is None else " ".join((tile[0], *map(str, tile[1])))
-    plain = is_unobserved(a, b) and not needs_gradient(a, b)  # an operator's first call imports the compiler
+    # an operator's first call imports the compiler, so plain calls avoid it
+    plain = is_unobserved(a, b) and not needs_gradient(a, b)
     run = _multiply_bounded if plain else _product
     result: torch.Tensor = run(a, b, tolerance, names, first or "", accumulate or "", out, False, tile_text)
     return result
@@ -315,7 +319,7 @@ def _multiply_bounded(
     gradient: bool = False,
     tile: str = "",
 ) -> torch.Tensor:
-    """As torch sees it. `tile` is a name and sides: "matmul 128 128 64"; gradients have none."""
+    """Run the product as torch's operator. `tile` is a name and sides: "matmul 128 128 64"; gradients have none."""
     name, *sides = tile.split(" ")
     product, _ = multiply_within(
         a,
@@ -325,7 +329,7 @@ def _multiply_bounded(
         first=first or None,
         accumulate=accumulate or None,
         out_dtype=out_dtype,
-        refuse=not gradient,  # nobody can do anything about it in the middle of a backward pass
+        refuse=not gradient,  # nobody can react to an error in the middle of a backward pass
         tile=(name, tuple(map(int, sides))) if sides else None,
     )
     return product

@@ -1,7 +1,7 @@
 """Number formats of products: what they are, rounding to them with power-of-two scales, and weights kept in fp8.
 
 fp8 is e4m3 with one scale per matrix, `fp8_row` with one for each row of `a` and column of `b`; fp16 from a wider type
-is scaled too, so neither overflows. In scaled formats values that are not finite come out as NaN.
+is scaled too, so neither overflows. In scaled formats, values that are not finite become NaN.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from ..errors import ArgumentError, MissingExtra, did_you_mean
 
 PRECISIONS = ("fp8", "fp8_row", "bf16", "fp16", "tf32", "fp32", "fp64")
-"""What a product may run in, coarsest first; bf16 before fp16 and tf32, which round 8 times finer."""
+"""The precisions of a product, coarsest first; bf16 comes before fp16 and tf32, which round 8 times finer."""
 FULL = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-"""The precision that loses nothing of operands of a type."""
+"""The precision that loses nothing of operands of each type."""
 STORED_AS = {
     "fp8": torch.float8_e4m3fn,
     "fp8_row": torch.float8_e4m3fn,
@@ -33,26 +33,26 @@ _E4M3_MAX = 448.0
 
 
 def unknown_precision(name: str, precision: Any) -> ArgumentError:
-    """The error for a precision that does not exist."""
+    """Return the error for a precision that does not exist."""
     hint = did_you_mean(str(precision), PRECISIONS)
     return ArgumentError(f"{name}={precision!r} is not a precision{hint}", fix=f"one of {', '.join(PRECISIONS)}")
 
 
 @functools.cache
 def has_fp8_units(index: int | None) -> bool:
-    """Whether a CUDA device multiplies e4m3 itself: NVIDIA from compute capability 8.9 on."""
+    """Return whether a CUDA device multiplies e4m3 itself: NVIDIA's do from compute capability 8.9 on."""
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 9)
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether fp8 products run as such on a device; elsewhere the rounded operands are multiplied in a wider format."""
+    """Return whether fp8 products run in fp8 on a device; others multiply the rounded operands in a wider format."""
     return device.type == "cuda" and has_fp8_units(device.index)
 
 
 def cast(a: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The tensor rounded to a precision and the scale to multiply by afterwards; None where there is none.
+    """Return the tensor rounded to a precision, and the scale to multiply by afterwards; None if there is none.
 
-    `fp8_row` scales the rows of the last dimension. fp8 values are stored in e4m3, tf32's in fp32.
+    `fp8_row` scales the rows of the last dimension. fp8 values are stored in e4m3, tf32 values in fp32.
     """
     if precision not in PRECISIONS:
         raise unknown_precision("precision", precision)
@@ -67,15 +67,16 @@ def cast(a: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def cast_each(stack: torch.Tensor, precision: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A stack of matrices in fp8 or fp16, and their scales: (batch,) of them."""
+    """Return a stack of matrices in fp8 or fp16, and their scales, one for each matrix."""
     each = [quantize(matrix, precision, False, (1, 1)) for matrix in stack]
-    bits = torch.uint8 if precision == "fp8" else torch.int16  # autocast would cast a stack of fp8
+    # viewed as integers, because autocast would cast a stack of fp8
+    bits = torch.uint8 if precision == "fp8" else torch.int16
     values = torch.stack([y.view(bits) for y, _ in each]).view(STORED_AS[precision])
     return values, torch.cat([scale for _, scale in each])
 
 
 def quantize(x: torch.Tensor, name: str, by_row: bool, pad: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matrix in fp8 or fp16, contiguous and padded to multiples of `pad`, and the scale(s) that bring it back."""
+    """Return the matrix in fp8 or fp16, contiguous and padded to multiples of `pad`, and the scale(s) to undo it."""
     if x.device.type == "cuda" and x.dtype != torch.float64 and (name != "fp8" or multiplies_fp8(x.device)):
         with contextlib.suppress(MissingExtra):
             from .kernels import quantize as kernels
@@ -99,7 +100,10 @@ def quantize(x: torch.Tensor, name: str, by_row: bool, pad: tuple[int, int]) -> 
 
 
 def power_of_two(amax: torch.Tensor, name: str) -> torch.Tensor:
-    """The power of two that brings `amax` just under the largest value of fp8 (448) or fp16 (2^15); never 0 or inf."""
+    """Return the power of two that brings `amax` just under the largest value of fp8 (448) or fp16 (2^15).
+
+    It is never 0 or infinite.
+    """
     fraction, exponent = torch.frexp(amax)  # amax = fraction x 2^exponent, fraction in [1/2, 1)
     top = 9 - (fraction > 0.875).int() if name == "fp8" else torch.full_like(exponent, 15)
     power = (top - exponent).clamp(-126, 126)  # 2^power and 2^-power both are normal numbers
@@ -107,7 +111,7 @@ def power_of_two(amax: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _round_to_tf32(x: torch.Tensor) -> torch.Tensor:
-    """Mantissas of 10 bits, nearest, ties to even."""
+    """Round mantissas to 10 bits, to nearest, ties to even."""
     bits = x.contiguous().view(torch.int32)
     rounded = (bits + 0x0FFF + ((bits >> 13) & 1)) & ~0x1FFF
     return torch.where(torch.isfinite(x), rounded.view(torch.float32), x)
@@ -117,7 +121,7 @@ def _round_to_tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 class PreparedWeight:
-    """A weight in fp8, the version it was made of, and the tensor whose life it shares."""
+    """A copy of a weight in fp8, with the version it was made from; it lives as long as the weight."""
 
     __slots__ = ("address", "owner", "scale", "values", "version")
 
@@ -128,12 +132,12 @@ class PreparedWeight:
         self.scale: Any = None
 
     def refresh(self, b: torch.Tensor, by_row: bool, pad: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weight and its scale(s), cast again where the weight has changed since."""
+        """Return the weight and its scale(s), cast again if the weight has changed."""
         if self.version != b._version:
             values, scale = quantize(b.mT, "fp8", by_row, pad)
             if self.values is None:
                 self.values, self.scale = values, scale
-            else:  # in place: a CUDA graph that was captured with them reads them at every replay
+            else:  # in place, because a CUDA graph that was captured with these tensors reads them at every replay
                 self.values.copy_(values)
                 self.scale.copy_(scale)
             self.version = b._version
@@ -147,9 +151,9 @@ _lock = threading.Lock()
 def prepare(b: torch.Tensor, precision: str = "fp8") -> None:
     """Keep the right operand of a product in fp8 (or `fp8_row`) from its first use on: one more byte per weight.
 
-    The copy is found by the weight's address, layout and version, made again after every change that torch counts (an
-    optimizer's step, `load_state_dict`), and dropped with the weight. A write through `.data` or from another library
-    is not counted: call `forget` after one. `fp8_row` is cheaper where `lowprec.has_row_scaling`.
+    The copy is found by the weight's address, layout and version. It is made again after every change that torch counts
+    (an optimizer's step, `load_state_dict`), and dropped with the weight. A write through `.data` or from another
+    library is not counted: call `forget` after one. `fp8_row` is cheaper where `lowprec.has_row_scaling`.
     """
     if not isinstance(b, torch.Tensor):
         raise ArgumentError(f"b is a {type(b).__name__}, not a tensor", fix="a weight, such as layer.weight.mT")
@@ -176,7 +180,7 @@ def forget(b: torch.Tensor) -> None:
 
 
 def find_prepared(b: torch.Tensor, by_row: bool) -> PreparedWeight | None:
-    """The fp8 copy of a weight; None for a tensor that was not prepared."""
+    """Return the fp8 copy of a weight; None for a tensor that was not prepared."""
     if not _weights or b.is_inference():
         return None
     entry = _weights.get(_key(b, by_row))

@@ -1,7 +1,7 @@
 """`conv2d`: torch's (cuDNN's) convolution, or with a tile our implicit matrix product, `tessera::tiled_conv2d`.
 
-The kernel needs channels innermost; other images are copied, and the result has the image's memory format. Its
-gradients are torch's (`aten::convolution_backward`).
+The kernel needs channels innermost, so images in another format are copied; the result has the image's memory format.
+Its gradients are torch's (`aten::convolution_backward`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def conv2d(
     tile_shape: tuple[int, int, int] | None = None,
     stream: Stream | None = None,
 ) -> Any:
-    """The convolution of images (n, channels, height, width) with filters (out, channels / groups, height, width).
+    """Return the convolution of images (n, channels, height, width) with `weight`.
 
-    `padding` may be "same" or "valid". `tile_shape=(BM, BN, BK)` runs our kernel: BM output pixels by BN filters at a
-    time, BK deep; one that cannot work is a `TileError` with the nearest that does.
+    The weight is (out, channels / groups, height, width). `padding` may be "same" or "valid". `tile_shape=(BM, BN, BK)`
+    runs our kernel: BM output pixels by BN filters at a time, BK deep. A tile that cannot work raises `TileError`,
+    which names the nearest tile that does.
     """
     arguments.check_convolution("conv2d", x, weight, bias, groups)
     steps = arguments.to_pair("conv2d", "stride", stride, 1), arguments.to_pair("conv2d", "dilation", dilation, 1)
@@ -63,7 +64,7 @@ def conv2d(
         x, weight, bias = arguments.cast_like_autocast(x, weight, bias)
         check_dtype("conv2d", "x", x)
         shape, (stride, dilation) = Tile.of("conv2d", tile_shape), steps
-        stages = warps = 0  # under torch.compile the fake checks, and the launch decides
+        stages = warps = 0  # under torch.compile, the fake operator checks and the launch decides
         if not torch.compiler.is_compiling():
             stages, warps = tile.plan_launch("conv2d", shape, dtype_to_check(x.dtype), x.device)
         images, padding = _pad_images(x, weight, stride, padding, dilation)
@@ -75,9 +76,9 @@ def conv2d(
 def _pad_images(
     x: Any, weight: Any, stride: tuple[int, int], padding: Any, dilation: tuple[int, int]
 ) -> tuple[Any, tuple[int, int]]:
-    """Images (n, channels, height, width) and their padding in pixels; raises ArgumentError where no pixel results.
+    """Return images (n, channels, height, width) and their padding in pixels.
 
-    An odd pixel of "same" is added at the image's end, as torch does.
+    Raises ArgumentError if the result has no pixel. An odd pixel of "same" is added at the image's end, as in torch.
     """
     images = x.unsqueeze(0) if x.ndim == 3 else x
     if padding == "valid":
@@ -105,7 +106,7 @@ def _size(x: Any, weight: Any, stride: Any, padding: Any, dilation: Any) -> tupl
 
 @torch.library.custom_op("tessera::tiled_conv2d", mutates_args=(), schema=_SCHEMA)
 def tiled_conv2d(x: Any, weight: Any, *options: Any) -> Any:
-    """The convolution as torch sees it; the result has the image's memory format."""
+    """Run the convolution as torch's operator; the result has the image's memory format."""
     stride, padding, dilation, groups, tile_shape, stages, warps = options
     if not x.is_cuda:
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -136,7 +137,7 @@ def tiled_conv2d(x: Any, weight: Any, *options: Any) -> Any:
 
 
 def _memory_format(x: Any) -> Any:
-    """Channels innermost, or outermost."""
+    """Return channels_last if channels are innermost, else contiguous."""
     last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     return torch.channels_last if last else torch.contiguous_format
 

@@ -1,8 +1,8 @@
 """How a call reaches its kernel: whether torch's dispatcher may be skipped, gradients, torch.func, tf32 switches.
 
-Compilers, modes, transforms, tracers and profilers work with the operators that are registered with torch. Where none
-of them is active, the dispatcher and `torch.library`'s wrappers change nothing and are most of what a small call costs
-the host (benchmarks/measure/op_host_cost.py), so they are skipped.
+Compilers, modes, transforms, tracers and profilers work with the operators that are registered with torch. If none of
+them is active, the dispatcher and `torch.library`'s wrappers change nothing. They are most of the host time of a small
+call (benchmarks/measure/op_host_cost.py), so they are skipped then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ try:
     _profiling = torch._C._autograd._profiler_enabled
     _tracing = torch._C._get_tracing_state
     KNOWN = hasattr(_profiler, "_is_profiler_enabled")
-except AttributeError:  # a torch that cannot be asked: every call takes the dispatcher
+except AttributeError:  # this torch cannot tell, so every call takes the dispatcher
     KNOWN = False
 
 # Operators that wait for values cannot run while a CUDA graph is captured. With this tag Inductor leaves them out of
@@ -37,16 +37,17 @@ READS_VALUES: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasatt
 
 
 def may_skip_dispatcher(x: Any, *others: Any) -> bool:
-    """Whether a call with these tensors (None is ignored) may go straight to its CUDA kernel."""
+    """Return whether a call with these tensors (None is ignored) may go straight to its CUDA kernel."""
     return is_unobserved(x, *others) and x.is_cuda
 
 
 def is_unobserved(x: Any, *others: Any) -> bool:
-    """Whether the tensors are plain ones and nobody would see or change the operator, on any device."""
-    # Modes first: under a function mode every question to a tensor is a call of its own.
+    """Return whether the tensors are plain and nothing would see or change the operator, on any device."""
+    # Modes come first, because under a function mode every attribute of a tensor is a call of its own.
     if _compiling() or not KNOWN or _function_mode() or _dispatch_modes():
         return False
-    # The profiler's flag is the process's, the function its thread's: one started elsewhere may record this thread too.
+    # The profiler's flag is for the process, the function for its thread: a profiler that was started on another thread
+    # may record this one too.
     if _transforms() or _profiler._is_profiler_enabled or _profiling() or _tracing() is not None:
         return False
     if forward_ad._current_level >= 0:  # a tangent would be lost
@@ -60,19 +61,19 @@ def is_unobserved(x: Any, *others: Any) -> bool:
 
 
 def in_transform() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is active."""
+    """Return whether a torch.func transform or forward-mode differentiation is active."""
     if _compiling():
         return False
     return forward_ad._current_level >= 0 or (KNOWN and bool(_transforms()))
 
 
 def has_no_values(x: Any) -> bool:
-    """Whether a tensor's values cannot be read here: it is only a shape, or one of many under a transform."""
+    """Return whether a tensor's values cannot be read here: it is only a shape, or one of many under a transform."""
     return x.is_meta or isinstance(x, torch._subclasses.FakeTensor) or in_transform()
 
 
 def needs_gradient(*tensors: Any) -> bool:
-    """Whether autograd needs a gradient of one of these (None is ignored)."""
+    """Return whether autograd needs a gradient of one of these (None is ignored)."""
     if not torch.is_grad_enabled():
         return False
     for t in tensors:  # noqa: SIM110
@@ -90,11 +91,11 @@ def device_of(x: Any) -> contextlib.AbstractContextManager[Any]:
 def make_differentiable(
     operator: Any, setup: Callable[..., None], gradient: Callable[..., Any], name: str, options: str
 ) -> Any:
-    """Register an operator's gradient; returns it callable under torch.func's transforms too.
+    """Register an operator's gradient; return the operator in a form that torch.func's transforms can call.
 
-    What torch.library registers has a gradient for autograd only: torch.func.grad refuses it, vmap warns of its speed,
-    and forward mode silently drops the tangent (torch 2.13). Under a transform it runs as an autograd function instead.
-    `name` and `options` are for the error message.
+    A gradient that torch.library registers is for autograd only: torch.func.grad refuses it, vmap warns of its speed,
+    and forward mode silently drops the tangent (torch 2.13). Under a transform, the operator therefore runs as an
+    autograd function. `name` and `options` are for the error message.
     """
     operator.register_autograd(gradient, setup_context=setup)
 
@@ -116,7 +117,7 @@ def make_differentiable(
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-            # One by one: scales and routings belong to one matrix.
+            # One by one, because scales and routings belong to one matrix.
             each = [
                 x.unbind(dim) if isinstance(x, torch.Tensor) and dim is not None else [x] * info.batch_size
                 for x, dim in zip(inputs, in_dims, strict=True)
@@ -135,9 +136,9 @@ def make_differentiable(
 def autograd_function(
     forward: Callable[..., Any], setup: Callable[[Any, tuple[Any, ...], Any], None], gradient: Callable[..., Any]
 ) -> Any:
-    """An operator's forward and backward pass for autograd, without the operator.
+    """Return an operator's forward and backward pass for autograd, without the operator.
 
-    It saves what the operator saves, so that a checkpoint may take either way the second time.
+    It saves the same tensors as the operator, so that a checkpoint may take either way the second time.
     """
 
     class Straight(torch.autograd.Function):
@@ -154,23 +155,24 @@ def autograd_function(
 
 # -- torch's switches for products ------------------------------------------------------------------------------------
 
-# They belong to the process. The lock keeps our own launches apart; a product that another thread launches meanwhile
-# sees the switch as we set it: in tf32 instead of fp32 at worst, or the reverse.
+# These switches belong to the process. The lock keeps our own launches apart. A product that another thread launches
+# meanwhile sees the switch as we set it: at worst it runs in tf32 instead of fp32, or the reverse.
 _lock = threading.RLock()
 
 
 def is_tf32_allowed() -> bool:
-    """Whether the program lets fp32 products on CUDA run in tf32."""
+    """Return whether the program lets fp32 products on CUDA run in tf32."""
     matmul = torch.backends.cuda.matmul
-    # Since torch 2.9 each backend has a switch of its own, which kernels read; the older one may be unreadable then.
+    # Since torch 2.9 each backend has a switch of its own, which kernels read; reading the older switch may then be an
+    # error.
     if hasattr(matmul, "fp32_precision"):
         return bool(matmul.fp32_precision == "tf32")
     return bool(torch.get_float32_matmul_precision() != "highest")
 
 
 def _is_rounded_on_cpu() -> bool:
-    """Whether oneDNN may round fp32 operands to bf16 or tf32: processors with AMX do so where the program lets them."""
-    switch = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9; before, it follows that of CUDA
+    """Return whether oneDNN may round fp32 operands to bf16 or tf32: CPUs with AMX do if the program allows it."""
+    switch = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9; before, it followed CUDA's switch
     return getattr(switch, "fp32_precision", "none") not in ("none", "ieee")
 
 

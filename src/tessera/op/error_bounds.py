@@ -1,12 +1,13 @@
-"""How wrong a computed product is: an upper end of |C' - AB| / |AB| in Frobenius norms, by the cheapest check.
+"""How wrong a computed product is: an upper bound of |C' - AB| / |AB| in Frobenius norms, by the cheapest check.
 
-1. By norms, where the operands lost nothing: sums in fp32 err by at most k 2^-23 |A| |B|, whatever the data.
-2. By 32 random vectors x, after Freivalds (1977): E[|Mx|^2] = |M|^2 for M = C' - AB. It reads A, B and C' once. No M is
-   worse for it than one of rank one (Szekely and Bakirov 2003), whose law gives the upper end.
-3. By Hutch++ (Meyer, Musco, Musco, Woodruff 2021), where 2 leaves it open: sixteen probes find the strong directions of
-   M, whose share is computed exactly, sixteen more measure the rest. It reads the three matrices three times.
+1. By norms, if the operands lost nothing: sums in fp32 err by at most k 2^-23 |A| |B|, whatever the data.
+2. By 32 random vectors x, after Freivalds (1977): E[|Mx|^2] = |M|^2 for M = C' - AB. This reads A, B and C' once. The
+worst M for it has rank one (Szekely and Bakirov 2003), whose distribution gives the upper bound.
+3. By Hutch++ (Meyer, Musco, Musco, Woodruff 2021), if 2 does not decide: sixteen probes find the strong directions of
+M, whose share is computed exactly, and sixteen more measure the rest. This reads the three matrices three times.
 
-Upper ends of 2 and 3 are exceeded once in 100,000 times. Small products are compared with the whole product in fp64.
+The error exceeds the upper bounds of 2 and 3 once in 100,000 times. Small products are compared with the whole product
+in fp64.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from .dispatch import force_fp32_sums, set_tf32
 from .lowprec import has_wide_results, multiply_wide
 
 PROBES = 16
-Z = 4.265  # one in 100,000 of a normal law lies beyond
+Z = 4.265  # one in 100,000 values of a normal distribution is larger
 _QUICK_PROBES = 32
-_SEED = 0x7E55E7A  # of the probes: fixed, so that a program chooses the same twice; unlikely to be the data's own
+# seed of the probes: fixed, so that a program chooses the same twice; unlikely to be the seed of the data
+_SEED = 0x7E55E7A
 _CHUNK = 1 << 24  # elements converted to fp64 at a time
 _EXACT = 1 << 19  # products of fewer multiplications are checked against the whole product in fp64
 _LEAST, _LEAST_FP64 = 1e-15, 1e-150  # norms below it may have lost squares that are nothing in fp32, or fp64
@@ -34,16 +36,17 @@ _FINE = 1e-3  # tolerances below it are probed in fp64: fp32 probes err by 1e-7 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredError:
-    """The likely relative error, and the one it exceeds once in 100,000 times."""
+    """The likely relative error, and an upper bound that the error exceeds once in 100,000 times."""
 
     error: float
     upper: float
 
 
 def bound_error(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, tolerance: float, *, lossless: bool) -> float:
-    """An upper end of the relative error of `c`, no sharper than it takes to tell whether it is within the tolerance.
+    """Return an upper bound of the relative error of `c`, only as sharp as the tolerance needs.
 
-    Matrices or stacks of matrices; waits for the device. `lossless` says that the operands were multiplied as they are.
+    Takes matrices or stacks of matrices; waits for the device. `lossless` says that the operands were multiplied as
+    they are.
     """
     a, b, c = a.detach(), b.detach(), c.detach()
     with torch.no_grad(), without_autocast(a):
@@ -58,7 +61,8 @@ def bound_error(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, tolerance: fl
             if quick.upper > tolerance >= 0.5 * quick.error or math.isinf(quick.error):
                 error = measure_error(a, b, c).upper
     if a.dtype == torch.float64 and lossless and c.numel():
-        # The probes are fp64 themselves. Errors of many sums grow with the root of their length, not with it.
+        # The probes are in fp64 themselves. Errors of many sums grow with the root of their length, not with their
+        # length.
         error = max(error, worst / math.sqrt(max(1, a.shape[-1])))
     return error
 
@@ -86,19 +90,19 @@ def _is_small(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _probe_once(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, tolerance: float) -> MeasuredError:
-    """The error by one pass of probes, at its upper end as if it were of rank one."""
+    """Return the error from one pass of probes, with the upper bound for an error of rank one."""
     multiply = _multiply_fp64 if tolerance < _FINE else _multiply_columns
     x = _draw_probes(b.shape[:-2], b.shape[-1], _QUICK_PROBES, b.device)
     rest = multiply(c, x) - multiply(a, multiply(b, x))
     size, mean = torch.stack([_norm(c), _norm(rest) / math.sqrt(_QUICK_PROBES)]).tolist()
-    if not (size > _LEAST and math.isfinite(size + mean)):  # left to fp64
+    if not (size > _LEAST and math.isfinite(size + mean)):  # then fp64 decides
         return MeasuredError(math.inf, math.inf)
     upper = mean / math.sqrt(_chi_square_quantile(_QUICK_PROBES))
     return MeasuredError(_divide(mean, size), _divide(upper, size - upper))
 
 
 def measure_error(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> MeasuredError:
-    """The relative Frobenius error of the computed product `c`, as sharp as it can be had; waits for the device."""
+    """Return the relative Frobenius error of the computed product `c`, as sharp as possible. Waits for the device."""
     a, b, c = a.detach(), b.detach(), c.detach()
     size = math.sqrt(float(sum(x.double().square().sum() for x in _split_rows(c)))) if c.numel() else 0.0
     if not math.isfinite(size):
@@ -108,7 +112,7 @@ def measure_error(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Measured
         error = _divide(float((c.double() - exact).norm()), float(exact.norm()))
         return MeasuredError(error, error)
     likely, upper = _estimate_norm(_ProductError(a, b, c))
-    # |AB| >= |C'| - |C' - AB|: no second estimate is needed. fp64 itself rounds: a millionth covers it.
+    # |AB| >= |C'| - |C' - AB|, so no second estimate is needed. fp64 rounds, too: a millionth covers that.
     return MeasuredError(_divide(likely, size), _divide(upper * (1 + 1e-6), size - upper))
 
 
@@ -120,7 +124,7 @@ def _divide(part: float, whole: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _ProductError:
-    """C - AB, known by what it does to a few columns or rows."""
+    """C - AB, known only by its products with a few columns or rows."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -130,12 +134,12 @@ class _ProductError:
         return _multiply_fp64(self.c, x) - _multiply_fp64(self.a, _multiply_fp64(self.b, x))
 
     def under(self, q: torch.Tensor) -> torch.Tensor:
-        """Its transpose times q."""
+        """Return its transpose times q."""
         return _multiply_fp64(self.c.mT, q) - _multiply_fp64(self.b.mT, _multiply_fp64(self.a.mT, q))
 
 
 def _estimate_norm(product: _ProductError) -> tuple[float, float]:
-    """The Frobenius norm, likely and at most."""
+    """Return the Frobenius norm: the likely value and the upper bound."""
     b = product.b
     x, y = _draw_probes(b.shape[:-2], b.shape[-1], 2 * PROBES, b.device).split(PROBES, dim=-1)
     basis = torch.linalg.qr(product.times(x))[0]
@@ -146,14 +150,14 @@ def _estimate_norm(product: _ProductError) -> tuple[float, float]:
     mean = float(gram.diagonal().mean())
     if mean <= 0.0:
         return math.sqrt(strong), math.sqrt(strong)
-    # E[(x' M'M y)^2] = |M'M|^2 for independent x, y; trace^2 / |M'M|^2 is the rank that counts, halved for caution.
+    # E[(x' M'M y)^2] = |M'M|^2 for independent x, y; trace^2 / |M'M|^2 is the effective rank, halved for caution.
     crossed = float((gram - gram.diagonal().diag()).square().sum()) / (PROBES * (PROBES - 1))
     rank = max(1.0, 0.5 * mean * mean / crossed) if crossed > 0.0 else 1.0
     return math.sqrt(strong + mean), math.sqrt(strong + mean / _chi_square_quantile(PROBES * rank))
 
 
 def _chi_square_quantile(freedom: float) -> float:
-    """The quantile of a chi square over its mean that one in 100,000 falls under (Wilson and Hilferty 1931)."""
+    """Return the value, over the mean, that one in 100,000 of a chi square is below (Wilson and Hilferty 1931)."""
     step = 2.0 / (9.0 * freedom)
     return max(1.0 - step - Z * math.sqrt(step), 0.25) ** 3
 
@@ -168,7 +172,7 @@ def _draw_probes(lead: tuple[int, ...], length: int, count: int, device: torch.d
 
 
 def _multiply_columns(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """`x @ y` to about 1e-7 without a copy of `x` in another type where its own can be multiplied with wide sums."""
+    """Return `x @ y` to about 1e-7, without a copy of `x` in another type if `x` can be multiplied with wide sums."""
     if x.dtype == torch.float32:
         with set_tf32(False):
             return (x @ y.float()).double()
@@ -184,7 +188,7 @@ def _multiply_columns(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _split_rows(x: torch.Tensor) -> Any:
-    """Blocks of rows that are small enough to be converted to fp64 without much memory."""
+    """Split into blocks of rows that are small enough to convert to fp64 without much memory."""
     rows = max(1, _CHUNK * x.shape[-2] // max(1, x.numel()))
     return x.split(rows, dim=-2)
 

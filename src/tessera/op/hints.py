@@ -1,6 +1,6 @@
-"""What a schedule asks of our own kernels: pipeline depth, warps, tiles, precisions. Nothing by default.
+"""What a schedule asks of our own kernels: pipeline depth, warps, tiles, precisions. By default it asks nothing.
 
-A schedule that counts launches sets `listener`, which hears of each one.
+A schedule that counts launches sets `listener`, which is called for each one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """None leaves the choice to the operator.
+    """The hints of a schedule; None leaves the choice to the operator.
 
-    `cp_async_depth` is the number of tiles in flight to shared memory (Triton's num_stages); `warp_mma_concurrency` the
-    number of warp groups of four that issue tensor-core instructions in one block (num_warps = 4 x this). `tiles` and
-    `precisions` are by operator name ("matmul", "flash_attention" ...).
+    `cp_async_depth` is the number of tiles in flight to shared memory (Triton's num_stages); `warp_mma_concurrency` is
+    the number of warp groups of four that issue tensor-core instructions in one block (num_warps = 4 x this). `tiles`
+    and `precisions` are by operator name ("matmul", "flash_attention" ...).
     """
 
     cp_async_depth: int | None = None
@@ -27,7 +27,7 @@ class Hints:
 
 
 COPY_BYTES = 16
-"""Bytes that one cp.async copies at most (PTX ISA, cp-size of cp.async.cg)."""
+"""The most bytes that one cp.async copies (PTX ISA, cp-size of cp.async.cg)."""
 
 listener: Callable[[int, int, int], None] | None = None
 """Called after each launch, on any thread: blocks, warps of a block, copies that a block keeps in flight."""
@@ -74,7 +74,7 @@ def use(hints: Hints) -> Iterator[None]:
 def announce_launch(blocks: int, warps: int, *, stages: int = 1, tile_bytes: int = 0) -> None:
     """Tell the listener of a launch; `tile_bytes` are loaded in each step of a loop of `stages`.
 
-    Launch functions check `listener` first, so that nothing is computed when nobody listens.
+    Launch functions check `listener` first, so that nothing is computed if nobody listens.
     """
     heard = listener
     if heard is not None:

@@ -1,9 +1,9 @@
 """One matrix product in a chosen number format: fp8, bf16, fp16, tf32, fp32, fp64.
 
-Operands are rounded to the format, multiplied exactly, and summed in fp32 (`accumulate="fast"` allows what the library
-prefers: fp8's short accumulator, split sums in 16 bits). On CUDA the product is cuBLAS's. On a CPU, and for fp8 on a
-GPU without fp8 units, the rounded operands are multiplied in a wider format that holds them exactly: the same numbers
-(except for the scale that fp8 has on a GPU), nothing saved, and "fast" is the same as "fp32".
+Operands are rounded to the format, multiplied exactly, and summed in fp32. (`accumulate="fast"` allows what the library
+prefers: fp8's short accumulator, split sums in 16 bits.) On CUDA, the product is cuBLAS's. On a CPU, and for fp8 on a
+GPU without fp8 units, the rounded operands are multiplied in a wider format that holds them exactly. Then the numbers
+are the same (except for the scale that fp8 has on a GPU), nothing is saved, and "fast" is the same as "fp32".
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .casting import FULL, PRECISIONS, STORED_AS, cast, find_prepared, multiplie
 from .dispatch import force_fp32_sums, is_unobserved, make_differentiable, needs_gradient, set_tf32
 
 ACCUMULATES = ("fp32", "fast")
-_PROBE = 128  # rows and columns of the product that asks whether there is one: a tile of every kernel
+# rows and columns of a small product that is tried to find out whether the build has it: a tile of every kernel
+_PROBE = 128
 _ALIGN = 16  # cuBLAS takes fp8 matrices whose rows are multiples of 16 bytes
 
 
@@ -33,11 +34,11 @@ def mm(
     *,
     backward: str | None = None,
 ) -> torch.Tensor:
-    """`a @ b` with operands rounded to `precision`; the result has `out_dtype`, by default that of `a`.
+    """Return `a @ b` with operands rounded to `precision`; the result has `out_dtype`, by default that of `a`.
 
-    `a` is (..., m, k), `b` (k, n) or (..., k, n). Leading dimensions of `a` alone are folded into m; where both have
-    some, 16-bit and wider formats run batched, fp8 matrix by matrix, each with its own scales. Gradients are products
-    in `backward`: by default the same precision, but bf16 for fp8, and then summed in fp32.
+    `a` is (..., m, k), `b` (k, n) or (..., k, n). If only `a` has leading dimensions, they are folded into m. If both
+    have some, 16-bit and wider formats run batched, and fp8 runs matrix by matrix, each with its own scales. Gradients
+    are products in `backward`, by default in the same precision; fp8's default is bf16, summed in fp32.
     """
     check(a, b, precision, accumulate)
     back = backward or ("bf16" if precision in ("fp8", "fp8_row") else precision)
@@ -74,7 +75,7 @@ def check(a: Any, b: Any, precision: str, accumulate: str = "fp32") -> None:
 
 
 def _run(a: torch.Tensor, b: torch.Tensor, *options: Any) -> torch.Tensor:
-    """Call the operator, or its function where nobody would see it: an operator's first call imports the compiler."""
+    """Call the operator, or its function if nothing observes it: an operator's first call imports the compiler."""
     real = a.is_cpu or a.is_cuda  # a meta tensor has no product to run
     if real and is_unobserved(a, b) and not needs_gradient(a, b):
         return _multiply(a, b, *options)
@@ -84,7 +85,7 @@ def _run(a: torch.Tensor, b: torch.Tensor, *options: Any) -> torch.Tensor:
 def _multiply(
     a: torch.Tensor, b: torch.Tensor, precision: str, accumulate: str, out_dtype: torch.dtype, backward: str
 ) -> torch.Tensor:
-    """One product, or a batch of them: (m, k) by (k, n), or (batch, m, k) by (batch, k, n)."""
+    """Compute one product or a batch of them: (m, k) by (k, n), or (batch, m, k) by (batch, k, n)."""
     with without_autocast(a):
         if precision in ("fp8", "fp8_row"):
             if a.dim() == 3:
@@ -113,7 +114,7 @@ def _(a: Any, b: Any, precision: str, accumulate: str, out_dtype: Any, backward:
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     a, b, precision, accumulate, _, backward = inputs
     ctx.save_for_backward(a, b)
-    # fp8's fast sums may be a tolerance's choice, which looked at fp8 only: nobody asked for split sums in 16 bits.
+    # A tolerance may have chosen fp8's fast sums, and looked at fp8 only: split sums in 16 bits were not asked for.
     ctx.options = (backward, accumulate if backward == precision else "fp32")
 
 
@@ -149,7 +150,7 @@ def _multiply_fp8(a: torch.Tensor, b: torch.Tensor, precision: str, accumulate: 
         c = _scaled_mm(left, right, left_scale[:, None], right_scale[None, :], accumulate, written)
     elif native:
         one = torch.ones((), device=a.device, dtype=torch.float32)
-        # A row's scale could overflow an fp16 result before it is put right, so those come out wider.
+        # A row's scale could overflow an fp16 result before the scale is applied, so those results are wider.
         c = _scaled_mm(left, right, one, one, accumulate, torch.float32 if out == torch.float16 else written)
         c = c[:m, :n] * left_scale[:m, None] * right_scale[None, :n]
     else:
@@ -165,7 +166,7 @@ def _scaled_mm(left: Any, right: Any, left_scale: Any, right_scale: Any, accumul
 
 
 def _cast_operands(a: torch.Tensor, b: torch.Tensor, by_row: bool, native: bool) -> list[Any]:
-    """Left and right in fp8, the right one transposed; a prepared weight is not cast again."""
+    """Return left and right in fp8, the right one transposed; a prepared weight is not cast again."""
     pad = (_ALIGN, _ALIGN) if native else (1, 1)
     prepared = find_prepared(b, by_row)
     fresh, last = ([a, b.mT], []) if prepared is None else ([a], [prepared.refresh(b, by_row, pad)])
@@ -178,19 +179,20 @@ def _cast_operands(a: torch.Tensor, b: torch.Tensor, by_row: bool, native: bool)
 
 
 def has_row_scaling(device: torch.device, out: torch.dtype) -> bool:
-    """Whether a device's product multiplies by the scales of rows and columns itself, before it writes its result."""
+    """Return whether a device's product itself applies the scales of rows and columns before it writes its result."""
     return multiplies_fp8(device) and _try_row_scaling(device, out)
 
 
 @functools.cache
 def _try_row_scaling(device: torch.device, out: torch.dtype) -> bool:
-    # cuBLAS does it from 12.9 and compute capability 9.0 on, into every type; else torch has kernels of its own for
-    # some architectures, of which most versions write bf16 alone. Nothing names what a build has: a small one is tried.
+    # cuBLAS does it from 12.9 and compute capability 9.0 on, into every type. Otherwise torch has kernels of its own
+    # for some architectures, most versions of which write only bf16. No API tells what a build has, so a small product
+    # is tried.
     values = torch.ones((_PROBE, _PROBE), device=device, dtype=torch.float32).to(torch.float8_e4m3fn)
     scale = torch.ones((_PROBE,), device=device, dtype=torch.float32)
     try:
         _scaled_mm(values, values, scale[:, None], scale[None, :], "fast", out)
-    except torch.OutOfMemoryError:  # does not depend on the build, and is not remembered
+    except torch.OutOfMemoryError:  # not a property of the build, so it is not remembered
         raise
     except (RuntimeError, ValueError):  # torch's checks raise either
         return False
@@ -208,7 +210,8 @@ def _multiply_on_cuda(
         with set_tf32(precision == "tf32"):
             return torch.matmul(a.to(wide), b.to(wide)).to(out)
     if precision == "fp16" and a.dtype != torch.float16 and not has_wide_results():
-        return _multiply_on_cuda(a, b, "tf32", accumulate, out)  # an fp16 result could overflow; tf32 rounds the same
+        # an fp16 result could overflow; tf32 rounds to the same precision
+        return _multiply_on_cuda(a, b, "tf32", accumulate, out)
     (left, left_scale), (right, right_scale) = cast(a, precision), cast(b, precision)
     scale = None if left_scale is None or right_scale is None else left_scale * right_scale
     written = out if scale is None and out in (torch.bfloat16, torch.float16) else torch.float32
@@ -218,12 +221,12 @@ def _multiply_on_cuda(
 
 
 def has_wide_results() -> bool:
-    """Whether torch can write the fp32 sums of 16-bit operands: `out_dtype`, from 2.8 on."""
+    """Return whether torch can write the fp32 sums of 16-bit operands: `out_dtype`, from 2.8 on."""
     return hasattr(torch.ops.aten.mm, "dtype")
 
 
 def multiply_wide(left: torch.Tensor, right: torch.Tensor, out: torch.dtype) -> torch.Tensor:
-    """A product of 16-bit operands whose fp32 sums are not rounded where `out` is wider and torch can write them."""
+    """Multiply 16-bit operands; fp32 sums are not rounded if `out` is wider and torch can write them."""
     if left.device.type != "cuda":
         return torch.matmul(left.float(), right.float()).to(out)
     if left.dtype == out:

@@ -1,8 +1,9 @@
 """Matrix products: `matmul`, `gemm`, `linear`.
 
-Without options they are torch's own calls after a few cheap checks, except that unaligned products are padded where it
-pays (`padding`). `tile_shape` runs our Triton kernel of that tile, `precision` a number format, `error_tolerance` the
-cheapest format whose relative error (Frobenius norm) stays within it; all three may be given together.
+Without options, they are torch's own calls after a few cheap checks, except that unaligned products are padded where
+that is faster (`padding`). `tile_shape` runs our Triton kernel of that tile. `precision` rounds the operands to a
+number format. `error_tolerance` takes the cheapest format whose relative error (Frobenius norm) is within it. All three
+may be given together.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from .dispatch import needs_gradient
 from .tile import Tile
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
-"""What `linear` may end with; "gelu" is the exact one, as torch's default."""
+"""The activations of `linear`; "gelu" is the exact one, as torch's default."""
 
-_FUSED = {"relu": False, "gelu_tanh": True}  # what cuBLASLt's epilogue does, and torch's name for it (use_gelu)
+# the activations of cuBLASLt's epilogue, each with torch's flag for it (use_gelu)
+_FUSED = {"relu": False, "gelu_tanh": True}
 
 
 class _Plan(NamedTuple):
-    """How a product runs: all None is torch's way. With a `tolerance` the precision is chosen when it runs."""
+    """How a product runs: torch's way if all are None. With a `tolerance`, the precision is chosen when it runs."""
 
     tile_shape: Any = None
     precision: str | None = None
@@ -47,13 +49,13 @@ def matmul(
     error_tolerance: float | None = None,
     stream: Stream | None = None,
 ) -> Any:
-    """The product a b, with torch.matmul's shapes: vectors, matrices, stacks that broadcast.
+    """Return the product a b, with torch.matmul's shapes: vectors, matrices, stacks that broadcast.
 
-    `tile_shape=(BM, BN, BK)` runs our kernel of that tile; one that cannot work is a `TileError` with the nearest that
-    does. `precision` ("fp8", "bf16", "fp16", "tf32", "fp32") rounds the operands, `error_tolerance` takes the cheapest
-    that holds; given both, the coarsest allowed is `precision`. Sums are fp32, or as the library prefers with
-    `accumulate="fast"`; a tolerance may take fp8's fast sums unless `accumulate` is given. A large unaligned 16-bit
-    product comes back as a view with padded rows.
+    `tile_shape=(BM, BN, BK)` runs our kernel of that tile; a tile that cannot work raises `TileError`, which names the
+    nearest that does. `precision` ("fp8", "bf16", "fp16", "tf32", "fp32") rounds the operands. `error_tolerance` takes
+    the cheapest precision within it; given both, `precision` is the coarsest allowed. Sums are fp32, or as the library
+    prefers with `accumulate="fast"`; a tolerance may take fp8's fast sums unless `accumulate` is given. A large
+    unaligned 16-bit product comes back as a view with padded rows.
     """
     arguments.check_product("matmul", a, b)
     with arguments.use_stream(stream, a, b):
@@ -74,7 +76,7 @@ def gemm(
     error_tolerance: float | None = None,
     stream: Stream | None = None,
 ) -> Any:
-    """The sum alpha a b + beta c; `c` broadcasts to the product, None leaves it out. Options as `matmul`."""
+    """Return the sum alpha a b + beta c; `c` broadcasts to the product, None leaves it out. Options as `matmul`."""
     arguments.check_product("gemm", a, b)
     full = _result_shape(a, b)
     if c is not None:
@@ -90,7 +92,7 @@ def gemm(
                 return torch.baddbmm(c.expand(full), a, b, alpha=alpha, beta=beta)
         out = _multiply("gemm", a, b, plan)
         out = out if alpha == 1.0 else alpha * out
-        if beta == 0 and c is not None:  # as in torch: what is multiplied by zero does not count, not even NaN
+        if beta == 0 and c is not None:  # as in torch, a factor of zero removes `c`, NaN included
             c = torch.where(c.isfinite(), c, 0) if needs_gradient(c) else None
         return out if c is None else torch.add(out, c.to(out.dtype), alpha=beta)
 
@@ -107,10 +109,10 @@ def linear(
     error_tolerance: float | None = None,
     stream: Stream | None = None,
 ) -> Any:
-    """The layer act(x weight^T + bias), as torch's linear: `weight` is (out, in). Options as `matmul`.
+    """Return the layer act(x weight^T + bias), as torch's linear: `weight` is (out, in). Options as `matmul`.
 
-    `activation` is "relu", "gelu" (exact), "gelu_tanh" or "silu". It is fused into the product's epilogue where no
-    gradient is needed: by cuBLASLt for "relu" and "gelu_tanh", by our kernel with a tile.
+    `activation` is "relu", "gelu" (exact), "gelu_tanh" or "silu". If no gradient is needed, it is fused into the
+    product's epilogue: by cuBLASLt for "relu" and "gelu_tanh", by our kernel with a tile.
     """
     _check_linear(x, weight, bias, activation)
     with arguments.use_stream(stream, x, weight, bias):
@@ -162,7 +164,7 @@ def _result_shape(a: Any, b: Any) -> tuple[int, ...]:
 
 
 def _can_fuse(x: Any, weight: Any, bias: Any) -> bool:
-    """Whether cuBLASLt's epilogue is the best way: on CUDA, aligned, without a gradient (it has none)."""
+    """Return whether cuBLASLt's epilogue is the best way: on CUDA, aligned, and without a gradient (it has none)."""
     return bool(
         x.is_cuda
         and bias is not None
@@ -178,7 +180,7 @@ def _can_fuse(x: Any, weight: Any, bias: Any) -> bool:
 def _plan(
     op: str, a: Any, b: Any, tile_shape: Any, precision: str | None, accumulate: str | None, tolerance: float | None
 ) -> _Plan:
-    """What runs: what was asked, else what a schedule hints; hints are not read under torch.compile (see docs)."""
+    """Return how the product runs: as asked, or else as a schedule hints (hints are not read under torch.compile)."""
     if not torch.compiler.is_compiling():
         hinted = hints.current()
         if hinted.tiles or hinted.precisions:
@@ -193,8 +195,8 @@ def _plan(
         check_tolerance(tolerance)
         sides = None if tile_shape is None else Tile.of(op, tile_shape).sides
         return _Plan(sides, precision, accumulate or ("fp32" if sides else None), float(tolerance))
-    # A promised fp32 is named, since torch's own path may be switched to tf32. So is what autocast would change, and
-    # 16 bits whose sums a library may split and round unless it is told not to.
+    # A promised fp32 is named, because torch's own path may be switched to tf32. A precision is also named if autocast
+    # would change it, and for 16 bits, whose sums a library may split and round unless it is told not to.
     own = FULL[torch.promote_types(a.dtype, b.dtype)]
     if precision is None and accumulate == "fp32" and tile_shape is None and a.dtype is b.dtype and a.dtype in HALVES:
         precision = own
@@ -218,7 +220,9 @@ def _multiply(op: str, a: Any, b: Any, plan: _Plan) -> Any:
     tile_shape, precision, accumulate, tolerance = plan
     if tile_shape is None and precision is None and tolerance is None:
         return padding.matmul(a, b)
-    if (precision or tolerance) and a.dtype is not b.dtype:  # autocast, which would make them one, does not apply here
+    if (
+        precision or tolerance
+    ) and a.dtype is not b.dtype:  # autocast, which would give them one dtype, does not apply here
         wide = torch.promote_types(a.dtype, b.dtype)
         a, b = a.to(wide), b.to(wide)
     left, right = a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(-1) if b.ndim == 1 else b

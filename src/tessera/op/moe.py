@@ -1,13 +1,13 @@
-"""A mixture of experts, exact: every token goes to its `top_k` experts, none is dropped, none is padded.
+"""A mixture of experts, exact: every token goes to its `top_k` experts; no token is dropped and none is padded.
 
 ::
 
     logits ── softmax, top k ──► (token, expert, weight) ── sort by expert ──► rows of expert 0 | 1 | 2 ...
     rows ── w1, w3, activation, w2: one grouped product each ──► rows ── back to the tokens' order ── weighted sum
 
-Grouped products are torch's on Hopper in bf16, without asking the device how many rows an expert has; elsewhere there
-is one product for each expert, which waits for those numbers. Rows go back by a permutation, not by atomics: the same
-input gives the same bits.
+On Hopper in bf16, torch's grouped products run, which need not know on the host how many rows an expert has. Elsewhere
+there is one product for each expert, and the host waits for those numbers. Rows go back by a permutation, not by
+atomics, so the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .dispatch import READS_VALUES, make_differentiable
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 RowProduct = Callable[[Any, Any], Any]
 """Multiplies rows, sorted by expert, by the transposed weights of their experts."""
-_ALIGNED = 8  # elements of bf16 in the 16 bytes that rows of a grouped product must start at
+_ALIGNED = 8  # rows of a grouped product must start at 16 bytes: 8 elements of bf16
 
 
 def moe(
@@ -51,11 +51,11 @@ def moe(
     normalize: bool = True,
     stream: Stream | None = None,
 ) -> torch.Tensor:
-    """Each token's `top_k` experts, weighted by the router: sum of weight * w2 (activation(w1 x) * w3 x).
+    """Return each token's `top_k` experts, weighted by the router: sum of weight * w2 (activation(w1 x) * w3 x).
 
-    x is (..., D); `router` the logits (..., E) of the same tokens, or else the gate's weight (E, D). Weights lie as in
-    nn.Linear: w1 and w3 (E, H, D), w2 (E, D, H); without w3 nothing multiplies the activation. `normalize` makes a
-    token's weights sum to one (Mixtral); without it they are the softmax's own (Switch). Routing is in fp32
+    x is (..., D); `router` the logits (..., E) of the same tokens, or else the gate's weight (E, D). Weights have the
+    layout of nn.Linear: w1 and w3 (E, H, D), w2 (E, D, H). Without w3, nothing multiplies the activation. `normalize`
+    makes a token's weights sum to one (Mixtral); without it they are the softmax's own (Switch). Routing is in fp32
     (fp64 for fp64).
     """
     check_tensors("moe", one_dtype=not is_autocast(x), real=True, optional=("w3",), x=x, w1=w1, w2=w2, w3=w3)
@@ -67,13 +67,13 @@ def moe(
         is_logits = router.shape == (*x.shape[:-1], w1.shape[0])
         logits = router if is_logits else F.linear(rows, router.to(rows.dtype))
         weights, experts = route(logits.reshape(-1, w1.shape[0]), top_k, normalize)
-        rows, w1, w2, w3 = cast_like_autocast(rows, w1, w2, w3)  # torch's grouped product does not do it
+        rows, w1, w2, w3 = cast_like_autocast(rows, w1, w2, w3)  # torch's grouped product does not cast
         out = _mix(rows, weights, experts, w1, w2, w3, ACTIVATIONS[activation])
         return out.reshape(x.shape).to(x.dtype)
 
 
 def route(logits: Any, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights (fp32, or fp64 for fp64) and numbers of each token's experts."""
+    """Return the weights (fp32, or fp64 for fp64) and numbers of each token's experts."""
     shares, experts = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1).topk(top_k, -1)
     return (shares / shares.sum(-1, keepdim=True) if normalize else shares), experts
 
@@ -105,7 +105,7 @@ def _check(x: Any, router: Any, w1: Any, w2: Any, w3: Any, top_k: Any, activatio
 
 def _mix(rows: Any, weights: Any, experts: Any, w1: Any, w2: Any, w3: Any, act: Callable[[Any], Any]) -> torch.Tensor:
     top_k = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)  # stable: a token's place in a product is always the same
+    order = experts.flatten().argsort(stable=True)  # stable, so that a token's place in a product is always the same
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     sorted_rows = rows[order // top_k]
@@ -114,13 +114,14 @@ def _mix(rows: Any, weights: Any, experts: Any, w1: Any, w2: Any, w3: Any, act: 
     if w3 is not None:
         inner = inner * product(sorted_rows, w3)
     out = product(inner, w2)[back].view(rows.shape[0], top_k, rows.shape[1])
-    # Weighted and summed in fp32 or wider: a token's experts would else be rounded twice.
+    # Weighted and summed in fp32 or wider; otherwise the outputs of a token's experts would be rounded twice.
     wide = torch.promote_types(weights.dtype, out.dtype)
     return (out.to(wide) * weights[..., None]).sum(1).to(rows.dtype)
 
 
 def _row_product(rows: Any, experts: Any, w1: Any) -> RowProduct:
-    # Where each expert's rows end, by search: torch's bincount would wait for the device to know its largest number.
+    # Find by search where each expert's rows end: torch's bincount would wait for the device to know its largest
+    # number.
     numbers = torch.arange(w1.shape[0], device=experts.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     grouped = _grouped_mm()
@@ -128,18 +129,18 @@ def _row_product(rows: Any, experts: Any, w1: Any) -> RowProduct:
         return lambda rows, w: grouped(rows, w.transpose(-2, -1), offs=ends)
     if torch.compiler.is_compiling():
         return lambda rows, w: multiply_experts(rows, w, ends)
-    if rows.is_meta:  # no numbers to sort by: rows are taken to be spread evenly
+    if rows.is_meta:  # there are no numbers to sort by, so rows are taken to be spread evenly
         each, more = divmod(len(rows), len(w1))
         return _one_by_one([each + (i < more) for i in range(len(w1))])
     try:
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    except RuntimeError:  # under vmap, and of tensors that are only shapes, the numbers cannot be read
+    except RuntimeError:  # under vmap, and for tensors that are only shapes, the numbers cannot be read
         return lambda rows, w: multiply_experts(rows, w, ends)
     return _one_by_one(sizes)
 
 
 def can_group(rows: Any, w1: Any) -> bool:
-    """Whether torch's grouped product takes these operands; the meta device is taken to be a Hopper."""
+    """Return whether torch's grouped product takes these operands; the meta device counts as a Hopper."""
     aligned = rows.shape[1] % _ALIGNED == 0 and w1.shape[1] % _ALIGNED == 0
     return bool(
         (rows.is_cuda or rows.is_meta)
@@ -148,7 +149,7 @@ def can_group(rows: Any, w1: Any) -> bool:
         and len(rows)
         and w1.is_contiguous()
         and _grouped_mm() is not None
-        # Hopper alone: on Blackwell experts without a token get gradients that are not zero (pytorch issue 172439).
+        # On Hopper only: on Blackwell, experts without a token get gradients that are not zero (pytorch issue 172439).
         and (rows.is_meta or torch.cuda.get_device_capability(rows.device)[0] == 9)
     )
 
@@ -158,12 +159,12 @@ def _grouped_mm() -> Callable[..., Any] | None:
 
 
 def _one_by_one(sizes: list[int]) -> RowProduct:
-    """A launch for each expert that has rows."""
+    """Return a product that runs once for each expert that has rows."""
 
     def product(rows: Any, w: Any) -> Any:
         parts = zip(rows.split(sizes), w.unbind(0), sizes, strict=True)
         results = [F.linear(part, weight) for part, weight, size in parts if size]
-        # Without any row the shape is still wanted, and a gradient of zeros.
+        # Without any row, the shape is still needed, and a gradient of zeros.
         return torch.cat(results) if results else F.linear(rows, w[0])
 
     return product
@@ -173,7 +174,7 @@ def _one_by_one(sizes: list[int]) -> RowProduct:
 
 
 def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """The experts that have rows, and which ones."""
+    """Yield the experts that have rows, and which rows."""
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         if end > begin:
@@ -183,7 +184,10 @@ def _parts(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 @torch.library.custom_op("tessera::expert_products", mutates_args=(), **READS_VALUES)
 def expert_products(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Rows (r, d), sorted by expert, by the transposed weights (e, h, d): (r, h). `ends` is where each expert's end."""
+    """Multiply rows (r, d), sorted by expert, by the transposed weights (e, h, d), to (r, h).
+
+    `ends` is where each expert's rows end.
+    """
     out = rows.new_empty((rows.shape[0], w.shape[1]))
     with without_autocast(rows):
         for expert, part in _parts(ends):
@@ -198,7 +202,7 @@ def _(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("tessera::expert_weights", mutates_args=(), **READS_VALUES)
 def expert_weights(g: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """The gradient of the weights, (e, h, d): each expert's g^T (r, h) by its rows (r, d), zeros where it has none."""
+    """Return the gradient of the weights, (e, h, d): each expert's g^T by its rows (r, d); zeros without rows."""
     out = rows.new_zeros((ends.shape[0], g.shape[1], rows.shape[1]))
     with without_autocast(rows):
         for expert, part in _parts(ends):

@@ -1,7 +1,7 @@
-"""Softmax, layer norm and RMS norm: torch's kernel or ours, by a rule that is data; a residual added on the way.
+"""Softmax, layer norm and RMS norm: torch's kernel or ours, by rules that are data; with or without a residual.
 
 Statistics are fp32 whatever the tensors are, and the result is rounded once. A call without a residual goes to torch
-unless `RULES` says that our kernel is better for such rows. With `residual=` the sum and its norm are one kernel.
+unless `RULES` says that our kernel is better for such rows. With `residual=`, the sum and its norm are one kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .dispatch import in_transform
 
 
 class RowRule(NamedTuple):
-    """Rows for which our kernel runs: between two lengths, of a dtype, with or without a backward pass to come."""
+    """Rows for which our kernel runs: of a range of lengths and a dtype, with or without a backward pass to come."""
 
     least_cols: int
     most_cols: int
@@ -31,16 +31,17 @@ class RowRule(NamedTuple):
     least_rows: int = 1024
 
     def covers(self, rows: int, cols: int, dtype: torch.dtype, training: bool) -> bool:
-        """Whether the rule is for such rows."""
+        """Return whether the rule is for such rows."""
         fits = self.least_cols <= cols <= self.most_cols and rows >= self.least_rows
         return fits and dtype is self.dtype and training is self.training
 
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-# Where our kernels took at most 0.98 of torch's time and joules, as `benchmarks/device/ops_rows.py` printed it: 59
-# cases in CUDA graphs on an H200, 2026-11-15, torch 2.11 (benchmarks/results/ops_rows.json: "kernels", "rules").
-# Intervals end at widths that were measured; one that did not win (softmax of 197 columns, RMS norm of 5,120) divides
-# them. They leave the host's time out ("host" there; benchmarks/measure/op_host_cost.py).
+# Rows for which our kernels took at most 0.98 of torch's time and joules, as printed by
+# `benchmarks/device/ops_rows.py`: 59 cases in CUDA graphs on an H200, 2026-11-15, torch 2.11
+# (benchmarks/results/ops_rows.json: "kernels", "rules"). Ranges end at widths that were measured; a width that did not
+# win divides them (softmax of 197 columns, RMS norm of 5,120). Host time is not included ("host" there;
+# benchmarks/measure/op_host_cost.py).
 RULES: dict[str, tuple[RowRule, ...]] = {
     "softmax": (
         RowRule(128, 128, _BF16, False),
@@ -68,16 +69,16 @@ RULES: dict[str, tuple[RowRule, ...]] = {
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_COLS = 32768
-"""The longest row our kernels hold in the registers of one block: 32 fp32 values in each of 1024 threads.
+"""The longest row that our kernels hold in the registers of one block: 32 fp32 values in each of 1024 threads.
 
-The backward pass holds more rows than one and spills above 8192.
+The backward pass holds more than one row, and spills above 8192.
 """
 FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")  # from torch 2.8 on; before it F.rms_norm is 7 kernels
 
 
 @functools.cache
 def _row_ops() -> Any:
-    """Imported where our kernel is asked for: torch registers its operators then."""
+    """Import the operators when our kernel is first used: importing registers them with torch."""
     from . import row_ops
 
     return row_ops
@@ -85,14 +86,15 @@ def _row_ops() -> Any:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether our kernels can be built here."""
+    """Return whether our kernels can be built here."""
     return importlib.util.find_spec("triton") is not None
 
 
 def can_run_kernel(x: Any, cols: int) -> bool:
-    """Whether our kernel can take such rows: not while compiling, where Inductor fuses more than one norm.
+    """Return whether our kernel can take such rows.
 
-    Nor under torch.func's transforms and in forward mode: torch's own have the rules for those.
+    Not while compiling, because Inductor fuses more than one norm; nor under torch.func's transforms or in forward
+    mode, for which torch's own kernels have the rules.
     """
     return (
         x.is_cuda
@@ -111,14 +113,15 @@ def _uses_kernel(op: str, x: Any, cols: int) -> bool:
     rows, dtype, training = x.numel() // cols, x.dtype, torch.is_grad_enabled() and x.requires_grad
     for rule in rules:
         if rule.covers(rows, cols, dtype, training):
-            return not arguments.is_autocast(x)  # under autocast torch's results are fp32
+            return not arguments.is_autocast(x)  # under autocast, torch's results are fp32
     return False
 
 
 def softmax(x: Any, dim: int = -1, *, dtype: Any = None, stream: Stream | None = None) -> Any:
-    """Softmax along `dim`; `dtype` is what it is computed from and written as, as in torch.
+    """Return the softmax along `dim`; with `dtype`, `x` is cast to it first, as in torch.
 
-    Raises ArgumentError for an `x` that is not a floating tensor (with `dtype`: a real one), or a `dim` it lacks.
+    Raises ArgumentError for an `x` that is not a floating tensor (with `dtype`: a real one), or a `dim` that it does
+    not have.
     """
     if not _on_one_device(x):
         arguments.check_tensors("softmax", floating=dtype is None, real=True, x=x)
@@ -142,7 +145,7 @@ def _softmax(x: Any, dim: int, dtype: Any) -> Any:
 
 
 def softmax_rows(x: Any, dtype: Any = None) -> Any:
-    """Softmax of the last dimension by our kernel, whatever the rule says."""
+    """Return the softmax of the last dimension by our kernel, whatever the rules say."""
     return _row_ops().softmax(x, dtype or x.dtype)
 
 
@@ -156,10 +159,11 @@ def layer_norm(
     residual: Any = None,
     stream: Stream | None = None,
 ) -> Any:
-    """Layer norm over the last dimensions (`normalized_shape`; the last one, or the weight's shape, by default).
+    """Return the layer norm over the last dimensions.
 
-    With `residual` (of the shape and dtype of `x`) the answer is (norm(x + residual), x + residual): the sum is rounded
-    once to that dtype and is the next residual. Raises ArgumentError naming the argument that does not fit.
+    They are given by `normalized_shape`; by default the last one, or the weight's shape. With `residual` (of the shape
+    and dtype of `x`), the result is (norm(x + residual), x + residual): the sum is rounded once to that dtype and is
+    the next residual. Raises ArgumentError, which names the argument that does not fit.
     """
     shape = _check_norm("layer_norm", x, normalized_shape, weight, bias, residual)
     with arguments.use_stream(stream, x, weight, bias, residual):
@@ -175,10 +179,10 @@ def rms_norm(
     residual: Any = None,
     stream: Stream | None = None,
 ) -> Any:
-    """RMS norm over the last dimensions (the last one, or the weight's shape, by default); `eps` None: fp32's.
+    """Return the RMS norm over the last dimensions (by default the last one, or the weight's shape).
 
-    The product with the weight is fp32 and rounded once; Llama's own code rounds before it. `residual` as in
-    layer_norm. Raises ArgumentError naming the argument that does not fit.
+    `eps` None means fp32's. The product with the weight is fp32 and rounded once; Llama's own code rounds before it.
+    `residual` as in layer_norm. Raises ArgumentError, which names the argument that does not fit.
     """
     shape = _check_norm("rms_norm", x, normalized_shape, weight, None, residual)
     if eps is None:
@@ -188,7 +192,7 @@ def rms_norm(
 
 
 def _on_one_device(x: Any, *others: Any) -> bool:
-    """Floating tensors on one device: the usual case, in as few calls as possible."""
+    """Return whether these are floating tensors on one device: the usual case, in as few calls as possible."""
     try:
         where = x.device
         for t in others:
@@ -200,7 +204,7 @@ def _on_one_device(x: Any, *others: Any) -> bool:
 
 
 def _check_norm(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residual: Any) -> tuple[int, ...]:
-    """The dimensions to norm over; raises ArgumentError for what does not fit them."""
+    """Return the dimensions to norm over; raise ArgumentError for an argument that does not fit them."""
     if not _on_one_device(x, weight, bias, residual):
         if op == "rms_norm" and isinstance(weight, (int, tuple, list)):  # torch's second argument is the shape
             raise ArgumentError(
@@ -238,18 +242,18 @@ def _check_norm(op: str, x: Any, normalized: Any, weight: Any, bias: Any, residu
 
 def _norm(op: str, x: Any, shape: tuple[int, ...], weight: Any, bias: Any, eps: float, residual: Any) -> Any:
     cols = shape[0] if len(shape) == 1 else math.prod(shape)
-    # torch has no one kernel for these: a sum with its norm, weights of another dtype, RMS norm in an old version.
+    # torch has no single kernel for these: a sum with its norm, weights of another dtype, RMS norm in an old version.
     mixed = _has_other_dtype(x, weight, bias)
     for name, value in (("weight", weight), ("bias", bias)) if mixed else ():
         if value is not None and value.is_complex():  # no imaginary part is dropped silently
             raise ArgumentError(f"op.{op}: {name} is {value.dtype}", why=f"x is {x.dtype}", fix=f"{name}.real")
     alone = residual is not None or mixed or (op == "rms_norm" and not FUSED_RMS_NORM)
-    # Under autocast torch's norms give fp32; of mixed dtypes both ways give that of `x`.
+    # Under autocast, torch's norms give fp32; for mixed dtypes, both ways give the dtype of `x`.
     alone = alone and can_run_kernel(x, cols) and (mixed or not arguments.is_autocast(x))
     if alone or _uses_kernel(op, x, cols):
         return norm_rows(op, x, weight, bias, eps, residual, cols)
     summed = x if residual is None else x + residual
-    # Of several dtypes: everything is computed in the widest and rounded to that of `x`.
+    # With several dtypes, everything is computed in the widest and rounded to that of `x`.
     wide = functools.reduce(torch.promote_types, (t.dtype for t in (weight, bias) if t is not None), x.dtype)
     value, weight, bias = (t if t is None or not mixed else t.to(wide) for t in (summed, weight, bias))
     y = F.layer_norm(value, shape, weight, bias, eps) if op == "layer_norm" else F.rms_norm(value, shape, weight, eps)
@@ -262,7 +266,7 @@ def _has_other_dtype(x: Any, weight: Any, bias: Any) -> bool:
 
 
 def norm_rows(op: str, x: Any, weight: Any, bias: Any, eps: float, residual: Any, cols: int) -> Any:
-    """The norm of rows of `cols` elements by our kernel, whatever the rule says; with a residual also the sum."""
+    """Return the norm of rows of `cols` elements by our kernel; with a residual, also the sum."""
     if x.shape[-1] == cols and (weight is None or weight.ndim == 1) and (bias is None or bias.ndim == 1):
         y, summed = _row_ops().norm(x, residual, weight, bias, eps, op == "layer_norm")
         return y if residual is None else (y, summed)

@@ -1,8 +1,8 @@
 """Products of matrices whose rows do not start at 16 bytes, at the speed of those whose rows do.
 
-A tensor core is fed in pieces of 16 bytes. A vocabulary of 50257 bf16 columns gives rows of 100514 bytes, and cuBLAS
-falls back to kernels that move two bytes at a time (docs/operators.md has the figures). So operands are copied to
-padded rows where the predictor says that it still pays, and the caller gets a view of a padded result: same shape, same
+A tensor core is fed in pieces of 16 bytes. A vocabulary of 50257 bf16 columns gives rows of 100514 bytes, for which
+cuBLAS uses kernels that move two bytes at a time (docs/operators.md has the figures). So operands are copied to padded
+rows where the predictor says that this is still faster, and the caller gets a view of a padded result: same shape, same
 values, not contiguous. Aligned products are torch.matmul's.
 """
 
@@ -22,12 +22,13 @@ from .arguments import HALVES
 from .dispatch import in_transform
 
 PIECE_BYTES = 16
-"""What TMA, cp.async and ldmatrix move at a time (PTX ISA): rows must start at a multiple of it."""
+"""Bytes that TMA, cp.async and ldmatrix move at a time (PTX ISA): rows must start at a multiple of this."""
 
-_COPY_LAUNCH_S = 3e-6  # a copy's launch and tail; assumed, not yet measured on a GPU
-_COPY_BANDWIDTH = 0.8  # of the datasheet's, what a copy with rows of odd bytes reaches; not yet measured on a GPU
-_HOST_S = 2e-5  # what the padded call costs the host beyond torch.matmul: less is not worth it
-_GAIN = 1.15  # the predictor's products are good to about a tenth (benchmarks/results/predict_kernels.json)
+_COPY_LAUNCH_S = 3e-6  # seconds of a copy's launch and tail; assumed, not yet measured on a GPU
+# share of the datasheet's bandwidth that a copy with rows of odd bytes reaches; not yet measured on a GPU
+_COPY_BANDWIDTH = 0.8
+_HOST_S = 2e-5  # seconds of the host that the padded call costs beyond torch.matmul; a smaller gain is not worth it
+_GAIN = 1.15  # least gain: the predictor's products are good to about a tenth (benchmarks/results/predict_kernels.json)
 
 Mode = Literal["auto", "always", "never"]
 _MODES = ("auto", "always", "never")
@@ -36,7 +37,7 @@ _mode: ContextVar[Mode] = ContextVar("tessera_op_padding", default="auto")
 
 @contextlib.contextmanager
 def use(mode: Mode) -> Iterator[None]:
-    """Pad where it pays ("auto"), wherever rows are unaligned on any device ("always", for tests), or "never"."""
+    """Pad where it is faster ("auto"), wherever rows are unaligned on any device ("always", for tests), or "never"."""
     check_choice("op.padding.use: mode", mode, _MODES)
     token = _mode.set(mode)
     try:
@@ -46,7 +47,7 @@ def use(mode: Mode) -> Iterator[None]:
 
 
 def matmul(a: Any, b: Any) -> Any:
-    """As torch.matmul, padded where rows are unaligned and it pays."""
+    """Multiply as torch.matmul, padded if rows are unaligned and padding is faster."""
     if a.dtype in HALVES and b.ndim == 2 and a.ndim > 1 and _is_unaligned(a, b):
         out = _try_padded(a, b, None)
         if out is not None:
@@ -55,7 +56,7 @@ def matmul(a: Any, b: Any) -> Any:
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    """As torch's linear, padded where rows are unaligned and it pays."""
+    """Compute torch's linear, padded if rows are unaligned and padding is faster."""
     if x.dtype in HALVES and x.ndim > 1 and _is_unaligned(x, weight, -2):
         out = _try_padded(x, weight.t(), bias)
         if out is not None:
@@ -64,9 +65,9 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def linear_for_compiler(x: Any, weight: Any, bias: Any = None) -> Any:
-    """As torch's linear, written so that torch.compile makes aligned products of it, forward and backward.
+    """Compute torch's linear in a form of which torch.compile makes aligned products, forward and backward.
 
-    Zeros are appended to the weight's unaligned dimensions and the result is a view without them. The compiler writes
+    Zeros are appended to the weight's unaligned dimensions, and the result is a view without them. The compiler writes
     the gradient of that view with its zeros, so that none of the three products needs a copy.
     """
     pad = torch.nn.functional.pad
@@ -81,7 +82,7 @@ def linear_for_compiler(x: Any, weight: Any, bias: Any = None) -> Any:
 
 def _try_padded(a: Any, b: Any, bias: Any) -> Any:
     if b.dtype is not a.dtype or (bias is not None and bias.dtype is not a.dtype):
-        return None  # autocast makes them one, inside torch's call
+        return None  # autocast gives them one dtype, inside torch's call
     if in_transform():  # torch.func, or forward mode: torch's call has the rules for them
         return None
     flat = a.reshape(-1, a.shape[-1]) if a.ndim > 2 else a
@@ -92,8 +93,11 @@ def _try_padded(a: Any, b: Any, bias: Any) -> Any:
 
 
 def _is_unaligned(a: Any, b: Any, columns: int = -1) -> bool:
-    """Whether a row of a, b or their product starts off 16 bytes; `columns` is the dimension of b the product keeps."""
-    # Inductor pads by itself (its `shape_padding` pass), and shapes need no guard of ours in its graphs.
+    """Return whether a row of a, b or their product does not start at 16 bytes.
+
+    `columns` is the dimension of b that the product keeps.
+    """
+    # Inductor pads by itself (its `shape_padding` pass), and its graphs need no guard on shapes for ours.
     if torch.compiler.is_compiling():
         return False
     return bool((a.shape[-1] | b.shape[columns]) % 8) or not (_has_aligned_rows(a) and _has_aligned_rows(b))
@@ -112,13 +116,13 @@ class _PaddedProduct(torch.autograd.Function):
         a, b = ctx.saved_tensors
         (g,) = gradients
         to_a, to_b, to_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # a gradient of this gradient will be asked for: products that have one
+        if torch.is_grad_enabled():  # a second derivative may be needed, so use products that have one
             return matmul(g, b.t()) if to_a else None, matmul(a.t(), g) if to_b else None, g.sum(0) if to_bias else None
         wide = g
         if (to_a and _pays(g, b.t())) or (to_b and _pays(a.t(), g)):
             wide = pad_matrix(g, g.shape[0], _round_up(g.shape[1]))  # once: both products read it
         by_a = multiply_padded(wide, b.t()) if to_a else None
-        # The gradient lies in memory as its operand does, as torch's own: optimizers and AccumulateGrad copy nothing.
+        # The gradient has its operand's memory layout, as torch's own has: optimizers and AccumulateGrad need not copy.
         by_b = None
         if to_b:
             by_b = (
@@ -130,9 +134,9 @@ class _PaddedProduct(torch.autograd.Function):
 
 
 def multiply_padded(a: Any, b: Any, bias: Any = None) -> Any:
-    """The product a b + bias of two matrices, every row aligned inside and in the result (a view of a padded buffer).
+    """Return a b + bias of two matrices, with aligned rows in operands and result (a view of a padded buffer).
 
-    An operand may already be filled with zeros along the depth: the other is then filled to meet it.
+    An operand may already be filled with zeros along the depth; the other one is then filled to match.
     """
     m, n = a.shape[0], b.shape[1]
     wide_m, wide_n, wide_k = _padded_sides(a, b)
@@ -145,7 +149,7 @@ def multiply_padded(a: Any, b: Any, bias: Any = None) -> Any:
 
 
 def _padded_sides(a: Any, b: Any) -> tuple[int, int, int]:
-    """(m, n, k) the product is made with: those that lie contiguously in a, b or the result, rounded up.
+    """Return (m, n, k) of the padded product: sides that are contiguous in a, b or the result are rounded up.
 
     Padding only the distance between rows was faster for none of eight forward products on an H200
     (benchmarks/results/ops_gemm.json, ways "extents" and "rows").
@@ -156,7 +160,7 @@ def _padded_sides(a: Any, b: Any) -> tuple[int, int, int]:
 
 
 def pad_matrix(x: Any, rows: int, cols: int) -> Any:
-    """`x` with aligned rows (columns, for a transposed matrix), filled with zeros to a size; itself where it is so."""
+    """Return `x` with aligned rows (columns, if transposed), filled with zeros to a size; `x` itself if it fits."""
     if x.shape == (rows, cols) and _has_aligned_rows(x):
         return x
     if x.stride(0) == 1 and x.stride(1) != 1:
@@ -169,18 +173,18 @@ def pad_matrix(x: Any, rows: int, cols: int) -> Any:
 
 
 def _empty_matrix(rows: int, cols: int, like: Any) -> Any:
-    """An empty matrix whose rows start at 16 bytes: a view of a wider one where the columns do not fill them."""
+    """Return an empty matrix whose rows start at 16 bytes; it may be a view of a wider one."""
     return torch.empty((rows, _round_up(cols)), dtype=like.dtype, device=like.device)[:, :cols]
 
 
 def _round_up(extent: int) -> int:
-    """The next extent a fast kernel takes: whole cache lines where they cost little, whole pieces of 16 bytes else."""
+    """Return the next size that a fast kernel takes: whole cache lines if cheap, else multiples of 16 bytes."""
     whole = 64 if extent >= 2048 else 8
     return math.ceil(extent / whole) * whole
 
 
 def _has_aligned_rows(x: Any) -> bool:
-    """Whether the rows of a matrix (or its columns, if those are contiguous) start at 16 bytes."""
+    """Return whether the rows of a matrix (or its columns, if those are contiguous) start at 16 bytes."""
     outer, inner = x.stride()[-2:]
     if inner != 1:
         if outer != 1:
@@ -199,7 +203,7 @@ def _pays(a: Any, b: Any) -> bool:
 
 
 def is_worth_padding(a: Any, b: Any, chip: str) -> bool:
-    """Whether the padded product of two matrices, with the copies it needs, is predicted to be faster on a chip."""
+    """Return whether the padded product, with the copies it needs, is predicted to be faster on a chip."""
     m, n, k = _padded_sides(a, b)
     if min(m, n, k) == 0:
         return False
@@ -210,14 +214,14 @@ def is_worth_padding(a: Any, b: Any, chip: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_faster_padded(chip: str, m: int, n: int, k: int, layout: str, copied_bytes: int) -> bool:
-    """Whether the predictor sees the padded product, copies included, well before the plain one."""
+    """Return whether the predictor sees the padded product, copies included, well before the plain one."""
     from ..estimate.gemm import gemm_time
     from .product_cost import lookup_chip
 
     device = lookup_chip(chip)
     try:
         plain_s = gemm_time(device, m, n, k, layout=layout).seconds
-    except PredictionError:  # the catalogue lacks a figure of it
+    except PredictionError:  # the catalogue lacks a figure of the chip
         device = lookup_chip("")
         plain_s = gemm_time(device, m, n, k, layout=layout).seconds
     padded_s = gemm_time(device, _round_up(m), _round_up(n), _round_up(k), layout=layout).seconds

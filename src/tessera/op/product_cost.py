@@ -1,6 +1,7 @@
 """What a product costs in each precision, by the energy model of `predict`; and the precisions, cheapest first.
 
-A cast is a pass over its matrix, counted as `predict` counts elementwise kernels, times what it took on an H200.
+A cast is a pass over its matrix. It is priced as `predict` prices elementwise kernels, times a factor measured on an
+H200.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from ..hardware import lookup
 from . import lowprec
 from .casting import FULL, PRECISIONS, find_prepared, has_fp8_units, multiplies_fp8, unknown_precision
 
-# Without fast accumulation the tensor core's short sums go to fp32 registers every so many products along k: one fp32
-# addition each (DeepSeek-V3 technical report, 2024, 3.3.2: 128 is the least that hides behind the products).
+# Without fast accumulation, the tensor core's short sums go to fp32 registers every so many products along k: one fp32
+# addition each time (DeepSeek-V3 technical report, 2024, 3.3.2: 128 is the least that is hidden behind the products).
 _PROMOTED_EVERY = 128
-# Joules of casts over those of one elementwise pass, by precision and whether they transpose: the mean of 4096 and
-# 8192, H200, 2026-11-16 (benchmarks/device/ops_precision.py; fp16 and bf16 by their passes). A row that lies along
-# memory waits in registers for its scale; where columns do it is read twice.
+# Joules of casts over those of one elementwise pass, by precision: (without, with transposing). Mean of 4096 and 8192,
+# H200, 2026-11-16 (benchmarks/device/ops_precision.py; fp16 and bf16 by their passes). A row that is contiguous waits
+# in registers for its scale; where columns are contiguous, the row is read twice.
 _CASTS = {"fp8": (0.80, 0.93), "fp8_row": (0.77, 1.60), "fp16": (1.40, 1.40), "bf16": (0.80, 0.80)}
-_UNSCALE = 0.82  # the same for a result that is multiplied by the scales of its rows and columns
+_UNSCALE = 0.82  # the same factor for a result that is multiplied by the scales of its rows and columns
 
 
 class PricedPrecision(NamedTuple):
@@ -52,11 +53,11 @@ def order_candidates(
     accumulate: str | None,
     costs: Mapping[str, float] | None,
 ) -> list[PricedPrecision]:
-    """The precisions of a product, cheapest first; full precision is the last.
+    """Return the precisions of a product, cheapest first; full precision is the last.
 
-    `accumulate` None tries fp8 with fast sums too, where the device has them. `costs` replaces the predicted joules of
-    a precision, and of "fp8 fast" where it has that. Without it only `first` may be narrower than full where that would
-    be emulated.
+    With `accumulate` None, fp8 is tried with fast sums too, if the device has them. `costs` replaces the predicted
+    joules of a precision, and of "fp8 fast" if it has that key. Without it, only `first` may be narrower than full
+    where the device would emulate it.
     """
     full = FULL[a.dtype]
     for name in allowed or ():
@@ -77,7 +78,7 @@ def order_candidates(
 
 
 def saves_energy(device: torch.device) -> bool:
-    """Whether narrower formats can be cheaper on a device; a CPU emulates them, which is slower."""
+    """Return whether narrower formats can be cheaper on a device; a CPU emulates them, which is slower."""
     return bool(device.type != "cpu")
 
 
@@ -103,7 +104,7 @@ def _price(a: Any, b: Any, out: Any, precision: str, sums: str, costs: Mapping[s
 
 
 def _is_useful(precision: str, a: Any, full: str) -> bool:
-    """Whether a precision can be cheaper than full on this device: narrower, and with units of its own."""
+    """Return whether a precision can be cheaper than full on this device: narrower, and with units of its own."""
     wider = {"bf16": ("bf16",), "fp16": ("fp16",), "fp32": PRECISIONS[:6], "fp64": PRECISIONS}
     if precision not in (*wider[full], "fp8", "fp8_row"):
         return False
@@ -116,7 +117,7 @@ def _is_useful(precision: str, a: Any, full: str) -> bool:
 
 @functools.cache
 def lookup_chip(name: str) -> Device:
-    """The catalogue's entry of a chip; the H200's, whose products were measured, where it has none."""
+    """Return the catalogue's entry of a chip; if it has none, the H200's, whose products were measured."""
     try:
         return lookup(name)
     except ArgumentError:
@@ -124,7 +125,7 @@ def lookup_chip(name: str) -> Device:
 
 
 def layout_of(a: torch.Tensor, b: torch.Tensor) -> str:
-    """How the operands lie, as `gemm_time` names it: "nn" row by row, "nt" the right transposed, "tn" the left."""
+    """Return the operands' layout in `gemm_time`'s words: "nn", "nt" (right one transposed) or "tn" (left one)."""
     if a.stride(-1) > a.stride(-2):
         return "tn"
     return "nt" if b.stride(-1) > b.stride(-2) else "nn"
@@ -146,11 +147,11 @@ def predict_energy_j(
     prepared: bool = False,
     row_scaling: bool | None = None,
 ) -> float:
-    """Predicted joules of a product in a precision: the product, and the casts of its operands from `dtype`.
+    """Return the predicted joules of a product in a precision: the product, and the casts of its operands from `dtype`.
 
-    `layout` is that of the operands (fp8's casts transpose them into the one its product takes). A `prepared` right
-    operand is in fp8 already. `row_scaling` is `lowprec.has_row_scaling` of the device; None assumes it for bf16
-    results, which every torch that has such products writes.
+    `layout` is that of the operands (fp8's casts transpose them into the layout that its product takes). A `prepared`
+    right operand is in fp8 already. `row_scaling` is `lowprec.has_row_scaling` of the device; None assumes it for bf16
+    results, which every torch with such products writes.
     """
     if min(m, n, k, batch) == 0:
         return 0.0
@@ -176,11 +177,12 @@ def predict_energy_j(
 def _product(
     device: Device, name: str, m: int, n: int, k: int, batch: int, out_bytes: float, layout: str
 ) -> DeviceWork:
-    if name == "fp8":  # matrix by matrix
+    if name == "fp8":  # fp8 runs matrix by matrix
         return DeviceWork.of(gemm_time(device, m, n, k, 1, name, out_bytes=out_bytes, layout="nt"), batch)
     product = gemm_time(device, m, n, k, batch, name, out_bytes=out_bytes, layout=layout)
     if product.unit.startswith("vector"):
-        # The formula may take a narrow tile for a large product, whose reads pass what the cache gives in the time.
+        # The formula may assume a narrow tile for a large product, whose reads exceed what the cache delivers in that
+        # time.
         rate = float(load_fit("h200_gemm.json")["constants"]["cache_bytes_per_cycle"])
         most = rate * chip(device).units * chip(device).clock_hz * product.seconds
         product = replace(product, l2_bytes=min(product.l2_bytes, most))
@@ -188,7 +190,7 @@ def _product(
 
 
 def _movement(gpu: Chip, elements: float, read: float, written: float) -> KernelTime:
-    """A kernel that reads and writes so many bytes once, in blocks of 1024 elements as torch's."""
+    """Return a kernel that reads and writes so many bytes once, in blocks of 1024 elements like torch's."""
     total = read + written
     crossing = total if total > CACHE_SHARE * gpu.cache_bytes else 0.0
     return movement_time(

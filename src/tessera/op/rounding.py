@@ -1,6 +1,6 @@
-"""Stochastic rounding: the nearer a value is to the next representable one above it, the more often it is rounded up.
+"""Stochastic rounding: the nearer a value is to the next representable value above, the more often it is rounded up.
 
-Its expectation is the value itself, so many small steps are not lost: plain rounding drops every update under half a
+Its expectation is the value itself, so many small steps are not lost. Plain rounding drops every update under half a
 unit in the last place, which for bf16 weights is everything below 0.2-0.4% of the weight.
 """
 
@@ -22,10 +22,10 @@ _SLICE_BYTES = 256 << 20
 def stochastic_round(
     x: torch.Tensor, dtype: torch.dtype = torch.bfloat16, *, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """`x` (fp32 or fp64) in a narrower type, equal to it in expectation.
+    """Return `x` (fp32 or fp64) in a narrower type, equal to it in expectation.
 
-    Values that are not finite pass (e4m3 has no infinity: NaN). Beyond the largest finite number there is no upper
-    neighbour: the value goes to the largest (e4m3, fp16), or for bf16 to either of the largest and infinity.
+    Values that are not finite pass (e4m3 has no infinity, so they become NaN). Beyond the largest finite number there
+    is no upper neighbour: the value goes to the largest (e4m3, fp16), or for bf16 to either the largest or infinity.
     """
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(f"op.stochastic_round: x is a {type(x).__name__}, not a tensor", fix="torch.as_tensor(x)")
@@ -41,12 +41,12 @@ def stochastic_round(
 
 
 def _generator_option(generator: torch.Generator | None) -> dict[str, Any]:
-    """Without a generator the keyword is left out: with it torch.compile takes no symbolic sizes (torch 2.13)."""
+    """Leave the keyword out without a generator: with it, torch.compile takes no symbolic sizes (torch 2.13)."""
     return {} if generator is None else {"generator": generator}
 
 
 def _to_grid(x: torch.Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> torch.Tensor:
-    """Divide by the distance of the neighbours, a power of two, and round there; exact to the 2^-24 of the draw."""
+    """Divide by the distance of the neighbours, a power of two, and round; exact to the 2^-24 of the draw."""
     mantissa, least = _FORMATS[dtype]
     exponent = torch.frexp(x)[1] - 1
     step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=least) - mantissa)
@@ -84,13 +84,13 @@ class StochasticRounding:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
+        """Return the inner optimizer's parameter groups."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's."""
+        """Return the inner optimizer's state."""
         return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -98,7 +98,7 @@ class StochasticRounding:
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's: this one has no state of its own."""
+        """Return the inner optimizer's state; this one has none of its own."""
         state: dict[str, Any] = self.inner.state_dict()
         return state
 
@@ -116,7 +116,7 @@ class StochasticRounding:
                 self.inner.state[p][name] = value.to(p.device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; the loss where a closure computes it."""
+        """Make one step; return the loss if a closure computes it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -134,7 +134,7 @@ class StochasticRounding:
         return loss
 
     def _slices(self, groups: list[list[Any]]) -> Iterator[list[list[Any]]]:
-        """Parameters with a gradient, group by group, cut so that a slice in fp32 stays small."""
+        """Yield parameters with a gradient, group by group, cut so that a slice in fp32 stays small."""
         piece: list[list[Any]] = [[] for _ in groups]
         size = 0
         for index, params in enumerate(groups):
@@ -163,7 +163,7 @@ class StochasticRounding:
             done = True
         finally:
             for p, data, grad in narrow:
-                if done:  # a step that raised leaves the weights as they were
+                if done:  # if the step raised, the weights stay as they were
                     data.copy_(stochastic_round(p.data, generator=self._generator))
                 p.grad = None
                 p.data = data
@@ -171,7 +171,7 @@ class StochasticRounding:
 
 
 def _widen(state: dict[str, Any]) -> None:
-    """Moments in fp32 that an optimizer made before its first step, in the parameter's type (Adagrad does)."""
+    """Convert to fp32 the moments that an optimizer made before its first step (Adagrad makes them in bf16)."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
             state[name] = value.float()

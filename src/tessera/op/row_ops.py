@@ -1,7 +1,7 @@
 """Softmax and the norms as torch operators (`tessera::softmax`, `tessera::norm`): our kernels on CUDA.
 
-They take matrices, one row per line; off CUDA torch computes the same. Autograd, torch.compile, meta tensors and
-profilers see the registered operators; where none of them is active `softmax` and `norm` call the kernels directly
+They take matrices, one row per line; without CUDA, torch computes the same. Autograd, torch.compile, meta tensors and
+profilers see the registered operators; if none of them is active, `softmax` and `norm` call the kernels directly
 (dispatch.py). `normalize.py` decides which rows come here at all.
 """
 
@@ -18,19 +18,19 @@ from .dispatch import autograd_function, device_of, may_skip_dispatcher, needs_g
 
 @functools.cache
 def _kernels() -> Any:
-    """Imported at the first launch: it needs Triton."""
+    """Import the kernels at the first launch, because that needs Triton."""
     from .kernels import rows
 
     return rows
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Statistics are at least fp32."""
+    """Return the type of statistics: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
-    """As the kernels read them: row after row."""
+    """Make tensors contiguous, as the kernels read them."""
     return [None if t is None else t.contiguous() for t in tensors]
 
 
@@ -39,7 +39,7 @@ def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
 
 @torch.library.custom_op("tessera::softmax", mutates_args=())
 def softmax_op(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Softmax of each row of a matrix, written as `dtype`."""
+    """Return the softmax of each row of a matrix, written as `dtype`."""
     return torch.softmax(x, 1, dtype=_wide(x.dtype)).to(dtype)
 
 
@@ -56,12 +56,12 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("tessera::softmax_backward", mutates_args=())
 def softmax_backward_op(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient of the input, from the output."""
+    """Return the gradient of the input, from the output."""
     return _softmax_backward(dy, y, dtype)
 
 
 def _softmax_backward(dy: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """By operations that have gradients themselves."""
+    """Compute the gradient by operations that have gradients themselves."""
     dy, y = dy.to(_wide(y.dtype)), y.to(_wide(y.dtype))
     return (y * (dy - (dy * y).sum(1, keepdim=True))).to(dtype)
 
@@ -99,7 +99,7 @@ _softmax_function = autograd_function(
 
 
 def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Softmax of the last dimension, written as `dtype`."""
+    """Return the softmax of the last dimension, written as `dtype`."""
     direct = may_skip_dispatcher(x)
     if direct and not needs_gradient(x):
         return _softmax_cuda(x, dtype)
@@ -114,7 +114,10 @@ def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
 def norm_op(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, x + residual, mean, 1/deviation) of each row, empty if not there: layer norm if `centered`, else RMS norm."""
+    """Return (y, x + residual, mean, 1/deviation) of each row; an absent one is empty.
+
+    Layer norm if `centered`, else RMS norm.
+    """
     summed = x + residual if residual is not None else x
     mean, rstd = _statistics(summed, eps, centered)
     value = summed.to(rstd.dtype)
@@ -129,7 +132,7 @@ def norm_op(
 
 
 def _statistics(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
-    """Mean (empty if there is none) and 1/deviation of each row."""
+    """Return the mean (empty if there is none) and 1/deviation of each row."""
     value = x.to(_wide(x.dtype))
     mean = value.mean(1) if centered else value.new_empty(0)
     if centered:
@@ -138,7 +141,7 @@ def _statistics(x: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
 
 
 def _run_norm(*inputs: Any) -> Any:
-    """As `norm_op`, None for what is not there."""
+    """Run the kernel of `norm_op`; None for absent values."""
     *tensors, eps, centered = inputs
     with device_of(tensors[0]):
         return _kernels().norm_forward(*_dense(*tensors), eps=eps, centered=centered)
@@ -166,12 +169,15 @@ def _(
     "bool weight_grad, bool bias_grad) -> (Tensor, Tensor, Tensor)",
 )
 def norm_backward_op(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias) of a norm, the last two fp32 or wider, empty where not asked; `x` is what was normalized."""
+    """Return (dx, dweight, dbias) of a norm, the last two fp32 or wider, empty if not asked for.
+
+    `x` is what was normalized.
+    """
     return _norm_backward(*inputs)
 
 
 def _norm_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """By operations that have gradients themselves."""
+    """Compute the gradients by operations that have gradients themselves."""
     dy, dsummed, x, weight, mean, rstd, centered, weight_grad, bias_grad = inputs
     gradient, value = dy.to(rstd.dtype), x.to(rstd.dtype)
     value = (value - mean[:, None] if centered else value) * rstd[:, None]
@@ -189,7 +195,7 @@ def _norm_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _run_norm_backward(*inputs: Any) -> Any:
-    """As `norm_backward_op`, None for what was not asked."""
+    """Run the kernel of `norm_backward_op`; None for gradients that were not asked for."""
     dy, dsummed, x, weight, mean, rstd, centered, weight_grad, bias_grad = inputs
     own_mean = mean if centered else None
     with device_of(x):
@@ -218,7 +224,7 @@ def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd)
     ctx.dtypes = [None if t is None else t.dtype for t in (residual, weight, bias)]
     ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)  # a sum nobody uses costs no row of zeros
+    ctx.set_materialize_grads(False)  # a sum that nobody uses then costs no zeros
 
 
 def _norm_gradient(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -229,7 +235,7 @@ def _norm_gradient(ctx: Any, dy: Tensor | None, dsummed: Tensor | None, *_: Any)
     if dy is None:
         dy = torch.zeros_like(x)
     to_weight, to_bias = ctx.needs_input_grad[2:4]
-    if needs_gradient(dy, dsummed, x, weight):  # a gradient of this one is wanted: by the statistics as well
+    if needs_gradient(dy, dsummed, x, weight):  # a second derivative is needed, through the statistics too
         mean, rstd = _statistics(x, ctx.eps, ctx.centered)
         run: Any = _norm_backward
     else:
@@ -252,7 +258,7 @@ _norm_function = autograd_function(lambda *inputs: _norm_cuda(*inputs), _norm_se
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(y, x + residual or None) of the last dimension: layer norm if `centered`, else RMS norm."""
+    """Return (y, x + residual or None) of the last dimension: layer norm if `centered`, else RMS norm."""
     direct = type(eps) is float and may_skip_dispatcher(x, residual, weight, bias)
     if direct and not needs_gradient(x, residual, weight, bias):
         y, summed, _, _ = _run_norm(x, residual, weight, bias, eps, centered)

@@ -32,14 +32,17 @@ _NORMS = (None, "forward", "backward", "ortho")
 def fft(
     x: Any, dims: int | Sequence[int] = -1, *, norm: str | None = None, stream: Stream | None = None
 ) -> torch.Tensor:
-    """The discrete Fourier transform over one or several dimensions, complex; half precision is computed in fp32."""
+    """Return the discrete Fourier transform over one or several dimensions, complex.
+
+    Half precision is computed in fp32.
+    """
     return _transform("fft", torch.fft.fftn, x, dims, norm, stream)
 
 
 def ifft(
     x: Any, dims: int | Sequence[int] = -1, *, norm: str | None = None, stream: Stream | None = None
 ) -> torch.Tensor:
-    """The inverse of `fft`, complex: take `.real` where the original was real."""
+    """Return the inverse of `fft`, complex; take `.real` if the original was real."""
     return _transform("ifft", torch.fft.ifftn, x, dims, norm, stream)
 
 
@@ -61,11 +64,11 @@ def _transform(op: str, run: Any, x: Any, dims: Any, norm: Any, stream: Stream |
     if norm not in _NORMS:
         raise ArgumentError(f"op.{op}: norm={norm!r}", fix='norm is None, "forward", "backward" or "ortho"')
     with stream_on(stream, x):
-        # cuFFT has halves for powers of two only, and nobody has them on a CPU.
+        # cuFFT has half precision for powers of two only, and CPU libraries have none.
         x = x.float() if x.dtype in HALVES else x
         if x.dtype.itemsize == 1:
             raise ArgumentError(f"op.{op}: x is {x.dtype}", why="fp8 has no transforms", fix="x.float()")
-        if not x.numel():  # of no rows at all; MKL refuses those
+        if not x.numel():  # there are no rows; MKL refuses that
             return torch.complex(x, x) if x.is_floating_point() else x.clone()
         result: torch.Tensor = run(x, dim=over, norm=norm)
         return result
@@ -81,10 +84,10 @@ def spectral_conv2d(
     groups: int = 1,
     stream: Stream | None = None,
 ) -> torch.Tensor:
-    """conv2d with stride 1 by Fourier transforms: x (N, C, H, W) or (C, H, W), w (O, C / groups, kh, kw).
+    """Return conv2d with stride 1, by Fourier transforms: x (N, C, H, W) or (C, H, W), w (O, C / groups, kh, kw).
 
-    Transforms and products are in fp32 for half inputs (the result is rounded once), in fp64 for fp64. The error is
-    that of fp32, relative to the largest outputs rather than to each. Autograd is torch's.
+    For half inputs, transforms and products are in fp32 (the result is rounded once); for fp64, in fp64. The error is
+    that of fp32, relative to the largest outputs rather than to each output. Autograd is torch's.
     """
     check_convolution("spectral_conv2d", x, w, bias, groups, "w")
     if x.is_complex():
@@ -104,7 +107,7 @@ def spectral_conv2d(
 
 
 def _padding(w: Any, padding: Any, dilation: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Zeros before (top, left) and after (bottom, right), as conv2d places them."""
+    """Return the zeros before (top, left) and after (bottom, right), as conv2d places them."""
     if isinstance(padding, str):
         if padding not in ("same", "valid"):
             raise ArgumentError(f"op.spectral_conv2d: padding={padding!r}", fix='"same", "valid", an int or two')
@@ -127,7 +130,7 @@ def _check_reach(x: Any, w: Any, dilation: Any, before: Any, after: Any) -> None
 def _convolve(x: Any, w: Any, dilation: Any, before: Any, after: Any, groups: int) -> torch.Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     padded = [x.shape[2 + i] + before[i] + after[i] for i in (0, 1)]
-    # A circle of the padded length is enough: where the kernel would reach round it there is no output.
+    # A circle of the padded length is enough: there is no output where the kernel would wrap around.
     size = [fast_size(n) for n in padded]
     top, left = before
     x = F.pad(x.to(wide), (left, size[1] - x.shape[3] - left, top, size[0] - x.shape[2] - top))
@@ -147,7 +150,7 @@ def _products(xs: Any, ws: Any, groups: int) -> torch.Tensor:
     batch, channels, *plane = xs.shape
     xs = xs.reshape(batch, groups, channels // groups, *plane)
     ws = ws.reshape(groups, ws.shape[0] // groups, channels // groups, *plane)
-    if channels == groups:  # depthwise: nothing to sum, and products of matrices of 1 by 1 would be a waste
+    if channels == groups:  # depthwise: there is nothing to sum, and products of 1 by 1 matrices would be a waste
         return (xs * ws[None, :, :, 0]).reshape(batch, -1, *plane)
     return torch.einsum("bgihw,goihw->bgohw", xs, ws).reshape(batch, -1, *plane)
 
@@ -155,7 +158,7 @@ def _products(xs: Any, ws: Any, groups: int) -> torch.Tensor:
 # -- whether it is cheaper ------------------------------------------------------------------------------------------
 
 MARGIN = 0.75
-"""Of the direct way's joules and seconds the spectral one must take less than this.
+"""The spectral way must take less than this share of the direct way's joules and seconds.
 
 `predict` counts transforms by the bytes they move, which was not fitted on a GPU (`benchmarks/device/ops_streams.py`).
 """
@@ -163,7 +166,7 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
 
 
 class SpectralVerdict(NamedTuple):
-    """Which way is cheaper, and what each takes; true where the spectral one wins."""
+    """Which way is cheaper, and what each takes; true if the spectral one wins."""
 
     wins: bool
     reason: str
@@ -186,7 +189,7 @@ def spectral_wins(
     dilation: int | tuple[int, int] = 1,
     groups: int = 1,
 ) -> SpectralVerdict:
-    """Whether `spectral_conv2d` is modelled to take at least a quarter less joules and seconds than conv2d, forward.
+    """Return whether `spectral_conv2d` is modelled to win: a quarter less joules and seconds than conv2d, forward.
 
     >>> op.spectral_wins((8, 256, 64, 64), (256, 1, 31, 31), padding=15, groups=256)
     """
@@ -217,8 +220,8 @@ def spectral_wins(
 
 
 def fast_size(n: int) -> int:
-    """The least size of at least n with no prime factors but 2, 3, 5 and 7, for which cuFFT has kernels (its guide)."""
-    while not _is_smooth(n):  # plain loops, which torch.compile follows; among such sizes the next is never far
+    """Return the next size from n up without prime factors other than 2, 3, 5 and 7, for which cuFFT has kernels."""
+    while not _is_smooth(n):  # plain loops, which torch.compile follows; the next such size is never far
         n += 1
     return n
 

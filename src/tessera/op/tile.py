@@ -1,7 +1,8 @@
 """Tiles: what a kernel computes at a time, whether it fits the chip, and the nearest one that does.
 
 The shared memory that a tile needs is not estimated: the kernel is compiled for the target (Triton makes a cubin
-without a GPU) and asked. A formula orders the search for a neighbour, and answers where Triton cannot compile.
+without a GPU), and the compiler tells. A formula orders the search for a neighbour, and is used if Triton cannot
+compile.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..errors import ArgumentError, TileError, find_caller
 from . import hints
 
 DEFAULT_ARCH = 90
-"""The target where there is no GPU: Hopper, the chip our figures are from."""
+"""The target if there is no GPU: Hopper, the chip on which our figures were measured."""
 
 STAGES = 3
 """Tiles in flight: one multiplied while two load. `hints.cp_async_depth` overrides it."""
@@ -34,23 +35,25 @@ SIDES = (16, 32, 64, 128, 256)
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 # Registers of an SM and of a thread (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", the
-# same from 7.0 to 12.0), and what a thread needs beside accumulators: ptxas refuses 128 of 128 and takes 128 of 255.
+# same from 7.0 to 12.0), and what a thread needs beside its accumulators: ptxas refuses 128 accumulators in 128
+# registers and accepts 128 in 255.
 _SM_REGISTERS, _THREAD_REGISTERS, _OTHER_REGISTERS = 65536, 255, 32
 _TENSOR_MEMORY = range(100, 120)  # capabilities whose accumulators lie in tensor memory (PTX ISA, tcgen05)
 
-# KiB of shared memory that one block may have, by compute capability: the same table. For chips not in the catalogue.
+# KiB of shared memory that one block may have, by compute capability (the same table), for chips that are not in the
+# catalogue.
 _BLOCK_KIB = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 _RESERVED_BYTES = 1024  # of an SM's shared memory the system keeps 1 KiB per block (same guide, 8.0 on)
 
 # Rows that one tensor-core instruction computes: wgmma m64 on Hopper, tcgen05 m64 on Blackwell, else mma.sync m16 (PTX
 # ISA, the chapters on these instructions).
 _INSTRUCTION = {90: (64, "wgmma"), 100: (64, "tcgen05.mma")}
-_NEIGHBOURS = 8  # tiles compiled before we give up: each takes about half a second
+_NEIGHBOURS = 8  # tiles that are compiled before the search gives up: each takes about half a second
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and columns of the result a block computes, and the depth it takes at a time."""
+    """Rows and columns of the result that a block computes, and the depth that it takes at a time."""
 
     bm: int
     bn: int
@@ -58,7 +61,7 @@ class Tile:
 
     @classmethod
     def of(cls, op: str, value: Any) -> Tile:
-        """From `tile_shape=(BM, BN, BK)`; a tile is returned as it is."""
+        """Make a tile from `tile_shape=(BM, BN, BK)`; a tile is returned as it is."""
         if isinstance(value, Tile):
             return value
         sides = tuple(value) if isinstance(value, (tuple, list)) else ()
@@ -69,7 +72,7 @@ class Tile:
 
     @property
     def sides(self) -> tuple[int, int, int]:
-        """(BM, BN, BK)."""
+        """Return (BM, BN, BK)."""
         return self.bm, self.bn, self.bk
 
     def __str__(self) -> str:
@@ -78,7 +81,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class TileFit:
-    """The shared memory of a tile that fits. `note` says why nothing was compiled, where only the formula was asked."""
+    """The shared memory of a tile that fits. `note` says why only the formula was used and nothing was compiled."""
 
     shared_bytes: int
     note: str = ""
@@ -94,7 +97,7 @@ class _TiledKernel:
 
 @dataclass(frozen=True, slots=True)
 class _Query:
-    """A kernel and how it would run; asked for one tile after the other."""
+    """A kernel and how it would run; the same query is made for one tile after another."""
 
     name: str
     dtype: str
@@ -107,7 +110,7 @@ _kernels: dict[str, _TiledKernel] = {}
 
 
 def operand_bytes(tile: Tile, dtype: str, stages: int) -> int:
-    """Shared memory of the operands of a matrix product with `stages` tiles in flight: an upper bound."""
+    """Return an upper bound of the operands' shared memory, for a matrix product with `stages` tiles in flight."""
     return max(1, stages) * (tile.bm + tile.bn) * tile.bk * ITEM_BYTES[dtype]
 
 
@@ -129,20 +132,20 @@ def register(
 
 
 def pipeline(tile: Tile) -> tuple[int, int]:
-    """(stages, warps) of a launch: what a schedule hints, else our own choice."""
+    """Return (stages, warps) of a launch: a schedule's hints, or else our own choice."""
     asked = hints.current()
     stages = asked.cp_async_depth or STAGES
     return stages, 4 * asked.warp_mma_concurrency if asked.warp_mma_concurrency else default_warps(tile)
 
 
 def default_warps(tile: Tile) -> int:
-    """Enough warps that a thread holds at most 128 accumulators; a power of two."""
+    """Return enough warps that a thread holds at most 128 accumulators; a power of two."""
     wanted = tile.bm * tile.bn / (32 * 128)
     return 16 if wanted > 8 else 8 if wanted > 4 else 4
 
 
 def arch_of(device: Any = None) -> int:
-    """The compute capability of a CUDA device (90 for 9.0), by default the current one; Hopper's without any."""
+    """Return the compute capability of a CUDA device (90 for 9.0), by default the current one; Hopper's without any."""
     torch: Any = sys.modules.get("torch")
     if torch is None or (device is not None and torch.device(device).type != "cuda") or not torch.cuda.is_available():
         return DEFAULT_ARCH
@@ -152,7 +155,7 @@ def arch_of(device: Any = None) -> int:
 
 @functools.cache
 def limit_bytes(arch: int) -> int:
-    """The shared memory one block may have: the catalogue's figure of that capability, else CUDA's table."""
+    """Return the shared memory that one block may have: the catalogue's figure of the capability, or CUDA's table."""
     from ..hardware import catalogue
 
     for device in catalogue().values():
@@ -165,10 +168,10 @@ def limit_bytes(arch: int) -> int:
 def check(
     name: str, tile: Tile, dtype: Any, stages: int, warps: int, arch: int | None = None, *, op: str | None = None
 ) -> TileFit:
-    """How `tile` fits the kernel `name` on a chip; TileError with the bytes it needs and the nearest tile that fits.
+    """Return how `tile` fits the kernel `name` on a chip; raise TileError with the nearest tile if it does not.
 
-    `dtype` is torch's or a name ("bf16"), `op` the operator that was called where it is not `name`. The first answer
-    costs a compilation of about 0.3 s; later ones are remembered.
+    `dtype` is torch's or a name ("bf16"), `op` the operator that was called if it is not `name`. The first answer takes
+    a compilation of about 0.3 s; later ones are remembered.
     """
     fit = _fit(_Query(name, precision_name(dtype), stages, warps, arch or arch_of()), tile)
     if isinstance(fit, TileFit):
@@ -180,7 +183,7 @@ def check(
 def plan_launch(
     name: str, tile: Tile, dtype: Any, device: Any, *, op: str | None = None, warn: bool = True
 ) -> tuple[int, int]:
-    """(stages, warps) of a tile that fits a device; TileError where it does not, a warning where it is slow."""
+    """Return (stages, warps) of a tile that fits a device; raise TileError if it does not, warn if it is slow."""
     stages, warps = pipeline(tile)
     arch = arch_of(device)
     check(name, tile, dtype, stages, warps, arch, op=op)
@@ -190,7 +193,7 @@ def plan_launch(
 
 
 def precision_name(dtype: Any) -> str:
-    """The name of a dtype; a name is returned as it is."""
+    """Return the name of a dtype; a name is returned as it is."""
     if isinstance(dtype, str):
         return dtype
     from .arguments import PRECISION_OF
@@ -202,7 +205,7 @@ def precision_name(dtype: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _fit(query: _Query, tile: Tile) -> TileFit | tuple[str, str]:
-    """The fit, or why there is none and what to do."""
+    """Return the fit, or why there is none and what to do."""
     free = _kernels[query.name].free
     wrong = [side for side, may in zip(tile.sides, free, strict=True) if may and side not in SIDES]
     fit: TileFit | str
@@ -222,12 +225,12 @@ def _fit(query: _Query, tile: Tile) -> TileFit | tuple[str, str]:
 
 
 def format_tile(name: str, tile: Tile) -> tuple[int, ...]:
-    """A tile as a caller of the kernel `name` writes it."""
+    """Return a tile as a caller of the kernel `name` writes it."""
     return tile.sides[: _kernels[name].sides] if name in _kernels else tile.sides
 
 
 def _explain_spill(query: _Query, tile: Tile) -> str:
-    """Why the accumulators do not fit in registers; empty where they do."""
+    """Return why the accumulators do not fit in registers; empty if they do."""
     threads = 32 * query.warps
     each, room = tile.bm * tile.bn // threads, min(_THREAD_REGISTERS, _SM_REGISTERS // threads)
     if query.arch in _TENSOR_MEMORY or each + _OTHER_REGISTERS <= room:
@@ -236,7 +239,7 @@ def _explain_spill(query: _Query, tile: Tile) -> str:
 
 
 def _measure(query: _Query, tile: Tile) -> TileFit | str:
-    """What the compiler answers: the bytes, or why it refuses."""
+    """Return what the compiler answers: the bytes, or why it refuses."""
     kernel = _kernels[query.name]
     missing = _why_not_compiled()
     if missing:
@@ -256,28 +259,28 @@ def _measure(query: _Query, tile: Tile) -> TileFit | str:
 
 
 def _why_not_compiled() -> str:
-    """Why nothing can be compiled here; empty where it can."""
+    """Return why nothing can be compiled here; empty if it can."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         return "TRITON_INTERPRET is set"
     return "" if importlib.util.find_spec("triton") else "Triton is not installed"
 
 
 def _nearest(query: _Query, tile: Tile) -> Tile | None:
-    """The tile the fewest halvings and doublings away that the compiler accepts.
+    """Return the tile the fewest halvings and doublings away that the compiler accepts.
 
-    It has whole fragments where the one asked for has: another would be followed by the warning of `advise`.
+    It has whole fragments if the requested tile has them; otherwise the warning of `advise` would follow.
     """
     kernel, limit = _kernels[query.name], limit_bytes(query.arch)
     rows, _ = _INSTRUCTION.get(query.arch, (16, ""))
 
     def order(near: Tile) -> tuple[Any, ...]:
         steps = sum(abs(math.log2(max(1, x)) - math.log2(y)) for x, y in zip(tile.sides, near.sides, strict=True))
-        # Among equally near ones, those that surely fit come first: each question is a compilation.
+        # Among equally near tiles, those that surely fit come first, because each test is a compilation.
         too_large = kernel.formula(near, query.dtype, query.stages) > limit
         return tile.bm % rows == 0 and near.bm % rows != 0, steps, too_large, -near.bm * near.bn * near.bk
 
     sides = [SIDES if may else (side,) for side, may in zip(tile.sides, kernel.free, strict=True)]
-    # The formula differs from what is compiled a little, both ways: half as much again is surely too much.
+    # The formula differs a little from what is compiled, in both directions: half as much again is surely too much.
     candidates = [
         near
         for near in itertools.starmap(Tile, itertools.product(*sides))
@@ -294,7 +297,7 @@ _warned: set[tuple[str, int, str]] = set()
 
 
 def advise(op: str, tile: Tile, dtype: Any, arch: int | None = None) -> None:
-    """Warn, once per calling line, where a tile works but is not a multiple of the tensor core's fragment."""
+    """Warn, once per calling line, if a tile works but is not a multiple of the tensor core's fragment."""
     arch = arch or arch_of()
     rows, instruction = _INSTRUCTION.get(arch, (16, "mma.sync"))
     if tile.bm % rows == 0:
@@ -308,7 +311,7 @@ def advise(op: str, tile: Tile, dtype: Any, arch: int | None = None) -> None:
 def warn_once(text: str) -> None:
     """Warn at the first frame outside this package, once per line there.
 
-    Python's own record of warnings is emptied whenever a module changes the filters, as torch's do.
+    Python's own record of warnings is not used: it is emptied whenever a module changes the filters, as torch does.
     """
     if sys.modules["torch"].compiler.is_compiling():
         return

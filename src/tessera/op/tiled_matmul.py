@@ -19,7 +19,7 @@ from .dispatch import device_of, is_tf32_allowed, make_differentiable
 from .tile import Tile
 
 PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32")
-"""What a tile may run in: the kernel has no scales for rows, and sums in fp32."""
+"""The precisions that a tile may run in: the kernel has no scales for rows, and sums in fp32."""
 
 _SCHEMA = "(Tensor a, Tensor b, str precision, int[] tile_shape, int stages, int warps) -> Tensor"
 
@@ -34,12 +34,12 @@ tile.register("matmul", _compile)
 
 
 def multiply_by_tile(op: str, a: Any, b: Any, tile_shape: Any, *, precision: str = "") -> Any:
-    """The product of matrices or stacks of matrices by the kernel of a tile, broadcast as torch.matmul does."""
+    """Return the product of matrices or stacks of matrices by the kernel of a tile, broadcast as torch.matmul does."""
     shape = Tile.of(op, tile_shape)
-    if not precision:  # a precision that was asked for holds under autocast too
+    if not precision:  # a precision that was asked for applies under autocast too
         a, b = arguments.cast_like_autocast(a, b)
     check_dtype(op, "x" if op == "linear" else "a", a, precision)
-    stages = warps = 0  # under torch.compile the fake checks, and the launch decides
+    stages = warps = 0  # under torch.compile, the fake operator checks and the launch decides
     if not torch.compiler.is_compiling():
         stages, warps = tile.plan_launch("matmul", shape, _checked_dtype(a, precision), a.device, op=op)
     lead = arguments.broadcast_batches(op, a, b)
@@ -52,12 +52,12 @@ def multiply_by_tile(op: str, a: Any, b: Any, tile_shape: Any, *, precision: str
 
 
 def _stack(x: Any, lead: tuple[int, ...]) -> Any:
-    """(batch, rows, cols); one matrix alone stays one, and is read for all."""
+    """Return a stack (batch, rows, cols); one matrix alone stays one, and is read for all."""
     return x.unsqueeze(0) if x.ndim == 2 else x.expand(*lead, *x.shape[-2:]).reshape(math.prod(lead), *x.shape[-2:])
 
 
 def check_dtype(op: str, name: str, x: Any, precision: str = "") -> None:
-    """Refuse a dtype that our kernels do not multiply; where torch computes, fp64 is fine."""
+    """Refuse a dtype that our kernels do not multiply; fp64 is accepted where torch computes."""
     wide = x.dtype is torch.float64 and x.is_cuda
     if (precision == "" and x.dtype not in PRECISION_OF) or (wide and precision in ("", "fp64")):
         raise ArgumentError(
@@ -68,7 +68,7 @@ def check_dtype(op: str, name: str, x: Any, precision: str = "") -> None:
 
 
 def dtype_to_check(dtype: Any) -> Any:
-    """What a tile of operands of a dtype is checked for: tf32 where the program allows it; fp64 (CPU alone) as fp32."""
+    """Return the precision that a tile is checked for: fp32 may become tf32, fp64 (CPU only) counts as fp32."""
     if dtype is torch.float64:
         return torch.float32
     return "tf32" if dtype is torch.float32 and is_tf32_allowed() else dtype
@@ -80,7 +80,7 @@ def _checked_dtype(a: Any, precision: str) -> Any:
 
 @torch.library.custom_op("tessera::tiled_mm", mutates_args=(), schema=_SCHEMA)
 def tiled_mm(a: Any, b: Any, precision: str, tile_shape: Any, stages: int, warps: int) -> Any:
-    """A stack of products (batch or 1, m, k) x (batch or 1, k, n) -> (batch, m, n)."""
+    """Return a stack of products (batch or 1, m, k) x (batch or 1, k, n) -> (batch, m, n)."""
     (left, left_scale), (right, right_scale) = _cast(a, precision), _cast(b.mT, precision)
     right = right.mT  # fp8 reads the right operand by columns
     scales = None if left_scale is None or right_scale is None else (left_scale, right_scale)
@@ -110,7 +110,7 @@ def _(a: Any, b: Any, precision: str, tile_shape: Any, stages: int, warps: int) 
 
 
 def _empty_result(a: Any, b: Any) -> Any:
-    batch = b.shape[0] if a.shape[0] == 1 else a.shape[0]  # one alone meets all of the other
+    batch = b.shape[0] if a.shape[0] == 1 else a.shape[0]  # a single matrix is multiplied with all of the other stack
     return a.new_empty((batch, a.shape[1], b.shape[2]), dtype=_result_dtype(a.dtype))
 
 
@@ -119,7 +119,7 @@ def _result_dtype(dtype: Any) -> Any:
 
 
 def _cast(stack: Any, precision: str) -> tuple[Any, Any]:
-    """A stack rounded with a scale for each matrix, as a tolerance was checked for; None where nothing is scaled."""
+    """Return a stack rounded with a scale for each matrix, as a tolerance was checked for; None if unscaled."""
     if not (precision and stack.numel()):
         return stack, None
     if len(stack) > 1 and precision in ("fp8", "fp16") and PRECISION_OF.get(stack.dtype) != precision:

@@ -42,9 +42,10 @@ from .casting import FULL, PRECISIONS, unknown_precision
 _TENSOR_PRODUCTS = {torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm}
 _PRODUCTS = {torch.matmul, torch.mm, torch.bmm, *_TENSOR_PRODUCTS}
 _ADDMM = {torch.addmm, torch.Tensor.addmm}
-_MAD_TO_DEVIATION = 1.4826  # of a normal law
-_LEAST_LOSSES = 8  # before the guard raises an alarm
-# bf16 and fp16 are of one height, one by its range and the other by its mantissa; so are the scalings of fp8.
+_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+_LEAST_LOSSES = 8  # losses that the guard needs before it raises an alarm
+# bf16 and fp16 have the same height, one because of its range and the other because of its mantissa; so have both
+# scalings of fp8.
 _HEIGHT = {"fp64": 4, "fp32": 3, "tf32": 2, "bf16": 1, "fp16": 1, "fp8": 0, "fp8_row": 0}
 _OPS = ("matmul", "gemm", "linear")
 
@@ -52,9 +53,9 @@ _OPS = ("matmul", "gemm", "linear")
 class Dual:
     """A pair of precisions, as a context, a decorator, or for the layers of a module; `forward` may be changed.
 
-    Entering it for a module replaces the `forward` of its `nn.Linear` layers (not of subclasses, which may do more),
-    leaving restores them; `names` lists them. Without a module it takes every product of torch in the body: linear,
-    matmul, mm, bmm, addmm. A product of other types than fp32, fp16, bf16, fp64 stays as it is.
+    Entering it for a module replaces the `forward` of its `nn.Linear` layers (not of subclasses, which may do more);
+    leaving restores them; `names` lists them. Without a module, it takes every product of torch in the body: linear,
+    matmul, mm, bmm, addmm. A product of types other than fp32, fp16, bf16, fp64 stays as it is.
 
     Parameters and gradients keep their type. Backward products use the unrounded operands, so the gradient is that of
     the function with exact products at this point (a straight-through estimate).
@@ -69,7 +70,7 @@ class Dual:
 
     @property
     def forward(self) -> str:
-        """The precision of forward products; "fp32" and such turn the rounding off."""
+        """Return the precision of forward products; "fp32" and wider turn the rounding off."""
         return self._forward
 
     @forward.setter
@@ -79,11 +80,11 @@ class Dual:
         self._forward = precision
 
     def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """`a @ b`, forward in one precision, backward in the other."""
+        """Return `a @ b`, forward in one precision and backward in the other."""
         return lowprec.mm(a, b, self.forward, self.accumulate, backward=self.backward)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x @ weight.T + bias`; a vector is a matrix of one row."""
+        """Return `x @ weight.T + bias`; a vector is a matrix of one row."""
         y = self.product(x if x.dim() > 1 else x[None], weight.mT)
         y = y if x.dim() > 1 else y[0]
         return y if bias is None else y + bias
@@ -116,7 +117,7 @@ class Dual:
         self._layers.clear()
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with its products in these precisions."""
+        """Return the function with its products in these precisions."""
 
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -137,10 +138,10 @@ def dual_precision(
 def dual_precision(
     target: Any = None, *, forward: str = "bf16", backward: str = "fp32", accumulate: str = "fp32"
 ) -> Any:
-    """Forward products in `forward`, backward ones in `backward`, sums in `accumulate`.
+    """Run forward products in `forward`, backward products in `backward`, and sum in `accumulate`.
 
-    For a module: a context for its linear layers. For a function: the function, with all its products so. Without a
-    target: a context and decorator for all products.
+    For a module: a context for its linear layers. For a function: the function, with all its products in these
+    precisions. Without a target: a context and decorator for all products.
     """
     if backward not in PRECISIONS:
         raise unknown_precision("backward", backward)
@@ -167,7 +168,7 @@ def _can_multiply(a: Any, b: Any) -> bool:
 
 
 class _ProductMode(TorchFunctionMode):
-    """Takes the products that torch is asked for in a scope."""
+    """Takes the products that torch is called for in a scope."""
 
     def __init__(self, dual: Dual) -> None:
         super().__init__()
@@ -186,7 +187,7 @@ class _ProductMode(TorchFunctionMode):
 
 @dataclass(frozen=True, slots=True)
 class PrecisionStage:
-    """A precision, and the step until which it holds (None: to the end)."""
+    """A precision, and the step until which it is used (None: to the end)."""
 
     precision: str
     until: int | None = None
@@ -206,7 +207,7 @@ class PrecisionSchedule:
     """A precision for each step of a training run, higher early and lower later, with a guard on the loss.
 
     `stages` is a text ("fp32 until 100, bf16 until 1000, then fp8"), or `PrecisionStage`s or pairs; the last one has no
-    end. `apply()` holds for torch's products (through `dual_precision`, with `backward`) and for `op.matmul`, `gemm`
+    end. `apply()` is for torch's products (through `dual_precision`, with `backward`) and for `op.matmul`, `gemm`
     and `linear` (through hints). `attach` sets the `forward` of a `Dual` instead, whose scope is the caller's. With
     `autocast=True` bf16 and fp16 stages are torch.autocast, which also takes convolutions.
 
@@ -247,12 +248,12 @@ class PrecisionSchedule:
 
     @property
     def precision(self) -> str:
-        """What the next step runs in."""
+        """Return the precision of the next step."""
         return self._now
 
     @property
     def is_guarded(self) -> bool:
-        """Whether the guard keeps a higher precision than planned."""
+        """Return whether the guard keeps a higher precision than planned."""
         return self._up > 0
 
     def attach(self, dual: Dual) -> None:
@@ -262,7 +263,7 @@ class PrecisionSchedule:
 
     @contextlib.contextmanager
     def apply(self, device: str | None = None) -> Iterator[str]:
-        """Run the body's products in the precision of this step; `device` is autocast's, "cuda" where there is one."""
+        """Run the body's products in this step's precision; `device` is autocast's, by default "cuda" if available."""
         hinted = hints.current()
         precisions = {**hinted.precisions, **dict.fromkeys(_OPS, self._now)}
         with contextlib.ExitStack() as scopes:
@@ -295,7 +296,7 @@ class PrecisionSchedule:
         if len(self._losses) >= _LEAST_LOSSES:
             middle = statistics.median(self._losses)
             spread = _MAD_TO_DEVIATION * statistics.median(abs(x - middle) for x in self._losses)
-            spread = max(spread, 1e-3 * abs(middle))  # a loss that stands still has no spread of its own
+            spread = max(spread, 1e-3 * abs(middle))  # a constant loss has no spread of its own
             if loss > middle + self._band * spread:
                 above = f"{(loss - middle) / spread:.0f} deviations above the median {middle:.4g}"
                 alarm = f"the loss is {loss:.4g}, {above}"
@@ -304,12 +305,12 @@ class PrecisionSchedule:
 
     def _step_up(self, why: str) -> PrecisionChange | None:
         if self._now == self.stages[0].precision:
-            return None  # the highest there is
+            return None  # it is the highest precision
         if self.step >= self._until or not self._up:
             self._alarms += 1
         self._up += 1
         self._until = self.step + self._hold_steps()
-        self._losses.clear()  # losses of the precision that failed tell nothing about the next
+        self._losses.clear()  # losses of the precision that failed tell nothing about the next precision
         return self._change(f"{why}: one precision up for {self._hold_steps()} steps")
 
     def _hold_steps(self) -> int:
@@ -327,7 +328,7 @@ class PrecisionSchedule:
         return change
 
     def _plan(self) -> str:
-        """The plan's precision for this step, or as many stages earlier as the guard asks."""
+        """Return the plan's precision for this step, or as many stages earlier as the guard asks for."""
         stage = next(i for i, s in enumerate(self.stages) if s.until is None or self.step < s.until)
         return self.stages[max(0, stage - self._up)].precision
 
@@ -337,7 +338,7 @@ precision_schedule = PrecisionSchedule
 
 
 def parse_stages(text: str) -> tuple[PrecisionStage, ...]:
-    """Stages from words: "fp32 until 100, then bf16 until 500, then fp8"."""
+    """Parse stages from words: "fp32 until 100, then bf16 until 500, then fp8"."""
     stages = []
     for part in text.split(","):
         words = re.fullmatch(r"\s*(?:then\s+)?(\w+)(?:\s+until\s+(\d+))?\s*", part)
@@ -350,7 +351,7 @@ def parse_stages(text: str) -> tuple[PrecisionStage, ...]:
 
 def _to_stages(given: Any) -> tuple[PrecisionStage, ...]:
     stages: tuple[Any, ...] = ()
-    with contextlib.suppress(TypeError):  # nothing to iterate over, or more than two things in one
+    with contextlib.suppress(TypeError):  # there is nothing to iterate over, or an item has more than two parts
         stages = tuple(s if isinstance(s, PrecisionStage) else PrecisionStage(*s) for s in given)
     if not stages or not all(isinstance(s.precision, str) and (s.until is None or is_integer(s.until)) for s in stages):
         why = "each stage is a precision and the step at which it ends; None means never"

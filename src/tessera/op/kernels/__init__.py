@@ -8,11 +8,11 @@ from typing import Any
 from ...errors import needs_extra
 
 TRITON_TYPE = {"fp64": "fp64", "fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8e4nv"}
-"""What Triton calls our number formats."""
+"""Triton's names of our number formats."""
 
 
 def pad_head(dims: int) -> int:
-    """The width the attention kernel works with: a power of two that holds the head."""
+    """Return the width that the attention kernel works with: a power of two that holds the head."""
     return max(16, 1 << (dims - 1).bit_length())
 
 

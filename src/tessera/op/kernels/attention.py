@@ -22,7 +22,7 @@ def _scan_keys(
     acc, total, top, q, k, v, row, begin, end, keys, dims, k_row, v_row, factor,
     EDGE: tl.constexpr, CAUSAL: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Walk the keys from `begin` to `end`; EDGE tiles may hold keys that some query must not see."""
+    """Walk the keys from `begin` to `end`; EDGE tiles may hold keys that some queries must not see."""
     dim = tl.arange(0, D)
     for start in tl.range(begin, end, BN):
         col = start + tl.arange(0, BN)
@@ -35,7 +35,8 @@ def _scan_keys(
             if CAUSAL:
                 visible = visible & (col[None, :] <= row[:, None])
             scores = tl.where(visible, scores, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))  # a query sees its first key in its first tile: never -inf
+        # a query sees its first key in its first tile, so this is never -inf
+        higher = tl.maximum(top, tl.max(scores, 1))
         weight = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         total = total * shrink + tl.sum(weight, 1)
@@ -51,9 +52,9 @@ def attention_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row, factor,
     CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """BM queries of one head; `group` heads of q share one of k and v."""
+    """Compute BM queries of one head; `group` heads of q share one of k and v."""
     blocks = tl.cdiv(queries, BM)
-    # Of a causal head the last queries have the most keys: they go first, so that no long program starts last.
+    # In a causal head, the last queries have the most keys. They go first, so that no long program starts last.
     first = (blocks - 1 - tl.program_id(0) % blocks) * BM
     which = (tl.program_id(0) // blocks).to(tl.int64)
     batch, head = which // heads, which % heads
@@ -102,7 +103,7 @@ def run_attention(
 
 
 def compile_attention(sides: tuple[int, int, int], dtype: str, stages: int, warps: int, target: Any) -> Any:
-    """The kernel of a tile (BM, BN, D) for causal, aligned heads and a target."""
+    """Return the kernel of a tile (BM, BN, D) for causal, aligned heads and a target."""
     constants = {"CAUSAL": True, "BM": sides[0], "BN": sides[1], "D": sides[2], "PRECISION": "tf32"}
     known = dict.fromkeys(("q", "k", "v", "out"), f"*{TRITON_TYPE[dtype]}") | {"factor": "fp32"}
     types = {name: known.get(name, "i32") for name in attention_kernel.arg_names if name not in constants}

@@ -1,14 +1,15 @@
-"""One launch that casts an operand of an fp8 product by a guessed scale, and one that repairs what did not fit.
+"""One launch casts an operand of an fp8 product by a guessed scale, and a second one repairs what did not fit.
 
 A scale from the largest value needs a whole read of the matrix before the cast. But e4m3 is a floating format: between
-2^-6, its smallest normal value, and 448, its largest, it does not matter where a value lies. So the scale is guessed
-from a sample: the power of two that brings the mean magnitude to 2 to 4, in the middle of the range. What is 112 times
-the mean still fits; what is a hundredth of it is still a normal number. Much smaller rows lose digits that scales of
-their own (`fp8_row`) would keep. The cast notes the largest magnitude of each tile. The second launch reads these:
-where one is beyond 448, or an eighth of the tiles hold nothing above 1/4 (the sample was not like the rest), it casts
-the matrix again by its largest finite value, as `quantize` does; else it does nothing.
+2^-6, its smallest normal value, and 448, its largest, a value's place does not matter. So the scale is guessed from a
+sample: it is the power of two that brings the mean magnitude to 2 to 4, in the middle of the range. Values up to 112
+times the mean then fit, and values down to a hundredth of the mean are still normal numbers. Much smaller rows lose
+digits that scales of their own (`fp8_row`) would keep. The cast notes the largest magnitude of each tile, and the
+second launch reads these notes. If one is beyond 448, or if an eighth of the tiles have nothing above 1/4 (the sample
+was not like the rest), the second launch casts the matrix again by its largest finite value, as `quantize` does;
+otherwise it does nothing.
 
-Bytes of an n x n bf16 matrix: 2n^2 read, n^2 written, either layout; two launches.
+Bytes of an n x n bf16 matrix: 2n^2 read, n^2 written, in either layout; two launches.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ with needs_extra("triton", "triton", "Tessera's own GPU kernels"):
     import triton
     import triton.language as tl
 
-# A sample: so many runs along memory of so many values, one for each warp, 8 values a thread.
+# A sample has CHUNKS runs of CHUNK values along memory: one run for each warp, 8 values a thread.
 CHUNK, CHUNKS = 256, 8
-# (rows, cols) of a tile: runs of 1 kB along rows; where columns lie along memory, 256 bytes read and 128 written.
+# (rows, cols) of a tile. Along rows: runs of 1 kB. If columns are contiguous: 256 bytes read and 128 written.
 ALONG, ACROSS = (32, 512), (128, 128)
-# Of a thread: three programs of `WARPS` share an SM then. Both casts of 4096 took 30.0 us and 17.2 mJ on an H200; with
-# 64, which spill, 38.3 and 21.4 (results/ops_precision.json).
+# Registers of a thread: three programs of `WARPS` then share an SM. Both casts of 4096 took 30.0 us and 17.2 mJ on an
+# H200; with 64 registers, which spill, 38.3 us and 21.4 mJ (results/ops_precision.json).
 REGISTERS = 80
 REPAIR_PROGRAMS = 132  # one for each SM of an H200
-_READ = 2048  # notes that one of them reads at a time
+_READ = 2048  # notes that a repair program reads at a time
 
 
 @triton.jit
 def _centre(x, rows, cols, stride_row, stride_col, ACROSS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The exponent of a power of two for the least mean magnitude of some runs along memory; zeros do not count.
+    """Return the exponent of a power of two for the least mean magnitude of some runs along memory.
 
-    The least: a scale that is too large overflows, which is noticed and repaired.
+    Zeros do not count. The least mean is taken because a scale that is too large overflows, which is noticed and
+    repaired.
     """
     long, runs = cols, rows
     step, jump = stride_col, stride_row
@@ -60,7 +62,7 @@ def _centre(x, rows, cols, stride_row, stride_col, ACROSS: tl.constexpr, CHUNK: 
         long, runs = rows, cols
         step, jump = stride_row, stride_col
     i = tl.arange(0, CHUNKS)
-    run = (2 * i + 1).to(tl.int64) * runs // (2 * CHUNKS) + i % 2  # even and odd ones: some come in turns
+    run = (2 * i + 1).to(tl.int64) * runs // (2 * CHUNKS) + i % 2  # even and odd runs, because some data alternate
     run = tl.minimum(run, runs - 1)
     # Not side by side: an odd step visits every eighth of a run once.
     start = (tl.maximum(long - CHUNK, 0) // CHUNKS * (3 * i % CHUNKS)) // 16 * 16
@@ -69,7 +71,7 @@ def _centre(x, rows, cols, stride_row, stride_col, ACROSS: tl.constexpr, CHUNK: 
     value = tl.abs(tl.load(where, mask=at < long, other=0.0).to(tl.float32))
     mean = tl.sum(tl.where(value < float("inf"), value, 0.0), 1) / tl.minimum(long, CHUNK)
     least = tl.min(tl.where(mean > 0, mean, float("inf")), 0)
-    # Only zeros: so large a scale that anything but zeros overflows.
+    # The sample has only zeros: take a scale so large that anything except zeros overflows.
     return tl.where(least < float("inf"), exponent_of(least, 1, 0x7FFFFF), 126)
 
 
@@ -78,7 +80,7 @@ def guessed_cast(
     x, y, notes, guess, rows, cols, stride_row, stride_col, y_rows, y_cols,
     ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):
-    """A tile by the guessed scale; its largest magnitude is noted."""
+    """Cast a tile by the guessed scale, and note its largest magnitude."""
     tile = tl.program_id(0)
     row, col = locate_tile(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
     value = load_tile(x, row, col, rows, cols, stride_row, stride_col)
@@ -96,7 +98,7 @@ def repair_cast(
     TOP: tl.constexpr, THRESHOLD: tl.constexpr, LARGEST: tl.constexpr, EIGHT: tl.constexpr,
     ACROSS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, READ: tl.constexpr,
 ):
-    """What the guessed scale did not fit, cast again; and the scale."""
+    """Cast again what did not fit the guessed scale, and write the scale."""
     exponent = tl.load(guess)
     scale = power_of_two(exponent)
     over, small, strange, largest = 0, 0, 0, 0.0
@@ -108,7 +110,7 @@ def repair_cast(
         strange += tl.sum((note == float("inf")).to(tl.int32), 0)
         largest = tl.maximum(largest, tl.max(magnitude(note), 0))
     if (over > 0) | (8 * small > count):
-        if strange > 0:  # every program looks at those tiles again: slow, and seldom many
+        if strange > 0:  # every program reads those tiles again: slow, but there are rarely many
             for tile in range(count):
                 if tl.load(notes + tile) == float("inf"):
                     row, col = locate_tile(tile, y_rows, y_cols, ACROSS, ROWS, COLS)
@@ -126,7 +128,7 @@ def repair_cast(
 def cast_by_guess(
     matrices: Sequence[torch.Tensor], pad: tuple[int, int] = (1, 1)
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Matrices in fp8, each with `(y, descale)` as `quantize` gives them; no matrix may be empty."""
+    """Return matrices in fp8, each as `(y, descale)` like `quantize`; no matrix may be empty."""
     with torch.cuda.device_of(matrices[0]):  # Triton launches on the current device
         return [_cast_one(x, pad) for x in matrices]
 
@@ -152,7 +154,7 @@ def _cast_one(x: torch.Tensor, pad: tuple[int, int]) -> tuple[torch.Tensor, torc
 
 
 def _separate_strides(x: torch.Tensor) -> torch.Tensor:
-    """The same matrix with two different strides; that of a dimension of size one does not matter."""
+    """Return the same matrix with two different strides; the stride of a dimension of size one does not matter."""
     rows, cols = x.shape
     if cols == 1:
         return x.as_strided(x.shape, (1, max(2, rows)))

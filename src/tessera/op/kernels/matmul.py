@@ -1,8 +1,8 @@
 """The kernels of a given tile: a matrix product, and a 2-d convolution as an implicit matrix product. Sums are fp32.
 
 A block computes BM x BN of the result. Tiles of the operands arrive in shared memory while earlier ones are multiplied
-(num_stages in flight). Blocks are numbered in groups of GROUP rows, so that those at work at one time share columns of
-the right operand in the L2. What lies outside is loaded as zero and not stored.
+(num_stages in flight). Blocks are numbered in groups of GROUP rows, so that blocks that run at the same time share
+columns of the right operand in the L2. Elements outside a matrix are loaded as zero and not stored.
 
 The convolution's rows are output pixels, its columns output channels; the depth runs over taps of the filter and input
 channels. The image has its channels innermost (NHWC), the filter is (out, height, width, in): no patch is written out.
@@ -21,12 +21,12 @@ with needs_extra("triton", "triton", "a product of a given tile"):
     import triton
     import triton.language as tl
 
-GROUP = 8  # rows of tiles in one group: with 132 SMs the tiles at work are about 8 x 16, the least operands to load
+GROUP = 8  # rows of tiles in one group: with 132 SMs, about 8 x 16 tiles run at a time, which need the fewest operands
 
 
 @triton.jit
 def _place(block, rows, cols, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of tiles of a block."""
+    """Return the row and column of a block in tiles."""
     down, across = tl.cdiv(rows, BM), tl.cdiv(cols, BN)
     first = block // (GROUP * across) * GROUP
     height = min(down - first, GROUP)
@@ -40,14 +40,14 @@ def matmul_kernel(
     scale_a_batch, scale_b_batch, SCALED: tl.constexpr, DOT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """One tile of the product; DOT is how fp32 is multiplied (tf32 or ieee)."""
-    # Batches are numbered along the first axis of the grid too: the others end at 65535.
+    """Compute one tile of the product; DOT is how fp32 is multiplied (tf32 or ieee)."""
+    # Batches are numbered along the first axis of the grid too, because the other axes end at 65535.
     tiles = tl.cdiv(rows, BM) * tl.cdiv(cols, BN)
     down, across = _place(tl.program_id(0) % tiles, rows, cols, BM, BN, GROUP)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     row, col, k = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN), tl.arange(0, BK)
     row_in, col_in = (row < rows)[:, None], (col < cols)[None, :]
-    # 64-bit offsets: rows times a stride may pass 2^31 (16384 x 151936 logits do). They are added once.
+    # 64-bit offsets: rows times a stride may exceed 2^31 (for logits of 16384 x 151936 it does). They are added once.
     at_a = a + batch * a_batch + row.to(tl.int64)[:, None] * a_row + k.to(tl.int64)[None, :] * a_col
     at_b = b + batch * b_batch + k.to(tl.int64)[:, None] * b_row + col.to(tl.int64)[None, :] * b_col
     step_a, step_b = tl.cast(a_col, tl.int64) * BK, tl.cast(b_row, tl.int64) * BK
@@ -56,7 +56,7 @@ def matmul_kernel(
         rest = depth - step * BK
         left = tl.load(at_a, mask=row_in & (k < rest)[None, :], other=0.0)
         right = tl.load(at_b, mask=(k < rest)[:, None] & col_in, other=0.0)
-        if left.dtype == tl.float8e4nv:  # Hopper's fp8 units keep 14 bits of a sum: added up in fp32 once a step
+        if left.dtype == tl.float8e4nv:  # Hopper's fp8 units keep 14 bits of a sum, so add up in fp32 once a step
             acc = tl.dot(left, right, acc, max_num_imprecise_acc=BK)
         else:
             acc = tl.dot(left, right, acc, input_precision=DOT)
@@ -75,7 +75,7 @@ def conv_kernel(
     CHANNELS: tl.constexpr, TAPS_W: tl.constexpr, DOT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """One tile of one group of filters; `filters` and CHANNELS are those of a group."""
+    """Compute one tile of one group of filters; `filters` and CHANNELS are those of a group."""
     down, across = _place(tl.program_id(0), pixels, filters, BM, BN, GROUP)
     group = tl.program_id(1).to(tl.int64)
     pixel, column, k = down * BM + tl.arange(0, BM), across * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -102,7 +102,7 @@ def launch_matmul(
     a: Any, b: Any, out: Any, *, tile: Tile, stages: int, warps: int, scales: tuple[Any, Any] | None = None,
     dot: str = "tf32",
 ) -> None:
-    """Fill `out` (batch, rows, cols; rows contiguous) from `a` (batch or 1, rows, depth) and `b`.
+    """Fill `out` (batch, rows, cols; rows contiguous) with the products of `a` (batch or 1, rows, depth) and `b`.
 
     `scales` has one number for each matrix of `a` and of `b`, or one for all.
     """
@@ -121,9 +121,10 @@ def launch_conv(
     x: Any, w: Any, out: Any, *, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int],
     groups: int, tile: Tile, stages: int, warps: int, dot: str = "tf32",
 ) -> None:
-    """Fill `out` (n, out_height, out_width, filters, contiguous) from `x` (n, height, width, channels, innermost).
+    """Fill `out` (n, out_height, out_width, filters; contiguous) with the convolution.
 
-    `w` is (filters, taps_h, taps_w, channels of a group), contiguous.
+    `x` is (n, height, width, channels), innermost last; `w` is (filters, taps_h, taps_w, channels of a group),
+    contiguous.
     """
     pixels, filters = out.shape[0] * out.shape[1] * out.shape[2], out.shape[3] // groups
     arguments = (
@@ -152,7 +153,7 @@ def _launch(
 
 
 def _too_large(op: str, tile: Tile, refused: Any) -> TileError:
-    """The error for a launch that the driver refused: these strides need more than the aligned ones checked before."""
+    """Return the error for a launch that the driver refused: its strides need more than the checked aligned ones."""
     return TileError(
         f"op.{op}: tile_shape={tile} does not fit this call",
         why=f"these strides need {refused.required:,} of {refused.name}; the chip has {refused.limit:,}",
@@ -161,7 +162,7 @@ def _too_large(op: str, tile: Tile, refused: Any) -> TileError:
 
 
 def compile_matmul(tile: Tile, dtype: str, stages: int, warps: int, target: Any) -> Any:
-    """The kernel of a tile for a target, for aligned operands as they come: row by row, fp8's right one by columns."""
+    """Return a tile's kernel for a target and aligned operands: row by row, fp8's right operand by columns."""
     kind, inner, outer = TRITON_TYPE[dtype], *(("b_row", "b_col") if dtype == "fp8" else ("b_col", "b_row"))
     types = {"a": f"*{kind}", "b": f"*{kind}", "c": "*bf16" if dtype == "fp8" else f"*{kind}"}
     types |= {"scale_a": "*fp32", "scale_b": "*fp32"}
@@ -171,7 +172,7 @@ def compile_matmul(tile: Tile, dtype: str, stages: int, warps: int, target: Any)
 
 
 def compile_conv(tile: Tile, dtype: str, stages: int, warps: int, target: Any) -> Any:
-    """The kernel of a tile for a target, for a 3x3 filter over aligned channels."""
+    """Return a tile's kernel for a target, for a 3x3 filter over aligned channels."""
     large = ("pixels", "filters", "depth", "x_image", "x_row", "x_col")
     small = tuple(f"{name}{side}" for name in ("stride_", "pad_", "dilation_") for side in "hw")
     small += ("height", "width", "out_height", "out_width")

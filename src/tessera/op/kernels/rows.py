@@ -23,7 +23,7 @@ TILE = 2048  # elements a program of four warps takes; short rows are taken seve
 
 
 class RowBlock(NamedTuple):
-    """How a program is cut: rows it takes at a time, columns (a power of two), warps."""
+    """How a program is cut: the rows it takes at a time, columns (a power of two), warps."""
 
     rows: int
     cols: int
@@ -32,7 +32,7 @@ class RowBlock(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def row_block(cols: int) -> RowBlock:
-    """The program for rows of `cols` elements: 16 elements a thread or more, and never more than 32 warps."""
+    """Return the block for rows of `cols` elements: 16 elements a thread or more, and at most 32 warps."""
     block = max(triton.next_power_of_2(cols), 16)
     return RowBlock(max(TILE // block, 1), block, min(max(block // 512, 4), 32))
 
@@ -74,7 +74,7 @@ def _norm_forward(
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if RESIDUAL:
         value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        # The sum is rounded once, and the norm is of what is stored: the backward pass reads it back.
+        # The sum is rounded once, and the norm is of the stored sum, because the backward pass reads it back.
         rounded = value.to(summed.dtype.element_ty)
         tl.store(summed + at, rounded, mask=inside)
         value = rounded.to(tl.float32)
@@ -104,7 +104,7 @@ def _norm_backward(
         factor = tl.load(weight + col, mask=in_row, other=0.0).to(tl.float32)[None, :]
     weight_sum = tl.zeros((ROWS, COLS), tl.float32)
     bias_sum = tl.zeros((ROWS, COLS), tl.float32)
-    # The next rows load while these are reduced: one program has no other to wait in its place.
+    # The next rows load while these are reduced, because a program has no other to run in its place.
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         row = block * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & in_row[None, :]
@@ -136,7 +136,7 @@ def _norm_backward(
 
 
 def softmax_forward(x: Any, dtype: Any) -> Any:
-    """Softmax of the rows (the last dimension) of a contiguous tensor, written as `dtype`."""
+    """Return the softmax of the rows (the last dimension) of a contiguous tensor, written as `dtype`."""
     cols = x.shape[-1]
     y, block = torch.empty_like(x, dtype=dtype), row_block(cols)
     _softmax(_softmax_forward, (x, y), x.numel(), cols, block)
@@ -144,7 +144,7 @@ def softmax_forward(x: Any, dtype: Any) -> Any:
 
 
 def softmax_backward(dy: Any, y: Any, dtype: Any) -> Any:
-    """Gradient by the input of softmax, from its output; both contiguous matrices."""
+    """Return the gradient of softmax's input, from its output; both are contiguous matrices."""
     cols = y.shape[-1]
     dx, block = torch.empty_like(y, dtype=dtype), row_block(cols)
     _softmax(_softmax_backward, (dy, y, dx), y.numel(), cols, block)
@@ -164,7 +164,7 @@ def _softmax(kernel: Any, tensors: tuple[Any, ...], elements: int, cols: int, bl
 def norm_forward(
     x: Any, residual: Any, weight: Any, bias: Any, *, eps: float, centered: bool
 ) -> tuple[Any, Any | None, Any | None, Any]:
-    """(y, x + residual or None, mean or None, 1/deviation) of the rows (the last dimension) of a contiguous tensor."""
+    """Return (y, x + residual or None, mean or None, 1/deviation) of the rows of a contiguous tensor."""
     cols, elements = x.shape[-1], x.numel()
     rows = elements // cols if cols else x.shape[:-1].numel()
     y, block = torch.empty_like(x), row_block(cols)
@@ -184,7 +184,7 @@ def norm_forward(
 def norm_backward(
     dy: Any, dsummed: Any, x: Any, weight: Any, *, mean: Any, rstd: Any, weight_grad: bool, bias_grad: bool
 ) -> tuple[Any, Any | None, Any | None]:
-    """(dx, dweight, dbias), the last two in fp32; `mean` is None for RMS norm, `x` what was normalized."""
+    """Return (dx, dweight, dbias), the last two in fp32; `mean` is None for RMS norm, `x` is what was normalized."""
     rows, cols = x.shape
     dx, block = torch.empty_like(x), row_block(cols)
     blocks = -(-rows // block.rows)
@@ -209,13 +209,13 @@ def norm_backward(
 
 
 def count_stages(block: RowBlock, item_bytes: int) -> int:
-    """2 where the next rows of three tensors fit the shared memory of every chip since Ampere (99 KiB), else 1."""
+    """Return 2 if the next rows of three tensors fit the shared memory of all chips since Ampere (99 KiB), else 1."""
     return 2 if 3 * block.rows * block.cols * item_bytes <= 96 << 10 else 1
 
 
 @functools.lru_cache(maxsize=64)
 def count_programs(device: Any, warps: int) -> int:
-    """Programs that fill the device once: 16 warps on a multiprocessor, of 128 registers a thread."""
+    """Return the programs that fill the device once: 16 warps on a multiprocessor, with 128 registers a thread."""
     if device.type != "cuda":
-        return 4  # the interpreter: enough to exercise the sum of parts
+        return 4  # in Triton's interpreter, enough to exercise the sum of parts
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * max(16 // warps, 1)
