@@ -1,9 +1,9 @@
 """`EnergyBenchmark`: joules and seconds per call of a function, at steady state, with an interval on each.
 
 The function is called in batches long enough for the sensor. Batches from before the steady state are dropped, and
-batches are added until time and energy repeat within the target, or the time is over: then the result says so.
-Repetition does not reveal the error of the sensor's level: that error is part of every ±, and has a note of its own if
-it is wider than the target.
+batches are added until time and energy repeat within the target. If the time is over before that, the result says so.
+The error of the sensor's level does not show in repetitions: it is part of every ±, and has a note of its own if it is
+wider than the target.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .steady_state import MeasuredBatch, SteadyState, Uncertain, find_steady_sta
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# A batch must span several samples: the edges of a window then matter little (see integral.window_error_j). Fewer are
-# enough if the level is less certain than the target, or if the budget would otherwise not hold five batches.
+# A batch should span this many samples, so that the edges of a window matter little (see `sums.window_error_j`). Fewer
+# are enough if the level is less certain than the target, or if the budget would otherwise not hold five batches.
 BATCH_S = 0.25
 BATCH_RESOLUTIONS = 10
 LEAST_RESOLUTIONS = 3
 MIN_BATCHES = 9
-# Five batches this long (a slow sensor) are enough if all of them agree twice as well as they have to: without a search
-# for the steady state, which would flatter among so few (see steady_state.NEAR_BEST).
+# Five batches of this length (a slow sensor) are enough if all of them agree twice as well as needed. There is then no
+# search for the steady state, which would make so few look too good (see steady_state.NEAR_BEST).
 LONG_S = 0.5
 FEW_BATCHES = 5
-# Between batches there is a pause of up to one sample spacing, and no more than this: calls that take as long as the
-# sensor's period would else be met at the same phase in every batch, and no scatter would tell.
+# Between batches there is a random pause of up to one sample spacing, but no more than this. Otherwise calls that take
+# as long as the sensor's period would be met at the same phase in every batch, and no scatter would show it.
 DITHER_S = 0.05
 
 
@@ -64,7 +64,7 @@ class BenchmarkResult:
     nodes: int | None = None
     notes: Sequence[str] = ()
     spread_j: float | None = None
-    """Half-width of the joules per call by scatter alone: two results of one sensor share the rest of the error."""
+    """Half-width of the joules per call by scatter alone; results of one sensor share the rest of the error."""
     level_error: float = 0.0
     """Relative 90% half-width of the sensor's level: part of every ± of joules and watts, but not of `converged`."""
 
@@ -78,7 +78,7 @@ class BenchmarkResult:
 
     @property
     def tflops(self) -> Uncertain | None:
-        """10^12 floating-point operations a second."""
+        """10^12 floating-point operations per second."""
         flops = self._amount("FLOP")
         return None if flops is None else self.time_per_call_s.inverse(flops * 1e-12)
 
@@ -89,7 +89,7 @@ class BenchmarkResult:
         return None if flops is None else self.energy_per_call_j.inverse(flops * 1e-12)
 
     def per_joule(self, unit: str) -> Uncertain | None:
-        """Work of a unit ("sample", "token", your own) per joule; None if the benchmark does not know it."""
+        """Return the work of a unit ("sample", "token", your own) per joule; None if the benchmark does not know it."""
         amount = self._amount(unit)
         return None if amount is None else self.energy_per_call_j.inverse(amount)
 
@@ -105,7 +105,7 @@ class BenchmarkResult:
 
     @property
     def kwh_per_call(self) -> Uncertain:
-        """Kilowatt-hours of one call, with the PUE of the data centre where that is known."""
+        """Kilowatt-hours of one call, with the PUE of the data centre if it is known."""
         return self.energy_per_call_j.times((self.factors.pue or 1.0) / J_PER_KWH)
 
     @property
@@ -126,7 +126,7 @@ class BenchmarkResult:
         return None if price is None else self.kwh_per_call.times(price)
 
     def measures(self) -> dict[str, Uncertain]:
-        """Every figure that is known, by name; kWh, node-hours, CO2 and cost when any factor was given."""
+        """Return every known figure by name; kWh, node-hours, CO2 and cost if any factor was given."""
         any_factor = self.factors != Config() or self.nodes is not None
         measures: dict[str, Uncertain | None] = {
             "power_w": self.power_w,
@@ -143,7 +143,7 @@ class BenchmarkResult:
         return {k: v for k, v in measures.items() if v is not None}
 
     def to_row(self) -> dict[str, Any]:
-        """Flat, for a table: each measure and its `_error`."""
+        """Return a flat dictionary for a table: each measure and its `_error`."""
         row: dict[str, Any] = {"name": self.name, "calls": self.calls}
         for key, value in self.measures().items():
             row[key], row[f"{key}_error"] = value.value, value.error
@@ -151,7 +151,7 @@ class BenchmarkResult:
         return {**row, **{key: getattr(self, key) for key in rest}}
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested, for JSON."""
+        """Return nested plain data, for JSON."""
         return {
             **self.to_row(),
             "target": self.target,
@@ -165,9 +165,9 @@ class EnergyBenchmark:
     """Measures decorated functions; each call of one adds a row to `results`.
 
     `target` is how well the figures must repeat: the relative half-width of the 90% intervals of time and energy, by
-    their scatter alone. The error of the sensor's level is part of the result's ± as well, and no repetition makes it
+    their scatter alone. The result's ± also includes the error of the sensor's level, which repetition does not make
     smaller. A function is measured for at least `min_s` (2, or a smaller budget) and at most about `budget_s` seconds.
-    Results have money, CO2 and node-hours if you pass the factors or state them once (`tessera.config`).
+    Results have money, CO2 and node-hours if you pass the factors or set them once (`tessera.config`).
 
     >>> bench = EnergyBenchmark()
     >>> @bench.measure(samples=64)
@@ -259,14 +259,14 @@ class EnergyBenchmark:
     def _run(self, call: Callable[[], Any], name: str, work: dict[str, Work]) -> tuple[BenchmarkResult, Any]:
         monitor = self._monitor or default()
         begin = time.monotonic()
-        call()  # compiles, allocates, warms caches: never part of the result
+        call()  # compiles, allocates, fills caches, and is never part of the result
         synchronize()
         first_s = time.monotonic() - begin
         windows: list[tuple[Window, int]] = []
         per_batch = 1
         while True:
             if len(windows) == 1 and 2 * windows[0][1] < per_batch:
-                windows.clear()  # the first call alone only served to size the batches: too short for the sensor
+                windows.clear()  # the first call only served to choose the size of a batch; it is too short by itself
             time.sleep(random.random() * min(_resolution_s(monitor), DITHER_S))
             batch_start = time.monotonic()
             window, value = _run_batch(monitor, call, per_batch)
@@ -281,7 +281,7 @@ class EnergyBenchmark:
                 return self._result(monitor, name, windows, steady, work, spent_s), value
 
     def _converge(self, monitor: Monitor, windows: list[tuple[Window, int]], took_s: float) -> SteadyState | None:
-        """The steady state if the batches agree well enough, else None."""
+        """Return the steady state if the batches agree well enough, else None."""
         if len(windows) >= MIN_BATCHES and len(windows) % 3 == 0:
             steady = _find_steady_state(monitor, windows)
             return steady if steady.within(self.target) else None
@@ -339,13 +339,13 @@ class EnergyBenchmark:
         print_benchmark(self.results)
 
     def to_json(self) -> str:
-        """The results as JSON."""
+        """Return the results as JSON."""
         import msgspec
 
         return msgspec.json.encode([r.to_dict() for r in self.results]).decode()
 
     def to_frame(self) -> Any:
-        """The results as a pandas DataFrame, one row each."""
+        """Return the results as a pandas DataFrame, one row each."""
         with needs_extra("pandas", "frame", "EnergyBenchmark.to_frame"):
             import pandas as pd
         return pd.DataFrame([r.to_row() for r in self.results])
@@ -373,7 +373,7 @@ def _run_batch(monitor: Monitor, call: Callable[[], Any], calls: int) -> tuple[W
 
 
 def _resolution_s(monitor: Monitor) -> float:
-    """The period of the slowest sensor that counts."""
+    """Return the period of the slowest sensor that counts."""
     return max((d.resolution_s for d in monitor.sampler.domains if d.counted), default=0.0)
 
 
@@ -386,7 +386,7 @@ def _batch_size(monitor: Monitor, call_s: float, target: float, budget_s: float)
 
 
 def find_level_error(windows: Sequence[Energy]) -> float:
-    """Relative 90% half-width of the level that all of some windows share."""
+    """Return the relative 90% half-width of the level that all windows share."""
     whole = sum_windows(windows)
     return whole.common_error_j / whole.energy_j if whole.energy_j > 0 else 0.0
 
@@ -395,26 +395,26 @@ def _find_steady_state(monitor: Monitor, windows: list[tuple[Window, int]], *, w
     batches = []
     for window, calls in windows:
         monitor.read(window)
-        window.settle_again(monitor.sampler)  # early batches by what the counter has shown since
+        window.settle_again(monitor.sampler)  # corrects early batches by what the counter has shown since
         energy = monitor.total(window)
         batches.append(MeasuredBatch(calls=calls, time_s=energy.time_s, energy_j=energy.energy_j))
     return find_steady_state(batches, warm=warm)
 
 
 def _note_convergence(steady: SteadyState, target: float, gain: float, spent_s: float) -> list[str]:
-    """What repetition has shown, and what it cannot show: the error of the sensor's level."""
+    """Return notes on what repetition has shown, and on what it cannot show: the error of the sensor's level."""
     level = f"the level is known to ±{gain:.0%} (the sensor's own error, which no repetition makes smaller)"
     notes = [level] if gain > target else []
     if steady.within(target):
         return [f"repeats within {100 * target:g}%; {level}"] if notes and not steady.drifts else notes
     if steady.time_s.error is None:
-        return notes  # a single batch, which has a note already
+        return notes  # a single batch; it already has a note
     spread = f"time is known to {steady.time_s.relative:.1%}, energy to {steady.energy_j.relative:.1%}"
     return [f"does not repeat within {100 * target:g}%: after {spent_s:.2g} s {spread}", *notes]
 
 
 def _add_sensor_error(mean: Uncertain, energies: list[Energy], gain: float) -> Uncertain:
-    """Add the error of the sensor's level; a single batch has the sensor's error of that one window."""
+    """Add the error of the sensor's level; a single batch gets the error of its one window instead."""
     if mean.error is None and len(energies) == 1 and energies[0].energy_j:
         return Uncertain(mean.value, abs(mean.value * energies[0].error_j / energies[0].energy_j))
     return mean.with_level(gain)
@@ -434,13 +434,13 @@ def _mean_utilization(monitor: Monitor, windows: list[Window]) -> float | None:
 def _energy_by_domain(
     monitor: Monitor, windows: list[Window], per_call_j: float, total: list[Energy]
 ) -> dict[str, Uncertain]:
-    """Joules per call by domain, including the domains that do not count towards the total.
+    """Return joules per call by domain, including domains that do not count towards the total.
 
-    Each has its share of `per_call_j`: where batches differ, that is not the mean over all calls.
+    They are scaled to `per_call_j`: if batches differ, that is not the mean over all calls.
     """
     all_j = sum(e.energy_j for e in total)
     calls = all_j / per_call_j if per_call_j > 0 < all_j else math.inf
-    monitor.read(windows[-1], everything=True)  # the only one to wait for: what has not come by now does not come
+    monitor.read(windows[-1], everything=True)  # wait only for the last one: data of earlier ones have come by then
     by_domain: dict[str, list[Energy]] = {}
     for window in windows:
         for name, energy in monitor.read(window, timeout_s=0.0, everything=True).items():

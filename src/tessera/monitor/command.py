@@ -1,4 +1,4 @@
-"""Measure a command from outside: run it, watch the machine, give back what it cost and its exit code."""
+"""Measures a command from outside: runs it, watches the machine, and returns what it cost and its exit code."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from .regions import REGIONS_VARIABLE, read_regions
 from .scope import OVERLAPS, EnergyScope, power_trace
 from .series import PowerSeries
 
-# Power before the command starts is its idle level, if the sensor remembers that far back (NVML's ring: 2.4 s).
+# The power before the command starts is its idle level, if the sensor remembers that far back (NVML's ring: 2.4 s).
 IDLE_WINDOW_NS = 600_000_000
 IDLE_LEVEL = 0.1
-# How long a read at the edges of the command may take: RAPL and /proc answer within a millisecond. The CPU time of the
-# command is all there at its end, and a busy machine may read it late.
+# How long a read at the edges of the command may take: RAPL and /proc answer within a millisecond. The command's CPU
+# time is complete at its end, but a busy machine may read it late.
 EDGE_S = 0.05
 PROCESS_EDGE_S = 2.0
 EXIT_NOT_FOUND = 127  # as shells do
@@ -49,9 +49,9 @@ class CommandNotRun(TesseraError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandCpu:
-    """CPU seconds of a command and its children, and of other programs while it ran, for `over_s`.
+    """CPU seconds of a command and its children, and of other programs while it ran, during `over_s`.
 
-    `waited_s` is how long its main thread was ready to run and had no core. None: the system does not count it.
+    `waited_s` is how long its main thread was ready to run but had no core. None: the system does not count it.
     """
 
     cpu_s: float
@@ -62,7 +62,7 @@ class CommandCpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandRun:
-    """A measured command: its report, power trace, telemetry, exit code, and the CPU time of it and of others."""
+    """A measured command: its report, power trace, telemetry, exit code, and CPU times."""
 
     report: EnergyReport
     trace: PowerTrace
@@ -79,11 +79,11 @@ def measure_command(
     quiet: bool = False,
     output: IO[bytes] | None = None,
 ) -> CommandRun:
-    """Run a command to its end and measure meanwhile. Its children are in it.
+    """Run a command to its end and measure it with its children.
 
     SIGINT, SIGTERM and SIGHUP go to the command; what was measured until then is still reported. `quiet` sends what the
-    command prints to standard error, so that standard output is the caller's; `output` takes all that it prints.
-    The scopes that the command opens itself are of the same processes or machine as the monitor's sensors.
+    command prints to standard error, so that standard output is the caller's; `output` takes all that it prints. The
+    command's own scopes measure the same processes or machine as the monitor's sensors.
     """
     own = any(d.scope == "process" for d in monitor.sampler.domains)
     with tempfile.TemporaryDirectory(prefix="tessera-") as folder:
@@ -102,7 +102,7 @@ def measure_command(
         domains=base.domains,
         regions=regions,
         work=tuple(work),
-        # The trace is a little longer than the scope: of a command of 2 ms it has idleness that the mean has not.
+        # The trace is slightly longer than the scope: for a command of 2 ms it includes idle time.
         peak_w=None if trace.peak_w is None else max(trace.peak_w, base.total.power_w or 0.0),
         idle_w=_idle_w(monitor, trace.monotonic_span_ns[0]),
         gaps=base.gaps,
@@ -115,7 +115,7 @@ def measure_command(
 
 
 def _read_means(monitor: Monitor) -> None:
-    """Have the sensors of means read now: a mean that reaches over an edge would lose a part of a short command."""
+    """Read sensors of means now: a mean that reaches over an edge would lose a part of a short command."""
     means = [d for d in monitor.sampler.domains if d.hold is Hold.MEAN and d.counted]
     own = [d.name for d in means if d.scope == "process"]
     monitor.sampler.wait_for(time.monotonic_ns(), PROCESS_EDGE_S, own)
@@ -127,7 +127,7 @@ def _notes(trace: PowerTrace) -> list[str]:
 
 
 def _idle_w(monitor: Monitor, start_ns: int) -> float | None:
-    """Mean power of all counted domains just before the command; None if that is not known or was not idle."""
+    """Return mean power of all counted domains just before the command; None if unknown or not idle."""
     with monitor.sampler.lock:
         levels = [_level_before(monitor.sampler.series[n], start_ns) for n in monitor.sampler.counted_domains()]
     watts = [w for w in levels if w is not None]
@@ -135,7 +135,7 @@ def _idle_w(monitor: Monitor, start_ns: int) -> float | None:
 
 
 def _level_before(series: PowerSeries, start_ns: int) -> float | None:
-    """Power of a domain over the last moments, if they were seen and steady: a chip still cooling down is not idle."""
+    """Return a domain's power over the last moments, if seen and steady: a chip that still cools down is not idle."""
     marks = [series.mark(start_ns - IDLE_WINDOW_NS * k // 2) for k in (2, 1, 0)]
     halves = []
     for a, b in itertools.pairwise(marks):
@@ -147,7 +147,7 @@ def _level_before(series: PowerSeries, start_ns: int) -> float | None:
 
 
 def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool, output: IO[bytes] | None) -> tuple[int, CommandCpu]:
-    """The exit code, and who used the CPUs meanwhile."""
+    """Run the command; return its exit code and who used the CPUs meanwhile."""
     began_s, all_s, own_s = time.monotonic(), read_machine_s(), _children_s()
     with forward_signals() as add_child:
         child = _start(argv, env, quiet, output)
@@ -161,7 +161,7 @@ def _run(argv: Sequence[str], env: Mapping[str, str], quiet: bool, output: IO[by
 
 
 def _wait_for_end(child: subprocess.Popen[bytes]) -> float | None:
-    """How long its main thread had no core, once it has ended and before it is reaped: the count goes with it."""
+    """Wait until a child ends; return how long its main thread had no core, which is lost once it is reaped."""
     if not hasattr(os, "waitid"):
         return None
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -169,7 +169,7 @@ def _wait_for_end(child: subprocess.Popen[bytes]) -> float | None:
 
 
 def _children_s() -> float:
-    """CPU seconds of all children that have ended."""
+    """Return the CPU seconds of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -193,19 +193,19 @@ def _start(
 
 
 def _terminal_interrupts() -> bool:
-    """Whether Ctrl-C on our terminal reaches the child too: then we must not send it a second time."""
+    """Return whether Ctrl-C on our terminal reaches the child too; then we must not send it again."""
     for fd in (0, 1, 2):
         try:
             return os.tcgetpgrp(fd) == os.getpgrp()
-        except OSError:  # no terminal there
+        except OSError:  # it is not a terminal
             continue
     return False
 
 
 def survive_user_signals() -> None:
-    """Do nothing on SIGUSR1 and SIGUSR2 for the rest of this process: Slurm sends them to a whole job for a checkpoint.
+    """Ignore SIGUSR1 and SIGUSR2 in this process from now on: Slurm sends them to a whole job for a checkpoint.
 
-    With a handler and not SIG_IGN, which a child would inherit: the child finds them as they were.
+    A handler does this, not SIG_IGN, because a child would inherit SIG_IGN but not a handler.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -217,12 +217,13 @@ def survive_user_signals() -> None:
 def forward_signals(
     child: subprocess.Popen[bytes] | None = None,
 ) -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
-    """Pass SIGTERM and SIGHUP on, and SIGINT if no terminal sends it to both; restore the handlers afterwards.
+    """Pass SIGTERM and SIGHUP on, and SIGINT unless a terminal sends it to both; restore the handlers afterwards.
 
-    Not those that are ignored (`nohup`, a shell's background job): the child is to ignore them too.
+    Ignored signals (`nohup`, a shell's background job) are not passed on: the child should ignore them too.
 
-    Pass a child that starts inside the block to the function that this yields. A signal that comes while it starts
-    would otherwise end us and leave the child running: it goes to the child as soon as it can, or to us if none starts.
+    Pass a child that starts inside the block to the function that this yields. Otherwise a signal that comes while it
+    starts would end us and leave the child running. Such a signal goes to the child as soon as it runs, or to us if
+    none starts.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda child: None

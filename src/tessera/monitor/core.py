@@ -1,4 +1,4 @@
-"""`Monitor`: sensors, the thread that samples them, and the windows of time whose joules are measured."""
+"""`Monitor`: sensors, the thread that samples them, and the windows whose joules are measured."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .series import CounterAnchors
 
 _log = logging.getLogger("tessera")
 
-# A window whose data have not come after this is settled with what there is (its coverage says so).
+# A window whose data have not come after this time is settled with what there is (its coverage tells).
 GIVE_UP_NS = 10_000_000_000
 MAX_REGIONS = 10_000
-# A window waits here for a second or two; more than this are opened faster than they can be settled.
+# A window waits here for a second or two; with more, windows are opened faster than they can be settled.
 MAX_PENDING = 50_000
 # How long the sampler's thread settles windows before it reads again: until the next sensor is due, within these
-# limits. A counter whose ticks are being searched is due every 3 ms, and thousands of short scopes take seconds.
+# limits. A counter whose ticks are searched is due every 3 ms, and thousands of short scopes take seconds.
 SETTLE_NS = (4_000_000, 400_000_000)
 LAST_WAIT_S, LAST_SETTLE_NS = 0.5, 200_000_000
 OTHER_REGION = "(other regions)"
@@ -41,17 +41,17 @@ _monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 def on_device(domain: Domain) -> bool:
-    """Whether a domain runs on the GPU's time (the edges in the stream) or on the host's."""
+    """Return whether a domain uses the GPU's time (edges in the stream) or the host's."""
     return domain.name.startswith("gpu")
 
 
 class Window:
     """Two edges, and the joules between them by domain, in constant memory.
 
-    Each edge is marked in the running sums as soon as the samples have passed it, so a window may last for days or be
-    read hours later, and needs no samples to be kept. `settle` is called by the sampler's thread after each read, and
-    by whoever reads the result. `overlaps`: a window of another thread was open at the same time, so that both contain
-    what both did.
+    Each edge is marked in the running sums as soon as the samples have passed it. So a window may last for days or be
+    read hours later, and no samples need to be kept. `settle` is called by the sampler's thread after each read, and by
+    whoever reads the result. `overlaps`: a window of another thread was open at the same time, so both include what
+    both threads did.
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Window:
         self._firsts: dict[str, Anchor] = {}
 
     def settle(self, sampler: Sampler, clocks: DeviceClocks, names: Collection[str], force: bool = False) -> bool:
-        """Mark the edges of the named domains; True when their joules are known. `force`: with the data there are."""
+        """Mark the edges of the named domains; True if their joules are known. `force`: use the data there are."""
         if self._has(names):
             return True
         if not clocks.resolve(self.start) and not force:
@@ -91,7 +91,7 @@ class Window:
         return self._has(names)
 
     def settle_again(self, sampler: Sampler) -> None:
-        """Compute the joules anew with the ticks of the counter that have come since."""
+        """Compute the joules again with the counter's ticks that have come since."""
         if self.end is None:
             return
         with sampler.lock:
@@ -99,7 +99,7 @@ class Window:
                 self.energies[name] = self._energy(sampler.series[name].domain, sampler.anchors[name], self.end)
 
     def join(self, other: Window, sampler: Sampler) -> Window:
-        """From the first start to the last end of two settled windows that overlap."""
+        """Return a window from the first start to the last end of two settled windows that overlap."""
         first, last = (self, other) if self.start.host_ns <= other.start.host_ns else (other, self)
         if last.end_ns <= first.end_ns:
             return first
@@ -111,7 +111,7 @@ class Window:
         return both
 
     def continue_after(self, before: Window, sampler: Sampler) -> Window:
-        """What is left of a settled window after the end of another."""
+        """Return the part of a settled window after the end of another."""
         assert before.end is not None
         rest = Window(self.name, before.end)
         rest.end, rest._starts, rest._ends = self.end, before._ends, self._ends
@@ -128,11 +128,11 @@ class Window:
         return all(n in self.energies for n in names)
 
     def is_marked(self, names: Collection[str]) -> bool:
-        """Whether nothing is to be done before its end but to note a first tick: it is open, its start is marked."""
+        """Return whether it is open and its start is marked: before its end only a first tick may have to be noted."""
         return self.end is None and all(n in self._starts for n in names)
 
     def so_far(self, sampler: Sampler, end: Edge) -> Mapping[str, Energy]:
-        """The joules up to a provisional end, without ending the window."""
+        """Return the joules up to a provisional end, without ending the window."""
         probe = Window(self.name, self.start.copy_resolved())
         probe.end = end.copy_resolved()
         probe._starts.update(self._starts)
@@ -141,7 +141,7 @@ class Window:
         return probe.energies
 
     def seconds(self, device: bool) -> float:
-        """Length of the window on the device's or the host's clock."""
+        """Return the length of the window on the device's or the host's clock."""
         if self.end is None:
             return 0.0
         return max(self.end.time_ns(device) - self.start.time_ns(device), 0) * 1e-9
@@ -155,7 +155,7 @@ class Window:
                 marks[name] = series.mark(time_ns, cpu)
 
     def _find_first_anchors(self, sampler: Sampler) -> None:
-        """Keep the first tick inside a window: the window may outlast the memory of the ticks."""
+        """Keep the first tick inside the window, since the window may outlast the memory of the ticks."""
         for name, anchors in sampler.anchors.items():
             if name not in self._firsts:
                 first = anchors.history.first_after(self.start.time_ns(on_device(sampler.series[name].domain)))
@@ -163,7 +163,7 @@ class Window:
                     self._firsts[name] = first
 
     def _energy(self, domain: Domain, anchors: CounterAnchors, end: Edge) -> Energy:
-        """By the counter between its ticks, by the samples at both ends (see `tessera.anchors`)."""
+        """Return joules by the counter between its ticks, and by the samples at both ends (see `tessera.anchors`)."""
         name, device = domain.name, on_device(domain)
         return anchors.history.energy(
             self.start.time_ns(device),
@@ -183,16 +183,16 @@ class Monitor:
         self.missing = tuple(missing)
         self._lock = threading.Lock()
         self._pending: dict[int, Window] = {}
-        self._waiting: dict[int, Window] = {}  # open, for a tick of a counter; only the sampler's thread touches it
+        self._waiting: dict[int, Window] = {}  # open windows that wait for a tick; only the sampler's thread uses it
         self._ticks, self._warned_untracked = list[list[Anchor]](), False
         self._open_counts: dict[int, int] = {}  # open windows by thread
-        self._met = 0  # how often a window was opened beside one of another thread
+        self._met = 0  # how often a window was opened while one of another thread was open
         self._regions: dict[str, RegionTotal] = {}
         self.sampler.on_read(self._after_read)
         _monitors.add(self)
 
     def start(self) -> Monitor:
-        """Start sampling; returns self."""
+        """Start sampling; return self."""
         self.sampler.start()
         return self
 
@@ -206,7 +206,7 @@ class Monitor:
         self._settle_pending(LAST_SETTLE_NS)
 
     def abandon(self) -> None:
-        """In a forked child: locks and threads are the parent's, and this monitor measures nothing here."""
+        """Stop measuring in a forked child: locks and threads are the parent's."""
         self._lock = threading.Lock()
         self._pending, self._waiting = {}, {}
         self.clocks = DeviceClocks()
@@ -215,9 +215,9 @@ class Monitor:
     # -- windows --------------------------------------------------------------------------------------------
 
     def open(self, name: str, *, nested: bool = False) -> Window:
-        """Begin a window now: two clock readings at most on the caller's thread.
+        """Begin a window now; this reads at most two clocks on the caller's thread.
 
-        `nested`: it lies within one of the same name, which has its joules already.
+        `nested`: it lies within another window of its name, which already has its joules.
         """
         window = Window(name, self._edge())
         window.nested = nested
@@ -227,7 +227,7 @@ class Monitor:
             self._met += 1
         self._open_counts[window.thread] = own + 1
         if len(self._pending) < MAX_PENDING:
-            self._pending[id(window)] = window  # a dict assignment is atomic: no lock on the user's path
+            self._pending[id(window)] = window  # a dict assignment is atomic, so the user's thread needs no lock
         elif not self._warned_untracked:
             self._warned_untracked = True
             _log.warning(
@@ -250,7 +250,7 @@ class Monitor:
         window.end = self._edge()
         window.overlaps = window.met != self._met
         if len(self._pending) < MAX_PENDING:
-            self._pending[id(window)] = window  # it may have waited for its end elsewhere (`_settle_pending`)
+            self._pending[id(window)] = window  # again, since it may have waited for its end in `_waiting`
         left = self._open_counts.get(window.thread, 0) - 1
         if left > 0:
             self._open_counts[window.thread] = left
@@ -258,9 +258,9 @@ class Monitor:
             self._open_counts.pop(window.thread, None)
 
     def read(self, window: Window, timeout_s: float = 5.0, everything: bool = False) -> dict[str, Energy]:
-        """The joules of a window by domain; waits for the sensor to catch up. An open window gives those so far.
+        """Return a window's joules by domain; wait for the sensor to catch up. An open window gives those so far.
 
-        It waits only for the counted domains, unless you ask for `everything`: HBM power is a one-second average.
+        Waits only for the counted domains, unless you ask for `everything`: HBM power is a one-second average.
         """
         names = list(self.sampler.series) if everything else self.sampler.counted_domains()
         if window.end is None:
@@ -279,13 +279,13 @@ class Monitor:
         return dict(window.energies)
 
     def _after_read(self) -> None:
-        """On the sampler's thread: renew clock anchors, settle the windows whose data have come."""
+        """On the sampler's thread: renew clock anchors, and settle the windows whose data have come."""
         self.clocks.renew()
         least_ns, most_ns = SETTLE_NS
         self._settle_pending(min(max(round(self.sampler.spare_s * 1e9), least_ns), most_ns))
 
     def _settle_pending(self, slice_ns: int) -> None:
-        """Settle windows, for a slice of time only: the sensors must be read again."""
+        """Settle windows for a limited time, since the sensors must be read again."""
         now = time.monotonic_ns()
         until = now + slice_ns
         counted = self.sampler.counted_domains()
@@ -296,17 +296,17 @@ class Monitor:
             if window.settle(self.sampler, self.clocks, counted, force=stale):
                 self._pending.pop(key, None)
                 self._report(window)
-            elif window.is_marked(counted):  # thousands of scopes that are never left cost nothing
+            elif window.is_marked(counted):  # do not look at it each time: there may be thousands of open scopes
                 if len(self._waiting) < MAX_PENDING and not window._firsts.keys() >= self.sampler.anchors.keys():
                     self._waiting[key] = window
                 self._pending.pop(key, None)
-                if window.end is not None:  # it was closed just now
+                if window.end is not None:  # it was closed in this moment
                     self._pending[key] = window
             if time.monotonic_ns() > until:
                 break
 
     def _wake_waiting(self, now: int) -> None:
-        """Look again at open windows that wait for a tick where one has come; forget those for which none will."""
+        """Look again at open windows when a tick has come; forget those for which none will come."""
         before, self._ticks = self._ticks, [a.history.anchors[-1:] for a in self.sampler.anchors.values()]
         if self._ticks != before:
             self._pending.update(self._waiting)
@@ -330,11 +330,11 @@ class Monitor:
             self._regions[name].add(window, self)
 
     def total(self, window: Window) -> Energy:
-        """The counted domains of a settled window, together."""
+        """Return the joules of all counted domains of a settled window together."""
         return self._sum_counted(window, [n for n in self.sampler.counted_domains() if n in window.energies])
 
     def total_by_scope(self, window: Window) -> dict[Scope, Energy]:
-        """The same, what the process uses itself apart from what all on the machine use."""
+        """Return the same, with what the process itself uses apart from what all on the machine use."""
         by_scope: dict[Scope, list[str]] = {}
         for name in self.sampler.counted_domains():
             if name in window.energies:
@@ -346,7 +346,7 @@ class Monitor:
         return sum_domains([window.energies[n] for n in names], window.seconds(gpu))
 
     def note_steps(self, start: Edge, end: Edge, period_s: float = 0.0) -> list[str]:
-        """The domains in step with what ran: by their counter, or else by its period (means miss nothing of it)."""
+        """Return notes on domains in step with what ran: by their counter, else by the period (not for means)."""
         notes: list[str | None] = []
         with self.sampler.lock:
             for name in self.sampler.counted_domains():
@@ -364,7 +364,7 @@ class Monitor:
     # -- what was measured ----------------------------------------------------------------------------------
 
     def settle_all(self, timeout_s: float = 5.0) -> None:
-        """Wait until every closed window is settled, or the time is over."""
+        """Wait until every closed window is settled or the time is over."""
         deadline = time.monotonic() + timeout_s
         for key, window in list(self._pending.items()):
             if window.end is not None:
@@ -372,10 +372,10 @@ class Monitor:
                 self._pending.pop(key, None)
 
     def regions(self) -> list[RegionEnergy]:
-        """All settled windows by name, the most joules first. One inside another of its name is a part of that call.
+        """Return all settled windows by name, the most joules first. A window inside another of its name is part of it.
 
-        Windows of one name that overlap (threads, asyncio tasks) are a call each; a moment in several counts once.
-        The errors of the windows are independent and add in quadrature, but for the level error they all share.
+        Windows of one name that overlap (threads, asyncio tasks) are a call each; a moment in several counts once. The
+        errors of windows are independent and add in quadrature, except the level error, which all share.
         """
         with self._lock:
             rows = [
@@ -392,7 +392,7 @@ class Monitor:
         return sort_regions(rows)
 
     def process_regions(self) -> ProcessRegions:
-        """The regions with their stretches, for whoever merges those of several processes."""
+        """Return the regions with the times they cover, for merging those of several processes."""
         regions = self.regions()
         with self._lock:
             stretches = {r.name: self._regions[r.name].stretches(self) for r in regions}
@@ -404,22 +404,22 @@ _default_lock = threading.Lock()
 
 
 def default() -> Monitor:
-    """The process's own monitor, started at first use: every GPU this process may see, RAPL, or a model of the chip."""
+    """Return the process's own monitor, started at first use: all visible GPUs, RAPL, or a model of the chip."""
     global _default  # noqa: PLW0603  (the one process-wide monitor)
     if _default is None:
         with _default_lock:
             if _default is None:
                 discovered = discover()
                 me = find_rank()
-                is_first = me is None or me.rank == 0  # one of all ranks says it
-                if discovered.modelled_only and is_first and REGIONS_VARIABLE not in os.environ:  # `measure` says it
+                is_first = me is None or me.rank == 0  # only one of all ranks warns
+                if discovered.modelled_only and is_first and REGIONS_VARIABLE not in os.environ:  # else `measure` warns
                     _log.warning("no power sensor is readable here: joules are MODELLED (see `tessera doctor`)")
                 _default = Monitor(discovered.sensors, discovered.missing).start()
     return _default
 
 
 def use(monitor: Monitor | None) -> None:
-    """Replace the process's monitor (a replay, a test, a hand-picked sensor); None goes back to discovery."""
+    """Replace the process's monitor (by a replay, a test, a chosen sensor); None returns to discovery."""
     global _default
     with _default_lock:
         old, _default = _default, monitor
@@ -428,7 +428,7 @@ def use(monitor: Monitor | None) -> None:
 
 
 def _after_fork() -> None:
-    """A forked child has no sampler thread: let it make its own when it first measures."""
+    """Forget the monitor in a forked child, which has no sampler thread; it makes its own when it first measures."""
     global _default, _default_lock
     _default, _default_lock = None, threading.Lock()
     for monitor in list(_monitors):

@@ -1,4 +1,4 @@
-"""Measure time and energy of an iteration at steady state: with `EnergyBenchmark` if a sensor works, else a clock."""
+"""Measures time and energy of an iteration at steady state: with `EnergyBenchmark` if a sensor works, else a clock."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .benchmark import EnergyBenchmark
 from .core import Monitor
 from .scope import synchronize
 
-# How precise a figure should be (relative half-width of the 90% interval), and after how long that is given up.
+# How precise a figure should be (relative half-width of the 90% interval), and after how many seconds to give up.
 TARGET, MAX_S = 0.01, 6.0
 _MIN_TIMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationMeasurement:
-    """One iteration; errors are half-widths of 90% intervals, None where nothing measures.
+    """One iteration; errors are half-widths of 90% intervals, None if nothing was measured.
 
     `spread_j` is the part of `error_j` that differs between two measurements by the same sensor.
     """
@@ -62,7 +62,7 @@ def measure_iteration(
 
 @functools.cache
 def has_sensor() -> bool:
-    """Tell whether there is any sensor but the modelled one."""
+    """Return whether there is any sensor except the modelled one."""
     from ..sensors.discover import discover
 
     discovery = discover()
@@ -72,7 +72,7 @@ def has_sensor() -> bool:
 
 
 def _time_iteration(iteration: Callable[[], object], min_s: float) -> float:
-    """Return the median of as many iterations as fit."""
+    """Return the median time of as many iterations as fit into `min_s`."""
     iteration()
     synchronize()
     times: list[float] = []

@@ -1,6 +1,6 @@
-"""`ProcessTable`: which processes use the CPUs and GPUs now, whose they are, and an estimate of their watts.
+"""`ProcessTable`: which processes use the CPUs and GPUs now, who owns them, and an estimate of their watts.
 
-No sensor sees a process. A CPU's joules are divided by CPU time as `--scope process` does; a board's joules by the SM
+No sensor sees processes. A CPU's joules are divided by CPU time as `--scope process` does; a board's joules by the SM
 time that NVML reports for each process. Both are estimates, and everything that shows them says so.
 """
 
@@ -17,12 +17,12 @@ from ..sensors.gpu_processes import GpuProcessReader
 from ..sensors.processes import PROC, ProcessOwner, ProcessStat, find_owner, list_processes
 
 LEAST_CORES = 0.005
-"""A process that uses less CPU, and no GPU, is not listed."""
+"""A process that uses fewer cores than this, and no GPU, is not listed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUse:
-    """One process on one GPU. None: NVML does not say."""
+    """One process on one GPU. None: NVML does not tell."""
 
     memory_bytes: int | None = None
     sm_pct: float | None = None
@@ -31,7 +31,7 @@ class GpuUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReading:
-    """One process since the last reading. Watts are estimates; None where no share is known."""
+    """One process since the last reading. Watts are estimates; None if its share is unknown."""
 
     pid: int
     name: str
@@ -42,7 +42,7 @@ class ProcessReading:
 
     @property
     def power_w(self) -> float | None:
-        """CPU and GPUs together, as far as they are known."""
+        """CPU and GPUs together, as far as known."""
         known = [w for w in (self.cpu_w, *(g.power_w for g in self.gpus.values())) if w is not None]
         return sum(known) if known else None
 
@@ -59,7 +59,7 @@ class OwnerTotal:
 
 
 class ProcessTable:
-    """Reads all processes again and again; those on GPUs too where there is NVML."""
+    """Reads all processes repeatedly, and those on GPUs too if there is NVML."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class ProcessTable:
 
     @classmethod
     def of_this_machine(cls) -> ProcessTable:
-        """With NVML where it can be loaded, and the power of the host's CPU."""
+        """Make a table with NVML if it can be loaded, and with the power of the host's CPU."""
         tdp = host_cpu().tdp_w
         return cls(gpus=GpuProcessReader.open(), full_w=tdp.value if tdp is not None else None)
 
     def read(self, energies: Mapping[str, tuple[str, float]]) -> list[ProcessReading]:
-        """Every process that runs, most watts first; [] at the first call, which only begins the interval.
+        """Return every running process, most watts first; [] at the first call, which only begins the interval.
 
-        `energies` has the source and the joules since the start of every counted domain.
+        `energies` has the source and the joules since the start for every counted domain.
         """
         now_s, before = self._clock(), self._processes
         took_s, self._read_s = now_s - self._read_s, now_s
@@ -128,7 +128,7 @@ class ProcessTable:
     def _share_cpu(
         self, energies: Mapping[str, tuple[str, float]], spent_j: Mapping[str, float], cpu_s: Mapping[int, float]
     ) -> dict[int, float]:
-        """Joules by process: modelled ones by the CPU's power curve, measured ones by the share of the CPU time."""
+        """Return joules by process: modelled ones by the CPU's power curve, measured ones by the share of CPU time."""
         packages = [name for name in energies if name.startswith(("cpu", "dram"))]
         busy_s = sum(cpu_s.values())
         if not packages or busy_s <= 0:
@@ -140,7 +140,7 @@ class ProcessTable:
         return {pid: joules * seconds / busy_s for pid, seconds in cpu_s.items()}
 
     def _read_gpus(self, spent_j: Mapping[str, float], took_s: float) -> dict[int, dict[str, GpuUse]]:
-        """What NVML says of each process on each GPU, and the share of the board's watts by its SM time."""
+        """Return each process's use of each GPU by NVML, with a share of the board's watts by its SM time."""
         found: dict[int, dict[str, GpuUse]] = {}
         for gpu, running in (self._gpus.read() if self._gpus is not None else {}).items():
             all_pct, joules = sum(p.sm_pct or 0.0 for p in running.values()), spent_j.get(gpu)
@@ -169,5 +169,5 @@ class ProcessTable:
 
 
 def _own_s(before: ProcessStat | None, now: ProcessStat) -> float:
-    """The CPU seconds a process had at the last reading; 0 for one that began since."""
+    """Return the CPU seconds a process had at the last reading; 0 if it began since."""
     return before.own_s if before is not None and before.began == now.began else 0.0

@@ -1,4 +1,4 @@
-"""The scopes of a program by name, and how they get to `tessera measure`: a JSON file per process, at its exit."""
+"""The scopes of a program by name, and how `tessera measure` gets them: from a JSON file per process, at its exit."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from .core import Monitor, Window
 
 REGIONS_VARIABLE = "TESSERA_REGIONS_DIR"
-"""Environment variable with the folder; set by `tessera measure` for the command it runs."""
+"""Environment variable with the folder; `tessera measure` sets it for the command it runs."""
 MAX_RECENT = 256
-"""Stretches of a region that a window which ends later may still overlap: a slow request beside many quick ones."""
+"""Times of a region that a window which ends later may still overlap: a slow request beside many quick ones."""
 
 
 class RegionTotal:
-    """All windows of one name as they settle, in any order; a moment that lies in several counts once.
+    """Adds up all windows of one name as they settle, in any order; a moment that lies in several counts once.
 
-    `recent` has the last stretches of time that they cover, in order. The joules of earlier ones are in `_older`, which
-    ends with `_last_older`: of a window that reaches back before that, only the rest after it is added.
+    `recent` has the last times that they cover, in order. The joules of earlier times are in `_older`, up to the end of
+    `_last_older`: of a window that reaches back before that, only the part after it is added.
     """
 
     __slots__ = ("_last_older", "_older", "calls", "end_ns", "overlaps", "recent", "start_ns")
@@ -42,7 +42,7 @@ class RegionTotal:
         self._last_older: Window | None = None
 
     def add(self, window: Window, monitor: Monitor) -> None:
-        """Count a settled window, and of its time what no other has counted."""
+        """Count a settled window, and the part of its time that no other window has counted."""
         self.calls += 1
         self.overlaps |= window.overlaps
         self.start_ns = min(self.start_ns, window.start.host_ns)
@@ -68,7 +68,7 @@ class RegionTotal:
                 self._older[scope] = sum_windows([self._older[scope], energy] if scope in self._older else [energy])
 
     def stretches(self, monitor: Monitor) -> list[RegionStretch]:
-        """The stretches of time that the passes cover; all that are no longer kept one by one are the first."""
+        """Return the times that the passes cover; the first one combines all times that are not kept singly."""
         first, last = self.start_ns, self._last_older
         older = [] if last is None else [RegionStretch(start_ns=first, end_ns=last.end_ns, energies=self._older)]
         return older + [
@@ -77,14 +77,14 @@ class RegionTotal:
         ]
 
     def energy(self, monitor: Monitor) -> Energy:
-        """The joules of all stretches so far."""
+        """Return the joules of all times so far."""
         return _sum_stretches([(stretch, 1.0) for stretch in self.stretches(monitor)])
 
 
 class RegionStretch(msgspec.Struct, kw_only=True):
-    """A stretch of time that passes of a region cover, and its joules.
+    """A time that passes of a region cover, and its joules.
 
-    Those of scope "machine" every process measures alike, those of scope "process" are the process's own.
+    Joules of scope "machine" are the same in every process that measures them; scope "process" is the process's own.
     """
 
     start_ns: int
@@ -92,13 +92,13 @@ class RegionStretch(msgspec.Struct, kw_only=True):
     energies: dict[Scope, Energy]
 
     def without_own(self) -> RegionStretch:
-        """Only what every process measures alike."""
+        """Return only what every process measures alike."""
         shared: dict[Scope, Energy] = {k: v for k, v in self.energies.items() if k == "machine"}
         return RegionStretch(start_ns=self.start_ns, end_ns=self.end_ns, energies=shared)
 
 
 class ProcessRegions(msgspec.Struct, kw_only=True):
-    """The regions of one process, as it writes them to a file, and the stretches of each."""
+    """The regions of one process, with the times that each covers, as written to a file."""
 
     schema_version: int = SCHEMA_VERSION
     pid: int = 0
@@ -108,24 +108,24 @@ class ProcessRegions(msgspec.Struct, kw_only=True):
 
 
 def write_regions(folder: Path, regions: ProcessRegions) -> None:
-    """Write this process's regions, unless the folder was removed by its reader."""
+    """Write this process's regions, unless its reader has removed the folder."""
     if regions.regions and folder.is_dir():
         (folder / f"{os.getpid()}.json").write_bytes(msgspec.json.encode(regions))
 
 
 def read_regions(folder: Path) -> list[RegionEnergy]:
-    """All regions of all processes, those of one name together, the most joules first."""
+    """Return the regions of all processes, joined by name, the most joules first."""
     processes: list[ProcessRegions] = []
     for path in sorted(folder.glob("*.json")):
         try:
             processes.append(_decode(path.read_bytes()))
         except (msgspec.DecodeError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue  # a process that was killed while writing: the rest still counts
+            continue  # a process was killed while writing; the others still count
     return merge_regions(processes)
 
 
 def _decode(data: bytes) -> ProcessRegions:
-    """JSON has no NaN: joules that are not known were written as null."""
+    """Read regions from JSON, which has no NaN: unknown joules were written as null."""
     raw = msgspec.json.decode(data)
     energies = [e for part in raw["stretches"].values() for stretch in part for e in stretch["energies"].values()]
     for energy in (*energies, *(region["energy"] for region in raw["regions"])):
@@ -142,8 +142,9 @@ def _decode(data: bytes) -> ProcessRegions:
 def merge_regions(processes: Sequence[ProcessRegions]) -> list[RegionEnergy]:
     """Merge regions of one name, from processes that may have run side by side.
 
-    Every process of a node measures the same boards, so a moment that lies in the regions of several (all share the
-    monotonic clock) counts once. What each process uses itself is added up; that of a child is its parent's already.
+    Every process of a node measures the same boards, so a moment that lies in the regions of several counts once; they
+    all share the monotonic clock. What each process uses itself is added up, except that a child's is already in its
+    parent's.
     """
     by_name: dict[str, dict[int, RegionEnergy]] = {}
     stretches: dict[str, list[RegionStretch]] = {}
@@ -177,7 +178,7 @@ def _overlap(one: RegionStretch, two: RegionEnergy) -> bool:
 
 
 def _cover_once(stretches: Sequence[RegionStretch]) -> list[tuple[RegionStretch, float]]:
-    """Each stretch with the share of it that no stretch before it covers: its power is taken to be even."""
+    """Return each time with the share of it that no earlier one covers; its power is assumed to be even."""
     covered_ns, parts = 0, []
     for stretch in sorted(stretches, key=lambda s: (s.start_ns, -s.end_ns)):
         length_ns = stretch.end_ns - stretch.start_ns
@@ -188,7 +189,7 @@ def _cover_once(stretches: Sequence[RegionStretch]) -> list[tuple[RegionStretch,
 
 
 def _sum_stretches(stretches: Sequence[tuple[RegionStretch, float]]) -> Energy:
-    """The joules of some stretches, of which the shares given count; what is a process's own counts whole."""
+    """Return the joules of some times, each multiplied by its share; a process's own joules count in full."""
     machine = [_scale(s.energies["machine"], share) for s, share in stretches if "machine" in s.energies and share > 0]
     own = [s.energies["process"] for s, _ in stretches if "process" in s.energies]
     parts = [sum_windows(part) for part in (machine, own) if part]
@@ -198,7 +199,7 @@ def _sum_stretches(stretches: Sequence[tuple[RegionStretch, float]]) -> Energy:
 
 
 def _scale(energy: Energy, share: float) -> Energy:
-    """A share of the joules of a window: its errors are shared out alike."""
+    """Return a share of the joules of a window, with the same share of its errors."""
     if share == 1.0:
         return energy
     joules, error_j, seconds = share * energy.energy_j, share * energy.error_j, share * energy.time_s
@@ -206,5 +207,5 @@ def _scale(energy: Energy, share: float) -> Energy:
 
 
 def sort_regions(regions: Sequence[RegionEnergy]) -> list[RegionEnergy]:
-    """The most joules first; unknown ones last."""
+    """Sort by joules, the most first; unknown ones last."""
     return sorted(regions, key=lambda r: math.inf if math.isnan(r.energy.energy_j) else -r.energy.energy_j)

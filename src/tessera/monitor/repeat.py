@@ -1,15 +1,15 @@
-"""Commands measured several times, in turns: their means, their outliers, and which of them uses fewer joules.
+"""Measures commands several times, in turns: their means, their outliers, and which one uses fewer joules.
 
 ::
 
     warm-up   A B
-    turn 1    A B      a machine that slowly warms up makes the later runs cost more: with every second turn reversed,
+    turn 1    A B      if a machine slowly warms up, later runs cost more: since every second turn is reversed,
     turn 2    B A      both commands have as many late runs
     turn 3    A B ...
 
-Of two commands the ratio of their means is compared, and its interval comes from how each turn differs from that ratio
-(W. G. Cochran, "Sampling Techniques", 1977, chapter 6): what a whole turn has in common cancels, and so does the error
-of the sensor's level.
+For two commands the ratio of their means is compared. Its interval comes from how each turn differs from that ratio (W.
+G. Cochran, "Sampling Techniques", 1977, chapter 6): what is common to a whole turn cancels, and so does the error of
+the sensor's level.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from .core import Monitor
 from .steady_state import Uncertain, find_drift, mean_interval
 
 OUTLIER = 7.0
-"""Robust standard deviations from the median. Of 10 normal runs one is so far off in 0.8% of all cases, of 5 in 6%."""
+"""An outlier is this many robust standard deviations from the median. By chance, 10 normal runs have one in 0.8% of all
+cases, 5 runs in 6%."""
 LEAST_ERROR = 1e-3
-"""An interval is shown with one digit of a percent, and rounded up: nothing is known to ± 0.0%."""
+"""An interval is shown with one digit of a percent and rounded up, so that it is never ± 0.0%."""
 FEWEST = 5
-"""Fewer runs have no outliers: the median deviation of so few says too little."""
+"""Fewer runs have no outliers, since their median deviation tells too little."""
 LEAST = 0.05
-"""An outlier is also at least this share away from the median: less is not worth a line."""
-_TO_SIGMA = 1.4826  # the median absolute deviation of a normal distribution is its standard deviation over this
+"""An outlier is also at least this share away from the median; smaller deviations are not worth a line."""
+_TO_SIGMA = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 SHORT = 3.0
-"""A command shorter than so many samples of the sensor is too short to measure."""
+"""A command shorter than this many samples of the sensor is too short to measure."""
 INTERRUPTED = 130
 
 Progress = Callable[[int, int, str], None]
-"""Called before each run: its number, the number of all runs, what runs."""
+"""Called before each run with its number, the number of all runs, and what runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutlier:
-    """A run far from the median of its command, and what may have caused it. Runs count from 1."""
+    """A run far from the median of its command, and what may have caused it. Runs are numbered from 1."""
 
     run: int
     energy_j: float
@@ -60,7 +61,7 @@ class RunOutlier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedCommand:
-    """The runs of one command; the means have the scatter of the runs and the error of the sensor's level."""
+    """The runs of one command; the means include the scatter of the runs and the error of the sensor's level."""
 
     label: str
     command: Sequence[str]
@@ -71,17 +72,17 @@ class RepeatedCommand:
 
     @property
     def name(self) -> str:
-        """As it would be typed."""
+        """The command as it would be typed."""
         return shlex.join(self.command)
 
     @property
     def joules(self) -> Floats:
-        """Of each run."""
+        """Joules of each run."""
         return np.array([r.total.energy_j for r in self.reports])
 
     @property
     def seconds(self) -> Floats:
-        """Of each run."""
+        """Seconds of each run."""
         return np.array([r.total.time_s for r in self.reports])
 
     @property
@@ -98,7 +99,7 @@ class RepeatedCommand:
 
     @property
     def power_w(self) -> Uncertain:
-        """Mean watts of all runs: their joules over their seconds, so that it is `energy_j` over `time_s`."""
+        """Mean watts of all runs: their joules over their seconds, so that it equals `energy_j` over `time_s`."""
         mean_s, watts = float(self.seconds.mean()), float(self.joules.sum() / self.seconds.sum())
         # The scatter of a ratio of means: W. G. Cochran, "Sampling Techniques", 1977, chapter 6.
         scatter = mean_interval(self.joules - watts * self.seconds).times(1 / mean_s)
@@ -131,7 +132,7 @@ class RepeatedCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandComparison:
-    """How the mean of a later command differs from that of the first, as shares of the first's."""
+    """How the mean of a later command differs from that of the first, as a share of the first's mean."""
 
     label: str
     reference: str
@@ -168,7 +169,7 @@ class CommandComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedRuns:
-    """All commands. `returncode` is 0, or that of the run that failed: no run was started after it."""
+    """All commands. `returncode` is 0, or that of the run that failed; no run was started after it."""
 
     commands: Sequence[RepeatedCommand]
     runs: int
@@ -178,7 +179,7 @@ class RepeatedRuns:
 
     @property
     def comparisons(self) -> list[CommandComparison]:
-        """Every command beside the first."""
+        """Every command compared with the first."""
         return [_compare(self.commands[0], other) for other in self.commands[1:]]
 
     def to_dict(self) -> dict[str, Any]:
@@ -231,7 +232,7 @@ def measure_repeatedly(
 
 
 def label_of(which: int) -> str:
-    """A, B, C ..., and #27 after Z."""
+    """Return A, B, C ..., and #27 after Z."""
     return chr(ord("A") + which) if which < 26 else f"#{which + 1}"
 
 
@@ -241,7 +242,7 @@ def label_of(which: int) -> str:
 def _describe_commands(
     commands: Sequence[Sequence[str]], reports: Sequence[Sequence[EnergyReport]], monitor: Monitor, warmup: int
 ) -> list[RepeatedCommand]:
-    """Those that have a run."""
+    """Return the commands that have at least one run."""
     resolution_s = max((d.resolution_s for d in monitor.sampler.domains if d.counted), default=0.0)
     return [
         RepeatedCommand(
@@ -258,7 +259,7 @@ def _describe_commands(
 
 
 def _compare(first: RepeatedCommand, other: RepeatedCommand) -> CommandComparison:
-    turns = min(len(first.reports), len(other.reports))  # one may have a run more, if the other's failed
+    turns = min(len(first.reports), len(other.reports))  # one may have one run more, if a run of the other failed
     return CommandComparison(
         label=other.label,
         reference=first.label,
@@ -269,7 +270,7 @@ def _compare(first: RepeatedCommand, other: RepeatedCommand) -> CommandCompariso
 
 
 def _relative_change(before: Floats, after: Floats) -> Uncertain:
-    """Mean of `after` over that of `before`, less 1; the same place in both is the same turn."""
+    """Return the mean of `after` over that of `before`, less 1; equal indices are the same turn."""
     mean = float(before.mean())
     if not mean:
         return Uncertain(math.nan, None)
@@ -283,7 +284,7 @@ def _differs(share: Uncertain) -> bool:
 
 
 def _compare_amounts(share: Uncertain, less: str, what: str, reference: str) -> str:
-    """A change as people say it: "12.0 ± 3.0% fewer joules than A", "4.20 ± 0.11 times the joules of A"."""
+    """Return a change in words: "12.0 ± 3.0% fewer joules than A", "4.20 ± 0.11 times the joules of A"."""
     error = share.error or 0.0
     if share.value > 1:
         return f"{format_error(1 + share.value, error)} times the {what} of {reference}"
@@ -293,7 +294,7 @@ def _compare_amounts(share: Uncertain, less: str, what: str, reference: str) -> 
 
 
 def find_outliers(reports: Sequence[EnergyReport], warmup: int) -> list[RunOutlier]:
-    """Runs whose joules or seconds are far from the median, by the modified z-score (Iglewicz and Hoaglin, 1993)."""
+    """Return the runs far from the median in joules or seconds (modified z-score of Iglewicz and Hoaglin, 1993)."""
     if len(reports) < FEWEST:
         return []
     joules, seconds = (np.array(v) for v in zip(*((r.total.energy_j, r.total.time_s) for r in reports), strict=True))
@@ -312,7 +313,7 @@ def find_outliers(reports: Sequence[EnergyReport], warmup: int) -> list[RunOutli
 
 
 def _scores(values: Floats) -> Floats:
-    """Distances from the median in robust standard deviations; 0 of those that are near it."""
+    """Return distances from the median in robust standard deviations; 0 for values near it."""
     median = float(np.median(values))
     deviation = np.where(np.abs(values - median) < LEAST * median, 0.0, values - median)
     spread = _TO_SIGMA * float(np.median(np.abs(values - median)))
@@ -339,7 +340,7 @@ def _guess_cause(run: int, report: EnergyReport, medians: tuple[float, float], w
 
 
 def _find_weak_points(reports: Sequence[EnergyReport], resolution_s: float) -> list[str]:
-    """What a reader should know before trusting the means."""
+    """Return what a reader should know before trusting the means."""
     notes = []
     time_s = float(np.mean([r.total.time_s for r in reports]))
     if time_s < SHORT * resolution_s:

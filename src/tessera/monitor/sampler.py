@@ -1,11 +1,11 @@
-"""One background thread that reads every sensor when it is due; the user's thread reads none.
+"""Reads every sensor when it is due, on one background thread; the user's thread reads none.
 
     sensors ──read()──► Sampler ──► PowerSeries (samples, running sums) ──► windows, traces
                            │    ──► CounterAnchors (counter ticks)
                            └──► telemetry, gaps, events (all bounded)
 
-A sensor is read at its `period_s`, about once a second for NVML. Whoever needs data up to a moment wakes the
-thread (`wait_for`), which then reads at the sensor's own pace until the data are there.
+A sensor is read at its `period_s`, about once a second for NVML. A caller that needs data up to a moment wakes the
+thread (`wait_for`), which then reads at the sensor's own pace until the data have come.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .series import CounterAnchors, CpuEdge, PowerSeries
 
 _log = logging.getLogger("tessera")
 
-# A lost sensor is tried again after these delays (s): a driver restart takes seconds, a dead GPU stays dead.
+# A lost sensor is tried again after these delays (s): a driver restart takes seconds, but a dead GPU stays dead.
 RETRY_S = (0.5, 1.0, 2.0, 5.0)
 KEPT_TELEMETRY = 2048
 KEPT_EVENTS = 1024
@@ -47,13 +47,13 @@ class _SensorSlot:
         self.learn_ns = 0
         self.failures = 0
         self.lost: SensorLost | None = None
-        self.names: set[str] = set()  # kept here: a lost sensor may not know its domains any more
+        self.names: set[str] = set()  # kept here, since a lost sensor may not know its domains any more
 
 
 class Sampler:
-    """Reads started sensors and keeps what they said, in bounded memory. `start` makes the thread.
+    """Reads started sensors and keeps their readings in bounded memory. `start` makes the thread.
 
-    Without `start` it can be driven by hand (`read_due`), which is how tests run it on a simulated clock.
+    Without `start` it can be driven by `read_due`, as tests do on a simulated clock.
     """
 
     def __init__(self, sensors: Sequence[Sensor], *, clock: Clock = REAL) -> None:
@@ -75,10 +75,10 @@ class Sampler:
         self._warned: set[type[Exception]] = set()
         self.cpu_time_s = 0.0
         self.read_cpu: Callable[[], OwnCpuReading] | None = None
-        """What the edges of windows read: where a domain is divided by this process's CPU time, and its children's once
-        one has ended."""
+        """What windows read at their edges if a domain is divided by this process's CPU time; with its children's too,
+        once one has ended."""
         self.cpu_edges: deque[CpuEdge] | None = None
-        """Edges of windows, regions and steps, where a recording wants its samples divided there."""
+        """Edges of windows, regions and steps, if a recording wants its samples divided there."""
         with self._lock:
             for slot in self._slots:
                 self._adopt(slot)
@@ -92,7 +92,7 @@ class Sampler:
 
     @property
     def domains(self) -> list[Domain]:
-        return [s.domain for s in list(self.series.values())]  # a copy: the thread may learn of more
+        return [s.domain for s in list(self.series.values())]  # a copy, since the thread may add more
 
     @property
     def nbytes(self) -> int:
@@ -108,11 +108,11 @@ class Sampler:
         return max(min(s.due_ns for s in self._slots) - self._clock(), 0) * 1e-9
 
     def on_read(self, call: Callable[[], None]) -> None:
-        """Call something on the sampler's thread after each round of reads."""
+        """Call a function on the sampler's thread after each round of reads."""
         self._after_read.append(call)
 
     def note_cpu_edge(self) -> None:
-        """Have the samples of a recording divided here, by this process's CPU time; nothing where none records so."""
+        """Divide the samples of a recording here, by this process's CPU time; no effect if no recording wants that."""
         if self.cpu_edges is not None and self.read_cpu is not None:
             self.cpu_edges.append((self._clock(), self.read_cpu()))
 
@@ -121,15 +121,15 @@ class Sampler:
         return telemetry[-1] if telemetry else None
 
     def gaps_between(self, start_ns: int, end_ns: int) -> list[Gap]:
-        """The gaps that overlap a span of time."""
+        """Return the gaps that overlap a time."""
         return [g for g in list(self.gaps) if g.start_ns < end_ns and (g.end_ns is None or g.end_ns > start_ns)]
 
     def counted_domains(self) -> list[str]:
-        """Names of the domains that add up to the total."""
+        """Return the names of the domains that add up to the total."""
         return [n for n, s in list(self.series.items()) if s.domain.counted]
 
     def covers(self, time_ns: int, names: Collection[str] | None = None) -> bool:
-        """Whether the named domains (all by default) that still live have data up to a time."""
+        """Return whether the named domains (by default all) have data up to a time; silent ones do not count."""
         with self._lock:
             return all(self._has_data(n, time_ns) for n in (self.series if names is None else names))
 
@@ -141,10 +141,10 @@ class Sampler:
         *,
         keep_lock: bool = False,
     ) -> bool:
-        """Wait until the named domains have data up to a time; False when a sensor did not deliver in time.
+        """Wait until the named domains have data up to a time; return False if a sensor did not deliver in time.
 
-        `keep_lock` is for a call that comes between any two bytecodes of a thread (`torch_hooks.MainThread`), perhaps
-        in the middle of a window being read: then it waits without effect, but no data arrive there.
+        `keep_lock` is for a call between any two bytecodes of a thread (`torch_hooks.MainThread`), perhaps while that
+        thread holds the lock to read a window. Then no data arrive, and waiting has no effect but does no harm.
         """
         wanted = list(self.series) if names is None else list(names)
         if self.covers(time_ns, wanted):
@@ -152,7 +152,7 @@ class Sampler:
         deadline = time.monotonic() + timeout_s
         try:
             return self._wait(time_ns, wanted, deadline, keep_lock)
-        finally:  # met, timed out or interrupted: a sensor with nothing new need not be asked a hundred times a second
+        finally:  # nobody waits any more, so do not ask a sensor with nothing new a hundred times a second
             with self._lock:
                 for name in wanted:
                     if self._wanted.get(name) == time_ns:
@@ -168,7 +168,7 @@ class Sampler:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._stopping or (self._thread is not None and not self._thread.is_alive()):
                     return False
-                if self._thread is None:  # driven by hand
+                if self._thread is None:  # driven by `read_due`
                     self.read_due()
                 if keep_lock:
                     time.sleep(min(left, _POLL_S))
@@ -177,23 +177,23 @@ class Sampler:
         return True
 
     def _has_data(self, name: str, time_ns: int) -> bool:
-        """Whether a domain has data up to a time, or none are to be expected: it is silent, or another sampler's."""
+        """Return whether a domain has data up to a time, or none will come: it is silent, or another sampler's."""
         series = self.series.get(name)
         return series is None or series.covers(time_ns) or self.is_silent(name)
 
     def _find_silent(self) -> set[str]:
-        """Domains with an open gap: they deliver nothing now, and nobody should wait for them."""
+        """Return the domains with an open gap: they deliver nothing now, so nobody should wait for them."""
         return {gap.domain for gap in self.gaps if gap.end_ns is None}
 
     def is_silent(self, name: str) -> bool:
-        """Whether a domain delivers nothing now: its sensor is lost, or it has an open gap."""
+        """Return whether a domain delivers nothing now: its sensor is lost, or it has an open gap."""
         with self._lock:
             return name in self._dead or name in self._find_silent()
 
     # -- the thread -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread; the first read happens at once, so that the data begin before the caller goes on."""
+        """Start the thread; the first read happens at once, so that data begin before the caller continues."""
         if self._thread is not None:
             return
         self.read_due()
@@ -201,7 +201,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Read once more, then stop the thread and the sensors. What was read stays readable."""
+        """Read once more, then stop the thread and the sensors. What was read can still be read."""
         with self._wake:
             if self._stopping:
                 return
@@ -215,7 +215,7 @@ class Sampler:
             slot.sensor.stop()
 
     def abandon(self) -> None:
-        """In a forked child: the thread is gone, and may hold a lock for ever. Nothing is read any more."""
+        """Stop in a forked child: the thread does not exist there, and may have held a lock."""
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._stopping = True
@@ -225,8 +225,8 @@ class Sampler:
         for call in self._after_read:
             try:
                 call()
-            except Exception as exc:  # noqa: BLE001  (what is called may meet a failed device; sampling goes on)
-                if type(exc) not in self._warned:  # once each: this may come every second
+            except Exception as exc:  # noqa: BLE001  (the function may meet a failed device; sampling must continue)
+                if type(exc) not in self._warned:  # warn once each, since this may happen every second
                     self._warned.add(type(exc))
                     _log.warning("sampling goes on after %s: %s", type(exc).__name__, exc)
 
@@ -238,11 +238,11 @@ class Sampler:
             with self._wake:
                 self._wake.notify_all()
                 if not self._stopping:
-                    delay_s = self.spare_s  # what the calls have left of it
+                    delay_s = self.spare_s  # after the calls, which take time too
                     self._wake.wait(min(delay_s, _URGENT_S) if self._unmet() else delay_s)
 
     def read_due(self) -> float:
-        """Read the sensors that are due, or that lack data somebody waits for; seconds until the next is due."""
+        """Read the sensors that are due, or whose data somebody waits for; return the seconds until the next is due."""
         now = self._clock()
         self.epoch.observe()
         urgent = self._unmet()
@@ -252,7 +252,7 @@ class Sampler:
         return self.spare_s
 
     def _unmet(self) -> set[str]:
-        """Domains that lack data somebody waits for; what is met is forgotten."""
+        """Return the domains whose data somebody still waits for; forget waits that are over."""
         with self._lock:
             self._wanted = {n: t for n, t in self._wanted.items() if not self._has_data(n, t)}
             return set(self._wanted)
@@ -262,7 +262,7 @@ class Sampler:
             self._read_slot(slot)
         except SensorError as exc:
             self._lose(slot, exc)
-        except Exception as exc:  # noqa: BLE001  (a fault in one vendor's binding must not end all measuring)
+        except Exception as exc:  # noqa: BLE001  (an error in one vendor's binding must not end all measuring)
             self._lose(slot, SensorLost(f"the {slot.sensor.name} sensor failed", why=f"{type(exc).__name__}: {exc}"))
 
     def _read_slot(self, slot: _SensorSlot) -> None:
@@ -297,7 +297,7 @@ class Sampler:
         slot.due_ns = now + round(RETRY_S[min(slot.failures, len(RETRY_S)) - 1] * 1e9)
 
     def _adopt(self, slot: _SensorSlot) -> None:
-        """Make room for a sensor's domains, or update them with what it has learnt since."""
+        """Add a sensor's domains, or update them with what the sensor has learnt since."""
         for domain in slot.sensor.domains():
             slot.names.add(domain.name)
             if domain.name not in self.series:
@@ -308,7 +308,7 @@ class Sampler:
 
     def _take(self, batch: Batch) -> None:
         with self._wake:
-            for gap in batch.gaps:  # before the samples: one that is over already is closed by them
+            for gap in batch.gaps:  # before the samples, which may close it
                 self._note_gap(gap)
             for name, samples in batch.samples.items():
                 possible = self._end_gaps(name, self._drop_impossible(name, samples))
@@ -328,10 +328,10 @@ class Sampler:
             self._wake.notify_all()
 
     def _note_gap(self, gap: Gap) -> None:
-        """Keep a gap: once, as one with its neighbour of the same reason, and an open one however many there are."""
+        """Keep a gap once; join it with a neighbour of the same reason; never drop an open one."""
         for i, old in enumerate(self.gaps):
             if _overlap(gap, old):
-                return  # the first reason given stands
+                return  # keep the first reason
             if (old.domain, old.reason, old.end_ns) == (gap.domain, gap.reason, gap.start_ns):
                 self.gaps[i] = Gap(domain=gap.domain, start_ns=old.start_ns, end_ns=gap.end_ns, reason=gap.reason)
                 return
@@ -341,7 +341,7 @@ class Sampler:
         self.gaps.append(gap)
 
     def _drop_impossible(self, name: str, samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        """Samples that no board can have drawn are failed readings: gaps, and NaN in the series."""
+        """Replace samples that no board can have drawn: they are failed readings, so a gap and NaN in the series."""
         series = self.series[name]
         most_w, last_ns = series.domain.max_w, series.last_ns
         kept = []
@@ -355,7 +355,7 @@ class Sampler:
         return kept
 
     def _end_gaps(self, domain: str, samples: list[tuple[int, float]]) -> list[tuple[int, float]]:
-        """End the open gaps of a domain that has data again, and mark their span as unknown."""
+        """End the open gaps of a domain that has data again, and mark their time as unknown."""
         for i, gap in enumerate(self.gaps):
             if gap.domain != domain or gap.end_ns is not None:
                 continue

@@ -26,20 +26,21 @@ OVERLAPS = (
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MAX_AROUND = 64  # nobody nests deeper but by mistake
+_MAX_AROUND = 64  # deeper nesting can only be a mistake
 _around: ContextVar[tuple[weakref.ref[EnergyScope], ...]] = ContextVar("tessera_scopes_around", default=())
 on_close: Callable[[str, int, int, bool], None] | None = None
-"""Called with every scope that ends: its name, its two (monotonic) host times, and whether it was inside another of its
-name. Set by a recording session."""
+"""Called with every scope that ends: its name, its two (monotonic) host times, and whether it was inside another scope
+of its name. A recording session sets it."""
 
 
 class EnergyScope:
-    """The joules between entering and leaving. A context manager (`async with` too), and a decorator: one per call.
+    """A context manager (`async with` too) or decorator that measures the joules between entering and leaving.
 
     Entering and leaving note the clock and, if CUDA is initialised, an event in the current stream: nothing is
     synchronised (unless `sync=True`) and no sensor is read. Reading a result waits until the sensor has caught up.
-    Inside the block it is the joules so far. A sensor does not see threads: scopes that overlap each contain all that
-    this process did meanwhile, and `report().notes` says so where they were opened by different threads.
+    Inside the block a result contains the joules so far. A sensor does not see threads: each of several overlapping
+    scopes contains everything that this process did meanwhile. `report().notes` says so if different threads opened
+    them.
     """
 
     __slots__ = ("__weakref__", "_given", "_monitor", "_open", "_sync", "_window", "name")
@@ -49,15 +50,15 @@ class EnergyScope:
         self._sync = sync
         self._given = monitor
         self._monitor: Monitor | None = monitor
-        self._window: Window | None = None  # the one a result is read from: open, or the last that was closed
-        self._open: list[Window] = []  # entered and not yet left: the same object may be entered again inside itself
+        self._window: Window | None = None  # the window that a result is read from: the open or the last closed one
+        self._open: list[Window] = []  # entered but not left: the object may be entered again inside itself
 
     def __enter__(self) -> EnergyScope:
-        # Not the monitor of the last time: that may have been replaced (`use`), or left behind in the parent (fork).
+        # Not the monitor of the last time: it may have been replaced (`use`), or belong to the parent process (fork).
         monitor = self._monitor = default() if self._given is None else self._given
         if self._sync:
             synchronize()
-        # Those that are open around this one, in this thread or asyncio task; one that was forgotten is gone.
+        # Scopes that are open around this one, in this thread or asyncio task; forgotten ones are gone.
         around = [scope for ref in _around.get() if (scope := ref()) is not None and scope._open]
         self._window = monitor.open(self.name, nested=any(scope.name == self.name for scope in around))
         self._open.append(self._window)
@@ -81,7 +82,7 @@ class EnergyScope:
         self.__exit__(exc_type)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """Decorate a function or coroutine function: a scope of this name around every call."""
+        """Decorate a function or coroutine function: open a scope of this name around every call."""
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             raise ArgumentError(
                 f"energy_scope cannot decorate the generator {fn.__name__!r}",
@@ -128,7 +129,7 @@ class EnergyScope:
 
     @property
     def energy(self) -> Energy:
-        """The counted domains together: joules, error_j, seconds, source, coverage, basis."""
+        """The energy of all counted domains together: joules, error_j, seconds, source, coverage, basis."""
         counted = self._counted_energies()
         assert self._window is not None and self._monitor is not None
         if self._window.end is not None:
@@ -155,24 +156,24 @@ class EnergyScope:
 
     @property
     def time_s(self) -> float:
-        """Length of the window: on the device's clock if the edges were marked in a CUDA stream."""
+        """Length of the window, on the device's clock if the edges were marked in a CUDA stream."""
         return self.energy.time_s
 
     @property
     def host_time_s(self) -> float:
-        """Length of the window on the host's clock (launching may be over long before the device is done)."""
+        """Length of the window on the host's clock; launching may end long before the device's work does."""
         if self._window is None:
             return 0.0
         return self._window.seconds(device=False)
 
     @property
     def coverage(self) -> float:
-        """Share of the window that the sensors have seen (the worst counted domain's); `report().gaps` has the rest."""
+        """Share of the window that the worst counted domain's sensor has seen; `report().gaps` explains the rest."""
         return self.energy.coverage
 
     @property
     def source(self) -> str:
-        """Where the joules come from, e.g. "nvml-samples+counter"; "modelled" where there is no sensor."""
+        """Where the joules come from, such as "nvml-samples+counter"; "modelled" without a sensor."""
         return self.energy.source
 
     @property
@@ -182,22 +183,22 @@ class EnergyScope:
 
     @property
     def start_ns(self) -> int:
-        """Monotonic start of the window (device time where known)."""
+        """Monotonic start of the window (device time if known)."""
         return self._edge_ns(start=True)
 
     @property
     def end_ns(self) -> int:
-        """Monotonic end of the window (device time where known)."""
+        """Monotonic end of the window (device time if known)."""
         return self._edge_ns(start=False)
 
     def _edge_ns(self, start: bool) -> int:
-        self._read(everything=False)  # settles the window, so that the edges are resolved
+        self._read(everything=False)  # settles the window, so that its edges are known
         assert self._window is not None
         edge = self._window.start if start else self._window.end
         return edge.time_ns(on_device=True) if edge is not None else time.monotonic_ns()
 
     def report(self) -> EnergyReport:
-        """The result as an EnergyReport, for diff, JSON and rendering."""
+        """Return the result as an EnergyReport, for diff, JSON and rendering."""
         by_domain = dict(self.by_domain)
         assert self._monitor is not None
         sampler = self._monitor.sampler
@@ -212,7 +213,7 @@ class EnergyScope:
         )
 
     def _notes(self) -> list[str]:
-        """What a reader of the joules should know."""
+        """Return what a reader of the joules should know."""
         window = self._window
         if window is None or self._monitor is None:
             return []
@@ -229,14 +230,14 @@ class EnergyScope:
 
 
 def synchronize() -> None:
-    """Wait for the device, where this process uses one."""
+    """Wait for the device, if this process uses one."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: waiting for the device would break it, and nothing in it has a time."""
+    """Return whether a CUDA graph is being captured. Waiting for the device would then break the capture."""
     torch = sys.modules.get("torch")
     return bool(torch is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
@@ -254,8 +255,8 @@ def energy_scope(name: str = "scope", *, sync: bool = False, monitor: Monitor | 
 class LiveTrace(PowerTrace):
     """A `PowerTrace` of a `with` block, as fine as the sensor; complete after the block.
 
-    The body is not slowed: the sampler reads in the background. The first access after the block waits until the
-    sensor has caught up with its end.
+    The body is not slowed down: the sampler reads in the background. The first access after the block waits until the
+    sensor has caught up with the end of the block.
     """
 
     def __init__(self, interval_ms: float | None = None, *, monitor: Monitor | None = None) -> None:
@@ -285,7 +286,7 @@ class LiveTrace(PowerTrace):
 
     @property
     def notes(self) -> list[str]:
-        """What a reader should know: a sensor coarser than the interval asked for, or a modelled one."""
+        """What a reader should know: a sensor coarser than the interval that was asked for, or a modelled one."""
         notes = []
         for c in self._select_counted(None):
             d, true_ms = c.domain, c.domain.resolution_s * 1e3
@@ -300,24 +301,24 @@ class LiveTrace(PowerTrace):
 
     @property
     def end_ns(self) -> EpochNs:
-        """The end: now, while the block runs."""
+        """The end; while the block runs, now."""
         return EpochNs(self._end_ns if self._closed or self._monitor is None else self._now_ns())
 
     def _now_ns(self) -> EpochNs:
         return self.to_epoch(time.monotonic_ns())
 
     def to_epoch(self, monotonic_ns: int) -> EpochNs:
-        """A time of the sampler's clock on the clock of this trace."""
+        """Convert a time of the sampler's clock to the clock of this trace."""
         return EpochNs(monotonic_ns + self._offset_ns)
 
     @property
     def monotonic_span_ns(self) -> tuple[int, int]:
-        """Start and end on the clock of the sampler."""
+        """Start and end on the sampler's clock."""
         return self.start_ns - self._offset_ns, self.end_ns - self._offset_ns
 
     @property
     def columns(self) -> Mapping[str, DomainSamples]:
-        """The samples by domain, one beyond each edge; so far, while the block runs."""
+        """The samples by domain, with one beyond each edge; while the block runs, those so far."""
         if self._columns or self._monitor is None:
             return self._columns
         sampler = self._monitor.sampler
@@ -325,7 +326,7 @@ class LiveTrace(PowerTrace):
         if self._closed:
             sampler.wait_for(end_ns)
         with sampler.lock:
-            # Asked coarser than the sensor, it still keeps every sample: thinning would only lose peaks.
+            # Keep every sample even if a coarser interval was asked for: thinning would only lose peaks.
             columns = {n: s.column(start_ns, end_ns).shift(self._offset_ns) for n, s in sampler.series.items()}
         if self._closed:
             self._columns = columns
@@ -349,7 +350,7 @@ class LiveTrace(PowerTrace):
         return [e.shift(self._offset_ns) for e in known if e.time_ns >= start_ns and e.start_ns <= end_ns]
 
     def telemetry(self, domain: str) -> list[Telemetry]:
-        """Clocks, temperature, throttling of a domain during the trace."""
+        """Return clocks, temperature and throttling of a domain during the trace."""
         if self._monitor is None:
             return []
         start_ns, end_ns = self.monotonic_span_ns

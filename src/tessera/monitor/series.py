@@ -1,9 +1,9 @@
 """The samples and counter ticks of one power domain, in bounded memory however long it runs.
 
-Every sample of the last ~11 minutes is kept (`FINE_SPAN_NS`, at most `FINE_SAMPLES`), and before that one row a second
-(energy, seen seconds, highest power) for two hours; when that is full too, pairs of rows are merged (one row every 2 s
-for four hours, 16 s for a day and a half, and so on). The running sums beside the samples go on for ever, so a window
-opened before any of this is still exact: its start was marked when it was fresh.
+Every sample of the last ~11 minutes is kept (`FINE_SPAN_NS`, at most `FINE_SAMPLES`). Older samples become one row a
+second (energy, seen seconds, highest power) for two hours; when that is full too, pairs of rows are merged (one row
+every 2 s for four hours, 16 s for a day and a half, and so on). The running sums beside the samples never end, so a
+window that was opened long ago is still exact: its start was marked when it was new.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COARSE_ROWS = 1 << 13
 FINE_SPAN_NS = 660_000_000_000
 COARSE_NS = 1_000_000_000
 _FIRST_CAPACITY = 1 << 10
-# Edges are marked within seconds: a minute of a modelled sensor's samples.
+# Edges are marked within seconds, so a minute of a modelled sensor's samples is enough.
 _KEPT_CPU = 600
-# The kernel adds up what other running threads used at its ticks (CONFIG_HZ=250, as most distributions have it).
+# The kernel adds the time of other running threads only at its ticks (CONFIG_HZ=250, as in most distributions).
 _TICK_S = 0.004
-# A sample is divided into so many parts at most: a recording must not grow with every short scope.
+# A sample is divided into at most this many parts, so that a recording does not grow with every short scope.
 _MOST_PARTS = 64
 
 CpuEdge = tuple[int, OwnCpuReading]
@@ -37,9 +37,9 @@ CpuEdge = tuple[int, OwnCpuReading]
 
 
 class PowerSeries:
-    """Samples of one domain with their running sums; appended by the sampler, marked by windows.
+    """Samples of one domain with their running sums; the sampler appends, windows mark.
 
-    Not locked: the sampler that owns it holds one lock for all its series.
+    Not thread-safe: the sampler that owns it holds one lock for all its series.
     """
 
     def __init__(self, domain: Domain, *, fine: int = FINE_SAMPLES, coarse: int = COARSE_ROWS) -> None:
@@ -79,14 +79,14 @@ class PowerSeries:
         return self._times.nbytes + self._values.nbytes + sum(r.nbytes for r in self._coarse)
 
     def covers(self, time_ns: int) -> bool:
-        """Whether the samples reach a (true) time, lag included."""
+        """Return whether the samples reach a true time, including the lag."""
         last = self.last_ns
         return last is not None and last >= time_ns + self._lag_ns
 
     def extend(self, samples: Sequence[tuple[int, float]], *, replaces: bool = False) -> int:
-        """Append samples, without repeats: those not newer than the last one. Returns how many were new.
+        """Append samples that are newer than the last one; return how many were new.
 
-        With `replaces`, those from the time of the first one on are forgotten before.
+        With `replaces`, first forget the samples from the time of the first new one on.
         """
         last = int(self._times[self._n - 1]) if self._n else -(1 << 62)
         if replaces and samples and samples[0][0] <= last:
@@ -108,7 +108,7 @@ class PowerSeries:
         return len(fresh)
 
     def _append_one(self, time_ns: int, power_w: float) -> None:
-        """As `_append` does, without arrays: they take most of the time that a sensor of one sample a read takes."""
+        """Do the same as `_append` without arrays, which would take most of the time for a single sample."""
         n = self._n
         last_w, joules, covered_s, variance_j2 = self._values[:, n - 1].tolist()
         seconds = (time_ns - int(self._times[n - 1])) * 1e-9
@@ -151,13 +151,13 @@ class PowerSeries:
             self._times, self._values = times, values
 
     def _thin(self, more: int) -> None:
-        """Move the older half of the fine samples (or as many as needed) to coarse rows."""
+        """Turn the older half of the fine samples (or as many as needed) into coarse rows."""
         move = min(max(self._n // 2, self._n + more - self._fine_limit), self._n - 1)
         if move <= 0:
             return
         bins = self._times[:move] // self._coarse_ns
         ends = np.append(np.flatnonzero(np.diff(bins)), move - 1)
-        peaks = np.fmax.reduceat(self._values[0, :move], np.append(0, ends[:-1] + 1))  # NaN only where all are
+        peaks = np.fmax.reduceat(self._values[0, :move], np.append(0, ends[:-1] + 1))  # NaN only if all are NaN
         self._coarse.append(np.vstack([self._times[ends].astype(np.float64), self._values[1:, ends], peaks]))
         keep = self._n - move
         self._times[:keep] = self._times[move : self._n].copy()
@@ -173,7 +173,7 @@ class PowerSeries:
         return np.concatenate(self._coarse, axis=1) if self._coarse else np.zeros((5, 0))
 
     def _past_rows(self) -> Floats:
-        """The coarse rows, after the very first sample: rows are ends of intervals, and the first needs a start."""
+        """Return the coarse rows after a row for the very first sample: the first interval needs a start."""
         rows = self._coarse_rows()
         if rows.shape[1] == 0 or rows[0, 0] == self._first_ns:
             return rows
@@ -189,9 +189,9 @@ class PowerSeries:
             del self._cpu[next(iter(self._cpu))]
 
     def mark(self, time_ns: int, cpu: OwnCpu | None = None) -> Mark:
-        """The running sums at a true time: moved by the lag, exact between the samples.
+        """Return the running sums at a true time: shifted by the lag, exact between the samples.
 
-        `cpu` is this process's CPU time then, by which a sample is divided where the sensor gives its own.
+        `cpu` is this process's CPU time then; a sample is divided by it if the sensor measures this process.
         """
         x = time_ns + self._lag_ns
         if self._n == 0 or (x < self._times[0] and self._coarse):
@@ -201,9 +201,9 @@ class PowerSeries:
         return by_time if cpu is None or not self._cpu else self._divide_by_cpu(x, cpu, by_time)
 
     def _divide_by_cpu(self, x: int, cpu: OwnCpu, by_time: Mark) -> Mark:
-        """What this process used of a sample until `cpu`, and what its children used, exact where it waited for them.
+        """Divide a sample by this process's CPU time until `cpu`, and that of children it has waited for.
 
-        What other children used is divided by time. It may lie anywhere in the sample, as far as one core is enough.
+        What other children used is divided by time. It may lie anywhere in the sample, as far as one core suffices.
         """
         i = int(np.searchsorted(self._times[: self._n], x, side="right")) - 1
         if not 0 <= i < self._n - 1:
@@ -215,7 +215,7 @@ class PowerSeries:
         seconds, part = (end_ns - begin_ns) * 1e-9, (x - begin_ns) / (end_ns - begin_ns)
         all_j, threads_j = end_j - begin_j, self._core_w * (end.own_s - begin.own_s)
         own_j = min(threads_j, all_j)
-        # This may contain what was counted in samples before.
+        # This may include time that was counted in earlier samples.
         waited_j = 0.0 if cpu.waited_s is None else self._core_w * ((end.waited_s or 0.0) - (begin.waited_s or 0.0))
         ended_j = min(waited_j, all_j - own_j)
         other_j = all_j - own_j - ended_j
@@ -238,7 +238,7 @@ class PowerSeries:
         return Mark(joules, covered_s, variance_j2, 0.0)
 
     def divide_samples(self, times_ns: Ints, watts: Floats, edges: Sequence[CpuEdge]) -> tuple[Ints, Floats]:
-        """Samples of this series, each divided at the edges in it where this process's CPU time is known for both."""
+        """Divide samples of this series at those edges where this process's CPU time is known."""
         parts = list[tuple[int, float]]()
         for end_ns, power_w in zip(times_ns.tolist(), watts.tolist(), strict=True):
             parts += self._divide_sample(end_ns, edges) if not np.isnan(power_w) else []
@@ -247,7 +247,7 @@ class PowerSeries:
         return np.array([t for t, _ in parts], np.int64), np.array([w for _, w in parts])
 
     def _divide_sample(self, end_ns: int, edges: Sequence[CpuEdge]) -> list[tuple[int, float]]:
-        """The parts of one sample; none where the CPU time is not known at its start and end."""
+        """Return the parts of one sample; none if the CPU time is not known at its start and end."""
         i = int(np.searchsorted(self._times[: self._n], end_ns))
         begin_ns = int(self._times[i - 1]) if i else end_ns
         inside = sorted((edge for edge in edges if begin_ns < edge[0] < end_ns), key=lambda edge: edge[0])
@@ -259,13 +259,13 @@ class PowerSeries:
         parts, last_ns, last_j = [], begin_ns, self.mark(begin_ns).joules
         for time_ns, at in [*marks, (end_ns, self.mark(end_ns))]:
             if time_ns > last_ns:
-                joules = max(at.joules, last_j)  # two threads may note their edges in the wrong order
+                joules = max(at.joules, last_j)  # two threads may have noted their edges in the wrong order
                 parts.append((time_ns, (joules - last_j) / ((time_ns - last_ns) * 1e-9)))
                 last_ns, last_j = time_ns, joules
         return parts
 
     def column(self, start_ns: int, end_ns: int) -> DomainSamples:
-        """The samples of a window, with one beyond each edge; rows of a second where only those are left."""
+        """Return the samples of a window, with one beyond each edge; rows of a second for old times."""
         lo, hi = start_ns + self._lag_ns, end_ns + self._lag_ns
         times, watts = self._times[: self._n], self._values[0, : self._n]
         i = max(int(np.searchsorted(times, lo, side="right")) - 1, 0)
@@ -277,21 +277,21 @@ class PowerSeries:
         first = max(int(np.searchsorted(rows[0], lo, side="right")) - 1, 0)
         last = int(np.searchsorted(rows[0], hi, side="left")) + 1
         seen_s, joules = np.diff(rows[2], prepend=0.0), np.diff(rows[1], prepend=0.0)
-        # A row in which nothing was seen is a gap, not 0 W.
+        # If nothing was seen in a row it is a gap, not 0 W.
         means = np.divide(joules, seen_s, out=np.full_like(joules, np.nan), where=seen_s > 0)
         merged = [row[first:last] for row in (rows[0].astype(np.int64), means, rows[4])]
-        if last > rows.shape[1]:  # else the window ends before the fine samples begin
+        if last > rows.shape[1]:  # otherwise the window ends before the fine samples begin
             merged = [np.concatenate(pair) for pair in zip(merged, fine, strict=True)]
         return DomainSamples(self.domain, *merged)
 
 
 def _share(begin: float, at: float, end: float) -> float:
-    """How far a value has come between two others."""
+    """Return the position of a value between two others, as a share from 0 to 1."""
     return min(max((at - begin) / (end - begin), 0.0), 1.0) if end > begin else 0.0
 
 
 def _merge_pairs(rows: Floats) -> Floats:
-    """Half as many rows: the sums of every second one (they are cumulative), the higher peak of each pair."""
+    """Return half as many rows: every second row of the (cumulative) sums, the higher peak of each pair."""
     even = rows[:, : rows.shape[1] // 2 * 2]
     merged = even[:, 1::2].copy()
     merged[4] = np.fmax(even[4, 0::2], even[4, 1::2])
@@ -299,7 +299,7 @@ def _merge_pairs(rows: Floats) -> Floats:
 
 
 class CounterAnchors:
-    """The ticks of an energy counter, each placed on the running sums of the samples when these have reached it."""
+    """Places the ticks of an energy counter on the running sums of the samples, once these have reached them."""
 
     def __init__(self, series: PowerSeries) -> None:
         self._series = series
@@ -310,17 +310,17 @@ class CounterAnchors:
         return len(self.history.anchors)
 
     def add(self, time_ns: int, joules: float) -> None:
-        """Note a tick; it becomes an anchor when the samples have caught up with it."""
+        """Add a tick; it becomes an anchor when the samples have caught up with it."""
         self._waiting.append((time_ns, joules))
         self.catch_up()
 
     def restart(self) -> None:
-        """The counter may have been reset (a driver restart): later values cannot be compared with earlier ones."""
+        """Stop comparing with earlier values: the counter may have been reset (a driver restart)."""
         self.history.restart()
         self._waiting.clear()
 
     def catch_up(self, force: bool = False) -> None:
-        """Place the ticks that the samples have reached by now; all of them when no samples are to come (`force`)."""
+        """Place the ticks that the samples have reached; all ticks if no more samples will come (`force`)."""
         self.history.domain = self._series.domain
         while self._waiting and (force or self._series.covers(self._waiting[0][0])):
             time_ns, joules = self._waiting.popleft()

@@ -1,4 +1,4 @@
-"""`Snapshot`: what every domain draws now and has used since the start, taken again and again by a `PowerWatch`.
+"""`Snapshot`: what every domain draws now and has used since the start, as a `PowerWatch` takes it repeatedly.
 
 The live screen, its plain lines, JSON and the Prometheus exposition are four views of one snapshot.
 """
@@ -25,21 +25,21 @@ from .process_table import OwnerTotal, ProcessReading, ProcessTable
 from .series import PowerSeries
 
 HISTORY = 60
-# At looks 0.5 s apart a cell of the history is 0.1 s; at 100 ms it is one value of NVML's ring.
+# With 0.5 s between looks, a cell of the history is 0.1 s; with 100 ms it is one value of NVML's ring.
 CELLS_PER_LOOK = 5
 # How long a look may wait for a sensor to catch up: the ring's longest spacing on the H200 is 46 ms.
 FRESH_S = 0.15
-# No new value for so long (or three of the sensor's own periods) is a loss, not a pause.
+# No new value for this time (or for three of the sensor's own periods) means that the sensor is lost.
 STALE_S = 3.0
 CHUNK_NS = 60_000_000_000
 CALM_NS = 5_000_000_000
 CREST_S = 15.0
-"""As long as Prometheus usually waits between two scrapes: no peak falls between two of them."""
+"""Prometheus usually scrapes this often, so no peak is missed between two scrapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainReading:
-    """One domain now and since the start. None means not known."""
+    """One domain now and since the start. None means unknown."""
 
     domain: str
     label: str
@@ -49,9 +49,9 @@ class DomainReading:
     resolution_s: float
     note: str = ""
     power_w: float | None = None
-    """Mean of the newest stretch of data (one interval, or the sensor's resolution if that is longer)."""
+    """Mean of the newest data, over one interval or the sensor's resolution if that is longer."""
     age_s: float | None = None
-    """How long ago, in true time, that stretch ended: the sensor's lag included."""
+    """How long ago these data ended in true time, including the sensor's lag."""
     mean_w: float | None = None
     energy_j: float = 0.0
     error_j: float = 0.0
@@ -70,7 +70,7 @@ class DomainReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All domains at one moment. `missing` has the sensors that this machine lacks, with the reason."""
+    """All domains at one moment. `missing` has the sensors that this machine does not have, with the reason."""
 
     epoch_s: float
     time_s: float
@@ -81,7 +81,7 @@ class Snapshot:
     error_j: float
     basis: Basis
     cost: EnergyCost | None = None
-    """Of the energy so far, by the user's factors."""
+    """Cost of the energy so far, by the user's factors."""
     missing: Mapping[str, str] = field(default_factory=dict)
     sensors: Mapping[str, bool] = field(default_factory=dict)
     processes: Sequence[ProcessReading] = ()
@@ -101,11 +101,11 @@ class Snapshot:
 
 
 class EnergyLedger:
-    """Joules by domain since the start: they never decrease, whatever happens to the sensors.
+    """Joules by domain since the start; they never decrease, whatever happens to the sensors.
 
-    A long run is a chain of windows of a minute. A counter that is reset (driver restart) takes its correction
-    from one link only, and what was shown before stays the floor until the new figure has passed it. No link
-    ends near a gap, so that the counter can tell what the gap hid.
+    A long run is a chain of windows of a minute each. So a counter that is reset (driver restart) changes only one
+    window, and the figure shown before is kept until the new one has passed it. No window ends near a gap, so that the
+    counter can tell what the gap hid.
     """
 
     def __init__(self, monitor: Monitor) -> None:
@@ -116,7 +116,7 @@ class EnergyLedger:
         self._floor_j: dict[str, float] = {}
 
     def read(self, now_ns: int, calm: bool) -> dict[str, Energy]:
-        """The joules of every domain up to now. `calm`: no gap is open or just over."""
+        """Return the joules of every domain up to now. `calm`: no gap is open or has just ended."""
         sampler = self._monitor.sampler
         for window in [w for w in self._closing if w.energies.keys() >= sampler.series.keys()]:
             self._closing.remove(window)
@@ -136,7 +136,7 @@ class EnergyLedger:
 
 
 def _add_up(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
-    """One window after the other, and never less than was shown before; 0 while nothing was seen."""
+    """Add up consecutive windows; return at least what was shown before, and 0 while nothing was seen."""
     whole = sum_windows(links)
     if math.isnan(whole.energy_j):
         return dataclasses.replace(whole, energy_j=floor_j, error_j=0.0)
@@ -144,7 +144,7 @@ def _add_up(links: Sequence[Energy], floor_j: float = 0.0) -> Energy:
 
 
 class PowerWatch:
-    """Takes snapshots of a monitor. Sampling starts when it is entered and stops on the way out."""
+    """Takes snapshots of a monitor. Sampling starts when it is entered and stops when it is left."""
 
     def __init__(
         self, discovered: DiscoveredSensors, interval_s: float, *, processes: ProcessTable | None = None
@@ -175,14 +175,14 @@ class PowerWatch:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that counts was read, and telemetry twice: activity is what lies between two readings."""
+        """Whether every counted domain was read, and telemetry twice, since activity is between two readings."""
         sampler = self._monitor.sampler
         with sampler.lock:
             read = all(sampler.series[name].last_ns is not None for name in sampler.counted_domains())
             return read and all(len(readings) > 1 for readings in sampler.telemetry.values())
 
     def take_snapshot(self) -> Snapshot:
-        """Every domain now, with the newest data its sensor has."""
+        """Return every domain now, with the newest data of its sensor."""
         sampler = self._monitor.sampler
         self._freshen()
         now_ns = time.monotonic_ns()
@@ -219,14 +219,14 @@ class PowerWatch:
         )
 
     def _count_gaps(self, gaps: Sequence[Gap]) -> None:
-        """Count the gaps that begin after those counted so far: the sampler forgets old ones."""
+        """Count the gaps that begin after those counted so far; the sampler forgets old gaps."""
         for gap in gaps:
             if gap.start_ns > self._newest_gap_ns.get(gap.domain, 0):
                 self._newest_gap_ns[gap.domain] = gap.start_ns
                 self._gaps[gap.domain] = self._gaps.get(gap.domain, 0) + 1
 
     def _count_events(self, events: Sequence[PowerEvent]) -> None:
-        """Count what was not there at the last look: the sampler forgets old ones."""
+        """Count events that were not there at the last look; the sampler forgets old events."""
         for event in events:
             if event not in self._seen:
                 counts = self._events.setdefault(event.domain, {})
@@ -234,7 +234,7 @@ class PowerWatch:
         self._seen = set(events)
 
     def _freshen(self) -> None:
-        """Have the fast sensors read now; one that is slower than our looks keeps its own pace."""
+        """Read fast sensors now; sensors slower than our looks keep their own pace."""
         sampler, now_ns = self._monitor.sampler, time.monotonic_ns()
         lost = {g.domain for g in list(sampler.gaps) if g.end_ns is None}
         for domain in [d for d in sampler.domains if d.counted and d.name not in lost]:
@@ -280,7 +280,7 @@ class PowerWatch:
 
 
 def _find_loss(gap: Gap | None, age_s: float | None, late_s: float, now_ns: int) -> tuple[str | None, float | None]:
-    """Why there is no data now and for how long; None, None when there is."""
+    """Return why there is no data now and for how long; None, None if there is."""
     if gap is not None:
         return gap.reason, max(now_ns - gap.start_ns, 0) * 1e-9
     if age_s is not None and age_s > max(STALE_S, 3 * late_s):
@@ -289,7 +289,7 @@ def _find_loss(gap: Gap | None, age_s: float | None, late_s: float, now_ns: int)
 
 
 def _recent_power(series: PowerSeries, span_s: float) -> float | None:
-    """Mean power of the newest stretch of data; not one sample, which a periodic load would alias."""
+    """Return the mean power of the newest data; not of one sample, which a periodic load would alias."""
     d = series.domain
     if series.last_ns is None:
         return None
@@ -300,7 +300,7 @@ def _recent_power(series: PowerSeries, span_s: float) -> float | None:
 
 
 def _recent_crest(series: PowerSeries) -> float | None:
-    """Peak over root mean square of the newest seconds; None before there are two samples."""
+    """Return peak over root mean square of the newest seconds; None before there are two samples."""
     if series.last_ns is None:
         return None
     column = series.column(series.last_ns - round(CREST_S * 1e9), series.last_ns)
@@ -313,9 +313,9 @@ def _recent_crest(series: PowerSeries) -> float | None:
 
 
 def _power_history(series: PowerSeries, cell_s: float, end_ns: int | None) -> list[float | None]:
-    """Mean power of the last cells of time, the oldest first; None where nothing is known.
+    """Return mean power of the last cells of time, the oldest first; None if unknown.
 
-    The cells lie on a fixed grid, so that a bar does not change any more once it is drawn.
+    The cells lie on a fixed grid, so a bar does not change after it has been drawn.
     """
     if series.last_ns is None or end_ns is None:
         return []

@@ -14,40 +14,41 @@ _T95_TEXT = """
     6.314 2.920 2.353 2.132 2.015 1.943 1.895 1.860 1.833 1.812 1.796 1.782 1.771 1.761 1.753
     1.746 1.740 1.734 1.729 1.725 1.721 1.717 1.714 1.711 1.708 1.706 1.703 1.701 1.699 1.697"""
 _T95 = tuple(float(t) for t in _T95_TEXT.split())
-# A trend must be both significant (3 standard errors) and larger than this over the run to be called a drift.
+# A trend is called a drift if it is significant (3 standard errors) and larger than this over the run.
 DRIFT = 0.02
-# The least of many noisy scores flatters: taking it, 90% intervals of 9 steady batches hold 84% of the truths; taking
-# the earliest cut within this factor of it, 89% (simulated with normal batches; tests/monitor/test_steady_state.py).
+# The lowest of many noisy scores is too optimistic: with it, 90% intervals of 9 steady batches contain 84% of the
+# truths; with the earliest cut within this factor of it, 89% (simulated with normal batches;
+# tests/monitor/test_steady_state.py).
 NEAR_BEST = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Uncertain:
-    """A value with the half-width of its 90% interval; None when there is none (a single batch)."""
+    """A value with the half-width of its 90% interval; None if there is none (a single batch)."""
 
     value: float
     error: float | None
 
     @property
     def relative(self) -> float:
-        """Half-width over value; infinite when unknown."""
+        """Half-width over value; infinite if unknown."""
         if self.error is None or self.value == 0:
             return float("inf")
         return abs(self.error / self.value)
 
     def with_level(self, gain_error: float) -> Uncertain:
-        """The same with the sensor's own level error added: no repetition makes that smaller."""
+        """Return the same with the sensor's level error added, which repetition does not make smaller."""
         if self.error is None:
             return self
         return Uncertain(self.value, (self.error**2 + (gain_error * self.value) ** 2) ** 0.5)
 
     def inverse(self, amount: float = 1.0) -> Uncertain:
-        """Amount divided by this value, with the relative error kept."""
+        """Return `amount` divided by this value, with the same relative error."""
         value = amount / self.value if self.value else float("nan")
         return Uncertain(value, None if self.error is None else value * self.relative)
 
     def times(self, factor: float) -> Uncertain:
-        """This value scaled."""
+        """Return this value multiplied by a factor."""
         return Uncertain(self.value * factor, None if self.error is None else self.error * factor)
 
 
@@ -64,7 +65,7 @@ class MeasuredBatch:
 class SteadyState:
     """Time and energy per call, and mean power, of the batches after the warm-up; `skipped` batches came before.
 
-    `drifts`: they still become cheaper or more expensive, which the notes say.
+    `drifts`: calls still become cheaper or more expensive, and the notes say so.
     """
 
     calls: int
@@ -76,22 +77,22 @@ class SteadyState:
     drifts: bool = False
 
     def within(self, target: float) -> bool:
-        """Whether both time and energy are known to the target."""
+        """Return whether both time and energy are known to the target."""
         return self.time_s.relative <= target and self.energy_j.relative <= target
 
 
 def t90(degrees: int) -> float:
-    """Half-width of the two-sided 90% interval in standard errors, for so many degrees of freedom."""
+    """Return the half-width of the two-sided 90% interval in standard errors, by degrees of freedom."""
     if degrees < 1:
         return float("inf")
     return _T95[degrees - 1] if degrees <= len(_T95) else Z90 + 1.6 / degrees
 
 
 def count_warm_up(values: Floats) -> int:
-    """How many leading values to drop: the first cut that leaves (nearly) the least error of the mean (MSER).
+    """Return how many leading values to drop: the first cut that leaves (nearly) the least error of the mean (MSER).
 
-    K. P. White, "An effective truncation heuristic for bias reduction in simulation output", 1997. At most half
-    may go: a minimum further out means there is no steady state in these data.
+    K. P. White, "An effective truncation heuristic for bias reduction in simulation output", 1997. At most half of the
+    values are dropped: a later minimum means that these data have no steady state.
     """
     n = len(values)
     if n < 4:
@@ -103,7 +104,7 @@ def count_warm_up(values: Floats) -> int:
 
 
 def mean_interval(values: Floats) -> Uncertain:
-    """Mean and 90% half-width; batches that resemble their neighbours count for less (lag-1 correlation)."""
+    """Return mean and 90% half-width; batches that resemble their neighbours count less (lag-1 correlation)."""
     n = len(values)
     mean = float(np.mean(values))
     if n < 2:
@@ -116,7 +117,7 @@ def mean_interval(values: Floats) -> Uncertain:
 
 
 def find_drift(values: Floats) -> float | None:
-    """Relative change over the run if there is a significant trend, else None."""
+    """Return the relative change over the run if there is a significant trend, else None."""
     n = len(values)
     if n < 6 or not np.mean(values):
         return None
@@ -129,7 +130,7 @@ def find_drift(values: Floats) -> float | None:
 
 
 def find_steady_state(batches: Sequence[MeasuredBatch], *, warm: bool = False) -> SteadyState:
-    """Find the steady state: time and energy must both have settled. `warm`: all batches count."""
+    """Find the steady state, in which both time and energy have settled. `warm`: all batches count."""
     time_s = np.array([b.time_s / b.calls for b in batches])
     energy_j = np.array([b.energy_j / b.calls for b in batches])
     skip = 0 if warm else max(count_warm_up(time_s), count_warm_up(energy_j))
