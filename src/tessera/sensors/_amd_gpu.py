@@ -1,7 +1,7 @@
-"""One AMD GPU as AMD SMI shows it: its identity, its readings in our units, its telemetry.
+"""Reads one AMD GPU through AMD SMI: its identity, its power or energy, its telemetry, in our units.
 
 Written against amdsmi 7.0; tested against a fake at the ABI, untested on hardware. AMD SMI has four ways to say that a
-value is unknown (an error, "N/A", 0, or the largest number of the field's width); all of them become None here.
+value is unknown (an error, "N/A", 0, or the largest number of the field's width); this module turns all into None.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .base import telemetry_capabilities
 
 T = TypeVar("T")
 
-# amdsmi_status_t of amdsmi.h: TIMEOUT, RETRY, INTERRUPT, BUSY. The GPU is there, it only has no time.
+# amdsmi_status_t of amdsmi.h: TIMEOUT, RETRY, INTERRUPT, BUSY. The GPU is there, but it is busy.
 TRANSIENT = frozenset({8, 9, 11, 30})
 NO_PERMISSION = 10
-# What fields of 16, 32 and 64 bits hold when the firmware does not fill them (MaxUIntegerTypes of the binding).
+# What fields of 16, 32 and 64 bits hold if the firmware does not fill them (MaxUIntegerTypes of the binding).
 _UNFILLED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
-# Caps are in microwatts on bare metal, in watts on a hypervisor (amdsmi.h, amdsmi_power_cap_info_t). No board's cap is
-# above 100 kW or below 0.1 W, so the size tells which.
+# Power caps are in microwatts on bare metal and in watts on a hypervisor (amdsmi.h, amdsmi_power_cap_info_t). No
+# board's cap is above 100 kW or below 0.1 W, so a larger number is in microwatts.
 _MICROWATTS_ABOVE = 100_000
-# The call for violations may sleep inside the library to see counters twice; it gets at most 2% of the time.
+# The call for violations may sleep inside the library to read counters twice; it may take at most 2% of the time.
 _VIOLATION_REST = 50
 _VIOLATION_SLOW_NS = 20_000_000
 
@@ -39,30 +39,30 @@ _VIOLATIONS = {
 
 
 def as_nonzero(value: Any) -> float | None:
-    """Return a reading that is never 0 while the GPU runs, or None where AMD SMI marks it as missing."""
+    """Return a reading that is never 0 while the GPU runs, or None if AMD SMI marks it as missing."""
     return as_number(value) or None
 
 
 def as_number(value: Any) -> float | None:
-    """Return a reading that may be 0 (a utilisation, memory used), or None where it is missing."""
+    """Return a reading that may be 0 (a utilisation, memory used), or None if it is missing."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value in _UNFILLED:
         return None
     return float(value)
 
 
 def as_watts(cap: Any) -> float | None:
-    """A power cap in watts, or None where it is missing."""
+    """Return a power cap in watts, or None if it is missing."""
     value = as_nonzero(cap)
     return value / 1e6 if value is not None and value > _MICROWATTS_ABOVE else value
 
 
 def error_text(err: Exception) -> str:
-    """The binding's description of an error, on one line."""
+    """Return the binding's description of an error, on one line."""
     return " ".join(str(getattr(err, "err_info", None) or err).split())
 
 
 def select_visible(uuids: Sequence[Collection[str]], setting: str | None) -> list[int]:
-    """Return the indices a `*_VISIBLE_DEVICES` setting leaves: up to the first entry that fits no GPU."""
+    """Return the indices that a `*_VISIBLE_DEVICES` setting allows: up to the first entry that matches no GPU."""
     if setting is None:
         return list(range(len(uuids)))
     chosen: list[int] = []
@@ -78,21 +78,21 @@ def select_visible(uuids: Sequence[Collection[str]], setting: str | None) -> lis
 
 
 class Smi:
-    """The binding, with calls by name: what an older release lacks fails like what the GPU lacks."""
+    """Calls the binding's functions by name. A function that an older release lacks fails like one the GPU lacks."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self.error: type[Exception] = module.AmdSmiException
 
     def call(self, function: str, *args: Any) -> Any:
-        """Call a function of the binding; raises the binding's own exception (`error`)."""
+        """Call a function of the binding. Raises the binding's own exception (`error`)."""
         if not hasattr(self.module, function):
             raise self.error(f"this amdsmi has no {function}")
         return getattr(self.module, function)(*args)
 
 
 class AmdGpu:
-    """One GPU and what is known of it. `meter` is chosen by the sensor; without one it has no domain."""
+    """One GPU and what is known about it. The sensor chooses its `meter`; a GPU without one has no domain."""
 
     def __init__(self, smi: Smi, handle: Any) -> None:
         self._smi = smi
@@ -112,7 +112,7 @@ class AmdGpu:
         self.bdf: str = self._ask("bdf", "amdsmi_get_gpu_device_bdf") or "?"
         self.hip_id: int | None = place.get("hip_id") if isinstance(place.get("hip_id"), int) else None
         uuid = self._ask("uuid", "amdsmi_get_gpu_device_uuid") or ""
-        # ROCr calls a GPU "GPU-" and its serial number in hexadecimal (rocminfo); AMD SMI has an RFC 4122 UUID too.
+        # ROCr names a GPU "GPU-" and its serial number in hexadecimal (rocminfo); AMD SMI also has an RFC 4122 UUID.
         serial = str(asic.get("asic_serial", "")).lower().removeprefix("0x")
         self.uuids = {n for n in (uuid, place.get("hip_uuid"), f"GPU-{serial}" if serial else None) if n}
         self.is_dual_die = "MI250" in self.label
@@ -121,7 +121,7 @@ class AmdGpu:
             self.note += "; an MI250X reading covers both dies of the package"
 
     def read_energy(self) -> tuple[float, int] | None:
-        """Joules of the counter and its stamp in nanoseconds; None for N/A. Raises the binding's error."""
+        """Return the counter's joules and its time stamp in nanoseconds; None for N/A. Raises the binding's error."""
         count = self._smi.call("amdsmi_get_energy_count", self._handle)
         ticks = as_nonzero(count.get("energy_accumulator"))
         resolution_uj = as_nonzero(count.get("counter_resolution"))
@@ -130,7 +130,7 @@ class AmdGpu:
         return ticks * resolution_uj * 1e-6, int(as_nonzero(count.get("timestamp")) or 0)
 
     def read_power_w(self) -> float | None:
-        """Socket power, the present one where there is one, else the average; None for N/A. Raises."""
+        """Return the present socket power, or the average if there is no present one; None for N/A. Raises."""
         info = self._smi.call("amdsmi_get_power_info", self._handle)
         for field in ("current_socket_power", "average_socket_power"):
             power_w = as_nonzero(info.get(field))
@@ -140,7 +140,7 @@ class AmdGpu:
         return None
 
     def probe(self, read: Callable[[], T | None]) -> T | None:
-        """A reading, or None with the reason kept as the `failure`."""
+        """Return a reading, or None, and then keep the reason in `failure`."""
         try:
             value = read()
         except self._smi.error as err:
@@ -152,7 +152,7 @@ class AmdGpu:
         return value
 
     def _ask(self, what: str, function: str, *args: Any) -> Any:
-        """Return the answer, or None with the reason kept under `what`."""
+        """Return the answer, or None, and then keep the reason under `what`."""
         try:
             return self._smi.call(function, self._handle, *args)
         except (self._smi.error, ValueError) as err:  # ValueError: a serial or name the binding cannot decode
@@ -160,7 +160,7 @@ class AmdGpu:
             return None
 
     def probe_telemetry(self) -> list[Capability]:
-        """Read everything once; what this GPU gives."""
+        """Read everything once, and return which telemetry this GPU has."""
         self._missing.clear()
         first = self.telemetry()
         rates = {"utilization": first.utilization_pct}
@@ -173,7 +173,7 @@ class AmdGpu:
         return Telemetry(
             time_ns=now_ns(),
             domain=self.name,
-            # MI300 has no edge sensor, consumer boards have both: the hot spot is what throttles.
+            # MI300 has no edge sensor, consumer boards have both. The hot spot is what makes a GPU throttle.
             temperature_c=self._temperature("temperature", "HOTSPOT") or self._temperature("temperature", "EDGE"),
             memory_temperature_c=self._temperature("memory_temperature", "VRAM"),
             clocks_mhz={k: v for k, t in (("sys", "SYS"), ("mem", "MEM")) if (v := self._clock(t)) is not None},

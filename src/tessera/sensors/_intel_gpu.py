@@ -1,7 +1,7 @@
-"""One Intel GPU as Level Zero Sysman shows it: its power domains and its telemetry, in our units.
+"""Reads one Intel GPU through Level Zero Sysman: its power domains and its telemetry, in our units.
 
-Written against pyzes 0.1; tested against a fake at the ABI, untested on hardware. Sysman gives handles that have to be
-enumerated, with properties that say what each is; `Sysman` turns its C calls into lists and exceptions.
+Written against pyzes 0.1; tested against a fake at the ABI, untested on hardware. Sysman has a handle for each power
+domain or sensor, with properties that say what it is. `Sysman` turns the C calls into lists and exceptions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..schema import Capability, Telemetry
 from ._meters import CounterPower
 from .base import telemetry_capabilities
 
-# ze_result_t (ze_api.h): NOT_READY, DEVICE_IN_LOW_POWER_STATE, HANDLE_OBJECT_IN_USE. The GPU is there, not ready.
+# ze_result_t (ze_api.h): NOT_READY, DEVICE_IN_LOW_POWER_STATE, HANDLE_OBJECT_IN_USE. The GPU is there, but not ready.
 TRANSIENT = frozenset({0x1, 0x70000007, 0x78000006})
 PERMISSION = 0x70010000  # ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS
 
@@ -24,14 +24,14 @@ _THROTTLE = (
     *("power-average", "power-burst", "current", "thermal", "psu-alert"),
     *("software-range", "hardware-range", "voltage", "thermal", "power"),
 )
-# zes_power_domain_t (zes_api.h), with our names, best first: the whole card is what the user pays for.
+# zes_power_domain_t (zes_api.h) with our names, best first: the user pays for the whole card.
 _POWER_DOMAINS = {1: "card", 2: "package", 0: "device", 3: "stack", 5: "gpu", 4: "memory"}
-# A call the loader is too old to have; the number is the specification's UNSUPPORTED_FEATURE.
+# The error code for a call that the loader is too old to have: the specification's UNSUPPORTED_FEATURE.
 UNSUPPORTED = 0x78000003
 
 
 class ZesError(Exception):
-    """A Sysman call that did not succeed, with its ze_result_t."""
+    """A Sysman call failed; `code` is its ze_result_t."""
 
     def __init__(self, function: str, code: int, meaning: str) -> None:
         self.code = code
@@ -39,7 +39,7 @@ class ZesError(Exception):
 
 
 class Sysman:
-    """Calls into the binding that raise instead of returning a code."""
+    """Calls the binding, and raises an exception instead of returning a code."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -50,7 +50,7 @@ class Sysman:
         }
 
     def call(self, function: str, *args: Any) -> None:
-        """Call a function; raises ZesError unless it succeeds."""
+        """Call a function. Raises ZesError if it fails."""
         try:
             code = int(getattr(self.module, function)(*args))
         except AttributeError as err:  # from the binding, or from a loader older than the function
@@ -59,7 +59,7 @@ class Sysman:
             raise ZesError(function, code, self._meanings.get(code, f"error 0x{code:08X}"))
 
     def enumerate(self, function: str, handle_type: Any, *parent: Any) -> list[Any]:
-        """Return all handles of a kind: ask for the count, then for that many."""
+        """Return all handles of a kind. Sysman is asked for their count first, then for the handles."""
         count = ctypes.c_uint32(0)
         self.call(function, *parent, ctypes.byref(count), None)
         if count.value == 0:
@@ -69,24 +69,24 @@ class Sysman:
         return list(handles[: count.value])
 
     def fill(self, function: str, handle: Any, struct: Any) -> Any:
-        """Have a structure filled, and return it."""
+        """Let Sysman fill a structure, and return it."""
         self.call(function, handle, ctypes.byref(struct))
         return struct
 
     def make_struct(self, name: str) -> Any:
-        """Make an empty structure that says what it is, as the specification asks of the caller."""
+        """Make an empty structure with its type set, as the specification asks of the caller."""
         struct = getattr(self.module, f"zes_{name}_t")()
         struct.stype = getattr(self.module, f"ZES_STRUCTURE_TYPE_{name.upper()}")
         return struct
 
     def describe(self, function: str, handle: Any, name: str) -> Any:
-        """Make such a structure and have it filled."""
+        """Make a structure with `make_struct` and let Sysman fill it."""
         return self.fill(function, handle, self.make_struct(name))
 
 
 @dataclass(slots=True)
 class PowerDomain:
-    """One energy counter of a GPU: of the card, the package, a stack (tile), or its memory."""
+    """One energy counter of a GPU: the card's, the package's, a stack's (tile's) or the memory's."""
 
     handle: Any
     kind: str
@@ -96,12 +96,12 @@ class PowerDomain:
 
     @property
     def suffix(self) -> str:
-        """What to add to the GPU's name for this part of it."""
+        """Return what to append to the GPU's name for this part."""
         return self.kind if self.subdevice is None else f"{self.kind}{self.subdevice}"
 
 
 class IntelGpu:
-    """One GPU: identity, power domains, telemetry."""
+    """One GPU: its identity, power domains and telemetry."""
 
     def __init__(self, sysman: Sysman, handle: Any, name: str) -> None:
         self._sysman = sysman
@@ -130,7 +130,7 @@ class IntelGpu:
         return f"{address.domain:04x}:{address.bus:02x}:{address.device:02x}.{address.function:x}"
 
     def power_domains(self) -> list[PowerDomain]:
-        """Return the domains whose counter answers, the one that stands for the whole GPU first."""
+        """Return the domains whose counter answers. The one that stands for the whole GPU comes first."""
         module = self._sysman.module
         domains: list[PowerDomain] = []
         try:
@@ -160,7 +160,7 @@ class IntelGpu:
         return properties, _POWER_DOMAINS.get(int(extended.domain), "device")
 
     def energy(self, handle: Any) -> tuple[float, int]:
-        """Read the joules of a counter and its stamp in nanoseconds. Raises ZesError."""
+        """Read a counter: its joules and its time stamp in nanoseconds. Raises ZesError."""
         counter = self._sysman.module.zes_power_energy_counter_t()
         self._sysman.fill("zesPowerGetEnergyCounter", handle, counter)
         if counter.energy in (0, 0xFFFFFFFFFFFFFFFF):
@@ -172,7 +172,7 @@ class IntelGpu:
         self.failure = str(err)
 
     def probe_telemetry(self, power: Any) -> list[Capability]:
-        """Find the sensors and read everything once (rates start from here); what this GPU gives."""
+        """Find the sensors and read everything once (rates start here). Return which telemetry this GPU has."""
         z = self._sysman.module
         self._missing.clear()
         self._temperatures = self._sensors("temperature", "Temperature", "TemperatureSensors", z.zes_temp_handle_t)
@@ -200,7 +200,7 @@ class IntelGpu:
         return sensors
 
     def _ask(self, what: str, function: str, handle: Any, struct: Any) -> Any:
-        """Return the filled structure, or None with the reason kept under `what`."""
+        """Return the filled structure, or None, and then keep the reason under `what`."""
         try:
             return self._sysman.fill(function, handle, struct)
         except ZesError as err:
@@ -208,13 +208,13 @@ class IntelGpu:
             return None
 
     def telemetry(self, power: Any) -> Telemetry:
-        """Read everything but power; `power` is the handle whose limit counts."""
+        """Read everything but power. `power` is the handle whose limit is reported."""
         used, total = self._memory()
         clocks, throttle, throttled_s = self._frequency()
         return Telemetry(
             time_ns=now_ns(),
             domain=self.name,
-            # zes_temp_sensors_t: 0 is the hottest of all, 1 the hottest of the GPU, 2 of the memory.
+            # zes_temp_sensors_t: 0 is the maximum of all sensors, 1 of the GPU, 2 of the memory.
             temperature_c=self._temperature("temperature", (1, 0)),
             memory_temperature_c=self._temperature("memory_temperature", (2,)),
             clocks_mhz=clocks,
@@ -240,7 +240,7 @@ class IntelGpu:
         return None
 
     def _frequency(self) -> tuple[dict[str, float], tuple[str, ...] | None, dict[str, float] | None]:
-        """Clocks, reasons for throttling now, and seconds throttled, over all tiles (the slowest counts)."""
+        """Return clocks, reasons for throttling now, and seconds throttled, over all tiles (the slowest one counts)."""
         z = self._sysman.module
         clocks: dict[str, float] = {}
         reasons: set[str] = set()
@@ -261,7 +261,7 @@ class IntelGpu:
         return clocks, tuple(sorted(reasons)) if answered else None, throttled_s or None
 
     def _memory(self) -> tuple[int | None, int | None]:
-        """Bytes used and in all, of the memory on the card (zes_mem_loc_t 1), over all tiles."""
+        """Return the used and the total bytes of the memory on the card (zes_mem_loc_t 1), over all tiles."""
         used, total = 0, 0
         for handle, properties in self._memories:
             state = self._sysman.make_struct("mem_state")
@@ -271,7 +271,7 @@ class IntelGpu:
         return (used, total) if total else (None, None)
 
     def _traffic(self) -> float | None:
-        """Bandwidth used since the last call, in percent of what the modules can do together."""
+        """Return the bandwidth used since the last call, in percent of the modules' maximum together."""
         moved = possible = 0.0
         for i, (handle, _) in enumerate(self._memories):
             traffic = self._sysman.module.zes_mem_bandwidth_t()
@@ -286,7 +286,7 @@ class IntelGpu:
         return min(100.0 * moved / possible, 100.0) if possible else None
 
     def _utilization(self) -> float | None:
-        """Share of time any engine was busy since the last call (zes_engine_group_t 0), mean of the tiles."""
+        """Return the share of time since the last call that any engine was busy, as the mean of the tiles."""
         shares: list[float] = []
         for i, (handle, properties) in enumerate(self._engines):
             struct = self._sysman.module.zes_engine_stats_t()

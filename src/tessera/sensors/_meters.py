@@ -1,24 +1,24 @@
-"""Turns what a source answers into power samples and gaps: polled watts, or an energy counter with time stamps.
+"""Turns the answers of a source into power samples and gaps: polled watts, or an energy counter with time stamps.
 
 `PolledPower` follows watts that are polled more often than they are refreshed (NVML's fields, AMD SMI, Redfish, IPMI).
-A repeat is not data. Without a time stamp of the source's own, a value that stays is taken once per refresh
-period, for there it was measured anew:
+A repeated value is not a new measurement, and is dropped. If the source gives no time stamps, a value that stays the
+same is kept once per refresh period, because it was measured anew by then:
 
     source      ──210──────┬──230──────┬──230──────
     polls         ●    ●    ●    ●    ●    ●    ●
     kept          ●         ●         ●         ●       new value, new time stamp, or a refresh period later
 
-The refresh period is known (given), or learnt from the times at which the value changes, or assumed until then.
+The refresh period is given, or learnt from the times at which the value changes, or assumed before enough changes.
 
-`CounterPower` computes mean power from the energy counters of AMD and Intel GPUs. A counter's stamp says when the
-firmware took the reading, by a clock whose origin we do not know. Reading it takes a while, and a slow counter answers
-with a reading that is already old:
+`CounterPower` computes mean power from the energy counters of AMD and Intel GPUs. A counter's time stamp says when the
+firmware took the reading, by a clock whose origin we do not know. A read takes a while, and a slow counter returns a
+reading that is already old:
 
     firmware    ──E0──────────────E1──────────────E2──────►   stamps
     our reads   ────r───────r───────r───────r───────r──►      before/after of each call
     samples       |<-- mean of E1-E0 -->|                      placed at the stamps, moved to our clock
 
-It drops repeats, and starts again with a NaN sample after anything it cannot bridge.
+A repeated reading is dropped. After anything that makes an interval's energy unknown, a NaN sample starts anew.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from ..clock import NS_PER_S
 from ..schema import MAX_BOARD_W, Gap
 from .base import Batch
 
-# Assumed until changes are seen: common BMCs refresh about once a second, and so does the slowest GPU reading
-# known (NVML's 1 s average, docs/measuring.md).
+# Assumed before changes are seen: common BMCs refresh about once a second, and so does the slowest known GPU reading
+# (NVML's 1 s average, docs/measuring.md).
 ASSUMED_REFRESH_S = 1.0
-# Fewer intervals between changes than this say nothing about the refresh period.
+# This many intervals between changes are needed before a refresh period is derived from them.
 CHANGES_TO_BELIEVE = 4
-# Changes further apart are a steady load, not a slow sensor.
+# Changes that are further apart come from a steady load, not from a slow sensor.
 LONGEST_REFRESH_S = 60.0
-# A time stamp that stands this long means that the source stopped measuring, not that it is slow.
+# If the source's time stamp stays the same for this long, the source has stopped measuring.
 STALE_S = 30.0
-# A poll this much early, in refresh periods, is still the next refresh: one a second never comes to the nanosecond.
+# A poll that comes early by this share of a refresh period still counts as the next refresh: polling is not exact.
 EARLY = 0.1
-# The slowest counter seen refreshes each second (docs/measuring.md); one that stands still five times as long is stuck.
+# The slowest counter seen refreshes each second (docs/measuring.md). One that stays the same for five seconds is stuck.
 COUNTER_STALE_NS = 5 * NS_PER_S
-# Crystal oscillators are within 100 ppm; the offset of a device's clock may creep that fast.
+# The drift of a device's clock against ours: crystal oscillators are within 100 ppm.
 STAMP_DRIFT = 100e-6
-# A stamp that runs this much faster or slower than our clock is in another unit than documented: it is not used.
+# A stamp that runs this much slower or faster than our clock has another unit than documented, and is not used.
 STAMP_RATIO = (0.2, 5.0)
 
 
 class PolledPower:
-    """Follows one power reading: keeps what is new, reports each gap once, learns the refresh period.
+    """Follows one power reading: keeps new values, reports each gap once, learns the refresh period.
 
-    `started_ns` is when its source was seen to work: what fails before the first sample has failed since then.
-    Where it is not given, the first sample comes after a NaN, as one after a gap does. `refresh_s` is a refresh
-    period known from elsewhere: nothing is learnt then. Samples further apart than `hole_s` have a gap between.
+    `started_ns` is when its source was first seen to work: a failure before the first sample counts from then. Without
+    it, a NaN comes before the first sample, as after a gap. If `refresh_s` (the refresh period) is given, nothing is
+    learnt. Two samples further apart than `hole_s` have a gap between them.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class PolledPower:
 
     @property
     def refresh_seen(self) -> bool:
-        """Whether `resolution_s` is known or was seen in the readings, rather than assumed."""
+        """Return whether `resolution_s` is known or was seen in the readings, rather than assumed."""
         return self._known_s is not None or len(self._intervals_s) >= CHANGES_TO_BELIEVE
 
     @property
     def resolution_s(self) -> float:
-        """The period at which the reading is refreshed."""
+        """Return the period at which the reading is refreshed."""
         if self._known_s is not None:
             return self._known_s
         if not self.refresh_seen:
             return ASSUMED_REFRESH_S
-        # The quick quarter: a constant load skips changes, so long intervals span several refreshes.
+        # The lower quartile: a constant load hides changes, so long intervals span several refreshes.
         return statistics.quantiles(self._intervals_s, n=4)[0]
 
     def observe(self, batch: Batch, *, power_w: float, time_ns: int, stamp: str | None = None) -> None:
-        """Add a reading unless it repeats the one before; `stamp` is the source's own time of it."""
+        """Add a reading unless it repeats the one before; `stamp` is the source's own time stamp of it."""
         repeats = self._repeats(power_w, time_ns, stamp)
         self._asked_ns = time_ns
         if repeats:
@@ -107,7 +107,7 @@ class PolledPower:
         self._reason, self._unknown = None, False
 
     def fail(self, batch: Batch, time_ns: int, reason: str) -> None:
-        """Open a gap at the last sample, once for each reason in a row; the next sample ends it."""
+        """Open a gap at the last sample, once for the same reason; the next sample ends it."""
         if self._reason != reason:
             start_ns = self._kept_ns if self._kept_ns is not None else time_ns
             batch.gaps.append(Gap(domain=self.domain, start_ns=start_ns, end_ns=None, reason=reason))
@@ -123,14 +123,14 @@ class PolledPower:
             return stamp == self._stamp
         if self._reason is not None:
             return False
-        # What was learnt under a steady load is too long; a constant value is confirmed as often as assumed.
+        # A period learnt under a steady load is too long, so a constant value is kept at least as often as assumed.
         hold_s = self._known_s if self._known_s is not None else min(self.resolution_s, ASSUMED_REFRESH_S)
-        # Early only if this poll is nearer to the refresh than the next one will be.
+        # A poll may count as early only if it is nearer to the refresh than the next poll will be.
         early_s = min(EARLY * hold_s, (time_ns - self._asked_ns) / NS_PER_S / 2)
         return self._since_kept_s(time_ns) < hold_s - early_s
 
     def _note_hole(self, batch: Batch, time_ns: int) -> None:
-        """Add a gap for the time without reads, unless a gap is open already."""
+        """Add a gap for the time without reads, unless a gap is already open."""
         if self._power_w is None or self._kept_ns is None or self._reason is not None:
             return
         hole_s = self._since_kept_s(time_ns)
@@ -140,7 +140,7 @@ class PolledPower:
             self._unknown, self._changed_ns = True, None
 
     def _note_change(self, time_ns: int) -> None:
-        """Learn from a change that was seen happening: not from the first reading, nor the first after a gap."""
+        """Learn from a change between two polls, but not from the first reading or the first after a gap."""
         if self._power_w is None or self._unknown:
             return
         if self._changed_ns is not None and time_ns - self._changed_ns <= LONGEST_REFRESH_S * NS_PER_S:
@@ -149,7 +149,7 @@ class PolledPower:
 
 
 class StampMap:
-    """Places stamps of a device's clock, whose origin is unknown, on the monotonic clock.
+    """Places time stamps of a device's clock, whose origin is unknown, on the monotonic clock.
 
     A stamp is never later than the reply that carried it, so the smallest (reply - stamp) seen is the best offset.
     """
@@ -159,7 +159,7 @@ class StampMap:
         self._observed_ns = 0
 
     def place(self, stamp_ns: int, after_ns: int) -> int:
-        """Monotonic time of a stamp that came with a reply received at `after_ns`."""
+        """Return the monotonic time of a stamp that came with a reply received at `after_ns`."""
         bound = float(after_ns - stamp_ns)
         if self._offset_ns is not None:
             bound = min(bound, self._offset_ns + STAMP_DRIFT * (after_ns - self._observed_ns))
@@ -176,7 +176,7 @@ class _CounterReading:
 
 
 class CounterPower:
-    """Mean power between the readings of one energy counter."""
+    """Computes the mean power between the readings of one energy counter."""
 
     def __init__(self, domain: str) -> None:
         self.domain = domain
@@ -188,18 +188,18 @@ class CounterPower:
 
     @property
     def resolution_s(self) -> float | None:
-        """The period at which there really is something new; None until three intervals were seen."""
+        """Return the period at which the counter really changes; None before three intervals were seen."""
         return statistics.median(self._intervals_s) if len(self._intervals_s) >= 3 else None
 
     def observe(self, batch: Batch, *, energy_j: float, stamp_ns: int, before_ns: int, after_ns: int) -> None:
-        """Add the sample of a reading; the call to the driver ran from `before_ns` to `after_ns`."""
+        """Add the sample of a reading. The driver's call ran from `before_ns` to `after_ns`."""
         last = self._last
         middle_ns = (before_ns + after_ns) // 2
         if last is None:
             self._begin(batch, energy_j, stamp_ns, middle_ns, after_ns)
             return
         if energy_j == last.energy_j and stamp_ns >= last.stamp_ns:
-            # No chip draws nothing: an unchanged counter has not ticked, the next tick covers this time too.
+            # Every chip draws power, so an unchanged counter was not updated yet; the next update covers this time too.
             if middle_ns - last.read_ns > COUNTER_STALE_NS:
                 self.fail(batch, middle_ns, "the energy counter does not change")
             return
@@ -217,12 +217,12 @@ class CounterPower:
         self._last, self._last_ns = _CounterReading(energy_j, stamp_ns, middle_ns, placed_ns), placed_ns
 
     def fail(self, batch: Batch, time_ns: int, reason: str) -> None:
-        """Note that nothing is known from the last sample on, once, until `observe` gives data again."""
+        """Open a gap at the last sample, once; the next `observe` ends it."""
         if not self._gap_open:
             start_ns = self._last_ns if self._last_ns is not None else time_ns
             batch.gaps.append(Gap(domain=self.domain, start_ns=start_ns, end_ns=None, reason=reason))
         self._gap_open = True
-        # What a counter did while it did not answer is not known: it may have been reset and overtaken itself.
+        # The counter may have been reset while it did not answer, and may since have passed its old value.
         self._last = None
 
     def _begin(self, batch: Batch, energy_j: float, stamp_ns: int, middle_ns: int, after_ns: int) -> None:
@@ -236,11 +236,11 @@ class CounterPower:
 
     @staticmethod
     def _span(last: _CounterReading, stamp_ns: int, middle_ns: int) -> tuple[int, bool]:
-        """Nanoseconds between two readings, and whether they come from the stamps."""
+        """Return the nanoseconds between two readings, and whether they come from the time stamps."""
         by_host = max(middle_ns - last.read_ns, 1)
         by_stamp = stamp_ns - last.stamp_ns
         low, high = STAMP_RATIO
-        # A counter that ticks each second may tick between two reads close together: that much slack, upwards only.
+        # A counter updated each second may be updated between two reads that are close together: allow one second more.
         if low * by_host <= by_stamp <= high * by_host + NS_PER_S:
             return by_stamp, True
         return by_host, False

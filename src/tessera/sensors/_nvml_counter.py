@@ -1,12 +1,12 @@
-"""The total-energy counter of one NVIDIA GPU, read in the background at its ticks, as the anchor.
+"""Reads the total-energy counter of one NVIDIA GPU in the background, at its ticks, as an anchor for the samples.
 
 One read takes 2.5 ms of CPU time (4 ms under load, H200), so it is read every five seconds (`CounterPace`), half-way
-between two ticks, where its value is unambiguous. Its ticks are found first by reading densely for half a second, and
-watched afterwards by two reads around a tick now and then.
+between two ticks, when its value is unambiguous. To find its ticks it is first read densely for half a second. From
+time to time two reads around a tick check that the ticks are still there.
 
-The counter is updated every 100 ms. Read at some moment, it holds the energy of its last tick, not of now: taken at
-face value it is up to 100 ms (70 J at 700 W) out of date. Two reads between which the value changed enclose a tick.
-Ticks are evenly spaced, so the enclosures of many ticks, folded onto one period, intersect to a millisecond or two.
+The counter is updated every 100 ms (a tick). A read returns the energy at the last tick, so without a correction it is
+up to 100 ms (70 J at 700 W) out of date. Two reads between which the value changed enclose a tick. Ticks are evenly
+spaced, so the enclosures of many ticks, folded onto one period, intersect to a millisecond or two.
 
     reads        r   r   r   r   r   r   r   r
     value        a   a   b   b   b   b   c   c
@@ -22,47 +22,47 @@ from typing import Any
 
 from ..clock import REAL, Clock
 
-# On the H200 the counter leads the ring by 7 ms: at tick T it holds the energy up to T - 9 ms where the ring's lag is
-# 16 ms (benchmarks/fit/fit_response.py).
+# How much earlier the counter shows energy than the ring, on the H200: at tick T it holds the energy up to T - 9 ms, if
+# the ring's lag is 16 ms (benchmarks/fit/fit_response.py).
 COUNTER_LEAD_NS = 7_000_000
-# Not the same pause again and again: what repeats every 0.1, 0.2 or 0.5 s would be met at one phase only, and the
-# counter could not show how late the samples are (tessera.anchors).
+# The pauses differ: a load that repeats every 0.1, 0.2 or 0.5 s would otherwise always be read at the same phase, and
+# the counter could not show how late the samples are (tessera.anchors).
 READ_EVERY_NS = (1_000_000_000, 1_100_000_000, 800_000_000, 1_200_000_000, 900_000_000)
-# A read is most of what sampling costs. After so many of them, and as long as the samples agree with it to this share,
-# it is read a fifth as often: a window between two reads has the joules of its samples anyway. Samples that do not
-# agree are those of a load in step with them (tessera.anchors), and every read then says more of them.
+# Reading the counter is most of the cost of sampling. After EAGER_READS reads that agree with the samples within this
+# share, it is read a fifth as often: a window between two reads gets its joules from the samples anyway. If samples and
+# counter do not agree, the load is in step with the samples (tessera.anchors), and every read tells more about it.
 EAGER_READS, SELDOM, AGREE = 10, 5, 0.01
 WATCH_EVERY_NS = 30_000_000_000
 LEARN_NS = 3_000_000
-# Give up looking for ticks after so many reads, seconds of them: an idle or odd counter may not tick at all. Tried
-# again later. Reads, not time: while torch is imported this thread may not run for seconds.
+# Stop looking for ticks after this many reads (seconds of them): an idle or odd counter may not tick at all. The search
+# is repeated later. Reads are counted instead of time, because this thread may not run for seconds while torch loads.
 LEARN_READS = 400
 RETRY_NS = 60_000_000_000
 
-# The H200's counter was found to tick every 100.000 ms over 80 s (benchmarks/device/record_sensor.py); vendors
-# use round figures, so the period is the one multiple of 5 ms that the enclosures allow. Where they allow none, we
-# do not guess: a period known to 1% is worth nothing a second later.
+# The H200's counter was found to tick every 100.000 ms over 80 s (benchmarks/device/record_sensor.py). Vendors use
+# round figures, so the period is the only multiple of 5 ms that fits the enclosures. If none fits, no period is
+# assumed: a period known to 1% predicts no tick a second later.
 SNAP_NS = 5_000_000
-# It must be known at least this well by itself: a multiple of 5 ms is near everything.
+# The measured period must be known at least this well (relative): some multiple of 5 ms is always near.
 SNAP_WITHIN = 0.03
-# How much a tick may wander from the host's clock per second elapsed: the device's clock was under 10 ppm off
+# How much a tick may drift against the host's clock, per second elapsed: the device's clock was under 10 ppm off
 # (benchmarks/fit/fit_response.py).
 DRIFT = 20e-6
-# An enclosure wider than this share of the period teaches nothing new of a known phase; to count ticks it must be
-# narrower still, or reads that are far apart see a change each and pass for ticks.
+# An enclosure wider than this share of the period adds nothing to a known phase. To count ticks it must be narrower
+# still: two reads that are far apart would otherwise see a change each time and be taken for ticks.
 MAX_ENCLOSURE = 0.6
 MAX_LEARNING = 0.4
 LEARN_TICKS = 4
-# Two reads around a tick are placed outside of what is known of it: they show that it is still there, but never
-# narrow the phase, which drifts apart (15 ms in 12 minutes). From here on it is learnt anew, by dense reads.
+# The two reads around a tick are placed outside its possible range. They show that the tick is still there, but never
+# narrow the phase, which drifts (15 ms in 12 minutes). Above this share of the period the phase is learnt anew.
 MAX_UNCERTAINTY = 0.15
-# Across a longer pause in the learning, the ticks in between cannot be counted.
+# If the dense reads pause longer than this, the ticks in between cannot be counted.
 PAUSE_NS = 5_000_000_000
 _KEPT = 64
 
 
 class EnergyCounter:
-    """Gives (time_ns, joules) anchors; `due_ns` says when it wants to be read next."""
+    """Gives (time_ns, joules) anchors. `due_ns` says when it should be read next."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class EnergyCounter:
         ring_lag_s: float = 0.0,
         sampled_j: Callable[[int], float | None] = lambda _time_ns: None,
     ) -> None:
-        """`sampled_j` gives the joules of the ring's samples up to a time, since any moment; None where unknown."""
+        """`sampled_j` returns the joules of the ring's samples up to a time, from any fixed moment; None if unknown."""
         self._clock = clock
         self._nvml = nvml
         self._handle = handle
@@ -91,11 +91,11 @@ class EnergyCounter:
 
     @property
     def learning(self) -> bool:
-        """Whether its ticks are not known and it is about to look for them (and not resting from having failed)."""
+        """Return whether the ticks are unknown and are about to be looked for (not while resting after a failure)."""
         return not self.ticks.is_known and self.due_ns - self._clock.monotonic_ns() < READ_EVERY_NS[0]
 
     def read(self) -> list[tuple[int, float]]:
-        """One read of the counter, if it is due; the anchors it gives."""
+        """Read the counter once if it is due, and return the anchors from it."""
         begin = self._clock.monotonic_ns()
         if begin < self.due_ns:
             return []
@@ -135,7 +135,7 @@ class EnergyCounter:
 
 
 class CounterPace:
-    """How long to wait for the next read: a second at first and while samples and counter disagree, else five."""
+    """Chooses the pause before the next read: a second at first and while samples and counter disagree, else five."""
 
     def __init__(self) -> None:
         self._pauses_ns = itertools.cycle(READ_EVERY_NS)
@@ -147,7 +147,7 @@ class CounterPace:
         return next(self._pauses_ns) * (1 if self._eager else SELDOM)
 
     def compare(self, counted_j: float, sampled_j: float | None) -> None:
-        """Compare both since the last read, or since the eager ones began; both count from any moment on."""
+        """Compare counter and samples since the last read, or since the eager reads began; any origin will do."""
         if sampled_j is None:
             self._base = None
             return
@@ -161,7 +161,7 @@ class CounterPace:
 
 
 class TickFinder:
-    """Learns period and phase of a counter's ticks from enclosures (`add_tick`), then dates its values."""
+    """Learns the period and phase of a counter's ticks from enclosures (`add_tick`), then dates its values."""
 
     def __init__(self) -> None:
         self.period_ns: float | None = None
@@ -172,16 +172,16 @@ class TickFinder:
 
     @property
     def is_known(self) -> bool:
-        """Whether period and phase are known."""
+        """Return whether period and phase are known."""
         return self.period_ns is not None
 
     @property
     def uncertainty_ns(self) -> float:
-        """Half-width of what is left of the phase."""
+        """Return the half-width of the interval in which the reference tick must lie."""
         return (self._high - self._low) / 2
 
     def add_tick(self, before_ns: int, after_ns: int) -> None:
-        """A tick happened after `before_ns` (start of the last read of the old value) and up to `after_ns`."""
+        """Note a tick after `before_ns` (start of the last read of the old value) and up to `after_ns`."""
         if self.period_ns is None:
             self._learn(before_ns, after_ns)
             return
@@ -190,7 +190,7 @@ class TickFinder:
             self._restart()
 
     def add_quiet(self, from_ns: int, to_ns: int) -> None:
-        """No tick happened between two times. If one should have, what was learnt is wrong."""
+        """Note that no tick happened between two times. If one was expected there, forget what was learnt."""
         if self.period_ns is None:
             return
         margin = self._margin_ns(to_ns)
@@ -198,7 +198,7 @@ class TickFinder:
             self._restart()
 
     def _margin_ns(self, at_ns: int) -> float:
-        """How far a tick near a time may lie from where it is expected."""
+        """Return how far from its expected time a tick near `at_ns` may lie."""
         return self.uncertainty_ns + DRIFT * max(at_ns - self._at, 0.0)
 
     def _learn(self, before_ns: int, after_ns: int) -> None:
@@ -208,8 +208,8 @@ class TickFinder:
         pairs = list(itertools.pairwise(self._enclosures))
         typical = sorted(_middle(b) - _middle(a) for a, b in pairs)[len(pairs) // 2] if pairs else 0.0
         narrow = [e for e in self._enclosures if e[1] - e[0] <= MAX_LEARNING * typical]
-        # From tick to tick, where none went unseen in a long pause between two reads. To choose these as strictly
-        # as `narrow` would prefer the ticks that happened to be seen soon, and be short in the mean.
+        # Differences between neighbouring ticks, with none missed in a long pause between two reads. Choosing them as
+        # strictly as `narrow` would prefer ticks that were seen early, and make the mean too short.
         single = [_middle(b) - _middle(a) for a, b in pairs if max(a[1] - a[0], b[1] - b[0]) < typical]
         if len(narrow) < LEARN_TICKS or not single:
             return
@@ -247,7 +247,7 @@ class TickFinder:
         self._enclosures.clear()
 
     def last_tick_ns(self, begin_ns: int, end_ns: int) -> int | None:
-        """The tick whose value a read between two times returned; None when a tick may fall inside the read."""
+        """Return the tick whose value a read between two times returned; None if a tick may fall inside the read."""
         if self.period_ns is None:
             return None
         reference = (self._low + self._high) / 2
@@ -258,14 +258,14 @@ class TickFinder:
         return round(reference + turn * self.period_ns)
 
     def next_quiet_ns(self, after_ns: int) -> int:
-        """A time in the middle between two ticks, at or after a time: where a read is unambiguous."""
+        """Return the first time at or after `after_ns` in the middle between two ticks, when a read is unambiguous."""
         if self.period_ns is None:
             return after_ns
         reference = (self._low + self._high) / 2 + self.period_ns / 2
         return round(reference - (reference - after_ns) // self.period_ns * self.period_ns)
 
     def next_tick_ns(self, after_ns: int) -> int:
-        """The first tick after a time."""
+        """Return the first tick after a time."""
         assert self.period_ns is not None
         reference = (self._low + self._high) / 2
         return round(reference - (reference - after_ns) // self.period_ns * self.period_ns)

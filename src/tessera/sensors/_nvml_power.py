@@ -1,8 +1,8 @@
-"""Board power of one NVIDIA GPU: the driver's sample ring, or the polled fields where there is no ring.
+"""Reads the board power of one NVIDIA GPU: the driver's sample ring, or the polled fields if there is no ring.
 
 Measured on an H200 (benchmarks/device/record_sensor.py, benchmarks/results/): the ring has a sample every 20 ms
-(8-46 ms), `nvmlDeviceGetPowerUsage` and field 185 are ~1 s averages refreshed at 10 Hz, field 186 an
-instantaneous value refreshed at 10 Hz. A poll faster than the refresh repeats values; repeats are dropped.
+(8-46 ms). `nvmlDeviceGetPowerUsage` and field 185 are ~1 s averages refreshed at 10 Hz, field 186 is an
+instantaneous value refreshed at 10 Hz. Polls faster than the refresh return repeats, which are dropped.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..schema import Domain, Gap
 from ._meters import PolledPower
 from .base import Batch
 
-# Response of the ring where nothing has been learnt on the board itself (response_store.py): that of an H200, from
-# recorded mixtures of kernels (benchmarks/measure/learn_sensor.py: lags of 16 to 18 ms; benchmarks/fit/fit_response.py:
-# 15 to 16). What it is on another board is not known: lags of 5 to 25 ms are allowed for. The noise of a sample is such
-# that the 90% intervals held on those recordings; benchmarks/device/accuracy.py checks them on other runs.
+# The ring's response if none was learnt on the board itself (response_store.py): that of an H200, from recorded
+# mixtures of kernels (benchmarks/measure/learn_sensor.py: lags of 16 to 18 ms; benchmarks/fit/fit_response.py: 15 to
+# 16). Another board's response is unknown: lags of 5 to 25 ms are allowed for. The noise of a sample is chosen so that
+# the 90% intervals held on those recordings; benchmarks/device/accuracy.py checks them on other runs.
 RING_LAG_S, RING_LAG_ERROR_S = 0.016, 0.0025
 RING_BLUR_S = 0.0114
 LEARNT_ON = "H200"
@@ -33,7 +33,7 @@ RING_NOISE = 0.012
 RING_RESOLUTION_S = 0.020
 # Ring against counter on the H200 over >= 5 s: under 0.3% on ten loads, more on square waves (benchmarks/README.md).
 RING_GAIN_ERROR = 0.005
-# Fields: NVML documents ±5% for older boards; their lag is half the averaging plus half the refresh.
+# Fields: NVML documents ±5% for older boards. Their lag is half the averaging time plus half the refresh period.
 FIELD_GAIN_ERROR = 0.05
 POWER_INSTANT = 186  # NVML_FI_DEV_POWER_INSTANT
 POWER_AVERAGE = 185  # NVML_FI_DEV_POWER_AVERAGE
@@ -41,16 +41,16 @@ MEMORY_SCOPE = 2  # NVML_POWER_SCOPE_MEMORY
 REFRESH_S = 0.1
 _PROBE_S = 0.35
 _STALE = 3.0
-# A hole in the ring wider than this is lost samples (the tail of the spacing is 46 ms on the H200).
+# A hole in the ring wider than this means lost samples (the tail of the spacing is 46 ms on the H200).
 HOLE_NS = 250_000_000
-# Sums beside the last samples: the counter is compared with them at its reads, which date from 0.1 s ago at most.
+# How many sums are kept with the last samples. The counter is compared with them; its reads are at most 0.1 s old.
 _KEPT_SUMS = 64
-# A GPU that runs draws power: 0 W is a sensor that failed.
+# A GPU that runs draws power, so 0 W means that the sensor failed.
 ZERO_READ = "the sensor read 0 W"
 
 
 class RingReader:
-    """The driver's ring of power samples (`nvmlDeviceGetSamples`): ~119 of them, so 2.4 s at 20 ms."""
+    """Reads the driver's ring of power samples (`nvmlDeviceGetSamples`): ~119 samples, so 2.4 s at 20 ms."""
 
     period_s = 1.0
 
@@ -92,14 +92,14 @@ class RingReader:
         self._note_silence(batch, fresh)
 
     def _fetch(self) -> list[tuple[int, int]]:
-        """Stamps (µs) and milliwatts newer than the last; the driver says NotFound when there is none."""
+        """Return stamps (µs) and milliwatts newer than the last read. The driver answers NotFound if there is none."""
         nvml = self._nvml
         try:
             kind, raw = nvml.nvmlDeviceGetSamples(self._handle, nvml.NVML_TOTAL_POWER_SAMPLES, self._last_stamp_us)
         except nvml.NVMLError_NotFound:
             return []
         pairs = [(int(s.timeStamp), round(number(s.sampleValue, kind))) for s in raw if s.timeStamp]
-        # Unfilled entries have stamp 0. Sorted, unless the wall clock was stepped: then the ring's own order holds.
+        # Unfilled entries have stamp 0. The rest is sorted, except after a step of the wall clock: then keep the order.
         return pairs if self._epoch.steps else sorted(pairs)
 
     def _place(self, batch: Batch, t: int, power_mw: int) -> None:
@@ -122,7 +122,7 @@ class RingReader:
         batch.add(self._name, t, power_mw * 1e-3 if power_mw else math.nan)
 
     def joules_until(self, time_ns: int) -> float | None:
-        """Joules of the samples up to a time, since the last hole; None where they do not reach it."""
+        """Return the joules of the samples up to a time, since the last hole; None if the samples do not reach it."""
         i = bisect.bisect_left(self._sums, time_ns, key=lambda s: s[0])
         if not 0 < i < len(self._sums):
             return None
@@ -131,7 +131,7 @@ class RingReader:
         return a_j + (a_w + 0.5 * (b_w - a_w) * share) * (time_ns - a_ns) * 1e-9
 
     def _note_silence(self, batch: Batch, fresh: bool) -> None:
-        """Add an open gap, once, when the ring has had nothing new for seconds."""
+        """Open a gap, once, if the ring has had nothing new for seconds."""
         if fresh or self._last_ns is None:
             self._silent = False
             return
@@ -144,7 +144,7 @@ class RingReader:
 
 
 class FieldReader:
-    """A field that is refreshed now and then: polled at twice its refresh rate, repeats dropped."""
+    """Polls a field at twice its refresh rate, and drops repeats."""
 
     def __init__(
         self,
@@ -166,13 +166,13 @@ class FieldReader:
         self._power = PolledPower(
             name,
             started_ns=clock.monotonic_ns(),
-            # Not learnt on the way, even where it is assumed: HBM is asked too seldom to tell.
+            # The period is not learnt while reading, even if it is assumed: HBM is polled too rarely for that.
             refresh_s=self.refresh_s,
             hole_s=HOLE_NS * 1e-9 + 5 * self.refresh_s + 2 * averaged_s,
         )
 
     def _find_refresh(self) -> tuple[float, bool]:
-        """Median time between changes of the value over a third of a second; the usual 0.1 s if none is seen."""
+        """Return the median time between changes of the value over a third of a second; 0.1 s if it never changes."""
         changes: list[int] = []
         value = self._ask_mw()
         end = time.monotonic() + _PROBE_S
@@ -214,17 +214,17 @@ class FieldReader:
             self._power.observe(batch, power_w=power_mw * 1e-3, time_ns=time_ns)
 
 
-# nvmlValueType_t: which member of the union holds the value.
+# The member of the union that holds the value, by nvmlValueType_t.
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 
 
 def number(value: Any, kind: int) -> float:
-    """The number in one of NVML's unions, by the type that came with it."""
+    """Return the number in one of NVML's unions; `kind` is the type that came with it."""
     return float(getattr(value, _MEMBERS[kind] if kind < len(_MEMBERS) else "uiVal"))
 
 
 def read_field(nvml: Any, handle: Any, field: int, scope: int = 0) -> float:
-    """The value of one field; raises the field's own NVML error."""
+    """Return the value of one field. Raises the field's own NVML error."""
     value = nvml.nvmlDeviceGetFieldValues(handle, [(field, scope)])[0]
     if value.nvmlReturn != nvml.NVML_SUCCESS:
         raise nvml.NVMLError(value.nvmlReturn)
@@ -232,16 +232,16 @@ def read_field(nvml: Any, handle: Any, field: int, scope: int = 0) -> float:
 
 
 def field_mw(nvml: Any, handle: Any, field: int, scope: int = 0) -> Callable[[], int]:
-    """A call that returns one field in whole milliwatts."""
+    """Return a function that reads one field in whole milliwatts."""
     return lambda: round(read_field(nvml, handle, field, scope))
 
 
 def choose_reader(
     nvml: Any, handle: Any, name: str, clock: Clock, refuse: Callable[[str, Exception], None]
 ) -> RingReader | FieldReader | None:
-    """The finest source that this GPU and user have; `refuse` gets each one that does not work.
+    """Return the reader with the finest resolution that works here; `refuse` gets each one that does not.
 
-    Only a source that is absent or not permitted is skipped: an error that may pass is raised.
+    Only a source that is absent or not permitted is skipped. An error that may pass is raised.
     """
     never = absent_errors(nvml)
     try:
@@ -263,7 +263,7 @@ def choose_reader(
 
 
 def absent_errors(nvml: Any) -> tuple[type[Exception], ...]:
-    """The errors that mean "not on this GPU" or "not for this user", as against those that may pass."""
+    """Return the errors that mean "not on this GPU" or "not for this user"; other errors may pass."""
     return (
         nvml.NVMLError_NotSupported,
         nvml.NVMLError_NoPermission,

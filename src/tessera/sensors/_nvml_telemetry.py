@@ -1,4 +1,4 @@
-"""Telemetry of an NVIDIA GPU: clocks, temperatures, throttling, utilisation, GPM activity."""
+"""Reads the telemetry of an NVIDIA GPU: clocks, temperatures, throttling, utilisation, GPM activity."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ THROTTLE_TIME_FIELDS = {  # NVML_FI_DEV_CLOCKS_EVENT_REASON_*: nanoseconds since
 }
 CLOCKS = {"graphics": 0, "sm": 1, "memory": 2, "video": 3}  # NVML_CLOCK_*
 MEMORY_TEMP_FIELD = 82
-# GPM_METRIC_* of interest: all percent
+# GPM_METRIC_* that we ask for: all in percent
 GPM_METRICS = {2: "sm", 3: "occupancy", 5: "tensor", 10: "dram", 11: "fp64", 12: "fp32", 13: "fp16"}
 GPM_RATES = {20: "pcie_tx", 21: "pcie_rx", 60: "nvlink_rx", 61: "nvlink_tx"}  # MiB/s
-# A GPM window under ~50 ms answers 0 or NaN on the H200 (from the project's brief; not measured by a script here).
+# A GPM window under ~50 ms gives 0 or NaN on the H200 (from the project's brief; not measured by a script here).
 GPM_MIN_WINDOW_NS = 100_000_000
 RAIL_VOLTAGE = Capability(
     name="rail voltages",
@@ -48,7 +48,7 @@ RAIL_VOLTAGE = Capability(
 
 
 class TelemetryReader:
-    """Asks for each item; one that is not supported or not permitted is noted once and not asked again."""
+    """Asks for each item. An item that is not supported or not permitted is noted once and not asked for again."""
 
     def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
         self._nvml = nvml
@@ -64,7 +64,7 @@ class TelemetryReader:
             self.refused["GPM activity"] = NotImplementedError("needs a Hopper GPU or later")
 
     def read(self, domain: str) -> Telemetry:
-        """One round of questions, each of about 20 µs (H200)."""
+        """Ask for every item once; each takes about 20 µs (H200)."""
         nvml, h = self._nvml, self._handle
         memory = self._ask("memory", lambda: nvml.nvmlDeviceGetMemoryInfo(h))
         rates = self._ask("utilisation", lambda: nvml.nvmlDeviceGetUtilizationRates(h))
@@ -89,7 +89,7 @@ class TelemetryReader:
         )
 
     def capabilities(self, domain: str) -> list[Capability]:
-        """What this GPU does not give, and why."""
+        """Return what this GPU does not give, with the reasons."""
         return [
             Capability(name=f"{domain} {what}", available=False, reason=str(exc))
             for what, exc in {**self.refused, **self.failing}.items()
@@ -132,7 +132,7 @@ class TelemetryReader:
 
 
 class GpmReader:
-    """GPM activity between two samples taken at least `GPM_MIN_WINDOW_NS` apart."""
+    """Reads GPM activity between two samples taken at least `GPM_MIN_WINDOW_NS` apart."""
 
     def __init__(self, nvml: Any, handle: Any, clock: Clock = REAL) -> None:
         self._nvml = nvml
@@ -142,7 +142,7 @@ class GpmReader:
         self._taken_ns: int | None = None
 
     def read(self) -> dict[str, float] | None:
-        """Percent by unit (and MiB/s by link) since the last read; None at the first."""
+        """Return the percent by unit (and MiB/s by link) since the last read; None at the first read."""
         now = self._clock.monotonic_ns()
         if self._taken_ns is not None and now - self._taken_ns < GPM_MIN_WINDOW_NS:
             return None
@@ -172,5 +172,5 @@ class GpmReader:
 
 
 def throttle_names(bits: int) -> tuple[str, ...]:
-    """The reasons in a bit field, without "idle" (an idle GPU is not throttled)."""
+    """Return the reasons in a bit field, without "idle" (an idle GPU is not throttled)."""
     return tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit and name != "idle")

@@ -1,8 +1,8 @@
 """Talks to one Redfish service: HTTPS with the certificate checked, over one kept-alive connection.
 
-A BMC is a small computer behind a slow link, and a compromised one must not harm who asks it: no redirects,
-no proxies, only paths of the configured host, bounds on the size and the time of every answer. The password
-goes into one header and nowhere else: not into errors, representations or logs.
+A BMC is a small computer behind a slow link, and a compromised one must not harm its clients. So there are no
+redirects and no proxies, only paths on the configured host are asked for, and the size and time of every answer are
+bounded. The password goes into one header and nowhere else: not into errors, representations or logs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ..errors import ArgumentError
 
 Json = dict[str, Any]
 
-# The largest resources are log collections, tens of KiB a page; more than this is an error or an attack.
+# The largest resources are log collections of tens of KiB a page; an answer above this is an error or an attack.
 MAX_BODY_BYTES = 4 << 20
-# The socket's timeout bounds one wait; a server that drips its head or its body is cut off after this many of them.
+# The socket's timeout bounds one wait. A whole answer may take this many timeouts: a dripping server is cut off.
 DEADLINE_TIMEOUTS = 2.0
 _CHUNK_BYTES = 1 << 16
 
 
 FailureKind = Literal["unreachable", "tls", "denied", "status", "malformed"]
-"""No connection, no trust, wrong credentials (all three: the whole service), or one resource that is of no use."""
+"""No connection, no trust, wrong credentials (all three concern the whole service), or one resource that is useless."""
 
 
 class RequestFailed(Exception):
-    """A request that gave nothing: `reason` for people, `kind` for the sensor to act on."""
+    """A request failed: `reason` is a text for people, the sensor acts on `kind`."""
 
     def __init__(self, kind: FailureKind, reason: str) -> None:
         self.kind = kind
@@ -47,7 +47,7 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class RedfishConfig:
-    """Where the Redfish service is and who asks. `ca_file`: the CA of its certificate, in PEM form."""
+    """The address and account of a Redfish service. `ca_file` is the CA of its certificate, in PEM form."""
 
     url: str
     username: str
@@ -58,7 +58,7 @@ class RedfishConfig:
     def __post_init__(self) -> None:
         parts = _split_url(self.url)
         if parts is None or parts[2] not in ("", "/", "/redfish/v1", "/redfish/v1/"):
-            # The text is not repeated: people put passwords into URLs.
+            # The URL itself is not repeated: people put passwords into URLs.
             raise ArgumentError(
                 "the Redfish URL is not of the form https://host[:port]",
                 why="only HTTPS is supported, and username and password are separate arguments",
@@ -103,7 +103,7 @@ def _split_url(url: str) -> tuple[str, int, str] | None:
 
 
 def local_path(uri: object, address: tuple[str, int]) -> str:
-    """Return the path of a link on the configured host; a link that leads anywhere else is refused."""
+    """Return the path of a link on the configured host. Raises RequestFailed for a link that leads anywhere else."""
     text = uri if isinstance(uri, str) else ""
     if text.startswith("https://"):
         parts = _split_url(text)
@@ -116,7 +116,7 @@ def local_path(uri: object, address: tuple[str, int]) -> str:
 
 
 def tls_context(config: RedfishConfig) -> ssl.SSLContext:
-    """TLS settings that check certificates against the system's CAs, or `ca_file`."""
+    """Return TLS settings that check certificates against the system's CAs, or against `ca_file`."""
     try:
         return ssl.create_default_context(cafile=config.ca_file)
     except (OSError, ssl.SSLError) as error:
@@ -126,7 +126,7 @@ def tls_context(config: RedfishConfig) -> ssl.SSLContext:
 
 
 class RedfishClient:
-    """Gets resources as JSON objects. Not for several threads at once."""
+    """Gets resources as JSON objects. Must not be used by several threads at once."""
 
     def __init__(self, config: RedfishConfig, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -142,13 +142,13 @@ class RedfishClient:
         return _parse(body, path)
 
     def close(self) -> None:
-        """Hang up. Safe to call twice."""
+        """Close the connection. Safe to call twice."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _request(self, path: str) -> tuple[int, bytes]:
-        """Ask once, and once more if the kept-alive connection was closed in the meantime."""
+        """Send a request, and send it again if the kept-alive connection was closed in the meantime."""
         reused = self._connection is not None
         try:
             return self._exchange(path)
@@ -207,7 +207,7 @@ class RedfishClient:
         return response.status, bytes(content)
 
     def _failure(self, error: OSError | http.client.HTTPException) -> RequestFailed:
-        """A connection's failure in our own words: exception texts may quote headers."""
+        """Describe a connection's failure in our own words, because exception texts may quote headers."""
         self.close()
         if isinstance(error, ssl.SSLCertVerificationError):
             return RequestFailed("tls", f"the certificate was not accepted: {error.verify_message}")
@@ -221,7 +221,7 @@ class RedfishClient:
 
 
 def _hang_up(connection: http.client.HTTPConnection) -> None:
-    """From another thread: a reader that waits for bytes there returns at once."""
+    """Shut the socket down from another thread, so that a reader waiting for bytes returns at once."""
     with contextlib.suppress(OSError):
         if connection.sock is not None:
             connection.sock.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
 """Finds the power readings of a Redfish service, and parses them.
 
-New services (2020 on) describe power in EnvironmentMetrics, PowerSubsystem and Sensors, old ones in the one
-resource Power; rack PDUs stand apart under PowerEquipment. Names are those of the DMTF schemas (DSP8010).
+New services (since 2020) describe power in EnvironmentMetrics, PowerSubsystem and Sensors, old ones in the single
+resource Power. Rack PDUs are listed apart, under PowerEquipment. Names are those of the DMTF schemas (DSP8010).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from ._redfish_http import Json, RequestFailed
 
 ROOT = "/redfish/v1"
-# A service that lists more than this is broken or hostile; a full rack has fewer of anything.
+# A service that lists more members than this is broken or hostile; a full rack has fewer.
 MAX_MEMBERS = 512
 MAX_PAGES = 64
-# Chassis types that are a whole machine (Chassis.ChassisType), as against the modules and zones inside one.
+# Chassis types (Chassis.ChassisType) that are a whole machine, and not a module or zone inside one.
 WHOLE_TYPES = ("RackMount", "StandAlone", "Blade", "Sled", "Enclosure")
-# More watts than any rack: a reading beyond is a unit mistake.
+# No rack draws this many watts: a larger reading has a wrong unit.
 MAX_POWER_W = 1e7
 
 _SKIPPED_LOGS = re.compile(r"dump|post ?code|journal|audit|crash|telemetry", re.I)
@@ -29,7 +29,7 @@ _TOTAL_POWER = re.compile(r"total[ _-]?(?:system[ _-]?)?power|power[ _-]?total|s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedfishReading:
-    """One look at a resource. `power_w` None comes with the `problem`."""
+    """One reading of a resource. If `power_w` is None, `problem` has the reason."""
 
     power_w: float | None = None
     problem: str = "the service gives no power value"
@@ -45,7 +45,7 @@ class RedfishReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedfishPoint:
-    """Where one domain's power is read: a resource and how. A circuit may have a current and no power."""
+    """Where one domain's power is read: a resource, and how to parse it. A circuit may have a current and no power."""
 
     domain: str
     path: str
@@ -82,7 +82,7 @@ def mapping(value: object) -> Json:
 
 
 def items(value: object) -> list[Json]:
-    """Return a JSON list as objects, empty for anything else; odd elements keep their place as empty ones."""
+    """Return a JSON list as objects; empty for anything else. Elements that are not objects become empty ones."""
     return [mapping(v) for v in value] if isinstance(value, list) else []
 
 
@@ -99,18 +99,18 @@ def text(value: object) -> str | None:
 
 
 def slug(value: object, fallback: str) -> str:
-    """Return an Id made fit for a domain name."""
+    """Return an Id with only those characters that a domain name may have."""
     return re.sub(r"[^A-Za-z0-9_-]+", "_", text(value) or "").strip("_") or fallback
 
 
 def _excerpt(resource: Json, key: str) -> float | None:
-    """Return a sensor excerpt ({"Reading": 1.0}) or a bare number."""
+    """Return the number in a sensor excerpt ({"Reading": 1.0}) or a bare number."""
     value = resource.get(key)
     return number(value.get("Reading")) if isinstance(value, dict) else number(value)
 
 
 def _read_power(power: object, name: str) -> RedfishReading:
-    """A reading of a raw power value, or of the reason why it is none."""
+    """Return the reading for a raw power value, or the reason why the value is not a power."""
     power_w = number(power)
     if power_w is None:
         return RedfishReading(problem=f"{name} is {'null' if power is None else 'not a number'}")
@@ -131,7 +131,7 @@ def parse_sensor(resource: Json) -> RedfishReading:
 
 
 def parse_control(resource: Json) -> RedfishReading:
-    """Read PowerControl[0] of the old Power resource: the whole chassis."""
+    """Read PowerControl[0] of the old Power resource, which is the whole chassis."""
     control = (items(resource.get("PowerControl")) or [{}])[0]
     if "PowerConsumedWatts" in control:
         reading = _read_power(control["PowerConsumedWatts"], "PowerConsumedWatts")
@@ -142,7 +142,7 @@ def parse_control(resource: Json) -> RedfishReading:
 
 
 def parse_supply_metrics(resource: Json) -> RedfishReading:
-    """Read PowerSupplyMetrics: input power, or output where the supply meters only that."""
+    """Read PowerSupplyMetrics: the input power, or the output power if the supply meters only that."""
     key = "InputPowerWatts" if "InputPowerWatts" in resource else "OutputPowerWatts"
     return replace(
         _read_power(_excerpt(resource, key), key),
@@ -165,7 +165,7 @@ def parse_old_supply(resource: Json, index: int) -> RedfishReading:
 
 
 def parse_circuit(resource: Json) -> RedfishReading:
-    """Read a Circuit or Outlet; of several phases the one with the highest current counts."""
+    """Read a Circuit or Outlet. Of several phases, the one with the highest current is taken."""
     phases = mapping(resource.get("PolyPhaseCurrentAmps"))
     currents = [mapping(p) for p in (resource.get("CurrentAmps"), *phases.values())]
     readings = [a for c in currents if (a := number(c.get("Reading"))) is not None]
@@ -193,7 +193,7 @@ def collection(get: Callable[[object], Json], uri: object) -> list[Json]:
 
 
 class Walker:
-    """Walks a service once, into a Survey. Optional parts that fail are noted; a dead service raises."""
+    """Walks a service once, into a Survey. It notes optional parts that fail, and raises if the service is dead."""
 
     def __init__(self, get: Callable[[object], Json]) -> None:
         self._get = get
@@ -211,7 +211,7 @@ class Walker:
         return self._survey
 
     def members(self, uri: object) -> Iterator[Json]:
-        """Yield the resources of a collection, page by page; none if there is no collection."""
+        """Yield the resources of a collection, page by page; nothing if there is no collection."""
         for entry in self.entries(uri)[:MAX_MEMBERS]:
             resource = self._optional(entry.get("@odata.id"))
             if resource:
@@ -226,7 +226,7 @@ class Walker:
             return []
 
     def _optional(self, uri: object) -> Json:
-        """Get a resource that may be missing: an empty one then, and a note of the problem."""
+        """Get a resource that may be missing. If it is, return an empty one and note the problem."""
         try:
             return {} if uri is None else self._get(uri)
         except RequestFailed as error:
@@ -258,7 +258,7 @@ class Walker:
             return [RedfishPoint(domain="", path=str(uri), parse=parse_power_watts, label=label)]
         for entry in self.entries(link(chassis, "Sensors")):
             uri = entry.get("@odata.id")
-            # Each sensor is one request and a BMC has hundreds: look only at those named for power.
+            # Each sensor is one request, and a BMC has hundreds: look only at those whose name has "power" in it.
             if isinstance(uri, str) and re.search(r"power|pwr", uri.rpartition("/")[2], re.I):
                 sensor = self._optional(uri)
                 named = f"{sensor.get('Id')} {sensor.get('Name')}"

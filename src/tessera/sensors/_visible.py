@@ -1,4 +1,4 @@
-"""The GPUs that CUDA_VISIBLE_DEVICES leaves visible: by index, UUID (whole or a prefix) or MIG slice."""
+"""Finds the GPUs that CUDA_VISIBLE_DEVICES makes visible: by index, UUID (whole or a prefix) or MIG slice."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class GpuBoard:
 
 @dataclass(frozen=True, slots=True)
 class VisibleBoard:
-    """A board this process may use; `mig` names the slices when it may use only those."""
+    """A board this process may use; `mig` names the slices if it may use only those."""
 
     board: GpuBoard
     mig: tuple[str, ...] = ()
 
 
-# As strtoul reads a number: "1gpu" is 1, "-0" is 0.
+# A number as strtoul reads it: "1gpu" is 1, "-0" is 0.
 _ORDINAL = re.compile(r"\s*([+-]?\d+)", re.ASCII)
 
 
 def visible_boards(boards: Sequence[GpuBoard], text: str | None) -> list[VisibleBoard]:
-    """The boards that CUDA_VISIBLE_DEVICES leaves visible, in its order. None: not set, all are.
+    """Return the boards that CUDA_VISIBLE_DEVICES makes visible, in its order; all boards if it is not set (None).
 
-    As CUDA does: the list ends at the first entry that names no device ("-1" and "" hide all), a device named twice
-    hides all, a UUID may be shortened to any unambiguous prefix (tried on a machine with one H200, driver 580). That
-    it ends where its kind changes, indices or UUIDs, is what torch.cuda takes CUDA to do. Several slices of one
-    board give that board once.
+    The rules are CUDA's: the list ends at the first entry that names no device ("-1" and "" hide all), a device named
+    twice hides all, a UUID may be shortened to any unambiguous prefix (tried on a machine with one H200, driver 580).
+    The list also ends where it changes between indices and UUIDs; torch.cuda assumes the same of CUDA. Several slices
+    of one board give that board once.
     """
     if text is None:
         return [VisibleBoard(b) for b in boards]

@@ -1,13 +1,13 @@
-"""AMD GPUs, through AMD SMI: the energy counter of each GPU, or its socket power where the counter is useless.
+"""AMD GPUs, through AMD SMI: each GPU's energy counter, or its socket power if the counter is useless.
 
 Written against amdsmi 7.0; tested against a fake at the ABI, untested on hardware.
 
 The counter is checked first: on some boards and ROCm releases it stands still within a process (ROCm/amdsmi issues 22
-and 38, rocm_smi_lib issue 180) or counts a small fraction of the energy (issue 38). `start` watches it move and
-compares it with the power reading; a counter that fails is replaced by polled power.
+and 38, rocm_smi_lib issue 180) or counts a small fraction of the energy (issue 38). `start` checks that it moves and
+compares it with the power reading; polled power replaces a counter that fails.
 
-On MI250X one package holds two dies (GCDs), each a GPU of its own, and the first answers for both: the second gets a
-capability with the reason instead of a domain of 0 W.
+On MI250X one package holds two dies (GCDs), each a GPU of its own, and the first one's reading covers both. So the
+second has no domain (which would show 0 W), but a capability with the reason.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ._amd_gpu import NO_PERMISSION, TRANSIENT, AmdGpu, Smi, error_text, select_
 from ._meters import CounterPower, PolledPower
 from .base import Batch
 
-# The driver reads its metrics table anew after 1 ms (AMD's answer in ROCm issue 1649), so 0.1 s loses nothing of a
-# counter; a polled reading has no memory, and 20 ms is the finest ring of any vendor (docs/measuring.md).
+# The driver reads its metrics table anew after 1 ms (AMD's answer in ROCm issue 1649). A counter loses nothing at
+# 0.1 s; polled power does, and 20 ms is the finest resolution of any vendor (docs/measuring.md).
 COUNTER_PERIOD_S = 0.1
 POLL_PERIOD_S = 0.02
-# Polled every 20 ms; when it was not read for this long, the sampler could not run.
+# Power is polled every 20 ms; if it was not read for this long, the sampler could not run.
 POLL_HOLE_S = 3.0
 TELEMETRY_PERIOD_NS = NS_PER_S
 # How long `start` waits for every counter to move.
 PROBE_S = 0.3
-# A counter and the (smoothed) power reading differ this much only when one of them is wrong; issue 38 has a counter
-# that is off by a factor of 100 or more.
+# A counter that differs from the (smoothed) power reading by more than this factor is wrong, or the power is; the
+# counter of issue 38 is off by a factor of 100 or more.
 PROBE_FACTOR = 10.0
-# AMD publishes no accuracy of its power telemetry; the 5% NVIDIA documents for its boards is assumed.
+# AMD publishes no accuracy for its power telemetry; assumed are the 5% that NVIDIA documents for its boards.
 ASSUMED_GAIN_ERROR = 0.05
 
 _SECOND_DIE = "the second die (GCD) of an MI250X package: its power is counted by the first die"
@@ -46,7 +46,7 @@ _PERMISSION_FIX = "add the user to the groups of /dev/kfd: `sudo usermod -aG ren
 
 
 class AmdSensor:
-    """Power, energy and telemetry of the AMD GPUs this process may use.
+    """Reads power, energy and telemetry of the AMD GPUs that this process may use.
 
     `HIP_VISIBLE_DEVICES` (or `CUDA_VISIBLE_DEVICES`, which HIP also obeys) and `ROCR_VISIBLE_DEVICES` choose the GPUs,
     by index or UUID. Domains are named by HIP's numbering of the whole machine: gpu0, gpu1...
@@ -97,7 +97,7 @@ class AmdSensor:
         self._telemetry_due_ns, self._lost = 0, False
 
     def domains(self) -> Sequence[Domain]:
-        """One domain per GPU that reports its power; the resolution is refined while it is read."""
+        """Return one domain per GPU that reports its power; the resolution is refined while it is read."""
         return [_domain(gpu) for gpu in self._gpus if gpu.meter is not None]
 
     def capabilities(self) -> Sequence[Capability]:
@@ -120,16 +120,16 @@ class AmdSensor:
     def stop(self) -> None:
         """Forget the GPUs.
 
-        AMD SMI itself stays up: its shutdown is for the whole process and not counted, and PyTorch on ROCm uses it too
+        AMD SMI itself is not shut down: that would end it for the whole process, and PyTorch on ROCm uses it too
         (torch.cuda.power_draw).
         """
         self._smi, self._gpus = None, []
 
 
 def import_amdsmi() -> Any:
-    """Import the vendor's binding, which binds every symbol of libamd_smi.so as it is imported."""
+    """Import the vendor's binding. The import loads libamd_smi.so with all its symbols."""
     try:
-        # When it cannot find its library the binding prints so and then fails with a KeyError.
+        # If the binding cannot find its library, it prints so and then fails with a KeyError.
         with contextlib.redirect_stdout(io.StringIO()):
             import amdsmi
     except ModuleNotFoundError as err:
@@ -165,7 +165,7 @@ def _no_meter(visible: Sequence[AmdGpu]) -> SensorError:
 
 
 def order_by_hip(gpus: list[AmdGpu]) -> list[AmdGpu]:
-    """Order and name the GPUs as HIP numbers them, or as AMD SMI does where it does not know HIP's order."""
+    """Order and name the GPUs as HIP numbers them, or as AMD SMI does if it does not know HIP's order."""
     if all(gpu.hip_id is not None for gpu in gpus) and len({gpu.hip_id for gpu in gpus}) == len(gpus):
         gpus = sorted(gpus, key=lambda gpu: gpu.hip_id or 0)
     for index, gpu in enumerate(gpus):
@@ -174,15 +174,15 @@ def order_by_hip(gpus: list[AmdGpu]) -> list[AmdGpu]:
 
 
 def select_gpus(gpus: list[AmdGpu], env: Mapping[str, str]) -> list[AmdGpu]:
-    """The GPUs that ROCr leaves visible, and HIP of those: HIP's indices count within ROCr's list."""
+    """Return the GPUs that both ROCr and HIP make visible. HIP's indices count within ROCr's list."""
     gpus = [gpus[i] for i in select_visible([g.uuids for g in gpus], env.get("ROCR_VISIBLE_DEVICES"))]
-    # HIP takes an empty setting for none at all, unlike ROCr.
+    # HIP treats an empty setting as not set, unlike ROCr.
     hip = env.get("HIP_VISIBLE_DEVICES") or env.get("CUDA_VISIBLE_DEVICES") or None
     return [gpus[i] for i in select_visible([g.uuids for g in gpus], hip)]
 
 
 def _choose_meters(gpus: Sequence[AmdGpu]) -> None:
-    """Give each GPU its counter if that moves and agrees with its power, else polled power, else none."""
+    """Give each GPU its counter if that moves and agrees with the power, else polled power, else nothing."""
     first = {gpu.name: gpu.probe(gpu.read_energy) for gpu in gpus}
     deadline_ns = now_ns() + int(PROBE_S * NS_PER_S)
     waiting = [gpu for gpu in gpus if first[gpu.name] is not None]
@@ -204,7 +204,7 @@ def _choose_meters(gpus: Sequence[AmdGpu]) -> None:
 
 
 def _counter_fault(gpu: AmdGpu, first: tuple[float, int] | None, power_w: float | None) -> str | None:
-    """Why the energy counter is useless, or None."""
+    """Return why the energy counter is useless, or None."""
     if first is None:
         return gpu.failure or "the GPU has no energy counter"
     last = gpu.probe(gpu.read_energy)
@@ -234,7 +234,7 @@ def _domain(gpu: AmdGpu) -> Domain:
 
 
 def _read_power(smi: Smi, gpu: AmdGpu, batch: Batch) -> str | None:
-    """One reading into the batch; the reason if the GPU does not answer (any more)."""
+    """Add one reading to the batch. Return the reason if the GPU does not answer (any more)."""
     before_ns = now_ns()
     try:
         reason = None if _observe(gpu, batch, before_ns) else "the reading is N/A"
@@ -249,7 +249,7 @@ def _read_power(smi: Smi, gpu: AmdGpu, batch: Batch) -> str | None:
 
 
 def _observe(gpu: AmdGpu, batch: Batch, before_ns: int) -> bool:
-    """Hand a reading to the GPU's meter; False for N/A."""
+    """Hand a reading to the GPU's meter. Return False if it is N/A."""
     if isinstance(gpu.meter, CounterPower):
         energy = gpu.read_energy()
         if energy is None:

@@ -1,4 +1,4 @@
-"""The Sensor protocol: a sensor names its domains, starts, is read again and again, and stops.
+"""Defines the Sensor protocol: a sensor names its domains, starts, is read again and again, and stops.
 
 A sensor never prints and never retries on the user's thread. When one reading fails, `read` does not raise: it
 reports a gap with the reason and continues. It raises `SensorLost` only when nothing answers any more; the sampler
@@ -17,14 +17,14 @@ from .processes import OwnCpu
 
 @dataclass(slots=True)
 class Batch:
-    """What came since the last read.
+    """What a sensor has read since the last read.
 
-    `samples` has, by domain, (time_ns, watts) in increasing time. A sample of NaN watts means "nothing is known
-    between the sample before and here": the first sample of a `Hold.MEAN` domain, and the first after a gap.
-    `anchors` has (time_ns, joules) of a cumulative energy counter, taken at its ticks and already corrected for
-    its lag; the sampler checks the integral against it. With `replaces`, the samples take the place of those that were
-    given before from the time of the first one on: a sensor learnt late what had been used. `own_cpu` is this process's
-    CPU time at the newest sample of the domains in `core_w`, whose power is so many watts for each busy core.
+    `samples` has, by domain, (time_ns, watts) in increasing time. A sample of NaN watts means "nothing is known between
+    the sample before and this one". The first sample of a `Hold.MEAN` domain is NaN, and the first after a gap.
+    `anchors` has (time_ns, joules) of a cumulative energy counter, taken at its ticks and already corrected for its
+    lag; the sampler checks its integral against them. If `replaces` is set, these samples replace all earlier ones from
+    the first one's time on, because the sensor learnt late about CPU time. `own_cpu` is this process's CPU time at the
+    newest sample. `core_w` has, by domain, the watts for each core that this process keeps busy.
     """
 
     samples: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -43,27 +43,27 @@ class Batch:
 
 @runtime_checkable
 class Sensor(Protocol):
-    """One source of power readings. See the module's docstring for what may be raised when."""
+    """One source of power readings. The module's docstring says which method may raise what."""
 
     @property
     def name(self) -> str:
-        """Short name: "nvml", "rapl", "redfish"."""
+        """The short name: "nvml", "rapl", "redfish"."""
 
     @property
     def period_s(self) -> float:
-        """How often `read` wants to be called so that nothing is lost."""
+        """Return how often `read` must be called so that nothing is lost."""
 
     def start(self) -> None:
         """Start, or start again after a loss. Raises SensorUnavailable or SensorPermission."""
 
     def domains(self) -> Sequence[Domain]:
-        """The domains it has; known after `start`."""
+        """Return the sensor's domains; known after `start`."""
 
     def capabilities(self) -> Sequence[Capability]:
-        """What it can measure, and what it cannot, with reason and fix; known after `start`."""
+        """Return what it can measure, and what it cannot, with reason and fix; known after `start`."""
 
     def read(self) -> Batch:
-        """Everything new since the last read. Raises SensorLost when nothing answers any more."""
+        """Return everything new since the last read. Raises SensorLost if nothing answers any more."""
 
     def stop(self) -> None:
         """Release what `start` acquired. Safe to call twice."""
@@ -72,9 +72,9 @@ class Sensor(Protocol):
 def telemetry_capabilities(
     first: Telemetry, rates: Mapping[str, object], missing: Mapping[str, str], otherwise: str
 ) -> list[Capability]:
-    """Which telemetry a GPU gives, by its first answer; `rates` has the values that need two readings.
+    """Return which telemetry a GPU has, by its first answer. `rates` has the values that need two readings.
 
-    The reason for each absent one is in `missing` by its name, or `otherwise`.
+    The reason for an absent value is in `missing` under its name; if there is none, it is `otherwise`.
     """
     values = {
         "temperature": first.temperature_c,

@@ -1,4 +1,4 @@
-"""Find and start the sensors of this machine, with the reason for each one that is missing."""
+"""Finds and starts the sensors of this machine, and keeps the reason for each one that is missing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SCOPE_VARIABLE = "TESSERA_SCOPE"
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredSensors:
-    """Started sensors, and what is missing with reason and fix."""
+    """The started sensors, and what is missing, with reason and fix."""
 
     sensors: Sequence[Sensor]
     missing: Sequence[Capability]
 
     @property
     def modelled_only(self) -> bool:
-        """Whether all joules that count are modelled."""
+        """Return whether all joules that count are modelled."""
         counted = [d for s in self.sensors for d in s.domains() if d.counted]
         return bool(counted) and all(d.basis == "modelled" for d in counted)
 
@@ -62,7 +62,7 @@ KINDS: dict[str, Callable[[], Sensor]] = {  # a vendor's module is imported only
     "ipmi": lambda: SlowSensor(_load("ipmi", "IpmiSensor")),
     "modelled": functools.partial(_load, "modelled", "ModelledSensor"),
 }
-# Started only when asked for by name: they need an address, or root and seconds.
+# Started only if asked for by name: Redfish needs an address, IPMI needs root and takes seconds.
 ON_REQUEST = ("redfish", "ipmi", "modelled")
 
 
@@ -73,11 +73,12 @@ def discover(
     scope: Scope | None = None,
     tree: ProcessTree | None = None,
 ) -> DiscoveredSensors:
-    """Start the named sensors, or all that this machine has; the modelled one if no other has power that counts.
+    """Start the named sensors, or all that this machine has. If none of them has power that counts, add the model.
 
-    Two sensors that claim one domain name (an NVIDIA and an Intel GPU are both gpu0) do not mix: the first wins.
-    `scope` "process" is the CPU energy of a process `tree` (this process and its children by default), "machine" that
-    of all that ran. Without it, modelled energy is the process's and measured packages are the machine's.
+    If two sensors claim the same domain name (an NVIDIA and an Intel GPU are both gpu0), only the first is used.
+    With `scope` "process" the CPU energy is that of a process `tree` (by default this process and its children), with
+    "machine" that of everything that ran. Without it, modelled energy is the process's, and measured packages are the
+    machine's.
     """
     env = os.environ if environ is None else environ
     wanted = list(names) if names is not None else [n.strip() for n in env.get(VARIABLE, "").split(",") if n.strip()]
@@ -113,7 +114,7 @@ def _read_scope(env: Mapping[str, str]) -> Scope | None:
 
 
 def _narrow(sensor: Sensor, scope: Scope | None, tree: ProcessTree | None) -> Sensor:
-    """The sensor for a scope: a modelled one for a process tree unless the machine is asked for, RAPL if asked."""
+    """Return the sensor for a scope: the model for a process tree unless "machine" is asked for; RAPL if asked."""
     wanted = scope or ("process" if sensor.name == "modelled" else "machine")
     if sensor.name not in ("modelled", "rapl") or wanted == "machine":
         return sensor
@@ -131,7 +132,7 @@ def _narrow(sensor: Sensor, scope: Scope | None, tree: ProcessTree | None) -> Se
 
 
 def make(name: str) -> Sensor:
-    """A sensor by its name, not started; "replay:FILE" plays a recording."""
+    """Return a sensor by its name, not started; "replay:FILE" plays a recording."""
     kind, _, rest = name.partition(":")
     if kind == "replay" and rest:
         from .replay import ReplaySensor

@@ -1,4 +1,4 @@
-"""Which processes are on which GPU and how much of it each uses, as NVML reports it: the only place that asks."""
+"""Asks NVML which processes are on which GPU and how much of it each uses. No other module asks for that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMORY, UTILIZATION = "memory per process", "utilisation per process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """One process on one GPU since the last look. None: NVML did not say; 0%: it has samples of others only."""
+    """One process on one GPU since the last read. None means that NVML did not say; 0% that only others had samples."""
 
     memory_bytes: int | None = None
     sm_pct: float | None = None
@@ -22,7 +22,7 @@ class GpuProcess:
 
 
 class GpuProcessReader:
-    """Asks NVML about all processes; what it does not support is noted in `missing` and not asked again."""
+    """Asks NVML about all processes. What it does not support is noted in `missing` and not asked again."""
 
     def __init__(self, nvml: Any) -> None:
         self._nvml = nvml
@@ -33,7 +33,7 @@ class GpuProcessReader:
 
     @classmethod
     def open(cls) -> GpuProcessReader | None:
-        """A reader, or None on a machine without NVML."""
+        """Return a reader, or None on a machine without NVML."""
         try:
             import pynvml
         except ImportError:
@@ -48,7 +48,7 @@ class GpuProcessReader:
             self._nvml.nvmlShutdown()
 
     def read(self) -> dict[str, dict[int, GpuProcess]]:
-        """The processes on each GPU, by PID."""
+        """Return the processes on each GPU, by PID."""
         return {f"gpu{index}": self._read_gpu(index) for index in range(len(self._handles))}
 
     def _read_gpu(self, index: int) -> dict[int, GpuProcess]:
@@ -71,7 +71,7 @@ class GpuProcessReader:
         }
 
     def _ask(self, what: str, ask: Any, *args: Any) -> list[Any]:
-        """What NVML answers; [] where it has nothing new, nothing runs, or it cannot tell."""
+        """Return NVML's answer; [] if it has nothing new, nothing runs, or it cannot tell."""
         if what in self.missing:
             return []
         try:

@@ -1,4 +1,4 @@
-"""What this machine can measure, and what it lacks: the facts behind `tessera doctor`."""
+"""Finds out what this machine can measure and what it lacks: the facts behind `tessera doctor`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .response_store import SensorResponse, find
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensorHealth:
-    """One kind of sensor: "ok", "missing" or "no permission"; its domains, or the reason and the fix.
+    """One kind of sensor: "ok", "missing" or "no permission", with its domains, or the reason and the fix.
 
-    `responses` has, by domain, what earlier runs have learnt of the sensor's lag and blur and of the idle board.
+    `responses` has, by domain, what earlier runs learnt of the sensor's lag and blur and of the idle board.
     """
 
     name: str
@@ -33,7 +33,7 @@ class SensorHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCheck:
-    """A property of the machine: True, False or None (unknown), with the reason and the fix."""
+    """One property of the machine: True, False or None (unknown), with the reason and the fix."""
 
     name: str
     ok: bool | None
@@ -50,12 +50,12 @@ class Health:
 
     @property
     def measures(self) -> bool:
-        """Whether anything here measures power (the model does not)."""
+        """Return whether anything here measures power (the model does not)."""
         return any(s.state == "ok" and s.name != "modelled" for s in self.sensors)
 
 
 def examine(names: Sequence[str] | None = None) -> Health:
-    """Try every kind of sensor, one after the other, and check what else measuring needs."""
+    """Try every kind of sensor, one after the other, and check what else is needed for measuring."""
     return Health(
         sensors=[examine_sensor(name) for name in names or KINDS],
         checks=[performance_counters(), power_control(), clock_synchronised()],
@@ -63,7 +63,7 @@ def examine(names: Sequence[str] | None = None) -> Health:
 
 
 def examine_sensor(name: str) -> SensorHealth:
-    """Start one sensor, note what it has, stop it."""
+    """Start one sensor, note what it has, and stop it."""
     sensor: Sensor | None = None
     try:
         sensor = make(name)
@@ -88,7 +88,7 @@ def _reason(exc: SensorError) -> str:
 def performance_counters(
     params: Path = Path("/proc/driver/nvidia/params"), status: Path = Path("/proc/self/status")
 ) -> MachineCheck:
-    """Whether ncu and CUPTI may read the GPU's performance counters here."""
+    """Check whether ncu and CUPTI may read the GPU's performance counters here."""
     name = "GPU performance counters (ncu)"
     try:
         lines = dict(line.split(":", 1) for line in params.read_text().splitlines() if ":" in line)
@@ -108,7 +108,7 @@ def performance_counters(
 
 
 def power_control(driver: Path = Path("/proc/driver/nvidia"), status: Path = Path("/proc/self/status")) -> MachineCheck:
-    """Whether a schedule with TESSERA_CONTROL=1 could set power limits and clocks here."""
+    """Check whether a schedule with TESSERA_CONTROL=1 could set power limits and clocks here."""
     name = "GPU power limits and clocks"
     if not driver.exists():
         return MachineCheck(name=name, ok=None, detail=f"no NVIDIA driver to ask ({driver})")
@@ -135,7 +135,7 @@ def _has_sys_admin(status: Path) -> bool:
 
 
 class _Timex(ctypes.Structure):
-    """The first fields of struct timex (linux/timex.h); `rest` is room that the kernel may fill."""
+    """The first fields of struct timex (linux/timex.h); `rest` is space for the fields after them."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -153,7 +153,7 @@ _MAX_ERROR_US = 100_000
 
 
 def clock_synchronised() -> MachineCheck:
-    """Whether the kernel's clock is disciplined (NTP, PTP): needed to merge runs of several hosts."""
+    """Check whether NTP or PTP keeps the kernel's clock right, which merging runs of several hosts needs."""
     name = "host clock synchronised"
     timex = _Timex()  # modes 0: only read
     try:

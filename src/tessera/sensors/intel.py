@@ -1,10 +1,10 @@
-"""Intel GPUs, through Level Zero Sysman: the energy counter of each card, and of its parts where it has some.
+"""Intel GPUs, through Level Zero Sysman: the energy counter of each card, and of its parts if they have counters.
 
 Written against pyzes 0.1; tested against a fake at the ABI, untested on hardware.
 
-A GPU may offer several counters that overlap: card ⊃ package ⊃ stacks (tiles) and memory. The widest one is the domain
-gpuN that counts; the others (gpu0.package, gpu0.stack1, gpu0.memory) are shown and not counted again. Where only tiles
-have counters, each is a counted domain of its own.
+A GPU may have several counters that overlap: card ⊃ package ⊃ stacks (tiles) and memory. The widest one is the domain
+gpuN that counts. The others (gpu0.package, gpu0.stack1, gpu0.memory) are shown, but not counted again. If only the
+tiles have counters, each one is a counted domain of its own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ._intel_gpu import PERMISSION, TRANSIENT, IntelGpu, PowerDomain, Sysman, Ze
 from ._meters import CounterPower
 from .base import Batch
 
-# The counters are stamped, so reading them late loses nothing; 0.1 s is how finely we want to see.
+# The counters have time stamps, so a late read loses nothing. 0.1 s is the time resolution that we want.
 PERIOD_S = 0.1
 TELEMETRY_PERIOD_NS = NS_PER_S
-# Intel publishes no accuracy of its GPU energy counters; the 5% NVIDIA documents for its boards is assumed.
+# Intel publishes no accuracy for its GPU energy counters; assumed are the 5% that NVIDIA documents for its boards.
 ASSUMED_GAIN_ERROR = 0.05
 
 _GPU = 1  # ze_device_type_t; Sysman lists neural processors too
@@ -31,10 +31,10 @@ _PERMISSION_FIX = "add the user to the group of /dev/dri/render*: `sudo usermod 
 
 
 class IntelSensor:
-    """Energy and telemetry of the Intel GPUs this process may use.
+    """Reads energy and telemetry of the Intel GPUs that this process may use.
 
-    `ZE_AFFINITY_MASK` chooses the GPUs, read as `ZE_FLAT_DEVICE_HIERARCHY` says. A tile's card is measured whole.
-    Domains are named by Sysman's numbering of the whole machine: gpu0, gpu1...
+    `ZE_AFFINITY_MASK` chooses the GPUs; `ZE_FLAT_DEVICE_HIERARCHY` says how to read it. If the mask has one tile of a
+    card, the whole card is measured. Domains are named by Sysman's numbering of the whole machine: gpu0, gpu1...
     """
 
     name = "level-zero"
@@ -74,7 +74,7 @@ class IntelSensor:
         self._telemetry_due_ns = 0
 
     def _take(self, gpu: IntelGpu) -> None:
-        """Choose the counters of a GPU and note what it gives."""
+        """Choose the counters of a GPU, and note what it can measure."""
         parts = gpu.power_domains()
         reason = None if parts else gpu.failure or "the GPU has no energy counter"
         self._capabilities.append(Capability(name=f"{gpu.name}.energy", available=bool(parts), reason=reason))
@@ -87,7 +87,7 @@ class IntelSensor:
         self._capabilities += gpu.probe_telemetry(parts[0].handle)
 
     def domains(self) -> Sequence[Domain]:
-        """List the domains; the resolution is refined while they are read."""
+        """Return the domains; their resolution is refined while they are read."""
         return [_domain(gpu, part, parts[0]) for gpu, parts in self._parts for part in parts]
 
     def capabilities(self) -> Sequence[Capability]:
@@ -108,16 +108,16 @@ class IntelSensor:
         return batch
 
     def stop(self) -> None:
-        """Forget the GPUs; Sysman has no shutdown, and its handles need no release."""
+        """Forget the GPUs. Sysman has no shutdown, and its handles need no release."""
         self._parts = []
 
 
 def select_masked(tiles: Sequence[int], mask: str | None, *, flat: bool) -> list[int]:
-    """Return the indices of the cards that `ZE_AFFINITY_MASK` leaves a part of.
+    """Return the indices of the cards of which `ZE_AFFINITY_MASK` leaves at least a part.
 
-    In the flat hierarchies an entry counts tiles over all cards, in the composite one it is "card" or "card.tile"
-    (Level Zero specification, affinity mask). Sysman itself keeps a uniform view of the whole system (Sysman device
-    mapping extension), so the mask is applied here. Entries that fit nothing are ignored, as the specification says.
+    In the flat hierarchies an entry counts tiles over all cards; in the composite one it is "card" or "card.tile"
+    (Level Zero specification, affinity mask). Sysman itself always shows the whole system (Sysman device mapping
+    extension), so the mask is applied here. Entries that match nothing are ignored, as the specification says.
     """
     if mask is None or not mask.strip():
         return list(range(len(tiles)))
@@ -127,7 +127,7 @@ def select_masked(tiles: Sequence[int], mask: str | None, *, flat: bool) -> list
 
 
 def _load() -> Any:
-    """Import the vendor's binding, which loads the Level Zero loader as it is imported."""
+    """Import the vendor's binding. The import loads the Level Zero loader."""
     try:
         import pyzes
     except ModuleNotFoundError as err:
@@ -182,7 +182,7 @@ def _domain(gpu: IntelGpu, part: PowerDomain, first: PowerDomain) -> Domain:
         resolution_s=meter.resolution_s or PERIOD_S,
         gain_error=ASSUMED_GAIN_ERROR,
         hold=Hold.MEAN,
-        # Where there is no domain for the whole, the tiles add up to it; a tile's memory is already in its stack.
+        # If the whole GPU has no domain, its tiles add up to it. A tile's memory is already in its stack.
         counted=part is first or (tiles_only and part.kind == first.kind),
         label=gpu.label,
         note=gpu.note,
@@ -190,7 +190,7 @@ def _domain(gpu: IntelGpu, part: PowerDomain, first: PowerDomain) -> Domain:
 
 
 def _read_counter(gpu: IntelGpu, part: PowerDomain, batch: Batch) -> str | None:
-    """One reading into the batch; the reason if the counter does not answer (any more)."""
+    """Add one reading to the batch. Return the reason if the counter does not answer (any more)."""
     meter = part.meter
     assert meter is not None
     before_ns = now_ns()

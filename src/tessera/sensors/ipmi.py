@@ -1,7 +1,7 @@
 """Power of the whole node by IPMI: `ipmitool dcmi power reading`, and power events from the system event log.
 
-For machines whose BMC does not speak Redfish, or can be reached only from inside (/dev/ipmi0). A call takes tens
-of milliseconds, sometimes seconds, so it belongs on a background thread.
+It is for machines whose BMC does not speak Redfish, or can be reached only from inside (/dev/ipmi0). A call takes tens
+of milliseconds, sometimes seconds, so it must run on a background thread.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ DOMAIN = "node"
 TIMEOUT_S = 5.0
 # DCMI ("Get Power Reading") gives whole watts and no accuracy. Assumed: supplies meter their input within about 3%.
 GAIN_ERROR = 0.03
-# Reading the event log walks it record by record over a slow bus: seconds on a full log.
+# The event log is read record by record over a slow bus, which takes seconds if the log is full.
 EVENTS_PERIOD_S = 10.0
-# One lost answer is common while a BMC is busy; three in a row are not.
+# How many failures in a row mean that the sensor is lost. One lost answer is common while a BMC is busy.
 FAILURES_TO_LOSE = 3
-# The watts are a 16-bit field of the DCMI response. Assumed: all ones is a BMC without a reading, not 65 kW.
+# DCMI's watts are a 16-bit field. Assumed: all ones means that the BMC has no reading, not 65 kW.
 NO_READING_W = 65535
 
 _WATTS = re.compile(r"^\s*Instantaneous power reading:\s*(\d+)\s*Watts", re.M)
 _STATE = re.compile(r"^\s*Power reading state is:\s*(\w+)", re.M)
 _STAMP = re.compile(r"^\s*IPMI timestamp:\s*(\S.*?)\s*$", re.M)
 _SEL_LINE = re.compile(r"^\s*[0-9a-fA-F]+ \|.*\|.*\|")
-# What a management controller's log says of power.
+# Words about power in a management controller's log.
 _OVER_CURRENT = re.compile(r"over[- ]?current|\bocp\b|current (?:limit|threshold) exceeded|\boverload", re.I)
 _BREAKER_TRIPPED = re.compile(r"breaker\b.*\btrip(?:ped)?\b|\btripped\b.*breaker", re.I)
 _BREAKER_NEAR = re.compile(r"breaker\b.*(?:\bnear|warning|threshold|high load|approach)", re.I)
@@ -52,7 +52,7 @@ Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerReading:
-    """A DCMI power reading: watts now, and the BMC's time of it."""
+    """One DCMI power reading: the watts now, and the BMC's time of it."""
 
     power_w: float
     stamp: str | None
@@ -73,7 +73,7 @@ def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def parse_power_reading(text: str) -> PowerReading:
-    """Read the output of `ipmitool dcmi power reading`; ValueError says what is wrong with it."""
+    """Parse the output of `ipmitool dcmi power reading`. Raises ValueError with what is wrong."""
     state = _STATE.search(text)
     if state is not None and state[1].lower() != "activated":
         raise ValueError(f"the BMC's power measurement is {state[1].lower()}")
@@ -84,13 +84,13 @@ def parse_power_reading(text: str) -> PowerReading:
     if power_w >= NO_READING_W:
         raise ValueError(f"{power_w} W means that the BMC has no reading")
     stamp = _STAMP.search(text)
-    # Some BMCs never set the stamp (1970); it then does not tell what is new.
+    # Some BMCs never set the stamp (1970). Such a stamp does not show whether the reading is new.
     own_time = stamp[1] if stamp is not None and "1970" not in stamp[1] else None
     return PowerReading(power_w=float(power_w), stamp=own_time)
 
 
 def classify_event(text: str) -> str | None:
-    """The kind of power event that a log line reports; None for recoveries and for anything else."""
+    """Return the kind of power event that a log line reports; None for recoveries and for anything else."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)  # MessageIds are CamelCase: PowerSupplyFailed
     if _RECOVERED.search(words):
         return None
@@ -104,7 +104,7 @@ def classify_event(text: str) -> str | None:
 
 
 class IpmiSensor:
-    """Node power and power-supply events through ipmitool and the local BMC."""
+    """Reads node power and power-supply events through ipmitool and the local BMC."""
 
     name = "ipmi"
     period_s = 1.0  # BMCs have something new about once a second
@@ -172,7 +172,7 @@ class IpmiSensor:
         return list(self._capabilities)
 
     def read(self) -> Batch:
-        """Return the power now if it is new, and the power events logged since."""
+        """Return the power now if it is new, and the power events logged since the last read."""
         if self._power is None:
             raise SensorLost("the IPMI sensor was not started", fix="call start() first")
         batch = Batch()
@@ -211,8 +211,8 @@ class IpmiSensor:
         for line in lines:
             kind = None if line in self._seen else classify_event(line)
             if kind is not None:
-                # The BMC's clock has no zone and is often wrong: the event is stamped when seen, its own time
-                # stays in the message.
+                # The BMC's clock has no zone and is often wrong: the event gets the time at which it was seen, its
+                # own time stays in the message.
                 event = PowerEvent(time_ns=now, since_ns=since_ns, domain=DOMAIN, kind=kind, message=line)
                 batch.events.append(event)
         self._seen = set(lines)
@@ -225,7 +225,7 @@ class IpmiSensor:
         return lines
 
     def _ask(self, *arguments: str) -> str:
-        """Run ipmitool; its failures become our errors."""
+        """Run ipmitool, and turn its failures into our errors."""
         try:
             result = self._runner(("ipmitool", *arguments))
         except FileNotFoundError as error:
@@ -248,8 +248,8 @@ class IpmiSensor:
 
     def _refusal(self, result: subprocess.CompletedProcess[str]) -> SensorError:
         answer = " ".join((result.stderr or result.stdout).split())[:200]
-        # ipmitool tries three device names and reports the last one's error, so that a device we may not open
-        # reads "No such file or directory": look at the device itself.
+        # ipmitool tries three device names and reports the last one's error, so a device that we may not open gives
+        # "No such file or directory". So look at the device itself.
         barred = self._device.exists() and not self._readable(self._device)
         if barred or "permission denied" in answer.lower():
             return SensorPermission(
@@ -270,4 +270,4 @@ class IpmiSensor:
         )
 
     def stop(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the sensor holds nothing open."""

@@ -1,13 +1,13 @@
-"""A modelled sensor for machines that have none: utilisation times a device's power curve, always marked.
+"""Models the power of machines without a sensor: utilisation times a device's power curve, always marked as modelled.
 
-The machine's power is idle + (maximum - idle) x utilisation of all CPUs. A process has the same share of both parts as
+The machine's power is idle + (maximum - idle) x utilisation of all CPUs. A process gets the same share of both parts as
 it has of the machine's CPU time: (maximum - idle) x share for what it runs, and idle x share. So its joules do not
-depend on what its neighbours do, and the processes of a busy machine sum to the machine. It is a model and every figure
-that comes from it says so (`basis="modelled"`). Its error is that of the two figures, and what a straight line between
-them misses.
+depend on other processes, and the processes of a busy machine add up to the machine. Every figure from this model says
+that it is modelled (`basis="modelled"`). Its error comes from the two figures, idle and maximum, and from the straight
+line between them.
 
-CPU time of a process that is seen late, when a child was found or has ended, is never dropped. What does not fit into
-the time since the last read (all CPUs busy) was used before it, and is added to the samples there.
+CPU time of a process may be seen late: when a child was found or has ended. It is never dropped. What does not fit into
+the time since the last read (all CPUs busy) was used earlier, and is added to the samples of that time.
 
 `ProcessShare` divides a measured package among processes by their CPU time.
 """
@@ -30,34 +30,35 @@ from .base import Batch, Sensor
 from .processes import ProcessTree
 
 LINE_ERROR = 0.15
-"""The relative error of a straight line by utilisation, from one program to the next at the same utilisation.
+"""The relative error of power as a straight line of utilisation, between programs with the same utilisation.
 
-10-20% in Fan, Weber, Barroso, "Power provisioning for a warehouse-sized computer" (ISCA 2007), with both ends measured.
+It is 10-20% in Fan, Weber, Barroso, "Power provisioning for a warehouse-sized computer" (ISCA 2007), with idle and
+maximum measured.
 """
 MODEL_ERROR = math.hypot(LINE_ERROR, 0.80)
-"""The relative error of modelled power whose curve is unknown (a log): that of the catalogue's `generic-cpu`."""
+"""The relative error of modelled power if the curve is unknown (a log): that of the catalogue's `generic-cpu`."""
 _RESET_S = 1.0
 KEPT_SPANS = 600
-"""How many samples of a process can still be raised: a minute of them."""
+"""How many samples of a process can still be raised: those of a minute."""
 IDLE_PART, MACHINE_PART = ".idle_share", ".machine"
-"""What the names of the domains beside a process's own end in."""
+"""The endings of the names of domains that stand beside a process's own domain."""
 
 
 def model_error(device: Device) -> float:
-    """The relative error of a device's modelled power at any load: that of its worse end, and that of the line."""
+    """Return the relative error of a device's modelled power at any load: its worse figure's and the line's."""
     ends = [_relative(figure) for figure in (device.idle_w, device.tdp_w) if figure is not None]
     return math.hypot(LINE_ERROR, max(ends, default=MODEL_ERROR))
 
 
 def _relative(figure: Figure) -> float:
-    """A figure without a stated error is taken as read, or, where it was assumed, as any assumption."""
+    """Return a figure's relative error; if none is stated, that of an assumption if the figure is assumed, else 0."""
     if figure.error is None:
         return ASSUMED_ERROR if figure.assumed else 0.0
     return figure.error / figure.value
 
 
 def proc_stat_busy(path: Path = Path("/proc/stat")) -> tuple[float, float]:
-    """Busy and total CPU seconds of the machine since boot."""
+    """Return the busy and the total CPU seconds of the machine since boot."""
     try:
         fields = [float(v) for v in path.read_text().split("\n", 1)[0].split()[1:]]
         idle = fields[3] + (fields[4] if len(fields) > 4 else 0.0)  # idle + iowait
@@ -69,7 +70,7 @@ def proc_stat_busy(path: Path = Path("/proc/stat")) -> tuple[float, float]:
 
 
 def read_machine_s() -> float | None:
-    """CPU seconds of everything on the machine since boot; None where they are not counted."""
+    """Return the CPU seconds of everything on the machine since boot; None if they are not counted."""
     try:
         return proc_stat_busy()[0]
     except SensorUnavailable:
@@ -78,9 +79,9 @@ def read_machine_s() -> float | None:
 
 @dataclasses.dataclass(slots=True)
 class _CpuSpan:
-    """The time up to a sample: the CPU seconds that the process can have used, and those that it used.
+    """The time up to a sample: the CPU seconds that the process can have used in it, and those that it used.
 
-    `samples` has, by domain, what a sensor of the whole machine showed of it.
+    `samples` has, by domain, the sample of a sensor of the whole machine.
     """
 
     end_ns: int
@@ -90,9 +91,9 @@ class _CpuSpan:
 
 
 def _charge_spans(spans: Sequence[_CpuSpan], used_s: float) -> tuple[list[_CpuSpan], float]:
-    """Charge CPU time to the last span, and what it has no room for to those before.
+    """Charge CPU time to the last span, and what does not fit into it to the spans before.
 
-    Returns the spans that changed, and what none had room for: it is to be charged with the next read.
+    Returns the spans that changed, and the seconds that fit into none: they are to be charged with the next read.
     """
     left_s, changed = max(used_s, 0.0), []
     for span in reversed(spans):
@@ -106,9 +107,10 @@ def _charge_spans(spans: Sequence[_CpuSpan], used_s: float) -> tuple[list[_CpuSp
 
 
 class ModelledSensor:
-    """The host's CPUs by their utilisation, or the share of a process `tree` in them. `device` has the power curve.
+    """Models the host's CPUs by their utilisation, or the share of a process `tree` in them.
 
-    `busy` returns busy and total seconds of the machine; a tree is measured against the clock times the CPUs.
+    `device` has the power curve. `busy` returns busy and total seconds of the machine; a tree's CPU time is divided by
+    the clock times the number of CPUs.
     """
 
     name = "modelled"
@@ -132,7 +134,7 @@ class ModelledSensor:
         self._spans: deque[_CpuSpan] = deque(maxlen=KEPT_SPANS)
 
     def start(self) -> None:
-        """Look up the host's CPU, if no device was given."""
+        """Look up the host's CPU if no device was given."""
         if self._device is None:
             self._device = host_cpu()
         if self._device.tdp_w is None or self._device.idle_w is None:
@@ -175,7 +177,7 @@ class ModelledSensor:
         return []
 
     def read(self) -> Batch:
-        """Mean power since the last read; of a process, the samples that it raises too."""
+        """Return the mean power since the last read; of a process, also the earlier samples that it raises."""
         assert self._device is not None and self._device.idle_w is not None and self._device.tdp_w is not None
         batch = Batch(replaces=self._tree is not None)
         t = self._clock()  # before the CPU time: what a sample covers is in it
@@ -191,8 +193,8 @@ class ModelledSensor:
         if self._tree is not None:
             batch.own_cpu, cores = self._tree.own_cpu, os.cpu_count() or 1
             batch.core_w = {self._name: full_w / cores, self._name + IDLE_PART: idle_w / cores}
-        # The kernel may take back a few ticks of idle time, not seconds: then the counters began anew (a container
-        # that was moved).
+        # The kernel may take back a few ticks of idle time, but not seconds. If it does, the counters began anew (a
+        # container was moved).
         if last is None or total_s < last[1] - _RESET_S:
             for domain in self.domains():
                 batch.add(domain.name, t, math.nan)
@@ -215,14 +217,14 @@ class ModelledSensor:
         return batch
 
     def stop(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 class ProcessShare:
-    """A sensor of CPU packages, whose counted domains are divided by CPU time: the share of a process tree.
+    """Wraps a sensor of CPU packages, and divides its counted domains by CPU time: the share of a process tree.
 
-    Each keeps its name, and the whole package is beside it as "cpu0.machine". What is left of a measurement is the sum:
-    who spent it is modelled, at the same watts for every second of CPU time.
+    Each domain keeps its name; the whole package stands beside it as "cpu0.machine". The sum is measured, but its
+    division is modelled: the same watts for every second of CPU time.
     """
 
     def __init__(
@@ -266,7 +268,7 @@ class ProcessShare:
         return self._sensor.capabilities()
 
     def read(self) -> Batch:
-        """The power of each package since the last read, and the tree's share of it; samples that it raises too."""
+        """Return the mean power of each package and the tree's share of it, and earlier samples that it raises."""
         counted = {d.name for d in self._sensor.domains() if d.counted}
         batch = self._sensor.read()
         batch.replaces = True

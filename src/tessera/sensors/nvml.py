@@ -1,10 +1,10 @@
 """NVIDIA GPUs through NVML (the package nvidia-ml-py), with a plain user's rights.
 
-Per GPU: board power from the driver's sample ring (20 ms) or, failing that, the polled fields; the total-energy
-counter as anchor; HBM power; telemetry. Everything is read on the sampler's thread.
+Each GPU has: board power from the driver's sample ring (20 ms) or else from the polled fields, the total-energy counter
+as anchor, HBM power, and telemetry. Everything is read on the sampler's thread.
 
-Failures stay local: one GPU that is lost leaves a gap with its reason and is looked for again. When NVML as a whole is
-gone (driver restart), `read` raises SensorLost, and the sampler starts this sensor anew.
+Failures stay local: a GPU that is lost leaves a gap with its reason, and is looked for again. If NVML as a whole is
+gone (driver restart), `read` raises SensorLost, and the sampler starts this sensor again.
 """
 
 from __future__ import annotations
@@ -35,24 +35,27 @@ from ._visible import GpuBoard, VisibleBoard, visible_boards
 from .base import Batch
 
 TELEMETRY_S = 2.0
-# Activity (GPM) is that between two readings: the second one comes early, so that a short look has it.
+# Activity (GPM) is measured between two readings. The second reading comes early, so that a short run has activity.
 _SECOND_TELEMETRY_S = 0.5
-# Field 185 is a ~1 s average (H200): asking more often than that gives nothing new.
+# Field 185 is a ~1 s average (H200): a shorter period gives nothing new.
 HBM_EVERY_S = 1.0
 _RETRY_NS = 1_000_000_000
 _RESUME_NS = 10_000_000_000
-# The ring is never read more often than this, even when somebody waits for a sample (they come every 20 ms); and less
-# often while a counter is read densely, every few milliseconds.
+# The shortest time between two reads of the ring, for somebody who waits for a sample (they come every 20 ms) and
+# while a counter is read densely, every few milliseconds.
 _AGAIN_NS = 15_000_000
 _DENSE_NS = 50_000_000
-# Each time that the thread wakes costs about as much as a read: what is due this soon (or in two fifths of the ring's
-# period, if that is less) is read with what is due now, and all of it waits so long for the counter, which has its own
-# moment.
+# Each wake-up of the thread costs about as much as a read. So what is due within this time (or within two fifths of the
+# ring's period, if that is less) is read together with what is due now. All of it waits up to this long for the
+# counter, which must be read at its own moment.
 _TOGETHER_NS = 400_000_000
 
 
 class NvmlSensor:
-    """All NVIDIA GPUs this process may see. `environ` has CUDA_VISIBLE_DEVICES; `telemetry_s`: telemetry's period."""
+    """Reads all NVIDIA GPUs that this process may see. Telemetry is read once per `telemetry_s`.
+
+    `environ` (by default the process's) may have CUDA_VISIBLE_DEVICES.
+    """
 
     name = "nvml"
 
@@ -88,7 +91,7 @@ class NvmlSensor:
 
     @property
     def period_s(self) -> float:
-        """Until the first of its parts is due: 1 s with the ring, a few ms while the counter's ticks are sought."""
+        """Return the time until a part is due: 1 s with the ring, a few ms while the counter's ticks are sought."""
         now = self._clock.monotonic_ns()
         learner = next((g for g in self._gpus if g.learning), None)
         due = [g.due_ns(anchor=g is learner or not g.learning) for g in self._gpus]
@@ -103,7 +106,7 @@ class NvmlSensor:
     def read(self) -> Batch:
         batch = Batch()
         lost = 0
-        # One counter at a time is read densely: with several, a round would take longer than a tick allows.
+        # Only one counter at a time is read densely: with several, a round would take longer than a tick allows.
         learner = next((g for g in self._gpus if g.learning), None)
         for gpu in self._gpus:
             try:
@@ -131,7 +134,7 @@ class NvmlSensor:
 
 
 class NvidiaGpu:
-    """One board: its power reader, counter, HBM power and telemetry, each with its own pace."""
+    """One board: its power reader, counter, HBM power and telemetry, each with its own period."""
 
     def __init__(self, nvml: Any, visible: VisibleBoard, telemetry_s: float, clock: Clock = REAL) -> None:
         self._clock = clock
@@ -196,7 +199,7 @@ class NvidiaGpu:
         return domains
 
     def _describe(self, power: RingReader | FieldReader) -> Domain:
-        """The board's domain, with the response that is assumed where none has been learnt."""
+        """Return the board's domain, with the assumed response if none was learnt."""
         note = ""
         if self._visible.mig:
             note = f"MIG: the energy is the whole board's, shared by all its slices (visible: {len(self._visible.mig)})"
@@ -208,11 +211,11 @@ class NvidiaGpu:
 
     @property
     def learning(self) -> bool:
-        """Whether the counter's ticks are being sought, which takes many reads."""
+        """Return whether the counter's ticks are being looked for, which takes many reads."""
         return not self.lost and self.power is not None and self._counter is not None and self._counter.learning
 
     def due_ns(self, anchor: bool) -> int:
-        """When the first part wants to be read; the counter only where it is its turn (`anchor`)."""
+        """Return when the first part must be read; the counter is included only if it is its turn (`anchor`)."""
         if self.lost:
             return self._retry_ns
         due = min(self._power_due, self._telemetry_due)
@@ -222,11 +225,11 @@ class NvidiaGpu:
 
     @property
     def _together_ns(self) -> int:
-        """How far apart parts may be due that are read together."""
+        """Return how far apart the due times of parts may be that are read together."""
         return min(_TOGETHER_NS, round(0.4e9 * self.power.period_s)) if self.power else _TOGETHER_NS
 
     def read(self, batch: Batch, *, anchor: bool, again_ns: int) -> None:
-        """Read what is due. Raises NVMLError when the GPU gives no power any more; `lose` then records the gap."""
+        """Read what is due. Raises NVMLError if the GPU gives no power any more; `lose` then adds the gap."""
         now = self._clock.monotonic_ns()
         if self.lost:
             if now < self._retry_ns:
@@ -235,7 +238,7 @@ class NvidiaGpu:
             self._reopen()
         soon = now + self._together_ns
         if self.power and (soon >= self._power_due or now >= self._power_read + again_ns):
-            # Also before it is due: the sampler reads early when somebody waits for data.
+            # Read power even before it is due: the sampler reads early if somebody waits for data.
             self.power.read(batch)
             self._power_read = now
             self._power_due = now + round(self.power.period_s * 1e9)
@@ -254,7 +257,7 @@ class NvidiaGpu:
     def _spare(
         self, what: str, now: int, part: Callable[[], None], failed: Callable[[str], None] = lambda _why: None
     ) -> None:
-        """Run a part whose failure must not cost the power samples; one that fails rests for a while."""
+        """Run a part whose failure must not stop the power samples. A part that fails is not tried for a while."""
         if now < self._resume_ns.get(what, 0):
             return
         try:
@@ -275,7 +278,7 @@ class NvidiaGpu:
         batch.anchors.setdefault(self.name, []).extend(self._counter.read())
 
     def _reopen(self) -> None:
-        """Look for a lost GPU again. One that comes back without power readings is still lost."""
+        """Look for a lost GPU again. A GPU that comes back without power readings stays lost."""
         self.close()
         self._open()
         if self._had_power and self.power is None:
@@ -283,7 +286,7 @@ class NvidiaGpu:
         self.lost = None
 
     def lose(self, batch: Batch, exc: Exception) -> int:
-        """Open a gap for a GPU that does not answer; returns 1, so that the sensor can count them."""
+        """Open a gap for a GPU that does not answer. Returns 1, so that the sensor can count lost GPUs."""
         if not self.lost:
             self.lost = str(exc)
             now = self._clock.monotonic_ns()
@@ -298,7 +301,7 @@ class NvidiaGpu:
 
 
 def _highest_limit(nvml: Any, handle: Any) -> float | None:
-    """The highest power limit that a board accepts; None where the driver does not say."""
+    """Return the highest power limit that a board accepts; None if the driver does not say."""
     try:
         return int(nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)[1]) * 1e-3 or None
     except nvml.NVMLError:
@@ -306,7 +309,7 @@ def _highest_limit(nvml: Any, handle: Any) -> float | None:
 
 
 def _text(nvml: Any, ask: Callable[..., str | bytes], *args: Any) -> str:
-    """A name, UUID or version, which nothing depends on: empty where the driver does not give it."""
+    """Return a name, UUID or version as text; empty if the driver does not give it, since nothing depends on it."""
     try:
         value = ask(*args)
     except absent_errors(nvml):
@@ -315,7 +318,7 @@ def _text(nvml: Any, ask: Callable[..., str | bytes], *args: Any) -> str:
 
 
 def import_nvml() -> Any:
-    """The binding (nvidia-ml-py); raises SensorUnavailable where it is not installed."""
+    """Import the binding (nvidia-ml-py). Raises SensorUnavailable if it is not installed."""
     try:
         import pynvml
     except ImportError as exc:
@@ -326,7 +329,7 @@ def import_nvml() -> Any:
 
 
 def read_boards(nvml: Any) -> list[GpuBoard]:
-    """All boards of the machine, with their MIG slices."""
+    """Return all boards of the machine, with their MIG slices."""
     boards = []
     for i in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(i)
@@ -349,7 +352,7 @@ def _mig_uuids(nvml: Any, handle: Any) -> tuple[str, ...]:
 
 
 def translate_error(nvml: Any, exc: Exception) -> SensorError:
-    """Our error for one of NVML's, with the fix."""
+    """Turn NVML's error into ours, with the fix."""
     if isinstance(exc, (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded)):
         return SensorUnavailable(
             "no NVIDIA driver on this machine",

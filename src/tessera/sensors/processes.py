@@ -1,7 +1,7 @@
-"""The CPU time of processes, and whose they are: user, Slurm job and Kubernetes pod. Everything is read from /proc.
+"""Reads from /proc the CPU time of processes, and who owns them: user, Slurm job and Kubernetes pod.
 
-`ProcessTree` counts the CPU time of a process, its threads and its children. A child that ends takes nothing away: the
-kernel adds its time to its parent (`cutime` of /proc/PID/stat), and the tree counts only what it had not seen before.
+`ProcessTree` counts the CPU time of a process, its threads and its children. When a child ends, no time is lost: the
+kernel adds it to its parent's (`cutime` of /proc/PID/stat), and the tree counts only what it had not seen before.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..errors import SensorUnavailable
 
 PROC = Path("/proc")
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-# Looking for new children costs a file for each thread. Those of main threads are looked for at every poll, others so
-# often: what they ran between two looks is in the parent's `cutime`, or is seen late.
+# Seconds between two full searches for new children, each of which reads a file for each thread. Children of main
+# threads are looked for at every poll. What others ran between two searches is in the parent's `cutime`, or seen late.
 LOOK_S = 0.5
 SHORT_LIVED = "(short-lived)"
-"""The name of children that began and ended between two looks."""
+"""The name for children that began and ended between two searches."""
 KEPT_NAMES = 100
 
 _SLURM_JOB = re.compile(r"/job_(?P<job>\d+)")
@@ -36,7 +36,7 @@ _POD = re.compile(r"pod(?P<pod>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStat:
-    """One process now: the CPU seconds of its threads (`own_s`) and of the children it has waited for."""
+    """The state of one process: the CPU seconds of its threads (`own_s`) and of the children it has waited for."""
 
     pid: int
     parent: int
@@ -47,7 +47,7 @@ class ProcessStat:
 
 
 def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
-    """A process by its number; None when it has ended."""
+    """Return a process by its number; None if it has ended."""
     try:
         text = _read_bytes(f"{proc}/{pid}/stat").decode(errors="replace")
         head, _, rest = text.rpartition(")")  # a name may contain spaces and brackets
@@ -66,7 +66,7 @@ def read_stat(pid: int, proc: Path = PROC) -> ProcessStat | None:
 
 
 def _read_bytes(path: str) -> bytes:
-    """A file of /proc, without what `open` adds: many are read ten times a second."""
+    """Read a file of /proc without the cost of `open`, because many are read ten times a second."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         parts = b""
@@ -78,14 +78,14 @@ def _read_bytes(path: str) -> bytes:
 
 
 def list_processes(proc: Path = PROC) -> Iterator[ProcessStat]:
-    """Every process that can be seen here."""
+    """Yield every process that is visible here."""
     for folder in proc.iterdir():
         if folder.name.isdigit() and (stat := read_stat(int(folder.name), proc)) is not None:
             yield stat
 
 
 def read_wait_s(pid: int | str, proc: Path = PROC) -> float | None:
-    """How long a process's main thread was ready to run and had no core; None where the kernel does not count it."""
+    """Return how long a process's main thread was ready but had no core; None if the kernel does not count it."""
     try:
         return int((proc / str(pid) / "schedstat").read_text().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
@@ -108,17 +108,17 @@ OwnCpuReading = tuple[float, struct_rusage | None]
 
 
 def read_threads_cpu() -> OwnCpuReading:
-    """The CPU time of this process, for `OwnCpu.of`: 0.5 us, since scopes read it at their edges."""
+    """Read this process's CPU time for `OwnCpu.of`. It takes 0.5 us, because scopes read it at their edges."""
     return process_time(), None
 
 
 def read_own_cpu() -> OwnCpuReading:
-    """The same with the children it has waited for: 1 us."""
+    """Read the same with the children that the process has waited for. It takes 1 us."""
     return process_time(), getrusage(RUSAGE_CHILDREN)
 
 
 class ProcessTree:
-    """A process and everything it started, from now on. `with_root=False` counts only what it started."""
+    """Counts the CPU time of a process and everything it started, from now on; without the root if not `with_root`."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ProcessTree:
         self._baseline = False
 
     def poll(self) -> float:
-        """Count what has come since the last call; CPU seconds since the tree was made."""
+        """Count what was used since the last call. Return the CPU seconds since the tree was made."""
         self._own = OwnCpu.of(read_own_cpu())  # first: to read files may take milliseconds on a busy machine
         pids = self._find_members()
         before, self._members = self._members, {}
@@ -169,12 +169,12 @@ class ProcessTree:
         ended_s = sum(p.own_s + p.children_s for p in gone.values())
         for process in gone.values():
             self._add_ended(process.name, 1, self._counted_s.pop(process.pid, 0.0))
-        # A process that ends adds all its time to its parent, with what was counted here before. Where the parent was
-        # read just before that, it comes with the next look: what is owed is kept for one.
+        # A process that ends adds all its time to its parent's, also what was counted here before. If the parent was
+        # read just before that, the time arrives at the next poll: `_owed_s` keeps it for one poll.
         unseen_s = waited_s - ended_s - self._owed_s
         self._owed_s = max(ended_s - waited_s, 0.0)
         names = [process.name for process in gone.values()]
-        # What those used since they were last read; where none was known it was somebody who came and went.
+        # The time that ended children used after their last read. If no child is known, it was a short-lived one's.
         told = names or self._gone_names or [SHORT_LIVED]
         self._gone_names = names
         if unseen_s > 0:
@@ -183,7 +183,7 @@ class ProcessTree:
         return self.cpu_s
 
     def _read(self, pid: int, last: ProcessStat | None) -> ProcessStat | None:
-        """A process; of this one, microseconds and not ticks of 10 ms, and no file once it is known."""
+        """Read a process; this process in microseconds instead of ticks of 10 ms, and without a file once known."""
         is_own = pid == os.getpid() and self._proc == PROC
         stat = last if is_own and last is not None else read_stat(pid, self._proc)
         if stat is None or not is_own:
@@ -192,18 +192,18 @@ class ProcessTree:
 
     @property
     def own_cpu(self) -> OwnCpu | None:
-        """The CPU time of this process as of the last `poll`, if it is the root and counts."""
+        """Return this process's CPU time at the last `poll`, if it is the root and is counted."""
         is_own = self._with_root and self.root == os.getpid() and self._proc == PROC
         return self._own if is_own else None
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds so far, as of the last `poll`."""
+        """Return the CPU seconds up to the last `poll`."""
         own = 0.0 if self._with_root else self._counted_s.get(self.root, 0.0)
         return sum(self._counted_s.values()) - own + sum(seconds for _, seconds in self._ended.values())
 
     def children(self) -> dict[str, tuple[int, float]]:
-        """How many children of each name there were, and their CPU seconds, the most first."""
+        """Return how many children of each name there were, and their CPU seconds, largest first."""
         totals = dict(self._ended)
         for pid, stat in self._members.items():
             if pid != self.root:
@@ -217,7 +217,7 @@ class ProcessTree:
         self._ended[name] = (had + count, had_s + seconds)
 
     def _find_members(self) -> list[int]:
-        """The root, what it started, and what those started; one whose parent has ended stays."""
+        """Return the root and all its descendants. A child whose parent has ended stays a member."""
         known = list(self._members) or [self.root]
         now_s = self._clock()
         if now_s < self._look_s and not self._has_new_child(known):
@@ -238,11 +238,11 @@ class ProcessTree:
         return list(members)
 
     def _has_new_child(self, known: Sequence[int]) -> bool:
-        """Whether the main thread of a known process has started one that is not."""
+        """Return whether the main thread of a known process has started a process that is not known."""
         return any(child not in self._members for pid in known for child in self._read_children(pid, pid) or ())
 
     def _list_children(self, pid: int) -> list[int] | None:
-        """The children that the kernel lists by thread; None where it does not (CONFIG_PROC_CHILDREN)."""
+        """Return the children that the kernel lists by thread; None if it lists none (CONFIG_PROC_CHILDREN)."""
         try:
             threads = os.listdir(f"{self._proc}/{pid}/task")  # noqa: PTH208  (a path for each thread costs more)
         except OSError:
@@ -265,7 +265,7 @@ class ProcessTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOwner:
-    """Whose a process is: its user, and its Slurm job and Kubernetes pod where it has one."""
+    """Who owns a process: its user, and its Slurm job and Kubernetes pod if it has one."""
 
     user: str | None = None
     job: str | None = None
@@ -273,7 +273,7 @@ class ProcessOwner:
 
 
 def find_owner(pid: int, proc: Path = PROC) -> ProcessOwner:
-    """Whose a process is; what cannot be read (another user's environment, a process that ended) is None."""
+    """Return who owns a process. What cannot be read (another user's environment, an ended process) is None."""
     folder = proc / str(pid)
     groups = _read(folder / "cgroup")
     job = re.search(r"(?:^|\0)SLURM_JOB_ID=(\d+)", _read(folder / "environ")) or _SLURM_JOB.search(groups)

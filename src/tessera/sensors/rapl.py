@@ -1,4 +1,4 @@
-"""CPU and DRAM energy from the RAPL counters, as Linux shows them under /sys/class/powercap.
+"""CPU and DRAM energy from the RAPL counters, which Linux shows under /sys/class/powercap.
 
 Each zone has a counter of microjoules that runs up to `max_energy_range_uj` and starts again at zero:
 
@@ -30,21 +30,21 @@ POWERCAP_ROOT = Path("/sys/class/powercap")
 # Intel SDM vol. 3B, "RAPL Interfaces": the energy status counters are updated about every 1 ms.
 RESOLUTION_S = 0.001
 DEFAULT_PERIOD_S = 0.1
-# The most a zone could draw when it does not say: twice the largest socket sold (500 W: Xeon 6980P, EPYC 9965
-# datasheets), and for psys, which is a whole platform, four such sockets' worth. A generous bound is safe: it only
-# tells a reset from a wrap, and a 262 kJ range (2^32 counts of 61 µJ, SDM) lasts minutes.
+# The most that a zone could draw if it does not say: twice the largest socket sold (500 W: Xeon 6980P, EPYC 9965
+# datasheets); for psys, which is a whole platform, four such sockets. A generous bound is safe: it only tells a
+# reset from a wrap, and a 262 kJ range (2^32 counts of 61 µJ, SDM) lasts minutes.
 ASSUMED_MAX_W = {"psys": 4000.0}
 ASSUMED_PACKAGE_MAX_W = 1000.0
-# Assumed: turbo exceeds the limits for a while, and a limit may be raised mid-run.
+# Assumed: turbo exceeds the limits for a while, and a limit may be raised during a run.
 LIMIT_HEADROOM = 2.0
 LEAST_MAX_W = 100.0
-# Reads come at least four times per fastest possible wrap, so that a sampler twice as late still sees each.
+# Reads come at least this often per fastest possible wrap, so that a sampler that is twice as late sees every wrap.
 READS_PER_WRAP = 4.0
-# A read may be held up between the clock and the counter; without this a late read looks like a jump.
+# A read may be held up between the clock and the counter; without this allowance a late read would look like a jump.
 READ_SLACK_S = 0.05
-# 61 µJ a count: a domain that draws anything moves its counter within a second.
+# A domain that draws anything moves its counter (61 µJ a count) within this time.
 STALL_S = 1.0
-# Relative 90% error of the level. Assumed: package readings follow an external meter within percents (Khan
+# Relative 90% error of the level. Assumed: package readings agree with an external meter within a few percent (Khan
 # et al., "RAPL in Action", 2018); DRAM within 20% (Desrochers et al., "A Validation of DRAM RAPL", 2016).
 GAIN_ERROR = {"dram": 0.20}
 PACKAGE_GAIN_ERROR = 0.05
@@ -68,7 +68,7 @@ _NOTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnergyDelta:
-    """Joules between two readings of a counter, or the reason why they are unknown."""
+    """The joules between two readings of a counter, or the reason why they are unknown."""
 
     energy_j: float | None
     reason: str = ""
@@ -78,10 +78,10 @@ class EnergyDelta:
 def counter_delta(
     before_uj: int, after_uj: int, *, range_uj: int, elapsed_s: float, max_power_w: float, previous_w: float | None
 ) -> EnergyDelta:
-    """Joules a wrapping counter counted between two readings, with any number of wraps in between.
+    """Return the joules that a wrapping counter counted between two readings, with any number of wraps in between.
 
-    `max_power_w` bounds what is possible, `previous_w` (the mean power of the interval before) decides among
-    several possible numbers of wraps, but only where it lies well within the nearest one.
+    `max_power_w` bounds what is possible. If several numbers of wraps are possible, `previous_w` (the mean power of the
+    interval before) decides, but only if one of them is clearly the nearest.
     """
     range_j = range_uj * 1e-6
     least_j = ((after_uj - before_uj) % range_uj) * 1e-6
@@ -109,7 +109,7 @@ def counter_delta(
 
 @dataclass(slots=True, kw_only=True)
 class RaplZone:
-    """One counter, and the reading the next sample counts from."""
+    """One counter, and the reading from which the next sample counts."""
 
     domain: Domain
     path: Path
@@ -124,7 +124,7 @@ class RaplZone:
     guesses: int = 0
 
     def rebase(self, batch: Batch, time_ns: int, energy_uj: int) -> None:
-        """Count from here; what came before is unknown."""
+        """Start counting from this reading; the energy before it is unknown."""
         batch.add(self.domain.name, time_ns, math.nan)
         self.energy_uj, self.time_ns, self.previous_w = energy_uj, time_ns, None
         self.lost = self.stalled = False
@@ -142,13 +142,13 @@ class RaplZone:
         elif energy_uj == self.energy_uj and self._skip_unmoved(batch, time_ns):
             return
         elif self.stalled:
-            # When it moved is only known within the last read; start from there.
+            # The counter moved at an unknown moment since the last read, so count from here.
             self.rebase(batch, time_ns, energy_uj)
         elif time_ns > self.time_ns:
             self._sample(batch, time_ns, energy_uj)
 
     def _skip_unmoved(self, batch: Batch, time_ns: int) -> bool:
-        """Leave the interval open while the counter stands still (True); the next sample covers it."""
+        """Leave the interval open while the counter stands still (True); the next sample then covers it."""
         elapsed_s = (time_ns - self.time_ns) / NS_PER_S
         if self.max_power_w * elapsed_s >= self.range_uj * 1e-6:
             return False  # long enough to have gone all the way round
@@ -188,7 +188,7 @@ class RaplZone:
             self._add_gap(batch, reason, None)
 
     def describe(self) -> Domain:
-        """The domain, with a note where wraps were inferred."""
+        """Return the domain, with a note if wraps were inferred."""
         if not self.guesses:
             return self.domain
         note = f"{self.guesses} intervals had their wraps inferred from the power before"
@@ -196,9 +196,9 @@ class RaplZone:
 
 
 def _find_zones(root: Path, text: Callable[[Path], str]) -> list[tuple[Domain, Path]]:
-    """List the zones with their domains, each domain once (MSR and MMIO show the same package)."""
+    """Return the zones with their domains, each domain once (MSR and MMIO show the same package)."""
     paths: dict[str, Path] = {}
-    # Sub-zones appear beside their parent and inside it, depending on the kernel and on how /sys was mounted.
+    # Sub-zones appear beside their parent or inside it, depending on the kernel and on how /sys was mounted.
     for path in (*root.glob("intel-rapl*:*"), *root.glob("intel-rapl*:*/intel-rapl*:*")):
         paths.setdefault(path.name, path)
     keys = [
@@ -218,13 +218,13 @@ def _find_zones(root: Path, text: Callable[[Path], str]) -> list[tuple[Domain, P
 
 
 def _domain_name(name: str, parent: str) -> str | None:
-    """Our name for a zone: package-0 -> cpu0, its dram -> dram0, its core -> cpu0.core, psys -> psys."""
+    """Return our name for a zone: package-0 -> cpu0, its dram -> dram0, its core -> cpu0.core, psys -> psys."""
     if match := _PSYS.fullmatch(name):
         return f"psys{match['index'] or ''}"
     match = _PACKAGE.fullmatch(name) or _PACKAGE.fullmatch(parent)
     if match is None:
         return None
-    # A package of several dies has a zone for each; they do not overlap.
+    # A package of several dies has one zone for each die; they do not overlap.
     place = match["package"] + (f".die{match['die']}" if match["die"] else "")
     if _PACKAGE.fullmatch(name):
         return f"cpu{place}"
@@ -234,7 +234,7 @@ def _domain_name(name: str, parent: str) -> str | None:
 
 
 def _kind(domain: str) -> str:
-    """The kind of a domain: "cpu", "dram", "core", "uncore" or "psys"."""
+    """Return the kind of a domain: "cpu", "dram", "core", "uncore" or "psys"."""
     last = domain.rpartition(".")[2]
     return last if last in ("core", "uncore") else domain.partition(".")[0].rstrip("0123456789")
 
@@ -254,9 +254,9 @@ def _describe(domain: str, label: str) -> Domain:
 
 
 class RaplSensor:
-    """Package, DRAM, core, uncore and platform power from the RAPL counters of the powercap class.
+    """Reads package, DRAM, core, uncore and platform power from the RAPL counters of the powercap class.
 
-    Packages and DRAM are counted; core and uncore lie inside a package and psys contains everything.
+    Packages and DRAM are counted. Core and uncore are part of a package, and psys contains everything.
     """
 
     name = "rapl"
@@ -282,7 +282,7 @@ class RaplSensor:
 
     @property
     def period_s(self) -> float:
-        """How often to read: the period asked for, or less where a counter would wrap too soon."""
+        """Return how often to read: the period asked for, or less if a counter would wrap too soon."""
         wraps_s = [z.range_uj * 1e-6 / z.max_power_w for z in self._zones]
         return min([self._wanted_period_s, *(w / READS_PER_WRAP for w in wraps_s)])
 
@@ -310,7 +310,7 @@ class RaplSensor:
         )
 
     def _open(self, domain: Domain, path: Path) -> str | None:
-        """Take a zone's first reading; the reason where the zone cannot be used."""
+        """Take a zone's first reading. Return the reason if the zone cannot be used."""
         time_ns, energy_uj = self._read_counter(path)
         range_uj = int(self._text(path / "max_energy_range_uj"))
         if range_uj <= 0:
@@ -334,7 +334,7 @@ class RaplSensor:
         return (before_ns + self._clock_ns()) // 2, energy_uj
 
     def _max_power_w(self, domain: Domain, path: Path) -> float:
-        """Return the most this zone could plausibly draw, from its limits where it has any."""
+        """Return the most that this zone could plausibly draw, from its limits if it has any."""
         most_w = ASSUMED_MAX_W.get(_kind(domain.name), ASSUMED_PACKAGE_MAX_W)
         limits_w = []
         for file in (*path.glob("constraint_*_max_power_uw"), *path.glob("constraint_*_power_limit_uw")):
@@ -344,7 +344,7 @@ class RaplSensor:
                 continue  # a limit that cannot be read does not count
         if not any(w > 0 for w in limits_w):
             return most_w
-        # Firmware writes huge limits for "none"; no zone is believed beyond the assumption.
+        # Firmware writes huge limits for "none", so no zone is believed above the assumed maximum.
         return min(max(LIMIT_HEADROOM * max(limits_w), LEAST_MAX_W), most_w)
 
     def _text(self, path: Path) -> str:
@@ -368,11 +368,11 @@ class RaplSensor:
         return [zone.describe() for zone in self._zones]
 
     def capabilities(self) -> Sequence[Capability]:
-        """One per zone, readable or not."""
+        """Return one capability per zone, readable or not."""
         return list(self._capabilities)
 
     def read(self) -> Batch:
-        """The mean power of each zone since the last read."""
+        """Return the mean power of each zone since the last read."""
         batch = Batch()
         reason = "the sensor was not started"
         for zone in self._zones:
@@ -390,4 +390,4 @@ class RaplSensor:
         return batch
 
     def stop(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the sensor holds nothing open."""

@@ -6,8 +6,8 @@
                           │
                       RedfishSensor (here)               reads it again and again: samples, currents, events
 
-Nothing here is counted: a chassis or a PDU contains the GPUs and CPUs that other sensors count. A request takes 10 ms
-to seconds, so `read` belongs on a background thread; a dead service costs it one timeout, not one for each resource.
+None of these domains counts: a chassis or a PDU contains the GPUs and CPUs that other sensors count. A request takes
+10 ms to seconds, so `read` must run on a background thread. If the service is dead, that costs one timeout in all.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from .ipmi import classify_event
 
 __all__ = ["RedfishConfig", "RedfishSensor"]
 
-# NEC (NFPA 70) 210.20(A), 215.3: a breaker is rated at 125% of its continuous load; above 80% of its
-# rating a lasting load may trip it.
+# NEC (NFPA 70) 210.20(A), 215.3: a breaker is rated at 125% of its continuous load, so a lasting load above 80% of its
+# rating may trip it.
 NEAR_TRIP = 0.80
 # Assumed: an alarm ends below this, so that a load right at the threshold is not reported again and again.
 NEAR_TRIP_REARM = 0.75
-# Assumed: supplies and PDUs meter within about 3%; Redfish carries no accuracy in the excerpts read here.
+# Assumed: supplies and PDUs meter within about 3%; the Redfish excerpts read here carry no accuracy.
 GAIN_ERROR = 0.03
-# A PDU has tens of circuits at one request each; they take turns so that one read stays short.
+# A PDU has tens of circuits with one request each. They take turns, so that one read stays short.
 CIRCUITS_PER_READ = 8
 EVENTS_PERIOD_S = 10.0
-# A slow BMC answers some 60 requests of a second each at first.
+# The time allowed for the first survey: a slow BMC may need some 60 requests of a second each.
 START_S = 120.0
-# One lost answer is common while a BMC is busy; three in a row are not.
+# How many failures in a row mean that the sensor is lost. One lost answer is common while a BMC is busy.
 FAILURES_TO_LOSE = 3
 
 
 @dataclass(slots=True, kw_only=True)
 class _Watch:
-    """One point, and where we stand with it."""
+    """One point that is read, and the state of its readings and alarms."""
 
     point: RedfishPoint
     power: PolledPower
@@ -54,7 +54,7 @@ class _Watch:
     read_ns: int | None = None
 
     def take(self, batch: Batch, time_ns: int, reading: RedfishReading) -> None:
-        """Turn a reading into a sample or gap, telemetry and events."""
+        """Turn a reading into a sample or a gap, telemetry and events."""
         if reading.power_w is not None:
             self.power.observe(batch, power_w=reading.power_w, time_ns=time_ns, stamp=reading.stamp)
         elif self.point.has_power:
@@ -85,18 +85,18 @@ class _Watch:
         self._alarm(batch, time_ns, "psu_fault", reading.fault)
 
     def _alarm(self, batch: Batch, time_ns: int, kind: str, message: str | None) -> None:
-        """Report a condition when it begins, not while it lasts."""
+        """Report a condition when it begins, and not again while it lasts."""
         if message is None:
             self.alarms.discard(kind)
         elif kind not in self.alarms:
             self.alarms.add(kind)
-            # It began after the reading before this one; at the first reading nobody knows when.
+            # The condition began after the previous reading; if this is the first, nobody knows when.
             batch.events.append(
                 PowerEvent(time_ns=time_ns, since_ns=self.read_ns, domain=self.point.domain, kind=kind, message=message)
             )
 
     def describe(self) -> Domain:
-        """Describe the domain as its sensor is known by now."""
+        """Return the domain with what is known of its sensor by now."""
         assumed = "" if self.power.refresh_seen else "refresh period assumed, not yet seen"
         notes = ("contains what other sensors count, so not counted", self.point.note, assumed)
         return Domain(
@@ -111,7 +111,7 @@ class _Watch:
 
 
 class RedfishSensor:
-    """Node, power-supply and rack PDU power with currents and over-current events, over HTTPS."""
+    """Reads node, power-supply and rack PDU power with currents and over-current events, over HTTPS."""
 
     name = "redfish"
     period_s = 1.0  # BMCs have something new about once a second
@@ -147,7 +147,7 @@ class RedfishSensor:
             raise self._refusal(error) from None
 
     def _get_until(self, deadline_s: float) -> Callable[[object], Json]:
-        """The client's `get`, which fails after a time: a hostile service may describe itself for ever."""
+        """Return the client's `get` with a deadline, because a hostile service may describe itself for ever."""
         client = self._client
         assert client is not None
 
@@ -199,14 +199,14 @@ class RedfishSensor:
         )
 
     def domains(self) -> Sequence[Domain]:
-        """The domains with a power reading; resolutions are assumed until changes were seen."""
+        """Return the domains with a power reading. Their resolution is assumed until changes were seen."""
         return [watch.describe() for watch in self._watches if watch.point.has_power]
 
     def capabilities(self) -> Sequence[Capability]:
         return list(self._capabilities)
 
     def read(self) -> Batch:
-        """Samples, currents, alarms, and the power events logged since the last read."""
+        """Return samples, currents, alarms, and the power events logged since the last read."""
         if self._client is None:
             raise SensorLost("the Redfish sensor was not started", fix="call start() first")
         batch = Batch()
@@ -217,7 +217,7 @@ class RedfishSensor:
             return batch
         self._failures += 1
         if failure is not None and (failure.kind == "denied" or self._failures >= FAILURES_TO_LOSE):
-            # Wrong credentials are not tried again every second: that locks accounts.
+            # Wrong credentials are not tried again every second, because that locks accounts.
             raise SensorLost(
                 "the Redfish service does not answer any more",
                 why=failure.reason,
@@ -226,7 +226,7 @@ class RedfishSensor:
         return batch
 
     def _due(self) -> list[_Watch]:
-        """Return what to read now: everything but circuits, and the circuits whose turn it is."""
+        """Return what to read now: everything but circuits, and those circuits whose turn it is."""
         circuits = [w for w in self._watches if w.point.circuit]
         if len(circuits) > CIRCUITS_PER_READ:
             first = self._next_circuit % len(circuits)
@@ -235,7 +235,7 @@ class RedfishSensor:
         return [w for w in self._watches if not w.point.circuit] + circuits
 
     def _read_points(self, batch: Batch) -> tuple[bool, RequestFailed | None]:
-        """Read what is due, each resource once; whether any answered, and the last failure."""
+        """Read what is due, each resource once. Return whether any answered, and the last failure."""
         assert self._client is not None
         resources: dict[str, tuple[int, Json] | RequestFailed] = {}
         dead: RequestFailed | None = None
@@ -247,7 +247,7 @@ class RedfishSensor:
             answer = resources.get(path, dead)
             if isinstance(answer, RequestFailed):
                 failure = answer
-                # The service itself is gone: asking for the rest would cost one timeout each.
+                # The whole service is gone: asking for the rest would cost one timeout each.
                 dead = answer if answer.kind in ("unreachable", "tls", "denied") else dead
                 if watch.point.has_power:
                     watch.power.fail(batch, self._clock_ns(), answer.reason)
@@ -296,7 +296,7 @@ class RedfishSensor:
             )
 
     def _logged_ns(self, entry: Json, since_ns: int, now: int) -> tuple[int, int]:
-        """When an entry was made, at the earliest and at the latest; a BMC's clock is often wrong."""
+        """Return the earliest and the latest time when an entry was made; a BMC's clock is often wrong."""
         try:
             created = datetime.fromisoformat(str(entry.get("Created")))
         except ValueError:
@@ -306,7 +306,7 @@ class RedfishSensor:
         time_ns = self._epoch.to_monotonic(round(created.timestamp() * NS_PER_S))
         if not since_ns <= time_ns <= now:
             return since_ns, now
-        # Most logs have whole seconds: it happened within the second after its stamp.
+        # Most logs have whole seconds: the event happened within the second after its stamp.
         return time_ns, time_ns if created.microsecond else min(time_ns + NS_PER_S, now)
 
     def _origin(self, uri: object) -> str:
@@ -317,12 +317,12 @@ class RedfishSensor:
         return self._watches[0].point.domain
 
     def stop(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
 
 def _key(entry: Json) -> str:
-    """A key that differs between log entries, also after the log was cleared and Ids start again."""
+    """Return a key that differs between log entries, even after the log was cleared and Ids start again."""
     return f"{entry.get('@odata.id') or entry.get('Id')} {entry.get('Created')}"

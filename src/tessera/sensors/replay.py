@@ -1,4 +1,4 @@
-"""A recording played again through the same code that reads a live sensor."""
+"""Plays a recording through the same code that reads a live sensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .modelled import MODEL_ERROR
 class ReplaySensor:
     """Plays recorded columns from the moment it is started, in real time (`speed=1`) or all at once (`speed=None`).
 
-    All at once, the recording's end is placed at the moment of the start, so that what it holds has just happened.
+    All at once, the recording's end is placed at the moment of the start, so that its samples have just happened.
     """
 
     name = "replay"
@@ -69,7 +69,7 @@ class ReplaySensor:
         return []
 
     def read(self) -> Batch:
-        """What has been played since the last read; after the end, nothing more."""
+        """Return what was played since the last read; after the end, nothing more."""
         batch = Batch()
         for name, column in self._columns.items():
             batch.samples[name] = self._until_now(name, column)
@@ -88,14 +88,14 @@ class ReplaySensor:
         return list(zip(placed[:n].tolist(), column.watts[first : first + n].tolist(), strict=True))
 
     def _to_present(self, times: Ints) -> Ints:
-        """Recorded times on the clock of now."""
+        """Map recorded times to the present clock."""
         if self._speed is None:
             return times - self._last_ns + self._begun_ns
         shifted: Ints = ((times - self._first_ns) / self._speed).astype(np.int64) + self._begun_ns
         return shifted
 
     def stop(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def _describe_column(name: str, times_ns: Ints, basis: Basis | None) -> Domain:

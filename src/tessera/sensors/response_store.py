@@ -1,10 +1,10 @@
-"""How the power sensors of this machine's boards respond, as earlier runs have learnt it.
+"""Keeps how the power sensors of this machine's boards respond, as earlier runs have learnt it.
 
     run with a trace ──► ResponseFit ──► keep() ──► $XDG_CONFIG_HOME/tessera/sensors/<board, driver, source>.json
     sensor that starts ◄── Domain with the board's own lag and blur ◄── SensorResponse ◄── find()
 
-A file has the fits of the last runs. They are combined by their precision, and by how far they scatter beyond it: runs
-of one board that disagree make its response less certain, never more.
+A file has the fits of the last runs. They are combined by their precision and by how much they scatter beyond it: runs
+of one board that disagree make its response less certain, never more certain.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ..schema import Domain
 
 KEPT_FITS = 32
 FILE_BYTES = 64 << 10
-# What all fits of a board may share, since they make the same assumptions (90% half-width): no number of runs helps.
+# The error that all fits of a board may share, because they make the same assumptions (90% half-width).
 COMMON_ERROR_S = 0.0005
-# Lags and blurs beyond this are of no sensor that can be learnt: NVML's slowest is an average over a second.
+# No sensor whose response can be learnt has a longer lag or blur: NVML's slowest is an average over a second.
 MOST_S = 3.0
 MOST_W = 5000.0
 _Z90 = 1.6449  # `joules.Z90`, which would load numpy
 
 
 class ResponseFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one run has taught; errors are 90% half-widths. `start_ns` (epoch) says which run: it counts once."""
+    """What one run has learnt; errors are 90% half-widths. `start_ns` (epoch) identifies the run, which counts once."""
 
     start_ns: int
     seconds: float
@@ -68,7 +68,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensorResponse:
-    """What is known of a board's power sensor; errors are 90% half-widths. `blur_s` is a standard deviation."""
+    """The known response of a board's power sensor; errors are 90% half-widths. `blur_s` is a standard deviation."""
 
     lag_s: float
     lag_error_s: float
@@ -80,19 +80,19 @@ class SensorResponse:
     runs: int
 
     def apply(self, domain: Domain) -> Domain:
-        """The domain with this lag and blur."""
+        """Return the domain with this lag and blur."""
         return dataclasses.replace(domain, lag_s=self.lag_s, lag_error_s=self.lag_error_s, blur_s=self.blur_s)
 
 
 def find(domain: Domain) -> SensorResponse | None:
-    """What earlier runs have learnt of a domain's sensor; None where they have learnt nothing that can be read."""
+    """Return what earlier runs have learnt of a domain's sensor; None if there is nothing that can be read."""
     path = path_of(domain)
     fits = _read(path, domain) if path is not None else []
     return combine(fits) if fits else None
 
 
 def keep(domain: Domain, fit: ResponseFit) -> SensorResponse | None:
-    """Add what a run has taught; returns what is known now, or None where it cannot be kept (no folder, no driver)."""
+    """Add what a run has learnt. Return what is known now, or None if it cannot be kept (no folder, no driver)."""
     path = path_of(domain)
     if path is None:
         return None
@@ -115,20 +115,20 @@ _Table = TypeVar("_Table", bound=_Taught)
 
 
 def keep_learnt(table: _Table) -> _Table:
-    """Keep what a run of this machine has shown of its sensors; returns the table of its joules."""
+    """Keep what a run of this machine has shown of its sensors, and return the table of its joules."""
     for domain, fit in table.learnt:
         keep(domain, fit)
     return table
 
 
 def folder() -> Path:
-    """The folder of what was learnt."""
+    """Return the folder with what was learnt."""
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(config).expanduser() / "tessera" / "sensors"
 
 
 def path_of(domain: Domain) -> Path | None:
-    """The file of a domain's sensor; None where the board or its driver is not known."""
+    """Return the file of a domain's sensor; None if the board or its driver is not known."""
     if not domain.label or not domain.driver:
         return None
     parts = (domain.label, domain.driver, _source(domain))
@@ -140,7 +140,7 @@ def _source(domain: Domain) -> str:
 
 
 def _read(path: Path, domain: Domain) -> list[ResponseFit]:
-    """The fits of a file; empty where it is missing or damaged: the next run replaces it."""
+    """Return the fits in a file; empty if it is missing or damaged, and then the next run replaces it."""
     try:
         found = msgspec.json.decode(read_bytes(path, FILE_BYTES), type=_File)
     except (OSError, ValueError, RecursionError, msgspec.DecodeError):
@@ -150,7 +150,7 @@ def _read(path: Path, domain: Domain) -> list[ResponseFit]:
 
 
 def combine(fits: Sequence[ResponseFit]) -> SensorResponse:
-    """All fits together."""
+    """Combine all fits into one response."""
     lag_s, lag_error_s = combine_values([(f.lag_s, f.lag_error_s) for f in fits])
     blur_s, blur_error_s = combine_values([(f.blur_s, f.blur_error_s) for f in fits])
     idle = [(f.idle_w, f.idle_error_w) for f in fits if f.idle_w is not None and f.idle_error_w is not None]
@@ -163,16 +163,16 @@ def combine(fits: Sequence[ResponseFit]) -> SensorResponse:
 
 
 def combine_values(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The mean of values with errors, weighted by precision, and its error.
+    """Return the mean of values with errors, weighted by precision, and its error.
 
-    Values that scatter more than their errors allow differ by themselves, by a variance that is added to each of theirs
+    If the values scatter more than their errors allow, they really differ: the excess variance is added to each one's
     (DerSimonian and Laird, "Meta-analysis in clinical trials", 1986).
     """
     weights = [error**-2.0 for _, error in values]
     total = sum(weights)
     mean = sum(w * v for w, (v, _) in zip(weights, values, strict=True)) / total
     excess = sum(w * (v - mean) ** 2 for w, (v, _) in zip(weights, values, strict=True))
-    # The scatter is one of standard deviations, the errors are 90% half-widths: both in units of the latter.
+    # The scatter is in standard deviations, the errors are 90% half-widths: convert the former to the latter.
     excess = excess * _Z90**2 - (len(values) - 1)
     spare = total - sum(w * w for w in weights) / total
     between = max(excess / spare, 0.0) if spare > 1e-9 * total else 0.0

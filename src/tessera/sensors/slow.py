@@ -1,8 +1,8 @@
 """Reads sensors that use the network or run a program on a thread of their own, so that they do not stall the others.
 
 The sampler reads everything on one thread, and NVML's ring holds 2.4 s: a BMC that takes 5 s to time out would cost
-GPU samples. A slow sensor is therefore read on a thread of its own, and the sampler only collects the batches. That
-thread starts the sensor too: a service that takes long to describe itself, or never ends, delays nobody.
+GPU samples. So each slow sensor is read on its own thread, and the sampler only collects the batches. That thread also
+starts the sensor, so a service that describes itself slowly or for ever delays nobody.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .base import Batch, Sensor
 
 _KEPT_BATCHES = 256
 WAIT_S = 3.0
-"""How long `start` waits for a sensor; one that takes longer is started in the background."""
+"""How long `start` waits for a sensor; a slower one is started in the background."""
 
 
 class SlowSensor:
-    """Wraps a sensor whose `read` may block: reads it in the background and hands over what has come."""
+    """Wraps a sensor whose `read` may block: reads it in the background, and hands over what has come."""
 
     def __init__(self, inner: Sensor, *, wait_s: float = WAIT_S) -> None:
         self.inner = inner
@@ -39,14 +39,14 @@ class SlowSensor:
 
     @property
     def period_s(self) -> float:
-        """Collecting costs nothing: as often as the wrapped sensor has something new."""
+        """Return the wrapped sensor's period; collecting more often would give nothing new."""
         return self.inner.period_s
 
     def start(self) -> None:
         """Start the wrapped sensor, and the thread that reads it.
 
-        The first time this waits a moment, and raises what is wrong by then. After a loss it is the sampler that calls,
-        and must not wait: the thread starts the sensor again, and `read` goes on raising the loss until it has.
+        The first call waits a moment, and raises the error that occurred by then. After a loss the sampler calls, which
+        must not wait: the thread starts the sensor again, and `read` goes on raising the loss until it has succeeded.
         """
         if self._lost is not None and not self._stop.is_set():
             if self._thread is None or not self._thread.is_alive():
@@ -65,7 +65,7 @@ class SlowSensor:
 
     @property
     def pending(self) -> bool:
-        """Whether the sensor is still being started: it has no domains yet."""
+        """Return whether the sensor is still being started, and has no domains yet."""
         return not self._ready.is_set()
 
     def _spawn(self) -> threading.Thread:
@@ -104,7 +104,7 @@ class SlowSensor:
         return self.inner.capabilities()
 
     def read(self) -> Batch:
-        """What has come since the last read."""
+        """Return what has come since the last read."""
         merged = Batch()
         came = False
         while self._batches:
@@ -130,7 +130,7 @@ class SlowSensor:
             raise SensorLost(self._lost.what, why=self._lost.why, fix=self._lost.fix) from self._lost
 
     def stop(self) -> None:
-        """Ask the thread to end; one that hangs in a time-out ends after it, without us."""
+        """Ask the thread to end. If it hangs in a time-out, it ends after that; this does not wait for it."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=0.2)
