@@ -1,4 +1,4 @@
-"""Power limits and clocks of GPUs. They change only when you ask, and are restored on every way out.
+"""Sets power limits and clocks of GPUs. They change only when you ask, and are restored however the process ends.
 
 ::
 

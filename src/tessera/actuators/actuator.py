@@ -1,6 +1,6 @@
-"""One GPU's power limit and clocks, read and set; and the way from a name ("gpu0", a UUID, 0) to that GPU.
+"""Reads and sets one GPU's power limit and clocks, and finds that GPU by its name ("gpu0", a UUID, 0).
 
-An actuator only reads and sets. Restoring is the job of `hold`.
+An actuator only reads and sets. `hold` restores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PowerLimit:
     max_w: float
 
     def check(self, gpu: str, cap_w: float) -> None:
-        """Raise ActuatorError for a cap outside the range."""
+        """Raise ActuatorError if a cap is outside the range."""
         if not self.min_w <= cap_w <= self.max_w:  # also NaN
             raise ActuatorError(
                 f"cap_w={cap_w:g} cannot be set on {gpu}",
@@ -35,8 +35,8 @@ class PowerLimit:
 
 
 def check_clocks(gpu: str, supported_mhz: tuple[int, ...], low_mhz: int, high_mhz: int) -> None:
-    """Raise ActuatorError for clocks the board does not have."""
-    # Where the driver does not list its clocks, it refuses a wrong one itself.
+    """Raise ActuatorError if the board does not have these clocks."""
+    # If the driver does not list its clocks, it refuses a wrong one itself.
     lowest, highest = min(supported_mhz, default=1), max(supported_mhz, default=high_mhz)
     if not lowest <= low_mhz <= high_mhz <= highest:
         raise ActuatorError(
@@ -48,7 +48,7 @@ def check_clocks(gpu: str, supported_mhz: tuple[int, ...], low_mhz: int, high_mh
 
 @runtime_checkable
 class Actuator(Protocol):
-    """One GPU that can be controlled. Methods raise ActuatorError, or ActuatorPermission for missing rights."""
+    """One GPU that can be controlled. Methods raise ActuatorError, or ActuatorPermission if rights are missing."""
 
     gpu: str
     """Its name on this machine, the same as the sensors use: "gpu0"."""
@@ -57,19 +57,19 @@ class Actuator(Protocol):
     uuid: str
     """Its UUID, which does not depend on how GPUs are numbered."""
     node: Path | None
-    """Its device node, which containers that share the GPU can lock; None where it has none."""
+    """Its device node, which containers that share the GPU can lock; None if it has none."""
 
     def power_limit(self) -> PowerLimit:
         """Read the limit and its range."""
 
     def set_power_limit_w(self, limit_w: float) -> None:
-        """Set the limit of the board."""
+        """Set the board's limit."""
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """Supported SM clocks, highest first; empty where the driver lists none."""
+        """Return the supported SM clocks, highest first; empty if the driver lists none."""
 
     def locked_clocks_mhz(self) -> tuple[int, int] | None:
-        """The range the clocks are locked to; None: not locked, or the driver cannot tell."""
+        """Return the range that the clocks are locked to; None if not locked, or if the driver cannot tell."""
 
     def lock_clocks_mhz(self, low_mhz: int, high_mhz: int) -> None:
         """Keep the SM clock within a range."""
@@ -82,16 +82,16 @@ class Actuator(Protocol):
 
 
 def list_gpus() -> dict[str, str]:
-    """GPUs this process may control: name to UUID, in the order of CUDA's (or HIP's) device numbers.
+    """Return the GPUs this process may control: UUIDs by name, in the order of CUDA's (or HIP's) device numbers.
 
-    Names use the machine's numbering, like the sensors ("gpu3" may be cuda:0). Boards split into MIG slices are left
-    out: a limit of the board would affect the other tenants.
+    Names use the machine's numbering, like the sensors ("gpu3" may be cuda:0). Boards that are divided into MIG slices
+    are left out, because a board's limit would affect the other tenants.
     """
     return {name: uuid for name, (uuid, _) in _list_boards().items()}
 
 
 def find_gpu(gpu: str | int) -> Actuator:
-    """The actuator of a GPU: "gpu0" (the machine's number, as the sensors use it), 0, or its UUID."""
+    """Return the actuator of a GPU: "gpu0" (the machine's number, as the sensors use it), 0, or its UUID."""
     boards = _list_boards()
     text = str(gpu)
     match = _NAME.match(text)
@@ -107,7 +107,7 @@ def find_gpu(gpu: str | int) -> Actuator:
 
 
 def open_uuid(uuid: str, vendor: str, gpu: str | None = None) -> Actuator:
-    """The actuator of a GPU by its UUID, also of one that is not visible to this process."""
+    """Return the actuator of a GPU by its UUID, even if the GPU is not visible to this process."""
     if vendor == "amd":
         from .amd import AmdActuator
 
@@ -118,7 +118,7 @@ def open_uuid(uuid: str, vendor: str, gpu: str | None = None) -> Actuator:
 
 
 def _list_boards() -> dict[str, tuple[str, str]]:
-    """(UUID, vendor) by name. Raises ActuatorError where neither vendor's library works."""
+    """Return (UUID, vendor) by name. Raises ActuatorError if neither vendor's library works."""
     from . import amd, nvml
 
     try:

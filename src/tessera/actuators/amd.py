@@ -1,8 +1,8 @@
-"""Power cap and clocks of an AMD GPU through AMD SMI. Tested against a fake at the ABI, not yet on hardware.
+"""Sets power cap and clocks of an AMD GPU through AMD SMI. Tested against a fake at the ABI, not yet on hardware.
 
-Caps are microwatts on bare metal (amdsmi.h, amdsmi_power_cap_info_t). Clocks: amdsmi_set_gpu_clk_limit sets the
-lowest and the highest graphics clock, which puts the board in the performance level MANUAL; the level AUTO undoes
-both, as `amd-smi reset --clocks` does. Setting needs root.
+Caps are in microwatts on bare metal (amdsmi.h, amdsmi_power_cap_info_t). amdsmi_set_gpu_clk_limit sets the lowest and
+the highest graphics clock, which puts the board in the performance level MANUAL. The level AUTO undoes both, as
+`amd-smi reset --clocks` does. Setting needs root.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class AmdActuator:
         except self._smi.error:
             return ()
         levels = [round(hz / 1e6) for hz in info.get("frequency", ()) if as_nonzero(hz)]
-        # AMD SMI lists levels (on an MI300X the lowest and the highest); a limit may be any MHz between them.
+        # AMD SMI lists levels (on an MI300X the lowest and the highest), but a limit may be any MHz between them.
         return tuple(range(max(levels), min(levels) - 1, -1)) if levels else ()
 
     def locked_clocks_mhz(self) -> tuple[int, int] | None:
-        """The range; None at the performance level AUTO, where the driver chooses."""
+        """Return the locked range; None at the performance level AUTO, at which the driver chooses."""
         try:
             if str(self._smi.call("amdsmi_get_gpu_perf_level", self._handle)).endswith("AUTO"):
                 return None
@@ -85,7 +85,7 @@ class AmdActuator:
                 raise
 
     def close(self) -> None:
-        """Nothing: AMD SMI's shutdown is for the whole process (see sensors/amd.py)."""
+        """Do nothing: AMD SMI's shutdown would end it for the whole process (see sensors/amd.py)."""
 
     def _call(self, what: str, function: str, *args: Any) -> Any:
         try:
@@ -122,7 +122,7 @@ def _machine() -> tuple[Smi, list[AmdGpu]]:
 
 
 def list_boards() -> dict[str, str]:
-    """Name to UUID of the AMD GPUs this process may use, in HIP's order. Raises ActuatorError without AMD SMI."""
+    """Return the UUIDs of the AMD GPUs this process may use, by name, in HIP's order. Raises ActuatorError."""
     _, machine = _machine()
     uuids = {}
     for gpu in select_gpus(machine, os.environ):

@@ -1,11 +1,11 @@
-"""Claims on a GPU, and what they amount to: the tightest cap and the lowest clocks of all claims that are alive.
+"""Adds and removes claims on a GPU, and sets the tightest cap and the lowest clocks of all claims that are alive.
 
 Every change is the same step, under the GPU's lock::
 
     journal (what was, what we are about to write)  ──►  driver  ──►  journal (what it now reads)
 
-A value that we did not write was set by somebody else. It becomes "what was": claims may tighten it while they last,
-and it stays as it is when they end.
+If the driver shows a value that we did not write, somebody else set it. It becomes "what was": claims may tighten it
+while they last, and it is set again when they end.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .journal import ROUNDING_W, Claim, ClockChange, Journal, LimitChange
 from .smoothing import describe_profiles
 from .smoothing_claims import apply_profiles, apply_smoothing, check_smoothing_claim
 
-# A restore is tried this often: a driver that is busy (a GPU reset, another tool's call) answers soon after.
+# How often a restore is tried: a driver that is busy (a GPU reset, another tool's call) answers soon after.
 ATTEMPTS = 4
 _BACKOFF_S = 0.02
 
 
 @dataclass(slots=True)
 class ClaimOutcome:
-    """The state after a step; `notes` are for people."""
+    """The GPU's state after a step; `notes` are for people."""
 
     limit_w: float | None = None
     clocks_mhz: tuple[int, int] | None = None
@@ -61,9 +61,9 @@ def add_claim(actuator: Actuator, claim: Claim) -> ClaimOutcome:
 
 
 def remove_claim(actuator: Actuator, claim_id: str | None) -> ClaimOutcome:
-    """Remove a claim, and those of dead processes: the next tightest applies, or what was before.
+    """Remove a claim and those of dead processes; then the next tightest applies, or what was before.
 
-    Raises ActuatorError; the journal then stays.
+    Raises ActuatorError, and then keeps the journal.
     """
     with locks.lock_gpu(actuator.uuid):
         outcome = ClaimOutcome()
@@ -72,7 +72,7 @@ def remove_claim(actuator: Actuator, claim_id: str | None) -> ClaimOutcome:
 
 
 def tightest_limits(claims: Sequence[Claim]) -> tuple[float | None, tuple[int, int] | None]:
-    """The cap and the clocks that satisfy all claims; of clocks that do not overlap, the lower ones."""
+    """Return the cap and the clocks that satisfy all claims; the lower clocks if two ranges do not overlap."""
     caps = [c.cap_w for c in claims if c.cap_w is not None]
     ranges = [c.clocks_mhz for c in claims if c.clocks_mhz is not None]
     if not ranges:
@@ -82,7 +82,7 @@ def tightest_limits(claims: Sequence[Claim]) -> tuple[float | None, tuple[int, i
 
 
 def describe_claim(claim: Claim) -> str:
-    """A claim in words."""
+    """Describe a claim in words."""
     parts = [f"a cap of {claim.cap_w:g} W"] if claim.cap_w is not None else []
     if claim.clocks_mhz is not None:
         parts.append(f"clocks of {claim.clocks_mhz[0]} to {claim.clocks_mhz[1]} MHz")
@@ -92,7 +92,7 @@ def describe_claim(claim: Claim) -> str:
 
 
 def _live_claims(actuator: Actuator, outcome: ClaimOutcome) -> tuple[Claim, ...]:
-    """The claims of live processes. A journal from an earlier boot is void, as its limits are."""
+    """Return the claims of live processes. A journal from an earlier boot is void, because limits end with a boot."""
     journal = journals.read_journal(actuator.uuid)
     if journal is None:
         return ()
@@ -119,7 +119,7 @@ def _restore(actuator: Actuator, claims: tuple[Claim, ...], outcome: ClaimOutcom
 def _apply(
     actuator: Actuator, claims: tuple[Claim, ...], outcome: ClaimOutcome, *, thorough: bool = False
 ) -> ClaimOutcome:
-    """Set the GPU to what the claims ask for, and record it; `thorough`: set clocks even if the limit fails."""
+    """Set the GPU to what the claims ask for, and record it. If `thorough`, set clocks even if the limit fails."""
     fresh = Journal(uuid=actuator.uuid, gpu=actuator.gpu, vendor=actuator.vendor, boot=boot_id())
     journal = dataclasses.replace(journals.read_journal(actuator.uuid) or fresh, claims=claims)
     failed: ActuatorError | None = None

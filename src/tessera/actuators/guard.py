@@ -9,8 +9,8 @@
     a crash in C           if it was killed too, `tessera doctor --restore` or the next hold on that GPU
     fork                 the child holds nothing
 
-Python runs signal handlers in the main thread between two of its steps. So a handler may come in the middle of our own
-change of a GPU: it is then delayed until that change is done (`defer_signals`).
+Python runs signal handlers in the main thread between two of its steps, so a handler may interrupt our own change of a
+GPU. `defer_signals` then delays it until that change is done.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Handler = Callable[[int, Any], None]
 
 @dataclass(slots=True)
 class _GuardState:
-    """What this process holds, and what has been set up to restore it."""
+    """What this process holds, and what was set up to restore it."""
 
     holds: list[GpuHold] = field(default_factory=list)
     depth: int = 0  # of `defer_signals`, in the main thread
@@ -57,7 +57,7 @@ class _GuardState:
     mutex: threading.Lock = field(default_factory=threading.Lock)  # while the watcher is started
     watched_pid: int = 0
     at_exit: bool = False
-    # Other threads that held something: they may again, and cannot install handlers, so ours stay while they live.
+    # Other threads that have held something. They may do so again and cannot install handlers, so ours stay.
     threads: weakref.WeakSet[threading.Thread] = field(default_factory=weakref.WeakSet)
     ending: bool = False
 
@@ -66,7 +66,7 @@ _state = _GuardState()
 
 
 def register(hold: GpuHold) -> None:
-    """Before a hold changes anything: make sure it ends with this process. A process that is ending takes no more."""
+    """Note a hold before it changes anything, so that it ends with this process. An ending process takes no more."""
     _state.holds.append(hold)  # first: whoever ends the process either sees it in the list, or is seen below
     while _state.ending:
         if threading.current_thread() is threading.main_thread():
@@ -84,7 +84,7 @@ def register(hold: GpuHold) -> None:
 
 
 def unregister(hold: GpuHold) -> None:
-    """The hold has ended and everything is restored."""
+    """Forget a hold that has ended, after everything is restored."""
     if hold in _state.holds:
         _state.holds.remove(hold)
     if not _state.holds and not any(thread.is_alive() for thread in list(_state.threads)):
@@ -95,7 +95,7 @@ def unregister(hold: GpuHold) -> None:
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Delay signal handlers while the body changes a GPU: they would need the lock it holds."""
+    """Delay signal handlers while the body changes a GPU, because they would need the lock that it holds."""
     if threading.current_thread() is not threading.main_thread():
         yield  # handlers run in the main thread only, and wait for this one
         return
@@ -110,7 +110,7 @@ def defer_signals() -> Iterator[None]:
 
 
 def _install_handlers() -> None:
-    """Put our handlers before the existing ones. Only the main thread may; in other threads the watcher is enough."""
+    """Put our handlers before the existing ones. Only the main thread can; for other threads the watcher is enough."""
     if threading.current_thread() is not threading.main_thread():
         return
     for signum in SIGNALS:
@@ -174,7 +174,7 @@ def _release_all() -> None:
 
 
 def _reset_after_fork() -> None:
-    """A forked child holds nothing: its parent does, and restores it."""
+    """Forget all holds in a forked child: the parent holds them, and restores them."""
     for hold in _state.holds:
         hold.disown()
     _state.holds.clear()
@@ -191,7 +191,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _start_watcher() -> None:
-    """Start the watcher once per process; by a shell that ends at once, so that it is not our child to wait for."""
+    """Start the watcher once per process, by a shell that ends at once: then it is not our child to wait for."""
     if _state.watched_pid == os.getpid() or os.environ.get(VARIABLE) == "0" or not sys.executable:
         return
     _state.watched_pid = os.getpid()
@@ -212,7 +212,7 @@ def _start_watcher() -> None:
 
 
 def watch(pid: str, started: str) -> None:
-    """The watcher's main function: wait for a process to end, then restore what dead processes left changed."""
+    """Run the watcher: wait for a process to end, then restore what dead processes left changed."""
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)  # a signal that ends the process may go to its group; we must outlive it
     os.chdir("/")  # keep no folder busy
@@ -225,7 +225,7 @@ def watch(pid: str, started: str) -> None:
 
 
 def _follow(pid: int, started: int | None) -> None:
-    """Note what that process says on our stdin that it holds, until it has ended; sleeps in the kernel meanwhile."""
+    """Read from stdin what the process says it holds, until it ends. Meanwhile this sleeps in the kernel."""
     pipe, pidfd, text = [sys.stdin.fileno()], [], b""
     with contextlib.suppress(OSError):  # it has ended, or the kernel is older than 5.3
         pidfd = [os.pidfd_open(pid)]
@@ -244,6 +244,6 @@ def _follow(pid: int, started: int | None) -> None:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot: a reused PID has another start. None: no such process."""
+    """Return when a process started, in clock ticks since boot (a reused PID has another start); None if it is gone."""
     stat = read_stat(pid)
     return None if stat is None else stat.began

@@ -1,4 +1,4 @@
-"""`cap_power` and `lock_clocks`: a limit for the duration of a block, restored on every way out (see guard)."""
+"""`cap_power` and `lock_clocks`: a limit for the duration of a block, restored however the block ends (see guard)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Gpus = str | int | Actuator | Sequence[str | int | Actuator]
 
 
 class GpuHold:
-    """A claim on one or several GPUs, all or none of them. Made by `hold_gpus`; `notes` are for people."""
+    """A claim on one or several GPUs, all or none of them. `hold_gpus` makes it; `notes` are for people."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class GpuHold:
 
     @property
     def is_active(self) -> bool:
-        """Whether the limits are set: between `take` and `release`, except while a signal's handler runs."""
+        """Return whether the limits are set: between `take` and `release`, except while a signal's handler runs."""
         return self._state == "active"
 
     def take(self) -> None:
-        """Set the limits. After an ActuatorError nothing is changed on any of the GPUs."""
+        """Set the limits. If it raises ActuatorError, nothing is changed on any of the GPUs."""
         with guard.defer_signals():
             guard.register(self)
             with self._mutex:
@@ -66,7 +66,7 @@ class GpuHold:
                     raise
 
     def change(self, *, cap_w: float | None = None, clocks_mhz: tuple[int, int] | None = None) -> None:
-        """Ask for another cap and other clocks from now on. After an ActuatorError the limits are as before."""
+        """Ask for another cap and other clocks from now on. If it raises ActuatorError, the limits are as before."""
         if self._pid != os.getpid():
             return
         with guard.defer_signals(), self._mutex:
@@ -92,7 +92,7 @@ class GpuHold:
                 self._end()
 
     def suspend(self) -> None:
-        """For a signal's handler: restore, and be ready to take again."""
+        """Restore for a signal's handler, but be ready to take again."""
         with guard.defer_signals(), self._mutex:
             state = self._state
             if state != "over":
@@ -101,14 +101,14 @@ class GpuHold:
                 self._warn(exc)
 
     def resume(self) -> None:
-        """The program continues after a signal: take again what was suspended."""
+        """Take again what was suspended, because the program continues after a signal."""
         with guard.defer_signals(), self._mutex:
             if self._state == "suspended":
                 self._claim(None, self._wants)
                 self._state = "active"
 
     def disown(self) -> None:
-        """In a forked child: the hold belongs to the parent."""
+        """Forget the claim in a forked child: it belongs to the parent."""
         self._pid = None
 
     def _end(self) -> None:
@@ -139,7 +139,7 @@ class GpuHold:
         )
 
     def _undo(self, done: list[Actuator], before: Wants | None, exc: ActuatorError) -> ActuatorError:
-        """Restore the GPUs that were already changed; an error that names all of them."""
+        """Restore the GPUs that were already changed. Return an error that names all of them."""
         if not done:
             return exc
         errors: list[ActuatorError] = []
@@ -190,7 +190,7 @@ def hold_gpus(
 
 
 def cap_power(gpus: Gpus, *, cap_w: float) -> contextlib.AbstractContextManager[GpuHold]:
-    """Cap the board power of `gpus` by the driver. Of several caps on one GPU, from any process, the tightest applies.
+    """Cap the board power of `gpus` by the driver. If several processes cap a GPU, the tightest cap applies.
 
     >>> with actuators.cap_power("gpu0", cap_w=300):
     ...     train()
@@ -203,7 +203,7 @@ def cap_power(gpus: Gpus, *, cap_w: float) -> contextlib.AbstractContextManager[
 def lock_clocks(gpus: Gpus, *, sm_mhz: int | tuple[int, int]) -> contextlib.AbstractContextManager[GpuHold]:
     """Lock the SM clock of `gpus` to one value or to a range (low, high). A lock applies to the whole GPU.
 
-    NVML cannot tell whether somebody else had locked the clocks: such a lock is removed at the end.
+    NVML cannot tell whether somebody else had locked the clocks, so such a lock is removed at the end.
     """
     low, high = (sm_mhz, sm_mhz) if isinstance(sm_mhz, int) else sm_mhz
     return hold_gpus(gpus, clocks_mhz=(low, high))
@@ -217,12 +217,12 @@ def smooth_power(
     ramp_down_w_per_s: float | None = None,
     hysteresis_ms: float | None = None,
 ) -> contextlib.AbstractContextManager[GpuHold]:
-    """Let the driver of a Blackwell GPU hold a floor and limit ramps. Of several holders, the strictest applies.
+    """Let the driver of a Blackwell GPU keep a floor and limit ramps. Of several holders, the strictest applies.
 
     >>> with actuators.smooth_power("gpu0", floor_percent=60, ramp_down_w_per_s=200):
     ...     train()
 
-    Not tested on hardware: only against a fake of NVML.
+    It is tested against a fake of NVML, not on hardware.
     """
     asked = PowerSmoothing(
         floor_percent=floor_percent,

@@ -1,9 +1,9 @@
-"""What was changed on a GPU, by whom, and what it was before: a journal for each GPU.
+"""A journal for each GPU: what was changed on it, by whom, and what it was before.
 
-It is written and synced before the hardware is touched: one file per GPU, `<folder>/<uuid>.json`, replaced whole
-(write, fsync, rename, fsync of the folder), so a crash at any moment leaves the old text or the new. No file means that
-nothing is changed, unless this process holds something: it keeps its own part in memory, and its watcher has a copy,
-because a file can be removed. Who writes has the GPU's lock (`locks.lock_gpu`).
+The journal is written and synced before the hardware is touched. It is one file per GPU, `<folder>/<uuid>.json`,
+replaced as a whole (write, fsync, rename, fsync of the folder), so a crash leaves the old text or the new one. If there
+is no file, nothing is changed, unless this process holds something: it keeps its own part in memory, and its watcher
+has a copy, because a file can be removed. A writer must have the GPU's lock (`locks.lock_gpu`).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitChange:
-    """The limit was `was_w` before us. `ours_w` are the values we wrote: two while a write is under way."""
+    """A changed limit: it was `was_w` before us. `ours_w` are the values we wrote: two while a write is under way."""
 
     was_w: float
     ours_w: tuple[float, ...]
 
     def wrote(self, limit_w: float) -> bool:
-        """Whether this limit is one of ours, also after a driver rounded it to whole watts."""
+        """Return whether this limit is one of ours, even if the driver rounded it to whole watts."""
         return any(abs(limit_w - ours_w) <= ROUNDING_W for ours_w in self.ours_w)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockChange:
-    """The clocks were locked to `was_mhz` (None: not locked, or not readable); we asked for `ours_mhz`."""
+    """Changed clocks: they were locked to `was_mhz` (None: not locked, or not readable); we asked for `ours_mhz`."""
 
     was_mhz: tuple[int, int] | None
     ours_mhz: tuple[int, int]
@@ -60,7 +60,7 @@ class ClockChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Journal:
-    """One GPU's file. `boot` identifies the kernel's boot: limits and locks end with it."""
+    """The content of one GPU's file. `boot` identifies the kernel's boot: limits and locks end with it."""
 
     uuid: str
     gpu: str
@@ -74,7 +74,7 @@ class Journal:
 
     @property
     def is_changed(self) -> bool:
-        """Whether something on the GPU is not as it was."""
+        """Return whether something on the GPU is not as it was."""
         return any(c is not None for c in (self.limit, self.clocks, self.smoothing, self.profiles))
 
 
@@ -90,7 +90,7 @@ _state = _Kept()
 
 
 def read_journal(uuid: str) -> Journal | None:
-    """The journal of a GPU; None if nothing is changed. What this process holds is in it even if the file is not."""
+    """Return a GPU's journal, with what this process holds even if the file is gone; None if nothing is changed."""
     path = locks.gpu_file(uuid, ".json")
     kept = _state.kept.get(path)
     try:
@@ -107,7 +107,7 @@ def read_journal(uuid: str) -> Journal | None:
         ) from exc
     if kept is None or {c.id for c in kept.claims} <= {c.id for c in journal.claims}:
         return journal
-    # The file was removed, and somebody who did not know of us wrote a new one: our value may be its "what was".
+    # The file was removed, and somebody who did not know of us wrote a new one: its "what was" may be our value.
     limit = journal.limit or kept.limit
     if journal.limit is not None and kept.limit is not None and kept.limit.wrote(journal.limit.was_w):
         limit = replace(journal.limit, was_w=kept.limit.was_w)
@@ -123,7 +123,7 @@ def read_journal(uuid: str) -> Journal | None:
 
 
 def write_journal(journal: Journal) -> None:
-    """Replace the journal on disk; once this returns, it survives a crash."""
+    """Replace the journal on disk. Once this returns, the journal survives a crash."""
     path = locks.gpu_file(journal.uuid, ".json")
     draft = path.with_suffix(".draft")
     try:
@@ -148,7 +148,7 @@ def write_journal(journal: Journal) -> None:
 
 
 def remove_journal(uuid: str) -> None:
-    """Everything on the GPU is as it was: remove its journal."""
+    """Remove a GPU's journal, after everything on the GPU is as it was."""
     path = locks.gpu_file(uuid, ".json")
     try:
         path.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ def remove_journal(uuid: str) -> None:
 
 
 def list_journals() -> list[str]:
-    """UUIDs of the GPUs that have a journal, on disk or in memory."""
+    """Return the UUIDs of the GPUs that have a journal, on disk or in memory."""
     folder = locks.folder_path()
     on_disk = locks.runtime_folder().glob("*.json") if folder.exists() else ()
     return sorted({path.stem for path in (*on_disk, *_state.kept) if path.parent == folder})
@@ -178,19 +178,19 @@ def _keep(path: Path, journal: Journal | None) -> None:
 
 
 def receive_line(line: bytes) -> None:
-    """In the watcher: one line of `_keep`."""
+    """Take over one line of `_keep`; the watcher calls this."""
     path, journal = msgspec.json.decode(line, type=tuple[str, Journal | None])
     _keep(Path(path), journal)
 
 
 def connect_watcher(pipe: int) -> None:
-    """From now on tell the watcher at the other end what this process holds."""
+    """From now on, tell the watcher at the other end of the pipe what this process holds."""
     os.set_blocking(pipe, False)
     _state.watcher = pipe
 
 
 def forget() -> None:
-    """In a forked child: it holds nothing."""
+    """Forget everything: a forked child holds nothing."""
     if _state.watcher is not None:
         os.close(_state.watcher)
     _state.kept, _state.watcher = {}, None

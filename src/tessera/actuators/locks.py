@@ -1,14 +1,14 @@
-"""Who controls a GPU: the folder of its files, a lock for each GPU, and a file that shows a process is alive.
+"""Decides who controls a GPU: the folder of its files, a lock per GPU, and a file that shows that a process is alive.
 
 Locks are POSIX record locks (fcntl.lockf), not flock: a forked child (a DataLoader's worker) inherits a flock and
 would keep it after its parent was killed. A record lock ends with the process that took it, and works across the PID
 namespaces of containers. Record locks are per process, so threads also take a lock of their own, and no file is
 opened twice in one process.
 
-Two containers may have two folders, and neither would see what the other changed. So a process that holds something
-also locks the GPU's device node (/dev/nvidia0), at a byte that stands for its folder: whoever finds another byte
-locked leaves the GPU alone. That lock is one of the open file (F_OFD_SETLK): NVML opens and closes the same node, which
-would end a record lock of the process.
+Two containers may have different folders, and neither would see what the other changed. So a process that holds
+something also locks the GPU's device node (/dev/nvidia0), at a byte that stands for its folder. A process that finds
+another byte locked leaves the GPU alone. That lock belongs to the open file (F_OFD_SETLK): NVML opens and closes the
+same node, which would end a record lock of the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..errors import ActuatorError
 
 VARIABLE = "TESSERA_RUNTIME_DIR"
 """Environment variable for the folder of locks and journals; containers that share a GPU should share it."""
-# A lock's holder needs a few driver calls of milliseconds and two fsyncs.
+# How long to wait for a lock: its holder needs a few driver calls of milliseconds and two fsyncs.
 LOCK_TIMEOUT_S = 10.0
 _POLL_S = 0.002
 _SAFE = re.compile(r"[A-Za-z0-9._-]+")
@@ -37,9 +37,9 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def folder_path() -> Path:
-    """/run/tessera for root, /var/tmp/tessera-UID for others.
+    """Return /run/tessera for root, /var/tmp/tessera-UID for others.
 
-    Not XDG_RUNTIME_DIR, which logind removes at logout while a job in tmux still holds a cap.
+    It is not XDG_RUNTIME_DIR, which logind removes at logout while a job in tmux still holds a cap.
     """
     chosen = os.environ.get(VARIABLE)
     if chosen:
@@ -48,7 +48,7 @@ def folder_path() -> Path:
 
 
 def runtime_folder() -> Path:
-    """The folder of locks and journals; created if missing, and only its owner may use it."""
+    """Return the folder of locks and journals. It is created if missing, and only its owner may use it."""
     path = folder_path()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def runtime_folder() -> Path:
 
 
 def gpu_file(uuid: str, suffix: str) -> Path:
-    """A GPU's file in the folder."""
+    """Return the path of a GPU's file in the folder."""
     if not _SAFE.fullmatch(uuid):
         raise ActuatorError(f"{uuid!r} is not a UUID of a GPU", why="it cannot be used as a file name")
     return runtime_folder() / f"{uuid}{suffix}"
@@ -113,7 +113,7 @@ def lock_gpu(uuid: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
 
 
 def _lock_file(path: Path) -> int | None:
-    """Open and lock a file; None where it is taken, or was removed meanwhile: a new one has another lock."""
+    """Open and lock a file; None if it is taken, or was removed meanwhile (a new one has another lock)."""
     fd = _open(path)
     with contextlib.suppress(FileNotFoundError):
         if _try_lock(fd) and os.path.samestat(os.fstat(fd), path.stat()):
@@ -141,7 +141,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def owner_name() -> str:
-    """This process's name in claims. From the first call on, the file of that name stays locked while it is alive."""
+    """Return this process's name in claims. From the first call on, the process keeps the file of that name locked."""
     with _state.mutex:
         place = runtime_folder()
         path, fd = _state.owner or (None, None)
@@ -158,12 +158,12 @@ def owner_name() -> str:
 
 
 def is_ours(owner: str) -> bool:
-    """Whether this process has that name."""
+    """Return whether this process has that name."""
     return _state.owner is not None and _state.owner[0].stem == owner
 
 
 def is_alive(owner: str) -> bool:
-    """Whether the process with this name is alive. Our own file is not opened: closing it would unlock it."""
+    """Return whether the process with this name is alive. Our own file is not opened: closing it would unlock it."""
     path = runtime_folder() / f"{owner}.owner"
     if _state.owner is not None and _state.owner[0] == path:
         return True
@@ -181,13 +181,13 @@ def is_alive(owner: str) -> bool:
 
 
 def remove_owner_file() -> None:
-    """At exit: remove the file that shows this process is alive."""
+    """Remove, at exit, the file that shows that this process is alive."""
     if _state.owner is not None:
         _state.owner[0].unlink(missing_ok=True)
 
 
 def reset_locks() -> None:
-    """In a forked child: it holds nothing, and locks of the parent's threads are not its own."""
+    """Forget all locks in a forked child: it holds nothing, and locks of the parent's threads are not its own."""
     if _state.owner is not None:
         os.close(_state.owner[1])
     for fd in _state.nodes.values():
@@ -201,9 +201,9 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux (fcntl.h): typ
 
 
 def lock_node(uuid: str, gpu: str, node: Path | None) -> None:
-    """Mark the GPU as ours until nothing of it is held any more; an ActuatorError where others have marked it.
+    """Mark the GPU as ours until we hold nothing of it any more. Raises ActuatorError if others have marked it.
 
-    `node` is None where the GPU has no device node: then only the folder tells processes of each other.
+    `node` is None if the GPU has no device node: then only processes with the same folder see each other.
     """
     if node is None or uuid in _state.nodes:
         return
@@ -231,13 +231,13 @@ def lock_node(uuid: str, gpu: str, node: Path | None) -> None:
 
 
 def unlock_node(uuid: str) -> None:
-    """Remove the mark: this process holds nothing of the GPU any more."""
+    """Remove the mark, because this process holds nothing of the GPU any more."""
     if uuid in _state.nodes:
         os.close(_state.nodes.pop(uuid))
 
 
 def is_node_locked(node: Path | None) -> bool:
-    """Whether some process holds the GPU with this device node, whichever folder it has."""
+    """Return whether some process holds the GPU with this device node, whichever folder it has."""
     try:
         fd = os.open(node or "", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -249,13 +249,13 @@ def is_node_locked(node: Path | None) -> bool:
 
 
 def _is_locked(fd: int, start: int, length: int) -> bool:
-    """Whether another open file has a lock in this range; a length of 0 means up to the end."""
+    """Return whether another open file has a lock in this range; a length of 0 means up to the end."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _is_shared(node: Path) -> bool:
-    """Whether this is the machine's own node, perhaps mounted into a container, and not one made for the container."""
+    """Return whether this is the machine's own node, perhaps mounted into a container, and not one made for it."""
     device = node.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = (line.split() for line in _MOUNTS.read_text().splitlines())

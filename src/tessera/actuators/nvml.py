@@ -1,8 +1,8 @@
-"""Power limit and clocks of an NVIDIA GPU through NVML (nvidia-ml-py).
+"""Sets power limit and clocks of an NVIDIA GPU through NVML (nvidia-ml-py).
 
 Setting needs root: NVML documents "requires root/admin access" for every device command
 (docs.nvidia.com/deploy/nvml-api, Device Commands). Limits and locks end with a reboot or when the driver is unloaded.
-NVML cannot read locked clocks, so a lock that somebody else set before us cannot be restored: it is removed.
+NVML cannot read locked clocks, so a lock that somebody else set before us cannot be restored; it is removed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _start() -> Any:
 
 
 def list_boards() -> list[VisibleBoard]:
-    """NVIDIA boards this process may use, in CUDA's order. Raises ActuatorError without NVML."""
+    """Return the NVIDIA boards this process may use, in CUDA's order. Raises ActuatorError without NVML."""
     nvml = _start()
     try:
         return visible_boards(read_boards(nvml), os.environ.get("CUDA_VISIBLE_DEVICES"))

@@ -1,4 +1,4 @@
-"""Power smoothing and workload power profiles through NVML (nvidia-ml-py): reads and sets, keeps no state."""
+"""Reads and sets power smoothing and workload power profiles through NVML (nvidia-ml-py); keeps no state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NvmlSmoothing:
         )
 
     def set_smoothing(self, state: SmoothingState) -> None:
-        """Off first and on last: a preset is never active half-written."""
+        """Set all of it. Smoothing is off meanwhile, so that a half-written preset is never active."""
         if not state.enabled:
             self._set_enabled(False)
         for place, name in enumerate(PARAMETERS):

@@ -19,7 +19,7 @@ from .smoothing import Smoother, describe_profiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutstandingChange:
-    """One GPU with a journal. `action`: what restoring would do, or did; `error`: why it failed."""
+    """One GPU with a journal. `action` is what restoring would do, or did; `error` is why it failed."""
 
     gpu: str
     uuid: str
@@ -31,23 +31,23 @@ class OutstandingChange:
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         return f"{self.gpu}: {self.error or self.action}"
 
 
 def list_outstanding() -> list[OutstandingChange]:
-    """What is changed now and what `restore_outstanding` would do; changes nothing."""
+    """Return what is changed now, and what `restore_outstanding` would do. It changes nothing."""
     return [_examine(uuid) for uuid in _list_journals()]
 
 
 def restore_outstanding() -> list[OutstandingChange]:
-    """Restore what dead processes left; live ones keep what they hold. A GPU that fails does not stop the others."""
+    """Restore what dead processes left; live ones keep what they hold. If one GPU fails, the others still follow."""
     changes = (_restore_gpu(uuid) for uuid in _list_journals())
     return [change for change in changes if change is not None]
 
 
 def check_limits() -> list[MachineCheck]:
-    """GPUs whose power limit is not the default although no journal here says who changed it."""
+    """Find GPUs whose power limit is not the default although no journal here says who changed it."""
     checks = []
     journals_here = _list_journals()
     try:
@@ -75,7 +75,7 @@ def check_limits() -> list[MachineCheck]:
 
 
 def check_smoothing() -> list[MachineCheck]:
-    """Power smoothing and workload power profiles, of the GPUs that have them."""
+    """Describe power smoothing and workload power profiles of the GPUs that have them."""
     checks = []
     try:
         gpus = list_gpus()

@@ -1,7 +1,7 @@
-"""What a Blackwell GPU's driver does about power by itself: smoothing (floor, ramps) and workload power profiles.
+"""What a Blackwell GPU's driver can do about power: smoothing (floor, ramps) and workload power profiles.
 
-Power smoothing has presets of four parameters, one of them active. We change the last preset and make it the active
-one; what was is in the journal. NVML documents both for Blackwell or newer, for root only
+Power smoothing has presets of four parameters; one preset is active. We change the last preset and make it the active
+one; the journal keeps what was before. NVML documents both for Blackwell or newer, for root only
 (docs.nvidia.com/deploy/nvml-api, Power Smoothing Information, Power Profile Information). Not tested on hardware.
 """
 
@@ -21,16 +21,16 @@ POWER_PROFILES = (
     "high_throughput_inference", "medium_throughput_inference", "low_latency_inference", "training", "inference",
     "max_q_2", "max_q_3", "low_priority_background",
 )  # fmt: skip
-# The driver returns ramps in milliwatts a second and may round what it was given.
+# The driver returns ramps in milliwatts per second, and may round what it was given by this share.
 _ROUNDING = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerSmoothing:
-    """What is asked of the driver; None leaves a parameter as the preset has it.
+    """What is asked of the driver; None keeps the preset's value of a parameter.
 
-    `floor_percent` is of the GPU's highest power, ramps are watts a second, `hysteresis_ms` is how long power stays up
-    before it ramps down.
+    `floor_percent` is of the GPU's highest power, ramps are in watts per second, `hysteresis_ms` is how long power
+    stays up before it ramps down.
     """
 
     floor_percent: float | None = None
@@ -56,7 +56,7 @@ class PowerSmoothing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmoothingState:
-    """What a GPU has: whether it smooths, the active preset, and the parameters of preset `profile`."""
+    """What is set on a GPU: whether it smooths, the active preset, and the parameters of preset `profile`."""
 
     enabled: bool
     active: int
@@ -67,19 +67,19 @@ class SmoothingState:
     hysteresis_ms: float
 
     def is_near(self, other: SmoothingState) -> bool:
-        """Whether it is the same, also after the driver rounded it."""
+        """Return whether another state is the same, even if the driver rounded it."""
         pairs = [(getattr(self, n), getattr(other, n)) for n in PARAMETERS]
         same = (self.enabled, self.active, self.profile) == (other.enabled, other.active, other.profile)
         return same and all(math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for a, b in pairs)
 
 
 PARAMETERS = ("floor_percent", "ramp_up_w_per_s", "ramp_down_w_per_s", "hysteresis_ms")
-"""In NVML's order: a parameter's place is its paramId."""
+"""The parameters in NVML's order: a parameter's place is its paramId."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmoothingLimits:
-    """What the driver accepts, and who may ask: `privilege` is its own number for this process's rights."""
+    """What the driver accepts, and from whom: `privilege` is its own number for this process's rights."""
 
     min_floor_percent: float
     max_floor_percent: float
@@ -87,7 +87,7 @@ class SmoothingLimits:
     privilege: int | None
 
     def check(self, gpu: str, smoothing: PowerSmoothing) -> None:
-        """Raise ActuatorError for a floor outside the range."""
+        """Raise ActuatorError if the floor is outside the range."""
         floor = smoothing.floor_percent
         if floor is not None and not self.min_floor_percent <= floor <= self.max_floor_percent:
             raise ActuatorError(
@@ -99,7 +99,7 @@ class SmoothingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmoothingChange:
-    """The GPU was `was` before us, and we set `ours`; not `done` while that is under way."""
+    """A changed preset: the GPU was `was` before us, and we set `ours`; not `done` while that is under way."""
 
     was: SmoothingState
     ours: SmoothingState
@@ -118,26 +118,26 @@ class Smoother(Protocol):
     """A GPU whose driver can smooth its power and knows workload power profiles."""
 
     def smoothing_limits(self) -> SmoothingLimits:
-        """What the driver accepts."""
+        """Return what the driver accepts."""
 
     def smoothing_state(self, profile: int) -> SmoothingState:
-        """What is set, with the parameters of a preset."""
+        """Return what is set, with the parameters of a preset."""
 
     def set_smoothing(self, state: SmoothingState) -> None:
-        """Set all of it."""
+        """Set everything in `state`."""
 
     def power_profiles(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The workload power profiles of this GPU, and those that are requested now."""
+        """Return the workload power profiles of this GPU, and those that are requested now."""
 
     def request_profiles(self, profiles: Sequence[int]) -> None:
-        """Request these, beside what is requested."""
+        """Request these profiles, beside those that are already requested."""
 
     def clear_profiles(self, profiles: Sequence[int]) -> None:
-        """Take the request for these back."""
+        """Take back the request for these profiles."""
 
 
 def find_profiles(names: str | Iterable[str]) -> tuple[int, ...]:
-    """The numbers of workload power profiles by their names, such as "llm_training"."""
+    """Return the numbers of workload power profiles by their names, such as "llm_training"."""
     found = []
     for name in [names] if isinstance(names, str) else names:
         check_choice("workload power profile", name, POWER_PROFILES)
@@ -148,5 +148,5 @@ def find_profiles(names: str | Iterable[str]) -> tuple[int, ...]:
 
 
 def describe_profiles(profiles: Sequence[int]) -> str:
-    """Profiles in words."""
+    """Describe profiles in words."""
     return ", ".join(POWER_PROFILES[p] if p < len(POWER_PROFILES) else str(p) for p in profiles)

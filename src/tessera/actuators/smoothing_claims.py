@@ -1,4 +1,4 @@
-"""Power smoothing and workload power profiles as claims: the same steps as for limits and clocks (claims.py)."""
+"""Turns claims on power smoothing and workload power profiles into settings, by the same steps as in claims.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_smoothing_claim(actuator: Actuator, claim: Claim) -> None:
-    """Raise ActuatorError for what this GPU cannot do."""
+    """Raise ActuatorError if the GPU cannot do what the claim asks for."""
     if claim.smoothing is not None:
         smoother = _as_smoother(actuator)
         smoother.smoothing_limits().check(actuator.gpu, claim.smoothing)
@@ -41,7 +41,7 @@ def check_smoothing_claim(actuator: Actuator, claim: Claim) -> None:
 
 
 def strictest_smoothing(claims: Sequence[Claim]) -> PowerSmoothing | None:
-    """What satisfies all claims: the highest floor, the slowest ramps, the longest hysteresis."""
+    """Return the smoothing that satisfies all claims: the highest floor, the slowest ramps, the longest hysteresis."""
     asked = [c.smoothing for c in claims if c.smoothing is not None]
     if not asked:
         return None
