@@ -1,4 +1,4 @@
-"""What chips can do and what that costs: the catalogue (`catalog/*.toml`, the user's files) and the look-up in it."""
+"""What chips can do and what that costs: the catalogue (`catalog/*.toml` and the user's files) and how to search it."""
 
 from __future__ import annotations
 

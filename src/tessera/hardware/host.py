@@ -1,4 +1,4 @@
-"""The CPU of this machine: its name in /proc/cpuinfo, and the share of it that this system sees."""
+"""Finds this machine's CPU by its name in /proc/cpuinfo, and the share of it that this system sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .index import catalogue, lookup
 
 
 def host_cpu(cpuinfo: Path = Path("/proc/cpuinfo"), threads: int | None = None) -> Device:
-    """The CPU of this machine, scaled to the visible threads: a VM has a part of a chip, two sockets are two chips."""
+    """Return this machine's CPU, scaled to the visible threads: a VM has part of a chip, two sockets are two chips."""
     seen = threads or os.cpu_count() or 1
     model = _model_name(cpuinfo)
     for device in catalogue().values():

@@ -1,7 +1,7 @@
-"""The catalogue: the package's `catalog/*.toml`, with the user's own files laid over them, and look-ups in it.
+"""Loads the catalogue (the package's `catalog/*.toml`, with the user's own files on top) and finds devices in it.
 
-A user's `$XDG_CONFIG_HOME/tessera/hardware/*.toml` (default `~/.config`) adds a device, or, with the id of one that
-exists, replaces just the figures it gives. Such a figure names its file in its source, and the device in `origin`.
+A user's `$XDG_CONFIG_HOME/tessera/hardware/*.toml` (default `~/.config`) adds a device. With the id of an existing
+device, it replaces just the figures that it gives. Such a figure names its file in its source, the device in `origin`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from .load import Table, bad, build, merge, read
 
 _PACKAGED = "the catalogue"
 _NEAREST = 3
-# Words of a board's name that tell nothing about the chip; "VF" is a virtual function of it, as a cloud hands it out.
+# Words of a board's name that say nothing about the chip; "VF" is a virtual function of it, as a cloud rents it out.
 _MARKETING = ("nvidia", "tesla", "geforce", "amd", "instinct", "intel(r)", "intel", "vf", "")
 _MOST_BYTES = 1 << 20  # of a user's file: the longest of the catalogue has 3 KB
 
 
 def catalogue() -> Mapping[str, Device]:
-    """Every device by its id; the user's files are read again when they change."""
+    """Return every device by its id. The user's files are read again when they change."""
     return _load_catalogue(tuple((path, path.stat().st_mtime_ns) for path in user_files()))
 
 
 def lookup(name: str) -> Device:
-    """The device of an id or alias, e.g. "h200", "a100-80gb-sxm", at a power mode if one is named: "jetson-orin@15W".
+    """Return the device of an id or alias, e.g. "a100-80gb-sxm", or of a named power mode, e.g. "jetson-orin@15W".
 
     A power limit or a clock that the driver would set works too: "h200@400W", "h200@1200MHz".
 
-    A wrong name is answered with the nearest one.
+    The error for a wrong name has the nearest one.
     """
     wanted, _, point = name.strip().partition("@")
     wanted = wanted.lower()
@@ -53,12 +53,12 @@ def lookup(name: str) -> Device:
 
 
 def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
-    """The error for an unknown name, with the nearest known ones."""
+    """Return the error for an unknown name, with the nearest known ones."""
     import difflib
 
     wanted = name.strip().lower().partition("@")[0]
     names = [n for d in devices.values() for n in (d.id, *d.aliases)]
-    # An H100 of another memory is nearer to an H100 than to an A100.
+    # An H100 with another memory is nearer to an H100 than to an A100.
     model = next(iter(_plain_name(wanted).split()), "")
     names = [n for n in names if model in n] or names
     near = difflib.get_close_matches(wanted, devices, n=_NEAREST, cutoff=0.4)
@@ -67,14 +67,14 @@ def _unknown(name: str, devices: Mapping[str, Device]) -> ArgumentError:
     nearest = f"nearest: {', '.join(near)}; " if near else ""
     return ArgumentError(
         f"no device {name!r} in the catalogue{did_you_mean(wanted, names)}",
-        # The folder on a line of its own, below the first one's text: its path may be long.
+        # The folder stands on a line of its own below the first one's text, because its path may be long.
         fix=f"{nearest}`tessera hardware list` shows them all;\n"
         f"       or describe it in a file of your own in {user_folder()}",
     )
 
 
 def identify_board(board: str) -> Device:
-    """The device of a board's name as its driver gives it ("NVIDIA A100-SXM4-80GB")."""
+    """Return the device for a board's name as its driver gives it ("NVIDIA A100-SXM4-80GB")."""
     name = _plain_name(board)
     for device in catalogue().values():
         if any(name == _plain_name(alias) for alias in (device.id, device.name, *device.aliases)):
@@ -98,7 +98,7 @@ def _plain_name(name: str) -> str:
 
 
 def _is_memory_of(device: Device, rest: str) -> bool:
-    """Whether the words after a known name describe its memory, and correctly."""
+    """Return whether the words after a known name describe its memory correctly."""
     for word in rest.split():
         size = re.fullmatch(r"(\d+)gb", word)
         if size is None and not word.startswith("hbm"):
@@ -110,18 +110,18 @@ def _is_memory_of(device: Device, rest: str) -> bool:
 
 
 def user_folder() -> Path:
-    """Where a user's own device files lie."""
+    """Return the folder of the user's own device files."""
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(config).expanduser() / "tessera" / "hardware"
 
 
 def user_files() -> list[Path]:
-    """The user's device files, in the order in which they are laid over the catalogue."""
+    """Return the user's device files, in the order in which they are laid over the catalogue."""
     return sorted(path for path in user_folder().glob("*.toml") if path.is_file())
 
 
 def add_file(path: Path, *, force: bool = False) -> tuple[Device, Path]:
-    """Check the description of a chip and copy it to the user's folder; returns the device and its file."""
+    """Check the description of a chip, and copy it to the user's folder. Return the device and its file."""
     if not path.is_file():
         raise ArgumentError(f"there is no file {path}", fix="give the TOML file of a chip")
     text = _text(path)

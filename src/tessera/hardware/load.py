@@ -1,11 +1,11 @@
-"""Read a device from its TOML file, check it, and name the file and the key of every mistake.
+"""Reads a device from its TOML file, checks it, and reports each mistake with the file and the key.
 
-A figure is `{ value = 4.8e12, source = "..." }`, with `error` (90% half-width) and `assumed = true` where they
-apply. A source that begins with "@name" is looked up in the file's `[sources]` table, so that a long citation
-is written once; what follows the name is added to it.
+A figure is `{ value = 4.8e12, source = "..." }`, with `error` (90% half-width) and `assumed = true` if they apply. A
+source that begins with "@name" is looked up in the file's `[sources]` table, so that a long citation is written only
+once; the text after the name is added to it.
 
-`check` looks for mistakes that such tables have had: teraflops for flops, a sparse peak among dense ones, an assumed
-idle power without an error.
+`check` looks for mistakes that such tables have had: teraflops instead of flops, a sparse peak among dense ones, an
+assumed idle power without an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Part = TypeVar("_Part", Memory, Caches, Clocks)
 
 
 def bad(file: str, key: str, problem: str, fix: str | None = None) -> BadDevice:
-    """The error for a device file: the file, the key and the problem."""
+    """Return the error for a device file: the file, the key and the problem."""
     return BadDevice(
         f"{file}: {key}: {problem}" if key else f"{file}: {problem}",
         fix=fix or "compare with a device of the catalogue: tessera hardware show h200 --json",
@@ -39,7 +39,7 @@ def bad(file: str, key: str, problem: str, fix: str | None = None) -> BadDevice:
 
 
 def read(text: str, file: str) -> Table:
-    """The table of a device file with its sources expanded and its keys checked; figures are checked by `build`."""
+    """Read a device file's table: expand its sources and check its keys. `build` checks its figures."""
     try:
         raw = parse_toml(text.encode())
     except ValueError as exc:
@@ -54,7 +54,7 @@ def read(text: str, file: str) -> Table:
 
 
 def merge(base: Table, over: Table) -> Table:
-    """The base table with the figures of `over` in place of its own."""
+    """Return the base table with the figures of `over` in place of its own."""
     merged = dict(base)
     for key, value in over.items():
         under = merged.get(key)
@@ -64,7 +64,7 @@ def merge(base: Table, over: Table) -> Table:
 
 
 def build(raw: Table, file: str, origin: tuple[str, ...]) -> Device:
-    """The checked device of a table from `read`."""
+    """Check a table from `read`, and return its device."""
     for key in ("id", "name", "kind", "vendor"):
         if key not in raw:
             raise bad(file, key, "is missing", fix="id, name, kind and vendor are needed; the rest may be unknown")
@@ -100,7 +100,7 @@ def build(raw: Table, file: str, origin: tuple[str, ...]) -> Device:
 
 
 def check_keys(table: Mapping[str, Any], allowed: tuple[str, ...], file: str, where: str) -> None:
-    """Refuse a key that is not known, with the nearest one."""
+    """Raise an error for an unknown key, with the nearest known one."""
     for key in table:
         if key not in allowed:
             path = f"{where}.{key}" if where else key
@@ -115,7 +115,7 @@ def _table(raw: Table, key: str, file: str, where: str | None = None) -> Table:
 
 
 def expand_sources(value: Any, sources: Table, file: str, where: str) -> Any:
-    """The value with each "@name" of a source replaced by what [sources] has for it."""
+    """Replace each "@name" in a source with the text that [sources] has for it."""
     if where.count(".") > _MOST_LEVELS:
         raise bad(file, where[:40], "is nested too deeply")
     if isinstance(value, list):
@@ -135,7 +135,7 @@ def expand_sources(value: Any, sources: Table, file: str, where: str) -> Any:
 
 
 def read_figure(table: Table, key: str, file: str, where: str) -> Figure | None:
-    """The figure of a key, or None if the table has none."""
+    """Return the figure of a key, or None if the table has none."""
     entry = table.get(key)
     if entry is None:
         return None
@@ -242,12 +242,12 @@ def _notes(raw: Table, file: str) -> dict[str, str]:
 
 # -- plausibility ----------------------------------------------------------------------------------------------
 
-# Below these a number is surely not in SI: "989" for 989 TFLOP/s, "141" for 141 GB, "1.98" for GHz.
+# A number below these is surely not in SI: "989" for 989 TFLOP/s, "141" for 141 GB, "1.98" for GHz.
 _SMALLEST = {"peaks": 1e9, "capacity_bytes": 1e6, "_bytes_per_s": 1e8, "_hz": 1e6, "l2_bytes": 1e3, "l3_bytes": 1e3}
 _LARGEST = {"_w": 1e5, "energy": 1e-6}
 
 # (slower, faster, largest ratio): a format of half the width is at most twice as fast on the same units. Only int8
-# may be four times fp16, where a GeForce halves what accumulates in fp32.
+# may be four times fp16, because GeForce boards halve the rate of fp16 that accumulates in fp32.
 _LADDER = (
     ("tf32", "bf16", 2.1),
     ("tf32", "fp16", 2.1),
@@ -260,7 +260,7 @@ _LADDER = (
 
 
 def check(device: Device) -> Iterator[tuple[str, str]]:
-    """The problems of a device, as (key, problem)."""
+    """Yield the problems of a device, as (key, problem)."""
     for key, figure in device.figures():
         yield from _check_figure(key, figure)
     yield from _check_peaks(device)
