@@ -31,7 +31,7 @@ except ImportError:
 class LightningEnergyCallback(Callback):  # type: ignore[misc]
     """Logs joules through the trainer's own loggers; `report` is an EnergyReport after fitting.
 
-    `least_s`: joules are logged if the steps took at least so long, since they wait for the sensor.
+    Joules are logged if the steps took at least `least_s`, because joules must wait for the sensor.
     """
 
     def __init__(self, monitor: Monitor | None = None, *, least_s: float = LEAST_S) -> None:
@@ -63,14 +63,14 @@ class LightningEnergyCallback(Callback):  # type: ignore[misc]
             self._log(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """What comes is not the steps'."""
+        """Note that validation begins, which does not count as steps."""
         self._energy.switch(EVALUATION)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._energy.switch(STEPS)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """All the steps, and what evaluation and saving took."""
+        """Report all the steps, and what evaluation and saving took."""
         vars(trainer).pop("save_checkpoint", None)
         self._log(trainer, last=True)
         self.report = self._energy.end()

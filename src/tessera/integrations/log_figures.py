@@ -1,4 +1,4 @@
-"""The figures that loggers of experiments (W&B, MLflow) get: joules, watts, seconds, joules per unit of work."""
+"""Lists the figures for loggers of experiments (W&B, MLflow): joules, watts, seconds, joules per unit of work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Source = EnergyScope | EnergyReport | Energy | Recording | str | Path
 
 
 def list_figures(source: Source, prefix: str = "energy/") -> dict[str, float]:
-    """Names and values to log; what is not known is left out. With the user's factors also kWh, cost and gCO2e."""
+    """Return names and values to log, without unknown ones. With the user's factors also kWh, cost and gCO2e."""
     if isinstance(source, (str, Path, Recording)):
         figures = _of_recording(source)
     elif isinstance(source, (EnergyScope, EnergyReport)):
@@ -41,7 +41,7 @@ def list_figures(source: Source, prefix: str = "energy/") -> dict[str, float]:
 
 
 def list_steps(source: Source, prefix: str = "energy/") -> Iterator[tuple[int, dict[str, float]]]:
-    """The joules, watts and seconds of each step of a recording, by its number; nothing for other sources."""
+    """Yield the joules, watts and seconds of each step of a recording, by its number; nothing for other sources."""
     if not isinstance(source, (str, Path, Recording)):
         return
     rows: list[EnergyRow] = list(_open(source).energy().steps)

@@ -1,4 +1,4 @@
-"""Joules in MLflow, beside the losses.
+"""Logs joules to MLflow, beside the losses.
 
 >>> from tessera.integrations.mlflow import log_energy
 >>> with mlflow.start_run(), monitor.energy_scope("epoch") as energy:
@@ -19,9 +19,9 @@ with needs_extra("mlflow", "mlflow", "tessera.integrations.mlflow"):
 def log_energy(
     source: Source, *, step: int | None = None, prefix: str = "energy/", run_id: str | None = None
 ) -> dict[str, float]:
-    """Log the joules of a scope, a report or a recording as metrics (of the active run); return what was logged.
+    """Log the joules of a scope, a report or a recording as metrics (of the active run). Return what was logged.
 
-    A scope or a report is one point, at `step`. A recording has its totals, and a point for each of its steps.
+    A scope or a report is one point, at `step`. A recording gives its totals, and a point for each of its steps.
     """
     figures = list_figures(source, prefix)
     mlflow.log_metrics(figures, step=step, run_id=run_id)

@@ -1,12 +1,12 @@
-"""Joules of a training loop between its log lines: those of its steps, and apart from them evaluation and saving.
+"""Measures a training loop between its log lines: the joules of its steps, and apart those of evaluation and saving.
 
 ::
 
     begin ── steps ── log ── steps ─┬─ evaluation ─┬─ saving ─┬─ steps ── log ── steps ── log(last) ── end
                                     └─ phase(...) ─┴──────────┘
 
-A line tells of all steps since the line before that had joules. The sensor must catch up for that, which takes up to a
-tenth of a second: so a line has joules only if its steps took `LEAST_S` or more, or if it is the last one.
+A line covers all steps since the last line that had joules. Joules must wait up to a tenth of a second for the sensor,
+so a line has them only if its steps took `LEAST_S` or more, or if it is the last line.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..monitor.scope import EnergyScope
 from ..schema import Energy, EnergyReport, RegionEnergy, Work
 
 LEAST_S = 1.0
-"""Steps of a log line that has joules: waiting for the sensor then costs a few percent at most."""
+"""How long the steps of a line with joules must take: waiting for the sensor then costs a few percent at most."""
 STEPS, EVALUATION, SAVING = "steps", "evaluation", "saving"
 
 
 class TrainingEnergy:
     """Counts work and joules: call `begin`, then `add` for every step, `log` for every log line, and `end`.
 
-    Everything inside `with energy.phase(EVALUATION)` is not the steps'; `switch` does the same for a framework that
-    only says when something begins.
+    Everything inside `with energy.phase(EVALUATION)` does not count as steps. `switch` does the same for a framework
+    that only says when something begins.
     """
 
     def __init__(self, name: str, monitor: Monitor | None = None, *, least_s: float = LEAST_S) -> None:
@@ -62,7 +62,7 @@ class TrainingEnergy:
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """A block that is not the steps'."""
+        """Measure the block apart from the steps."""
         before = self._phase
         self.switch(phase)
         try:
@@ -71,13 +71,13 @@ class TrainingEnergy:
             self.switch(before)
 
     def switch(self, phase: str) -> None:
-        """What comes now is steps, evaluation or saving; nothing happens before `begin` and after `end`."""
+        """Note that steps, evaluation or saving begin now; does nothing before `begin` and after `end`."""
         if self._current is not None and phase != self._phase:
             self._close()
             self._open(phase)
 
     def log(self, *, last: bool = False) -> dict[str, float]:
-        """The figures of the steps since the last line that had any; empty where they were too short a time."""
+        """Return the figures of the steps since the last line that had any; empty if they took too short a time."""
         if self._current is None:
             return {}
         open_s = time.monotonic() - self._opened_s if self._phase == STEPS else 0.0
@@ -95,7 +95,7 @@ class TrainingEnergy:
         return figures
 
     def end(self) -> EnergyReport | None:
-        """The steps from begin to end, with evaluation and saving as regions; waits until the sensor has caught up."""
+        """Return the steps from begin to end, with evaluation and saving as regions; waits for the sensor."""
         if self._current is None:
             return None
         self._close()

@@ -1,4 +1,4 @@
-"""Joules in Weights & Biases, beside the losses.
+"""Logs joules to Weights & Biases, beside the losses.
 
 >>> from tessera.integrations.wandb import log_energy
 >>> with monitor.energy_scope("epoch") as energy:
@@ -23,7 +23,7 @@ with needs_extra("wandb", "wandb", "tessera.integrations.wandb"):
 def log_energy(
     source: Source, *, step: int | None = None, prefix: str = "energy/", run: Any = None
 ) -> dict[str, float]:
-    """Log the joules of a scope, a report or a recording to a run (the active one); return what was logged.
+    """Log the joules of a scope, a report or a recording to a run (the active one). Return what was logged.
 
     A scope or a report is one point, at `step`. A recording's totals go to the run's summary, and each of its steps is
     a point over the axis PREFIX + "step".
