@@ -1,4 +1,4 @@
-"""The TensorBoard plugin: the page of a run, served from what `profile.session(tensorboard_dir=...)` wrote.
+"""The TensorBoard plugin: serves the page of each run that `profile.session(tensorboard_dir=...)` wrote.
 
 ::
 

@@ -1,7 +1,7 @@
-"""Runs side by side: the totals of each, and how the others differ from the first, where they can be compared.
+"""Puts runs side by side: the totals of each, and how the others differ from the first, if they can be compared.
 
-Totals are compared where both runs did the same work, by their steps; joules and watts where both are known in the same
-way. What is of a step, a token or a second can always be compared.
+Totals are compared if both runs did the same work, by their steps; joules and watts if both are known in the same way.
+Figures per step, per token or per second can always be compared.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..units import format_duration, format_energy_error, format_error, format_s
 
 Value = tuple[str, float, float]  # text, value, half-width of its 90% interval (0 if there is none)
 TOTALS = ("energy", "time", *IDLE_NAMES)
-"""What grows with the work done."""
+"""Figures that grow with the work done."""
 TIMES = ("time", "compute", "communication alone", "idle time")
 """Figures that do not depend on how power is known."""
 
 
 def compare_runs(runs: Sequence[tuple[str, Answer | TimeAnswer]]) -> dict[str, Any]:
-    """Rows of figures, one column per run; the others are compared with the first."""
+    """Return rows of figures with one column per run; the others are compared with the first."""
     columns = [_values(answer) for _, answer in runs]
     answers = [answer for _, answer in runs]
     titles = list(dict.fromkeys(title for values in columns for title in values))
@@ -57,7 +57,7 @@ def _is_comparable(title: str, first: Answer | TimeAnswer, other: Answer | TimeA
 
 
 def _did_the_same(first: Answer | TimeAnswer, other: Answer | TimeAnswer) -> bool:
-    """Whether two runs have as many steps; where neither has any, nobody knows better."""
+    """Return whether two runs have the same number of steps; also true if neither has any."""
     return _count_steps(first) == _count_steps(other)
 
 
@@ -66,7 +66,7 @@ def _count_steps(answer: Answer | TimeAnswer) -> int:
 
 
 def _explain(runs: Sequence[tuple[str, Answer | TimeAnswer]]) -> list[str]:
-    """Why some changes are not shown."""
+    """Say why some changes are not shown."""
     if not runs:
         return []
     notes, (first_name, first) = [], runs[0]
@@ -113,7 +113,7 @@ def _values(answer: Answer | TimeAnswer) -> dict[str, Value]:
 
 
 def _time_values(answer: TimeAnswer) -> dict[str, Value]:
-    """Of a trace without power."""
+    """Return the figures of a trace without power."""
     out: dict[str, Value] = {"time": (format_duration(answer.time_s), answer.time_s, 0.0)}
     if answer.steps:
         rate = answer.steps / answer.time_s if answer.time_s > 0 else 0.0
@@ -140,5 +140,5 @@ def _cell(title: str, cell: Value | None, first: Value | None, place: int) -> di
 
 
 def _colour(part: str) -> int:
-    """The number of a category's colour, as on the page; -1 is idle's."""
+    """Return the number of a category's colour, as on the page; -1 is the colour of idle time."""
     return CATEGORIES.index(part) if part in CATEGORIES else -1

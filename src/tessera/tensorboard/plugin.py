@@ -1,4 +1,4 @@
-"""`TesseraPlugin`: the routes TensorBoard serves below /data/plugin/tessera/."""
+"""`TesseraPlugin`: the routes that TensorBoard serves below /data/plugin/tessera/."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .compare import compare_runs
 from .runs import RunDirectory, parse_roots
 
 MAX_COMPARED = 12
-# Only TensorBoard, which is of the same origin, may show the plugin in a frame.
+# Only TensorBoard, which has the same origin, may show the plugin in a frame.
 _FRAME = "frame-ancestors 'self'"
 _PLAIN = f"default-src 'none'; style-src 'unsafe-inline'; {_FRAME}"
 
@@ -26,7 +26,7 @@ App = Callable[..., Any]
 
 
 class TesseraPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # tensorboard has no types
-    """Energy of recorded runs: the page of each, and their totals side by side."""
+    """Serves the energy of recorded runs: a page for each run, and their totals side by side."""
 
     plugin_name = "tessera"
 
@@ -34,7 +34,7 @@ class TesseraPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # tensorboard 
         self._runs = RunDirectory(parse_roots(context.logdir, context.flags))
 
     def get_plugin_apps(self) -> dict[str, App]:
-        """Every route; none takes a path."""
+        """Return every route; none takes a path."""
         return {
             "/index.js": _static("index.js", "text/javascript"),
             "/index.css": _static("index.css", "text/css"),
@@ -44,11 +44,11 @@ class TesseraPlugin(base_plugin.TBPlugin):  # type: ignore[misc]  # tensorboard 
         }
 
     def is_active(self) -> bool:
-        """Whether there is a run to show."""
+        """Return whether there is a run to show."""
         return bool(self._runs.list())
 
     def frontend_metadata(self) -> Any:
-        """A module that draws into TensorBoard's frame."""
+        """Return the module that draws into TensorBoard's frame."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Energy")
 
     def _app(self, answer: Callable[[Any], Any]) -> App:
@@ -117,7 +117,7 @@ def _error_page(what: str, why: str, code: int) -> Any:
 
 
 def _reply(text: str, kind: str, code: int = 200, *, policy: str = _PLAIN) -> Any:
-    """A response with the headers that TensorBoard requires: its exact type, a policy, no caching."""
+    """Return a response with the headers that TensorBoard requires: its exact type, a policy, no caching."""
     headers = [("X-Content-Type-Options", "nosniff"), ("Cache-Control", "no-cache"), ("Referrer-Policy", "same-origin")]
     if kind == "text/html":
         headers.append(("Content-Security-Policy", policy))

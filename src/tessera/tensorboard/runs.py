@@ -1,4 +1,4 @@
-"""The runs below a log directory, and their pages and totals, each computed once per version of the file.
+"""Finds the runs below a log directory, and computes their pages and totals once per version of the file.
 
 A run is only looked up among those that were found: no name that a browser sends becomes a path.
 """
@@ -25,17 +25,17 @@ from ..timeline.open_trace import XPLANE
 
 SUFFIX = ".tessera"
 TRACES = (".pt.trace.json", ".pt.trace.json.gz", *XPLANE)
-"""What torch.profiler's handler and JAX write; listed where a log directory has no run file."""
+"""The traces that torch.profiler's handler and JAX write; listed if a log directory has no run file."""
 MAX_DEPTH = 8
 MAX_RUNS = 500
-"""How many runs are listed, and how deep they are searched for: a log directory may be a home directory."""
+"""How many runs are listed, and how many levels deep they are searched, since a log directory may be a home."""
 REFRESH_S = 5.0
 """How long a listing is used before the directory is searched again."""
 CACHED_PAGES = 6
 CACHED_ANSWERS = 200
 _EXPORTED = ("plugins/tessera/", "plugins/profile/")  # where we and JAX put runs; left out of their names
 _STAMPED = re.compile(r"(.+)\.(\d{13,19})$")
-"""How torch.profiler's handler names a trace: the worker, and when it was written, in ms or ns."""
+"""The name that torch.profiler's handler gives a trace: the worker, and when it was written, in ms or ns."""
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class RunDirectory:
         self._answers: OrderedDict[RunEntry, Answer | TimeAnswer] = OrderedDict()
 
     def list(self) -> dict[str, RunEntry]:
-        """The runs by name, newest first."""
+        """Return the runs by name, newest first."""
         with self._lock:
             now = self._clock()
             if self._listed_s is None or now - self._listed_s > REFRESH_S:
@@ -75,11 +75,11 @@ class RunDirectory:
             return dict(self._entries)
 
     def page(self, run: RunEntry) -> str:
-        """The page of a run. TesseraError if the file cannot be read."""
+        """Return the page of a run. Raises TesseraError if the file cannot be read."""
         return self._compute_once(self._pages, run, CACHED_PAGES, self._render)
 
     def answer(self, run: RunEntry) -> Answer | TimeAnswer:
-        """What a run cost, in seconds where it has no power. TesseraError if the file cannot be read."""
+        """Return what a run cost, in seconds if it has no power. Raises TesseraError if the file cannot be read."""
         return self._compute_once(self._answers, run, CACHED_ANSWERS, _read_answer)
 
     def _compute_once(
@@ -109,12 +109,12 @@ def _read_answer(run: RunEntry) -> Answer | TimeAnswer:
 
 
 def _prefer_runs(found: list[RunEntry]) -> list[RunEntry]:
-    """Run files; where a directory has none, traces: the exporter puts one beside every run."""
+    """Return the run files, or the traces if there are none: the exporter puts a trace beside every run."""
     return [run for run in found if run.path.suffix == SUFFIX] or found
 
 
 def _find_runs(label: str, root: Path) -> Iterator[RunEntry]:
-    """Run files below a directory; a link that leads out of it is not followed."""
+    """Yield the run files below a directory. A link that leads out of it is not followed."""
     try:
         top = root.resolve(strict=True)
     except OSError:
@@ -153,7 +153,7 @@ def _inspect(label: str, top: Path, path: Path) -> RunEntry | None:
 
 
 def parse_roots(logdir: str | None, flags: Any = None) -> dict[str, Path]:
-    """The directories of `--logdir`, or of `--logdir_spec name:path,other:path`."""
+    """Return the directories of `--logdir`, or of `--logdir_spec name:path,other:path`."""
     if logdir:
         return {"": Path(logdir).expanduser()}
     parts = [p for p in str(getattr(flags, "logdir_spec", "") or "").split(",") if p.strip()]
