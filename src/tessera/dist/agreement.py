@@ -1,8 +1,8 @@
-"""Whether the ranks of a group can do a collective, and all call the same one.
+"""Check whether the ranks of a group can do a collective, and all call the same one.
 
-Gloo ends the process where the sizes of two ranks differ. So each rank first sends a line that says what it is about to
-do, or why it refuses, and all of them raise where the lines differ. NCCL's ranks do not wait for each other on the
-host: there only collectives compare that exchange sizes anyway, and the timeout finds the rest.
+Gloo ends the process if the sizes of two ranks differ. So each rank first sends a line that says what it is about to
+do, or why it refuses, and all ranks raise an error if the lines differ. NCCL's ranks do not wait for each other on the
+host: there, only collectives that exchange sizes anyway compare the lines, and the timeout finds the rest.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ SIZE_BYTES = 8
 
 
 def is_connected() -> bool:
-    """Whether a process group exists."""
+    """Return whether a process group exists."""
     return bool(c10d.is_available() and c10d.is_initialized())
 
 
 def count_ranks(group: Any = None) -> int:
-    """How many ranks a group has; 1 where no process group exists. Launched but unconnected ranks are an error."""
+    """Return how many ranks a group has; 1 if no process group exists. Launched but unconnected ranks are an error."""
     if not is_connected():
         world = os.environ.get("WORLD_SIZE", "1")
-        if world.isdigit() and int(world) > 1:  # a launcher's: reducing nothing would go unseen
+        if world.isdigit() and int(world) > 1:  # set by a launcher: it would go unnoticed that nothing is reduced
             raise ArgumentError(
                 f"{world} ranks were launched, and none of them is connected",
                 fix="torch.distributed.init_process_group() first",
@@ -64,7 +64,7 @@ def _is_gloo(group: Any, *devices: torch.device) -> bool:
 
 
 def describe_call(kind: str, x: torch.Tensor, *how: str, any_first: bool = False) -> str:
-    """The line of a call: what must be alike on all ranks. With `any_first` the first size may differ."""
+    """Return the line of a call: what must be equal on all ranks. With `any_first`, the first size may differ."""
     shape = ["*" if any_first and not i else str(size) for i, size in enumerate(x.shape)]
     return " ".join([kind, f"{str(x.dtype).removeprefix('torch.')}[{', '.join(shape)}]", *filter(None, how)])
 
@@ -72,7 +72,7 @@ def describe_call(kind: str, x: torch.Tensor, *how: str, any_first: bool = False
 def agree(line: str, size: int, group: Any, device: torch.device, *, sizes_needed: bool = False) -> list[int]:
     """Compare the lines of all ranks, and return the size that each one sent; raise on every rank if lines differ.
 
-    Where sizes are not needed, only Gloo's ranks do it; the list is empty then.
+    If sizes are not needed, only Gloo's ranks do this, and the list is empty.
     """
     if not sizes_needed and not _is_gloo(group, device):
         return []
@@ -83,7 +83,7 @@ def agree(line: str, size: int, group: Any, device: torch.device, *, sizes_neede
     own = own.to(device)
     whole = own.new_empty(c10d.get_world_size(group) * own.numel())
     gather_into(whole, own, group)
-    if is_dry():  # no other rank exists: all call what this one does
+    if is_dry():  # a dry run has no other rank: all call what this one does
         return [size] * c10d.get_world_size(group)
     messages = [bytes(part) for part in whole.cpu().view(-1, SIZE_BYTES + LINE).numpy()]
     lines = [message[SIZE_BYTES:].decode(errors="replace").rstrip() for message in messages]
@@ -99,7 +99,7 @@ def agree(line: str, size: int, group: Any, device: torch.device, *, sizes_neede
 
 @contextlib.contextmanager
 def tell_refusal(kind: str, group: Any) -> Iterator[None]:
-    """Let the other ranks know that this one refuses its arguments: they would wait for it."""
+    """Let the other ranks know that this one refuses its arguments: otherwise they would wait for it."""
     try:
         yield
     except ArgumentError as exc:

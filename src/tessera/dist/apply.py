@@ -1,7 +1,7 @@
 """`apply_layout`: a module divided as a layout says, by torch's own DTensor, FSDP2 and pipelining.
 
-The order is fixed: the pipeline takes blocks away, tensor parallel splits matrices, blocks are recomputed, and what is
-left is sharded over the data parallel ranks.
+The order is fixed: first the pipeline removes blocks, then tensor parallel splits matrices, then blocks are set to
+recompute, and last the rest is sharded over the data parallel ranks.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ def apply_layout(
 ) -> ParallelModule:
     """Divide a module over the ranks of the process group. Every rank calls this with the same whole module.
 
-    Rank 0's parameters are taken by all. A pipeline needs `example_inputs` (a tensor, a tuple or a dict of one small
-    batch) where they are not words: nothing is computed with them. With `split_logits` each rank of `tp` keeps its part
-    of the vocabulary, and the loss must be a cross entropy (torch's `loss_parallel`). The module itself is changed.
+    All ranks take rank 0's parameters. A pipeline needs `example_inputs` (a tensor, a tuple or a dict of one small
+    batch) if the inputs are not words; nothing is computed with them. With `split_logits` each rank of `tp` keeps its
+    part of the vocabulary, and the loss must be a cross entropy (torch's `loss_parallel`). The module itself is
+    changed.
     """
     _check_ranks(layout)
     stack = find_stack(module)
     _check_layout(module, layout, stack)
     if getattr(getattr(module, "config", None), "use_cache", False):
-        module.config.use_cache = False  # of transformers: keys and values are kept for generation, not for training
+        # for models of transformers: keys and values are kept for generation, not for training
+        module.config.use_cache = False
     mesh = _make_mesh(layout)
     device = torch.device(device) if device is not None else _choose_device()
     if any(p.device != device and not p.is_meta for p in module.parameters()):
@@ -127,7 +129,7 @@ def _check_layout(module: nn.Module, layout: Layout, stack: BlockStack | None) -
 
 
 def _make_mesh(layout: Layout) -> Mesh:
-    """The layout's mesh without the axes of size 1, which would cost a process group each."""
+    """Return the layout's mesh without the axes of size 1, which would cost a process group each."""
     whole = layout.mesh()
     axes = [a for a in whole.axes if whole.size(a) > 1] or ["dp"]
     return Mesh(axes, whole.devices, [whole.size(a) for a in axes], order=[a for a in whole.order if a in axes])
@@ -142,7 +144,7 @@ def _choose_device() -> torch.device:
 
 
 def _copy_from_first_rank(module: nn.Module) -> None:
-    """As DDP does: ranks that were seeded differently would train different models."""
+    """Copy rank 0's parameters, as DDP does: ranks with different seeds would train different models."""
     if c10d.get_backend() == "fake":
         return
     for value in (*module.parameters(), *module.buffers()):
@@ -154,7 +156,7 @@ def _copy_from_first_rank(module: nn.Module) -> None:
 
 
 def _share_seed(mesh: Mesh, device: torch.device) -> None:
-    """Ranks that hold parts of the same activations must draw the same dropout; replicas draw their own."""
+    """Share the seed: ranks with parts of the same activations must draw the same dropout, replicas their own."""
     if "tp" not in mesh.axes or c10d.get_backend() == "fake":
         return
     seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=device)
@@ -186,7 +188,7 @@ def _recompute_blocks(blocks: Sequence[nn.Module], recompute: str) -> None:
 
 
 def _make_selective_contexts() -> Any:
-    """Keep attention and every second matrix product (torchtitan's policy); compute the rest again."""
+    """Shard by FSDP2, which always shards optimizer states; `ParallelModule.step` keeps what stays whole."""
     products = {"forward": 0, "recompute": 0}
 
     def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -202,7 +204,7 @@ def _make_selective_contexts() -> Any:
 
 
 def _shard_parameters(module: nn.Module, blocks: Sequence[nn.Module], layout: Layout, mesh: Mesh) -> list[ModuleSplit]:
-    """FSDP2 for every sharding: it shards optimizer states always, and `ParallelModule.step` keeps what stays whole."""
+    """Shard by FSDP2: it always shards optimizer states, and `ParallelModule.step` keeps what stays whole."""
     if layout.dp == 1 or layout.sharding == "none":
         return []
     options: dict[str, Any] = {

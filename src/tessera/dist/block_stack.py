@@ -1,6 +1,6 @@
 """The structure of a module: its stack of like blocks, and the matrices of a block that are split in pairs.
 
-Nothing is run. Names are used where sizes leave a doubt (a square matrix may come first or last in its pair).
+Nothing is run. Names decide where sizes are ambiguous (a square matrix may come first or last in its pair).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import nn
 
 from ..errors import ArgumentError
 
-# Names of projections back to the hidden size where the matrix is square: Llama, GPT-2, ViT, BERT, diffusers.
+# Names of projections back to the hidden size, used if the matrix is square: Llama, GPT-2, ViT, BERT, diffusers.
 _BACK = re.compile(r"(^|\.)((([oc]|out|down|attn)_)?(proj|lin)|wo|w2|o|fc2|dense|to_out|out|output)(\.\d+)?$")
 _ATTENTION = re.compile(r"attn|attention|qkv|(^|[._])[qkv](_|$)|(^|[._])w[qkv]$|query|key|value", re.IGNORECASE)
 _READS = re.compile(r"^w?[qkv](_|$)|query|key|value|_[qkv]$", re.IGNORECASE)
-# Queries, keys and values of a head lie together (GPT-NeoX, BLOOM, Falcon), so the matrix can be cut as it is.
+# In these matrices, queries, keys and values of a head are together (GPT-NeoX, BLOOM, Falcon), so the matrix can be cut
+# as it is.
 _BY_HEADS = "query_key_value"
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -27,9 +28,10 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixPair:
-    """Matrices of one block that are split together: `columns` read the hidden state, `row` leads back to it.
+    """Matrices of one block that are split together: `columns` read the hidden state, `row` projects back to it.
 
-    `parts` are the widths inside one column that holds several (queries, keys and values; or a gate and its values).
+    `parts` are the widths inside a column that holds several matrices (queries, keys and values; or a gate and its
+    values).
     """
 
     kind: Literal["attention", "mlp"]
@@ -54,15 +56,15 @@ class BlockStack:
         return len(self.blocks)
 
     def named_blocks(self) -> list[tuple[str, nn.Module]]:
-        """Blocks with their full names."""
+        """Return the blocks with their full names."""
         prefix = f"{self.path}." if self.path else ""
         return [(prefix + name, block) for name, block in self.blocks.named_children()]
 
 
 def find_stack(module: nn.Module) -> BlockStack | None:
-    """The container whose like children hold the most parameters; None where nothing is repeated.
+    """Return the container whose like children hold the most parameters; None if nothing is repeated.
 
-    A sequence of unlike children is taken where no like ones hold half as much.
+    A sequence of unlike children is taken if no like children hold half as much.
     """
     found: list[tuple[float, str, nn.Module]] = []
     for path, container in module.named_modules():
@@ -80,7 +82,7 @@ def find_stack(module: nn.Module) -> BlockStack | None:
 
 
 def _find_ends(module: nn.Module, path: str) -> tuple[str | None, str | None, bool]:
-    """The names of the word embedding (the widest vocabulary) and of the projection to that vocabulary."""
+    """Return the names of the word embedding (the widest vocabulary) and of the projection to that vocabulary."""
     outside = [(n, m) for n, m in module.named_modules() if not path or not n.startswith(f"{path}.")]
     embeddings = {n: m for n, m in outside if isinstance(m, nn.Embedding)}
     heads = {n: m for n, m in outside if isinstance(m, nn.Linear) and path}
@@ -96,26 +98,26 @@ def _find_ends(module: nn.Module, path: str) -> tuple[str | None, str | None, bo
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """A Linear, or GPT-2's Conv1D of transformers, which is a Linear with the matrix transposed."""
+    """Return whether a module is a Linear, or transformers' Conv1D of GPT-2, a Linear with its matrix transposed."""
     return isinstance(module, nn.Linear) or (
         type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
     )
 
 
 def width_of(module: Any) -> tuple[int, int]:
-    """(inputs, outputs) of a matrix."""
+    """Return (inputs, outputs) of a matrix."""
     return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (module.nx, module.nf)
 
 
 def find_pairs(block: nn.Module) -> list[MatrixPair]:
-    """The pairs of a block, from its matrices' sizes and names. Experts are not looked into."""
+    """Return the pairs of a block, from its matrices' sizes and names. Experts are skipped."""
     matrices = {n: m for n, m in block.named_modules() if is_matrix(m) and not _is_of_expert(n, block)}
     hidden = find_hidden(block)
     found: list[tuple[str, list[str], str]] = []
-    waiting: tuple[str, list[str]] | None = None  # columns whose way back is in the next container, as in BERT
+    waiting: tuple[str, list[str]] | None = None  # columns whose row matrix is in the next container, as in BERT
     for container, names in _group_by_container(block, matrices):
         columns: list[str] = []
-        early = None  # a way back that is declared before its columns, as in Phi-3
+        early = None  # a row matrix that is declared before its columns, as in Phi-3
         for name in names:
             inside, out = width_of(matrices[name])
             is_end = bool(columns) and name == names[-1] and not _READS.search(name.rpartition(".")[2])
@@ -125,7 +127,7 @@ def find_pairs(block: nn.Module) -> list[MatrixPair]:
             elif not columns:
                 early = name
             else:
-                # Meta's Llama names the gate w1, the way back w2 and the values w3, in this order.
+                # Meta's Llama names the gate w1, the projection back w2 and the values w3, in this order.
                 last = names[-1]
                 if len(columns) == 1 and width_of(matrices[last]) == (hidden, inside) and last not in (name, *columns):
                     columns.append(last)
@@ -140,13 +142,13 @@ def find_pairs(block: nn.Module) -> list[MatrixPair]:
 
 
 def find_hidden(block: nn.Module) -> int:
-    """The size that most matrices of a block read or write."""
+    """Return the size that most matrices of a block read or write."""
     sizes = Counter(size for m in block.modules() if is_matrix(m) for size in width_of(m))
     return sizes.most_common(1)[0][0] if sizes else 0
 
 
 def _group_by_container(block: nn.Module, matrices: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Matrices by the module that calls them: their parent, or the parent of a list or sequence that holds them."""
+    """Group matrices by the module that calls them: their parent, or the parent of the list that holds them."""
     groups: dict[str, list[str]] = {}
     for name in matrices:
         parent = name.rpartition(".")[0]
@@ -186,7 +188,7 @@ def _make_pair(
 
 
 def _read_heads(owner: nn.Module, inner: int) -> tuple[int | None, int | None]:
-    """Heads of queries and of keys, from the attributes that an attention or its configuration has."""
+    """Return the heads of queries and of keys, from the attributes of an attention or its configuration."""
     sources = [owner, getattr(owner, "config", None), getattr(owner, "cfg", None), getattr(owner, "args", None)]
     heads = read_first(sources, _HEADS)
     size = read_first(sources, ("head_dim", "head_size", "d_head"))
@@ -196,7 +198,7 @@ def _read_heads(owner: nn.Module, inner: int) -> tuple[int | None, int | None]:
 
 
 def read_first(sources: list[Any], names: tuple[str, ...]) -> int | None:
-    """The first whole number that one of the objects or mappings has under one of the names."""
+    """Return the first whole number that one of the objects or mappings has under one of the names."""
     for source in sources:
         for name in names:
             value = source.get(name) if isinstance(source, dict) else getattr(source, name, None)
@@ -206,7 +208,7 @@ def read_first(sources: list[Any], names: tuple[str, ...]) -> int | None:
 
 
 def find_experts(block: nn.Module) -> tuple[str, nn.Module] | None:
-    """The list of like MLPs, or the module with stacked matrices, that holds a block's experts; None without."""
+    """Return the list of like MLPs, or the module with stacked matrices, of a block's experts; None without experts."""
     for name, part in block.named_modules():
         if re.search(r"(^|\.)experts$", name) or (isinstance(part, nn.ModuleList) and "expert" in name):
             return name, part
@@ -219,7 +221,7 @@ def _is_of_expert(name: str, block: nn.Module) -> bool:
 
 
 def require_stack(module: nn.Module, purpose: str) -> BlockStack:
-    """The stack of a module, or an error that says what was looked for."""
+    """Return the stack of a module, or raise an error that says what was looked for."""
     stack = find_stack(module)
     if stack is None:
         raise ArgumentError(

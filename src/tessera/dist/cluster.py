@@ -1,7 +1,7 @@
 """`Cluster`: nodes of one kind, the links in and between them, and what the host draws; each figure with its source.
 
-The package's `clusters/*.toml` hold the usual ones. A file of one's own (TOML, YAML or JSON) has the same keys; a plain
-number is taken as given by that file.
+The package's `clusters/*.toml` hold the usual ones. A user's own file (TOML, YAML or JSON) has the same keys; a plain
+number has that file as its source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ..hardware import lookup
 from ..hardware.load import bad, check_keys, expand_sources, read_figure
 from ..read_limits import TOML_BYTES, parse_toml, parse_yaml, quote_value
 
-# Shares that copies reach of the line rate to the host (50-55 of 63 GB/s, PCIe 5) and a CPU's update of its memory's.
+# Shares that are really reached: of the line rate to the host (50-55 of 63 GB/s, PCIe 5), and of the memory bandwidth
+# in a CPU's update.
 _HOST_LINK, _HOST_MEMORY = 0.8, 0.8
 _TEXTS = ("id", "name", "chip", "link", "host_link")
 _FIGURES = (
@@ -42,8 +43,8 @@ _ENDINGS = (".toml", ".yaml", ".yml", ".json")
 class Cluster:
     """Equal nodes. Speeds are one way and of one GPU; `host_...` figures are those of a node; None: not known.
 
-    `domain_gpus` GPUs are joined by the fast `link` (None: all of a node). `host_w` is what the node draws besides its
-    GPUs while they train, `host_cpu_w` what its CPUs draw in addition while they compute.
+    The fast `link` joins `domain_gpus` GPUs (None: all of a node). `host_w` is what the node draws besides its GPUs
+    while they train, `host_cpu_w` what its CPUs draw in addition while they compute.
     """
 
     id: str
@@ -62,21 +63,21 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all nodes."""
+        """Return the number of GPUs of all nodes."""
         return self.nodes * round(self.node_gpus.value)
 
     @property
     def domain(self) -> int:
-        """GPUs that the fast link joins."""
+        """Return the number of GPUs that the fast link joins."""
         return round((self.domain_gpus or self.node_gpus).value)
 
     def list_figures(self) -> dict[str, Figure]:
-        """The figures that are known, by name."""
+        """Return the figures that are known, by name."""
         known = {name: getattr(self, name) for name in _FIGURES}
         return {name: figure for name, figure in known.items() if figure is not None}
 
     def job_options(self) -> dict[str, Any]:
-        """The options of a `TrainingJob` that the cluster gives."""
+        """Return the options of a `TrainingJob` that the cluster gives."""
         options: dict[str, Any] = {"on": self.device, "node_gpus": round(self.node_gpus.value)}
         options["domain_gpus"] = self.domain
         if self.network_bytes_per_s is not None:
@@ -92,17 +93,17 @@ class Cluster:
 
     @property
     def can_offload(self) -> bool:
-        """Whether the speeds of the host are known."""
+        """Return whether the speeds of the host are known."""
         return self.host_memory_bytes_per_s is not None and self.host_link in self.device.interconnect
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values with their sources, for JSON."""
+        """Return plain values with their sources, for JSON."""
         texts = {"id": self.id, "name": self.name, "chip": self.device.id, "nodes": self.nodes, "gpus": self.gpus}
         return {**texts, "figures": {name: dataclasses.asdict(f) for name, f in self.list_figures().items()}}
 
 
 def load_cluster(name: str) -> Cluster:
-    """The cluster "dgx-h200" (one node), "dgx-h200:4" (four), or of a file of one's own: "my.yaml", "my.toml:16"."""
+    """Load the cluster "dgx-h200" (one node), "dgx-h200:4" (four), or a user's file: "my.yaml", "my.toml:16"."""
     wanted, _, count = name.strip().rpartition(":") if name.strip().rpartition(":")[2].isdecimal() else (name, "", "1")
     wanted = wanted.strip()
     if len(count) > 6 or not int(count):
@@ -122,7 +123,7 @@ def load_cluster(name: str) -> Cluster:
 
 @functools.cache
 def list_clusters() -> Mapping[str, dict[str, Any]]:
-    """The tables of the package's clusters by id."""
+    """Return the tables of the package's clusters by id."""
     folder = resources.files(__package__) / "clusters"
     files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
     tables = [parse_toml(f.read_bytes()) for f in files]
@@ -180,7 +181,8 @@ def _build_cluster(raw: Mapping[str, Any], file: str, nodes: int, *, own: bool) 
             raise bad(file, key, "must be text", fix=_EXAMPLE)
     device = lookup(table["chip"])
     link, host_link = _find_links(table, device, file)
-    # Only the link that joins the GPUs and that to the host: an H100 PCIe has NVLink in the catalogue, for a bridge.
+    # Keep only the link that joins the GPUs and the link to the host: in the catalogue, an H100 PCIe has NVLink for a
+    # bridge.
     kept = {name: device.interconnect[name] for name in (link, host_link) if name}
     return Cluster(
         id=table.get("id") or Path(file).stem,
@@ -194,7 +196,7 @@ def _build_cluster(raw: Mapping[str, Any], file: str, nodes: int, *, own: bool) 
 
 
 def _read_number(text: str, file: str, key: str) -> float:
-    """A number that YAML takes for text: it reads 50e+9, and 50e9 is a word to it."""
+    """Return a number that YAML reads as text: it reads 50e+9 as a number, and 50e9 as a word."""
     try:
         return float(text)
     except ValueError:
@@ -202,7 +204,7 @@ def _read_number(text: str, file: str, key: str) -> float:
 
 
 def _find_links(table: Mapping[str, Any], device: Device, file: str) -> tuple[str, str]:
-    """The names of the link between GPUs and of that to the host."""
+    """Return the names of the link between GPUs and of the link to the host."""
     known = list(device.interconnect)
     if not known:
         fix = "take another chip, or add [interconnect] to its file (docs/howto/hardware.md)"

@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed: reproducible, by node, paced, compressed or sparse, each saying what it sent."""
+"""Collectives over torch.distributed: reproducible, by node, paced, compressed or sparse; each says what it sent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PendingReduce:
     _divide_by: int = 1
 
     def wait(self) -> torch.Tensor:
-        """The reduced tensor. On CUDA the current stream waits for it, the host does not. Safe to call twice."""
+        """Return the reduced tensor. On CUDA, the current stream waits for it, not the host. Safe to call twice."""
         if self._work is not None:
             self._work.wait()
         self._work = None
@@ -73,7 +73,7 @@ class PendingReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reduction:
-    """How to all-reduce: everything but the tensor."""
+    """How to all-reduce: all arguments except the tensor."""
 
     op: str
     group: Any
@@ -91,7 +91,7 @@ class _Reduction:
         begun = time.perf_counter()
         rank, ranks = c10d.get_rank(), c10d.get_world_size(self.group)
         delay_s = self.pace.wait_to_start(self.mesh, rank, self.node_size, seed=_seed_jitter(self.group))
-        dense = x.to(WIDER.get(x.dtype, x.dtype)).contiguous()  # itself, where it is so already
+        dense = x.to(WIDER.get(x.dtype, x.dtype)).contiguous()  # the tensor itself, if it is dense already
         with explain_failure("all_reduce", self.group):
             line = describe_call("all_reduce", x, self.op, self._name, f"chunks={self.pace.chunks}")
             agree(line, 0, self.group, x.device)
@@ -138,11 +138,11 @@ def _add(a: Sent, b: Sent) -> Sent:
 
 
 _calls: Counter[str] = Counter()
-"""All-reduces of each group that succeeded: all ranks of it count alike, also where one of them refused a call."""
+"""Successful all-reduces of each group. All its ranks have the same count, also if one of them refused a call."""
 
 
 def _seed_jitter(group: Any) -> str:
-    """Alike on the ranks of a group, which call in one order, and no other group's."""
+    """Return a seed that is equal on the ranks of a group, which call in one order, and differs from other groups'."""
     group = group if group is not None else c10d.group.WORLD
     return f"{c10d.get_process_group_ranks(group)[0]} {group.group_name} {_calls[group.group_name]}"
 
@@ -167,19 +167,19 @@ def all_reduce(
     stream: Stream | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce a tensor over ranks: "sum", "mean" ("avg"), "max", "min" or "prod". One process: itself.
+    """Reduce a tensor over ranks: "sum", "mean" ("avg"), "max", "min" or "prod". With one process, this is the tensor.
 
-    In place, as torch.distributed has it: `x` is overwritten and returned. A tensor that autograd follows cannot be;
+    As in torch.distributed, `x` is overwritten and returned. That is not possible for a tensor that autograd follows:
     for "sum" and "mean" its reduction is a new tensor, and gradients are reduced in the same way. The ranks are those
-    of `group`, or of this rank's group along `axis` of `mesh`. With `stream` the collective runs there, after the work
+    of `group`, or of this rank's group along `axis` of `mesh`. With `stream`, the collective runs there, after the work
     already queued on the current stream; `async_op` (plain reductions only) returns a `PendingReduce` at once.
 
     `deterministic` adds in the order of the ranks: the same bits on every rank and in every run. `algorithm` is "flat"
     (the backend's), "two_step" (reduce-scatter, all-gather) or "hierarchical" (inside nodes of `node_size` ranks, then
-    across). `compress` sends "fp16", "bf16", "bf16-stochastic" or "fp8", with `feedback` what rounding took is added at
-    the next call. `sparse` sends only rows that are not zero. `phase="group_offset(tp)"` lets the groups of an axis
-    start one after the other, `jitter_ms` adds chance (at most that, or between two: `(1, 5)`), `chunks` and `gap_ms`
-    spread the bytes. `dist.record_collectives()` tells what was sent and how large the error can be.
+    across). `compress` sends "fp16", "bf16", "bf16-stochastic" or "fp8"; with `feedback`, the rounding error is added
+    at the next call. `sparse` sends only rows that are not zero. `phase="group_offset(tp)"` lets the groups of an axis
+    start one after the other, `jitter_ms` adds a random wait (at most that, or between two: `(1, 5)`), `chunks` and
+    `gap_ms` spread the bytes. `dist.record_collectives()` tells what was sent and how large the error can be.
     """
     if axis is not None:
         mesh = find_mesh(mesh, axis)
@@ -251,7 +251,7 @@ def _check_way(x: Any, op: str, algorithm: str, compress: str | Codec | None, sp
 
 
 def _refuse_in_simulation(x: torch.Tensor, what: str) -> None:
-    """Where one process is all ranks, each step has one shape for all of them."""
+    """Refuse a simulated run: one process is all ranks there, and each step has one shape for all of them."""
     if type(x).__name__ == "LocalTensor":
         raise ArgumentError(f"{what} does not work in dist.simulate", fix="use as many Gloo processes")
 
@@ -265,7 +265,7 @@ def _start(x: torch.Tensor, op: str, group: Any) -> PendingReduce:
 
 
 class _AllReduce(torch.autograd.Function):
-    """The gradient of a sum over ranks is the sum of the ranks' gradients."""
+    """An all-reduce for autograd: the gradient of a sum over ranks is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, how: _Reduction) -> Any:
@@ -278,7 +278,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather(x: torch.Tensor, *, group: Any = None) -> torch.Tensor:
-    """The tensors of all ranks, one after the other along the first dimension. Their first sizes may differ."""
+    """Return the tensors of all ranks, one after the other along the first dimension. Their first sizes may differ."""
     ranks = _count_ranks_for("all_gather", x, group)
     if ranks == 1:
         return x.clone()
@@ -299,7 +299,7 @@ def all_gather(x: torch.Tensor, *, group: Any = None) -> torch.Tensor:
 
 
 def _count_ranks_for(kind: str, x: torch.Tensor, group: Any, problem: ArgumentError | None = None) -> int:
-    """The ranks of a group that can move the tensor; a rank that has a problem tells the others."""
+    """Return the ranks of a group that can move the tensor; a rank that has a problem tells the others."""
     with tell_refusal(kind, group):
         ranks = count_ranks(group)
         if ranks > 1:
@@ -318,7 +318,7 @@ def reduce_scatter(
     compress: str | Codec | None = None,
     feedback: ErrorFeedback | None = None,
 ) -> torch.Tensor:
-    """This rank's part, along the first dimension, of the sum over ranks; the last parts may be shorter or empty."""
+    """Return this rank's part, along the first dimension, of the sum over ranks; last parts may be shorter or empty."""
     with tell_refusal("reduce_scatter", group):
         _check(x, op, async_op=False)
         _check_way(x, op, "flat", compress, sparse=False)
@@ -356,7 +356,7 @@ def reduce_scatter(
 
 
 def all_to_all(x: torch.Tensor, counts: Sequence[int], *, group: Any = None) -> tuple[torch.Tensor, list[int]]:
-    """Send `counts[r]` rows to each rank r, in order; returns the rows that arrived, and how many came from each."""
+    """Send `counts[r]` rows to each rank r, in order; return the rows that arrived and their number from each rank."""
     problem = None
     if len(counts) != count_ranks(group) or sum(counts) != x.shape[0]:
         problem = ArgumentError(
@@ -376,7 +376,7 @@ def all_to_all(x: torch.Tensor, counts: Sequence[int], *, group: Any = None) -> 
         agree(describe_call("all_to_all", x, any_first=True), 0, group, x.device)
         c10d.all_to_all_single(arriving, sending, group=group)
         own = counts[c10d.get_rank(group)]
-        # In a dry run every rank calls with what this one does.
+        # In a dry run, every rank calls with what this one does.
         received = [own] * ranks if is_dry() else [int(n) for n in arriving.tolist()]
         rows = as_movable(x.detach().reshape(x.shape[0], math.prod(x.shape[1:])).contiguous())
         out = rows.new_empty(sum(received), rows.shape[1])
@@ -387,7 +387,7 @@ def all_to_all(x: torch.Tensor, counts: Sequence[int], *, group: Any = None) -> 
 
 
 def broadcast(x: torch.Tensor, source: int = 0, *, group: Any = None) -> torch.Tensor:
-    """Overwrite `x` with that of the group's rank `source`."""
+    """Overwrite `x` with the tensor of the group's rank `source`."""
     problem, ranks = None, count_ranks(group)
     if not 0 <= source < ranks:
         problem = ArgumentError(f"broadcast: source={source} of {ranks} ranks", fix=f"0 to {ranks - 1}")

@@ -1,4 +1,4 @@
-"""Smaller numbers for the wire: how values are rounded, what that does to them, and how the error is made up for."""
+"""Smaller numbers for collectives: how values are rounded, what error that makes, and how the error is compensated."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ FORMATS: dict[str, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
 }
 BLOCK = 256
-"""Values that share a scale. fp16 and fp8 have few exponents: each block is scaled to use them."""
+"""Number of values that share a scale. fp16 and fp8 have few exponents, so each block is scaled to use them."""
 _SCALED = {"fp16": 65504.0, "fp8": 448.0}  # the largest finite number of each
 _TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(slots=True)
 class ErrorFeedback:
-    """What rounding took from one tensor's sums, added back at the next call with the same shape.
+    """The rounding errors of one tensor's sums, which are added back at the next call with the same shape.
 
-    Give each tensor (each gradient bucket) an `ErrorFeedback` of its own. Errors then do not add up over steps: the
-    sum of what was sent follows the sum of what should have been.
+    Give each tensor (each gradient bucket) its own `ErrorFeedback`. Then errors do not add up over steps: the sum of
+    what was sent follows the sum of what should have been sent.
     """
 
     _residuals: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add_to(self, stage: str, x: torch.Tensor) -> torch.Tensor:
-        """The values with what is still owed to them."""
+        """Return the values plus the errors that are still owed to them."""
         before = self._residuals.get(stage)
         return x if before is None or before.shape != x.shape else x + before
 
     def keep(self, stage: str, residual: torch.Tensor) -> None:
-        """Remember what could not be sent; what is not finite is forgotten, or no later sum would be."""
+        """Remember what could not be sent; values that are not finite are dropped, or no later sum would be finite."""
         self._residuals[stage] = torch.nan_to_num(residual, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Rounds float32 values to a format: `encode` gives bytes, `decode` the values back. `stochastic`: unbiased."""
+    """Rounds float32 values to a format: `encode` gives bytes, `decode` gives the values back.
+
+    `stochastic`: unbiased.
+    """
 
     format: Format
     stochastic: bool = False
@@ -56,7 +59,7 @@ class Codec:
             )
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        """The bytes of flat float32 values: scales first, where there are any, then the numbers."""
+        """Return the bytes of flat float32 values: scales first, if there are any, then the numbers."""
         if self.format == "bf16":
             return (round_by_chance(x) if self.stochastic else x.to(torch.bfloat16)).view(torch.uint8)
         padded = torch.nn.functional.pad(x, (0, _blocks(len(x)) * BLOCK - len(x))).view(-1, BLOCK)
@@ -67,7 +70,7 @@ class Codec:
         return torch.cat([scale.view(torch.uint8), numbers.contiguous().view(torch.uint8)])
 
     def decode(self, payload: torch.Tensor, count: int) -> torch.Tensor:
-        """The float32 values of some bytes."""
+        """Return the float32 values of some bytes."""
         dtype = FORMATS[self.format]
         if self.format == "bf16":
             return payload.clone().view(dtype).float()
@@ -78,7 +81,7 @@ class Codec:
 
 
 def make_codec(compress: str | Codec | None) -> Codec | None:
-    """The codec of a name; "bf16-stochastic" rounds up or down by chance."""
+    """Return the codec of a name; "bf16-stochastic" rounds up or down at random."""
     if compress is None or isinstance(compress, Codec):
         return compress
     name, _, how = compress.partition("-")
@@ -92,9 +95,10 @@ def _blocks(count: int) -> int:
 
 
 def round_by_chance(x: torch.Tensor, **options: torch.Generator) -> torch.Tensor:
-    """float32 as bf16, rounded up or down with the chance that makes the mean right; `options` are those of randint.
+    """Round float32 to bf16, up or down with the chance that makes the mean right; `options` are those of randint.
 
-    bf16 is the upper half of a float32: add 16 random bits below it and cut them off. Exact, subnormals too.
+    bf16 is the upper half of a float32: add 16 random bits below it and cut them off. This is exact, for subnormals
+    too.
     """
     bits = x.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, x.shape, device=x.device, dtype=torch.int32, **options)
@@ -103,5 +107,5 @@ def round_by_chance(x: torch.Tensor, **options: torch.Generator) -> torch.Tensor
 
 
 def largest(x: torch.Tensor) -> Any:
-    """The largest magnitude, as a float32 scalar tensor; 0 of nothing."""
+    """Return the largest magnitude, as a float32 scalar tensor; 0 for an empty tensor."""
     return x.abs().amax().float().reshape(1) if x.numel() else torch.zeros(1, device=x.device)

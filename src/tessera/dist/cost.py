@@ -2,10 +2,10 @@
 
     time = a + b S + ramp sqrt(a b S)      a: latency; b: bytes sent for each byte of S, over the link's useful speed
 
-The first term is what the smallest message takes, the second what the largest does, the third what is lost while
-pipelines fill. Inside a node the figures are fitted to NCCL on A100, H100, B200 (NVLink) and L40S (PCIe) by
+The first term is the time of the smallest message, the second dominates for the largest, and the third is lost while
+pipelines fill. Inside a node, the figures are fitted to NCCL on A100, H100, B200 (NVLink) and L40S (PCIe) by
 benchmarks/fit/fit_collectives.py. Ramp and efficiency are nearly the same on all NVLink systems, so a chip without data
-takes their mean and its own link. Between nodes each algorithm has its own bytes and hops, as in NCCL's own model
+uses their mean and its own link. Between nodes, each algorithm has its own bytes and hops, as in NCCL's own model
 (NVIDIA/nccl, src/graph/tuning.cc): a ring visits every rank, a tree climbs and descends the nodes. NCCL takes the
 cheaper one.
 """
@@ -26,25 +26,27 @@ from ..hardware import lookup
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ALGORITHMS = ("ring", "tree", "two_step", "hierarchical")
-# 90% of single timings are within these: sizes kept out of the fit, and an NVLink system kept out of it
-# (benchmarks/results/fit_collectives.json).
+# 90% of single timings are within these relative errors: ERROR_FITTED for sizes kept out of the fit, ERROR_OTHER for an
+# NVLink system kept out of it (benchmarks/results/fit_collectives.json).
 ERROR_FITTED, ERROR_OTHER = 0.20, 0.45
 _LINKS = ("nvlink", "xgmi", "xe_link", "pcie")
-_SAME_LINK = 0.05  # chips whose links differ by less have the same generation of it
-# Between nodes: share of the cards' line rate, ramp, and seconds of one hop. nccl-tests on two nodes with EFA fit 0.62
-# (H100) and 0.82 (A100) of it (fit_collectives.json) and hops of 28 and 80 us; over InfiniBand a hop is about 9 us
-# (NVIDIA/nccl issue 949: 39 us for 8 bytes on two nodes; NCCL's own table has 9.6 for a ring).
+_SAME_LINK = 0.05  # chips whose link speeds differ by less than this share have the same generation of link
+# Between nodes: share of the cards' line rate that is reached, ramp, and seconds of one hop. nccl-tests on two nodes
+# with EFA fit 0.62 (H100) and 0.82 (A100) of the line rate (fit_collectives.json) and hops of 28 and 80 us; over
+# InfiniBand, a hop is about 9 us (NVIDIA/nccl issue 949: 39 us for 8 bytes on two nodes; NCCL's own table has 9.6 us
+# for a ring).
 NETWORK_EFFICIENCY, NETWORK_RAMP, NETWORK_HOP_S = 0.72, 1.0, 10e-6
 ERROR_NODES = 0.45
-_LINK_HOP_S = 1.9e-6  # between neighbours of a ring inside a node (NCCL's table: NVLink, LL128)
-# Boxes without NVLink, of PCIe's rate. Through the host, without peer access: all pairs share what one pair reaches,
-# 10 of 31.5 GB/s (A40, NVIDIA/nccl-tests issue 74: 20 GB/s both ways with P2P disabled), and eight sit on two sockets,
-# between which less goes (40 instead of 50 GB/s, there). Through switches or well tuned host bridges: 35 of 63 GB/s on
-# four GPUs, 28 on eight (RTX 5090, NVIDIA/nccl issue 1639). The form of the first was chosen with the L40S in view.
+_LINK_HOP_S = 1.9e-6  # seconds between neighbours of a ring inside a node (NCCL's table: NVLink, LL128)
+# Boxes without NVLink, as shares of PCIe's rate. Through the host, without peer access: all pairs share what one pair
+# reaches, 10 of 31.5 GB/s (A40, NVIDIA/nccl-tests issue 74: 20 GB/s both ways with P2P disabled); eight GPUs are on two
+# sockets, between which less goes (40 instead of 50 GB/s, same issue). Through switches or well tuned host bridges: 35
+# of 63 GB/s on four GPUs, 28 on eight (RTX 5090, NVIDIA/nccl issue 1639). The form of the first was chosen with the
+# L40S in view.
 PATHS = ("host", "switch")
 _PCIE_SHARE = {"host": {4: 0.32 / 2, 8: 0.8 * 0.32 / 4}, "switch": {4: 35 / 63, 8: 28 / 63}}
 ERROR_PCIE = 0.6
-# Gb/s of network per GPU of the usual servers: DGX A100 200, HGX H100 to B200 400, B300 and GB300 800 (ConnectX-8).
+# Gb/s of network per GPU in the usual servers: DGX A100 200, HGX H100 to B200 400, B300 and GB300 800 (ConnectX-8).
 _CARD_GBIT = {"v100": 50, "a100": 200, "a100-40gb-sxm": 200, "a800": 200, "b300": 800, "gb300": 800}
 
 
@@ -52,7 +54,7 @@ _CARD_GBIT = {"v100": 50, "a100": 200, "a100-40gb-sxm": 200, "a800": 200, "b300"
 class CollectiveCost:
     """Predicted seconds of one collective with the half-width of a 90% interval, and the bytes each rank sends.
 
-    `network_bytes` is the part of them that leaves the node.
+    `network_bytes` is the part of these bytes that leaves the node.
     """
 
     time_s: float
@@ -65,7 +67,7 @@ class CollectiveCost:
 
 
 def sent_share(kind: str, ranks: float) -> float:
-    """Bytes each rank sends for each byte of the whole buffer, by the most frugal algorithm."""
+    """Return the bytes that each rank sends for each byte of the whole buffer, by the most frugal algorithm."""
     return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
@@ -81,12 +83,12 @@ def collective_cost(
     algorithm: str | None = None,
     path: str | None = None,
 ) -> CollectiveCost:
-    """What a collective takes over `ranks` GPUs of one node, or spread evenly over several.
+    """Return what a collective takes over `ranks` GPUs of one node, or spread evenly over several.
 
     `nbytes` is the whole buffer (of all_gather: the result); `network_bytes_per_s` is the line rate of one GPU's card,
-    one way. Without `algorithm` it is what NCCL would choose: "ring" or, for an all_reduce between nodes, "tree".
+    one way. Without `algorithm`, NCCL's choice is assumed: "ring" or, for an all_reduce between nodes, "tree".
     "two_step" and "hierarchical" are those of `dist.all_reduce`. `path` says how GPUs that have only PCIe reach each
-    other: through the "host" (taken where nothing is measured) or a "switch".
+    other: through the "host" (assumed if nothing is measured) or a "switch".
     """
     if kind not in KINDS:
         raise ArgumentError(f"the cost of {kind!r} is not known", fix=f"one of: {', '.join(KINDS)}")
@@ -132,7 +134,7 @@ def collective_cost(
 def choose_all_reduce(
     nbytes: float, ranks: int, *, on: str | Device, nodes: int = 1, network_bytes_per_s: float | None = None
 ) -> CollectiveCost:
-    """The cheapest all_reduce: the backend's own ("ring" or "tree"), "two_step" or "hierarchical"."""
+    """Return the cheapest all_reduce: the backend's own ("ring" or "tree"), "two_step" or "hierarchical"."""
     return min(
         (
             collective_cost(
@@ -151,7 +153,7 @@ def choose_all_reduce(
 
 
 def card_bytes_per_s(device: Device) -> float:
-    """The network card of one GPU in the usual server with this chip, one way."""
+    """Return the rate of one GPU's network card in the usual server with this chip, one way."""
     return _CARD_GBIT.get(device.id, 400) * 1e9 / 8
 
 
@@ -171,7 +173,7 @@ class _Team:
     link: float
 
     def inside_s(self, kind: str, nbytes: float, ranks: int) -> float:
-        """Seconds of a collective inside one node."""
+        """Return the seconds of a collective inside one node."""
         if ranks < 2:
             return 0.0
         latency_s, efficiency, ramp = _figures(self.system, kind, ranks, self.path)
@@ -179,7 +181,7 @@ class _Team:
         return latency_s + per_byte_s * nbytes + ramp * math.sqrt(latency_s * per_byte_s * nbytes)
 
     def times_between(self, card: float, hop_s: float) -> dict[str, tuple[float, float]]:
-        """Seconds and bytes that leave each rank's card, by algorithm; `card` is the useful speed of one."""
+        """Return the bytes that each rank sends per byte of the whole buffer, by the most frugal algorithm."""
         kind, nbytes, nodes = self.kind, self.nbytes, self.nodes
         here = -(-self.ranks // nodes)  # ranks of a node
         inside = self.inside_s(kind, nbytes, here)
@@ -189,14 +191,14 @@ class _Team:
         # All cards of a node share the bytes of the rings that cross it; a ring visits every rank.
         leaves = nbytes * sent_share(kind, self.ranks) / here
         hops = turns * ((self.ranks - nodes) * _LINK_HOP_S + (nodes - 1) * hop_s)
-        if kind == "all_to_all":  # everybody sends to everybody at once, each from a buffer of its own
+        if kind == "all_to_all":  # every rank sends to all others at once, each from a buffer of its own
             leaves, hops = nbytes * sent_share(kind, nodes), hop_s * math.log2(2 * nodes)
         both["ring"] = (_join(start, hops, leaves / card, inside - start), leaves)
         if kind == "all_reduce":
             leaves = nbytes * sent_share(kind, nodes) / here
             hops = 2.0 * hop_s * math.log2(nodes) if nodes > 1 else 0.0
             both["tree"] = (_join(start, hops, leaves / card, inside - start), leaves)
-            # Scattered inside, every rank reduces its part with its peers of other nodes, gathered inside.
+            # Scatter inside a node; every rank reduces its part with its peers of other nodes; gather inside.
             across = _join(0.0, 2.0 * (nodes - 1) * hop_s, leaves / card, 0.0)
             halves = sum(self.inside_s(half, nbytes, here) for half in ("reduce_scatter", "all_gather"))
             both["hierarchical"] = (halves + across, leaves)
@@ -209,13 +211,13 @@ class _Team:
 
 
 def _join(start_s: float, hops_s: float, network_s: float, inside_s: float) -> float:
-    """Seconds of a pipeline through links and network: the slower of both, after the start, with the ramp."""
+    """Return seconds, and bytes that leave each rank's card, by algorithm; `card` is one card's useful speed."""
     slowest = max(network_s, inside_s)
     return start_s + hops_s + slowest + NETWORK_RAMP * math.sqrt((start_s + min(hops_s, start_s)) * slowest)
 
 
 def find_link(device: Device) -> tuple[str, Link]:
-    """The fastest link between chips that a catalogue entry has, and its name."""
+    """Return the fastest link between chips in a catalogue entry, and its name."""
     for name in _LINKS:
         if name in device.interconnect:
             return name, device.interconnect[name]
@@ -234,7 +236,7 @@ def _read_fits() -> dict[str, Any]:
 
 @functools.cache
 def _find_system(chip: str, name: str, rate: float) -> str | None:
-    """The measured system with this chip, or with the same link."""
+    """Return the measured system with this chip, or with the same link."""
     systems = _read_fits()
     if chip in systems:
         return chip
@@ -247,7 +249,7 @@ def _find_system(chip: str, name: str, rate: float) -> str | None:
 
 @functools.cache
 def _figures(system: str | None, kind: str, ranks: int, path: str | None) -> Sequence[float]:
-    """(latency, efficiency, ramp) of a system; without one the means of others."""
+    """Return (latency, efficiency, ramp) of a system; without a system, the means of the others."""
     systems = _read_fits()
     if system is not None:
         return _interpolate({int(n): figures for n, figures in systems[system][kind].items()}, ranks)
@@ -256,12 +258,12 @@ def _figures(system: str | None, kind: str, ranks: int, path: str | None) -> Seq
 
 
 def share_pcie(figures: Mapping[int, Sequence[float]], path: str) -> dict[int, list[float]]:
-    """The same over PCIe: a pair reaches as much of its link as others do of theirs, more GPUs share a path."""
+    """Return the figures over PCIe: a pair reaches as much of its link as other systems do; more GPUs share a path."""
     return {n: [f[0], _PCIE_SHARE[path].get(n, f[1]), f[2]] for n, f in figures.items()}
 
 
 def mean_figures(tables: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[int, list[float]]:
-    """Geometric means: the latency of all systems, which is the software's; the rest of those with NVLink."""
+    """Return the figures over PCIe: a pair uses its link as other systems do; more GPUs share a path."""
     fast = [t for name, t in tables.items() if find_link(lookup(name))[0] == "nvlink"]
     used = [list(tables.values()), fast, fast]
     return {
@@ -271,11 +273,11 @@ def mean_figures(tables: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[in
 
 
 def _interpolate(figures: Mapping[int, Sequence[float]], ranks: int) -> list[float]:
-    """Between the numbers of GPUs that were measured, in logarithms; beyond them, latency grows as between the last."""
+    """Interpolate in logarithms between measured numbers of GPUs; beyond them, latency goes on as at the end."""
     known = sorted(figures)
     low = max((n for n in known[:-1] if n <= ranks), default=known[0])
     high = known[known.index(low) + 1]
     part = (math.log(ranks) - math.log(low)) / (math.log(high) - math.log(low))
     inside = min(part, 1.0)
-    steps = [part, inside, inside]  # efficiency and ramp stay as they are beyond the largest
+    steps = [part, inside, inside]  # beyond the largest, efficiency and ramp stay the same
     return [a * (b / a) ** p for a, b, p in zip(figures[low], figures[high], steps, strict=True)]

@@ -1,7 +1,7 @@
 """Tokens to the ranks of their experts and back: `dispatch_tokens`, `combine_tokens`.
 
-A token goes once to each rank that has one of its experts, however many of them are there; that rank adds up what its
-experts make of the token, weighted, and one row comes back.
+A token goes once to each rank that has any of its experts. That rank adds up the weighted outputs of its experts for
+the token, and one row comes back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .mesh import Mesh, find_mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchedTokens:
-    """Tokens that came to this rank. `experts` are numbers of this rank's own, -1 where another rank has the expert."""
+    """Tokens that came to this rank. `experts` are this rank's own numbers, -1 if another rank has the expert."""
 
     tokens: torch.Tensor
     experts: torch.Tensor
@@ -33,7 +33,7 @@ class DispatchedTokens:
     group: Any
 
     def run_experts(self, experts: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> torch.Tensor:
-        """What this rank's experts make of the tokens, weighted and added up for each token."""
+        """Return the outputs of this rank's experts, weighted and added up for each token."""
         total = torch.zeros_like(self.tokens)
         for number, expert in enumerate(experts):
             rows, choices = torch.nonzero(self.experts == number, as_tuple=True)
@@ -55,7 +55,8 @@ def dispatch_tokens(
     """Send each token (a row) to the ranks of its experts.
 
     `experts` and `weights` have a row for each token: the numbers of its experts, of `count` in all, and their weights.
-    The ranks of the group (or of this rank's group along `axis`, "ep" for example) have equal parts of them in order.
+    The ranks of the group (or of this rank's group along `axis`, "ep" for example) have equal parts of the experts, in
+    order.
     """
     if axis is not None:
         group = find_mesh(mesh, axis).process_group(axis) if is_connected() else None
@@ -103,7 +104,7 @@ def combine_tokens(dispatched: DispatchedTokens, outputs: torch.Tensor, *, count
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks; gradients go back the same way."""
+    """Sends rows to other ranks; gradients go back the same way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Any, counts: list[int], arriving: list[int], group: Any) -> Any:

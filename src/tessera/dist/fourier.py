@@ -38,10 +38,11 @@ def fft(
     ordered: bool = True,
     chunks: int = 2,
 ) -> torch.Tensor:
-    """The Fourier transform along the last dimension, which is cut over the ranks of a group, in equal parts.
+    """Return the Fourier transform along the last dimension, which is cut over the ranks of a group in equal parts.
 
-    As torch.fft.fft of the whole signal; each rank has its own part of the input and of the result. `ordered=False`
-    saves the last of three exchanges: rank r then has X[r], X[r + P], X[r + 2 P]..., which `ifft(ordered=False)` takes.
+    The result is that of torch.fft.fft for the whole signal; each rank has its own part of the input and of the result.
+    `ordered=False` saves the last of three exchanges: rank r then has X[r], X[r + P], X[r + 2 P]..., which
+    `ifft(ordered=False)` takes.
     """
     return _transform("fft", x, axis, mesh, group, ordered, chunks)
 
@@ -55,7 +56,7 @@ def ifft(
     ordered: bool = True,
     chunks: int = 2,
 ) -> torch.Tensor:
-    """The inverse of `fft`, with the same arguments."""
+    """Return the inverse of `fft`, with the same arguments."""
     return _transform("ifft", x, axis, mesh, group, ordered, chunks)
 
 
@@ -81,7 +82,7 @@ def _transform(
 
 
 class _Fourier(torch.autograd.Function):
-    """The transform is linear: gradients go through its conjugate transpose, the inverse times the length."""
+    """The transform is linear: gradients go through its conjugate transpose, which is the inverse times the length."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, how: _FourStep, inverse: bool) -> Any:
@@ -120,7 +121,7 @@ class _FourStep:
         return y.view(x.shape)
 
     def _transform_across(self, rows: torch.Tensor, *, inverse: bool) -> torch.Tensor:
-        """Transform along the ranks, chunk by chunk of the columns: all of them travel, each is taken as it comes."""
+        """Transform along the ranks in chunks of columns: all travel at once, and each is processed when it arrives."""
         width = rows.shape[1] // self.ranks
         pieces = rows.view(-1, self.ranks, width)
         result = torch.empty_like(pieces)
@@ -142,7 +143,7 @@ class _FourStep:
         return result.view(rows.shape)
 
     def _twiddle(self, width: int, span: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-        """exp(-2 pi i k n / N) for k along the ranks and n over this rank's columns."""
+        """Return exp(-2 pi i k n / N) for k along the ranks and n over this rank's columns."""
         columns = torch.arange(*span, device=like.device, dtype=torch.float64) + self.rank * width
         turns = torch.outer(torch.arange(self.ranks, device=like.device, dtype=torch.float64), columns)
         angle = turns * (-2 * math.pi / (width * self.ranks**2))
@@ -160,11 +161,11 @@ class _FourStep:
         return arriving
 
     def _put_in_order(self, y: torch.Tensor) -> torch.Tensor:
-        """From X[r], X[r + P], ... to X[r M : (r + 1) M]."""
+        """Reorder from X[r], X[r + P], ... to X[r M : (r + 1) M]."""
         arrived = self._exchange(y.view(len(y), self.ranks, -1).permute(1, 0, 2))
         return arrived.permute(1, 2, 0).reshape(y.shape)
 
     def _deal_out(self, y: torch.Tensor) -> torch.Tensor:
-        """The opposite of `_put_in_order`."""
+        """Undo `_put_in_order`."""
         arrived = self._exchange(y.view(len(y), -1, self.ranks).permute(2, 0, 1))
         return arrived.permute(1, 0, 2).reshape(y.shape)

@@ -1,8 +1,8 @@
 """Means of gradients over ranks that run beside the backward pass.
 
 Plain means are the backend's own asynchronous all-reduce, started where the gradient is made. The other ways take
-several collectives each: a thread runs them, one bucket after the other, in the order that all ranks have alike. Both
-use a process group of their own, so that collectives of the program cannot come between.
+several collectives each: a thread runs them, one bucket after the other, in the same order on all ranks. Both use a
+process group of their own, so that the program's collectives cannot come between.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _WHAT = "the reduction of gradients"
 
 @dataclass(slots=True)
 class PendingGradients:
-    """A flat tensor whose mean is on its way; `job` is torch's work, or the thread's future."""
+    """A flat tensor whose mean is being computed; `job` is torch's work, or the thread's future."""
 
     timed: TimedReduction
     job: Any = None
     event: Any = None
 
     def is_done(self) -> bool:
-        """Whether waiting for it takes no time."""
+        """Return whether waiting for the mean takes no time."""
         return bool(self.job.done() if isinstance(self.job, Future) else self.job is None or self.job.is_completed())
 
 
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """Gradients in one flat tensor, with the methods of torch's `GradBucket` that PowerSGD's hook asks for."""
+    """Gradients in one flat tensor, with the methods of torch's `GradBucket` that PowerSGD's hook needs."""
 
     flat: torch.Tensor
     of: Sequence[torch.Tensor]
@@ -49,24 +49,24 @@ class GradientBucket:
     last: bool
 
     def parameters(self) -> Sequence[torch.Tensor]:
-        """What these are the gradients of."""
+        """Return the parameters that have these gradients."""
         return self.of
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, one after the other."""
+        """Return all gradients, one after the other."""
         return self.flat
 
     def gradients(self) -> list[torch.Tensor]:
-        """Each gradient, a view."""
+        """Return each gradient, as a view."""
         parts = self.flat.split([p.numel() for p in self.of])
         return [part.view(p.shape) for part, p in zip(parts, self.of, strict=True)]
 
     def index(self) -> int:
-        """Its place in the order of the step."""
+        """Return the bucket's place in the order of the step."""
         return self.number
 
     def is_last(self) -> bool:
-        """Whether the step has no other after it."""
+        """Return whether this is the last bucket of the step."""
         return self.last
 
 
@@ -88,7 +88,7 @@ class GradientReducer:
         self._stream: Any = None
 
     def start(self, bucket: GradientBucket) -> PendingGradients:
-        """Begin a mean, in place."""
+        """Begin to compute a mean, in place."""
         pending = PendingGradients(make_timed(bucket.flat, self.ranks))
         if self._is_plain:
             self._start_sum(pending)
@@ -101,14 +101,14 @@ class GradientReducer:
     def _start_sum(self, pending: PendingGradients) -> None:
         timed = pending.timed
         timed.begin_ns = time.monotonic_ns()
-        timed.flat.div_(self.ranks)  # before the sum, as DDP does: half precision has no room for sums
+        timed.flat.div_(self.ranks)  # before the sum, as in DDP, because a sum may overflow half precision
         with explain_failure(_WHAT, self.group):
             pending.job = c10d.all_reduce(timed.flat, group=self.group, async_op=True)
         if not timed.flat.is_cuda and pending.job is not None:
             pending.job.get_future().then(lambda _: timed.stamp_end())
 
     def _submit(self, pending: PendingGradients, run: Callable[[], object]) -> None:
-        """Let the thread run something on the tensor; on CUDA in a stream of its own, after what made the tensor."""
+        """Let the thread run something on the tensor; on CUDA in its own stream, after what made the tensor."""
         x = pending.timed.flat
         ready = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
         if ready is not None:
@@ -138,7 +138,7 @@ class GradientReducer:
         timed.stamp_end()
 
     def _find_residual(self, bucket: GradientBucket) -> ErrorFeedback | None:
-        """What is owed to a bucket; nothing where other parameters have its place now (after the first step)."""
+        """Return the residual of a bucket; none if other parameters have taken its place (after the first step)."""
         if not self._has_feedback:
             return None
         who = tuple(map(id, bucket.of))
@@ -157,14 +157,14 @@ class GradientReducer:
         return Sent(ring_bytes(numbers * bucket.flat.element_size(), self.ranks))
 
     def make_future(self, pending: PendingGradients) -> torch.futures.Future[torch.Tensor]:
-        """Torch's kind of future, for DDP."""
+        """Return a future of torch's kind, for DDP."""
         flat, job = pending.timed.flat, pending.job
         if isinstance(job, c10d.Work):
             return job.get_future().then(lambda _: flat)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[flat.device] * flat.is_cuda)
 
         def complete(done: Future[None]) -> None:
-            with torch.cuda.stream(self._stream):  # None: nothing
+            with torch.cuda.stream(self._stream):  # None: no change of stream
                 if error := done.exception():
                     future.set_exception(error)
                 else:
@@ -177,7 +177,7 @@ class GradientReducer:
         return future
 
     def wait(self, pending: PendingGradients) -> torch.Tensor:
-        """The mean. On CUDA the current stream waits for it, the host does not."""
+        """Return the mean. On CUDA, the current stream waits for it, not the host."""
         timed = pending.timed
         self._wait_for_job(pending)
         timed.stamp_end()
@@ -185,7 +185,7 @@ class GradientReducer:
         return timed.flat
 
     def count_users(self, is_used: Sequence[bool], device: torch.device) -> PendingGradients:
-        """Begin to count the ranks that have a gradient, by parameter."""
+        """Begin to count, for each parameter, the ranks that have a gradient."""
         users = torch.tensor(is_used, dtype=torch.int32, device=device)
         pending = PendingGradients(make_timed(users, self.ranks))
         if self._thread is None:
@@ -196,7 +196,7 @@ class GradientReducer:
         return pending
 
     def wait_for_users(self, pending: PendingGradients) -> torch.Tensor:
-        """How many ranks have a gradient, by parameter."""
+        """Return how many ranks have a gradient, by parameter."""
         self._wait_for_job(pending)
         return pending.timed.flat
 
@@ -220,11 +220,11 @@ class GradientReducer:
 
 
 _unused_groups: list[tuple[Any, list[Any]]] = []
-"""The process group of the job, and groups of it that no reducer uses. A group cannot be made anew under its name."""
+"""Pairs of the job's process group and groups of it that no reducer uses: a group's name cannot be used again."""
 
 
 def _take_group(like: Any) -> Any:
-    """A process group of the same ranks that nobody else uses."""
+    """Return a process group of the same ranks that nothing else uses."""
     world = c10d.group.WORLD
     if not _unused_groups or _unused_groups[-1][0] is not world:
         _unused_groups[:] = [(world, [])]

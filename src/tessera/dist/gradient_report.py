@@ -1,4 +1,4 @@
-"""What reductions of gradients sent and took, and how much of it the program did not wait for."""
+"""What reductions of gradients sent and how long they took, and how much of that the program did not wait for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..timeline.intervals import covered_ns, union
 from .reduction import Sent, ring_bytes
 
 WAIT_RANGE = "wait for gradients"
-"""The name of the waiting on a profiler's timeline."""
+"""The name of the waits on a profiler's timeline."""
 NO_BOUND = "PowerSGD does not bound its error"
 DRY = "a dry run has no values"
 ON_GPU = "on GPUs the profile has it: tessera run, then analyze.collectives"
@@ -25,8 +25,9 @@ ON_GPU = "on GPUs the profile has it: tessera run, then analyze.collectives"
 class GradientReport:
     """What the reductions of gradients did on this rank, in one step or several.
 
-    `saved_bytes` is against plain reductions, `error_bound` holds for every element of a mean. `time_s` is the sum over
-    reductions, and `hidden_s` the part of it in which the program did not wait. `missing` says why a value is None.
+    `saved_bytes` is compared with plain reductions; `error_bound` is for every element of a mean. `time_s` is the sum
+    over reductions, and `hidden_s` the part of it in which the program did not wait. `missing` says why a value is
+    None.
     """
 
     steps: int = 0
@@ -42,7 +43,7 @@ class GradientReport:
 
     @property
     def overlap_pct(self) -> float | None:
-        """The share of the reductions' time that was hidden, 0 to 100."""
+        """Return the share of the reductions' time that was hidden, 0 to 100."""
         return 100.0 * self.hidden_s / self.time_s if self.hidden_s is not None and self.time_s else None
 
     def __add__(self, other: GradientReport) -> GradientReport:
@@ -52,7 +53,7 @@ class GradientReport:
         return GradientReport(**total, missing=self.missing | other.missing)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return plain JSON types."""
         return asdict(self) | {"overlap_pct": self.overlap_pct}
 
 
@@ -62,7 +63,7 @@ def _add(a: Any, b: Any) -> Any:
 
 @dataclass(slots=True)
 class TimedReduction:
-    """One reduction of a flat tensor; `plain_bytes` is what it sends without compression."""
+    """One reduction of a flat tensor; `plain_bytes` is what it would send without compression."""
 
     flat: torch.Tensor
     plain_bytes: float
@@ -71,12 +72,12 @@ class TimedReduction:
     end_ns: int = 0
 
     def stamp_end(self) -> None:
-        """It is over now, or was before."""
+        """Note that the reduction is over, unless an end was noted before."""
         self.end_ns = self.end_ns or time.monotonic_ns()
 
 
 class GradientLedger:
-    """The reductions and the waiting of a step, summed up when it is closed."""
+    """The reductions and the waits of a step, which are summed up when the step is closed."""
 
     def __init__(self, *, has_bound: bool = True) -> None:
         self._has_bound = has_bound
@@ -86,12 +87,12 @@ class GradientLedger:
         self.total = GradientReport()
 
     def add(self, reduction: TimedReduction) -> None:
-        """A reduction of this step is over."""
+        """Note that a reduction of this step is over."""
         self._finished.append(reduction)
 
     @contextlib.contextmanager
     def mark_waiting(self) -> Iterator[None]:
-        """The program waits in this block."""
+        """Measure the time of this block as a wait of the program."""
         begin_ns = time.monotonic_ns()
         try:
             with torch.profiler.record_function(WAIT_RANGE):
@@ -109,7 +110,7 @@ class GradientLedger:
         ends = np.maximum([r.end_ns for r in done], starts)
         exposed = covered_ns(union(waits[:, 0], waits[:, 1]), starts, ends)
         sent = sum(r.sent.bytes for r in done)
-        on_gpu = done[0].flat.is_cuda  # its times are those of the host, which only queues the work
+        on_gpu = done[0].flat.is_cuda  # then the times are the host's, which only queues the work
         bounds = [r.sent.error_bound for r in done if r.sent.error_bound is not None]
         has_bound = self._has_bound and len(bounds) == len(done)
         missing = {} if has_bound else {"error_bound": DRY if self._has_bound else NO_BOUND}
@@ -129,6 +130,6 @@ class GradientLedger:
 
 
 def make_timed(flat: torch.Tensor, ranks: int) -> TimedReduction:
-    """An all-reduce that is about to start."""
+    """Return the record of an all-reduce that is about to start."""
     nbytes = ring_bytes(flat.numel() * flat.element_size(), ranks)
     return TimedReduction(flat, nbytes, Sent(nbytes))

@@ -5,7 +5,7 @@
     backward   [ layer 3 ][ layer 2 ][ layer 1 ][ layer 0 ]wait [ step ]
     ranks                 [ bucket 0 ][ bucket 1 ][ bucket 2 ]          a bucket leaves when its last gradient is there
 
-Buckets leave in one order on every rank: that in which rank 0 made the gradients in the first step.
+Buckets leave in the same order on every rank: the order in which rank 0 made the gradients in the first step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .gradient_report import GradientLedger, GradientReport
 
 
 class GradientSync:
-    """Gradients are reduced in backward until `remove()`, or the end of a `with` block."""
+    """Reduces gradients in the backward pass until `remove()`, or the end of a `with` block."""
 
     def __init__(self, ledger: GradientLedger) -> None:
         self._ledger = ledger
@@ -41,26 +41,29 @@ class GradientSync:
         self.remove()
 
     def wait(self) -> None:
-        """Return when all gradients are there: after a backward pass with `defer=True`, before anyone looks at them."""
+        """Wait until all gradients are there: call it after a backward pass with `defer=True`, before reading them."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()` and `zero_grad()`. With `defer=True` parameters are updated as their gradients arrive."""
+        """Call `optimizer.step()` and `zero_grad()`.
+
+        With `defer=True`, parameters are updated as their gradients arrive.
+        """
         self.wait()
         optimizer.step()
         optimizer.zero_grad()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add up on this rank: for all microbatches but the last."""
+        """Let the backward passes inside add up on this rank: for all microbatches except the last."""
         yield
 
     def report(self, *, last_step: bool = False) -> GradientReport:
-        """What was sent and hidden in all steps so far, or in the last one. Waits for what is on its way."""
+        """Return what was sent and hidden in all steps so far, or in the last one. Waits for pending reductions."""
         self.wait()
         return self._ledger.last_step if last_step else self._ledger.total
 
     def remove(self) -> None:
-        """Wait, and leave the module as it was."""
+        """Wait, and restore the module."""
         self.wait()
         while self._handles:
             self._handles.pop().remove()
@@ -68,18 +71,18 @@ class GradientSync:
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Parameters whose gradients travel together, and how far they are in this backward pass."""
+    """Parameters whose gradients travel together, and their state in this backward pass."""
 
     numbers: list[int]
     parameters: list[nn.Parameter]
     to_come: set[int] = field(default_factory=set)
     is_used: list[bool] = field(default_factory=list)
     pending: PendingGradients | None = None
-    is_stale: bool = False  # a gradient was made after it had left
+    is_stale: bool = False  # a gradient was made after the bucket had left
     update: Callable[[Sequence[nn.Parameter]], None] | None = None
 
     def fill(self, number: int, *, last: bool) -> GradientBucket:
-        """Take the gradients from the parameters, zeros for those that have none."""
+        """Take the gradients from the parameters, with zeros for those that have none."""
         grads = [p.grad for p in self.parameters]
         self.is_used = [g is not None for g in grads]
         parts = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, grads, strict=True)]
@@ -98,10 +101,10 @@ class ModuleSync(GradientSync):
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._is_on = True
         self._is_updating = False
-        self._passes: set[int] = set()  # the backward passes that run: with checkpoints, one inside another
+        self._passes: set[int] = set()  # the backward passes that run now: with checkpoints, one inside another
         self._next = 0
         self._users: PendingGradients | None = None
-        self._made: list[int] = []  # the order of the first step
+        self._made: list[int] = []  # in the order of the first step
         self._is_ordered = False
         self._called: set[int] = set()
         self._check_ranks()
@@ -109,7 +112,7 @@ class ModuleSync(GradientSync):
         self._add_hooks()
 
     def _check_ranks(self) -> None:
-        """All ranks must have the same parameters: a collective of different sizes hangs, or worse."""
+        """Check that all ranks have the same parameters: a collective of different sizes hangs, or worse."""
         layout = [(tuple(p.shape), str(p.dtype)) for p in self._parameters]
         layouts: list[Any] = [layout] * self._reducer.ranks
         if not self._reducer.is_dry:
@@ -123,7 +126,7 @@ class ModuleSync(GradientSync):
                 )
 
     def _build_buckets(self, order: list[int]) -> None:
-        """Cut the parameters, in the order their gradients come, into buckets of one dtype and device each."""
+        """Cut the parameters into buckets of one dtype and device, in the order in which their gradients come."""
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         room: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
@@ -153,7 +156,7 @@ class ModuleSync(GradientSync):
                     self._handles.append(module.register_forward_pre_hook(partial(self._update_before_use, own)))
 
     def _take(self, number: int, _parameter: torch.Tensor) -> None:
-        """A gradient is there: start every bucket that is full, in order."""
+        """Note a gradient that is there, and start every bucket that is full, in order."""
         if not self._is_on:
             return
         this_pass = torch._C._current_graph_task_id()
@@ -199,7 +202,7 @@ class ModuleSync(GradientSync):
             bucket.to_come, bucket.is_stale = set(bucket.numbers), False
 
     def _follow_order(self) -> None:
-        """After the first step: buckets in the order in which rank 0 made the gradients."""
+        """Order the buckets, after the first step, as rank 0 made the gradients."""
         self.wait()
         self._is_ordered = True
         if self._reducer.is_dry:
@@ -214,7 +217,7 @@ class ModuleSync(GradientSync):
             self._settle(bucket)
 
     def _settle(self, bucket: _Bucket) -> None:
-        """Wait for a bucket and hand out its gradients."""
+        """Wait for a bucket and give the parameters its gradients."""
         assert bucket.pending is not None
         pending, bucket.pending = bucket.pending, None
         gradients = self._reducer.wait(pending).split([p.numel() for p in bucket.parameters])
@@ -248,7 +251,7 @@ class ModuleSync(GradientSync):
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ArgumentError("step: LBFGS updates all parameters at once", fix="sync.wait(), then optimizer.step()")
-        groups = [dict(group) for group in optimizer.param_groups]  # as they are now: schedulers change them
+        groups = [dict(group) for group in optimizer.param_groups]  # copied now, because schedulers change them
         late: set[torch.Tensor] = set()
         for bucket in self._buckets:
             if bucket.pending is not None and bucket.pending.is_done():
@@ -259,7 +262,7 @@ class ModuleSync(GradientSync):
         self._update(optimizer, groups, [p for group in groups for p in group["params"] if p not in late])
 
     def _update(self, optimizer: Any, groups: list[dict[str, Any]], parameters: Sequence[torch.Tensor]) -> None:
-        """Let the optimizer update some parameters only."""
+        """Let the optimizer update only some parameters."""
         chosen, whole = set(parameters), optimizer.param_groups
         optimizer.param_groups = [{**g, "params": [p for p in g["params"] if p in chosen]} for g in groups]
         self._is_updating = True
@@ -275,16 +278,16 @@ class ModuleSync(GradientSync):
             self.wait()
 
     def _begin_forward(self, *_: object) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes it again
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes the forward
             return
-        if self._passes:  # a backward pass that failed
+        if self._passes:  # a backward pass failed
             self._forget_pass()
         if sum(p.requires_grad for p in self._module.parameters()) > len(self._parameters):
             raise ArgumentError(
                 "overlap_gradients: a parameter that was frozen requires gradients now",
                 fix="sync.remove(), then call overlap_gradients again",
             )
-        for bucket in self._buckets:  # a module that uses a parameter of another one without calling it
+        for bucket in self._buckets:  # for a module that uses a parameter of another one without calling it
             if bucket.update is not None and not self._called.issuperset(bucket.numbers):
                 self._settle(bucket)
 

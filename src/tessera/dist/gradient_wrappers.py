@@ -1,4 +1,4 @@
-"""Gradients of modules that torch already reduces in backward: DDP by its communication hook, FSDP2 by its own call."""
+"""Gradients of modules that torch already reduces in the backward pass: DDP by its hook, FSDP2 by its own call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .reduction import Sent, reduce_scatter_into
 
 
 class ReplicatedSync(GradientSync):
-    """DDP starts its buckets itself; its hook hands them to the reducer."""
+    """Lets DDP's hook hand its buckets to the reducer; DDP starts them itself."""
 
     def __init__(self, module: DistributedDataParallel, reducer: GradientReducer) -> None:
         super().__init__(reducer.ledger)
@@ -32,15 +32,16 @@ class ReplicatedSync(GradientSync):
         self._pass = -1
         self._pending: list[PendingGradients] = []
         self._is_on = True
-        # A lambda, as DDP reads annotations and cannot read those that are text.
+        # A lambda, because DDP reads annotations and cannot read them as text.
         module.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
     def _reduce(self, bucket: c10d.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not self._is_on:  # DDP cannot forget a hook
+        if not self._is_on:  # DDP cannot remove a hook
             return allreduce_hook(self._module.process_group, bucket)
         if self._pass != (this_pass := torch._C._current_graph_task_id()):
             self._pass, self._pending = this_pass, []
-            torch.autograd.Variable._execution_engine.queue_callback(self.wait)  # before DDP's own: errors have a name
+            # before DDP's own callback, so that errors name the collective
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
         own = GradientBucket(bucket.buffer(), bucket.parameters(), bucket.index(), bucket.is_last())
         pending = self._reducer.start(own)
         self._pending.append(pending)
@@ -65,9 +66,9 @@ class ReplicatedSync(GradientSync):
 
 
 class ShardedSync(GradientSync):
-    """FSDP2 reduces and scatters each of its groups of parameters by a call that can be replaced.
+    """Replaces the call by which FSDP2 reduces and scatters each of its groups of parameters.
 
-    On CUDA it does so on a stream of its own, beside the backward pass. On a CPU it waits: nothing is hidden there.
+    On CUDA, FSDP2 does so on a stream of its own, beside the backward pass. On a CPU it waits, so nothing is hidden.
     """
 
     def __init__(self, module: Any, way: dict[str, Any], *, feedback: bool) -> None:
@@ -102,12 +103,12 @@ class ShardedSync(GradientSync):
 
 
 def is_sharded(module: Any) -> bool:
-    """Whether `fully_shard` (FSDP2) was applied to it."""
+    """Return whether `fully_shard` (FSDP2) was applied to a module."""
     return hasattr(module, "set_requires_gradient_sync")
 
 
 class _ShardedReduction:
-    """What FSDP2 calls (its `ReduceScatter`), for one group of parameters."""
+    """The object that FSDP2 calls (its `ReduceScatter`) for one group of parameters."""
 
     def __init__(self, ledger: GradientLedger, way: dict[str, Any], *, feedback: bool) -> None:
         self._ledger, self._way = ledger, way

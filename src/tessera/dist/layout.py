@@ -1,4 +1,4 @@
-"""`Layout`: how a training step is divided over many GPUs. The planner chooses one, `apply_layout` carries it out."""
+"""`Layout`: how a training step is divided over many GPUs. The planner chooses one, `apply_layout` applies it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .training_model import AXES, RECOMPUTE, SHARDINGS, ModelShape, TrainingJob
 
 SCHEDULES = ("1f1b", "interleaved", "gpipe")
 OFFLOADS = ("optimizer", "embedding")
-"""What may lie on the host: the optimizer's state with its step, and the embedding."""
+"""What may be on the host: the optimizer's state with its step, and the embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Sizes of the parallel axes, the microbatches of a replica, and what is sharded, recomputed or on the host.
 
-    `ep` is no axis of its own: groups of `ep` among the tp x cp x dp ranks of a stage share out the experts, as in
+    `ep` is not an axis of its own: groups of `ep` among the tp x cp x dp ranks of a stage divide the experts, as in
     Megatron. `vp` chunks of layers on each stage make a schedule "interleaved". `placement` names the axes from the
     nearest ranks to the farthest.
     """
@@ -63,40 +63,43 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """Ranks of the layout."""
+        """Return the number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def global_batch(self) -> int:
-        """Sequences of one step."""
+        """Return the sequences of one step."""
         return self.dp * self.micro_batch * self.microbatches
 
     def mesh(self, devices: Iterable[int] | int | None = None) -> Mesh:
-        """The mesh with the axes pp, dp, cp, tp, placed as the layout says."""
+        """Return the mesh with the axes pp, dp, cp, tp, placed as the layout says."""
         sizes = {axis: getattr(self, axis) for axis in ("pp", "dp", "cp", "tp")}
         devices = self.gpus if devices is None else devices
         return Mesh(list(sizes), devices, list(sizes.values()), order=self.placement)
 
     @classmethod
     def from_job(cls, job: TrainingJob, recompute: str | None = None) -> Layout:
-        """The layout of a training job. `recompute` is needed where the job leaves it open."""
+        """Return the layout of a training job. `recompute` is needed if the job does not decide it."""
         names = ("tp", "pp", "dp", "cp", "ep", "vp", "micro_batch", "microbatches", "sharding", "offload", "placement")
         sizes = {name: getattr(job, name) for name in names}
         return cls(**sizes, recompute=recompute or job.recompute or "none")
 
     def make_job(self, model: ModelShape, *, on: str | Device, seq: int, **options: Any) -> TrainingJob:
-        """The training job of a model with this layout; `options` are those of `TrainingJob` that no layout has."""
+        """Return the training job of a model with this layout.
+
+        `options` are those of `TrainingJob` that no layout has.
+        """
         names = ("tp", "pp", "cp", "ep", "vp", "micro_batch", "sharding", "recompute", "offload", "placement")
         options |= {name: getattr(self, name) for name in names}
         return TrainingJob(model=model, on=on, gpus=self.gpus, seq=seq, global_batch=self.global_batch, **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Layout:
-        """The layout of `to_dict`."""
+        """Make a layout from what `to_dict` returned."""
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             check_choice("setting of a layout", key, known)

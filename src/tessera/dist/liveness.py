@@ -1,10 +1,10 @@
 """Why a collective failed: every rank has a thread that answers while its process lives, with what the rank called.
 
 A rank whose collective failed asks through the store of the process group. The threads of living ranks answer at once,
-also where their main thread waits in a collective of its own; a rank that was killed or stopped does not. The answers
-tell which rank has not come yet. A rank that leaves with such an error says so: nobody takes it for the lost one.
+even if their main thread waits in a collective; a rank that was killed or stopped does not answer. The answers tell
+which rank has not come yet. A rank that leaves with such an error says so, and is not taken for the lost one.
 
-A second thread asks shortly before the timeout of a collective that still waits, so that the error comes with it:
+A second thread asks shortly before a waiting collective times out, so that the answers are there with the error:
 
 ::
 
@@ -30,10 +30,10 @@ import torch.distributed as c10d
 from ..errors import TesseraError
 
 ANSWER_S = 3.0
-"""How long to wait for answers: long, so that a busy machine is not called dead."""
+"""Seconds to wait for answers: long enough that a busy machine does not count as dead."""
 _LISTEN, _GLANCE, _FAREWELL = (datetime.timedelta(seconds=s) for s in (3600, 1, 5))
 _EARLY_S, _LOOK_S = ANSWER_S + 1.0, 0.5
-"""How long before its timeout the ranks of a collective are asked, and how often that is looked at."""
+"""Seconds before a timeout at which the ranks of the collective are asked, and the interval of looks at it."""
 _PREFIX = "tessera/liveness"
 _OUTSIDE, _STOP = "outside", "stop"
 
@@ -58,12 +58,12 @@ class _OpenCall:
         self._lock = threading.Lock()
 
     def ask(self) -> dict[int, str | None]:
-        """What each rank answers; they are asked once."""
+        """Return what each rank answers; ranks are asked only once."""
         with self._lock:
             if self.answers is None:
                 try:
                     self.answers = _ask(_own_store(), self.ranks, self.group_name)
-                except RuntimeError:  # it lives in rank 0's process, where nobody else (torchrun) keeps it
+                except RuntimeError:  # the store is in rank 0's process, unless another process (torchrun) keeps it
                     self.answers = {0: None}
             return self.answers
 
@@ -76,22 +76,22 @@ def _timeout_s(group: Any) -> float:
 
 
 class _Answering:
-    """The thread of one process group: says, when asked, how many collectives of a group this rank has begun.
+    """The thread of one process group: when asked, it tells how many collectives of a group this rank has begun.
 
-    And whether it is in one: `inside` counts the threads that are, or ask why theirs failed.
+    It also tells whether the rank is in one: `inside` counts the threads that are, or that ask why theirs failed.
     """
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
         self.inside = 0
         self._store, self._rank = _own_store(), c10d.get_rank()
-        # A store that cannot be cloned has one connection: whoever waits on it keeps others from ringing.
+        # A store that cannot be cloned has one connection: a thread that waits on it keeps others from writing.
         self._bell = _own_store() if hasattr(self._store, "clone") else None
         if self._bell is not None:
             self._bell.set_timeout(_FAREWELL)
         self._ended = False
         self._store.set(f"{_PREFIX}/here/{self._rank}", b"")
-        self._store.delete_key(f"{_PREFIX}/left/{self._rank}")  # that of an earlier group
+        self._store.delete_key(f"{_PREFIX}/left/{self._rank}")  # left over from an earlier group
         self.open: list[_OpenCall] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tessera-liveness", daemon=True)
@@ -100,11 +100,14 @@ class _Answering:
         self._watch.start()
 
     def stop(self) -> None:
-        """End the threads, before the interpreter does: a thread that comes back from C++ then ends in SIGABRT."""
+        """The thread of one process group: tells, when asked, how many collectives of a group this rank has begun.
+
+        It also tells whether the rank is in one: `inside` counts the threads that are, or that ask why theirs failed.
+        """
         self._ended = True
         self._stopped.set()
         self._watch.join(2 * _FAREWELL.total_seconds())
-        with contextlib.suppress(RuntimeError):  # the store is gone: the thread notices that, too
+        with contextlib.suppress(RuntimeError):  # the store is gone, which the thread notices too
             if self._bell is not None:
                 _ring(self._bell, self._rank, f"{_STOP} {time.monotonic_ns()}")
         self._thread.join(2 * _FAREWELL.total_seconds())
@@ -129,7 +132,7 @@ class _Answering:
             except c10d.DistStoreError as exc:
                 if "timeout" not in str(exc).lower():
                     return
-            except RuntimeError:  # the store is gone: so is the job
+            except RuntimeError:  # the store is gone, and so is the job
                 return
 
 
@@ -137,7 +140,7 @@ _threads: dict[int, tuple[Any, _Answering]] = {}
 
 
 def start_answering() -> _Answering | None:
-    """This rank's thread, started once for each process group. None in a dry or simulated run."""
+    """Return this rank's thread, started once for each process group; None in a dry or simulated run."""
     world = c10d.group.WORLD
     if c10d.get_backend() == "fake":
         return None
@@ -154,22 +157,22 @@ def _stop_answering() -> None:
 
 
 def _own_store() -> Any:
-    """A connection of our own: one that waits must not keep the group's from being used."""
+    """Return a connection of our own, so that waiting on it does not block the group's."""
     store = c10d.distributed_c10d._get_default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 
 def _ring(store: Any, rank: int, message: str) -> None:
-    """Put a message into a rank's inbox, at the first free place: several may ring at once, and none is lost."""
+    """Put a message into a rank's inbox, at the first free place: several may write at once, and none is lost."""
     counter = f"{_PREFIX}/rung/{rank}"
-    number = store.add(counter, 0) + 1  # or below the first free one, where somebody else rings
+    number = store.add(counter, 0) + 1  # or below the first free place, if another rank writes
     while store.compare_set(f"{_PREFIX}/inbox/{rank}/{number}", "", message) != message.encode():
         number += 1
     store.add(counter, 1)
 
 
 def _ask(store: Any, ranks: list[int], group: str) -> dict[int, str | None]:
-    """What each rank answers: how many collectives of the group it has begun, whether it is in one, or why it left."""
+    """Return what each rank answers: how many collectives it has begun, whether it is in one, or why it left."""
     number = store.add(f"{_PREFIX}/questions", 1)
     for rank in ranks:
         _ring(store, rank, f"{number} {group}")
@@ -190,7 +193,7 @@ def _ask(store: Any, ranks: list[int], group: str) -> dict[int, str | None]:
 
 @contextlib.contextmanager
 def explain_failure(kind: str, group: Any) -> Iterator[None]:
-    """Turn the backend's error into one that names the rank which is missing, or late."""
+    """Turn the backend's error into one that names the rank which is missing or late."""
     thread = start_answering()
     if thread is None:
         yield

@@ -1,4 +1,4 @@
-"""`Mesh`: devices arranged along named axes, so that the axis with the most traffic lies on the fastest links.
+"""`Mesh`: devices arranged along named axes, so that the axis with the most traffic is on the fastest links.
 
 A mesh is a description: it needs neither torch nor a process group until `device_mesh` is asked for.
 """
@@ -17,13 +17,15 @@ from typing import Any, Self
 from ..errors import ArgumentError
 
 TRAFFIC = ("tp", "cp", "ep", "fsdp", "dp", "pp")
-"""Axes by the bytes they move in a step, most first: neighbours along the first are neighbours in the machine.
+"""Axes by the bytes they move in a step, most first: neighbours along the first axis are neighbours in the machine.
 
 Tensor and context parallel exchange activations in every layer, experts twice in every MoE layer, data parallel
-gradients once a step, a pipeline one activation a microbatch.
+exchanges gradients once a step, and a pipeline one activation for each microbatch.
 """
 WIDEST_TP = 8
-"""No tensor parallel axis is chosen wider: beyond eight GPUs a layer's slices are too thin (Megatron-LM's advice)."""
+"""The widest tensor parallel axis that is chosen: beyond eight GPUs, a layer's slices are too thin (Megatron-LM's
+advice).
+"""
 DEEPEST_PP = 4
 _entered: ContextVar[tuple[Mesh, ...]] = ContextVar("tessera_meshes", default=())
 _whole_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
@@ -32,9 +34,9 @@ _whole_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 class Mesh:
     """`Mesh(axes=["tp", "pp", "dp"], devices=range(72))`, or with `axes={"tp": 8, ...}` or `shape=(8, 3, 3)`.
 
-    Without sizes, these are chosen by `choose_shape`. `devices` are global ranks, in the order of the machine (those
+    Without sizes, `choose_shape` chooses them. `devices` are global ranks, in the order of the machine (those
     of one node together). Axes are placed by `TRAFFIC`; `order` names them from the nearest to the farthest instead.
-    Collectives that are given no mesh take that of `with mesh:` around them, or the only one of the program.
+    Collectives without a mesh take the one of `with mesh:` around them, or the only one of the program.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: Any) -> Mesh:
-        """The same mesh as a torch `DeviceMesh`, which stays its `device_mesh`."""
+        """Return the same mesh as a torch `DeviceMesh`, which becomes its `device_mesh`."""
         from torch.distributed import group
 
         names = device_mesh.mesh_dim_names
@@ -98,21 +100,21 @@ class Mesh:
         return f"Mesh({sizes})"
 
     def size(self, axis: str | None = None) -> int:
-        """Devices along an axis; of the whole mesh without one."""
+        """Return the number of devices along an axis; without an axis, of the whole mesh."""
         return len(self.devices) if axis is None else self.shape[self.index_of(axis)]
 
     def index_of(self, axis: str) -> int:
-        """The place of an axis in `axes`."""
+        """Return the index of an axis in `axes`."""
         if axis not in self.axes:
             raise ArgumentError(f"the mesh has no axis {axis!r}", fix=f"one of: {', '.join(self.axes)}")
         return self.axes.index(axis)
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
-        """The device at a coordinate, one number for each axis."""
+        """Return the device at a coordinate, one number for each axis."""
         return self.devices[sum(c * s for c, s in zip(coordinate, self._strides, strict=True))]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a device is: its place along each axis."""
+        """Return a device's place along each axis."""
         if rank not in self._places:
             raise ArgumentError(f"rank {rank} is not in {self!r}", fix=f"its devices are {_span(self.devices)}")
         place = self._places[rank]
@@ -126,7 +128,7 @@ class Mesh:
         return {rank: place for place, rank in enumerate(self.devices)}
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """The devices that differ along one axis only, group by group: each is a process group of a collective."""
+        """Return the groups of devices that differ along one axis only: each is the process group of a collective."""
         at = self.index_of(axis)
         others = [range(n) if i != at else range(1) for i, n in enumerate(self.shape)]
         return [
@@ -135,8 +137,8 @@ class Mesh:
         ]
 
     def group_number(self, axis: str, rank: int) -> int:
-        """Which of `groups(axis)` a device is in."""
-        self.index_of(axis)  # raises where the mesh has none
+        """Return which of `groups(axis)` a device is in."""
+        self.index_of(axis)  # raises if the mesh has no such axis
         at = self.coordinate(rank)
         number = 0
         for name, size in zip(self.axes, self.shape, strict=True):
@@ -145,7 +147,7 @@ class Mesh:
         return number
 
     def sub(self, axis: str, at: int | Sequence[int]) -> Mesh:
-        """A part of the mesh: one place along an axis (which is gone then), or several (`mesh.sub("ep", range(2))`)."""
+        """Return a part of the mesh: one place along an axis, which it then lacks, or several (`range(2)`)."""
         places = [at] if isinstance(at, int) else list(at)
         here = self.index_of(axis)
         if not places or not all(0 <= p < self.shape[here] for p in places):
@@ -154,7 +156,7 @@ class Mesh:
         keep = [i for i, name in enumerate(self.axes) if not (i == here and isinstance(at, int))]
         sizes = [len(places) if i == here else self.shape[i] for i in keep]
         names = [self.axes[i] for i in keep]
-        if not names:  # a single device of a mesh with one axis
+        if not names:  # it is a single device of a mesh with one axis
             names, sizes = [axis], [1]
         part = Mesh(names, devices, sizes, order=[a for a in self.order if a in names])
         part._parent = self
@@ -162,7 +164,7 @@ class Mesh:
         return part
 
     def crossings(self, axis: str, node_size: int) -> float:
-        """The share of an axis's neighbours that are on different nodes: their traffic leaves the node."""
+        """Return the share of an axis's neighbours that are on different nodes: their traffic leaves the node."""
         pairs = [(a, b) for group in self.groups(axis) for a, b in itertools.pairwise(group)]
         if not pairs:
             return 0.0
@@ -170,7 +172,10 @@ class Mesh:
 
     @property
     def device_mesh(self) -> Any:
-        """Torch's `DeviceMesh` of it. Needs a process group: that of torchrun, `dist.dry` or `dist.simulate`."""
+        """Return torch's `DeviceMesh` of this mesh.
+
+        Needs a process group: torchrun's, `dist.dry`'s or `dist.simulate`'s.
+        """
         from torch.distributed import get_world_size, group, is_initialized
 
         if not is_initialized():
@@ -193,7 +198,7 @@ class Mesh:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
         from torch.distributed.device_mesh import DeviceMesh
 
-        with unset_fake_temporarily():  # the ranks are numbers, also in a dry run
+        with unset_fake_temporarily():  # the ranks are real numbers, also in a dry run
             ranks = torch.tensor([self.rank_at(c) for c in itertools.product(*map(range, self.shape))], dtype=torch.int)
             made = DeviceMesh(device_type(), ranks.reshape(self.shape), mesh_dim_names=self.axes)
         if made.get_coordinate() is not None:
@@ -202,14 +207,17 @@ class Mesh:
         return made
 
     def process_group(self, axis: str) -> Any:
-        """The process group of this rank along an axis. A part of a mesh has those of the mesh where they are whole."""
+        """Return the process group of this rank along an axis.
+
+        A part of a mesh has the mesh's groups if they are whole.
+        """
         if self._parent is None:
             self.index_of(axis)
             connected = self.device_mesh
             if connected.get_coordinate() is None:
                 from torch.distributed import get_rank
 
-                self.coordinate(get_rank())  # raises: it is not in the mesh
+                self.coordinate(get_rank())  # raises if the rank is not in the mesh
             return connected.get_group(axis)
         if self.size(axis) == self._parent.size(axis):
             return self._parent.process_group(axis)
@@ -217,7 +225,7 @@ class Mesh:
 
     @cache  # noqa: B019  (a mesh lives as long as its groups)
     def _make_part_of_a_group(self, axis: str) -> Any:
-        """A group of some places along an axis: only its own ranks make it."""
+        """Return a group of some places along an axis: only its own ranks make it."""
         import torch.distributed as c10d
 
         here = self.coordinate(c10d.get_rank())
@@ -226,7 +234,7 @@ class Mesh:
 
 
 def find_mesh(mesh: Any, axis: str) -> Mesh:
-    """The mesh that a call means: its own, that of `with mesh:`, torch's current one, or the only one with the axis."""
+    """Return the mesh of a call: its own, that of `with mesh:`, torch's current one, or the only one with the axis."""
     if mesh is not None:
         return mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
     if _entered.get():
@@ -247,7 +255,7 @@ def find_mesh(mesh: Any, axis: str) -> Mesh:
 
 
 def copy_timeout(group: Any) -> Any:
-    """Give a group the timeout of `init_process_group`: torch gives it half an hour. Returns the group."""
+    """Give a group the timeout of `init_process_group`, because torch gives it half an hour; return the group."""
     import torch.distributed as c10d
 
     world: Any = c10d.group.WORLD
@@ -258,7 +266,7 @@ def copy_timeout(group: Any) -> Any:
 
 
 def device_type() -> str:
-    """Where the tensors of this process group live: "cuda" where NCCL connects it, else "cpu"."""
+    """Return where the tensors of this process group are: "cuda" if NCCL connects it, else "cpu"."""
     import torch
 
     backend = torch.distributed.get_backend()
@@ -266,9 +274,9 @@ def device_type() -> str:
 
 
 def choose_shape(axes: Sequence[str], count: int) -> tuple[int, ...]:
-    """Sizes for axes where no model is known: tensor parallel up to 8, a pipeline up to 4, the rest data parallel.
+    """Choose sizes for axes without a model: tensor parallel up to 8, a pipeline up to 4, the rest data parallel.
 
-    `dist.plan` chooses by cost instead. An axis that has another name takes what is left, the last one first.
+    `dist.plan` chooses by cost instead. Axes with other names take the remaining devices, the last axis first.
     """
     sizes, left = dict.fromkeys(axes, 1), count
     for axis, most in (("tp", WIDEST_TP), ("pp", DEEPEST_PP)):

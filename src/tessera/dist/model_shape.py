@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .block_stack import BlockStack
 
-# Keys of configurations, by what they hold; the first that is set counts.
+# Keys of configurations, by what they hold; the first key that is set counts.
 _KEYS = {
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -31,7 +31,8 @@ _KEYS = {
     "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "dense_layers": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
 }
-# Kinds of transformers whose MLP has two matrices, and those that share the embedding's matrix unless they deny it.
+# Model types of transformers whose MLP has two matrices, and those that share the embedding's matrix unless the
+# configuration denies it.
 _TWO_MATRICES = frozenset({
     "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt",
     "codegen", "bert", "roberta", "xlm-roberta", "nemotron", "persimmon", "stablelm_epoch", "vit",
@@ -40,7 +41,8 @@ _TIED = frozenset({
     "gpt2", "gpt_neo", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "bert", "roberta", "gemma", "gemma2", "gemma3",
     "gemma3_text", "cohere", "cohere2", "starcoder2",
 })  # fmt: skip
-# Kinds of transformers that are no decoder: all tokens see each other, and nothing is generated; or half of them do.
+# Model types of transformers that are not decoders: in encoders all tokens see each other and nothing is generated; in
+# encoder-decoders, half of them do.
 _ENCODERS = frozenset({
     "bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "modernbert", "mpnet",
     "camembert", "vit", "dinov2", "wav2vec2", "hubert",
@@ -51,9 +53,9 @@ _ENCODER_DECODERS = frozenset({
 
 
 def read_model_shape(model: Any) -> ModelShape:
-    """The sizes of a decoder: an `nn.Module` (also on the meta device), or a configuration of Hugging Face.
+    """Return the sizes of a decoder: an `nn.Module` (also on the meta device), or a configuration of Hugging Face.
 
-    A configuration is an object, a mapping, the JSON itself, or the path of a config.json ("hf:" before it is allowed).
+    A configuration is an object, a mapping, the JSON itself, or the path of a config.json (a leading "hf:" is allowed).
     """
     if isinstance(model, ModelShape):
         return model
@@ -62,7 +64,7 @@ def read_model_shape(model: Any) -> ModelShape:
     if isinstance(model, Mapping):
         return _read_config_shape(model)
     config = getattr(model, "config", model)
-    if hasattr(config, "to_dict"):  # a configuration of transformers, or a model that has one
+    if hasattr(config, "to_dict"):  # a configuration of transformers, or a model with one
         return _read_config_shape(config.to_dict())
     if hasattr(model, "named_modules"):
         return _read_module_shape(model)
@@ -73,7 +75,7 @@ def read_model_shape(model: Any) -> ModelShape:
 
 
 def read_config(text: str) -> Mapping[str, Any]:
-    """The configuration of a model: the JSON object itself, or that of a file."""
+    """Return the configuration of a model: the JSON object itself, or that of a file."""
     try:
         source = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
         config = json.loads(source)
@@ -91,7 +93,7 @@ def read_config(text: str) -> Mapping[str, Any]:
 
 
 def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
-    whole, config = config, config.get("text_config") or config  # the language model of one that also sees
+    whole, config = config, config.get("text_config") or config  # the language model inside one with vision
     if not isinstance(config, Mapping):
         config = config.to_dict()
     kind = str(config.get("model_type", ""))
@@ -110,7 +112,7 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
             fix="add them to it, or in Python give a ModelShape(hidden=..., layers=..., heads=..., ffn=..., vocab=...)",
         )
     _check_heads(sizes, bool(config.get("kv_lora_rank")))
-    sizes.setdefault("ffn", 4 * sizes["hidden"])  # the default of GPT-2, BLOOM, Falcon and MPT, which leave it out
+    sizes.setdefault("ffn", 4 * sizes["hidden"])  # the default of GPT-2, BLOOM, Falcon and MPT, which do not state it
     if config.get("multi_query") and "kv_heads" not in sizes:
         sizes["kv_heads"] = 1
     if sizes.get("experts", 0) > 1:
@@ -122,14 +124,14 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
         for size in ("experts", "topk", "moe_ffn", "shared_experts", "dense_layers"):
             sizes.pop(size, None)
     if sizes.get("head_dim") == sizes["hidden"] // sizes["heads"]:
-        del sizes["head_dim"]  # as where it is not said
+        del sizes["head_dim"]  # ModelShape's default applies
     tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", kind in _TIED))
     sizes |= {"gated": kind not in _TWO_MATRICES, "mla": bool(config.get("kv_lora_rank")), "tied": bool(tied)}
     return ModelShape(**sizes)
 
 
 def _check_decoder(config: Mapping[str, Any], kind: str) -> None:
-    """Refuse models that are no decoder, or not that alone: their passes are other ones."""
+    """Refuse models that are not decoders, or not only: their passes differ."""
     if config.get("is_encoder_decoder") or kind in _ENCODER_DECODERS:
         what = "an encoder with a decoder"
     elif kind in _ENCODERS and not config.get("is_decoder"):
@@ -159,7 +161,7 @@ def _check_heads(sizes: Mapping[str, Any], latent: bool) -> None:
 
 
 def _read_size(value: Any, names: tuple[str, ...]) -> int:
-    """A size of a configuration; 0 where it says that there is none."""
+    """Return a size of a configuration; 0 if it says that there is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
         raise ArgumentError(f"{' or '.join(names)} is {value!r}, not a size", fix="a whole number of at least 1")
     return int(value)
@@ -218,7 +220,7 @@ def _read_vocabulary(module: nn.Module, stack: BlockStack) -> int | None:
 
 
 def _read_experts(blocks: list[nn.Module]) -> dict[str, Any]:
-    """Experts of a block, as ModelShape's arguments; nothing where there are none."""
+    """Return the experts of a block as ModelShape's arguments; nothing if there are none."""
     from .block_stack import find_experts, find_hidden, find_pairs, is_matrix, read_first, width_of
 
     found = [(block, e) for block in blocks if (e := find_experts(block)) is not None]

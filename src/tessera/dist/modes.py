@@ -36,13 +36,14 @@ _KINDS = {
     "send": "send",
     "recv": "receive",
 }
-"""Torch's names of collectives, functional ones and those of c10d (which end with an underscore: in place)."""
+"""Kinds by torch's names of collectives: functional ones, and those of c10d (which end with an underscore: in place).
+"""
 _OUTPUT_FIRST = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(slots=True)
 class CountedCollectives:
-    """Collectives of one rank in a dry run, by kind: how many, and the bytes of the tensors they were given."""
+    """The collectives of one rank in a dry run, by kind: their number, and the bytes of the tensors they were given."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -55,12 +56,12 @@ class CountedCollectives:
         self._by_group[kind, tuple(ranks)] += nbytes
 
     def bytes_along(self, mesh: Mesh, axis: str) -> dict[str, int]:
-        """Bytes by kind, of collectives on a group of an axis or on a part of one (a hierarchical sum has several)."""
+        """Return bytes by kind, of collectives on a group of an axis or a part of one (hierarchical sums have several)."""
         groups = [set(group) for group in mesh.groups(axis)]
         found: Counter[str] = Counter()
         for (kind, ranks), nbytes in self._by_group.items():
             whole = next((group for group in groups if ranks[0] in group), set())
-            # A rank alone is a part of every axis, and the group of those that have one place.
+            # A single rank is a part of every axis, but the whole group only of axes of size one.
             if whole.issuperset(ranks) and (len(ranks) > 1 or len(whole) == 1):
                 found[kind] += nbytes
         return dict(found)
@@ -89,19 +90,19 @@ class _Counting(TorchDispatchMode):
 
 
 def _is_of_ranks(args: Any) -> bool:
-    """Whether an operation is on whole numbers that exist: those of a DeviceMesh, whose values torch needs."""
+    """Return whether an operation is on existing whole numbers: a DeviceMesh's ranks, whose values torch needs."""
     return bool(args) and isinstance(args[0], torch.Tensor) and not args[0].is_floating_point()
 
 
 def _count_bytes(given: Any) -> int:
-    """Bytes of what a rank hands in, lists of tensors included."""
+    """Return the bytes that a rank hands in, lists of tensors included."""
     if isinstance(given, (list, tuple)):
         return sum(map(_count_bytes, given))
     return given.numel() * given.element_size() if isinstance(given, torch.Tensor) else 0
 
 
 def _find_ranks(args: Sequence[Any]) -> list[int]:
-    """The ranks of the group among the arguments of a collective: an object, or a name at the end."""
+    """Return the ranks of the group among the arguments of a collective: an object, or a name at the end."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in arg._type().qualified_name():
             return list(c10d.get_process_group_ranks(c10d.ProcessGroup.unbox(arg)))
@@ -111,7 +112,7 @@ def _find_ranks(args: Sequence[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def dry(ranks: int, *, rank: int = 0) -> Iterator[CountedCollectives]:
-    """Be one rank of a fake process group of any size: shapes and bytes are exact, and no memory is taken.
+    """Act as one rank of a fake process group of any size: shapes and bytes are exact, and no memory is taken.
 
     Tensors made inside have shapes but no values (torch's fake tensors); collectives are counted and move nothing.
     """
@@ -124,7 +125,10 @@ def dry(ranks: int, *, rank: int = 0) -> Iterator[CountedCollectives]:
 
 @contextlib.contextmanager
 def simulate(ranks: int) -> Iterator[None]:
-    """Be all ranks of a small mesh in one process, with values: a tensor made inside holds each rank's own."""
+    """Act as one rank of a fake process group of any size: shapes and bytes are exact, no memory is taken.
+
+    Tensors made inside have shapes but no values (torch's fake tensors); collectives are counted and move nothing.
+    """
     from torch.distributed._local_tensor import LocalTensorMode
 
     with _fake_group(ranks, 0), LocalTensorMode(ranks):

@@ -1,4 +1,4 @@
-"""A training step of a module that is no decoder: data parallel, with what `predict` says of a microbatch."""
+"""A training step of a module that is not a decoder: data parallel, with `predict`'s figures for a microbatch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .training_traffic import Traffic, data_parallel_s
 if TYPE_CHECKING:
     from torch import nn
 
-_FORWARD = 1.0 / 3.0  # of a microbatch: the backward pass has two products for each one
+_FORWARD = 1.0 / 3.0  # share of a microbatch: the backward pass has two products for each one of the forward pass
 _NO_PARTS = ("tensor parallel", "context parallel", "expert parallel", "pipeline sends", "pipeline bubble", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleShape(ModelShape):
-    """As much of a module as data parallelism asks for: how many parameters it has."""
+    """What data parallelism needs to know of a module: how many parameters it has."""
 
     count: float
 
@@ -37,12 +37,12 @@ class ModuleShape(ModelShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Microbatch:
-    """One microbatch on one GPU, and the update after the last one."""
+    """Predicted figures of one microbatch on one GPU, and of the update after the last one."""
 
     pass_s: float
-    update_s: float  # on the device: shards have less of it
+    update_s: float  # on the device; a shard needs less
     launch_s: float  # what the host adds to that
-    error: float  # of both, relative
+    error: float  # relative, of both
     static_j: float
     compute_j: float
     memory_j: float
@@ -53,7 +53,7 @@ class _Microbatch:
 
 
 class ModuleWork:
-    """What steps of a module take; predictions are made once for each size of the microbatch."""
+    """Predicts the steps of a module; predictions are made once for each size of the microbatch."""
 
     def __init__(self, module: nn.Module, inputs: Any, device: Device, precision: str) -> None:
         self._module, self._inputs, self._device, self._precision = module, inputs, device, precision
@@ -62,12 +62,12 @@ class ModuleWork:
         if not count:
             raise ArgumentError(f"{type(module).__name__} has no parameters to train")
         self.shape = ModuleShape(hidden=1, layers=1, heads=1, vocab=1, ffn=1, tied=True, count=float(count))
-        # Gradients travel as the module has them: there is no copy in fp32 beside.
+        # Gradients are sent in the module's own format, without an extra copy in fp32.
         self.options = {"gradient_bytes": 4.0 if precision in ("fp32", "tf32") else 2.0}
         self._predict = cache(self._predict_microbatch)
 
     def estimate(self, job: TrainingJob) -> TrainingCost:
-        """What one step of the job takes, as `estimate_training` says it of a decoder."""
+        """Return what one step of the job takes, as `estimate_training` does for a decoder."""
         one, m, traffic = self._predict(job.micro_batch), job.microbatches, Traffic(job)
         timed = MicrobatchTime(
             forward_s=_FORWARD * one.pass_s,
@@ -89,7 +89,7 @@ class ModuleWork:
         energy = split_energy(job, timed, traffic, HostCost(), step_s)
         error = math.hypot(one.error, ERROR_EXPOSED * (1.0 - parts["compute"] / step_s))
         capacity = self._device.memory.capacity_bytes
-        assert capacity is not None  # the planner asks for it first
+        assert capacity is not None  # the planner checks it first
         return TrainingCost(
             step_s=step_s,
             error_s=step_s * error,
@@ -104,7 +104,7 @@ class ModuleWork:
         )
 
     def estimate_memory(self, job: TrainingJob) -> TrainingMemory:
-        """What every rank holds."""
+        """Return what every rank holds."""
         one, shards = self._predict(job.micro_batch), job.shard_ranks
         largest = 1.0 / self.blocks  # FSDP2 gathers one block at a time
         return TrainingMemory(
@@ -147,7 +147,7 @@ class ModuleWork:
 
 
 def _count_blocks(module: nn.Module) -> int:
-    """Of the module's stack of like blocks, which are sharded one by one; 1 without."""
+    """Count the like blocks of the module's stack, which are sharded one by one; 1 without a stack."""
     from .block_stack import find_stack
 
     stack = find_stack(module)

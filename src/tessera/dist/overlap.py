@@ -1,4 +1,4 @@
-"""`dist.overlap_gradients(module)`: gradients are reduced while the backward pass makes them."""
+"""`dist.overlap_gradients(module)`: reduce gradients while the backward pass makes them."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def overlap_gradients(
 
     The ranks are those along `axis` of `mesh`, or all. A plain module gets buckets of `bucket_mb`; DDP and FSDP2 keep
     their own buckets and overlap, and reduce them in the way asked for here. `deterministic`, `algorithm`, `compress`
-    and `phase` are those of `dist.all_reduce`; `feedback` adds what rounding took in the next step. `power_sgd_rank`
+    and `phase` are those of `dist.all_reduce`; `feedback` adds the rounding error in the next step. `power_sgd_rank`
     sends factors of that rank instead, by torch's own PowerSGD, from step `power_sgd_start` on.
 
-    Gradients are there when `backward()` returns. With `defer` the last ones may still be on their way: `wait()` before
-    you look at them; an optimizer waits by itself, and `step(optimizer)` updates each bucket when it arrives.
+    Gradients are there when `backward()` returns. With `defer`, the last ones may still be in transfer: call `wait()`
+    before you read them. An optimizer waits by itself, and `step(optimizer)` updates each bucket when it arrives.
     """
     _check_module(module, bucket_mb)
     way = _choose_way(deterministic, algorithm, compress, phase)
@@ -91,7 +91,7 @@ def _check_module(module: nn.Module, bucket_mb: float) -> None:
 def _choose_way(
     deterministic: bool, algorithm: str, compress: str | Codec | None, phase: str | Phase | None
 ) -> dict[str, Any]:
-    """Those arguments of `all_reduce` that are not its defaults."""
+    """Return the arguments of `all_reduce` that are not its defaults."""
     check_choice("overlap_gradients: algorithm", algorithm, ALGORITHMS)
     way = {"deterministic": deterministic, "compress": make_codec(compress), "phase": phase}
     way["algorithm"] = algorithm if algorithm != "flat" else None

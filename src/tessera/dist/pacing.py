@@ -1,4 +1,4 @@
-"""When a collective starts: groups take turns, chunks leave gaps, and chance keeps racks from moving in step."""
+"""When a collective starts: groups take turns, chunks leave gaps, and random waits keep racks out of step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ..units import parse_duration
 from .mesh import Mesh, find_mesh
 
 DEFAULT_SLOT_S = 1e-3
-"""How much later each group starts: the least of the 1 to 5 ms that smooth a rack's current (docs/guides/energy.md)."""
+"""Seconds by which each group starts later: the least of the 1 to 5 ms that smooth a rack's current
+(docs/guides/energy.md).
+"""
 Jitter = float | Sequence[float]
 _PHASE = re.compile(r"group_offset\(\s*(\w+)\s*(?:,\s*([^)]+))?\)")
 
@@ -27,7 +29,7 @@ class Phase:
 
     @classmethod
     def parse(cls, text: str) -> Phase:
-        """`group_offset(tp)`, or `group_offset(tp, 2ms)` with the time between two groups."""
+        """Parse `group_offset(tp)`, or `group_offset(tp, 2ms)` with the time between two groups."""
         match = _PHASE.fullmatch(text.strip())
         if match is None:
             raise ArgumentError(
@@ -36,7 +38,7 @@ class Phase:
         return cls(match[1], parse_duration(match[2]) if match[2] else DEFAULT_SLOT_S)
 
     def delay_s(self, mesh: Mesh | None, rank: int, node_size: int) -> float:
-        """How long a rank waits: its group's number times the slot."""
+        """Return how long a rank waits: its group's number times the slot."""
         if self.axis == "node":
             return rank // node_size * self.slot_s
         return find_mesh(mesh, self.axis).group_number(self.axis, rank) * self.slot_s
@@ -44,7 +46,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How a collective is spread in time: an offset by group, jitter (least, most), and chunks with a gap between."""
+    """How a collective is spread in time: an offset by group, jitter (least, most), and chunks with gaps between."""
 
     phase: Phase | None = None
     jitter_s: tuple[float, float] = (0.0, 0.0)
@@ -59,7 +61,7 @@ class Pace:
 
     @classmethod
     def make(cls, phase: str | Phase | None, jitter_ms: Jitter, chunks: int, gap_ms: float) -> Pace:
-        """As `all_reduce` is asked for it; jitter is up to a number, or between the two of a pair."""
+        """Make a pace from the arguments of `all_reduce`; jitter is up to a number, or between the two of a pair."""
         parsed = Phase.parse(phase) if isinstance(phase, str) else phase
         pair = (0.0, jitter_ms) if isinstance(jitter_ms, int | float) else tuple(jitter_ms)
         if len(pair) != 2:
@@ -68,7 +70,10 @@ class Pace:
         return cls(phase=parsed, jitter_s=jitter_s, chunks=chunks, gap_s=gap_ms * 1e-3)
 
     def wait_to_start(self, mesh: Mesh | None, rank: int, node_size: int, seed: str) -> float:
-        """Sleep until it is this rank's turn. Ranks of a group wait equally long: `seed` is the group's and call's."""
+        """Sleep until it is this rank's turn.
+
+        Ranks of a group wait equally long: `seed` is for the group and the call.
+        """
         delay_s = self.phase.delay_s(mesh, rank, node_size) if self.phase is not None else 0.0
         if self.jitter_s[1]:
             delay_s += random.Random(seed).uniform(*self.jitter_s)

@@ -27,15 +27,15 @@ from .pipeline_stages import Batch, StackTracer, StagePart, make_stage_forward
 from .tensor_parallel import ModuleSplit, SplitLinear
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
-_BUCKET_BYTES = 25 * 2**20  # of gradients that are reduced together, as in DDP
+_BUCKET_BYTES = 25 * 2**20  # gradients that are reduced together, as in DDP
 
 
 class ParallelModule:
     """A module divided over the ranks of a mesh; made by `apply_layout`.
 
-    `module` is this rank's part (`modules` are several where a pipeline interleaves), `mesh` has the axes that are
-    larger than 1, `splits` say which module was split how. `gradient_sync` is that of `overlap_gradients` where data
-    parallel is the only axis and nothing is sharded.
+    `module` is this rank's part (an interleaved pipeline has several `modules`), `mesh` has the axes that are larger
+    than 1, `splits` say how each module was split. `gradient_sync` is that of `overlap_gradients`, if data parallel is
+    the only axis and nothing is sharded.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class ParallelModule:
 
     @property
     def module(self) -> nn.Module:
-        """This rank's part of the module (the first of them where a pipeline interleaves)."""
+        """Return this rank's part of the module (the first of them where a pipeline interleaves)."""
         return self.modules[0]
 
     @property
     def data_rank(self) -> int:
-        """Which of the `layout.dp` replicas this rank belongs to: it reads that part of the data."""
+        """Return which of the `layout.dp` replicas this rank belongs to: it reads that part of the data."""
         return self.mesh.coordinate(c10d.get_rank()).get("dp", 0)
 
     def local_batch(self, batch: Any) -> Any:
-        """This replica's part of a global batch: tensors are cut along their first dimension."""
+        """Return this replica's part of a global batch: tensors are cut along their first dimension."""
         parts, ranks = self.data_rank, self.layout.dp
 
         def take(value: Any) -> Any:
@@ -91,7 +91,7 @@ class ParallelModule:
         return pytree.tree_map(take, batch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward. A pipeline has none: its stages run in `step`."""
+        """Run the module's own forward. A pipeline has none: its stages run in `step`."""
         if self.layout.pp > 1:
             raise ArgumentError("a pipeline has no forward of its own", fix="call step(inputs, targets, loss_fn)")
         with implicit_replication():
@@ -100,7 +100,7 @@ class ParallelModule:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> torch.Tensor:
-        """Forward and backward of this replica's batch, microbatch by microbatch; the same for every layout.
+        """Run forward and backward of this replica's batch, microbatch by microbatch; the same call for every layout.
 
         `inputs` are a tensor, a tuple of positional or a dict of named arguments; `loss_fn(output, targets)` returns
         the mean of a microbatch. All ranks return the mean loss of all replicas, and gradients are those of that mean.
@@ -110,7 +110,7 @@ class ParallelModule:
         return self._average_loss(loss)
 
     def evaluate(self, inputs: Any, targets: Any, loss_fn: LossFunction) -> torch.Tensor:
-        """The mean loss of all replicas, as in `step`, without gradients."""
+        """Return the mean loss of all replicas, as in `step`, without gradients."""
         with torch.no_grad():
             return self._average_loss(self._run(inputs, targets, loss_fn))
 
@@ -158,7 +158,7 @@ class ParallelModule:
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros((), device=self.device)
 
     def _find_schedule(self, batch: Batch) -> Any:
-        """The schedule for batches of these shapes: torch's stages are made for one."""
+        """Return the schedule for batches of these shapes; torch makes stages for one set of shapes."""
         count, layout = self.layout.microbatches, self.layout
         shapes = [x.shape for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
         key = tuple(shapes)
@@ -205,7 +205,7 @@ class ParallelModule:
             for part in self._parts:
                 named = dict(part.module.named_parameters(remove_duplicate=False))
                 held = {id(p): p for name in part.shared if (p := named.get(name)) is not None and p.requires_grad}
-                for parameter in held.values():  # in the order of their names, which is that of the other end
+                for parameter in held.values():  # in the order of their names, which is the same at the other end
                     self._sum_over_ends(parameter)
         if self.layout.dp > 1 and self.layout.sharding == "none" and self.gradient_sync is None:
             self._average_gradients()
@@ -227,7 +227,10 @@ class ParallelModule:
                 bucket = []
 
     def _connect_ends(self) -> Any:
-        """The group of the first and the last stage, which both hold a tied embedding; all ranks make all groups."""
+        """Return the group of the first and the last stage, which both hold a tied embedding.
+
+        All ranks make all groups.
+        """
         mine = None
         for ranks in self.mesh.groups("pp"):
             ends = c10d.new_group([ranks[0], ranks[-1]])
@@ -249,7 +252,7 @@ class ParallelModule:
     # -- parameters -------------------------------------------------------------------------------------------------
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
+        """Yield this rank's parameters."""
         seen: set[int] = set()
         for module in self.modules:
             for parameter in module.parameters():
@@ -258,15 +261,16 @@ class ParallelModule:
                     yield parameter
 
     def optimizer(self, kind: Callable[..., torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-        """An optimizer of this rank's parameters: `optimizer(torch.optim.AdamW, lr=1e-3)`."""
+        """Return an optimizer of this rank's parameters: `optimizer(torch.optim.AdamW, lr=1e-3)`."""
         groups: dict[Any, list[nn.Parameter]] = {}
         for parameter in self.parameters():  # one operation cannot take DTensors of several meshes
             groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
         return kind([{"params": parameters} for parameters in groups.values()], **options)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before that."""
-        squares: dict[Any, torch.Tensor] = {}  # of this rank's shards, by how they are spread: one sum each over ranks
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before."""
+        # this rank's shards by how they are spread: each sum needs one reduction over ranks
+        squares: dict[Any, torch.Tensor] = {}
         shared = set(self._parts[0].shared)
         for part in self._parts:
             skip = {id(p) for n, p in part.module.named_parameters() if part.index and n in shared}  # counted once
@@ -287,11 +291,11 @@ class ParallelModule:
         return norm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole and under the names of the original module, on every rank."""
+        """Return all parameters and buffers, whole and under the names of the original module, on every rank."""
         return self._gather(lambda value: value.detach())
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """All gradients, whole and under the names of the original module, on every rank."""
+        """Return all gradients, whole and under the names of the original module, on every rank."""
         return self._gather(lambda value: value.grad if isinstance(value, nn.Parameter) else None)
 
     def _gather(self, read: Callable[[Any], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -319,7 +323,7 @@ class ParallelModule:
 
 
 def pack_inputs(inputs: Any) -> Batch:
-    """A tensor, a tuple of positional or a mapping of named arguments as (args, kwargs)."""
+    """Return a tensor, a tuple of positional or a mapping of named arguments as (args, kwargs)."""
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
@@ -330,14 +334,14 @@ def _take_loss(output: torch.Tensor, target: Any) -> torch.Tensor:
 
 
 def _skip_vote(schedule: Any, stages: list[PipelineStage]) -> None:
-    """Stages vote by values whether all know their shapes. They do, and a dry run has no values."""
+    """Skip the stages' vote on whether all know their shapes: they do, and in a dry run a vote has no values."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
     schedule._warmup_p2p = lambda *args: None
 
 
 def _sum_over_shards(square: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:
-    """The sum over ranks that hold different parts; those that hold the same count once."""
+    """Return the sum over ranks that hold different parts; ranks that hold the same part count once."""
     parts = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
     return DTensor.from_local(square, mesh, parts).full_tensor()
 

@@ -1,8 +1,9 @@
 """Cut a module between its blocks into the stages of a pipeline, which torch's schedules run.
 
-Each stage runs the module's own forward. Blocks of other stages pass on what they get; the last one before this stage's
-own hands in what was received, the first one after them ends the forward. What the forward computes before the blocks
-(masks, rotary tables) is thus computed on every stage, from the inputs, with parameters of no size.
+Each stage runs the module's own forward. Blocks of other stages pass on their input. The last block before this stage's
+own blocks returns what was received, and the first one after them ends the forward. So everything that the forward
+computes before the blocks (masks, rotary tables) is computed on every stage, from the inputs, with parameters of no
+size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackTrace:
-    """What a forward without values told: the tensors between the blocks, and which parameters are used where."""
+    """What a forward without values showed: the tensors between the blocks, and which parameters are used where."""
 
     boundaries: tuple[torch.Tensor, ...]
     tuple_size: int | None
@@ -39,7 +40,7 @@ class StackTrace:
 
 
 class StackTracer:
-    """A twin of a module without values, which tells the shapes between blocks for any inputs."""
+    """A copy of a module without values, which tells the shapes between blocks for any inputs."""
 
     def __init__(self, module: nn.Module, stack: BlockStack) -> None:
         tensors = list(itertools.chain(module.parameters(), module.buffers()))
@@ -53,7 +54,7 @@ class StackTracer:
         self._known: dict[Any, StackTrace] = {}
 
     def trace(self, batch: Batch) -> StackTrace:
-        """The trace for inputs of these shapes."""
+        """Return the trace for inputs of these shapes."""
         leaves, spec = pytree.tree_flatten(batch)
         key = (str(spec), *((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))
         if key not in self._known:
@@ -69,7 +70,7 @@ class StackTracer:
             output = self._twin(*args, **kwargs)
         except ArgumentError:
             raise
-        except Exception as e:  # of the module's own code
+        except Exception as e:  # raised by the module's own code
             raise _no_chain(f"its forward does not run without values: {type(e).__name__}: {str(e)[:160]}") from e
         finally:
             for hook in hooks:
@@ -93,7 +94,7 @@ class StackTracer:
         others = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x is not hidden]
         if any(x.requires_grad for x in others):
             raise _no_chain("its blocks share a second tensor that has a gradient (a bias, or the embedding)")
-        if len(seen) == len(self._blocks) - 1:  # cut here: what follows tells the parameters after the blocks
+        if len(seen) == len(self._blocks) - 1:  # stop here: what follows shows the parameters after the blocks
             cut = _first_tensor(result).detach().requires_grad_()
             result = (cut, *result[1:]) if isinstance(result, tuple) else cut
         seen.append((hidden, result))
@@ -112,7 +113,7 @@ class StackTracer:
 
 
 def _make_twin(value: torch.Tensor) -> torch.Tensor:
-    """The same, with a gradient also where the parameter is frozen: gradients tell where it is used."""
+    """Return the same tensor; a frozen parameter gets a gradient too, because gradients show where it is used."""
     return nn.Parameter(value.detach()) if isinstance(value, nn.Parameter) and value.is_floating_point() else value
 
 
@@ -129,7 +130,7 @@ def _no_chain(why: str) -> ArgumentError:
 
 
 def find_hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The first tensor that a block is given."""
+    """Return the first tensor that a block is given."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value
@@ -151,7 +152,7 @@ class _StageEnd(BaseException):
 
 
 class AbsentBlock:
-    """What a block of another stage does: pass on what comes, or what was received; or end the forward."""
+    """Stands for a block of another stage: it passes on its input or the received tensor, or ends the forward."""
 
     def __init__(self, tuple_size: int | None, *, ends: bool) -> None:
         self.tuple_size, self.ends = tuple_size, ends
@@ -167,7 +168,7 @@ class AbsentBlock:
 
 @dataclass(kw_only=True)
 class StagePart:
-    """One stage on this rank: the module with its own blocks, of `first` to `last` (which is not its own)."""
+    """One stage on this rank: the module with its own blocks, from `first` up to but not including `last`."""
 
     module: nn.Module
     index: int
@@ -178,7 +179,7 @@ class StagePart:
 
 
 def choose_bounds(costs: Sequence[float], stages: int, *, end_cost: float = 0.0) -> list[int]:
-    """Where each stage begins (and the last ends), so that the most expensive stage costs least."""
+    """Return where each stage begins (and the last ends), so that the most expensive stage costs least."""
 
     @functools.cache
     def place(start: int, left: int) -> tuple[float, tuple[int, ...]]:
@@ -196,7 +197,7 @@ def choose_bounds(costs: Sequence[float], stages: int, *, end_cost: float = 0.0)
 def cut_stages(
     module: nn.Module, stack: BlockStack, trace: StackTrace, *, indices: Sequence[int], stages: int
 ) -> list[StagePart]:
-    """This rank's stages of a module, which lose what other stages hold. One rank has several when it interleaves."""
+    """Return this rank's stages of a module, without what other stages hold; several for an interleaved pipeline."""
     named = dict(module.named_parameters(remove_duplicate=False))
     blocks = [block for _, block in stack.named_blocks()]
     if len(blocks) < stages:
@@ -217,7 +218,7 @@ def cut_stages(
         used = (trace.before if index == 0 else frozenset()) | (trace.after if index == stages - 1 else frozenset())
         outside = trace.before | trace.after
         lost = outside - used
-        if index and stack.path:  # what no gradient reaches stays on the first stage
+        if index and stack.path:  # parameters without a gradient stay on the first stage
             lost |= {name for name in named if name not in outside and not name.startswith(f"{stack.path}.")}
         _remove_parameters(part, lost)
         entry = absent.get(first - 1)
@@ -226,7 +227,7 @@ def cut_stages(
 
 
 def _remove_blocks(container: nn.Module, first: int, last: int, tuple_size: int | None) -> dict[int, AbsentBlock]:
-    """Take the parameters of other stages' blocks away. Their attributes stay, at which a forward may look."""
+    """Remove the parameters of other stages' blocks. Attributes stay, because a forward may read them."""
     absent = {}
     for number, block in enumerate(container.children()):
         if not first <= number < last:
@@ -237,7 +238,7 @@ def _remove_blocks(container: nn.Module, first: int, last: int, tuple_size: int 
 
 
 def _remove_parameters(module: nn.Module, names: frozenset[str]) -> None:
-    """Put zeros that take no memory in the place of parameters of other stages."""
+    """Replace parameters of other stages by zeros that take no memory."""
     for name in names:
         parent, _, leaf = name.rpartition(".")
         holder = module.get_submodule(parent)
@@ -248,7 +249,7 @@ def _remove_parameters(module: nn.Module, names: frozenset[str]) -> None:
 
 
 def make_stage_forward(part: StagePart, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a stage: (received, inputs, targets) to what the next stage gets, or to the loss.
+    """Return the forward of a stage: (received, inputs, targets) to the next stage's input, or to the loss.
 
     `run(module_forward, inputs, targets)` computes the loss of a microbatch.
     """
@@ -269,5 +270,5 @@ def make_stage_forward(part: StagePart, run: Callable[..., Any]) -> Callable[...
 
 
 def restrict_stack(stack: BlockStack, module: nn.Module) -> BlockStack:
-    """The same stack in a stage of the module."""
+    """Return the stack of blocks in a stage of the module."""
     return dataclasses.replace(stack, blocks=module.get_submodule(stack.path))

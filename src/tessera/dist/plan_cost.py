@@ -1,4 +1,4 @@
-"""What one layout costs on a cluster: seconds, joules by where they go, and memory, each from the training model."""
+"""What one layout costs on a cluster: seconds, joules by purpose, and memory, each from the training model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
-    """One layout: what a step takes on the whole cluster, the memory of the fullest rank, and of a node's host.
+    """One layout: the cost of a step on the whole cluster, and the memory of the fullest rank and of a node's host.
 
     `parts` are seconds and sum to `time_s`; `energy_parts` are joules and sum to `energy_j`: those of `TrainingCost`
-    for all GPUs, GPUs that the layout leaves "idle", and the "host" with its CPUs, cards, fans and switches. Without
-    `host_w` in the cluster's file the host is missing, and `energy_j` is without it.
+    for all GPUs, those of GPUs that the layout leaves "idle", and the "host" with its CPUs, cards, fans and switches.
+    Without `host_w` in the cluster's file, `energy_j` does not include the host.
     """
 
     layout: Layout
@@ -40,42 +40,42 @@ class PlanCandidate:
 
     @property
     def power_w(self) -> float:
-        """Mean watts of the cluster."""
+        """Return mean watts of the cluster."""
         return self.energy_j / self.time_s
 
     @property
     def energy_per_token_j(self) -> float:
-        """Joules for each token of the batch."""
+        """Return joules for each token of the batch."""
         return self.energy_j / self.tokens
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the whole cluster each second."""
+        """Return tokens of the whole cluster each second."""
         return self.tokens / self.time_s
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that the fullest rank needs."""
+        """Return bytes that the fullest rank needs."""
         return self.memory.total
 
     def mesh(self) -> Mesh:
-        """The mesh of the layout."""
+        """Return the mesh of the layout."""
         return self.layout.mesh()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         derived = ("power_w", "energy_per_token_j", "tokens_per_s", "memory_bytes")
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
 def make_job(problem: PlanProblem, layout: Layout) -> TrainingJob:
-    """The training job of a layout on the problem's cluster."""
+    """Return the training job of a layout on the problem's cluster."""
     options = {**problem.cluster.job_options(), **problem.options}
     return layout.make_job(problem.model, seq=problem.seq, precision=problem.precision, **options)
 
 
 def evaluate_layout(problem: PlanProblem, layout: Layout) -> PlanCandidate:
-    """Seconds, joules and memory of a layout, whether it fits or not."""
+    """Estimate seconds, joules and memory of a layout, whether it fits or not."""
     job = make_job(problem, layout)
     cost = estimate_training(job) if problem.work is None else problem.work.estimate(job)
     cluster, seconds = problem.cluster, cost.step_s

@@ -23,7 +23,7 @@ _AS_GOOD = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanNeighbour:
-    """A layout with one setting changed, the rest chosen again where the setting is an axis.
+    """A layout with one setting changed; if the setting is an axis, the other settings are chosen again.
 
     `change` is relative, in the goal; `part` is the part that grew most, by `part_change` seconds or joules.
     """
@@ -38,14 +38,14 @@ class PlanNeighbour:
     over_bytes: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return dataclasses.asdict(self)
 
 
 def list_neighbours(
     problem: PlanProblem, best: PlanCandidate, metric: str, most_time_s: float
 ) -> Iterator[PlanNeighbour]:
-    """What happens to the best layout when one setting changes."""
+    """Yield what happens to the best layout when one setting changes."""
     yield from _other_divisions(problem, best, metric, most_time_s)
     layout = best.layout
     for variant in list_variants(problem, layout):
@@ -68,9 +68,10 @@ def _differ(one: Layout, other: Layout, name: str) -> bool:
 def _other_divisions(
     problem: PlanProblem, best: PlanCandidate, metric: str, most_time_s: float
 ) -> Iterator[PlanNeighbour]:
-    """The best layout with an axis, or the microbatch, doubled or halved; data parallel takes what is left.
+    """Yield the best layout with an axis or the microbatch doubled or halved; data parallel takes the rest.
 
-    With another axis the microbatch is chosen again, as in the table of candidates: both say the same of a layout.
+    With another axis, the microbatch is chosen again, as in the table of candidates, so that both say the same of a
+    layout.
     """
     layout, axes = best.layout, ("tp", "pp", "cp", "ep")
     bases = list(list_divisions(dataclasses.replace(problem, gpus=layout.gpus)))
@@ -87,7 +88,7 @@ def _other_divisions(
 
 
 def _list_near(problem: PlanProblem, layout: Layout, setting: str) -> list[float]:
-    """Twice and half of a setting; of the microbatch, the sizes above and below that are tried."""
+    """Return twice and half of a setting; for the microbatch, the tried sizes above and below."""
     own = getattr(layout, setting)
     if setting != "micro_batch":
         return [own * 2, own / 2]
@@ -98,7 +99,7 @@ def _list_near(problem: PlanProblem, layout: Layout, setting: str) -> list[float
 def _compare_best(
     problem: PlanProblem, best: PlanCandidate, bases: list[Layout], setting: str, metric: str, most_time_s: float
 ) -> PlanNeighbour:
-    """The best that can be made of some divisions; the most frugal one where none fits."""
+    """Return the best layout of some divisions; if none fits, the most frugal one."""
     tried = [candidate for base in bases for candidate in evaluate_variants(problem, base)]
     if tried:
         allowed = [c for c in tried if c.time_s <= most_time_s]
@@ -121,7 +122,7 @@ def _compare(
 
 
 def find_growth(best: PlanCandidate, other: PlanCandidate, metric: str) -> tuple[str, float]:
-    """The part of the step, or of its joules, that is most larger than the best's, and by how much."""
+    """Return the part of the step, or of its joules, that is larger than the best's by most, and by how much."""
     name = "parts" if metric == "time_s" else "energy_parts"
     mine, theirs = getattr(best, name), getattr(other, name)
     growth = {part: theirs.get(part, 0.0) - mine.get(part, 0.0) for part in {**mine, **theirs}}

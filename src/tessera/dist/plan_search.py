@@ -1,10 +1,10 @@
-"""The space of layouts and the search in it: what divides, what fits, and bounds that spare most of the evaluations.
+"""The space of layouts and the search in it: what divides, what fits, and bounds that save most evaluations.
 
-The space: GPUs are all of the cluster's, or the largest power of two of them; for a module that is no decoder, whatever
-divides the batch. tp divides heads, width and MLP and stays inside the fast domain; cp leaves at least 1,024 tokens to
-a rank; pp and vp divide the layers, or the layers and up to three more (5%), since the vocabulary takes the place of
-layers then; ep divides the experts and a stage's ranks; dp and the microbatch, a power of two, divide the batch. An
-interleaved pipeline takes microbatches in groups of pp.
+The space: GPUs are all of the cluster's, or the largest power of two of them; for a module that is not a decoder, any
+number that divides the batch. tp divides heads, width and MLP, and stays inside the fast domain. cp leaves at least
+1,024 tokens to a rank. pp and vp divide the layers, or the layers and up to three more (5%), because the vocabulary
+then takes the place of layers. ep divides the experts and a stage's ranks. dp and the microbatch, a power of two,
+divide the batch. An interleaved pipeline takes microbatches in groups of pp.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from .training_memory import estimate_memory
 from .training_model import AXES, RECOMPUTE, SHARDINGS, ModelShape, TrainingJob
 from .training_offload import estimate_host
 
-_LEAST_CHUNK = 1024  # tokens of a rank under context parallelism
-_MOST_MISSING, _MISSING_SHARE = 3, 0.05  # layers that may lack for stages of equal size
+_LEAST_CHUNK = 1024  # least tokens of a rank under context parallelism
+_MOST_MISSING, _MISSING_SHARE = 3, 0.05  # layers that may be missing for stages of equal size
 _MOST_CHUNKS = 16
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
-_MICRO_BATCHES_OF_MODULES = tuple(2**n for n in range(11))  # samples are small; each size is a prediction of its own
+_MICRO_BATCHES_OF_MODULES = tuple(2**n for n in range(11))  # samples are small; each size needs a prediction of its own
 _NEAR_PP = ("tp", "cp", "pp", "dp")
-# Parts of a step that no choice of sharding, chunks, placement or offload makes shorter.
+# Parts of a step that sharding, chunks, placement and offload do not make shorter.
 _FIXED_PARTS = ("compute", "tensor parallel", "context parallel", "expert parallel", "pipeline bubble", "optimizer")
-_LISTED, _WORTH = 6, 1.25  # divisions that the result lists at most, and how much worse they may be
+_LISTED, _WORTH = 6, 1.25  # divisions that the result lists at most, and how much worse than the best they may be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProblem:
-    """What is planned: a model and its batch on a cluster; plans may fill `memory_limit` of a GPU's memory.
+    """A planning problem: a model and its batch on a cluster; plans may fill `memory_limit` of a GPU's memory.
 
-    `options` are settings of `TrainingJob` that neither a layout nor a cluster has. `applicable`: only what
-    `apply_layout` carries out, which is neither cp nor ep, nor the embedding on the host. `work` is that of a module
-    which is no decoder: only data parallel ranks, microbatches and shardings are tried then.
+    `options` are settings of `TrainingJob` that neither a layout nor a cluster has. `applicable`: only layouts that
+    `apply_layout` supports, so without cp and ep, and with the embedding on the GPU. `work` is set for a module that is
+    not a decoder: then only data parallel ranks, microbatches and shardings are tried.
     """
 
     model: ModelShape
@@ -60,29 +60,29 @@ class PlanProblem:
     work: ModuleWork | None = None
 
     def count_gpus(self) -> list[int]:
-        """How many GPUs are tried."""
+        """Return the numbers of GPUs that are tried."""
         if self.gpus is not None:
             return [self.gpus]
         whole = self.cluster.gpus
         some = {whole, 1 << (whole.bit_length() - 1)}
-        if self.work is not None:  # nothing but data parallelism, whose ranks divide the batch: fewer may be better
+        if self.work is not None:  # only data parallelism, whose ranks divide the batch, so fewer GPUs may be better
             some.update(list_divisors(math.gcd(whole, self.global_batch)))
         return sorted(some, reverse=True)
 
     @property
     def recomputes(self) -> tuple[str, ...]:
-        """What may be recomputed, least first."""
+        """Return what may be recomputed, the least first."""
         return RECOMPUTE if self.work is None else RECOMPUTE[:1]
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The sizes of a microbatch that are tried."""
+        """Return the sizes of a microbatch that are tried."""
         return _MICRO_BATCHES if self.work is None else _MICRO_BATCHES_OF_MODULES
 
 
 @dataclass(slots=True)
 class SearchState:
-    """What a search has seen: the best of each division, the nearest miss of those that do not fit, evaluations.
+    """What a search has seen: the best of each division, the nearest misses, and evaluations.
 
     A second search, by another metric, evaluates nothing again.
     """
@@ -96,14 +96,14 @@ class SearchState:
 
 
 def list_divisors(n: int, most: int | None = None) -> list[int]:
-    """Divisors in order, up to `most`."""
+    """Return divisors in order, up to `most`."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     both = sorted({*small, *(n // d for d in small)})
     return [d for d in both if most is None or d <= most]
 
 
 def list_divisions(problem: PlanProblem) -> Iterator[Layout]:
-    """Every tp, cp, pp, ep, dp and microbatch of the space, with the other settings at their plainest."""
+    """Yield every tp, cp, pp, ep, dp and microbatch of the space, with the simplest other settings."""
     model, batch = problem.model, problem.global_batch
     for gpus in problem.count_gpus():
         for tp in list_divisors(gpus, problem.cluster.domain):
@@ -127,7 +127,7 @@ def list_divisions(problem: PlanProblem) -> Iterator[Layout]:
 
 
 def list_expert_ranks(problem: PlanProblem, ranks: int) -> list[int]:
-    """Over how many of a stage's ranks the experts may be shared out."""
+    """Return over how many of a stage's ranks the experts may be divided."""
     if problem.applicable or not problem.model.experts:
         return [1]
     return list_divisors(math.gcd(problem.model.experts, ranks))
@@ -144,7 +144,7 @@ def _is_balanced(layers: int, stages: int) -> bool:
 
 
 def list_chunks(layout: Layout, model: ModelShape) -> list[int]:
-    """The numbers of chunks of layers that each stage may hold."""
+    """Return the numbers of chunks of layers that each stage may hold."""
     if layout.pp == 1 or layout.microbatches % layout.pp:
         return [1]
     most = min(_MOST_CHUNKS, model.layers // layout.pp)
@@ -152,7 +152,7 @@ def list_chunks(layout: Layout, model: ModelShape) -> list[int]:
 
 
 def list_variants(problem: PlanProblem, base: Layout) -> Iterator[Layout]:
-    """The choices of chunks, sharding, placement and offload of a division; recompute is left at its plainest."""
+    """Yield the choices of chunks, sharding, placement and offload of a division, without recomputation."""
     far = base.gpus > problem.cluster.domain
     near = far and base.pp > 1 and base.dp > 1 and base.ep == 1
     placements = [AXES, _NEAR_PP] if near else [AXES]
@@ -166,12 +166,12 @@ def list_variants(problem: PlanProblem, base: Layout) -> Iterator[Layout]:
 
 
 def list_shardings(base: Layout) -> list[str]:
-    """What data-parallel ranks may share out."""
+    """Return what data-parallel ranks may divide among themselves."""
     return list(SHARDINGS) if base.dp * base.cp > 1 else ["none"]
 
 
 def list_offloads(problem: PlanProblem, base: Layout) -> list[tuple[str, ...]]:
-    """What may be on the host, least first."""
+    """Return what may be on the host, the least first."""
     if problem.work is not None or not (problem.offload and problem.cluster.can_offload):
         return [()]
     some: list[tuple[str, ...]] = [(), ("optimizer",)]
@@ -181,16 +181,16 @@ def list_offloads(problem: PlanProblem, base: Layout) -> list[tuple[str, ...]]:
 
 
 def count_over_bytes(problem: PlanProblem, layout: Layout, job: TrainingJob | None = None) -> float:
-    """Bytes by which the fullest rank, or a node's host, is too small for a layout; negative where there is room."""
+    """Return the bytes that the fullest rank, or a node's host, lacks for a layout; negative if there is room."""
     job = job or make_job(problem, layout)
     capacity = problem.cluster.device.memory.capacity_bytes
-    assert capacity is not None  # estimate_training says so before
+    assert capacity is not None  # estimate_training has checked it before
     memory = estimate_memory(job, layout.recompute) if problem.work is None else problem.work.estimate_memory(job)
     return max(memory.total - problem.memory_limit * capacity.value, count_host_over_bytes(problem, layout, job))
 
 
 def count_host_over_bytes(problem: PlanProblem, layout: Layout, job: TrainingJob | None = None) -> float:
-    """Bytes by which a node's host is too small for what a layout keeps on it."""
+    """Return bytes by which a node's host is too small for what a layout keeps on it."""
     host = problem.cluster.host_memory_bytes
     if not layout.offload or host is None:
         return -math.inf
@@ -199,7 +199,7 @@ def count_host_over_bytes(problem: PlanProblem, layout: Layout, job: TrainingJob
 
 
 def find_least_recompute(problem: PlanProblem, layout: Layout) -> Layout | None:
-    """The layout with the least recomputation that fits, or None. More of it costs time and joules, never less."""
+    """Return the layout with the least recomputation that fits, or None; more recomputation always costs more."""
     job = make_job(problem, layout)
     for recompute in problem.recomputes:
         trial = dataclasses.replace(layout, recompute=recompute)
@@ -209,7 +209,7 @@ def find_least_recompute(problem: PlanProblem, layout: Layout) -> Layout | None:
 
 
 def search_layouts(problem: PlanProblem, metric: str, state: SearchState, most_time_s: float = math.inf) -> None:
-    """Evaluate what may be among the best by a metric ("time_s" or "energy_j"), with bounds for the rest."""
+    """Return the layout with the least recomputation that fits, or None; more recomputation costs more."""
     queue: list[tuple[float, int, Layout]] = []
     for number, base in enumerate(list_divisions(problem)):
         if not may_fit(problem, base, state):
@@ -241,7 +241,7 @@ def _division(layout: Layout) -> tuple[int, ...]:
 
 
 def _worst_worth(state: SearchState, metric: str, most_time_s: float) -> float:
-    """The metric above which a division would not be listed."""
+    """Return the metric above which a division would not be listed."""
     values: list[float] = sorted(getattr(c, metric) for c in state.best.values() if c.time_s <= most_time_s)
     if not values:
         return math.inf
@@ -249,9 +249,9 @@ def _worst_worth(state: SearchState, metric: str, most_time_s: float) -> float:
 
 
 def may_fit(problem: PlanProblem, base: Layout, state: SearchState) -> bool:
-    """Whether the most frugal variant fits; else notes by how much it does not."""
+    """Return whether the most frugal variant fits; if not, note how many bytes it lacks."""
     over, layout = math.inf, base
-    for offload in reversed(list_offloads(problem, base)):  # less of it where the host is what is too small
+    for offload in reversed(list_offloads(problem, base)):  # offload less if the host is too small
         for sharding in list_shardings(base):
             frugal = dataclasses.replace(base, sharding=sharding, recompute=problem.recomputes[-1], offload=offload)
             over, layout = min((over, layout), (count_over_bytes(problem, frugal), frugal), key=lambda pair: pair[0])
@@ -268,17 +268,18 @@ def may_fit(problem: PlanProblem, base: Layout, state: SearchState) -> bool:
 
 
 def _bound(problem: PlanProblem, base: Layout) -> dict[str, float]:
-    """Seconds and joules that no variant of a division is below: no recomputation, the smallest bubble."""
-    if problem.work is not None:  # few layouts: all are evaluated
+    """Return lower bounds of seconds and joules for all variants of a division: no recomputation, least bubble."""
+    if problem.work is not None:  # there are few layouts, and all are evaluated
         return {"time_s": 0.0, "energy_j": 0.0}
     chunks = max(list_chunks(base, problem.model))
     best = dataclasses.replace(base, vp=chunks, schedule="", sharding="zero1" if base.dp * base.cp > 1 else "none")
     cost = estimate_training(make_job(problem, best))
-    jitter = cost.step_s / (cost.step_s - cost.parts["waiting"])  # a share of the rest
+    jitter = cost.step_s / (cost.step_s - cost.parts["waiting"])  # as a share of the rest
     seconds = jitter * sum(cost.parts[part] for part in _FIXED_PARTS)
     static_w = PowerModel.from_device(problem.cluster.device).static_w
     spent = sum(joules for part, joules in cost.energy_parts.items() if part != "waiting")
-    waiting = max(0.0, cost.energy_parts["waiting"] - 2.0 * static_w * (cost.step_s - seconds))  # at most twice static
+    # at most twice the static watts
+    waiting = max(0.0, cost.energy_parts["waiting"] - 2.0 * static_w * (cost.step_s - seconds))
     joules = base.gpus * (spent + waiting)
     if problem.cluster.host_w is not None:
         joules += problem.cluster.nodes * problem.cluster.host_w.value * seconds
@@ -286,11 +287,11 @@ def _bound(problem: PlanProblem, base: Layout) -> dict[str, float]:
 
 
 def evaluate_variants(problem: PlanProblem, base: Layout) -> Iterator[PlanCandidate]:
-    """The variants of a division that fit, each with the least recomputation."""
+    """Yield the variants of a division that fit, each with the least recomputation."""
     plain: dict[tuple[object, ...], bool] = {}
     for variant in list_variants(problem, base):
         key = (variant.vp, variant.sharding, variant.placement)
-        if plain.get(key):  # it fits without recomputation and without the host: the host would only add to it
+        if plain.get(key):  # it fits without recomputation and without the host, so using the host would only add cost
             continue
         layout = find_least_recompute(problem, variant)
         if layout is None:

@@ -1,4 +1,4 @@
-"""One step as spans of time on each pipeline stage: microbatches forward and backward, what is waited for, the end."""
+"""One step as spans of time on each pipeline stage: microbatches forward and backward, waits, and the end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from .layout import Layout
 
-_MOST_SPANS = 256  # of one stage: more are slivers in a picture, so microbatches in the middle are left out
+_MOST_SPANS = 256  # spans of one stage: more would be too thin to see, so microbatches in the middle are left out
 _LAST_PARTS = ("data parallel", "optimizer", "host", "waiting")
 _STAGE_PARTS = ("compute", "tensor parallel", "context parallel", "expert parallel", "pipeline sends")
-# Backward over forward: two products for each one; a forward pass again where everything is recomputed.
+# Time of a backward pass over that of a forward pass: two products for each one; one more forward pass if everything is
+# recomputed.
 _BACKWARD = {"none": 2.0, "selective": 2.15, "full": 3.0}
 
 
@@ -31,9 +32,9 @@ class StageSpan:
 class StepTimeline:
     """The spans of a step. A gap between the spans of a stage is the bubble of the pipeline.
 
-    `microbatches` of the layout's are drawn; where that is fewer, the middle of the step is left out and `time_s` is
-    shorter than the step. Communication that compute does not hide is inside the spans of the microbatches, `exposed`
-    is its share of them.
+    Only `microbatches` of the layout's are drawn; if these are fewer, the middle of the step is left out and `time_s`
+    is shorter than the step. Communication that compute does not hide is inside the spans of the microbatches, and
+    `exposed` is its share of them.
     """
 
     stages: int
@@ -44,12 +45,12 @@ class StepTimeline:
     spans: tuple[StageSpan, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return dataclasses.asdict(self)
 
 
 def draw_timeline(layout: Layout, parts: dict[str, float]) -> StepTimeline:
-    """The timeline of a layout whose step has these parts (seconds)."""
+    """Return the timeline of a layout whose step has these parts (seconds)."""
     stages, chunks = layout.pp, layout.vp
     shown = min(layout.microbatches, max(2 * stages, _MOST_SPANS // (2 * chunks) // stages * stages))
     each = sum(parts[part] for part in _STAGE_PARTS) / layout.microbatches
@@ -62,7 +63,7 @@ def draw_timeline(layout: Layout, parts: dict[str, float]) -> StepTimeline:
     ]
     pipeline = max(ends.values())
     clock = pipeline
-    # The waiting for the slowest rank is spread over the step: of fewer microbatches it is less.
+    # Waiting for the slowest rank is spread over the step, so fewer microbatches have less of it.
     last = {part: parts[part] * (shown / layout.microbatches if part == "waiting" else 1.0) for part in _LAST_PARTS}
     for part, seconds in last.items():
         if seconds > 0:
@@ -82,7 +83,7 @@ _Work = tuple[str, int, int, int]  # kind, stage, chunk, microbatch
 
 
 def order_work(stage: int, stages: int, chunks: int, microbatches: int) -> list[_Work]:
-    """What a stage does, in order: 1F1B, or with several chunks Megatron's interleaved form (arXiv 2104.04473)."""
+    """Return a stage's work in order: 1F1B or, with several chunks, Megatron's interleaved form (arXiv 2104.04473)."""
     total = microbatches * chunks
     warm = stages - stage - 1
     if chunks > 1:
@@ -107,7 +108,7 @@ def order_work(stage: int, stages: int, chunks: int, microbatches: int) -> list[
 def _run_schedule(
     stages: int, chunks: int, microbatches: int, forward_s: float, backward_s: float
 ) -> dict[_Work, float]:
-    """When each piece of work ends: as soon as its stage is free and what it needs has arrived."""
+    """Return when each piece of work ends, if it runs as soon as its stage is free and its input has arrived."""
     queues = [order_work(stage, stages, chunks, microbatches) for stage in range(stages)]
     done: dict[_Work, float] = {}
     free, at = [0.0] * stages, [0] * stages
@@ -128,7 +129,7 @@ def _run_schedule(
 
 
 def _find_need(work: _Work, stages: int, chunks: int) -> _Work | None:
-    """What must have ended before: the stage before it forward, the stage after it backward."""
+    """Return the work that must end before: forward on the stage before, or backward on the stage after."""
     kind, stage, chunk, microbatch = work
     step = 1 if kind == "backward" else -1
     near = stage + step

@@ -1,4 +1,4 @@
-"""`plan`: how to divide a training step over a cluster, by the cost model: what it chose, and why no neighbour."""
+"""`plan`: how to divide a training step over a cluster, by the cost model: the choice, and why not its neighbours."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 _PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "tf32", "fp32")
 _METRICS = {"time": "time_s", "energy": "energy_j"}
 _AS_GOOD = 1.005  # a layout with fewer axes is preferred to one that is better by less than this
-_DEFAULT_TOKENS = 2**22  # of a step, where no batch is given: Llama 2 was trained with 4 million
+_DEFAULT_TOKENS = 2**22  # tokens of a step if no batch is given: Llama 2 was trained with 4 million
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastSure:
-    """The figure that adds most to the error of the goal: `error` is its share of it, in seconds or joules."""
+    """The figure that adds most to the error of the goal: `error` is its part of that error, in seconds or joules."""
 
     name: str
     error: float
@@ -53,7 +53,7 @@ class LeastSure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMisfit:
-    """A division that does not fit, its most frugal layout, and the bytes that lack."""
+    """A division that does not fit, its most frugal layout, and the bytes that are missing."""
 
     layout: Layout
     over_bytes: float
@@ -61,7 +61,7 @@ class PlanMisfit:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """The layouts that were found for a model on a cluster, best first, and what speaks against the others."""
+    """The layouts that were found for a model on a cluster, best first, and what is worse about the others."""
 
     problem: PlanProblem
     goal: str
@@ -75,12 +75,12 @@ class ParallelPlan:
 
     @property
     def best(self) -> PlanCandidate:
-        """The layout to take."""
+        """Return the layout to take."""
         return self.candidates[0]
 
     @property
     def metric(self) -> str:
-        """The attribute of a candidate that the goal makes small: "time_s" or "energy_j"."""
+        """Return the attribute of a candidate that the goal minimises: "time_s" or "energy_j"."""
         return _METRICS[self.goal.partition(",")[0]]
 
     @cached_property
@@ -95,7 +95,7 @@ class ParallelPlan:
         return apply_layout(module, self.best.layout, example_inputs=example_inputs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         problem = self.problem
         given = {"seq": problem.seq, "global_batch": problem.global_batch, "precision": problem.precision}
         return {
@@ -136,17 +136,17 @@ def plan(
     options: Mapping[str, Any] | None = None,
     applicable: bool | None = None,
 ) -> ParallelPlan:
-    """The best division of a training step over a cluster, by the cost model of `estimate_training`.
+    """Return the best division of a training step over a cluster, by the cost model of `estimate_training`.
 
     `model`: an `nn.Module` (also on the meta device), a `ModelShape`, its sizes as a mapping, or a configuration of
     Hugging Face ("hf:config.json"). `inputs`: token ids of one step (batch x tokens), or give `seq` and `global_batch`;
-    without a batch it is about 4 million tokens. A module that is no decoder needs `inputs`: it is divided by data
-    parallelism alone, with what `tessera.predict` says of its compute. `cluster`: "gb200-nvl72", "dgx-h200:4" (four
+    without a batch it is about 4 million tokens. A module that is not a decoder needs `inputs`: it is divided by data
+    parallelism alone, with `tessera.predict`'s figures for its compute. `cluster`: "gb200-nvl72", "dgx-h200:4" (four
     nodes) or the path of a file. `goal`: "time", "energy", or "energy, time<=1.05" (the fewest joules among layouts
     that take at most 5% longer than the fastest). `gpus` takes fewer than the cluster has. `memory_limit` is the share
     of a GPU's memory that a layout may fill. `options` are settings of `TrainingJob` that no layout has, such as
-    {"attention": "flash2", "lora": True}. `applicable`: only layouts that `apply_layout` carries out (no context
-    parallelism, no expert parallelism); without it, that is so where `model` is a module.
+    {"attention": "flash2", "lora": True}. `applicable`: only layouts that `apply_layout` supports (no context
+    parallelism, no expert parallelism); by default, this is set if `model` is a module.
     """
     where = load_cluster(cluster) if isinstance(cluster, str) else cluster
     metric, slack = _parse_goal(goal)
@@ -186,14 +186,14 @@ def plan(
 
 
 def default_batch(seq: int, gpus: int) -> int:
-    """The sequences of a step of about 4 million tokens, as many for each GPU."""
+    """Return the sequences of a step of about 4 million tokens, equally many for each GPU."""
     return gpus * max(1, round(_DEFAULT_TOKENS / max(1, seq) / gpus))
 
 
 def _read_shape(
     model: Any, inputs: Any, cluster: Cluster, precision: str
 ) -> tuple[ModelShape, ModuleWork | None, tuple[str, ...]]:
-    """The sizes of a decoder; of another module, what a microbatch of it takes, and a note that says so."""
+    """Return the sizes of a decoder; for another module, its work for a microbatch, and a note that says so."""
     try:
         return _read_sizes(model), None, ()
     except ArgumentError as error:
@@ -218,7 +218,7 @@ def _read_sizes(model: Any) -> ModelShape:
 
 
 def _check_precision(precision: str, cluster: Cluster) -> None:
-    """Refuse a format that the chip has no units for."""
+    """Refuse a format for which the chip has no units."""
     device = cluster.device
     known = [name for name in _PRECISIONS if device.peak(name) is not None]
     if precision not in known:
@@ -229,7 +229,7 @@ def _check_precision(precision: str, cluster: Cluster) -> None:
 
 
 def _check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Refuse what a job does not have, or what the search or the cluster sets."""
+    """Refuse options that a job does not have, or that the search or the cluster sets."""
     taken = {f.name for f in dataclasses.fields(Layout)} | {"model", "on", "gpus", "seq", "global_batch", "precision"}
     known = [f.name for f in dataclasses.fields(TrainingJob) if f.name not in taken]
     for name in options:
@@ -239,7 +239,7 @@ def _check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parse_goal(goal: str) -> tuple[str, float | None]:
-    """The metric of a goal, and how much longer than the fastest a step may take."""
+    """Return the metric of a goal, and how much longer than the fastest a step may take."""
     match = re.fullmatch(r"(\w+)(?:\s*,\s*time\s*<=\s*(\d+(?:\.\d+)?))?", goal.strip().lower())
     word = match[1] if match else goal.partition(",")[0]
     if match is None or word not in _METRICS or (match[2] and word == "time"):
@@ -253,7 +253,7 @@ def _parse_goal(goal: str) -> tuple[str, float | None]:
 
 
 def _read_batch(inputs: Any) -> tuple[int | None, int | None]:
-    """Sequences and tokens of example inputs: the sizes of the first tensor with two axes."""
+    """Return sequences and tokens of example inputs: the sizes of the first tensor with two axes."""
     for value in _walk(inputs):
         shape = tuple(getattr(value, "shape", ()))
         if len(shape) >= 2:
@@ -340,9 +340,10 @@ def _nothing_fits(
 
 
 def _count_needed_nodes(problem: PlanProblem, choose_batch: Callable[[int], int]) -> int | None:
-    """The fewest nodes on which a layout of the search fits; None: not even on 64 times as many.
+    """Return the fewest nodes on which a layout of the search fits; None: not even on 64 times as many.
 
-    Powers of two come first, then what lies below the first that fits, in at most 32 steps: each is a search.
+    Powers of two are tried first, then numbers below the first that fits, in at most 32 steps, because each is a
+    search.
     """
 
     def fits(nodes: int) -> bool:
@@ -362,7 +363,7 @@ def _count_needed_nodes(problem: PlanProblem, choose_batch: Callable[[int], int]
 
 
 def find_least_sure(problem: PlanProblem, best: PlanCandidate, metric: str) -> LeastSure:
-    """The figure that adds most to the error of the metric."""
+    """Return the figure that adds most to the error of the metric."""
     scale = 1.0 if metric == "time_s" else best.energy_j / best.time_s
     unit = "s" if metric == "time_s" else "J"
     exposed = 1.0 - best.parts["compute"] / best.time_s

@@ -14,11 +14,11 @@ from .reduction import Sent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRecord:
-    """One collective of this rank. Bytes are those the rank sent; `error_bound` holds for every element.
+    """One collective of this rank. Bytes are those the rank sent; `error_bound` is for every element.
 
-    A dry run has no values, and `error_bound` is None there.
-    `between_nodes` are the bytes that left the node where that is known, `delay_s` how long it waited for its turn.
-    `time_s` is the host's: on CUDA the collective may still run.
+    A dry run has no values, so `error_bound` is None there. `between_nodes` are the bytes that left the node if that is
+    known, `delay_s` is how long the rank waited for its turn. `time_s` is the host's: on CUDA, the collective may still
+    run.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class CollectiveRecord:
     delay_s: float
 
     def to_sent(self, *, divide_by: int) -> Sent:
-        """What was sent, with the error of a sum that was divided."""
+        """Return what was sent, with the error of a sum that was divided."""
         bound = None if self.error_bound is None else self.error_bound / divide_by
         return Sent(self.sent_bytes, error_bound=bound)
 
@@ -42,7 +42,7 @@ _records: ContextVar[list[CollectiveRecord] | None] = ContextVar("tessera_collec
 
 @contextlib.contextmanager
 def record_collectives() -> Iterator[list[CollectiveRecord]]:
-    """What collectives of `tessera.dist` did inside the block: `with dist.record_collectives() as records:`."""
+    """Record what collectives of `tessera.dist` do inside the block: `with dist.record_collectives() as records:`."""
     records: list[CollectiveRecord] = []
     token = _records.set(records)
     try:
@@ -54,7 +54,7 @@ def record_collectives() -> Iterator[list[CollectiveRecord]]:
 def note(
     kind: str, algorithm: str, ranks: int, x: torch.Tensor, sent: Sent, *, time_s: float, delay_s: float = 0.0
 ) -> None:
-    """Append a record where anybody listens."""
+    """Append a record, if anything records."""
     records = _records.get()
     if records is not None:
         records.append(

@@ -41,16 +41,16 @@ WIDER = {
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
 }
-"""Types that backends do not add: they are added as these, and rounded back."""
+"""Types that backends do not add: they are added as these wider types, and rounded back."""
 _INDEX_BYTES = 8
 _EPSILON = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one rank sent: bytes in all, those that left its node (None: not known), and a bound of the error.
+    """What one rank sent: all bytes, those that left its node (None: not known), and a bound of the error.
 
-    The bound is None where there are no values to take it from: in a dry run.
+    The bound is None if there are no values to compute it from: in a dry run.
     """
 
     bytes: float
@@ -59,23 +59,23 @@ class Sent:
 
 
 def is_dry() -> bool:
-    """Whether tensors have no values now, and other ranks do not exist: in `dist.dry`."""
+    """Return whether tensors have no values now, and other ranks do not exist: in `dist.dry`."""
     return detect_fake_mode() is not None
 
 
 def read_bound(bounds: Sequence[torch.Tensor]) -> float | None:
-    """The largest of some bounds; None in a dry run."""
+    """Return the largest of some bounds; None in a dry run."""
     return None if is_dry() else max(map(float, bounds))
 
 
 def reduce_flat(x: torch.Tensor, op: str, group: Any) -> Sent:
-    """The backend's all-reduce, in place."""
+    """Run the backend's all-reduce, in place."""
     c10d.all_reduce(x, op=getattr(c10d.ReduceOp, REDUCE_OP[op]), group=group)
     return Sent(ring_bytes(x.numel() * x.element_size(), c10d.get_world_size(group)))
 
 
 def ring_bytes(nbytes: float, ranks: int) -> float:
-    """Bytes a rank sends in an all-reduce that is as frugal as can be: a ring's, or reduce-scatter and all-gather."""
+    """Return the bytes that a rank sends in the most frugal all-reduce: a ring's, or reduce-scatter and all-gather."""
     return 2.0 * nbytes * (ranks - 1) / ranks
 
 
@@ -100,7 +100,7 @@ def reduce_in_rank_order(x: torch.Tensor, op: str, group: Any) -> Sent:
 
 
 def scatter_in_order(flat: torch.Tensor, op: str, group: Any) -> torch.Tensor:
-    """This rank's part of the parts of all ranks, combined from the first to the last; floats in float64."""
+    """Return this rank's part of all ranks' tensors, combined from the first rank to the last; floats in float64."""
     received = torch.empty_like(flat)
     c10d.all_to_all_single(received, flat, group=group)
     parts = received.view(c10d.get_world_size(group), -1)
@@ -110,7 +110,7 @@ def scatter_in_order(flat: torch.Tensor, op: str, group: Any) -> torch.Tensor:
 
 
 def reduce_hierarchical(x: torch.Tensor, op: str, group: Any, node_size: int, *, in_order: bool = False) -> Sent:
-    """Inside the node, across nodes, inside again. Across go the bytes of one rank of each node, not of all."""
+    """Reduce inside the node, across nodes, and inside again. Only one rank's bytes of each node go across."""
     nodes = split_nodes(group, node_size)
     if len(nodes) == 1 or max(map(len, nodes)) == 1:
         return (reduce_in_rank_order if in_order else reduce_flat)(x, op, group)
@@ -132,7 +132,7 @@ def reduce_hierarchical(x: torch.Tensor, op: str, group: Any, node_size: int, *,
 
 
 def _reduce_by_leaders(x: torch.Tensor, op: str, inner: Any, outer: Any, across: Callable[..., Sent]) -> Sent:
-    """Nodes of different sizes: the first rank of each adds up its node's, and hands the sum back."""
+    """Reduce over nodes of different sizes: each node's first rank adds up its tensors, and sends the sum back."""
     leader = c10d.get_global_rank(inner, 0)
     reduce_in_rank_order(x, op, inner)
     sent = across(x, op, outer) if c10d.get_rank() == leader else Sent(0.0)
@@ -141,7 +141,7 @@ def _reduce_by_leaders(x: torch.Tensor, op: str, inner: Any, outer: Any, across:
 
 
 def reduce_compressed(x: torch.Tensor, group: Any, codec: Codec, feedback: ErrorFeedback | None) -> Sent:
-    """Rounded values travel; sums are float32. The bound holds for every element of the sum."""
+    """Reduce in float32, but send rounded values. The bound is for every element of the sum."""
     ranks = c10d.get_world_size(group)
     total, bound, _ = scatter_compressed(pad_to_multiple(x.float(), ranks), group, codec, feedback)
     count = len(total)
@@ -162,7 +162,7 @@ def reduce_compressed(x: torch.Tensor, group: Any, codec: Codec, feedback: Error
 def scatter_compressed(
     values: torch.Tensor, group: Any, codec: Codec, feedback: ErrorFeedback | None
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """This rank's part of the sum of flat float32 values, the bound of its error, and the bytes this rank sent."""
+    """Return this rank's part of the sum of flat float32 values, the bound of its error, and the bytes it sent."""
     ranks = c10d.get_world_size(group)
     count = values.numel() // ranks
     if feedback is not None:
@@ -173,7 +173,7 @@ def scatter_compressed(
     received = torch.empty_like(outgoing := _with_bound(parts, error))
     c10d.all_to_all_single(received, outgoing, group=group)
     arrived = [_split_bound(part, codec, count) for part in received.view(ranks, -1)]
-    # Adding itself rounds, too: once a rank, by no more than the sum of the magnitudes times float32's precision.
+    # Adding rounds, too: once for each rank, by at most the sum of the magnitudes times float32's precision.
     adding = ranks * _EPSILON * torch.stack([largest(part) for part, _ in arrived]).sum(0)
     bound = torch.stack([b for _, b in arrived]).sum(0) + adding
     return reduce(torch.add, [part for part, _ in arrived]), bound, outgoing.numel() * (ranks - 1) / ranks
@@ -186,7 +186,7 @@ def _encode_parts(parts: torch.Tensor, codec: Codec) -> tuple[list[torch.Tensor]
 
 
 def _with_bound(parts: list[torch.Tensor], errors: torch.Tensor) -> torch.Tensor:
-    """Each part with the largest error it has, four bytes behind it: bounds travel with the values."""
+    """Return each part with its largest error in four more bytes: bounds are sent with the values."""
     return torch.cat([t for part, e in zip(parts, errors, strict=True) for t in (part, e.view(torch.uint8))])
 
 
@@ -195,7 +195,7 @@ def _split_bound(part: torch.Tensor, codec: Codec, count: int) -> tuple[torch.Te
 
 
 def reduce_sparse(x: torch.Tensor, group: Any) -> Sent:
-    """Sum where most rows (slices along the first dimension) are zero: rows travel with their numbers."""
+    """Sum tensors whose rows (slices along the first dimension) are mostly zero: rows are sent with their numbers."""
     ranks = c10d.get_world_size(group)
     rows = x.view(x.shape[0], math.prod(x.shape[1:]))
     own = torch.nonzero((rows != 0).any(1)).view(-1)
@@ -209,7 +209,7 @@ def reduce_sparse(x: torch.Tensor, group: Any) -> Sent:
     gather_into(all_values.view(-1), values.view(-1), group)
     wide = torch.float64 if rows.is_floating_point() else torch.complex128 if rows.is_complex() else rows.dtype
     total = torch.zeros(rows.shape, dtype=wide, device=rows.device)
-    for rank, count in enumerate(counts.tolist()):  # in the order of the ranks: the same bits in every run
+    for rank, count in enumerate(counts.tolist()):  # in the order of the ranks, so that every run gives the same bits
         part = slice(rank * most, rank * most + count)
         total.index_add_(0, all_numbers[part], all_values[part].to(wide))
     x.copy_(total.to(x.dtype).view(x.shape))
@@ -217,7 +217,7 @@ def reduce_sparse(x: torch.Tensor, group: Any) -> Sent:
 
 
 def pad_to_multiple(x: torch.Tensor, parts: int) -> torch.Tensor:
-    """A copy with zeros behind it, so that it can be cut into equal parts. At least one element each."""
+    """Return a copy with zeros at the end, so that it can be cut into equal parts of at least one element each."""
     size = max(-(-x.numel() // parts), 1) * parts
     padded = x.new_zeros(size)
     padded[: x.numel()] = x
@@ -225,26 +225,26 @@ def pad_to_multiple(x: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def reduce_scatter_into(own: torch.Tensor, whole: torch.Tensor, op: Any, group: Any) -> None:
-    """Torch's reduce-scatter under the name that this torch has for it; `op` is a name, or torch's."""
+    """Call torch's reduce-scatter by the name that this torch has for it; `op` is a name, or torch's."""
     scatter = getattr(c10d, "reduce_scatter_single", None) or c10d.reduce_scatter_tensor
     scatter(own, whole, op=getattr(c10d.ReduceOp, REDUCE_OP[op]) if isinstance(op, str) else op, group=group)
 
 
 def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Any) -> None:
-    """Torch's all-gather under the name that this torch has for it."""
+    """Call torch's all-gather by the name that this torch has for it."""
     gather = getattr(c10d, "all_gather_single", None) or c10d.all_gather_into_tensor
     gather(as_movable(whole), as_movable(own), group=group)
 
 
 def as_movable(x: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that every backend moves."""
-    if x.dtype in WIDER and x.dim() and x.stride(-1) != 1:  # of a single element, which is dense with any stride
+    """Return the same memory as a type that every backend can send."""
+    if x.dtype in WIDER and x.dim() and x.stride(-1) != 1:  # a single element is dense with any stride
         x = x.as_strided(x.shape, [1] * x.dim())
     return x.view(torch.uint8) if x.dtype in WIDER else x
 
 
 def split_nodes(group: Any, node_size: int) -> list[list[int]]:
-    """The ranks of a group by the node they are on."""
+    """Return the ranks of a group by node."""
     nodes: dict[int, list[int]] = {}
     for rank in c10d.get_process_group_ranks(group if group is not None else c10d.group.WORLD):
         nodes.setdefault(rank // node_size, []).append(rank)
@@ -253,7 +253,10 @@ def split_nodes(group: Any, node_size: int) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def node_groups(group: Any, node_size: int) -> tuple[Any, Any]:
-    """This rank's group inside its node, and across nodes: those at its place, or all firsts where sizes differ."""
+    """Return this rank's group inside its node, and the one across nodes.
+
+    The latter has the ranks at the same place in their nodes, or the first ranks if nodes have different sizes.
+    """
     nodes = split_nodes(group, node_size)
     here = next(node for node in nodes if c10d.get_rank() in node)
     inner = make_group(here, like=group)
@@ -265,7 +268,7 @@ def node_groups(group: Any, node_size: int) -> tuple[Any, Any]:
 
 
 def make_group(ranks: list[int], *, like: Any) -> Any:
-    """A process group of some ranks, which alone call this, with the timeout of another (torch takes 30 minutes)."""
+    """Make a process group of some ranks, which alone call this, with another group's timeout (torch's is 30 min)."""
     pg = like if like is not None else c10d.group.WORLD
     options = getattr(pg._get_backend(pg._device_types[0]), "options", None)
     return c10d.new_group(ranks, timeout=getattr(options, "_timeout", None), use_local_synchronization=True)

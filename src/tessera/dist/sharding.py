@@ -1,4 +1,4 @@
-"""`ShardSpec` and `tensor`: how a tensor is cut over a mesh, and a tensor that is only described until it is needed."""
+"""`ShardSpec` and `tensor`: how a tensor is cut over a mesh, and a tensor that is only described until it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ArgumentError
 from .mesh import Mesh
 
 NAMED_DIMENSIONS = {"row": 0, "col": 1, "batch": 0, "sequence": 1, "head": 1, "expert": 0}
-"""Words for dimensions. Matrices have rows and columns; activations are (batch, sequence or head, ...)."""
+"""Dimensions by word. Matrices have rows and columns; activations are (batch, sequence or head, ...)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ShardSpec:
             raise ArgumentError(f"mesh_axes={tuple(self.mesh_axes)}: an axis can cut one dimension only")
 
     def cuts(self, rank_of_tensor: int) -> list[tuple[int, str]]:
-        """(dimension, axis) pairs for a tensor of so many dimensions."""
+        """Return (dimension, axis) pairs for a tensor of so many dimensions."""
         pairs = []
         for name, axis in zip(self.partition, self.mesh_axes, strict=True):
             dimension = NAMED_DIMENSIONS.get(name) if isinstance(name, str) else name
@@ -48,11 +48,14 @@ class ShardSpec:
         return pairs
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The shape of one device's part. As torch cuts: the first parts are the largest, the last may be empty."""
+        """Return the shape of one device's part.
+
+        As in torch, the first parts are the largest, the last may be empty.
+        """
         return tuple(stop - start for start, stop in self.local_slices(shape, mesh, rank))
 
     def local_slices(self, shape: Sequence[int], mesh: Mesh, rank: int) -> list[tuple[int, int]]:
-        """(start, stop) of one device's part along each dimension."""
+        """Return (start, stop) of one device's part along each dimension."""
         at = mesh.coordinate(rank)
         bounds = [(0, size) for size in shape]
         for dimension, axis in self._cuts_in_mesh_order(len(shape), mesh):
@@ -63,11 +66,11 @@ class ShardSpec:
         return bounds
 
     def _cuts_in_mesh_order(self, rank_of_tensor: int, mesh: Mesh) -> list[tuple[int, str]]:
-        """Torch cuts a dimension axis by axis in the mesh's order, whatever the order in the spec."""
+        """Return the cuts in the mesh's order: torch cuts a dimension axis by axis in that order."""
         return sorted(self.cuts(rank_of_tensor), key=lambda cut: mesh.index_of(cut[1]))
 
     def placements(self, rank_of_tensor: int, mesh: Mesh) -> list[Any]:
-        """The same as torch's placements, one for each axis of the mesh."""
+        """Return torch's placements of the spec, one for each axis of the mesh."""
         from torch.distributed.tensor import Replicate, Shard
 
         by_axis = {axis: dimension for dimension, axis in self.cuts(rank_of_tensor)}
@@ -77,7 +80,7 @@ class ShardSpec:
 
 
 class ShardedTensor:
-    """A tensor over a mesh. Nothing is allocated until `dtensor` is asked for, and then this rank's part alone."""
+    """A tensor over a mesh. Nothing is allocated until `dtensor` is called, and then only this rank's part."""
 
     def __init__(
         self, shape: Sequence[int], layout: ShardSpec, mesh: Mesh, dtype: str, fill: _Fill, seed: int = 0
@@ -93,20 +96,20 @@ class ShardedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor, once."""
+        """Return bytes of the whole tensor, once."""
         return math.prod(self.shape) * bytes_of(self.dtype)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of a device's part."""
+        """Return the shape of a device's part."""
         return self.layout.local_shape(self.shape, self.mesh, rank)
 
     def local_nbytes(self, rank: int) -> int:
-        """Bytes of a device's part."""
+        """Return bytes of a device's part."""
         return math.prod(self.local_shape(rank)) * bytes_of(self.dtype)
 
     @cached_property
     def dtensor(self) -> Any:
-        """This rank's part as torch's `DTensor`: made, and filled, at the first call."""
+        """Return this rank's part as torch's `DTensor`: made and filled at the first call."""
         from torch.distributed import tensor as dtensors
 
         placements = self.layout.placements(len(self.shape), self.mesh)
@@ -121,7 +124,7 @@ class ShardedTensor:
         return whole
 
     def _draw(self, part: Any) -> None:
-        """Random numbers that copies of a part have alike. DTensor's own are for GPUs only."""
+        """Draw random numbers that are equal in copies of a part. DTensor's own generator is for GPUs only."""
         import torch
 
         if type(part).__name__ == "LocalTensor":  # all ranks in one process
@@ -156,10 +159,10 @@ def tensor(
     fill: _Fill = "zeros",
     seed: int = 0,
 ) -> ShardedTensor:
-    """A tensor cut over a mesh, described only: 4 TB are no bytes until a rank asks for its part (`.dtensor`).
+    """Return a tensor cut over a mesh, only described: 4 TB take no bytes until a rank asks for its part (`.dtensor`).
 
-    `fill` is "zeros", "ones", "empty", "rand", "randn", or a function that is given the DTensor and fills it. Random
-    numbers follow from `seed` and the place of the part in the mesh; copies of a part are equal.
+    `fill` is "zeros", "ones", "empty", "rand", "randn", or a function that gets the DTensor and fills it. Random
+    numbers depend on `seed` and the place of the part in the mesh; copies of a part are equal.
     """
     if isinstance(fill, str) and fill not in _FILLS:
         raise ArgumentError(f"fill={fill!r}", fix=f"one of {', '.join(_FILLS)}, or a function")
@@ -174,7 +177,7 @@ _SIZES = {
 
 
 def bytes_of(dtype: str) -> int:
-    """Bytes of one element, by torch's name of its type."""
+    """Return the bytes of one element, by torch's name of its type."""
     name = str(dtype).removeprefix("torch.")
     if name not in _SIZES:
         raise ArgumentError(f"dtype={name!r} is not known", fix=f"one of: {', '.join(_SIZES)}")
@@ -182,7 +185,7 @@ def bytes_of(dtype: str) -> int:
 
 
 def torch_dtype(dtype: str) -> Any:
-    """Torch's type of a name."""
+    """Return torch's type by name."""
     import torch
 
     return getattr(torch, str(dtype).removeprefix("torch."))

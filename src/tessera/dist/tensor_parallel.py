@@ -1,8 +1,8 @@
-"""Tensor parallel for a module that knows nothing of it: the matrices of its blocks become torch DTensors.
+"""Tensor parallel for a module that is not written for it: the matrices of its blocks become torch DTensors.
 
-What lies between the two matrices of a pair are DTensors with whole shapes, split over the ranks. So the code of the
-block stays as it is, and the result is right whatever that code does: an operation that needs the whole tensor gathers
-it. What was found decides the speed only.
+Between the two matrices of a pair, tensors are DTensors with whole shapes, split over the ranks. So the block's code
+stays as it is, and the result is right whatever that code does: an operation that needs the whole tensor gathers it.
+The pairs that were found affect only the speed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .block_stack import BlockStack, MatrixPair, find_experts, find_pairs, width
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleSplit:
-    """What became of one module: `how` it is divided over which `axis`; `reason` where it is not."""
+    """How one module was divided, and over which `axis`; `reason` says why, if it was not."""
 
     module: str
     how: str
@@ -33,7 +33,7 @@ class ModuleSplit:
 
 
 def split_tensors(module: nn.Module, stack: BlockStack, mesh: Any, *, split_logits: bool = False) -> list[ModuleSplit]:
-    """Split the blocks, the embedding and the head of a module over a mesh with the one axis `tp`."""
+    """Split the blocks, the embedding and the head of a module over a mesh with the single axis `tp`."""
     _teach_cpu_attention()
     splits: list[ModuleSplit] = []
     for name, block in stack.named_blocks():
@@ -93,7 +93,7 @@ def _split_block(name: str, block: nn.Module, mesh: Any) -> list[ModuleSplit]:
 
 
 def _share_input(mesh: Any, module: nn.Module, args: Any) -> Any:
-    """One DTensor of an input that several columns read: its gradients are summed before they are reduced, once."""
+    """Make one DTensor of an input that several columns read, so that its gradients are summed before one reduction."""
     x = args[0]
     if isinstance(x, DTensor):
         return None
@@ -103,7 +103,7 @@ def _share_input(mesh: Any, module: nn.Module, args: Any) -> Any:
 
 
 class _OwnedOutput(torch.autograd.Function):
-    """The same values, no longer a view of a DTensor: FSDP loses the hook on a view that is changed in place."""
+    """Returns the same values, but no view of a DTensor: FSDP loses the hook on a view that is changed in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def _leave(name: str, reason: str) -> ModuleSplit:
 
 
 def check_heads(pair: MatrixPair, ranks: int, name: str) -> None:
-    """Raise where heads do not divide over the ranks: a head is never cut."""
+    """Raise if the heads do not divide over the ranks: a head is never cut."""
     for count, what in ((pair.heads, "heads"), (pair.key_heads, "heads of keys")):
         if count is not None and count % ranks:
             raise ArgumentError(
@@ -143,7 +143,7 @@ def _common_parent(pair: MatrixPair) -> str:
 
 
 def _replicate_rest(container: nn.Module, mesh: Any) -> None:
-    """Parameters between the matrices (norms of queries and keys) meet DTensors, so they become DTensors too."""
+    """Make DTensors of parameters between the matrices (norms of queries and keys), because they meet DTensors."""
     for part in container.modules():
         for name, value in list(part.named_parameters(recurse=False)):
             if not isinstance(value, DTensor):
@@ -155,9 +155,9 @@ def _replicate_rest(container: nn.Module, mesh: Any) -> None:
 
 
 class SplitLinear(nn.ModuleList):
-    """A Linear whose outputs lie in parts (queries, keys, values), each with a matrix of its own that can be split.
+    """A Linear whose outputs are in parts (queries, keys, values), each with its own matrix, which can be split.
 
-    It also stands for a matrix that is stored transposed (Conv1D of transformers), then with a single part perhaps.
+    It is also used for a matrix that is stored transposed (transformers' Conv1D), possibly with a single part.
     """
 
     def __init__(self, parts: Sequence[nn.Linear], *, is_transposed: bool) -> None:
@@ -165,18 +165,18 @@ class SplitLinear(nn.ModuleList):
         self.is_transposed = is_transposed
 
     def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One weight (or bias) of the matrix that was replaced, from those of the parts."""
+        """Return one weight (or bias) of the replaced matrix, from those of the parts."""
         whole = torch.cat(list(parts))
         return whole.T.contiguous() if self.is_transposed and whole.dim() == 2 else whole
 
     def forward(self, x: torch.Tensor) -> Any:
-        """The parts side by side, as one tensor."""
+        """Return the parts side by side, as one tensor."""
         parts = [part(x) for part in self]
         return _PartedTensor.join(parts) if len(parts) > 1 else parts[0]
 
 
 class _PartedTensor(torch.Tensor):
-    """Parts along the last dimension. Code that takes them apart gets them as they are; other code the whole."""
+    """Parts along the last dimension. Code that takes them apart gets the parts; other code gets the whole tensor."""
 
     parts: list[Any]
 
@@ -206,7 +206,7 @@ class _PartedTensor(torch.Tensor):
         raise NotImplementedError(f"{func} reached the parts of a matrix before they were joined")
 
     def _take_apart(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The parts where a call asks for just them; None where it asks for something else."""
+        """Return the parts if a call asks for exactly them; None if it asks for something else."""
         parts = self.parts
         sizes = [p.shape[-1] for p in parts]
         if name in ("split", "chunk", "split_with_sizes", "tensor_split"):
@@ -232,7 +232,7 @@ _TELLERS = {
 
 
 def _replace_matrix(block: nn.Module, name: str, parts: Sequence[int]) -> list[nn.Linear]:
-    """The Linear layers of a matrix: itself, or those of the SplitLinear that now stands in its place."""
+    """Return the Linear layers of a matrix: itself, or those of the SplitLinear that now replaces it."""
     matrix: Any = block.get_submodule(name)
     is_transposed = not isinstance(matrix, nn.Linear)
     if not parts and not is_transposed:
@@ -257,7 +257,7 @@ def _replace_matrix(block: nn.Module, name: str, parts: Sequence[int]) -> list[n
 
 @functools.cache
 def _teach_cpu_attention() -> None:
-    """Tell DTensor that the attention of CPUs may be cut by heads or by batch, as it knows of the GPUs' kernels."""
+    """Tell DTensor that CPU attention may be cut by heads or by batch, as it knows for the GPU kernels."""
 
     def list_cuts(tensors_out: int, tensors_in: int, *args: Any, attn_mask: Any = None, **_: Any) -> Any:
         mask = None if attn_mask is None else Replicate()

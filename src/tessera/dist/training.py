@@ -1,8 +1,8 @@
-"""What one training step on many GPUs takes: seconds by part, bytes of memory, joules, each from the job's own layout.
+"""What one training step on many GPUs takes: seconds by part, bytes of memory, joules, from the job's layout.
 
 Compute: `training_compute`. Collectives: `training_traffic`, by dist.cost. Memory: `training_memory`. A pipeline waits
-(p - 1) / (m v) of its time. Joules: what compute and memory draw while they work, the bits on links and cards, and a
-GPU that waits.
+(p - 1) / (m v) of its time. Joules: what compute and memory draw while they work, what sending bits over links and
+cards takes, and what a waiting GPU draws.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from .training_traffic import (
     tensor_parallel_s,
 )
 
-# What every step adds: gradient norm, checks for overflow, the data loader, logging; less of it in a CUDA graph.
+# Seconds that every step adds: gradient norm, checks for overflow, the data loader, logging; fewer in a CUDA graph.
 _STEP_S, _STEP_GRAPH_S = 0.04, 0.025
-_JITTER = 0.009  # of a step, for each doubling of the number of nodes: the slowest rank sets the pace
-# Half-widths of 90% of the published steps that the constants were chosen on: dense models, those on chips whose
-# software still changes from release to release, models with experts; and of what communication adds.
+_JITTER = 0.009  # share of a step, for each doubling of the number of nodes: the slowest rank sets the pace
+# Half-widths that include 90% of the published steps on which the constants were chosen: dense models; dense models on
+# chips whose software still changes from release to release; models with experts; and of what communication adds.
 _ERROR_DENSE, _ERROR_YOUNG, _ERROR_EXPERTS, ERROR_EXPOSED = 0.22, 0.28, 0.28, 0.5
 _YOUNG = ("blackwell", "cdna3", "cdna4")
-# Watts of a GPU that waits in a collective, over those of one whose clocks are up and whose SMs are idle: its NCCL
-# kernels spin on a few SMs (H200: 127 W always, 130-165 W in steps that wait for launches).
+# Watts of a GPU that waits in a collective, over those of one with high clocks and idle SMs: its NCCL kernels spin on a
+# few SMs (H200: 127 W always, 130-165 W in steps that wait for launches).
 WAITING = 1.5
-# Joules per byte: NVLink and PCIe cross two links of 5.5 pJ/bit (SerDes, shared/hardware.md). Between nodes four
-# transceivers of 9 W at 400 Gb/s (NVIDIA MMS4X00-NS400, 22.5 pJ/bit each) and six SerDes; the logic of cards and
-# switches is drawn all the time and counted with the host.
+# Joules per byte: NVLink and PCIe cross two links of 5.5 pJ/bit (SerDes, shared/hardware.md). Between nodes, there are
+# four transceivers of 9 W at 400 Gb/s (NVIDIA MMS4X00-NS400, 22.5 pJ/bit each) and six SerDes. The logic of cards and
+# switches draws power all the time, and is counted with the host.
 _LINK_J_PER_BYTE, _NETWORK_J_PER_BYTE = 2 * 5.5e-12 * 8, (4 * 22.5e-12 + 6 * 5.5e-12) * 8
-_ERROR_POWER = 0.15  # of the watts, 90%: six published runs with power at the wall
+_ERROR_POWER = 0.15  # of the watts, 90%: from six published runs with power measured at the wall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCost:
-    """One step: seconds and joules with the half-widths of their 90% intervals, memory of the fullest rank.
+    """One step: seconds and joules with the half-widths of their 90% intervals, and memory of the fullest rank.
 
-    `parts` sum to `step_s`; those of communication are what compute does not hide. `energy_j` is one GPU's, with its
-    share of links and cards, and of the host for what is offloaded to it: `energy_parts`.
+    `parts` sum to `step_s`; those of communication are what compute does not hide. `energy_j` is for one GPU, with its
+    share of links and cards, and of the host for what is offloaded to it: see `energy_parts`.
     """
 
     step_s: float
@@ -66,21 +66,21 @@ class TrainingCost:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that the fullest rank needs."""
+        """Return bytes that the fullest rank needs."""
         return self.memory.total
 
     @property
     def fits(self) -> bool:
-        """Whether the memory is enough."""
+        """Return whether the memory is enough."""
         return self.memory.total <= self.capacity_bytes
 
     @property
     def power_w(self) -> float:
-        """Average watts of one GPU."""
+        """Return average watts of one GPU."""
         return self.energy_j / self.step_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         derived = ("memory_bytes", "fits", "power_w")
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
 
@@ -93,13 +93,13 @@ def _optimizer_s(job: TrainingJob) -> float:
 
 
 def _stage_seconds(job: TrainingJob, one: MicrobatchTime) -> float:
-    """Seconds of one microbatch on the slowest stage: layers that divide evenly leave the vocabulary on top."""
+    """Return the seconds of one microbatch on the slowest stage; evenly divided layers have the vocabulary on top."""
     uneven = job.pp > 1 and job.model.layers % (job.pp * job.vp)
     return one.body_s + (one.head_s / job.pp if uneven else one.head_s)
 
 
 def choose_recompute(job: TrainingJob, room: float = 1.0) -> str:
-    """The job's own, or the least recomputation that fits in `room` times the memory."""
+    """Return the job's own recomputation, or else the least that fits in `room` times the memory."""
     if job.recompute is not None:
         return job.recompute
     capacity = room * _capacity(job)
@@ -119,18 +119,18 @@ def _relative_error(job: TrainingJob, exposed: float) -> float:
 
 
 def count_waiting_s(job: TrainingJob, traffic: Traffic, step_s: float) -> float:
-    """Seconds in which a rank waits for the slowest one, in a step of so many."""
+    """Return the seconds for which a rank waits for the slowest one, in a step of `step_s`."""
     return _JITTER * math.log2(max(1.0, job.gpus / traffic.domain)) * step_s
 
 
 def split_energy(
     job: TrainingJob, one: MicrobatchTime, traffic: Traffic, host: HostCost, step_s: float
 ) -> dict[str, float]:
-    """Joules of one GPU's step: its work, the bytes it sends, and the time in which it waits."""
+    """Return the joules of one GPU's step: its work, the bytes it sends, and the time in which it waits."""
     power = PowerModel.from_device(job.device)
     m = job.microbatches
     busy_s = min(step_s, m * (one.forward_s + one.backward_s + one.again_s + one.head_s / job.pp))
-    moved = power.hbm_j_per_byte * 2.0 * traffic.link_bytes  # what is sent is read and written
+    moved = power.hbm_j_per_byte * 2.0 * traffic.link_bytes  # what is sent is read and written once each
     inside = traffic.link_bytes - traffic.network_bytes
     return {
         "compute": m * (one.static_j + one.compute_j),
@@ -142,7 +142,7 @@ def split_energy(
 
 
 def estimate_training(job: TrainingJob) -> TrainingCost:
-    """What one step of the job takes, by part, with the memory of the fullest rank and the joules of a GPU."""
+    """Return what one step of the job takes, by part, with the memory of the fullest rank and the joules of a GPU."""
     job = dataclasses.replace(job, on=job.device)  # looked up once
     traffic = Traffic(job)
     recompute = choose_recompute(job)

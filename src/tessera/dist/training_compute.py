@@ -1,7 +1,8 @@
 """What a microbatch takes on one GPU: matrix products, attentions, the bytes between them, and the power limit.
 
 Products and attentions are those of tessera.estimate at boost clock, slowed by what a training step loses against a
-benchmark's loop. The constants were chosen on half of the published runs (benchmarks/measure/published_training.py).
+benchmark's loop. The constants were chosen on one half of the published runs
+(benchmarks/measure/published_training.py).
 """
 
 from __future__ import annotations
@@ -18,37 +19,41 @@ from ..estimate.power import DeviceWork, PowerModel
 from .training_model import MatrixProduct, TrainingJob
 
 # Share of the peak bandwidth that chains of elementwise kernels, norms and optimizers reach (estimate: 0.83-0.87 for
-# one long stream; training runs many of medium size).
+# one long stream; training has many streams of medium size).
 _STREAM = 0.84
-# Products in training run on cold operands, between other kernels: their rate over that of a benchmark's loop.
+# In training, products run on cold operands, between other kernels: their rate over that of a benchmark's loop.
 _IN_SITU = 0.80
-# The same of attention kernels, which the model has at their best of 2025 and, on chips without data, in Hopper's ratio
-# to the peak; Ampere's is slower than FlashAttention-2 there already, CDNA3's kernels do not reach that ratio.
+# The same factor for attention kernels. The model has their best speed of 2025 and, for chips without data, Hopper's
+# ratio to the peak. For Ampere the model already has a slower kernel than FlashAttention-2; CDNA3's kernels do not
+# reach that ratio.
 _ATTENTION = {"ampere": 1.0, "cdna3": 0.55}
 _ATTENTION_OTHER = 0.74
-# Bytes that softmax, mask and dropout move for one stored score, forward.
+# Bytes that softmax, mask and dropout move for one stored score, in the forward pass.
 _SCORE_BYTES = 8.5
-# Bytes that each format's cast reads and writes for an operand, forward and backward, beyond a bf16 product.
+# Bytes that each format's cast reads and writes for an operand, forward and backward, more than a bf16 product.
 _CAST_BYTES = {"fp8": 3.2, "fp4": 12.0}
-# Products of experts, one after another: uneven groups, padding, and tiles that no full wave fills; and in one fused
-# kernel for all groups with activation and cast (Megatron-Bridge from 26.06 on, by its recipes).
+# Rate of the products of experts, one after another: uneven groups, padding, and tiles that do not fill a wave; and in
+# one fused kernel for all groups with activation and cast (Megatron-Bridge from 26.06 on, by its recipes).
 _GROUPED, _GROUPED_FUSED = 0.46, 0.85
-# PyTorch's own flash attention is FlashAttention-2, written for Ampere: times longer than the chip's best kernels. On
-# AMD's it is AOTriton: 1.2 to 1.6 times longer forward (midiareshadi.github.io/blog/attn-dsl-bench) and four times
-# backward with grouped keys (24% of the best, HipKittens, arXiv 2511.08083).
+# PyTorch's own flash attention is FlashAttention-2, written for Ampere: how many times longer it takes than the chip's
+# best kernels. On AMD's chips it is AOTriton: 1.2 to 1.6 times longer forward
+# (midiareshadi.github.io/blog/attn-dsl-bench) and four times backward with grouped keys (24% of the best, HipKittens,
+# arXiv 2511.08083).
 _FLASH2 = {"hopper": 2.0, "blackwell": 3.3, "cdna3": 3.0, "cdna4": 3.0}
-# Blackwell Ultra has twice the exponentials a second, which bound attention beside the products (NVIDIA, 2025).
+# Blackwell Ultra has twice the exponentials a second, which limit attention besides the products (NVIDIA, 2025).
 _ULTRA, _ULTRA_CHIPS = 0.75, ("b300", "gb300")
-# Attention in fp8 against bf16: products twice as fast, the softmax as before. Hopper's gain nothing in training.
+# Time of attention in fp8 over bf16: products are twice as fast, the softmax is the same. Hopper's gains nothing in
+# training.
 _FLASH8 = {"blackwell": 0.8, "cdna4": 0.8}
-# Matrix libraries reach less of the peak than NVIDIA's, whose kernels the model of products was fitted to: MI300X 620
-# of 1307 TFLOP/s in bf16, 990 of 2615 in fp8, where an H100 reaches 680-720 of 989 (SemiAnalysis, December 2024).
+# Other vendors' matrix libraries reach less of the peak than NVIDIA's, to whose kernels the model of products was
+# fitted: MI300X 620 of 1307 TFLOP/s in bf16, 990 of 2615 in fp8, where an H100 reaches 680-720 of 989 (SemiAnalysis,
+# December 2024).
 _LIBRARY = {"cdna3": 0.73, "cdna2": 0.73}
-# The same of PyTorch's own stack (cuBLAS by its defaults, torch.compile) on chips that are new to it, against NVIDIA's
+# The same for PyTorch's own stack (cuBLAS by its defaults, torch.compile) on chips that are new to it, against NVIDIA's
 # frameworks: two groups of torchao's runs of 2025 on B200, dense and with experts.
 _LIBRARY_NATIVE = {"blackwell": 0.55}
-# Seconds that the host needs to launch one layer's kernels, forward and backward: of a dense layer (about 100 kernels
-# of 12 us), of one with experts, and of each expert on the GPU, whose products and casts are launched one by one.
+# Seconds that the host needs to launch one layer's kernels, forward and backward: for a dense layer (about 100 kernels
+# of 12 us), for one with experts, and for each expert on the GPU, whose products and casts are launched one by one.
 _HOST_DENSE_S, _HOST_MOE_S = 1.2e-3, 4.0e-3
 _HOST_EXPERT_S = {"fp8": 0.25e-3, "fp4": 0.25e-3}
 _HOST_EXPERT_WIDE_S = 0.1e-3
@@ -56,7 +61,7 @@ _HOST_EXPERT_WIDE_S = 0.1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchTime:
-    """Seconds of one microbatch on one pipeline stage under the power limit, by part, and joules of a GPU for it."""
+    """Seconds of one microbatch on one pipeline stage under the power limit, by part, and a GPU's joules for it."""
 
     forward_s: float
     backward_s: float
@@ -70,12 +75,12 @@ class MicrobatchTime:
 
     @property
     def body_s(self) -> float:
-        """Seconds of the layers: the GPU's or, where it waits for launches, the host's."""
+        """Return the seconds of the layers: the GPU's or, if it waits for launches, the host's."""
         return max(self.forward_s + self.backward_s + self.again_s, self.host_s)
 
 
 def stream_work(job: TrainingJob, nbytes: float) -> DeviceWork:
-    """Work that is bound by device memory."""
+    """Return work that is bound by device memory."""
     bandwidth = job.device.memory.bandwidth_bytes_per_s
     if bandwidth is None:
         raise ArgumentError(f"the memory bandwidth of {job.device.id} is not known")
@@ -84,7 +89,7 @@ def stream_work(job: TrainingJob, nbytes: float) -> DeviceWork:
 
 
 def _product_work(job: TrainingJob, p: MatrixProduct, tokens: float) -> tuple[DeviceWork, DeviceWork]:
-    """Forward and backward of one product for a microbatch."""
+    """Return forward and backward of one product for a microbatch."""
     wide = p.part in ("vocabulary", "router")
     precision = "bf16" if wide and job.precision in ("fp8", "fp4") else job.precision
     m, n, k = (max(1, round(x)) for x in (tokens * p.rows_per_token, p.n, p.k))
@@ -108,7 +113,7 @@ def _product_work(job: TrainingJob, p: MatrixProduct, tokens: float) -> tuple[De
 
 
 def _attention_work(job: TrainingJob) -> tuple[DeviceWork, DeviceWork]:
-    """Forward and backward of one layer's attention for a microbatch; ranks of context share the queries evenly."""
+    """Return forward and backward of one layer's attention for a microbatch; context ranks share the queries evenly."""
     model = job.model
     heads, keys = max(1, model.heads // job.tp), max(1, model.key_heads // job.tp)
     precision = "fp16" if job.precision == "fp16" else "fp32" if job.precision == "fp32" else "bf16"
@@ -133,16 +138,17 @@ def _attention_work(job: TrainingJob) -> tuple[DeviceWork, DeviceWork]:
     return forward, forward.times(2.0)
 
 
-# What the work of a layer depends on: a planner asks for the same layer in many pipelines and shardings.
+# The settings on which the work of a layer depends: a planner asks for the same layer in many pipelines and shardings.
 _LAYER_KEYS = ("model", "micro_batch", "seq", "cp", "tp", "ep", "precision", "attention", "sequence_parallel", "lora")
 _Works = tuple[DeviceWork, DeviceWork, DeviceWork]
-_layers: dict[tuple[object, ...], tuple[Device, _Works]] = {}  # the chip is kept, so that its id is not used again
+# the chip is kept alive, so that its id is not used again
+_layers: dict[tuple[object, ...], tuple[Device, _Works]] = {}
 
 
 def _find_work(job: TrainingJob, part: str) -> _Works:
-    """Forward and backward of a "dense" layer, one with "experts" or the "vocabulary" for a microbatch on one rank.
+    """Return forward and backward of a "dense" layer, one with "experts" or the "vocabulary", for a microbatch.
 
-    The third is the forward of a layer's attention alone, of the vocabulary its loss.
+    All are for one rank. The third value is the forward of a layer's attention alone; for the vocabulary, its loss.
     """
     device = job.device
     key = (id(device), part, job.fused_experts, *(getattr(job, name) for name in _LAYER_KEYS))
@@ -166,7 +172,7 @@ def _count_layer_work(job: TrainingJob, *, moe: bool) -> _Works:
     tokens = job.micro_batch * job.seq / job.cp
     outside = tp if job.sequence_parallel else 1
     scores, scores_back = _attention_work(job)
-    # Norms, residuals and dropout (20 bytes for each element of h), rotary or bias (4), the activation.
+    # Bytes: norms, residuals and dropout (20 for each element of h), rotary or bias (4), the activation.
     width = (model.topk + model.shared_experts) * model.moe_ffn if moe else model.ffn
     gate = 6.0 if model.gated else 4.0
     routed = 8.0 * model.topk * model.hidden / tp if moe else 0.0  # permuted and back, read and written
@@ -180,7 +186,7 @@ def _count_layer_work(job: TrainingJob, *, moe: bool) -> _Works:
 
 
 def time_microbatch(job: TrainingJob, recompute: str) -> MicrobatchTime:
-    """What one microbatch takes on one stage."""
+    """Return what one microbatch takes on one stage."""
     model = job.model
     kinds = {"dense": model.layers - model.moe_layers, "experts": model.moe_layers}
     zero = DeviceWork()
@@ -216,7 +222,7 @@ def time_microbatch(job: TrainingJob, recompute: str) -> MicrobatchTime:
 
 
 def _host_seconds(job: TrainingJob) -> float:
-    """Seconds that the host needs to launch the layers of one stage, forward and backward."""
+    """Return seconds that the host needs to launch the layers of one stage, forward and backward."""
     model = job.model
     experts = max(1, model.experts // job.ep) if model.experts and not job.fused_experts else 0
     each = _HOST_MOE_S + experts * _HOST_EXPERT_S.get(job.precision, _HOST_EXPERT_WIDE_S)

@@ -1,7 +1,7 @@
 """Bytes of device memory that a training step needs: weights, gradients, optimizer state, activations, logits.
 
 Activations follow Korthikanti et al. (arXiv 2205.05198) part by part, so that grouped keys, gated MLPs and experts are
-counted too; flash attention keeps no scores. The fullest pipeline stage counts: the first holds the activations of most
+counted too. Flash attention keeps no scores. The fullest pipeline stage counts: the first holds the activations of most
 microbatches, the last the logits.
 """
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from .training_model import TrainingJob
 
 GIB = 1024.0**3
-# The CUDA context, NCCL's channels and cuBLAS workspaces: what a rank holds before the first weight.
+# What a rank holds before the first weight: the CUDA context, NCCL's channels and cuBLAS workspaces.
 CONTEXT_BYTES = 2.5 * GIB
-# The caching allocator holds blocks that no tensor fills; PyTorch's reserved memory over its allocated one.
+# PyTorch's reserved memory over its allocated memory: the caching allocator holds blocks that no tensor fills.
 _FRAGMENTATION = 1.05
-_LOGIT_BYTES = 8.0  # of one logit: bf16, its softmax in fp32, the gradient in bf16
-# What a selective policy keeps where no scores are stored (flash attention): it runs norms, activations and every
-# second matrix product again (torchtitan's per-op policy).
+_LOGIT_BYTES = 8.0  # bytes of one logit: bf16, its softmax in fp32, the gradient in bf16
+# Share that a selective policy keeps if no scores are stored (flash attention): it recomputes norms, activations and
+# every second matrix product (torchtitan's per-op policy).
 _SELECTIVE_KEEPS = 0.35
 
 
@@ -36,12 +36,12 @@ class TrainingMemory:
 
     @property
     def total(self) -> float:
-        """All bytes."""
+        """Return all bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.other
 
 
 def count_local_parameters(job: TrainingJob) -> tuple[float, float, float]:
-    """Parameters on one rank of the first and of the last pipeline stage, and how many of each are experts'."""
+    """Return the parameters on one rank of the first and of the last pipeline stage, and how many are experts'."""
     model = job.model
     experts = model.expert_parameters() / (job.pp * min(job.ep, model.experts)) if model.experts else 0.0
     body = (model.parameters - model.embedding_parameters - model.expert_parameters()) / (job.pp * job.tp)
@@ -50,14 +50,14 @@ def count_local_parameters(job: TrainingJob) -> tuple[float, float, float]:
 
 
 def count_layer_activations(job: TrainingJob, recompute: str, *, moe: bool) -> float:
-    """Bytes that one layer keeps for its backward pass, for one microbatch."""
+    """Return the bytes that one layer keeps for its backward pass, for one microbatch."""
     model, tp = job.model, job.tp
     tokens = job.micro_batch * job.seq / job.cp
-    outside = tp if job.sequence_parallel else 1  # norms and residuals are repeated on every rank otherwise
+    outside = tp if job.sequence_parallel else 1  # otherwise norms and residuals are on every rank
     if recompute == "full":
         return 2.0 * model.hidden * tokens / outside
     heads, keys, size = model.heads, model.key_heads, model.head_size
-    # Norms; before flash attention models had dropout too, whose masks are kept.
+    # Norms; before flash attention, models also had dropout, whose masks are kept.
     norms = 4.0 * model.hidden / outside + (2.0 * model.hidden / outside if job.attention == "unfused" else 0.0)
     inputs = 4.0 * model.hidden / outside
     attention = 2.0 * (heads + 2.0 * keys + heads) * size / tp
@@ -82,23 +82,25 @@ def count_layer_activations(job: TrainingJob, recompute: str, *, moe: bool) -> f
 
 
 def estimate_memory(job: TrainingJob, recompute: str) -> TrainingMemory:
-    """What the fullest rank holds."""
+    """Return what the fullest rank holds."""
     model = job.model
     parameters, experts, ends = count_local_parameters(job)
-    if "embedding" in job.offload and job.pp == 1 and not model.tied:  # the projection stays; so does a last stage's
+    # the projection stays on the GPU; so does that of a last stage
+    if "embedding" in job.offload and job.pp == 1 and not model.tied:
         parameters -= 0.5 * ends
     shared = job.shard_ranks
     expert_ranks = max(1, job.gpus // (job.pp * min(job.ep, model.experts))) if model.experts else 1
     dense = parameters - experts
     share = dense / shared + experts / min(shared, expert_ranks) if shared > 1 else parameters
-    trained = 0.02 if job.lora else 1.0  # adapters of rank 16 hold under 1%, with their states
+    trained = 0.02 if job.lora else 1.0  # adapters of rank 16 have under 1% of the parameters, plus their states
     layers = model.layers / job.pp
     if job.sharding == "zero3":
-        biggest = max(parameters / layers, model.vocab * model.hidden / job.tp)  # gathered at once: a layer, a matrix
+        # gathered at once: a layer, or a matrix
+        biggest = max(parameters / layers, model.vocab * model.hidden / job.tp)
         weights = job.shard_weight_bytes * share + 2.0 * 2.0 * biggest
         gradients = job.shard_weight_bytes * share * trained + 2.0 * biggest * trained
         optimizer = (job.optimizer_bytes - min(job.shard_weight_bytes, 4.0)) * share * trained
-        if job.pp > 1:  # weights and gradients stay whole for the step
+        if job.pp > 1:  # weights and gradients stay whole during the step
             weights, gradients = weights + 2.0 * parameters, gradients + 4.0 * parameters * trained
     else:
         copies = {"fp8": 1.0, "fp4": 1.0}.get(job.precision, 0.0) if not job.lora else 0.0
@@ -111,7 +113,7 @@ def estimate_memory(job: TrainingJob, recompute: str) -> TrainingMemory:
     flight = job.pp * (1.0 + (job.pp - 1) / (job.pp * job.vp)) if job.vp > 1 else job.pp
     first = kept * min(flight, job.microbatches) + working
     logits = _LOGIT_BYTES * job.micro_batch * job.seq / job.cp * model.vocab / job.tp
-    # The first stage holds the activations of most microbatches, the last those of one and the logits.
+    # The first stage holds the activations of most microbatches, the last stage those of one, and the logits.
     activations, logits = (first, 0.0) if job.pp > 1 and first > kept + working + logits else (kept + working, logits)
     return TrainingMemory(
         weights=weights,
@@ -124,7 +126,7 @@ def estimate_memory(job: TrainingJob, recompute: str) -> TrainingMemory:
 
 
 def _stage_activations(job: TrainingJob, recompute: str) -> tuple[float, float]:
-    """Bytes that a stage keeps for one microbatch, and those of the one layer that is computed again."""
+    """Return the bytes that a stage keeps for one microbatch, and those of the one layer that is recomputed."""
     model = job.model
     kinds = [(model.layers - model.moe_layers, False), (model.moe_layers, True)]
     kept = sum(n * count_layer_activations(job, recompute, moe=moe) for n, moe in kinds if n)

@@ -12,7 +12,7 @@ from ..hardware import lookup
 from .cost import NETWORK_HOP_S
 
 AXES = ("tp", "cp", "dp", "pp")
-"""The axes whose sizes multiply to the number of GPUs, in their usual placement: nearest ranks first."""
+"""The axes whose sizes multiply to the number of GPUs, in their usual placement: the nearest ranks first."""
 RECOMPUTE = ("none", "selective", "full")
 SHARDINGS = ("none", "zero1", "zero2", "zero3")
 ATTENTIONS = ("flash", "flash8", "flash2", "unfused")
@@ -20,7 +20,7 @@ EXCHANGES = ("deduplicated", "all_to_all")
 # Watts of the host's chips for one GPU while they work: two Xeon 8490H (350 W each) for eight GPUs.
 HOST_W = 2 * 350.0 / 8
 
-# Multi-head latent attention as DeepSeek-V2/V3 and Kimi-K2 publish it: ranks of queries and of keys with values, and
+# Multi-head latent attention as published for DeepSeek-V2/V3 and Kimi-K2: ranks of queries and of keys with values, and
 # the sizes of a head's rotary, plain and value parts (arXiv 2412.19437, section 4.2).
 _MLA_Q_RANK, _MLA_KV_RANK, _MLA_ROPE, _MLA_NOPE, _MLA_VALUE = 1536, 512, 64, 128, 128
 
@@ -73,23 +73,23 @@ class ModelShape:
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values: as many as of queries unless they are grouped."""
+        """Return the heads of keys and values: as many as of queries unless they are grouped."""
         return self.kv_heads or self.heads
 
     @property
     def head_size(self) -> int:
-        """Elements of one head, the mean of its keys and values where they differ."""
+        """Return the elements of one head; the mean of its keys and values if they differ."""
         if self.mla:
             return (_MLA_NOPE + _MLA_ROPE + _MLA_VALUE) // 2
         return self.head_dim or self.hidden // self.heads
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
+        """Return layers with experts."""
         return self.layers - self.dense_layers if self.experts else 0
 
     def attention_products(self, tp: int = 1) -> list[MatrixProduct]:
-        """The projections of one attention, on one of `tp` ranks."""
+        """Return the projections of one attention, on one of `tp` ranks."""
         h, heads = self.hidden, self.heads / tp
         if self.mla:
             queries = heads * (_MLA_NOPE + _MLA_ROPE)
@@ -107,13 +107,15 @@ class ModelShape:
         ]
 
     def mlp_products(self, tp: int = 1, ep: int = 1, *, moe: bool = False) -> list[MatrixProduct]:
-        """The products of one MLP on one rank; with experts `ep` ranks share them and tokens are balanced."""
+        """Return the products of one MLP on one rank; `ep` ranks share experts, and tokens are balanced."""
         h, gates = self.hidden, 2 if self.gated else 1
         if not moe:
             width = self.ffn / tp
             return [MatrixProduct(n=gates * width, k=h), MatrixProduct(n=h, k=width)]
         local = max(1, self.experts // ep)
-        rows = self.topk / local / tp  # of one expert, for each token of a rank; sequence shards keep 1 / tp of them
+        rows = (
+            self.topk / local / tp
+        )  # rows of one expert for each token of a rank; a sequence shard keeps 1 / tp of them
         many = [
             MatrixProduct(n=gates * self.moe_ffn, k=h, rows_per_token=rows, count=local, part="experts"),
             MatrixProduct(n=h, k=self.moe_ffn, rows_per_token=rows, count=local, part="experts"),
@@ -124,30 +126,30 @@ class ModelShape:
         return [router, *many, *shared]
 
     def vocabulary_product(self, tp: int = 1) -> MatrixProduct:
-        """The projection to the vocabulary."""
+        """Return the projection to the vocabulary."""
         return MatrixProduct(n=self.vocab / tp, k=self.hidden, part="vocabulary")
 
     def layer_parameters(self, *, moe: bool = False) -> float:
-        """Parameters of one layer."""
+        """Return parameters of one layer."""
         products = [*self.attention_products(), *self.mlp_products(moe=moe)]
         return sum(p.n * p.k * p.count for p in products) + 2 * self.hidden
 
     def expert_parameters(self) -> float:
-        """Parameters that are shared out by expert parallelism, of the whole model."""
+        """Return the parameters of the whole model that expert parallelism divides."""
         return _count_parameters(self)[1]
 
     @property
     def embedding_parameters(self) -> float:
-        """Parameters of the embedding and of the projection to the vocabulary."""
+        """Return parameters of the embedding and of the projection to the vocabulary."""
         return (1.0 if self.tied else 2.0) * self.vocab * self.hidden
 
     @property
     def parameters(self) -> float:
-        """All parameters."""
+        """Return all parameters."""
         return _count_parameters(self)[0]
 
     def forward_flops(self, seq: int, *, causal: bool = True) -> dict[str, float]:
-        """FLOPs of one sequence's forward pass by part; causal attention computes half of the scores."""
+        """Return the FLOPs of one sequence's forward pass by part; causal attention computes half of the scores."""
         totals = {"attention": 0.0, "scores": 0.0, "mlp": 0.0, "experts": 0.0, "router": 0.0, "vocabulary": 0.0}
         layers = [(self.layers - self.moe_layers, False), (self.moe_layers, True)]
         for count, moe in layers:
@@ -158,13 +160,13 @@ class ModelShape:
         return {part: flops for part, flops in totals.items() if flops}
 
     def training_flops(self, seq: int, *, causal: bool = True) -> float:
-        """FLOPs of one sequence's forward and backward pass, without recomputation: what an MFU counts."""
+        """Return the FLOPs of one sequence's forward and backward pass, without recomputation, as an MFU has them."""
         return 3.0 * sum(self.forward_flops(seq, causal=causal).values())
 
 
 @functools.lru_cache(maxsize=256)
 def _count_parameters(model: ModelShape) -> tuple[float, float]:
-    """All parameters, and those of experts; a planner asks for them thousands of times."""
+    """Return all parameters, and those of experts; cached, because a planner asks for them thousands of times."""
     dense = model.layers - model.moe_layers
     body = dense * model.layer_parameters() if dense else 0.0
     if not model.moe_layers:
@@ -178,19 +180,20 @@ def _count_parameters(model: ModelShape) -> tuple[float, float]:
 class TrainingJob:
     """A training step: a model, the chips, the batch, and how the work is divided.
 
-    `sharding`: what data-parallel ranks share out (zero1: optimizer state, zero2: gradients too, zero3: weights too,
-    as FSDP does) over `shard_ranks` of them. `recompute` None takes the least that fits. `attention`: "flash" (the
-    chip's best kernels), "flash8" (the same in fp8), "flash2" (PyTorch's own), or "unfused" (scores in memory, as
+    `sharding`: what data-parallel ranks divide (zero1: optimizer state, zero2: gradients too, zero3: weights too, as
+    FSDP does) over `shard_ranks` of them. With `recompute` None, the least that fits is taken. `attention`: "flash"
+    (the chip's best kernels), "flash8" (the same in fp8), "flash2" (PyTorch's own), or "unfused" (scores in memory, as
     before flash attention).
 
     The cluster: `network_bytes_per_s` is one way and per GPU, `network_hop_s` what one hop adds; `domain_gpus` are
     joined by the fast link (0: an NVL72's 72, else a node); `placement` names the axes from the nearest ranks to the
-    farthest. `offload` names what lies on the host: "optimizer" (its state and its step) or "embedding"; the host's
-    link and memory speeds, and its watts while it works, are one GPU's share.
+    farthest. `offload` names what is on the host: "optimizer" (its state and its step) or "embedding"; the host's link
+    and memory speeds, and its watts while it works, are one GPU's share.
 
     Experts: tokens travel once to each rank and node that needs them (`exchange` "deduplicated": DeepEP, HybridEP) or
     once for each expert ("all_to_all": NCCL); `overlap_experts` sends them under the compute of another microbatch;
-    `fused_experts` runs all experts of a rank in one kernel. `graphs`: the whole step is a CUDA graph, no launch waits.
+    `fused_experts` runs all experts of a rank in one kernel. `graphs`: the whole step is a CUDA graph, so nothing waits
+    for launches.
     """
 
     model: ModelShape
@@ -255,19 +258,19 @@ class TrainingJob:
 
     @property
     def dp(self) -> int:
-        """Data-parallel replicas."""
+        """Return data-parallel replicas."""
         return self.gpus // (self.tp * self.pp * self.cp)
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step on each replica."""
+        """Return microbatches of a step on each replica."""
         return max(1, math.ceil(self.global_batch / (self.dp * self.micro_batch)))
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours along an axis are, in ranks."""
+        """Return how far apart neighbours along an axis are, in ranks."""
         return math.prod(getattr(self, near) for near in self.placement[: self.placement.index(axis)])
 
     @property
     def device(self) -> Device:
-        """The chip."""
+        """Return the chip."""
         return lookup(self.on) if isinstance(self.on, str) else self.on

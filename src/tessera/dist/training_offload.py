@@ -1,8 +1,8 @@
 """What it costs to keep optimizer state or the embedding on the host: bytes over PCIe or C2C, and the CPU's work.
 
-The optimizer sends gradients down, updates in host memory at the speed of that memory (as ZeRO-Offload's fused Adam,
-arXiv 2101.06840), and sends the weights back. The embedding sends the activations of each token and takes their
-gradients. None of it is taken as hidden.
+Gradients are sent to the host, the optimizer updates in host memory at the speed of that memory (as ZeRO-Offload's
+fused Adam, arXiv 2101.06840), and the weights are sent back. The embedding sends the activations of each token and
+receives their gradients. None of this is assumed to be hidden.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from .training_memory import count_local_parameters
 from .training_model import TrainingJob
 
-# Bytes of memory for each parameter that Adam updates: gradient, fp32 weight and two moments read and written, casts.
+# Bytes of memory for each parameter that Adam updates: gradient, fp32 weight and two moments read and written, and
+# casts.
 ADAM_BYTES = 34.0
-_STATE_BYTES = 16.0  # that it keeps of each: weight, two moments and gradient in fp32
-# Joules per byte of a link to the host: 5.5 pJ/bit at each of its ends' SerDes (shared/hardware.md).
+_STATE_BYTES = 16.0  # bytes kept for each parameter: weight, two moments and gradient in fp32
+# Joules per byte of a link to the host: 5.5 pJ/bit at the SerDes of each of its ends (shared/hardware.md).
 _LINK_J_PER_BYTE = 5.5e-12 * 8
 
 
@@ -29,7 +30,7 @@ class HostCost:
 
 
 def count_updated(job: TrainingJob) -> float:
-    """Parameters that one rank's optimizer updates."""
+    """Return parameters that one rank's optimizer updates."""
     parameters, experts, _ = count_local_parameters(job)
     shared = job.shard_ranks if job.sharding != "none" else 1
     count = (parameters - experts) / shared + experts / max(1, min(shared, job.gpus // (job.pp * job.ep)))
@@ -37,7 +38,7 @@ def count_updated(job: TrainingJob) -> float:
 
 
 def estimate_host(job: TrainingJob) -> HostCost:
-    """What the host's part of one step takes."""
+    """Return what the host's part of one step takes."""
     sent = moved = held = 0.0
     if "optimizer" in job.offload:
         count = count_updated(job)

@@ -1,6 +1,6 @@
-"""Seconds and bytes of a training step's collectives, by axis, and what compute does not hide of them.
+"""Seconds and bytes of a training step's collectives, by axis, and the part that compute does not hide.
 
-What is hidden follows the framework's way: FSDP prefetches the next layer, Megatron reduces gradients under the last
+What is hidden depends on the framework: FSDP prefetches the next layer, Megatron reduces gradients under the last
 backward pass, tensor parallel gathers run under products. Each collective is `collective_cost`'s.
 """
 
@@ -14,13 +14,14 @@ from .training_compute import MicrobatchTime
 from .training_memory import count_local_parameters
 from .training_model import TrainingJob
 
-# Of expert exchange by DeepEP, whose tokens go once to each node: 43-58 GB/s over cards of 50 (its readme, 2-8 nodes).
+# Share of the card's rate in expert exchange by DeepEP, which sends a token once to each node: 43-58 GB/s over cards of
+# 50 GB/s (its readme, 2-8 nodes).
 _EXCHANGE = 0.95
 # Shares of a collective that stay visible although the framework overlaps it.
 _TP_SHOWS, _CP_SHOWS, _EP_SHOWS, _DP_SHOWS, _FSDP_SHOWS = 0.35, 0.28, 0.3, 0.18, 0.12
-_LINK = 0.8  # of the fast link, by sends inside a domain
+_LINK = 0.8  # share of the fast link's rate that sends inside a domain reach
 _NVL72 = ("gb200", "gb300")
-_BUCKET = 40e6  # parameters whose gradients Megatron and DDP reduce together, at least a million for each rank
+_BUCKET = 40e6  # parameters whose gradients Megatron and DDP reduce together, and at least a million for each rank
 
 
 @dataclass(slots=True)
@@ -39,14 +40,14 @@ class Traffic:
         self.domain = job.domain_gpus or (72 if job.device.id in _NVL72 else job.node_gpus)
 
     def group_stride(self, *axes: str) -> int:
-        """The stride at which as many ranks of a group over the axes would lie in a domain as do."""
+        """Return the stride at which as many ranks of a group over the axes are in a domain as really are."""
         if self.job.placement[-1] == "pp":  # the ranks of a stage are neighbours
             return min(self.job.stride(axis) for axis in axes)
         sizes = {axis: max(1, self.domain // self.job.stride(axis)) for axis in axes}
         return self.domain // math.prod(min(getattr(self.job, axis), sizes[axis]) for axis in axes)
 
     def collective_s(self, kind: str, nbytes: float, ranks: int, stride: int = 1, times: float = 1.0) -> float:
-        """Seconds of a collective among ranks `stride` apart; its bytes count `times`."""
+        """Return the seconds of a collective among ranks `stride` apart; its bytes are counted `times`."""
         if ranks < 2 or nbytes <= 0:
             return 0.0
         inside = min(ranks, max(1, self.domain // stride))
@@ -63,17 +64,17 @@ class Traffic:
         return cost.time_s
 
     def count(self, sent_bytes: float, network_bytes: float = 0.0) -> None:
-        """Add bytes that a rank sends, and those of them that leave its NVLink domain."""
+        """Add bytes that a rank sends, and the part of them that leaves its NVLink domain."""
         self.link_bytes += sent_bytes
         self.network_bytes += network_bytes
 
     def exchange_s(self, nbytes: float, times: float) -> float:
-        """Seconds to send the tokens of a rank (`nbytes`) to their experts."""
+        """Return the seconds to send the tokens of a rank (`nbytes`) to their experts."""
         job = self.job
         ranks, topk = job.ep, job.model.topk
         if job.exchange == "all_to_all":  # a copy for each expert
             return self.collective_s("all_to_all", nbytes * topk, ranks, times=times)
-        # Once to each rank of its node, and once to each other node, that holds one of a token's experts.
+        # A token goes once to each rank of its node, and once to each other node, that holds one of its experts.
         inside = min(ranks, self.domain)
         nodes = math.ceil(ranks / inside)
         copies = _distinct(ranks, topk)
@@ -84,12 +85,12 @@ class Traffic:
 
 
 def _distinct(places: int, draws: int) -> float:
-    """How many of `places` are met by `draws` of equal chance."""
+    """Return how many of `places` are hit by `draws` of equal chance."""
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 
 def tensor_parallel_s(job: TrainingJob, traffic: Traffic, recompute: str) -> float:
-    """Visible seconds of one stage and microbatch: two gathers and two scatters each way and layer."""
+    """Return the visible seconds of one stage and microbatch: two gathers and two scatters per direction and layer."""
     if job.tp == 1:
         return 0.0
     nbytes = 2.0 * job.micro_batch * job.seq / job.cp * job.model.hidden
@@ -105,30 +106,30 @@ def tensor_parallel_s(job: TrainingJob, traffic: Traffic, recompute: str) -> flo
 
 
 def context_parallel_s(job: TrainingJob, traffic: Traffic, scores_s: float) -> float:
-    """Seconds of keys and values going round, beyond what the attention of a stage hides."""
+    """Return the seconds of passing keys and values around, beyond what the attention of a stage hides."""
     if job.cp == 1:
         return 0.0
     model = job.model
     keys = 2.0 * model.key_heads * model.head_size / job.tp
     nbytes = 2.0 * job.micro_batch * job.seq * keys
-    many = 3.0 * model.layers / job.pp  # keys forward; keys and gradients back
+    many = 3.0 * model.layers / job.pp  # keys forward; keys and gradients backward
     total = many * traffic.collective_s("all_gather", nbytes, job.cp, job.stride("cp"), times=many * job.microbatches)
     return max(_CP_SHOWS * total, total - 3.0 * scores_s)
 
 
 def expert_parallel_s(job: TrainingJob, traffic: Traffic, body_s: float) -> float:
-    """Visible seconds of sending tokens to experts and back, forward and backward, on one stage."""
+    """Return the visible seconds of sending tokens to experts and back, forward and backward, on one stage."""
     if job.ep == 1 or not job.model.experts:
         return 0.0
     nbytes = 2.0 * job.micro_batch * job.seq / job.cp / job.tp * job.model.hidden
     many = 4.0 * job.model.moe_layers / job.pp
     total = many * traffic.exchange_s(nbytes, many * job.microbatches)
-    # Overlapped, the tokens of one microbatch travel under the compute of another.
+    # Overlapped: the tokens of one microbatch travel under the compute of another.
     return max(_EP_SHOWS * total, total - body_s) if job.overlap_experts else total
 
 
 def pipeline_sends_s(job: TrainingJob, traffic: Traffic) -> float:
-    """Visible seconds of one microbatch's sends to the next stage and back."""
+    """Return the visible seconds of one microbatch's sends to the next stage and back."""
     if job.pp == 1:
         return 0.0
     sends = 2.0 * job.micro_batch * job.seq / job.cp * job.model.hidden / job.tp  # each rank sends its part
@@ -142,7 +143,7 @@ def pipeline_sends_s(job: TrainingJob, traffic: Traffic) -> float:
 
 
 def _data_parallel_s(job: TrainingJob, traffic: Traffic) -> tuple[float, float]:
-    """Seconds to reduce the gradients and to gather the weights once."""
+    """Return seconds to reduce the gradients and to gather the weights once."""
     parameters, experts, _ = count_local_parameters(job)
     trained = 0.01 if job.lora else 1.0  # adapters
     expert_ranks = max(1, job.gpus // (job.pp * job.ep))
@@ -171,13 +172,13 @@ def _data_parallel_s(job: TrainingJob, traffic: Traffic) -> tuple[float, float]:
 
 
 def data_parallel_s(job: TrainingJob, traffic: Traffic, one: MicrobatchTime, compute_s: float) -> float:
-    """Seconds of a step's gradient and weight traffic that no compute hides."""
+    """Return the seconds of a step's gradient and weight traffic that no compute hides."""
     reduce, gather = _data_parallel_s(job, traffic)
-    if job.sharding == "zero3":  # gathered forward and backward, layer by layer under the compute of the layer before
+    if job.sharding == "zero3":  # gathered forward and backward, layer by layer, under the compute of the layer before
         wire = 2.0 * gather + reduce
-        times = job.microbatches if job.pp == 1 else 1  # in a pipeline weights stay gathered for the step
+        times = job.microbatches if job.pp == 1 else 1  # in a pipeline, weights stay gathered during the step
         return times * (max(0.0, wire - compute_s) + _FSDP_SHOWS * min(wire, compute_s))
-    # Gradients that are shared out (zero2) leave after each microbatch, others after the last.
+    # Sharded gradients (zero2) leave after each microbatch, others after the last one.
     many = job.microbatches if job.sharding == "zero2" else 1
     if not job.overlap:
         return many * reduce + gather
