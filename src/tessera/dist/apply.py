@@ -188,7 +188,7 @@ def _recompute_blocks(blocks: Sequence[nn.Module], recompute: str) -> None:
 
 
 def _make_selective_contexts() -> Any:
-    """Shard by FSDP2, which always shards optimizer states; `ParallelModule.step` keeps what stays whole."""
+    """Return contexts that keep attention and every second matrix product (torchtitan's policy)."""
     products = {"forward": 0, "recompute": 0}
 
     def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -211,7 +211,7 @@ class _Team:
 
 
 def _join(start_s: float, hops_s: float, network_s: float, inside_s: float) -> float:
-    """Return seconds, and bytes that leave each rank's card, by algorithm; `card` is one card's useful speed."""
+    """Return the seconds of a pipeline through links and network: the slower of both, after the start, with ramp."""
     slowest = max(network_s, inside_s)
     return start_s + hops_s + slowest + NETWORK_RAMP * math.sqrt((start_s + min(hops_s, start_s)) * slowest)
 
@@ -263,7 +263,7 @@ def share_pcie(figures: Mapping[int, Sequence[float]], path: str) -> dict[int, l
 
 
 def mean_figures(tables: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[int, list[float]]:
-    """Return the figures over PCIe: a pair uses its link as other systems do; more GPUs share a path."""
+    """Return geometric means: the latency of all systems, which is the software's; the rest of those with NVLink."""
     fast = [t for name, t in tables.items() if find_link(lookup(name))[0] == "nvlink"]
     used = [list(tables.values()), fast, fast]
     return {

@@ -100,10 +100,7 @@ class _Answering:
         self._watch.start()
 
     def stop(self) -> None:
-        """The thread of one process group: tells, when asked, how many collectives of a group this rank has begun.
-
-        It also tells whether the rank is in one: `inside` counts the threads that are, or that ask why theirs failed.
-        """
+        """End the threads before the interpreter ends: one that returned from C++ afterwards would end in SIGABRT."""
         self._ended = True
         self._stopped.set()
         self._watch.join(2 * _FAREWELL.total_seconds())

@@ -56,7 +56,7 @@ class CountedCollectives:
         self._by_group[kind, tuple(ranks)] += nbytes
 
     def bytes_along(self, mesh: Mesh, axis: str) -> dict[str, int]:
-        """Return bytes by kind, of collectives on a group of an axis or a part of one (hierarchical sums have several)."""
+        """Return bytes by kind, of collectives on a group of an axis or on a part of such a group."""
         groups = [set(group) for group in mesh.groups(axis)]
         found: Counter[str] = Counter()
         for (kind, ranks), nbytes in self._by_group.items():

@@ -209,7 +209,7 @@ def find_least_recompute(problem: PlanProblem, layout: Layout) -> Layout | None:
 
 
 def search_layouts(problem: PlanProblem, metric: str, state: SearchState, most_time_s: float = math.inf) -> None:
-    """Return the layout with the least recomputation that fits, or None; more recomputation costs more."""
+    """Evaluate what may be among the best by a metric ("time_s" or "energy_j"); bounds exclude the others."""
     queue: list[tuple[float, int, Layout]] = []
     for number, base in enumerate(list_divisions(problem)):
         if not may_fit(problem, base, state):

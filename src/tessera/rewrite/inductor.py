@@ -226,7 +226,7 @@ def _to_int(size: Any) -> int:
 
 
 def _limit_bytes(name: str, points: int | None) -> float | None:
-    """Return how many points the loops of a part run over: (points, reduced), each a product or its factors."""
+    """Return the most bytes of a buffer that so many points can touch, such as the rows looked up in a table."""
     if points is None:
         return None
     from torch._inductor.virtualized import V
