@@ -1,8 +1,8 @@
 """Which jobs run: a queue by priority, age and what a user already has, and the watts that admitted jobs need.
 
-All jobs age alike, so a job's place is fixed when it asks: its key is the time, earlier by `ageing_s` for each level of
-priority, and later by as much for a user who already asks for the whole budget. Jobs behind one that does not fit may
-go first until that one has waited for `patience_s`; from then on they get nothing that it needs.
+All jobs age alike, so a job's place is fixed when it asks. Its key is the time of the request, earlier by `ageing_s`
+for each level of priority, and later by as much for a user who already asks for the whole budget. Jobs behind one that
+does not fit may go first until that one has waited for `patience_s`; from then on, they get nothing that it needs.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ from ..errors import GovernorRefusal
 from .leases import PRIORITIES, BudgetPolicy, Emergency, JobLease, JobState, PowerRequest, round_down
 
 BACKFILL, LOOKS = 64, 1024
-"""How many waiting jobs may not fit before the search for a gap ends, and how many are looked at in all."""
+"""BACKFILL: how many waiting jobs may not fit before the search for a gap ends.
+
+LOOKS: how many are looked at in all.
+"""
 
 
 class JobQueue:
-    """Jobs that wait and jobs that were admitted. A node is known by its guaranteed share and its largest power."""
+    """Jobs that wait and jobs that were admitted.
+
+    The queue knows each node's guaranteed share and its largest power.
+    """
 
     def __init__(self, policy: BudgetPolicy) -> None:
         self.policy = policy
         self.jobs: dict[str, JobLease] = {}
         self.committed_w = 0.0
-        """Sum over nodes of the guaranteed share, or of what admitted jobs need at least where that is more."""
+        """Sum over nodes of the guaranteed share, or of what admitted jobs need at least if that is more."""
         self.spread_w = [0.0] * PRIORITIES
-        """What admitted jobs asked for beyond that, by priority."""
-        self._waiting: list[tuple[float, str]] = []  # (key, job), the next first
+        """What admitted jobs asked for beyond the committed watts, by priority."""
+        self._waiting: list[tuple[float, str]] = []  # (key, job), the next one first
         self._on_node: dict[str, dict[str, JobLease]] = {}
         self._share_w: dict[str, float] = {}
         self._max_w: dict[str, float] = {}
@@ -36,7 +42,7 @@ class JobQueue:
         self._user_w: dict[str, float] = {}
 
     def set_node(self, name: str, guaranteed_w: float, max_w: float | None) -> None:
-        """Take a node into account, or a change of its share."""
+        """Add a node, or note a change of its share."""
         self.committed_w -= self._commitment_w(name)
         self._share_w[name] = guaranteed_w
         self._max_w[name] = self.policy.limit_w if max_w is None else max_w
@@ -50,15 +56,15 @@ class JobQueue:
             table.pop(name, None)
 
     def unmet_w(self, node: str) -> float:
-        """What a node is owed beyond the least of its jobs: all of it, while it waits for its guaranteed share."""
+        """Return what a node is owed beyond the least of its jobs; all while it waits for its guaranteed share."""
         return self._commitment_w(node) - self._least_w.get(node, 0.0)
 
     def active_on(self, node: str) -> dict[str, JobLease]:
-        """The admitted jobs of a node."""
+        """Return the admitted jobs of a node."""
         return self._on_node.get(node, {})
 
     def check_possible(self, request: PowerRequest) -> None:
-        """Refuse what could never be admitted."""
+        """Refuse a request that could never be admitted."""
         least_w = sum(self._share_w.values())
         for name in request.watts:
             need_w = request.least_w(name)
@@ -86,7 +92,7 @@ class JobQueue:
         return lease
 
     def restore(self, lease: JobLease) -> None:
-        """Take a job as it is, waiting, admitted or shed."""
+        """Take a job back as it is: waiting, admitted or shed."""
         self.jobs[lease.request.job] = lease
         self._count_user(lease, 1.0)
         if lease.state is JobState.QUEUED:
@@ -112,7 +118,7 @@ class JobQueue:
         bisect.insort(self._waiting, (lease.key, lease.request.job))
 
     def admit(self, now_s: float, is_heard: Callable[[str], bool]) -> list[JobLease]:
-        """Admit what fits, in order. Jobs of a node that is silent wait without holding up others."""
+        """Admit what fits, in order. Jobs of a silent node wait without delaying others."""
         admitted: list[JobLease] = []
         reserved_w, reserved, misses = 0.0, set[str](), 0
         for _, name in self._waiting[:LOOKS]:
@@ -135,7 +141,7 @@ class JobQueue:
         return admitted
 
     def explain_wait(self, lease: JobLease, is_heard: Callable[[str], bool], emergency: Emergency | None) -> str:
-        """Why a job waits, as far as it can be told from the job itself; of another job, why it is where it is."""
+        """Return why a job waits, as far as the job itself shows it; for another job, why it is where it is."""
         request = lease.request
         if lease.state is not JobState.QUEUED:
             return lease.reason
@@ -153,7 +159,7 @@ class JobQueue:
         return "jobs before it wait for the same watts"
 
     def position(self, lease: JobLease) -> int | None:
-        """The place in the queue, from 1; None for a job that does not wait."""
+        """Return the place in the queue, from 1; None for a job that does not wait."""
         if lease.state is not JobState.QUEUED:
             return None
         return bisect.bisect_left(self._waiting, (lease.key, lease.request.job)) + 1
@@ -174,7 +180,7 @@ class JobQueue:
         self._count_active(lease, 1.0)
 
     def _more_w(self, request: PowerRequest) -> float:
-        """What admitting a job adds to the committed watts."""
+        """Return how many watts admitting a job adds to the committed ones."""
         total_w = 0.0
         for name in request.watts:
             before_w = self._least_w.get(name, 0.0)

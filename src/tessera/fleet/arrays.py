@@ -1,7 +1,7 @@
 """The state of a simulated fleet as arrays, one entry for each class of GPUs, nodes, racks and rows.
 
-Plain named tuples of arrays, because both engines change them in place and numba takes them as they are. Watts of a
-class are those of one of it; `copies` says how many stand in one of its parent's class.
+These are plain named tuples of arrays, because both engines change them in place and numba accepts them. Watts are
+those of one member of a class; `copies` says how many of them are in one of its parent's class.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ SPEEDS = 256
 
 
 EDGE = np.float32(0.01)
-"""Of a cell: a place that is so near to the next one counts as in it: rounding must not move the edge of a wave."""
+"""Share of a cell: a place so near to the next cell counts as in it, so that rounding does not move the edge of a wave.
+"""
 
 
 TICK_S = 1e-6
-"""A rank that is so near to a place counts as there: sums of steps are rounded."""
+"""Seconds: a rank so near to a place counts as there, because sums of steps are rounded."""
 
 
 class GpuArrays(NamedTuple):
-    """GPUs. `place_s` is where a rank stands in its iteration; see engine.py."""
+    """GPUs. `place_s` is a rank's place in its iteration; see engine.py."""
 
     place_s: F64
     delay_s: F64
@@ -70,7 +71,7 @@ class NodeArrays(NamedTuple):
 
 
 class BreakerArrays(NamedTuple):
-    """Racks, or rows, and the breaker before each. `rating_w` is infinite where there is none."""
+    """Racks or rows, and the breaker of each. `rating_w` is infinite if there is none."""
 
     parent: I32
     copies: F64
@@ -94,7 +95,7 @@ class GroupArrays(NamedTuple):
 
 
 class WaveTable(NamedTuple):
-    """All waves one after another: a cell for waiting, then the cells of the period; and the clock for a gain."""
+    """All waves one after another: a cell for waiting, then the cells of the period; and the clock for each gain."""
 
     watts: F32
     compute: F32
@@ -102,7 +103,7 @@ class WaveTable(NamedTuple):
 
 
 class StepSettings(NamedTuple):
-    """What does not change within a block of steps."""
+    """The settings that stay the same within a block of steps."""
 
     step_s: float
     follow: float
@@ -116,7 +117,7 @@ class StepSettings(NamedTuple):
 
 
 class FleetArrays(NamedTuple):
-    """All of it."""
+    """All arrays of a fleet."""
 
     gpus: GpuArrays
     nodes: NodeArrays
@@ -138,7 +139,7 @@ class BlockResult(NamedTuple):
 
 
 def make_breakers(parent: Any, copies: Any, *, size: int) -> BreakerArrays:
-    """Breakers that never open."""
+    """Return breakers that never open."""
     return BreakerArrays(
         parent=np.asarray(parent, dtype=np.int32),
         copies=np.asarray(copies, dtype=np.float64),

@@ -21,7 +21,7 @@ from ..errors import ArgumentError, check_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TripLimits:
-    """What a standard asks of the thermal release, as multiples of the rating and seconds."""
+    """The limits that a standard sets for the thermal release, as multiples of the rating and seconds."""
 
     holds_at: float
     opens_at: float
@@ -31,7 +31,8 @@ class TripLimits:
 
 
 # IEC 60898-1 table 7 as copied by the manual of IEK VA47-100 (1.13, 1.45 and 2.55 In) and Schneider's FA369327, which
-# has IEC 60947-2's 1.05 and 1.30 In too. 60947-2 leaves the times of higher currents to the maker: here as in 60898.
+# also has IEC 60947-2's 1.05 and 1.30 In. 60947-2 leaves the times of higher currents to the maker; here they are those
+# of 60898.
 _IEC60898 = TripLimits(holds_at=1.13, opens_at=1.45, check_at=2.55, check_s=(1.0, 60.0), source="IEC 60898-1, table 7")
 _IEC60947 = TripLimits(
     holds_at=1.05,
@@ -74,36 +75,36 @@ class Breaker:
 
     @property
     def rating_w(self) -> float:
-        """Watts at the rated current."""
+        """Return watts at the rated current."""
         return self.rating_a * self.voltage_v * self.power_factor * (math.sqrt(3.0) if self.phases == 3 else 1.0)
 
     @property
     def limits(self) -> TripLimits:
-        """What its standard asks for."""
+        """Return the limits of the breaker's standard."""
         return STANDARDS[self.standard]
 
     @property
     def holds(self) -> float:
-        """The multiple k of the rating that it just holds: half-way between what must hold and what must open."""
+        """Return the multiple k of the rating that the breaker just holds: half-way between the two limits."""
         return math.sqrt(self.limits.holds_at * self.limits.opens_at)
 
     @property
     def tau_s(self) -> float:
-        """Time constant of the bimetal: at `check_at` it opens in the geometric middle of what the standard allows."""
+        """Return the bimetal's time constant: at `check_at` it opens in the geometric middle of the limits."""
         low_s, high_s = self.limits.check_s
         square = self.limits.check_at**2
         return math.sqrt(low_s * high_s) / math.log(square / (square - self.holds**2))
 
     @property
     def magnetic_at(self) -> float:
-        """The multiple of the rating that opens it at once: the geometric middle of its curve's band."""
+        """Return the multiple of the rating that opens it at once: the geometric middle of its curve's band."""
         low, high = MAGNETIC[self.curve]
         return math.sqrt(low * high)
 
     def trip_s(self, load: float, *, warm: float = 0.0) -> float:
-        """Seconds until a steady `load` (a multiple of the rating) opens it; inf where it holds.
+        """Return the seconds until a steady `load` (a multiple of the rating) opens the breaker; inf if it holds.
 
-        `warm` is the load that it carried before, for long.
+        `warm` is the load that it carried for a long time before.
         """
         if load >= self.magnetic_at:
             return 0.0

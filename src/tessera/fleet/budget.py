@@ -6,8 +6,8 @@
     heartbeat of a node ──────────────────────────────────────► ExposureLedger.grant ──► CapGrant: what it may draw
 
 Two levels keep this simple. Jobs are demand: they wait, are admitted, rise on a ramp, are throttled or shed. Nodes are
-supply: each obeys grants that end by themselves. The ledger alone (exposure.py) keeps the sum of what nodes may draw
-below the limit, whatever is lost, late, doubled or out of order, and however wrong the level of the jobs may be.
+supply: each obeys grants that end by themselves. Only the ledger (exposure.py) keeps the sum of what nodes may draw
+below the limit, even if messages are lost, late, doubled or out of order, and even if the jobs' level is wrong.
 
 Every method takes `now_s` of a monotonic clock; a time before the last one counts as the last one. The same calls give
 the same answers.
@@ -39,9 +39,9 @@ from .leases import (
 from .throttle import RACK, RELEASE, PowerFill, PowerMeters
 
 ENDED_KEPT = 100_000
-"""Ended jobs that are remembered, so that a late copy of a request does not start one again."""
+"""How many ended jobs are remembered, so that a late copy of a request does not start one again."""
 SESSIONS_KEPT = 16
-"""Daemons of a node that are remembered, so that a late message of an earlier one does not speak for it again."""
+"""How many daemons of a node are remembered, so that a late message of an earlier one does not speak for it again."""
 
 
 class Budget:
@@ -61,7 +61,7 @@ class Budget:
         self._fill = PowerFill(policy)
         self._meters = PowerMeters(policy.lease_s)
         self._job_ends: list[tuple[float, str]] = []
-        self._calm_s = math.inf  # since when measured power is low in an automatic emergency
+        self._calm_s = math.inf  # since when measured power has been low in an automatic emergency
         self._rise_w, self._rise_s = 0.0, math.inf
 
     @classmethod
@@ -75,7 +75,7 @@ class Budget:
         ended: MutableMapping[str, JobLease] | None = None,
         emergency: Emergency | None = None,
     ) -> Budget:
-        """The budget as it was saved, on the same clock. Leases last as long as they would have."""
+        """Return the budget as it was saved, on the same clock. Leases keep their remaining time."""
         budget = cls(policy)
         budget.ended = {} if ended is None else ended
         budget.now_s, budget.emergency = now_s, emergency
@@ -93,7 +93,7 @@ class Budget:
         return budget
 
     def _requeue_beyond_limit(self) -> None:
-        """After a restart with a smaller cap: jobs whose least watts no longer fit wait again, the lowest first."""
+        """Let jobs wait again, the lowest first, whose least watts no longer fit after a restart with a smaller cap."""
         waiting_w = sum(self.queue.unmet_w(n.name) for n in self.ledger.nodes.values() if not n.joined)
         for lease in self._list_active():
             if self.queue.committed_w - waiting_w <= self.policy.limit_w:
@@ -111,7 +111,7 @@ class Budget:
         node = self.ledger.nodes.get(name) or GovernedNode(name=name, guaranteed_w=0.0)
         if session in node.sessions[:-1]:
             raise _refuse_session(name)
-        # A share never becomes smaller here: a late copy of an older message must not take what a node relies on.
+        # A share never becomes smaller here: a late copy of an older message must not take away what a node relies on.
         share_w, limit_w = max(round_up(guaranteed_w), node.guaranteed_w), self.policy.limit_w
         others_w = sum(n.guaranteed_w for n in self.ledger.nodes.values() if n.name != name)
         if not 0 <= share_w <= min(limit_w - others_w, limit_w if max_w is None else max_w):
@@ -139,7 +139,7 @@ class Budget:
         return node
 
     def remove(self, now_s: float, name: str) -> None:
-        """Take a node out for good: its guaranteed share is free from now on. Refused while it may draw more."""
+        """Remove a node for good, so that its guaranteed share is free. Refused while the node may draw more."""
         now_s = self.advance(now_s)
         node = self._find_node(name)
         if any(name in lease.request.watts for lease in self.queue.jobs.values()) or (
@@ -160,7 +160,7 @@ class Budget:
     def heartbeat(
         self, now_s: float, name: str, *, session: str = "", acked: int = 0, measured_w: float | None = None
     ) -> CapGrant:
-        """A node says which grant it obeys and what it draws, and gets the next grant."""
+        """Take which grant a node obeys and what it draws; return its next grant."""
         now_s = self.advance(now_s)
         node = self._find_node(name)
         if session != node.sessions[-1]:
@@ -185,7 +185,7 @@ class Budget:
         last_w = node.outstanding[-1][1] if node.outstanding else node.guaranteed_w
         cap_w = self.ledger.grant(node, self._limit_rise(target_w, last_w, now_s), now_s, now_s + self._hold_s)
         self._rise_w -= max(0.0, cap_w - last_w)
-        if cap_w < target_w - 1.0:  # less than it should have: its jobs do not rise meanwhile
+        if cap_w < target_w - 1.0:  # less than it should have, so its jobs do not rise meanwhile
             self._delay_ramps(node, now_s, min(silent_s, 2 * self.policy.heartbeat_s))
         self.changed.add(("node", name))
         return CapGrant(
@@ -200,18 +200,18 @@ class Budget:
 
     @property
     def _hold_s(self) -> float:
-        """How long a grant is counted: its time on a clock that runs slow."""
+        """Return how long a grant counts: its time on a clock that runs slow."""
         return self.policy.lease_s * (1.0 + self.policy.drift)
 
     def _restart_ramps(self, node: GovernedNode, now_s: float) -> None:
-        """The node comes back from its guaranteed share: its jobs rise again from there."""
+        """Let a node's jobs rise again from its guaranteed share, from which the node comes back."""
         for name, lease in self.queue.active_on(node.name).items():
             if lease.start_s[node.name] < now_s:
                 lease.start_s[node.name] = now_s
                 self.changed.add(("job", name))
 
     def _delay_ramps(self, node: GovernedNode, now_s: float, by_s: float) -> None:
-        """Jobs that still rise are delayed: their node was silent, or got less than it should."""
+        """Delay jobs that still rise, because their node was silent or got less than it should."""
         for name, lease in self.queue.active_on(node.name).items():
             start_s = lease.start_s[node.name]
             if by_s > 0 and 0 < now_s - start_s < self._fill.ramp_s(lease):
@@ -219,7 +219,7 @@ class Budget:
                 self.changed.add(("job", name))
 
     def _limit_rise(self, cap_w: float, last_w: float, now_s: float) -> float:
-        """The cap as far as `ramp_w_per_s` allows: all rises of all nodes share one bucket of watts."""
+        """Return the cap as far as `ramp_w_per_s` allows: the rises of all nodes share one bucket of watts."""
         rate = self.policy.ramp_w_per_s
         if rate is None:
             return cap_w
@@ -251,7 +251,7 @@ class Budget:
         return self.describe_job(request.job)
 
     def renew(self, now_s: float, job: str, ttl_s: float | None = None) -> JobStatus:
-        """Let a lease last from now; it never becomes shorter by that."""
+        """Let a lease last `ttl_s` from now; this never makes it shorter."""
         now_s = self.advance(now_s)
         lease = self.find_job(job)
         end_s = now_s + (lease.request.ttl_s if ttl_s is None else ttl_s)
@@ -262,7 +262,7 @@ class Budget:
         return self.describe_job(job)
 
     def release(self, now_s: float, job: str) -> JobStatus:
-        """End a job. Once more does nothing."""
+        """End a job; a second call does nothing."""
         now_s = self.advance(now_s)
         lease = self.find_job(job)
         if lease.state is not JobState.ENDED:
@@ -282,15 +282,15 @@ class Budget:
     # -- measured power, throttling, emergencies --------------------------------------------------------------
 
     def report_power(self, now_s: float, measured_w: float) -> None:
-        """Take a reading of the rack's own meter: it counts instead of the sum of the nodes' readings."""
+        """Take a reading of the rack's own meter, which replaces the sum of the nodes' readings."""
         now_s = self.advance(now_s)
         self._meters.report(RACK, measured_w, now_s)
         self._steer(now_s)
         self._update_fill(now_s)
 
     def measured_w(self, now_s: float) -> float | None:
-        """What all nodes draw, as far as it is measured; None where nobody measures."""
-        # A node without a sensor is taken to keep its lease, with the room below `near` that others keep.
+        """Return what all nodes draw, as far as it is measured; None if nothing is measured."""
+        # A node without a sensor is assumed to keep its lease, with the same room below `near` as others.
         return self._meters.total_w(now_s, {n: self.policy.near * self.ledger.exposure_w(n) for n in self.ledger.nodes})
 
     def _steer(self, now_s: float) -> None:
@@ -326,12 +326,12 @@ class Budget:
             self.changed.add(("job", lease.request.job))
 
     def _list_active(self) -> list[JobLease]:
-        """The admitted jobs in the order in which they lose their watts."""
+        """Return the admitted jobs in the order in which they lose their watts."""
         active = [lease for lease in self.queue.jobs.values() if lease.state is JobState.ACTIVE]
         return sorted(active, key=lambda a: (a.request.priority, -(a.admitted_s or 0.0), a.request.job))
 
     def end_emergency(self, now_s: float) -> Emergency | None:
-        """Let jobs that were shed wait for admission again, and start softly; the emergency that there was."""
+        """Let jobs that were shed wait for admission again, and start softly; return the emergency that ended."""
         now_s, was = max(self.now_s, now_s), self.emergency
         self.emergency = None
         self.changed.add(("emergency", ""))
@@ -345,7 +345,7 @@ class Budget:
     # -- time -----------------------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> float:
-        """Take the time, and end what has ended by then."""
+        """Advance to a time, and end what has ended by then."""
         now_s = self.now_s = max(self.now_s, now_s)
         ended = False
         while self._job_ends and self._job_ends[0][0] <= now_s:
@@ -364,13 +364,13 @@ class Budget:
                 self.changed.add(("job", lease.request.job))
 
     def is_heard(self, name: str) -> bool:
-        """Whether a node has sent a message within the time of a lease."""
+        """Return whether a node has sent a message within the time of a lease."""
         node = self.ledger.nodes.get(name)
         return node is not None and node.heard_s is not None and self.now_s - node.heard_s <= self.policy.lease_s
 
     @property
     def throttled_w(self) -> float:
-        """What is taken off because measured power is near the limit."""
+        """Return the watts that are cut because measured power is near the limit."""
         return self._fill.cut_w
 
     def _update_fill(self, now_s: float) -> None:
@@ -382,13 +382,15 @@ class Budget:
     def _find_node(self, name: str) -> GovernedNode:
         node = self.ledger.nodes.get(name)
         if node is None:
-            near = did_you_mean(name, self.ledger.nodes) if len(self.ledger.nodes) < 256 else ""  # it compares with all
+            near = (
+                did_you_mean(name, self.ledger.nodes) if len(self.ledger.nodes) < 256 else ""
+            )  # did_you_mean compares with all names
             fix, why = f"on that node: tessera governor join --node {name}", "no daemon has joined for it"
             raise GovernorRefusal("unknown_node", f"there is no node {name!r}{near}", why=why, fix=fix)
         return node
 
     def find_job(self, name: str) -> JobLease:
-        """A job that waits, runs or has ended."""
+        """Return a job that waits, runs or has ended."""
         lease = self.queue.jobs.get(name) or self.ended.get(name)
         if lease is None:
             fix, why = "`tessera governor status` lists the jobs", "it never asked for watts, or ended long ago"
@@ -425,7 +427,7 @@ class Budget:
         )
 
     def describe(self, now_s: float) -> BudgetStatus:
-        """The whole budget."""
+        """Return the whole budget."""
         now_s = self.advance(now_s)
         return BudgetStatus(
             cap_w=self.policy.cap_w,

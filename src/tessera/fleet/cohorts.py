@@ -4,8 +4,8 @@ r"""GPUs that are alike are simulated once: a tree of classes, from rows to GPUs
 
     row class ──► rack classes in it (count) ──► node classes in a rack (count) ──► GPU classes in a node (count)
 
-Two GPUs are alike when they run the same wave of the same job with the same delays, in nodes, racks and rows that are
-alike. Every class belongs to one class above it, so that heat and trips of a rack reach only its own GPUs. Where every
+Two GPUs are alike if they run the same wave of the same job with the same delays, in nodes, racks and rows that are
+alike. Every class belongs to one class above it, so that heat and trips of a rack affect only its own GPUs. If every
 GPU is distinct, all counts are 1 and the tree is the facility itself.
 """
 
@@ -23,10 +23,10 @@ Ints32 = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelClasses:
-    """The classes of one level. Those of one parent stand together: `parent` rises.
+    """The classes of one level. Classes of one parent are together: `parent` rises.
 
-    `count` is how many there are in one of the parent's class, `instances` how many in all, `first` the number of one
-    of them in the facility.
+    `count` is the number of members in one of the parent's class, `instances` the number of all members, and `first`
+    the facility's number of one member.
     """
 
     parent: Ints32
@@ -40,7 +40,10 @@ class LevelClasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassTree:
-    """The classes of all levels; the parent of rows is the feed. `*_class`: which class each of the facility is in."""
+    """The classes of all levels; the parent of rows is the feed.
+
+    `*_class` is the class of each member of the facility.
+    """
 
     gpus: LevelClasses
     nodes: LevelClasses
@@ -51,7 +54,7 @@ class ClassTree:
 
     @property
     def rack_of_gpu(self) -> Ints32:
-        """The class of the rack that a class of GPUs is in."""
+        """Return the class of the rack that a class of GPUs is in."""
         return self.nodes.parent[self.gpus.parent]
 
 
@@ -63,10 +66,10 @@ def build_tree(
     row_racks: int,
     marks: Mapping[str, Mapping[int, Any]],
 ) -> ClassTree:
-    """The tree of a facility whose GPUs have these keys: equal keys are alike.
+    """Return the tree of a facility whose GPUs have these keys: GPUs with equal keys are alike.
 
-    `marks` are what makes a node, rack or row differ from others that hold the same ("node", "rack", "row": number ->
-    mark), such as a fault.
+    `marks` make a node, rack or row differ from others with the same content ("node", "rack", "row": number -> mark),
+    for example by a fault.
     """
     nodes = gpu_keys.reshape(-1, node_gpus)
     racks_count, rows_count = len(nodes) // rack_nodes, len(nodes) // rack_nodes // row_racks
@@ -88,7 +91,7 @@ def _number_kinds(keys: Sequence[Any]) -> NDArray[np.int64]:
 def _expand(
     nodes: NDArray[np.int64], node_kind: NDArray[np.int64], rack_kind: NDArray[np.int64], row_kind: NDArray[np.int64]
 ) -> ClassTree:
-    """From the kinds of each level to classes under one parent each, top down."""
+    """Make classes with one parent each from the kinds of each level, top down."""
     rack_nodes, row_racks = node_kind.shape[1], rack_kind.shape[1]
     rows, row_class = _count_first(np.zeros(len(row_kind), dtype=np.int64), row_kind)
     row_of = np.repeat(row_class, row_racks)
@@ -122,11 +125,11 @@ def _count_first(parent: NDArray[np.int64], kind: NDArray[np.int64]) -> tuple[Le
 def _level(
     parent: Ints32, kind: NDArray[np.int64], chosen: NDArray[np.bool_], above: LevelClasses
 ) -> tuple[LevelClasses, Ints32]:
-    """Classes of (parent, kind); `chosen` are those in the first of each parent class, by which they are counted."""
+    """Return classes of (parent, kind); `chosen` are those in the first of each parent class, which are counted."""
     pair = parent.astype(np.int64) * (int(kind.max()) + 1) + kind
     values, first, inverse = np.unique(pair, return_index=True, return_inverse=True)
     inside = np.bincount(inverse[chosen], minlength=len(values)).astype(float)
-    # The first of a class may lie in another than the first of its parent: count and name those of the first parent.
+    # The first member of a class may be in another parent than the first one: count and name those of the first parent.
     order = np.lexsort((first, parent[first]))
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))

@@ -1,7 +1,7 @@
 """What is decided between two blocks of steps: jobs that begin and end, delays, floors, caps, heat, faults.
 
-The rules are not here: phases, jitter and ballast are `runtime.shaping`'s, caps and admission `budget`'s, places
-`placement`'s, as in a real job and a real governor.
+The rules are elsewhere, as for a real job and a real governor: phases, jitter and ballast in `runtime.shaping`, caps
+and admission in `budget`, places in `placement`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Decisions:
         self.started_s: dict[int, float] = {}
         self.ended_s: dict[int, float] = {}
         self.risen: dict[int, tuple[float, float, float]] = {}
-        """When each job's soft start was over, with the work it had done and the joules it was granted by then."""
+        """When each job's soft start was over, its work done and the joules it was granted by then."""
         self._asked: set[int] = set()
         self._work_s: dict[int, float] = {}
         self._begun_s: dict[int, float] = {}
@@ -57,7 +57,7 @@ class Decisions:
     # -- before the first block -----------------------------------------------------------------------------------
 
     def _set_offsets(self) -> None:
-        """Delays of replicas and stages by the shaper's phase shift: within what a synchronous job may lose."""
+        """Set delays of replicas and stages by the shaper's phase shift: within what a synchronous job may lose."""
         shaper = self.scenario.policies.power_shaper
         if shaper is None or shaper.phase_shift.is_off:
             return
@@ -76,7 +76,7 @@ class Decisions:
                 self._offset_s[chosen] = offset_s
 
     def _set_smoothing(self) -> None:
-        """Floors and ramps: the board's own, and the shaper's ballast."""
+        """Set floors and ramps: the board's own, and the shaper's ballast."""
         gpu, gpus = self.engine.facility.gpu, self.engine.arrays.gpus
         step_s = self.engine.step_s
         shaper = self.scenario.policies.power_shaper
@@ -91,7 +91,7 @@ class Decisions:
             gpus.down_w[self.engine.job >= 0] = shaper.max_ramp_w_per_s * step_s
 
     def _set_node_cap(self) -> None:
-        """`cap_rate` of what the node's supplies switch off at, given to its GPUs."""
+        """Set `cap_rate` of what the node's supplies switch off at as the cap of its GPUs."""
         shaper, facility = self.scenario.policies.power_shaper, self.engine.facility
         if shaper is None or shaper.cap_rate is None:
             return
@@ -137,7 +137,7 @@ class Decisions:
         engine.arrays.gpus.next_delay_s[chosen] = self._draw_delays(number, 0)[chosen]
         engine.start_job(number, at_s=job.at_s)
         if self.governors is not None:
-            # Its schedule paces from the first launch on; a limit of the board alone would take 50 ms to hold.
+            # Its schedule paces from the first launch on; a limit of the board alone would take 50 ms to take effect.
             gpus = engine.arrays.gpus
             room_w = gpus.cap_w[chosen] - gpus.idle_w[chosen]
             gpus.gain[chosen] = np.clip(room_w / np.maximum(1.0, job.peak_w - gpus.idle_w[chosen]), 0.0, 1.0)
@@ -145,7 +145,8 @@ class Decisions:
             draw = draw_jitter_s((0.0, job.period_s), self.scenario.seed, engine.unit[chosen].astype(np.uint64), 0)
             engine.arrays.gpus.place_s[chosen] = draw
         if self.governors is None and now_s == 0.0:
-            engine.settle_job(number)  # it has run before: what a limit or the board's smoothing takes up is no ramp
+            # it has run before: time that a limit or the board's smoothing takes to settle is not a ramp
+            engine.settle_job(number)
         shaper = self.scenario.policies.power_shaper
         floor_w = max(shaper.power_floor_w or 0.0 if shaper else 0.0, engine.facility.gpu.smooth_floor_w)
         engine.arrays.gpus.floor_w[chosen] = floor_w
@@ -170,7 +171,7 @@ class Decisions:
 
     @property
     def all_events(self) -> list[tuple[float, str, str]]:
-        """(time, kind, place) of jobs, faults and governors."""
+        """Return (time, kind, place) of jobs, faults and governors."""
         return self.events + (self.governors.shed if self.governors is not None else [])
 
     def _draw_delays(self, number: int, iteration: int) -> NDArray[np.float64]:
@@ -182,7 +183,7 @@ class Decisions:
         return delays
 
     def _set_delays(self) -> None:
-        """The delay of the next iteration, for jobs that have begun another one since."""
+        """Set the delay of the next iteration, for jobs that have begun another one since."""
         groups, gpus = self.engine.arrays.groups, self.engine.arrays.gpus
         for number in self.started_s:
             done = int(groups.iterations[number])
@@ -194,7 +195,7 @@ class Decisions:
                 gpus.next_delay_s[chosen] = self._draw_delays(number, done + 1)[chosen]
 
     def count_work(self, number: int) -> float:
-        """Seconds of nominal work that a job has done since it started; the slowest rank counts."""
+        """Return the seconds of nominal work that a job has done since it started; the slowest rank counts."""
         gpus, groups = self.engine.arrays.gpus, self.engine.arrays.groups
         if number in self._work_s:
             return self._work_s[number]
@@ -233,7 +234,7 @@ class Decisions:
                 engine.kill_nodes(rack[tree.nodes.parent])
 
     def _find_seen(self, now_s: float) -> NDArray[np.bool_]:
-        """Nodes whose sensors answer."""
+        """Return the nodes whose sensors answer."""
         tree = self.engine.tree
         seen = np.ones(len(tree.nodes), dtype=np.bool_)
         for fault in self.scenario.faults:
@@ -246,7 +247,7 @@ class Decisions:
         return seen
 
     def warm(self, now_s: float, steps: int) -> None:
-        """Temperatures after a block, and the clocks that follow."""
+        """Compute the temperatures after a block, and the clocks that follow."""
         engine, tree = self.engine, self.engine.tree
         fleet = engine.arrays
         cooling = np.ones(len(tree.rows))

@@ -1,15 +1,15 @@
 r"""The engine: GPUs that draw, ranks that wait, supplies and breakers that switch off, in steps of 5 ms.
 
-A rank's place in its iteration is one number, `place_s`. It rises with time (slower where the clock is lower) up to
-the synchronisation, and falls back by a period, and by the delay of its next start, once the slowest has come:
+A rank's place in its iteration is one number, `place_s`. It rises with time (slower where the clock is lower) up to the
+synchronisation, and falls back by a period, and by the delay of its next start, once the slowest rank has arrived:
 
 ::
 
     -(period - sync) - delay        -delay            0                     sync
     |── collective of the last one ──|── delayed start ──|── compute ─────────|  waits here for the slowest
 
-A power limit takes hold with a time constant of 50 ms, as power waves of an H200 show (docs/fleet.md). The share
-of the dynamic power that is left sets the clock: it falls as f V(f)^2, with the voltage of `estimate.power`.
+A power limit takes effect with a time constant of 50 ms, as power waves of an H200 show (docs/fleet.md). The remaining
+share of the dynamic power sets the clock: power falls as f V(f)^2, with the voltage of `estimate.power`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ from .facility import Facility
 from .waves import Wave
 
 COMPILE_S = 15.0
-"""What numba takes to compile the engine, the first time."""
-_NUMPY_STEP_S, _NUMPY_CLASS_S = 80e-6, 10e-9  # what a step takes in numpy: in all, and for each class of GPUs
+"""Seconds that numba takes to compile the engine, the first time."""
+_NUMPY_STEP_S, _NUMPY_CLASS_S = 80e-6, 10e-9  # seconds of a step in numpy: in all, and for each class of GPUs
 LIMIT_S = 0.05
-"""Time constant with which a GPU's power limit takes hold (benchmarks/results/fleet_waves.json#limit_s)."""
+"""Seconds: the time constant with which a GPU's power limit takes effect (benchmarks/results/fleet_waves.json#limit_s).
+"""
 ENGINES = ("auto", "numba", "numpy")
 _UNLIMITED = 3.0e38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTable:
-    """What each GPU of the facility runs: job (-1: none), wave, replica, and the unit that has a jitter of its own.
+    """What each GPU of the facility runs: job (-1: none), wave, replica, and the unit that has its own jitter.
 
     `unplaced` are jobs that no node may take.
     """
@@ -63,7 +64,7 @@ class RankTable:
 
     @classmethod
     def make_empty(cls, gpus: int) -> RankTable:
-        """Nothing runs."""
+        """Return a table in which nothing runs."""
         return cls(
             job=np.full(gpus, -1, dtype=np.int32),
             wave=np.full(gpus, -1, dtype=np.int32),
@@ -72,7 +73,7 @@ class RankTable:
         )
 
     def find_keys(self, *, distinct: bool) -> NDArray[np.int64]:
-        """Equal numbers for GPUs that are alike."""
+        """Return numbers that are equal for GPUs that are alike."""
         if distinct:
             return np.arange(len(self.job), dtype=np.int64)
         stacked = np.stack([self.job, self.wave, self.replica, self.unit], axis=1)
@@ -109,13 +110,13 @@ class FleetEngine:
         self.unplaced = ranks.unplaced
         self.step_s = facility.step_s
         self.cap_w = facility.gpu.limit_w
-        """What the shaper allows a GPU. A governor's lease may be tighter, not wider."""
+        """What the shaper allows a GPU. A governor's lease may be lower, not higher."""
         self.advance_block, self.engine = choose_engine(engine, len(self.tree.gpus), steps)
         self._bases: list[int] = []
         self._was_limited = False
         self._gains, self._speeds = facility.gpu.tabulate_speed(SPEEDS)
         self.arrays = self._make_arrays()
-        self.is_shaped = False  # whether anybody sets floors or ramps: else they need not be looked at
+        self.is_shaped = False  # whether floors or ramps are set: otherwise they need not be looked at
         self._highest_w = max((wave.peak_w for wave in self.waves), default=0.0)
 
     # -- building -----------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class FleetEngine:
             racks=racks,
             rows=rows,
             groups=GroupArrays(
-                sync_s=np.full(len(self.job_names), np.nan),  # nobody waits: no place is beyond it
+                sync_s=np.full(len(self.job_names), np.nan),  # no rank waits: no place is beyond NaN
                 lowest_s=np.zeros(len(self.job_names)),
                 iterations=np.zeros(len(self.job_names), dtype=np.int64),
             ),
@@ -179,7 +180,7 @@ class FleetEngine:
         )
 
     def _make_table(self) -> WaveTable:
-        """All waves in one table; the first is an idle GPU's."""
+        """Return all waves in one table; the first is an idle GPU's."""
         watts: list[NDArray[np.float32]] = [np.full(2, self.facility.gpu.idle_w, dtype=np.float32)]
         compute: list[NDArray[np.float32]] = [np.zeros(2, dtype=np.float32)]
         at = 2
@@ -193,7 +194,7 @@ class FleetEngine:
     # -- changing, between blocks -------------------------------------------------------------------------------
 
     def set_cap(self, cap_w: float) -> None:
-        """Let no GPU draw more than this for longer than its limit takes to hold."""
+        """Let no GPU draw more than `cap_w` for longer than its limit takes to take effect."""
         self.cap_w = cap_w
         np.minimum(self.arrays.gpus.cap_w, np.float32(cap_w), out=self.arrays.gpus.cap_w)
 
@@ -254,7 +255,7 @@ class FleetEngine:
     # -- advancing ----------------------------------------------------------------------------------------------
 
     def advance(self, steps: int) -> BlockResult:
-        """One block of steps; the sums of watts over it begin at 0."""
+        """Run one block of steps; the sums of watts over it begin at 0."""
         fleet, facility = self.arrays, self.facility
         for values in (fleet.gpus.sum_w, fleet.racks.sum_w, fleet.racks.max_w, fleet.rows.sum_w, fleet.rows.max_w):
             values[:] = 0.0
@@ -294,7 +295,7 @@ def _set_breaker(level: BreakerArrays, which: int | slice, breaker: Breaker | No
 def choose_engine(
     name: str, classes: int, steps: int
 ) -> tuple[Callable[[FleetArrays, int, StepSettings], BlockResult], str]:
-    """The engine of a name. "auto": numba's where it is installed and worth the seconds that it takes to compile."""
+    """Return the engine of a name. "auto": numba's, if installed and worth the seconds that compiling takes."""
     if name not in ENGINES:
         raise ArgumentError(f"no engine {name!r}", fix=f"one of: {', '.join(ENGINES)}")
     from .step_numpy import advance_block

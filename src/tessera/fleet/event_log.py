@@ -1,7 +1,7 @@
-"""Power events out of a file: what supplies, PDUs and BMCs logged while jobs ran.
+"""Power events from a file: what supplies, PDUs and BMCs logged while jobs ran.
 
-Three forms, told apart by what is in the file: the entries of a Redfish log (JSON with "Members", as
-`curl .../LogServices/Log1/Entries` gives them), JSON lines of ours ({"time": "2026-03-01T10:00:00Z", "domain": "pdu1",
+Three forms are recognised by content: the entries of a Redfish log (JSON with "Members", as `curl
+.../LogServices/Log1/Entries` gives them), Tessera's JSON lines ({"time": "2026-03-01T10:00:00Z", "domain": "pdu1",
 "kind": "over_current", "message": "..."}), and the lines of `ipmitool sel elist`.
 """
 
@@ -21,7 +21,7 @@ from ..read_limits import JSON_BYTES, read_bytes
 from ..sensors.ipmi import classify_event
 
 KINDS = ("over_current", "breaker_near_trip", "breaker_tripped", "psu_fault")
-# Logs have whole seconds: an event is within the second after its stamp.
+# Nanoseconds: logs have whole seconds, so an event is within the second after its stamp.
 STAMP_NS = 1_000_000_000
 _SEL = re.compile(
     r"\s*[0-9a-fA-F]+\s*\|\s*(?P<date>\d\d/\d\d/(?:\d{4}|\d\d))\s*\|\s*(?P<time>\d\d:\d\d:\d\d(?: [AP]M)?)"
@@ -39,12 +39,15 @@ class EventLog:
 
 
 def read_events(path: str | Path, *, domain: str | None = None) -> list[PowerEvent]:
-    """The power events of a log, in time order, in epoch time. `domain` names whose log it is where it does not say."""
+    """Return the power events of a log, in time order, in epoch time.
+
+    `domain` names the log's source if it does not.
+    """
     return list(read_event_log(path, domain=domain).events)
 
 
 def read_event_log(path: str | Path, *, domain: str | None = None) -> EventLog:
-    """The same, with the lines that were left out."""
+    """Return the events of a log, and the lines that were left out."""
     path = Path(path)
     try:
         text = read_bytes(path, JSON_BYTES).decode("utf-8", errors="replace")
@@ -81,14 +84,14 @@ def _read_sel(text: str, domain: str) -> Iterator[PowerEvent]:
                 moment = datetime.strptime(f"{match['date']} {match['time']}", form)
             except ValueError:
                 continue
-            stamp_ns = _to_ns(moment.replace(tzinfo=UTC))  # the log of a BMC has no zone; UTC is what IPMI asks for
+            stamp_ns = _to_ns(moment.replace(tzinfo=UTC))  # the log of a BMC has no zone; IPMI specifies UTC
             message = " ".join(match["text"].replace("|", " ").split())
             yield PowerEvent(time_ns=stamp_ns + STAMP_NS, since_ns=stamp_ns, domain=domain, kind=kind, message=message)
             break
 
 
 def _read_json(text: str, path: Path, wrong: list[tuple[int, str]]) -> list[Any]:
-    """The rows of one JSON value, or of one on each line; a line that is none is added to `wrong`."""
+    """Return the rows of one JSON value, or of one on each line; a line that is not JSON is added to `wrong`."""
     try:
         whole = json.loads(text)
         rows = whole.get("Members", [whole]) if isinstance(whole, dict) else whole

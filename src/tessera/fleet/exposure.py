@@ -1,8 +1,8 @@
-"""What every node may draw at most, whichever messages it got: the one place that keeps the sum below the limit.
+"""What every node may draw at most, whichever messages it got. Only this module keeps the sum below the limit.
 
 A node's exposure is the largest grant that has not ended and that the node has not replaced by a later one, or its
-guaranteed share. `grant` gives no more than the limit less the exposure of all other nodes. Nothing else in a governor
-has to be right for the sum to hold.
+guaranteed share. `grant` gives at most the limit less the exposure of all other nodes. Nothing else in a governor must
+be right for the sum to stay below the limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ExposureLedger:
         self.total_w = 0.0
         self._exposure_w: dict[str, float] = {}
         self._ends: list[tuple[float, str]] = []
-        self._waiting: set[str] = set()  # nodes in `_ends`: one entry each
+        self._waiting: set[str] = set()  # nodes in `_ends`, with one entry each
 
     def add(self, node: GovernedNode, now_s: float) -> None:
         """Count a node from now on."""
@@ -29,12 +29,12 @@ class ExposureLedger:
         self.update(node, now_s)
 
     def remove(self, name: str) -> None:
-        """Count a node no longer."""
+        """Stop counting a node."""
         del self.nodes[name]
         self.total_w -= self._exposure_w.pop(name)
 
     def update(self, node: GovernedNode, now_s: float) -> float:
-        """The node's exposure, brought up to date in the sum too."""
+        """Update the node's exposure, also in the sum, and return it."""
         power_w = node.exposure_w(now_s)
         self.total_w += power_w - self._exposure_w.get(node.name, 0.0)
         self._exposure_w[node.name] = power_w
@@ -44,11 +44,11 @@ class ExposureLedger:
         return power_w
 
     def free_w(self, node: GovernedNode) -> float:
-        """What this node may draw while all others draw the most they may."""
+        """Return what this node may draw while all others draw the most they may."""
         return self.limit_w - (self.total_w - self._exposure_w[node.name])
 
     def exposure_w(self, name: str) -> float:
-        """The most that a node may draw."""
+        """Return the most that a node may draw."""
         return self._exposure_w[name]
 
     def settle(self, node: GovernedNode, now_s: float) -> None:
@@ -58,7 +58,7 @@ class ExposureLedger:
             self.update(node, now_s)
 
     def grant(self, node: GovernedNode, cap_w: float, now_s: float, end_s: float) -> float:
-        """Allow a node as much of `cap_w` as is free, at least its guaranteed share, until `end_s`; the watts."""
+        """Allow a node as much of `cap_w` as is free, at least its guaranteed share, and return the watts."""
         share_w = node.guaranteed_w if node.joined else 0.0
         cap_w = max(min(round_down(cap_w), self.free_w(node)), share_w) if node.joined else 0.0
         node.seq += 1

@@ -8,7 +8,7 @@
     rows:  {count: 2, racks: 16, breaker: {rating_a: 1600}, cooling: 800kW, supply: 22C, recirculation: 10%}
     feed:  {ups_efficiency: 95%, storage: {power: 300kW, energy: 3MJ, smoothing: 10s}}
 
-Everything but the sizes has a default, each with its source where it stands. Rows, racks and nodes are numbered from 1:
+Everything except the sizes has a default, with its source beside it. Rows, racks and nodes are numbered from 1:
 row1/rack3/node2.
 """
 
@@ -36,14 +36,14 @@ from .yaml_tables import Keys, build, keep, read_number, read_section, read_text
 STEP_S, DECIDE_S = 0.005, 0.1
 """Length of a step, and time between two decisions of governors, shapers and heat."""
 MOST_GPUS = 4_000_000
-# The H200's, as fitted by estimate/calibration: relative to the voltage at the boost clock.
+# The H200's values, as fitted by estimate/calibration: relative to the voltage at the boost clock.
 _VOLTAGE_SLOPE, _VOLTAGE_FLOOR = 0.446315, 0.728593
 _PLACE = re.compile(r"row(\d+)(?:/rack(\d+)(?:/node(\d+))?)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuKind:
-    """The GPUs of a facility: what they draw when idle, the limit they keep, how warm they get.
+    """The GPUs of a facility: their idle watts, their power limit, and how warm they get.
 
     `smooth_up_w_per_s`, `smooth_down_w_per_s`, `smooth_floor_w`: the board's own power smoothing, as GB200 has it.
     """
@@ -63,11 +63,11 @@ class GpuKind:
             raise ArgumentError(f"a GPU that idles at {self.idle_w:g} W cannot have a limit of {self.limit_w:g} W")
 
     def share_cap(self, node_w: float, *, host_w: float, gpus: int) -> float:
-        """What each of a node's GPUs may draw under a cap on the node: the host's watts are not theirs to save."""
+        """Return what each of a node's GPUs may draw under a cap on the node: GPUs cannot save the host's watts."""
         return min(self.limit_w, max(self.idle_w, (node_w - host_w) / gpus))
 
     def tabulate_speed(self, steps: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Shares of the dynamic power from 0 to 1, and the share of the clock that each allows: power is f V(f)^2."""
+        """Return shares of the dynamic power from 0 to 1, and the share of the clock for each: power is f V(f)^2."""
         clock = np.linspace(0.0, 1.0, 1001)
         voltage = np.maximum(self.voltage_floor, 1.0 - self.voltage_slope * (1.0 - clock))
         gain = np.linspace(0.0, 1.0, steps + 1)
@@ -76,7 +76,7 @@ class GpuKind:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeKind:
-    """The nodes: how many GPUs, what the host draws besides (dist/clusters: 1450 W of an H100 node at the wall)."""
+    """The nodes: how many GPUs, and what the host draws besides (dist/clusters: 1450 W of an H100 node at the wall)."""
 
     gpus: int = 8
     host_w: float = 1450.0
@@ -113,48 +113,48 @@ class Facility:
 
     @property
     def racks(self) -> int:
-        """All racks."""
+        """Return the number of racks."""
         return self.rows * self.row_racks
 
     @property
     def nodes(self) -> int:
-        """All nodes."""
+        """Return the number of nodes."""
         return self.racks * self.rack_nodes
 
     @property
     def gpus(self) -> int:
-        """All GPUs."""
+        """Return the number of GPUs."""
         return self.nodes * self.node.gpus
 
     @cached_property
     def node_limit_w(self) -> float:
-        """Watts at the plug of a node whose GPUs are all at their limit: its nameplate."""
+        """Return the watts at the plug of a node with all GPUs at their limit: its nameplate."""
         load_w = self.node.gpus * self.gpu.limit_w + self.node.host_w
         return float(self.node.supply.draw_w(np.array([load_w]))[0])
 
     def find_breaker(self, rack: int) -> Breaker | None:
-        """The breaker of a rack, from its number (0 first)."""
+        """Return the breaker of a rack, from its number (0 first)."""
         return self.own_breakers.get(rack, self.rack_breaker)
 
     def rack_full_w(self, rack: int) -> float:
-        """What a rack is built for: its breaker's rating, else the nameplate of its nodes."""
+        """Return the watts that a rack is built for: its breaker's rating, or else the nameplate of its nodes."""
         breaker = self.find_breaker(rack)
         return breaker.rating_w if breaker else self.rack_nodes * self.node_limit_w
 
     def name_row(self, row: int) -> str:
-        """The name of a row, from its number (0 first)."""
+        """Return the name of a row, from its number (0 first)."""
         return f"row{row + 1}"
 
     def name_rack(self, rack: int) -> str:
-        """The name of a rack."""
+        """Return the name of a rack."""
         return f"{self.name_row(rack // self.row_racks)}/rack{rack % self.row_racks + 1}"
 
     def name_node(self, node: int) -> str:
-        """The name of a node."""
+        """Return the name of a node."""
         return f"{self.name_rack(node // self.rack_nodes)}/node{node % self.rack_nodes + 1}"
 
     def find_place(self, name: str) -> tuple[str, int]:
-        """The level ("row", "rack", "node") and number of a name such as row1/rack3/node2."""
+        """Return the level ("row", "rack", "node") and number of a name such as row1/rack3/node2."""
         match = _PLACE.fullmatch(name.strip())
         numbers = [int(n) - 1 for n in match.groups() if n is not None] if match else []
         sizes = (self.rows, self.row_racks, self.rack_nodes)
@@ -170,7 +170,7 @@ class Facility:
         return ("row", "rack", "node")[len(numbers) - 1], number
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {**dataclasses.asdict(self), "gpus": self.gpus, "racks": self.racks, "nodes": self.nodes}
 
 
@@ -249,7 +249,7 @@ SECTIONS = ("name", "gpus", "nodes", "racks", "rows", "feed")
 
 
 def read_gpu(table: Any) -> GpuKind:
-    """The GPUs: a chip of the catalogue, given watts, or both."""
+    """Return the GPUs: a chip of the catalogue, given watts, or both."""
     values = read_section(table, _GPU, "gpus")
     if "name" in values:
         device = lookup(values["name"])
@@ -267,7 +267,7 @@ def read_gpu(table: Any) -> GpuKind:
 
 
 def read_facility(table: Mapping[str, Any]) -> Facility:
-    """A facility from the tables of a file."""
+    """Return a facility from the tables of a file."""
     values: dict[str, Any] = {"name": read_text(table.get("name", "facility"))}
     if "gpus" in table:
         values["gpu"] = read_gpu(table["gpus"])
@@ -289,7 +289,7 @@ def read_facility(table: Mapping[str, Any]) -> Facility:
 
 
 def _read_own_breakers(table: Any, facility: Facility) -> dict[int, Breaker]:
-    """The breakers of single racks, or of all racks of a row; what one does not say is as the others have it."""
+    """Return the breakers of single racks, or of all racks of a row; missing keys are as in the other breakers."""
     if not isinstance(table, Mapping):
         raise ArgumentError("racks.breakers is not a table of places", fix="breakers: {row1/rack3: {rating_a: 50}}")
     found: dict[int, Breaker] = {}

@@ -43,7 +43,7 @@ class Fault:
             raise ArgumentError("a fault begins at 0 s or later, and lasts longer than 0 s")
 
     def find(self, facility: Facility) -> tuple[str, int]:
-        """The level and number of what fails."""
+        """Return the level and number of what fails."""
         level, number = facility.find_place(self.place)
         if level not in _LEVELS[self.kind]:
             raise ArgumentError(
@@ -53,11 +53,11 @@ class Fault:
 
     @property
     def end_s(self) -> float:
-        """When what failed is back; infinite for what stays lost."""
+        """Return when what failed comes back; infinite if it stays lost."""
         return self.at_s + self.for_s if self.kind in ("sensor_lost", "cooling_lost") else math.inf
 
     def is_on(self, now_s: float) -> bool:
-        """Whether it holds now."""
+        """Return whether the fault is present now."""
         return self.at_s <= now_s < self.at_s + self.for_s
 
 
@@ -71,7 +71,7 @@ _KEYS: Keys = {
 
 
 def read_faults(tables: Any, facility: Facility) -> list[Fault]:
-    """The faults of a file, each checked against the facility."""
+    """Return the faults of a file, each checked against the facility."""
     found = list_tables(tables, "faults", "{at: 20s, kind: node_lost, place: row1/rack1/node1}")
     faults = [build(Fault, table, _KEYS, f"faults[{i}]") for i, table in enumerate(found, 1)]
     for fault in faults:
@@ -80,7 +80,7 @@ def read_faults(tables: Any, facility: Facility) -> list[Fault]:
 
 
 def mark_differences(faults: list[Fault], facility: Facility) -> dict[str, dict[int, object]]:
-    """What differs from others alike, by level and number: for the tree of classes."""
+    """Return what differs from its like, by level and number: for the tree of classes."""
     marks: dict[str, dict[int, object]] = {"node": {}, "rack": dict(facility.own_breakers), "row": {}}
     for i, fault in enumerate(faults):
         level, number = fault.find(facility)

@@ -1,7 +1,7 @@
 """Rack governors inside the simulator: the decisions of `budget.Budget`, fed with simulated sensors.
 
 Every governed rack has a budget of its own. Its nodes send heartbeats with what they draw, and set the caps of their
-GPUs to what they are granted. A job begins once all racks that it uses have admitted it.
+GPUs to what they are granted. A job begins when all racks that it uses have admitted it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .leases import BudgetPolicy, JobState, PowerRequest
 SHED = "rack governor sheds its jobs: above rack_cap"
 """The kind of the event of a rack whose measured power was above its cap."""
 _ROUNDING_W = 1.0  # the curve of a supply is inverted by a table
-_LONG_S = 1e7  # a lease that lasts for the whole simulation: its job does not stop asking
+_LONG_S = 1e7  # seconds of a lease that lasts for the whole simulation: its job does not stop asking
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _GovernedRack:
 
 
 class RackGovernors:
-    """All racks, each with its budget."""
+    """All governed racks, each with its budget."""
 
     def __init__(self, engine: FleetEngine, policy: RackPowerGovernor, jobs: list[FleetJob]) -> None:
         self.engine, self.jobs = engine, jobs
@@ -53,14 +53,14 @@ class RackGovernors:
                 for node in np.flatnonzero(tree.nodes.parent == rack)
                 for copy in range(int(tree.nodes.count[node]))
             ]
-            # Daemons do not send all at once: their heartbeats are spread over the time between two.
+            # Daemons do not send at the same time: their heartbeats are spread over one interval.
             next_s = self.policy.heartbeat_s * rack / len(tree.racks)
             governed = _GovernedRack(Budget(self.policy), nodes, next_s=next_s)
             for _, name in nodes:
                 governed.budget.join(0.0, name, share_w, max_w=facility.node_limit_w)
             self.racks.append(governed)
         self._jobs_of_node = self._find_jobs()
-        # Until its first heartbeat a node obeys its guaranteed share.
+        # A node obeys its guaranteed share until its first heartbeat.
         self._granted_w = np.full(len(tree.nodes), share_w)
         self._set_caps(self._granted_w)
         self._asked_w = {job: np.array([of.get(job, 0.0) for of in self._jobs_of_node]) for job in range(len(jobs))}
@@ -69,7 +69,7 @@ class RackGovernors:
         self.shed: list[tuple[float, str, str]] = []
 
     def _find_jobs(self) -> list[dict[int, float]]:
-        """For each class of nodes the watts at the plug that each of its jobs wants."""
+        """Return, for each class of nodes, the watts at the plug that each of its jobs wants."""
         engine = self.engine
         supply, host_w = engine.facility.node.supply, engine.facility.node.host_w
         found: list[dict[int, float]] = [{} for _ in range(len(engine.tree.nodes))]
@@ -100,20 +100,20 @@ class RackGovernors:
                 rack.budget.request(now_s, request)
 
     def is_admitted(self, job: int) -> bool:
-        """Whether all racks that the job uses have admitted it."""
+        """Return whether all racks that the job uses have admitted it."""
         name = self.jobs[job].name
         leases = [lease for rack in self.racks if (lease := rack.budget.queue.jobs.get(name)) is not None]
         return bool(leases) and all(lease.state is JobState.ACTIVE for lease in leases)
 
     def release(self, job: int, now_s: float) -> None:
-        """The job has ended."""
+        """Note that the job has ended."""
         name = self.jobs[job].name
         for rack in self.racks:
             if name in rack.budget.queue.jobs:
                 rack.budget.release(now_s, name)
 
     def decide(self, now_s: float, node_w: NDArray[np.float64], is_seen: NDArray[np.bool_]) -> None:
-        """Heartbeats that are due: measured watts in, caps out. A node whose sensor is lost reports nothing."""
+        """Run the heartbeats that are due: measured watts in, caps out. A node whose sensor is lost reports nothing."""
         engine = self.engine
         caps_w = np.full(len(engine.tree.nodes), np.inf)
         due = [rack for rack in self.racks if now_s >= rack.next_s]
@@ -141,7 +141,7 @@ class RackGovernors:
     # -- what jobs asked for and got ------------------------------------------------------------------------------
 
     def count_grants(self, jobs: Iterable[int], seconds: float) -> None:
-        """Add what the jobs that run were granted for so long."""
+        """Add what the running jobs were granted for `seconds`."""
         instances = self.engine.tree.nodes.instances
         for job in jobs:
             asked_w = self._asked_w[job]
@@ -150,22 +150,22 @@ class RackGovernors:
             self.granted_j[job] += seconds * float(np.dot(granted_w, instances))
 
     def asked_w(self, job: int) -> float:
-        """Watts at the plugs of its nodes that a job asks for."""
+        """Return watts at the plugs of its nodes that a job asks for."""
         return float(np.dot(self._asked_w[job], self.engine.tree.nodes.instances))
 
     @property
     def rack_asked_w(self) -> float:
-        """The most that all jobs ask of one rack."""
+        """Return the most that all jobs ask of one rack."""
         nodes = self.engine.tree.nodes
         return float(np.bincount(nodes.parent, weights=self._all_asked_w * nodes.count).max())
 
     def is_held(self, job: int) -> bool:
-        """Whether a GPU of the job may draw only its idle power now: then the whole job waits."""
+        """Return whether a GPU of the job may only draw its idle power now: then the whole job waits."""
         gpus, chosen = self.engine.arrays.gpus, self.engine.job == job
         return bool(np.any(gpus.cap_w[chosen] < gpus.idle_w[chosen] + _ROUNDING_W))
 
     def _set_caps(self, caps_w: NDArray[np.float64]) -> None:
-        """From watts at the plug of a node to the limit of each of its GPUs."""
+        """Set each GPU's limit from the watts at the plug of its node."""
         facility, gpus = self.engine.facility, self.engine.arrays.gpus
         known = np.isfinite(caps_w)
         load_w = facility.node.supply.find_load(np.where(known, caps_w, 0.0))

@@ -1,9 +1,9 @@
-r"""Heat: how warm GPUs, racks and aisles get, and when a GPU slows down for it.
+r"""Heat: how warm GPUs, racks and aisles get, and when a GPU slows down because of heat.
 
 ::
 
     GPU    tau dT/dt = inlet + R x power - T                     slows down above `slow_at_c`, by `slow_per_s`
-    rack   inlet = (1 - r) supply + r (inlet + rise x load)      r: the share of hot air that comes round to the front
+    rack   inlet = (1 - r) supply + r (inlet + rise x load)      r: the share of hot air that returns to the front
     aisle  C dT/dt = heat - cooling                              above the cooling's capacity, or with the cooling lost
 """
 
@@ -22,15 +22,15 @@ from ..joules import Floats
 class GpuHeat:
     """How warm a GPU gets. `resistance_c_per_w`: degrees above the inlet for each watt, in the long run.
 
-    H200: 313 kernels and models measured for about a second each have 0.029 °C/W (`benchmarks/data`), the chip alone;
-    with the heat sink 0.055 is assumed, which is 60 to 65 °C at 700 W and an inlet of 22 to 25 °C. It slows down at
-    85 °C (what the energy guide calls a hotspot) and is cut to a third of its clock where that does not help.
+    H200: 313 kernels and models, measured for about a second each, have 0.029 °C/W (`benchmarks/data`) for the chip
+    alone. With the heat sink 0.055 is assumed, which is 60 to 65 °C at 700 W and an inlet of 22 to 25 °C. The GPU slows
+    down at 85 °C (the energy guide's hotspot), and is cut to a third of its clock if that does not help.
     """
 
     resistance_c_per_w: float = 0.055
     tau_s: float = 20.0  # assumed: an air-cooled heat sink of an SXM board
     slow_at_c: float = 85.0
-    slow_per_s: float = 0.05  # assumed: of the clock, for each second above
+    slow_per_s: float = 0.05  # assumed: share of the clock, for each second above
     lowest_clock: float = 0.33
 
     def __post_init__(self) -> None:
@@ -40,15 +40,15 @@ class GpuHeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AisleHeat:
-    """The air of a row: what the cooling takes away, and how much hot air comes back to the front of the racks.
+    """The air of a row: how much heat the cooling removes, and how much hot air returns to the front of the racks.
 
     `heat_capacity_j_per_c` is for one rack: with 5 kW a rack, servers shut down within three minutes of the loss of
-    cooling (Opengate Data Systems, in Mission Critical Magazine); with 20 °C taken as the way to that, 45 kJ/°C.
+    cooling (Opengate Data Systems, in Mission Critical Magazine); if they warm by 20 °C until then, that is 45 kJ/°C.
     """
 
     supply_c: float = 22.0  # within ASHRAE's recommended 18 to 27 °C
     recirculation: float = 0.1  # assumed
-    rise_c: float = 15.0  # assumed: of the air through a rack at its full power
+    rise_c: float = 15.0  # assumed: of the air through a rack at full power
     cooling_w: float | None = None
     heat_capacity_j_per_c: float = 45e3
     highest_c: float = 60.0
@@ -89,14 +89,14 @@ class HeatState:
         row_w: Floats,
         cooling: Floats,
     ) -> None:
-        """One step: mean watts of GPUs, load of racks (of their rating), watts of rows, the share of cooling left."""
+        """Make one step: mean watts of GPUs, loads of racks, watts of rows, and the remaining share of cooling."""
         a, g = self.aisle, self.gpu
         excess_w = row_w * (1.0 - cooling) if a.cooling_w is None else row_w - a.cooling_w * cooling
         warming = excess_w / (a.heat_capacity_j_per_c * self._racks_of_rows)
         self.supply_c = np.clip(self.supply_c + step_s * warming, a.supply_c, a.highest_c)
         back = a.recirculation / (1.0 - a.recirculation)
         self.inlet_c = self.supply_c[row_of_rack] + back * a.rise_c * rack_load
-        # T + a (inlet + R power - T), in place: there may be 100,000 of them ten times a second.
+        # T + a (inlet + R power - T), in place, because this may be 100,000 values ten times a second.
         share = -math.expm1(-step_s / g.tau_s)
         self.gpu_c *= np.float32(1.0 - share)
         self.gpu_c += np.take((share * self.inlet_c).astype(np.float32), rack_of_gpu)
@@ -111,6 +111,6 @@ class HeatState:
     def _slow_down(self, step_s: float) -> None:
         g = self.gpu
         change = np.where(self.gpu_c > g.slow_at_c, -g.slow_per_s * step_s, g.slow_per_s * step_s).astype(np.float32)
-        # It speeds up again only once it is two degrees cooler: at the threshold it would flutter.
+        # It speeds up again only two degrees cooler, because at the threshold it would flutter.
         change[(self.gpu_c > g.slow_at_c - 2.0) & (self.gpu_c <= g.slow_at_c)] = 0.0
         np.clip(self.clock + change, g.lowest_clock, 1.0, out=self.clock)

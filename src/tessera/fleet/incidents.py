@@ -1,4 +1,4 @@
-"""What ran on every node when a supply, PDU or breaker complained: the checklist of power debugging, for a fleet.
+"""What ran on every node when a supply, PDU or breaker reported an event: the checklist, for a fleet.
 
 ::
 
@@ -50,12 +50,13 @@ from ..recording import Recording
 from ..timeline.columns import Ints, Timeline
 from ..timeline.intervals import covered_ns, union
 
-# How far from an event what ran may still be its cause. A breaker's magnetic part trips within 10 ms (IEC 60898-1); a
-# supply's over-current protection waits some milliseconds; what reports them is read in tens.
+# Seconds from an event within which something that ran may be its cause. A breaker's magnetic part trips within 10 ms
+# (IEC 60898-1); a supply's over-current protection waits some milliseconds; the reporting devices are read every tens
+# of milliseconds.
 WITHIN_S = 0.05
 # Names listed for a node in one incident.
 TOP = 4
-# Names whose alignment is tried, those that ran longest.
+# Number of names whose alignment is tried: those that ran longest.
 NAMES = 12
 
 
@@ -63,8 +64,8 @@ NAMES = 12
 class NodeWork:
     """What one node did in an incident's window: the share of it that devices were busy, and with what.
 
-    `clock_error_s` is what the node's clock may be off from the others (a 90% half-width); None: nothing tied it to
-    them. Where nothing ran on a device these are operators of the host.
+    `clock_error_s` is how far the node's clock may be off from the others (a 90% half-width); None: nothing ties it to
+    them. If nothing ran on a device, these are operators of the host.
     """
 
     host: str
@@ -78,7 +79,7 @@ class NodeWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """An event and what ran then. Power is that of all counted devices together; None where it is not known."""
+    """An event and what ran then. Power is of all counted devices together; None if it is not known."""
 
     event: PowerEvent
     start_ns: int
@@ -93,9 +94,9 @@ class Incident:
 class FleetIncidents:
     """The incidents of a run, what they have in common, and the checklist, answered for all nodes together.
 
-    In `aligned`, `in_spikes` is the share of the events during which something ran, `outside` the share of all times
-    at which it does. Whether spikes are aligned is answered for the events where there are any, and for the spikes of
-    all devices' power together otherwise.
+    In `aligned`, `in_spikes` is the share of the events during which something ran, `outside` the share of all times at
+    which it runs. Whether spikes are aligned is answered for the events if there are any, and otherwise for the spikes
+    of all devices' power together.
     """
 
     incidents: tuple[Incident, ...]
@@ -108,11 +109,11 @@ class FleetIncidents:
     notes: tuple[str, ...] = ()
 
     def answer(self, key: str) -> ChecklistAnswer:
-        """One answer of the checklist: "aligned", "throttle", "feeds" or "links"."""
+        """Return one answer of the checklist: "aligned", "throttle", "feeds" or "links"."""
         return {a.key: a for a in self.checklist}[key]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         data = dataclasses.asdict(dataclasses.replace(self, correlation=None))
         for row, alignment in zip(data["aligned"], self.aligned, strict=True):
             row["lift"] = alignment.lift
@@ -122,7 +123,7 @@ class FleetIncidents:
         return data
 
     def to_json(self) -> str:
-        """The same as JSON."""
+        """Return the incidents as JSON."""
         return encode_json(self.to_dict())
 
 
@@ -134,8 +135,8 @@ def find_incidents(
 ) -> FleetIncidents:
     """Tie over-current, near-trip and supply events to what ran on each node.
 
-    `runs` is a recording, a run file, or those of several ranks and nodes, which are put on one clock. `events` are
-    those of logs, beside what the runs' own samplers saw.
+    `runs` is a recording, a run file, or those of several ranks and nodes, which are put on one clock. `events` come
+    from logs; those that the runs' own samplers saw are added.
     """
     recording = _open_runs(runs)
     known = sorted({*recording.events, *events}, key=lambda e: (e.time_ns, e.domain, e.kind))
@@ -178,7 +179,7 @@ def _open_runs(runs: Recording | str | Path | Sequence[str | Path]) -> Recording
 
 
 def read_clock_errors(recording: Recording) -> dict[str, float | None]:
-    """What the clock of each node may be off, in seconds; 0 for the node that all others are compared with."""
+    """Return how far each node's clock may be off, in seconds; 0 for the node with which others are compared."""
     ranks: Sequence[Mapping[str, Any]] = recording.timeline.meta.get("ranks") or []
     if not ranks:
         return {recording.facts.host: 0.0}
@@ -191,7 +192,7 @@ def read_clock_errors(recording: Recording) -> dict[str, float | None]:
 
 
 def _split_hosts(recording: Recording, timeline: Timeline, rows: Ints) -> dict[str, tuple[tuple[int, ...], Ints]]:
-    """The ranks and rows of each node."""
+    """Return the ranks and rows of each node."""
     ranks: Sequence[Mapping[str, Any]] = timeline.meta.get("ranks") or []
     if not ranks:
         return {recording.facts.host: ((), rows)}
@@ -277,7 +278,7 @@ def _describe_node(
 
 
 def _power_between(curve: Curve, start_ns: int, end_ns: int) -> tuple[float | None, float | None]:
-    """Mean and highest power of a stretch, as far as it is known."""
+    """Return mean and highest power of a stretch, as far as it is known."""
     cut = np.clip(curve.edges_ns, start_ns, end_ns)
     seconds = np.diff(cut) * 1e-9 * curve.is_known
     if not np.sum(seconds) > 0:
@@ -289,10 +290,10 @@ def _power_between(curve: Curve, start_ns: int, end_ns: int) -> tuple[float | No
 
 
 def _align_events(timeline: Timeline, rows: Ints, incidents: Sequence[Incident]) -> list[Alignment]:
-    """Whether the events fall on a kind of work more often than they would at random times.
+    """Return whether the events coincide with a kind of work more often than they would at random times.
 
-    Each event is placed anew at any time of the run, with a window as wide as its own: events are rare, so that one
-    says nothing of the next. Spikes of a periodic load are shifted all together instead (`analyze.spikes.Chance`).
+    Each event is placed anew at any time of the run, with a window as wide as its own: events are rare, so one tells
+    nothing about the next. Spikes of a periodic load are instead shifted all together (`analyze.spikes.Chance`).
     """
     kinds, names = timeline["kind"][rows], timeline["name"][rows]
     groups = [
@@ -318,7 +319,7 @@ def _align_events(timeline: Timeline, rows: Ints, incidents: Sequence[Incident])
             inside_ns = int(covered_ns(near, np.array([span[0]]), np.array([span[1]]))[0])
             expected += inside_ns / max(span[1] - span[0], 1)
         count = len(incidents)
-        # Of several names tried one fits by luck (Bonferroni).
+        # Among several names, one fits by luck (Bonferroni).
         p = min(_binomial_tail(count, hits, expected / count) * (len(top) if kind in ("kernel", "op") else 1), 1.0)
         found.append(judge_alignment(name, kind, hits / count, expected / count, p, count))
     return found
@@ -327,7 +328,7 @@ def _align_events(timeline: Timeline, rows: Ints, incidents: Sequence[Incident])
 def _check_after(
     recording: Recording, rows: Ints, curve: Curve | None, incidents: Sequence[Incident]
 ) -> list[ChecklistAnswer]:
-    """Whether clocks throttle after the events and links are busy during them; nothing without events or power."""
+    """Return whether clocks throttle after the events and links are busy during them; nothing without data."""
     if curve is None or not incidents:
         return []
     readings = sort_telemetry(recording.telemetry)
@@ -340,7 +341,7 @@ def _check_after(
 
 
 def _as_spike(incident: Incident, number: int) -> Spike:
-    """An incident's time as a stretch that the checks of spikes take."""
+    """Return an incident's time as a stretch for the checks of spikes."""
     start_ns, end_ns = incident.event.start_ns, max(incident.event.time_ns, incident.event.start_ns + 1)
     peak_w = incident.peak_w or 0.0
     return Spike(
@@ -360,7 +361,7 @@ def _fill_checklist(
     incidents: Sequence[Incident],
     after: Sequence[ChecklistAnswer],
 ) -> tuple[ChecklistAnswer, ...]:
-    """The four answers; without power those that need it are unknown."""
+    """Return the four answers; without power, those that need it are unknown."""
     if correlation is not None:
         answers = {a.key: a for a in correlation.checklist}
     else:
@@ -381,7 +382,7 @@ def _fill_checklist(
 
 
 def describe_events(alignment: Alignment) -> str:
-    """An alignment of events in words, with its numbers."""
+    """Return an alignment of events in words, with its numbers."""
     p = "" if alignment.p_value is None else f", p = {alignment.p_value:.2g}"
     name = short_name(alignment.name) if alignment.kind == "kernel" else alignment.name
     reason = f": {alignment.verdict}, {alignment.reason}" if alignment.verdict != "aligned" else ""
@@ -390,7 +391,7 @@ def describe_events(alignment: Alignment) -> str:
 
 
 def _binomial_tail(count: int, hits: int, chance: float) -> float:
-    """The probability of at least so many hits."""
+    """Return the probability of at least so many hits."""
     chance = min(max(chance, 0.0), 1.0)
     return math.fsum(math.comb(count, k) * chance**k * (1.0 - chance) ** (count - k) for k in range(hits, count + 1))
 

@@ -5,12 +5,12 @@
     folder/
       order.json              a request to move, written by `tessera fleet migrate`
       status.json             running, moved or done: what a launcher looks at when the job has ended
-      step-00000120/          one checkpoint; it is whole once it has its manifest
+      step-00000120/          one checkpoint; it is complete once it has its manifest
         *.distcp, .metadata   model and optimizer, by torch.distributed.checkpoint: any number of ranks can read them
         rank-0.pt ...         what each rank has of its own: random numbers, schedules, positions in the data
         manifest.json         step, ranks, times
 
-The folder lies where the old and the new nodes reach it.
+The folder must be on storage that the old and the new nodes can reach.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ..errors import MigrationError
 from ..output import replace_when_written
 from ..read_limits import read_bytes
 
-# The newest, and the one before it in case the newest cannot be read.
+# Checkpoints to keep: the newest, and the one before it in case the newest cannot be read.
 KEPT = 2
-# A scheduler or a loader has some kilobytes; JSON of ours has less.
+# Most bytes of a JSON file: a scheduler or a loader has some kilobytes, our own files less.
 _JSON_BYTES = 1 << 16
 _STEP = re.compile(r"step-(\d{8,})")
 OrderKind = Literal["request", "signal", "overheat"]
@@ -51,7 +51,7 @@ JobPhase = Literal["running", "moved", "done"]
 
 
 class Stateful(Protocol):
-    """What has a state that can be saved: schedulers, gradient scalers, loaders."""
+    """An object with a state that can be saved: schedulers, gradient scalers, loaders."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any) -> Any: ...
@@ -59,7 +59,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is: the next step to do, by how many ranks it was written, when and why. Times are epoch ns."""
+    """What a checkpoint is: the next step, how many ranks wrote it, when and why. Times are epoch ns."""
 
     step: int
     ranks: int
@@ -72,7 +72,7 @@ class Manifest:
 
 
 def find_newest(folder: Path) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint that is whole; None where there is none."""
+    """Return the newest complete checkpoint; None if there is none."""
     found = sorted((p for p in folder.glob("step-*") if _STEP.fullmatch(p.name)), key=lambda p: p.name, reverse=True)
     for path in found:
         manifest = read_json(path / "manifest.json")
@@ -88,7 +88,7 @@ def find_newest(folder: Path) -> tuple[Path, Manifest] | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A small object of ours; None where the file does not exist or is not one (half written by a full disk)."""
+    """Return a small object of ours; None if the file does not exist or is broken (half written on a full disk)."""
     try:
         content = json.loads(read_bytes(path, _JSON_BYTES))
     except (OSError, ValueError):
@@ -97,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a small object, whole or not at all."""
+    """Write a small object completely or not at all."""
     with replace_when_written(path, make_folder=True) as part:
         part.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
@@ -117,9 +117,9 @@ class JobCheckpoint:
         self.ranks = c10d.get_world_size() if group is not None else 1
 
     def save(self, folder: Path, manifest: Manifest) -> Path:
-        """Write a checkpoint; it counts once all ranks are through, by the manifest of rank 0."""
+        """Write a checkpoint; it counts when all ranks have finished, which rank 0's manifest says."""
         path = folder / f"step-{manifest.step:08d}"
-        own = self._pack_own()  # before anything is written: what cannot be packed must not stop a job half way
+        own = self._pack_own()  # first, so that what cannot be packed does not stop a job half way
         if self.rank == 0:
             path.mkdir(parents=True, exist_ok=True)
             (path / "manifest.json").unlink(missing_ok=True)  # this step was saved before, by a run that was killed
@@ -183,7 +183,7 @@ class JobCheckpoint:
             torch.save(own, packed)
             packed.seek(0)
             torch.load(packed, weights_only=True)
-        except (PickleError, AttributeError, TypeError) as error:  # pickle's own words for a local class
+        except (PickleError, AttributeError, TypeError) as error:  # pickle raises them for a local class
             raise MigrationError(
                 "a state is not plain data, so it could not be read again",
                 why=str(error).strip().splitlines()[0][:200],
@@ -194,7 +194,7 @@ class JobCheckpoint:
 
     def _unpack_own(self, path: Path, manifest: Manifest) -> None:
         is_same = manifest.ranks == self.ranks
-        # A rank that did not exist takes the schedules of rank 0, and random numbers of its own.
+        # A rank that did not exist before takes rank 0's schedules, and its own random numbers.
         source = self.rank if self.rank < manifest.ranks else 0
         try:
             own = torch.load(path / f"rank-{source}.pt", weights_only=True, map_location="cpu")
@@ -227,13 +227,13 @@ class JobCheckpoint:
             torch.cuda.set_rng_state(own["cuda"])
 
 
-# Flat: the parameters of a group may lie on other ranks afterwards (a pipeline with other stages).
+# Flat, because the parameters of a group may be on other ranks afterwards (a pipeline with other stages).
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @contextlib.contextmanager
 def _quiet_alone() -> Iterator[None]:
-    """Torch warns a job of one process that it is one."""
+    """Silence torch's warning to a job of one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield

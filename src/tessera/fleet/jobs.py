@@ -29,8 +29,8 @@ _SOURCES = ("shape", "phases", "recording", "plan")
 class FleetJob:
     """Ranks that draw waves. `waves` has one for each pipeline stage; `replicas` divide the job into equal groups.
 
-    `at_s` is how far into its first iteration the job begins. `scatter`: every node begins anywhere in the wave, as
-    servers do. `least_share` is the least share of its watts that the job needs (`PowerRequest.min_share`).
+    `at_s` is how far into its first iteration the job begins. With `scatter`, every node begins anywhere in the wave,
+    as servers do. `least_share` is the least share of its watts that the job needs (`PowerRequest.min_share`).
     """
 
     name: str
@@ -57,23 +57,23 @@ class FleetJob:
 
     @property
     def period_s(self) -> float:
-        """Seconds of one iteration when nothing slows it."""
+        """Return the seconds of one iteration if nothing slows it."""
         return self.waves[0].period_s
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether its ranks wait for each other."""
+        """Return whether the job's ranks wait for each other."""
         return self.waves[0].sync_s is not None
 
     @property
     def duty(self) -> float | None:
-        """The share of an iteration before the ranks synchronise."""
+        """Return the share of an iteration before the ranks synchronise."""
         wave = self.waves[0]
         return None if wave.sync_s is None else wave.sync_s / wave.period_s
 
     @property
     def peak_w(self) -> float:
-        """The highest watts of a GPU."""
+        """Return the highest watts of a GPU."""
         return max(wave.peak_w for wave in self.waves)
 
 
@@ -119,7 +119,7 @@ _JOB: Keys = {
 
 
 def read_jobs(tables: Any, folder: Path) -> list[FleetJob]:
-    """The jobs of a file; paths in it are taken from its folder. `copies` are independent jobs of the same kind."""
+    """Return the jobs of a file. Paths are relative to its folder; `copies` are independent jobs of the same kind."""
     jobs: list[FleetJob] = []
     for number, table in enumerate(list_tables(tables, "jobs", "{name: train, gpus: 64, shape: {...}}"), 1):
         values = read_section(table, _JOB, f"jobs[{number}]")
@@ -138,7 +138,7 @@ def read_jobs(tables: Any, folder: Path) -> list[FleetJob]:
 
 
 def copy_job(job: FleetJob, copies: int, offset: Any = None) -> list[FleetJob]:
-    """Independent jobs alike, each begun later in its iteration than the one before, by `runtime.shaping`'s rules."""
+    """Return independent equal jobs, each begun later in its iteration than the last, by `runtime.shaping`'s rules."""
     from ..runtime.shaping import group_offsets
 
     if copies == 1:

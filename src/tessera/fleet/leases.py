@@ -22,21 +22,21 @@ _STEPS_PER_W = 1024.0
 
 
 def round_down(power_w: float) -> float:
-    """The next lower multiple of 1/1024 W. Up to 2**43 W such floats add up without any rounding."""
+    """Return the next lower multiple of 1/1024 W. Up to 2**43 W such floats add up without any rounding."""
     return math.floor(power_w * _STEPS_PER_W) / _STEPS_PER_W
 
 
 def round_up(power_w: float) -> float:
-    """The next higher multiple of 1/1024 W."""
+    """Return the next higher multiple of 1/1024 W."""
     return math.ceil(power_w * _STEPS_PER_W) / _STEPS_PER_W
 
 
 SENSOR_ERROR = 0.05
-"""Watts above a lease by no more than this share may be the sensor's error (NVML: within 5%)."""
+"""A reading above a lease by at most this share may be the sensor's error (NVML: within 5%)."""
 
 
 def find_excess_w(power_w: float | None, leased_w: float | None) -> float:
-    """What is drawn above a lease; 0 where that is within a sensor's error, or not known."""
+    """Return what is drawn above a lease; 0 if that is within a sensor's error, or not known."""
     if power_w is None or leased_w is None or power_w <= (1 + SENSOR_ERROR) * leased_w:
         return 0.0
     return power_w - leased_w
@@ -44,26 +44,29 @@ def find_excess_w(power_w: float | None, leased_w: float | None) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPolicy:
-    """How a budget is shared out. Leases together never exceed `limit_w`, the breaker's margin of the cap."""
+    """How a budget is divided. Leases together never exceed `limit_w`, the breaker's margin of the cap."""
 
     cap_w: float
     breaker_margin: float = 0.8
-    """NEC (NFPA 70) 210.20(A): a lasting load of more than 80% of its rating may trip a breaker."""
+    """NEC (NFPA 70) 210.20(A): a continuous load of more than 80% of its rating may trip a breaker."""
     soft_start_s: float = 60.0
     """A job's watts rise from nothing to all of them over this time: 30 to 120 s by the energy guide, 9.3 F."""
     start_jitter_s: tuple[float, float] = (0.0, 0.0)
     ramp_w_per_s: float | None = None
-    """The fastest rise of all leases together; None: no limit but the soft starts."""
+    """The fastest rise of all leases together; None: limited only by the soft starts."""
     lease_s: float = 20.0
     heartbeat_s: float = 2.0
     near: float = 0.97
     """Measured power above this share of `limit_w` throttles."""
     ageing_s: float = 300.0
-    """Waiting for so long is worth one level of priority."""
+    """Waiting for this many seconds is worth one level of priority."""
     patience_s: float = 300.0
-    """After so long, nothing that a waiting job needs is given to jobs behind it."""
+    """After this many seconds, nothing that a waiting job needs is given to jobs behind it."""
     drift: float = 1e-3
-    """Clocks of two machines may run apart by this share. Linux slews by 5e-4 at most, and crystals err by 1e-4."""
+    """Clocks of two machines may differ in speed by this share.
+
+    Linux slews by 5e-4 at most, and crystals err by 1e-4.
+    """
 
     def __post_init__(self) -> None:
         low, high = self.start_jitter_s
@@ -85,12 +88,12 @@ class BudgetPolicy:
 
     @property
     def limit_w(self) -> float:
-        """What all nodes together may draw."""
+        """Return what all nodes together may draw."""
         return round_down(self.cap_w * self.breaker_margin)
 
     @classmethod
     def from_rack(cls, rack: RackPowerGovernor) -> BudgetPolicy:
-        """The budget of a `rack_power_governor:` section."""
+        """Return the budget of a `rack_power_governor:` section."""
         return cls(
             cap_w=rack.rack_cap_w,
             soft_start_s=rack.soft_start_s,
@@ -101,7 +104,7 @@ class BudgetPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerRequest:
-    """A job asks for watts on nodes: all of them, or none.
+    """A job's request for watts on nodes: on all of them, or none.
 
     `min_share` is the share of its watts that the job needs to be useful: throttling goes no lower. `ttl_s` is how long
     the lease lasts without being renewed, also while the job waits.
@@ -130,12 +133,12 @@ class PowerRequest:
             raise ArgumentError(f"soft_start_s={self.soft_start_s!r} must not be negative")
 
     def least_w(self, node: str) -> float:
-        """The watts that the job needs on a node."""
+        """Return the watts that the job needs on a node."""
         return min(round_up(self.watts[node] * self.min_share), round_down(self.watts[node]))
 
 
 class JobState(StrEnum):
-    """Where a job stands."""
+    """The state of a job."""
 
     QUEUED = "queued"
     ACTIVE = "active"
@@ -156,14 +159,14 @@ class JobLease:
     start_s: dict[str, float] = field(default_factory=dict)
     reason: str = ""
     owner: str = ""
-    """The name of the token that asked: only it and an operator may renew or end the job. Empty: anybody."""
+    """The name of the token that asked: only this token and operators may renew or end the job. Empty: anybody may."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapGrant:
     """A node may draw `cap_w` for `lease_s` from when it *sent* the heartbeat that this answers; then `guaranteed_w`.
 
-    Of several grants a node obeys the one with the highest `seq`.
+    Among several grants, a node obeys the one with the highest `seq`.
     """
 
     node: str
@@ -183,23 +186,23 @@ class GovernedNode:
     guaranteed_w: float
     max_w: float | None = None
     sessions: list[str] = field(default_factory=list)
-    """The daemons that spoke for it; the last one does now."""
+    """The daemons that have spoken for the node; the last one does now."""
     joined: bool = False
-    """Whether its guaranteed share is free by now; until then it may draw nothing."""
+    """Whether its guaranteed share is free by now; until then, the node may draw nothing."""
     seq: int = 0
     acked: int = 0
     outstanding: list[tuple[int, float, float]] = field(default_factory=list)
     heard_s: float | None = None
 
     def exposure_w(self, now_s: float) -> float:
-        """The most that it may draw now, whichever messages it got. Forgets grants that have ended or were replaced."""
+        """Return the most that the node may draw now; forget grants that ended or were replaced."""
         self.outstanding = [g for g in self.outstanding if g[0] >= self.acked and g[2] > now_s]
         return max([self.guaranteed_w if self.joined else 0.0, *(g[1] for g in self.outstanding)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emergency:
-    """All leases together are brought down to `to_w`; jobs of the lowest priority go first."""
+    """All leases together are brought down to `to_w`; jobs of the lowest priority lose their watts first."""
 
     to_w: float
     reason: str
@@ -209,14 +212,14 @@ class Emergency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedEmergency:
-    """The emergency that was ended; None where there was none."""
+    """The emergency that was ended; None if there was none."""
 
     ended: Emergency | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """What a job is told. `granted_w` is what its nodes may draw for it now; `position` its place in the queue."""
+    """What a job is told. `granted_w` is what its nodes may draw for it now; `position` is its place in the queue."""
 
     job: str
     state: JobState
@@ -229,7 +232,7 @@ class JobStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus:
-    """A node as the budget sees it. `measured_w` is None where no sensor reported lately."""
+    """A node as the budget sees it. `measured_w` is None if no sensor has reported lately."""
 
     node: str
     guaranteed_w: float

@@ -1,6 +1,6 @@
-"""The power of a job whose GPUs all work and wait at the same time, and what a shaper makes of it: one period, exactly.
+"""The power of a job whose GPUs all work and wait together, and what a shaper makes of it: one period, exactly.
 
-This is what `tessera policy check` computes with. It has one job and no racks; the simulator has everything.
+`tessera policy check` computes with this. It has one job and no racks; the simulator has everything.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .waves import make_square
 _POINTS = 2048
 _LEAST_PERIODS, _MOST_POINTS = 8, 2**17
 _SHORTEST_S = 1e-3
-_FEWEST_STEPS, _MOST_STEPS = 32, 512  # of the simulator's engine, in one period under a cap
+_FEWEST_STEPS, _MOST_STEPS = 32, 512  # steps of the simulator's engine, in one period under a cap
 _SETTLE_S, _LEAST_GAIN = (
     5 * LIMIT_S,
     0.1,
-)  # until a capped wave repeats; a clock that stood still would never end a step
+)  # seconds until a capped wave repeats; the least clock, because a clock of 0 would never end a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class LockstepJob:
     """A job that draws `high_w` a GPU for `duty` of each step of `period_s`, and `low_w` for the rest.
 
     `synchronous`: its replicas wait for each other at the end of every step, as an all-reduce makes them. `host_w` is
-    what a node draws beside its GPUs; 0: not known. `gpu` says what a GPU draws when idle, the limit that it keeps
+    what a node draws besides its GPUs; 0: not known. `gpu` says what a GPU draws when idle, the limit that it keeps
     (work that wants more is held there), and how its clock follows its power.
     """
 
@@ -82,26 +82,26 @@ class LockstepJob:
 
     @property
     def step_j(self) -> float:
-        """Joules of one GPU for one step."""
+        """Return the joules of one GPU for one step."""
         return self.mean_w * self.period_s
 
     @property
     def nodes(self) -> int:
-        """Its nodes."""
+        """Return the number of the job's nodes."""
         return -(-self.gpus // self.node_gpus)
 
     @property
     def node_high_w(self) -> float:
-        """What a node draws while its GPUs work."""
+        """Return what a node draws while its GPUs work."""
         return self.node_w(min(self.high_w, self.gpu.limit_w))
 
     def node_w(self, gpu_w: float) -> float:
-        """What a node draws when each of its GPUs draws `gpu_w`."""
+        """Return what a node draws when each of its GPUs draws `gpu_w`."""
         return self.host_w + gpu_w * min(self.node_gpus, self.gpus)
 
     @property
     def places(self) -> list[GroupPlace]:
-        """One place for each group that may be shifted: a tensor-parallel group is a stage of a replica."""
+        """Return one place for each group that may be shifted: a tensor-parallel group is a stage of a replica."""
         return [
             GroupPlace(
                 replica=r, replicas=self.replicas, stage=s, stages=self.stages,
@@ -114,58 +114,58 @@ class LockstepJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedWave:
-    """One period of the job's power, the mean of its GPUs, and what shaping it cost."""
+    """One period of the job's power, as the mean of its GPUs, and what shaping it cost."""
 
     power_w: NDArray[np.float64]
     period_s: float  # a cap makes it longer than the job's
     work_s: float  # the job's own period
-    wait_s: float  # longer step, from offsets and jitter
-    ballast_w: float  # mean power of a GPU that does no work
+    wait_s: float  # how much longer a step is, because of offsets and jitter
+    ballast_w: float  # mean watts of a GPU's ballast
     waiting_w: float  # what a GPU draws while it waits
 
     @property
     def step_j(self) -> float:
-        """Joules of one GPU for one step: the same work, whatever the step takes."""
+        """Return the joules of one GPU for one step: the same work, however long the step takes."""
         return float(self.power_w.mean()) * self.period_s + self.waiting_w * self.wait_s
 
     @property
     def swing_w(self) -> float:
-        """From the lowest to the highest power."""
+        """Return the difference of the highest and the lowest power."""
         return float(np.ptp(self.power_w))
 
     def measure(self, gpus: int, band_hz: tuple[float, float] = BAND_HZ, *, hosts_w: float = 0.0) -> PowerQuality:
-        """What a utility sees of so many GPUs and their hosts: the wave repeated, measured as a simulated feed is."""
+        """Return a utility's view of so many GPUs and their hosts: the repeated wave, measured like a feed."""
         periods = max(_LEAST_PERIODS, math.ceil(2 * RAMP_S / self.period_s))
         every = 1
         while periods * len(self.power_w) // every > _MOST_POINTS and every < len(self.power_w) // 32:
-            every *= 2  # short steps: fewer points of each
+            every *= 2  # steps are short, so take fewer points of each
         wave_w = np.tile(self.power_w.reshape(-1, every).mean(axis=1), periods) * gpus + hosts_w
         return measure_quality(wave_w, self.period_s * every / len(self.power_w), band_hz=band_hz)
 
     @property
     def loss(self) -> float:
-        """The share of throughput that waiting, and slower work under a cap, cost."""
+        """Return the share of throughput lost to waits, and to slower work under a cap."""
         return 1 - self.work_s / (self.period_s + self.wait_s)
 
 
 def scatter_s(job: LockstepJob, jitter_s: tuple[float, float]) -> float:
-    """Over how long the ends of a step scatter: the waits of its microbatches add up like a random walk."""
+    """Return over how many seconds the ends of a step scatter: waits of microbatches add up like a random walk."""
     return (jitter_s[1] - jitter_s[0]) * math.sqrt(job.microbatches)
 
 
 def jitter_cost_s(job: LockstepJob, jitter_s: tuple[float, float]) -> float:
-    """What jitter adds to a step. Replicas that wait for each other all take as long as the unluckiest."""
+    """Return what jitter adds to a step. Replicas that wait for each other all take as long as the slowest."""
     mean_s = job.microbatches * sum(jitter_s) / 2
     if not job.synchronous:
         return mean_s
     units = len(job.places)
-    # The largest of many sums: a normal tail, and never more than all waits at their longest.
+    # The largest of many sums: a normal tail, and at most all waits at their longest.
     tail_s = scatter_s(job, jitter_s) / math.sqrt(12) * math.sqrt(2 * math.log(units)) if units > 1 else 0.0
     return min(mean_s + tail_s, job.microbatches * jitter_s[1])
 
 
 def shape_wave(job: LockstepJob, shaper: PowerShaper) -> ShapedWave:
-    """The job's power under a shaper: its cap and ballast on each GPU, offsets between groups, jitter over all."""
+    """Return the job's power under a shaper: cap and ballast on each GPU, offsets between groups, jitter over all."""
     load_w, period_s = limit_wave(job, shaper.node_cap_w)
     held_w = _hold(load_w, period_s, shaper)
     most_s = LOSS * job.period_s if job.synchronous else math.inf
@@ -186,7 +186,7 @@ def shape_wave(job: LockstepJob, shaper: PowerShaper) -> ShapedWave:
 
 
 def limit_wave(job: LockstepJob, node_cap_w: float | None) -> tuple[NDArray[np.float64], float]:
-    """One step of one GPU under its own limit and a cap on its node, and how long it takes then."""
+    """Return one step of one GPU under its own limit and a cap on its node, and how long the step then takes."""
     cap_w = job.gpu.limit_w
     if node_cap_w is not None:
         cap_w = job.gpu.share_cap(node_cap_w, host_w=job.host_w, gpus=min(job.node_gpus, job.gpus))
@@ -199,7 +199,7 @@ def limit_wave(job: LockstepJob, node_cap_w: float | None) -> tuple[NDArray[np.f
 def _run_capped(
     period_s: float, duty: float, high_w: float, low_w: float, gpu: GpuKind, cap_w: float
 ) -> tuple[NDArray[np.float64], float]:
-    """A step of one GPU once it repeats, by the simulator's own engine: a check and a simulation have one answer."""
+    """Return a step of one GPU when it repeats, by the simulator's engine: checks and simulations agree."""
     node = NodeKind(gpus=1, host_w=0.0, supply=NodeSupply(grade="ideal"))
     step_s = period_s / min(max(_FEWEST_STEPS, math.ceil(period_s / STEP_S)), _MOST_STEPS)
     place = Facility(rows=1, row_racks=1, rack_nodes=1, gpu=gpu, node=node, step_s=step_s, decide_s=max(step_s, 0.1))
@@ -223,7 +223,7 @@ def _run_capped(
 
 
 def _hold(load_w: NDArray[np.float64], period_s: float, shaper: PowerShaper) -> NDArray[np.float64]:
-    """The power of one GPU with ballast, once it repeats."""
+    """Return the power of one GPU with ballast when it repeats."""
     if shaper.power_floor_w is None and shaper.max_ramp_w_per_s is None:
         return load_w
     held, before = np.empty_like(load_w), float(load_w.max())

@@ -1,4 +1,4 @@
-"""A training job that can leave a hot node: it saves itself at a step, ends, and goes on elsewhere as if nothing was.
+"""A training job that can leave a hot node: it saves itself at a step, ends, and goes on elsewhere.
 
 ::
 
@@ -7,9 +7,9 @@
         batch = data[job.indices(len(data), batch=256)]
         ...                                                     # forward, backward, optimizer.step(), scheduler.step()
 
-An order (a temperature, a signal, a file, a governor) is seen by all ranks at the same step. They save, and the program
-ends with exit code 0 and "moved" in status.json. Started again, on other nodes or with another number of ranks, it goes
-on at that step: weights, optimizer, schedules, random numbers and the position in the data are those of before.
+An order (from a temperature, a signal, a file, a governor) is seen by all ranks at the same step. They save, and the
+program ends with exit code 0 and "moved" in status.json. Started again, on other nodes or with another number of ranks,
+it goes on at that step with the same weights, optimizer, schedules, random numbers and position in the data.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ORDERS: tuple[OrderKind, ...] = ("request", "signal", "overheat")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Migration:
-    """A move that happened. `lost_s`: from the end of the last step before it to the start of the next after it."""
+    """A move that happened. `lost_s` is from the end of the last step before it to the start of the next step."""
 
     step: int
     order: OrderKind | None
@@ -68,16 +68,16 @@ class MigratableJob:
 
     @property
     def rank(self) -> int:
-        """This process's number among the ranks of the job."""
+        """Return this process's number among the ranks of the job."""
         return self._state.rank
 
     @property
     def ranks(self) -> int:
-        """How many ranks the job has now."""
+        """Return how many ranks the job has now."""
         return self._state.ranks
 
     def steps(self, total: int) -> Iterator[int]:
-        """The steps that are left of `total`. Leaves the program at an order, once all ranks have saved."""
+        """Yield the remaining steps of `total`. At an order, leave the program when all ranks have saved."""
         self._note_phase("running")
         with self._watch.watch():
             while self.step < total:
@@ -90,7 +90,7 @@ class MigratableJob:
                     self._leave(order)
                 if self._every and self.step % self._every == 0 and self.step < total:
                     self.save()
-            if self._vote is not None:  # the last one is still under way
+            if self._vote is not None:  # the last vote is still under way
                 self._vote[1].wait()
         self._note_phase("done")
 
@@ -114,10 +114,10 @@ class MigratableJob:
         return self._state.save(self.folder, manifest)
 
     def indices(self, size: int, batch: int, *, rank: int | None = None, ranks: int | None = None) -> torch.Tensor:
-        """This rank's part of the step's global batch, out of `size` samples, shuffled anew in each epoch.
+        """Return this rank's part of the step's global batch, out of `size` samples, shuffled anew in each epoch.
 
         The global batch depends on the seed and the step only, so another number of ranks shares the same samples
-        differently. `rank` and `ranks` are those of data parallel, where that is not all there is.
+        differently. `rank` and `ranks` are those of data parallel, if there are other kinds of parallelism.
         """
         rank, ranks = self.rank if rank is None else rank, self.ranks if ranks is None else ranks
         if batch % ranks or not ranks <= batch <= size:
@@ -136,7 +136,7 @@ class MigratableJob:
     # -- orders -------------------------------------------------------------------------------------------------------
 
     def _agree(self) -> OrderKind | None:
-        """The order that any rank had at the step before: the vote travels while this step is computed."""
+        """Return the order that any rank had at the step before: the vote travels while this step is computed."""
         group = self._state.group
         if group is None:
             return self._watch.order
@@ -196,16 +196,17 @@ def migratable(
     every: int | None = None,
     seed: int = 0,
 ) -> MigratableJob:
-    """A job that leaves when it is ordered to, and goes on where its folder has a checkpoint.
+    """Return a job that leaves when it is ordered to, and continues if its folder has a checkpoint.
 
     `model` may be plain, DDP, FSDP2 or made of DTensors. `states` are saved beside it: schedulers, scalers, loaders.
-    `policy` is a thermal policy or a file of one: with `migration_on_overheat` a node above `hotspot_threshold` for
-    `hold_s` orders a move. `orders` are asked about once a second. `every`: a checkpoint each so many steps as well.
+    `policy` is a thermal policy or a file of one: with `migration_on_overheat`, a node above `hotspot_threshold` for
+    `hold_s` orders a move. `orders` are asked about once a second. `every`: also write a checkpoint every so many
+    steps.
     """
     folder = Path(folder)
     group = None
     if c10d.is_available() and c10d.is_initialized() and c10d.get_world_size() > 1:
-        # Of its own: votes must not queue behind gradients, and NCCL cannot send host memory.
+        # A group of its own: votes must not queue behind gradients, and NCCL cannot send host memory.
         group = c10d.new_group(backend="gloo")
     state = JobCheckpoint(model, optimizer, states or {}, group)
     sources: list[Source] = list(orders)

@@ -1,6 +1,6 @@
-"""Why a job is told to move: a file, a signal, a temperature, or any function that is asked again and again.
+"""Why a job is told to move: a file, a signal, a temperature, or any function that is polled.
 
-`OrderWatch` asks in a thread of its own, so that a step pays for nothing but reading a flag.
+`OrderWatch` polls in its own thread, so that a step only reads a flag.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .leases import JobState, JobStatus
 
 _log = logging.getLogger("tessera")
 POLL_S = 1.0
-# Assumed: a temperature above the threshold for this long is not a moment of a fan that has just not caught up.
+# Assumed: after so many seconds above the threshold, the cause is not just a fan that has yet to catch up.
 HOLD_S = 10.0
 
 
 class JobGovernor(Protocol):
-    """What a governor is asked: `GovernorClient` of tessera.fleet.governor."""
+    """The method of a governor that is used here: `GovernorClient` of tessera.fleet.governor."""
 
     def show_job(self, job: str) -> JobStatus: ...
 
 
 Source = Callable[[], OrderKind | None]
-"""Asked again and again; None: no order."""
+"""A function that is polled; None: no order."""
 
 
 class OverheatSource:
@@ -49,7 +49,7 @@ class OverheatSource:
         self._since_s: float | None = None
 
     def __call__(self) -> OrderKind | None:
-        """Look once. A temperature that is not known is neither hot nor cool."""
+        """Read the temperature once; an unknown one counts as neither hot nor cool."""
         temperature_c = self._read()
         if temperature_c is None:
             return None
@@ -62,7 +62,7 @@ class OverheatSource:
 
 
 def read_hottest_c() -> float | None:
-    """The hottest device of this machine, by the process's own monitor; None where no sensor says."""
+    """Return the hottest device of this machine, from the process's own monitor; None if no sensor tells."""
     from ..monitor.core import default
 
     sampler = default().sampler
@@ -78,18 +78,18 @@ class ShedSource:
         self._governor, self._job = governor, job
 
     def __call__(self) -> OrderKind | None:
-        """Ask once."""
+        """Ask the governor once."""
         return "request" if self._governor.show_job(self._job).state is JobState.SHED else None
 
 
 class OrderFile:
-    """`order.json` in the job's folder: {"ranks": 2, "node": "n7"}; both may be missing."""
+    """`order.json` in the job's folder: {"ranks": 2, "node": "n7"}; both keys may be missing."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "order.json"
 
     def __call__(self) -> OrderKind | None:
-        """Look once."""
+        """Look for the file once."""
         return "request" if self.path.exists() else None
 
     def write(self, *, ranks: int | None = None, node: str | None = None) -> None:
@@ -97,14 +97,14 @@ class OrderFile:
         write_json(self.path, {"ranks": ranks, "node": node})
 
     def take(self) -> dict[str, Any]:
-        """The order, which is then gone; empty where there is none."""
+        """Return the order and remove it; empty if there is none."""
         content = read_json(self.path) or {}
         self.path.unlink(missing_ok=True)
         return content
 
 
 class OrderWatch:
-    """Asks the sources until one orders a move. Signals order one at once."""
+    """Asks the sources until one orders a move. A signal orders a move at once."""
 
     def __init__(
         self, sources: Sequence[Source], signals: Sequence[signal.Signals] = (), poll_s: float = POLL_S
@@ -116,7 +116,7 @@ class OrderWatch:
 
     @property
     def order(self) -> OrderKind | None:
-        """The first order that came; later ones do not replace it."""
+        """Return the first order that came; later ones do not replace it."""
         return self._order
 
     def request(self, kind: OrderKind = "request") -> None:
@@ -125,7 +125,7 @@ class OrderWatch:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Ask, and heed signals, inside the `with`. Handlers of signals can be set from the main thread only."""
+        """Ask the sources, and handle signals, inside the `with`. Only the main thread can set signal handlers."""
         with contextlib.ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():
                 for number in self._signals:
@@ -142,7 +142,7 @@ class OrderWatch:
             for source in self._sources:
                 try:
                     kind = source()
-                except (TesseraError, OSError) as error:  # a governor that is away orders nothing
+                except (TesseraError, OSError) as error:  # a governor that does not answer orders nothing
                     _log.debug("a source of orders failed: %s", error)
                     continue
                 if kind is not None:

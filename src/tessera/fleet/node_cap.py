@@ -1,4 +1,4 @@
-"""The node's side of a lease, without a clock or a network: which cap holds now.
+"""The node's side of a lease, without a clock or a network: which cap is in force now.
 
 ::
 
@@ -16,9 +16,9 @@ import math
 from .leases import CapGrant
 
 PENDING = 64
-"""Heartbeats whose answer may still come; older ones are forgotten, and so are their answers."""
+"""How many heartbeats may still be answered; older ones are forgotten, and so are their answers."""
 FALLBACK_SHARE = 0.15
-"""The last part of a lease, in which the node already keeps to its guaranteed share: 3 s of 20 s."""
+"""The last share of a lease, in which the node already keeps to its guaranteed share: 3 s of 20 s."""
 
 
 class CapHolder:
@@ -34,14 +34,14 @@ class CapHolder:
         self._sent_s: dict[int, float] = {}
 
     def send(self, now_s: float) -> int:
-        """A heartbeat leaves now; its number goes with it and comes back with the answer."""
+        """Return the number of a heartbeat that leaves now; the answer comes back with this number."""
         self._number += 1
         self._sent_s[self._number] = now_s
         self._sent_s.pop(self._number - PENDING, None)
         return self._number
 
     def receive(self, number: int, grant: CapGrant) -> bool:
-        """Take an answer; False where it is older than what holds, or belongs to no heartbeat of ours."""
+        """Take an answer; return False if it is older than the grant in force, or not to a heartbeat of ours."""
         sent_s = self._sent_s.get(number)
         if sent_s is None or grant.seq <= (self.grant.seq if self.grant else 0):
             return False
@@ -50,13 +50,13 @@ class CapHolder:
         return True
 
     def confirm(self) -> None:
-        """The newest grant is in force on the hardware: the governor may count on it from the next heartbeat on."""
+        """Note that the newest grant is in force on the hardware; the next heartbeat tells the governor."""
         self.acked = self.grant.seq if self.grant else 0
 
     def cap_w(self, now_s: float) -> float:
-        """What the node may draw now."""
+        """Return what the node may draw now."""
         return self.grant.cap_w if self.grant is not None and now_s < self.end_s else self.guaranteed_w
 
     def is_leased(self, now_s: float) -> bool:
-        """Whether a grant holds; otherwise the node has fallen back to its guaranteed share."""
+        """Return whether a grant is in force; otherwise the node has fallen back to its guaranteed share."""
         return self.grant is not None and now_s < self.end_s

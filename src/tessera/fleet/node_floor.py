@@ -13,7 +13,7 @@ from ..errors import ArgumentError, did_you_mean
 from ..policy import ThermalPolicy
 
 # Assumed: a node is relieved until it is this far below the threshold, and takes new work only up to there. Fans hold a
-# set point within about 2 K; without a margin two nodes would pass one job back and forth.
+# set point within about 2 K; without a margin, two nodes would pass one job back and forth.
 MARGIN_C = 3.0
 # A job whose watts per GPU are at most this share of what a GPU of the node can draw above idle is moderate. Assumed:
 # half leaves room for two such jobs within one full one.
@@ -39,15 +39,18 @@ REFUSALS: dict[RefusalKind, str] = {
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Rule = Literal["coolest", "fullest", "emptiest", "first", "unknown"]
-"""How a node was chosen; "first": in the order in which the nodes were given, "unknown": so, for its temperature is not
-known and no cool node of known temperature may take the job."""
+"""How a node was chosen.
+
+"first": in the given order of the nodes; "unknown": the same, because its temperature is not known and no cool node of
+known temperature may take the job.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementNode:
     """A node that may take jobs. `temperature_c` is its hottest device now; None: not known, so it comes last.
 
-    `idle_w` is drawn without a job, `asleep_w` where the node sleeps while it has none (None: it cannot), `power_w` now
+    `idle_w` is drawn without a job, `asleep_w` if the node sleeps while it has none (None: it cannot), `power_w` now
     (None: not measured, so computed from its jobs), `max_w` at most. `c_per_w`: degrees per added watt once settled.
     `fan_max_w`: what its fans draw at `max_w`; they follow the cube of the heat.
     """
@@ -99,7 +102,7 @@ class PlacementJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShare:
-    """So many GPUs of a node."""
+    """A number of GPUs on a node."""
 
     node: str
     gpus: int
@@ -107,9 +110,9 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why `count` nodes do not take a job, with the best of them as the example: its value and the limit.
+    """Why `count` nodes do not take a job; the best of them is the example, with its value and the limit.
 
-    `node` is empty where it is for all of them together: GPUs of the fleet, and those that the job wants.
+    `node` is empty if the reason is about all nodes together: the fleet's GPUs, and those that the job wants.
     """
 
     kind: RefusalKind
@@ -150,7 +153,7 @@ class RackLoad:
 
     @property
     def over_w(self) -> float:
-        """Watts above the limit. A placement adds nothing there, so the rack was above it already."""
+        """Return the watts above the limit. A placement adds nothing there, so the rack was above it already."""
         return 0.0 if self.limit_w is None else max(self.power_w - self.limit_w, 0.0)
 
 
@@ -221,10 +224,10 @@ class NodeFloor:
     # -- preferences --------------------------------------------------------------------------------------------------
 
     def rank(self, job: PlacementJob, order: Order) -> tuple[Rule, Ints]:
-        """The nodes in the order in which they are tried, and the rule behind it."""
+        """Return the nodes in the order in which they are tried, and the rule behind it."""
         index = np.arange(len(self.nodes))
         heat = np.where(np.isnan(self.temperature_c), np.inf, self.temperature_c)
-        # A job of several nodes takes whole ones first: fewer nodes, shorter ways.
+        # A job of several nodes takes whole nodes first, for fewer nodes and shorter paths.
         parts = self.free < self.gpus if job.gpus > int(self.gpus.max(initial=0)) else np.zeros(len(index), dtype=bool)
         if order == "spread":
             return "emptiest", np.lexsort((index, -self.free, parts))
@@ -245,7 +248,7 @@ class NodeFloor:
     def find_room(
         self, job: PlacementJob, ranks: Ints, *, margin_c: float = 0.0, leaves: int | None = None
     ) -> tuple[tuple[NodeShare, ...], tuple[Refusal, ...]]:
-        """The nodes for a job, all or none of it, and why nodes that come before them were refused.
+        """Return the nodes for a job, all or none of it, and why nodes that come before them were refused.
 
         `leaves` is the node that the job runs on now: its watts there are free for another node of the same rack.
         """
@@ -274,12 +277,12 @@ class NodeFloor:
                 tried = at
                 break
         full = [*self._refuse_full(ranks[:tried], 1 if spans else job.gpus)]
-        if spans and left:  # that some nodes are full is not the reason: the number of GPUs is
+        if spans and left:  # the reason is the number of GPUs, not that some nodes are full
             full = [r for r in full if r.kind != "no_free_gpus"] + [*self._refuse_fleet(job.gpus)]
         return tuple(on) if left == 0 else (), (*full, *refused.values())
 
     def _refuse_full(self, tried: Ints, needed: int) -> Iterator[Refusal]:
-        """The nodes among those tried that are down, or have too few GPUs."""
+        """Yield refusals of the tried nodes that are down, or have too few GPUs."""
         is_up = self.available[tried]
         is_full = is_up & (self.free[tried] < needed)
         if not np.all(is_up):
@@ -289,7 +292,7 @@ class NodeFloor:
             yield self._refuse("no_free_gpus", i, float(self.free[i]), float(needed), int(np.sum(is_full)))
 
     def _refuse_fleet(self, wanted: int) -> Iterator[Refusal]:
-        """All nodes together, where they have fewer GPUs than a job wants, or fewer that are free."""
+        """Yield a refusal of all nodes together, if they have fewer GPUs than a job wants, or fewer free ones."""
         kinds: tuple[tuple[RefusalKind, int], ...] = (
             ("fleet_size", int(self.gpus.sum())),
             ("fleet_full", int(self.free[self.available].sum())),
@@ -309,7 +312,7 @@ class NodeFloor:
         threshold_c = self.policy.hotspot_threshold_c
         if threshold_c is not None:
             after_c = self.temperature_c[i] + self.c_per_w[i] * added_w
-            if after_c > threshold_c - margin_c:  # a temperature that is not known does not count against a node
+            if after_c > threshold_c - margin_c:  # an unknown temperature does not count against a node
                 return self._refuse("hot_spot", i, float(after_c), threshold_c - margin_c)
         at = self.aisle[i]
         if added_w > left_w[at]:
@@ -323,7 +326,7 @@ class NodeFloor:
         return None
 
     def _added_w(self, i: int, work_w: float) -> float:
-        """What a node draws more with work: one that sleeps is woken."""
+        """Return how much more a node draws with work; one that sleeps is woken."""
         return work_w + (max(float(self.idle_w[i] - self.heat_w[i]), 0.0) if not self._placed[i] else 0.0)
 
     def _aisle_left_w(self) -> Floats:
@@ -335,7 +338,7 @@ class NodeFloor:
     # -- changes ------------------------------------------------------------------------------------------------------
 
     def add(self, job: PlacementJob, on: Iterable[NodeShare], *, stays: bool = True) -> None:
-        """Put a job on its nodes; with `stays` False it is not moved again by the same plan."""
+        """Put a job on its nodes; with `stays` False, the same plan may move it again."""
         for share in on:
             i = self.index[share.node]
             added_w = self._added_w(i, share.gpus * job.power_w / job.gpus)
@@ -345,7 +348,7 @@ class NodeFloor:
             self._placed[i].append((shown, share))
 
     def remove(self, job: PlacementJob, share: NodeShare) -> None:
-        """Take a job's part away from a node."""
+        """Remove a job's part from a node."""
         i = self.index[share.node]
         self._placed[i] = [(j, s) for j, s in self._placed[i] if (j.name, s) != (job.name, share)]
         self.free[i] += share.gpus
@@ -358,16 +361,16 @@ class NodeFloor:
     # -- questions ----------------------------------------------------------------------------------------------------
 
     def jobs_on(self, i: int) -> list[tuple[PlacementJob, NodeShare]]:
-        """The jobs of a node with their parts of it."""
+        """Return the jobs of a node with their parts of it."""
         return list(self._placed[i])
 
     def expected_c(self, name: str) -> float | None:
-        """The temperature of a node with what was placed on it."""
+        """Return the temperature of a node with what was placed on it."""
         value = float(self.temperature_c[self.index[name]])
         return None if np.isnan(value) else value
 
     def hot_nodes(self) -> list[int]:
-        """Nodes above the threshold, hottest first, then those with jobs in aisles above their budget."""
+        """Return nodes above the threshold, hottest first, then those with jobs in aisles above their budget."""
         threshold_c = self.policy.hotspot_threshold_c
         heat = np.where(np.isnan(self.temperature_c), -np.inf, self.temperature_c)
         is_hot = heat > (np.inf if threshold_c is None else threshold_c)
@@ -376,17 +379,17 @@ class NodeFloor:
         return [i for i in ranks.tolist() if is_hot[i] or in_aisle[i]]
 
     def over_c(self, i: int) -> float:
-        """Degrees above the threshold."""
+        """Return degrees above the threshold."""
         threshold_c = self.policy.hotspot_threshold_c
         above = float(self.temperature_c[i]) - (np.inf if threshold_c is None else threshold_c)
         return above if above > 0 else 0.0
 
     def over_w(self, i: int) -> float:
-        """Watts by which a node's aisle is above its cooling budget."""
+        """Return watts by which a node's aisle is above its cooling budget."""
         return max(-float(self._aisle_left_w()[self.aisle[i]]), 0.0)
 
     def excess_w(self, i: int) -> float | None:
-        """The watts a node has to lose; None where it is hot and nobody knows how much a watt heats it."""
+        """Return the watts that a node must lose; None if it is hot and nobody knows how much a watt heats it."""
         threshold_c, over_w = self.policy.hotspot_threshold_c, self.over_w(i)
         too_hot_c = float(self.temperature_c[i]) - (np.inf if threshold_c is None else threshold_c - MARGIN_C)
         if not too_hot_c > 0 or (over_w > 0 and self.over_c(i) == 0):

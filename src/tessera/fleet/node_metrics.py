@@ -14,15 +14,15 @@ from ..units import format_power
 from .node_floor import PlacementNode
 
 TIMEOUT_S = 3.0
-# A node with 16 GPUs and a hundred jobs has some 300 KB.
+# Most bytes of an answer: a node with 16 GPUs and a hundred jobs has some 300 KB.
 MOST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReading:
-    """What a node's endpoint says; None: it does not. `problem` is why there is no answer.
+    """What a node's endpoint tells; None: it does not. `problem` is why there is no answer.
 
-    `basis` is that of the watts: "modelled" where any part of them is; "file" where nobody was asked.
+    `basis` is that of the watts: "modelled" if any part of them is; "file" if no endpoint was asked.
     """
 
     power_w: float | None = None
@@ -57,7 +57,7 @@ def ask_endpoint(url: str) -> NodeReading:
 
 
 def read_metrics(text: str) -> NodeReading:
-    """The sum of a node's metrics. Watts are those of the counted domains, or else of the whole node's meter."""
+    """Return the sum of a node's metrics. Watts are those of the counted domains, or else of the whole node's meter."""
     with needs_extra("prometheus_client", "prometheus", "reading nodes' metrics"):
         from prometheus_client.parser import text_string_to_metric_families
     values: dict[str, list[tuple[Mapping[str, str], float]]] = {}
@@ -90,7 +90,7 @@ def read_metrics(text: str) -> NodeReading:
 
 
 def fill_nodes(nodes: Sequence[PlacementNode], endpoints: Mapping[str, str]) -> tuple[list[PlacementNode], list[str]]:
-    """The nodes with the temperatures and watts that their endpoints say now, and why some do not answer.
+    """Return the nodes with the temperatures and watts from their endpoints now, and why some do not answer.
 
     A node whose watts nobody knows counts at its maximum: it may be busy, and a feed that is planned without it trips.
     """

@@ -1,7 +1,7 @@
 """Co-scheduling: what packing moderate jobs on fewer nodes saves against spreading them, in joules and in cooling.
 
-Modelled, from the nodes' idle, asleep and full watts and the jobs' watts; nothing is measured here. A node without jobs
-sleeps where it can. Fans follow the cube of a node's heat, so a packed node blows harder: packing does not always pay.
+Everything is modelled, from the nodes' idle, asleep and full watts and the jobs' watts. A node without jobs sleeps if
+it can. Fans follow the cube of a node's heat, so the fans of a packed node draw more, and packing does not always save.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ class PackingSavings:
 
     @property
     def saved_j(self) -> float:
-        """Joules that packing saves, cooling included."""
+        """Return joules that packing saves, cooling included."""
         return self.spread.total_j - self.packed.total_j
 
     @property
     def saved_cooling_j(self) -> float:
-        """Joules of cooling that packing saves."""
+        """Return joules of cooling that packing saves."""
         return self.spread.cooling_j - self.packed.cooling_j
 
     @property
     def saved_share(self) -> float:
-        """Saved joules as a share of what spreading takes."""
+        """Return saved joules as a share of what spreading takes."""
         return self.saved_j / self.spread.total_j if self.spread.total_j > 0 else 0.0
 
 
 def cooling_cop(supply_c: float) -> float:
-    """Watts of heat that one watt of cooling removes, by the temperature of the supplied air.
+    """Return the watts of heat that one watt of cooling removes, by the temperature of the supplied air.
 
-    The fit of a chilled-water plant by Moore et al., "Making Scheduling Cool" (USENIX ATC 2005).
+    This is the fit of a chilled-water plant by Moore et al., "Making Scheduling Cool" (USENIX ATC 2005).
     """
     if not 5.0 <= supply_c <= 40.0:
         raise ArgumentError(f"supplied air of {supply_c:g} °C", why="the fit holds from 5 to 40 °C", fix="e.g. 20C")
@@ -103,7 +103,7 @@ def compare_packing(
 
 
 def _shares(placement: Placement, jobs: Sequence[PlacementJob]) -> dict[str, tuple[NodeShare, ...]]:
-    """Where each job runs; jobs that wait are left out."""
+    """Return where each job runs, without the jobs that wait."""
     return {j.name: j.on for j in jobs if j.on} | {p.job: p.on for p in placement.placed}
 
 
@@ -126,7 +126,7 @@ def _add_up(
     until_s: float,
     cop: float,
 ) -> PlacementEnergy:
-    """Between two ends of jobs the power is constant: joules are sums of such pieces."""
+    """Add up joules between the ends of jobs, where the power is constant."""
     where = _shares(placement, jobs)
     by_name = {j.name: j for j in jobs}
     edges = sorted({0.0, until_s, *ends.values()})
@@ -162,6 +162,7 @@ def _sum_power(nodes: Sequence[PlacementNode], watts: Mapping[str, float], busy:
             continue
         power_w = node.idle_w + watts[node.name]
         it_w += power_w
-        if node.max_w:  # air in proportion to the heat, and watts of a fan to the cube of its air (the fan laws)
+        # air flow is proportional to the heat, and a fan's watts to the cube of its air flow (the fan laws)
+        if node.max_w:
             fans_w += node.fan_max_w * (power_w / node.max_w) ** 3
     return it_w, fans_w

@@ -6,9 +6,9 @@
     jobs (GPUs, watts)                     ├──► place_jobs ──► Placement: who runs where and why; who waits and why
     ThermalPolicy                          ┘    plan_moves ──► ReliefPlan: hot spots, moves, watts to shed
 
-Decisions only: no clock, no sensor, no random numbers. The same input gives the same answer, so the simulator runs the
-code that an operator's command runs. A node's temperature after a change is taken as T + c_per_w x added watts (a
-steady state); without `c_per_w` only the present temperature counts.
+This module only decides: it has no clock, no sensor, no random numbers. The same input gives the same answer, so the
+simulator runs the same code as an operator's command. A node's temperature after a change is taken as T + c_per_w x
+added watts (a steady state); without `c_per_w`, only the present temperature counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .node_floor import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedJob:
-    """A job with its nodes, by which rule they were taken, and the better ones that were refused."""
+    """A job with its nodes, the rule by which they were chosen, and the better nodes that refused it."""
 
     job: str
     on: tuple[NodeShare, ...]
@@ -52,7 +52,7 @@ class WaitingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Who runs where, who waits, and what that does to nodes, aisles and racks."""
+    """Who runs where, who waits, and the effect on nodes, aisles and racks."""
 
     placed: tuple[PlacedJob, ...]
     waiting: tuple[WaitingJob, ...]
@@ -62,7 +62,7 @@ class Placement:
 
     @property
     def power_w(self) -> float:
-        """Watts of all nodes."""
+        """Return watts of all nodes."""
         return sum(n.power_w for n in self.nodes)
 
 
@@ -76,7 +76,7 @@ def place_jobs(
 ) -> Placement:
     """Place the queued jobs (those that run stay), the important and large ones first.
 
-    No rack with a limit in `rack_limits_w` gets above it; one that is above it already gets no more.
+    No rack with a limit in `rack_limits_w` gets above it; a rack that is above it already gets nothing more.
     """
     policy = policy or ThermalPolicy(prefer_cool_nodes=True)
     floor = NodeFloor(nodes, jobs, policy, rack_limits_w)

@@ -11,7 +11,7 @@
       - {name: train, gpus: 8, power: 5.2kW, duration: 2h}
       - {name: old, gpus: 4, power: 2kW, runs_on: {n1: 4}, can_migrate: true}
 
-`defaults` are taken for each node that does not say otherwise. Every quantity has its unit.
+`defaults` apply to each node that does not state its own. Every quantity has its unit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .yaml_tables import (
 class FleetFile:
     """The nodes and jobs of a file; `metrics` has the endpoint of each node that names one.
 
-    `rack_limits_w` are the watts that the feeds of racks carry, where the file says so.
+    `rack_limits_w` are the watts that the feeds of racks can carry, if the file states them.
     """
 
     nodes: tuple[PlacementNode, ...]
@@ -58,7 +58,7 @@ def _read_name(value: Any) -> str:
 
 
 def _read_rate(value: Any) -> float:
-    """Kelvin per kilowatt as degrees per watt."""
+    """Return kelvin per kilowatt as degrees per watt."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e6:
         raise ArgumentError(f"{quote_value(value)} is not a positive number (degrees per kilowatt)")
     return value / 1000.0
@@ -93,13 +93,13 @@ _JOB: Keys = {
     "priority": ("priority", read_count),
     "moderate": ("moderate", read_bool),
     "can_migrate": ("can_migrate", read_bool),
-    "runs_on": ("on", _read_on),  # not `on`, which YAML takes for true
+    "runs_on": ("on", _read_on),  # not `on`, which YAML reads as true
 }
 _KEYS = ("defaults", "racks", "nodes", "jobs")
 
 
 def load_fleet(path: str | Path) -> FleetFile:
-    """The nodes and jobs of a file. Temperatures that come from endpoints are not asked for here."""
+    """Return the nodes and jobs of a file, without asking endpoints for temperatures."""
     table = load_yaml(Path(path), _EXAMPLE)
     try:
         return _parse_fleet(table)

@@ -1,7 +1,7 @@
-"""What policies mean for a job, in words, and what in them cannot work: by computing it (lockstep.py).
+"""What policies do to a job, in words, and which settings cannot work: found by computing the job (lockstep.py).
 
-Each finding has a verdict: "ok" (it does what it is for), "costs" (it does, at the price named), "unclear" (the file
-does not say enough) or "cannot" (it cannot do what it is for, with this job).
+Each finding has a verdict: "ok" (the setting does what it is for), "costs" (it does, at the price named), "unclear"
+(the file does not say enough) or "cannot" (it cannot do what it is for, with this job).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .power_quality import Verdict as SpecVerdict
 
 Verdict = Literal["ok", "costs", "unclear", "cannot"]
 RACK_UNITS = 52
-"""Of the tallest common rack: no more nodes than that fit into one."""
+"""Units of the tallest common rack: it holds no more nodes than this."""
 GAINED = 0.05
-"""A swing that becomes smaller by less than this share has not become smaller."""
+"""A swing that becomes smaller by less than this share counts as unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFinding:
-    """One setting of a policy: what it does to the job, and what to do where it cannot work."""
+    """One setting of a policy: its effect on the job, and what to do if it cannot work."""
 
     policy: str
     setting: str
@@ -45,7 +45,7 @@ class PolicyFinding:
 class PolicyCheck:
     """The findings about a file, for one job; `before` and `after` are the job's power without and with the shaper.
 
-    The qualities are of all its GPUs, by the functions that judge a simulated feed.
+    The qualities are for all its GPUs, by the functions that judge a simulated feed.
     """
 
     job: LockstepJob
@@ -57,7 +57,7 @@ class PolicyCheck:
 
     @property
     def works(self) -> bool:
-        """Whether nothing was found that cannot work."""
+        """Return whether every setting can work."""
         return not any(finding.verdict == "cannot" for finding in self.findings)
 
     def to_dict(self) -> dict[str, object]:
@@ -84,7 +84,7 @@ def _wave_figures(wave: ShapedWave, quality: PowerQuality, job: LockstepJob) -> 
 
 
 def check_policies(policies: Policies, job: LockstepJob | None = None) -> PolicyCheck:
-    """Everything that can be said about these policies for a job."""
+    """Check everything that can be said about these policies for a job."""
     job = job or LockstepJob()
     shaper = policies.power_shaper or PowerShaper()
     before, after = shape_wave(job, PowerShaper()), shape_wave(job, shaper)
@@ -277,7 +277,7 @@ def _check_caps(shaper: PowerShaper, rack: RackPowerGovernor | None, job: Lockst
 
 
 def _check_limit(policy: str, setting: str, limit_w: float, floor_w: float | None, job: LockstepJob) -> PolicyFinding:
-    """One limit against one node: its low power, its ballast, its high power."""
+    """Check one limit against one node: its low power, its ballast, its high power."""
     node_gpus = min(job.node_gpus, job.gpus)
     low_w = job.node_w(job.low_w)
     if limit_w < low_w:
@@ -306,7 +306,7 @@ def _check_start(
     rack: RackPowerGovernor, cap_w: float | None, utility: UtilitySpec | None, job: LockstepJob
 ) -> Iterator[PolicyFinding]:
     setting = f"soft_start {format_duration(rack.soft_start_s)}"
-    # A lease rises to all of a node's watts, those of its host included.
+    # A lease rises to all of a node's watts, including those of its host.
     gpu_w = min(job.high_w, job.gpu.limit_w)
     power_w = min(job.gpus * gpu_w + job.nodes * job.host_w, math.inf if cap_w is None else job.nodes * cap_w)
     if rack.soft_start_s <= 0:
@@ -316,7 +316,8 @@ def _check_start(
     text = f"the job's {format_power(power_w)} come at {format_power_rate(ramp)}"
     if utility is not None and utility.ramp_w_per_s is not None and ramp > utility.ramp_w_per_s:
         text += f", faster than the utility's {format_power_rate(utility.ramp_w_per_s)}"
-        least_s = math.ceil(10.0 * power_w / utility.ramp_w_per_s - 1e-6) / 10.0  # rounded down it would be too short
+        # rounded up, because a time that is rounded down would be too short
+        least_s = math.ceil(10.0 * power_w / utility.ramp_w_per_s - 1e-6) / 10.0
         fix = f"soft_start: {least_s:g}s or longer"
         yield _finding("rack_power_governor", setting, "cannot", text, fix)
     else:

@@ -1,7 +1,7 @@
-"""What a utility asks of a feed: crest factor, ramp, dynamic range, and how much of the swing lies in a band.
+"""What a utility requires of a feed: crest factor, ramp, dynamic range, and how much of the swing is in a band.
 
-The spectrum is that of `analyze.power`. Ramps are the largest change within one second, in W/s: over a step of 5 ms any
-edge would look like gigawatts a second, and no spec means that.
+The spectrum is that of `analyze.power`. Ramps are the largest change within one second, in W/s: over a step of 5 ms,
+any edge would be gigawatts a second, which no spec means.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from ..policy import UtilitySpec
 from ..units import format_power, format_power_rate
 
 RAMP_S = 1.0
-"""Over how long a ramp is measured."""
+"""Seconds over which a ramp is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerQuality:
     """Figures of one level. Ramps are over all the time, the others from `from_s` on.
 
-    `range_w` is highest less lowest, `range_share` that over the mean. `band_share`: root mean square of the swing in
-    the band over the mean power. `band_of_swing`: the share of the swing's energy (its variance) that lies in the band.
+    `range_w` is highest less lowest, `range_share` that over the mean. `band_share` is the root mean square of the
+    swing in the band over the mean power. `band_of_swing` is the share of the swing's energy (its variance) that is in
+    the band.
     """
 
     from_s: float
@@ -46,27 +47,27 @@ class PowerQuality:
 
     @property
     def ramp_w_per_s(self) -> float:
-        """The larger of the two ramps."""
+        """Return the larger of the two ramps."""
         return max(self.ramp_up_w_per_s, self.ramp_down_w_per_s)
 
     @property
     def range_w(self) -> float:
-        """Highest less lowest."""
+        """Return the highest less the lowest power."""
         return self.peak_w - self.low_w
 
     @property
     def range_share(self) -> float:
-        """The range over the mean."""
+        """Return the range over the mean."""
         return self.range_w / self.mean_w if self.mean_w > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {**dataclasses.asdict(self), "range_w": self.range_w, "range_share": self.range_share}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One line of a utility's spec: what it allows, what was found, whether that passes."""
+    """One line of a utility's spec: its limit, what was found, and whether that passes."""
 
     what: str
     found: float
@@ -75,11 +76,11 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether it is within the limit."""
-        return self.found <= self.limit * (1 + 1e-9)  # what is at the limit passes, however it was rounded
+        """Return whether what was found is within the limit."""
+        return self.found <= self.limit * (1 + 1e-9)  # a value at the limit passes, however it was rounded
 
     def show(self) -> tuple[str, str]:
-        """Found and allowed, for people; with more digits where one of them is too large and both would read alike."""
+        """Return what was found and what is allowed, for people; with more digits if a failure would read as equal."""
         for digits in range(3, 8):
             found, limit = (self._format(value, digits) for value in (self.found, self.limit))
             if self.passed or found != limit:
@@ -94,20 +95,20 @@ class Verdict:
         return f"{value:.{digits - 2}%}" if self.what == "band share" else f"{value:.{digits - 1}f}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {**dataclasses.asdict(self), "passed": self.passed}
 
 
 def measure_quality(
     watts: Floats, step_s: float, *, from_s: float = 0.0, band_hz: tuple[float, float] = BAND_HZ
 ) -> PowerQuality:
-    """The figures of evenly spaced watts."""
+    """Return the figures of evenly spaced watts."""
     steady = watts[min(round(from_s / step_s), max(0, len(watts) - 2)) :]
     mean_w = float(np.mean(steady))
     rms_w = math.sqrt(float(np.mean(np.square(steady))))
     up, down = find_ramps_within(watts, step_s)
     spectrum = compute_spectrum(EvenSamples(start_ns=0, step_s=step_s, watts=steady))
-    # A swing of a billionth of the mean is rounding, not a swing.
+    # A swing of a billionth of the mean is rounding.
     swing_w2 = spectrum.ac_w2 if spectrum and spectrum.ac_w2 > (1e-9 * mean_w) ** 2 else 0.0
     band_w2 = spectrum.band_w2(*band_hz) if spectrum and swing_w2 else 0.0
     peak = spectrum.peak() if spectrum and swing_w2 else None
@@ -129,7 +130,7 @@ def measure_quality(
 
 
 def find_ramps_within(watts: Floats, step_s: float) -> tuple[float, float]:
-    """The largest rise and the largest fall within `RAMP_S`, as watts a second (both from 0 on)."""
+    """Return the largest rise and the largest fall within `RAMP_S`, as watts a second (both from 0 on)."""
     if len(watts) < 2:
         return 0.0, 0.0
     count = min(max(1, round(RAMP_S / step_s)), len(watts) - 1)
@@ -140,7 +141,7 @@ def find_ramps_within(watts: Floats, step_s: float) -> tuple[float, float]:
 
 
 def _slide(watts: Floats, count: int, pick: np.ufunc) -> Floats:
-    """The highest (or lowest) of each value and the `count` before it, by doubling windows."""
+    """Return the highest (or lowest) of each value and the `count` before it, by doubling windows."""
     best, width = watts.copy(), 1
     while width < count + 1:
         shift = min(width, count + 1 - width)
@@ -151,7 +152,7 @@ def _slide(watts: Floats, count: int, pick: np.ufunc) -> Floats:
 
 
 def judge(quality: PowerQuality, spec: UtilitySpec | None) -> list[Verdict]:
-    """The lines of a spec that are given."""
+    """Return a verdict for each line that the spec states."""
     if spec is None:
         return []
     lines = [

@@ -1,7 +1,7 @@
-"""Starts a migratable job again wherever it moves to, until it is done: the part of a migration that moves it.
+"""Starts a migratable job again wherever it moves to, until it is done.
 
-The command may have {node} and {ranks} in it: `ssh {node} torchrun --nproc-per-node {ranks} train.py`. What the order
-says (`tessera fleet migrate`) replaces them; what it does not say stays.
+The command may contain {node} and {ranks}: `ssh {node} torchrun --nproc-per-node {ranks} train.py`. The order (`tessera
+fleet migrate`) replaces those that it states; the others stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_MOVES = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLaunch:
-    """One start of the job: its command and where it went."""
+    """One start of the job: its command and its node."""
 
     number: int
     command: tuple[str, ...]
@@ -35,14 +35,14 @@ class JobLaunch:
 
 
 class CoolNodeChooser:
-    """The node for a job that moves, as `place_jobs` chooses: the coolest that may take it, never the one it left."""
+    """Chooses a node for a job that moves, as `place_jobs` does: the coolest that may take it, not the one it left."""
 
     def __init__(self, fleet: FleetFile, policy: ThermalPolicy, *, gpus: int, power_w: float) -> None:
         self._fleet, self._policy = fleet, policy
         self._job = PlacementJob(name="(the job that moves)", gpus=gpus, power_w=power_w)
 
     def __call__(self, left: str | None) -> str | None:
-        """Ask the nodes now. Raises where none may take the job: it stays saved, and can be started later."""
+        """Ask the nodes now. Raises if none may take the job: it stays saved, and can be started later."""
         nodes, _ = fill_nodes(self._fleet.nodes, self._fleet.metrics)
         open_nodes = [replace(n, is_available=n.is_available and n.name != left) for n in nodes]
         running = [j for j in self._fleet.jobs if j.on]
@@ -66,14 +66,14 @@ def run_until_done(
 ) -> Iterator[JobLaunch]:
     """Start the command, and again after each move. Yields before each start; a failure raises `MigrationError`.
 
-    `choose_node` is asked for a node where the order names none: it gets the node that the job left.
+    If the order names no node, `choose_node` is called with the node that the job left.
     """
     check_placeholders(command, node=node, ranks=ranks)
     status_path = Path(folder) / "status.json"
     for number in range(1, MOST_MOVES + 1):
         filled = tuple(fill_command(command, node=node, ranks=ranks))
         yield JobLaunch(number=number, command=filled, node=node, ranks=ranks)
-        status_path.unlink(missing_ok=True)  # what an earlier run said must not pass for the answer of this one
+        status_path.unlink(missing_ok=True)  # the status of an earlier run must not count as this run's answer
         code = run(filled)
         status = read_json(status_path) or {}
         if code != 0:
@@ -98,13 +98,13 @@ def run_until_done(
 
 
 def fill_command(command: Sequence[str], *, node: str | None, ranks: int | None) -> Iterator[str]:
-    """The command with its placeholders replaced."""
+    """Yield the command with its placeholders replaced."""
     for word in command:
         yield word.replace("{node}", node or "").replace("{ranks}", "" if ranks is None else str(ranks))
 
 
 def check_placeholders(command: Sequence[str], *, node: str | None, ranks: int | None) -> None:
-    """Raise where a placeholder has no value to begin with."""
+    """Raise if a placeholder has no initial value."""
     if not command:
         raise ArgumentError("there is no command to start", fix="tessera fleet run FOLDER -- torchrun train.py")
     for name, value in (("node", node), ("ranks", ranks)):

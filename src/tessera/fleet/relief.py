@@ -1,4 +1,7 @@
-"""Which running jobs leave a hot node, and for where: redistribution on overheat. Decisions only, as in `placement`."""
+"""Which running jobs leave a hot node, and for which node: redistribution on overheat.
+
+It only decides, as `placement`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from ..policy import ThermalPolicy
 from .node_floor import MARGIN_C, NodeFloor, NodeShare, PlacementJob, PlacementNode
 
 Unmoved = Literal["", "redistribute is off", "migration is off", "no job can migrate", "no cool node has room"]
-"""Why nothing (more) moves away from a hot spot; empty where enough does."""
+"""Why nothing (more) moves away from a hot spot; empty if enough moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A running job leaves GPUs of one node for those of others. It needs a checkpoint (`fleet.migratable`)."""
+    """A running job that leaves GPUs of one node for those of others. It needs a checkpoint (`fleet.migratable`)."""
 
     job: str
     gpus: int
@@ -29,9 +32,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotSpot:
-    """A node above the threshold, or in an aisle above its budget, and the watts it still has to shed after the moves.
+    """A node above the threshold, or in an aisle above its budget, and the watts it must still shed after the moves.
 
-    `shed_w` is None where `c_per_w` is not known. `unmoved` says why not enough moves away.
+    `shed_w` is None if `c_per_w` is not known. `unmoved` says why not enough moves away.
     """
 
     node: str
@@ -58,10 +61,10 @@ def plan_moves(
     *,
     rack_limits_w: Mapping[str, float] | None = None,
 ) -> ReliefPlan:
-    """Hot spots, hottest first, and which running jobs should leave them for which nodes.
+    """Return hot spots, hottest first, and which running jobs should leave them for which nodes.
 
-    Of several jobs the smallest that cools the node enough leaves; where none does, the largest, then the next. No move
-    puts a rack above its limit in `rack_limits_w`.
+    The smallest job that cools the node enough leaves; if none does, the largest, then the next. No move puts a rack
+    above its limit in `rack_limits_w`.
     """
     policy = policy or ThermalPolicy()
     floor = NodeFloor(nodes, jobs, policy, rack_limits_w)
@@ -69,7 +72,7 @@ def plan_moves(
     spots = []
     for i in floor.hot_nodes():
         before_c, over_c, over_w = floor.temperature_c[i], floor.over_c(i), floor.over_w(i)
-        if over_c == 0 and over_w == 0:  # its aisle was relieved by a node before it
+        if over_c == 0 and over_w == 0:  # a node before it has relieved its aisle
             continue
         unmoved: Unmoved
         if not policy.redistribute:
@@ -96,7 +99,7 @@ def plan_moves(
 def settle_moves(
     nodes: Sequence[PlacementNode], jobs: Sequence[PlacementJob], plan: ReliefPlan
 ) -> tuple[list[PlacementNode], list[PlacementJob]]:
-    """The nodes and jobs as they will be once the moves are made: what the next placement is decided on."""
+    """Return the nodes and jobs as they will be after the moves: the next placement is decided on them."""
     on = {job.name: list(job.on) for job in jobs}
     added_w = {node.name: 0.0 for node in nodes}
     for move in plan.moves:
@@ -113,7 +116,7 @@ def settle_moves(
 
 def _add_power(node: PlacementNode, added_w: float) -> PlacementNode:
     power_w, temperature_c = node.power_w, node.temperature_c
-    if added_w > 0 and power_w is not None:  # one that slept is woken
+    if added_w > 0 and power_w is not None:  # a node that slept is woken
         added_w += max(node.idle_w - power_w, 0.0)
     if power_w is not None:
         power_w += added_w
@@ -141,7 +144,7 @@ def _relieve(floor: NodeFloor, i: int) -> tuple[list[Move], Unmoved]:
         job, share = here[pick]
         part = PlacementJob(name=job.name, gpus=share.gpus, power_w=watts[pick])
         _, ranks = floor.rank(part, "cool")
-        # An aisle above its budget is not relieved by its own nodes, nor a hot spot by itself.
+        # A node of the same aisle cannot relieve an aisle above its budget, and a hot spot cannot relieve itself.
         banned = floor.aisle == floor.aisle[i] if floor.over_w(i) > 0 else np.arange(len(floor.nodes)) == i
         on, _ = floor.find_room(part, ranks[~banned[ranks]], margin_c=MARGIN_C, leaves=i)
         if not on:
@@ -160,6 +163,6 @@ def _relieve(floor: NodeFloor, i: int) -> tuple[list[Move], Unmoved]:
                 expected_c=max(known, default=None),
             )
         )
-        if excess_w is None:  # how much one job cools it is not known: look again after the first
+        if excess_w is None:  # nobody knows how much one job cools it, so look again after the first
             return moves, ""
     return moves, ""

@@ -16,17 +16,19 @@ from .yaml_tables import check_keys, load_yaml, prefix_error, read_section, read
 
 MOST_S = 86400.0
 LEAST_STEPS = 4
-"""Steps in the shortest period that is simulated: with fewer, where steps fall in a wave decides what it draws."""
+"""Steps in the shortest period that is simulated: with fewer, the power depends on where steps fall in a wave."""
 MOST_OVER = 2.0
-"""A load may want more than a GPU's limit allows, and is held; beyond this it is a mistake. Recorded loads of
-an H200 want 1.3 times its limit (docs/fleet.md)."""
+"""A load may want more than a GPU's limit allows, and is held at the limit; more than this factor is a mistake.
+
+Recorded loads of an H200 want 1.3 times its limit (docs/fleet.md).
+"""
 _KEYS = (*SECTIONS, "jobs", "faults", "policies", "duration", "seed", "judge_from")
 _EXAMPLE = "examples/fleet/row.yaml is one to begin with"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """What is simulated. Ramps count all the time, the rest from `judge_from_s` on; None: once all jobs run."""
+    """What is simulated. Ramps count at all times, the rest from `judge_from_s` on; None: from when all jobs run."""
 
     facility: Facility
     jobs: tuple[FleetJob, ...] = ()
@@ -66,7 +68,7 @@ class Scenario:
 
     @property
     def steady_from_s(self) -> float:
-        """From when on the swing is judged."""
+        """Return the time from which the swing is judged."""
         if self.judge_from_s is not None:
             return self.judge_from_s
         governor = self.policies.rack_power_governor
@@ -75,7 +77,7 @@ class Scenario:
 
 
 def load_scenario(path: str | Path) -> Scenario:
-    """A scenario from a YAML file."""
+    """Return a scenario from a YAML file."""
     place = Path(path)
     table = load_yaml(place, _EXAMPLE)
     try:
@@ -85,7 +87,7 @@ def load_scenario(path: str | Path) -> Scenario:
 
 
 def parse_scenario(table: Any, folder: Path = Path(), name: str = "facility") -> Scenario:
-    """A scenario from the tables of a file; relative paths are taken from `folder`."""
+    """Return a scenario from the tables of a file; relative paths are taken from `folder`."""
     if not isinstance(table, dict):
         raise ArgumentError("there is no table of settings", fix=_EXAMPLE)
     check_keys(table, _KEYS, "the file")

@@ -17,9 +17,9 @@ from .power_quality import PowerQuality, Verdict
 from .scenario import Scenario
 
 START_NS = 1_700_000_000_000_000_000
-"""When a simulation begins on the clock of its trace: always the same, so that two runs of a seed are equal."""
-# Half-width of 90%: the worst of four recorded H200 waves that the model did not see is off by 5.7% of its joules
-# (benchmarks/results/fleet_waves.json). What a file says of its facility is not in it.
+"""When a simulation begins on the clock of its trace: always the same, so that two runs with one seed are equal."""
+# Half-width of 90%: of four recorded H200 waves that the model did not see, the worst is off by 5.7% of its joules
+# (benchmarks/results/fleet_waves.json). Errors in a file's description of its facility are not included.
 LEVEL_ERROR = 0.06
 
 AIR_HELD = "air held at the model's highest"
@@ -28,7 +28,7 @@ AIR_HELD = "air held at the model's highest"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedEvent:
-    """Something that happened: a trip, a fault, the start or the end of a job. `count`: how many of the kind."""
+    """Something that happened: a trip, a fault, the start or the end of a job. `count`: how many of this kind."""
 
     time_s: float
     kind: str
@@ -38,7 +38,7 @@ class SimulatedEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """A job: what it took and what it lost. `lost_share` is of the iterations that nothing would have slowed.
+    """A job: what it took and what it lost. `lost_share` is of the iterations of a run that nothing slows.
 
     `energy_j` is that of its GPUs, `ballast_j` the part of it that did no work. `asked_w` and `granted_w` are watts at
     the plugs of its nodes, the latter the mean since it started: None without a rack governor. `steady_lost_share` and
@@ -63,13 +63,13 @@ class JobResult:
 
     @property
     def is_granted_all(self) -> bool:
-        """Whether it had all that it asked for, once its soft start was over."""
+        """Return whether the job had all that it asked for after its soft start."""
         return self.steady_granted_w is not None and self.steady_granted_w >= 0.99 * (self.asked_w or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RackSummary:
-    """A rack of the map: watts over the run, load of its breaker, temperature."""
+    """A rack of the map: watts during the run, load of its breaker, temperature."""
 
     name: str
     row: str
@@ -84,11 +84,11 @@ class RackSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """A finished simulation. Powers are by step of `step_s`, those of racks by decision, every `decide_s`.
+    """A finished simulation. Powers are per step of `step_s`, those of racks per decision, every `decide_s`.
 
     `feed_w` is what the utility delivers, after storage and UPS; `load_w` what the rows draw. `row_w` has a column for
-    each class of rows, `row_names` the first of each and `row_counts` how many there are. `racks` are classes too, and
-    `rack_class` says which one each rack of the facility is in.
+    each class of rows; `row_names` is the first row of each class, and `row_counts` the number of rows in it. `racks`
+    are classes too, and `rack_class` is the class of each rack of the facility.
     """
 
     scenario: Scenario
@@ -117,38 +117,38 @@ class Simulation:
 
     @property
     def duration_s(self) -> float:
-        """How long a time was simulated."""
+        """Return how many seconds were simulated."""
         return len(self.feed_w) * self.step_s
 
     @property
     def energy_j(self) -> float:
-        """Joules that the utility delivered."""
+        """Return the joules that the utility delivered."""
         return float(np.sum(self.feed_w)) * self.step_s
 
     @property
     def trips(self) -> list[SimulatedEvent]:
-        """Breakers and supplies that switched off by themselves."""
+        """Return the breakers and supplies that switched off by themselves."""
         return [e for e in self.events if e.kind.endswith("tripped") or e.kind.endswith("switched off")]
 
     @property
     def ordered_trips(self) -> int:
-        """Breakers that a fault of the file opened."""
+        """Return how many breakers a fault of the file opened."""
         return sum(fault.kind == "breaker_trip" and fault.at_s < self.duration_s for fault in self.scenario.faults)
 
     @property
     def held_jobs(self) -> list[JobResult]:
-        """Jobs that a rack governor gave less than they asked for."""
+        """Return jobs that a rack governor gave less than they asked for."""
         return [j for j in self.jobs if j.granted_w is not None and j.asked_w and j.granted_w < 0.99 * j.asked_w]
 
     @property
     def racks_above_cap(self) -> list[RackSummary]:
-        """Racks whose power was above the governor's `rack_cap`, for a step or longer."""
+        """Return racks whose power was above the governor's `rack_cap`, for a step or longer."""
         governor = self.scenario.policies.rack_power_governor
         return [] if governor is None else [rack for rack in self.racks if rack.peak_w > governor.rack_cap_w]
 
     @property
     def cap_above_breaker(self) -> tuple[str, float] | None:
-        """The rack whose breaker carries the least, and its watts, where `rack_cap` is above that; else None."""
+        """Return the rack whose breaker carries the least, and its watts, if `rack_cap` is above that; else None."""
         governor, facility = self.scenario.policies.rack_power_governor, self.scenario.facility
         breakers = {} if facility.rack_breaker is None else {0: facility.rack_breaker}
         least = min((breakers | dict(facility.own_breakers)).items(), key=lambda b: b[1].rating_w, default=None)
@@ -158,27 +158,27 @@ class Simulation:
 
     @property
     def late_faults(self) -> list[Fault]:
-        """Faults of the file that begin when the simulation is over."""
+        """Return faults of the file that begin when the simulation is over."""
         return [fault for fault in self.scenario.faults if fault.at_s >= self.duration_s]
 
     @property
     def is_air_held(self) -> bool:
-        """Whether the air of a row reached the model's highest temperature: a real row would get warmer."""
+        """Return whether the air of a row reached the model's highest temperature: a real row would get warmer."""
         return any(e.kind == AIR_HELD for e in self.events)
 
     @property
     def passed(self) -> bool | None:
-        """Whether every line of the utility's spec is met; None without a spec."""
+        """Return whether every line of the utility's spec is met; None without a spec."""
         return all(v.passed for v in self.verdicts) if self.verdicts else None
 
     @property
     def speed(self) -> float:
-        """Simulated seconds for each second of a processor."""
+        """Return simulated seconds for each second of a processor."""
         return self.duration_s / self.cpu_s if self.cpu_s > 0 else float("inf")
 
     @property
     def feed_power(self) -> PowerTrace:
-        """The feed alone: what a CSV is written from, since a CSV cannot say that the rows are within the feed."""
+        """Return only the feed, for writing a CSV: a CSV cannot say that the rows are part of the feed."""
         return PowerTrace({"feed": self.power.columns["feed"]}, start_ns=self.power.start_ns, end_ns=self.power.end_ns)
 
     @cached_property
@@ -204,11 +204,11 @@ class Simulation:
             basis="simulated",
             label=f"{name}, simulated",
         )
-        # A sample is the mean since the one before it: the first begins with the trace.
+        # A sample is the mean since the one before it, and the first begins with the trace.
         return DomainSamples.of(domain, times_ns, np.concatenate([watts[:1], watts]))
 
     def report(self) -> EnergyReport:
-        """Joules, watts and events as the report that measured and predicted runs have."""
+        """Return joules, watts and events as the report that measured and predicted runs have."""
         trace = self.power
         by_domain = {name: trace.energy(name) for name in trace.columns}
         work = sum(job.iterations for job in self.jobs)
@@ -227,7 +227,7 @@ class Simulation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; curves as one value a second."""
+        """Return plain values, for JSON; curves have one value a second."""
         per_s = max(1, round(1.0 / self.step_s))
         return {
             "basis": "simulated",

@@ -29,9 +29,9 @@ from .simulation import AIR_HELD, JobResult, RackSummary, SimulatedEvent, Simula
 from .supplies import BatteryState
 
 MANY_NODES = 20_000
-"""With more nodes, jobs are placed one after another: to compare all places would take longer than to simulate."""
+"""With more nodes, jobs are placed one after another: comparing all places would take longer than simulating."""
 MOST_VALUES = 200_000_000
-"""Watts of rows and feed that are kept: 1.6 GB."""
+"""Most watts of rows and feed that are kept: 1.6 GB."""
 _TRIPS = ("supply switched off", "rack breaker tripped", "row breaker tripped")
 
 
@@ -45,8 +45,8 @@ def simulate(
 ) -> Simulation:
     """Simulate a facility: a `Scenario` or the path of its file.
 
-    `distinct`: simulate every GPU, even where GPUs are alike; None or False: those that are alike together. `engine`:
-    "numba", "numpy", or "auto" for the compiled one where numba is installed. The same seed gives the same result.
+    `distinct`: simulate every GPU, even if GPUs are alike; None or False: simulate equal GPUs together. `engine`:
+    "numba", "numpy", or "auto" for the compiled one if numba is installed. The same seed gives the same result.
     """
     given = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
     asked: dict[str, Any] = {"duration_s": duration_s, "seed": seed}
@@ -55,7 +55,7 @@ def simulate(
 
 
 class Run:
-    """One simulation on its way."""
+    """One simulation in progress."""
 
     def __init__(self, scenario: Scenario, *, distinct: bool, engine: str) -> None:
         self.began_s = time.process_time()
@@ -93,7 +93,7 @@ class Run:
         self.air_held: dict[int, SimulatedEvent] = {}
 
     def finish(self) -> Simulation:
-        """Run to the end."""
+        """Run the simulation to its end."""
         facility = self.scenario.facility
         block = max(1, round(facility.decide_s / facility.step_s))
         total = max(1, round(self.scenario.duration_s / facility.step_s))
@@ -248,7 +248,7 @@ class Run:
 
 
 def place_ranks(scenario: Scenario) -> RankTable:
-    """Which GPU runs which rank: by the thermal policy where there is one, else one job after another."""
+    """Return which GPU runs which rank: by the thermal policy if there is one, else one job after another."""
     facility = scenario.facility
     ranks = RankTable.make_empty(facility.gpus)
     free = np.ones(facility.gpus, dtype=np.bool_)
@@ -270,7 +270,7 @@ def place_ranks(scenario: Scenario) -> RankTable:
         replica = order // (job.gpus // job.replicas)
         stage = order % (job.gpus // job.replicas) // (job.gpus // job.replicas // len(job.waves))
         ranks.job[gpus], ranks.wave[gpus], ranks.replica[gpus] = number, wave + stage, replica
-        # Units that differ by chance: nodes that begin anywhere, or groups with a jitter of their own.
+        # Units that differ by chance: nodes that begin at any time, or groups with their own jitter.
         ranks.unit[gpus] = gpus // facility.node.gpus if job.scatter else replica * len(job.waves) + stage
         if not _needs_replicas(scenario):
             ranks.replica[gpus] = 0
@@ -281,13 +281,13 @@ def place_ranks(scenario: Scenario) -> RankTable:
 
 
 def _needs_replicas(scenario: Scenario) -> bool:
-    """Whether replicas differ: a shaper shifts them or draws a jitter for each."""
+    """Return whether replicas differ: a shaper shifts them or draws a jitter for each."""
     shaper = scenario.policies.power_shaper
     return shaper is not None and (not shaper.phase_shift.is_off or shaper.jitter_s[1] > 0)
 
 
 def _choose_nodes(scenario: Scenario) -> dict[str, NDArray[np.int64]] | None:
-    """The GPUs of each job that has a place, by `placement.place_jobs`; None without a thermal policy."""
+    """Return the GPUs of each job that has a place, by `placement.place_jobs`; None without a thermal policy."""
     policy, facility = scenario.policies.thermal_policy, scenario.facility
     if policy is None or facility.nodes > MANY_NODES:
         return None

@@ -1,13 +1,4 @@
-"""What a whole fleet does now: every node's `tessera metrics` and the governor, asked at once and put together.
-
-::
-
-    nodes' endpoints (http://n1:9400/metrics) ─┐
-    the governor's /v1/status                  ├──► FleetPoller.poll() ──► FleetStatus: racks, nodes, leases, events
-    the fleet's file (racks, aisles)           ┘                            └──► terminal, page, Prometheus
-
-What does not answer keeps its name and says why; nothing is guessed for it.
-"""
+"""What a whole fleet does now: every node's `tessera metrics` and the governor, asked at the same time and combined."""
 
 from __future__ import annotations
 
@@ -25,7 +16,7 @@ from .node_floor import PlacementNode
 from .node_metrics import NodeReading, ask_endpoint
 from .placement_file import FleetFile
 
-# Endpoints asked at the same time: an answer takes milliseconds, a node that is down its whole timeout.
+# Endpoints that are asked at the same time: an answer takes milliseconds, a node that is down its whole timeout.
 AT_ONCE = 32
 EVENTS_KEPT = 200
 # Kinds that mean that a feed was near or beyond its limit.
@@ -33,7 +24,7 @@ NEAR_TRIPS = ("breaker_near_trip", "over_current", "breaker_tripped")
 
 
 class Governor(Protocol):
-    """What a governor is asked: `GovernorClient` of tessera.fleet.governor."""
+    """The method of a governor that is used here: `GovernorClient` of tessera.fleet.governor."""
 
     def describe(self) -> BudgetStatus: ...
 
@@ -42,10 +33,10 @@ class Governor(Protocol):
 class FleetNode(NodeReading):
     """A node now, with what its endpoint says; None: not known.
 
-    `is_up` says whether its endpoint answers; None: it has none, and was not asked. `basis` is that of `power_w`:
-    "measured" or "modelled" by its endpoint, "file" for a fixed figure of the fleet's file, "governor" for what its
-    daemon told the governor. `leased_w` is the most that the governor lets it draw, `guaranteed_w` its share without
-    the governor, `cap_w` what the limits of its boards allow together.
+    `is_up` says whether its endpoint answers; None: it has no endpoint. `basis` is that of `power_w`: "measured" or
+    "modelled" by its endpoint, "file" for a fixed figure of the fleet's file, "governor" for what its daemon told the
+    governor. `leased_w` is the most that the governor lets it draw, `guaranteed_w` its share without the governor,
+    `cap_w` what the limits of its boards together allow.
     """
 
     name: str
@@ -58,18 +49,18 @@ class FleetNode(NodeReading):
 
     @property
     def near_trips(self) -> int:
-        """How often its feeds were near or beyond a limit, since its sampler started."""
+        """Return how often its feeds were near or beyond a limit, since its sampler started."""
         return sum(count for kind, count in self.events.items() if kind in NEAR_TRIPS)
 
     @property
     def over_lease_w(self) -> float:
-        """What it draws above its lease, where that is more than a sensor's error; else 0."""
+        """Return what the node draws above its lease, if that is more than a sensor's error; else 0."""
         return find_excess_w(self.power_w, self.leased_w)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRack:
-    """The nodes of a rack together. `known` of `nodes` answered; watts are those of these."""
+    """The nodes of a rack together. `known` of `nodes` answered; the watts are those of the nodes that answered."""
 
     name: str
     aisle: str
@@ -94,7 +85,7 @@ class FleetEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetBudget:
-    """What a governor says of its watts."""
+    """What a governor says about its watts."""
 
     cap_w: float
     limit_w: float
@@ -119,28 +110,28 @@ class FleetStatus:
 
     @property
     def power_w(self) -> float | None:
-        """Watts of all nodes that are known."""
+        """Return the watts of all nodes whose power is known."""
         known = [n.power_w for n in self.nodes if n.power_w is not None]
         return sum(known) if known else None
 
     @property
     def unmeasured_w(self) -> float:
-        """The part of it that is modelled, or a fixed figure of the fleet's file."""
+        """Return the part of the power that is modelled, or a fixed figure of the fleet's file."""
         return sum(n.power_w for n in self.nodes if n.power_w is not None and n.basis not in ("measured", "governor"))
 
     @property
     def asked_nodes(self) -> int:
-        """Nodes with an endpoint."""
+        """Return the number of nodes with an endpoint."""
         return sum(n.is_up is not None for n in self.nodes)
 
     @property
     def answering_nodes(self) -> int:
-        """Nodes whose endpoint answers."""
+        """Return the number of nodes whose endpoint answers."""
         return sum(n.is_up is True for n in self.nodes)
 
     @property
     def known_nodes(self) -> int:
-        """Nodes whose power is known."""
+        """Return the number of nodes whose power is known."""
         return sum(n.power_w is not None for n in self.nodes)
 
 
@@ -161,7 +152,7 @@ class FleetPoller:
         self._events: deque[FleetEvent] = deque(maxlen=EVENTS_KEPT)
 
     def poll(self) -> FleetStatus:
-        """Ask everyone once."""
+        """Ask all nodes and the governor once."""
         metrics = self.fleet.metrics
         with ThreadPoolExecutor(max_workers=max(min(AT_ONCE, len(metrics)), 1)) as pool:
             answers = dict(zip(metrics, pool.map(self._ask, metrics.values()), strict=True))
@@ -202,11 +193,11 @@ class FleetPoller:
             return None, []
         try:
             return self._governor.describe(), []
-        except TesseraError as error:  # the nodes are worth showing without it
+        except TesseraError as error:  # the nodes are worth showing without the governor
             return None, [error.what + (f": {error.why}" if error.why else "")]
 
     def _note_events(self, node: str, reading: NodeReading, now_s: float) -> None:
-        """What was counted since the last poll; a count that went back belongs to a sampler that was restarted."""
+        """Note what was counted since the last poll; a count that went back belongs to a restarted sampler."""
         if reading.problem:
             return
         before = self._counted.get(node)
@@ -219,7 +210,7 @@ class FleetPoller:
 
 
 def _read_file(node: PlacementNode) -> NodeReading:
-    """What the fleet's file says of a node without an endpoint."""
+    """Return what the fleet's file says about a node without an endpoint."""
     known = node.power_w is not None or node.temperature_c is not None
     problem = "" if known else "it has no endpoint: `metrics:` in the fleet's file"
     return NodeReading(

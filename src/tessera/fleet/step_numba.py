@@ -1,7 +1,7 @@
 """One block of steps, compiled by numba: the same arithmetic as step_numpy, device by device.
 
-A device runs through several steps at once, with its state in registers: as many as pass before a group of ranks can be
-released. Nodes and breakers follow step by step.
+A device runs through several steps at once, with its state in registers: as many steps as pass before a group of ranks
+can be released. Nodes and breakers follow step by step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numba import njit
 from .arrays import EDGE, TICK_S, BlockResult, FleetArrays, StepSettings
 
 _MOST_TRIPS = 4096
-_EARLY = 0.01  # of a step: a rank that is so near counts as come, whatever was rounded
+_EARLY = 0.01  # share of a step: a rank so near counts as there, whatever was rounded
 
 
 def advance_block(fleet: FleetArrays, steps: int, settings: StepSettings) -> BlockResult:
-    """Advance by `steps`; changes the arrays."""
+    """Advance the arrays by `steps`."""
     feed_w = np.zeros(steps)
     row_w = np.zeros((steps, len(fleet.rows.closed)))
     trips = np.zeros((_MOST_TRIPS, 3), dtype=np.int64)
@@ -29,7 +29,7 @@ def advance_block(fleet: FleetArrays, steps: int, settings: StepSettings) -> Blo
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _advance(fleet: Any, steps: int, settings: Any, load_w: Any, feed_w: Any, row_w: Any, trips: Any) -> Any:
-    found, at = np.int64(0), np.int64(0)  # not literals, for which numba compiles what is called once more
+    found, at = np.int64(0), np.int64(0)  # not literals: numba would compile the called functions once more for them
     while at < steps:
         span = _count_safe_steps(fleet.gpus, fleet.groups, settings.step_s, steps - at)
         fleet.groups.lowest_s[:] = np.inf
@@ -42,7 +42,7 @@ def _advance(fleet: Any, steps: int, settings: Any, load_w: Any, feed_w: Any, ro
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _count_safe_steps(gpus: Any, groups: Any, step_s: float, most: int) -> int:
-    """How many steps pass at least until the slowest rank of any group comes to where the others wait."""
+    """Return the least number of steps until the slowest rank of any group comes to where the others wait."""
     _find_lowest(gpus, groups)
     span = most
     for g in range(len(groups.sync_s)):
@@ -74,7 +74,7 @@ def _run_gpus(gpus: Any, waves: Any, lowest_s: Any, load_w: Any, span: int, sett
             if gpus.group[i] >= 0:
                 lowest_s[gpus.group[i]] = -np.inf
             continue
-        # Everything into registers: numba cannot know that the arrays do not overlap.
+        # Copy everything into registers, because numba cannot know that the arrays do not overlap.
         place, delay, later = gpus.place_s[i], gpus.delay_s[i], gpus.next_delay_s[i]
         base, last_cell, rate = gpus.base[i], gpus.cells[i] - 1, gpus.cells_per_s[i]
         period, sync, group = gpus.period_s[i], gpus.sync_s[i], gpus.group[i]
@@ -116,7 +116,7 @@ def _run_gpus(gpus: Any, waves: Any, lowest_s: Any, load_w: Any, span: int, sett
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _find_cell(place: Any, delay: Any, period: Any, sync: Any, rate: Any, last_cell: Any) -> Any:
-    """The cell of its wave in which a rank is, from 1; 0 where it waits."""
+    """Return the cell of its wave that a rank is in, from 1; 0 while it waits."""
     at = place
     if place >= sync - TICK_S or -delay - TICK_S <= place < -TICK_S:
         return np.int32(0)
@@ -127,10 +127,10 @@ def _find_cell(place: Any, delay: Any, period: Any, sync: Any, rate: Any, last_c
 
 @njit(cache=True, fastmath=True)  # type: ignore[untyped-decorator]
 def _run_plain(wave_w: Any, start: Any, rate: Any, step_s: Any, count: Any, loads: Any) -> Any:
-    """A GPU that neither waits nor is held: the cells of its wave, one after another. Its last watts, and their sum."""
+    """Run a GPU that neither waits nor is held through the cells of its wave; return its last watts and their sum."""
     total, watts, last_cell = np.float32(0.0), np.float32(0.0), np.int32(len(wave_w) - 1)
     for k in range(len(loads)):
-        # Unsigned, so that numba need not ask whether it counts from the end.
+        # Unsigned, so that numba need not test for a negative index.
         watts = wave_w[np.uint32(min(np.int32((start + k * step_s) * rate + EDGE), last_cell))]
         loads[k] += count * watts
         total += watts
@@ -139,7 +139,7 @@ def _run_plain(wave_w: Any, start: Any, rate: Any, step_s: Any, count: Any, load
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _limit(gpus: Any, i: int, watts: Any, speeds: Any, settings: Any) -> Any:
-    """Watts under caps, slow-down by heat, floors and ramps, and the clock that is left."""
+    """Return the watts under caps, slow-down by heat, floors and ramps, and the remaining clock."""
     one, zero, half = np.float32(1.0), np.float32(0.0), np.float32(0.5)
     scale = np.float32(len(speeds) - 1)
     idle = gpus.idle_w[i]
@@ -159,7 +159,7 @@ def _limit(gpus: Any, i: int, watts: Any, speeds: Any, settings: Any) -> Any:
             if dynamic > zero:
                 share = min(one, max(zero, (watts - idle) / dynamic))
                 speed = min(speed, speeds[np.int32(share * scale + half)])
-        # As `runtime.shaping.hold_power`, which the engine in numpy calls; tests hold both to the same watts.
+        # As `runtime.shaping.hold_power`, which the numpy engine calls; tests check that both give the same watts.
         held = min(max(watts, gpus.floor_w[i], last - gpus.down_w[i]), gpus.most_w[i])
         watts = max(watts, held)
         gpus.ballast_w[i] += max(zero, watts - wanted)
@@ -169,7 +169,7 @@ def _limit(gpus: Any, i: int, watts: Any, speeds: Any, settings: Any) -> Any:
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _release(gpus: Any, groups: Any) -> None:
-    """Let the ranks of a group go on once the slowest has come."""
+    """Let the ranks of a group go on when the slowest has come."""
     any_come = False
     for g in range(len(groups.sync_s)):
         if groups.lowest_s[g] >= groups.sync_s[g] - TICK_S:
@@ -187,7 +187,7 @@ def _release(gpus: Any, groups: Any) -> None:
 def _run_feed(
     fleet: Any, settings: Any, at: int, span: int, load_w: Any, feed_w: Any, row_w: Any, trips: Any, found: int
 ) -> int:
-    """Nodes, racks, rows and feed over the steps of a span."""
+    """Compute nodes, racks, rows and feed over the steps of a span."""
     racks, rows = fleet.racks, fleet.rows
     before = found
     for k in range(span):
@@ -261,9 +261,9 @@ def _note_trip(trips: Any, found: int, step: int, level: int, number: int) -> in
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def _switch_off(fleet: Any, load_w: Any, k: int, span: int) -> None:
-    """Take the power from what is behind a breaker or a supply that opened in step k of a span.
+    """Remove the power of everything behind a breaker or a supply that opened in step k of a span.
 
-    The GPUs have already run to the end of the span: what they drew after the step is taken back.
+    The GPUs have already run to the end of the span, so what they drew after the step is subtracted again.
     """
     gpus, nodes = fleet.gpus, fleet.nodes
     for i in range(len(fleet.racks.closed)):

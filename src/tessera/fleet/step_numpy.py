@@ -25,7 +25,7 @@ _ONE, _ZERO, _HALF = np.float32(1.0), np.float32(0.0), np.float32(0.5)
 
 
 def advance_block(fleet: FleetArrays, steps: int, settings: StepSettings) -> BlockResult:
-    """Advance by `steps`; changes the arrays."""
+    """Advance the arrays by `steps`."""
     feed_w = np.zeros(steps)
     row_w = np.zeros((steps, len(fleet.rows.closed)))
     trips: list[tuple[int, int, int]] = []
@@ -46,7 +46,7 @@ def advance_block(fleet: FleetArrays, steps: int, settings: StepSettings) -> Blo
 
 
 class _Stepper:
-    """GPUs and nodes, with what stays the same over a block of steps."""
+    """GPUs and nodes, with what stays the same during a block of steps."""
 
     def __init__(self, fleet: FleetArrays, settings: StepSettings) -> None:
         self.fleet, self.settings = fleet, settings
@@ -80,7 +80,7 @@ class _Stepper:
         self.fleet.nodes.load_w[self.node_numbers] = np.add.reduceat(counted, self.node_starts, dtype=np.float64)
 
     def _find_cells(self) -> tuple[np.ndarray, F64]:
-        """The cell of its wave in which each GPU is; and its place, not beyond where it waits."""
+        """Return the cell of its wave that each GPU is in, and its place, limited to where it waits."""
         gpus = self.fleet.gpus
         place = np.minimum(gpus.place_s, gpus.sync_s)
         before = place < -TICK_S
@@ -97,7 +97,7 @@ class _Stepper:
         return cell, place
 
     def _release(self) -> None:
-        """Let the ranks of a group go on once the slowest has come; who waits for nobody just begins again."""
+        """Let the ranks of a group go on when the slowest has come; ranks without a group begin again at once."""
         gpus, groups = self.fleet.gpus, self.fleet.groups
         if len(groups.sync_s):
             place = gpus.place_s if np.all(gpus.alive) else np.where(gpus.alive, gpus.place_s, -np.inf)
@@ -121,7 +121,7 @@ class _Stepper:
         gpus.delay_s[chosen] = gpus.next_delay_s[chosen]
 
     def step_nodes(self) -> Flags:
-        """Watts at the plug of each node; which of them switched off."""
+        """Compute the watts at the plug of each node; return which of them switched off."""
         nodes, s = self.fleet.nodes, self.settings
         a, b, c, d = s.loss
         load = nodes.load_w + nodes.host_w
@@ -136,7 +136,7 @@ class _Stepper:
 
 
 def _limit(gpus: GpuArrays, waves: WaveTable, watts: F32, settings: StepSettings) -> tuple[F32, F32]:
-    """Watts under caps, slow-down by heat, floors and ramps, and the clock that is left."""
+    """Return the watts under caps, slow-down by heat, floors and ramps, and the remaining clock."""
     scale = np.float32(len(waves.speed) - 1)
     dynamic = watts - gpus.idle_w
     positive = dynamic > 0
@@ -157,7 +157,7 @@ def _limit(gpus: GpuArrays, waves: WaveTable, watts: F32, settings: StepSettings
             share = np.clip((watts - gpus.idle_w) / np.where(positive, dynamic, _ONE), _ZERO, _ONE)
             slower = np.minimum(speed, waves.speed[(share * scale + _HALF).astype(np.int32)])
             speed = np.where(steep & positive, slower, speed)
-        # One step is the unit of time here: `down_w` is the most that power may fall in it.
+        # Here the unit of time is one step: `down_w` is the most that power may fall in a step.
         limits: Any = {"floor_w": gpus.floor_w, "max_ramp_w_per_s": gpus.down_w, "most_w": gpus.most_w}
         before: Any = gpus.last_w
         watts = cast("F32", hold_power(cast("Any", watts), before, 1.0, **limits))
@@ -166,7 +166,7 @@ def _limit(gpus: GpuArrays, waves: WaveTable, watts: F32, settings: StepSettings
 
 
 def _find_starts(numbers: np.ndarray) -> np.ndarray:
-    """Where each stretch of equal numbers begins."""
+    """Return where each stretch of equal numbers begins."""
     return np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1]]))
 
 
@@ -175,7 +175,7 @@ def _add_children(level: BreakerArrays, parent: np.ndarray, watts: np.ndarray) -
 
 
 def _step_breakers(level: BreakerArrays) -> Flags:
-    """Warm the breakers by their load; which of them opened."""
+    """Warm the breakers by their load; return which of them opened."""
     level.draw_w[~level.closed] = 0.0
     level.sum_w[:] += level.draw_w
     np.maximum(level.max_w, level.draw_w, out=level.max_w)
@@ -188,7 +188,7 @@ def _step_breakers(level: BreakerArrays) -> Flags:
 
 
 def switch_off(fleet: FleetArrays) -> None:
-    """Take the power from what is behind a breaker or a supply that opened."""
+    """Remove the power of everything behind a breaker or a supply that opened."""
     fleet.racks.closed[~fleet.rows.closed[fleet.racks.parent]] = False
     fleet.nodes.alive[~fleet.racks.closed[fleet.nodes.rack]] = False
     fleet.gpus.alive[~fleet.nodes.alive[fleet.gpus.node]] = False

@@ -12,7 +12,8 @@ from ..errors import ArgumentError, check_choice
 from ..joules import Floats
 
 # Lowest efficiency at 10, 20, 50 and 100% of the rating, 230 V internal redundant (80 PLUS, as Tom's Hardware lists it
-# in "80 PLUS PSU efficiency"). The grades below Titanium have no figure at 10%: that of the next higher load is taken.
+# in "80 PLUS PSU efficiency"). The grades below Titanium have no figure at 10%, so that of the next higher load is
+# taken.
 LOADS = (0.1, 0.2, 0.5, 1.0)
 GRADES: dict[str, tuple[float, float, float, float]] = {
     "titanium": (0.90, 0.94, 0.96, 0.91),
@@ -24,7 +25,7 @@ GRADES: dict[str, tuple[float, float, float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSupply:
-    """The supplies of a node, which share its load. `needed` of `count` carry it; the others are spare.
+    """The supplies of a node, which share its load. `needed` of `count` can carry it; the others are spare.
 
     Over-current protection, in multiples of what all of them are rated for: above `limit_at` for `limit_s` they latch
     off, above `off_at` at once.
@@ -49,25 +50,25 @@ class NodeSupply:
 
     @property
     def capacity_w(self) -> float:
-        """Watts that all of them are rated for."""
+        """Return the watts that all supplies together are rated for."""
         return self.count * self.rating_w
 
     @cached_property
     def loss_terms(self) -> tuple[float, float, float, float]:
-        """Loss over capacity as a cubic of load over capacity: it passes through the grade's four points."""
+        """Return the loss over capacity as a cubic of load over capacity, through the grade's four points."""
         loads = np.array(LOADS)
         losses = loads * (1.0 / np.array(GRADES[self.grade]) - 1.0)
         a, b, c, d = np.linalg.solve(np.vander(loads, 4, increasing=True), losses)
         return float(a), float(b), float(c), float(d)
 
     def draw_w(self, load_w: Floats) -> Floats:
-        """Watts at the plug for watts behind it."""
+        """Return the watts at the plug for watts behind it."""
         a, b, c, d = self.loss_terms
         x = load_w / self.capacity_w
         return load_w + self.capacity_w * np.maximum(0.0, a + x * (b + x * (c + x * d)))
 
     def find_load(self, draw_w: Floats) -> Floats:
-        """Watts behind the supplies for watts at the plug: the inverse of `draw_w`."""
+        """Return the watts behind the supplies for watts at the plug: the inverse of `draw_w`."""
         loads = np.linspace(0.0, 1.5 * self.capacity_w, 2049)
         return np.interp(draw_w, self.draw_w(loads), loads)
 
@@ -77,7 +78,7 @@ class Battery:
     """Storage at the feed (a UPS with fast cells, a battery, capacitors) that smooths what the utility sees.
 
     The feed follows the load with the time constant `smoothing_s`; the storage gives and takes the difference within
-    `power_w` and `energy_j`. `efficiency` is of a round trip.
+    `power_w` and `energy_j`. `efficiency` is for a round trip.
     """
 
     power_w: float
@@ -92,7 +93,7 @@ class Battery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feed:
-    """What connects the rows to the utility. `ups_efficiency`: of a double conversion 0.85 to 0.95, of none 1."""
+    """What connects the rows to the utility. `ups_efficiency`: 0.85 to 0.95 with double conversion, 1 without a UPS."""
 
     ups_efficiency: float = 0.95
     storage: Battery | None = None
@@ -112,14 +113,14 @@ class BatteryState:
         self.lost_w = 0.0
 
     def smooth(self, load_w: Floats, step_s: float) -> Floats:
-        """What the utility delivers while the rows draw `load_w`, step by step."""
+        """Return what the utility delivers while the rows draw `load_w`, step by step."""
         s = self.storage
         if self.feed_w is None:
             self.feed_w = float(load_w[0])
         feed_w, stored_j = self.feed_w, self.stored_j
         follow = -math.expm1(-step_s / s.smoothing_s)
-        # Half full is home: what is missing comes back over two time constants (a damping of 0.7), and what round trips
-        # lose is bought as it is lost, on average.
+        # The storage returns to half full: missing energy comes back over two time constants (a damping of 0.7), and
+        # round-trip losses are bought when they occur, on average.
         home, remember = 1.0 / (2.0 * s.smoothing_s), step_s / (10.0 * s.smoothing_s)
         charge, give = math.sqrt(s.efficiency), 1.0 / math.sqrt(s.efficiency)
         out = np.empty(len(load_w))
@@ -132,6 +133,7 @@ class BatteryState:
             drawn = flow * (give if flow > 0 else charge)
             stored_j -= drawn * step_s
             self.lost_w += (drawn - flow - self.lost_w) * remember
-            out[i] = max(0.0, load - flow)  # full or empty, this is not what the filter wants: that goes on as before
+            # if the storage is full or empty, this is not what the filter wants; the filter goes on as before
+            out[i] = max(0.0, load - flow)
         self.feed_w, self.stored_j = feed_w, stored_j
         return out

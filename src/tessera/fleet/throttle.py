@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from .leases import PRIORITIES, BudgetPolicy, JobLease, round_down
 
-# A cut shows in the measured power after the next heartbeat; before that it must not be made again.
+# A cut shows in the measured power after the next heartbeat; before that, it must not be repeated.
 SETTLE_HEARTBEATS = 2.5
-# Below this share of the limit throttling is taken back; between it and `near` all stays as it is.
+# Below this share of the limit, throttling is taken back; between it and `near`, nothing changes.
 RELEASE = 0.94
 RACK = ""
 """The name under which the rack's own meter (a PDU) reports."""
 
 
 class PowerMeters:
-    """What nodes, and perhaps a PDU, report to draw. A report counts for as long as a lease."""
+    """The power that nodes, and perhaps a PDU, report. A report counts for as long as a lease."""
 
     def __init__(self, fresh_s: float) -> None:
         self._fresh_s = fresh_s
@@ -27,18 +27,18 @@ class PowerMeters:
         self._reports[name] = (power_w, now_s)
 
     def forget(self, name: str) -> None:
-        """A node is gone."""
+        """Forget a node that is gone."""
         self._reports.pop(name, None)
 
     def read(self, name: str, now_s: float) -> float | None:
-        """The last reading, unless it is old."""
+        """Return the last reading, unless it is old."""
         power_w, time_s = self._reports.get(name, (0.0, -math.inf))
         return power_w if now_s - time_s <= self._fresh_s else None
 
     def total_w(self, now_s: float, assumed_w: Mapping[str, float]) -> float | None:
-        """The rack's reading, or the sum over the nodes; one without a sensor counts as `assumed_w`.
+        """Return the rack's reading, or the sum over the nodes; one without a sensor counts as `assumed_w`.
 
-        None where nobody measures.
+        Returns None if nothing is measured.
         """
         rack_w = self.read(RACK, now_s)
         if rack_w is not None:
@@ -50,7 +50,7 @@ class PowerMeters:
 
 
 class PowerFill:
-    """The share of the watts above their least that each priority gets, and the watts that throttling takes off."""
+    """The share of the watts above their least that each priority gets, and the watts that throttling cuts."""
 
     def __init__(self, policy: BudgetPolicy) -> None:
         self.policy = policy
@@ -71,12 +71,12 @@ class PowerFill:
             wanted_w = spread_w[priority]
             goal = 1.0 if wanted_w <= left_w else left_w / wanted_w
             level = self.levels[priority]
-            # A class without a job is full: its next job has a soft start of its own.
+            # A class without a job is full, because its next job has a soft start of its own.
             self.levels[priority] = goal if wanted_w <= 0.0 else min(goal, max(0.0, level + rise))
             left_w = max(0.0, left_w - wanted_w * goal)
 
     def share_w(self, lease: JobLease, node: str, now_s: float) -> float:
-        """What an admitted job should draw on a node now: what it is filled up to, as far as its ramp has come."""
+        """Return what an admitted job should draw on a node now: its share, as far as its ramp has come."""
         request = lease.request
         least_w = request.least_w(node)
         full_w = least_w + self.levels[request.priority] * (round_down(request.watts[node]) - least_w)
@@ -84,18 +84,18 @@ class PowerFill:
         return full_w * (min(1.0, max(0.0, risen_s / ramp_s)) if ramp_s > 0 else float(risen_s >= 0))
 
     def ramp_s(self, lease: JobLease) -> float:
-        """How long a job's soft start takes."""
+        """Return how long a job's soft start takes."""
         own_s = lease.request.soft_start_s
         return self.policy.soft_start_s if own_s is None else own_s
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to look at the measured power again."""
+        """Return whether it is time to look at the measured power again."""
         return now_s - self._steered_s >= self.policy.heartbeat_s
 
     def steer(self, now_s: float, measured_w: float | None, spread_w: float) -> None:
-        """Take watts off where measured power is near the limit, and give them back slowly where it is not.
+        """Cut watts if measured power is near the limit, and give them back slowly if it is not.
 
-        Without a reading everything stays: the leases alone hold the limit.
+        Without a reading nothing changes: the leases alone keep the limit.
         """
         passed_s = min(now_s - self._steered_s, self.policy.heartbeat_s)
         self._steered_s = now_s

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..schema import EnergyReport
 
 _FINE_S, _LEAST, _MOST = 1e-3, 16, 65536
-_GRID_S = 0.005  # of a recording's power: a step of the simulation
+_GRID_S = 0.005  # seconds, for a recording's power: a step of the simulation
 """Length of a cell where the period allows it, and how many cells a wave has."""
 
 
@@ -52,24 +52,24 @@ class Wave:
 
     @property
     def peak_w(self) -> float:
-        """The highest cell."""
+        """Return the watts of the highest cell."""
         return float(np.max(self.watts))
 
     @property
     def mean_w(self) -> float:
-        """The mean over the period."""
+        """Return the mean watts over the period."""
         return float(np.mean(self.watts))
 
     @property
     def wait_w(self) -> float:
-        """What a rank draws that waits: the cell where it synchronises, else the lowest."""
+        """Return what a waiting rank draws: the cell where it synchronises, or else the lowest."""
         if self.sync_s is None or self.sync_s >= self.period_s:
             return float(np.min(self.watts))
         return float(self.watts[min(int(self.sync_s / self.period_s * len(self.watts)), len(self.watts) - 1)])
 
 
 def make_square(*, period_s: float, duty: float, high_w: float, low_w: float, synchronous: bool = True) -> Wave:
-    """Compute at `high_w` for `duty` of the period, then a collective at `low_w`, for which all ranks wait."""
+    """Make a wave that computes at `high_w` for `duty` of the period, then waits at `low_w` in a collective."""
     if not 0.0 < duty < 1.0:
         raise ArgumentError(f"the duty is between 0 and 1, not {duty:g}")
     if not low_w <= high_w:
@@ -79,7 +79,7 @@ def make_square(*, period_s: float, duty: float, high_w: float, low_w: float, sy
 
 
 def make_wave(phases: Sequence[tuple[str, float, float]], *, synchronous: bool = True, source: str = "") -> Wave:
-    """A wave of phases (kind, seconds, watts); the first phase of another kind than "compute" synchronises."""
+    """Return a wave of phases (kind, seconds, watts); the first phase of another kind than "compute" synchronises."""
     seconds = np.array([p[1] for p in phases], dtype=float)
     if not len(seconds) or not np.all(seconds > 0):
         raise ArgumentError("a wave needs phases, each longer than 0 s")
@@ -99,12 +99,12 @@ def make_wave(phases: Sequence[tuple[str, float, float]], *, synchronous: bool =
 
 
 def _count_cells(period_s: float) -> int:
-    """As many cells as make the edges of most phases fall on the edge of one."""
+    """Return so many cells that the edges of most phases fall on the edge of a cell."""
     return int(np.clip(round(period_s / _FINE_S), _LEAST, _MOST))
 
 
 def _average(edges: Floats, values: Floats, grid: Floats) -> Floats:
-    """Means of a staircase over the cells of a grid."""
+    """Return means of a staircase over the cells of a grid."""
     sums = np.concatenate([[0.0], np.cumsum(values * np.diff(edges))])
     return np.asarray(np.diff(np.interp(grid, edges, sums)) / np.diff(grid))
 
@@ -113,7 +113,7 @@ def _average(edges: Floats, values: Floats, grid: Floats) -> Floats:
 
 
 def read_wave(path: Path, domain: str | None) -> Wave:
-    """The power of one GPU in a recording (a .tessera run or a power CSV), repeated for as long as the job runs."""
+    """Return the power of one GPU in a recording (a .tessera run or a power CSV), repeated while the job runs."""
     trace = _read_trace(path)
     name = domain or next((d.name for d in trace.domains if d.device.is_gpu), trace.domains[0].name)
     times_ns, watts = trace.total(name)
@@ -142,7 +142,7 @@ def _read_trace(path: Path) -> PowerTrace:
 
 
 def report_to_wave(report: EnergyReport) -> Wave:
-    """The wave of a predicted iteration: its subgraphs one after another, each at its mean watts."""
+    """Return the wave of a predicted iteration: its subgraphs one after another, each at its mean watts."""
     parts = [d for d in report.descriptors if d.latency_s > 0]
     if not parts:
         raise ArgumentError("this report has no subgraphs", fix="give one that `tessera.predict` made")
@@ -154,12 +154,12 @@ _COMPUTE_KINDS = ("forward", "backward", "optimizer")
 
 
 def plan_to_waves(plan: ParallelPlan) -> list[Wave]:
-    """The waves of a planned training step, one for each pipeline stage; their joules are those of the plan's GPUs.
+    """Return the waves of a planned training step, one for each pipeline stage, with the joules of the plan's GPUs.
 
     All ranks synchronise where the data-parallel reduction begins, or at the end of the step.
     """
     timeline, best = plan.timeline, plan.best
-    scale = best.time_s / timeline.time_s  # microbatches that were left out of the drawing
+    scale = best.time_s / timeline.time_s  # microbatches may have been left out of the drawing
     waiting_w, busy_w = _find_levels(plan, scale)
     ends = [s.start_s for s in timeline.spans if s.kind == "data parallel"]
     sync_s = (min(ends) if ends else timeline.time_s) * scale
@@ -180,7 +180,7 @@ def plan_to_waves(plan: ParallelPlan) -> list[Wave]:
 
 
 def _find_levels(plan: ParallelPlan, scale: float) -> tuple[float, float]:
-    """Watts of a GPU that waits and of one that computes, so that a step takes the plan's joules."""
+    """Return the watts of a waiting and of a computing GPU, so that a step takes the plan's joules."""
     from ..dist.training import WAITING
     from ..estimate.power import PowerModel
 

@@ -1,4 +1,4 @@
-"""Tables of the YAML files that describe a fleet: values are checked, a wrong key is answered with the nearest."""
+"""Tables of the YAML files that describe a fleet: values are checked; for an unknown key, the nearest is named."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..read_limits import YAML_BYTES, parse_yaml, quote_value, read_bytes
 
 Read = Callable[[Any], Any]
 Keys = Mapping[str, tuple[str, Read]]
-"""By the key in a file: the name of the field, and what makes its value of the text or number."""
+"""By a key of the file: the name of the field, and the function that makes its value."""
 
 
 def load_yaml(path: Path, example: str) -> Any:
-    """What a YAML file holds; `example` says what to write where it cannot be read."""
+    """Return what a YAML file holds; `example` says what to write where it cannot be read."""
     try:
         return parse_yaml(read_bytes(path, YAML_BYTES))
     except OSError as error:
@@ -26,12 +26,12 @@ def load_yaml(path: Path, example: str) -> Any:
 
 
 def prefix_error(where: object, error: ArgumentError) -> ArgumentError:
-    """The error again, with the place that it is about."""
+    """Return the error with the place that it is about in front."""
     return ArgumentError(f"{where}: {error.what}", why=error.why, fix=error.fix)
 
 
 def check_keys(table: Any, known: Iterable[str], where: str) -> None:
-    """Refuse what is not a table, and keys that are not known."""
+    """Refuse a value that is not a table, and unknown keys."""
     known = list(known)
     if not isinstance(table, Mapping):
         fix = f"keys: {', '.join(known)}"
@@ -43,7 +43,7 @@ def check_keys(table: Any, known: Iterable[str], where: str) -> None:
 
 
 def read_section(table: Any, keys: Keys, where: str) -> dict[str, Any]:
-    """The values of a table by the names of fields."""
+    """Return the values of a table by the names of fields."""
     check_keys(table, keys, where)
     values = {}
     for key, value in table.items():
@@ -58,7 +58,7 @@ def read_section(table: Any, keys: Keys, where: str) -> dict[str, Any]:
 
 
 def build(kind: type[Any], table: Any, keys: Keys, where: str) -> Any:
-    """An object of a table; its errors name the table."""
+    """Build an object from a table; errors name the table."""
     values = read_section(table, keys, where)
     try:
         return kind(**values)
@@ -70,14 +70,14 @@ def build(kind: type[Any], table: Any, keys: Keys, where: str) -> Any:
 
 
 def list_tables(value: Any, where: str, example: str) -> list[Any]:
-    """The tables of a list."""
+    """Return the tables of a list."""
     if not isinstance(value, list):
         raise ArgumentError(f"{where} is not a list", fix=f"{where}: [{example}]")
     return value
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse two jobs of one name."""
+    """Refuse two jobs with the same name."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -86,38 +86,38 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def read_whole(value: Any) -> int:
-    """A whole number from 1 on."""
+    """Return a whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ArgumentError(f"{quote_value(value)} is not a whole number from 1 on")
     return value
 
 
 def read_count(value: Any) -> int:
-    """A whole number, or none."""
+    """Return a whole number, or 0."""
     return 0 if value == 0 and not isinstance(value, bool) else read_whole(value)
 
 
 def read_number(value: Any) -> float:
-    """A plain number."""
+    """Return a plain number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentError(f"{quote_value(value)} is not a number")
     return float(value)
 
 
 def read_text(value: Any) -> str:
-    """Text."""
+    """Return text."""
     if not isinstance(value, str):
         raise ArgumentError(f"{quote_value(value)} is not text")
     return value
 
 
 def read_bool(value: Any) -> bool:
-    """True or false."""
+    """Return true or false."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{quote_value(value)} is not true or false")
     return value
 
 
 def keep(value: Any) -> Any:
-    """The value as it is in the file; whoever uses it checks it."""
+    """Return the value as it is in the file; its user checks it."""
     return value

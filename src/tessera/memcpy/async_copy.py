@@ -20,14 +20,13 @@ _lock = threading.Lock()
 def async_(*, dst: Any, src: Any, stream: Stream | None = None, wait: bool = True) -> Event:
     """Copy `src` to `dst` on a stream (None: the current one); return at once, with the event that marks its end.
 
-    >>> done = memcpy.async_(dst=x_dev, src=x_host, stream=h2d)
-    >>> done.wait(compute, x_dev)
+    >>> done = memcpy.async_(dst=x_dev, src=x_host, stream=h2d) >>> done.wait(compute, x_dev)
 
     Shapes, dtypes and layouts must be the same: anything else would be converted on the host first. Like an operator,
     the copy waits for the work queued on the current stream, which may still read `dst`. `wait=False` does not wait:
     for copies issued after the kernels they should run beside. For other streams wait by events. Memory on both sides
-    is kept until the copy is done, even if its tensors are gone. Gradients do not flow through it. From or to pageable
-    memory the host waits; a warning says so once.
+    is kept until the copy is done, even if its tensors are gone. Gradients do not flow through the copy. From or to
+    pageable memory, the host waits; a warning says so once.
     """
     import torch
 
@@ -53,7 +52,7 @@ def async_(*, dst: Any, src: Any, stream: Stream | None = None, wait: bool = Tru
 
 
 def _check_tensors(torch: Any, dst: Any, src: Any) -> Any:
-    """Return the CUDA device that copies, None for the CPU; errors name the argument."""
+    """Return the CUDA device that copies, None for the CPU; an error names the argument."""
     for name, tensor in (("dst", dst), ("src", src)):
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(f"{name} is a {type(tensor).__name__}, not a tensor", fix="pass torch tensors")
@@ -103,7 +102,7 @@ def _choose_stream(stream: Stream | None, place: Any, dst: Any, src: Any) -> Str
 
 
 def _keep_until(done: Event, host: Any) -> None:
-    """Keep host memory until its copy is done: torch does so for what it pinned itself, and for nothing else."""
+    """Keep host memory until its copy is done: torch does so only for memory that it pinned itself."""
     with _lock:
         _in_flight.append((done, host))
         while _in_flight and _in_flight[0][0].query():

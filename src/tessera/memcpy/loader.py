@@ -5,11 +5,12 @@
     your thread      next(loader) b3, b3 into pinned memory, its copy is queued ──► b1: the stream waits for its event
     copy stream      ... b2 ...  b3                                        beside the kernels that use b0, b1
 
-Everything runs on your thread, `depth` batches ahead, in the loader's order: seeds and errors are where they were
-without prefetch. A loader may fill the same buffer again, unless it is pinned: then the copy reads from that. Pinned
-memory is not filled on a thread of ours, where torch may copy with one core: it gives a new thread as many as were last
-set on any thread (ATen/ParallelOpenMP.cpp), and `DataLoader(pin_memory=True, num_workers=2)` sets 1 on its own
-(torch/utils/data/_utils/pin_memory.py).
+Everything runs on your thread, `depth` batches ahead, in the loader's order: seeds and errors stay where they are
+without prefetch. A loader may fill the same buffer again unless that is pinned, because then the copy reads from it.
+
+Pinned memory is not filled on another thread, because torch may copy with one core there: a new thread gets as many
+cores as were last set on any thread (ATen/ParallelOpenMP.cpp), and `DataLoader(pin_memory=True, num_workers=2)` sets 1
+on its own (torch/utils/data/_utils/pin_memory.py).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _find_device(torch: Any, device: Any) -> Any:
 
 @functools.cache
 def _get_stream(device: Any) -> Stream:
-    """Return the stream of all prefetches to a device: torch keeps memory by stream, and the next epoch reuses it."""
+    """Return the stream of all prefetches to a device: torch keeps memory by stream, so the next epoch reuses it."""
     return streams.create(name="prefetch", device=device)
 
 
@@ -96,7 +97,7 @@ class BatchStager:
     def stage(self, batch: Any) -> tuple[Any, Event]:
         """Copy a batch to the device; return it with the event after its copies."""
         torch = self._torch
-        with torch.no_grad(), torch.cuda.stream(self._stream.raw):  # its memory is allocated as that stream's
+        with torch.no_grad(), torch.cuda.stream(self._stream.raw):  # so that its memory belongs to that stream
             copied = map_batch(torch, batch, self._copy)
         return copied, Event().record(self._stream)
 
@@ -109,8 +110,8 @@ class BatchStager:
         source = tensor if tensor.is_pinned() else copy_to_pinned(torch, tensor)
         target = torch.empty_like(source, device=self._device)
         if source is tensor and tensor.is_pinned() and target.stride() == tensor.stride():
-            async_(dst=target, src=tensor, stream=self._stream, wait=False)  # its memory is that stream's
-        else:  # torch keeps a block of its own until it is copied; held by us it would come back a batch later
+            async_(dst=target, src=tensor, stream=self._stream, wait=False)  # its memory belongs to that stream
+        else:  # torch keeps its own block until it is copied; if we held it, it would be free one batch later
             target.copy_(source, non_blocking=True)
         return target
 
@@ -123,13 +124,13 @@ class BatchStager:
 
 
 def copy_to_pinned(torch: Any, tensor: Any) -> Any:
-    """Copy a host tensor to pinned memory; over the limit return the tensor itself: a pageable copy gains nothing."""
+    """Copy a host tensor to pinned memory; over the limit, return the tensor: a pageable copy would save nothing."""
     flat = empty_pinned(tensor.numel(), tensor.dtype)
     return copy_into(torch, flat, tensor) if flat.is_pinned() else tensor
 
 
 def copy_into(torch: Any, flat: Any, tensor: Any) -> Any:
-    """Copy a tensor into the memory `flat`, in the layout `empty_like` would give it."""
+    """Copy a tensor into the memory `flat`, in the layout that `empty_like` would give it."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return flat.as_strided(tensor.shape, strides).copy_(tensor)
 
@@ -153,7 +154,7 @@ def map_batch(torch: Any, batch: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _stage_ahead(loader: Iterable[Any], depth: int, stager: Any) -> Iterator[Any]:
-    """Keep `depth` batches staged beyond the one handed out."""
+    """Keep `depth` batches staged beyond the current one."""
     waiting: deque[tuple[Any, Event]] = deque()
     failed: Exception | None = None
     source: Iterator[Any] | None = iter(loader)
@@ -163,7 +164,7 @@ def _stage_ahead(loader: Iterable[Any], depth: int, stager: Any) -> Iterator[Any
                 waiting.append(stager.stage(next(source)))
             except StopIteration:
                 source = None
-            except Exception as exc:  # noqa: BLE001 - raised where its batch would have come
+            except Exception as exc:  # noqa: BLE001  (raised where its batch would have come)
                 failed, source = exc, None
         if waiting:
             yield stager.take(*waiting.popleft())

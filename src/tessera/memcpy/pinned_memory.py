@@ -1,8 +1,8 @@
 """Pinned host memory, the only kind that is copied while kernels run: bounded, and reused.
 
-Which block may be reused is decided by torch's caching host allocator: it holds a block back until the events of all
-copies from and to it have passed, whoever made them; a free list of our own would know of our copies only. Added here
-are a bound on what is handed out (pinned memory cannot be swapped), and statistics.
+Torch's caching host allocator decides which block may be reused: it keeps a block until the events of all copies from
+and to it have passed, whoever made them. A free list of our own would know only our copies. This module adds a bound on
+what is handed out (pinned memory cannot be swapped), and statistics.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 from ..errors import ArgumentError
 
 LIMIT_BYTES = 8 << 30
-"""Default of `limit`: a few batches of anything, and a small part of a training machine's memory."""
-_MAX_ADDRESSES = 1 << 16  # of blocks remembered to count those that are reused
+"""Default of `limit` in bytes: a few batches of anything, and a small part of a training machine's memory."""
+_MAX_ADDRESSES = 1 << 16  # addresses of blocks that are remembered, to count those that are reused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedStats:
     """What `empty_pinned` has handed out.
 
-    `live_bytes` now and `peak_bytes` at most; `taken` calls, of which `reused` got a block seen before and `over_limit`
-    got pageable memory because the limit was reached.
+    `live_bytes` now and `peak_bytes` at most; `taken` is the number of calls, of which `reused` got a block seen before
+    and `over_limit` got pageable memory because the limit was reached.
     """
 
     live_bytes: int = 0
@@ -44,22 +44,23 @@ class PinnedPool:
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._stats = PinnedStats(limit_bytes=limit_bytes)
         self._addresses: set[int] = set()
-        self._returned: deque[int] = deque()  # finalizers run anywhere, inside our lock too: they only append
+        # finalizers run anywhere, even while we hold the lock, so they only append
+        self._returned: deque[int] = deque()
         self._lock = threading.Lock()
 
     def take(self, sizes: tuple[int, ...], dtype: Any) -> Any:
-        """Return an empty tensor, pinned where there is CUDA and room below the limit."""
+        """Return an empty tensor, pinned if there is CUDA and room below the limit."""
         import torch
 
         size = math.prod(sizes) * dtype.itemsize
         if not self._reserve(size):
-            return torch.empty(sizes, dtype=dtype, device="cpu")  # whatever torch.set_default_device says
+            return torch.empty(sizes, dtype=dtype, device="cpu")  # even after torch.set_default_device
         try:
             made = torch.empty(sizes, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
         except BaseException:
             self._returned.append(size)
             raise
-        # The storage and not the tensor: a view may outlive the tensor it was cut from.
+        # The storage and not the tensor, because a view may outlive the tensor it was cut from.
         weakref.finalize(made.untyped_storage(), self._returned.append, size)
         with self._lock:
             known = made.data_ptr() in self._addresses

@@ -12,16 +12,16 @@ from ..estimate.kernel_time import chip
 
 # Bytes of a stored weight with its scales: fp8 has few, nvfp4 one byte for 16 elements, mxfp4 one for 32, int4 two.
 WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625, "int4": 0.5625}
-# GPUs of a node: boards of HGX, and servers for PCIe cards; more where a cluster of `dist` has more (NVL72).
+# GPUs of a node: HGX boards, and servers for PCIe cards; more if a cluster of `dist` has more (NVL72).
 _NODE_GPUS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """One copy of a model on `gpus` chips of a node, or of several where a node has fewer.
+    """One copy of a model on `gpus` chips of a node, or of several nodes if a node has fewer.
 
-    Attention is split over `gpus / replicas` ranks by heads (tensor parallel); `replicas` of it share the sequences
-    (data parallel attention). Experts are split over `expert_ranks` by expert, the rest of the ranks by width.
+    Attention is split over `gpus / replicas` ranks by heads (tensor parallel); its `replicas` share the sequences (data
+    parallel attention). Experts are split over `expert_ranks` by expert, and over the other ranks by width.
     """
 
     device: Device
@@ -53,26 +53,26 @@ class Deployment:
 
     @property
     def activations(self) -> str:
-        """The format of activations: that of the weights, or 16 bits beside narrower ones."""
+        """Return the format of activations: that of the weights, or 16 bits if weights are narrower."""
         return self.weights if self.weights in ("fp32", "bf16", "fp16") else choose_sixteen_bits(self.device)
 
     def count_nodes(self, ranks: int) -> int:
-        """Nodes over which so many ranks are spread."""
+        """Return the number of nodes over which so many ranks are spread."""
         return -(-ranks // find_node_gpus(self.device))
 
     @property
     def attention_ranks(self) -> int:
-        """GPUs that share the heads of one attention."""
+        """Return GPUs that share the heads of one attention."""
         return self.gpus // self.replicas
 
     @property
     def width_ranks(self) -> int:
-        """GPUs that share the width of one expert."""
+        """Return GPUs that share the width of one expert."""
         return self.gpus // self.expert_ranks
 
 
 def find_node_gpus(device: Device) -> int:
-    """The most GPUs of such a chip that one node joins by its own links."""
+    """Return the most GPUs of such a chip that one node joins by its own links."""
     name = device.id.partition("@")[0]
     sizes: list[int] = [
         round(table["node_gpus"]["value"]) for table in list_clusters().values() if table["chip"] == name
@@ -81,7 +81,7 @@ def find_node_gpus(device: Device) -> int:
 
 
 def note_nodes(on: Deployment) -> list[str]:
-    """A note where a copy does not fit into a node."""
+    """Return a note where a copy does not fit into a node."""
     nodes = on.count_nodes(on.gpus)
     if nodes == 1:
         return []
@@ -93,20 +93,20 @@ def note_nodes(on: Deployment) -> list[str]:
 
 
 def choose_sixteen_bits(device: Device) -> str:
-    """The 16-bit format that a chip has units for: bf16, or fp16 where it has only that (V100, T4, P100)."""
+    """Return the 16-bit format for which a chip has units: bf16, or fp16 if it has only that (V100, T4, P100)."""
     of = chip(device)
     return "fp16" if of.peak("fp16")[2] and not of.peak("bf16")[2] else "bf16"
 
 
 def find_computed(on: Deployment, stored: str) -> str:
-    """The format in which a product is computed: that of its weights where the chip has units for it, or 16 bits."""
+    """Return the format in which a product is computed: its weights' if the chip has units for it, or 16 bits."""
     if stored in ("fp4", "fp8", "int8"):
         return stored if stored in on.device.matrix else choose_sixteen_bits(on.device)
     return choose_sixteen_bits(on.device) if stored == "int4" else stored
 
 
 def note_formats(on: Deployment, *stored: str) -> list[str]:
-    """Notes for formats of weights that the chip has no units for."""
+    """Return notes for formats of weights that the chip has no units for."""
     notes = []
     for name in dict.fromkeys(stored):
         computed = find_computed(on, name)
@@ -116,6 +116,6 @@ def note_formats(on: Deployment, *stored: str) -> list[str]:
             notes.append(
                 f"{on.device.id} has no {computed} units: {computed} products run on its {runs_as} {kind} units"
             )
-        elif name not in (computed, "int4"):  # of which everybody knows that only weights are so narrow
+        elif name not in (computed, "int4"):  # it is well known that int4 is for weights only
             notes.append(f"{name} weights are widened: their products run on {on.device.id}'s {computed} units")
     return notes

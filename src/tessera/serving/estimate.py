@@ -1,4 +1,4 @@
-"""`estimate_serving`: latency, throughput, joules and memory of a language model that is served, before it runs."""
+"""`estimate_serving`: latency, throughput, joules and memory of a served language model, before it runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .forward_pass import decode_pass, prefill_pass
 from .served_model import ServedModel, read_served_model
 from .uncertainty import ServingErrors, find_errors, find_provenance
 
-# Time to the first token under steady arrivals: its own prefill, an engine's share of those of other sequences (by a
-# power of their number), and the way through the server, in steps. Chosen on half of the published servers; the only
-# three of one sequence (of one model on one system, in that half) wait for 3.8 steps after their prefill
+# Time to the first token under steady arrivals: its own prefill, an engine's share of the prefills of other sequences
+# (by a power of their number), and the way through the server, in steps. Chosen on half of the published servers; the
+# only three servers with one sequence (of one model on one system, in that half) wait for 3.8 steps after their prefill
 # (benchmarks/measure/published_serving.py: first_token_alone).
 _QUEUE_POWER, FIRST_STEPS = 0.615, 4.5
-# What an engine holds beside weights and cache (CUDA context, graphs, activations: assumed, not measured), and the
-# share of the board that it may use (vLLM: 0.9).
+# Bytes that an engine holds beside weights and cache (CUDA context, graphs, activations: assumed, not measured), and
+# the share of the board that it may use (vLLM: 0.9).
 ENGINE_BYTES, USED_SHARE = 3.0e9, 0.92
 _MEMORY_ERROR = 0.10
 ARRIVALS = ("steady", "once")
@@ -55,7 +55,7 @@ class Quantity(float):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseEstimate:
-    """Prefill or decode alone: seconds of one pass, watts and joules of all GPUs, tokens that it yields or reads."""
+    """Prefill or decode alone: seconds of one pass, watts and joules of all GPUs, tokens that it reads or produces."""
 
     time_s: Quantity
     power_w: Quantity
@@ -64,12 +64,12 @@ class PhaseEstimate:
 
     @property
     def joules_per_token(self) -> Quantity:
-        """Joules for each token of the phase."""
+        """Return the joules for each token of the phase."""
         return Quantity(self.energy_j / self.tokens, self.energy_j.error / self.tokens)
 
     @property
     def tokens_per_s(self) -> Quantity:
-        """Tokens in a second."""
+        """Return the tokens per second."""
         relative = self.time_s.error / self.time_s
         return Quantity(self.tokens / self.time_s, relative * self.tokens / self.time_s)
 
@@ -78,13 +78,13 @@ class PhaseEstimate:
 class ServingReport:
     """One model on one deployment with `batch` sequences under way.
 
-    `time_to_first_token_s` is that of a prompt and its way through the server, beside the prompts of the other
-    sequences. `time_per_output_token_s` is the mean over a generation, with the prompts of other sequences between the
-    steps where arrivals are steady. `tokens_per_s` and `power_w` are those of prefill and decode together.
-    `joules_per_token` are those of all GPUs for an output token, its share of the prompt included. `memory_bytes` of
-    one GPU is the sum of `weights_bytes`, `cache_bytes` and `engine_bytes`: its CUDA context, graphs and activations.
-    `provenance` says where the figures come from. `waiting_s` of each step, and `waiting_j` of all GPUs, are
-    those of the scheduler between prompts: decode, prefill and they are all of the time and the joules.
+    `time_to_first_token_s` is for a prompt and its way through the server, beside the prompts of the other sequences.
+    `time_per_output_token_s` is the mean over a generation, with the prompts of other sequences between the steps if
+    arrivals are steady. `tokens_per_s` and `power_w` are those of prefill and decode together. `joules_per_token` are
+    those of all GPUs for an output token, its share of the prompt included. `memory_bytes` of one GPU is the sum of
+    `weights_bytes`, `cache_bytes` and `engine_bytes`: its CUDA context, graphs and activations. `provenance` says where
+    the figures come from. `waiting_s` of each step, and `waiting_j` of all GPUs, are for the scheduler between prompts;
+    together with decode and prefill, they are all of the time and the joules.
     """
 
     served: ServedModel
@@ -114,11 +114,11 @@ class ServingReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether a GPU's memory holds its part; None where the capacity of the chip is not known."""
+        """Return whether a GPU's memory holds its part; None if the capacity of the chip is not known."""
         return None if self.capacity_bytes is None else self.memory_bytes <= USED_SHARE * self.capacity_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         d, on = self.served, self.deployment
         figures = {name: _plain(getattr(self, name)) for name in _FIGURES}
         return {
@@ -221,14 +221,14 @@ def estimate_serving(
 
 
 def _cache_of(dtype: str, device: Device) -> str:
-    """The format of the cache beside weights of a format, where none is asked for."""
+    """Return the format of the cache for weights of a format, if none is asked for."""
     if dtype in ("fp8", "fp4"):
         return "fp8"
     return dtype if dtype in ("fp32", "bf16", "fp16") else choose_sixteen_bits(device)
 
 
 def _check_division(served: ServedModel, tp: int, attention_dp: int, ep: int | None) -> None:
-    """Refuse what no engine can start: heads that do not divide, experts that are not there."""
+    """Refuse what no engine can start: heads that do not divide, or missing experts."""
     ranks, heads = max(1, tp // max(1, attention_dp)), served.shape.heads
     if heads % ranks:
         raise ArgumentError(
@@ -258,7 +258,7 @@ def _check_sizes(**sizes: int) -> None:
 def predict_serving(
     served: ServedModel, on: Deployment, *, batch: int, prompt: int, generate: int, arrivals: str = "steady"
 ) -> ServingReport:
-    """As `estimate_serving`, of a `Deployment` that was made before."""
+    """Predict a server as `estimate_serving` does, for an existing `Deployment`."""
     find_engine(on.engine)
     decode = decode_pass(served, on, batch=batch, context=prompt + generate / 2)
     prefill = prefill_pass(served, on, batch=1, prompt=prompt)
@@ -317,7 +317,7 @@ def _notes(served: ServedModel, on: Deployment) -> list[str]:
 
 
 def _first_token_s(on: Deployment, prefill_s: float, step_s: float, sequences: float, arrivals: str) -> float:
-    """Seconds to the first token: of a prompt among others that come at any time, or the mean of all at once."""
+    """Return seconds to the first token: of a prompt among others at any time, or the mean if all come at once."""
     if arrivals == "once":
         return prefill_s * (sequences + 1) / 2
     waits = find_engine(on.engine).queue * max(0.0, sequences - 1.0) ** _QUEUE_POWER
@@ -335,12 +335,12 @@ def _phase(run: PowerEstimate, on: Deployment, tokens: float, error: float, erro
 
 
 def count_memory(served: ServedModel, on: Deployment, batch: float, tokens: int) -> tuple[float, float]:
-    """Bytes on one GPU: weights, and the cache of `batch` sequences of `tokens`."""
+    """Return bytes on one GPU: weights, and the cache of `batch` sequences of `tokens`."""
     s = served.shape
     experts = s.expert_parameters()
     stored = served.expert_format or on.experts
     rest = s.parameters - experts - s.embedding_parameters
-    # Experts and MLPs are divided among all GPUs, attention among its ranks only.
+    # All GPUs share experts and MLPs; only its ranks share an attention.
     layers = served.full_layers + served.windowed_layers
     attention = min(rest, layers * sum(n * k for n, k in served.attention_matrices(1)))
     weights = experts / on.gpus * WEIGHT_BYTES[stored]
@@ -351,7 +351,7 @@ def count_memory(served: ServedModel, on: Deployment, batch: float, tokens: int)
 
 
 def find_largest_batch(served: ServedModel, on: Deployment, tokens: int) -> int | None:
-    """The most sequences of `tokens` that fit; 0 where the weights do not; None where the capacity is not known."""
+    """Return the nearest deployment and batch that fit: fewer sequences, more GPUs, or narrower weights, if any."""
     capacity = on.device.memory.capacity_bytes
     if capacity is None:
         return None
@@ -361,9 +361,9 @@ def find_largest_batch(served: ServedModel, on: Deployment, tokens: int) -> int 
 
 
 def find_fitting(report: ServingReport) -> tuple[Deployment, int] | None:
-    """The nearest deployment and batch that fit where a report's do not: fewer sequences, more GPUs, narrower weights.
+    """Return the nearest deployment and batch that fit: fewer sequences, more GPUs, or narrower weights.
 
-    None where not even all GPUs of a node hold the narrowest weights.
+    Returns None if not even all GPUs of a node hold the narrowest weights.
     """
     on, served, tokens = report.deployment, report.served, report.prompt + report.generate
     if report.largest_batch:
@@ -405,10 +405,10 @@ def sweep_serving(
     refused: list[RefusedServer] | None = None,
     **options: Any,
 ) -> tuple[list[ServingReport], ServingReport | None]:
-    """Every combination, and the one of fewest joules per token that fits and meets the limits (None: none does).
+    """Return every combination, and the one with the fewest joules per token that fits and meets the limits (or None).
 
-    A combination that is not possible is added to `refused`, where that is given and another one is possible; else its
-    error is raised.
+    A combination that is not possible is added to `refused`, if that is given and another one is possible; otherwise
+    its error is raised.
     """
     served = read_served_model(model)
     reports, errors = [], []

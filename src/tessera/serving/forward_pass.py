@@ -1,8 +1,8 @@
 """The work of one forward pass on one GPU of a server: products, attention, experts, small kernels, exchanges.
 
 A step of decoding sends one token of each sequence through the model, a prefill all tokens of a prompt. Products and
-attentions are those of tessera.estimate at boost clock, with weights and cache read from device memory: between two
-uses of a weight, all others pass through the cache of the chip.
+attentions are those of tessera.estimate at boost clock. Weights and the key-value cache are read from device memory,
+because between two uses of a weight all other weights pass through the chip's cache.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from ..estimate.power import DeviceWork
 from .deployment import WEIGHT_BYTES, Deployment, find_computed
 from .served_model import ServedModel
 
-# Kernels beside products and attention, of one layer under a CUDA graph: two norms with residuals, rotary embedding,
-# write to the cache, activation, casts; with experts: router, sort, gather, scatter; latent attention: two more norms,
-# its splits and joins; linear attention: convolution, gates, norm.
+# Number of kernels beside products and attention, in one layer under a CUDA graph: two norms with residuals, rotary
+# embedding, write to the cache, activation, casts; with experts: router, sort, gather, scatter; with latent attention:
+# two more norms, its splits and joins; with linear attention: convolution, gates, norm.
 _SMALL, _SMALL_EXPERTS, _SMALL_LATENT, _SMALL_LINEAR = 6, 6, 3, 4
-# Elements that these read and write in a layer for each one of the hidden state (residual kept).
+# Elements that these kernels read and write in a layer, for each element of the hidden state (residual kept).
 _SMALL_ELEMENTS = 12.0
-# Kernels of experts reach these shares of the bandwidth while few tokens come to each of them (other chips as Hopper),
+# Shares of the bandwidth that kernels of experts reach while few tokens come to each expert (other chips as Hopper),
 # and of the peak; and the power in which both times are added. Chosen on half of the published servers
 # (benchmarks/measure/published_serving.py).
 _EXPERT_BANDWIDTH, _EXPERT_BANDWIDTH_OTHER = {"blackwell": 0.76}, 0.62
 _EXPERT_PEAK, _EXPERT_POWER = 0.5, 2.0
-# Half-width where nobody timed fused experts on a chip of that kind (AMD, TPUs, CPUs): as widened as a kernel's can be.
+# Half-width if nobody timed fused experts on a chip of that kind (AMD, TPUs, CPUs): as wide as a kernel's can be.
 _NO_EXPERTS = 0.95
-# All GPUs wait for the one whose experts were chosen most: this much longer for each further rank of experts.
+# All GPUs wait for the one whose experts were chosen most: it takes this much longer for each further rank of experts.
 _IMBALANCE = 0.02
-# Attention of a step in a server against the kernels' own benchmark loop, and the latency of an exchange of few bytes,
-# for which engines have kernels of their own; chosen on the same half.
+# Time of a step's attention in a server over that in the kernels' own benchmark loop; and the latency of an exchange of
+# few bytes, for which engines have their own kernels. Chosen on the same half.
 _DECODE_ATTENTION = 0.6
 _EXCHANGE_S = 5.9e-6
 
 
 @dataclass(frozen=True, slots=True)
 class UncertainWork:
-    """Work with the seconds by which its kernels may be wrong (all in one direction), and its seconds by source."""
+    """Work, the seconds by which its kernels may be wrong (all in one direction), and its seconds by source."""
 
     work: DeviceWork = field(default_factory=DeviceWork)
     error_s: float = 0.0
@@ -55,7 +55,7 @@ class UncertainWork:
 
     @classmethod
     def of(cls, kernel: KernelTime, count: float) -> UncertainWork:
-        """A kernel, `count` times."""
+        """Return a kernel, `count` times."""
         seconds = kernel.seconds * count
         return cls(DeviceWork.of(kernel, count), kernel.relative_error * seconds, {kernel.provenance: seconds})
 
@@ -66,7 +66,7 @@ class UncertainWork:
         return UncertainWork(self.work + other.work, self.error_s + other.error_s, sources)
 
     def times(self, factor: float) -> UncertainWork:
-        """This work, `factor` times."""
+        """Return this work, `factor` times."""
         sources = {name: seconds * factor for name, seconds in self.sources.items()}
         return UncertainWork(self.work.times(factor), self.error_s * factor, sources)
 
@@ -84,17 +84,17 @@ class PassWork:
 
     @property
     def exchange_s(self) -> float:
-        """Seconds of the exchanges."""
+        """Return seconds of the exchanges."""
         return self.exchange.work.seconds
 
     @property
     def kernel_error(self) -> float:
-        """The mean relative 90% half-width of kernels, weighted by their seconds."""
+        """Return the mean relative 90% half-width of kernels, weighted by their seconds."""
         return _mean_error(self.products, self.attention, self.experts)
 
     @property
     def relative_error(self) -> float:
-        """The same of kernels and exchanges."""
+        """Return the mean relative 90% half-width of kernels and exchanges."""
         return _mean_error(self.products, self.attention, self.experts, self.exchange)
 
 
@@ -104,12 +104,12 @@ def _mean_error(*parts: UncertainWork) -> float:
 
 
 def decode_pass(served: ServedModel, on: Deployment, *, batch: float, context: float) -> PassWork:
-    """One token for each of `batch` sequences that have `context` tokens in the cache."""
+    """Return the pass of one token for each of `batch` sequences that have `context` tokens in the cache."""
     return _pass(served, on, sequences=batch, queries=1, keys=max(1, round(context)))
 
 
 def prefill_pass(served: ServedModel, on: Deployment, *, batch: float, prompt: int) -> PassWork:
-    """All tokens of `batch` prompts."""
+    """Return the pass of all tokens of `batch` prompts."""
     return _pass(served, on, sequences=batch, queries=prompt, keys=prompt)
 
 
@@ -148,7 +148,7 @@ def _products(on: Deployment, rows: float, matrices: list[tuple[float, float]], 
 
 
 def _product_work(on: Deployment, m: int, n: float, k: float, stored: str, count: float = 1.0) -> UncertainWork:
-    """A product whose weights come from device memory; formats that the chip lacks are widened on the way."""
+    """Return a product whose weights come from device memory; the kernel widens formats that the chip lacks."""
     columns, depth = max(1, round(n)), max(1, round(k))
     precision = find_computed(on, stored)
     size = ELEMENT_BYTES[precision]
@@ -156,7 +156,7 @@ def _product_work(on: Deployment, m: int, n: float, k: float, stored: str, count
     activations = m * (size * depth + WEIGHT_BYTES[on.activations] * columns)
     if activations > 0.5 * chip(on.device).cache_bytes:
         moved += activations
-    widened = WEIGHT_BYTES[stored] if WEIGHT_BYTES[stored] < size else None  # on the way, by the kernel
+    widened = WEIGHT_BYTES[stored] if WEIGHT_BYTES[stored] < size else None  # the kernel widens them on the way
     kernel = gemm_time(on.device, m, columns, depth, 1, precision, hbm_bytes=moved, weight_bytes=widened)
     return UncertainWork.of(_on_device(on.device, kernel), count)
 
@@ -166,7 +166,7 @@ def _on_device(device: Device, kernel: KernelTime) -> KernelTime:
 
 
 def stream_work(device: Device, nbytes: float) -> DeviceWork:
-    """Work bound by device memory, at the share of its bandwidth that long streams reach (0.83-0.87 on an H200)."""
+    """Return work bound by device memory, at the bandwidth share of long streams (0.83-0.87 on an H200)."""
     bandwidth = device.memory.bandwidth_bytes_per_s
     if bandwidth is None:
         raise ArgumentError(f"the memory bandwidth of {device.id} is not known")
@@ -175,7 +175,7 @@ def stream_work(device: Device, nbytes: float) -> DeviceWork:
 
 
 def _attention(served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int) -> UncertainWork:
-    """Attention of all layers for this GPU's sequences."""
+    """Return attention of all layers for this GPU's sequences."""
     work = UncertainWork()
     seen = min(keys, served.index.most) if served.index else keys
     if served.full_layers:
@@ -188,7 +188,7 @@ def _attention(served: ServedModel, on: Deployment, sequences: float, queries: i
             served, on, sequences, queries, near if queries == 1 else keys, served.windowed_layers, near
         )
     if served.linear is not None:
-        # The state is read and written once for a step, or once for each chunk of 64 tokens of a prompt.
+        # The state is read and written once a step, or once for each chunk of 64 tokens of a prompt.
         chunks = math.ceil(queries / 64)
         moved = 2.0 * sequences * chunks * served.state_bytes(on.attention_ranks)
         work = work + UncertainWork(stream_work(on.device, moved))
@@ -205,7 +205,7 @@ def _attend(
     cache = max(1.0, WEIGHT_BYTES[on.cache])
     nbytes = sequences * keys * served.cache_elements(ranks) * cache
     if served.latent is not None and queries == 1:
-        # All heads share one compressed key of rank and rotary part, whose first part is the value too.
+        # All heads share one compressed key of rank and rotary part, whose first part is also the value.
         key_heads, size = 1, (2 * served.latent.key_rank + served.latent.rotary) // 2
     kernel = attention_time(
         on.device,
@@ -232,7 +232,7 @@ def _attend(
 
 
 def _choose_keys(served: ServedModel, on: Deployment, sequences: float, queries: int, keys: int) -> UncertainWork:
-    """The index: small fp8 products of each query with all keys before it."""
+    """Return the index's work: small fp8 products of each query with all keys before it."""
     assert served.index is not None
     pairs = sequences * queries * (keys if queries == 1 else keys / 2)
     flops = 2.0 * pairs * served.index.heads * served.index.size * served.full_layers
@@ -241,7 +241,7 @@ def _choose_keys(served: ServedModel, on: Deployment, sequences: float, queries:
 
 
 def _experts(served: ServedModel, on: Deployment, rows: float) -> UncertainWork:
-    """The experts of all layers on this GPU: the weights of those that some token chose, and their products."""
+    """Return the work of experts on this GPU: the weights of those that some token chose, and their products."""
     s = served.shape
     if not s.moe_layers:
         return UncertainWork()
@@ -267,7 +267,7 @@ def _experts(served: ServedModel, on: Deployment, rows: float) -> UncertainWork:
 
 
 def _expert_error(served: ServedModel, on: Deployment, rows: float, computed: str) -> tuple[float, str]:
-    """The relative 90% half-width of experts on a chip, and where their time comes from."""
+    """Return the relative 90% half-width of experts on a chip, and where their time comes from."""
     s, by_shares = (
         served.shape,
         "shares of the chip's peaks, chosen on published servers of Hopper and Blackwell",
@@ -283,7 +283,7 @@ def _expert_error(served: ServedModel, on: Deployment, rows: float, computed: st
 def _bounded_work(
     device: Device, flops: float, nbytes: float, precision: str, peak_share: float, bandwidth_share: float
 ) -> DeviceWork:
-    """Work of a kernel that has no model of its own: products against bytes, at given shares of the chip's peaks."""
+    """Return the work of a kernel without its own model: products against bytes, at shares of the chip's peaks."""
     of = chip(device)
     peak, unit, _ = of.peak(precision)
     compute_s, memory_s = flops / (peak * peak_share), nbytes / (of.bandwidth * bandwidth_share)
@@ -301,7 +301,7 @@ def _bounded_work(
 
 
 def _exchange(served: ServedModel, on: Deployment, rows: float, all_rows: float) -> UncertainWork:
-    """The exchanges of a pass: after each attention and each MLP."""
+    """Return the exchanges of a pass: after each attention and each MLP."""
     if on.gpus == 1:
         return UncertainWork()
     hidden = WEIGHT_BYTES[on.activations] * served.shape.hidden  # bytes of one token's state
@@ -320,10 +320,10 @@ def _exchange(served: ServedModel, on: Deployment, rows: float, all_rows: float)
 
 
 def _reduce_s(on: Deployment, nbytes: float, ranks: int) -> tuple[float, float]:
-    """Seconds and their 90% half-width of an all-reduce, by the faster way.
+    """Return seconds and their 90% half-width of an all-reduce, by the faster way.
 
-    Inside a node an engine has a kernel of its own beside that of NCCL, in which each GPU reads from all others; vLLM
-    has it off on more than two GPUs that are joined by PCIe alone (custom_all_reduce.py).
+    Inside a node, an engine has its own kernel besides NCCL's, in which each GPU reads from all others. vLLM does not
+    use it on more than two GPUs that are joined only by PCIe (custom_all_reduce.py).
     """
     name, link = find_link(on.device)
     nodes = on.count_nodes(ranks)

@@ -49,11 +49,11 @@ _SAME = {
     "gptj-6b": "gpt-j-6b",
     "mixtral-8x7b-v0.1": "mixtral-8x7b",
 }
-# Of these, the ones that were made for shorter sequences (max_position_embeddings of their config.json).
+# Models of these sizes that were made for shorter sequences (max_position_embeddings of their config.json).
 _CONTEXTS = {"llama-3-8b": 8192, "llama-3-70b": 8192}
 
 
-# Formats of weights by the method that a config.json names (quantization_config): where it has no bits, or says so.
+# Formats of weights by the method that a config.json names (quantization_config), if it states no bits or the same.
 _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4", "nvfp4": "fp4", "awq": "int4", "gptq": "int4"}
 _INTEGERS = frozenset({"awq", "gptq", "bitsandbytes"})
 
@@ -91,11 +91,11 @@ class KeyIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """Sizes of a decoder: its `shape`, and what makes its attention cheaper than that of all keys in all layers.
+    """Sizes of a decoder: its `shape`, and what makes its attention cheaper than attention to all keys in all layers.
 
-    `window` keys are seen in `windowed_layers`; the other layers that are not `linear` see all of them. `context` is
-    the most tokens of a sequence; None where the configuration does not say. `weights` is the format that it says they
-    are stored in; `unknown_weights` names one that is not modelled.
+    `windowed_layers` see `window` keys; the other layers that are not `linear` see all keys. `context` is the most
+    tokens of a sequence; None if the configuration does not tell. `weights` is the format in which the configuration
+    says they are stored; `unknown_weights` names one that is not modelled.
     """
 
     name: str
@@ -112,16 +112,16 @@ class ServedModel:
 
     @property
     def full_layers(self) -> int:
-        """Layers whose attention sees all keys (or those that an index chooses)."""
+        """Return the number of layers whose attention sees all keys (or those that an index chooses)."""
         return self.shape.layers - self.windowed_layers - (self.linear.layers if self.linear else 0)
 
     def attention_matrices(self, ranks: int) -> list[tuple[float, float]]:
-        """The projections of one attention on one of `ranks`: (outputs, inputs) of each."""
+        """Return the projections of one attention on one of `ranks`: (outputs, inputs) of each."""
         s, heads = self.shape, self.shape.heads / ranks
         if self.latent is not None:
             m = self.latent
             down = (m.query_rank + m.key_rank + m.rotary, s.hidden)
-            # Keys and values stay compressed: queries are multiplied up to them, results down from them.
+            # Keys and values stay compressed: queries are multiplied up to them, and results down from them.
             up, absorbed = heads * (m.plain + m.rotary), heads * m.plain
             values = heads * m.value
             return [down, (up, m.query_rank), (absorbed, m.key_rank), (values, m.key_rank), (s.hidden, values)]
@@ -129,7 +129,7 @@ class ServedModel:
         return [((heads + 2 * keys) * size, s.hidden), (s.hidden, heads * size)]
 
     def linear_matrices(self, ranks: int) -> list[tuple[float, float]]:
-        """The projections of one linear attention on one of `ranks`."""
+        """Return the projections of one linear attention on one of `ranks`."""
         if self.linear is None:
             return []
         n, h = self.linear, self.shape.hidden
@@ -137,27 +137,27 @@ class ServedModel:
         return [(2 * keys + 2 * values + 2 * n.value_heads / ranks, h), (h, values)]
 
     def cache_elements(self, ranks: int) -> float:
-        """Elements that one token adds to the cache of one rank, in one layer that sees all keys."""
+        """Return elements that one token adds to the cache of one rank, in one layer that sees all keys."""
         if self.latent is not None:
             return float(self.latent.key_rank + self.latent.rotary)
         return 2.0 * max(self.shape.key_heads / ranks, 1.0) * self.shape.head_size
 
     def state_bytes(self, ranks: int) -> float:
-        """Bytes of one sequence's states of linear attention on one rank, in fp32 as servers keep them."""
+        """Return bytes of one sequence's states of linear attention on one rank, in fp32 as servers keep them."""
         if self.linear is None:
             return 0.0
         n = self.linear
         return 4.0 * n.layers * n.value_heads * n.key_size * n.value_size / ranks
 
     def cache_bytes(self, tokens: int, ranks: int, element_bytes: float) -> float:
-        """Bytes of one sequence of `tokens` in the cache of one rank, all layers."""
+        """Return bytes of one sequence of `tokens` in the cache of one rank, all layers."""
         seen = self.full_layers * tokens + self.windowed_layers * min(tokens, self.window or tokens)
         extra = self.full_layers * tokens * self.index.size if self.index else 0.0  # the index keeps fp8 keys
         return seen * self.cache_elements(ranks) * element_bytes + extra + self.state_bytes(ranks)
 
     @property
     def active_parameters(self) -> float:
-        """Parameters that one token is multiplied by."""
+        """Return the parameters by which one token is multiplied."""
         s = self.shape
         idle = s.expert_parameters() * (1 - s.topk / s.experts) if s.experts else 0.0
         return s.parameters - idle
@@ -165,14 +165,14 @@ class ServedModel:
 
 @functools.cache
 def list_models() -> dict[str, dict[str, Any]]:
-    """Configurations of public models by name: the sizes of each model's config.json."""
+    """Return configurations of public models by name: the sizes of each model's config.json."""
     text = (resources.files(__package__) / "models.json").read_text(encoding="utf-8")
     models: dict[str, dict[str, Any]] = json.loads(text)
     return models
 
 
 def read_served_model(model: Any) -> ServedModel:
-    """The sizes of a model: a public name ("meta-llama/Llama-3.1-70B"), a configuration, or a module.
+    """Return the sizes of a model: a public name ("meta-llama/Llama-3.1-70B"), a configuration, or a module.
 
     A configuration is what `dist.read_model_shape` takes: an object, a mapping, JSON, or the path of a config.json.
     """
@@ -238,7 +238,7 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
             key_size=int(c["linear_key_head_dim"]),
             value_size=int(c["linear_value_head_dim"]),
         )
-    experts = "fp4" if c.get("model_type") == "gpt_oss" else None  # all else of it is in 16 bits
+    experts = "fp4" if c.get("model_type") == "gpt_oss" else None  # all other weights are in 16 bits
     weights, unknown = (None, None) if experts else _read_weights(config.get("quantization_config") or c)
     windowed = int(c.get("sliding_layers") or sum("sliding" in str(kind) for kind in kinds))
     return ServedModel(
@@ -257,7 +257,7 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
 
 
 def _read_weights(config: Any) -> tuple[str | None, str | None]:
-    """The format that weights are stored in, by a quantization_config, or the name of one that is not modelled."""
+    """Return the format of stored weights from a quantization_config, or the name of one that is not modelled."""
     if not isinstance(config, Mapping):
         config = config.to_dict()
     c = config.get("quantization_config") or config

@@ -1,4 +1,4 @@
-"""How far off a predicted server is: the scatter of engines, and what is not known of a chip's kernels beyond it."""
+"""How far off a predicted server may be: the scatter of engines, and what is unknown about a chip's kernels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .deployment import Deployment
 from .forward_pass import PassWork, decode_pass, prefill_pass
 from .served_model import ServedModel
 
-# Half-widths of 90% intervals, relative: on the half of the published servers that the constants were chosen on, 90% of
-# the rows lie within these (benchmarks/measure/published_serving.py; the other half is the test).
+# Relative half-widths of 90% intervals: on the half of the published servers on which the constants were chosen, 90% of
+# the rows are within these (benchmarks/measure/published_serving.py; the other half is the test).
 ERROR_STEP, ERROR_FIRST, ERROR_ENERGY = 0.36, 0.9, 0.36
-# Chips of those servers: what their kernels are off by is in the scatter of the rows.
+# Chips of those servers: errors of their kernels are included in the scatter of the rows.
 _SERVED = ("h200", "h100", "b200")
 _MOST = 0.95  # as a kernel's (tessera.estimate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingErrors:
-    """Relative 90% half-widths of one deployment: seconds of a step, of a prefill and to the first token, and joules.
+    """Relative 90% half-widths for one deployment: seconds of a step, of a prefill and to the first token, and joules.
 
-    On chips without published servers, and over several nodes, the scatter of engines is joined by the error of kernels
-    and exchanges, as far as it is larger than that of the same kernels on a chip with such servers.
+    On chips without published servers, and over several nodes, the error of kernels and exchanges is added to the
+    scatter of engines, as far as it is larger than that of the same kernels on a chip with such servers.
     """
 
     step: float
@@ -41,7 +41,7 @@ class ServingErrors:
 def find_errors(
     served: ServedModel, on: Deployment, decode: PassWork, prefill: PassWork, *, batch: int, prompt: int, generate: int
 ) -> ServingErrors:
-    """The errors of a server's two passes."""
+    """Return the errors of a server's two passes."""
     own = kernels = (0.0, 0.0)
     if _chip_with_servers(on) is None or on.count_nodes(on.gpus) > 1:
         like = replace(on, device=lookup("b200" if "fp4" in (on.weights, on.experts) else "h100"))
@@ -58,7 +58,7 @@ def find_errors(
         prefill=_join(ERROR_STEP, kernels[1], own[1]),
         first=_join(ERROR_FIRST, widest, max(own)),
         energy=_join(ERROR_ENERGY, PER_SECOND * widest),
-        # Joules and seconds are mostly wrong together, and their ratio by less.
+        # Joules and seconds are mostly wrong together, so their ratio has a smaller error.
         power=_join(0.5 * ERROR_ENERGY, (1.0 - PER_SECOND) * widest),
     )
 
@@ -74,7 +74,7 @@ def _chip_with_servers(on: Deployment) -> str | None:
 
 
 def find_provenance(on: Deployment, decode: PassWork, prefill: PassWork) -> Mapping[str, str]:
-    """Where each part of a prediction comes from, in words, as `predict` has it."""
+    """Return where each part of a prediction comes from, in words, as `predict` has it."""
     of = chip(on.device)
     seconds: Counter[str] = Counter()
     for part in (decode.products, decode.attention, prefill.products, prefill.attention):

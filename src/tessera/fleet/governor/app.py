@@ -28,7 +28,7 @@ class GovernorApp:
     def __init__(self, service: GovernorService, tokens: TokenFile) -> None:
         self.service, self.tokens = service, tokens
         self.failed: asyncio.Future[GovernorError] = asyncio.get_running_loop().create_future()
-        """Set when the disk refuses: the process must end, since its memory is ahead of the disk."""
+        """Set when the disk refuses: the process must end, because its memory is ahead of the disk."""
         self._document = msgspec.json.encode(describe_api())
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tessera-store")
         self._next: asyncio.Future[None] | None = None
@@ -36,7 +36,7 @@ class GovernorApp:
         self._decoders = {r.body: msgspec.json.Decoder(r.body, strict=True) for r in ROUTES if r.body is not None}
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
-        """The answer to a request, once what it changed is on disk."""
+        """Return the answer to a request, once what it changed is on disk."""
         known, code, media = False, "", JSON
         try:
             route, name = _find_route(request)
@@ -111,7 +111,7 @@ class GovernorApp:
     # -- the disk ---------------------------------------------------------------------------------------------
 
     async def _save(self) -> None:
-        """Wait until all changes so far are on disk. Those that come meanwhile are written together after them."""
+        """Wait until all changes so far are on disk. Changes that come meanwhile are written together after them."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         if self._writing is None or self._writing.done():
@@ -128,19 +128,19 @@ class GovernorApp:
             except GovernorError as exc:
                 if not self.failed.done():
                     self.failed.set_result(exc)
-                return  # nobody gets an answer: what was decided is not on disk
+                return  # no request gets an answer, because what was decided is not on disk
             if not done.done():
                 done.set_result(None)
 
     async def tick(self) -> None:
-        """Let time pass, without a request."""
+        """Advance the clock without a request."""
         self.service.advance()
         self.service.look_for_silence()
         if self.service.is_changed:
             await self._save()
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write what is not written yet, and close the file."""
         self._writer.shutdown(wait=True)
         if not self.failed.done():
             self.service.store.write(self.service.take_changes())
@@ -193,7 +193,7 @@ def _match(template: list[str], parts: list[str]) -> list[str] | None:
 
 
 def _as_keywords(body: Any) -> dict[str, Any]:
-    """The fields of a body as the service's arguments; a job is one value."""
+    """Return the fields of a body as the service's arguments; a job is a single argument."""
     fields = {name: getattr(body, name) for name in body.__struct_fields__}
     return {"request": PowerRequest(**fields)} if isinstance(body, JobBody) else fields
 
@@ -208,5 +208,5 @@ def _encode_error(code: str, what: str, why: str | None, fix: str | None) -> byt
 
 
 def refuse_request(status: int, what: str) -> bytes:
-    """The body of an answer to what is not a request."""
+    """Return the body of the answer to something that is not a request."""
     return _encode_error("bad_request", what, f"the request is not one of HTTP that this server reads ({status})", None)

@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GovernorAddress:
-    """Where a governor is, the token for it (shown nowhere), and the certificate that it must prove to have."""
+    """Where a governor is, its token (never shown), and the certificate that it must prove to have."""
 
     url: str
     token: str = ""
@@ -52,7 +52,7 @@ class GovernorAddress:
     def find(
         cls, url: str | None = None, token_file: Path | None = None, ca_file: Path | None = None
     ) -> GovernorAddress:
-        """From arguments, or else from TESSERA_GOVERNOR_URL, _TOKEN_FILE (or _TOKEN) and _CA."""
+        """Make an address from arguments, or else from TESSERA_GOVERNOR_URL, _TOKEN_FILE (or _TOKEN) and _CA."""
         path = token_file or (Path(os.environ[FILE_VARIABLE]) if os.environ.get(FILE_VARIABLE) else None)
         ca = ca_file or (Path(os.environ[CA_VARIABLE]) if os.environ.get(CA_VARIABLE) else None)
         token = read_secret(path) if path is not None else os.environ.get(TOKEN_VARIABLE, "")
@@ -62,8 +62,8 @@ class GovernorAddress:
 class GovernorClient:
     """One connection to a governor, opened again when it was lost. Not for several threads at once.
 
-    A call that got no answer may be made again: every call does the same twice as once. `GovernorRefusal` means that
-    the governor said no, `GovernorError` that it could not be asked.
+    A call that got no answer may be repeated: every call does the same twice as once. `GovernorRefusal` means that the
+    governor refused, `GovernorError` that it could not be reached.
     """
 
     def __init__(self, address: GovernorAddress, *, timeout_s: float = 10.0) -> None:
@@ -75,7 +75,7 @@ class GovernorClient:
         return self._call("POST", "/v1/jobs", JobStatus, msgspec.to_builtins(request))
 
     def show_job(self, job: str) -> JobStatus:
-        """Where a job stands."""
+        """Return the state of a job."""
         return self._call("GET", f"/v1/jobs/{quote(job, safe='')}", JobStatus)
 
     def renew(self, job: str, ttl_s: float | None = None) -> JobStatus:
@@ -87,7 +87,7 @@ class GovernorClient:
         return self._call("DELETE", f"/v1/jobs/{quote(job, safe='')}", JobStatus)
 
     def join(self, node: str, guaranteed_w: float, *, session: str, max_w: float | None = None) -> NodeStatus:
-        """Speak for a node from now on."""
+        """Register as the daemon of a node."""
         body = {"guaranteed_w": guaranteed_w, "session": session, "max_w": max_w}
         return self._call("POST", f"/v1/nodes/{quote(node, safe='')}/join", NodeStatus, body)
 
@@ -97,7 +97,7 @@ class GovernorClient:
         return self._call("POST", f"/v1/nodes/{quote(node, safe='')}/heartbeat", CapGrant, body)
 
     def remove(self, node: str) -> None:
-        """Take a node out for good."""
+        """Remove a node for good."""
         self._call("DELETE", f"/v1/nodes/{quote(node, safe='')}", dict)
 
     def report_power(self, measured_w: float) -> None:
@@ -105,7 +105,7 @@ class GovernorClient:
         self._call("POST", "/v1/power", dict, {"measured_w": measured_w})
 
     def declare_emergency(self, reason: str, to_w: float | None = None) -> Emergency:
-        """Shed jobs down to `to_w`."""
+        """Declare an emergency, which sheds jobs down to `to_w`."""
         return self._call("POST", "/v1/emergency", Emergency, {"reason": reason, "to_w": to_w})
 
     def end_emergency(self) -> EndedEmergency:
@@ -113,11 +113,11 @@ class GovernorClient:
         return self._call("DELETE", "/v1/emergency", EndedEmergency)
 
     def describe(self) -> BudgetStatus:
-        """The whole budget."""
+        """Return the whole budget."""
         return self._call("GET", "/v1/status", BudgetStatus)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

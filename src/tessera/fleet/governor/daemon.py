@@ -29,15 +29,15 @@ from ..node_cap import CapHolder
 
 TICK_S = 0.1
 SETTLE_S = 1.0
-"""Pacing and drivers reach a new cap within a second; only then it is confirmed."""
+"""Pacing and drivers reach a new cap within a second; it is confirmed only then."""
 _RETRY_S = 1.0
 NO_SHARE = "its guaranteed share is not free yet: other nodes may draw those watts until their leases or jobs end"
 _FINAL = ("unauthorized", "forbidden", "too_large", "bad_request", "not_found", "full")
-"""Refusals of a first join that stay as they are until a person changes something."""
+"""Refusals of a first join that are final until a person changes something."""
 
 
 class GovernorCalls(Protocol):
-    """What a daemon asks of a governor: a `GovernorClient`, or an actor on Ray."""
+    """The calls that a daemon makes to a governor: a `GovernorClient`, or an actor on Ray."""
 
     def join(self, node: str, guaranteed_w: float, *, session: str, max_w: float | None = None) -> NodeStatus: ...
 
@@ -47,13 +47,13 @@ class GovernorCalls(Protocol):
 
 
 class CapApplier(Protocol):
-    """Something that makes a cap hold on this node."""
+    """Something that enforces a cap on this node."""
 
     def apply(self, cap_w: float, guaranteed_w: float, end_s: float) -> None:
-        """Hold `cap_w` from now on. Raises TesseraError where that fails."""
+        """Enforce `cap_w` from now on. Raises TesseraError if that fails."""
 
     def close(self) -> None:
-        """Stop."""
+        """Stop enforcing."""
 
 
 class LeaseFile:
@@ -67,7 +67,7 @@ class LeaseFile:
         write_lease(self.path, NodeLease(cap_w=cap_w, guaranteed_w=guaranteed_w, end_s=end_s, boot=boot_id()))
 
     def close(self) -> None:
-        """Leave the file: whoever reads it falls back to the guaranteed share."""
+        """Leave the file: its readers fall back to the guaranteed share."""
 
 
 class DriverCap:
@@ -103,7 +103,7 @@ class DriverCap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonState:
-    """A daemon at one moment, for a person. `cap_w` is None until the governor has answered once."""
+    """A daemon at one moment, for people. `cap_w` is None until the governor has answered once."""
 
     node: str
     cap_w: float | None
@@ -117,7 +117,7 @@ class DaemonState:
 
 @dataclass(frozen=True, slots=True)
 class _AppliedCap:
-    """The cap that the appliers hold, the grant it comes from, and since when."""
+    """The cap that the appliers enforce, the grant it comes from, and since when."""
 
     grant: CapGrant
     cap_w: float
@@ -139,7 +139,7 @@ class NodeDaemon:
     settle_s: float = SETTLE_S
     on_change: Callable[[DaemonState], None] = lambda state: None
     refusal: GovernorRefusal | None = None
-    """Why the governor will never take this node as it is; `run` then ends."""
+    """Why the governor will never accept this node as it is; `run` then ends."""
     _holder: CapHolder = field(default_factory=CapHolder)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _session: str = ""
@@ -161,7 +161,7 @@ class NodeDaemon:
             network.join(timeout=2.0)
 
     def enforce(self) -> None:
-        """Make the cap that holds now hold on the node, and confirm it once it had time to take effect."""
+        """Enforce the cap that is in force now, and confirm it when it had time to take effect."""
         now_s = self.clock()
         with self._lock:
             grant, share_w = self._holder.grant, self._holder.guaranteed_w
@@ -174,8 +174,8 @@ class NodeDaemon:
                     applier.apply(cap_w, share_w, end_s)
             except TesseraError as exc:
                 self._problem = exc.what
-                return  # once more at the next tick; it is not confirmed meanwhile
-            # A cap that stays as it was is in force already.
+                return  # try again at the next tick; it is not confirmed until then
+            # An unchanged cap is in force already.
             since_s = was.since_s if was is not None and was.cap_w == cap_w else now_s
             self._applied = was = _AppliedCap(grant, cap_w, since_s)
         if was is not None and now_s - was.since_s >= self.settle_s:
@@ -185,24 +185,24 @@ class NodeDaemon:
         self._show(cap_w, leased)
 
     def _talk(self, stop: threading.Event) -> None:
-        """The network thread: join, then a heartbeat every `heartbeat_s`."""
+        """Run the network thread: join, then send a heartbeat every `heartbeat_s`."""
         while not stop.is_set():
             began_s = time.monotonic()
             try:
                 self.beat()
             except GovernorError as exc:  # refusals too
                 self._problem = str(exc.what)
-                # A daemon that has joined once stays: somebody must keep the node to its guaranteed share.
+                # A daemon that has joined once stays: something must keep the node to its guaranteed share.
                 if isinstance(exc, GovernorRefusal) and exc.code in _FINAL and self._holder.grant is None:
                     self.refusal = exc
                     return
-            except TesseraError as exc:  # a sensor: the lease must be renewed nevertheless
+            except TesseraError as exc:  # a sensor failed, but the lease must be renewed nevertheless
                 self._problem = exc.what
             wait_s = self.heartbeat_s if self._problem is None else _RETRY_S
             stop.wait(max(0.05, wait_s - (time.monotonic() - began_s)))
 
     def beat(self) -> None:
-        """One heartbeat; joins first where the governor does not know us."""
+        """Send one heartbeat; join first if the governor does not know this node."""
         if not self._session:
             self._join()
         node_w, rack_w = self.read_power()
@@ -253,9 +253,10 @@ class NodeDaemon:
 
 
 def find_node_power(snapshot: Snapshot) -> tuple[float | None, float | None]:
-    """(node, rack) from a machine's sensors: a BMC's figure for the whole node, its supplies, or GPUs and CPUs.
+    """Return (node, rack) watts from a machine's sensors.
 
-    The rack's is the sum of its PDUs, where a Redfish service has some.
+    The node's is a BMC's figure for the whole node, or that of its supplies, or of GPUs and CPUs. The rack's is the sum
+    of its PDUs, if a Redfish service has some.
     """
     power_w = {r.domain: r.power_w for r in snapshot.readings if r.power_w is not None}
     supplies = [w for name, w in power_w.items() if name.startswith("node.psu")]

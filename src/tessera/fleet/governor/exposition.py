@@ -10,7 +10,7 @@ Samples = Iterable[tuple[Mapping[str, str], float | None]]
 
 
 def expose(status: BudgetStatus, counts: Mapping[tuple[str, str], int]) -> str:
-    """The metrics of a budget, and how often what happened (`GovernorJournal.counts`)."""
+    """Return the metrics of a budget, and how often events happened (`GovernorJournal.counts`)."""
     return "".join(_family(*family) for family in _list_families(status, counts))
 
 
@@ -36,7 +36,9 @@ def _list_families(
     yield "tessera_governor_node_over_lease_watts", gauge, "What a node draws above its lease.", over
     joined: Samples = [(labels, float(n.joined)) for labels, n in nodes]
     yield "tessera_governor_node_joined", gauge, "1 once a node has its guaranteed share, else 0.", joined
-    known = dict.fromkeys(_KINDS, 0) | dict(counts)  # zeros, too: a rate sees no first event that begins its series
+    known = dict.fromkeys(_KINDS, 0) | dict(
+        counts
+    )  # zeros too, because a rate does not see an event that begins its series
     refused: Samples = [({"code": state}, n) for (what, state), n in sorted(known.items()) if what == "refused"]
     yield "tessera_governor_refused_total", "counter", "Requests that were refused.", refused
     told: Samples = [
@@ -52,7 +54,7 @@ _KINDS = (
 
 
 def _family(name: str, kind: str, text: str, samples: Samples) -> str:
-    """One family. Names of nodes have no character that must be escaped (messages.NAME)."""
+    """Format one family. Names of nodes have no character that must be escaped (messages.NAME)."""
     lines = [f"{name}{_label(labels)} {float(value)!r}\n" for labels, value in samples if value is not None]
     return f"# HELP {name} {text}\n# TYPE {name} {kind}\n{''.join(lines)}" if lines else ""
 

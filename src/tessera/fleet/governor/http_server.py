@@ -1,8 +1,8 @@
-"""A small, strict HTTP/1.1 server on asyncio: one JSON body in, one out. Everything a client can hold is bounded.
+"""A small, strict HTTP/1.1 server on asyncio: one JSON body in, one out. Everything that a client can hold is bounded.
 
-What is not plainly right is refused and the connection closed: a line that is too long, a header twice, a body without
-a length, chunks, another method. Connections that have not shown a token are closed first when there are too many, so
-slow or silent strangers cannot keep nodes out.
+Anything that is not clearly right is refused and the connection closed: a line that is too long, a repeated header, a
+body without a length, chunks, another method. If there are too many connections, those that have not shown a token are
+closed first, so that slow or silent strangers cannot keep nodes out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD_BYTES, BODY_BYTES = 8192, 512 << 10
 """The longest head and body of a request: a job of 4,096 nodes has 200 KB."""
 CONNECTIONS = 512
 REQUEST_S, IDLE_S = 10.0, 120.0
-"""A request must be there within the first, once it has begun; a client with a token may be silent for the second."""
+"""A request must be complete within REQUEST_S of its beginning; a client with a token may be silent for IDLE_S."""
 
 _LINE = re.compile(r"([A-Z]{3,10}) (/[!-~]{0,1023}) HTTP/1\.([01])")
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}):[ \t]*([ -~\t]*?)[ \t]*")
@@ -29,7 +29,7 @@ _ONCE = frozenset({"authorization", "connection", "content-length", "content-typ
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A whole request. Names of headers are in lower case."""
+    """A complete request. Names of headers are in lower case."""
 
     method: str
     path: str
@@ -50,7 +50,7 @@ class HttpResponse:
 
 
 class BadRequest(Exception):
-    """A request that is not answered but with this status; the connection ends."""
+    """A request that is answered only with this status; the connection then ends."""
 
     def __init__(self, status: int, what: str) -> None:
         super().__init__(what)
@@ -62,7 +62,7 @@ Handler = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """`writer` is None until TLS is established."""
+    """A connection; `writer` is None until TLS is established."""
 
     sock: socket.socket
     known: bool = False
@@ -104,14 +104,14 @@ class HttpServer:
         self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
-        """Accept no more, and end what is open."""
+        """Stop accepting, and end what is open."""
         if self._accepting is not None:
             self._accepting.cancel()
         tasks = [c.task for c in self._open if c.task is not None]
         for connection in list(self._open):
             connection.abort()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # transports that were aborted close their sockets in the next round
+        await asyncio.sleep(0)  # aborted transports close their sockets in the next round
         self._listener.close()
 
     async def _accept(self) -> None:
@@ -119,7 +119,7 @@ class HttpServer:
         while True:
             try:
                 sock, _ = await loop.sock_accept(self._listener)
-            except OSError:  # too many open files, or the client is gone already
+            except OSError:  # too many open files, or the client is already gone
                 await asyncio.sleep(0.05)
                 continue
             if len(self._open) >= self._most and not self._make_room():
@@ -130,7 +130,7 @@ class HttpServer:
             connection.task = asyncio.create_task(self._run(connection))
 
     def _make_room(self) -> bool:
-        """Close the oldest connection without a token; False where all have one."""
+        """Close the oldest connection without a token; return False if all have one."""
         for connection in self._open:
             if not connection.known:
                 del self._open[connection]
@@ -207,7 +207,7 @@ class HttpServer:
 
 
 def _parse_head(head: bytes) -> tuple[str, str, dict[str, str], bool]:
-    """Method, path, headers, and whether it is HTTP/1.1."""
+    """Return method, path, headers, and whether it is HTTP/1.1."""
     try:
         first, *lines = head[:-4].decode("ascii").split("\r\n")
     except UnicodeDecodeError:

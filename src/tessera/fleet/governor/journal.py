@@ -1,6 +1,6 @@
 """What happens in a governor, one event at a time: for its log, and counted for its metrics.
 
-Events are found by comparing: whoever changes a budget need not know that somebody listens.
+Events are found by comparing states, so the code that changes a budget need not know that events are recorded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ REFUSALS_APART_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GovernorEvent:
-    """A job, a node, the emergency, throttling or a refused request (`what`) has come into a state.
+    """A new state of a job, a node, the emergency or throttling, or a refused request (`what`).
 
-    `power_w` is what it may draw, or what is taken off; `count` is above 1 where events like it were left out.
+    `power_w` is what it may draw, or what is cut; `count` is above 1 if similar events were left out.
     """
 
     what: str
@@ -48,13 +48,13 @@ class GovernorJournal:
         self._unsaid, self._said_s = 0, float("-inf")
 
     def learn(self, budget: Budget) -> None:
-        """Take what a restart found for known: it is not news."""
+        """Take the state after a restart as known, so that it is not news."""
         self._states |= {("job", name): lease.state for name, lease in budget.queue.jobs.items()}
         self._states |= {("node", name): _find_node_state(budget, name) for name in budget.ledger.nodes}
         self._states["emergency", ""] = str(budget.emergency or "")
 
     def compare(self, budget: Budget, changed: Iterable[tuple[str, str]]) -> None:
-        """Tell what has come into another state among `changed`, and of the whole budget."""
+        """Report what has changed its state among `changed`, and the state of the whole budget."""
         for what, name in sorted(changed):
             if what == "job":
                 lease = budget.queue.jobs.get(name)
@@ -74,14 +74,14 @@ class GovernorJournal:
             self._tell("throttling", "", "on" if budget.throttled_w > 0 else "over", power_w=budget.throttled_w)
 
     def _is_new(self, what: str, name: str, state: str) -> bool:
-        """Whether something was in another state; what is gone is forgotten."""
+        """Return whether something was in another state; what is gone is forgotten."""
         if state in _GONE:
             return bool(self._states.pop((what, name), ""))
         before, self._states[what, name] = self._states.get((what, name)), state
         return before != state
 
     def refuse(self, code: str, who: str, request: str) -> None:
-        """Count a refused request; tell of it where the last one is long enough ago."""
+        """Count a refused request; report it if the last report is long enough ago."""
         self.counts["refused", code] += 1
         self._unsaid += 1
         now_s = self._clock()

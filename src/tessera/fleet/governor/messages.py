@@ -136,7 +136,7 @@ ROUTES = (
 
 
 def describe_api() -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+    """Return the OpenAPI 3.1 document."""
     types = [t for r in ROUTES for t in (r.body, r.answer) if t is not None] + [ErrorAnswer]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(map(id, types), schemas, strict=True))

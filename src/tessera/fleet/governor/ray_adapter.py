@@ -29,12 +29,12 @@ from .service import GovernorService, open_service
 
 NAME, NAMESPACE, RESOURCE = "tessera-governor", "tessera", "watts"
 CALL_S = 5.0
-"""How long a call may take; the node's cap falls back in time, whatever the network does."""
+"""Seconds that a call may take; the node's cap falls back in time, whatever the network does."""
 _ON_HEAD = {"node:__internal_head__": 0.001}  # Ray's own mark of the head node
 
 
 def import_ray() -> Any:
-    """The package, or an error that says how to install it."""
+    """Import Ray, or raise an error that says how to install it."""
     with needs_extra("ray", "ray", "the governor on Ray"):
         import ray
     return ray
@@ -59,7 +59,7 @@ class RayGovernor:
 
 
 class RayCalls:
-    """What a daemon or a task asks of the actor; the methods of `GovernorClient`."""
+    """The calls of a daemon or a task to the actor; it has the methods of `GovernorClient`."""
 
     def __init__(self) -> None:
         self._ray = import_ray()
@@ -121,18 +121,19 @@ class RayDaemon:
 
 
 def start_governor(policy: BudgetPolicy, state: Path, **options: Any) -> Any:
-    """The governor's actor, or the one that runs already. It is on the head, unless Ray's `options` say otherwise."""
+    """Return the governor's actor, or the one that runs already. It is on the head, unless Ray's `options` differ."""
     actor = import_ray().remote(RayGovernor)
-    # max_task_retries: a call that the actor's death cut short is made again; every call does the same twice as once.
+    # max_task_retries: a call that the actor's death cut short is repeated; every call does the same twice as once.
     more = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 3, "max_concurrency": 16, "resources": _ON_HEAD}
     named = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     return actor.options(**named, **{**more, **options}).remote(policy, str(state))
 
 
 def start_daemons(guaranteed_w: float, *, lease_folder: Path | None = None, heartbeat_s: float = 2.0) -> dict[str, Any]:
-    """One daemon on every living node with the resource "watts", by Ray's id of the node.
+    """Start one daemon on every living node with the resource "watts"; return them by Ray's id of the node.
 
-    With `lease_folder` each node's lease is written to a file of its id there; else where schedules look for it.
+    With `lease_folder`, each node's lease is written there to a file named by its id; otherwise where schedules look
+    for it.
     """
     ray = import_ray()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -143,7 +144,7 @@ def start_daemons(guaranteed_w: float, *, lease_folder: Path | None = None, hear
         if node["Alive"] and RESOURCE in node["Resources"]:
             place = NodeAffinitySchedulingStrategy(name, soft=False)
             path = None if lease_folder is None else str(lease_folder / f"{name}.json")
-            # Detached: else Ray would end it with the program that started it.
+            # Detached, because otherwise Ray would end it with the program that started it.
             named = {"name": f"tessera-node-{name}", "lifetime": "detached", "get_if_exists": True}
             more = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": -1, "scheduling_strategy": place}
             actor = ray.remote(RayDaemon).options(**named, **more)

@@ -19,7 +19,7 @@ from .tokens import TokenFile
 
 
 def make_tls(certificate: Path, key: Path) -> ssl.SSLContext:
-    """What a server needs for TLS 1.2 or newer."""
+    """Return a server's context for TLS 1.2 or newer."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -34,7 +34,7 @@ def make_tls(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def bind_listener(family: socket.AddressFamily, address: tuple[str, int], *, tls: bool) -> socket.socket:
-    """A socket that listens. Without TLS only this machine may reach it."""
+    """Return a socket that listens. Without TLS, only this machine may reach it."""
     if not tls and not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
         raise ArgumentError(
             f"the governor does not listen on {address[0]} without TLS",
@@ -65,7 +65,7 @@ async def serve_governor(
     started: Callable[[], None] = lambda: None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`. Raises GovernorError where the disk refuses: nothing is answered then."""
+    """Serve until SIGTERM, SIGINT or `stop`. Raises GovernorError if the disk refuses: nothing is answered then."""
     app = GovernorApp(service, tokens)
     server = HttpServer(app.handle, listener, tls=tls, refuse=refuse_request)
     stop = stop or asyncio.Event()

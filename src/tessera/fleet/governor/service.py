@@ -1,7 +1,7 @@
 """A budget with a clock and a store: what the HTTP server and the Ray actor both serve.
 
 The clock is CLOCK_BOOTTIME: nobody can set it, and it counts the time that a machine sleeps. After a reboot it begins
-again at zero; then every lease lasts as long as it still had when it was last written, counted from now, which is never
+again at zero; then every lease keeps the time that remained when it was last written, counted from now, which is never
 too short.
 """
 
@@ -21,7 +21,7 @@ from .journal import GovernorJournal
 from .store import ENDED, LeaseStore, Row, encode_row
 
 MOST_JOBS, MOST_NODES = 100_000, 10_000
-"""What one governor takes: more would be somebody's mistake."""
+"""The most that one governor accepts: more would be a mistake."""
 _FULL = "one governor takes no more"
 
 
@@ -62,7 +62,7 @@ class GovernorService:
         return Budget.restore(self.policy, now_s, nodes=nodes, jobs=jobs, ended=ended, emergency=emergency)
 
     def take_changes(self) -> list[Row]:
-        """What differs from the disk since the last call; the caller writes it."""
+        """Return what differs from the disk since the last call; the caller writes it."""
         budget, rows = self.budget, []
         self.journal.compare(budget, budget.changed)
         for kind, name in budget.changed:
@@ -81,7 +81,7 @@ class GovernorService:
 
     @property
     def is_changed(self) -> bool:
-        """Whether something must be written."""
+        """Return whether something must be written."""
         return bool(self.budget.changed)
 
     # -- the calls: those of `Budget`, at the time of the clock ------------------------------------------------------
@@ -133,16 +133,16 @@ class GovernorService:
         return self.budget.describe(self._clock())
 
     def advance(self) -> None:
-        """Let time pass: what has ended makes room for what waits."""
+        """Advance to the clock's time: what has ended makes room for what waits."""
         self.budget.advance(self._clock())
 
     def look_for_silence(self) -> None:
-        """Tell of nodes that are heard no longer: silence changes nothing, so nobody else sees it."""
+        """Report nodes that are no longer heard: silence changes nothing in the budget, so nothing else notices it."""
         self.journal.compare(self.budget, [("node", name) for name in self.budget.ledger.nodes])
 
 
 def open_service(policy: BudgetPolicy, path: Path) -> GovernorService:
-    """The governor whose state is in a file."""
+    """Return the governor whose state is in a file."""
     store = LeaseStore(path)
     try:
         return GovernorService(policy, store)

@@ -1,9 +1,9 @@
 """The leases on disk: one SQLite file, written before any answer is sent. A kill at any moment loses nothing.
 
-Rows are whole jobs and nodes. A commit waits for the disk (`synchronous=FULL`), so that a grant that a node may have
-received is never forgotten, also not by a power failure. Only one process can have the file open. Jobs that have ended
-are in a table of their own, in the order in which they ended, and are decoded when somebody asks for one: a governor
-that starts again has thousands of them.
+Rows are whole jobs and nodes. A commit waits for the disk (`synchronous=FULL`), so a grant that a node may have
+received is never forgotten, even by a power failure. Only one process can have the file open. Jobs that have ended are
+in their own table, in the order in which they ended, and are decoded only when asked for: a governor that starts again
+has thousands of them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..leases import Emergency, GovernedNode, JobLease
 
 VERSION = 2
 Row = tuple[str, str, bytes | None]
-"""Kind, name, and the encoded value; None: it is gone."""
+"""Kind, name, and the encoded value; None: it was removed."""
 ENDED = "ended"
 """The kind of a job that has ended."""
 _KINDS: dict[str, Any] = {"node": GovernedNode, "job": JobLease, "emergency": Emergency, "clock": dict[str, Any]}
 
 
 def encode_row(kind: str, name: str, value: object | None) -> Row:
-    """A row for `LeaseStore.write`."""
+    """Return a row for `LeaseStore.write`."""
     return kind, name, None if value is None else msgspec.msgpack.encode(value)
 
 
 class EndedJobs(MutableMapping[str, JobLease]):
-    """Jobs that have ended, the oldest first; those of the disk are decoded when they are asked for."""
+    """Jobs that have ended, the oldest first; those from the disk are decoded when they are asked for."""
 
     def __init__(self, rows: Mapping[str, bytes]) -> None:
         self._jobs: dict[str, JobLease | bytes] = dict(rows)
@@ -103,7 +103,7 @@ class LeaseStore:
         self._db.execute("COMMIT")
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Write rows, all or none; once this returns they survive a power failure."""
+        """Write rows, all or none; once this returns, they survive a power failure."""
         rows = list(rows)
         gone = [(kind, name) for kind, name, value in rows if value is None and kind != ENDED]
         kept = [row for row in rows if row[2] is not None and row[0] != ENDED]
@@ -119,7 +119,7 @@ class LeaseStore:
             raise self._explain(exc) from exc
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """Everything but the jobs that have ended, by kind and name."""
+        """Return everything except the jobs that have ended, by kind and name."""
         found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
         try:
             for kind, name, value in self._db.execute("SELECT kind, name, value FROM state"):

@@ -1,7 +1,7 @@
 """Who may do what: tokens of a governor, kept as hashes in a file that only its owner can read.
 
-A token is 256 random bits, so a plain SHA-256 of it cannot be guessed back. The file is read again when it changes: a
-token that was revoked ends at the next request.
+A token is 256 random bits, so it cannot be guessed from its plain SHA-256. The file is read again when it changes, so a
+revoked token is refused from the next request on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...errors import ArgumentError, GovernorError, did_you_mean
 from ...output import replace_when_written
 
 PREFIX = "tsg_"
-"""Tokens begin with it, so that scanners for leaked secrets can find them."""
+"""Tokens begin with this prefix, so that scanners for leaked secrets can find them."""
 ANY_NODE = "*"
 
 
@@ -39,7 +39,7 @@ class GovernorToken(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sha256: str
 
     def may(self, role: Role, node: str | None = None) -> bool:
-        """Whether it may do what needs this role, for this node."""
+        """Return whether the token permits what needs this role, for this node."""
         if self.role is Role.OPERATOR or role is Role.READ:
             return True
         return self.role is role and (node is None or self.name in (node, ANY_NODE))
@@ -54,7 +54,7 @@ class TokenFile:
         self._by_hash: dict[str, GovernorToken] = {}
 
     def read(self) -> list[GovernorToken]:
-        """All tokens; none where there is no file."""
+        """Return all tokens; none if there is no file."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -73,12 +73,12 @@ class TokenFile:
         return list(self._by_hash.values())
 
     def find(self, secret: str) -> GovernorToken | None:
-        """The token of this text. The look-up is by hash: its time says nothing about the text."""
+        """Return the token of this text. The look-up is by hash, so its time tells nothing about the text."""
         self.read()
         return self._by_hash.get(_hash(secret))
 
     def create(self, name: str, role: Role) -> str:
-        """Add a token and return its text, which is kept nowhere."""
+        """Add a token and return its text, which is stored nowhere."""
         tokens = self.read()
         if any(t.name == name and t.role is role for t in tokens):
             raise ArgumentError(
@@ -89,7 +89,7 @@ class TokenFile:
         return secret
 
     def revoke(self, name: str) -> int:
-        """Remove the tokens of a name; how many there were."""
+        """Remove the tokens of a name; return how many there were."""
         tokens = self.read()
         kept = [t for t in tokens if t.name != name]
         if len(kept) == len(tokens):
@@ -109,7 +109,7 @@ def _hash(secret: str) -> str:
 
 
 def read_secret(path: Path) -> str:
-    """The token in a client's file, which other users must not be able to read."""
+    """Return the token in a client's file, which other users must not be able to read."""
     try:
         if path.stat().st_mode & 0o077:
             raise ArgumentError(f"the token in {path} is open to other users", fix=f"chmod 600 {path}")
