@@ -36,6 +36,8 @@ from .controller import Cap, PaceCommand
 SILENT_NS = 400_000_000
 STALE_NS = 1_000_000_000
 _LOCK_S = 0.01
+# How often in a row the file may have been removed or exchanged. More often than that, the file system is at fault.
+_REOPENINGS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +175,22 @@ class NodeBucket:
 
     def _lock(self) -> bool:
         """Lock the file, a new one if somebody removed it. The kernel releases the lock however the holder ends."""
-        give_up = time.monotonic() + _LOCK_S
-        while time.monotonic() <= give_up:
+        give_up, reopened = time.monotonic() + _LOCK_S, 0
+        while reopened <= _REOPENINGS:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(self._fd), self.path.stat()):
                     return True
             except BlockingIOError:
+                if time.monotonic() > give_up:
+                    return False
                 time.sleep(0.0005)
                 continue
             except FileNotFoundError:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd, self._fd = self._fd, _open(self.path)
             os.close(fd)
+            reopened += 1
         return False
 
 
