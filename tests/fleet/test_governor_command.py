@@ -69,7 +69,10 @@ def test_from_serve_to_release(tmp_path, governor):
         assert "no emergency" in tessera("resume", env=env)
         assert "to 1 kW" in tessera("shed", "--reason", "feed B lost", "--to", "1kW", env=env)
         assert "feed B lost" in tessera("resume", env=env)
+        assert "job train: active" in tessera("renew", "train", env=env)
         assert "released" in tessera("release", "train", env=env)
+        assert "released" in tessera("release", "train", env=env)
+        assert "ended (released)" in tessera("renew", "train", env=env, code=1)
         assert "ended (released)" in tessera("request", "train", "--watts", "me=2kW", env=env, code=1)
         client.close()
     finally:

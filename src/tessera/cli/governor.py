@@ -315,22 +315,27 @@ def _parse_watts(texts: tuple[str, ...]) -> dict[str, float]:
     return watts
 
 
-def _job_command(name: str, text: str) -> None:
-    """`renew` and `release`: one job in, its status out."""
+def _job_command(name: str, text: str, *, needs_lease: bool) -> None:
+    """`renew` and `release`: one job in, its status out. Where it `needs_lease`, a job that has ended is a failure."""
+    text += f"\n\n\b\nExample:\n  tessera governor {name} train-7"
+    text += "\n\nExit code 1: the job has ended, and needs a new name." if needs_lease else ""
 
-    @command.command(name, help=f"{text}\n\n\b\nExample:\n  tessera governor {name} train-7")
+    @command.command(name, help=text)
     @click.argument("job")
     @connect_options
     @json_option
     def run(job: str, connect: Connect, as_json: bool) -> None:
+        from ..fleet.leases import JobState
         from ..report.governor import describe_job
 
         status = getattr(connect(), name)(job)
         print_json(status) if as_json else click.echo(describe_job(status))
+        if needs_lease and status.state is JobState.ENDED:
+            sys.exit(1)
 
 
-_job_command("renew", "Let a job's lease last from now, as long as it was asked for.")
-_job_command("release", "End a job: its watts are free. Once more does no harm.")
+_job_command("renew", "Let a job's lease last from now, as long as it was asked for.", needs_lease=True)
+_job_command("release", "End a job: its watts are free. Once more does no harm.", needs_lease=False)
 
 
 @command.command("status")
