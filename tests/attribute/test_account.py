@@ -163,3 +163,10 @@ def test_a_short_trace_between_idle_times_has_no_kernel_at_idle_power() -> None:
     table = account_trace(build.build(), PowerTrace({"gpu0": column}, start_ns=times[0], end_ns=times[-1]))
     assert {row.name for row in table.kernels} == {"gemm", "relu"}
     assert min(row.power_w or 0.0 for row in table.kernels) > 200.0
+
+
+def test_power_of_no_host_says_how_to_name_a_host() -> None:
+    build = Builder()
+    build.add("op", "aten::mm", T0, T0 + S, thread=1)
+    (note,) = [n for n in account_trace(build.build(), power(name="gpu0")).notes if "no kernel" in n]
+    assert "column domain with cpu0" in note

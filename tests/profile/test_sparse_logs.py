@@ -128,6 +128,16 @@ def test_plain_columns_are_read_where_they_are_unambiguous(tmp_path, head, stamp
     assert trace.energy_j == pytest.approx(400.5 * 4.85, rel=0.01)
 
 
+def test_a_plain_log_names_its_domains(tmp_path):
+    """As ours does: the power of a host is not that of gpu0."""
+    path = tmp_path / "p.csv"
+    rows = [f"{FIRST_S + i},{name},{watts}\n" for i in range(50) for name, watts in (("cpu0", 90), ("gpu1", 400))]
+    path.write_text("timestamp,domain,power_w\n" + "".join(rows))
+    trace = read_power(path)
+    assert {d.name: d.device.is_gpu for d in trace.domains} == {"cpu0": False, "gpu1": True}
+    assert trace.columns["cpu0"].watts.mean() == pytest.approx(90.0)
+
+
 @pytest.mark.parametrize(
     ("text", "fix"),
     [

@@ -190,7 +190,7 @@ def _host_pairs(
         lost = f", though {launches:,} calls to its driver are: it was cut, or recorded without the GPU's activity"
         notes.append(
             f"the trace has no kernel{lost if launches else ''}: all joules of {', '.join(boards)} count as idle, and "
-            "none can be given to operators"
+            "none can be given to operators (if it is the power of the host, add a column domain with cpu0 to the log)"
         )
         nothing = np.zeros(0, np.int64)
         return [(c.domain.device, c, activity(timeline, nothing, links)) for c in boards.values()]

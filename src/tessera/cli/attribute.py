@@ -11,7 +11,7 @@ from .options import ExistingPath, WordChoice, print_json
 
 POWER_HELP = (
     "Power log of the same time: power_trace().to_csv, the CSV of nvidia-smi, amd-smi or xpu-smi, or columns "
-    "timestamp, power_w."
+    "timestamp, power_w and, of several devices, index or domain (gpu0, cpu0)."
 )
 
 

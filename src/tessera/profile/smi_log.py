@@ -55,7 +55,7 @@ _UNSEEN = 0.3
 Samples = tuple[Domain, Ints, Floats]
 
 
-PLAIN = "timestamp,power_w and, of several GPUs, index; a line: 1794705251.357,124.6"
+PLAIN = "timestamp,power_w and, of several GPUs, index, or domain (gpu0, cpu0); a line: 1794705251.357,124.6"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,9 @@ TOOLS = (
 """Columns as the tools write them; nvidia-smi adds the unit to the name."""
 
 
-_PLAIN_TIMES, _PLAIN_DEVICES = ("timestamp", "time", "datetime", "epoch_s"), ("index", "gpu", "device")
+_DOMAIN = "domain"
+"""The column of a plain log that has whole names, as ours have them: cpu0 is the host's."""
+_PLAIN_TIMES, _PLAIN_DEVICES = ("timestamp", "time", "datetime", "epoch_s"), ("index", "gpu", "device", _DOMAIN)
 _PLAIN_POWER = ("power_w", "watts", "power", "power [W]", "power (W)", "W")
 
 
@@ -134,7 +136,8 @@ def read_smi_log(source: Path, head: list[str], tool: SmiTool) -> dict[str, Samp
             line, cells = reader.line_num, dict(zip(head, row, strict=False))
             if cells.get(tool.time) in (None, "", tool.time):  # the header, written once more
                 continue
-            name = _device_name(cells.get(tool.device))
+            cell = cells.get(tool.device)
+            name = cell.strip() if cell and tool.device.casefold() == _DOMAIN else _device_name(cell)
             boards.add(tuple(cells.get(c, "").strip() for c in _BOARD))
             watts = _watts(cells.get(power), source, line, tool)
             if watts is None:
@@ -205,7 +208,7 @@ def _other_samples(name: str, times: Ints, watts: Floats, tool: SmiTool, power: 
     domain = Domain(
         name=name, source=f"{tool.name} {power}", label=label, resolution_s=spacing_s, lag_s=0.5 * spacing_s,
         blur_s=spacing_s / math.sqrt(12), sample_noise=noise, gain_error=math.hypot(_ASSUMED_GAIN_ERROR, unseen),
-        limit_w=_limit_w(label), note="each sample is taken as the mean since the one before",
+        limit_w=_limit_w(label), counted="." not in name, note="each sample is taken as the mean since the one before",
     )  # fmt: skip
     return domain, times, watts
 
