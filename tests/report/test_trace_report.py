@@ -309,3 +309,14 @@ def test_a_run_of_inference_is_compared_by_pass():
     notes: list[str] = []
     (one,), (two,) = count_passes([run], [predicted], notes)
     assert one.work["step"] == 50.0 and two.work["step"] == 1.0 and "50 times" in notes[0]
+
+
+def test_the_peak_is_that_of_the_boards_that_the_joules_are_of(tmp_path: Path) -> None:
+    """A log of all boards of a node, of which the program used one."""
+    trace, log = write_trace(tmp_path / "t.json"), tmp_path / "power.csv"
+    first_us = BASE_NS // 1000
+    rows = [f"{first_us + t},gpu{i},{300 + 200 * i}" for t in range(-100_000, 200_000, 20_000) for i in range(2)]
+    log.write_text("epoch_us,domain,watts\n" + "\n".join(rows) + "\n")
+    answer = json.loads(invoke(report, trace, "--power", log, "--json").output)["answer"]
+    assert answer["power_w"] == pytest.approx(300.0, rel=0.01)
+    assert answer["peak_w"] == pytest.approx(300.0, rel=0.01)

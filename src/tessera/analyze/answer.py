@@ -32,6 +32,7 @@ from .run_energy import (
     RunTotals,
     TimeShares,
     Whole,
+    accounted_power,
     find_own_functions,
     find_own_lines,
     from_stacks,
@@ -204,7 +205,7 @@ def answer(recording: Recording) -> Answer:
         time_s=table.time_s,
         power_w=table.energy_j / seen_s if seen_s > 0 else None,
         error_w=table.error_j / seen_s if seen_s > 0 else None,
-        peak_w=_peak_w(power, table, whole),
+        peak_w=_peak_w(recording, table, whole),
         **_busy_and_idle(table, len(lines.devices), is_attributed),
         whole=whole,
         partial=partial,
@@ -252,12 +253,12 @@ def _children_j(recording: Recording) -> float | None:
     return joules * use.children_s / use.cpu_s if own and joules >= 0 else None
 
 
-def _peak_w(power: PowerTrace | None, table: EnergyTable, whole: Whole) -> float | None:
-    """The highest sample. Of a model there is none: its curve knows means only."""
-    peak_w = power.peak_w if power is not None else None
-    if table.basis != "measured" or peak_w is None:
+def _peak_w(recording: Recording, table: EnergyTable, whole: Whole) -> float | None:
+    """The highest sample of the devices the table is about. Of a model there is none: its curve knows means only."""
+    if recording.power is None or table.basis != "measured":
         return None
-    return max(peak_w, whole.power_w or 0.0)
+    peak_w = accounted_power(recording.power, recording.timeline).peak_w
+    return None if peak_w is None else max(peak_w, whole.power_w or 0.0)
 
 
 def name_of(recording: Recording) -> str:

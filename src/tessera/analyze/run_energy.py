@@ -131,6 +131,12 @@ def _fill_gaps(power: PowerTrace, timeline: Timeline) -> Energy:
     return sum_domains(parts, power.seconds)
 
 
+def accounted_power(power: PowerTrace, timeline: Timeline) -> PowerTrace:
+    """The power of the devices that the table is about: a log may be of more boards than ran anything."""
+    columns = {name: power.columns[name] for name in _accounted_domains(power, timeline)}
+    return PowerTrace(columns, start_ns=power.start_ns, end_ns=power.end_ns)
+
+
 def accounted_energies(power: PowerTrace, timeline: Timeline, spans: Sequence[tuple[int, int]]) -> list[Energy]:
     """Joules of some stretches of time, of the devices that the table is about."""
     columns = [power.columns[name] for name in _accounted_domains(power, timeline)]
