@@ -590,7 +590,7 @@ def test_the_command_prints_json_and_tables() -> None:
     ("args", "said"),
     [(("brekdown", RANKS), "did you mean 'breakdown'"), (("memory", RANKS, "--sort", "time"), "no option --sort"),
      (("collectives", RANKS, "--min-bytes", "64 parsecs"), "unit"), (("memory", "nowhere.json"), "nowhere.json"),
-     (("breakdown", RANKS, "--power", RANKS / "rank0.json.gz"), "--power is for one trace")],
+     (("breakdown", RANKS, "--power", RANKS / "rank0.json.gz"), "give a CSV power log")],
 )  # fmt: skip
 def test_wrong_arguments_end_in_2_and_say_why(
     args: tuple[object, ...], said: str, capsys: pytest.CaptureFixture[str]

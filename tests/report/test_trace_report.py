@@ -320,3 +320,16 @@ def test_the_peak_is_that_of_the_boards_that_the_joules_are_of(tmp_path: Path) -
     answer = json.loads(invoke(report, trace, "--power", log, "--json").output)["answer"]
     assert answer["power_w"] == pytest.approx(300.0, rel=0.01)
     assert answer["peak_w"] == pytest.approx(300.0, rel=0.01)
+
+
+def test_a_folder_of_ranks_and_a_log_are_analysed_as_they_are_reported(tmp_path: Path) -> None:
+    ranks, log = tmp_path / "ranks", tmp_path / "power.csv"
+    ranks.mkdir()
+    for rank in range(2):
+        write_trace(ranks / f"rank{rank}.json", rank=rank)
+    first_us = BASE_NS // 1000
+    rows = [f"{first_us + t},gpu0,300" for t in range(-100_000, 200_000, 20_000)]
+    log.write_text("epoch_us,domain,watts\n" + "\n".join(rows) + "\n")
+    told = json.loads(invoke(report, ranks, "--power", log, "--json").output)
+    found = json.loads(invoke(explain, "power", ranks, "--power", log, "--json").output)
+    assert found["facts"]["recorded_j"] == pytest.approx(told["energy_j"])

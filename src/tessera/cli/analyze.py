@@ -127,13 +127,7 @@ def read(
     """Read the recording at a path; several processes read the ranks of a folder."""
     from ..profile.open_recording import open_recording
 
-    if trace.is_dir():
-        if power is not None:
-            raise ArgumentError(
-                f"--power is for one trace, and {trace} is a folder",
-                why="runs of ranks (.tessera) contain their power",
-                fix="leave --power out, or give one trace of the folder",
-            )
+    if trace.is_dir() and power is None:
         from ..profile.ranks.merge import merge
         from ..record import ON_DEVICE
 
