@@ -265,10 +265,11 @@ class PowerTrace:
         return f"<PowerTrace {', '.join(self.columns) or 'empty'}: {count} samples over {self.seconds:.3f} s>"
 
 
-def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats, Basis | None]]:
+def read_csv(path: str | Path, *, other_names: str = "") -> dict[str, tuple[Ints, Floats, Basis | None]]:
     """Return epoch nanoseconds, watts and basis by domain, from a CSV as `PowerTrace.to_csv` writes it.
 
-    The basis is None if the log does not say whether a domain was measured or modelled.
+    The basis is None if the log does not say whether a domain was measured or modelled. The error names `other_names`,
+    the columns that the caller also reads.
     """
     source = Path(path)
     rows: dict[str, list[tuple[int, float]]] = {}
@@ -280,7 +281,7 @@ def read_csv(path: str | Path) -> dict[str, tuple[Ints, Floats, Basis | None]]:
             is_json = bool(head) and head[0].lstrip().startswith(("{", "["))
             why = "it is JSON, and a log is CSV" if is_json else f"column {sorted(missing)[0]!r} is missing"
             fix = f"the columns are {', '.join(CSV_COLUMNS)}; a line: 1794705251357281,gpu0,124.6"
-            fix += "; or name them timestamp (seconds since 1970, or date and time), power_w and index (of the GPU)"
+            fix += f"; or name them {other_names}" if other_names else ""
             raise RecordingError(f"{source} is not a power log: {why}", fix=fix)
         at, name_at, watts_at = (head.index(column) for column in CSV_COLUMNS)
         basis_at = head.index("basis") if "basis" in head else None

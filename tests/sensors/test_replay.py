@@ -172,6 +172,14 @@ def test_a_file_that_is_no_recording(tmp_path, text, says):
         ReplaySensor.from_csv(path)
 
 
+def test_a_replay_does_not_advise_columns_that_it_does_not_read(tmp_path):
+    path = tmp_path / "power.csv"
+    path.write_text("timestamp,power_w\n1790000000.0,42\n")
+    with pytest.raises(RecordingError) as refused:
+        ReplaySensor.from_csv(path)
+    assert "epoch_us, domain, watts" in str(refused.value.fix) and "timestamp" not in str(refused.value.fix)
+
+
 def test_no_file(tmp_path):
     with pytest.raises(RecordingError, match=r"nothing\.csv"):
         ReplaySensor.from_csv(tmp_path / "nothing.csv")

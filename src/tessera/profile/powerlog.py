@@ -32,6 +32,7 @@ from .smi_log import Samples, find_tool, read_smi_log
 _RING_SPACING_S = (0.012, 0.030)
 # A longer time without a sample is a hole, since the logger stood still. NVML's ring has spacings of up to 46 ms.
 _HOLE_S, _HOLE_SPACINGS = 0.25, 6.0
+_OTHER_NAMES = "timestamp (seconds since 1970, or date and time), power_w and index (of the GPU)"
 
 
 def read_power(path: str | Path, *, of_nvidia: bool = True) -> PowerTrace:
@@ -67,7 +68,7 @@ def _refuse_impossible(source: Path, samples: Mapping[str, Samples]) -> None:
 
 
 def _own(source: Path, of_nvidia: bool) -> dict[str, Samples]:
-    samples, logged = {}, read_csv(source)
+    samples, logged = {}, read_csv(source, other_names=_OTHER_NAMES)
     for name, (logged_ns, logged_w, basis) in logged.items():
         once = np.append(True, np.diff(logged_ns) > 0)  # a line that was written twice is one sample
         times_ns, watts = logged_ns[once], logged_w[once]
