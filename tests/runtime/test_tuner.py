@@ -111,6 +111,55 @@ def test_what_breaks_a_promise_is_not_used() -> None:
     assert "slower" in refused["slow"] and "°C" in refused["hot"] and not refused["good"]
 
 
+def measure_in_turn(*figures: tuple[Any, float]) -> Any:
+    """Trials whose joules are told in the order of the calls: (the value of knob a, joules)."""
+    told = iter(figures)
+
+    def measure(setting: dict[str, Any]) -> TuningTrial:
+        value, energy_j = next(told)
+        assert setting.get("a") == value
+        return trial(energy_j, energy_j, error=0.01 * energy_j, setting=setting)
+
+    return measure
+
+
+def test_a_machine_that_became_faster_between_two_trials_is_no_gain() -> None:
+    space = [Knob(name="a", values=(None, "same", "good"))]
+    measure = measure_in_turn((None, 5.0), ("same", 1.4), ("good", 1.5), ("same", 1.6), (None, 1.5), ("good", 1.5))
+    found = search(space, measure, ENERGY)
+    assert found.best.setting == {} and not found.why
+    first = found.trials[0]
+    assert first.energy_j == 3.25 and first.error_j is not None and first.error_j > 1.645 * 1.75
+
+
+def test_a_gain_that_two_trials_agree_on_stays() -> None:
+    space = [Knob(name="a", values=(None, "lucky", "good"))]
+    figures = (None, 5.0), ("lucky", 2.0), ("good", 3.0), ("lucky", 5.5), (None, 5.1), ("good", 3.1)
+    found = search(space, measure_in_turn(*figures), ENERGY)
+    assert found.best.setting == {"a": "good"} and found.best.energy_j == pytest.approx(3.05)
+    assert len(found.trials) == 3
+
+
+def test_what_does_not_run_a_second_time_is_not_taken() -> None:
+    space = [Knob(name="a", values=(None, "once"))]
+    runs = {None: 0, "once": 0}
+
+    def measure(setting: dict[str, Any]) -> TuningTrial:
+        runs[setting.get("a")] += 1
+        refused = "it failed" if runs["once"] > 1 and setting else ""
+        return trial(None if refused else 0.5 if setting else 1.0, setting=setting, refused=refused)
+
+    found = search(space, measure, ENERGY)
+    assert found.best.setting == {} and found.trials[1].refused == "it failed"
+
+
+def test_without_time_for_a_second_trial_the_first_one_counts() -> None:
+    space = [Knob(name="a", values=(None, "good"))]
+    left = iter([9.0, 8.0, 8.0, 8.0, 7.0])
+    found = search(space, measure_in_turn((None, 5.0), ("good", 3.0)), ENERGY, seconds_left=lambda: next(left, 0.0))
+    assert found.best.setting == {"a": "good"} and found.best.energy_j == 3.0
+
+
 def test_the_budget_ends_the_search() -> None:
     space = [Knob(name=n, values=(None, 1, 2)) for n in "abcd"]
     left = iter([2.0, 1.0, 0.0])
