@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tessera.analyze.graph_profile import profile_operators
 from tessera.analyze.roofline import roofline
 from tessera.analyze.run_energy import OLDER, RunTotals, from_summary
-from tessera.attribute.share import _joules_at
+from tessera.attribute.share import running_joules
 from tessera.attribute.solve import attribute
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.joules import DomainSamples
@@ -104,7 +104,7 @@ def test_no_row_leaves_the_curve_of_the_model(timeline: Timeline, levels: list[f
 def test_the_running_sum_is_that_of_the_trace(levels: list[float], at_ms: list[int], domain: Domain) -> None:
     column = power_of(levels, domain).columns["cpu0"]
     at = np.array([T0, *(T0 + ms * MS for ms in sorted(at_ms))])
-    found = _joules_at(column, at)
+    found = running_joules(column, at)
     for t, joules in zip(at[1:].tolist(), (found[1:] - found[0]).tolist(), strict=True):
         want = column.energy(T0, t).energy_j
         assert joules == pytest.approx(0.0 if math.isnan(want) else want, abs=1e-9)

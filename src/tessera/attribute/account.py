@@ -15,6 +15,7 @@ from ..timeline.columns import APART, NONE, Timeline
 from ..timeline.distinct import rank_values
 from ..timeline.intervals import union
 from ..trace import PowerTrace
+from .between_edges import narrow_errors
 from .ledger import WHOLE
 from .solve import attribute
 from .table import EnergyRow, EnergyTable, note_overlaps
@@ -37,6 +38,7 @@ def account_run(
         table = attribute(timeline, power, windows=windows, threads=threads)
     except MeasurementError as exc:  # for example power of another time than the trace: the sum is still known
         return account_samples(timeline, power, notes=[f"{exc.what}: {exc.why}" if exc.why else exc.what])
+    table = narrow_errors(table, timeline, power, windows, threads)
     return _join_ranks(_drop_partial_steps(table, timeline), timeline)
 
 

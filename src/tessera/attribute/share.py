@@ -108,7 +108,7 @@ def by_time(
     none = np.zeros(0, np.int64)
     gap_start, gap_end = (np.concatenate([none, *(part[i] for part in idle_in)]) for i in (0, 1))
     gap_cls = idle_class(gap_start, gap_end, activity.classes)
-    joules_at: Callable[[Ints], Floats] = functools.partial(_joules_at, column)
+    joules_at: Callable[[Ints], Floats] = functools.partial(running_joules, column)
     division = None
     if is_host(device) and column.domain.hold is Hold.MEAN:
         times_ns = column.times_ns - column.lag_ns
@@ -141,7 +141,7 @@ def by_time(
     )  # fmt: skip
 
 
-def _joules_at(column: DomainSamples, at_ns: Ints) -> Floats:
+def running_joules(column: DomainSamples, at_ns: Ints) -> Floats:
     """Return the running sum of a column's joules at some times of the program."""
     times = column.times_ns - round(column.domain.lag_s * 1e9)
     if len(times) < 2:
