@@ -30,6 +30,7 @@ from tessera.analyze.run_energy import find_share_error, weigh_stacks
 from tessera.analyze.run_list import describe_run
 from tessera.attribute.table import EnergyRow, EnergyTable
 from tessera.cli.report import command
+from tessera.cli.run_report import report_run
 from tessera.errors import ArgumentError
 from tessera.joules import DomainSamples
 from tessera.notes import Note
@@ -770,7 +771,7 @@ def stepped(count: int = 20, traced: int = 5, *, seen: int = 0) -> Timeline:
 LIMIT = Note("the time limit for tracing was reached: from there on there is power, but no events", "time_limit")
 
 
-def test_every_surface_states_the_step_of_the_whole_run(tmp_path: Path) -> None:
+def test_every_surface_states_the_step_of_the_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """20 steps and 600 J are 30 J a step, also where only the first 5 were traced, at 10 J each."""
     path = tmp_path / "p.tessera"
     record(path, stepped(), windows=[(START_NS, START_NS + 550_000_000)], notes=[LIMIT]).close()
@@ -781,9 +782,12 @@ def test_every_surface_states_the_step_of_the_whole_run(tmp_path: Path) -> None:
     printed = CliRunner().invoke(command, [str(path), "--json"]).output
     (tmp_path / "p.json").write_text(printed)
     assert json.loads(printed)["answer"]["per_work"][0]["energy_j"] == pytest.approx(step.energy_j)
+    with RunFile(path) as run:
+        report_run(run.recording(), 0, None, as_json=True)
+    (tmp_path / "run.json").write_text(capsys.readouterr().out)  # what `tessera run --json` prints
     listed = describe_run(path, read=True).joules
     assert listed is not None and listed.step_j == pytest.approx(step.energy_j)
-    for after in (path, tmp_path / "p.json"):
+    for after in (path, tmp_path / "p.json", tmp_path / "run.json"):
         found = analyze.diff(path, after)
         assert found.per == "step" and found.work == (20, 20)
         assert (found.total.before_j, found.total.after_j) == (pytest.approx(step.energy_j),) * 2

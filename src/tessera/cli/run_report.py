@@ -42,6 +42,7 @@ def _print_json(recording: Recording, result: Answer, code: int) -> None:
     data["cost"] = find_cost(result.whole.energy_j, result.whole.error_j)
     data["collectors"] = dict(facts.collectors)
     data |= {"cpu_use": facts.cpu_use, "children_j": result.children_j, "scope": result.scope}
+    data["answer"] = result.to_dict()  # as `tessera report` has it: `tessera diff` reads the joules of every step there
     if result.job is not None:
         data["job"] = result.job.to_dict()
     if facts.summary:
