@@ -69,6 +69,34 @@ def test_windows_latent_and_linear_attention_shrink_the_cache():
 
 
 @pytest.mark.parametrize(
+    ("changes", "windowed"),
+    [
+        ({"model_type": "gemma2"}, 6),
+        ({"model_type": "gemma3_text"}, 10),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 3}, 8),
+        ({"model_type": "exaone4", "sliding_window_pattern": "LLLG"}, 9),
+        ({"model_type": "mistral"}, 12),
+        ({"model_type": "mistral", "sliding_window": None}, 0),
+        ({"model_type": "qwen2", "use_sliding_window": False, "max_window_layers": 8}, 0),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 8}, 4),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"] * 12}, 0),
+        ({"model_type": "llama"}, 0),
+    ],
+)
+def test_windows_are_read_from_configurations_that_list_no_kinds_of_layers(changes, windowed) -> None:
+    config = {**list_models()["qwen3-8b"], "num_hidden_layers": 12, "sliding_window": 4096} | changes
+    served = read_served_model(config)
+    assert (served.windowed_layers, served.full_layers) == (windowed, 12 - windowed)
+    assert served.window == (4096 if windowed else 0)
+
+
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-27b", "gpt-oss-20b"])
+def test_a_published_configuration_has_the_windows_of_its_name(name) -> None:
+    published = {key: value for key, value in list_models()[name].items() if key != "sliding_layers"}
+    assert read_served_model(published).windowed_layers == read_served_model(name).windowed_layers
+
+
+@pytest.mark.parametrize(
     ("stored", "dtype", "told"),
     [
         ({"quant_method": "awq", "bits": 4}, "int4", "int4 weights"),

@@ -56,6 +56,11 @@ _CONTEXTS = {"llama-3-8b": 8192, "llama-3-70b": 8192}
 # Formats of weights by the method that a config.json names (quantization_config), if it states no bits or the same.
 _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "fp4", "nvfp4": "fp4", "awq": "int4", "gptq": "int4"}
 _INTEGERS = frozenset({"awq", "gptq", "bitsandbytes"})
+# One of so many layers sees all keys, the others the keys of a window; 0: all layers have the window. By model_type,
+# for a config.json without layer_types and sliding_window_pattern, as most are published: what transformers then takes
+# (configuration_*.py of each; Mistral and those like it have one window for all layers).
+_FULL_EVERY = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "exaone4": 4, "olmo3": 4, "gemma3n_text": 5, "gemma3_text": 6}
+_FULL_EVERY |= dict.fromkeys(("mistral", "ministral", "mixtral", "phi3", "phimoe", "starcoder2"), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +246,7 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
     experts = "fp4" if c.get("model_type") == "gpt_oss" else None  # all other weights are in 16 bits
     weights, unknown = (None, None) if experts else _read_weights(config.get("quantization_config") or c)
     windowed = int(c.get("sliding_layers") or sum("sliding" in str(kind) for kind in kinds))
+    windowed = windowed if windowed or kinds else _count_windowed_layers(c, layers)
     return ServedModel(
         name=name,
         shape=read_model_shape(c),
@@ -254,6 +260,17 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
         unknown_weights=unknown,
         context=int(c["max_position_embeddings"]) if c.get("max_position_embeddings") else None,
     )
+
+
+def _count_windowed_layers(c: Mapping[str, Any], layers: int) -> int:
+    """Layers whose attention sees a window, of a configuration that does not list the kind of each layer."""
+    if not c.get("sliding_window") or c.get("use_sliding_window") is False:
+        return 0
+    if c.get("use_sliding_window"):  # Qwen's: the layers after the first ones
+        return max(0, layers - int(c.get("max_window_layers") or layers))
+    every = c.get("sliding_window_pattern") or _FULL_EVERY.get(str(c.get("model_type")), 1)
+    every = len(every) if isinstance(every, str) else int(every)  # "LLLG" is the same as 4
+    return layers - layers // every if every else layers
 
 
 def _read_weights(config: Any) -> tuple[str | None, str | None]:
