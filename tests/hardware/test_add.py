@@ -52,6 +52,13 @@ def test_a_chip(tmp_path: Path) -> None:
     add_file(file, force=True)
 
 
+def test_a_figure_without_a_source_has_the_file_as_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(CHIP.replace(', source = "data sheet"', ""))
+    add_file(file)
+    assert lookup("acme").memory.bandwidth_bytes_per_s.source == f"given in {user_folder() / 'acme-900.toml'}"
+
+
 @pytest.mark.parametrize("text", [CHIP.replace('"acme-900"', '"../evil"'), CHIP.replace("kind", "kin"), "id = 3"])
 def test_a_wrong_chip_changes_nothing(tmp_path: Path, text: str) -> None:
     file = tmp_path / "sent.toml"

@@ -126,6 +126,7 @@ def add_file(path: Path, *, force: bool = False) -> tuple[Device, Path]:
         raise ArgumentError(f"there is no file {path}", fix="give the TOML file of a chip")
     text = _text(path)
     table = read(text, str(path))
+    _sign(table, path)
     key = table["id"]
     packaged = _read_packaged()
     device = build(merge(packaged[key], table) if key in packaged else table, str(path), (str(path),))
