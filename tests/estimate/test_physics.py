@@ -205,6 +205,37 @@ def test_rows_looked_up_and_written(rows: int, width: int, dtype: str) -> None:
     check(grad, out.nbytes + table.nbytes)
 
 
+def make_bags(bags: int, size: int, shape: tuple[int, int], dtype: str) -> Op:
+    ids, offsets = tensor(1, (bags * size,), "int64"), tensor(2, (bags,), "int64")
+    out, owner = tensor(3, (bags, shape[1]), dtype), tensor(4, (bags * size,), "int64")
+    return make_op("aten._embedding_bag", "gather", [tensor(0, shape, dtype), ids, offsets], [out, owner])
+
+
+@some
+@given(bags=st.sampled_from([1, 256, 4096]), size=st.sampled_from([1, 20, 500]), dtype=dtypes)
+def test_bags_read_every_row_that_they_add_up(bags: int, size: int, dtype: str) -> None:
+    shape = (10_000_000, 128)
+    op = make_bags(bags, size, shape, dtype)
+    rows_bytes = bags * size * shape[1] * DTYPE_BYTES[dtype]
+    assert op.looked_up_bytes == rows_bytes
+    check(op, rows_bytes + op.bytes_out)
+
+
+@pytest.mark.parametrize(
+    ("bags", "size", "shape", "dtype", "us"),
+    [
+        (2_048, 4, (200_000, 64), "bf16", 4.6),
+        (4_096, 4, (200_000, 64), "fp32", 6.9),
+        (16_384, 8, (100_000, 48), "fp32", 25.1),
+    ],
+)
+def test_bags_as_traced(bags: int, size: int, shape: tuple[int, int], dtype: str, us: float) -> None:
+    """`us` on an H200 (h200_heldout_traces: dlrm; h200_heldout5_traces: mmoe_bags, of which nothing was fitted)."""
+    op = make_bags(bags, size, shape, dtype)
+    kernel = MODELS["h200"].time(op, float(op.looked_up_bytes + op.bytes_out))
+    assert kernel.seconds == pytest.approx(us * 1e-6, rel=0.3)
+
+
 @pytest.mark.parametrize(
     ("rows", "shape", "us"),
     [

@@ -433,3 +433,12 @@ def test_grouped_products_of_experts_take_longer_than_batched_ones() -> None:
     )
     batched = tessera.predict(lambda: tokens.view(8, 256, 1024) @ weights, launch="graph", state="burst")
     assert 1.4 < grouped.total_latency_s / batched.total_latency_s < 1.9
+
+
+@pytest.mark.parametrize("chip", ["h200", "a100", "l4"])
+def test_bags_take_as_long_as_the_rows_that_they_add_up(chip: str) -> None:
+    bags = nn.EmbeddingBag(10_000_000, 128, mode="sum", device="meta")
+    report = tessera.predict(bags, torch.empty(2048, 1000, dtype=torch.int64, device="meta"), on=chip, launch="graph")
+    rows_bytes = 2048 * 1000 * 128 * 4
+    assert report.prediction.hbm_bytes > 0.95 * rows_bytes
+    assert report.total_latency_s > 0.95 * rows_bytes / lookup(chip).memory.bandwidth_bytes_per_s.value

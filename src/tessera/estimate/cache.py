@@ -131,9 +131,9 @@ def count_traffic(graph: Graph, ops: Sequence[Op], capacity_bytes: float) -> lis
 def _op_traffic(op: Op, cache: Cache, addresses: _Addresses) -> float:
     reads = _by_storage(op.inputs)
     writes = _by_storage(op.outputs)
-    if op.kind == "gather" and op.inputs and op.outputs:  # a look-up reads the rows it returns, not the table
+    if op.kind == "gather" and op.inputs and op.outputs:  # a look-up reads rows, not the table
         table = op.inputs[0].storage
-        reads[table] = min(reads[table], sum(writes.values()))
+        reads[table] = min(reads[table], op.looked_up_bytes)
     if op.name == "aten._grouped_mm" and len(op.inputs) > 1 and len(op.inputs[1].shape) == 3:
         # Only the experts that get rows are read.
         rows, experts = op.inputs[0].shape[0], op.inputs[1].shape[0]

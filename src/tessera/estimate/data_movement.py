@@ -214,9 +214,9 @@ def _contiguous_run(t: TensorSpec) -> float:
 
 
 def _touched_bytes(op: Op) -> float:
-    """Bytes an operator really reads and writes: a look-up reads the rows it returns, a loss one number per row."""
+    """Bytes an operator really reads and writes: a look-up reads rows, a loss one number per row."""
     if op.kind == "gather" and op.outputs:
-        return float(sum(t.nbytes for t in op.inputs[1:]) + 2 * op.bytes_out)
+        return float(sum(t.nbytes for t in op.inputs[1:]) + op.looked_up_bytes + op.bytes_out)
     if "nll_loss" in op.name:
         return float(op.bytes_out + sum(t.nbytes for t in op.inputs if t.dtype == "int64"))
     if op.kind == "scatter" and "embedding" not in op.name and len(op.inputs) > 1:

@@ -140,6 +140,14 @@ class Op:
         """Bytes written."""
         return _count_bytes(self.outputs)
 
+    @property
+    def looked_up_bytes(self) -> int:
+        """Bytes that a look-up (kind "gather") reads of its table: what it returns, or every row that a bag adds up."""
+        if "_embedding_bag" not in self.name:
+            return self.bytes_out
+        table, indices = self.inputs[:2]
+        return indices.numel * table.nbytes // max(1, table.shape[0])
+
 
 def _count_bytes(tensors: Sequence[TensorSpec]) -> int:
     """Bytes of tensors without repeats: `x * x` reads x once."""

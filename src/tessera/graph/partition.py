@@ -253,7 +253,7 @@ def _moved_bytes(op: Op) -> tuple[_Moved, _Moved]:
     )
     if op.kind == "gather" and op.inputs and op.inputs[0].nbytes:
         table = op.inputs[0]
-        reads[table.storage, table.shape, table.stride] = (table, min(table.nbytes, op.bytes_out))
+        reads[table.storage, table.shape, table.stride] = (table, min(table.nbytes, op.looked_up_bytes))
     elif op.kind == "scatter" and any(t.storage in written for t in op.inputs):
         rows = sum(n for t, n in reads.values() if t.storage not in written)
         for side in (reads, writes):
