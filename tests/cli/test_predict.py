@@ -273,6 +273,25 @@ def test_transformers_by_configuration(tmp_path: Path) -> None:
             model_loader.load_model(f"hf:{json.dumps(wrong)}", model_loader.InputShape())
 
 
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ({"quant_method": "fp8"}, "quantization_config (fp8) is not used; --precision fp8 or --serve takes"),
+        (
+            {"quant_method": "awq", "bits": 4},
+            "quantization_config (int4) is not used; --precision int4wo",
+        ),
+        ({"quant_method": "aqlm"}, "quantization_config (aqlm) is not used"),
+    ],
+)
+def test_quantized_weights_of_a_configuration_are_said_not_to_be_used(method: dict[str, object], told: str) -> None:
+    has("transformers")
+    quantized = json.dumps(LLAMA | {"quantization_config": method})
+    note = model_loader.load_model(f"hf:{quantized}", model_loader.InputShape(seq=16)).note
+    assert note is not None and note.startswith(told)
+    assert model_loader.load_model(f"hf:{json.dumps(LLAMA)}", model_loader.InputShape(seq=16)).note is None
+
+
 @pytest.mark.parametrize("asked", ["sum().item()", "detach().numpy()"])
 def test_a_function_that_computes_is_told_to_return_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: str

@@ -33,7 +33,7 @@ _BOTH = frozenset({"clip", "siglip", "siglip2", "chinese_clip", "altclip", "meta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model on the meta device, its name, and one sample of inputs; `note` says which inputs were replaced."""
+    """A model on the meta device, its name, and one sample of inputs; `note` says what was not taken as given."""
 
     name: str
     model: Any
@@ -225,7 +225,20 @@ def _load_transformers(text: str, shape: InputShape, training: bool) -> LoadedMo
     inputs = _make_inputs(model, config, shape)
     if training:
         inputs |= _make_labels(model, inputs)
-    return LoadedModel(name=names[0] if names else type(model).__name__, model=model, inputs=inputs)
+    title = names[0] if names else type(model).__name__
+    return LoadedModel(name=title, model=model, inputs=inputs, note=_note_quantization(settings))
+
+
+def _note_quantization(settings: Mapping[str, Any]) -> str | None:
+    """What is said of weights that a configuration stores in another format than the model's own."""
+    from ..serving.served_model import read_weights
+
+    stored, unknown = read_weights(settings.get("quantization_config") or {})
+    if stored is None and unknown is None:
+        return None
+    told = f"quantization_config ({stored or unknown}) is not used"
+    asked = "fp8" if stored == "fp8" else f"{stored}wo"
+    return f"{told}; --precision {asked} or --serve takes such weights" if stored else told
 
 
 def _find_architecture(transformers: Any, name: str) -> Any:

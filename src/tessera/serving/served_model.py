@@ -244,7 +244,7 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
             value_size=int(c["linear_value_head_dim"]),
         )
     experts = "fp4" if c.get("model_type") == "gpt_oss" else None  # all other weights are in 16 bits
-    weights, unknown = (None, None) if experts else _read_weights(config.get("quantization_config") or c)
+    weights, unknown = (None, None) if experts else read_weights(config.get("quantization_config") or c)
     windowed = int(c.get("sliding_layers") or sum("sliding" in str(kind) for kind in kinds))
     windowed = windowed if windowed or kinds else _count_windowed_layers(c, layers)
     return ServedModel(
@@ -273,7 +273,7 @@ def _count_windowed_layers(c: Mapping[str, Any], layers: int) -> int:
     return layers - layers // every if every else layers
 
 
-def _read_weights(config: Any) -> tuple[str | None, str | None]:
+def read_weights(config: Any) -> tuple[str | None, str | None]:
     """Return the format of stored weights from a quantization_config, or the name of one that is not modelled."""
     if not isinstance(config, Mapping):
         config = config.to_dict()
