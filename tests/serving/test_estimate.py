@@ -311,6 +311,18 @@ def test_the_cheapest_point_meets_the_limits():
     assert sweep_serving("llama-3.1-70b", **options, max_time_per_output_token_s=1e-6)[1] is None
 
 
+def test_the_cheapest_point_holds_its_power_limit(monkeypatch):
+    options = {"dtype": ["fp8"], "tp": [8], "batch": [32]}
+    rows, best = sweep_serving("deepseek-v3", on=["b200", "b200@350W", "b200@700W"], **options)
+    assert [row.holds_limit for row in rows] == [True, False, True]
+    assert best is rows[2]
+    assert rows[1].joules_per_token < best.joules_per_token
+    assert sweep_serving("deepseek-v3", on=["b200@350W"], **options)[1] is None
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["deepseek-v3", "--serve", "--on", "b200@300W,b200@350W", "--tp", "8", "--batch", "32"]
+    assert "none fits and meets the limits" in invoke(command, *words).output
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -50,6 +50,7 @@ def serving_screen(
         speed = format_duration_error(best.time_per_output_token_s, best.time_per_output_token_s.error)
         ending.add_row(f"fewest joules{within}", Text(f"{_name(best)}: {energy} per token, {speed} per token"))
     else:
+        limited = limited or not all(report.holds_limit for report in reports)
         why = "none fits and meets the limits" if limited else "none fits into the memory of its GPUs"
         ending.add_row("fewest joules", Text(why, style="yellow"))
     for reason, rows in _group_refused(refused).items():

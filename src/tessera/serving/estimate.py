@@ -117,6 +117,13 @@ class ServingReport:
         """Return whether a GPU's memory holds its part; None if the capacity of the chip is not known."""
         return None if self.capacity_bytes is None else self.memory_bytes <= USED_SHARE * self.capacity_bytes
 
+    @property
+    def holds_limit(self) -> bool:
+        """Return whether its prefill and its steps keep to the power limit that is set on its GPUs."""
+        limit_w = self.deployment.device.power_limit_w
+        highest_w = max(self.prefill.power_w, self.decode.power_w) / self.deployment.gpus
+        return limit_w is None or highest_w <= limit_w * (1.0 + 1e-9)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         d, on = self.served, self.deployment
@@ -427,6 +434,9 @@ def sweep_serving(
     met = [
         r
         for r in reports
-        if r.fits is not False and r.time_per_output_token_s <= limits[0] and r.time_to_first_token_s <= limits[1]
+        if r.fits is not False
+        and r.holds_limit
+        and r.time_per_output_token_s <= limits[0]
+        and r.time_to_first_token_s <= limits[1]
     ]
     return reports, min(met, key=lambda r: r.joules_per_token, default=None)
