@@ -94,6 +94,11 @@ def test_the_gradient_of_indexing_adds_and_an_assignment_does_not():
     assert puts == {"forward": False, "backward": True}
 
 
+def test_what_is_made_like_a_tensor_does_not_read_it():
+    graph = capture(lambda x: (torch.zeros_like(x), x.new_ones(3), torch.rand_like(x)), torch.randn(1000))
+    assert [(op.bytes_in, op.bytes_out) for op in graph.kernels] == [(0, 4000), (0, 12), (0, 4000)]
+
+
 def test_nothing_is_allocated_or_changed():
     model = Net()
     model.train()

@@ -17,6 +17,10 @@ _SILENT_NAMES = """
     empty empty_like empty_strided new_empty new_empty_strided lift_fresh detach detach_ alias resize_ set_ is_pinned
     _assert_async _assert_scalar promote_types can_cast"""
 _SILENT = frozenset(_SILENT_NAMES.split())
+# Made like a tensor that is not read.
+_MADE_LIKE = frozenset(
+    {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "rand_like", "randn_like"}
+)
 _WRITE_ONLY = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_"})
 
 
@@ -50,6 +54,8 @@ class Signature:
         reads = [t for t in pytree.tree_leaves((args, inputs)) if isinstance(t, torch.Tensor)]
         if self.short in _WRITE_ONLY and reads:
             return reads[1:], reads[:1]
+        if self.short in _MADE_LIKE:
+            return [], outs
         if self.writes or self.outputs:
             return reads, list(self.find_written(args, kwargs)) or outs
         return reads, outs
