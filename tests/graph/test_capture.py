@@ -99,6 +99,14 @@ def test_what_is_made_like_a_tensor_does_not_read_it():
     assert [(op.bytes_in, op.bytes_out) for op in graph.kernels] == [(0, 4000), (0, 12), (0, 4000)]
 
 
+def test_an_rms_norm_in_two_formats_falls_apart():
+    x, weight = torch.randn(4, 8, dtype=torch.bfloat16), torch.ones(8)
+    graph = capture(lambda x: F.rms_norm(x, (8,), weight), x)
+    assert names(graph) == ["_to_copy", "pow", "mean", "add_", "rsqrt", "mul", "mul", "_to_copy"]
+    assert graph.kernels[-1].outputs[0].dtype == "bf16"
+    assert names(capture(lambda x: F.rms_norm(x, (8,), weight.bfloat16()), x)) == ["rms_norm"]
+
+
 def test_nothing_is_allocated_or_changed():
     model = Net()
     model.train()

@@ -328,7 +328,12 @@ class Interceptor(TorchFunctionMode):
         return _GroupedProduct.apply(self._recorder, a, b, out_dtype)
 
     def _rms_norm(self, input: torch.Tensor, shape: Any, weight: Any = None, eps: Any = None) -> Any:
-        return _RmsNorm.apply(self._recorder, input, weight)
+        if weight is None or weight.dtype == input.dtype:
+            return _RmsNorm.apply(self._recorder, input, weight)
+        # torch's kernel wants one format (fp32 weights under autocast have another): else it computes step by step.
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        mean = x.pow(2).mean([-1 - i for i in range(len(shape))], keepdim=True)
+        return x.mul(mean.add_(eps or 0.0).rsqrt()).mul(weight).type_as(input)
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         self._recorder.wait()
