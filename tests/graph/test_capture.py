@@ -107,6 +107,11 @@ def test_an_rms_norm_in_two_formats_falls_apart():
     assert names(capture(lambda x: F.rms_norm(x, (8,), weight.bfloat16()), x)) == ["rms_norm"]
 
 
+def test_the_dimension_of_a_norm_stands_behind_its_order():
+    graph = capture(lambda x: (x.norm(2, 1), x.prod(-1), x.sum(0)), torch.randn(4, 5, 6))
+    assert [op.params["dim"] for op in graph.kernels] == [[1], -1, [0]]
+
+
 def test_nothing_is_allocated_or_changed():
     model = Net()
     model.train()

@@ -98,9 +98,12 @@ _TRAINING_ARGUMENT = {
     **dict.fromkeys(("_native_batch_norm_legit", "native_batch_norm", "cudnn_batch_norm"), 5),
     **dict.fromkeys(("native_batch_norm_backward", "batch_norm_backward"), 7),
 }
-_REDUCTIONS = frozenset(
-    {"sum", "mean", "amax", "amin", "var_mean", "var", "linalg_vector_norm", "max", "min", "argmax", "argmin"}
-)
+# Reductions by where their dimensions stand: a norm's order comes first.
+_REDUCTIONS = {
+    **dict.fromkeys(("sum", "nansum", "mean", "prod", "var", "std", "var_mean", "logsumexp", "all", "any"), 1),
+    **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin"), 1),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), 2),
+}
 
 
 def params_of(short: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +115,8 @@ def params_of(short: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
         place = _TRAINING_ARGUMENT[short]
         return {"training": bool(args[place] if len(args) > place else True)}
     if short in _REDUCTIONS:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        place = _REDUCTIONS[short]
+        dim = args[place] if len(args) > place else kwargs.get("dim")
         return {"dim": dim if isinstance(dim, (int, list, tuple)) else None}
     match short:
         case "convolution" | "_convolution":
