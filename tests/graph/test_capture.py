@@ -112,6 +112,18 @@ def test_the_dimension_of_a_norm_stands_behind_its_order():
     assert [op.params["dim"] for op in graph.kernels] == [[1], -1, [0]]
 
 
+def test_how_often_the_gradient_of_indexing_adds_to_one_row_is_known():
+    weight, ids = nn.Parameter(torch.randn(10, 4)), torch.arange(6).clamp(max=2).view(2, 3)
+
+    def step(ids):
+        weight[ids].sum().backward()
+
+    (put,) = (op for op in capture(step, ids).kernels if "index_put" in op.name)
+    assert put.params["longest_run"] == 4
+    (put,) = (op for op in capture(step, ids.to("meta")).kernels if "index_put" in op.name)
+    assert put.params["longest_run"] is None
+
+
 def test_nothing_is_allocated_or_changed():
     model = Net()
     model.train()

@@ -222,6 +222,8 @@ class Recorder(TorchDispatchMode):
         params = params or flops.params_of(signature.short, args, kwargs)
         if not signature.modelled and kind != "view":
             params = {**params, "unmodelled": True}
+        if params.get("accumulate"):
+            params = {**params, "longest_run": self.known.count_longest_run(args[1])}
         self.emit(signature.name, kind, reads, outs, params)
 
     def _record_safe_softmax(self, args: Any, outs: list[torch.Tensor]) -> None:

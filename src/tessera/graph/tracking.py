@@ -110,6 +110,19 @@ class KnownValues:
         value, key, version = self._values.get(tensor, (None, 0, 0))
         return value if value is not None and self._versions.get(key, 0) == version else None
 
+    def count_longest_run(self, indices: Sequence[torch.Tensor | None]) -> int | None:
+        """How often the row that they name most often is named; None where values are unknown."""
+        values = [self.value(i) for i in indices if i is not None]
+        known = [v for v in values if v is not None and v.numel()]
+        if not known or len(known) < len(values):
+            return None
+        if any(value.dtype in (torch.bool, torch.uint8) for value in known):
+            return 1  # a mask names a row once
+        place = torch.zeros((), dtype=torch.int64)
+        for value in known:
+            place = place * (int(value.max() - value.min()) + 1) + (value.long() - value.min())
+        return int(place.flatten().unique(return_counts=True)[1].max())
+
     def forget(self, tensor: torch.Tensor) -> None:
         """Something was written into this tensor's storage."""
         key = tensor.untyped_storage()._cdata
