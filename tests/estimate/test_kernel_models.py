@@ -99,6 +99,19 @@ def test_misaligned_rows_of_the_result_alone_cost_less() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "layout", "us"),
+    [  # h200_heldout and heldout5 traces: rows of whole 8 bytes, which Hopper's own kernels cannot load
+        ((1536, 8960, 7020), "nn", 820.0),
+        ((7020, 8960, 1536), "tn", 808.9),
+        ((49152, 196, 384), "nt", 50.1),
+        ((49152, 384, 196), "nt", 66.9),
+    ],
+)
+def test_rows_of_whole_8_bytes_run_on_older_kernels(shape: tuple[int, int, int], layout: str, us: float) -> None:
+    assert gemm_time(H200, *shape, layout=layout).seconds == pytest.approx(us * 1e-6, rel=0.2)
+
+
+@pytest.mark.parametrize(
     ("shape", "precision", "layout", "measured_s"),
     [  # shared/h200/kernels.jsonl and kernels_more.jsonl, less 0.9 us of one-kernel graphs
         ((8192, 8192, 8192), "bf16", "nn", 1.649e-3),

@@ -63,6 +63,9 @@ _BIASED_PARTS = 4.0
 _AS_FAST = 1.05  # times by which the formula cannot tell tiles apart: its own error on an H200 is 4%
 # Chips that run one set of fp32 kernels: those of an H200 are named sm80_xmma_gemm_f32 (h200_dev_traces).
 _FP32_KERNELS = ("ampere", "ada", "hopper", "blackwell")
+# FLOPs an SM does in a cycle with rows that are not of whole 16 bytes, however large their pieces: Hopper's own kernels
+# cannot load them, and those of Ampere reach 240 TFLOP/s on an H200 (k or n of 7020 and 30522; h200 traces).
+_OLDER_FLOPS_PER_CYCLE = 920.0
 _STEP = 32.0  # elements of k that the shortest pipeline stage holds
 _PADDED_ROWS = 256  # up to the tallest tile, a kernel of more rows can take the place of one of fewer
 _LAYOUTS = ("nt", "nn", "tn")
@@ -357,7 +360,7 @@ def _misaligned_rate(c: Mapping[str, Any], of: Chip, size: float, n: Floats, k: 
     # Where only rows of the result are misaligned, operands are loaded whole: 30522 columns run at 240 TFLOP/s, 650 by
     # 650 at 124 to 159, both in pieces of two (H200; a vocabulary of 50257 at 95).
     exponent = np.where(k % whole == 0, c["misaligned_out_exponent"], c["misaligned_exponent"])
-    slow = c["misaligned_flops_per_cycle"] * of.clock_hz * piece**exponent
+    slow = of.clock_hz * np.minimum(c["misaligned_flops_per_cycle"] * piece**exponent, _OLDER_FLOPS_PER_CYCLE)
     return np.where(piece < whole, slow, np.inf)
 
 
