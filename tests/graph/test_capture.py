@@ -371,6 +371,12 @@ def test_channels_last_is_kept_through_convolutions():
     assert [op.outputs[0].channels_last for op in graph.kernels] == [True] * 3
 
 
+def test_planes_of_one_point_lose_channels_last_in_an_elementwise_kernel():
+    pooled = torch.empty_strided((2, 32, 1, 1), (32, 1, 32, 32))
+    graph = capture(lambda x: F.interpolate(F.relu(x), size=(4, 4), mode="bilinear"), pooled)
+    assert [op.outputs[0].stride for op in graph.kernels] == [(32, 1, 1, 1), (512, 16, 4, 1)]  # as on a GPU
+
+
 def test_precision_casts_parameters_and_floats_only():
     class Embed(nn.Module):
         def __init__(self):

@@ -163,6 +163,8 @@ class Recorder(TorchDispatchMode):
             raise self.needs_values(signature.name, e) from e
         if signature.short == "convolution":
             out = _cudnn_layout(args, out)
+        elif signature.kind == "elementwise" and not signature.writes:
+            out = _iterator_layout(out)
         outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
         functions = self.functions
         _check_layouts(signature.name, outs)
@@ -356,6 +358,16 @@ def _cudnn_layout(args: Any, out: torch.Tensor) -> torch.Tensor:
     if any(suggest_memory_format(t) == torch.channels_last for t in args[:2]):
         return torch.empty(out.shape, dtype=out.dtype, device="meta", memory_format=torch.channels_last)
     return out
+
+
+def _iterator_layout(out: Any) -> Any:
+    """Contiguous strides for a result that is contiguous because its planes are points, as torch's kernels give it.
+
+    Meta kernels keep the strides of channels-last ones, and all that follows would be channels-last.
+    """
+    if not isinstance(out, torch.Tensor) or out.dim() != 4 or out.stride(3) == 1 or not out.is_contiguous():
+        return out
+    return torch.empty(out.shape, dtype=out.dtype, device="meta")
 
 
 def _check_layouts(name: str, outs: list[torch.Tensor]) -> None:
