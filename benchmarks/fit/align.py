@@ -43,7 +43,7 @@ SAME = {
     "_cudnn_rnn": "rnn", "rnn": "rnn", "_cudnn_rnn_backward": "rnn_backward", "rnn_backward": "rnn_backward",
     "_adaptive_avg_pool2d": "mean", "adaptive_avg_pool2d": "mean", "mean": "mean", "stack": "cat",
     "addmm": "mm", "mm": "mm", "linear": "mm", "_addmm_activation": "mm", "_fused_rms_norm": "rms_norm",
-    "bmm": "bmm", "baddbmm": "bmm", "_grouped_mm": "grouped_mm", "embedding": "gather", "index_select": "gather",
+    "bmm": "bmm", "baddbmm": "bmm", "_grouped_mm": "grouped_mm", "__xor__": "bitwise_xor", "embedding": "gather", "index_select": "gather",
     "gather": "gather", "arange": "arange", "__and__": "bitwise_and", "__or__": "bitwise_or", "_embedding_bag": "embedding_bag",
     "_weight_norm_interface": "_weight_norm", "_safe_softmax": "_softmax",
 }  # fmt: skip
@@ -62,7 +62,7 @@ COMPOSITE = {
     "matmul", "reshape", "contiguous", "to", "flatten", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
     "cross_entropy_loss", "nll_loss_nd", "type_as", "float", "einsum", "rms_norm", "conv_tbc", "_batch_norm_impl_index",
     "where", "min", "max", "one_hot", "unflatten", "item", "is_nonzero", "chunk", "linalg_vector_norm",
-    "scaled_dot_product_attention",
+    "scaled_dot_product_attention", "fft_rfft2", "fft_irfft2", "fft_rfft", "fft_irfft", "repeat_interleave",
 }  # fmt: skip
 OUTER = {
     "conv2d": "conv", "conv1d": "conv", "conv3d": "conv", "conv_transpose2d": "conv", "conv_transpose1d": "conv",

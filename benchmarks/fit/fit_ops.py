@@ -35,7 +35,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import align
 from device import vision
 from kernel_fits import fit_trees
-from tessera.estimate import conv, data_movement
+from tessera.estimate import conv, data_movement, data_work
 from tessera.estimate.cache import CACHE_SHARE, count_traffic
 from tessera.estimate.host import extras_of
 from tessera.estimate.kernel_time import Trees, chip, load_fit
@@ -73,7 +73,7 @@ def captured(case: Any, replay: bool = False) -> Any:
     )
 
 
-SETS = ("dev", "heldout", "heldout2", "heldout3", "heldout4")
+SETS = ("dev", "heldout", "heldout2", "heldout3", "heldout4", "heldout5")
 
 
 def quiet() -> None:
@@ -195,7 +195,7 @@ def single(all_swept: list[tuple[dict[str, Any], Any]]) -> list[Measured]:
             continue
         capacity = 1.0 if r["cold"] else CACHE_SHARE * 62914560
         moved = count_traffic(graph, graph.kernels, capacity)[0]
-        us = r["ms"] * 1e3 - 0.25 * data_movement.count_launches(graph.kernels[0])
+        us = r["ms"] * 1e3 - 0.25 * data_work.count_launches(graph.kernels[0])
         rows.append(Measured(f"swept {i % 40}", graph.kernels[0], max(us, 0.3), 1, moved))
     return rows
 
@@ -222,7 +222,7 @@ def points(rows: list[Measured]) -> dict[str, list[Point]]:
     for r in rows:
         if r.op.kind in MATRIX or r.us <= 0:
             continue
-        s = data_movement.movement_of(r.op, r.hbm_bytes)
+        s = data_work.movement_of(r.op, r.hbm_bytes)
         seen.setdefault((s.family, s.elements, s.bytes, round(s.hbm_bytes / 1e4), s.blocks, r.case), []).append((s, r))
     found: dict[str, list[Point]] = collections.defaultdict(list)
     for (family, *_), same in seen.items():
@@ -232,11 +232,11 @@ def points(rows: list[Measured]) -> dict[str, list[Point]]:
 
 def seconds(x: np.ndarray, p: list[Point]) -> np.ndarray:
     start, bandwidth, cache, rate = np.exp(x)
-    e, b, h, blocks = np.array([[q.s.elements, q.s.bytes, q.s.hbm_bytes, q.s.blocks] for q in p]).T
+    e, b, h, blocks, alone = np.array([[q.s.elements, q.s.bytes, q.s.hbm_bytes, q.s.blocks, q.s.alone_s] for q in p]).T
     launches = np.array([q.s.kernels if q.s.family.startswith("foreach") else 1 for q in p])
     parts = (h / (bandwidth * BANDWIDTH), b / (CACHE_RATE * UNITS * CLOCK_HZ * cache),
              e / (rate * UNITS * CLOCK_HZ * np.clip(blocks / UNITS, 1 / UNITS, 1)))  # fmt: skip
-    return start * launches + sum(t**EXPONENT for t in parts) ** (1 / EXPONENT)
+    return start * launches + alone + sum(t**EXPONENT for t in parts) ** (1 / EXPONENT)
 
 
 def fit_family(p: list[Point], near: np.ndarray, pull: float) -> np.ndarray:
@@ -566,7 +566,7 @@ def fit_draw_families(all_swept: list[tuple[dict[str, Any], Any]]) -> dict[str, 
             r["J"] - p.static_w * t - p.hbm_j_per_byte * k.hbm_bytes - square * (flops_j + p.l2_j_per_byte * k.l2_bytes)
         )
         value = float(np.clip(rest / (square * clock * p.active_w * max(0.05, k.busy) * t), 0.2, 3.0))
-        name = data_movement.power_family(op)
+        name = data_work.power_family(op)
         while name:
             seen[name].append(value)
             name = name.rpartition(".")[0]
@@ -844,7 +844,7 @@ def fit_gaps(all_graphs: dict[Any, Any]) -> None:
         if t["gpu_us"] > 12.0 * len(t["kernels"]) or any(op.kind == "rnn" for op in graph.kernels):
             continue
         half = [op for op in graph.kernels if op.kind == "attention" and op.precision in ("bf16", "fp16")]
-        launches = sum(map(data_movement.count_launches, graph.kernels))
+        launches = sum(map(data_work.count_launches, graph.kernels))
         counts.append([launches, sum(op.params["q_len"] > 1 for op in half)])
         left.append((r["ms"] * 1e3 - t["gpu_us"], t["gpu_us"]))
     gap, whole = np.array(left).T

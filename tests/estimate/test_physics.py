@@ -254,6 +254,75 @@ def test_rows_added_after_a_sort(rows: int, shape: tuple[int, int], us: float) -
     assert kernel.seconds == pytest.approx(us * 1e-6, rel=0.35)
 
 
+def test_values_of_one_row_are_added_one_after_the_other() -> None:
+    table, ids = tensor(0, (400, 4), "fp32"), tensor(2, (160_000,), "int64")
+    inputs = [table, tensor(1, (160_000, 4), "fp32"), ids]
+    op = make_op("aten.index_put", "scatter", inputs, [table], accumulate=True, longest_run=80_200)
+    # A table of relative positions, of which half have one bucket (h200_heldout5_traces: hstu_autocast_train_b32_s400).
+    assert MODELS["h200"].time(op, 0.0).seconds == pytest.approx(14.1e-3, rel=0.1)
+    even = make_op("aten.index_put", "scatter", inputs, [table], accumulate=True, longest_run=None)
+    assert MODELS["h200"].time(even, 0.0).seconds < 0.2e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "us"),
+    [(16_777_216, (4_194_304, 2), 7789), (851_968, (1_000_000, 16), 1264), (4096, (50_000, 1024), 130)],
+)
+def test_the_gradient_of_a_look_up_costs_by_the_rows_it_hits(rows: int, shape: tuple[int, int], us: float) -> None:
+    grad, ids = tensor(0, (rows, shape[1]), "fp32"), tensor(1, (rows,), "int64")
+    op = make_op("aten.embedding_dense_backward", "scatter", [grad, ids], [tensor(2, shape, "fp32")])
+    # h200_heldout5, heldout4 and heldout traces: hash_grid, deepfm, gpt2_medium
+    kernel = MODELS["h200"].time(op, float(op.bytes_in + op.bytes_out))
+    assert kernel.seconds == pytest.approx(us * 1e-6, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "us"),
+    [
+        ((30_000, 128), "fp32", 36),
+        ((180_000, 128), "fp32", 166),
+        ((200_000, 512), "fp32", 142),
+        ((7020, 8960), "bf16", 45),
+    ],
+)
+def test_sums_of_columns_end_in_one_block(shape: tuple[int, int], dtype: str, us: float) -> None:
+    """As traced on an H200 (heldout5: mesh_graph, siren, video_dit)."""
+    x = tensor(0, shape, dtype)
+    op = make_op("aten.sum", "reduce", [x], [tensor(1, (1, shape[1]), dtype)], dim=[0])
+    assert MODELS["h200"].time(op, float(x.nbytes)).seconds == pytest.approx(us * 1e-6, rel=0.35)
+
+
+def test_products_of_three_numbers_share_a_warp() -> None:
+    x = tensor(0, (16_777_216, 3), "fp32")
+    op = make_op("aten.prod", "reduce", [x], [tensor(1, (16_777_216,), "fp32")], dim=-1)
+    # h200_heldout5_traces: hash_grid_train_p131072
+    assert MODELS["h200"].time(op, float(op.bytes_in + op.bytes_out)).seconds == pytest.approx(217e-6, rel=0.35)
+
+
+@pytest.mark.parametrize(("shape", "us"), [((36_864, 128), 185), ((180_000, 128), 225), ((12_800, 256), 60)])
+def test_a_layer_norm_of_few_columns_sums_its_gradient_in_few_blocks(shape: tuple[int, int], us: float) -> None:
+    """h200_heldout5_traces: pairformer, mesh_graph, hstu."""
+    x, w, row = tensor(0, shape, "fp32"), tensor(1, shape[1:], "fp32"), tensor(2, (shape[0], 1), "fp32")
+    op = make_op("aten.native_layer_norm_backward", "norm", [x, x, row, row, w], [x, w, w], normalized=shape[1:])
+    kernel = MODELS["h200"].time(op, 2.0 * x.nbytes)
+    assert kernel.seconds == pytest.approx(us * 1e-6, rel=0.35)
+
+
+def test_a_softmax_over_channels_is_another_kernel() -> None:
+    x = tensor(0, (6, 150, 384, 384), "fp32")
+    op = make_op("aten._log_softmax", "softmax", [x], [tensor(1, x.shape, "fp32")], dim=1)
+    # h200_heldout5_traces: upernet_convnext_tiny_train_b6_s384
+    assert MODELS["h200"].time(op, 2.0 * x.nbytes).seconds == pytest.approx(1055e-6, rel=0.4)
+
+
+@pytest.mark.parametrize(("numbers", "us"), [(4096, 34), (12_000, 67)])
+def test_long_rows_are_sorted_by_many_kernels(numbers: int, us: float) -> None:
+    x = tensor(0, (numbers,), "int64")
+    op = make_op("aten.sort", "sort", [x], [x, tensor(1, x.shape, "int64")], dim=-1)
+    # h200_heldout_traces: olmoe_6layers; heldout5: gpt_oss_20b_4layers_b2_s1500
+    assert MODELS["h200"].time(op, 0.0).seconds == pytest.approx(us * 1e-6, rel=0.35)
+
+
 def test_rows_written_without_adding_are_not_sorted() -> None:
     table, values, ids = tensor(0, (65_536, 8), "fp32"), tensor(1, (65_536, 8), "fp32"), tensor(2, (65_536,), "int64")
     inputs = [table, values, ids]

@@ -15,20 +15,15 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil, log2, prod
+from math import log2
 from typing import Any
 
 import numpy as np
 
-from ..graph.ir import DTYPE_BYTES, Op, TensorSpec
 from ..joules import Floats
 from .kernel_time import Chip, KernelTime, Trees, find_correction, load_fit
 
 DATA = "h200_stream.json"
-CHUNK = 65536  # elements of a block of torch's multi-tensor kernels (MultiTensorApply.cuh: kChunkSize)
-CHUNKS_PER_LAUNCH = 320  # ... and of blocks in a launch
-# Points of a Fourier transform that one block holds: 4096 complex numbers of 8 bytes are 32 KiB of shared memory.
-_POINTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +33,7 @@ class DataMovement:
     `family` names its constants; `elements` are those it computes on, `blocks` the independent pieces it can be cut
     into, `bytes` all it reads and writes, `hbm_bytes` those that cross device memory, `kernels` the launches. `width`
     is the length of the runs it works on: a row that is normalised or summed, elements that lie together in a copy.
+    `alone_s` is the time of a part that one block, or one warp, does alone, step by step.
     """
 
     family: str
@@ -48,6 +44,7 @@ class DataMovement:
     kernels: int = 1
     width: float = 1.0
     itemsize: float = 4.0
+    alone_s: float = 0.0
 
 
 def movement_time(of: Chip, work: DataMovement, unit: str = "vector.fp32") -> KernelTime:
@@ -70,7 +67,7 @@ def movement_time(of: Chip, work: DataMovement, unit: str = "vector.fp32") -> Ke
 def _time_by_rates(of: Chip, s: DataMovement, unit: str) -> KernelTime:
     data = load_fit(DATA)
     c = constants(s.family)
-    start_s = float(c["start_s"]) * (s.kernels if s.family.startswith("foreach") else 1)
+    start_s = float(c["start_s"]) * (s.kernels if s.family.startswith("foreach") else 1) + s.alone_s
     p = data["exponent"]
     occupied = min(1.0, s.blocks / of.units)
     hbm_s = s.hbm_bytes / (c["bandwidth"] * of.bandwidth)
@@ -125,323 +122,3 @@ def constants(family: str) -> dict[str, Any]:
     while family not in families and "." in family:
         family = family.rpartition(".")[0]
     return {**families["elementwise"], **families.get(family, {})}
-
-
-# -- the work of an operator ------------------------------------------------------------------------------------
-
-
-def movement_of(op: Op, hbm_bytes: float) -> DataMovement:
-    """An operator as a data-moving kernel: family, elements, bytes, and the pieces it can be cut into."""
-    family, elements, blocks = _find_family(op, _rate_name(op))
-    passes = _count_passes(op)
-    elements, touched = max(1.0, passes * elements), passes * _touched_bytes(op)
-    crossing = min(passes * hbm_bytes, 2.0 * touched)
-    first = next(iter((*op.outputs, *op.inputs)), None)
-    size = float(DTYPE_BYTES.get(first.dtype, 4)) if first else 4.0
-    return DataMovement(
-        family, elements, max(1.0, touched), crossing, max(1.0, blocks), count_launches(op), _run_length(op), size
-    )
-
-
-def _count_passes(op: Op) -> int:
-    """How often a Fourier transform reads its data: once for each dimension, a long one several times."""
-    if op.kind != "fft" or not op.inputs or not op.outputs:
-        return 1
-    shape = max(op.inputs[0].shape, op.outputs[0].shape, key=prod)  # of a real transform one side is half as long
-    dims = [d for d in op.params.get("dims", (-1,)) if shape]
-    return sum(max(1, ceil(log2(max(2, shape[d])) / log2(_POINTS))) for d in dims) or 1
-
-
-# Operators of ours by the name of torch's that moves the same bytes in the same way. Not fitted to ours, which took
-# half the joules on an H200 (results/ops_rows.json): their predictions are too high.
-_TWINS = {
-    "tessera.softmax_backward": "_softmax_backward_data",
-    "tessera.norm": "native_layer_norm",
-    "tessera.norm_backward": "native_layer_norm_backward",
-}
-
-
-def _rate_name(op: Op) -> str:
-    """The operator's name under which its rates are looked up."""
-    twin = _TWINS.get(op.name)
-    if twin is None:
-        return op.name.rpartition(".")[2].rstrip("_")
-    return twin if op.params.get("centered", True) else twin.replace("native_layer_norm", "rms_norm")
-
-
-def power_family(op: Op) -> str:
-    """The dotted name under which the power of an operator's busy SMs is looked up."""
-    if op.kind == "conv":
-        groups, channels = max(1, int(op.params.get("groups", 1))), op.params["x"][1]
-        shape = "plain" if groups == 1 else "depthwise" if groups == channels else "grouped"
-        size = "wide" if op.precision in ("fp32", "tf32") else "narrow"
-        return f"conv.{shape}.{size}.{'stem' if channels // groups < 8 and groups == 1 else 'inner'}"
-    if op.kind in ("gemm", "attention", "rnn"):
-        return op.kind
-    return _find_family(op, _rate_name(op))[0]
-
-
-def _run_length(op: Op) -> float:
-    """Elements of one run: a row of a norm or sum, a channel's plane, neighbours in a copy."""
-    x = max(op.inputs, key=lambda t: t.numel, default=None)
-    if x is None or not x.shape:
-        return 1.0
-    if op.kind == "norm" and "normalized" in op.params:
-        return float(prod(op.params["normalized"]))
-    if op.kind == "batch_norm":
-        return float(x.shape[1] if _channels_run(x) else x.shape[0] * prod(x.shape[2:]))
-    if op.kind in ("reduce", "softmax"):
-        sums = op.kind == "reduce" and op.outputs
-        out = op.outputs[0].numel if sums else x.numel // max(1, x.shape[op.params.get("dim") or -1])
-        return x.numel / max(1, out)
-    if op.kind in ("copy", "elementwise", "gather", "scatter"):
-        return _contiguous_run(x if op.kind != "gather" else op.outputs[0])
-    if op.kind == "pool":
-        return float(prod(op.params.get("window", (1,))))
-    return float(x.shape[-1])
-
-
-def _contiguous_run(t: TensorSpec) -> float:
-    """Elements that lie together: the inner dimensions that are contiguous, and not broadcast."""
-    length, expected = 1.0, 1
-    for size, step in zip(reversed(t.shape), reversed(t.stride), strict=True):
-        if size != 1:
-            if step != expected:
-                break
-            length *= size
-        expected *= size
-    return length
-
-
-def _touched_bytes(op: Op) -> float:
-    """Bytes an operator really reads and writes: a look-up reads rows, a loss one number per row."""
-    if op.kind == "gather" and op.outputs:
-        return float(sum(t.nbytes for t in op.inputs[1:]) + op.looked_up_bytes + op.bytes_out)
-    if "nll_loss" in op.name:
-        return float(op.bytes_out + sum(t.nbytes for t in op.inputs if t.dtype == "int64"))
-    if op.kind == "scatter" and "embedding" not in op.name and len(op.inputs) > 1:
-        return 2.0 * float(sum(t.nbytes for t in op.inputs[1:]))
-    return float(op.bytes_in + op.bytes_out)
-
-
-def count_launches(op: Op) -> int:
-    """Kernels that an operator of a data-moving kind launches (counted in traces of an H200)."""
-    if op.kind == "foreach":
-        return max(1, -(-sum(-(-t.numel // CHUNK) for t in op.outputs) // CHUNKS_PER_LAUNCH))
-    if op.kind == "sort":
-        return 2
-    if op.kind == "scatter" and "embedding" in op.name:
-        return 29 if _index_length(op) > _UNSORTED else 1
-    return 9 if _adds_sorted(op) else 1
-
-
-def _adds_sorted(op: Op) -> bool:
-    """Whether rows are added where an index says after the index was sorted: backward of `x[index]`."""
-    return op.kind == "scatter" and bool(op.params.get("accumulate"))
-
-
-def _index_length(op: Op) -> int:
-    """Rows that an index names."""
-    return max((t.numel for t in op.inputs if t.dtype in ("int64", "int32")), default=1)
-
-
-def _find_family(op: Op, short: str) -> tuple[str, float, float]:
-    """(family, elements, blocks) of an operator."""
-    biggest = max((*op.outputs, *op.inputs), key=lambda t: t.numel, default=None)
-    n = float(biggest.numel) if biggest else 1.0
-    if "generated" in op.params:
-        return "elementwise.dense.generated", n, n / 1024
-    if op.kind == "copy":
-        return _copy(op, short, n)
-    if op.kind == "softmax":
-        return _softmax(op, short, n)
-    if op.kind == "norm":
-        return _norm(op, short, n)
-    if op.kind == "batch_norm":
-        return _batch_norm(op, short, n)
-    if op.kind == "reduce":
-        return _reduction(op, short, n)
-    if op.kind == "foreach":
-        chunks = float(sum(-(-t.numel // CHUNK) for t in op.outputs))
-        return f"foreach.{short.removeprefix('_foreach_')}", float(sum(t.numel for t in op.outputs)), chunks
-    if op.kind in ("gather", "scatter"):
-        return _gather_or_scatter(op, short)
-    if op.kind == "pool":
-        return _pool(op, short, n)
-    if short == "upsample_bilinear2d" and op.outputs and not op.outputs[0].channels_last:
-        # One thread for every point of the picture, which goes through all channels of all samples.
-        return f"resample.planes.{short}", n, max(1.0, prod(op.outputs[0].shape[2:]) / 512)
-    # A distance goes through all coordinates of its two points.
-    return f"{op.kind}.{_operand_layout(op)}.{short}", n * float(op.params.get("coordinates", 1)), n / 1024
-
-
-# Rows of an embedding's gradient up to which torch does not sort the index (embedding_dense_backward_cuda), and the
-# operators that write where an index says without adding.
-_UNSORTED = 3072
-_WRITTEN = ("index_copy", "index_fill", "scatter", "index_put", "index_put_impl", "unsafe_index_put")
-
-
-def _gather_or_scatter(op: Op, short: str) -> tuple[str, float, float]:
-    """Rows read or written where an index says."""
-    written = op.inputs[1:] if len(op.inputs) > 1 and "backward" not in short else op.inputs
-    moved = float(max((t.numel for t in (op.outputs if op.kind == "gather" else written)), default=1))
-    rows = float(_index_length(op))
-    table = op.inputs[0]
-    aligned = len(table.shape) < 2 or table.shape[-1] * DTYPE_BYTES.get(table.dtype, 4) % 16 == 0
-    if op.kind == "gather" and aligned and (lookup := _row_lookup(op, short)):
-        rows = moved / max(1.0, prod(table.shape[1:]))
-        if rows <= 16:  # a kernel that walks through the indices: 0.7 us each
-            return f"gather.few.{lookup}", 1400.0 * rows, 1.0
-        # A block for every row: 1,650 rows in a microsecond, however short they are.
-        return f"gather.{lookup}", moved + 2000.0 * rows, rows
-    if "embedding" in short and "backward" in short:
-        if rows <= _UNSORTED and "bag" not in short:  # blocks that walk through the indices, 30 ns each
-            return "scatter.few.embedding_dense_backward", 60.0 * rows, 1.0
-        # The indices are sorted, and one costs as much as 55 elements (rows of 16 to 768 elements on an H200).
-        moved = max(moved, rows * op.inputs[0].shape[-1])  # of a bag's gradient every row has a copy
-        return "scatter.embedding_dense_backward", moved + 55.0 * rows, moved / 1024
-    if _adds_sorted(op):
-        # A warp adds a row 128 elements at a time, and takes as long for a short one as for 75; sorting costs as much
-        # as 13 of a row (rows of 1 to 256 elements, 8,832 to 900,000 of them: h200_heldout4_traces).
-        width = moved / rows
-        added = 75.0 if width <= 32 else 128.0 * ceil(width / 128.0)
-        return "scatter.index_put", rows * (13.0 + added), rows / 4
-    # Writing rows where an index says is one kernel, as reading them is; index_add and scatter_add add atomically.
-    plain = op.kind == "scatter" and short.strip("_") in _WRITTEN
-    return f"{'gather' if plain else op.kind}.{short}", moved, moved / 1024
-
-
-def _row_lookup(op: Op, short: str) -> str | None:
-    """The look-up that reads whole rows with the same kernel as this operator; None where there is none."""
-    if short in ("embedding", "index_select"):
-        return short
-    indices = [t for t in op.inputs[1:] if t.dtype in ("int64", "int32")]
-    if len(indices) != 1 or not op.outputs:
-        return None
-    table, index, out = op.inputs[0], indices[0], op.outputs[0]
-    alike = short == "index" and out.shape == (*index.shape, *table.shape[1:])
-    if short == "gather":  # by an index that was expanded along the rows
-        alike = len(index.shape) > 1 and not any(index.stride[1:]) and out.shape[1:] == table.shape[1:]
-    return "index_select" if alike else None
-
-
-def _pool(op: Op, short: str, n: float) -> tuple[str, float, float]:
-    out = float(op.outputs[0].numel) if op.outputs else n
-    last = any(t.channels_last for t in op.inputs[:2])
-    # Every result reads its window.
-    elements = max(n, out * prod(op.params["window"])) if "window" in op.params else n
-    return f"pool.{'last' if last else 'first'}.{short}", elements, max(out, n) / 1024
-
-
-def _operand_layout(op: Op) -> str:
-    """How an elementwise kernel can go through its operands.
-
-    "dense": all alike, loads are vectorised. "crossed": operands that run fastest along different dimensions, so that
-    neighbouring threads read far apart. "cast": several number formats, converted one by one. "strided": the rest.
-    """
-    if not op.outputs:
-        return "dense"
-    out = op.outputs[0]
-    full = [t for t in op.inputs if t.numel > 1 and t.shape == out.shape and 0 not in t.stride]
-    if len(out.shape) > 1 and len({_inner(t) for t in (*full, out)}) > 1:
-        return "crossed"
-    if len({t.dtype for t in op.inputs if t.numel > 1 and t.dtype.startswith(("fp", "bf"))}) > 1:
-        return "cast"
-    return "dense" if _is_dense(op) else "strided"
-
-
-def _is_dense(op: Op) -> bool:
-    """Whether all operands lie in memory like the result: no broadcast, no transposed view (torch then vectorises)."""
-    if not op.outputs:
-        return True
-    out = op.outputs[0]
-    for t in op.inputs:
-        if t.numel <= 1:
-            continue
-        if t.shape != out.shape or (t.stride != out.stride and not (t.contiguous and out.contiguous)):
-            return False
-    return all(t.dtype == out.dtype for t in op.inputs if t.numel > 1) or len(op.inputs) > 1 or op.kind != "elementwise"
-
-
-def _copy(op: Op, short: str, n: float) -> tuple[str, float, float]:
-    if not op.inputs or not op.outputs:
-        return f"copy.same.{short}", n, n / 1024
-    source, target = max(op.inputs, key=lambda t: t.numel), op.outputs[0]
-    if short in ("cat", "stack"):
-        plain = all(t.contiguous for t in op.inputs)
-        return f"copy.cat.{'dense' if plain else 'strided'}", float(target.numel), target.numel / 1024
-    cast = "same"
-    if source.dtype != target.dtype:  # to a wider format torch's kernel does not vectorise its loads
-        cast = "up" if DTYPE_BYTES.get(target.dtype, 4) > DTYPE_BYTES.get(source.dtype, 4) else "down"
-    if short not in ("clone", "copy", "_to_copy", "contiguous"):
-        return f"copy.{short}", float(target.numel), target.numel / 1024
-    if source.shape != target.shape or 0 in source.stride:
-        return f"copy.broadcast.{cast}", n, n / 1024
-    if source.stride == target.stride or (source.contiguous and target.contiguous):
-        return f"copy.{cast}", n, n / 1024
-    a, b = _inner(source), _inner(target)
-    if a == b and source.stride[a] == 1:
-        return "copy.rows", n, n / 1024
-    return ("copy.layout" if target.channels_last or source.channels_last else "copy.transpose"), n, n / 1024
-
-
-def _inner(t: TensorSpec) -> int:
-    """The dimension that runs fastest in memory."""
-    steps = [(step, i) for i, (step, size) in enumerate(zip(t.stride, t.shape, strict=True)) if size > 1 and step > 0]
-    return min(steps)[1] if steps else max(0, len(t.shape) - 1)
-
-
-def _softmax(op: Op, short: str, n: float) -> tuple[str, float, float]:
-    x, dim = op.inputs[0], op.params.get("dim", -1)
-    width = float(x.shape[dim]) if x.shape and isinstance(dim, int) else 1.0
-    size = "warp" if width <= 1024 else "block" if width <= 16384 else "vast"
-    rows = max(1.0, n / max(width, 1.0))
-    return f"{op.kind}.{size}.{short.lstrip('_')}", n, rows / 4.0 if size == "warp" else rows
-
-
-def _norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
-    x = max(op.inputs, key=lambda t: t.numel)
-    if "group_norm" in short:  # one block sums a group
-        return f"norm.{short}", n, max(1.0, float(x.shape[0] * op.params.get("groups", 32)))
-    width = float(prod(op.params["normalized"])) if "normalized" in op.params else float(x.shape[-1])
-    rows = max(1.0, n / max(width, 1.0))
-    # A row costs as much as 750 elements: its block reduces and waits (fitted on rows of 96 to 1536 elements).
-    # A row that does not lie together is copied first, by the same operator; "crossed": rows are columns in memory.
-    sources = [t for t in op.inputs[: 2 if "backward" in short else 1] if t.numel == x.numel]
-    odd = [t for t in sources if not t.contiguous]
-    layout = "" if not odd else ".strided" if all(_inner(t) == len(t.shape) - 1 for t in odd) else ".crossed"
-    return f"norm.{short}{layout}", n + 750.0 * rows, rows
-
-
-def _batch_norm(op: Op, short: str, n: float) -> tuple[str, float, float]:
-    x = op.inputs[1] if "backward" in short and len(op.inputs) > 1 else op.inputs[0]
-    channels = float(x.shape[1]) if len(x.shape) > 1 else 1.0
-    phase = "backward" if "backward" in short else "train" if op.params.get("training") else "eval"
-    layout = "last" if _channels_run(x) else "first"
-    # cuDNN's kernels take fp32 weights and no bf16, torch's own anything.
-    narrow = x.dtype == "bf16" or (x.dtype != "fp32" and all(t.dtype != "fp32" for t in op.inputs[1:3]))
-    name = f"batch_norm.{phase}.{layout}{'.narrow' if narrow else ''}"
-    if phase != "eval" or layout == "last":
-        return name, n, n / 1024 if layout == "last" else channels
-    # A block for every channel of a sample: 16 planes of 256 x 256 keep 16 SMs busy, a plane of 10 x 10 none for long.
-    planes = x.shape[0] * channels
-    return name, n + (270.0 if narrow else 130.0) * planes, planes
-
-
-def _channels_run(x: TensorSpec) -> bool:
-    """Whether channels lie together, which batch norms have kernels for: also those of samples without a plane."""
-    return x.channels_last or (x.contiguous and len(x.shape) > 1 and prod(x.shape[2:]) == 1)
-
-
-def _reduction(op: Op, short: str, n: float) -> tuple[str, float, float]:
-    x = max(op.inputs, key=lambda t: t.numel, default=None)
-    if x is None or not op.outputs:
-        return f"reduce.all.{short}", n, n / 1024
-    out = float(op.outputs[0].numel)
-    dims: Any = op.params.get("dim")
-    dims = [dims] if isinstance(dims, int) else list(dims or range(len(x.shape)))
-    last = _inner(x) in [d % max(1, len(x.shape)) for d in dims]
-    kind = "all" if out <= 1 else "inner" if last else "outer"
-    # A row costs as much as 400 elements (rows of 49 to 4096 elements on an H200).
-    elements = n + (400.0 * out if kind == "inner" else 0.0)
-    return f"reduce.{kind}.{short}", elements, max(out / (4.0 if last else 32.0), n / 8192)

@@ -17,7 +17,8 @@ from ..graph.op_kinds import MATRIX_KINDS
 from .attention import attention_time
 from .cache import CACHE_SHARE
 from .conv import add_kernels, conv_time
-from .data_movement import DataMovement, movement_of, movement_time, power_family
+from .data_movement import DataMovement, movement_time
+from .data_work import movement_of, power_family
 from .gemm import gemm_time
 from .kernel_time import ELEMENT_BYTES, STREAM_SHARE, Chip, KernelTime, chip, correction_chip, lacks_units, load_fit
 

@@ -19,7 +19,7 @@ from ..units import format_bytes
 from .cache import CACHE_SHARE, count_traffic
 from .calibration import Calibration, find
 from .compiled import compile_program, host_of_compiled
-from .data_movement import count_launches
+from .data_work import count_launches
 from .host import HostModel, host_times, is_cpu, widen_for_cpu
 from .iteration import Iteration
 from .memory import MemoryEstimator, MemoryReport
