@@ -6,7 +6,7 @@
     python benchmarks/predict/predict_models.py heldout2                        a second set, recorded after those repairs
     python benchmarks/predict/predict_models.py heldout3                        a third: the choices between fits are made by it
     python benchmarks/predict/predict_models.py heldout4                        a fourth
-    python benchmarks/predict/predict_models.py heldout5                        a fifth: nothing is mended by it
+    python benchmarks/predict/predict_models.py heldout5                        a fifth
 
 The sets were recorded with transformers 5.17, which gives encoders a mask while a graph is captured; later ones do not, and
 are then another program (T5 takes half of the time). Run it with that version; the result names the one it was run with.
