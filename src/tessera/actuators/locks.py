@@ -149,7 +149,7 @@ def owner_name() -> str:
             path = place / f"{os.getpid()}-{os.urandom(4).hex()}.owner"
         elif path.exists():
             return path.stem
-        # The first call, or another folder now, or somebody has cleaned up the folder: then under the same name.
+        # The first call, or the folder is another one now, or somebody has removed the file: keep the name.
         _state.owner = (path, _open(path))
         fcntl.lockf(_state.owner[1], fcntl.LOCK_EX)
         if fd is not None:
