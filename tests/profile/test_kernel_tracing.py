@@ -16,7 +16,8 @@ from tessera.cli.report import write_page
 from tessera.profile import kernel_tracing
 from tessera.profile.cupti_collector import CuptiCollector
 from tessera.profile.cupti_library import Cupti
-from tessera.profile.cupti_timeline import demangle, read_records
+from tessera.profile.cupti_timeline import read_records
+from tessera.profile.demangle import demangle
 from tessera.profile.kineto_collector import KinetoCollector
 from tessera.profile.tracing_schedule import SteadySteps
 from tessera.record import CODE

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..timeline.columns import Launch, Timeline
-from .cupti_timeline import demangle
+from .demangle import demangle
 
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchCooperativeKernel", "cuLaunchKernel", "cuLaunchCooperativeKernel")
 _KERNEL_NODE = 0  # CUgraphNodeType

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +13,7 @@ from ..timeline.columns import NONE, UNTRACED, Builder, Launch, Timeline
 from ..timeline.transfers import GRAPH_LAUNCH, collective_type, copy, is_collective
 from .cupti_collector import RecordBytes
 from .cupti_library import CALLS, CONCURRENT_KERNEL, DRIVER, MEMSET
+from .demangle import demangle
 
 # CUpti_ActivityMemcpyKind and CUpti_ActivityMemoryKind, in Kineto's words.
 _COPIES = ("Unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
@@ -134,34 +133,3 @@ def _name_transfer(key: int, *, is_set: bool) -> str:
 
 def _word(words: tuple[str, ...], number: int) -> str:
     return words[number] if number < len(words) else words[0]
-
-
-@functools.lru_cache(maxsize=4096)
-def demangle(name: str) -> str:
-    """Return a C++ name as people write it, by the C++ library that torch has loaded; unchanged if there is none."""
-    library = _cxx()
-    if library is None or not name.startswith("_Z"):
-        return name
-    status = ctypes.c_int()
-    address = library.__cxa_demangle(name.encode(), None, None, ctypes.byref(status))
-    if not address:
-        return name
-    try:
-        return ctypes.string_at(address).decode(errors="replace")
-    finally:
-        _c().free(ctypes.c_void_p(address))
-
-
-@functools.cache
-def _cxx() -> Any:
-    try:
-        library = ctypes.CDLL("libstdc++.so.6")
-    except OSError:
-        return None
-    library.__cxa_demangle.restype = ctypes.c_void_p
-    return library
-
-
-@functools.cache
-def _c() -> Any:
-    return ctypes.CDLL(None)

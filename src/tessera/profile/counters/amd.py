@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ...errors import RecordingError
+from ..demangle import demangle
 from .names import (
     CounterMetric,
     KernelCounters,
     Normalised,
     apply,
     complement_pct,
-    demangle_name,
     number,
     put,
     same,
@@ -133,7 +133,7 @@ def _kernel(row: Mapping[str, str], raw: Mapping[str, float]) -> KernelCounters:
     result = normalise(raw, _seconds(row))
     items, group, device = (number(_first(row, c) or "") for c in (_GRIDS, _GROUPS, _DEVICES))
     return KernelCounters(
-        name=demangle_name((_first(row, _NAMES) or "").strip('" ').removesuffix(".kd")),  # .kd: a kernel descriptor
+        name=demangle((_first(row, _NAMES) or "").strip('" ').removesuffix(".kd")),  # .kd: a kernel descriptor
         # AMD's grid is counted in work items, CUDA's and Kineto's in blocks.
         grid=(round(items / group),) if items and group else None,
         block=(round(group),) if group else None,

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...timeline.columns import NONE, Launch, Timeline
-from .names import KernelCounters, canonical, demangle_name
+from ..demangle import demangle
+from .names import KernelCounters, canonical
 
 Size = tuple[int, ...]
 Key = tuple[str, Size | None, Size | None]
@@ -157,14 +158,14 @@ class _Book:
         self._means: dict[Key, KernelCounters] = {}
         for kernel in counters:
             # By the exact name, which is looked up first, and by the part of it that all demanglers write alike.
-            for name in dict.fromkeys((demangle_name(kernel.name), canonical(kernel.name))):
+            for name in dict.fromkeys((demangle(kernel.name), canonical(kernel.name))):
                 key = (name, _pad_size(kernel.grid), _pad_size(kernel.block))
                 self._launches.setdefault(key, []).append(kernel)
                 self._sizes.setdefault(name, set()).add(key)
 
     def look_up(self, name: str, launch: Launch) -> KernelCounters | str:
         """Return the mean of the replayed launches that match a launch, or why there is none."""
-        full, short = demangle_name(name), canonical(name)
+        full, short = demangle(name), canonical(name)
         grid, block = _pad_size(launch.grid), _pad_size(launch.block)
         for kernel in (full, short):
             for key in ((kernel, grid, block), (kernel, _total(grid), _total(block))):

@@ -7,7 +7,6 @@ Percentages are 0 to 100.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ import msgspec
 from ...errors import RecordingError
 from ...read_limits import COUNTER_BYTES, read_bytes
 from ...record import Record
+from ..demangle import demangle
 
 FIELDS = frozenset(Record.__struct_fields__)
 """The fields of the schema. A row of a table whose field is not among these gives a figure."""
@@ -162,39 +162,6 @@ def dimensions(text: str) -> tuple[int, ...] | None:
     return tuple(int(n) for n in re.findall(r"\d{1,18}", text)) or None
 
 
-@lru_cache(maxsize=1)
-def _demangler() -> Callable[[bytes], bytes | None] | None:
-    """Return the C++ runtime's demangler. Kineto uses it too, so the names are exactly equal."""
-    try:
-        cxx, libc = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)
-        function, free = cxx["__cxa_demangle"], libc["free"]
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
-    function.restype = ctypes.c_void_p
-    free.argtypes, free.restype = [ctypes.c_void_p], None
-
-    def demangle(name: bytes) -> bytes | None:
-        status = ctypes.c_int()
-        text = function(name, None, None, ctypes.byref(status))
-        if not text:
-            return None
-        try:
-            return ctypes.string_at(text)
-        finally:
-            free(text)
-
-    return demangle
-
-
-@lru_cache(maxsize=16384)
-def demangle_name(name: str) -> str:
-    """Return a C++ name as people write it; other names unchanged."""
-    tool = _demangler() if name.startswith("_Z") else None
-    text = tool(name.encode()) if tool else None
-    return text.decode() if text else name
-
-
 _REWRITES = tuple(
     (re.compile(pattern), by)
     for pattern, by in (
@@ -218,7 +185,7 @@ def canonical(name: str) -> str:
 
     NVIDIA's: `void f<(int)4, (bool)1>(T2, const float *)`; the C++ runtime's: `void f<4, true>(int, float const*)`.
     """
-    text = demangle_name(name)
+    text = demangle(name)
     for pattern, by in _REWRITES:
         text = pattern.sub(by, text)
     while True:

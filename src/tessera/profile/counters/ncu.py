@@ -25,8 +25,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from ...errors import ArgumentError, MeasurementError, RecordingError, SensorPermission, SensorUnavailable
+from ..demangle import demangle
 from . import nvidia
-from .names import KernelCounters, demangle_name, dimensions, number, unit_factor
+from .names import KernelCounters, dimensions, number, unit_factor
 
 REPLAY_ENV = "TESSERA_REPLAY"
 NOT_REPLAYED = r"nccl|nvshmem"
@@ -281,7 +282,7 @@ def _launch(row: Mapping[str, str], raw: Mapping[str, float]) -> KernelCounters:
     result = nvidia.normalise(raw)
     device = number(row.get("Device", ""))
     return KernelCounters(
-        name=demangle_name(row["Kernel Name"]), grid=dimensions(row.get("Grid Size", "")),
+        name=demangle(row["Kernel Name"]), grid=dimensions(row.get("Grid Size", "")),
         block=dimensions(row.get("Block Size", "")), values=result.values, figures=result.figures,
         missing=result.missing, device=None if device is None else round(device),
     )  # fmt: skip
