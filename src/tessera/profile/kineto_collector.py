@@ -12,7 +12,6 @@ import ctypes
 import functools
 import importlib.util
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -30,6 +29,7 @@ from ..record import CODE
 from ..stream import names
 from ..timeline.columns import NONE, Timeline
 from ..timeline.stream_names import KEY, key
+from .cupti_library import find_loaded
 from .flight_record import FlightCall, group_sizes, name_groups, read_calls
 from .options import ON_DEVICE, SessionOptions
 from .torch_hooks import ModuleRanges, has_compiled
@@ -119,13 +119,8 @@ def _open(path: str) -> Any:
 
 
 def _find_loaded(name: str) -> Any:
-    """Return a library that is loaded in this process; a second copy of CUPTI would not know the first's streams."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    match = re.search(rf"^\S+ \S+ \S+ \S+ \S+\s+(/\S*/{name}\.so[.\d]*)$", maps, re.MULTILINE)
-    return _open(match[1]) if match else None
+    path = find_loaded(name)
+    return _open(path) if path else None
 
 
 _LEFT_OUT = {"gpu": ("kernel",), "memcpy": ("memcpy", "memset"), "collective": ("collective",)}

@@ -48,8 +48,8 @@ main()"""
 """The code that the child runs. It first drops the working directory from `sys.path`: anybody may put files there."""
 ENDED, CLOSED = b"e", b"c"
 MISSING = 2
-_PIECE = 30_000  # characters: Linux takes 128 KiB for one argument, and two megabytes for all
 """Python's exit code for a script that is not there."""
+_PIECE = 30_000  # characters: Linux takes 128 KiB for one argument, and two megabytes for all
 
 
 class LaunchPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):

@@ -150,18 +150,17 @@ def read(rank: int, stamps: Iterable[tuple[int, int, int, int]], host: str = "")
     base = int(t[0, 1] - t[0, 0])  # offsets may be years; the remainder fits a float exactly
     high = (t[:, 1] - t[:, 0] - base).astype(np.float64)
     low = (t[:, 2] - t[:, 3] - base).astype(np.float64)
-    least, most = float(np.max(low)), float(np.min(high))
+    least, most, spread = float(np.max(low)), float(np.min(high)), 0.0
     if least > most:  # a clock was set or slewed meanwhile: use the quickest round
+        spread = (least - most) / 2.0
         best = int(np.argmin(high - low))
         least, most = float(low[best]), float(high[best])
-        spread = float(np.max(low) - np.min(high)) / 2.0
-        return _reading(rank, base + (least + most) / 2.0, (most - least) / 2.0 + spread, t, host)
-    return _reading(rank, base + (least + most) / 2.0, (most - least) / 2.0, t, host)
-
-
-def _reading(rank: int, offset_ns: float, error_ns: float, t: NDArray[np.int64], host: str) -> ClockReading:
     return ClockReading(
-        rank=rank, offset_ns=offset_ns, error_ns=error_ns, at_ns=int((t[0, 0] + t[-1, 3]) // 2), host=host
+        rank=rank,
+        offset_ns=base + (least + most) / 2.0,
+        error_ns=(most - least) / 2.0 + spread,
+        at_ns=int((t[0, 0] + t[-1, 3]) // 2),
+        host=host,
     )
 
 
