@@ -17,17 +17,17 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import MeasurementError
 from ..notes import Note
 from ..record import CODE
 from ..stream import names
-from ..timeline.columns import NONE, Timeline
+from ..timeline.columns import NONE, Timeline, keep_rows
 from ..timeline.stream_names import KEY, key
 from .cupti_library import find_loaded
 from .flight_record import FlightCall, group_sizes, name_groups, read_calls
@@ -401,7 +401,8 @@ def drop_unasked(timeline: Timeline, options: SessionOptions) -> Timeline:
         return timeline
     left_out = [a for a in ON_DEVICE if a not in options.enabled_activities]
     note = f"not recorded, as asked: {', '.join(left_out)}; their joules count as idle"
-    return _keep_rows(timeline, ~np.isin(timeline["kind"], unwanted), [note])
+    kept = keep_rows(timeline, ~np.isin(timeline["kind"], unwanted))
+    return timeline if kept is timeline else replace(kept, notes=[*timeline.notes, note])
 
 
 def drop_own_frames(timeline: Timeline) -> Timeline:
@@ -414,18 +415,4 @@ def drop_own_frames(timeline: Timeline) -> Timeline:
     own = [number for number, is_own in alive.items() if is_own]
     if {number for number, is_own in alive.items() if not is_own} <= set(timeline["thread"][is_frame].tolist()):
         own.append(0)  # all other threads have been seen, so 0 is ours
-    return _keep_rows(timeline, ~(is_frame & np.isin(timeline["thread"], own)), [])
-
-
-def _keep_rows(timeline: Timeline, keep: NDArray[np.bool_], notes: Sequence[str]) -> Timeline:
-    if keep.all():
-        return timeline
-    # Rows get new numbers. The extra cell at the end maps NONE (-1) to NONE.
-    number = np.append(np.where(keep, np.cumsum(keep) - 1, NONE), NONE)
-    columns = {name: values[keep] for name, values in timeline.columns.items()}
-    columns["parent"] = number[columns["parent"]]
-    return Timeline(
-        columns=columns, names=timeline.names, launches=timeline.launches, rank=timeline.rank, meta=timeline.meta,
-        notes=[*timeline.notes, *notes],
-        extra={int(number[row]): fields for row, fields in timeline.extra.items() if keep[row]},
-    )  # fmt: skip
+    return keep_rows(timeline, ~(is_frame & np.isin(timeline["thread"], own)))

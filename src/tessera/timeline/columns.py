@@ -10,7 +10,7 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -248,6 +248,24 @@ def _missing(column: str) -> Any:
 
 def _dtype(column: str) -> Any:
     return np.float64 if column in FLOATS or column not in INTEGERS else np.int64
+
+
+def keep_rows(timeline: Timeline, keep: NDArray[np.bool_]) -> Timeline:
+    """Return the timeline with only those rows for which `keep` is true."""
+    if keep.all():
+        return timeline
+    # Rows get new numbers. The extra cell at the end maps NONE (-1) to NONE.
+    number = np.append(np.where(keep, np.cumsum(keep) - 1, NONE), NONE)
+    columns = {name: values[keep] for name, values in timeline.columns.items()}
+    columns["parent"] = number[columns["parent"]]
+    return replace(
+        timeline,
+        columns=columns,
+        energy_j=None if timeline.energy_j is None else timeline.energy_j[keep],
+        error_j=None if timeline.error_j is None else timeline.error_j[keep],
+        extra={int(number[row]): fields for row, fields in timeline.extra.items() if keep[row]},
+        links=None,
+    )
 
 
 class Builder:

@@ -144,8 +144,10 @@ def _span_s(row: EnergyRow) -> float:
 def _energies(table: EnergyTable | None) -> dict[tuple[str, str, str], EnergyRow]:
     """Return attributed rows by (view, kind, name), and by (view, "", name) for rows whose kind differs here."""
     rows: dict[tuple[str, str, str], EnergyRow] = {}
-    for view in ("kernels", "ops", "regions") if table is not None else ():
-        for row in table.rows(view) if table is not None else ():
+    if table is None:
+        return rows
+    for view in ("kernels", "ops", "regions"):
+        for row in table.rows(view):
             rows[view, row.kind, row.name] = row
             if view != "kernels":
                 rows[view, "", row.name] = row

@@ -17,7 +17,7 @@ from ...notes import Note, kind_of
 from ...record import Kind
 from ...recording import Facts, Recording
 from ...timeline import stream_names
-from ...timeline.columns import FLOATS, INTEGERS, NONE, TEXTS, Ints, Launch, Timeline
+from ...timeline.columns import FLOATS, INTEGERS, NONE, TEXTS, Ints, Launch, Timeline, keep_rows
 from ..runfile import RunFile, RunWriter
 from ..runfile_store import remove_run
 from .align import align
@@ -407,18 +407,4 @@ def select_rank(timeline: Timeline, rank: int) -> Timeline:
     if not np.any(keep):
         have = ", ".join(map(str, np.unique(timeline["rank"])))
         raise ArgumentError(f"the timeline has no rank {rank}", fix=f"it has: {have}")
-    number = np.append(np.where(keep, np.cumsum(keep) - 1, NONE), NONE)
-    columns = {c: v[keep] for c, v in timeline.columns.items()}
-    columns["parent"] = number[columns["parent"]]
-    joules = [None if e is None else e[keep] for e in (timeline.energy_j, timeline.error_j)]
-    return Timeline(
-        columns=columns,
-        names=timeline.names,
-        launches=timeline.launches,
-        rank=rank,
-        meta=timeline.meta,
-        notes=timeline.notes,
-        energy_j=joules[0],
-        error_j=joules[1],
-        extra={int(number[row]): fields for row, fields in timeline.extra.items() if keep[row]},
-    )
+    return dataclasses.replace(keep_rows(timeline, keep), rank=rank)
