@@ -1,7 +1,7 @@
 """`advise`: what to change, with the evidence, the predicted saving in joules and seconds, and how sure that is.
 
-`analyze.advise`, the screen and the page all show the same list. A rule is silent below a share that is worth a user's
-time, so that a healthy run has no advice.
+`analyze.advise`, the screen and the page all show the same list. A rule says nothing below a share that is worth a
+user's time, so a healthy run has no advice.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NOTHING = "no known change would save a worthwhile share of the energy"
 NOTHING_BY_TIME = "no known change would save a worthwhile share of the time"
 IDLE = ("idle", "launch", "outside", "data loading")
 WORTHWHILE = 0.005
-"""Advice that saves less than this share of the run, and something, is not worth a line: chosen, not measured."""
+"""Advice that saves less than this share of the run, but something, is not worth a line: chosen, not measured."""
 COVERED = 0.5
-"""Where a rule about kernels covers half of what the most expensive operator spends, "start there" adds nothing."""
+"""If a rule about kernels covers this share of what the most expensive operator spends, "start there" adds nothing."""
 RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
     rules_host.check_idle,
     rules_host.check_launches,
@@ -63,12 +63,12 @@ RULES: tuple[Callable[[RunEvidence], Advice | None], ...] = (
     rules_cpu.check_threads,
     rules_cpu.check_formats,
 )
-"""All rules; the docstring of each says when it speaks and how its saving is computed."""
+"""All rules; the docstring of each says when it applies and how its saving is computed."""
 OF_TORCH = (rules_kernels.check_fp32, rules_kernels.check_accumulators, rules_kernels.check_fusion)
-"""Those whose remedy is a setting of torch."""
+"""The rules whose remedy is a setting of torch."""
 _OF_KERNELS = {"fp32", "unaligned", "low tensor use", "accumulators", "low occupancy", "uncoalesced", "divergence"}
 _OF_KERNELS |= {"dropout", "formats"}
-# The numbers first: a narrow screen cuts what comes last.
+# The numbers come first, because a narrow screen cuts the last columns.
 _COLUMNS = columns(
     ("kind", "Advice"),
     ("saves_j", "Saves"),
@@ -102,18 +102,18 @@ def advise(
     arch: str | Device | None = None,
     progress: Progress | None = None,
 ) -> AdviceResult:
-    """What to do about a recording, most joules saved first; a healthy one has no rows.
+    """Return what to do about a recording, most joules saved first; a healthy one has no rows.
 
-    Without power everything is in seconds and in shares of the devices' time. `on` (or `arch`) names the chip where the
-    recording does not; without power the joules are then those of its power model (`facts["basis"]` is "modelled").
+    Without power, everything is in seconds and in shares of the devices' time. `on` (or `arch`) names the chip if the
+    recording does not; without power, the joules are then those of its power model (`facts["basis"]` is "modelled").
     """
     recording = open_recording(trace, power=power, progress=progress)
     timeline, table = recording.timeline, recording.find_energy()
     notes, missing = list(recording.notes), _missing(recording)
     has_joules = table is not None and table.energy_j > 0
     if table is None or not has_joules:
-        # Joules of a model only where the user names the chip and so asks for them, and it ran something: of a chip
-        # that waits for a CPU's operators only the idle power would be counted.
+        # Joules of a model only if the user names the chip, and so asks for them, and the chip ran something: for a
+        # chip that waits for a CPU's operators, only the idle power would be counted.
         device = find_device(timeline, on or arch) if on or arch else None
         if device is not None and not len(timeline.device_rows):
             notes.append(f"no joules of {device.name}: nothing in the trace ran on it, and its idle power says nothing")
@@ -153,7 +153,7 @@ def advise(
 
 
 def find_advice(run: RunEvidence) -> list[Advice]:
-    """Everything that stands out, most joules saved first; [] when nothing does."""
+    """Return everything that stands out, most joules saved first; [] when nothing does."""
     if not run.table.energy_j > 0:
         return []
     rules = RULES if run.uses_torch else [rule for rule in RULES if rule not in OF_TORCH]
@@ -171,14 +171,14 @@ def _share_of_time(advice: Advice, run: RunEvidence) -> float:
 
 
 def _sum_savings(shares: Sequence[float]) -> float:
-    """All of them: they overlap (a fused kernel is not launched either), so each saves of what the others leave."""
+    """Return the joint saving: savings overlap (a fused kernel is not launched either), so each applies to the rest."""
     return 1.0 - math.prod(1.0 - min(1.0, share) for share in shares)
 
 
 def _missing(recording: Recording) -> dict[str, str]:
     timeline, missing = recording.timeline, {}
     if not len(timeline.device_rows):
-        return {"kernels": explain_no_device(recording)}  # nor have counters, shapes and throttling anything to say
+        return {"kernels": explain_no_device(recording)}  # counters, shapes and throttling then tell nothing either
     if not timeline.extra:
         missing["counters"] = f"occupancy, divergence and memory stalls are hardware counters: {COMMAND}"
     if not np.any(timeline["shapes"] != NONE):
@@ -190,7 +190,7 @@ def _missing(recording: Recording) -> dict[str, str]:
 
 
 def _span(timeline: Timeline) -> tuple[int, int]:
-    """What a trace without power covers: from the first device row to the last."""
+    """Return the time that a trace without power covers: from the first device row to the last."""
     rows = timeline.device_rows
     if not len(rows):
         return timeline.start_ns, timeline.end_ns
@@ -198,7 +198,7 @@ def _span(timeline: Timeline) -> tuple[int, int]:
 
 
 def _model_table(timeline: Timeline, device: Device | None) -> EnergyTable:
-    """Joules by the power model of a chip; without one 1 W each, so that rules weigh by seconds (never shown)."""
+    """Return joules by a chip's power model; without a chip 1 W each, so that rules weigh by seconds (never shown)."""
     board = board_of(device.name, np.zeros(0)) if device is not None else Board(static_w=1.0, limit_w=1.0)
     rows = timeline.device_rows
     start_ns, end_ns = _span(timeline)

@@ -21,11 +21,12 @@ _Shares = tuple[Spans, float, float]
 Aligned = Literal["aligned", "not aligned", "cannot tell"]
 
 SIGNIFICANT = 0.05
-# Fewer spikes fit anything.
+# With fewer spikes, anything fits.
 MIN_SPIKES = 3
-# A thing a quarter more common in spikes than outside is worth naming; less is not, however sure.
+# Something is named if it is at least so many times as common in spikes as outside.
 MIN_LIFT = 1.25
-# Boundaries whose surroundings, as far as the sensor reaches, cover more of the time than this are everywhere.
+# If the surroundings of boundaries, as far as the sensor reaches, cover more than this share of the time, they are
+# everywhere.
 CROWDED = 0.5
 TOP_KERNELS = 12
 PER_SPIKE = 4
@@ -36,9 +37,9 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeOverlap:
-    """A kernel, copy or collective in a spike's window: the share of the window it ran in, and its lift over all.
+    """A kernel, copy or collective in a spike's window: the share of the window in which it ran, and its lift.
 
-    `lift` is how many times more of the time it runs in spikes than outside; None when it runs in spikes only.
+    `lift` is how many times more of the time it runs in spikes than outside; None if it runs in spikes only.
     """
 
     name: str
@@ -60,11 +61,11 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """Whether the spikes fall on something.
+    """Whether the spikes coincide with something.
 
-    For what runs, `in_spikes` and `outside` are shares of the time. For boundaries they are the share of spikes that
-    rise at one, and the share that would by chance. `p_value` is by shifting the spikes around the trace (for a
-    kernel: the chance that any of those tried fits as well); None without spikes. `kind` is that of the rows,
+    For what runs, `in_spikes` and `outside` are shares of the time. For boundaries, they are the share of spikes that
+    rise at one, and the share that would by chance. `p_value` comes from shifting the spikes around the trace (for a
+    kernel, it is the chance that any of those tried fits as well); None without spikes. `kind` is that of the rows,
     "activity" for the device being busy at all or with the backward pass, or the kind of boundary.
     """
 
@@ -78,7 +79,7 @@ class Alignment:
 
     @property
     def lift(self) -> float | None:
-        """How many times more common in spikes than outside; None when it is in spikes only."""
+        """Return how many times more common it is in spikes than outside; None if it is in spikes only."""
         return self.in_spikes / self.outside if self.outside > 0 else None
 
 
@@ -111,7 +112,7 @@ class SpikeWork:
         self._by_name: dict[int, _Shares] = {}
 
     def _shares(self, pick: NDArray[np.bool_]) -> _Shares:
-        """When some of the rows ran, and their shares of the time in the windows and outside."""
+        """Return when some of the rows ran, and their shares of the time in the windows and outside."""
         ran = union(self._starts[pick], self._ends[pick])
         inside, outside = (
             float(covered_ns(ran, *spans).sum()) / max(spans.total_ns, 1) for spans in (self._windows, self._calm)
@@ -124,7 +125,7 @@ class SpikeWork:
         return self._by_name[name]
 
     def alignments(self) -> list[Alignment]:
-        """Kinds of work as a whole, then the kernels that run most in the spikes."""
+        """Return kinds of work as a whole, then the kernels that run most in the spikes."""
         chance = Chance(self.curve)
         groups = [("collectives", "collective", self._kinds == CODE["collective"])]
         groups += [("copies", "memcpy", self._kinds == CODE["memcpy"])]
@@ -150,7 +151,7 @@ class SpikeWork:
         ]
 
     def describe(self, spike: Spike, edges: Sequence[Boundary]) -> Spike:
-        """A spike with what ran in its window, longest first, and the boundaries (in time order) at its rise."""
+        """Return a spike with what ran in its window, longest first, and the boundaries (in time order) at its rise."""
         begin, end = spike.start_ns - self._reach_ns, spike.end_ns + self._reach_ns
         pick = slice(int(np.searchsorted(self._reached, begin, side="right")), int(np.searchsorted(self._starts, end)))
         lengths = np.minimum(self._ends[pick], end) - np.maximum(self._starts[pick], begin)
@@ -172,7 +173,7 @@ class SpikeWork:
         return dataclasses.replace(spike, kernels=tuple(overlaps), boundaries=tuple(near))
 
     def traffic(self) -> LinkTraffic:
-        """Copies between host and device or peers, and collectives: what uses a link as far as a timeline shows."""
+        """Return the shares of copies between host and device or peers, and of collectives, which use links."""
         collective = self._kinds == CODE["collective"]
         copy = self._kinds == CODE["memcpy"]
         launches = self.timeline["launch"][self.rows]
@@ -184,7 +185,7 @@ class SpikeWork:
 
 
 def judge_alignment(name: str, kind: str, inside: float, outside: float, p: float, spikes: int) -> Alignment:
-    """A verdict from shares and chance."""
+    """Return a verdict from shares and chance."""
     verdict: Aligned = "cannot tell"
     reason = ""
     if spikes < MIN_SPIKES:
@@ -211,7 +212,7 @@ def judge_alignment(name: str, kind: str, inside: float, outside: float, p: floa
 
 
 def find_boundaries(timeline: Timeline, rows: Ints, curve: Curve) -> list[Boundary]:
-    """Where what a device does changes, in time order: work after idling, forward to backward, regions and steps."""
+    """Return the changes of what a device does, in time order: work after idling, forward to backward, regions."""
     rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
     every = [*_after_idle(timeline, rows, curve.reach_s), *_phases(timeline, rows), *_regions(timeline, rows)]
     inside = [b for b in every if curve.start_ns <= b.time_ns <= curve.end_ns]
@@ -219,7 +220,7 @@ def find_boundaries(timeline: Timeline, rows: Ints, curve: Curve) -> list[Bounda
 
 
 def align_boundaries(curve: Curve, spikes: Sequence[Spike], edges: Sequence[Boundary]) -> list[Alignment]:
-    """Whether the spikes rise at boundaries of a kind, more often than by chance."""
+    """Return whether the spikes rise at boundaries of a kind, more often than by chance."""
     alignments = []
     chance = Chance(curve)
     rise_ns = np.array([s.start_ns - s.foot_ns for s in spikes] or [0], dtype=np.int64)
@@ -238,7 +239,7 @@ def align_boundaries(curve: Curve, spikes: Sequence[Spike], edges: Sequence[Boun
 
 
 def _after_idle(timeline: Timeline, rows: Ints, reach_s: float) -> list[Boundary]:
-    """Where work begins after an idle stretch that the sensor could notice at all."""
+    """Return where work begins after an idle stretch that is long enough for the sensor to notice."""
     starts, reached = timeline["start_ns"][rows], np.maximum.accumulate(timeline["end_ns"][rows])
     idle_ns = starts[1:] - reached[:-1]
     at = np.append(0, np.flatnonzero(idle_ns >= 0.5e9 * reach_s) + 1)
@@ -246,7 +247,7 @@ def _after_idle(timeline: Timeline, rows: Ints, reach_s: float) -> list[Boundary
 
 
 def find_backward(timeline: Timeline, rows: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which rows come from autograd's backward pass, and which rows have an operator at all."""
+    """Return which rows come from autograd's backward pass, and which rows have an operator at all."""
     ops, of_row = rank_values(timeline.linked.op[rows])
     at, has_op = ops, (ops != NONE)[of_row]
     parent, made_on = timeline["parent"], timeline["forward_thread"]
@@ -260,7 +261,7 @@ def find_backward(timeline: Timeline, rows: Ints) -> tuple[NDArray[np.bool_], ND
 
 
 def _phases(timeline: Timeline, rows: Ints) -> list[Boundary]:
-    """Where the device goes from work of the forward pass to that of autograd, and back."""
+    """Return where the device goes from work of the forward pass to that of autograd, and back."""
     is_backward, has_op = find_backward(timeline, rows)
     at = np.flatnonzero(has_op)
     changes = at[1:][is_backward[at][1:] != is_backward[at][:-1]]
@@ -270,7 +271,7 @@ def _phases(timeline: Timeline, rows: Ints) -> list[Boundary]:
 
 
 def _regions(timeline: Timeline, rows: Ints) -> list[Boundary]:
-    """Where the device goes from the work of one step or region to that of another: launches lie in regions."""
+    """Return where the device goes from one step's or region's work to another's, by the launches' regions."""
     links = timeline.linked
     step, region, starts = links.step[rows], links.region[rows], timeline["start_ns"][rows]
     changes = []

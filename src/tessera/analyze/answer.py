@@ -50,9 +50,9 @@ from .slowdown import FIRST, Slowdown, slowdown_of
 class PerWork:
     """Joules of one step, sample, token, and how many there were a second.
 
-    `without` names first steps that were left out, `left_out` says which do not count and why. `traced_j`: these are
-    steps that were not traced, as tracing slowed the others; those cost so much. `traced_steps`: these are all steps of
-    the run, of which only so many were traced. `spread`: how the steps that count differ.
+    `without` names first steps that were left out, `left_out` says which do not count and why. With `traced_j`, these
+    are steps that were not traced, because tracing slowed the traced ones, which cost `traced_j`. With `traced_steps`,
+    these are all steps of the run, of which only so many were traced. `spread`: how the steps that count differ.
     """
 
     unit: str
@@ -69,7 +69,7 @@ class PerWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CategoryShare:
-    """What one sort of work spent of the whole run: matrix products, attention, copies, idle."""
+    """The joules of one kind of work in the whole run: matrix products, attention, copies, idle."""
 
     name: str
     energy_j: float
@@ -82,14 +82,14 @@ class Answer:
 
     `whole` is the run from end to end. Where only a part of it was traced (`partial`), every other figure describes
     that part, as the table does; it has `traced_steps` of the steps, and `limited` says that a time limit ended it. The
-    part and what is `outside` sum to the whole, with what only the energy counter saw in a gap of the samples. `ops`
-    and `kernels` are all rows, most joules first. Where nothing was attributed (a sampled or summarised run),
-    `shared_by` says how the joules were shared out instead: those rows have no error (sampled ones that of their
-    share), and `rest_j` is in no row. `functions` and `lines` are those of the user's own code with what they call, of
-    the whole run, where stacks were sampled. `cut` says why the file ends early, where it does. `scope` says whether
-    CPU joules are those of the program and its children, or of everything on the machine; `children_j` are the
-    children's part, by CPU time. `tracing` is what tracing did to the program, `operators` how much of a light run has
-    operators, `job` what each rank and collective of several ranks took, `outside_steps` what the table has in no step.
+    part, what is `outside`, and what only the energy counter saw in a gap of the samples sum to the whole. `ops` and
+    `kernels` are all rows, most joules first. Where nothing was attributed (a sampled or summarised run), `shared_by`
+    says how the joules were shared out instead: those rows have no error (sampled ones that of their share), and
+    `rest_j` is in no row. `functions` and `lines` are those of the user's own code with what they call, of the whole
+    run, where stacks were sampled. `cut` says why the file ends early, where it does. `scope` says whether CPU joules
+    are those of the program and its children, or of everything on the machine; `children_j` are the children's part, by
+    CPU time. `tracing` is what tracing did to the program, `operators` how much of a light run has operators, `job`
+    what each rank and collective of several ranks took, `outside_steps` what the table has in no step.
     """
 
     name: str
@@ -146,16 +146,16 @@ class Answer:
 
     @property
     def idle_name(self) -> IdleName:
-        """What `idle_j` is called: of a host alone it is between operators."""
+        """Return the name of `idle_j`: on a host alone, idle time is between operators."""
         return name_idle(self.ops, self.kernels)
 
     def rows(self, by: str) -> Sequence[EnergyRow]:
-        """The rows of one view, most joules first."""
+        """Return the rows of one view, most joules first."""
         rows: Sequence[EnergyRow] = getattr(self, by)
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, without the rows that the table has already."""
+        """Return plain data, without the rows that the table has already."""
         rows = ("ops", "kernels", "regions", "modules") if self.shared_by is None else ()
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in rows}
         cost = find_cost(self.whole.energy_j, self.whole.error_j)
@@ -178,7 +178,7 @@ def _busy_and_idle(table: EnergyTable, boards: int, is_attributed: bool) -> dict
 
 
 def answer(recording: Recording) -> Answer:
-    """Everything the screen and the page say."""
+    """Compute everything that the screen and the page show."""
     table, lines, power, facts = recording.energy(), recording.timeline, recording.power, recording.facts
     is_attributed = bool(table.kernels or table.ops)
     gaps = find_run_gaps(recording, table)
@@ -238,13 +238,13 @@ def answer(recording: Recording) -> Answer:
 
 
 def _scope(power: PowerTrace | None) -> Scope:
-    """Of the program alone, where any of its power is."""
+    """Return "program" if any of the power is of the program alone."""
     domains = power.domains if power is not None else ()
     return "process" if any(d.counted and d.scope == "process" for d in domains) else "machine"
 
 
 def _children_j(recording: Recording) -> float | None:
-    """The CPU joules of what the program started (DataLoader workers); None where they cannot be told from others."""
+    """Return the CPU joules of what the program started (DataLoader workers); None if they cannot be separated."""
     use, power = recording.facts.cpu_use, recording.power
     if use is None or power is None or not use.cpu_s > 0:
         return None
@@ -262,7 +262,7 @@ def _peak_w(recording: Recording, table: EnergyTable, whole: Whole) -> float | N
 
 
 def name_of(recording: Recording) -> str:
-    """The command as it was typed, else the file's name."""
+    """Return the command as it was typed, or else the file's name."""
     facts = recording.facts
     command = facts.command
     if isinstance(command, str) and command:
@@ -273,7 +273,7 @@ def name_of(recording: Recording) -> str:
 
 
 def describe_device(recording: Recording) -> str:
-    """The chips of a recording, by name; empty where it names none."""
+    """Return the chips of a recording, by name; empty where it names none."""
     if recording.facts.device:
         return recording.facts.device
     domains = recording.power.domains if recording.power is not None else ()
@@ -288,7 +288,7 @@ def _explain_cut(facts: Facts) -> str | None:
 
 
 def _notes(recording: Recording, table: EnergyTable) -> list[str]:
-    """What a reader should know, each once; what is missing from a trace comes last."""
+    """Return what a reader should know, each once; what is missing from a trace comes last."""
     notes = [*table.notes, *recording.notes]
     if table.coverage < 0.98 and table.energy_j >= 0:
         notes.insert(0, f"the sensors saw only {table.coverage:.0%} of the run: see `tessera doctor`")
@@ -300,7 +300,7 @@ def _most_first(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
 
 
 def _parts(table: EnergyTable) -> list[CategoryShare]:
-    """By what kernels do, in a fixed order so that runs can be compared; idle, or between operators, last."""
+    """Return shares by what kernels do, in a fixed order so that runs can be compared; idle time is last."""
     spent: dict[str, float] = {}
     for r in table.kernels or [r for r in table.ops if not math.isnan(r.error_j)]:
         name = category(r.name, r.kind)
@@ -315,7 +315,7 @@ def _parts(table: EnergyTable) -> list[CategoryShare]:
 def _per_work(
     work: Any, table: EnergyTable, all_of_it: Whole, shared: TimeShares | None, per_step: PerWork | None
 ) -> list[PerWork]:
-    """By the work the user stated, over the whole run; steps are counted where none were."""
+    """Return joules by the work that the user stated, over the whole run; by steps if none was stated."""
     if shared is not None and shared.whole_steps > 0 and shared.steps_s > 0 and "step" not in work_amounts(work):
         of_steps = PerWork(
             unit="step",
@@ -343,9 +343,9 @@ def _per_work(
 
 
 def _per_step(recording: Recording, table: EnergyTable, whole: Whole, tracing: Slowdown | None) -> PerWork | None:
-    """The mean of the steps that count, as `analyze.diff` states it too; None where no step was measured.
+    """Return the mean of the steps that count, as in `analyze.diff`; None if no step was measured.
 
-    Of a partly traced run all its steps: those that happened to be traced need not be like the others.
+    For a partly traced run, the mean is of all its steps, because the traced ones need not be like the others.
     """
     is_measured = any(not math.isnan(s.energy_j) for s in table.steps)
     traced = _mean_of(table.steps, table.error_j, table.energy_j) if is_measured else None
@@ -357,7 +357,7 @@ def _per_step(recording: Recording, table: EnergyTable, whole: Whole, tracing: S
 
 
 def _mean_of(steps: Sequence[EnergyRow], error_j: float, energy_j: float) -> PerWork:
-    """The mean of those that count, with the sensor's error of all that they are a part of."""
+    """Return the mean of the steps that count, with the sensor's error for all that they are a part of."""
     which = select_steps(steps)
     counted = [steps[i] for i in which.places]
     mean = mean_step(counted, error_j / energy_j if energy_j > 0 else 0.0)
@@ -374,7 +374,7 @@ def _mean_of(steps: Sequence[EnergyRow], error_j: float, energy_j: float) -> Per
 
 
 def _of_untraced(tracing: Slowdown, energy_j: float, traced_j: float) -> PerWork:
-    """Of the steps that were not traced, where tracing slowed the others: those are the program's own."""
+    """Return the mean of the steps that were not traced, if tracing slowed the others: they are the program's own."""
     return PerWork(
         unit="step",
         amount=float(tracing.untraced_steps),
@@ -387,7 +387,7 @@ def _of_untraced(tracing: Slowdown, energy_j: float, traced_j: float) -> PerWork
 
 
 def work_amounts(work: Any) -> dict[str, float]:
-    """Work as {"token": 8192.0}, or as the rows {"unit": ..., "amount": ...}."""
+    """Return work as {"token": 8192.0}, from that form or from rows {"unit": ..., "amount": ...}."""
     if isinstance(work, Mapping):
         pairs = list(work.items())
     elif isinstance(work, Sequence) and not isinstance(work, str):
@@ -398,7 +398,7 @@ def work_amounts(work: Any) -> dict[str, float]:
 
 
 def find_rows(recording: Recording, table: EnergyTable) -> EnergyTable:
-    """The table with the rows that a screen shows: of a run without attribution, those shared out by time."""
+    """Return the table with the rows that a screen shows; without attribution, those that are shared out by time."""
     shared = None if table.kernels or table.ops else _share_by_time(recording, table)
     return table if shared is None else _fill_rows(table, shared)
 
@@ -409,7 +409,7 @@ def _fill_rows(table: EnergyTable, shared: TimeShares) -> EnergyTable:
 
 
 def _share_by_time(recording: Recording, table: EnergyTable) -> TimeShares | None:
-    """Joules shared out by time, where no kernel was seen."""
+    """Return joules that are shared out by time, if no kernel was seen."""
     spent_j, power = table.energy_j, recording.power
     if not spent_j > 0 or power is None:
         return None

@@ -1,4 +1,4 @@
-"""Where the time of each device went: computing, communicating, copying, idle and why; and what hid behind kernels.
+"""Where the time of each device went: computing, communicating, copying, idle and why; and what kernels hid.
 
 ::
 
@@ -49,9 +49,13 @@ from .result import Result, columns
 from .slowdown import slowdown_of
 
 KERNEL_GAP_S = 10e-6
-"""The longest gap between two kernels that were both queued: a launch takes 1-3 us, one with dependencies up to 10."""
+"""The longest gap, in seconds, between two kernels that were both queued: a launch takes 1-3 us, one with dependencies
+up to 10 us.
+"""
 SILENT_NS = 1_000_000
-"""A host without an operator or call for longer than this is not launching: it sleeps, reads data, or waits."""
+"""Nanoseconds: a host without an operator or call for longer than this is not launching: it sleeps, reads data, or
+waits.
+"""
 OUTSIDE = "outside first to last kernel"
 IDLE = ("idle: host-bound", "idle: kernel gap", "idle: waiting")
 _BLOCK = 1 << 16
@@ -68,7 +72,7 @@ def breakdown(
     kernel_gap_s: float = KERNEL_GAP_S,
     progress: Progress | None = None,
 ) -> Result:
-    """Seconds, percent and joules of computing, communicating, copying and idling, by device.
+    """Return seconds, percent and joules of computing, communicating, copying and idling, by device.
 
     `by="step"` has them for each step too: a step begins on a device with the first row that was launched in it.
     `kernel_gap_s` is how long a gap between two queued kernels may be.
@@ -153,7 +157,7 @@ def _split(timeline: Timeline, device: RankDevice, gap_ns: int) -> _Split:
 
 
 def _classify_idle(timeline: Timeline, device: RankDevice, idle: Spans, gap_ns: int) -> tuple[dict[str, Spans], int]:
-    """Idle stretches by reason, and how many end with a row whose launch was not recorded."""
+    """Return idle stretches by reason, and how many end with a row whose launch was not recorded."""
     order = device.rows[np.argsort(timeline["start_ns"][device.rows], kind="stable")]
     following = order[np.searchsorted(timeline["start_ns"][order], idle.end_ns, side="left")]
     traced = find_twins(timeline, following)
@@ -162,7 +166,7 @@ def _classify_idle(timeline: Timeline, device: RankDevice, idle: Spans, gap_ns: 
     is_launched = call != NONE
     launch_end = np.where(is_launched, timeline["end_ns"][call], looked.start_ns)
     late = launch_end > looked.start_ns
-    # A row that starts long after its launch waited for something else meanwhile.
+    # A row that starts long after its launch has waited for something else meanwhile.
     waited_too = late & (looked.end_ns - launch_end > gap_ns)
     until = np.where(waited_too, launch_end, np.where(late, looked.end_ns, looked.start_ns))
     threads = np.where(is_launched, timeline["thread"][call], NONE)
@@ -177,7 +181,7 @@ def _classify_idle(timeline: Timeline, device: RankDevice, idle: Spans, gap_ns: 
 
 
 def _move_gaps(timeline: Timeline, order: Ints, following: Ints, traced: Ints, idle: Spans) -> Spans:
-    """Gaps of untraced steps as those before the traced kernels that end them; all others where they are."""
+    """Move gaps of untraced steps to before the traced kernels that end them; other gaps stay."""
     start_ns = timeline["start_ns"][traced]
     off_ns = start_ns - timeline["start_ns"][following]
     if not off_ns.any():
@@ -190,7 +194,7 @@ def _move_gaps(timeline: Timeline, order: Ints, following: Ints, traced: Ints, i
 
 
 def _host_bound(timeline: Timeline, rank: int, starts: Ints, ends: Ints, threads: Ints) -> Spans:
-    """The stretches in which the host was late, without the time in which the host itself waited."""
+    """Return the stretches in which the host was late, without the time in which the host itself waited."""
     late = ends > starts
     if not late.any():
         return EMPTY
@@ -207,14 +211,15 @@ def _host_bound(timeline: Timeline, rank: int, starts: Ints, ends: Ints, threads
 
 
 def _silent_spans(timeline: Timeline, rank: int) -> Spans:
-    """Stretches of more than `SILENT_NS` in which the host of a rank ran neither an operator nor a call."""
+    """Return stretches of more than `SILENT_NS` in which the host of a rank ran neither an operator nor a call."""
     kinds = [CODE["op"], CODE["runtime"], CODE["graph_launch"]]
     python, parts = timeline.python_names, []
-    for begin in range(0, len(timeline), _BLOCK):  # in blocks: millions of operators, and few such stretches
+    # in blocks, because there may be millions of operators, and few such stretches
+    for begin in range(0, len(timeline), _BLOCK):
         block = slice(begin, begin + _BLOCK)
         active = np.isin(timeline["kind"][block], kinds) & (timeline["rank"][block] == rank)
         active &= ~np.isin(timeline["name"][block], python)
-        # Each lasts so much longer that rows without silence between them become one span.
+        # Each row is extended by SILENT_NS, so that rows without silence between them become one span.
         parts.append(union(timeline["start_ns"][block][active], timeline["end_ns"][block][active] + SILENT_NS))
     busy = union(np.concatenate([p.start_ns for p in parts]), np.concatenate([p.end_ns for p in parts]))
     return Spans(busy.end_ns[:-1] - SILENT_NS, busy.start_ns[1:])
@@ -240,7 +245,7 @@ def _windows(timeline: Timeline, split: _Split) -> Iterator[tuple[str, int, int]
 def _parts(
     split: _Split, step: str | None, start_ns: int, end_ns: int, joules: _PartJoules | None
 ) -> list[dict[str, Any]]:
-    """The parts that occur within a window, a step or all, with their joules."""
+    """Return the parts that occur within a window, a step or all, with their joules."""
     window = Spans(np.array([start_ns]), np.array([end_ns]))
     known = joules.known_of(step, window) if joules is not None else None
     rows = []
@@ -270,7 +275,7 @@ class _PartJoules:
         self._steps = {row.name: row for row in table.steps}
 
     def outside_ns(self, split: _Split) -> int:
-        """How much of the accounted time lies before a device's first row and after its last."""
+        """Return how much of the accounted time lies before a device's first row and after its last."""
         return max(0, self._window_ns - (split.end_ns - split.start_ns))
 
     def outside(self, split: _Split) -> dict[str, Any]:
@@ -278,7 +283,7 @@ class _PartJoules:
         return _part(OUTSIDE, ns, None, self._idle_w * ns / 1e9, self._idle_error_w * ns / 1e9)
 
     def known_of(self, step: str | None, window: Spans) -> tuple[float, float]:
-        """Of a step, else of all: the half-width of what it spent while busy, and the plain sum of its rows' errors."""
+        """Return, for a step or all, the half-width of what was spent while busy, and the sum of its rows' errors."""
         row = self._steps.get(step) if step is not None else None
         error_j, idle_error_j = self._table.error_j, self._table.idle_error_j
         if row is not None:
@@ -291,12 +296,12 @@ class _PartJoules:
     def spent_in(
         self, split: _Split, part: str, inside: Spans, busy_error_j: float, all_errors_j: float
     ) -> tuple[float, float]:
-        """Joules and half-width of a part within some spans; `known_of` has the last two."""
+        """Return joules and half-width of a part within some spans; `known_of` has the last two."""
         if part in IDLE:
             return self._idle_w * inside.total_ns / 1e9, self._idle_error_w * inside.total_ns / 1e9
         energy_j, most_j = self._sum(split.device.rows, inside)
-        # A part is also the total less idle less all other parts: where those are small, that is known far better
-        # than the sum of kernels that the samples cannot tell apart.
+        # A part is also the total less idle less all other parts. If those are small, this is known far better than the
+        # sum of kernels that the samples cannot tell apart.
         rest_j = max(0.0, all_errors_j - most_j)
         return energy_j, min(most_j, math.hypot(busy_error_j, rest_j))
 
@@ -312,7 +317,7 @@ class _PartJoules:
 
 
 def _sum_devices(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The parts of all devices together."""
+    """Return the parts of all devices together."""
     total_ns = sum(r["ns"] for r in rows if r["part"] != OUTSIDE)
     sums = []
     for part in dict.fromkeys(r["part"] for r in rows):
@@ -325,7 +330,7 @@ def _sum_devices(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _facts(splits: Sequence[_Split], table: EnergyTable | None) -> dict[str, Any]:
-    """Sums over all devices. The seconds of an activity contain what overlaps; the exposed what no kernel overlaps."""
+    """Return sums over all devices. Seconds of an activity include overlaps; exposed seconds have no kernel beside."""
 
     def total_s(*parts: str) -> float:
         return sum(s.parts[part].total_ns for s in splits for part in parts) / 1e9
@@ -345,7 +350,7 @@ def _facts(splits: Sequence[_Split], table: EnergyTable | None) -> dict[str, Any
 
 
 def overlap(trace: Any, *, power: Any = None, progress: Progress | None = None) -> Result:
-    """How much of communication and copies ran while kernels did, by device and kind of collective or copy.
+    """Return how much of communication and copies ran while kernels did, by device and kind of collective or copy.
 
     >>> analyze.overlap("ranks/").facts["communication_overlap_pct"]
     """
@@ -391,7 +396,7 @@ def overlap(trace: Any, *, power: Any = None, progress: Progress | None = None) 
 
 
 def _transfer_groups(timeline: Timeline, rows: Ints) -> dict[str, Ints]:
-    """Collectives together and by type, copies together and by direction, and memsets, which copy nothing."""
+    """Return collectives together and by type, copies together and by direction, and memsets, which copy nothing."""
     kinds, groups = timeline["kind"][rows], {}
     for total, kind in (("communication", "collective"), ("copies", "memcpy")):
         members = rows[kinds == CODE[kind]]

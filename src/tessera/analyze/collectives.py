@@ -5,8 +5,8 @@
     algorithm bandwidth = bytes / time            bus bandwidth = algorithm bandwidth * factor(kind, ranks)
 
 The bus bandwidth is what the links carry, comparable between kinds and numbers of ranks (nccl-tests' PERFORMANCE.md).
-Where several ranks recorded a collective, its time is from the last one's start to the last one's end: until then the
-others wait, and nothing moves.
+If several ranks recorded a collective, its time is from the last rank's start to the last rank's end: before that, the
+others wait and nothing moves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OF_SEVERAL_RANKS = ("skew_s", "straggler", "wait_s")
 
 
 def bus_factor(kind: str | None, ranks: int | None) -> float | None:
-    """The factor from algorithm to bus bandwidth; None where it is not defined."""
+    """Return the factor from algorithm to bus bandwidth; None if it is not defined."""
     if kind in _WHOLE:
         return 1.0
     if not ranks or ranks < 2:
@@ -62,11 +62,11 @@ def bus_factor(kind: str | None, ranks: int | None) -> float | None:
 
 
 def collectives(trace: Any, *, power: Any = None, min_bytes: int = 0, progress: Progress | None = None) -> Result:
-    """Each collective, with `min_bytes` those of at least so many; `facts` sums all: `by_kind`, `by_group`, `by_step`.
+    """Return each collective of at least `min_bytes`; `facts` sums all: `by_kind`, `by_group`, `by_step`.
 
-    Of a folder of ranks one row is one collective on all of them: `skew_s` is the latest start less the earliest,
-    `straggler` the rank that came last (None where the clocks are not known so well), `wait_s` what the others waited.
-    `facts["across_ranks"]["waits_s"]` sums for each rank what it waited for whom.
+    In a folder of ranks, one row is one collective on all of them: `skew_s` is the latest start less the earliest,
+    `straggler` the rank that came last (None if the clocks are not known so well), `wait_s` what the others waited.
+    `facts["across_ranks"]["waits_s"]` sums for each rank how long it waited for which rank.
 
     >>> analyze.collectives("ranks/", min_bytes=1 << 20).facts["by_kind"]["all_reduce"]["bus_bytes_per_s"]
     """
@@ -112,12 +112,12 @@ def collectives(trace: Any, *, power: Any = None, min_bytes: int = 0, progress: 
 
 
 def find_meetings(recording: Recording) -> list[Meeting]:
-    """The collectives that two or more ranks recorded; `rows` are those of the source's timeline."""
+    """Return the collectives that two or more ranks recorded; `rows` are those of the source's timeline."""
     timelines = split_ranks(recording)
     if len(timelines) < 2:
         return []
     ranks = {m.get("rank"): m for m in recording.timeline.meta.get("ranks") or () if isinstance(m, Mapping)}
-    # The times are on one clock already: of the offsets only how sure they are matters.
+    # The times are already on one clock, so only the uncertainty of the offsets matters.
     offsets = [
         Offset(rank=int(t.rank or 0), error_ns=ranks.get(t.rank, {}).get("error_ns"), source="merged")
         for t in timelines
@@ -127,7 +127,7 @@ def find_meetings(recording: Recording) -> list[Meeting]:
 
 
 def _hosts(recording: Recording) -> dict[int, str]:
-    """The host of each rank, where the recordings name it."""
+    """Return the host of each rank, if the recordings name it."""
     ranks = recording.timeline.meta.get("ranks") or ()
     return {int(m["rank"]): m["host"] for m in ranks if isinstance(m, Mapping) and m.get("host")}
 
@@ -135,12 +135,13 @@ def _hosts(recording: Recording) -> dict[int, str]:
 def list_collectives(
     recording: Recording, met: Sequence[Meeting], overlaps: Mapping[int, float]
 ) -> list[dict[str, Any]]:
-    """One row for each meeting, and for each collective that only one rank has, in order of time."""
+    """Return one row for each meeting, and for each collective that only one rank has, in time order."""
     timeline, hosts = recording.timeline, _hosts(recording)
     on_host = set(host_rows(timeline).tolist())
     single = (set(timeline.rows("collective").tolist()) | on_host) - {r for m in met for r in m.rows}
     groups = gloo_groups(timeline)
-    only = len(next(iter(groups))) if len(groups) == 1 else None  # of several groups nobody knows which a row is of
+    # with several groups, nobody knows which one a row is of
+    only = len(next(iter(groups))) if len(groups) == 1 else None
     rows = []
     for m in met:
         launch, first = describe(timeline, m.rows[0]), m.rows[0]
@@ -166,18 +167,18 @@ def list_collectives(
 def _describe_rows(
     timeline: Timeline, rows: Sequence[int], kind: str | None, group: str | None, on_host: bool
 ) -> dict[str, Any]:
-    """Where it ran, by which algorithm, and the joules of its rows where they were attributed."""
+    """Return where a collective ran, by which algorithm, and the joules of its rows if they were attributed."""
     found: dict[str, Any] = {"on": "host" if on_host else "device", "name": name_collective(kind, group)}
     found["algorithm"] = None if on_host else collective_algorithm(timeline.name(rows[0]))
     spent, unsure = timeline.energy_j, timeline.error_j
     if spent is not None and unsure is not None and not np.isnan(spent[list(rows)]).all():
-        # One class of rows: their errors are common, and add up as the joules do.
+        # The rows are of one class: their errors have common causes, and add up as the joules do.
         found |= {"energy_j": float(np.nansum(spent[list(rows)])), "error_j": float(np.nansum(unsure[list(rows)]))}
     return found
 
 
 def name_collective(kind: str | None, group: str | None) -> str:
-    """AllReduce[dp]: what it is, and its process group; without it where that is not known."""
+    """Return the name of a collective with its process group, AllReduce[dp]; without the group if it is unknown."""
     name = "".join(word.capitalize() for word in (kind or "other").split("_"))
     return f"{name}[{group}]" if group else name
 
@@ -185,7 +186,7 @@ def name_collective(kind: str | None, group: str | None) -> str:
 def _row(
     timeline: Timeline, start_ns: int, kind: str | None, size: int | None, ns: int, ranks: int | None
 ) -> dict[str, Any]:
-    """A row with its bandwidths; what only some collectives know is None."""
+    """Return a row with its bandwidths; figures that only some collectives have may be None."""
     rate = size / ns * 1e9 if size is not None and ns > 0 else None
     factor = bus_factor(kind, ranks)
     bus = None if rate is None or factor is None else rate * factor
@@ -195,7 +196,7 @@ def _row(
 
 
 def _path(ranks: Sequence[int], size: int | None, hosts: Mapping[int, str]) -> str | None:
-    """Whether a group stays on one host; None where not every member's host is known."""
+    """Return whether a group stays on one host; None if a member's host is not known."""
     used = {hosts[r] for r in ranks if r in hosts}
     if len(used) > 1:
         return "between nodes"
@@ -254,7 +255,7 @@ def _sum_group(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def sum_by_step(timeline: Timeline, met: Sequence[Meeting], overlaps: Mapping[int, float]) -> list[dict[str, Any]]:
-    """Of each step, summed over ranks: how long its collectives moved bytes, and how much of that compute hid."""
+    """Return for each step, summed over ranks, how long its collectives moved bytes, and how much compute hid."""
     ready = {row: m.ready_ns for m in met for row in m.rows}
     sums: dict[str, dict[str, Any]] = {}
     steps: dict[int, list[Step]] = {}
@@ -278,12 +279,12 @@ def sum_by_step(timeline: Timeline, met: Sequence[Meeting], overlaps: Mapping[in
 
 
 def _join_words(words: Iterable[str | None]) -> str | None:
-    """Each word once; None where there is none."""
+    """Return each word once, joined; None if there is none."""
     return ", ".join(dict.fromkeys(word for word in words if word)) or None
 
 
 def _mean_by_time(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """The mean of a figure weighted by time, over the rows that have it."""
+    """Return the mean of a figure weighted by time, over the rows that have it."""
     has = [r for r in rows if r[key] is not None]
     ns = sum(r["ns"] for r in has)
     return sum(r[key] * r["ns"] for r in has) / ns if ns else None

@@ -1,4 +1,4 @@
-"""What can be compared, as one thing: a run, a trace, a table, a report or its JSON becomes a `DiffSide`.
+"""What can be compared, as one type: a run, a trace, a table, a report or its JSON becomes a `DiffSide`.
 
 ::
 
@@ -44,13 +44,13 @@ _FIRST_KEY = re.compile(rb'\s*\{\s*"(\w+)"')
 _OURS = {f.name for kind in (EnergyReport, EnergyTable) for f in dataclasses.fields(kind)} | {
     "answer",
     "crashed",
-    "goal",  # how a plan begins
-    "model",  # how a served model begins
+    "goal",  # the first key of a plan
+    "model",  # the first key of a served model
     "opportunities",
     "path",
     "report",
     "returncode",
-    "total_j",  # how the table of an older version begins
+    "total_j",  # the first key of an older version's table
     "rows",
     "run",
     "summary",
@@ -58,7 +58,7 @@ _OURS = {f.name for kind in (EnergyReport, EnergyTable) for f in dataclasses.fie
 
 
 def side_of(given: Any, power: Any = None, name: str = "table") -> DiffSide:
-    """Whatever was given, as a `DiffSide`; `power` is the log beside a trace that has none."""
+    """Return whatever was given as a `DiffSide`; `power` is the log beside a trace that has none."""
     side = _of_result(given, name)
     if side is None:
         return _of_recording(open_recording(given, power=power))
@@ -69,7 +69,7 @@ def side_of(given: Any, power: Any = None, name: str = "table") -> DiffSide:
 
 
 def _of_result(given: Any, name: str) -> DiffSide | None:
-    """What was computed before; None for a recording."""
+    """Return the side of a result that was computed before; None for a recording."""
     if isinstance(given, DiffSide):
         return given
     if isinstance(given, EnergyReport):
@@ -88,7 +88,7 @@ def _of_result(given: Any, name: str) -> DiffSide | None:
 
 
 def split_runs(given: Any) -> list[Any]:
-    """The reports in the JSON of `tessera measure --runs`; anything else as it is."""
+    """Return the reports in the JSON of `tessera measure --runs`; anything else as it is."""
     data = _read_json(Path(given)) if isinstance(given, (str, Path)) and _is_json(Path(given)) else given
     commands = data.get("commands") if isinstance(data, Mapping) else None
     if not isinstance(commands, list):
@@ -142,14 +142,14 @@ def _of_report(report: EnergyReport) -> DiffSide:
 
 
 def _level(source: str, basis: str, joules: float, error_j: float) -> tuple[str, float]:
-    """Sensors and their common error by the name of the source alone: the error of a power model is all common."""
+    """Return sensors and their common error by the name of the source; a power model's error is all common."""
     if basis != "modelled":
         return "", 0.0
     return f"model {source}", error_j / joules if joules > 0 else 0.0
 
 
 def _sensor_level(recording: Recording, table: EnergyTable) -> tuple[str, float]:
-    """The counted sensors of a recording, and their common error as a share of all joules."""
+    """Return the counted sensors of a recording, and their common error as a share of all joules."""
     if recording.power is None or table.basis == "modelled":
         return _level(table.source, table.basis, table.energy_j, table.error_j)
     counted = [d for d in recording.power.domains if d.counted]
@@ -177,13 +177,16 @@ def _of_table(
     untraced: Cell | None = None,
     every: Cell | None = None,
 ) -> DiffSide:
-    """A table. `whole` is the run it is a part of, `stepped` its rows by step, `level` its sensors and their error."""
+    """Return a table as a side.
+
+    `whole` is the run of which it is a part, `stepped` its rows by step, `level` its sensors and their error.
+    """
     steps = {s.name for s in table.steps}
     views: dict[str, dict[str, Cell]] = {}
     for view in ("ops", "kernels", "regions", "modules"):
         rows: dict[str, Cell] = {}
         for r in table.rows(view):
-            if view == "regions" and r.name in steps:  # they are numbered: none of them is in both
+            if view == "regions" and r.name in steps:  # they are numbered, so both sides never have the same one
                 continue
             cell = Cell(r.energy_j, r.error_j, wall_s(r), _NAN, r.calls, r.kind, once=True)
             rows[r.name] = rows[r.name] + cell if r.name in rows else cell
@@ -214,7 +217,7 @@ def _of_table(
 
 
 def _of_recording(recording: Recording) -> DiffSide:
-    """A run from its start to its end, whatever part of it was traced; a trace of another tool as it is."""
+    """Return a run from its start to its end, whatever part of it was traced; a trace of another tool as it is."""
     table, timeline, facts = recording.find_energy(), recording.timeline, recording.facts
     is_run = facts.kind == "run"
     name = f"{name_of(recording)} ({facts.name})" if is_run else facts.name
@@ -250,7 +253,7 @@ def _of_recording(recording: Recording) -> DiffSide:
 
 
 def _untraced_step(tracing: Slowdown | None) -> Cell | None:
-    """A step that was not traced, where tracing slowed the others: what `tessera report` states of the run."""
+    """Return a step that was not traced, if tracing slowed the others: `tessera report` states this one."""
     if tracing is None or not tracing.matters or tracing.untraced_step_j is None or not tracing.untraced_steps_per_s:
         return None
     error_j, error_s = (
@@ -260,7 +263,7 @@ def _untraced_step(tracing: Slowdown | None) -> Cell | None:
 
 
 def _every_step(recording: Recording, table: EnergyTable, whole: Cell) -> Cell | None:
-    """All steps that count of a run of which only some were traced: what `tessera report` states the mean of."""
+    """Return all counted steps of a run of which only some were traced: `tessera report` states their mean."""
     rows = find_every_step(recording, table)
     if not rows:
         return None
@@ -270,18 +273,18 @@ def _every_step(recording: Recording, table: EnergyTable, whole: Cell) -> Cell |
 
 
 def _command_of(facts: Facts) -> list[str]:
-    """What was run, word by word; empty where that is not recorded, or where a notebook's kernel ran it."""
+    """Return what was run, word by word; empty if that is not recorded, or if a notebook's kernel ran it."""
     command = facts.command or []
     words = _words(command) if isinstance(command, str) else [str(word) for word in command]
     return [] if any("ipykernel" in word for word in words) else words
 
 
 def _words(command: str) -> list[str]:
-    """A command as it was typed, word by word; empty where it is only a name."""
+    """Return a command as it was typed, word by word; empty if it is only a name."""
     try:
-        # shlex copies a word for each of its letters: a command of 500 KB would take a minute.
+        # shlex copies a word for each of its letters, so a command of 500 KB would take a minute.
         words = shlex.split(command) if len(command) <= _LONGEST_COMMAND else command.split()
-    except ValueError:  # a quote that is never closed: somebody's own name of a run
+    except ValueError:  # a quote is never closed: it is a name that a user gave to a run
         return []
     return words if len(words) > 1 else []
 
@@ -290,7 +293,7 @@ def _words(command: str) -> list[str]:
 
 
 def _is_json(path: Path) -> bool:
-    """Whether a file is what one of our commands printed, by its first key: a Kineto trace is JSON too."""
+    """Return whether one of our commands printed a file, by its first key: a Kineto trace is JSON too."""
     if path.suffix not in (".json", ".gz") or not path.is_file():
         return False
     first = _FIRST_KEY.match(read_start(path, 1 << 12))
@@ -311,7 +314,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _of_json(data: Mapping[str, Any], name: str) -> DiffSide:
-    """The JSON of predict and measure (`report`), of report and attribute (a table), or a bare report."""
+    """Return a side from the JSON of predict and measure (`report`), report and attribute (a table), or a report."""
     try:
         data = _rename_keys(data)
         if "kernels" in data and "energy_j" in data:
@@ -385,7 +388,10 @@ def _json_table(data: Mapping[str, Any], name: str) -> DiffSide:
 
 
 def _json_steps(per_work: Sequence[_JsonWork]) -> Cell | None:
-    """All steps of a partly traced run, as `_every_step` has them; how their seconds scatter is not in the JSON."""
+    """Return all steps of a partly traced run, like `_every_step`.
+
+    The JSON does not have the scatter of their seconds.
+    """
     for per in per_work:
         rate_per_s = per.get("rate_per_s", 0.0)
         if per["unit"] == "step" and per.get("traced_steps") is not None and rate_per_s > 0:
@@ -403,10 +409,10 @@ _OLD_NAMES = {
     "seconds": "time_s",
     "latency_error_s": "error_s",
 }
-"""Keys of JSON that an older Tessera printed, so that a stored baseline can still be compared."""
+"""New names of keys in JSON that an older Tessera printed, so that a stored baseline can still be compared."""
 
 
-_MOST, _LEAST = 1e60, 1e-15  # beyond these a ratio or a square may be no number
+_MOST, _LEAST = 1e60, 1e-15  # beyond these, a ratio or a square may overflow
 _POSITIVE = ("time_s", "wall_s", "amount")
 
 
@@ -417,7 +423,7 @@ def _rename_keys(value: Any) -> Any:
 
 
 def _restore_nan(value: Any, key: str = "") -> Any:
-    """Null joules and seconds are unknown ones: JSON has no NaN. Raises ValueError for impossible numbers."""
+    """Replace null joules and seconds by NaN, which JSON does not have; raise ValueError for impossible numbers."""
     if isinstance(value, Mapping):
         return {k: _restore_nan(v, k) for k, v in value.items()}
     if isinstance(value, list):

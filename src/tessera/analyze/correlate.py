@@ -31,15 +31,16 @@ from .result import encode_json, make_frame
 from .spikes import Curve, Spike, choose_threshold, find_spikes, format_level, make_curve
 
 WITHIN_S = 0.2
-# Above this share of the time a threshold marks a level, not spikes.
+# If power is above a threshold for more than this share of the time, the threshold marks a level, not spikes.
 LEVEL_SHARE = 0.5
-# What makes a device slower against its will; a clock the user asked for ("application clocks") does not.
+# Reasons that slow a device against its will; a clock that the user asked for ("application clocks") is not one.
 SLOWING = ("power", "thermal", "slowdown", "board limit", "reliability", "current", "psu", "voltage", "prochot")
 OVERCURRENT = ("over_current", "overcurrent", "over-current", "breaker", "power_limit", "psu_fault")
-# Of the board's own trace or a feed's ampere reading. A flat load has 1.0 and a sine around its mean at most 1.6;
-# supplies are built for twice their rating over 0.1 ms (ATX 3.0), not over the tens of ms a sensor shows.
+# A crest factor above this counts as high, for the board's own trace or a feed's ampere reading. A flat load has 1.0,
+# and a sine around its mean at most 1.6. Supplies are built for twice their rating over 0.1 ms (ATX 3.0), not over the
+# tens of ms that a sensor shows.
 HIGH_CREST = 1.5
-# A clock that moves less is a step or two of the governor (15 MHz of 1980).
+# Share by which a clock must drop: a smaller change is a step or two of the governor (15 MHz of 1980).
 CLOCK_DROP = 0.03
 # PCIe and NVLink carry some MiB/s of polling when nothing is copied.
 TRAFFIC_MIB_PER_S = 100.0
@@ -57,7 +58,7 @@ YesNo = Literal["yes", "no", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChecklistAnswer:
-    """One question of the checklist. `needs` says what would provide what is missing, empty when nothing is."""
+    """One question of the checklist. `needs` says what would provide missing data; empty if nothing is missing."""
 
     key: str
     question: str
@@ -68,7 +69,7 @@ class ChecklistAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correlation:
-    """The spikes of a trace, each with what ran; what they align with as a whole; and the checklist, answered."""
+    """The spikes of a trace, each with what ran; what all of them coincide with; and the answered checklist."""
 
     spikes: Sequence[Spike]
     aligned: Sequence[Alignment]
@@ -83,14 +84,14 @@ class Correlation:
     notes: Sequence[str] = ()
 
     def answer(self, key: str) -> ChecklistAnswer:
-        """One answer of the checklist: "aligned", "throttle", "feeds" or "links"."""
+        """Return one answer of the checklist: "aligned", "throttle", "feeds" or "links"."""
         answers = {a.key: a for a in self.checklist}
         if key not in answers:
             raise ArgumentError(f"the checklist has no {key!r}", fix=f"one of: {', '.join(answers)}")
         return answers[key]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         data = dataclasses.asdict(self)
         for row, alignment in zip(data["aligned"], self.aligned, strict=True):
             row["lift"] = alignment.lift
@@ -99,11 +100,11 @@ class Correlation:
         return data
 
     def to_json(self) -> str:
-        """The same as JSON."""
+        """Return the correlation as JSON."""
         return encode_json(self.to_dict())
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame with one row per spike and what overlaps it most."""
+        """Return a pandas DataFrame with one row per spike and what overlaps it most."""
         rows = []
         for spike in self.spikes:
             row = {f.name: getattr(spike, f.name) for f in dataclasses.fields(spike)}
@@ -139,12 +140,12 @@ def correlate(
     domain: str | None = None,
     within_s: float = WITHIN_S,
 ) -> Correlation:
-    """Relate the spikes of a power trace to what the timeline says ran.
+    """Relate the spikes of a power trace to what the timeline shows.
 
-    A spike is a stretch above `threshold_w`, above the percentile of the trace, or without either half-way from its
-    median to its peak (and clearly above its mean, so that noise on a flat load is not one); it rises at least as fast
-    as `rise_w_per_s`, where given. `within_s` is how long after a spike throttling counts as its consequence. `events`
-    None: those of the live trace. All times are epoch nanoseconds.
+    A spike is a stretch above `threshold_w` or above the percentile of the trace; without either, above half-way from
+    its median to its peak (and clearly above its mean, so that noise on a flat load is not one). It rises at least as
+    fast as `rise_w_per_s`, if given. `within_s` is how long after a spike throttling counts as its consequence.
+    `events` None: those of the live trace. All times are epoch nanoseconds.
     """
     for name, value in (("threshold_w", threshold_w), ("rise_w_per_s", rise_w_per_s), ("within_s", within_s)):
         if value is not None and not value > 0:
@@ -185,23 +186,23 @@ def correlate(
 
 
 def correlate_recording(recording: Recording) -> Correlation | None:
-    """The spikes of a recording and their checklist; None where there are no kernels or no power to tie together."""
+    """Return the spikes of a recording and their checklist; None without kernels or power to relate."""
     if recording.power is None or not len(recording.timeline.device_rows):
         return None
     try:
         return correlate(recording.timeline, recording.power, telemetry=recording.telemetry, events=recording.events)
-    except TesseraError:  # the page then has no section about spikes; its answer does not depend on them
+    except TesseraError:  # then the page has no section about spikes; its answer does not depend on them
         return None
 
 
 def find_only_gpu(power: PowerTrace) -> str | None:
-    """The one counted GPU of a trace: its spikes are not those of the CPU beside it. None: all domains together."""
+    """Return the only counted GPU of a trace, whose spikes are not those of the CPU beside it; None: all domains."""
     gpus = [d.name for d in power.domains if d.counted and d.device.is_gpu]
     return gpus[0] if len(gpus) == 1 else None
 
 
 def select_rows(timeline: Timeline, domain: str | None) -> tuple[Ints, list[str]]:
-    """What ran on the device a domain measures; on the host (outermost operators, or regions) where nothing did."""
+    """Return what ran on the device that a domain measures, or else the host's outermost operators or regions."""
     rows = timeline.device_rows
     if len(rows) == 0:
         ops = timeline.rows("op")
@@ -224,13 +225,13 @@ def select_rows(timeline: Timeline, domain: str | None) -> tuple[Ints, list[str]
 
 
 def sort_telemetry(telemetry: Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]]) -> list[Telemetry]:
-    """Readings in time order."""
+    """Return readings in time order."""
     rows = [t for part in telemetry.values() for t in part] if isinstance(telemetry, Mapping) else list(telemetry)
     return sorted(rows, key=lambda t: t.time_ns)
 
 
 def read_telemetry(power: PowerTrace) -> list[Telemetry]:
-    """The telemetry that a live trace has beside its samples."""
+    """Return the telemetry that a live trace has beside its samples."""
     return [t for d in power.domains for t in power.telemetry(d.name)]
 
 
@@ -238,7 +239,7 @@ def read_telemetry(power: PowerTrace) -> list[Telemetry]:
 
 
 def make_answer(key: str, verdict: YesNo, evidence: str, needs: str = "") -> ChecklistAnswer:
-    """An answer to one of the four questions."""
+    """Return an answer to one of the four questions."""
     return ChecklistAnswer(key=key, question=_QUESTIONS[key], verdict=verdict, evidence=evidence, needs=needs)
 
 
@@ -263,7 +264,7 @@ def _check_alignment(spikes: Sequence[Spike], aligned: Sequence[Alignment], thre
 
 
 def describe_alignment(a: Alignment) -> str:
-    """An alignment in words, with its numbers."""
+    """Return an alignment in words, with its numbers."""
     lift = "in spikes only" if a.lift is None else f"{a.lift:.1f}x"
     p = "" if a.p_value is None else f", p = {a.p_value:.2g}"
     reason = f": {a.verdict}, {a.reason}" if a.verdict != "aligned" else ""
@@ -274,27 +275,27 @@ def describe_alignment(a: Alignment) -> str:
 
 
 def _clock_mhz(row: Telemetry) -> float | None:
-    """The core's clock."""
+    """Return the clock of the core."""
     names = [*(name for name in CLOCKS if name in row.clocks_mhz), *row.clocks_mhz]
     return row.clocks_mhz[names[0]] if names else None
 
 
 def slowing_reasons(row: Telemetry) -> tuple[str, ...] | None:
-    """The reasons that slow a device down; None when it does not report them."""
+    """Return the reasons that slow a device down; None if it does not report them."""
     if row.throttle is None:
         return None
     return tuple(r for r in row.throttle if any(word in r for word in SLOWING))
 
 
 def add_aftermath(spike: Spike, rows: Sequence[Telemetry], within_s: float) -> Spike:
-    """A spike with what the device reported from its start until `within_s` after its end (rows: epoch)."""
+    """Return a spike with what the device reported from its start until `within_s` after its end (rows: epoch)."""
     times = np.array([r.time_ns for r in rows], dtype=np.int64)
     within_ns = round(within_s * 1e9)
     first = int(np.searchsorted(times, spike.start_ns))
     during = rows[first : int(np.searchsorted(times, spike.end_ns + within_ns, side="right"))]
     before = rows[first - 1] if first and spike.start_ns - times[first - 1] <= within_ns else None
     states = [state for state in map(slowing_reasons, during) if state is not None]
-    # Reasons whose counted seconds grew: they catch what no single reading did.
+    # Reasons whose counted seconds grew: they show what no single reading showed.
     counted = None
     if before and during and before.throttled_s is not None and during[-1].throttled_s is not None:
         then, now = before.throttled_s, during[-1].throttled_s
@@ -313,7 +314,7 @@ def add_aftermath(spike: Spike, rows: Sequence[Telemetry], within_s: float) -> S
 def check_throttling(
     spikes: Sequence[Spike], rows: Sequence[Telemetry], within_s: float, noun: str = "spike"
 ) -> ChecklistAnswer:
-    """Whether clocks throttle right after spikes, or what else `noun` calls them."""
+    """Return whether clocks throttle right after spikes; `noun` is another word for the spikes."""
     if not spikes:
         return make_answer("throttle", "no", f"there is no {noun}")
     watched = [s for s in spikes if s.throttle is not None]
@@ -352,7 +353,7 @@ def _describe_clocks(spikes: Sequence[Spike]) -> str:
 
 
 def _away(spikes: Sequence[Spike], rows: Sequence[Telemetry], within_s: float) -> list[bool]:
-    """Which readings are away from any spike."""
+    """Return which readings are away from any spike."""
     starts = np.array([s.start_ns for s in spikes], dtype=np.int64)
     ends = np.array([s.end_ns for s in spikes], dtype=np.int64) + round(within_s * 1e9)
     at = [int(np.searchsorted(starts, r.time_ns, side="right")) - 1 for r in rows]
@@ -360,7 +361,7 @@ def _away(spikes: Sequence[Spike], rows: Sequence[Telemetry], within_s: float) -
 
 
 def check_feeds(curve: Curve, events: Iterable[PowerEvent], rows: Sequence[Telemetry]) -> ChecklistAnswer:
-    """Whether PDUs report over-current or a high crest factor, in this stretch of time."""
+    """Return whether PDUs report over-current or a high crest factor during this stretch of time."""
     crest = curve.crest_factor
     inside = [e for e in events if e.time_ns >= curve.start_ns and e.start_ns <= curve.end_ns]
     alarms = [e for e in inside if any(word in e.kind.lower() for word in OVERCURRENT)]
@@ -385,7 +386,7 @@ def check_feeds(curve: Curve, events: Iterable[PowerEvent], rows: Sequence[Telem
 def check_links(
     spikes: Sequence[Spike], rows: Sequence[Telemetry], traffic: LinkTraffic, reach_s: float, noun: str = "spike"
 ) -> ChecklistAnswer:
-    """Whether links carry much during spikes, or what else `noun` calls them."""
+    """Return whether links carry much during spikes; `noun` is another word for the spikes."""
     if not spikes:
         return make_answer("links", "no", f"there is no {noun}")
     rated = [r for r in rows if any(k.startswith(LINKS) for k in r.activity_pct)]
@@ -407,7 +408,7 @@ def check_links(
 
 
 def _link_rates(rows: Sequence[Telemetry], away: Sequence[bool], link: str) -> tuple[float | None, float | None]:
-    """Mean MiB/s of a link, both ways, in readings during spikes and outside."""
+    """Return the mean MiB/s of a link, both directions, in readings during spikes and outside."""
     sums: tuple[list[float], list[float]] = ([], [])
     for row, quiet in zip(rows, away, strict=True):
         values = [v for k, v in row.activity_pct.items() if k.startswith(link)]

@@ -44,11 +44,11 @@ from .slowdown import slowdown_of
 from .stream_waits import StreamWaits
 
 GAP_NS = 10_000
-"""A row that starts this much later than its stream and launch explain waited for another stream."""
+"""Nanoseconds: a row that starts this much later than its stream and launch explain has waited for another stream."""
 PAUSE_NS = 5_000
-"""A shorter pause of a thread is its own: Python between two operators."""
+"""Nanoseconds: a shorter pause of a thread is its own, such as Python between two operators."""
 SEGMENTS = 1000
-"""How many pieces of the path a result has."""
+"""Most pieces of the path in a result."""
 BETWEEN = "(between operators)"
 GAP = "(gap)"
 ASSUMED = (
@@ -67,11 +67,12 @@ _COLUMNS = columns(
 def critical_path(
     trace: Any, *, power: Any = None, step: str | int | None = None, progress: Progress | None = None
 ) -> Result:
-    """What the traced part of a run waited for, by operator on the host and kernel on the device: seconds and share.
+    """Return what the traced part of a run waited for, by operator on the host and kernel on the device.
 
-    Parts are disjoint and sum to the length, which is the time from where the path begins to the last event's end.
-    `step` takes the path of one step only: its name ("ProfilerStep#5"), or the number in its name (5); or that of the
-    longest region of that name.
+    Parts are disjoint and sum to the length, which is the time from where the path begins to the end of the last event.
+    `step` takes the path of one step only: by its name ("ProfilerStep#5"), or by the number in its name (5), or of the
+    longest region with that name.
+
     `facts["segments"]` has the longest pieces of the path in time order: [start, end (s since the trace began), on,
     name]. `tessera export TRACE --chrome FILE --critical-path` draws all of them.
 
@@ -119,22 +120,22 @@ def critical_path(
 
 
 def find_path(recording: Recording, step: str | int | None = None) -> list[PathSegment]:
-    """The pieces of the critical path of a recording, or of one of its steps, in time order."""
+    """Return the pieces of the critical path of a recording, or of one of its steps, in time order."""
     timeline = recording.timeline
     steps = [] if step is None else find_steps(timeline, step)
     if not len(timeline.device_rows) and not len(timeline.rows("op", "runtime")):
         return []
     joined = {row: m for m in find_meetings(recording) for row in m.rows}
     walk = PathWalk(timeline, joined, StreamWaits(timeline))
-    if step is None and recording.facts.operator_windows:  # of a light run: what was launched elsewhere is not known
+    if step is None and recording.facts.operator_windows:  # in a light run, it is not known what was launched outside
         steps = [Step("", *recording.facts.operator_windows[-1])]
     return walk.walk_step(steps) if steps else walk.walk()
 
 
 def find_steps(timeline: Timeline, step: str | int) -> list[Step]:
-    """The step of that name, or whose name ends with that number; else the longest region of that name.
+    """Return the step of that name, or whose name ends with that number; else the longest region of that name.
 
-    Of a merged recording that of each rank.
+    For a merged recording, return one for each rank.
     """
     steps, wanted = timeline.linked.steps, str(step)
     number = int(wanted) if wanted.isdecimal() else None
@@ -181,7 +182,7 @@ class PathWalk:
         self._host_order()
 
     def _device_order(self) -> None:
-        """For each device row: its launch, what ran before it on its stream, and on its device."""
+        """Find, for each device row, its launch, and what ran before it on its stream and on its device."""
         t, rows = self._t, self._t.device_rows
         lasting = t["end_ns"] > t["start_ns"]  # an instant delays nothing
         self._launch = dict(zip(rows.tolist(), find_launches(t, rows).tolist(), strict=True))
@@ -198,7 +199,7 @@ class PathWalk:
             self._ended[device.rank, device.device] = (t["end_ns"][by_end].tolist(), by_end.tolist())
 
     def _host_order(self) -> None:
-        """For each thread: the stretches of its innermost rows, and its calls that wait for a device."""
+        """Find, for each thread, the stretches of its innermost rows, and its calls that wait for a device."""
         t = self._t
         rows = t.rows("op", "runtime", "graph_launch")
         rows = rows[~np.isin(t["name"][rows], t.python_names)]
@@ -227,12 +228,12 @@ class PathWalk:
             ended.sort()
 
     def walk(self) -> list[PathSegment]:
-        """The segments in time order; those of one row that touch are one."""
+        """Return the segments in time order; adjacent segments of one row are merged."""
         candidates = [c for c in (self._last_device(), self._last_host()) if c is not None]
         return self._walk_from(max(candidates), 0) if candidates else []
 
     def walk_step(self, steps: Sequence[Step]) -> list[PathSegment]:
-        """The same from the end of what a step launched back to where the step begins."""
+        """Return the segments from the end of what a step launched back to where the step begins."""
         t, candidates = self._t, []
         for step in steps:
             device = self._launched_in(step, t.device_rows)
@@ -244,7 +245,7 @@ class PathWalk:
         return self._walk_from(max(candidates), min(s.start_ns for s in steps)) if candidates else []
 
     def _launched_in(self, step: Step, rows: Ints) -> Ints:
-        """Rows that a step of a rank launched, or of all ranks where two marks made it."""
+        """Return the rows that a step of a rank launched; those of all ranks if two marks made the step."""
         launched = self._t.linked.launch_ns[rows]
         inside = (launched >= step.start_ns) & (launched < step.end_ns)
         if step.row != NONE:
@@ -254,12 +255,13 @@ class PathWalk:
     def _walk_from(self, last: tuple[int, int, int], until_ns: int) -> list[PathSegment]:
         at, row, thread = last
         place: tuple[int, int] | None = (row, thread)
-        for _ in range(4 * len(self._t) + 16):  # every turn goes back in time or to an earlier row: never so many
+        # every turn goes back in time or to an earlier row, so there are never so many
+        for _ in range(4 * len(self._t) + 16):
             if place is None or at <= until_ns:
                 break
             row, thread = place
             at, place = self._on_device(row, at) if row != NONE else self._on_host(thread, at)
-        if 0 < until_ns < at:  # nothing was recorded before: the step itself
+        if 0 < until_ns < at:  # nothing was recorded before, so this is the step itself
             self._add_other(until_ns, at, "host", "op", BETWEEN)
         merged: list[PathSegment] = []
         for s in reversed(self._segments):
@@ -287,7 +289,7 @@ class PathWalk:
             self._segments.append(PathSegment(start, end, on, kind, name, row))
 
     def _on_device(self, row: int, at: int) -> tuple[int, tuple[int, int] | None]:
-        """A device row that is on the path until `at`, and who held it up."""
+        """Return the part of a device row that is on the path until `at`, and what delayed it."""
         begin = self._start[row]
         met = self._joined.get(row)
         if met is not None and begin < met.ready_ns < at:
@@ -298,9 +300,9 @@ class PathWalk:
         return self._find_blocker(row, min(begin, at))
 
     def _find_blocker(self, row: int, at: int) -> tuple[int, tuple[int, int] | None]:
-        """Why a device row did not start before `at`: its stream, its launch, or else another stream."""
+        """Return why a device row did not start before `at`: its stream, its launch, or else another stream."""
         call, before = self._launch[row], self._before_on_stream.get(row, NONE)
-        ready: list[tuple[int, int, tuple[int, int]]] = []  # when, 1 for the stream (it wins a tie), where to go on
+        ready: list[tuple[int, int, tuple[int, int]]] = []  # (when, 1 for the stream, which wins a tie, where to go on)
         if before != NONE:
             ready.append((min(self._end[before], at), 1, (before, NONE)))
         awaited = self._stream_waits.awaited.get(row, NONE)
@@ -319,7 +321,7 @@ class PathWalk:
         return latest[0], latest[2]
 
     def _ended_before(self, row: int, at: int) -> int | None:
-        """The row of the same device that ended last, not after `at` and not of this stream."""
+        """Return the row of the same device that ended last, not after `at` and not of this stream."""
         t = self._t
         ends, rows = self._ended[int(t["rank"][row]), int(t["device"][row])]
         place = bisect_right(ends, at) - 1
@@ -328,7 +330,7 @@ class PathWalk:
         return rows[place]
 
     def _on_host(self, thread: int, at: int) -> tuple[int, tuple[int, int] | None]:
-        """A thread until `at`: one stretch of it, or the pause before; and who held it up."""
+        """Return the part of a thread that is on the path until `at`, and what delayed it."""
         starts, ends, rows = self._lanes.get(thread, ([], [], []))
         place = bisect_left(starts, at) - 1
         if place < 0:
@@ -343,7 +345,7 @@ class PathWalk:
         return starts[place], (NONE, thread)
 
     def _ended_within(self, call: int, at: int) -> int | None:
-        """The last row of the call's rank that ended after the call began, and by `at`."""
+        """Return the last row of the call's rank that ended after the call began, and by `at`."""
         named = self._stream_waits.of_call(int(self._t["correlation"][call]))
         if named is not None and self._start[call] < self._end[named] <= at:
             return named
@@ -356,14 +358,14 @@ class PathWalk:
         return last
 
     def _find_waker(self, thread: int, at: int, until: int | None) -> tuple[int, tuple[int, int] | None]:
-        """A pause of a thread that ends at `at`: whoever of its process was last busy in it, else itself."""
+        """Return a thread's pause that ends at `at`, and the thread of its process that was busy last in it."""
         best: tuple[int, int] | None = None
         ended = self._host_ends.get(self._rank_of.get(thread, NONE), [])
         place = bisect_right(ended, (at, math.inf)) - 1
         while best is None and place >= 0 and ended[place][0] > (NONE if until is None else until):
             other = ended[place][1]
             starts, ends, _ = self._lanes[other]
-            if other != thread and ends[bisect_left(starts, at) - 1] <= at:  # else it is still busy
+            if other != thread and ends[bisect_left(starts, at) - 1] <= at:  # otherwise it is still busy
                 best = ended[place]
             place -= 1
         if best is not None and (until is None or at - until > PAUSE_NS):

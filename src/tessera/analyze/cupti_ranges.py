@@ -1,7 +1,7 @@
 """Metrics of kernels that CUPTI's range profiler replayed (torch.profiler with `profiler_metrics`): sums by kernel.
 
-Such a trace has no times of kernels. Its ranges are in the order of the launches: where there are as many of both, each
-range belongs to the operator of its launch.
+Such a trace has no times of kernels. Its ranges are in the order of the launches: if there are as many ranges as
+launches, each range belongs to the operator of its launch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LAUNCH = "LaunchKernel"
 
 
 def list_ranges(recording: Recording) -> Result:
-    """Every kernel, and the operator that launched it, with the sum of each metric over its calls; most work first."""
+    """Return all kernels with the operators that launched them and the sum of each metric, most work first."""
     timeline = recording.timeline
     ranges: list[tuple[str, dict[str, float]]] = timeline.meta["profiler_ranges"]
     launches = timeline.rows("runtime")
@@ -55,12 +55,12 @@ def list_ranges(recording: Recording) -> Result:
 
 
 def _title_metrics(metrics: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Metrics with what tells them apart as their titles: the names of CUPTI's are long, and begin and end alike."""
+    """Return the metrics with titles that tell them apart: CUPTI's names are long, and begin and end alike."""
     begin, end = _common_length(metrics), _common_length([m[::-1] for m in metrics])
     cut = len(metrics) > 1 and all(len(m) > begin + end for m in metrics)
     return [(m, m[begin : len(m) - end] if cut else m, m) for m in metrics]
 
 
 def _common_length(texts: Sequence[str]) -> int:
-    """How many letters all begin with."""
+    """Return how many letters all texts have in common at the start."""
     return sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False)))

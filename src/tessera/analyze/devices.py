@@ -24,9 +24,9 @@ from ..timeline.link import Links
 from .result import columns
 
 ACTIVITIES = {"compute": ("kernel",), "communication": ("collective",), "copies": ("memcpy", "memset")}
-"""What runs on a device, by the kinds of its rows."""
+"""The kinds of rows of each activity of a device."""
 LONGEST_NS = 2**61
-"""73 years: longer spans are damage, and their sums would not fit 64 bits."""
+"""73 years in nanoseconds: longer spans are damaged data, and their sums would not fit 64 bits."""
 WHERE = columns(("where", "device"))
 """The column that names the device and its rank."""
 _STARTS_WORK = re.compile(r"Launch(?:Cooperative)?Kernel|Memcpy|Memset|GraphLaunch|LaunchHostFunc")
@@ -34,7 +34,7 @@ _COUNTER = re.compile(r"[ _#:/-]*\d+$")
 
 
 def explain_no_device(recording: Recording) -> str:
-    """What to say about a recording in which nothing ran on a device, and what to run instead."""
+    """Return what to say about a recording in which nothing ran on a device, and what to run instead."""
     timeline = recording.timeline
     has_operators = len(timeline.rows("op")) > 0
     if ranges := timeline.meta.get("profiler_ranges"):
@@ -77,14 +77,14 @@ def _explain_no_category(name: str, count: int) -> str:
 
 
 def count_launches(timeline: Timeline) -> int:
-    """How many calls of the host started something on a device."""
+    """Return how many calls of the host started something on a device."""
     starts = np.array([bool(_STARTS_WORK.search(name)) for name in timeline.names] or [False])
     rows = timeline.rows("runtime", "graph_launch")
     return int(starts[timeline["name"][rows]].sum())
 
 
 def explain_no_power(recording: Recording) -> str:
-    """What to do about a recording without power."""
+    """Return what to do about a recording without power."""
     if recording.facts.kind == "run":
         return "no power sensor could be read in this run: `tessera doctor` shows why"
     return 'this trace has no power log: give one of the same time with power="power.csv", or --power power.csv'
@@ -100,12 +100,12 @@ class RankDevice:
 
     @property
     def name(self) -> str:
-        """As people say it."""
+        """Return the device's name for people."""
         return f"GPU {self.device}" if self.rank == NONE else f"rank {self.rank} GPU {self.device}"
 
     @property
     def ids(self) -> dict[str, Any]:
-        """What identifies it in a row of a table."""
+        """Return what identifies the device in a row of a table."""
         return {
             "where": self.name,
             "rank": None if self.rank == NONE else self.rank,
@@ -114,7 +114,7 @@ class RankDevice:
 
 
 def list_devices(timeline: Timeline) -> list[RankDevice]:
-    """The devices that ran anything, by rank (each rank of a merged timeline has devices of its own)."""
+    """Return the devices that ran anything, by rank (each rank of a merged timeline has devices of its own)."""
     rows = timeline.device_rows
     if not len(rows):
         return []
@@ -131,19 +131,19 @@ def list_devices(timeline: Timeline) -> list[RankDevice]:
 
 
 def busy_spans(timeline: Timeline, rows: Ints, *kinds: str) -> Spans:
-    """When some rows ran; with `kinds`, those of these kinds only."""
+    """Return when some rows ran; with `kinds`, only those of these kinds."""
     if kinds:
         rows = rows[np.isin(timeline["kind"][rows], [CODE[k] for k in kinds])]
     return union(timeline["start_ns"][rows], timeline["end_ns"][rows])
 
 
 def exposed_spans(timeline: Timeline, rows: Ints, *kinds: str) -> Spans:
-    """When rows of these kinds ran and no kernel did: the one meaning of "exposed" in all analyses."""
+    """Return when rows of these kinds ran and no kernel did: the only meaning of "exposed" in all analyses."""
     return difference(busy_spans(timeline, rows, *kinds), busy_spans(timeline, rows, "kernel"))
 
 
 def find_launches(timeline: Timeline, rows: Ints) -> Ints:
-    """The runtime call that launched each row, by correlation (`NONE`: not recorded)."""
+    """Return the runtime call that launched each row, by correlation (`NONE`: not recorded)."""
     if timeline.links is not None:
         return timeline.links.launch[rows]
     from ..timeline.link import _by_key
@@ -153,24 +153,24 @@ def find_launches(timeline: Timeline, rows: Ints) -> Ints:
 
 
 def find_twins(timeline: Timeline, rows: Ints) -> Ints:
-    """The same as `Links.find_twins`, without linking a timeline of which all was traced."""
+    """Return the twins as `Links.find_twins` does, but do not link a timeline of which everything was traced."""
     return timeline.linked.find_twins(rows) if np.any(timeline["external"][rows] == UNTRACED) else rows
 
 
 def group_by_launch(timeline: Timeline, rows: Ints) -> Iterator[tuple[Launch, Ints]]:
-    """Rows by their launch configuration: direction and pinning of copies, kind and group of collectives."""
+    """Yield rows by their launch configuration: direction and pinning of copies, kind and group of collectives."""
     which = timeline["launch"][rows]
     for number in np.unique(which).tolist():
         yield Launch() if number == NONE else timeline.launches[number], rows[which == number]
 
 
 def is_blocking_call(name: str) -> bool:
-    """Whether a runtime call returns only when the device is done: cudaStreamSynchronize, hipMemcpy, ..."""
+    """Return whether a runtime call returns only when the device is done: cudaStreamSynchronize, hipMemcpy, ..."""
     return "ynchronize" in name or ("Memcpy" in name and "Async" not in name)
 
 
 def split_ranks(recording: Recording) -> list[Timeline]:
-    """The timelines of the ranks of a merged one, in the order of their rows; itself where there is only one."""
+    """Return the timelines of a merged timeline's ranks, in the order of their rows; itself if it has one rank."""
     ranks = rank_values(recording.timeline["rank"])[0]
     if len(ranks) < 2:
         return [recording.timeline]
@@ -182,12 +182,12 @@ def split_ranks(recording: Recording) -> list[Timeline]:
 
 
 def strip_counter(name: str) -> str:
-    """What the steps `step_3` and `step_4` have in common: `step`."""
+    """Return the common part of the names of steps: `step` for `step_3`."""
     return _COUNTER.sub("", name) or name
 
 
 def row_joules(timeline: Timeline, rows: Ints, table: EnergyTable) -> Floats:
-    """Joules of device rows: those of attribution, else each kernel's mean watts times the row's seconds."""
+    """Return joules of device rows: those of attribution, or each kernel's mean watts times the row's seconds."""
     if timeline.energy_j is not None:
         return np.nan_to_num(timeline.energy_j[rows])
     spent: dict[str, float] = {}
@@ -203,10 +203,10 @@ def row_joules(timeline: Timeline, rows: Ints, table: EnergyTable) -> Floats:
 
 
 def region_paths(timeline: Timeline, rows: Ints) -> tuple[Ints, list[tuple[str, ...]]]:
-    """For each row the number of its path, and the paths: names of the regions around it, outermost first.
+    """Return the number of each row's path, and the paths: names of the regions around it, outermost first.
 
-    A step is called by what steps have in common, so that all of them are one path; a region of the program's own with
-    that very name in it is the same.
+    Steps go by the common part of their names, so that all of them are one path; so does a region of the program's own
+    that has that name inside a step.
     """
     links = timeline.linked
     steps = {s.row for s in links.steps}
@@ -227,7 +227,7 @@ def region_paths(timeline: Timeline, rows: Ints) -> tuple[Ints, list[tuple[str, 
 
 
 def region_passes(timeline: Timeline) -> dict[str, list[int]]:
-    """The rows of each region by the name it has in `region_paths`, but for those inside another of that name."""
+    """Return the rows of each region by its name in `region_paths`, without those inside another of that name."""
     links = timeline.linked
     steps = {s.row for s in links.steps}
     regions = timeline.rows("region").tolist()
@@ -241,7 +241,7 @@ def region_passes(timeline: Timeline) -> dict[str, list[int]]:
 
 
 def _find_outermost(links: Links, names: Mapping[int, str]) -> set[int]:
-    """The rows that are not inside another of their name: one walk, however deep they are nested."""
+    """Return the rows that are not inside another of their name, in one walk, however deep they are nested."""
     inside: dict[int, list[int]] = {}
     for row in names:
         inside.setdefault(int(links.parent[row]), []).append(row)

@@ -5,12 +5,12 @@
     a, b ──► Sides (compare.py) ──► same amount of work (sides.py) ──► rows by name, or by kind of operator
                                                                      └──► total: |change| > its 90% half-width?
 
-The half-width of a difference is that of both sides in quadrature, without what they have in common: sides that the
-same sensors measured (or the same model gave) are off by one factor, and so is their difference, whose sign and
-percentage stay (`common` is that factor's error). Two predictions for
-one chip have the same errors where their kernels are the same (`sides.py`). With steps it contains how they
-scatter, for every row how that row does; with several runs, how those do (`mean_step.py`). Two runs without steps, each
-measured once, have none. Then the noise is unknown: the sensor's error does not tell how much a program scatters.
+The half-width of a difference is that of both sides in quadrature, without what they have in common. Sides that the
+same sensors measured (or the same model predicted) are off by one factor. Their difference is off by the same factor,
+and keeps its sign and percentage (`common` is that factor's error). Two predictions for one chip have the same errors
+where their kernels are the same (`sides.py`). With steps it contains how they scatter, for every row how that row does;
+with several runs, how those do (`mean_step.py`). Two runs without steps, each measured once, have none. Then the noise
+is unknown: the sensor's error does not tell how much a program scatters.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from .sides import UNSTATED, Cell, DiffSide, Span, amount, choose_steps, outside
 VIEWS = ("ops", "kernels", "regions", "modules")
 OUTSIDE = "outside these steps"
 REPEAT = "tessera diff A1 A2 A3 -- B1 B2 B3"
-"""How several runs of each are given."""
+"""How several runs of each side are given."""
 Metric = Literal["energy", "time"]
 _NAN = float("nan")
-# A machine that changed moves this share of rows, and of their seconds, by at least this factor; few rows show nothing.
+# The machine may have changed if this share of rows, and of their seconds, moves by at least this factor; fewer than
+# _ENOUGH rows show nothing.
 _NEARLY, _MOVED, _ENOUGH = 0.8, 1.2, 8
 _LONGEST = 60
 
@@ -49,7 +50,7 @@ _LONGEST = 60
 class DiffVerdict:
     """Whether the second is worse than the first by more than a threshold, and whether that is more than noise.
 
-    Not `known`: the measurements cannot show whether it is noise, and `failed` is False.
+    If not `known`, the measurements cannot show whether it is noise, and `failed` is False.
     """
 
     metric: Metric
@@ -91,16 +92,16 @@ class Difference(EnergyDiff):
 
     @property
     def rows(self) -> Sequence[RowChange]:
-        """The lines, those that changed most first."""
+        """Return the lines, those that changed most first."""
         return self.subgraphs
 
     @property
     def significant(self) -> bool:
-        """Whether the total joules changed by more than noise."""
+        """Return whether the total joules changed by more than noise."""
         return self.total.significant
 
     def verdict(self, metric: Metric | None = None, fail_above: float | None = None) -> DiffVerdict:
-        """Whether `after` is worse: by more than `fail_above` (a share) and more than noise.
+        """Return whether `after` is worse: by more than `fail_above` (a share) and more than noise.
 
         By energy, unless "time" is asked for or the joules of one side are not known.
         """
@@ -120,7 +121,7 @@ class Difference(EnergyDiff):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         plain = ("before", "after", "by", "per", "span", "significant", "commands_differ")
         data: dict[str, Any] = {name: getattr(self, name) for name in plain}
         data |= {name: list(getattr(self, name)) for name in ("basis", "work", "runs", "matched")}
@@ -131,11 +132,11 @@ class Difference(EnergyDiff):
         return data | {"rows": [r.to_dict() for r in self.rows]}
 
     def to_json(self) -> str:
-        """The same as JSON."""
+        """Return the difference as JSON."""
         return encode_json(self.to_dict())
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame of the rows."""
+        """Return a pandas DataFrame of the rows."""
         return make_frame([r.to_dict() for r in self.rows], list(self.total.to_dict()), "analyze.diff(...).to_frame")
 
     def __repr__(self) -> str:
@@ -153,7 +154,7 @@ class Difference(EnergyDiff):
 
 
 def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any = None) -> Difference:
-    """What changed from `a` to `b` in joules and seconds: in all, per step, by row, with intervals.
+    """Return what changed from `a` to `b` in joules and seconds: in all, per step, by row, with intervals.
 
     >>> analyze.diff("before.tessera", "after.tessera", by="kernels")
     >>> analyze.diff(["b1.json", "b2.json", "b3.json"], ["n1.json", "n2.json", "n3.json"])
@@ -188,7 +189,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
     machine = find_load(before, after)[1] or ([] if commands or is_prediction else _suspect_machine(rows, view))
     alone = total.significant and len(sides) == 2 and not is_prediction
     notes = [*commands, *machine, *_order_notes(sides, unit, maker, rows, notes, alone=alone)]
-    notes = [*of_steps, *notes] if unit == "step" else notes  # of whole runs no step is compared
+    notes = [*of_steps, *notes] if unit == "step" else notes  # for whole runs no step is compared
     amounts = (amount(one, unit), amount(two, unit))
     return Difference(
         before=_name(before),
@@ -217,7 +218,7 @@ def diff(a: Any, b: Any, *, by: str = "ops", power_a: Any = None, power_b: Any =
 
 
 def _read_sides(given: Any, power: Any, name: str) -> list[DiffSide]:
-    """One thing, or several runs of one program."""
+    """Read one thing, or several runs of one program."""
     several = [run for one in (given if isinstance(given, (list, tuple)) else [given]) for run in split_runs(one)]
     if not several:
         raise ArgumentError(f"there is nothing {name}", fix="give at least one run of each")
@@ -234,9 +235,9 @@ def _name(sides: Sequence[DiffSide]) -> str:
 def _match_rows(
     before: Sequence[DiffSide], after: Sequence[DiffSide], unit: str | None, view: str, span: Span, notes: list[str]
 ) -> tuple[Mapping[str, Cell], Mapping[str, Cell]]:
-    """The rows of both, under one name where one of them is a prediction."""
+    """Return the rows of both, under common names if one of them is a prediction."""
     sides = [*before, *after]
-    if not all(side.views.get(view) for side in sides):  # everything would be new, or gone
+    if not all(side.views.get(view) for side in sides):  # otherwise every row would be new or gone
         return {}, {}
     if unit == "step" and any(side.has_steps and not side.steps for side in sides):
         return {}, {}
@@ -248,13 +249,13 @@ def _match_rows(
     if view != "ops" or before[0].is_prediction == after[0].is_prediction:
         return left, right
     predicted, measured = align_rows(left, right) if before[0].is_prediction else align_rows(right, left)
-    # A prediction's operators contain what the chip draws while it waits.
+    # A prediction's operators include what the chip draws while it waits.
     predicted = {**{name: UNSTATED for name in IDLE_NAMES if name in measured}, **predicted}
     return (predicted, measured) if before[0].is_prediction else (measured, predicted)
 
 
 def _choose_view(sides: Sequence[DiffSide], by: str, notes: list[str]) -> str:
-    """The view asked for, where all have it; else one that all have."""
+    """Return the view asked for if all have it; else one that all have."""
     lacking = list(dict.fromkeys(side.name for side in sides if not side.views.get(by)))
     if not lacking:
         return by
@@ -267,14 +268,15 @@ def _choose_view(sides: Sequence[DiffSide], by: str, notes: list[str]) -> str:
 def _compare_components(
     one: DiffSide, two: DiffSide, amounts: tuple[float, float], total: RowChange
 ) -> list[RowChange]:
-    """Compute, memory and static joules of two predictions; their half-widths are the total's, by share."""
+    """Compare compute, memory and static joules of two predictions; half-widths are the total's, by share."""
     whole = max(total.before_j + total.after_j, 1e-30)
     changes = []
     for name in ("compute", "memory", "static"):
         if name not in one.components or name not in two.components:
             continue
         a, b = one.components[name] / amounts[0], two.components[name] / amounts[1]
-        error_j = math.sqrt(max((a + b) / whole, 0.0) / 2.0) * total.error_j  # of each side; in quadrature the share's
+        # error of each side; the share's is in quadrature
+        error_j = math.sqrt(max((a + b) / whole, 0.0) / 2.0) * total.error_j
         cells = (Cell(joules, error_j, 0.0, _NAN, 1.0) for joules in (a, b))
         changes.append(ChangeMaker().make(name, *cells))
     return changes
@@ -299,7 +301,7 @@ def _matched_shares(rows: Iterable[RowChange]) -> tuple[float, float]:
 def _describe_change(
     found: Difference, metric: Metric, share: float | None, is_sure: bool, fail_above: float | None
 ) -> str:
-    """What changed by how much, and whether that is noise."""
+    """Return what changed by how much, and whether that is noise."""
     t, energy = found.total, metric == "energy"
     change, error = (t.change_j, t.error_j) if energy else (t.change_s, t.error_s)
     before, after = (t.before_j, t.after_j) if energy else (t.before_s, t.after_s)
@@ -309,7 +311,7 @@ def _describe_change(
         return f"{'joules' if energy else 'seconds'} are not known for both: {metric} cannot be compared"
     per = "" if found.per == "run" else f" per {found.per}"
     blind = ""
-    if before > 0 and error >= 0.005 * before:  # NaN is not
+    if before > 0 and error >= 0.005 * before:  # false for NaN
         blind = f" (changes under {format_share(error / before)} cannot be detected)"
     if abs(change) <= ROUNDING * max(abs(before), abs(after)):
         return f"no change: {show(after, 3)}{per} in both{blind}"
@@ -346,7 +348,7 @@ def _order_notes(
     *,
     alone: bool,
 ) -> list[str]:
-    """All notes, those first that change how a number is read. `alone`: one run of each side differs."""
+    """Return all notes; first those that change how a number is read. `alone`: one run of each side is compared."""
     one, two = sides[0], sides[-1]
     first = _compare_batches(one, two, unit)
     if one.from_start != two.from_start and not one.is_prediction and not two.is_prediction:
@@ -371,7 +373,7 @@ def _order_notes(
 
 
 def _compare_batches(one: DiffSide, two: DiffSide, unit: str | None) -> list[str]:
-    """Steps of different size are not a change of the program."""
+    """Return a note if steps have different sizes, which is not a change of the program."""
     if unit != "step":
         return []
     for other in [u for u in one.work if u != "step" and one.work[u] > 0 and two.work.get(u, 0) > 0]:
@@ -379,7 +381,7 @@ def _compare_batches(one: DiffSide, two: DiffSide, unit: str | None) -> list[str
         if abs(a - b) > 0.01 * max(a, b):
             before, after = (side.total.energy_j / side.work[other] for side in (one, two))
             per = ""
-            if before > 0 and after > 0:  # NaN is not
+            if before > 0 and after > 0:  # false for NaN
                 change = format_share(after / before - 1.0, signed=True)
                 joules = [format_energy(j, 3) for j in (before, after)]
                 per = f"; per {other} {joules[0]} before and {joules[1]} after ({change})"
@@ -388,10 +390,10 @@ def _compare_batches(one: DiffSide, two: DiffSide, unit: str | None) -> list[str
 
 
 def _compare_commands(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """That two commands differ, and in which arguments; nothing where one of them is not known."""
+    """Return a note if two commands differ, with the arguments; nothing if one of them is not known."""
     before, after = _split_words(before), _split_words(after)
     one, two = _pair_options(before), _pair_options(after)
-    # Counted: an argument may be given twice, and in another order it is the same.
+    # Counted, because an argument may be given twice, and its order does not matter.
     sides = (("before", (one - two).elements()), ("after", (two - one).elements()))
     texts = [f"{words} {when}" for when, extra in sides if (words := fit(" ".join(extra), _LONGEST))]
     if not one or not two or not texts or Counter(before) == Counter(after):
@@ -401,7 +403,7 @@ def _compare_commands(before: Sequence[str], after: Sequence[str]) -> list[str]:
 
 
 def _split_words(words: Sequence[str]) -> list[str]:
-    """The words of a script's command, `--batch=64` as two, without the interpreter: a session does not record it."""
+    """Return the words of a script's command, `--batch=64` as two, without the interpreter (a session has none)."""
     words = words[1:] if words and re.fullmatch(r"(?:.*/)?python[\d.]*", words[0]) else words
     return [part for w in words for part in (w.split("=", 1) if w.startswith("--") else [w])]
 
@@ -418,10 +420,10 @@ def _pair_options(words: Sequence[str]) -> Counter[str]:
 
 
 def _suspect_machine(rows: Sequence[RowChange], by: str) -> list[str]:
-    """Where nearly all rows moved the same way at the same count of calls, the machine may have changed."""
+    """Return a note if nearly all rows moved the same way with equal counts of calls: the machine may have changed."""
     timed = [r for r in rows if r.state == "both" and r.kind != "idle" and r.before_s > 0 and r.after_s > 0]
     same_calls = [r for r in timed if abs(r.before_calls - r.after_calls) <= 0.01 * r.before_calls]
-    whole_s = sum(r.before_s + r.after_s for r in timed)  # both: one row may have stalled in either
+    whole_s = sum(r.before_s + r.after_s for r in timed)  # of both sides, because one row may have stalled in either
     if len(timed) < _ENOUGH or len(same_calls) < _NEARLY * len(timed):
         return []
     slower = [r for r in same_calls if r.after_s > _MOVED * r.before_s]

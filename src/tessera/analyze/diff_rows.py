@@ -23,9 +23,9 @@ from .mean_step import independent_error, standard_error
 from .sides import UNSTATED, ZERO, Cell, DiffSide, RunScatter
 
 ROUNDING = 1e-9
-"""As a share: less is no change."""
+"""As a share: a smaller change is none."""
 LEAST_LOAD = 0.05
-"""As a share of a run's time: what other programs account for below this is in the scatter of the steps."""
+"""As a share of a run's time: what other programs account for below this is included in the scatter of the steps."""
 _NAN = float("nan")
 _ATTENTION = re.compile(
     r"(?:_?(?:scaled_dot_product|flash|efficient|cudnn|mem_eff)\w*attention\w*?|attention)(_backward)?$"
@@ -37,8 +37,8 @@ _CONVOLUTION = re.compile(r"_?(?:cudnn_|miopen_|mkldnn_)?convolution(?:_transpos
 class RowChange(DiffRow):
     """One line: joules and seconds before and after, in the difference's unit, and the half-widths of their changes.
 
-    What is not known is NaN: joules of a trace without power, the scatter of a single measured run. `state` "unstated":
-    one side does not state this row (a prediction its idle), so its change is unknown.
+    Unknown figures are NaN: joules of a trace without power, the scatter of a single measured run. `state` "unstated":
+    one side does not state this row (a prediction has no idle), so its change is unknown.
     """
 
     kind: str = ""
@@ -58,7 +58,7 @@ class RowChange(DiffRow):
 
     @property
     def before_w(self) -> float:
-        """Mean watts before; NaN where joules or seconds are not known."""
+        """Return mean watts before; NaN if joules or seconds are not known."""
         return self.before_j / self.before_s if self.before_s > 0 else _NAN
 
     @property
@@ -67,21 +67,21 @@ class RowChange(DiffRow):
 
     @property
     def share_j(self) -> float | None:
-        """The change in joules as a share of those before; None where there were none, or they are unknown."""
+        """Return the change in joules as a share of those before; None if there were none, or they are unknown."""
         return _share(self.before_j, self.after_j)
 
     @property
     def share_s(self) -> float | None:
-        """The change in seconds as a share of those before."""
+        """Return the change in seconds as a share of those before."""
         return _share(self.before_s, self.after_s)
 
     @property
     def significant_s(self) -> bool:
-        """Whether the change in seconds is known to be more than noise."""
+        """Return whether the change in seconds is known to be more than noise."""
         return _has_changed(self.before_s, self.after_s, self.error_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; None for what is not known."""
+        """Return plain data; None for what is not known."""
         derived = ("change_j", "share_j", "change_s", "share_s", "significant_s")
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data |= {name: getattr(self, name) for name in derived}
@@ -90,11 +90,11 @@ class RowChange(DiffRow):
 
 @dataclass(frozen=True, slots=True)
 class ChangeMaker:
-    """Computes lines: `gain` is the share both sides' joules are off by together, `same`: one model predicted both.
+    """Computes lines. `gain`: the share by which both sides' joules are off together. `same`: one model predicted both.
 
-    `mixed`: one side is a prediction, whose error is known, so that a run measured once is good enough beside it.
-    `load` is the share of a run's time that other programs on the machine may account for: no change up to so much can
-    be told from theirs.
+    `mixed`: one side is a prediction, whose error is known, so a run that was measured once is good enough beside it.
+    `load` is the share of a run's time that other programs on the machine may account for: smaller changes cannot be
+    distinguished from theirs.
     """
 
     gain: float = 0.0
@@ -104,14 +104,14 @@ class ChangeMaker:
 
     @classmethod
     def of_sides(cls, before: Sequence[DiffSide], after: Sequence[DiffSide]) -> ChangeMaker:
-        """What the sides have in common."""
+        """Make a `ChangeMaker` for what the sides have in common."""
         sides, one, two = [*before, *after], before[0], after[0]
         same = bool(one.model) and all(side.model == one.model for side in sides)
         load, _ = find_load(before, after)
         return cls(find_common_error(sides)[0], same, one.is_prediction != two.is_prediction, load)
 
     def from_runs(self, name: str, before: Sequence[Cell], after: Sequence[Cell]) -> RowChange:
-        """One line, of one run each or of several."""
+        """Return one line, from one run of each side or from several."""
         return self.make(name, mean_of_runs(before, after), mean_of_runs(after, before))
 
     def make(self, name: str, before: Cell | None, after: Cell | None) -> RowChange:
@@ -140,12 +140,12 @@ class ChangeMaker:
         )
 
     def rows(self, left: Mapping[str, Cell], right: Mapping[str, Cell]) -> list[RowChange]:
-        """Lines of all names, those that changed most first."""
+        """Return lines of all names, those that changed most first."""
         changes = [self.make(name, left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))]
         return sorted(changes, key=_weight, reverse=True)
 
     def _errors(self, a: Cell, b: Cell) -> tuple[float, float, float]:
-        """Half-widths of the change in joules, seconds and watts; NaN where the scatter of a side is not known."""
+        """Return half-widths of the change in joules, seconds and watts; NaN if a side's scatter is not known."""
         if (a.once or b.once) and not self.mixed:
             return _NAN, _NAN, _NAN
         if a.runs and b.runs:
@@ -159,7 +159,7 @@ class ChangeMaker:
             alike_s, alike_j = difference_errors(a.errors, b.errors)
             alike_s = math.hypot(alike_s, SMALLEST_ERROR * min(a.seconds, b.seconds))
             alike_j = math.hypot(alike_j, SMALLEST_ERROR * min(a.energy_j, b.energy_j))
-            # Errors in common never widen a difference.
+            # Common errors never widen a difference.
             if min(a.seconds, b.seconds) > 0:
                 alike_w = difference_error_w(a.errors, a.power_w, a.seconds, b.errors, b.power_w, b.seconds)
                 error_w = min(error_w, math.hypot(alike_w, SMALLEST_ERROR * min(a.power_w, b.power_w)))
@@ -167,7 +167,7 @@ class ChangeMaker:
         return error_j, error_s, error_w
 
     def _apart(self, a: float, error_a: float, b: float, error_b: float) -> float:
-        """The half-width of b - a without what both are off by together: a factor changes neither sign nor ratio."""
+        """Return the half-width of b - a without the common factor, which changes neither sign nor ratio."""
         return math.hypot(own_error(a, error_a, self.gain), own_error(b, error_b, self.gain))
 
 
@@ -178,7 +178,7 @@ def _state(before: Cell | None, after: Cell | None) -> Literal["both", "new", "v
 
 
 def find_common_error(sides: Sequence[DiffSide]) -> tuple[float, list[str]]:
-    """The share by which all sides' levels are off together, in words too; 0 where other sensors measured them."""
+    """Return the share by which all sides' levels are off together, also in words; 0 if sensors differ."""
     one = sides[0]
     if not one.sensors or any((side.sensors, side.basis) != (one.sensors, one.basis) for side in sides):
         return 0.0, []
@@ -192,9 +192,9 @@ def find_common_error(sides: Sequence[DiffSide]) -> tuple[float, list[str]]:
 
 
 def find_load(before: Sequence[DiffSide], after: Sequence[DiffSide]) -> tuple[float, list[str]]:
-    """The share of a run's time by which other programs may have changed it, in words too; 0 for little.
+    """Return the share of a run's time by which other programs may have changed it, also in words; 0 if small.
 
-    Runs of several on each side show by their scatter what others did to all of them; one run alone does not.
+    With several runs on each side, their scatter shows what others did to all of them; a single run does not show that.
     """
     a, b = (float(np.mean([side.crowded for side in sides])) for sides in (before, after))
     load = abs(a - b) if min(len(before), len(after)) > 1 else math.hypot(a, b)
@@ -208,7 +208,7 @@ def find_load(before: Sequence[DiffSide], after: Sequence[DiffSide]) -> tuple[fl
 
 
 def _weight(row: RowChange) -> tuple[float, float]:
-    """How much a row changed, then how much it is; a rounding error is no change, and what is not stated none known."""
+    """Return how much a row changed, then how large it is; a rounding error and an unstated row count as no change."""
     if row.state == "unstated":
         return -1.0, 0.0
     a, b = (row.before_s, row.after_s) if math.isnan(row.change_j) else (row.before_j, row.after_j)
@@ -217,7 +217,7 @@ def _weight(row: RowChange) -> tuple[float, float]:
 
 
 def own_error(value: float, error: float, gain: float) -> float:
-    """A half-width without the part of it that both sides share; all of it where it cannot contain that part."""
+    """Return a half-width without the part that both sides share; all of it if it cannot contain that part."""
     shared = gain * abs(value)
     if math.isnan(error) or error < 0.999 * shared:
         return error
@@ -225,7 +225,7 @@ def own_error(value: float, error: float, gain: float) -> float:
 
 
 def _has_changed(before: float, after: float, error: float) -> bool:
-    """Whether a change is more than its half-width, and more than rounding; not where either is unknown (NaN)."""
+    """Return whether a change is more than its half-width and more than rounding; False if either is unknown (NaN)."""
     return abs(after - before) > error and abs(after - before) > ROUNDING * max(abs(before), abs(after))
 
 
@@ -237,9 +237,10 @@ def _share(before: float, after: float) -> float | None:
 
 
 def mean_of_runs(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> Cell:
-    """One line of several runs. One run alone scatters as the `others` do where those are several, or as its steps do.
+    """Return one line of several runs.
 
-    The sensor's error is the same in each and stays as it is.
+    A single run scatters as the `others` do if those are several, or as its steps do. The sensor's error is the same in
+    each run and stays as it is.
     """
     if len(cells) > 1:
         joules, seconds = [c.energy_j for c in cells], [c.seconds for c in cells]
@@ -261,7 +262,7 @@ def mean_of_runs(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> Cell:
     only = cells[0]
     if len(others) < 2 or only.errors is not None:  # a prediction does not scatter
         return only
-    single = math.sqrt(len(others))  # one run scatters so much more than their mean
+    single = math.sqrt(len(others))  # one run scatters this much more than their mean
     keys = ("energy_j", "seconds", "power_w")
     wide_j, wide_s, wide_w = (single * independent_error([getattr(c, key) for c in others]) for key in keys)
     error_s = wide_s if only.once else max(only.error_s, wide_s)
@@ -275,7 +276,7 @@ def mean_of_runs(cells: Sequence[Cell], others: Sequence[Cell] = ()) -> Cell:
 
 
 def _welch_errors(before: RunScatter, after: RunScatter) -> tuple[float, float, float]:
-    """90% half-widths (joules, seconds, watts) of a difference of two means of runs, by their scatter (Welch, 1947)."""
+    """Return 90% half-widths (joules, seconds, watts) of a difference of two means of runs (Welch, 1947)."""
     return (
         _welch(before.joules, before.count, after.joules, after.count),
         _welch(before.seconds, before.count, after.seconds, after.count),
@@ -290,13 +291,13 @@ def _welch(a: float, count_a: int, b: float, count_b: int) -> float:
     if not both > 0:
         return 0.0
     lost = (a / both) ** 4 / (count_a - 1) + (b / both) ** 4 / (count_b - 1)
-    return t90(max(int(1.0 / lost + 1e-9), 1)) * both  # fewer degrees of freedom than there are: rather too wide
+    return t90(max(int(1.0 / lost + 1e-9), 1)) * both  # fewer degrees of freedom than there are, so rather too wide
 
 
 def mean_rows(
     before: Sequence[dict[str, Cell]], after: Sequence[dict[str, Cell]]
 ) -> tuple[dict[str, Cell], dict[str, Cell]]:
-    """The rows of some runs before and after, each as one; a row that a run does not have is nothing there."""
+    """Return the rows of some runs before and after, each as one; a row that a run lacks is zero there."""
     sides = []
     for own, others in ((before, after), (after, before)):
         means = {}
@@ -313,7 +314,7 @@ def mean_rows(
 
 
 def align_rows(predicted: Mapping[str, Cell], measured: Mapping[str, Cell]) -> tuple[dict[str, Cell], dict[str, Cell]]:
-    """Both by operator ("mm", "sdpa_backward"); what only one side has, by its kind where the other has that kind."""
+    """Name both sides by operator ("mm", "sdpa_backward"); what only one side has, by its kind if the other has it."""
     ran: dict[str, Cell] = {}
     for name, cell in measured.items():
         plain = plain_operator(name)
@@ -330,7 +331,7 @@ def align_rows(predicted: Mapping[str, Cell], measured: Mapping[str, Cell]) -> t
 
 
 def plain_operator(name: str) -> str:
-    """An operator without its namespace, and attention and convolutions by one name whatever library ran them."""
+    """Return an operator without its namespace; attention and convolutions get one name for all libraries."""
     plain = name.removeprefix("aten::").removeprefix("tessera::")
     if not plain.startswith("_foreach_"):
         plain = plain.rstrip("_") or plain
@@ -341,7 +342,7 @@ def plain_operator(name: str) -> str:
 
 
 def _kind(name: str, plain: str) -> str:
-    """The family of a measured operator; one of ours by its full name, which torch may use for something else."""
+    """Return the family of a measured operator; ours go by full name, which torch may use for something else."""
     return kind_of(name if name.startswith("tessera::") else plain)
 
 

@@ -1,4 +1,4 @@
-"""`RunEvidence`: everything a rule of advice may look at; `HostGap`: what the host did while a device waited."""
+"""`RunEvidence`: everything that a rule of advice may use; `HostGap`: what the host did while a device waited."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ LAUNCHING = "launching kernels"
 BEFORE, AFTER = "before the first kernel", "after the last kernel"
 PREPARING = "before the first whole step"
 UNFED = (BEFORE, PREPARING, AFTER)
-"""Gaps outside all steps: the program does not feed the device then."""
+"""Gaps outside all steps, when the program does not feed the device."""
 STEPS = 3
-"""A program of fewer steps may be what comes before them."""
+"""A program with fewer steps may still be in what comes before its steps."""
 LAUNCH_GAP_S = 100e-6
-"""A gap up to this long is the host being late with a launch; a longer one is the host doing something else."""
-# The share of the joules behind an advice that the change may save where nothing better is known. Measured on an H200:
-# fp32 GEMMs 13.2 pJ/FLOP against TF32's 2.0; GPT-2 training eager 26.5 J, compiled 18.7 J a step, with CUDA graphs
-# 17.5 J; its products with a vocabulary of 50257 3.9 pJ/FLOP against 1.03 of aligned ones. The others are guesses that
-# only order the list.
+"""Seconds: in a gap up to this long, the host is late with a launch; in a longer one, it does something else."""
+# The share of the joules behind an advice that the change may save, if nothing better is known. Measured on an H200:
+# fp32 GEMMs 13.2 pJ/FLOP against TF32's 2.0; GPT-2 training eager 26.5 J, compiled 18.7 J a step, with CUDA graphs 17.5
+# J; its products with a vocabulary of 50257 3.9 pJ/FLOP against 1.03 of aligned ones. The others are guesses that only
+# order the list.
 SAVES = {
     "idle": 0.8,
     "launch": 0.8,
@@ -66,10 +66,10 @@ SAVES = {
 
 @dataclass(kw_only=True)
 class RunEvidence:
-    """What is known of a run. Rules read it; what costs time to find out is found when first asked for.
+    """What is known of a run. Rules read it; figures that take time to compute are computed when first needed.
 
-    Without power (`has_joules` False) every joule of `table` stands for a second of a device: rules weigh by time, and
-    nothing that a reader sees is in joules.
+    Without power (`has_joules` False), every joule of `table` stands for a second of a device: rules weigh by time, and
+    a reader sees no joules.
     """
 
     table: EnergyTable
@@ -86,7 +86,7 @@ class RunEvidence:
 
     @classmethod
     def of_recording(cls, recording: Recording, **more: Any) -> RunEvidence:
-        """What a recording shows; `more` is what was computed of it: the table, gaps, tracing."""
+        """Return what a recording shows; `more` is what was computed from it: the table, gaps, tracing."""
         return cls(
             telemetry=group_telemetry(recording.telemetry),
             timeline=recording.timeline,
@@ -98,13 +98,13 @@ class RunEvidence:
 
     @functools.cached_property
     def device(self) -> Device | None:
-        """The chip it ran on, where the recording names one of the catalogue."""
+        """Return the chip that it ran on, if the recording names one of the catalogue."""
         labels = [d.label for d in self.power.domains if d.label] if self.power is not None else []
         return find_device(self.timeline, self.on, labels[0] if labels else None) if self.timeline is not None else None
 
     @property
     def uses_torch(self) -> bool:
-        """Whether torch ran: traces of other tools name their recorder, and torch's kernels are known by name."""
+        """Return whether torch ran; other tools' traces name their recorder, and torch's kernels are known by name."""
         if self.timeline is None or "recorded_by" not in self.timeline.meta:
             return True
         return any("at::native" in name for name in self.timeline.names)
@@ -115,7 +115,7 @@ class RunEvidence:
 
     @functools.cached_property
     def calls(self) -> Calls | None:
-        """The work of every call; None where nothing ran on a device, or there is no timeline."""
+        """Return the work of every call; None if nothing ran on a device, or there is no timeline."""
         if self.timeline is None or not len(self.timeline.device_rows):
             return None
         return list_calls(self.timeline)
@@ -127,20 +127,20 @@ class RunEvidence:
 
     @functools.cached_property
     def program_share(self) -> float:
-        """The share of the time a device waited for the host that the program caused, and not the tracer."""
+        """Return the share of the time a device waited for the host that the program caused, not the tracer."""
         waited_s = sum(g.time_s for g in self.gaps if g.during not in UNFED)
         if self.tracing is None or self.tracing.is_brief or not self.tracing.matters or waited_s <= 0:
             return 1.0
         return max(0.0, 1.0 - self.tracing.idle_s / waited_s)
 
     def match_calls(self, matches: Callable[[str], Any]) -> NDArray[np.bool_]:
-        """Which calls have a kernel whose name matches."""
+        """Return which calls have a kernel whose name matches."""
         assert self.timeline is not None and self.calls is not None
         hits = np.array([bool(matches(name)) for name in self.timeline.names], bool)
         return np.asarray(hits[self.timeline["name"][self.calls.rows]], np.bool_)
 
     def sum_kernels(self, matches: Callable[[EnergyRow], Any]) -> tuple[float, float]:
-        """Joules and seconds of the kernels of the table that match."""
+        """Return joules and seconds of the kernels of the table that match."""
         rows = [r for r in self.table.kernels if matches(r)]
         return sum(r.energy_j for r in rows), sum(r.time_s for r in rows)
 
@@ -148,21 +148,21 @@ class RunEvidence:
         return energy_j / self.table.energy_j
 
     def format_spent(self, energy_j: float) -> str:
-        """Joules in words; without power, seconds."""
+        """Return joules in words; without power, seconds."""
         return format_energy(energy_j, 3) if self.has_joules else format_duration(energy_j, 3)
 
     def format_amount(self, energy_j: float) -> str:
-        """Joules (without power seconds) and their share, in words."""
+        """Return joules (without power, seconds) and their share, in words."""
         return f"{self.format_spent(energy_j)} ({self.share(energy_j):.0%})"
 
     @functools.cached_property
     def devices(self) -> int:
-        """How many devices ran anything; 1 where none did."""
+        """Return how many devices ran anything; 1 if none did."""
         return max(1, len(list_devices(self.timeline))) if self.timeline is not None else 1
 
     @property
     def formats(self) -> frozenset[str] | None:
-        """The number formats of the chip's matrix units; None where neither the catalogue nor the trace tells."""
+        """Return the number formats of the chip's matrix units; None if neither the catalogue nor the trace tells."""
         if self.device is not None and self.device.matrix:
             return frozenset(self.device.matrix)
         from .roofline import read_capability
@@ -184,11 +184,11 @@ class RunEvidence:
         by: SavingBy = "experience",
         confidence: Confidence = "low",
     ) -> Advice:
-        """Advice for this run; without a computed saving, the share that `SAVES` has for its kind."""
+        """Return advice for this run; without a computed saving, the share that `SAVES` has for its kind."""
         if saves is None:
             saves, by, confidence = (SAVES.get(kind, 0.0) * energy_j, None), "experience", "low"
         saves_j, saves_s = saves
-        if saves_s is not None:  # devices work at the same time: together at most as long as the run
+        if saves_s is not None:  # devices work at the same time, so together at most as long as the run
             saves_s = min(saves_s / self.devices, self.table.time_s)
         joules: dict[str, Any] = {"energy_j": energy_j, "saves_j": saves_j, "saves_share": self.share(saves_j)}
         if not self.has_joules:
@@ -209,7 +209,7 @@ class RunEvidence:
 
 
 def group_telemetry(telemetry: Sequence[Telemetry]) -> dict[str, list[Telemetry]]:
-    """Readings by the device they are of."""
+    """Return readings by device."""
     groups: dict[str, list[Telemetry]] = {}
     for reading in telemetry:
         groups.setdefault(reading.domain, []).append(reading)
@@ -219,7 +219,7 @@ def group_telemetry(telemetry: Sequence[Telemetry]) -> dict[str, list[Telemetry]
 def product_cost(
     device: Device, sizes: Sequence[int], precision: str, layout: str = "nt"
 ) -> tuple[float, float] | None:
-    """Predicted seconds and joules of a matrix product (batch, m, n, k) under the power limit; None where unknown."""
+    """Return predicted seconds and joules of a product (batch, m, n, k) under the power limit; None if unknown."""
     from ..estimate.gemm import gemm_time
     from ..estimate.power import DeviceWork, PowerModel
 
@@ -240,11 +240,11 @@ def save_by_products(
     work_factor: float = 1.0,
     layouts: Sequence[str] = ("nt",),
 ) -> tuple[float, float] | None:
-    """Joules and seconds that other sizes or another precision would save of the chosen calls.
+    """Return joules and seconds that other sizes or another precision would save of the chosen calls.
 
-    What was measured is scaled by the ratio of two predictions, so that an error both share does not matter. `change`
-    gives a product's precision and its new sizes and precision; the new one does `work_factor` times the work. How
-    the operands lie is not recorded: of `layouts` it is the slowest. None where nothing is known.
+    What was measured is scaled by the ratio of two predictions, so that an error of both does not matter. `change`
+    gives a product's precision, and its new sizes and precision; the new product does `work_factor` times the work. The
+    operands' layout is not recorded, so the slowest of `layouts` is assumed. None if nothing is known.
     """
     calls = run.calls
     if calls is None or run.device is None:
@@ -287,7 +287,7 @@ class HostGap:
 
 
 def find_run_gaps(recording: Recording, table: EnergyTable) -> list[HostGap]:
-    """What the host did while the devices waited, where no tracer of operators made them wait."""
+    """Return what the host did while the devices waited, unless a tracer of operators made them wait."""
     timeline = recording.timeline
     if not table.kernels:
         return []
@@ -302,9 +302,9 @@ def find_host_gaps(
     timeline: Timeline, table: EnergyTable, windows: Sequence[tuple[int, int]], *,
     accounted: Sequence[tuple[int, int]] = (),
 ) -> list[HostGap]:  # fmt: skip
-    """The time no device row ran within some windows, by what the host did meanwhile, most first.
+    """Return the time in which no device row ran within some windows, by what the host did meanwhile, most first.
 
-    Joules are shared out by time. Those of the table are of the `accounted` windows, where they are others.
+    Joules are shared out by time. The table's are for the `accounted` windows, if those differ.
     """
     parts = [_gaps(timeline, begin, end) for begin, end in windows]
     starts, ends = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
@@ -329,7 +329,7 @@ def find_host_gaps(
 
 
 def _gaps(timeline: Timeline, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
-    """Idle stretches of all devices within a window."""
+    """Return idle stretches of all devices within a window."""
     parts = []
     for device in list_devices(timeline):
         busy = busy_spans(timeline, device.rows)
@@ -341,7 +341,7 @@ def _gaps(timeline: Timeline, start_ns: int, end_ns: int) -> tuple[Ints, Ints]:
 
 
 def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
-    """What the host did in the middle of each gap: the region it was in and the operator or call inside it."""
+    """Return what the host did in the middle of each gap: the region it was in and the operator or call inside."""
     rows = timeline.device_rows
     first, last = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
     links = timeline.linked
@@ -371,7 +371,7 @@ def _labels(timeline: Timeline, starts: Ints, ends: Ints) -> list[str]:
 
 
 def _find_traced_times(timeline: Timeline, rows: Ints, starts: Ints, ends: Ints) -> Ints:
-    """The middle of each gap; before a kernel of an untraced step, as long before the kernel that it repeats."""
+    """Return the middle of each gap; before a kernel of an untraced step, as long before the kernel that it repeats."""
     rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
     following = rows[np.searchsorted(timeline["start_ns"][rows], ends).clip(max=len(rows) - 1)]
     traced = find_twins(timeline, following)
@@ -380,7 +380,7 @@ def _find_traced_times(timeline: Timeline, rows: Ints, starts: Ints, ends: Ints)
 
 
 def _open_at(timeline: Timeline, rows: Ints, times: Ints) -> Ints:
-    """The innermost of some rows at each time, on whatever thread; `NONE` where none is open."""
+    """Return the innermost of some rows at each time, on any thread; `NONE` if none is open."""
     rows = np.unique(rows)
     if not len(rows):
         return np.full(len(times), NONE, np.int64)

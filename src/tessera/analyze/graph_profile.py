@@ -38,8 +38,8 @@ from .mean_step import mean_step
 from .result import encode_json
 from .roofline import sum_inside
 
-# Of one SM since Volta (CUDA programming guide, compute capabilities 7.0 to 10.0): registers, threads, blocks; shared
-# memory by what the device properties say, else Hopper's.
+# Limits of one SM since Volta (CUDA programming guide, compute capabilities 7.0 to 10.0): registers, threads, blocks;
+# shared memory by the device properties, else Hopper's.
 _REGISTERS, _WARP, _BLOCKS = 65536, 32, 32
 _THREADS, _SHARED_BYTES = 2048, 233_472
 # The tile in the names of nvjet, cutlass, xmma, cuDNN's attention and Triton's templates.
@@ -49,7 +49,7 @@ _FUSED = re.compile(r"triton_\w+?_fused_(.+?)_\d+$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpProfile:
-    """One kind of call: its kernel, mean latency, tiles, and joules where power was recorded. None: see `why`."""
+    """One kind of call: its kernel, mean latency, tiles, and joules if power was recorded. None: see `why`."""
 
     label: str
     name: str
@@ -70,7 +70,7 @@ class OpProfile:
 
     @property
     def why(self) -> dict[str, str]:
-        """What would provide the figures that are missing."""
+        """Return what would provide the missing figures."""
         needs = {
             "occupancy_pct": "needs a GPU kernel",
             "tiles": "needs a GPU kernel",
@@ -85,7 +85,8 @@ class OpProfile:
 class GraphProfile:
     """The operators of `graph.profile(step_fn)`, longest first; `rewrites` says what was fused, and what that saves.
 
-    Those of a program made by `tessera.optimize` come with bytes and joules; those read off kernels' names are "seen".
+    Rewrites of a program made by `tessera.optimize` have bytes and joules; those that were found in kernels' names are
+    "seen".
     """
 
     rows: Sequence[OpProfile]
@@ -98,11 +99,11 @@ class GraphProfile:
     notes: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """The same as JSON."""
+        """Return the profile as JSON."""
         return encode_json(self.to_dict())
 
     def __repr__(self) -> str:
@@ -115,7 +116,7 @@ class GraphProfile:
 
 
 def profile_operators(timeline: Timeline, *, steps: int = 1, step_s: float = 0.0) -> GraphProfile:
-    """The operators of a timeline (attributed before, where joules are wanted), by kernel, launch and operator."""
+    """Return a timeline's operators by kernel, launch and operator; with joules if it was attributed before."""
     links = link(timeline)
     rows = timeline.device_rows
     if not len(rows):
@@ -138,7 +139,7 @@ def _profile(timeline: Timeline, links: Links, rows: Ints, energy_j: float | Non
     first = int(rows[0])
     launch = timeline.launches[int(timeline["launch"][first])] if timeline["launch"][first] != NONE else Launch()
     name, kind = timeline.name(first), timeline.kind(first)
-    if name.startswith(ON_HOST):  # of Gloo, on a thread of the host
+    if name.startswith(ON_HOST):  # a collective of Gloo, on a thread of the host
         kind, launch = "collective", describe_collective(timeline, first)
     op = int(links.op[first])
     op_name = timeline.name(op) if op != NONE else None
@@ -170,7 +171,7 @@ def _profile(timeline: Timeline, links: Links, rows: Ints, energy_j: float | Non
 
 
 def _sum(values: NDArray[np.float64]) -> float | None:
-    """Of some calls: their errors have the same causes and add up. None where nothing was attributed."""
+    """Sum some calls, whose errors have common causes and add up. None if nothing was attributed."""
     return None if np.all(np.isnan(values)) else float(np.nansum(values))
 
 
@@ -189,14 +190,14 @@ def _sms(timeline: Timeline, device: int) -> int | None:
 
 
 def occupancy_pct(launch: Launch) -> tuple[float | None, int | None]:
-    """The most warps a launch can have on an SM, in percent, and how many of its blocks fit there."""
+    """Return the most warps that a launch can have on an SM, in percent, and how many of its blocks fit there."""
     if not launch.block:
         return None, None
     threads = math.prod(launch.block)
     warps = math.ceil(threads / _WARP)
     limits = [_BLOCKS, _THREADS // max(warps * _WARP, 1)]
     if launch.registers:
-        # Registers are given to warps in units of 256.
+        # Registers are allocated to warps in units of 256.
         per_warp = math.ceil(launch.registers * _WARP / 256) * 256
         limits.append(_REGISTERS // per_warp // warps)
     if launch.shared_bytes:
@@ -213,7 +214,7 @@ _LABELS = (
 
 
 def make_label(name: str, kind: str, op: str | None, launch: Launch) -> str:
-    """MatMul[128x128x64], AllReduce[dp], FusedOp[FlashAttn], Softmax ...: what it is, and its tile."""
+    """Return what a call is, with its tile: MatMul[128x128x64], AllReduce[dp], FusedOp[FlashAttn], Softmax ..."""
     if kind == "collective":
         what = (launch.collective_type or re.sub(r"nccl(DevKernel)?_?|_.*|\(.*", "", name) or "collective").strip("_")
         return f"{_camel(what.removeprefix('gloo:'))}[{launch.group_label or launch.group or 'world'}]"
@@ -229,18 +230,18 @@ def make_label(name: str, kind: str, op: str | None, launch: Launch) -> str:
 
 
 def _plain(op: str) -> str:
-    """aten::_softmax as softmax, autograd::engine::evaluate_function: MmBackward0 as MmBackward0."""
+    """Return a plain name: softmax for aten::_softmax, MmBackward0 for autograd's "evaluate_function: MmBackward0"."""
     return op.rpartition("::")[2].removeprefix("evaluate_function: ").strip("_")
 
 
 def tile_of(name: str) -> str | None:
-    """The tile in a kernel's name, BMxBNxBK; None where it says none."""
+    """Return the tile in a kernel's name, BMxBNxBK; None if there is none."""
     match = _TILE.search(name.replace("tilesize", " "))
     return "x".join(part for part in match.groups() if part) if match else None
 
 
 def parse_fused(name: str, op: str | None) -> tuple[str, ...]:
-    """What one kernel does that a program writes as several operators."""
+    """Return the operators of a program that one kernel computes."""
     if match := _FUSED.search(name):
         words = [w for w in re.split(r"_(?=[a-z])", match.group(1)) if w]
         return tuple(dict.fromkeys(words))
@@ -256,7 +257,7 @@ def parse_fused(name: str, op: str | None) -> tuple[str, ...]:
 
 
 def find_rewrites(rows: Sequence[OpProfile], steps: int) -> list[Rewrite]:
-    """What the kernels' names say was fused, each kind once with how often in a step."""
+    """Return what the kernels' names say was fused, each kind once with its number in a step."""
     calls: dict[tuple[str, str, str], int] = {}
     for row in rows:
         if row.fused:
@@ -277,7 +278,7 @@ def find_rewrites(rows: Sequence[OpProfile], steps: int) -> list[Rewrite]:
 
 
 def merge_rewrites(seen: Sequence[Rewrite], reported: Sequence[Rewrite]) -> list[Rewrite]:
-    """What a rewritten program reported, and what was seen beside it: it reports Inductor's kernels already."""
+    """Return what a rewritten program reported, and what was seen besides: it already reports Inductor's kernels."""
     if not reported:
         return list(seen)
     rules = {r.rule for r in reported}
@@ -328,7 +329,7 @@ def profile_steps(step_fn: Callable[[], Any], *, steps: int, warmup: int, path: 
     profile = dataclasses.replace(profile, rewrites=merge_rewrites(profile.rewrites, reported), notes=notes)
     if table is None or not table.steps:
         return profile
-    # The mean of all steps, as its operators are of all: the warm-up ran before.
+    # The mean of all steps, because its operators are of all steps: the warm-up ran before.
     mean = mean_step(table.steps, table.error_j / table.energy_j if table.energy_j > 0 else 0.0)
     return dataclasses.replace(
         profile, step_s=mean.seconds, step_j=mean.energy_j, step_error_j=mean.error_j, basis=table.basis

@@ -30,13 +30,13 @@ STRAGGLES = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRow:
-    """One rank. Shares are of `watched_s`: its traced steps, or all that was traced; None where nothing was.
+    """One rank. Shares are of `watched_s`: its traced steps, or all that was traced; None if nothing was.
 
-    `wait_s` is how long a collective of its own waited for the last rank: several at a time count once, and it may
-    compute meanwhile. `last` is how often it came last to a collective that several ranks traced, in steps or not, and
-    `delays_s` how long the others waited for it then, all together. `energy_j` is None where its joules cannot be told
-    from other ranks'; `no_energy` says why.
-    `failed_first` is of the rank that ended first with an exit code: others often fail because it is gone.
+    `wait_s` is how long its own collectives waited for the last rank: several at a time count once, and it may compute
+    meanwhile. `last` is how often it came last to a collective that several ranks traced, in steps or not, and
+    `delays_s` how long the others together waited for it then. `energy_j` is None if its joules cannot be separated
+    from other ranks'; `no_energy` says why. `failed_first` is the rank that ended first with an exit code: others often
+    fail because it is gone.
     """
 
     rank: int
@@ -58,11 +58,11 @@ class RankRow:
     failed_first: bool = False
     crashed: bool = False
     limited: bool = False
-    """Whether its tracing stopped at the time limit: what the tables show of all ranks ends there."""
+    """Whether its tracing stopped at the time limit: then the tables of all ranks end there."""
 
     @property
     def power_w(self) -> float | None:
-        """Mean watts over its time."""
+        """Return mean watts over its time."""
         return self.energy_j / self.time_s if self.energy_j is not None and self.time_s else None
 
 
@@ -70,7 +70,7 @@ class RankRow:
 class JobSummary:
     """The ranks of a job, and its collectives by kind and group, and by step (`analyze.collectives`).
 
-    `missing` are the ranks that have no recording, where the number of ranks is known.
+    `missing` are the ranks without a recording, if the number of ranks is known.
     """
 
     ranks: Sequence[RankRow]
@@ -79,14 +79,14 @@ class JobSummary:
     missing: Sequence[int] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         ranks = [{**dataclasses.asdict(row), "power_w": row.power_w} for row in self.ranks]
         found = {"collectives": list(self.collectives), "steps": list(self.steps)}
         return {"ranks": ranks, **found, "missing_ranks": list(self.missing)}
 
 
 def summarize_job(recording: Recording) -> JobSummary | None:
-    """The summary of a merged recording; None where it is of one rank."""
+    """Return the summary of a merged recording; None for one rank."""
     timeline = recording.timeline
     told = [m for m in timeline.meta.get("ranks") or () if isinstance(m, Mapping) and isinstance(m.get("rank"), int)]
     if len(told) < 2:
@@ -105,7 +105,7 @@ def summarize_job(recording: Recording) -> JobSummary | None:
 
 
 def _mark_straggler(rows: Sequence[RankRow]) -> list[RankRow]:
-    """The rows, with the rank marked that the others wait for most, if they wait for it more than for all the rest."""
+    """Return the rows, and mark the rank for which the others wait more than for all the rest together."""
     worst = max(rows, key=lambda row: row.delays_s)
     lost_s, watched_s = sum(row.delays_s for row in rows), max(row.watched_s for row in rows)
     is_straggler = worst.delays_s > max(0.5 * lost_s, STRAGGLES * watched_s)
@@ -145,7 +145,7 @@ def _describe(timeline: Timeline, told: Mapping[str, Any], met: Sequence[Meeting
 
 
 def _watched_span(timeline: Timeline, rows: Ints, steps: Sequence[Step]) -> tuple[int, int]:
-    """From the first to the last row that a tracer made; of those in steps, if there are any: without setup."""
+    """Return the span of rows that a tracer made; if there are steps, of those in steps, without setup."""
     traced = rows[np.isin(timeline["kind"][rows], [CODE[kind] for kind in (*ON_DEVICE, "op", "runtime")])]
     if not len(traced):
         return 0, 0
@@ -157,7 +157,7 @@ def _watched_span(timeline: Timeline, rows: Ints, steps: Sequence[Step]) -> tupl
 
 
 def _busy_s(timeline: Timeline, rows: Ints, start_ns: int, end_ns: int) -> float:
-    """While kernels of its device ran; of a rank without one, operators that compute."""
+    """Return the seconds in which kernels ran; for a rank without a device, operators that compute."""
     kernels = rows[timeline["kind"][rows] == CODE["kernel"]]
     busy = busy_spans(timeline, kernels) if len(kernels) else computing_spans(timeline, rows)
     return float(covered_ns(busy, np.array([start_ns]), np.array([end_ns]))[0]) * 1e-9

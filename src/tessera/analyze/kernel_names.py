@@ -1,8 +1,8 @@
-"""Kernel names as people can read them: C++ templates cut to what tells one kernel from the next.
+"""Kernel names for people: C++ templates cut to what distinguishes one kernel from the next.
 
 `void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<...> >(...)`
-becomes `vectorized_elementwise_kernel<8, CUDAFunctor_add<bf16>>`. Names that are no C++ (nvjet, cutlass, Triton,
-`Memcpy HtoD (Pageable -> Device)`) stay as they are; `fit` cuts from the middle, since their ends differ.
+becomes `vectorized_elementwise_kernel<8, CUDAFunctor_add<bf16>>`. Names that are not C++ (nvjet, cutlass, Triton,
+`Memcpy HtoD (Pageable -> Device)`) stay as they are; `fit` cuts in the middle, because their ends differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPERATOR = re.compile(r"::operator\(\)(?:\([^()]*\))?(?: const)?")
 _TOKEN = re.compile(r"\s*(::|[<>,]|[^<>,:]+|:)")
 _NUMBER = re.compile(r"-?\d+(?:ul|ull|u|l)?$")
 _SUFFIX = re.compile(r"(?<=\d)(?:ull|ul|u|l)$")
-# What generated names (cuDNN's, xmma's) carry around the part that differs: a prefix, knobs, how they are launched.
+# Parts that generated names (cuDNN's, xmma's) have around the part that differs: a prefix, knobs, the launch.
 _GENERATED = re.compile(r"(?<=^cudnn_)generated_fort_native_|_knob_\d+|_cga\d+x\d+x\d+|_kernel\d+_\d+$|_execute_\w*$")
 
 _LOADER = re.compile(r"enumerate\(DataLoader\)#_\w+\.__next__")
@@ -44,7 +44,7 @@ _SPELLINGS = {
 }
 TYPES = {spelling: short for short, spellings in _SPELLINGS.items() for spelling in spellings}
 """Number types as short as in PyTorch's own shorthand."""
-# Wrappers that every kernel of a kind has: what they wrap is the name.
+# Wrappers that all kernels of a kind have: the name is what they wrap.
 _WRAPPERS = frozenset(
     {"gpu_kernel_impl_nocast", "gpu_kernel_impl", "func_wrapper_t", "ReduceOp", "Kernel", "Kernel2", "device_kernel"}
 )
@@ -55,7 +55,7 @@ _SILENT = re.compile(
 )
 
 
-# In this order: a flash-attention kernel is made of matrix products, a fused one is named after both.
+# In this order, because a flash-attention kernel contains matrix products, and a fused kernel is named after both.
 _PATTERNS = {
     "communication": r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|nvshmem",
     "attention": r"flash|sdpa|attention|attn|fmha|\bmha_|dot_do_o",
@@ -70,12 +70,12 @@ _PATTERNS = {
 }
 _CATEGORIES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERNS.items()}
 CATEGORIES = (*_CATEGORIES, "copies", "other")
-"""What kernels do, roughly: for colours and for the first look at where the joules went."""
+"""What kernels do, roughly: for colours and for a first look at where the joules went."""
 
 
 @lru_cache(maxsize=16384)
 def category(name: str, kind: str = "kernel") -> str:
-    """What a kernel does, by its name and kind."""
+    """Return what a kernel does, by its name and kind."""
     if kind == "collective":
         return "communication"
     if kind in ("memcpy", "memset") or name.startswith(("Memcpy", "Memset")):
@@ -97,7 +97,7 @@ class _Node:
 
     @property
     def is_plain(self) -> bool:
-        """A number type, a pointer to one, or nothing at all."""
+        """Return whether this is a number type, a pointer to one, or empty."""
         bare = self.base.rstrip("*& ").removesuffix(" const")
         return not bare or (bare in TYPES and not self.args) or self.base.endswith("*")
 
@@ -108,7 +108,7 @@ class _Node:
 
 @lru_cache(maxsize=16384)
 def short_name(name: str) -> str:
-    """A kernel's name without namespaces, parameters and the template arguments that say nothing."""
+    """Return a kernel's name without namespaces, parameters and uninformative template arguments."""
     bare = name.strip().removeprefix("void ")
     if bare.startswith("_Z"):
         return _demangled(bare) or name
@@ -117,13 +117,13 @@ def short_name(name: str) -> str:
     tokens = _tokens(bare)
     try:
         node, rest = _parse(tokens, 0)
-    except (IndexError, RecursionError):  # not C++ after all, or cut by whoever wrote the trace
+    except (IndexError, RecursionError):  # it is not C++, or the trace's writer cut it
         return name
     return _render(node, 0) if rest == len(tokens) and node.base.isidentifier() else name
 
 
 def _demangled(name: str) -> str | None:
-    """The identifier of a mangled C++ name (`_ZN5aiter8add_normIfE...`: add_norm), as ROCm's traces have them."""
+    """Return the identifier of a mangled C++ name (add_norm of `_ZN5aiter8add_normIfE...`), as in ROCm's traces."""
     at, found = 3 if name.startswith("_ZN") else 2, None
     while (digits := re.match(r"\d{1,4}", name[at:])) is not None:
         at += len(digits[0]) + int(digits[0])
@@ -133,25 +133,25 @@ def _demangled(name: str) -> str | None:
 
 
 def op_name(name: str) -> str:
-    """An operator's name; what autograd writes before its own comes after it, where it does not hide the name."""
+    """Return an operator's name; autograd's prefix comes after it, unless that hides the name."""
     bare = name.removeprefix("autograd::engine::evaluate_function: ")
     return name if bare == name else f"{bare} (engine)"
 
 
 def region_name(name: str) -> str:
-    """A region's name; those of torch itself are shortened: they repeat themselves and name internal classes."""
+    """Return a region's name; torch's own are shortened, because they repeat themselves and name internal classes."""
     in_main = " (no workers)" if "_SingleProcess" in name else ""  # a script's other loader often has workers
     bare = _LOADER.sub(f"DataLoader.__next__{in_main}", name)
     return _OPTIMIZER.sub(r"\2.\1", bare)
 
 
 def printable(text: str) -> str:
-    """A text of somebody's program without what a terminal would obey: escapes, bells, line breaks."""
+    """Return a program's text without what a terminal would interpret: escapes, bells, line breaks."""
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def short(name: str, kind: str) -> str:
-    """The name of a row of a table, by its kind; of a group, those of its members."""
+    """Return the name of a table row, by its kind; for a group, the names of its members."""
     name = printable(name)
     if kind == "group":
         return " + ".join(short_name(member) for member in name.split(" + "))
@@ -161,7 +161,7 @@ def short(name: str, kind: str) -> str:
 
 
 def fit(name: str, width: int) -> str:
-    """A name in so many characters: cut in the middle, since what differs stands at the ends."""
+    """Return a name in at most `width` characters: cut in the middle, because names differ at the ends."""
     name = printable(name)
     if len(name) <= width:
         return name
@@ -172,7 +172,7 @@ def fit(name: str, width: int) -> str:
 
 
 def distinct(names: Iterable[str], kind: str = "kernel") -> dict[str, str]:
-    """Short names of several kernels, none of them twice: those that would be the same are numbered."""
+    """Return distinct short names of several kernels: those that would be equal are numbered."""
     shown: dict[str, str] = {}
     times: Counter[str] = Counter()
     for name in dict.fromkeys(names):
@@ -183,7 +183,7 @@ def distinct(names: Iterable[str], kind: str = "kernel") -> dict[str, str]:
 
 
 def fit_all(names: Iterable[str], width: int) -> dict[str, str]:
-    """Each of several names in so many characters, and none of them twice: what is cut to the same is numbered."""
+    """Return distinct names of at most `width` characters: those that are cut to the same are numbered."""
     shown: dict[str, str] = {}
     times: Counter[str] = Counter()
     for name in dict.fromkeys(names):
@@ -205,7 +205,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _last_lambda(match: re.Match[str]) -> str:
-    """Of nested lambdas (one per dtype switch) the last is the kernel's: its number, unless it is the first."""
+    """Return the last of nested lambdas (one per dtype switch): its number, unless it is the first."""
     number = _LAMBDA.findall(match.group())[-1]
     return "" if number == "1" else f"#{number}"
 
@@ -223,7 +223,7 @@ def _without_parentheses(text: str) -> str:
 
 
 def _parse(tokens: Sequence[str], at: int) -> tuple[_Node, int]:
-    """One name from a position on: components between "::", each with its arguments; the last one counts."""
+    """Parse one name from a position: components between "::", each with its arguments; the last one counts."""
     node = _Node("")
     while at < len(tokens):
         token = tokens[at]
@@ -260,7 +260,7 @@ def _render(node: _Node, depth: int) -> str:
     base = TYPES.get(node.base, _SUFFIX.sub("", node.base) if node.is_number else node.base)
     if depth > 1 or not node.args:
         return base
-    if base.endswith("traits"):  # of a tile: its sizes are what differs
+    if base.endswith("traits"):  # a tile's traits: its sizes are what differs
         sizes = [_SUFFIX.sub("", a.base) for a in node.args if a.is_number]
         return f"{base}<{', '.join(sizes[:3])}>" if sizes else base
     shown = [_render(a, depth + 1) for a in telling[: 2 if depth == 0 else 1]]

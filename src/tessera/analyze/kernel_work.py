@@ -1,8 +1,8 @@
-"""The work of every call on a timeline: FLOPs, bytes and the unit, shared out to the kernels an operator launched.
+"""The work of every call on a timeline: FLOPs, bytes and the unit, shared out to the kernels that an operator launched.
 
 Kineto records the inputs of operators, not their outputs, and a convolution's padding and stride are arguments. So the
-shape of a convolution's output is read off the backward operator of the same call (its gradient has it), else off the
-first operator afterwards that takes a tensor of that batch and that many channels.
+shape of a convolution's output comes from the backward operator of the same call (its gradient has it), or else from
+the first operator afterwards that takes a tensor of that batch and that many channels.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from ..timeline.distinct import distinct, rank_values
 from ..timeline.shapes import parse
 from .kernel_names import category
 
-# Kernels an operator launches beside the one that multiplies: they prepare, convert or add up.
+# Kernels that an operator launches beside the one that multiplies: they prepare, convert or add up.
 _HELPER = re.compile(r"dot_do_o|convert|splitk?reduce|reduce|memset|philox|permute|transpose|nchw|nhwc", re.IGNORECASE)
 _MATRIX = ("attention", "convolution", "matrix product")
 _FP32 = re.compile(r"(?<!t)sgemm|simt|f32f32_f32f32|ffma|gemv|gemmk1|dot_kernel", re.IGNORECASE)
 _LOOK_AHEAD = 40
-"""Operators looked at after a convolution: its bias, a norm and an activation are within the first few."""
+"""Operators that are looked at after a convolution: its bias, a norm and an activation are among the first few."""
 _AUTOGRAD_NODE = "autograd::engine::evaluate_function: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """One entry for each of `rows`. `flops` and `bytes` are NaN where unknown; `unit` is an index of `units`, or -1.
+    """One entry for each of `rows`. `flops` and `bytes` are NaN if unknown; `unit` is an index of `units`, or -1.
 
     `repeated` marks kernels of untraced steps, whose operator is that of traced ones. `counted` marks bytes that
-    counters measured in device memory; `l2_bytes` are counted ones only. `works` has the work of the operator of a row
-    by its index in `work`, -1 for none.
+    counters measured in device memory; `l2_bytes` are only counted ones. `works` has the work of a row's operator, by
+    its index in `work`; -1 means none.
     """
 
     rows: Ints
@@ -56,7 +56,7 @@ class Calls:
 
 
 def list_calls(timeline: Timeline) -> Calls:
-    """Device rows with their work; on a timeline without a device, the outermost operators that do any."""
+    """Return device rows with their work; on a timeline without a device, the outermost operators that do work."""
     device = timeline.device_rows
     if len(device):
         return _calls(timeline, device, timeline.linked.op[device])
@@ -83,13 +83,13 @@ def _calls(timeline: Timeline, rows: Ints, op: Ints) -> Calls:
     links = timeline.linked
     twin = links.find_twins(rows)
     repeated = twin != rows
-    work[repeated & (links.shapes[rows] == NONE)] = NONE  # it runs another grid than the one that was traced
+    work[repeated & (links.shapes[rows] == NONE)] = NONE  # it runs another grid than the traced one
     flops, moved = (_by_work(works, work, field) for field in ("flops", "bytes"))
     share = np.zeros(len(timeline))
     own = ~repeated
     share[rows[own]] = _shares(timeline, rows[own], op[own], seconds[own], works, work[own])
     share = share[twin]
-    # What a helper moves is not known; it computes nothing.
+    # The bytes that a helper moves are unknown; it computes nothing.
     flops, moved = flops * share, np.where(share > 0, moved * share, np.nan)
     own = timeline["bytes"][rows]
     kind = timeline["kind"][rows]
@@ -119,7 +119,7 @@ def _calls(timeline: Timeline, rows: Ints, op: Ints) -> Calls:
 
 
 def _works(timeline: Timeline, op: Ints) -> tuple[tuple[OpWork, ...], Ints]:
-    """The work of each row's operator: looked up once for each operator, name and shapes."""
+    """Return the work of each row's operator, looked up once for each operator, name and shapes."""
     ops, inverse = rank_values(op)
     convs = trace_convolutions(timeline, ops[ops != NONE])
     numbers: dict[OpWork, int] = {}
@@ -136,11 +136,11 @@ def _works(timeline: Timeline, op: Ints) -> tuple[tuple[OpWork, ...], Ints]:
 
 def _by_work(works: tuple[OpWork, ...], work: Ints, field: str) -> Floats:
     values = np.array([*(np.nan if getattr(w, field) is None else getattr(w, field) for w in works), np.nan])
-    return np.asarray(values[work], np.float64)  # -1 is the last: unknown
+    return np.asarray(values[work], np.float64)  # -1 is the last entry: unknown
 
 
 def _shares(timeline: Timeline, rows: Ints, op: Ints, seconds: Floats, works: tuple[OpWork, ...], work: Ints) -> Floats:
-    """How much of its operator's work each row did: by time; of a product only kernels that multiply."""
+    """Return how much of its operator's work each row did, by time; in a product, only kernels that multiply count."""
     kernel = timeline["kind"][rows] == CODE["kernel"]
     if not np.any(kernel):
         return np.ones(len(rows))
@@ -155,7 +155,7 @@ def _shares(timeline: Timeline, rows: Ints, op: Ints, seconds: Floats, works: tu
         return np.asarray(np.bincount(group, weight)[group], np.float64)
 
     weight = np.where(np.where(matrix_work, matrix_kernel, kernel), lasted, 0.0)
-    # Where no kernel looks like one that multiplies, all of them did it together.
+    # If no kernel looks like one that multiplies, all of them did it together.
     weight = np.where(sum_by_operator(weight) > 0, weight, np.where(kernel, lasted, 0.0))
     total = sum_by_operator(weight)
     return np.divide(weight, total, out=np.zeros(len(rows)), where=total > 0)
@@ -166,7 +166,7 @@ def _multiplies(name: str) -> bool:
 
 
 def _crossings(timeline: Timeline, rows: Ints) -> Floats:
-    """How often a copy's bytes cross device memory: twice within a device, once to or from it."""
+    """Return how often a copy's bytes cross device memory: twice within a device, once to or from it."""
     launch = timeline["launch"][rows]
     twice = np.array([*((entry.memcpy_dir or "") == "DtoD" for entry in timeline.launches), False], bool)
     return np.where(twice[launch], 2.0, 1.0)
@@ -175,7 +175,7 @@ def _crossings(timeline: Timeline, rows: Ints) -> Floats:
 def _counters(
     timeline: Timeline, rows: Ints, seconds: Floats, flops: Floats, moved: Floats
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """Bytes and FLOPs that counters measured take the place of those from shapes (in `flops` and `moved`)."""
+    """Put bytes and FLOPs that counters measured into `flops` and `moved`; return L2 bytes, and which are counted."""
     l2, counted = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
     if not timeline.extra:
         return l2, counted
@@ -195,7 +195,7 @@ def _counters(
 
 
 def _units(timeline: Timeline, rows: Ints, works: tuple[OpWork, ...], work: Ints) -> tuple[tuple[str, ...], Ints]:
-    """The unit of each row ("matrix.bf16"); of an fp32 product the kernel's name tells whether it runs as TF32."""
+    """Return the unit of each row ("matrix.bf16"); the kernel's name tells whether an fp32 product runs as TF32."""
     names: dict[str, int] = {}
     name = timeline["name"][rows]
     first, inverse = distinct(work, name)
@@ -223,7 +223,7 @@ def _unit(work: OpWork, kernel: str) -> str | None:
 
 
 def trace_convolutions(timeline: Timeline, ops: Ints) -> Mapping[int, tuple[Shape | None, bool]]:
-    """For each convolution among some operators: its output's shape, and whether the input's gradient is computed."""
+    """Return for each convolution its output's shape, and whether the input's gradient is computed."""
     named = np.array([is_convolution(name) for name in timeline.names], bool)
     rows = ops[named[timeline["name"][ops]]] if len(ops) else ops
     if not len(rows):
@@ -242,7 +242,7 @@ def trace_convolutions(timeline: Timeline, ops: Ints) -> Mapping[int, tuple[Shap
 
 
 def _shapes_from_backward(timeline: Timeline) -> dict[int, Shape]:
-    """The output's shape by forward operator: that of the gradient its backward operator got."""
+    """Return the output's shape by forward operator: that of the gradient that its backward operator got."""
     links, ops, out = timeline.linked, timeline.rows("op"), {}
     for row in ops[links.forward_op[ops] != NONE].tolist():
         name = timeline.name(row)
@@ -263,7 +263,7 @@ class _OperatorOrder:
         self._at = {int(row): i for i, row in enumerate(self._order.tolist())}
 
     def find_output(self, row: int, outermost: int) -> Shape | None:
-        """The first tensor taken afterwards that could be the output: the batch, the channels, as many dimensions."""
+        """Return the first tensor used later that could be the output: same batch, channels and dimensions."""
         t = self._timeline
         tensors = parse(t.text("shapes", row) or "")
         if len(tensors) < 2:
@@ -274,7 +274,7 @@ class _OperatorOrder:
         for later in self._order[begin : begin + _LOOK_AHEAD].tolist():
             if t["thread"][later] != t["thread"][row]:
                 break
-            # What is inside the same call of convolution takes its inputs again.
+            # Operators inside the same convolution call take its inputs again.
             if is_convolution(t.name(later)) and t["end_ns"][later] <= t["end_ns"][outermost]:
                 continue
             for shape, _ in parse(t.text("shapes", later) or ""):
@@ -284,10 +284,10 @@ class _OperatorOrder:
         return None
 
     def continues_backward(self, row: int) -> bool:
-        """Whether autograd evaluated another node after this one's in the same pass.
+        """Return whether autograd evaluated another node after this one's in the same pass.
 
-        The engine takes nodes by falling sequence number, so a larger one begins the next pass. The last node of a
-        pass is the first layer, whose input needs no gradient.
+        The engine takes nodes by falling sequence number, so a larger one begins the next pass. The last node of a pass
+        is the first layer, whose input needs no gradient.
         """
         t = self._timeline
         node = next((r for r in reversed(t.linked.path(row)) if t["sequence"][r] >= 0), row)

@@ -26,7 +26,7 @@ from .result import Result, columns
 
 SORTS = ("time", "energy")
 _NEEDS_CALLS = 100
-"""Of fewer calls the 99th percentile is the longest one."""
+"""With fewer calls, the 99th percentile is the longest one."""
 _TIME_COLUMNS = columns(("name", "kernel"), ("calls", "calls"), ("total_s", "time"), ("share_pct", "share"))
 _JOULES_COLUMNS = columns(("energy_j", "energy"), ("error_j", "±"), ("power_w", "power"), ("group", "group"))
 _SPREAD_COLUMNS = columns(
@@ -75,11 +75,11 @@ _DIVERGENCE_COLUMNS = columns(
 
 
 def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Progress | None = None) -> Result:
-    """Every kernel, copy and collective by name: calls, seconds, their spread, share, and joules where power was seen.
+    """Return every kernel, copy and collective by name: calls, seconds, spread, share, and joules if power is known.
 
-    `total_s` sums the calls; `self_s` counts what ran at once only once, shared evenly, and sums to the busy time.
-    Percentiles are those of a call that occurred (nearest rank). `group` numbers kernels that the power samples cannot
-    tell apart: only the sum of a group's joules is known well.
+    `total_s` sums the calls; `self_s` divides overlapping time evenly, and sums to the busy time. Percentiles are those
+    of a call that occurred (nearest rank). `group` numbers kernels that the power samples cannot separate: only the sum
+    of a group's joules is known well.
 
     >>> analyze.kernels("run.tessera", sort="energy").top(5)
     """
@@ -134,7 +134,7 @@ def kernels(trace: Any, *, power: Any = None, sort: str = "time", progress: Prog
 
 
 def _summarise(kind: Ints, name: Ints, lengths: Ints, self_s: Floats) -> list[tuple[int, int, dict[str, Any]]]:
-    """Kind, name and durations of every distinct kernel."""
+    """Return kind, name and durations of every distinct kernel."""
     if not len(lengths):
         return []
     first, which = distinct(kind, name)
@@ -144,7 +144,7 @@ def _summarise(kind: Ints, name: Ints, lengths: Ints, self_s: Floats) -> list[tu
     rank_values = lengths[order]
 
     def percentile(percent: int) -> Ints:
-        """The smallest duration that so many percent of the calls do not exceed."""
+        """Return the smallest duration that so many percent of the calls do not exceed."""
         at: Ints = rank_values[begin + (count * percent + 99) // 100 - 1]
         return at
 
@@ -161,10 +161,7 @@ def _summarise(kind: Ints, name: Ints, lengths: Ints, self_s: Floats) -> list[tu
 
 
 def stalls(trace: Any, *, power: Any = None, group_by: str = "kernel", progress: Progress | None = None) -> Result:
-    """Why warps waited, by kernel, operator or region; those that lose most time to stalls first.
-
-    `stalled_s` is the time of the row times the share of warp cycles that were stalled.
-    """
+    """Return why warps waited, by kernel, operator or region; those that lose most time to stalls first."""
     recording, groups = _open(trace, power, group_by, progress)
     rows: list[dict[str, Any]] = []
     for name, members in groups.members.items():
@@ -196,7 +193,7 @@ def stalls(trace: Any, *, power: Any = None, group_by: str = "kernel", progress:
 def divergence(
     trace: Any, *, power: Any = None, threshold: float = 0.2, group_by: str = "kernel", progress: Progress | None = None
 ) -> Result:
-    """Kernels whose warps run with part of their threads: those above the threshold, most wasted time first.
+    """Return kernels whose warps run with part of their threads: those above the threshold, most wasted time first.
 
     `threshold` is a fraction (0.2) or, above 1, percent. Partial warps and early exits count as divergence too.
     """
@@ -233,7 +230,7 @@ def divergence(
 
 
 class CounterMeans:
-    """Counters of some rows: means weighted by time over those that have them."""
+    """Means of counters over some rows, weighted by time, over those that have counters."""
 
     def __init__(self, timeline: Timeline, rows: Ints, fields: tuple[str, ...]) -> None:
         seconds = (timeline["end_ns"][rows] - timeline["start_ns"][rows]) * 1e-9
@@ -264,12 +261,12 @@ class CounterMeans:
         return 100.0 * self.counted_s / self.seconds if self.seconds > 0 else 0.0
 
     def value(self, field: str) -> float | None:
-        """The mean of a field; None where no call has it."""
+        """Return the mean of a field; None if no call has it."""
         total, seconds = self._sums.get(field, (0.0, 0.0))
         return total / seconds if seconds > 0 else None
 
     def reasons(self) -> dict[str, float]:
-        """Stall reasons in percent of the life of a warp."""
+        """Return stall reasons in percent of the life of a warp."""
         return {k: v / self._reasons_s for k, v in self._reasons.items()} if self._reasons_s > 0 else {}
 
 
@@ -286,7 +283,7 @@ class _RowGroups:
         elif by == "op":
             op = links.op[rows]
             numbers = np.where(op == NONE, NONE, timeline["name"][op])
-            names = [*timeline.names, "(no operator)"]  # the last is that of NONE
+            names = [*timeline.names, "(no operator)"]  # the last one is for NONE
         else:
             numbers, paths = region_paths(timeline, rows)
             names = ["/".join(path) or "(no region)" for path in paths]
@@ -298,7 +295,7 @@ class _RowGroups:
         self.members = {name: np.sort(np.concatenate(members)) for name, members in groups.items()}
 
     def head(self, name: str, mean: CounterMeans) -> dict[str, Any]:
-        """What the rows of both analyses have in common."""
+        """Return what the rows of both analyses have in common."""
         share_pct = 100.0 * mean.seconds / self.total_s if self.total_s > 0 else None
         head = {"name": name, "calls": mean.calls, "time_s": mean.seconds, "share_pct": share_pct}
         return head | {"energy_j": mean.energy_j, "counted_pct": mean.counted_pct}
@@ -309,7 +306,7 @@ class _RowGroups:
 
 
 def _open(trace: Any, power: Any, by: str, progress: Progress | None) -> tuple[Recording, _RowGroups]:
-    """The trace with its joules, and its rows by what was asked for."""
+    """Return the trace with its joules, and its rows grouped as asked for."""
     check_choice("group_by", by, GROUPS)
     recording = open_recording(trace, power=power, progress=progress)
     recording.find_energy()

@@ -1,7 +1,7 @@
 """The lanes of a page's timeline: steps and regions of the host, streams of a device, a band for each of many ranks.
 
-Nothing is dropped silently: kernels too short to see are one bar that says how many there are and which takes most of
-its time, and lanes that are not drawn are counted.
+Nothing is dropped silently: kernels that are too short to see are drawn as one bar that says how many they are and
+which takes most of its time, and lanes that are not drawn are counted.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from ..timeline.distinct import rank_values
 from .devices import RankDevice, busy_spans, list_devices, row_joules
 
 BARS = 16_000
-"""Bars of all device lanes together that are drawn each on its own."""
+"""Bars of all device lanes together that are drawn individually."""
 WHOLE = 8_000
-"""Kernels of the one step that is kept whole."""
+"""Kernels of the one step that is drawn completely."""
 LANES = 10
 """Lanes of streams: those with the most time."""
 BANDS = 128
-"""Devices with a band of their own."""
+"""Devices with their own band."""
 FEW = 16
 """Devices whose bands are high enough for names."""
 REGIONS = 3000
-"""Bars of one lane of regions that are drawn each on its own."""
+"""Bars of one lane of regions that are drawn individually."""
 RANKS = 64
-"""Ranks of a job on CPUs with a band of their own."""
+"""Ranks of a job on CPUs with their own band."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Bars in one row. `count` is above 1 where several short ones are drawn as one, `name` then the longest's."""
+    """Bars in one row. A bar with `count` above 1 stands for several short ones, and has the name of the longest."""
 
     label: str
     kind: str
@@ -52,12 +52,12 @@ class Lane:
     count: Ints
     energy_j: Floats
     height: int | None = None
-    """In pixels; None: as its kind has it."""
+    """In pixels; None: the default of its kind."""
 
 
 def find_one(timeline: Timeline) -> tuple[int, int] | None:
-    """The step in the middle of the run, or some kernels there where there are no steps; at most `WHOLE` kernels."""
-    starts = np.sort(timeline["start_ns"][timeline.device_rows], kind="stable")  # they are all but in order
+    """Return the step in the middle of the run, or if there are no steps, at most `WHOLE` kernels there."""
+    starts = np.sort(timeline["start_ns"][timeline.device_rows], kind="stable")  # device rows are almost in order
     if not len(starts):
         return None
     if steps := timeline.linked.steps:
@@ -73,7 +73,7 @@ def find_one(timeline: Timeline) -> tuple[int, int] | None:
 
 
 def find_first_view(timeline: Timeline, start_ns: int, span_ns: int) -> tuple[int, int]:
-    """The timeline with a margin, where the power trace is much longer; the steps of ranks without a device."""
+    """Return the span of the timeline with a margin, if power was recorded for much longer."""
     first_ns, last_ns = timeline.start_ns, timeline.end_ns
     steps = timeline.linked.steps
     if not len(timeline.device_rows) and steps and len(np.unique(timeline["rank"])) > 1:
@@ -88,20 +88,20 @@ def find_first_view(timeline: Timeline, start_ns: int, span_ns: int) -> tuple[in
 
 
 class LaneMaker:
-    """Makes the lanes of a timeline, from `start_ns` on; `names` numbers the names that their bars have."""
+    """Makes the lanes of a timeline, from `start_ns` on; `names` numbers the names of their bars."""
 
     def __init__(self, timeline: Timeline, start_ns: int, span_ns: int) -> None:
         self._timeline, self._start_ns, self._span_ns = timeline, start_ns, span_ns
         self.names: dict[str, int] = {}
 
     def make_regions(self, *, banded: bool) -> list[Lane]:
-        """Steps in a lane of their own, other regions by how deep they are nested; of several ranks a band for each."""
+        """Make a lane of steps, and lanes of other regions by nesting; for several ranks, a band for each."""
         timeline = self._timeline
         links, rows = timeline.linked, timeline.rows("region")
         steps = np.array([s.row for s in links.steps if s.row != NONE], np.int64)
         if ranks := [rank for rank in np.unique(timeline["rank"]).tolist() if rank != NONE][:RANKS]:
             bands = [("rank {} steps", "step", steps), ("collectives", "region", host_rows(timeline))]
-            if banded:  # what its device did tells more of a rank: the steps of one are enough
+            if banded:  # the device's rows tell more of a rank, so the steps of one rank are enough
                 ranks, bands = ranks[:1], bands[:1]
             own = [(w.format(r), kind, rows[timeline["rank"][rows] == r]) for r in ranks for w, kind, rows in bands]
             return [self._make_region(rows, label, kind) for label, kind, rows in own if len(rows)]
@@ -121,9 +121,9 @@ class LaneMaker:
         return self._draw_bars(rows, np.full(len(rows), np.nan), label, kind, quantum_ns)
 
     def make_devices(self, table: EnergyTable | None, whole: tuple[int, int] | None) -> tuple[list[Lane], int]:
-        """A lane for each stream, those with most time; of many devices a band for each. And how many are not shown.
+        """Make a lane for each stream, those with most time, or bands for many devices; return how many are not shown.
 
-        What begins within `whole` is drawn one by one, however short.
+        Rows that begin within `whole` are drawn one by one, however short.
         """
         timeline, rows = self._timeline, self._timeline.rows(*ON_DEVICE)
         if not len(rows):
@@ -158,7 +158,7 @@ class LaneMaker:
         quantum_ns: float,
         whole: tuple[int, int] | None = None,
     ) -> Lane:
-        """A bar for each row; those shorter than `quantum_ns` that begin in one stretch of that length are one."""
+        """Return a bar for each row; rows shorter than `quantum_ns` in one stretch of that length share one."""
         timeline = self._timeline
         order = np.argsort(timeline["start_ns"][rows], kind="stable")
         rows, joules = rows[order], joules[order]
@@ -167,7 +167,7 @@ class LaneMaker:
         if whole is not None:
             alone |= (starts >= whole[0]) & (starts < whole[1])
         bucket = ((starts - self._start_ns) // max(quantum_ns, 1.0)).astype(np.int64)
-        # A new bar where this one or the one before stands alone, or another stretch begins.
+        # A new bar begins if this row or the one before stands alone, or if another stretch begins.
         new = np.r_[True, alone[1:] | alone[:-1] | (bucket[1:] != bucket[:-1])]
         group, first = np.cumsum(new) - 1, np.flatnonzero(new)
         ops = timeline.linked.op[rows]
@@ -187,7 +187,7 @@ class LaneMaker:
         )
 
     def _intern(self, column: NDArray[Any]) -> Ints:
-        """The numbers that names of the timeline have here."""
+        """Return the page's numbers for names of the timeline."""
         used, inverse = rank_values(column)
         names, texts = self.names, self._timeline.names
         ids = [NONE if i == NONE else names.setdefault(texts[i], len(names)) for i in used.tolist()]
@@ -195,7 +195,7 @@ class LaneMaker:
 
 
 def _bands(timeline: Timeline, devices: Sequence[RankDevice]) -> tuple[list[tuple[str, Ints, int]], int]:
-    """Of each device a lane of what computes and copies, and a thin one of its collectives below it."""
+    """Return for each device a lane of what computes and copies, and a thin one of its collectives below."""
     shown = devices[:BANDS]
     single = len({d.rank for d in devices}) == len(devices) and devices[0].rank != NONE
     high, low = (20, 9) if len(shown) <= FEW else (11, 5)
@@ -213,14 +213,14 @@ def _bands(timeline: Timeline, devices: Sequence[RankDevice]) -> tuple[list[tupl
 
 
 def _without_overlap(lane: Lane) -> Lane:
-    """Bars that begin when the one before has ended: streams of one device may run at the same time."""
+    """Let each bar begin when the one before has ended: streams of one device may run at the same time."""
     reached = np.r_[0, np.maximum.accumulate(lane.end_ns)[:-1]] if len(lane.end_ns) else lane.end_ns
     start = np.maximum(lane.start_ns, reached)
     return dataclasses.replace(lane, start_ns=np.minimum(start, lane.end_ns), end_ns=np.maximum(lane.end_ns, start))
 
 
 def _longest(group: Ints, name: Ints, lengths: Ints) -> Ints:
-    """Of each group a row of the name that takes most of its time."""
+    """Return for each group a row with the name that takes most of its time."""
     order = np.lexsort((name, group))
     g, n = group[order], name[order]
     first = np.flatnonzero(np.r_[True, (g[1:] != g[:-1]) | (n[1:] != n[:-1])])

@@ -22,7 +22,7 @@ from .devices import RankDevice, explain_no_device, find_launches, list_devices
 from .result import Result, columns
 
 SHORT_S = 10e-6
-"""A kernel that takes less than a launch costs the host (5 to 10 us on the machines we measured) is short."""
+"""Seconds: a kernel is short if it takes less than a launch costs the host (5 to 10 us on the machines we measured)."""
 _COLUMNS = columns(
     ("where", "device"),
     ("stream", "stream"),
@@ -82,14 +82,14 @@ def _describe_stream(timeline: Timeline, device: RankDevice, number: int, rows: 
     }  # fmt: skip
     call = find_launches(timeline, rows)
     _, first, count = np.unique(call, return_inverse=True, return_counts=True)
-    own = (call != NONE) & (count[np.asarray(first).reshape(-1)] == 1)  # a graph's launch is that of many
+    own = (call != NONE) & (count[np.asarray(first).reshape(-1)] == 1)  # a graph's launch is shared by many rows
     if not own.any():
         return found
     launched, begun = timeline["start_ns"][call[own]], starts[own]
     delays = np.maximum(begun - timeline["end_ns"][call[own]], 0) * 1e-9
     p50, p99 = np.percentile(delays, [50.0, 99.0]).tolist()
     found |= {"delay_p50_s": p50, "delay_p99_s": p99, "delay_max_s": float(delays.max())}
-    # A clock that is off by a little may have a row start before its launch: it was never queued.
+    # If a clock is slightly off, a row may start before its launch: then it was never queued.
     launched = np.minimum(launched, begun)
     times = np.concatenate([launched, begun])
     change = np.concatenate([np.ones(len(begun), np.int64), -np.ones(len(begun), np.int64)])

@@ -28,21 +28,22 @@ from ..timeline.columns import NONE, Ints, Timeline
 from ..units import format_duration, format_energy
 
 EXPENSIVE = 1.5
-"""A step that costs more than this many times the median one is expensive: it compiles, tunes, or waits for a disk."""
+"""A step that costs more than this many times the median is expensive: it compiles, tunes, or waits for a disk."""
 SETTLES = 3
-"""So many first steps may be left out, or a tenth of them: more expensive ones are how the program runs."""
+"""At most this many first steps may be left out, or a tenth of all: if more are expensive, the program runs like this.
+"""
 FEWEST = 3
-"""Fewer steps have no median."""
+"""Fewer steps have no meaningful median."""
 DOMINATES = 0.2
-"""A step whose joules above the median are more than this share of all steps' makes the mean that of no step."""
-# A run slowly warms up, or somebody else comes and goes: neighbouring steps resemble each other, and the scatter from
-# step to step is too small. So many stretches of it are few enough to differ, and enough to have a scatter.
+"""If a step's joules above the median are more than this share of all steps' joules, the mean describes no step."""
+# A run slowly warms up, or another program comes and goes: neighbouring steps resemble each other, and the scatter from
+# step to step is too small. This many stretches of a run are few enough to differ, and enough to have a scatter.
 BLOCKS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpread:
-    """How the steps differ: the middle one and the extremes."""
+    """How the steps differ: the median and the extremes."""
 
     count: int
     total_j: float
@@ -55,12 +56,12 @@ class StepSpread:
 
     @property
     def factor(self) -> float:
-        """How many times the median the most expensive step cost."""
+        """Return how many times the median the most expensive step cost."""
         return self.most_j / self.median_j if self.median_j > 0 else math.inf
 
     @property
     def is_dominated(self) -> bool:
-        """Whether one step alone decides the mean: the median tells more of the others."""
+        """Return whether one step alone determines the mean: then the median tells more about the others."""
         return self.count >= FEWEST and self.most_j - self.median_j > DOMINATES * self.total_j
 
 
@@ -68,8 +69,8 @@ class StepSpread:
 class CountedSteps:
     """The steps that count, by their places; `first` are left out as expensive, `unseen` as unmeasured.
 
-    Expensive steps are left out where the run begins with them: it has not settled. Later ones (a checkpoint, a
-    validation) are the program's own, and count.
+    Expensive steps are left out if the run begins with them, because it has not settled. Later ones (a checkpoint, a
+    validation) belong to the program, and count.
     """
 
     places: Sequence[int]
@@ -78,12 +79,12 @@ class CountedSteps:
 
     @property
     def names(self) -> str | None:
-        """Those left out as expensive; None where the run begins with no such step."""
+        """Return the names of steps that are left out as expensive; None if the run begins with no such step."""
         return _list_names(self.first) if self.first else None
 
     @property
     def left_out(self) -> str | None:
-        """Which steps do not count and why, in words; None where all count."""
+        """Return which steps do not count and why, in words; None if all count."""
         parts = []
         if self.first:
             many, joules = len(self.first) > 1, math.fsum(s.energy_j for s in self.first)
@@ -99,8 +100,8 @@ class CountedSteps:
 class MeanStep:
     """One step's joules and seconds, and the mean watts of all, with 90% half-widths.
 
-    `error_j` and `error_w` have the sensor's error and how the steps scatter, `error_s` the scatter alone. Of a single
-    step the scatter is not known: `once`, the sensor's error is all there is, and `error_s` is NaN.
+    `error_j` and `error_w` include the sensor's error and the scatter of the steps; `error_s` is only the scatter. For
+    a single step (`once`) the scatter is not known: `error_j` is the sensor's error, and `error_s` is NaN.
     """
 
     energy_j: float
@@ -112,12 +113,12 @@ class MeanStep:
 
 
 def find_expensive(spent: Floats) -> NDArray[np.bool_]:
-    """Which steps are expensive, by the joules of each (or seconds, where joules are not known)."""
+    """Return which steps are expensive, by the joules of each (or seconds, if joules are not known)."""
     return spent > EXPENSIVE * np.median(spent) if len(spent) >= FEWEST else np.zeros(len(spent), np.bool_)
 
 
 def select_steps(steps: Sequence[EnergyRow]) -> CountedSteps:
-    """Which steps count: those that were measured, without the expensive ones at the beginning."""
+    """Return which steps count: those that were measured, without the expensive ones at the beginning."""
     measured = [i for i, s in enumerate(steps) if not math.isnan(s.energy_j)]
     if not measured:  # a trace without power
         high, measured = find_expensive(np.array([wall_s(s) for s in steps])), list(range(len(steps)))
@@ -130,36 +131,37 @@ def select_steps(steps: Sequence[EnergyRow]) -> CountedSteps:
 
 
 def mean_step(steps: Sequence[EnergyRow], level: float) -> MeanStep:
-    """The mean of some steps. `level`: the share of the joules by which the sensor may be off in all of them."""
+    """Return the mean of some steps. `level`: the share of the joules by which the sensor may be off in all of them."""
     joules, seconds = np.array([s.energy_j for s in steps]), np.array([wall_s(s) for s in steps])
     own_j = math.hypot(*(s.error_j for s in steps)) / len(steps)
     return mean_of(joules, seconds, max(own_j, level * float(np.mean(joules))))
 
 
 def mean_of(joules: Floats, seconds: Floats, own_j: float) -> MeanStep:
-    """The mean of what was spent in each step; `own_j` is the half-width that the sensor alone gives it."""
+    """Return the mean of what was spent in each step; `own_j` is the half-width from the sensor alone."""
     mean_j, mean_s = float(np.mean(joules)), float(np.mean(seconds))
     own_w = own_j / mean_s if mean_s > 0 else math.nan
     if len(joules) < 2:
         return MeanStep(mean_j, own_j, mean_s, math.nan, own_w, True)
-    # A longer step costs more joules at the same watts. Of the ratio of both means only what the joules of a step
-    # differ from its seconds at the mean watts is scatter (W. G. Cochran, "Sampling Techniques", 1977, chapter 6).
+    # A longer step costs more joules at the same watts. In the ratio of both means, only the difference between a
+    # step's joules and its seconds at the mean watts is scatter (W. G. Cochran, "Sampling Techniques", 1977, chapter
+    # 6).
     residual_j = joules - seconds * (mean_j / mean_s) if mean_s > 0 else np.full(len(joules), math.nan)
     error_w = math.hypot(own_w, mean_error(residual_j) / mean_s) if mean_s > 0 else math.nan
     return MeanStep(mean_j, math.hypot(own_j, mean_error(joules)), mean_s, mean_error(seconds), error_w, False)
 
 
 def _list_names(steps: Sequence[EnergyRow]) -> str:
-    """Their names: all of a few, else the first and the last."""
+    """Return the names of steps: all of a few, else the first and the last."""
     names = [s.name for s in steps]
     return " and ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]} ({len(names)} steps)"
 
 
 def mean_error(values: Sequence[float] | Floats) -> float:
-    """Half-width of the 90% interval of a mean of steps; NaN of fewer than two, which have none.
+    """Return the half-width of the 90% interval of a mean of steps; NaN for fewer than two.
 
-    The wider of two: by the steps, where those that resemble their neighbours count for less, and by the means of
-    BLOCKS stretches of the run, which drift.
+    The wider of two estimates: by the steps, where steps that resemble their neighbours count for less, and by the
+    means of BLOCKS stretches of the run, which drift.
     """
     steps = np.asarray(values, np.float64)
     if len(steps) < 2:
@@ -171,14 +173,14 @@ def mean_error(values: Sequence[float] | Floats) -> float:
 
 
 def independent_error(values: Sequence[float]) -> float:
-    """Half-width of the 90% interval of a mean of runs, which know nothing of each other; NaN of fewer than two."""
+    """Return the half-width of the 90% interval of a mean of independent runs; NaN for fewer than two."""
     if len(values) < 2:
         return math.nan
     return t90(len(values) - 1) * standard_error(values)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of some values."""
+    """Return the standard error of the mean of some values."""
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
@@ -207,7 +209,7 @@ class StepRows:
     windows: Sequence[tuple[int, int]] = ()
 
     def rows(self, view: str) -> dict[str, StepSeries]:
-        """Every row of a view. Operators and kernels sum to the steps, with idle; regions and modules are nested."""
+        """Return every row of a view. Operators, kernels and idle sum to the steps; regions and modules are nested."""
         if view in ("ops", "kernels"):
             return self._leaves(view)
         rows = np.arange(len(self.timeline))
@@ -225,7 +227,7 @@ class StepRows:
         owner = rows if view == "kernels" else links.op[rows]
         keys = np.where(owner == NONE, NONE, timeline["name"][owner])
         steps = self._numbers()[links.step[rows]]
-        # A call is one kernel, or one operator however many kernels it launched: the first, and what repeats it.
+        # A call is one kernel, or one operator with all kernels it launched: count the first one, and what repeats it.
         twin = links.find_twins(rows)
         own = np.flatnonzero(twin == rows)
         first = np.unique(np.where(owner == NONE, -2 - rows, owner)[own], return_index=True)[1]
@@ -238,13 +240,13 @@ class StepRows:
         return {**rows_by_name, **self._idle(rows_by_name)} if rows_by_name else {}
 
     def _numbers(self) -> Ints:
-        """For every step of the timeline, and for none, its place among those of the table."""
+        """Return for every step of the timeline, and for none, its place among the table's steps."""
         numbers = np.full(len(self.timeline.linked.steps) + 1, NONE, np.int64)  # one more, for NONE
         numbers[self.places] = np.arange(len(self.places))
         return numbers
 
     def _by_name(self, keys: Ints, steps: Ints, *values: Floats) -> dict[str, list[Floats]]:
-        """Each of the values summed by name and step."""
+        """Return each of the values summed by name and step."""
         count = len(self.places)
         used, where = np.unique(keys, return_inverse=True)
         flat = [np.bincount(where * count + steps, v, minlength=len(used) * count).reshape(-1, count) for v in values]
@@ -252,18 +254,18 @@ class StepRows:
         return {name: [part[i] for part in flat] for i, name in enumerate(names)}
 
     def _idle(self, rows: Mapping[str, StepSeries]) -> dict[str, StepSeries]:
-        """What no row has of the steps."""
+        """Return the part of the steps that no row has."""
         step_s, spent_j = (np.array([pick(s) for s in self.table.steps]) for pick in (wall_s, lambda s: s.energy_j))
         joules = spent_j - sum(s.joules for s in rows.values())
         seconds = step_s - sum(s.seconds for s in rows.values())
-        if seconds.sum() < 0:  # of several devices, whose seconds are more than the clock's
+        if seconds.sum() < 0:  # with several devices, whose seconds are more than the clock's
             seconds = np.zeros(len(seconds))
         if not seconds.any() and not np.nan_to_num(joules).any():
             return {}
         return {self.table.idle_name: StepSeries(joules, seconds, np.zeros(len(seconds)))}
 
     def _modules(self) -> dict[str, StepSeries]:
-        """Modules of a light run by the device's time in them: their calls were seen in a few steps only."""
+        """Return the modules of a light run by the device's time in them: their calls were seen in a few steps only."""
         timeline, links = self.timeline, self.timeline.linked
         rows, seconds = self_time(timeline)
         module, steps = links.module[rows], self._numbers()[links.step[rows]]
@@ -286,7 +288,7 @@ class StepRows:
         return series
 
     def _spans(self, view: str) -> dict[str, StepSeries]:
-        """Each row's joules and calls by the time of its passes, of which those inside steps count."""
+        """Return each row's joules and calls by the time of its passes; only those inside steps count."""
         timeline, links = self.timeline, self.timeline.linked
         if view == "regions":
             passes = timeline.rows("region")
@@ -308,7 +310,7 @@ class StepRows:
         return series
 
     def _within(self, start_ns: Ints, end_ns: Ints) -> Floats:
-        """Seconds of some stretches that lie in the windows."""
+        """Return the seconds of some stretches that are inside the windows."""
         if not self.windows:
             return np.asarray(np.maximum(end_ns - start_ns, 1) * 1e-9, np.float64)
         inside = sum(np.maximum(np.minimum(end_ns, b) - np.maximum(start_ns, a), 0) for a, b in self.windows)
@@ -316,7 +318,7 @@ class StepRows:
 
 
 def find_step_rows(timeline: Timeline, table: EnergyTable, windows: Sequence[tuple[int, int]] = ()) -> StepRows | None:
-    """The steps of a table found again in its timeline; None where one is not there."""
+    """Return the steps of a table in its timeline; None if one is not there."""
     places, at = [], 0
     names = [s.name for s in timeline.linked.steps]
     for row in table.steps:
@@ -330,12 +332,12 @@ def find_step_rows(timeline: Timeline, table: EnergyTable, windows: Sequence[tup
 
 
 def wall_s(row: EnergyRow) -> float:
-    """The seconds a row took by the clock; of one that has none, those on its device."""
+    """Return the seconds that a row took by the clock; if it has none, those on its device."""
     return row.wall_s if row.wall_s is not None else row.time_s
 
 
 def self_time(timeline: Timeline) -> tuple[Ints, Floats]:
-    """Rows of devices (of the host, where nothing ran on one) with the seconds each has to itself."""
+    """Return rows of devices (of the host, if nothing ran on one) with each row's own seconds."""
     rows = timeline.device_rows
     if not len(rows):
         activity = host_activity(timeline, timeline.linked)
@@ -348,7 +350,7 @@ def self_time(timeline: Timeline) -> tuple[Ints, Floats]:
 
 
 def spread_steps(rows: Sequence[EnergyRow]) -> StepSpread | None:
-    """How some steps differ; None where there are not two of them."""
+    """Return how some steps differ; None for fewer than two."""
     steps = [s for s in rows if not math.isnan(s.energy_j)]
     if len(steps) < 2:
         return None

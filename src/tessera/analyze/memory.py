@@ -16,7 +16,7 @@ from .devices import RankDevice, busy_spans, explain_no_device, group_by_launch,
 from .result import Result, columns
 
 COUNTER = "memory allocated"
-"""What the readers call the counter of PyTorch's allocator."""
+"""The readers' name for the counter of PyTorch's allocator."""
 CATEGORY = "memory of "
 POINTS = 512
 """Points of a device's curve: each stretch keeps its largest, so that no peak is lost."""
@@ -45,7 +45,7 @@ _COPY_COLUMNS = columns(
 
 
 def memory(trace: Any, *, power: Any = None, points: int = POINTS, progress: Progress | None = None) -> Result:
-    """Peak, mean and last allocated bytes by device; `facts["timeline"]` has the curves as [second, bytes].
+    """Return peak, mean and last allocated bytes by device; `facts["timeline"]` has the curves as [second, bytes].
 
     >>> analyze.memory("trace.json.gz").rows[0]["peak_bytes"]
     """
@@ -77,7 +77,7 @@ def memory(trace: Any, *, power: Any = None, points: int = POINTS, progress: Pro
 
 
 def _at_peak(timeline: Timeline, rows: Ints) -> dict[str, float]:
-    """Bytes by category (parameters, activations ...) when most was allocated: torch's memory timeline has them."""
+    """Return bytes by category (parameters, activations ...) at the peak, from torch's memory timeline."""
     at_ns = int(timeline["start_ns"][rows[int(np.argmax(timeline["value"][rows]))]])
     found = {}
     for number, name in enumerate(timeline.names):
@@ -105,7 +105,7 @@ def _memory_figures(timeline: Timeline, rows: Ints) -> dict[str, Any]:
 
 
 def _outermost_operator(timeline: Timeline, row: int) -> str | None:
-    """The outermost operator that was open when and where a row was recorded: the inner ones are all aten::empty."""
+    """Return the outermost open operator at a row, because the inner ones are all aten::empty."""
     at_ns, thread = timeline["start_ns"][row], timeline["thread"][row]
     ops = timeline.rows("op")
     around = (timeline["start_ns"][ops] <= at_ns) & (timeline["end_ns"][ops] > at_ns)
@@ -115,7 +115,7 @@ def _outermost_operator(timeline: Timeline, row: int) -> str | None:
 
 
 def _thin_curve(timeline: Timeline, rows: Ints, points: int) -> list[list[float]]:
-    """A curve as [second, bytes], with at most so many points."""
+    """Return a curve as [second, bytes], with at most so many points."""
     seconds, values = (timeline["start_ns"][rows] - timeline.start_ns) / 1e9, timeline["value"][rows]
     if len(rows) > points:
         edges = np.linspace(0, len(rows), points + 1).astype(np.int64)
@@ -125,9 +125,9 @@ def _thin_curve(timeline: Timeline, rows: Ints, points: int) -> list[list[float]
 
 
 def memcpy(trace: Any, *, power: Any = None, progress: Progress | None = None) -> Result:
-    """Copies by direction and pinned or pageable: calls, bytes, bytes a second, and how much ran beside kernels.
+    """Return copies by direction and pinning: calls, bytes, bytes a second, and how much ran beside kernels.
 
-    Memsets have a row of their own (`kind` "memset"), and are in no sum of copies.
+    Memsets have their own row (`kind` "memset"), and are in no sum of copies.
 
     >>> analyze.memcpy("trace.json.gz").facts["pinned_pct"]
     """
@@ -143,7 +143,7 @@ def memcpy(trace: Any, *, power: Any = None, progress: Progress | None = None) -
             sized = size != NONE
             line["calls"] += len(rows)
             line["sized"] += int(sized.sum())
-            line["bytes"] += sum(size[sized].tolist())  # Python's sum: a damaged size must not wrap around
+            line["bytes"] += sum(size[sized].tolist())  # Python's sum, because a damaged size must not wrap around
             line["ns"] += int((end - start).sum())
             line["sized_ns"] += int((end - start)[sized].sum())
             line["beside_ns"] += int(covered_ns(compute, start, end).sum())
@@ -165,7 +165,7 @@ def memcpy(trace: Any, *, power: Any = None, progress: Progress | None = None) -
 
 
 def _copy_groups(timeline: Timeline, device: RankDevice) -> list[tuple[tuple[str, bool | None], Ints]]:
-    """The copies of a device by direction and pinning; memsets."""
+    """Return the copies of a device by direction and pinning; memsets."""
     kinds = timeline["kind"][device.rows]
     copies = group_by_launch(timeline, device.rows[kinds == CODE["memcpy"]])
     groups: list[tuple[tuple[str, bool | None], Ints]] = [

@@ -1,9 +1,9 @@
-"""The modules of a model as a tree, with what each and everything inside it launched; and two such trees side by side.
+"""The modules of a model as a tree, with what each module and everything inside it launched; or two trees compared.
 
 ::
 
     GPT                                 modules of one class in one place are one line, however many layers there are,
-      Block  x 12                       so that trees of two recordings match whatever their modules are numbered
+      Block  x 12                       so that trees of two recordings match, whatever the numbers of their modules
         Attention  x 12
           Linear  x 24
 
@@ -73,7 +73,7 @@ def sum_own(timeline: Timeline, rows: Ints, values: Floats) -> dict[int, float]:
 
 
 def sum_passes(timeline: Timeline, rows: Ints, values: Floats) -> dict[int, float]:
-    """Of each pass of a module what its rows, and those of the modules inside it, sum to."""
+    """Return, for each pass of a module, the sum over its rows and those of the modules inside it."""
     links, sums = timeline.linked, dict[int, float]()
     for module, value in sum_own(timeline, rows, values).items():
         for row in links.path(module):
@@ -82,7 +82,7 @@ def sum_passes(timeline: Timeline, rows: Ints, values: Floats) -> dict[int, floa
 
 
 def read_tree(recording: Recording) -> dict[Path, ModuleSum]:
-    """Seconds, joules and calls by the classes of a module and of all around it."""
+    """Return seconds, joules and calls by the classes of a module and of all modules around it."""
     timeline, table = recording.timeline, recording.find_energy()
     rows, seconds = self_time(timeline)
     links = timeline.linked
@@ -109,10 +109,10 @@ def read_tree(recording: Recording) -> dict[Path, ModuleSum]:
 
 
 def modules(trace: Any, *, against: Any = None, power: Any = None, progress: Progress | None = None) -> Result:
-    """The tree of modules with what each launched; with `against`, how another recording's differs, per step.
+    """Return the tree of modules with what each launched; with `against`, how another recording's differs, per step.
 
-    Backward work belongs to the module whose forward it is of. Rows are in the order of the tree, the longest first
-    (those that changed most, with `against`).
+    Backward work belongs to the module of its forward. Rows are in the order of the tree, the longest first (with
+    `against`, those that changed most).
 
     >>> analyze.modules("before.json.gz", against="after.json.gz").top(5, by="change_s")
     """
@@ -190,7 +190,7 @@ def _describe_place(path: Path) -> dict[str, Any]:
 
 
 def _order(weight: dict[Path, float]) -> list[Path]:
-    """Paths as a tree is printed: each before those inside it, and beside each other by weight."""
+    """Return paths in printing order: each before those inside it, and siblings by weight."""
 
     def key(path: Path) -> list[tuple[float, str]]:
         return [(-weight.get(path[: i + 1], 0.0), path[i]) for i in range(len(path))]
@@ -199,5 +199,5 @@ def _order(weight: dict[Path, float]) -> list[Path]:
 
 
 def _class_of(name: str) -> str:
-    """nn.Module: Linear_3 as Linear; a name that a user's hooks gave stays, without its number."""
+    """Return a module's class: Linear for "nn.Module: Linear_3"; a hook's own name stays, without its number."""
     return _NUMBERED.sub("", name.removeprefix(MODULE)) or name

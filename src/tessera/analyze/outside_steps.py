@@ -1,6 +1,6 @@
 """What a table has outside its steps: evaluation, and the rest (setup, saving, time between steps).
 
-The screen, the page and the JSON all take it from here: steps, evaluation and the rest sum to the table's joules.
+The screen, the page and the JSON all use this: steps, evaluation and the rest sum to the table's joules.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutsideSteps:
-    """The joules of a table that no step has: those of all steps, of `evaluation` and of `rest` are the table's.
+    """The joules of a table that no step has. All steps, `evaluation` and `rest` sum to the table's joules.
 
-    `evaluation` is None where there was none between the steps. `places` are the joules of the rest "before" the first
-    step, "between" steps and "after" the last one; empty of a device, which runs a step's kernels after that has ended.
+    `evaluation` is None if there was none between the steps. `places` are the joules of the rest "before" the first
+    step, "between" steps and "after" the last one; empty for a device, which runs a step's kernels after the step has
+    ended.
     """
 
     evaluation: EnergyRow | None
@@ -33,12 +34,12 @@ class OutsideSteps:
 
     @property
     def rows(self) -> list[EnergyRow]:
-        """What comes below the steps in a table of them."""
+        """Return the rows that come below the steps in a table of them."""
         return [*([self.evaluation] if self.evaluation else []), self.rest]
 
 
 def find_outside_steps(recording: Recording, table: EnergyTable) -> OutsideSteps | None:
-    """What no step of a table has; None without steps or joules, and where steps overlap or are too many to count."""
+    """Return what no step of a table has; None without steps or joules, or if steps overlap or are too many."""
     joules = [s.energy_j for s in table.steps]
     if not joules or len(recording.timeline.linked.steps) > MOST_PASSES or not table.energy_j > 0:
         return None
@@ -46,7 +47,7 @@ def find_outside_steps(recording: Recording, table: EnergyTable) -> OutsideSteps
     evaluation = next((r for r in table.regions if r.name == EVALUATION), None) if passes else None
     apart = [r for r in (evaluation,) if r is not None]
     rest_j = table.energy_j - math.fsum([*joules, *(r.energy_j for r in apart)])
-    if not rest_j >= 0:  # NaN is not either
+    if not rest_j >= 0:  # also true for NaN
         return None
     rest_s = max(table.time_s - math.fsum(r.spent_s for r in (*table.steps, *apart)), 0.0)
     share = rest_j / table.energy_j
@@ -56,7 +57,7 @@ def find_outside_steps(recording: Recording, table: EnergyTable) -> OutsideSteps
         calls=0,
         time_s=rest_s,
         energy_j=rest_j,
-        error_j=share * table.error_j,  # of the sensor's level, which all rows share
+        error_j=share * table.error_j,  # the error of the sensor's level, which all rows share
         share=share,
         wall_s=rest_s,
     )
@@ -64,7 +65,7 @@ def find_outside_steps(recording: Recording, table: EnergyTable) -> OutsideSteps
 
 
 def _find_evaluation(recording: Recording) -> list[tuple[int, int]]:
-    """The passes of evaluation; none where one overlaps a step, whose joules it shares then."""
+    """Return the passes of evaluation; none if one overlaps a step, because it then shares the step's joules."""
     timeline = recording.timeline
     rows = timeline.rows("region")
     rows = rows[timeline["name"][rows] == timeline.names.index(EVALUATION)] if EVALUATION in timeline.names else []
@@ -74,7 +75,7 @@ def _find_evaluation(recording: Recording) -> list[tuple[int, int]]:
 
 
 def _place(recording: Recording, table: EnergyTable, passes: _Spans, rest_j: float) -> dict[str, float]:
-    """The rest by time, shared out as the samples show it."""
+    """Return the rest by time, shared out as the samples show it."""
     timeline, power = recording.timeline, recording.power
     counted = {s.name for s in table.steps}
     steps = [(a, b) for name, a, b in find_spans(timeline) if name in counted]
@@ -90,13 +91,13 @@ def _place(recording: Recording, table: EnergyTable, passes: _Spans, rest_j: flo
     seen = {}
     for where, parts in spans.items():
         spent = accounted_energies(power, timeline, _without(parts, passes))
-        seen[where] = math.fsum(e.energy_j for e in spent if e.energy_j > 0)  # NaN: no sample was there
+        seen[where] = math.fsum(e.energy_j for e in spent if e.energy_j > 0)  # NaN: there was no sample
     total_j = math.fsum(seen.values())
     return {where: rest_j * joules / total_j for where, joules in seen.items()} if total_j > 0 else {}
 
 
 def _without(spans: _Spans, others: _Spans) -> list[tuple[int, int]]:
-    """Some stretches of time without others."""
+    """Return some stretches of time without others."""
     parts = []
     for start_ns, end_ns in spans:
         at_ns = start_ns

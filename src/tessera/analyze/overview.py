@@ -1,8 +1,8 @@
-"""A run small enough to draw: a few thousand points and bars of its timeline, and its joules as a tree.
+"""A run reduced to what can be drawn: a few thousand points and bars of its timeline, and its joules as a tree.
 
-Nothing is dropped silently: kernels too short to see are one bar that says how many there are and which spends most of
-its time; one step is kept whole, so that a reader who zooms in finds every kernel of it. Small branches of the tree are
-summed as `N more`.
+Nothing is dropped silently: kernels that are too short to see are one bar that says how many they are and which spends
+most of its time. One step is kept whole, so that a reader who zooms in finds all its kernels. Small branches of the
+tree are summed as `N more`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .kernel_names import op_name, short_name
 from .lanes import BARS, Lane, LaneMaker, find_first_view, find_one
 
 POINTS = 6000
-"""Points of one line: each of 3000 stretches keeps its lowest and highest, more than a screen has pixels."""
+"""Points of one line: each of 3000 stretches keeps its lowest and highest, more than the pixels of a screen."""
 MARKS = 400
 SMALLEST = 0.0015
-"""Share of all joules below which branches of one parent become one: narrower than two pixels."""
+"""Share of all joules below which branches of one parent are merged: they would be narrower than two pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,13 @@ class Overview:
     marks: Sequence[tuple[str, int]] = ()
     names: Sequence[str] = ()
     shown: tuple[int, int] = (0, 1)
-    """What to look at first: where there are rows."""
+    """The view to show first: one that has rows."""
     rows: int = 0
     merged: int = 0
     hidden_lanes: int = 0
-    """Lanes of streams that are not drawn: those with the least time."""
+    """Number of streams without a lane: those with the least time."""
     one: tuple[int, int] | None = None
-    """A step in the middle of the run; where bars are merged, its kernels are not."""
+    """A step in the middle of the run; if bars are merged, its kernels are not."""
     idle_w: float | None = None
     limit_w: float | None = None
 
@@ -106,7 +106,7 @@ def overview(
 
 
 def thin(times_ns: Ints, values: Floats, points: int = POINTS) -> tuple[Ints, Floats]:
-    """At most so many points: of each stretch the lowest and the highest, so that no peak is lost."""
+    """Return at most so many points: the lowest and the highest of each stretch, so that no peak is lost."""
     if len(times_ns) <= points:
         return times_ns, values
     edges = np.linspace(0, len(times_ns), points // 2 + 1).astype(np.int64)[:-1]
@@ -150,14 +150,14 @@ def _telemetry(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> 
             times, values = thin(
                 np.array([p[0] for p in pairs], np.int64), np.array([p[1] for p in pairs], np.float64), POINTS // 3
             )
-            if name == "memory clock" and np.ptp(values) == 0:  # as nearly always; it would flatten the SM clock
+            if name == "memory clock" and np.ptp(values) == 0:  # nearly always, and it would flatten the SM clock
                 continue
             out.append(TrackLine(name=f"{domain} {name}", unit=unit, times_ns=times, values=values))
     return out
 
 
 def _throttle(telemetry: Mapping[str, Sequence[Telemetry]], offset_ns: int) -> list[tuple[str, int, int]]:
-    """Stretches in which a device reported throttling: from the first reading that reports it to the last."""
+    """Return the stretches in which a device reported throttling, from the first such reading to the last."""
     out: list[tuple[str, int, int]] = []
     for domain, rows in telemetry.items():
         began: dict[str, int] = {}
@@ -203,15 +203,15 @@ class _Branch:
 
 
 def build_energy_tree(timeline: Timeline, table: EnergyTable) -> EnergyNode:
-    """Everything the run spent; branches too small to see are summed as `N more`."""
+    """Build the tree of everything that the run spent; branches too small to see are summed as `N more`."""
     root = _Branch("run", 0.0, 0, {})
     rows = timeline.device_rows
     if len(rows):
         _grow(root, timeline, rows, row_joules(timeline, rows, table))
     elif timeline.energy_j is not None and len(ops := timeline.rows("op")):  # a program of the host
         _grow(root, timeline, ops, np.nan_to_num(timeline.energy_j[ops]))
-    else:  # a summary or a table alone: operators, or kernels, without what surrounds them
-        alone = [r for r in table.ops if not math.isnan(r.error_j)]  # those of a summary hold one another
+    else:  # only a summary or a table: operators, or kernels, without what surrounds them
+        alone = [r for r in table.ops if not math.isnan(r.error_j)]  # operators of a summary contain one another
         for r in alone or table.kernels:
             _add(root, [(op_name(r.name), "op") if alone else (short_name(r.name), "kernel")], r.energy_j, r.calls)
     if table.idle_j > 0:
@@ -221,7 +221,7 @@ def build_energy_tree(timeline: Timeline, table: EnergyTable) -> EnergyNode:
 
 
 def build_stack_tree(stacks: Sequence[tuple[str, int, float]]) -> EnergyNode:
-    """Weighted Python stacks, outermost on top: what a sampled run has instead of kernels."""
+    """Return weighted Python stacks, outermost on top: what a sampled run has instead of kernels."""
     root = _Branch("run", 0.0, 0, {})
     for stack, count, energy_j in stacks:
         _add(root, [(frame, "op") for frame in stack.split(";")], energy_j, count)
@@ -229,7 +229,7 @@ def build_stack_tree(stacks: Sequence[tuple[str, int, float]]) -> EnergyNode:
 
 
 def _grow(root: _Branch, timeline: Timeline, rows: Ints, energy_j_of: Floats) -> None:
-    """Branches of rows of the device, or of operators that computed on the host (those are leaves themselves)."""
+    """Add branches of device rows, or of operators that computed on the host (which are leaves themselves)."""
     path, paths = region_paths(timeline, rows)
     on_host = bool((timeline["device"][rows] == NONE).all())
     ops = np.full(len(rows), NONE) if on_host else timeline.linked.op[rows]

@@ -8,11 +8,11 @@ from .diff_rows import align_rows
 from .sides import DiffSide
 
 PASSES_ALIKE = 0.02
-"""Operators agree on the number of passes within this share."""
+"""Operators must agree on the number of passes within this share."""
 
 
 def compare_chips(one: DiffSide, two: DiffSide) -> list[str]:
-    """A word where the two ran on other chips: then the difference is theirs too."""
+    """Return a note if the two ran on different chips, which the difference then includes."""
     if not one.chip or not two.chip or one.chip == two.chip:
         return []
     return [f"the chips differ: {one.chip} before, {two.chip} after"]
@@ -21,16 +21,16 @@ def compare_chips(one: DiffSide, two: DiffSide) -> list[str]:
 def count_passes(
     before: list[DiffSide], after: list[DiffSide], notes: list[str]
 ) -> tuple[list[DiffSide], list[DiffSide]]:
-    """Runs without steps beside a prediction: how often they ran what it predicts, by the calls of their operators.
+    """Count for runs without steps how often they ran what a prediction predicts, by the calls of their operators.
 
-    A prediction is one pass, and a run of inference names no steps: the whole of it is no pass.
+    A prediction is one pass. A run of inference has no named steps, and the whole run is not one pass.
     """
     predicted = [side for side in (*before, *after) if side.is_prediction]
     if len(predicted) != 1 or len(before) + len(after) < 2:
         return before, after
 
     def count(side: DiffSide) -> DiffSide:
-        if side.is_prediction:  # of one pass, whatever else it counts
+        if side.is_prediction:  # one pass, whatever else it counts
             return dataclasses.replace(side, work={"step": 1.0, **side.work})
         if "step" in side.work or any(unit in side.work for unit in predicted[0].work):
             return side

@@ -58,7 +58,7 @@ _JOULES = columns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePass:
-    """What an engine says of one pass: requests and tokens of prompts, and of requests that decode."""
+    """What an engine tells about one pass: requests and tokens of prompts, and of requests that decode."""
 
     prompts: int = 0
     prompt_tokens: int = 0
@@ -67,7 +67,7 @@ class EnginePass:
 
     @property
     def phase(self) -> str:
-        """Mixed: prompts and decoding requests in one pass, as chunked prefill has them."""
+        """Return "prefill", "decode", or "mixed" for prompts and decoding requests in one pass (chunked prefill)."""
         return "mixed" if self.prompts and self.decoding else "prefill" if self.prompts else "decode"
 
     @property
@@ -76,7 +76,7 @@ class EnginePass:
 
 
 def parse_pass(name: str) -> EnginePass | None:
-    """A pass from the name of its region; None where it is none."""
+    """Return a pass from the name of its region; None if it is not one."""
     if match := _VLLM.fullmatch(name):
         prompts, prompt_tokens, decoding, new = map(int, match.groups())
         return EnginePass(prompts=prompts, prompt_tokens=prompt_tokens, decoding=decoding, new_tokens=new)
@@ -103,9 +103,9 @@ def parse_pass(name: str) -> EnginePass | None:
 
 
 def phases(trace: Any, *, power: Any = None, by: str = "phase", progress: Progress | None = None) -> Result:
-    """Prefill, decode and mixed passes of a serving engine: passes, tokens, seconds, tokens/s, and joules a token.
+    """Return prefill, decode and mixed passes of a serving engine: passes, tokens, seconds, tokens/s, joules a token.
 
-    `by` "batch": a row for each number of requests too.
+    With `by` "batch", there is a row for each number of requests too.
 
     >>> analyze.phases("vllm.json.gz").facts["decode_tokens_per_s"]
     """
@@ -144,7 +144,7 @@ def phases(trace: Any, *, power: Any = None, by: str = "phase", progress: Progre
 
 
 def _find_passes(timeline: Timeline) -> list[tuple[EnginePass, Ints]]:
-    """Passes with the device rows that each launched. One inside another (a wrapper's) is the same pass."""
+    """Return passes with the device rows that each launched. A pass inside another (a wrapper's) is the same pass."""
     parsed = {number: parse_pass(name) for number, name in enumerate(timeline.names)}
     regions = [r for r in timeline.rows("region").tolist() if parsed[int(timeline["name"][r])] is not None]
     links, device = timeline.linked, timeline.device_rows

@@ -1,6 +1,7 @@
 """`analyze.power`: how high, how fast and how regularly the power swings, and what ran when it did.
 
-Spikes and the checklist are `correlate`'s, frequencies and ramps `spectrum`'s; this puts them side by side by domain.
+Spikes and the checklist come from `correlate`, frequencies and ramps from `spectrum`; this module combines them by
+domain.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from .spikes import NOISE_SIGMAS, Curve, Spike, choose_threshold, find_spikes, m
 
 TOTAL = "all counted"
 NEEDS_TIMELINE = "a timeline of the same time: tessera analyze power TRACE --power LOG"
-# A dominant frequency this near the step rate (or twice, three times it) is it, where the lines are narrower still.
+# A dominant frequency within this share of the step rate (or of two or three times it) is taken as the steps', if the
+# lines are narrower still.
 SAME = 0.02
 Readings = Iterable[Telemetry] | Mapping[str, Sequence[Telemetry]]
 
@@ -70,7 +72,7 @@ COLUMNS = columns(
 class ThrottleEpisode:
     """A stretch in which a device reported that it was slowed: from the first such reading to the first without.
 
-    Times are nanoseconds of the wall clock, as exact as the readings are close.
+    Times are nanoseconds of the wall clock, as exact as the interval of the readings.
     """
 
     domain: str
@@ -85,10 +87,10 @@ class ThrottleEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PowerResult(Result):
-    """A `Result` whose rows are domains; `facts` are of `domain`, the one looked at closely.
+    """A `Result` whose rows are domains; `facts` are about `domain`, the one that is studied closely.
 
-    `correlation` has every spike with what ran (None without a timeline; `spikes` are there all the same),
-    `spectra` the periodograms by row, `throttled` the episodes.
+    `correlation` has every spike with what ran (None without a timeline; `spikes` are there all the same), `spectra`
+    the periodograms by row, `throttled` the episodes.
     """
 
     domain: str = ""
@@ -98,7 +100,7 @@ class PowerResult(Result):
     spectra: Mapping[str, Spectrum] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; spectra as their band and strongest line only."""
+        """Return plain data; spectra as their band and strongest line only."""
         spikes = {"spikes": [dataclasses.asdict(s) for s in self.spikes]}
         more = self.correlation.to_dict() if self.correlation else spikes
         throttled = [{**dataclasses.asdict(t), "time_s": t.time_s} for t in self.throttled]
@@ -113,13 +115,13 @@ def power(
     threshold_w: float | None = None,
     domain: str | None = None,
 ) -> PowerResult:
-    """Peaks, percentiles, crest factor, ramps, the 0.1-20 Hz band, throttling and spikes of a power trace.
+    """Return peaks, percentiles, crest factor, ramps, the 0.1-20 Hz band, throttling and spikes of a power trace.
 
     `trace` is a run, a session, a timeline or Kineto trace (with `power`, a log or a `PowerTrace`), or a `PowerTrace`
-    or a log (CSV) alone. Percentiles and means are by time. Where something ran on a device, only that stretch is
-    looked at; `facts` has mean and joules of all that was recorded beside it (`recorded_mean_w`, `recorded_j`).
-    `threshold_w` is what counts as a spike (by default half-way from median to peak), `domain` the one to look at
-    closely: the GPU where there is one, else all counted ones together.
+    or a log (CSV) alone. Percentiles and means are by time. If something ran on a device, only that stretch is studied;
+    `facts` also has mean and joules of all that was recorded (`recorded_mean_w`, `recorded_j`). Power above
+    `threshold_w` counts as a spike (by default half-way from median to peak). `domain` is the one to study closely: by
+    default the only GPU, else all counted ones together.
     """
     timeline, log, given, events, notes, is_run = _open(trace, power, telemetry)
     name = domain or find_only_gpu(log)
@@ -168,7 +170,7 @@ def power(
 def _open(
     trace: Any, power: str | Path | PowerTrace | None, telemetry: Readings | None
 ) -> tuple[Timeline | None, PowerTrace, Readings | None, Sequence[PowerEvent] | None, list[str], bool]:
-    """Timeline, power, telemetry, events, notes; whether it is a run of ours, which needs no advice to record one."""
+    """Return timeline, power, telemetry, events, notes, and whether it is a run of ours."""
     if isinstance(trace, str | Path) and power is None and Path(trace).suffix == ".csv" and not is_trace(Path(trace)):
         trace = read_power(trace)
     if isinstance(trace, PowerTrace):
@@ -191,7 +193,7 @@ def _open(
 
 
 def _has_two(log: PowerTrace, domain: str) -> bool:
-    """Whether a domain has at least two samples: one has neither ramps nor percentiles."""
+    """Return whether a domain has at least two samples: with one there are neither ramps nor percentiles."""
     return int(np.sum(~np.isnan(log.columns[domain].watts))) > 1
 
 
@@ -206,7 +208,7 @@ class _Window:
             self.start_ns, self.end_ns = int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
 
     def facts(self, domain: str | None) -> dict[str, Any]:
-        """The window looked at, and mean and joules of all that was recorded, as attribution and reports have them."""
+        """Return the window that is studied, and mean and joules of all that was recorded, as attribution has them."""
         window_s = (self.end_ns - self.start_ns) * 1e-9
         if self.timeline is None:
             return {"recorded_s": window_s}
@@ -217,11 +219,11 @@ class _Window:
         return facts | {"recorded_mean_w": spent.energy_j / spent.time_s if spent.time_s > 0 else None}
 
     def study(self, domain: str | None) -> _DomainStudy:
-        """One domain, or all counted ones together."""
+        """Study one domain, or all counted ones together."""
         return _DomainStudy(self, domain, make_curve(self.log, domain, self.start_ns, self.end_ns))
 
     def study_all(self, first: str | None) -> list[_DomainStudy]:
-        """The domain asked for first, then the others that have a curve, then the sum of the counted ones."""
+        """Study the domain asked for first, then the others that have a curve, then the sum of the counted ones."""
         focus, names = self.study(first), [d.name for d in self.log.domains]
         others = [self.study(name) for name in names if name != focus.curve.domain and _has_two(self.log, name)]
         several = first is not None and sum(d.counted for d in self.log.domains) > 1
@@ -245,9 +247,9 @@ class _DomainStudy:
         self.crest_factor = None if crest is None else crest * self.peak_w / highest_w
 
     def _merged_peak_w(self) -> float:
-        """A long live trace has rows of a second with the highest sample of each: that peak counts."""
+        """Return the peak of a long live trace, whose old rows hold the highest sample of each second."""
         if self.curve.is_sum:
-            return 0.0  # the peaks of several domains need not be at one moment
+            return 0.0  # the peaks of several domains need not be at the same moment
         column = self.log.columns[self.curve.domain].at_resolution
         moved = column.times_ns - column.lag_ns
         inside = (moved > self.curve.start_ns) & (moved <= self.curve.end_ns) & ~np.isnan(column.peaks_w)
@@ -255,7 +257,7 @@ class _DomainStudy:
 
     @property
     def band_w2(self) -> float | None:
-        """The mean square of the swing within 0.1-20 Hz."""
+        """Return the mean square of the swing within 0.1-20 Hz."""
         return self.spectrum.band_w2(*BAND_HZ) if self.spectrum else None
 
     def row(self) -> dict[str, Any]:
@@ -282,7 +284,7 @@ class _DomainStudy:
         }
 
     def facts(self, step_hz: float | None) -> dict[str, Any]:
-        """What the table has no column for."""
+        """Return the figures for which the table has no column."""
         s = self.spectrum
         facts: dict[str, Any] = {"band_w2": self.band_w2, "ramp_noise_w_per_s": self.noise_w_per_s}
         facts["during"] = {"ramp_up": self._describe(self.up), "ramp_down": self._describe(self.down)}
@@ -295,7 +297,7 @@ class _DomainStudy:
         return facts | {"dominant_is": self._compare_with_steps(step_hz)}
 
     def _compare_with_steps(self, step_hz: float | None) -> str | None:
-        """Whether the dominant frequency is that of the steps, in words."""
+        """Say whether the dominant frequency is that of the steps."""
         peak, s = self.peak, self.spectrum
         if peak is None or step_hz is None or s is None:
             return None
@@ -307,7 +309,7 @@ class _DomainStudy:
         return f"not the step rate ({step_hz:.3g} Hz)"
 
     def _describe(self, ramp: Ramp | None) -> str | None:
-        """What ran at a ramp: the nearest boundary, and the kernel that ran longest within the sensor's reach."""
+        """Say what ran at a ramp: the nearest boundary, and the kernel that ran longest within the sensor's reach."""
         if ramp is None or self.timeline is None:
             return None
         rows, _ = select_rows(self.timeline, self.domain)
@@ -328,13 +330,13 @@ class _DomainStudy:
 
     @property
     def noise_w_per_s(self) -> float | None:
-        """The ramp that the sensor's noise alone makes of a flat load."""
+        """Return the ramp that the sensor's noise alone shows for a flat load."""
         if self.longest is None:
             return None
         return NOISE_SIGMAS * math.sqrt(2.0) * self.curve.noise * self.curve.mean_w / self.longest.step_s
 
     def notes(self) -> list[str]:
-        """What the sensor cannot show."""
+        """Return notes on what the sensor cannot show."""
         s, noise = self.spectrum, self.noise_w_per_s
         if s is None:
             return ["too few samples for a spectrum: record longer"]
@@ -363,7 +365,7 @@ class _DomainStudy:
 
 
 def _step_hz(timeline: Timeline | None) -> float | None:
-    """Steps a second: by the median distance of their starts; None for fewer than three."""
+    """Return steps per second, by the median distance of their starts; None for fewer than three."""
     starts = [step.start_ns for step in timeline.linked.steps] if timeline is not None and len(timeline) else []
     if len(starts) < 3:
         return None
@@ -374,7 +376,7 @@ def _step_hz(timeline: Timeline | None) -> float | None:
 def _find_spikes_alone(
     curve: Curve, readings: Sequence[Telemetry], threshold_w: float | None, events: Sequence[PowerEvent]
 ) -> tuple[float, Sequence[Spike], Sequence[ChecklistAnswer]]:
-    """Spikes without a timeline, and what of the checklist can be answered then."""
+    """Find spikes without a timeline, and answer what of the checklist can be answered then."""
     level_w = choose_threshold(curve) if threshold_w is None else threshold_w
     if not level_w > 0:
         raise ArgumentError(f"threshold_w={threshold_w!r} is not positive", fix="leave it out, or give watts")
@@ -384,7 +386,7 @@ def _find_spikes_alone(
 
 
 def _explain_no_throttle(log: PowerTrace, is_run: bool) -> dict[str, str]:
-    """Why it is not known whether the device throttled."""
+    """Return why it is not known whether the device throttled."""
     if not is_run:
         return {"throttle": "throttling is not in a power log: record with `tessera run`"}
     if not any(d.device.is_gpu for d in log.domains):
@@ -398,7 +400,7 @@ def _throttle_facts(episodes: Sequence[ThrottleEpisode]) -> dict[str, Any]:
 
 
 def _episodes(readings: Sequence[Telemetry]) -> list[ThrottleEpisode]:
-    """Throttling by domain, in time order (readings: sorted)."""
+    """Return throttling by domain, in time order (readings: sorted)."""
     episodes: list[ThrottleEpisode] = []
     for domain in dict.fromkeys(t.domain for t in readings):
         since: int | None = None

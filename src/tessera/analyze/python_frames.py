@@ -1,4 +1,4 @@
-"""Which function of the user's own code launched a row: the frames that torch's tracer recorded (`with_stack=True`).
+"""Which function of the user's own code launched a row, from the frames of torch's tracer (`with_stack=True`).
 
 ::
 
@@ -21,12 +21,12 @@ from ..timeline.columns import NONE, Ints, Timeline
 from ..timeline.intervals import Nesting
 
 LIBRARIES = frozenset({"torch", "torchvision", "torchaudio", "functorch", "triton", "numpy", "tqdm", "tessera"})
-"""Packages whose frames are nobody's own. Those of model libraries are told: they are what a reader looks for."""
+"""Packages whose frames are not the user's own. Frames of model libraries are shown: readers look for them."""
 _PLACE = re.compile(r"(?:.*/(?:site-packages|dist-packages|lib/python3[.\d]*)/)?([^/(]+?)(?:\.py)?(?:/.*)?\(\d+\): ")
 
 
 def is_own(name: str) -> bool:
-    """Whether a frame ("model.py(40): forward") is of the user's code, not of Python, torch or a module's shadow."""
+    """Return whether a frame ("model.py(40): forward") is the user's code, not Python's, torch's or a module's."""
     place = _PLACE.match(name)
     if place is None or place[1].startswith("<"):
         return False
@@ -34,7 +34,7 @@ def is_own(name: str) -> bool:
 
 
 def find_own_frames(timeline: Timeline, rows: Ints) -> Ints:
-    """For each row the innermost frame of the user's own code around its launch; `NONE` where there is none."""
+    """Return for each row the innermost frame of the user's own code around its launch; `NONE` if there is none."""
     frames = np.flatnonzero(np.isin(timeline["name"], timeline.meta.get("frames", ())))
     own_names = np.array([is_own(name) for name in timeline.names] or [False])
     frames = frames[own_names[timeline["name"][frames]]]

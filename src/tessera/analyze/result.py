@@ -30,7 +30,7 @@ _UNITS = {
     "j": "J",
     "w": "W",
 }
-"""The unit of a column, by how its key ends."""
+"""The unit of a column, by the end of its key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ResultColumn:
 
 
 def columns(*titles: tuple[str, str] | tuple[str, str, str]) -> tuple[ResultColumn, ...]:
-    """Columns from (key, title) or (key, title, help); the unit follows from the key."""
+    """Return columns from (key, title) or (key, title, help); the unit follows from the key."""
     return tuple(
         ResultColumn(key=key, title=title, unit=unit_of(key), help=more[0] if more else "")
         for key, title, *more in titles
@@ -52,7 +52,7 @@ def columns(*titles: tuple[str, str] | tuple[str, str, str]) -> tuple[ResultColu
 
 
 def unit_of(key: str) -> str:
-    """The unit of a figure, by how its key ends: "energy_j" is in "J"."""
+    """Return the unit of a figure, by the end of its key: "energy_j" is in "J"."""
     return next((unit for end, unit in _UNITS.items() if key == end or key.endswith(f"_{end}")), "")
 
 
@@ -78,13 +78,13 @@ class Result:
         return iter(self.rows)
 
     def top(self, count: int = 10, by: str | None = None) -> list[Mapping[str, Any]]:
-        """The rows with the largest values of a column; without one, the first rows."""
+        """Return the rows with the largest values of a column; without one, the first rows."""
         if by is None:
             return list(self.rows[:count])
         return sorted(self.rows, key=lambda r: -math.inf if r.get(by) is None else r[by], reverse=True)[:count]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "kind": self.kind,
             "title": self.title,
@@ -96,11 +96,11 @@ class Result:
         }
 
     def to_json(self) -> str:
-        """The same as JSON; what is not a number there (NaN) is null."""
+        """Return the result as JSON, with null for NaN."""
         return encode_json(self.to_dict())
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame of the rows."""
+        """Return a pandas DataFrame of the rows."""
         return make_frame(self.rows, [c.key for c in self.columns], f"analyze.{self.kind}(...).to_frame")
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ class Result:
 
 
 def encode_json(data: Any) -> str:
-    """Plain data as JSON: numpy's numbers as numbers, NaN as null, anything else unknown as text."""
+    """Return plain data as JSON: numpy's numbers as numbers, NaN as null, anything unknown as text."""
     import msgspec
 
     def plain(value: Any) -> Any:
@@ -128,7 +128,7 @@ def encode_json(data: Any) -> str:
 
 
 def make_frame(rows: Sequence[Mapping[str, Any]], keys: Sequence[str] | None, caller: str) -> Any:
-    """A pandas DataFrame; `caller` is named where pandas is not installed."""
+    """Return a pandas DataFrame; the error for a missing pandas names `caller`."""
     with needs_extra("pandas", "frame", caller):
         import pandas as pd
     return pd.DataFrame([dict(r) for r in rows], columns=None if keys is None else list(keys))

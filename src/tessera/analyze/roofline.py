@@ -22,7 +22,7 @@ from .result import Result, ResultColumn, columns
 
 BY = ("kernel", "op")
 _BOUND = "the roof at this intensity: compute or memory; cache if more bytes per second were moved than {} can"
-# What decides comes first: a narrow screen cuts what comes last.
+# The deciding columns come first, because a narrow screen cuts the last ones.
 _COLUMNS = columns(
     ("calls", "Calls"),
     ("time_s", "Time"),
@@ -48,7 +48,7 @@ _COLUMNS = columns(
 _OP_COLUMNS = columns(("name", "Operator"), ("shapes", "Shapes"))
 _KERNEL_COLUMNS = columns(("name", "Kernel"))
 _KERNELS_OP = columns(("op", "Operator", "of its longest call; the row has its shapes too"))
-# The rows of a host are operators, and mostly without roofs: what they achieve comes first there.
+# The rows of a host are operators, mostly without roofs, so what they achieve comes first.
 _FIRST_OF_HOST = ("calls", "time_s", "share_pct", "flop_per_s", "intensity", "energy_j", "flop_per_j", "bytes_per_s")
 _HOST_COLUMNS = columns(
     ("share_pct", "Share"), ("hbm_pct", "Of memory bandwidth"), ("bound", "Bound by", _BOUND.format("memory"))
@@ -64,9 +64,9 @@ def roofline(
     by: str = "kernel",
     progress: Progress | None = None,
 ) -> Result:
-    """Each kernel (or operator with its shapes) under the roofs of the chip, those with most device time first.
+    """Return each kernel (or operator with its shapes) under the roofs of the chip, those with most device time first.
 
-    FLOPs and bytes are from recorded shapes; bytes are measured where counters were merged in. `on` (or `arch`) is a
+    FLOPs and bytes come from recorded shapes; bytes are measured if counters were merged in. `on` (or `arch`) is a
     chip of the catalogue ("h200"), a capability ("sm90"), or None for the one the trace names. `facts` has the
     ceilings, and `on_host`: rows are operators of the CPU where nothing ran on a device.
     """
@@ -125,7 +125,7 @@ def _select_columns(by: str, on_host: bool) -> tuple[ResultColumn, ...]:
 
 
 def _totals(calls: Calls, roofs: Ceilings | None) -> dict[str, Any]:
-    """FLOPs by unit, and what of the peak the whole device time reached (model FLOPs utilisation)."""
+    """Return FLOPs by unit, and the share of the peak that the whole device time reached (model FLOPs utilisation)."""
     sums = {unit: float(np.nansum(calls.flops[calls.unit == number])) for number, unit in enumerate(calls.units)}
     by_unit = {unit: flops for unit, flops in sums.items() if flops > 0}
     seconds = float(calls.seconds.sum())
@@ -134,7 +134,7 @@ def _totals(calls: Calls, roofs: Ceilings | None) -> dict[str, Any]:
 
 
 def make_rows(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str = "kernel") -> list[dict[str, Any]]:
-    """The rows of a roofline, most device time first."""
+    """Return the rows of a roofline, most device time first."""
     rows = calls.rows
     if not len(rows):
         return []
@@ -161,7 +161,7 @@ def make_rows(timeline: Timeline, calls: Calls, roofs: Ceilings | None, by: str 
 
 
 def sum_inside(timeline: Timeline, rows: Ints, values: Floats | None) -> Floats:
-    """The joules, or errors, of calls. A call of the host has those of the operators inside it, as its seconds are."""
+    """Return the joules, or errors, of calls; a call of the host includes the operators inside, as its seconds do."""
     if values is None:
         return np.full(len(rows), np.nan)
     if len(timeline.device_rows):
@@ -180,7 +180,7 @@ def sum_inside(timeline: Timeline, rows: Ints, values: Floats | None) -> Floats:
 
 
 class _CallGroups:
-    """Sums over the calls of each group; rates are over the seconds, or joules, of the calls whose work is known."""
+    """Sums over the calls of each group; rates use the seconds, or joules, of the calls whose work is known."""
 
     def __init__(self, calls: Calls, inverse: Ints, count: int, joules: Floats, by: str) -> None:
         self._calls = calls
@@ -200,7 +200,7 @@ class _CallGroups:
         np.maximum.at(longest_s, inverse, calls.seconds)
         longest = np.flatnonzero(calls.seconds == longest_s[inverse])[::-1]
         self.first = np.zeros(count, np.int64)
-        self.first[inverse[longest]] = longest  # the first of several
+        self.first[inverse[longest]] = longest  # the first one of several
         has_flops, has_bytes, has_joules = (~np.isnan(v) for v in (calls.flops, calls.bytes, joules))
         self.flops, self.bytes, self.l2 = total(calls.flops), total(calls.bytes), total(calls.l2_bytes)
         self.flops_s, self.bytes_s = total(calls.seconds, has_flops), total(calls.seconds, has_bytes)
@@ -208,7 +208,7 @@ class _CallGroups:
         self.flops_calls = np.bincount(inverse, each * has_flops, count)
         self.bytes_calls = np.bincount(inverse, each * has_bytes, count)
         self.joules, self.flops_j, self.bytes_j = total(joules), total(joules, has_flops), total(joules, has_bytes)
-        # Of the calls that have joules: those outside the power log computed, and no joule of it is theirs.
+        # Only calls that have joules: those outside the power log computed too, but none of its joules is theirs.
         self.flops_spent, self.bytes_spent = total(calls.flops, has_joules), total(calls.bytes, has_joules)
         self.counted = np.bincount(inverse, calls.counted, count) > 0
 
@@ -247,7 +247,7 @@ def _pct(value: float | None, most: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What a device can do at most. `flops_per_s` and `flop_per_j` are by unit ("matrix.bf16")."""
+    """The most that a device can do. `flops_per_s` and `flop_per_j` are by unit ("matrix.bf16")."""
 
     device: Device
     flops_per_s: Mapping[str, float]
@@ -259,7 +259,10 @@ class Ceilings:
 
     @classmethod
     def of(cls, device: Device) -> Ceilings:
-        """The roofs of a device. The best FLOP/J is measured where the catalogue has it, else peak over limit."""
+        """Return the roofs of a device.
+
+        The best FLOP/J is measured if the catalogue has it, else peak over power limit.
+        """
         tables = {"matrix": device.matrix, "vector": device.vector}
         peaks = {f"{unit}.{name}": peak.value for unit, table in tables.items() for name, peak in table.items()}
         bandwidth, l2 = device.memory.bandwidth_bytes_per_s, device.caches.l2_bandwidth_bytes_per_s
@@ -268,7 +271,7 @@ class Ceilings:
         sources = dict.fromkeys(best, "peak FLOP/s over the board's limit")
         for unit in peaks:
             kind, _, precision = unit.partition(".")
-            # fp16 runs at bf16's rate on the same units, int8 at fp8's: nearly the same joules, were they measured.
+            # fp16 runs at bf16's rate on the same units, int8 at fp8's, so they would take nearly the same joules.
             like = {"fp16": "bf16", "int8": "fp8"}.get(precision, precision) if kind == "matrix" else precision
             keys = (f"matmul_{name}_j_per_flop" for name in (precision, like))
             measured = next((device.energy[key] for key in keys if device.energy.get(key)), None)
@@ -287,12 +290,12 @@ class Ceilings:
         )
 
     def ridge(self, unit: str | None) -> float | None:
-        """FLOPs per byte above which the unit, and below which the memory, is the limit."""
+        """Return the FLOPs per byte above which the unit, and below which the memory, is the limit."""
         peak = self.flops_per_s.get(unit or "")
         return peak / self.bytes_per_s if peak and self.bytes_per_s else None
 
     def limits(self, row: Mapping[str, Any], l2_per_s: float | None) -> dict[str, Any]:
-        """Percentages of the roofs, and which of them binds."""
+        """Return percentages of the roofs, and which roof limits."""
         unit, ridge = row["unit"] or "", self.ridge(row["unit"])
         flops_pct = _pct(row["flop_per_s"], self.flops_per_s.get(unit))
         hbm_pct = _pct(row["bytes_per_s"], self.bytes_per_s)
@@ -303,7 +306,7 @@ class Ceilings:
             bound = "memory"
         roof_pct = (flops_pct if bound == "compute" else hbm_pct) if bound else None
         if bound == "memory" and row["bytes_from"] == "shapes" and hbm_pct is not None and hbm_pct > 100.0:
-            bound = "cache"  # more than HBM can give: the tensors were in the L2 still
+            bound = "cache"  # more than HBM can deliver, so the tensors were still in the L2
             roof_pct = _pct(row["bytes_per_s"], self.l2_bytes_per_s)
         shares = [_pct(row["flop_per_j"], self.flop_per_j.get(unit)), _pct(row["bytes_per_j"], self.bytes_per_j)]
         best = [pct for pct in shares if pct is not None] if row["energy_j"] is not None else []
@@ -316,7 +319,7 @@ class Ceilings:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Plain data for a plot."""
+        """Return plain data for a plot."""
         return {
             "device": self.device.id,
             "device_name": self.device.name,
@@ -331,9 +334,9 @@ class Ceilings:
 
 
 def find_device(timeline: Timeline, on: str | Device | None = None, label: str | None = None) -> Device | None:
-    """The chip a trace ran on: an id ("h200"), a compute capability ("sm90"), or what the trace says; None if nothing.
+    """Return the chip of a trace, from an id ("h200"), a compute capability ("sm90"), or the trace; None if unknown.
 
-    Several chips have one capability: of those the one the trace names, else the one with the most bandwidth.
+    Several chips have one capability: take the one that the trace names, else the one with the most bandwidth.
     """
     if isinstance(on, Device):
         return on
@@ -359,7 +362,7 @@ def find_device(timeline: Timeline, on: str | Device | None = None, label: str |
 
 
 def read_capability(timeline: Timeline) -> int | None:
-    """The major compute capability of NVIDIA's chip, where the trace has it."""
+    """Return the major compute capability of NVIDIA's chip, if the trace has it."""
     for properties in timeline.meta.get("deviceProperties") or ():
         if isinstance(properties, dict) and "NVIDIA" in _vendor(properties):
             major = properties.get("computeMajor")
@@ -368,13 +371,13 @@ def read_capability(timeline: Timeline) -> int | None:
 
 
 def _vendor(properties: dict[str, Any]) -> str:
-    """NVIDIA's older boards do not say so in their names."""
+    """Return the vendor; NVIDIA's older boards do not have it in their names."""
     name = str(properties.get("name", ""))
     return "NVIDIA" if name.startswith(("NVIDIA", "Tesla", "Quadro", "GeForce", "TITAN")) else name
 
 
 def _read_device(timeline: Timeline, label: str | None) -> Device | None:
-    """The chip that the trace, or else the label of its power sensor, names."""
+    """Return the chip that the trace, or else the label of its power sensor, names."""
     names = [p.get("name") for p in timeline.meta.get("deviceProperties") or () if isinstance(p, dict)]
     for name in (*names, label):
         if isinstance(name, str) and name:

@@ -1,6 +1,6 @@
 """Rules about programs that run on the CPU: data loading, slow steps, dropout, threads, narrow formats.
 
-They speak only where nothing ran on a GPU: there `rules_host.check_idle` says what the device waits for.
+They apply only if nothing ran on a GPU; otherwise `rules_host.check_idle` says what the device waits for.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ CHILDREN_SHARE = 0.5
 DROPOUT_SHARE = 0.10
 WAITED_SHARE = 0.10
 PRODUCTS_SHARE = 0.4
-# A program that uses this much of its cores keeps its own threads waiting; below that, its neighbours do.
+# A program that uses at least this share of its cores keeps its own threads waiting; below that, other programs do.
 SATURATED = 0.7
-# Workers with less of a core each than this are waiting, not computing.
+# Workers that each use less of a core than this are waiting, not computing.
 WAITING_SHARE = 0.25
 STEPS = 8
 WORKER = "pt_data_worker"
-"""What torch calls the processes of a DataLoader."""
+"""Torch's name for the processes of a DataLoader."""
 _LOADER = re.compile(r"enumerate\(DataLoader\)#(?P<kind>\w+)\.__next__")
 _DROPOUT = ("aten::bernoulli_", "aten::native_dropout")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution", "aten::_slow_conv2d")
@@ -46,7 +46,7 @@ def _is_on_host(run: RunEvidence) -> bool:
 
 
 def check_data_loading(run: RunEvidence) -> Advice | None:
-    """The main thread is in the DataLoader's next for 15% of the traced time or more. At best all of it is hidden."""
+    """Advise if the main thread is in the DataLoader's next for 15% of the traced time or more; all may be saved."""
     if not _is_on_host(run) or run.timeline is None:
         return None
     timeline = run.timeline
@@ -75,7 +75,7 @@ def _add_workers(run: RunEvidence) -> str:
 
 
 def _advise_workers(run: RunEvidence) -> str:
-    """More workers where they are the limit and cores are left; cheaper loading where none are."""
+    """Advise more workers if they are the limit and cores are free; otherwise cheaper loading."""
     use = run.cpu_use
     count, seconds = use.children.get(WORKER, (0, 0.0)) if use is not None else (0, 0.0)
     if use is None or not count:
@@ -110,9 +110,9 @@ def check_children(run: RunEvidence) -> Advice | None:
 
 
 def check_between_operators(run: RunEvidence) -> Advice | None:
-    """Half of the joules or more are spent between operators; half of those neither by the DataLoader nor by children.
+    """Advise if half of the joules or more are between operators, and the DataLoader is not half of those.
 
-    What is spent outside the steps is setup, saving or evaluation: no function of a step is behind it.
+    Joules outside the steps are setup, saving or evaluation: no function of a step causes them.
     """
     steps_j = math.fsum(step.energy_j for step in run.table.steps)
     outside_j = max(run.table.energy_j - steps_j, 0.0) if run.table.steps else 0.0
@@ -129,7 +129,7 @@ def check_between_operators(run: RunEvidence) -> Advice | None:
 
 
 def check_stragglers(run: RunEvidence) -> Advice | None:
-    """Up to a quarter of the steps take half as long again as the median one, 8% of the time or more; and what ran."""
+    """Advise if up to a quarter of the steps take 1.5 times the median, 8% of the time or more; say what ran then."""
     timeline = run.timeline
     if timeline is None or not _is_on_host(run):
         return None
@@ -139,7 +139,7 @@ def check_stragglers(run: RunEvidence) -> Advice | None:
         return None
     lengths = np.array([(s.end_ns - s.start_ns) * 1e-9 for s in steps])
     median_s = float(np.median(lengths))
-    # Beside real stragglers, what a loaded machine does to a step of a millisecond does not count.
+    # Beside really slow steps, what a loaded machine does to a step of a millisecond does not count.
     slow = find_expensive(lengths) & (lengths - median_s >= 0.25 * (lengths.max() - median_s))
     extra_s = float((lengths[slow] - median_s).sum())
     if not slow.any() or slow.sum() > len(steps) // 4 or extra_s < STRAGGLER_SHARE * lengths.sum():
@@ -148,7 +148,7 @@ def check_stragglers(run: RunEvidence) -> Advice | None:
     cause, rare = _find_cause(timeline, [(s.start_ns, s.end_ns) for s in steps], slow, extra_s)
     loaded = None if rare else _find_first_batches(timeline, steps, slow, extra_s)
     if not rare and not loaded and run.cpu_use is not None and (run.cpu_use.waited_s or 0.0) >= 0.5 * extra_s:
-        return None  # its thread was ready and had no core: that is the neighbours' doing
+        return None  # its thread was ready but had no core, so other programs caused it
     evidence = (
         f"{int(slow.sum())} of {len(steps)} whole traced steps after the first one take {format_duration(extra_s, 3)} "
         f"more than the median one ({worst.name}: {lengths.max() / median_s:.1f} times); "
@@ -170,9 +170,10 @@ def check_stragglers(run: RunEvidence) -> Advice | None:
 def _find_cause(
     timeline: Timeline, steps: list[tuple[int, int]], slow: np.ndarray, extra_s: float
 ) -> tuple[str | None, bool]:
-    """What has most of the slow steps' extra time (None: nothing has half of it), and whether other steps lack it.
+    """Return what has most of the slow steps' extra time (or None), and whether other steps lack it.
 
-    A checkpoint within the region of the step is named, not that region, which every step has.
+    A checkpoint within the step's region is named, not the region, which every step has. None: nothing has half of the
+    time.
     """
     links = timeline.linked
     ops = timeline.rows("op")
@@ -203,10 +204,10 @@ def _find_cause(
 def _find_first_batches(
     timeline: Timeline, steps: list[Step], slow: np.ndarray, extra_s: float
 ) -> tuple[str, str] | None:
-    """How long slow steps wait for an epoch's first batch, and what to do; None for less than a quarter of the extra.
+    """Return how long slow steps wait for an epoch's first batch, and what to do; None below a quarter of the extra.
 
-    An epoch begins in a step before which the DataLoader was asked once more than usual: the last time it was empty.
-    A step in which it was asked still more often has another loop over data in it.
+    An epoch begins in a step before which the DataLoader was asked once more than usual, because it was empty the last
+    time. A step in which it was asked still more often has another loop over data in it.
     """
     loaders = {i: m["kind"] for i, name in enumerate(timeline.names) if (m := _LOADER.fullmatch(name))}
     rows = np.flatnonzero(np.isin(timeline["name"], list(loaders)) & (timeline["start_ns"] >= steps[0].start_ns))
@@ -236,7 +237,7 @@ def _find_first_batches(
 
 
 def check_dropout(run: RunEvidence) -> Advice | None:
-    """The random numbers of dropout take 10% of the joules or more."""
+    """Advise if the random numbers of dropout take 10% of the joules or more."""
     if not _is_on_host(run):
         return None
     rows = [r for r in run.table.ops if r.name in _DROPOUT]
@@ -251,7 +252,7 @@ def check_dropout(run: RunEvidence) -> Advice | None:
 
 
 def check_threads(run: RunEvidence) -> Advice | None:
-    """More threads and workers than cores, which are all busy, and the main thread waited for one: 10% of the run."""
+    """Advise if busy cores are fewer than threads and workers, and the main thread waited for one for 10%."""
     use = run.cpu_use
     if use is None or use.threads is None or use.waited_s is None or run.power is None or not _is_on_host(run):
         return None
@@ -274,7 +275,7 @@ def check_threads(run: RunEvidence) -> Advice | None:
 
 
 def check_formats(run: RunEvidence) -> Advice | None:
-    """Products in fp32 take 40% of the joules or more, and this CPU has instructions for bf16."""
+    """Advise if fp32 products take 40% of the joules or more, and this CPU has instructions for bf16."""
     use, timeline = run.cpu_use, run.timeline
     if use is None or "bf16" not in use.formats or timeline is None or not _is_on_host(run):
         return None

@@ -27,29 +27,29 @@ MOSTLY_IDLE_SHARE = 0.5
 LAUNCH_SHARE = 0.08
 OUTSIDE_SHARE = 0.3
 ONE_SHARE = 0.3
-SAMPLES = 10  # of stacks: the share of fewer is chance
+SAMPLES = 10  # of stacks: with fewer, their shares are chance
 THROTTLED_SHARE = 0.3
 OUTLIER_SHARE = 0.08
 COPY_SHARE = 0.05
 # A kernel this near its roof is as good as large products and streams get (70-95% on an H200).
 GOOD_PCT = 60.0
-# A board may pass its limit for tens of milliseconds before its governor acts (900 W on 700 W: attribute/prior.py);
-# spikes below this are within the limit's own tolerance.
+# A board may pass its limit for tens of milliseconds before its governor acts (900 W on 700 W: attribute/prior.py).
+# Spikes below this are within the limit's own tolerance.
 SPIKE_OVER_LIMIT = 1.1
 SPIKES = 3
-# A cap of this share of the limit, looked at where the board is held by its own: chosen.
+# A lower cap, as a share of the limit, that is considered if the board is held by its own limit: chosen.
 LOWER_CAP = 0.8
-# What copies of pinned memory reach of a PCIe link's line rate (55 of 63 GB/s is what gen 5 x16 gives in practice).
+# Share of a PCIe link's line rate that copies of pinned memory reach (gen 5 x16 gives 55 of 63 GB/s in practice).
 PINNED_SHARE = 0.87
 BESIDE = "in addition to what tracing causes"
-# Idle for so much of the time is said in any case: chosen.
+# Idle for this share of the time is always mentioned: chosen.
 MUCH_IDLE_SHARE = 0.3
-# Where Python waits for processes that it started: no work of its own.
+# Where Python waits for processes that it started, and does no work of its own.
 _WAITS_FOR_CHILDREN = re.compile(r"\b(?:Popen\.(?:_try_wait|_?wait|_?communicate|poll)|waitpid|BaseProcess\.join)\b")
 COMPILE = 'torch.compile(mode="reduce-overhead") or '
 LAUNCH_AT_ONCE = "a CUDA graph launches them at once; so does a larger batch"
 START_UP = "start up faster, or record more steps to see the program itself"
-# Whole words: DistributedDataParallel loads no data. The first that fits.
+# Whole words (DistributedDataParallel loads no data); the first match counts.
 _REMEDIES = tuple(
     (re.compile(rf"(?<![a-z])(?:{words})(?![a-z])", re.IGNORECASE), remedy)
     for words, remedy in (
@@ -85,10 +85,10 @@ LOW_UTILIZATION_PCT = 50.0
 
 
 def check_idle(run: RunEvidence) -> Advice | None:
-    """The device waited while it was the program's turn, for 12% of the joules or more.
+    """Advise if the device waited when it was the program's turn, for 12% of the joules or more.
 
-    Late launches, and the time before and after, have rules of their own; idle time that tracing caused does not count.
-    At best all those joules are saved.
+    Late launches, and the time before and after, have their own rules; idle time that tracing caused does not count. At
+    best, all those joules are saved.
     """
     waiting = [g for g in run.gaps if g.during not in (LAUNCHING, *UNFED)]
     joules = run.program_share * (sum(g.energy_j for g in waiting) if run.gaps else run.table.idle_j)
@@ -118,7 +118,7 @@ def check_idle(run: RunEvidence) -> Advice | None:
 
 
 def describe_idle(run: RunEvidence) -> Advice | None:
-    """The devices waited for 30% of the time or more, however few joules that is.
+    """Advise if the devices waited for 30% of the time or more, however few joules that is.
 
     What tracing may have caused counts too, unless untraced steps show how much that is.
     """
@@ -141,7 +141,7 @@ def describe_idle(run: RunEvidence) -> Advice | None:
 
 
 def _when(gap: HostGap) -> str:
-    """When a gap was: while in backward, or after the last kernel."""
+    """Say when a gap was: while in backward, or after the last kernel."""
     return gap.during if gap.during in UNFED else f"while {gap.during}"
 
 
@@ -157,9 +157,9 @@ def _launch_at_once(run: RunEvidence) -> str:
 
 
 def check_launches(run: RunEvidence) -> Advice | None:
-    """The device waited for launches (gaps up to 100 us) for 8% of the joules or more.
+    """Advise if the device waited for launches (gaps up to 100 us) for 8% of the joules or more.
 
-    In a CUDA graph a gap is `GAP_S["graph"]` long, as `tessera.predict` has it (measured on an H200).
+    In a CUDA graph, a gap is `GAP_S["graph"]` long, as in `tessera.predict` (measured on an H200).
     """
     from ..estimate.predict import GAP_S
 
@@ -183,7 +183,7 @@ def check_launches(run: RunEvidence) -> Advice | None:
 
 
 def check_outside(run: RunEvidence) -> Advice | None:
-    """30% of the joules or more were drawn before anything ran, or after everything had ended."""
+    """Advise if 30% of the joules or more were drawn before anything ran, or after everything had ended."""
     joules = sum(g.energy_j for g in run.gaps if g.during in UNFED)
     if run.share(joules) < OUTSIDE_SHARE:
         return None
@@ -194,10 +194,10 @@ def check_outside(run: RunEvidence) -> Advice | None:
 
 
 def check_outliers(run: RunEvidence) -> Advice | None:
-    """Up to a quarter of the steps cost half as much again as the middle one: compilation, autotuning, a slow disk.
+    """Advise if up to a quarter of the steps cost 1.5 times the median: compilation, autotuning, a slow disk.
 
-    Not the first ones, which no mean counts either. Nor on modelled joules: those of a longer step are its time on this
-    machine, whoever else used it.
+    The first steps do not count, nor do they in a mean. Modelled joules do not count: those of a longer step are only
+    its time on this machine, which others may have used too.
     """
     steps = [run.table.steps[i] for i in select_steps(run.table.steps).places]
     if len(steps) < 4 or run.table.basis == "modelled":
@@ -219,7 +219,7 @@ def check_outliers(run: RunEvidence) -> Advice | None:
 
 
 def check_throttling(run: RunEvidence) -> Advice | None:
-    """The board was held back in 30% of its telemetry or more. A cap is joules well spent; heat is not."""
+    """Advise if the board was held back in 30% of its telemetry or more. A cap saves joules; heat does not."""
     throttle = find_throttle(run.telemetry)
     if throttle is None:
         return None
@@ -243,7 +243,7 @@ def check_throttling(run: RunEvidence) -> Advice | None:
 
 
 def find_throttle(telemetry: Mapping[str, Sequence[Telemetry]]) -> tuple[str, str, float] | None:
-    """The first device that was held back in 30% of its readings or more, why, and the share; None where none was."""
+    """Return the first device that was held back in 30% of its readings or more, why, and the share; or None."""
     for domain, rows in telemetry.items():
         states = [t.throttle for t in rows if t.throttle is not None]
         for reason in ("power cap", "thermal (software)", "thermal (hardware)", "power brake"):
@@ -254,7 +254,7 @@ def find_throttle(telemetry: Mapping[str, Sequence[Telemetry]]) -> tuple[str, st
 
 
 def _lower_cap(run: RunEvidence, limit_w: float | None) -> tuple[float, float, float] | None:
-    """A lower cap in watts, and its joules and seconds relative to now, by the power model; None where unknown."""
+    """Return a lower cap in watts, and its joules and seconds relative to now, by the power model; None if unknown."""
     from ..estimate.power import DeviceWork, PowerModel
 
     calls = run.calls
@@ -277,7 +277,7 @@ def _lower_cap(run: RunEvidence, limit_w: float | None) -> tuple[float, float, f
 
 
 def check_spikes(run: RunEvidence) -> Advice | None:
-    """Three or more spikes above 1.1 times the board's limit. They cost feeds and breakers, not joules."""
+    """Advise at three or more spikes above 1.1 times the board's limit. They cost feeds and breakers, not joules."""
     calls, device = run.calls, run.device
     if run.power is None or calls is None or device is None or device.tdp_w is None or run.timeline is None:
         return None
@@ -305,13 +305,13 @@ def check_spikes(run: RunEvidence) -> Advice | None:
 
 
 def check_main_operator(run: RunEvidence) -> Advice | None:
-    """One operator (or kernel) spends 30% of the joules or more, and is not known to be near its roof (60%)."""
+    """Advise if one operator (or kernel) spends 30% of the joules or more, and is not near its roof (60%)."""
     rows: Sequence[EnergyRow] = run.table.ops or run.table.kernels
     most = max(rows, key=lambda r: r.energy_j, default=None)
     if most is None or run.share(most.energy_j) < ONE_SHARE:
         return None
     if most.kind == "op" and math.isnan(most.error_j):
-        return None  # of a summary: the outermost operator holds all the others
+        return None  # in a summary, the outermost operator contains all others
     if _near_its_roof(run, most):
         return None
     amount = run.format_amount(most.energy_j)
@@ -352,7 +352,10 @@ def _near_its_roof(run: RunEvidence, row: EnergyRow) -> bool:
 
 
 def check_copies(run: RunEvidence) -> Advice | None:
-    """Copies spend 5% of the joules or more. The saving of pageable ones is by the link's rate from pinned memory."""
+    """Advise if copies spend 5% of the joules or more.
+
+    For pageable ones, the saving is by the rate of pinned memory.
+    """
     rows = [r for r in run.table.kernels if r.kind == "memcpy"]
     joules = sum(r.energy_j for r in rows)
     if run.share(joules) < COPY_SHARE:
@@ -381,7 +384,7 @@ def check_copies(run: RunEvidence) -> Advice | None:
 
 
 def _save_by_pinning(run: RunEvidence) -> tuple[float, float] | None:
-    """Joules and seconds that pageable copies would save at the link's rate."""
+    """Return the joules and seconds that pageable copies would save at the rate of pinned memory."""
     link = run.device.interconnect.get("pcie") if run.device is not None else None
     if link is None or run.calls is None or run.timeline is None:
         return None
@@ -399,7 +402,7 @@ def _save_by_pinning(run: RunEvidence) -> tuple[float, float] | None:
 
 
 def advise_measurement(report: EnergyReport, telemetry: Mapping[str, Sequence[Telemetry]]) -> str | None:
-    """The one thing to do after `tessera measure`, with the evidence; None when nothing stands out."""
+    """Return the one thing to do after `tessera measure`, with the evidence; None if nothing stands out."""
     if report.basis == "modelled":
         return "these joules are modelled: run `tessera doctor` to see which sensors this machine could have"
     if report.total.coverage < 0.98:

@@ -26,12 +26,13 @@ UNALIGNED_SHARE = 0.05
 LOW_TENSOR_SHARE = 0.1
 ACCUMULATOR_SHARE = 0.1
 KERNEL_SHARE = 0.05
-# Large products reach 65-95% of the peak on an H200; under half of that something is wrong.
+# Large products reach 65-95% of the peak on an H200; under half of that, something is wrong.
 LOW_TENSOR_PCT = 35.0
-# Rows of a product that would fill the chip: predicted for four times as many, the least that is worth a change.
+# Factor on the rows of a product: the saving is predicted for this many times the rows, the least that is worth a
+# change.
 LARGER = 4
-# Tiles and swizzles are multiples of 64 elements; 8 is what 16-byte loads of 16-bit numbers ask for (cuBLAS, "Tensor
-# Core Usage"), 64 costs hardly more and suits every kernel: 50257 becomes 50304.
+# Tiles and swizzles are multiples of 64 elements. 16-byte loads of 16-bit numbers need multiples of 8 (cuBLAS, "Tensor
+# Core Usage"); 64 costs hardly more and suits every kernel: 50257 becomes 50304.
 PADDING = 64
 
 _FP32_GEMM = re.compile(r"(?<!t)sgemm|simt_\w*gemm|f32f32_f32f32|ffma\w*gemm", re.IGNORECASE)
@@ -44,12 +45,12 @@ _COMPILED = re.compile(r"^triton_")
 # cuBLAS and CUTLASS name the accumulator before the instruction: s16816 is fp32, h16816 is fp16.
 _FP16_INTO_FP32 = re.compile(r"_s1(?:6816|688)gemm_f(?:p)?16", re.IGNORECASE)
 _CHAINED = frozenset({"elementwise", "copy", "norm", "batch_norm", "softmax", "random", "reduce"})
-# An SM hides the latency of memory with about half its warps (NVIDIA's CUDA best practices guide, "Occupancy": beyond
-# 50% more seldom helps); below half of that it cannot.
+# An SM hides the latency of memory with about half its warps (NVIDIA's CUDA best practices guide, "Occupancy": more
+# than 50% rarely helps); below half of that, it cannot.
 LOW_OCCUPANCY_PCT = 25.0
-# Chosen: of the life of a warp, when waiting for memory is what it mostly does.
+# Chosen: the share of a warp's life above which it mostly waits for memory.
 MEMORY_STALL_PCT = 40.0
-# Streams reach 85-95% of HBM on an H200: waiting for memory at under half of that is latency.
+# Streams reach 85-95% of HBM on an H200: waiting for memory at less than half of that means latency.
 LOW_DRAM_PCT = 40.0
 REACHED_PCT = 85.0
 # A kernel that keeps the tensor cores this busy has few warps on purpose (WGMMA: 12 of 64 on an H200 reach 90%).
@@ -63,9 +64,9 @@ _FIELDS = (
 
 
 def check_fp32(run: RunEvidence) -> Advice | None:
-    """Matrix products on the vector units in full fp32, 10% of the joules or more, where TF32 or bf16 would do.
+    """Advise if products in full fp32 on the vector units take 10% of the joules or more, where TF32 or bf16 would do.
 
-    The saving is the predicted one of the same products in TF32, else the catalogue's joules per FLOP.
+    The saving is predicted for the same products in TF32, or comes from the catalogue's joules per FLOP.
     """
     joules, seconds = run.sum_kernels(lambda r: r.kind == "kernel" and _is_fp32_gemm(r.name))
     if run.share(joules) < FP32_SHARE:
@@ -93,7 +94,7 @@ def check_fp32(run: RunEvidence) -> Advice | None:
 
 
 def _name_formats(formats: frozenset[str]) -> str:
-    """How to use the narrow formats that a chip has."""
+    """Say how to use the narrow formats that a chip has."""
     ways = ['torch.set_float32_matmul_precision("high") (TF32)'] if "tf32" in formats else []
     ways += ["bf16 autocast"] if "bf16" in formats else ["fp16 autocast with a GradScaler"] if "fp16" in formats else []
     return (
@@ -106,9 +107,10 @@ def _is_fp32_gemm(name: str) -> bool:
 
 
 def check_alignment(run: RunEvidence) -> Advice | None:
-    """Products of sizes that are no multiple of 8 run on kernels that load single elements (align1, align2): 5%.
+    """Advise if products with sizes that are not multiples of 8 run on kernels that load single elements, for 5%.
 
-    The saving is the predicted one of the same products padded to multiples of 64.
+    Such kernels have align1 or align2 in their names. The saving is predicted for the same products padded to multiples
+    of 64.
     """
     joules, seconds = run.sum_kernels(lambda r: r.kind == "kernel" and _UNALIGNED.search(r.name))
     if run.share(joules) < UNALIGNED_SHARE:
@@ -142,7 +144,7 @@ def _pad(size: int) -> int:
 
 
 def _odd_sizes(run: RunEvidence, chosen: NDArray[np.bool_]) -> int | None:
-    """The odd dimension that most of the time goes to."""
+    """Return the odd dimension that takes most of the time."""
     calls = run.calls
     assert calls is not None
     spent: dict[int, float] = {}
@@ -155,7 +157,7 @@ def _odd_sizes(run: RunEvidence, chosen: NDArray[np.bool_]) -> int | None:
 
 
 def check_tensor_use(run: RunEvidence) -> Advice | None:
-    """Aligned 16- or 8-bit products above the ridge that reach under 35% of the tensor cores' peak: 10% of the joules.
+    """Advise if aligned 16- or 8-bit products above the ridge reach under 35% of the peak, for 10% of the joules.
 
     The saving is what the same FLOPs would cost in products of four times the rows.
     """
@@ -187,7 +189,7 @@ def _larger(work: OpWork) -> tuple[str | None, Sequence[int], str | None]:
 
 
 def check_accumulators(run: RunEvidence) -> Advice | None:
-    """fp16 products with fp32 accumulators on a GeForce, whose tensor cores then run at half rate: 10% of the joules.
+    """Advise if a GeForce runs fp16 products with fp32 accumulators, at half rate, for 10% of the joules.
 
     Source: NVIDIA's Ada architecture whitepaper, table of peak rates (FP16 with FP32 accumulate is half of FP16
     accumulate on GeForce boards). Data-centre boards have one rate for both.
@@ -204,7 +206,7 @@ def check_accumulators(run: RunEvidence) -> Advice | None:
 
 
 def check_fusion(run: RunEvidence) -> Advice | None:
-    """Elementwise and reduction kernels spend 20% of the joules or more, and nothing was compiled.
+    """Advise if elementwise and reduction kernels spend 20% of the joules or more, and nothing was compiled.
 
     The saving is by the bytes of intermediates: what one kernel writes and the next on its stream reads again.
     """
@@ -222,15 +224,15 @@ def check_fusion(run: RunEvidence) -> Advice | None:
         return run.advise("fuse", joules, evidence, action)
     moved, saved_j, saved_s = chains
     if moved <= 0.0:
-        return None  # no kernel takes what another made: there is nothing to fuse
+        return None  # no kernel takes what another made, so there is nothing to fuse
     evidence += f", {format_bytes(moved)} of it only between two of them"
     return run.advise("fuse", joules, evidence, action, saves=(saved_j, saved_s), by="roofline", confidence="medium")
 
 
 def _sum_chains(run: RunEvidence) -> tuple[float, float, float] | None:
-    """Bytes between kernels that follow each other with tensors of one size, and their joules and seconds.
+    """Return bytes between consecutive kernels with tensors of one size, and their joules and seconds.
 
-    In training the backward pass needs most of what the forward pass made: then only the second read is spared.
+    In training, the backward pass needs most of what the forward pass made, so only the second read is saved.
     """
     calls, timeline = run.calls, run.timeline
     if calls is None or timeline is None or not calls.shapes_recorded:
@@ -281,7 +283,7 @@ class _CountedKernel:
 
 
 def check_occupancy(run: RunEvidence) -> Advice | None:
-    """Occupancy under 25% while warps wait for memory 40% of their life: too few of them to hide it."""
+    """Advise if occupancy is under 25% while warps wait for memory 40% of their life: too few warps to hide it."""
     worst = _find_worst(run, lambda k: k.below("sm_occupancy", LOW_OCCUPANCY_PCT) and _waits_for_memory(k))
     if worst is None:
         return None
@@ -295,7 +297,7 @@ def check_occupancy(run: RunEvidence) -> Advice | None:
 
 
 def check_coalescing(run: RunEvidence) -> Advice | None:
-    """Waiting for memory 40% of the time at under 40% of its bandwidth, with enough warps: how it is read, not what."""
+    """Advise if enough warps wait for memory 40% of the time at under 40% of its bandwidth: a poor access pattern."""
     worst = _find_worst(
         run,
         lambda k: (
@@ -317,7 +319,7 @@ def check_coalescing(run: RunEvidence) -> Advice | None:
 
 
 def check_divergence(run: RunEvidence) -> Advice | None:
-    """A fifth of the threads sit out the average instruction; saved are the issue slots spent on them."""
+    """Advise if a fifth of the threads are inactive in the average instruction; their issue slots would be saved."""
     worst = _find_worst(run, lambda k: k.at_least("warp_divergence_pct", DIVERGENCE_PCT))
     if worst is None:
         return None
@@ -326,7 +328,7 @@ def check_divergence(run: RunEvidence) -> Advice | None:
     name, amount = short(most.name, "kernel"), run.format_amount(joules)
     evidence = f"{pct:.0f}% of the threads of {name} sit out its instructions, {amount}"
     action = "predicate short branches, sort or group work so that a warp agrees, use warp shuffles and full warps"
-    # Only where instructions are issued does a thread that sits out cost anything.
+    # An inactive thread costs something only when instructions are issued.
     part = pct / 100.0 * (issue_pct if issue_pct is not None else 0.0) / 100.0
     saves = (joules * part, seconds * part)
     return run.advise("divergence", joules, evidence, action, saves=saves, by="counters", confidence="medium")
@@ -339,7 +341,7 @@ def _waits_for_memory(kernel: _CountedKernel) -> bool:
 def _advise_kernel(
     run: RunEvidence, kind: str, most: _CountedKernel, joules: float, seconds: float, evidence: str, action: str
 ) -> Advice:
-    """The saving: the same bytes at the bandwidth that streams reach."""
+    """Advise on a kernel; the saving is by the same bytes at the bandwidth that streams reach."""
     if most.dram_pct is None:
         return run.advise(kind, joules, evidence, action, saves=(0.0, None), by="counters", confidence="low")
     part = max(0.0, 1.0 - most.dram_pct / REACHED_PCT)
@@ -351,7 +353,7 @@ def _advise_kernel(
 def _find_worst(
     run: RunEvidence, matches: Callable[[_CountedKernel], bool]
 ) -> tuple[_CountedKernel, float, float] | None:
-    """Of the kernels that match, the most expensive, and the joules and seconds of all; None under the share."""
+    """Return the most expensive matching kernel, and the joules and seconds of all matches; None under the share."""
     hits = [k for k in _kernels(run) if matches(k)]
     joules, seconds = sum(k.joules for k in hits), sum(k.seconds for k in hits)
     if not hits or run.share(joules) < KERNEL_SHARE:
@@ -360,7 +362,7 @@ def _find_worst(
 
 
 def _kernels(run: RunEvidence) -> list[_CountedKernel]:
-    """Every kernel that has counters."""
+    """Return every kernel that has counters."""
     calls, timeline = run.calls, run.timeline
     if calls is None or timeline is None or not timeline.extra:
         return []

@@ -1,4 +1,4 @@
-"""Rules about several ranks: who comes late to collectives, and what of them nothing hides."""
+"""Rules about several ranks: which rank comes late to collectives, and what part of them nothing hides."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .devices import exposed_spans, list_devices
 from .evidence import RunEvidence
 
 COMMUNICATION_SHARE = 0.15
-"""Of the joules: what collectives must spend, where it is not known what of it runs beside kernels."""
+"""Share of the joules that collectives must spend, if it is not known how much of them runs beside kernels."""
 EXPOSED_SHARE = 0.05
 LATE_SHARE = 0.05
-"""Of the ranks' time: what the others must wait for one rank."""
+"""Share of the ranks' time for which the others must wait for one rank."""
 
 
 def check_late_rank(run: RunEvidence) -> Advice | None:
-    """One rank makes the others wait at collectives for 5% of their time or more, and for more than all other ranks do.
+    """Advise if one rank makes the others wait for 5% of their time or more, and longer than all other ranks do.
 
-    The saving is the waiting: at best that rank is as fast as the others.
+    The saving is the waiting: at best, that rank is as fast as the others.
     """
     delays_s = sum_delays(run.meetings)
     times = Counter(met.straggler for met in run.meetings)
@@ -48,9 +48,9 @@ def check_late_rank(run: RunEvidence) -> Advice | None:
 
 
 def check_communication(run: RunEvidence) -> Advice | None:
-    """Collectives with nothing computing beside them: 5% of the joules or more (15% where overlap is not known).
+    """Advise if collectives run with nothing computing beside them, for 5% of the joules (15% if overlap is unknown).
 
-    The saving is the joules of the time they were alone, without what they waited for the last rank: at best all of it
+    The saving is the joules of the time they were alone, without what they waited for the last rank: at best, all of it
     is hidden.
     """
     joules, _ = run.sum_kernels(lambda r: r.kind == "collective")
@@ -83,13 +83,13 @@ def check_communication(run: RunEvidence) -> Advice | None:
 
 
 def _sum_waiting_s(run: RunEvidence) -> float:
-    """Seconds in which ranks waited for the last one, all together."""
+    """Return the seconds in which ranks waited for the last one, all together."""
     ranks = {rank for met in run.meetings for rank in met.ranks}
     return sum(find_waits(run.meetings, rank).total_ns for rank in ranks) * 1e-9
 
 
 def _watts_of_collectives(run: RunEvidence) -> float:
-    """Joules of a second of a collective; without power a second stands for a joule. Gloo's are operators."""
+    """Return the watts of collectives; without power, a second stands for a joule. Gloo's collectives are operators."""
     joules, seconds = run.sum_kernels(lambda r: r.kind == "collective")
     if not run.table.kernels:
         on_host = [r for r in run.table.ops if r.name.startswith(ON_HOST)]

@@ -1,8 +1,8 @@
-"""The joules of a run from its start to its end: what was traced, what lies outside the trace, and shares by time.
+"""The joules of a run from its start to its end: what was traced, what is outside the trace, and shares by time.
 
-Where nothing was attributed (a summarised run, a sampled one, a CPU), joules are shared out by time. That is a rough
-model beside attribution: everything is taken to draw the same watts. The rows have no error; those of sampled stacks
-have one of their share, by the number of samples.
+If nothing was attributed (a summarised run, a sampled one, a CPU), joules are shared out by time. Compared with
+attribution, that is a rough model: everything is assumed to draw the same watts. The rows have no error; those of
+sampled stacks have the error of their share, from the number of samples.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ..timeline.link import Step
 from ..trace import PowerTrace
 
 FULLY = 0.98
-"""A run of which this much was traced is called traced."""
+"""A run counts as traced if at least this share of it was."""
 FUNCTION = "function"
-"""The kind of a row that is a Python function of sampled stacks; its calls are samples."""
+"""The kind of a row for a Python function in sampled stacks; its calls are samples."""
 BY_STACKS = "the watts at each sampled Python stack"
 """How joules are shared out among functions and lines."""
 OLDER = "this summary has no time in each operator alone, so no operator has joules of its own: record it again"
 FEW_SAMPLES = 100
-"""With fewer samples of stacks than this a share may be wrong by more than 8%: a note says how many there are."""
-_Z90 = 1.645  # of the normal distribution: 90% lie within so many standard deviations
+"""With fewer samples of stacks than this, a share may be wrong by more than 8%: a note gives their number."""
+_Z90 = 1.645  # of the normal distribution: 90% are within so many standard deviations
 _STEPS = re.compile(r"ProfilerStep#N|(?:train_|training_)?(?:step|iteration|iter)[\s_#:/-]*N", re.IGNORECASE)
 _LINE = re.compile(r":\d+ ")
 _NAN = float("nan")
@@ -43,9 +43,10 @@ _NAN = float("nan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """Joules of a run that no row has: "before" what was traced, "between" its windows, "after" it; its steps there.
+    """Joules of a run that no row has: "before" what was traced, "between" its windows, "after" it.
 
-    "unsampled": while no sensor was read. The counter knows how many there were, but not where.
+    It has the steps there, too. "unsampled": while no sensor was read. The counter knows how many joules there were,
+    but not where.
     """
 
     where: str
@@ -56,9 +57,9 @@ class Outside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
-    """The run from its start to its end, whether traced or not. `steps` is None where it has none.
+    """The run from its start to its end, whether traced or not. `steps` is None if it has none.
 
-    `whole_steps` are those whose begin and end are known: of the first step of a script only the end is.
+    `whole_steps` are those whose beginning and end are known: for the first step of a script, only the end is.
     """
 
     energy_j: float
@@ -70,19 +71,19 @@ class Whole:
     whole_steps: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: what `--json` has as "run"."""
+        """Return plain data: what `--json` has as "run"."""
         return {"energy_j": self.energy_j, "error_j": self.error_j, "time_s": self.time_s, "steps": self.steps}
 
 
 def is_partial(recording: Recording, table: EnergyTable) -> bool:
-    """Whether the table covers only a part of the run: no row contains what was not traced."""
+    """Return whether the table covers only a part of the run: no row contains what was not traced."""
     start_ns, end_ns = recording.span_ns
     traced_s = sum(b - a for a, b in recording.accounted_windows) * 1e-9
     return bool(table.kernels or table.ops) and max(traced_s, table.time_s) < FULLY * (end_ns - start_ns) * 1e-9
 
 
 def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: TimeShares | None) -> Whole:
-    """Of the table where that is all; else from the samples of the devices the table is about."""
+    """Return the table's figures if it covers all; else those from the samples of the table's devices."""
     timed = recording.timeline.linked.steps
     several = len(np.unique(recording.timeline["rank"])) > 1  # ranks take a step together
     whole_steps = len({s.name for s in timed}) if several else len(timed)
@@ -112,10 +113,10 @@ def whole_of(recording: Recording, table: EnergyTable, partial: bool, shared: Ti
 
 
 def _unbegun(recording: Recording, steps: Sequence[Step]) -> int:
-    """One where the script's first step has no row: its optimizer shows when a step ends, but not when it begins.
+    """Return 1 if the script's first step has no row: its optimizer shows when a step ends, but not when it begins.
 
-    Steps counted so follow one another without a gap (but for evaluation), which regions that a program names itself
-    never do.
+    Steps that are counted by optimizers follow one another without a gap (except for evaluation), which regions that a
+    program names itself never do.
     """
     if recording.facts.meta.get("command") is None or not steps or steps[0].name != "step_1":
         return 0
@@ -125,7 +126,7 @@ def _unbegun(recording: Recording, steps: Sequence[Step]) -> int:
 
 
 def _fill_gaps(power: PowerTrace, timeline: Timeline) -> Energy:
-    """The whole run's, holes in the samples filled by the counter: no row can be given those joules, the sum can."""
+    """Return the whole run's energy, gaps in the samples filled by the counter: only the sum can have those joules."""
     names = _accounted_domains(power, timeline)
     parts = [power.columns[n].energy(power.start_ns, power.end_ns, fill_gaps=True) for n in names]
     return sum_domains(parts, power.seconds)
@@ -138,13 +139,13 @@ def accounted_power(power: PowerTrace, timeline: Timeline) -> PowerTrace:
 
 
 def accounted_energies(power: PowerTrace, timeline: Timeline, spans: Sequence[tuple[int, int]]) -> list[Energy]:
-    """Joules of some stretches of time, of the devices that the table is about."""
+    """Return joules of some stretches of time, of the devices that the table is about."""
     columns = [power.columns[name] for name in _accounted_domains(power, timeline)]
     return [sum_domains([c.energy(start, end) for c in columns], (end - start) * 1e-9) for start, end in spans]
 
 
 def outside(recording: Recording, table_j: float, whole: Whole) -> list[Outside]:
-    """Where the joules are that no row has: with the table's they are the whole run's."""
+    """Return where the joules are that no row has; with the table's, they are the whole run's."""
     timeline, power = recording.timeline, recording.power
     if power is None:
         return []
@@ -175,13 +176,13 @@ def outside(recording: Recording, table_j: float, whole: Whole) -> list[Outside]
 
 
 def _accounted_domains(power: PowerTrace, timeline: Timeline) -> list[str]:
-    """The domains that attribution shares out: boards on which something ran, else the first of the host's."""
+    """Return the domains that attribution uses: boards on which something ran, else the first of the host's."""
     counted = {name: c.domain.device for name, c in power.columns.items() if c.domain.counted}
     boards = [name for name, device in counted.items() if device.is_gpu]
     used, by_rank = timeline.devices, [c.domain.name for c in power.by_rank.values()]
     if not used:
         hosts = [name for name in counted if name not in boards]
-        # The ranks of each host share its first domain out.
+        # The ranks of each host share its first domain.
         return list(dict.fromkeys(n.rpartition(".")[0] for n in by_rank)) or hosts[:1] or boards
     boards = boards or list(counted)
     return [name for name in boards if counted[name] in used] or boards[:1]
@@ -192,9 +193,10 @@ def _accounted_domains(power: PowerTrace, timeline: Timeline) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
-    """Rows whose joules are shares of a total, and by what. Operators, or kernels, and `rest_j` sum to the total.
+    """Rows whose joules are shares of a total, and how they were shared.
 
-    `steps` are those a summary counted, `whole_steps` those whose begin is known too: theirs are `steps_s`, `steps_j`.
+    Operators, or kernels, and `rest_j` sum to the total. `steps` are those that a summary counted; `whole_steps` those
+    whose beginning is known too, which took `steps_s` and `steps_j`.
     """
 
     by: str
@@ -220,20 +222,20 @@ class RunTotals:
 
     @property
     def working_w(self) -> float:
-        """Mean watts since work was first traced; of the run where that is not known."""
+        """Return the mean watts since work was first traced; of the run if that is not known."""
         if self.since_s > 0 and self.since_j > 0:
             return self.since_j / self.since_s
         return self.energy_j / self.time_s if self.time_s > 0 else 0.0
 
 
 def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
-    """From the totals a summary-mode session keeps: its windows stand for all steps, and what came before for none.
+    """Make rows from the totals of a summary-mode session: its windows stand for all steps, not for what came before.
 
-    Without steps they stand for all that came since the first of them: the next one may come minutes later, or never.
-    Kernels, or operators of a host alone, have the share of the steps' joules that their time was of the traced time:
-    operators by the time in themselves, not in those they call. Calls and seconds are of all steps, as joules are;
-    calls by the number of steps that were traced, as tracing made those longer than the others. Regions are counted
-    all the time, but for those that torch itself names, which are seen in windows.
+    Without steps, the windows stand for everything since the first of them: the next one may come minutes later, or
+    never. Kernels, or operators on a host alone, get the share of the steps' joules that their time has of the traced
+    time; an operator's time excludes the operators that it calls. Calls and seconds are for all steps, like joules;
+    calls are scaled by the number of traced steps, because tracing made those longer than the others. Regions are
+    counted all the time, except those that torch itself names, which are seen in windows.
     """
     if not isinstance(summary, Mapping):
         return None
@@ -274,9 +276,10 @@ def from_summary(summary: Any, run: RunTotals) -> TimeShares | None:
 
 
 def weigh_stacks(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid: int) -> list[tuple[str, int, float]]:
-    """(stack, samples, joules) of the main thread: each sample weighted with its seconds and the watts at its time.
+    """Return (stack, samples, joules) of the main thread: each sample weighted with its seconds and its time's watts.
 
-    Every thread is in every sample, and most of them wait: the main one (its number is the process's) is what counts.
+    Every thread is in every sample, and most of them wait, so only the main thread (its number is the process's)
+    counts.
     """
     if not stacks or not total_j > 0:
         return []
@@ -295,26 +298,26 @@ def weigh_stacks(stacks: Sequence[Stack], power: PowerTrace, total_j: float, pid
 
 
 def _seconds_each(at_ns: NDArray[np.int64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How long one sample of each row stands for: samples come at uneven times, and rows at the same time share it."""
+    """Return how long one sample of each row stands for; rows sampled at the same time share the interval."""
     starts_ns, which = np.unique(at_ns, return_inverse=True)
     samples = np.bincount(which, counts)
     if len(starts_ns) < 2:
         return np.ones(len(counts))
     lengths_s = np.diff(starts_ns) * 1e-9
-    mean_s = lengths_s.sum() / samples[:-1].sum()  # of the last ones: where they end is not known
+    mean_s = lengths_s.sum() / samples[:-1].sum()  # for the last ones, whose end is not known
     each_s: NDArray[np.float64] = np.append(lengths_s / samples[:-1], mean_s)[which]
     return each_s
 
 
 def stacks_of(recording: Recording, total_j: float) -> list[tuple[str, int, float]]:
-    """The sampled stacks of the main thread with their joules; [] where none were recorded."""
+    """Return the sampled stacks of the main thread with their joules; [] if none were recorded."""
     if recording.power is None:
         return []
     return weigh_stacks(recording.stacks, recording.power, total_j, recording.facts.pid)
 
 
 def from_stacks(stacks: Sequence[tuple[str, int, float]], total_j: float) -> TimeShares | None:
-    """Rows by the innermost function of weighted stacks."""
+    """Return rows by the innermost function of weighted stacks."""
     if not stacks:
         return None
     leaves = [(stack.rsplit(";", 1)[-1], count, joules) for stack, count, joules in stacks]
@@ -327,10 +330,10 @@ def from_stacks(stacks: Sequence[tuple[str, int, float]], total_j: float) -> Tim
 
 
 def find_share_error(share: float, samples: float) -> float:
-    """The half-width around `share` that holds its binomial 90% interval.
+    """Return the half-width around `share` that contains its binomial 90% interval.
 
-    That is Wilson's (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927), which is not zero where no sample, or every one, is
-    of this row.
+    This is Wilson's interval (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927), which is not zero if no sample, or every
+    sample, is of this row.
     """
     if not samples > 0:
         return 1.0
@@ -341,7 +344,7 @@ def find_share_error(share: float, samples: float) -> float:
 
 
 def _effective_samples(stacks: Sequence[tuple[str, int, float]]) -> float:
-    """How many samples of equal weight tell as much as these (L. Kish, "Survey Sampling", 1965)."""
+    """Return how many samples of equal weight tell as much as these (L. Kish, "Survey Sampling", 1965)."""
     squares = math.fsum(joules**2 / count for _, count, joules in stacks if count)
     return math.fsum(joules for _, _, joules in stacks) ** 2 / squares if squares > 0 else 0.0
 
@@ -368,15 +371,15 @@ def _sum_by_name(parts: Sequence[tuple[str, int, float]], total_j: float, sample
 
 
 def find_own_lines(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
-    """Rows by the innermost line of the user's own code in each stack, most joules first: what it calls is in it."""
+    """Return rows by the innermost line of the user's own code in each stack, with what it calls, most joules first."""
     own = [(_own_frames(stack), count, joules) for stack, count, joules in stacks]
     lines = [(frames[-1], count, joules) for frames, count, joules in own if frames]
     return _most_first(_sum_by_name(lines, total_j, _effective_samples(stacks)))
 
 
 def find_own_functions(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
-    """Rows by function of the user's own code, most joules first: a function includes all that it calls."""
-    # Each counts once in a stack, without its line: "./train.py:31 step" is "./train.py step".
+    """Return rows by function of the user's own code, with all that it calls, most joules first."""
+    # Each function counts once in a stack, without its line: "./train.py:31 step" is "./train.py step".
     own = [({_LINE.sub(" ", f) for f in _own_frames(stack)}, count, joules) for stack, count, joules in stacks]
     functions = [(name, count, joules) for names, count, joules in own for name in names]
     return _most_first(_sum_by_name(functions, total_j, _effective_samples(stacks)))
@@ -396,7 +399,7 @@ def _with_names(rows: Any) -> list[Mapping[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TracedWork:
-    """The part of a run that its traced windows stand for, how much of it they are, and how often calls come in it."""
+    """The part of a run that its traced windows stand for, how much of it they are, and how often calls occur in it."""
 
     seconds: float
     energy_j: float
@@ -405,7 +408,7 @@ class _TracedWork:
     run: RunTotals
 
     def rows(self, summary: Any, kind: str, key: str) -> list[EnergyRow]:
-        """Rows that are parts of the traced time: together they never exceed it, however many ran at once."""
+        """Return rows that are parts of the traced time: together they never exceed it, however many ran at once."""
         rows = [r for r in _with_names(summary) if r.get(key) is not None]
         base_s = max(self.seen_s, math.fsum(float(r[key]) for r in rows))
         if not base_s > 0:
@@ -413,14 +416,17 @@ class _TracedWork:
         return [self._row(r, kind, float(r[key]) / base_s * self.seconds) for r in rows]
 
     def region(self, row: Mapping[str, Any]) -> EnergyRow:
-        """A region's, which overlap: over all its passes, or those in windows scaled to all of the work."""
+        """Return a region's row: over all its passes, or those in windows scaled to all of the work.
+
+        Regions overlap.
+        """
         seconds = float(row.get("time_s", 0.0))
         if row.get("traced") and self.seen_s > 0:
             return self._row(row, "region", min(seconds * self.seconds / self.seen_s, self.run.time_s))
         return self._row(row, "region", min(seconds, self.run.time_s), whole=True)
 
     def _row(self, row: Mapping[str, Any], kind: str, seconds: float, *, whole: bool = False) -> EnergyRow:
-        """One row, of so many seconds of the work; `whole`: its calls are all there were."""
+        """Return one row with so many seconds of the work; `whole`: its calls are already complete."""
         watts = self.energy_j / self.seconds if self.seconds > 0 else 0.0
         joules = min(seconds * watts, self.run.energy_j)
         return EnergyRow(

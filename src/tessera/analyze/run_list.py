@@ -1,8 +1,8 @@
-"""One line about each run of a folder: when, what, joules, joules a step, host, size, state.
+"""One line for each run of a folder: when, what, joules, joules a step, host, size, state.
 
-The joules are those of `analyze.answer`, so that a list and a report of one run agree. Computing them reads the whole
-timeline; so they are kept in $XDG_CACHE_HOME/tessera/runs/, for a file of that size and time of change. Of a run whose
-joules are not kept there, a list shows the facts alone.
+The joules are those of `analyze.answer`, so that a list and a report of one run agree. To compute them, the whole
+timeline is read. So they are kept in $XDG_CACHE_HOME/tessera/runs/, for a file with that size and time of change. If a
+run's joules are not kept there, a list shows only its facts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RunJoules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """One run. `joules` is None where nobody has computed them yet; `problem` says why a file cannot be read.
+    """One run. `joules` is None if they have not been computed yet; `problem` says why a file cannot be read.
 
     A run is "failed" if its script ended with an exit code other than 0, "killed" if its file was never closed and its
     process is gone, and "running" if that process still exists on this machine.
@@ -64,7 +64,7 @@ class ListedRun:
     problem: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "joules"}
         figures = dataclasses.asdict(self.joules) if self.joules else {}
         empty = dict.fromkeys(f.name for f in dataclasses.fields(RunJoules))
@@ -72,12 +72,12 @@ class ListedRun:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The files of a folder that are named like runs; links are not followed."""
+    """Return the files of a folder that are named like runs; links are not followed."""
     return sorted(p for p in folder.glob(f"*{SUFFIX}") if p.is_file() and not p.is_symlink())
 
 
 def describe_run(path: Path, *, read: bool = False) -> ListedRun:
-    """The facts of a run, and its joules where they are kept, or `read` from its timeline."""
+    """Return the facts of a run, and its joules if they are kept; with `read`, from its timeline."""
     size = size_of(path)
     try:
         with open_recording(path) as recording:
@@ -113,12 +113,12 @@ def _state(recording: Recording, path: Path) -> RunState:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a run and of the files that SQLite writes beside it."""
+    """Return the bytes of a run and of the files that SQLite writes beside it."""
     return sum(p.stat().st_size for p in files_of(path))
 
 
 def files_of(path: Path) -> list[Path]:
-    """A run's file, and those that SQLite writes beside it while the run is written."""
+    """Return a run's file, and those that SQLite writes beside it while the run is written."""
     return [p for side in ("", *SIDE_FILES) if (p := path.with_name(path.name + side)).is_file()]
 
 
@@ -148,7 +148,7 @@ def remember_joules(recording: Recording, result: Answer) -> RunJoules:
 
 
 def recall_joules(path: Path) -> RunJoules | None:
-    """What `remember_joules` kept for this file as it is now; None where it kept nothing."""
+    """Return what `remember_joules` kept for this file as it is now; None if it kept nothing."""
     try:
         return msgspec.json.decode(_joules_path(path).read_bytes(), type=RunJoules)
     except (OSError, msgspec.DecodeError):
@@ -156,7 +156,7 @@ def recall_joules(path: Path) -> RunJoules | None:
 
 
 def _joules_path(path: Path) -> Path:
-    """Another size, time of change or version of Tessera is another name: nothing stale is read."""
+    """Return the file for a run's joules: another size, time of change or version of Tessera has another name."""
     stat = path.stat()
     key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{version()}"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -173,9 +173,9 @@ def _known(value: float) -> float | None:
 def choose_old_runs(
     runs: Iterable[ListedRun], *, keep: int = 0, older_than_s: float = 0.0, now_ns: int
 ) -> list[ListedRun]:
-    """Runs beyond the newest `keep` that started more than `older_than_s` ago; never one that is being written.
+    """Return the runs beyond the newest `keep` that started more than `older_than_s` ago, except one being written.
 
-    A file that cannot be read as a run is not one of ours to delete.
+    A file that cannot be read as a run is never included.
     """
     ours = sorted((r for r in runs if r.state != "unreadable"), key=lambda r: r.start_ns, reverse=True)
     return [r for r in ours[keep:] if r.state != "running" and now_ns - r.start_ns >= older_than_s * 1e9]
@@ -185,7 +185,7 @@ def delete_runs(runs: Sequence[ListedRun]) -> int:
     """Delete runs with the files SQLite wrote beside them; return how many bytes that frees. Pages and links stay."""
     freed = 0
     for run in runs:
-        if run.path.is_symlink() or not run.path.is_file():  # no longer the run that was chosen
+        if run.path.is_symlink() or not run.path.is_file():  # it is no longer the run that was chosen
             continue
         with contextlib.suppress(OSError):
             _joules_path(run.path).unlink(missing_ok=True)

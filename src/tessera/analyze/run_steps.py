@@ -1,4 +1,4 @@
-"""Every step of a run of which only some steps were traced: a mean of the traced ones alone is not the run's."""
+"""Every step of a run of which only some steps were traced: the mean of the traced steps is not the run's mean."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from .run_energy import accounted_energies, is_partial
 from .slowdown import SEEN
 
 PAUSED_SHARE = 0.1
-"""A step that stood still for its tracer for more than this share of its time says nothing of the program: chosen."""
+"""A step that stood still for its tracer for more than this share of its time is no measure of the program: chosen."""
 
 
 def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]:
-    """A row for each step of a partly traced run, by its edges and the sensors; empty where the table has them all.
-
-    The table may have none: a first step that outlasts the time limit is all that was traced.
-    """
+    """Return a row for each step of a partly traced run, by its edges and the sensors; empty if the table has all."""
     power, timeline = recording.power, recording.timeline
     if power is None or recording.facts.kind != "run" or not is_partial(recording, table):
         return []
@@ -34,7 +31,7 @@ def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]
     rows = []
     spent = accounted_energies(power, timeline, [(start_ns, end_ns) for _, start_ns, end_ns in spans])
     for (name, _, _), energy in zip(spans, spent, strict=True):
-        is_seen = energy.coverage >= SEEN and energy.energy_j >= 0  # NaN is not
+        is_seen = energy.coverage >= SEEN and energy.energy_j >= 0  # false for NaN
         row = EnergyRow(
             name=name,
             kind="step",
@@ -42,7 +39,7 @@ def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]
             time_s=energy.time_s,
             energy_j=energy.energy_j if is_seen else math.nan,
             error_j=energy.error_j if is_seen else math.nan,
-            share=math.nan,  # the table is of the traced part: no step of the run has a share of it
+            share=math.nan,  # the table covers the traced part, of which a step of the run has no share
             wall_s=energy.time_s,
         )
         rows.append(row)
@@ -50,9 +47,9 @@ def find_every_step(recording: Recording, table: EnergyTable) -> list[EnergyRow]
 
 
 def _leave_out_paused(spans: list[tuple[str, int, int]], pauses: Sequence[Pause]) -> list[tuple[str, int, int]]:
-    """The steps in which the program stood still for its tracer hardly or not at all; all where that was each of them.
+    """Return the steps in which the program hardly stood still for its tracer; all of them if every step did.
 
-    What such a step cost beyond the others is the tracer's.
+    The extra cost of a step that stood still is the tracer's.
     """
     stood_ns = np.zeros(len(spans))
     begins, ends = (np.array([span[side] for span in spans]) for side in (1, 2))
@@ -63,7 +60,7 @@ def _leave_out_paused(spans: list[tuple[str, int, int]], pauses: Sequence[Pause]
 
 
 def find_spans(timeline: Timeline) -> list[tuple[str, int, int]]:
-    """The name and the edges of each step. Ranks take one together: its edges are the means of theirs.
+    """Return the name and the edges of each step. Ranks take a step together, so its edges are the means of theirs.
 
     So a step ends where the next begins, and no joule counts twice. A step that a rank does not have is left out.
     """

@@ -1,13 +1,13 @@
-"""Sequences of kernels that come again and again: what could be one kernel.
+"""Sequences of kernels that occur again and again, and could be one kernel.
 
 ::
 
     stream   ─[gemm]─[bias]─[gelu]─[dropout]─[gemm]─[bias]─[gelu]─[dropout]─[copy DtoH]─
                     └─── a sequence ───────┘       └─ the same, again ───┘
 
-By stream a sequence is what runs between two matrix products, attentions, convolutions, collectives or copies: kernels
-that stream tensors, which a compiler or a hand-written kernel can fuse. By operator it is what one call of an outermost
-operator launches, whatever it is. Sequences are disjoint, so that their seconds and joules add up.
+By stream, a sequence is what runs between two matrix products, attentions, convolutions, collectives or copies: kernels
+that stream tensors, which a compiler or a hand-written kernel can fuse. By operator, it is what one call of an
+outermost operator launches. Sequences are disjoint, so that their seconds and joules add up.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ BY = ("stream", "op")
 FUSIBLE = ("normalisation, reduction", "elementwise")
 """Kinds of kernels that stream tensors."""
 LEAST = 2
-"""Kernels of a sequence: one alone is `analyze.kernels`."""
+"""Least kernels of a sequence: single kernels are in `analyze.kernels`."""
 PAUSE_NS = 1_000_000
-"""A stream that did nothing for so long is not in the middle of a sequence: launches are 100 us late at most."""
+"""A stream that did nothing for so many nanoseconds is not in the middle of a sequence: launches are 100 us late at
+most.
+"""
 NAMED = 4
-"""So many kernels of a sequence are named; `members` has all."""
+"""How many kernels of a sequence are named; `members` has all."""
 LETTERS = 24
-"""Of each."""
+"""Letters of each name."""
 _INNER = re.compile(r"[A-Za-z_]\w{3,}")
 _ENDINGS = re.compile(r"(?:_kernel|_cuda|_impl|Functor)+$")
 _COLUMNS = columns(
@@ -57,10 +59,11 @@ _OP = columns(("op", "operator"))
 def sequences(
     trace: Any, *, power: Any = None, by: str = "stream", least: int = LEAST, progress: Progress | None = None
 ) -> Result:
-    """Kernels that run one after the other and come again, most time first: calls, seconds, joules, gaps.
+    """Return kernels that run one after the other and repeat, most time first: calls, seconds, joules, gaps.
 
     `by` "stream": candidates for fusion, between two kernels that are not. `by` "op": what each outermost operator
-    launches. `least` is the smallest number of kernels. A sequence that repeats itself is one, passed several times.
+    launches. `least` is the smallest number of kernels. A sequence that repeats itself is one sequence, passed several
+    times.
 
     >>> analyze.sequences("trace.json.gz").top(3)
     """
@@ -120,7 +123,7 @@ class _Sums:
         self.before[head] = self.before.get(head, 0) + 1
         if spent is not None:
             self.joules = (self.joules or 0.0) + float(spent[rows].sum())
-            if timeline.error_j is not None:  # errors of rows of one class have the same causes: they add up
+            if timeline.error_j is not None:  # errors of rows of one class have the same causes, so they add up
                 self.error_j = (self.error_j or 0.0) + float(np.nansum(timeline.error_j[rows]))
 
 
@@ -143,7 +146,7 @@ def _describe(timeline: Timeline, op: str, names: Sequence[int], found: _Sums, w
 
 
 def _list_names(names: Sequence[str]) -> str:
-    """The first names in order, those that follow themselves once with how often, and the last."""
+    """Return the first names in order (a repeated one once, with its count), and the last."""
     parts: list[tuple[str, int]] = []
     for name in names:
         times = parts.pop()[1] if parts and parts[-1][0] == name else 0
@@ -153,14 +156,14 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def _name_kernel(name: str) -> str:
-    """A few letters that tell a kernel from its neighbours: of an elementwise one, what it computes."""
+    """Return a few letters that distinguish a kernel from its neighbours: for an elementwise one, what it computes."""
     base, _, arguments = short_name(name).partition("<")
     inner = [word for word in _INNER.findall(arguments) if word not in TYPES.values()]
     return fit(_ENDINGS.sub("", inner[-1] if "elementwise" in base and inner else base), LETTERS)
 
 
 def _between_products(timeline: Timeline) -> Iterator[tuple[str, Ints]]:
-    """Runs of kernels that could be fused, each with the short name of what runs before it on its stream."""
+    """Yield stretches of kernels that could be fused, each with the short name of what runs before it on its stream."""
     fusible = np.array([category(name) in FUSIBLE for name in timeline.names] or [False])
     for device in list_devices(timeline):
         streams = timeline["stream"][device.rows]
@@ -176,7 +179,7 @@ def _between_products(timeline: Timeline) -> Iterator[tuple[str, Ints]]:
 
 
 def _by_operator(timeline: Timeline) -> Iterator[tuple[str, Ints]]:
-    """What each call of an outermost operator launched, in the order of the device."""
+    """Yield what each call of an outermost operator launched, in the order of the device."""
     rows = timeline.device_rows
     rows = rows[np.argsort(timeline["start_ns"][rows], kind="stable")]
     calls = timeline.linked.top_op[rows]
@@ -188,7 +191,7 @@ def _by_operator(timeline: Timeline) -> Iterator[tuple[str, Ints]]:
 
 
 def _split_periods(rows: Ints, names: Sequence[int]) -> list[Ints]:
-    """A run that is one sequence several times over, as those passes; else itself.
+    """Return the passes of a stretch that is one sequence several times over; otherwise the stretch.
 
     The shortest period of a text is its length less its longest border (Knuth, Morris and Pratt).
     """

@@ -26,7 +26,7 @@ from .mean_step import MeanStep, StepRows, mean_of, mean_step, select_steps, wal
 
 Span = Literal["run", "trace", ""]
 TRACING = "added by tracing"
-"""The row that takes the tracer's part from rows of traced steps, where the total is that of untraced ones."""
+"""The row that subtracts the tracer's part from rows of traced steps, if the total is that of untraced ones."""
 UNTRACED = "more in all steps than in the traced"
 """The row that makes rows of traced steps sum to the mean of all steps of a run, of which only some were traced."""
 OUTSIDE = "outside the trace"
@@ -36,7 +36,7 @@ _NAN = float("nan")
 
 @dataclass(frozen=True, slots=True)
 class RunScatter:
-    """Of a mean of several runs: how many, its standard errors, and the sensor's error, which runs do not show."""
+    """Scatter of a mean of several runs: their number, its standard errors, and the sensor's error beside them."""
 
     count: int
     joules: float
@@ -50,8 +50,8 @@ class RunScatter:
 class Cell:
     """One row of one side: joules and seconds with 90% half-widths (NaN: unknown), calls, and its kind.
 
-    `once`: it was measured once, so that its half-width is the sensor's alone and its scatter is not known.
-    `error_w` is that of its mean watts, whose joules and seconds err together; None where that is not known.
+    `once`: it was measured once, so its half-width is the sensor's alone and its scatter is not known. `error_w` is the
+    half-width of its mean watts, whose joules and seconds err together; None if that is not known.
     """
 
     energy_j: float
@@ -60,19 +60,19 @@ class Cell:
     error_s: float
     calls: float
     kind: str = ""
-    errors: PredictionErrors | None = None  # of a prediction: what its half-widths consist of
+    errors: PredictionErrors | None = None  # for a prediction: the parts of its half-widths
     once: bool = False
     runs: RunScatter | None = None
     error_w: float | None = None
 
     @property
     def power_w(self) -> float:
-        """Mean watts; NaN where there were no seconds."""
+        """Return mean watts; NaN without seconds."""
         return self.energy_j / self.seconds if self.seconds > 0 else _NAN
 
     @property
     def power_error_w(self) -> float:
-        """Their half-width. Where the common error of joules and seconds is not known, as if the seconds were exact."""
+        """Return the half-width of the watts; without a common error, as if the seconds were exact."""
         return self.error_w if self.error_w is not None else self.error_j / self.seconds if self.seconds > 0 else _NAN
 
     def __add__(self, other: Cell) -> Cell:
@@ -88,7 +88,7 @@ class Cell:
         )
 
     def scale(self, factor: float) -> Cell:
-        """The same, of a part of the work."""
+        """Return the cell for a part of the work."""
         return Cell(
             self.energy_j * factor,
             self.error_j * factor,
@@ -102,7 +102,7 @@ class Cell:
         )
 
     def __sub__(self, part: Cell) -> Cell:
-        """What is left without a part; of the sensor's error, its share."""
+        """Return the rest without a part; its sensor error is its share."""
         left_j = self.energy_j - part.energy_j
         level = self.error_j / self.energy_j if self.energy_j > 0 else 0.0
         return Cell(left_j, level * abs(left_j), max(self.seconds - part.seconds, 0.0), _NAN, 0.0, once=True)
@@ -110,7 +110,7 @@ class Cell:
 
 ZERO = Cell(0.0, 0.0, 0.0, 0.0, 0.0, errors=PredictionErrors({}))
 UNSTATED = Cell(_NAN, _NAN, _NAN, _NAN, 0.0, "idle")
-"""A row that a side may have spent, and does not state: neither nothing, nor known."""
+"""A row that a side may have spent but does not state: neither zero nor known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ class DiffSide:
 
     @property
     def is_prediction(self) -> bool:
-        """A prediction, whose rows are subgraphs, not operators."""
+        """Return whether this is a prediction, whose rows are subgraphs, not operators."""
         return self.basis == "predicted"
 
 
@@ -164,7 +164,7 @@ class DiffSide:
 
 
 def unit_of(sides: Sequence[DiffSide], notes: list[str]) -> str | None:
-    """The work all did: steps where all have them, else the first unit they share; None where that is the same."""
+    """Return the unit of work: steps if all have them, else the first one they share; None if its amount is equal."""
     shared = [u for u in sides[0].work if all(side.work.get(u, 0) > 0 for side in sides)]
     recorded = [side for side in sides if side.has_steps]
     if "step" in shared:
@@ -177,7 +177,7 @@ def unit_of(sides: Sequence[DiffSide], notes: list[str]) -> str | None:
 
 
 def span_of(sides: Sequence[DiffSide]) -> Span:
-    """What whole things are compared: "run", or "trace" where one is a trace and of the others a part was traced."""
+    """Return what is compared as a whole: "run", or "trace" if one is a trace and the others were traced in part."""
     if all(side.span != "trace" for side in sides):
         return "run"
     lacking = [side for side in sides if side.span == "run" and not any(side.views.get(v) for v in ("ops", "kernels"))]
@@ -192,31 +192,31 @@ def span_of(sides: Sequence[DiffSide]) -> Span:
 
 
 def _counted_steps(side: DiffSide) -> list[EnergyRow]:
-    """The steps that count."""
+    """Return the steps that count."""
     return [side.steps[i] for i in select_steps(side.steps).places]
 
 
 def amount(side: DiffSide, unit: str | None) -> float:
-    """How many units a side did: of recorded steps, those that count."""
+    """Return how many units a side did; for recorded steps, those that count."""
     if unit == "step" and side.has_steps:
         return side.every.calls if side.every is not None else float(len(_counted_steps(side)))
     return side.work[unit] if unit else 1.0
 
 
 def total_of(side: DiffSide, unit: str | None, span: Span) -> Cell:
-    """One unit's joules and seconds: of steps their mean, with how they scatter; else the whole, divided."""
+    """Return one unit's joules and seconds: the mean of steps with their scatter, or else the whole, divided."""
     if unit != "step" or not side.has_steps:
         return _whole(side, span).scale(1.0 / amount(side, unit))
     return _untraced_step(side) or _traced_step(side)
 
 
 def _untraced_step(side: DiffSide) -> Cell | None:
-    """The step of a run that its report states, where that is not the mean of its traced ones."""
+    """Return the step that a run's report states, if that is not the mean of its traced ones."""
     return side.untraced or (side.every.scale(1.0 / side.every.calls) if side.every is not None else None)
 
 
 def _traced_step(side: DiffSide) -> Cell:
-    """The mean of the traced steps."""
+    """Return the mean of the traced steps."""
     whole = side.traced or side.total
     return make_cell(
         mean_step(_counted_steps(side), whole.error_j / whole.energy_j if whole.energy_j > 0 else 0.0), 1.0
@@ -224,7 +224,7 @@ def _traced_step(side: DiffSide) -> Cell:
 
 
 def make_cell(mean: MeanStep, calls: float, kind: str = "") -> Cell:
-    """The mean of some steps as a line of a side."""
+    """Return the mean of some steps as a line of a side."""
     return Cell(
         mean.energy_j, mean.error_j, mean.seconds, mean.error_s, calls, kind, once=mean.once, error_w=mean.error_w
     )
@@ -235,7 +235,7 @@ def _whole(side: DiffSide, span: Span) -> Cell:
 
 
 def rows_of(side: DiffSide, unit: str | None, view: str, span: Span, *, by_step: bool) -> dict[str, Cell]:
-    """One unit's rows, which sum to its total. `by_step`: what lies inside steps is known of every side."""
+    """Return one unit's rows, which sum to its total. `by_step`: every side knows what is inside steps."""
     rows = side.views.get(view) or {}
     if unit == "step" and side.has_steps:
         cells = _inside(side, view) if by_step else _scale_to_step(side, rows)
@@ -250,7 +250,7 @@ def rows_of(side: DiffSide, unit: str | None, view: str, span: Span, *, by_step:
 
 
 def _subtract_traced(traced: Cell, untraced: Cell) -> Cell:
-    """What makes the rows of traced steps sum to the step that is stated: of an untraced one, less than zero."""
+    """Return what makes the rows of traced steps sum to the stated step; less than zero for an untraced one."""
     return Cell(
         untraced.energy_j - traced.energy_j,
         math.hypot(untraced.error_j, traced.error_j),
@@ -262,9 +262,9 @@ def _subtract_traced(traced: Cell, untraced: Cell) -> Cell:
 
 
 def choose_steps(sides: Sequence[DiffSide], notes: list[str]) -> list[DiffSide]:
-    """The same steps of all runs, those that reports state: untraced ones where every run knows them, or all steps.
+    """Return the same steps of all runs as their reports state: untraced steps if every run knows them, or all.
 
-    Where tracing slowed one run, and another has no steps without tracing, traced ones of both. Notes say where the
+    If tracing slowed one run, and another has no steps without tracing, use traced ones of both. Notes say where the
     rows of a side, or its report, are of other steps.
     """
     runs = [side for side in sides if not side.is_prediction]
@@ -284,7 +284,7 @@ def choose_steps(sides: Sequence[DiffSide], notes: list[str]) -> list[DiffSide]:
 
 
 def _explain_traced(sides: Sequence[DiffSide]) -> str:
-    """That only traced steps can be compared, why, and what the reports of the runs state instead."""
+    """Say that only traced steps can be compared, why, and what the reports of the runs state instead."""
     lacking = next(side.name for side in sides if side.untraced is None and not side.is_prediction)
     stated = [
         f"{format_energy_error(step.energy_j, step.error_j)} {'without tracing' if side.untraced else 'over all steps'}"
@@ -296,7 +296,7 @@ def _explain_traced(sides: Sequence[DiffSide]) -> str:
 
 
 def _explain_steps(side: DiffSide) -> str | None:
-    """Which steps the total of a side is of, in words; None where it is of those that its rows are of."""
+    """Say which steps the total of a side is of; None if it is of the same steps as its rows."""
     step = _untraced_step(side)
     if step is None:
         return None
@@ -309,7 +309,7 @@ def _explain_steps(side: DiffSide) -> str | None:
 
 
 def _inside(side: DiffSide, view: str) -> dict[str, Cell]:
-    """Rows by what they spent in each step, which is how they scatter."""
+    """Return rows by what they spent in each step, which shows their scatter."""
     rows, places = side.views.get(view) or {}, list(select_steps(side.steps).places)
     if side.stepped is None or not rows:
         return {}
@@ -325,7 +325,7 @@ def _inside(side: DiffSide, view: str) -> dict[str, Cell]:
 
 
 def _scale_to_step(side: DiffSide, rows: Mapping[str, Cell]) -> dict[str, Cell]:
-    """Rows of all that was traced, scaled to one step: how they scatter from step to step is not known."""
+    """Return rows of all that was traced, scaled to one step; their scatter from step to step is not known."""
     whole, steps = side.traced or side.total, _counted_steps(side)
     part_j = math.fsum(s.energy_j for s in steps) / whole.energy_j if whole.energy_j > 0 else _NAN
     part_s = math.fsum(wall_s(s) for s in steps) / whole.seconds if whole.seconds > 0 else _NAN
@@ -337,7 +337,7 @@ def _scale_to_step(side: DiffSide, rows: Mapping[str, Cell]) -> dict[str, Cell]:
 
 
 def outside_of(side: DiffSide) -> Cell:
-    """What a run spent outside the steps that are compared, in all."""
+    """Return everything that a run spent outside the steps that are compared."""
     if side.every is not None:
         return side.total - side.every
     steps = _counted_steps(side)

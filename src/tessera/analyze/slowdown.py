@@ -7,9 +7,9 @@
     counted       u u       t   t   t   t                 u u u        u: untraced, t: traced, the others neither
 
 Kineto makes an event of every operator and launch, on the thread that runs it. A step whose kernels take longer than
-its launches hides that; one whose launches take longer does not, and then every kernel waits for the tracer. Untraced
-steps of the same run tell by how much. Where there are too few of them, the events that were made tell how much it can
-have been at most: never more than the device waited.
+its launches hides that cost; if the launches take longer, every kernel waits for the tracer. Untraced steps of the same
+run show how much. If there are too few of them, the number of events gives an upper bound, which is never more than the
+device waited.
 """
 
 from __future__ import annotations
@@ -41,32 +41,34 @@ Bools = NDArray[np.bool_]
 By = Literal["steps", "events"]
 
 HOST: tuple[Kind, ...] = ("op", "runtime", "graph_launch")
-# What one event of the host costs at most: the highest of benchmarks/device/overhead_why.py. On an H200's host 6,500 a
-# step of GPT-2 made steps of 36 ms (the launches alone, seen while they run ahead of the device) take 51 to 70 ms; on
-# 2 cores of a Xeon without a device 2,100 a step made 1.5 ms 2.7 to 3.5 ms.
+# Seconds that one event of the host costs at most: the highest of benchmarks/device/overhead_why.py. On an H200's host,
+# 6,500 events a step of GPT-2 made steps of 36 ms (only the launches, while they run ahead of the device) take 51 to 70
+# ms; on 2 cores of a Xeon without a device, 2,100 events a step made 1.5 ms take 2.7 to 3.5 ms.
 EVENT_S = {"device": 5.5e-6, "host": 1.0e-6}
 LAUNCH_S = 6.6e-6
-"""What a launch costs the host more, where CUPTI records kernels and Kineto has recorded operators, which leaves CUPTI
-watching every call: a loop of small kernels on an H200's host (benchmarks/device/launch_cost.py). Hosts differ."""
+"""Extra seconds that a launch costs the host if CUPTI records kernels and Kineto has recorded operators before, after
+which CUPTI watches every call: a loop of small kernels on an H200's host (benchmarks/device/launch_cost.py). Hosts
+differ.
+"""
 FIRST = 3
-"""Steps of a run that count for nothing: they compile, allocate and warm up."""
+"""First steps of a run that do not count: they compile, allocate and warm up."""
 UNTRACED, TRACED = 5, 3
-"""Fewer steps say nothing."""
+"""Fewer steps are not enough to tell."""
 MANY = 10
-"""Times as many steps that nobody disturbed: what the few with operators took is then not worth a line."""
+"""With this many times as many undisturbed steps, what the few steps with operators took is not worth a line."""
 SURE = 0.1
-"""A ratio known worse than this (90%) is not known: the steps of that program differ too much, or are too few."""
+"""A ratio with a larger relative error (90%) counts as unknown: the program's steps differ too much, or are too few."""
 PAUSED_S = 0.1
-"""A shorter pause is not worth a line: nobody would notice it beside the others of a program."""
+"""Seconds: a shorter pause is not worth a line, because nobody would notice it beside a program's other pauses."""
 MATTERS = 1.05
-"""Slower by less is not worth a line."""
+"""A smaller slowdown is not worth a line."""
 LAUNCHES_MATTER = 1.1
-"""Hosts differ by a factor of two in what a launch costs: less than this is not worth a line."""
+"""Hosts differ by a factor of two in what a launch costs, so less than this is not worth a line."""
 BOUNDED = 0.75
-"""Where events may have cost more than this of the time, they bound no factor."""
+"""If events may have cost more than this share of the time, they bound no factor."""
 SEEN = 0.98
-"""Steps of which the sensor saw less have no joules."""
-# 90% of a normal distribution; a median's error against a mean's; a deviation from its median absolute one.
+"""Steps of which the sensor saw less than this share have no joules."""
+# Factors: 90% of a normal distribution; a median's error over a mean's; a deviation over its median absolute one.
 _HALF_WIDTH = 1.645 * math.sqrt(math.pi / 2) * 1.4826
 
 
@@ -106,14 +108,14 @@ class Slowdown:
 
     @property
     def matters(self) -> bool:
-        """Whether a reader must know: slower by 5% or more, and not by chance; or by an unknown factor."""
+        """Return whether a reader must know: slower by 5% or more, and not by chance, or by an unknown factor."""
         if self.slowdown is None:
             return True
         return self.slowdown > MATTERS and self.slowdown - 1.0 > (self.slowdown_error or 0.0)
 
     @property
     def text(self) -> str | None:
-        """One line for a reader; None where it does not matter."""
+        """Return one line for a reader; None if it does not matter."""
         return "; ".join(filter(None, (self._tell_slowdown(), self._tell_launches(), self._tell_pauses()))) or None
 
     def _tell_launches(self) -> str | None:
@@ -153,14 +155,14 @@ class Slowdown:
         return line
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: what `--json` has as "tracing"."""
+        """Return plain data: what `--json` has as "tracing"."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | None:
-    """What tracing cost a run; None where nothing was traced (or, in a summary, hardly anything), and of several ranks.
+    """Return what tracing cost a run; None if hardly anything was traced, and for several ranks.
 
-    Of a trace alone only the events tell. Without a table or power, the joules are not known.
+    For a trace alone, only the events tell. Without a table or power, the joules are not known.
     """
     timeline, power, facts = recording.timeline, recording.power, recording.facts
     if recording.ranks or facts.mode == "summary" or not len(timeline.rows(*HOST)):
@@ -183,7 +185,7 @@ def slowdown_of(recording: Recording, table: EnergyTable | None) -> Slowdown | N
 
 
 def _sum_launches(recording: Recording) -> dict[str, Any]:
-    """What CUPTI's records of the whole run cost, as `Slowdown` has it; nothing where it kept none."""
+    """Return what CUPTI's records of the whole run cost, as `Slowdown` has it; nothing if it kept none."""
     timeline, collectors = recording.timeline, recording.facts.collectors
     if collectors.get("kernels") != "cupti" or not recording.facts.operator_windows:
         return {}
@@ -199,7 +201,7 @@ def _sum_launches(recording: Recording) -> dict[str, Any]:
 
 
 def _sum_pauses(recording: Recording) -> dict[str, Any]:
-    """How often and how long the program stood still, and the step of the longest pause, as `Slowdown` has them."""
+    """Return how often and how long the program stood still, and the step of the longest pause, for `Slowdown`."""
     pauses = recording.facts.pauses
     longest_ns = max(pauses, key=lambda pause: pause.seconds).start_ns if pauses else 0
     steps = steps_of(recording.timeline) if pauses else ()
@@ -212,9 +214,9 @@ def _sum_pauses(recording: Recording) -> dict[str, Any]:
 
 
 def find_untouched(recording: Recording) -> list[tuple[int, int]]:
-    """The stretches of a run whose idle time is the program's own: of a light run, those without operators.
+    """Return the stretches of a run whose idle time is the program's own: in a light run, those without operators.
 
-    Of any other all that is accounted for: there is nothing else to look at.
+    In any other run, all that is accounted for: there is nothing else to look at.
     """
     facts = recording.facts
     windows = recording.accounted_windows
@@ -240,16 +242,16 @@ class _StepTimes:
         self.host_ns = np.sort(timeline["start_ns"][timeline.rows(*HOST)])
         whole = union(*windows)
         self.spans = intersection(whole, union(self.begins, self.ends)) if self.traced.any() else whole
-        """What tracing made longer: the steps; of a run without any, all that was traced."""
+        """What tracing made longer: the steps; in a run without steps, all that was traced."""
         self.passes = float((covered_ns(whole, self.begins, self.ends) / np.maximum(self.ends - self.begins, 1)).sum())
-        """How many steps were traced, with parts of some."""
+        """How many steps were traced, including parts of some."""
 
     def waited_s(self, spans: Spans) -> float:
-        """How long even the busiest device had nothing to do."""
+        """Return how long even the busiest device had nothing to do."""
         return (spans.total_ns - int(covered_ns(self.busy, *spans).sum())) * 1e-9
 
     def by_steps(self) -> Slowdown | None:
-        """Traced steps against untraced ones; None where they do not tell."""
+        """Compare traced steps with untraced ones; None if they do not tell."""
         if self.reason is not None:
             return None
         traced_s, untraced_s = (float(np.median(self.seconds[m])) for m in (self.traced, self.untraced))
@@ -266,7 +268,10 @@ class _StepTimes:
         )
 
     def by_events(self) -> Slowdown:
-        """The most it can have been. The factor is that of whole steps: a run's first do other things too."""
+        """Return an upper bound.
+
+        The factor is that of whole steps, because the first steps of a run do other things too.
+        """
         clean = union(self.begins[self.traced], self.ends[self.traced]) if self.traced.any() else self.spans
         whole_s, lost_s = clean.total_ns * 1e-9, self._cost_s(clean)
         return Slowdown(
@@ -280,19 +285,19 @@ class _StepTimes:
         )
 
     def _cost_s(self, spans: Spans) -> float:
-        """What the events in some spans cost at most; a device that is busy hides it."""
+        """Return what the events in some spans cost at most; a busy device hides it."""
         first, last = (np.searchsorted(self.host_ns, edge) for edge in spans)
         cost_s = int((last - first).sum()) * EVENT_S["device" if self.devices else "host"]
         return min(cost_s, self.waited_s(spans) if self.devices else spans.total_ns * 1e-9)
 
     @property
     def doubt(self) -> float:
-        """The half-width of the 90% interval of the ratio, of the ratio."""
+        """Return the half-width of the 90% interval of the ratio, relative to it."""
         return math.hypot(*(_doubt(self.seconds[m]) for m in (self.traced, self.untraced)))
 
     @property
     def reason(self) -> str | None:
-        """Why untraced steps do not tell; None where they do."""
+        """Return why untraced steps do not tell; None if they do."""
         traced, untraced = int(self.traced.sum()), int(self.untraced.sum())
         if not len(self.begins):
             return "the run has no steps"
@@ -305,13 +310,13 @@ class _StepTimes:
 
 
 def _spans(windows: Sequence[Sequence[int]]) -> Spans:
-    """Windows as spans: each on its own, also where one begins as another ends."""
+    """Return windows as spans, each on its own, even if one begins as another ends."""
     edges = np.array(sorted((int(a), int(b)) for a, b in windows), np.int64).reshape(-1, 2)
     return Spans(edges[:, 0], edges[:, 1]) if len(edges) else EMPTY
 
 
 def _sort_steps(begins: Ints, ends: Ints, windows: Spans, tracing_s: float | None) -> tuple[Bools, Bools]:
-    """Which steps were traced whole and undisturbed, and which not at all.
+    """Return which steps were traced whole and undisturbed, and which not at all.
 
     Steps after a window are disturbed while it is read.
     """
@@ -321,17 +326,17 @@ def _sort_steps(begins: Ints, ends: Ints, windows: Spans, tracing_s: float | Non
         inside |= (begins >= begin) & (ends <= end)
         touched |= (ends > begin) & (begins < end)
         disturbed |= (ends > end) & (begins < until)
-    warming = np.r_[touched[1:], False] & ~touched  # Kineto is got ready in the step before a window
+    warming = np.r_[touched[1:], False] & ~touched  # Kineto is prepared in the step before a window
     later = (np.arange(len(begins)) >= FIRST) & (ends > begins)
     return inside & ~disturbed & later, ~touched & ~disturbed & ~warming & later
 
 
 def _find_reading(windows: Spans, tracing_s: float | None) -> Ints:
-    """Until when each window was read.
+    """Return the time until which each window was read.
 
-    A closed window is exported and read on a thread that holds the interpreter's lock: what all of that took is known,
-    and each window's part of it by its length. Of a run that was cut that is not known, and what comes after a window
-    tells nothing.
+    A closed window is exported and read on a thread that holds the interpreter's lock. The total time of that is known,
+    and is divided by the windows' lengths. For a run that was cut it is not known, and what comes after a window tells
+    nothing.
     """
     lengths = windows.end_ns - windows.start_ns
     if tracing_s is None or not lengths.sum() > 0:
@@ -341,10 +346,10 @@ def _find_reading(windows: Spans, tracing_s: float | None) -> Ints:
 
 
 def _doubt(seconds: Floats) -> float:
-    """The half-width of the 90% interval of some steps' median, of the median.
+    """Return the half-width of the 90% interval of some steps' median, relative to it.
 
-    The wider of two, as in `mean_error`: by the steps, and by stretches of them. Somebody else on the machine
-    makes many steps in a row longer.
+    The wider of two estimates, as in `mean_error`: by the steps, and by stretches of them, because another program on
+    the machine makes many steps in a row longer.
     """
     middle = float(np.median(seconds))
     by_step = _HALF_WIDTH * float(np.median(np.abs(seconds - middle))) / math.sqrt(len(seconds))
@@ -354,13 +359,13 @@ def _doubt(seconds: Floats) -> float:
 
 
 def _busiest(timeline: Timeline) -> Spans:
-    """When the device that waited least had something to do: a step is never shorter than that."""
+    """Return when the device that waited least was busy: a step is never shorter than that."""
     spans = [busy_spans(timeline, rows) for rows in timeline.by_device().values()]
     return max([EMPTY, *spans], key=lambda s: s.total_ns)
 
 
 def _add_joules(slowdown: Slowdown, steps: _StepTimes, power: PowerTrace) -> Slowdown:
-    """With the joules of an untraced step, where the sensor saw them: what a traced one cost beyond is the tracer's."""
+    """Add the joules of an untraced step, if the sensor saw them: a traced step's extra joules are the tracer's."""
     traced, untraced = (_sum_joules(steps, chosen, power) for chosen in (steps.traced, steps.untraced))
     if untraced is None:
         return slowdown
@@ -381,14 +386,14 @@ def _add_joules(slowdown: Slowdown, steps: _StepTimes, power: PowerTrace) -> Slo
 
 
 def _each(steps: _StepTimes, chosen: Bools, power: PowerTrace) -> list[float]:
-    """Joules of some steps one by one, for how they scatter: as in `mean_step`, where each has a row."""
+    """Return joules of some steps one by one, for their scatter: as in `mean_step`, where each has a row."""
     edges = np.stack([steps.begins[chosen], steps.ends[chosen]], axis=1)
     return [spent.energy_j for spent in accounted_energies(power, steps.timeline, edges.tolist())]
 
 
 def _sum_joules(steps: _StepTimes, chosen: Bools, power: PowerTrace) -> Energy | None:
-    """Joules of some steps; None where the sensor did not see them."""
-    # Steps that follow one another as one: what lies between two (a validation, a data loader) belongs to no step.
+    """Return joules of some steps; None if the sensor did not see them."""
+    # Merge consecutive steps: what is between two others (a validation, a data loader) belongs to no step.
     edges = np.stack(union(steps.begins[chosen], steps.ends[chosen]), axis=1)
     spent = sum_windows(accounted_energies(power, steps.timeline, edges.tolist()))
     return spent if spent.coverage >= SEEN and spent.energy_j > 0 else None

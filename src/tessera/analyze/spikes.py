@@ -1,6 +1,6 @@
 r"""Where a power trace spikes, and whether that falls on something more often than chance would have it.
 
-A trace is taken as straight pieces of watts over wall-clock time, moved back by the sensor's lag. What the sensor
+A trace is straight pieces of watts over wall-clock time, moved back by the sensor's lag. What the sensor
 shows at one moment may have happened up to `reach_s` earlier or later (its blur, or half the spacing of its samples):
 
 ::
@@ -29,16 +29,16 @@ from ..timeline.intervals import Spans, covered_ns, union
 from ..trace import PowerTrace, _between, _shared_grid
 from ..units import format_power
 
-# A flat load's samples scatter by the sensor's noise: of 100,000 samples the highest lies 4.3 standard deviations up.
+# A flat load's samples scatter by the sensor's noise: of 100,000 samples, the highest is 4.3 standard deviations up.
 NOISE_SIGMAS = 5.0
-# Below this excess over the mean nothing is worth being called a spike, however quiet the sensor.
+# Less than this excess over the mean is not called a spike, however quiet the sensor is.
 MIN_EXCESS = 0.05
-# Noise of a sensor that does not state its own: that of the one sensor we have fitted (the H200's ring).
+# Noise of a sensor that does not state its own: that of the only sensor we have fitted (the H200's ring).
 ASSUMED_NOISE = 0.012
 # A dip of less than this many standard deviations below the threshold does not end a spike.
 DIP_SIGMAS = 2.0
 SPIKES_SHARE = 0.25
-"""What is above half-way to the peak for more of the time than this is a level, not spikes: chosen."""
+"""Power that is above half-way to the peak for more than this share of the time is a level, not spikes: chosen."""
 MAX_BINS = 1 << 20
 MIN_BINS = 64
 
@@ -83,24 +83,24 @@ class Curve:
 
     @property
     def seconds(self) -> Floats:
-        """Lengths of the pieces, 0 where nothing is known."""
+        """Return lengths of the pieces, 0 where nothing is known."""
         return np.where(self.is_known, np.diff(self.edges_ns) * 1e-9, 0.0)
 
     @property
     def mean_w(self) -> float:
-        """Mean power over what is known."""
+        """Return the mean power over what is known."""
         seconds = self.seconds
         return float(np.nansum(0.5 * (self.begin_w + self.end_w) * seconds) / np.sum(seconds))
 
     @property
     def crest_factor(self) -> float | None:
-        """Peak over root mean square, as `PowerTrace.crest_factor`, of this stretch alone."""
+        """Return peak over root mean square, as `PowerTrace.crest_factor`, for this stretch alone."""
         seconds, b, e = self.seconds, self.begin_w, self.end_w
         rms = math.sqrt(float(np.nansum((b * b + b * e + e * e) / 3.0 * seconds) / np.sum(seconds)))
         return float(np.nanmax(np.maximum(b, e))) / rms if rms > 0 else None
 
     def percentile(self, q: float) -> float:
-        """Power not exceeded q% of the time."""
+        """Return power not exceeded q% of the time."""
         chosen, seconds = self.is_known, self.seconds
         watts = np.concatenate([self.begin_w[chosen], self.end_w[chosen]])
         weights = np.concatenate([seconds[chosen], seconds[chosen]])
@@ -113,8 +113,8 @@ class Curve:
 class Spike:
     """A stretch above the threshold (wall clock, ns). `rise_w_per_s` is the steepest rise the sensor showed into it.
 
-    The sensor's blur flattens a rise, so the true one is at least as steep. What ran in it is filled in by
-    `correlate`; `throttle` is None where no telemetry was read.
+    The sensor's blur flattens a rise, so the true one is at least as steep. `correlate` fills in what ran in it;
+    `throttle` is None if no telemetry was read.
     """
 
     number: int
@@ -133,12 +133,12 @@ class Spike:
 
     @property
     def time_s(self) -> float:
-        """How long the power was above the threshold."""
+        """Return how long the power was above the threshold."""
         return (self.end_ns - self.start_ns) * 1e-9
 
 
 def make_curve(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int) -> Curve:
-    """A domain of a trace (the counted ones together when None) between two times of the wall clock."""
+    """Return a domain of a trace (None: the counted ones together) between two times of the wall clock."""
     moved = power._align_lag(domain)
     edges = _shared_grid(moved) if moved else np.zeros(0, dtype=np.int64)
     if len(edges) < 2 or edges[-1] <= start_ns or edges[0] >= end_ns:
@@ -169,16 +169,16 @@ def make_curve(power: PowerTrace, domain: str | None, start_ns: int, end_ns: int
 
 
 def format_level(threshold_w: float) -> str:
-    """The threshold as every sentence writes it: two roundings of one level would read as two levels."""
+    """Return the threshold as every sentence writes it, because two roundings of one level would read as two levels."""
     return format_power(threshold_w, 3)
 
 
 def choose_threshold(curve: Curve, percentile: float | None = None) -> float:
-    """The percentile; without one half-way from the median to the peak.
+    """Return the percentile; without one, half-way from the median to the peak.
 
-    Or the 95th percentile, where that is lower, or where the power is above half-way so often that it is a level.
-    Never within what noise alone does to a flat load. A percentile alone finds as many seconds of spikes as it says,
-    however many there are: of forty spikes in a tenth of the time the 95th finds half.
+    The 95th percentile is used instead if that is lower, or if the power is above half-way so often that this is a
+    level. The threshold is never within what noise alone does to a flat load. A percentile alone finds as many seconds
+    of spikes as it says, however many there are: of forty spikes in a tenth of the time, the 95th finds half.
     """
     if percentile is not None and not 0.0 < percentile < 100.0:
         raise ArgumentError(f"percentile={percentile!r} is not between 0 and 100", fix="e.g. percentile=95")
@@ -193,7 +193,7 @@ def choose_threshold(curve: Curve, percentile: float | None = None) -> float:
 
 
 def find_spikes(curve: Curve, threshold_w: float, rise_w_per_s: float | None = None) -> list[Spike]:
-    """The stretches above a threshold, in time order; only those that rise at least as fast as asked.
+    """Return the stretches above a threshold, in time order; only those that rise at least as fast as asked.
 
     A mean over a window that the curve's end cuts off is not used: the rest of the window was not seen.
     """
@@ -215,7 +215,7 @@ def find_spikes(curve: Curve, threshold_w: float, rise_w_per_s: float | None = N
 
 
 def _spans_above(curve: Curve, level_w: float) -> Spans:
-    """The stretches above a level, to the nanosecond of the straight pieces."""
+    """Return the stretches above a level, to the nanosecond of the straight pieces."""
     b, e = curve.begin_w, curve.end_w
     (i,) = np.nonzero(np.fmax(b, e) > level_w)
     b, e, t0 = b[i], e[i], curve.edges_ns[:-1][i]
@@ -229,7 +229,7 @@ def _spans_above(curve: Curve, level_w: float) -> Spans:
 
 
 def _rates(curve: Curve) -> Floats:
-    """Rise in W/s of each piece; where pieces are flat (means), of the step to it between their middles."""
+    """Return each piece's rise in W/s; for flat pieces (means), that of the step to it, between their middles."""
     length = np.diff(curve.edges_ns) * 1e-9
     step = np.zeros(len(length))
     step[1:] = (curve.begin_w[1:] - curve.end_w[:-1]) / (0.5 * (length[1:] + length[:-1]))
@@ -240,7 +240,7 @@ def _measure_spike(curve: Curve, rates: Floats, start_ns: int, end_ns: int) -> S
     edges = curve.edges_ns
     i = int(np.searchsorted(edges, start_ns, side="right")) - 1
     j = max(int(np.searchsorted(edges, end_ns, side="left")), i + 1)
-    # The corners of the pieces that lie in the stretch: a straight piece is highest at one of its ends.
+    # The corners of the pieces in the stretch: a straight piece is highest at one of its ends.
     corners = np.concatenate([edges[i:j], edges[i + 1 : j + 1]])
     watts = np.concatenate([curve.begin_w[i:j], curve.end_w[i:j]])
     at = int(np.nanargmax(np.where((corners >= start_ns) & (corners <= end_ns), watts, -np.inf)))
@@ -267,8 +267,8 @@ class Chance:
     """What chance would do: the spikes, all together, are shifted around the trace, and the overlap is counted anew.
 
     Spikes keep their lengths and rhythm, which a test with independent placements would not: a training loop is
-    periodic, and one phase that fits by luck fits in every step. Overlaps are given for all shifts (none first), in
-    standard deviations from their mean; `p_values` says how many shifts do as well as what was seen.
+    periodic, and a phase that fits by luck fits in every step. Overlaps are given for all shifts (the unshifted first),
+    in standard deviations from their mean; `p_values` says how many shifts do as well as the observed one.
     """
 
     def __init__(self, curve: Curve) -> None:
@@ -279,13 +279,13 @@ class Chance:
         self._is_known = covered_ns(curve.known_spans, self._edges[:-1], self._edges[1:]) >= np.diff(self._edges)
 
     def overlap(self, above: Spans, target: Spans) -> Floats:
-        """How well stretches overlap a set, within the sensor's reach, at every shift."""
+        """Return how well stretches overlap a set, within the sensor's reach, at every shift."""
         middles = (self._edges[:-1] + self._edges[1:]) // 2
         near = covered_ns(target, middles - self._reach_ns, middles + self._reach_ns)
         return self._shifts(covered_ns(above, self._edges[:-1], self._edges[1:]), near)
 
     def hits(self, times_ns: Ints, target: Spans) -> Floats:
-        """How often moments fall into a set, at every shift."""
+        """Return how often moments fall into a set, at every shift."""
         return self._shifts(
             np.histogram(times_ns, self._edges)[0], covered_ns(target, self._edges[:-1], self._edges[1:])
         )
@@ -297,14 +297,14 @@ class Chance:
         # All circular shifts at once.
         sums = np.fft.irfft(np.fft.rfft(target) * np.conj(np.fft.rfft(mask)), n=len(mask))
         spread, scale = float(np.std(sums)), float(np.max(np.abs(sums)))
-        # What overlaps the same wherever it is put (all the time, or never) tells nothing.
+        # What overlaps the same at every shift (always, or never) tells nothing.
         return np.asarray((sums - np.mean(sums)) / spread) if spread > 1e-9 * scale else np.zeros(len(mask))
 
 
 def p_values(family: Sequence[Floats]) -> list[float]:
-    """For each of several things tried: the share of shifts at which any of them fits as well as it does unshifted.
+    """Return, for each of several things, the share of shifts at which any of them fits as well as it does unshifted.
 
-    Of many kernels one fits by luck; kernels that always run together count as one (Westfall and Young's max-T).
+    Of many kernels, one fits by luck; kernels that always run together count as one (Westfall and Young's max-T).
     """
     if not family:
         return []

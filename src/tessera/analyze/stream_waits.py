@@ -17,15 +17,15 @@ import numpy as np
 from ..timeline.columns import NONE, Timeline
 
 KEY = "stream_waits"
-"""Where the reader of traces keeps them: (waiting stream, correlation, awaited stream, correlation of its record)."""
+"""The reader's key for them: (waiting stream, correlation, awaited stream, correlation of its record)."""
 
 
 class StreamWaits:
-    """What rows and calls waited for; empty where the trace has no such events (`enable_cuda_sync_events`)."""
+    """What rows and calls waited for; empty if the trace has no such events (`enable_cuda_sync_events`)."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.awaited: dict[int, int] = {}
-        """Of a device row the row of another stream that it had to wait for."""
+        """For a device row, the row of another stream for which it had to wait."""
         self._calls: dict[int, tuple[int, int]] = {}
         events = timeline.meta.get(KEY) or ()
         self.known = bool(events) and len(np.unique(timeline["rank"])) < 2
@@ -52,13 +52,13 @@ class StreamWaits:
             self.awaited[rows[after]] = before
 
     def _last_before(self, stream: int, correlation: int) -> int | None:
-        """The last row of a stream that was launched before a call."""
+        """Return the last row of a stream that was launched before a call."""
         numbers, rows = self._by_stream.get(stream, ([], []))
         place = bisect_left(numbers, correlation) - 1
         return rows[place] if place >= 0 and numbers[place] != NONE else None
 
     def of_call(self, correlation: int) -> int | None:
-        """The row that a synchronising call of the host waited for; None where the trace does not say."""
+        """Return the row for which a synchronising call of the host waited; None if the trace does not tell."""
         if not self.known or correlation not in self._calls:
             return None
         return self._last_before(*self._calls[correlation])

@@ -1,8 +1,8 @@
 """The answer of a recording without power: where the time of its devices went, by what ran, and what to do about it.
 
-What `analyze.answer` is for joules. Seconds of kernels are those of devices: several at once count each. Of a recording
-in which nothing ran on a device, seconds are those of operators on the host, without what they call; and those of a
-region are its own, from begin to end, whatever ran inside (`TimeAnswer.region_time` says which of the two).
+This is for time what `analyze.answer` is for joules. Seconds of kernels are those of devices: several at once count
+each. If nothing ran on a device, seconds are those of operators on the host, without the operators that they call, and
+those of a region are its own, from begin to end, whatever ran inside (`TimeAnswer.region_time` says which of the two).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ON_HOST_TIME = "time of a region: from its begin to its end; share: of the trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeRow:
-    """Seconds of one operator, kernel, region or module; `share` is of all seconds of the devices, idle too.
+    """Seconds of one operator, kernel, region or module; `share` is of all seconds of the devices, including idle ones.
 
-    `calls` are its own, however many kernels or operators ran inside; of a region its passes.
+    `calls` are its own, however many kernels or operators ran inside; for a region, its passes.
     """
 
     name: str
@@ -52,7 +52,7 @@ class TimeRow:
 class DeviceTime:
     """One device of one rank: its span, and how much of it computed, communicated, copied and idled.
 
-    `communication_s` and `copies_s` are those that no kernel hides, so that the four sum to the span.
+    `communication_s` and `copies_s` are the parts that no kernel hides, so that the four sum to the span.
     """
 
     where: str
@@ -66,7 +66,7 @@ class DeviceTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeAnswer:
-    """Where time went. `on_device` False: nothing ran on one, and the rows are operators of the host."""
+    """Where time went. If `on_device` is False, nothing ran on a device, and the rows are operators of the host."""
 
     name: str
     device: str
@@ -80,9 +80,9 @@ class TimeAnswer:
     regions: Sequence[TimeRow] = ()
     modules: Sequence[TimeRow] = ()
     functions: Sequence[TimeRow] = ()
-    """Functions of the user's own code by what they launched, where the trace was read with its Python frames."""
+    """Functions of the user's own code by what they launched, if the trace was read with its Python frames."""
     region_time: str = ""
-    """What the seconds of a region are, in a sentence for the reader."""
+    """What the seconds of a region mean, in a sentence for the reader."""
     advice: Sequence[Advice] = ()
     job: JobSummary | None = None
     missing: str | None = None
@@ -90,21 +90,21 @@ class TimeAnswer:
 
     @property
     def device_s(self) -> float:
-        """The spans of all devices together."""
+        """Return the spans of all devices together."""
         return sum(d.span_s for d in self.devices)
 
     def share(self, part: str) -> float:
-        """Of all devices' spans: "compute_s", "communication_s", "copies_s" or "idle_s"."""
+        """Return a part's share of all devices' spans: "compute_s", "communication_s", "copies_s" or "idle_s"."""
         whole = self.device_s
         return float(sum(getattr(d, part) for d in self.devices)) / whole if whole > 0 else 0.0
 
     def rows(self, by: str) -> Sequence[TimeRow]:
-        """The rows of one view, most time first."""
+        """Return the rows of one view, most time first."""
         rows: Sequence[TimeRow] = getattr(self, by)
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: what `tessera report TRACE --json` prints."""
+        """Return plain data: what `tessera report TRACE --json` prints."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         shares = {p.removesuffix("_s"): self.share(p) for p in ("compute_s", "communication_s", "copies_s", "idle_s")}
         plain = {key: [dataclasses.asdict(row) for row in data[key]] for key in ("devices", *VIEWS, "advice")}
@@ -113,7 +113,7 @@ class TimeAnswer:
 
 
 def answer_by_time(recording: Recording) -> TimeAnswer:
-    """Everything that the screen and the page of a trace without power say."""
+    """Compute everything that the screen and the page of a trace without power show."""
     timeline = recording.timeline
     rows = timeline.device_rows
     on_device = bool(len(rows))
@@ -156,13 +156,13 @@ def answer_by_time(recording: Recording) -> TimeAnswer:
 
 
 def _count_steps(timeline: Timeline) -> int:
-    """Of the rank that has most: all run the same ones."""
+    """Return the steps of the rank that has most: all ranks run the same ones."""
     ranks = Counter(int(timeline["rank"][s.row]) if s.row != NONE else NONE for s in timeline.linked.steps)
     return max(ranks.values(), default=0)
 
 
 def _host_seconds(timeline: Timeline) -> tuple[Ints, Any]:
-    """The operators of the host, and the seconds of each without those of the operators it calls."""
+    """Return the operators of the host, and the seconds of each without those of the operators it calls."""
     ops = timeline.linked.ops
     assert ops is not None, "nothing ran on a device"
     owners, begins, until = ops.stretches()
@@ -170,7 +170,7 @@ def _host_seconds(timeline: Timeline) -> tuple[Ints, Any]:
 
 
 def _group(timeline: Timeline, rows: Ints, owners: Ints, kind: str, seconds: Any, whole_s: float) -> list[TimeRow]:
-    """Seconds of rows by the name of what each belongs to; rows that belong to nothing are left out."""
+    """Return seconds of rows by the name of what each belongs to; rows that belong to nothing are left out."""
     known = owners != NONE
     names = timeline["name"][owners[known]]
     if not len(names):
@@ -186,7 +186,7 @@ def _group(timeline: Timeline, rows: Ints, owners: Ints, kind: str, seconds: Any
 
 
 def _sum_modules(timeline: Timeline, rows: Ints, seconds: Any, whole_s: float) -> list[TimeRow]:
-    """Modules with everything inside them, as tables of joules have them."""
+    """Return modules with everything inside them, as tables of joules have them."""
     found = [
         TimeRow(name=r.name, kind="module", calls=r.calls, time_s=r.time_s, share=r.time_s / whole_s)
         for r in list_modules(timeline, rows, seconds[rows])
@@ -195,7 +195,7 @@ def _sum_modules(timeline: Timeline, rows: Ints, seconds: Any, whole_s: float) -
 
 
 def _sum_regions(timeline: Timeline, rows: Ints, seconds: Any, whole_s: float) -> list[TimeRow]:
-    """Regions with everything inside them; steps are one row."""
+    """Return regions with everything inside them; steps are one row."""
     which, paths = region_paths(timeline, rows)
     spent = np.bincount(which, weights=seconds[rows], minlength=len(paths))
     passes = region_passes(timeline)
@@ -211,7 +211,7 @@ def _sum_regions(timeline: Timeline, rows: Ints, seconds: Any, whole_s: float) -
 
 
 def _measure_regions(timeline: Timeline) -> list[TimeRow]:
-    """Regions by their own seconds; a moment in which several passes of a rank are open counts once."""
+    """Return regions by their own seconds; time in which several passes of a rank are open counts once."""
     start_ns, end_ns = timeline.traced_span if len(timeline) else (0, 0)
     whole_s = (end_ns - start_ns) * 1e-9 * len(np.unique(timeline["rank"])) or 1.0
     found = []
@@ -223,7 +223,7 @@ def _measure_regions(timeline: Timeline) -> list[TimeRow]:
 
 
 def _sum_devices(rows: Sequence[Mapping[str, Any]]) -> list[DeviceTime]:
-    """The parts of `breakdown` by device, as four that sum to its span."""
+    """Return the parts of `breakdown` by device, as four parts that sum to its span."""
     places: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["where"] != "all":

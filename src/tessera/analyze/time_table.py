@@ -19,10 +19,10 @@ _NAN = float("nan")
 
 
 def time_table(timeline: Timeline) -> EnergyTable:
-    """A table without joules, of a trace without power: calls and seconds by kernel, operator and step."""
+    """Return a table without joules of a trace without power: calls and seconds by kernel, operator and step."""
     rows, links, traced_ns = timeline.device_rows, timeline.linked, timeline.traced_span
     host = not len(rows)
-    if host:  # the time of each operator in itself, as attribution has it on a machine without GPU
+    if host:  # each operator's own time, as in attribution on a machine without GPU
         rows, seconds = self_time(timeline)
         ops = rows
     else:
@@ -51,9 +51,10 @@ def time_table(timeline: Timeline) -> EnergyTable:
 
 
 def _step_lengths(timeline: Timeline) -> list[float]:
-    """Seconds of each step: on its device, where there is one, from its first row to that of the next.
+    """Return the seconds of each step; on a device, from its first row to the first row of the next step.
 
-    The host runs ahead: kernels of a step end after its region, and what they leave of that is not the device's idle.
+    The host runs ahead: a step's kernels end after its region, so the rest of the region is not idle time of the
+    device.
     """
     links, devices = timeline.linked, list_devices(timeline)
     by_host = [(s.end_ns - s.start_ns) * 1e-9 for s in links.steps]
@@ -65,14 +66,14 @@ def _step_lengths(timeline: Timeline) -> list[float]:
     np.minimum.at(begins, links.step[rows], timeline["start_ns"][rows])
     np.maximum.at(ends, links.step[rows], timeline["end_ns"][rows])
     begins, ends = begins[:-1], ends[:-1]
-    if not ends.all():  # a step without any row on the device
+    if not ends.all():  # a step has no row on the device
         return by_host
     until = np.r_[np.maximum(begins[1:], begins[:-1]), ends[-1]]
     return np.asarray((until - begins) * 1e-9).tolist()  # type: ignore[no-any-return]
 
 
 def list_modules(timeline: Timeline, rows: Ints, seconds: Floats) -> list[EnergyRow]:
-    """Modules with everything inside them."""
+    """Return modules with everything inside them."""
     passes = sum_passes(timeline, rows, seconds)
     calls = Counter(timeline.name(row) for row in passes)
     sums: dict[str, float] = {}
