@@ -145,7 +145,7 @@ _HOST_LABELS = {"device time": "time in operators"}  # if the rows are operators
 
 
 def format_value(value: Any, unit: str = "") -> str:
-    """One value with its unit, short: 0.0123 s is "12.3 ms", 1.2e12 FLOP/s "1.2 TFLOP/s"; "-" where it is unknown."""
+    """Return one value with its unit, short: "12.3 ms" for 0.0123 s, "1.2 TFLOP/s" for 1.2e12; "-" if unknown."""
     if value is None:
         return _UNKNOWN
     if isinstance(value, bool):
@@ -164,19 +164,19 @@ def format_value(value: Any, unit: str = "") -> str:
 
 
 def _one_line(value: Any) -> str:
-    """Text on one line, without characters that would move a terminal's cursor."""
+    """Return text on one line, without characters that would move a terminal's cursor."""
     if isinstance(value, (list, tuple)):
         value = ", ".join(map(str, value))
     return printable(str(value))
 
 
 def text(result: Result, *, top: int = TOP, width: int = WIDTH) -> str:
-    """The result as plain text: what `print(result)` shows."""
+    """Return the result as plain text: what `print(result)` shows."""
     return plain_console(width).text(renderable(result, width=width, top=top), crop=True).rstrip()
 
 
 def renderable(result: Result, width: int = WIDTH, *, top: int = TOP) -> RenderableType:
-    """The same for a terminal of some width: title, figures, the first rows, notes, what is missing."""
+    """Return the result for a terminal of some width: title, figures, the first rows, notes, what is missing."""
     parts: list[RenderableType] = [Text(_one_line(result.title), style="bold")]
     facts = _facts(result)
     if facts:
@@ -195,18 +195,18 @@ def renderable(result: Result, width: int = WIDTH, *, top: int = TOP) -> Rendera
 
 
 def _reason(result: Result) -> str | None:
-    """Why there are no rows, if exactly one thing is missing: a sentence in place of the rows."""
+    """Return why there are no rows, if exactly one thing is missing: a sentence in place of the rows."""
     reasons = list(result.missing.values())
     return _one_line(reasons[0]) if not result.rows and len(reasons) == 1 else None
 
 
 def _missing(result: Result) -> list[tuple[str, str]]:
-    """What could not be answered, unless `_reason` has said so already."""
+    """Return what could not be answered, unless `_reason` has said so already."""
     return [] if _reason(result) else list(result.missing.items())
 
 
 def _paragraphs(result: Result, top: int) -> list[RenderableType]:
-    """Advice: its evidence and fix are sentences, too long for a table."""
+    """Return advice as paragraphs: its evidence and fix are sentences, too long for a table."""
     parts: list[RenderableType] = []
     for row in result.rows[:top]:
         parts += [
@@ -229,7 +229,7 @@ def _paragraphs(result: Result, top: int) -> list[RenderableType]:
 
 
 def _saving(row: Mapping[str, Any]) -> str:
-    """What a change saves, and how sure that is: "saves about 62.9 J and 151 ms (high confidence, by prediction)"."""
+    """Return what a change saves and how sure that is: "saves about 62.9 J and 151 ms (high confidence)"."""
     joules, seconds = row.get("saves_j"), row.get("saves_s")
     savings = [format_energy(joules, 3)] if joules else []
     savings += [format_duration(seconds, 3)] if seconds is not None and seconds > 0 else []
@@ -239,13 +239,13 @@ def _saving(row: Mapping[str, Any]) -> str:
 
 
 def _notes(result: Result) -> list[str]:
-    """The notes, each once; those about events that were left out of a trace come last."""
+    """Return the notes, each once; those about events that were left out of a trace come last."""
     notes = order_notes(result.notes)
     return notes if len(notes) <= MAX_NOTES else [*notes[:MAX_NOTES], f"and {len(notes) - MAX_NOTES} more: see --json"]
 
 
 def _table(result: Result, rows: Sequence[Mapping[str, Any]]) -> FittedTable:
-    """A number that is cut is wrong: the widest names are cut first, then the last columns are dropped."""
+    """Shorten the widest names first, then drop the last columns: a number that is cut would be wrong."""
     columns = [
         TableColumn(heading=c.title, cells=[_cell(c, r) for r in rows], right=not _is_text(c, rows))
         for c in _visible_columns(result)
@@ -258,7 +258,7 @@ def _table(result: Result, rows: Sequence[Mapping[str, Any]]) -> FittedTable:
 
 
 def _visible_columns(result: Result) -> list[ResultColumn]:
-    """The columns that have a value in any row; an error is shown in the column of its value."""
+    """Return the columns that have a value in any row; an error is shown in the column of its value."""
     keys = {c.key for c in result.columns}
     errors = {k for c in result.columns if (k := error_of(c.key)) in keys}
     return [
@@ -267,7 +267,7 @@ def _visible_columns(result: Result) -> list[ResultColumn]:
 
 
 def error_of(key: str) -> str:
-    """The key of the error of a column: energy_j has error_j, recorded_j has recorded_error_j."""
+    """Return the key of the error of a column: energy_j has error_j, recorded_j has recorded_error_j."""
     stem, _, unit = key.rpartition("_")
     return f"error_{unit}" if stem in ("energy", "time", "power") else f"{stem}_error_{unit}"
 
@@ -286,7 +286,7 @@ def _is_text(column: ResultColumn, rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _facts(result: Result) -> list[tuple[str, str]]:
-    """The single figures that fit a line: label and value."""
+    """Return the single figures that fit a line: label and value."""
     facts = []
     for key, label in FACTS.get(result.kind, {}).items():
         value, share = result.facts.get(key), result.facts.get(_SHARES.get(key, ""))
@@ -301,7 +301,7 @@ def _facts(result: Result) -> list[tuple[str, str]]:
 
 
 def _is_uninteresting(key: str, value: Any) -> bool:
-    """Zero seconds, joules or counters are not worth a word; zero collectives or spikes are."""
+    """Return whether a figure needs no line: zero seconds, joules or counters, but not zero collectives or spikes."""
     return value == 0 and not isinstance(value, bool) and key.endswith(("_s", "_j", "counted_pct", "memsets"))
 
 
@@ -311,7 +311,7 @@ _BARS = ("share_pct", "pct")
 
 
 def html(result: Result, *, top: int = 50) -> str:
-    """The result for a notebook."""
+    """Return the result for a notebook."""
     parts = [f"<p><b>{escape(_one_line(result.title))}</b></p>"]
     facts = _facts(result)
     if facts:
@@ -363,7 +363,7 @@ _MARKS = {"yes": "yes", "no": "no ", "unknown": "?  "}
 
 
 def correlation_text(correlation: Correlation) -> str:
-    """The conclusion first, then the spikes, then the checklist."""
+    """Return the conclusion first, then the spikes, then the checklist."""
     lines = [_spikes_headline(correlation)]
     lines += [_describe_spike(s, correlation.start_ns) for s in _highest_spikes(correlation)]
     if len(correlation.spikes) > SPIKES:
@@ -377,7 +377,7 @@ def correlation_text(correlation: Correlation) -> str:
 
 
 def correlation_html(correlation: Correlation) -> str:
-    """A list of the spikes and the checklist, without scripts or outside resources."""
+    """Return a list of the spikes and the checklist, without scripts or outside resources."""
     spikes = _highest_spikes(correlation)
     items = "".join(f"<li>{escape(_describe_spike(s, correlation.start_ns))}</li>" for s in spikes)
     rows = "".join(

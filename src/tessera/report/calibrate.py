@@ -16,7 +16,7 @@ from .console import Console, label_table, open_table
 
 
 def print_calibration(result: CalibrationResult, path: Path | None, console: Console) -> None:
-    """The conclusion first, then the evidence, then what to type next."""
+    """Print the conclusion first, then the evidence, then what to type next."""
     calibration = result.calibration
     console.print(Text(_headline(result), style="bold"), soft_wrap=True)
     software = f"driver {calibration.driver or 'unknown'}, torch {calibration.torch}"
@@ -43,7 +43,7 @@ def print_calibration(result: CalibrationResult, path: Path | None, console: Con
 
 
 def mean_error(ratios: Sequence[float]) -> float:
-    """The mean distance of the ratios from 1."""
+    """Return the mean distance of the ratios from 1."""
     return sum(abs(r - 1.0) for r in ratios) / len(ratios) if ratios else math.nan
 
 

@@ -14,12 +14,12 @@ from ..units import format_bytes, format_duration, format_si
 from .console import open_table
 
 MOST_RANKS = 16
-"""Ranks of a map in a terminal: of more, those that waited longest. The page and JSON have all."""
+"""Ranks of a map in a terminal: those that waited longest. The page and JSON have all."""
 _SHADES = " ░▒▓█"
 
 
 def describe_collectives(facts: Mapping[str, Any]) -> list[RenderableType]:
-    """One line for each kind, and who waited for whom where several ranks recorded them."""
+    """Return one line for each kind, and who waited for whom if several ranks recorded them."""
     across = facts.get("across_ranks") or {}
     parts: list[RenderableType] = [_sum_kinds(facts["by_kind"])]
     if waits := across.get("waits_s"):
@@ -47,7 +47,7 @@ def _sum_kinds(by_kind: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def map_waits(waits: Mapping[int, Mapping[int, float]]) -> Table:
-    """A row for each rank that waited, a column for each it waited for, shaded by the seconds."""
+    """Return a row for each rank that waited, a column for each it waited for, shaded by the seconds."""
     ranks = sorted(waits, key=lambda r: -sum(waits[r].values()))[:MOST_RANKS]
     late: dict[int, float] = {}
     for by in waits.values():
@@ -79,7 +79,7 @@ CAPTION_WIDTH = 330
 
 
 def waits_section(waits: Mapping[int, Mapping[int, float]]) -> str:
-    """The map on the page: all ranks, a square each, darker the longer the rank of the row waited."""
+    """Return the map for the page: all ranks, one square each, darker the longer the row's rank waited."""
     if not waits:
         return ""
     late = sorted({rank for by in waits.values() for rank in by}, key=int)

@@ -25,9 +25,9 @@ from ..analyze.kernel_names import fit
 from ..output import remove_controls
 
 PIPED_COLUMNS = 100
-"""The width of output that goes to a log or an issue: rich's own 80 would break most of our lines."""
+"""The width of output that goes to a log or an issue: rich's default of 80 would break most of our lines."""
 LEAST = 24
-"""Columns that a hanging text needs: with a deeper indent than that leaves, it begins further left."""
+"""Least columns of a hanging text: if its indent leaves less, it begins further left."""
 # A number and the unit after it are one word.
 _WORD = re.compile(r"\d\S* (?:[kMGTµmunp]?(?:Wh?|J|s|Hz|B)|[KMGT]iB|°C)(?!\w)\S*|\S+")
 
@@ -36,33 +36,36 @@ _BLANKS = re.compile(r"(?<! ) +(?=\n)")
 
 
 class Console(RichConsole):
-    """rich's console, on which a text is only text.
+    """rich's console, which prints every text as plain text.
 
-    Control characters inside it (a kernel named so) are replaced by blanks, and nothing in it is markup: "[link=...]"
-    and ":smile:" are printed as they are. A style is given by `Text(..., style=...)`.
+    Control characters in a text (such as a kernel's name) are replaced by blanks, and nothing in it is markup:
+    "[link=...]" and ":smile:" are printed as they are. A style is given by `Text(..., style=...)`.
     """
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Every str that is printed comes here: a line, a cell, a heading."""
+        """Take every str that is printed: a line, a cell, a heading."""
         return super().render_str(text, **{**options, "markup": False, "emoji": False})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Segments whose text is only text."""
+        """Render with control characters removed from the text."""
         return map(_remove_controls, super().render(renderable, options))
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        """What is written: in a pipe or a file no line ends in blanks, which rich fills tables and texts up with."""
+        """Return what is written; in a pipe or a file, without the blanks with which rich fills up lines."""
         text = super()._render_buffer(buffer)
         return text if self.is_terminal else _BLANKS.sub("", text)
 
     def on_broken_pipe(self) -> None:
-        """`tessera ... | head`: rich would exit with 1; `run_command` treats it as a normal end."""
+        """Ignore the broken pipe of `tessera ... | head`, for which rich would exit with 1.
+
+        `run_command` treats it as a normal end.
+        """
         with contextlib.suppress(SystemExit):
-            super().on_broken_pipe()  # what is still to be written goes nowhere
+            super().on_broken_pipe()  # the rest of the output goes nowhere
         raise BrokenPipeError
 
     def text(self, content: RenderableType, *, crop: bool = False) -> str:
-        """What it would print, with no blanks at the ends of lines."""
+        """Return what it would print, without blanks at the ends of lines."""
         with self.capture() as captured:
             self.print(content, crop=crop)
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
@@ -73,12 +76,12 @@ class Console(RichConsole):
 
 
 def plain_console(width: int) -> Console:
-    """A console for plain text of this width, as `print(result)` shows it."""
+    """Return a console for plain text of this width, as `print(result)` shows it."""
     return Console(width=width, highlight=False, color_system=None)
 
 
 def open_console() -> Console:
-    """A console for sentences: as wide as the terminal or COLUMNS; 100 columns in a pipe or a file."""
+    """Return a console for sentences: as wide as the terminal or COLUMNS; 100 columns in a pipe or a file."""
     console = Console(highlight=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = PIPED_COLUMNS
@@ -93,7 +96,7 @@ def _remove_controls(segment: Segment) -> Segment:
 
 
 class TextFlow:
-    """Texts in one line, or in as many as they need: lines break only between two texts."""
+    """Texts on one line, or on as many as they need: lines break only between two texts."""
 
     def __init__(self, *texts: Text | str, between: str = "   ") -> None:
         self._texts = [text if isinstance(text, Text) else Text(text) for text in texts]
@@ -130,7 +133,7 @@ class HangingText:
 
 
 def _find_breaks(text: str, width: int, indent: int) -> list[int]:
-    """Where the lines after the first begin: at words, and within one only if it is longer than a line."""
+    """Return where the lines after the first begin: at words, and inside a word only if it is longer than a line."""
     breaks: list[int] = []
     begin, room = 0, width
     for word in _WORD.finditer(text):
@@ -144,7 +147,7 @@ def _find_breaks(text: str, width: int, indent: int) -> list[int]:
 
 
 class WidthDependent:
-    """Something that is drawn once the width is known."""
+    """Something that is drawn when the width is known."""
 
     def __init__(self, draw: Callable[[int], RenderableType]) -> None:
         self._draw = draw
@@ -160,7 +163,7 @@ class WidthDependent:
 class TableColumn:
     """A column of a table. A narrow terminal drops the highest `drop` first; 0 is never dropped.
 
-    Names that may be cut say how many columns they need at the `least`.
+    Names that may be cut state how many columns they need at the `least`.
     """
 
     heading: str
@@ -172,12 +175,12 @@ class TableColumn:
 
     @property
     def width(self) -> int:
-        """Of its widest cell."""
+        """Return the width of the widest cell."""
         return max(cell_len(str(cell)) for cell in (self.heading, *self.cells))
 
 
 def fit_columns(columns: Sequence[TableColumn], width: int, gap: int = 1) -> tuple[list[TableColumn], str]:
-    """The columns that fit side by side, and the headings of those that do not."""
+    """Return the columns that fit side by side, and the headings of those that do not."""
     fitting = list(columns)
     while (over := sum((min(c.width, c.least) if c.least else c.width) + gap for c in fitting) - gap - width) > 0:
         first = max(fitting, key=lambda c: c.drop)
@@ -185,7 +188,7 @@ def fit_columns(columns: Sequence[TableColumn], width: int, gap: int = 1) -> tup
             break
         fitting.remove(first)
     dropped = ", ".join(c.heading.strip() for c in columns if c not in fitting)
-    room = max(0, -over)  # for names, beyond what they need at the least
+    room = max(0, -over)  # for names, beyond their least width
     return [_cut_names(c, c.least + room) if c.least else c for c in fitting], dropped
 
 
@@ -194,7 +197,7 @@ def _cut_names(column: TableColumn, width: int) -> TableColumn:
 
 
 def dropped_note(headings: str) -> Text:
-    """What to say below a table about the columns that `fit_columns` dropped."""
+    """Return what to say below a table about the columns that `fit_columns` dropped."""
     return Text(f"not shown: {headings} (use a wider terminal, or --json)", style="dim")
 
 
@@ -206,10 +209,10 @@ def note_dropped(table: Table, headings: Sequence[str]) -> Table:
 
 
 def build_table(columns: Sequence[TableColumn], gap: int = 1, styles: Sequence[str] = ()) -> Table:
-    """A table of these columns; `styles` are those of the rows."""
+    """Return a table of these columns; `styles` are those of the rows."""
     table = open_table(gap=gap)
     for c in columns:
-        # If even these do not fit, a cell continues in the next line: it is never cut.
+        # If even these columns do not fit, a cell continues on the next line: it is never cut.
         table.add_column(c.heading, justify="right" if c.right else "left", overflow="fold", style=c.style)
     for i, cells in enumerate(zip(*(c.cells for c in columns), strict=True)):
         texts = (cell if isinstance(cell, Text) else Text(cell) for cell in cells)
@@ -231,7 +234,7 @@ class FittedTable:
 
 
 def open_table(*headings: str, gap: int = 2) -> Table:
-    """A table without lines; the first heading's column is on the left, the other columns on the right."""
+    """Return a table without lines; the first heading's column is on the left, the other columns on the right."""
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="right" if i else "left", no_wrap=True)
@@ -239,7 +242,7 @@ def open_table(*headings: str, gap: int = 2) -> Table:
 
 
 def label_table() -> Table:
-    """Two columns without lines: a label, and what it labels."""
+    """Return a table of two columns without lines: a label, and what it labels."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -247,6 +250,6 @@ def label_table() -> Table:
 
 
 def next_line(command: str, width: int = 0) -> Text:
-    """The next command to type, in one piece however narrow the terminal is, so that it can be copied."""
+    """Return the next command to type, in one piece even on a narrow terminal, so that it can be copied."""
     line = Text(f"{'next':<{width}}  ", style="dim", no_wrap=True, overflow="ignore")
     return line.append(command, style="not dim cyan")

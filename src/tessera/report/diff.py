@@ -30,7 +30,7 @@ from .console import FittedTable, TableColumn, label_table, next_line, note_drop
 from .energy import TITLES, WIDTH
 
 NARROWEST = 14
-"""Columns that a name needs."""
+"""Least columns of a name."""
 TOP = 12
 _FACTOR = 20.0  # a larger change is written as a factor
 _SHOW = {
@@ -58,17 +58,17 @@ class DiffFigure:
 
     @property
     def change(self) -> float:
-        """After less before."""
+        """Return after less before."""
         return 0.0 if is_unchanged(self.before, self.after) else self.after - self.before
 
     @property
     def share(self) -> float | None:
-        """The change as a share of what was before."""
+        """Return the change as a share of what was before."""
         return self.change / self.before if self.before > 0 and not math.isnan(self.change) else None
 
     @property
     def state(self) -> str:
-        """One of "more", "less", "noise", "same", "unsure" (the scatter is unknown) and "unknown"."""
+        """Return one of "more", "less", "noise", "same", "unsure" (the scatter is unknown) and "unknown"."""
         if math.isnan(self.change):
             return "unknown"
         if is_unchanged(self.before, self.after):
@@ -86,12 +86,12 @@ STATES = {
     "unsure": "unknown: measured once",
     "unknown": "not known for both",
 }
-"""What a figure's state means, in words."""
+"""The meaning of a figure's state, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFigure:
-    """One row in the unit that is compared: joules, or seconds where joules are not known for both."""
+    """One row in the unit that is compared: joules, or seconds if joules are not known for both."""
 
     row: RowChange
     name: str
@@ -105,24 +105,24 @@ class RowFigure:
 
     @property
     def texts(self) -> tuple[str, str, str, str]:
-        """Before, after, the change with its half-width, and its share."""
+        """Return before, after, the change with its half-width, and its share, as texts."""
         before, after = (quantity(value, math.nan, self.unit) for value in (self.before, self.after))
         change = quantity(self.change, self.error, self.unit, signed=True)
         return before, after, change, percent(self.share, state=self.row.state)
 
     @property
     def direction(self) -> str:
-        """One of "more", "less" and "noise"."""
+        """Return one of "more", "less" and "noise"."""
         return "noise" if not self.is_sure else "more" if self.change > 0 else "less"
 
     @property
     def is_same(self) -> bool:
-        """Whether it did not change but for rounding."""
+        """Return whether the row is the same except for rounding."""
         return self.row.state == "both" and is_unchanged(self.before, self.after)
 
 
 def row_figures(difference: Difference) -> list[RowFigure]:
-    """The rows, those that changed most first, with names for people: kernels short, no two the same."""
+    """Return the rows, those that changed most first, with names for people: kernels short, no two the same."""
     unit = compared_unit(difference)
     kind = {"kernels": "kernel", "ops": "op"}.get(difference.by)
     names = distinct([r.name for r in difference.rows], kind) if kind else {}
@@ -143,12 +143,12 @@ def row_figures(difference: Difference) -> list[RowFigure]:
 
 
 def compared_unit(difference: Difference) -> str:
-    """What rows are compared in: joules, or seconds where joules are not known for both."""
+    """Return the unit in which rows are compared: joules, or seconds if joules are not known for both."""
     return "s" if math.isnan(difference.total.change_j) else "J"
 
 
 def headline(difference: Difference) -> list[DiffFigure]:
-    """Energy, time and mean power."""
+    """Return energy, time and mean power."""
     t, nan = difference.total, math.nan
     figures = [
         DiffFigure("energy", "J", t.before_j, t.before_error_j, t.after_j, t.after_error_j, t.error_j),
@@ -160,7 +160,7 @@ def headline(difference: Difference) -> list[DiffFigure]:
 
 
 def quantity(value: float, error: float, unit: str, *, signed: bool = False) -> str:
-    """A value with its half-width: "+1.20 ± 0.31 J"; "unknown" where it is NaN."""
+    """Return a value with its half-width: "+1.20 ± 0.31 J"; "unknown" where it is NaN."""
     if math.isnan(value):
         return "unknown"
     if unit == "s":
@@ -179,7 +179,7 @@ def quantity(value: float, error: float, unit: str, *, signed: bool = False) -> 
 
 
 def percent(share: float | None, *, state: str = "both") -> str:
-    """A signed share, or a factor; "new", "gone" and "not stated" if one side has no value."""
+    """Return a signed share, or a factor; "new", "gone" and "not stated" if one side has no value."""
     if state != "both":
         return {"new": "new", "vanished": "gone", "unstated": "not stated"}[state]
     if share is None:
@@ -190,7 +190,7 @@ def percent(share: float | None, *, state: str = "both") -> str:
 
 
 def about(difference: Difference) -> str:
-    """What the numbers mean: "per step, 12 and 24 steps; measured → predicted"."""
+    """Say what the numbers mean: "per step, 12 and 24 steps; measured → predicted"."""
     if difference.per == "run":
         per = "the traced part of each" if difference.span == "trace" else "whole runs"
     else:
@@ -203,12 +203,12 @@ def about(difference: Difference) -> str:
 
 
 def basis_text(basis: str) -> str:
-    """How the joules of a side are known, in words."""
+    """Return how the joules of a side are known, in words."""
     return "time only, no power" if basis == "timed" else basis
 
 
 def modelled_warning(difference: Difference) -> str | None:
-    """A warning if the joules of a side were not measured."""
+    """Return a warning if the joules of a side were not measured."""
     sides = [side for side, basis in zip(("before", "after"), difference.basis, strict=True) if basis == "modelled"]
     if not sides:
         return None
@@ -217,7 +217,7 @@ def modelled_warning(difference: Difference) -> str | None:
 
 
 def calls_text(row: RowChange) -> str:
-    """Calls before and after: whole numbers, or means over steps with one or two decimals."""
+    """Return calls before and after: whole numbers, or means over steps with one or two decimals."""
 
     def one(calls: float) -> str:
         if abs(calls - round(calls)) <= 1e-6 * max(calls, 1.0):
@@ -229,7 +229,7 @@ def calls_text(row: RowChange) -> str:
 
 
 def all_notes(difference: Difference) -> list[str]:
-    """The notes, how much of the energy is in rows that both sides have, and how many rows differ by chance."""
+    """Return the notes, how much of the energy is in rows that both sides have, and how many rows differ by chance."""
     notes = order_notes(difference.notes)
     low = min(difference.matched)
     if difference.rows and low < 0.995:
@@ -245,14 +245,14 @@ def all_notes(difference: Difference) -> list[str]:
 
 
 def legend(difference: Difference) -> str:
-    """What "~" means in this comparison."""
+    """Return what "~" means in this comparison."""
     if all(math.isnan(figure.error) for figure in row_figures(difference)):
         return "~ unknown: the scatter of the rows was not recorded"
     return "~ noise: within the 90% interval"
 
 
 def outside_text(difference: Difference) -> str | None:
-    """The energy outside the compared steps, which is in no row."""
+    """Return the energy outside the compared steps, which is in no row."""
     out = difference.outside
     if out is None or math.isnan(out.change_j) or max(out.before_j, out.after_j) <= 0:
         return None
@@ -264,7 +264,7 @@ def outside_text(difference: Difference) -> str | None:
 
 
 def text(difference: Difference, *, top: int = TOP, width: int = WIDTH) -> str:
-    """The screen as plain text."""
+    """Return the screen as plain text."""
     return plain_console(width).text(renderable(difference, top=top, width=width)).rstrip()
 
 
@@ -276,7 +276,7 @@ def renderable(
     top: int = TOP,
     width: int = WIDTH,
 ) -> RenderableType:
-    """The screen. The default `verdict` is that of the energy."""
+    """Return the screen. The default `verdict` is that of the energy."""
     half = max(12, (width - 6) // 2)
     title = Text(f"{fit(difference.before, half)}  →  {fit(difference.after, half)}", style="bold")
     parts: list[RenderableType] = [title, Text(about(difference), style="dim")]
@@ -335,7 +335,7 @@ def _rows(difference: Difference, top: int) -> FittedTable:
 
 
 def is_unchanged(before: float, after: float) -> bool:
-    """Whether two figures are the same but for rounding; not where one is unknown (NaN)."""
+    """Return whether two figures are the same except for rounding; False if one is unknown (NaN)."""
     return abs(after - before) <= ROUNDING * max(abs(before), abs(after))
 
 

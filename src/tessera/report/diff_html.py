@@ -33,7 +33,7 @@ CARD_ROWS = 10
 
 
 def page(difference: Difference, *, verdict: DiffVerdict | None = None) -> str:
-    """One self-contained HTML file."""
+    """Return one self-contained HTML file."""
     conclusion = verdict or difference.verdict()
     title = fit(f"{difference.before} → {difference.after}", 80)
     parts = [
@@ -48,7 +48,7 @@ def page(difference: Difference, *, verdict: DiffVerdict | None = None) -> str:
 
 
 def diff_card(difference: Difference) -> str:
-    """For a notebook: the headline, and the rows that changed most."""
+    """Return a card for a notebook: the headline, and the rows that changed most."""
     figures = "".join(
         f"<p><b>{f.name}</b> {escape(quantity(f.before, f.before_error, f.unit))} → "
         f"{escape(quantity(f.after, f.after_error, f.unit))}: <span class='{f.state}'>{escape(_change_text(f))}</span> "
@@ -127,7 +127,7 @@ def _pairs(difference: Difference) -> str:
 
 
 def _bars(figure: RowFigure) -> list[tuple[str, float, float]]:
-    """The bar before ("a") and after ("b"): its length, and the half-width of it, which seconds do not have."""
+    """Return the bars before ("a") and after ("b"): length and half-width, which seconds do not have."""
     errors = (figure.row.before_error_j, figure.row.after_error_j) if figure.unit == "J" else (math.nan, math.nan)
     widths = [0.0 if math.isnan(error) else error for error in errors]
     return list(zip("ab", (figure.before, figure.after), widths, strict=True))

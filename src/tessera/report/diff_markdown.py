@@ -12,7 +12,7 @@ TOP = 8
 
 
 def markdown(difference: Difference, verdict: DiffVerdict) -> str:
-    """The verdict, the totals, and the rows that changed by more than noise."""
+    """Return the verdict, the totals, and the rows that changed by more than noise."""
     is_worse = verdict.significant and (verdict.share or 0.0) > 0 and verdict.threshold is None
     mark = ":x: failed" if verdict.failed else ":warning:" if is_worse or not verdict.known else ":white_check_mark:"
     lines = [
@@ -39,5 +39,5 @@ def _rows(difference: Difference) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Text of a run or a trace as text: no markup, no links, no line breaks, no new cell."""
+    """Return text of a run or a trace without effect: no markup, no links, no line breaks, no new cell."""
     return "".join(f"&#{ord(c)};" if c in "<>&|`*_[]\\~@#" else c for c in printable(text))

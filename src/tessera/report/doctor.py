@@ -22,7 +22,7 @@ _CHECKS = {True: ("✓", "green"), False: ("!", "yellow"), None: ("·", "dim")}
 def print_health(
     health: Health, console: Console, control: Sequence[OutstandingChange] = (), *, restored: bool = False
 ) -> None:
-    """Sensors and what they lack, then checks of the machine, then limits and clocks that were changed on its GPUs."""
+    """Print sensors and what they lack, checks of the machine, and changed limits and clocks of its GPUs."""
     for sensor in health.sensors:
         _print_sensor(sensor, console)
     console.print()
@@ -78,7 +78,7 @@ def _domain(domain: Domain, learnt: SensorResponse | None) -> str:
 
 
 def _response(domain: Domain, learnt: SensorResponse | None) -> str:
-    """Lag, blur and idle power, how well they are known, and from what."""
+    """Return lag, blur and idle power, with their errors and source."""
     if learnt is None and not domain.lag_error_s:
         return f"lag {format_duration(domain.lag_s)}"
     if learnt is None:
@@ -90,7 +90,7 @@ def _response(domain: Domain, learnt: SensorResponse | None) -> str:
 
 
 def lag_and_blur(learnt: SensorResponse | ResponseFit) -> str:
-    """Both with their errors, in milliseconds."""
+    """Return lag and blur with their errors, in milliseconds."""
     figures = (("lag", learnt.lag_s, learnt.lag_error_s), ("blur", learnt.blur_s, learnt.blur_error_s))
     return ", ".join(f"{name} {1e3 * value_s:.1f} ± {1e3 * error_s:.1f} ms" for name, value_s, error_s in figures)
 
@@ -131,7 +131,7 @@ def _print_fix(fix: str | None, console: Console) -> None:
 
 
 def print_checks(checks: Sequence[SelfCheck], machine: str, console: Console) -> None:
-    """One line per check, and a summary; to paste into an issue."""
+    """Print one line per check and a summary, to paste into an issue."""
     width = max(len(c.what) for c in checks)
     console.print(HangingText(machine, 2))
     for check in checks:

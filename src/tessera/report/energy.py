@@ -21,7 +21,7 @@ from .console import note_dropped, open_table, plain_console
 from .html import card, card_bar
 
 SUMMARY_NOTE = "Calls are counted while tracing; joules are those of the whole run."
-"""The note of a summary (`--mode summary`), which traces only some of the time."""
+"""The note of a summary (`--mode summary`), which traces only part of the time."""
 WIDTH = 100
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TITLES = {
@@ -34,18 +34,18 @@ TITLES = {
     "lines": "your line",
     "groups": "group",
 }
-"""What a row of each view is."""
+"""The heading of a row in each view."""
 OWN = ("functions", "lines")
 """The views of the user's own code, by sampled stacks."""
 
 
 def text(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> str:
-    """The table as plain text: the total, then the most expensive rows of one view (the first that has any)."""
+    """Return the table as plain text: the total, then the most expensive rows of one view (the first that has any)."""
     return plain_console(width).text(renderable(table, by=by, top=top, width=width), crop=True).rstrip()
 
 
 def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, width: int = WIDTH) -> RenderableType:
-    """The same for a terminal: what `tessera attribute` prints."""
+    """Return the table for a terminal: what `tessera attribute` prints."""
     view = by or first_view(table)
     parts: list[RenderableType] = [headline(table)]
     rows = table.top(top, view)
@@ -61,12 +61,12 @@ def renderable(table: EnergyTable, *, by: str | None = None, top: int = 10, widt
 
 
 def first_view(table: EnergyTable) -> str:
-    """The view that is shown where none is asked for: the first that has rows."""
+    """Return the default view: the first that has rows."""
     return next((view for view in VIEWS if table.rows(view)), "kernels")
 
 
 def untraced_text(table: EnergyTable) -> str:
-    """What the power log has beside the trace; "" where that is next to nothing."""
+    """Return what the power log has beside the trace; "" if that is almost nothing."""
     if table.covers == "run":
         return ""
     spent = f"{format_energy(table.untraced_j, 3)} in {format_duration(table.untraced_s, 3)}"
@@ -74,7 +74,7 @@ def untraced_text(table: EnergyTable) -> str:
 
 
 def headline(table: EnergyTable) -> Text:
-    """Joules, watts, seconds, and their source."""
+    """Return joules, watts, seconds, and their source."""
     seen_s = table.time_s * table.coverage
     watts = format_error(table.energy_j / seen_s, table.error_j / seen_s, "W") if seen_s > 0 else "- W"
     joules = format_energy_error(table.energy_j, table.error_j)
@@ -85,9 +85,9 @@ def headline(table: EnergyTable) -> Text:
 
 
 def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
-    """Idle as a row: kernels and idle sum to the total. Steps and regions include their idle time already.
+    """Return idle as a row: kernels and idle sum to the total. Steps and regions include their idle time.
 
-    Of a host alone it is what lies between operators: Python runs there, and that is not idle.
+    On a host alone, it is the time between operators: Python runs then, so it is not idle.
     """
     if view in ("steps", "regions", "functions", "lines") or not table.idle_j > 0:
         return None
@@ -103,7 +103,7 @@ def idle_row(table: EnergyTable, view: str = "kernels") -> EnergyRow | None:
 
 
 def rest_row(answer: Answer, view: str, shown: int | None = None) -> EnergyRow | None:
-    """What the `shown` rows of a run without attribution leave: others, imports, and time between operators."""
+    """Return what the `shown` rows of a run without attribution leave: others, imports, time between operators."""
     if view == "lines":
         return _outside_lines(answer)
     if view not in ("ops", "kernels") or not answer.rest_j > 0:
@@ -122,7 +122,7 @@ def rest_row(answer: Answer, view: str, shown: int | None = None) -> EnergyRow |
 
 
 def _outside_lines(answer: Answer) -> EnergyRow | None:
-    """What was used while no line of the user's own code was on the stack."""
+    """Return what was used while no line of the user's own code was on the stack."""
     own_j = math.fsum(r.energy_j for r in answer.lines)
     rest_j = answer.whole.energy_j - own_j
     if not answer.lines or rest_j <= 0.001 * answer.whole.energy_j:
@@ -134,12 +134,12 @@ def _outside_lines(answer: Answer) -> EnergyRow | None:
 
 
 def group_letter(group: int | None) -> str:
-    """The letter of a group of kernels that cannot be distinguished."""
+    """Return the letter of a group of kernels that cannot be distinguished."""
     return "" if group is None else LETTERS[group % 26] + ("" if group < 26 else str(group // 26))
 
 
 def display_names(rows: Sequence[EnergyRow] | Sequence[TimeRow], view: str) -> dict[str, str]:
-    """Names for people: kernels and groups short, modules by their paths, no two the same."""
+    """Return names for people: kernels and groups short, modules by their paths, no two the same."""
     kind = {"kernels": "kernel", "groups": "group", "ops": "op", "regions": "region"}.get(view)
     return distinct((r.name for r in rows), kind) if kind else {r.name: r.name.removeprefix(MODULE) for r in rows}
 
@@ -153,9 +153,9 @@ def rows_table(
     idle: EnergyRow | None = None,
     below: Sequence[EnergyRow] = (),
 ) -> Table:
-    """Rows with joules, share, watts, joules per call and calls; fewer columns on a narrow terminal.
+    """Return rows with joules, share, watts, joules per call and calls; fewer columns on a narrow terminal.
 
-    Joules without an error were divided by time: they are marked "~", and have neither watts nor joules per call.
+    ", and have neither watts nor joules per call.~", and have neither watts nor joules per call.
     `idle` and `below` come after the rows: the rest of the total.
     """
     table = open_table()
@@ -173,7 +173,7 @@ def rows_table(
         table.add_column(heading, justify="right", no_wrap=True)
     names = display_names(rows, view)
     lines = [(row, _cells(row, wide=wide)) for row in [*rows, *([idle] if idle else []), *below]]
-    # Cut the names here, in the middle: rich would cut their ends, which is where they differ.
+    # Cut the names here, in the middle: rich would cut their ends, where they differ.
     widths = [max(len(c[i]) for _, c in lines) for i in range(len(headings))]
     numbers = sum(max(w, len(h)) + 2 for w, h in zip(widths, headings, strict=True))
     room = max(12, width - numbers - 2 - (3 if grouped else 0))
@@ -187,7 +187,7 @@ def rows_table(
 
 def _cells(row: EnergyRow, *, wide: bool) -> list[str]:
     if math.isnan(row.error_j) and not math.isnan(row.energy_j):
-        spent = f"~{format_energy(row.energy_j, 3)}"  # divided by time, not attributed
+        spent = f"~{format_energy(row.energy_j, 3)}"  # shared out by time, not attributed
     else:
         spent = format_energy_error(row.energy_j, row.error_j)
     share = share_text(row)
@@ -200,14 +200,14 @@ def _cells(row: EnergyRow, *, wide: bool) -> list[str]:
 
 
 def share_text(row: EnergyRow) -> str:
-    """The share of a row, with its interval where it is counted in samples."""
+    """Return the share of a row, with its interval if it is counted in samples."""
     if row.share_error is None:
         return format_share(row.share)
     return f"{100 * row.share:.1f} ± {100 * row.share_error:.1f}%"
 
 
 def legend(rows: Sequence[EnergyRow]) -> list[RenderableType]:
-    """What the letters mean, if there are any."""
+    """Return what the letters mean, if there are any."""
     groups = sorted({r.group for r in rows if r.group is not None})
     if not groups:
         return []
@@ -219,7 +219,7 @@ def legend(rows: Sequence[EnergyRow]) -> list[RenderableType]:
 
 
 def html(table: EnergyTable, *, top: int = 12) -> str:
-    """The table for a notebook: the total, and each view folded."""
+    """Return the table for a notebook: the total, and each view folded."""
     total = f"{format_energy_error(table.energy_j, table.error_j)} in {format_duration(table.time_s)}"
     basis = table.source if table.basis == "measured" else f"{table.basis.upper()}, not measured"
     parts = [f"<p><b>{escape(total)}</b> {escape(basis)}</p>"]

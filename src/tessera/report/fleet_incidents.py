@@ -17,7 +17,7 @@ _LISTED = 8
 
 
 def incidents_screen(found: FleetIncidents, *, next_command: str, top: int = _LISTED) -> RenderableType:
-    """One screen."""
+    """Return the screen of the incidents."""
     count = len(found.incidents)
     hosts = f"{format_count(len(found.hosts), 'node')} recorded"
     figures = "" if found.mean_w is None else f", {format_power(found.mean_w, 3)} mean"
@@ -57,7 +57,7 @@ def _incident(incident: Incident) -> RenderableType:
 
 
 def describe_node(node: NodeWork) -> str:
-    """What a node did, in words."""
+    """Return what a node did, in words."""
     if not node.work:
         return "nothing ran"
     parts = [f"{short_name(w.name) if w.kind == 'kernel' else w.name} {w.share:.0%}" for w in node.work]

@@ -39,16 +39,16 @@ FLEET_METRICS: Mapping[str, tuple[str, str]] = {
     "tessera_fleet_job_granted_watts": ("gauge", "What the nodes of a job may draw for it."),
     "tessera_fleet_governor_up": ("gauge", "1 while the governor answers, 0 if it was asked for and does not."),
 }
-"""Every metric of a fleet with its type and help; tests hold the board and the alerts to these names."""
+"""Every metric of a fleet with its type and help; tests check that the board and the alerts use these names."""
 
 
 def fleet_dashboard() -> str:
-    """The Grafana board (JSON) of a fleet."""
+    """Return the Grafana board (JSON) of a fleet."""
     return (resources.files(__package__) / "grafana_fleet.json").read_text(encoding="utf-8")
 
 
 def alert_rules() -> str:
-    """The alert rules (YAML) of a fleet, for `rule_files` of Prometheus."""
+    """Return the alert rules (YAML) of a fleet, for `rule_files` of Prometheus."""
     return (resources.files(__package__) / "fleet_alerts.yml").read_text(encoding="utf-8")
 
 
@@ -59,7 +59,7 @@ class FleetCollector:
         self._look, self._has_governor = look, has_governor
 
     def collect(self) -> Iterator[Any]:
-        """The families that have samples now."""
+        """Yield the families that have samples now."""
         status = self._look()
         if status is not None:
             yield from make_families(FLEET_METRICS, self._samples(status))
@@ -75,7 +75,7 @@ class FleetCollector:
             yield "tessera_fleet_node_crest_factor", labels, node.crest_factor
             yield "tessera_fleet_node_throttled", labels, float(bool(node.throttled)) if node.is_up else None
             yield "tessera_fleet_node_leased_watts", labels, node.leased_w
-            # Zeros, too: `increase` sees no first event of a series that begins with it.
+            # Zeros too, because `increase` does not see the first event of a series that begins with it.
             for kind, count in (dict.fromkeys(KINDS, 0) | dict(node.events)).items() if node.is_up else ():
                 yield "tessera_fleet_node_events_total", {**labels, "kind": kind}, float(count)
         for rack in status.racks:

@@ -1,4 +1,4 @@
-"""The live page of a fleet, which asks its own server for history.json once, and for fleet.json again and again."""
+"""The live page of a fleet: it asks its own server for history.json once, and for fleet.json again and again."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NODES = (
 _JOBS = (("job", False), ("state", False), ("granted", True), ("asked", True), ("ends in", True), ("why", False))
 _EVENTS = (("time", False), ("node", False), ("event", False), ("count", True))
 HISTORY = 600
-"""Polls whose watts by rack are kept for the plot of a page that is opened later."""
+"""Number of polls whose watts by rack are kept for the plot of a page that is opened later."""
 _PLAIN = ("Content-Type", "text/plain; charset=utf-8")
 
 
 class StatusFeed:
-    """Polls a fleet in a thread of its own and keeps the newest status."""
+    """Polls a fleet in its own thread and keeps the newest status."""
 
     def __init__(self, poller: FleetPoller, interval_s: float) -> None:
         self._poller, self._interval_s = poller, interval_s
@@ -50,7 +50,7 @@ class StatusFeed:
         return self._newest
 
     def history(self) -> list[tuple[float, dict[str, float | None]]]:
-        """The watts of each rack at the last polls, the oldest first."""
+        """Return the watts of each rack at the last polls, the oldest first."""
         return list(self._history)
 
     def _poll(self) -> None:
@@ -63,7 +63,7 @@ class StatusFeed:
 
 
 def fleet_page(interval_s: float, hot_c: float = HOT_C) -> str:
-    """The page. It is the same whatever the fleet does: all on it comes from fleet.json, its past from history.json."""
+    """Return the page, which is the same for every state: its data come from fleet.json and history.json."""
     body = (
         f"<header><div class='top'><h1>Fleet</h1>{THEME_BUTTON}</div><p class='dim' id='when'>asking ...</p></header>"
         "<p class='warn' id='lost' role='alert' hidden></p><div id='problems' role='alert'></div>"

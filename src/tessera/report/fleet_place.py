@@ -28,7 +28,7 @@ _RULES = {
 def place_screen(
     placement: Placement, relief: ReliefPlan, savings: PackingSavings | None, notes: Sequence[str], next_command: str
 ) -> RenderableType:
-    """Who runs where and why, who waits and why, hot spots and what to do about them."""
+    """Return a screen: who runs where and why, who waits and why, hot spots and what to do about them."""
     waits = "waits" if len(placement.waiting) == 1 else "wait"
     title = f"{format_count(len(placement.placed), 'job')} placed, {len(placement.waiting)} {waits}"
     parts: list[RenderableType] = [Text(title, style="bold")]
@@ -68,21 +68,21 @@ def _table(placed: Sequence[PlacedJob]) -> FittedTable:
 
 
 def describe_shares(on: Iterable[NodeShare]) -> str:
-    """Nodes with their GPUs."""
+    """Return nodes with their GPUs."""
     shares = list(on)
     shown = ", ".join(f"{s.node} ({s.gpus})" for s in shares[:4])
     return f"{shown} and {len(shares) - 4} more" if len(shares) > 4 else shown
 
 
 def describe_choice(placed: PlacedJob) -> str:
-    """By which rule, and why not an earlier node."""
-    # That full nodes are not taken needs no words.
+    """Say by which rule a node was chosen, and why not an earlier node."""
+    # That full nodes are not taken needs no explanation.
     refused = "; ".join(describe_refusal(r) for r in placed.refused if r.kind != "no_free_gpus")
     return _RULES[placed.rule] + (f" ({refused})" if refused else "")
 
 
 def describe_refusal(refusal: Refusal) -> str:
-    """Why nodes were refused, with an example and its numbers."""
+    """Return why nodes were refused, with an example and its numbers."""
     more = f" and {refusal.count - 1} more" if refusal.count > 1 else ""
     if refusal.kind == "unavailable":
         return f"{refusal.node}{more}: {REFUSALS[refusal.kind]}"
@@ -98,14 +98,14 @@ def describe_refusal(refusal: Refusal) -> str:
 
 
 def describe_move(move: Move) -> str:
-    """A move in words."""
+    """Return a move in words."""
     then = "" if move.expected_c is None else f", which will be at {_temperature(move.expected_c)}"
     what = f"{move.job} ({move.gpus} GPUs, {format_power(move.power_w, 3)})"
     return f"{what} from {move.leaves} to {describe_shares(move.takes)}{then}"
 
 
 def describe_spot(spot: HotSpot) -> str:
-    """A hot spot in words, with what is left to do."""
+    """Return a hot spot in words, with what is left to do."""
     where = f"{spot.node} is at {_temperature(spot.temperature_c)}" if spot.over_c > 0 else spot.node
     over = f", its aisle {format_power(spot.over_w, 3)} above its cooling" if spot.over_w > 0 else ""
     left = ""
@@ -116,7 +116,7 @@ def describe_spot(spot: HotSpot) -> str:
 
 
 def describe_rack(rack: RackLoad) -> str:
-    """A rack against what its feed carries; above it is a warning."""
+    """Return a rack's load against what its feed carries; more than that is a warning."""
     if rack.limit_w is None:
         return format_power(rack.power_w, 3)
     text = f"{format_power(rack.power_w, 3)} of {format_power(rack.limit_w, 3)} that its feed carries"
@@ -127,7 +127,7 @@ def describe_rack(rack: RackLoad) -> str:
 
 
 def describe_savings(savings: PackingSavings) -> str:
-    """What packing saves, modelled."""
+    """Return what packing saves, modelled."""
     word = "saves" if savings.saved_j >= 0 else "costs"
     energy = pick_energy_format(savings.spread.total_j)
     return (
@@ -146,7 +146,7 @@ def _temperature(value: float | None) -> str:
 
 
 def place_data(placement: Placement, relief: ReliefPlan, savings: PackingSavings | None, notes: Sequence[str]) -> Any:
-    """The same as plain data."""
+    """Return the placement as plain data."""
     data: dict[str, Any] = {**dataclasses.asdict(placement), "power_w": placement.power_w}
     data["relief"] = dataclasses.asdict(relief)
     if savings is not None:

@@ -15,14 +15,14 @@ from .console import FittedTable, TableColumn
 from .governor import describe_target
 
 _ROWS_OF_NODES = 24
-_JOBS_FIRST = 6  # jobs that have a row before nodes that are not in trouble
+_JOBS_FIRST = 6  # rows of jobs that are shown before nodes without problems
 _BASES = {"modelled": "power modelled", "file": "power from the file", "governor": "power by the governor"}
 HOT_C = 85.0
-"""Without a policy a node above this is shown as hot: the guide's own hot-spot threshold."""
+"""Without a policy, a node above this temperature is shown as hot: the guide's own hot-spot threshold."""
 
 
 def json_line(status: FleetStatus) -> bytes:
-    """One line of JSON."""
+    """Return one line of JSON."""
     import msgspec
 
     tree = msgspec.to_builtins(status)
@@ -37,7 +37,7 @@ def json_line(status: FleetStatus) -> bytes:
 
 
 def node_notes(node: FleetNode) -> list[str]:
-    """What somebody should know of a node: why it is unknown, watts above its lease or not measured, throttling."""
+    """Return what a reader should know of a node: why it is unknown, watts above its lease, throttling."""
     notes = [node.problem] if node.problem else []
     if node.over_lease_w:
         notes.append(f"{format_power(node.over_lease_w, 3)} above its lease")
@@ -47,7 +47,7 @@ def node_notes(node: FleetNode) -> list[str]:
 
 
 def emergency_text(status: FleetStatus) -> str:
-    """Why jobs are shed, and down to what; empty without an emergency."""
+    """Return why jobs are shed, and down to what; empty without an emergency."""
     b = status.budget
     if b is None or not b.emergency:
         return ""
@@ -55,7 +55,7 @@ def emergency_text(status: FleetStatus) -> str:
 
 
 def plain_lines(status: FleetStatus) -> Iterator[str]:
-    """Lines of name=value pairs: racks, nodes that do not answer, and a governor's budget, leases and jobs."""
+    """Yield lines of name=value pairs: racks, nodes that do not answer, and a governor's budget, leases and jobs."""
     when = datetime.fromtimestamp(status.epoch_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     for rack in status.racks:
         values = {
@@ -93,13 +93,13 @@ def plain_lines(status: FleetStatus) -> Iterator[str]:
 def fleet_screen(
     status: FleetStatus, *, height: int | None = None, hot_c: float = HOT_C, keys: bool = False
 ) -> RenderableType:
-    """One screen: totals, racks, the nodes worth looking at first, leases, events."""
+    """Return one screen: totals, racks, the nodes worth looking at first, leases, events."""
     parts: list[RenderableType] = [_title(status)]
     parts += [Text(problem, style="red") for problem in status.problems]
     racks = FittedTable(_rack_columns(status.racks), styles=[_rack_style(r, hot_c) for r in status.racks])
     parts += [Text(""), racks]
     room = 2 * _ROWS_OF_NODES if height is None else max(height - len(status.racks) - 14, 4)
-    # What has something to say comes first: it is unknown, above its lease, or hot.
+    # Nodes with a problem come first: unknown, above the lease, or hot.
     nodes = sorted(status.nodes, key=lambda n: (not n.problem, not n.over_lease_w, -(n.temperature_c or 0.0), n.name))
     shown = nodes[: max(room - min(len(status.jobs), _JOBS_FIRST), 4)]
     styles = [_node_style(n, hot_c) for n in shown]
@@ -122,7 +122,7 @@ def fleet_screen(
 
 
 def _title(status: FleetStatus) -> Text:
-    """Watts, how much of the fleet is known, the governor's budget."""
+    """Return a title: watts, how much of the fleet is known, the governor's budget."""
     power = "unknown power" if status.power_w is None else format_power(status.power_w, 4)
     answers = f"{status.answering_nodes} of {status.asked_nodes} nodes answer"
     if status.known_nodes != status.answering_nodes or status.asked_nodes != len(status.nodes):

@@ -17,7 +17,7 @@ SHOWN = 40
 
 
 def describe_policy(policy: BudgetPolicy) -> str:
-    """What a governor will hold, in one line."""
+    """Return what a governor will hold, in one line."""
     return (
         f"cap {format_power(policy.cap_w)}, breaker margin {policy.breaker_margin:.0%}: "
         f"{format_power(policy.limit_w)} to give; soft start {format_duration(policy.soft_start_s)}, "
@@ -26,12 +26,12 @@ def describe_policy(policy: BudgetPolicy) -> str:
 
 
 def describe_target(to_w: float) -> str:
-    """Down to what an emergency brings the leases."""
+    """Return the level to which an emergency brings the leases."""
     return f"to {format_power(to_w)}" if to_w else "to the guaranteed shares"
 
 
 def describe_job(status: JobStatus) -> str:
-    """A job's answer in one line."""
+    """Return a job's answer in one line."""
     text = f"job {status.job}: {status.state}"
     if status.state is JobState.ACTIVE:
         text += f", {format_power(status.granted_w)} of {format_power(status.asked_w)} now"
@@ -43,7 +43,7 @@ def describe_job(status: JobStatus) -> str:
 
 
 def describe_daemon(state: DaemonState) -> str:
-    """A change of a node in one line."""
+    """Return a change of a node in one line."""
     measured = "not measured" if state.measured_w is None else f"draws {format_power(state.measured_w)}"
     if state.cap_w is None:
         return f"{state.node}: waits for the governor ({state.problem}), {measured}"
@@ -57,7 +57,7 @@ def describe_daemon(state: DaemonState) -> str:
 
 
 def describe_event(event: GovernorEvent) -> str:
-    """An event of a governor's log in one line."""
+    """Return an event of a governor's log in one line."""
     if event.what == "refused":
         more = f" ({event.count} since the last line)" if event.count > 1 else ""
         return f"refused {event.name}: {event.text}: {event.state}{more}"
@@ -76,7 +76,7 @@ def describe_event(event: GovernorEvent) -> str:
 
 
 def print_status(status: BudgetStatus, console: Console) -> None:
-    """The whole budget."""
+    """Print the whole budget."""
     from rich.text import Text
 
     from .console import FittedTable

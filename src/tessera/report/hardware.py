@@ -13,11 +13,11 @@ from .console import Console, FittedTable, HangingText, TableColumn
 _ENDINGS = (("_bytes_per_s", "B/s"), ("_bytes", "B"), ("_hz", "Hz"), ("_w", "W"))
 
 STAND_IN = "generic-cpu"
-"""The catalogue's entry for a CPU that it does not have (`hardware/host.py`)."""
+"""The catalogue's stand-in for a CPU that it does not have (`hardware/host.py`)."""
 
 
 def print_devices(devices: Iterable[Device], console: Console) -> None:
-    """One line per device; "~" marks assumed figures, "-" unknown ones."""
+    """Print one line per device; "~" marks assumed figures, "-" unknown ones."""
     listed = list(devices)
     console.print(FittedTable(_columns(listed)), crop=False)
     chips = sum(device.id != STAND_IN for device in listed)
@@ -29,7 +29,7 @@ def print_devices(devices: Iterable[Device], console: Console) -> None:
 
 
 def _columns(devices: Sequence[Device]) -> list[TableColumn]:
-    """The columns of the list, and the order in which a narrow terminal drops them."""
+    """Return the columns of the list, and the order in which a narrow terminal drops them."""
     figures = {
         "fp32": [_short(d.peak("fp32")) for d in devices],
         "16 bit": [_short(d.peak("bf16") or d.peak("fp16")) for d in devices],
@@ -47,7 +47,7 @@ def _columns(devices: Sequence[Device]) -> list[TableColumn]:
 
 
 def print_device(device: Device, console: Console) -> None:
-    """Every figure with its unit and source; assumed figures are marked, unknown ones explained."""
+    """Print every figure with its unit and source; assumed figures are marked, unknown ones explained."""
     console.print(Text(device.name, style="bold"), soft_wrap=True)
     for label, value in _identity(device):
         console.print(HangingText(f"  {label:<12} {value}", 15))

@@ -21,13 +21,13 @@ from ..attribute.table import IDLE_NAMES
 from ..units import format_share
 
 THEME_BUTTON = "<button id='theme' type='button' aria-label='Switch between light and dark'>◐</button>"
-"""Switches the theme; every page has it once, page.js does the rest."""
+"""Switches the theme; every page has it once, and page.js does the rest."""
 _SCRIPTS = ("page.js", "timeline.js")
 _CODE = re.compile(r"`([^`]+)`")
 
 
 def document(title: str, body: str, *, data: str = "{}", styles: Sequence[str] = ()) -> str:
-    """A whole page. `data` is the JSON that the timeline draws, `styles` are templates beside the common one."""
+    """Return a whole page. `data` is the JSON that the timeline draws; `styles` are templates beside the common one."""
     css = "".join(map(template, ("run.css", *styles)))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -40,27 +40,27 @@ def document(title: str, body: str, *, data: str = "{}", styles: Sequence[str] =
 
 
 def framed_page(title: str, content: str, *styles: str) -> str:
-    """A page of sections that look like the card of a prediction."""
+    """Return a page of sections that look like the card of a prediction."""
     frame = f"<div class='tessera'>{THEME_BUTTON}{content}</div>"
     return document(title, frame, styles=["predict.css", "framed.css", *styles])
 
 
 def policy() -> str:
-    """What the browser lets a page do: run this one script, and fetch nothing."""
+    """Return what the browser lets a page do: run this one script, and fetch nothing."""
     digest = base64.b64encode(hashlib.sha256(_script().encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
 @cache
 def _script() -> str:
-    """All scripts as one, in a scope of their own."""
+    """Return all scripts as one, in its own scope."""
     parts = "\n".join(template(name) for name in _SCRIPTS)
     return f'"use strict";\n(() => {{\n{parts}}})();\n'
 
 
 @cache
 def template(name: str) -> str:
-    """A file of the folder templates."""
+    """Return a file of the folder templates."""
     return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
 
 
@@ -68,12 +68,12 @@ def template(name: str) -> str:
 
 
 def card(*parts: str) -> str:
-    """A result for a notebook: it fetches nothing, and its colours are those of the notebook, light or dark."""
+    """Return a result for a notebook: it fetches nothing, and has the notebook's colours, light or dark."""
     return f"<style>{template('card.css')}</style><div class='tessera-card'>{''.join(parts)}</div>"
 
 
 def card_bar(share: float) -> str:
-    """A bar in a cell of a card, 80 pixels at most."""
+    """Return a bar in a cell of a card, 80 pixels at most."""
     return f"<i style='width:{80 * max(0.0, min(1.0, share)):.0f}px'></i>"
 
 
@@ -81,40 +81,40 @@ def card_bar(share: float) -> str:
 
 
 def capitalize(text: str) -> str:
-    """The text with its first letter in upper case, unless it begins with a name such as aten::mm."""
+    """Return the text with its first letter in upper case, unless it begins with a name such as aten::mm."""
     return text if "::" in text.partition(" ")[0] else text[:1].upper() + text[1:]
 
 
 def prose(text: str) -> str:
-    """A sentence, escaped; text between backticks is shown as code."""
+    """Return a sentence, escaped; text between backticks is shown as code."""
     return _CODE.sub(r"<code>\1</code>", escape(text))
 
 
 def note(text: str) -> str:
-    """A line in small print."""
+    """Return a line in small print."""
     return f"<p class='dim'>{prose(text)}</p>"
 
 
 def tile(value: str, label: str, more: str = "", kind: str = "") -> str:
-    """A headline figure: the value, its error in small print, and its label."""
+    """Return a headline figure: the value, its error in small print, and its label."""
     number, plus, rest = value.partition(" ± ")
     text = f"{escape(number)} <small>± {escape(rest)}</small>" if plus else escape(value)
     return f"<div class='{f'tile {kind}'.rstrip()}'><b>{text}</b><span>{escape(label)}</span>{more}</div>"
 
 
 def definitions(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and what they mean, side by side."""
+    """Return names and what they mean, side by side."""
     return "".join(f"<dt>{escape(name)}</dt><dd>{prose(text)}</dd>" for name, text in rows)
 
 
 def page_header(title: str, about: str, content: str) -> str:
-    """The head of a page: its title, what it is about, the button of the theme; and the first figures."""
+    """Return the head of a page: its title, what it is about, the button of the theme; and the first figures."""
     words = f"<div><h1>{escape(title)}</h1><div class='dim'>{escape(about)}</div></div>"
     return f"<header><div class='top'>{words}{THEME_BUTTON}</div>{content}</header>"
 
 
 def advice_section(texts: Sequence[str]) -> str:
-    """What to do first, and what else."""
+    """Return what to do first, and what else."""
     if not texts:
         return ""
     first, *rest = texts
@@ -124,7 +124,7 @@ def advice_section(texts: Sequence[str]) -> str:
 
 
 def category_bar(parts: Sequence[tuple[str, str, float]]) -> str:
-    """A bar of categories of work and its legend: (category, its figure in words, its share of the bar)."""
+    """Return a bar of categories of work and its legend: (category, its figure in words, its share of the bar)."""
     pieces = "".join(
         f"<i class='{category_class(name)}' style='width:{100 * share:.2f}%'></i>"
         for name, _, share in parts
@@ -138,7 +138,7 @@ def category_bar(parts: Sequence[tuple[str, str, float]]) -> str:
 
 
 def category_class(name: str) -> str:
-    """The colour of a category."""
+    """Return the colour of a category."""
     return "kidle" if name in IDLE_NAMES else f"k{CATEGORIES.index(name)}"
 
 
@@ -146,7 +146,7 @@ def category_class(name: str) -> str:
 
 
 def number_cell(text: str, value: float | None, kind: str = "") -> str:
-    """A cell that sorts by its value."""
+    """Return a cell that sorts by its value."""
     data = "" if value is None or math.isnan(value) else f" data-v='{value:.6g}'".replace("inf", "Infinity")
     return f"<td class='{f'n {kind}'.rstrip()}'{data}>{escape(text)}</td>"
 
@@ -156,14 +156,14 @@ FOLDED = 15
 
 
 def folding_table(columns: Sequence[tuple[str, bool]], rows: Sequence[str], *, caption: str, sorted_by: str) -> str:
-    """A table that shows its first rows, and a button for the others where there are many."""
+    """Return a table that shows its first rows, and a button for the others where there are many."""
     fold = " fold" if len(rows) > FOLDED + 3 else ""
     button = f"<button type='button' class='unfold'>Show all {len(rows)}</button>" if fold else ""
     return f"{table(columns, ''.join(rows), caption=caption, sorted_by=sorted_by, kind=f'sort{fold}')}{button}"
 
 
 def heading_row(columns: Sequence[tuple[str, bool]], sorted_by: str = "energy", *, sortable: bool = True) -> str:
-    """A heading row of (name, whether the column holds numbers); on a page a click sorts by the column."""
+    """Return a heading row of (name, whether the column has numbers); on a page, a click sorts by the column."""
     cells = []
     for name, numeric in columns:
         state = " aria-sort='descending'" if name == sorted_by and sortable else ""
@@ -175,7 +175,7 @@ def heading_row(columns: Sequence[tuple[str, bool]], sorted_by: str = "energy", 
 def table(
     columns: Sequence[tuple[str, bool]], rows: str, *, caption: str = "", sorted_by: str = "energy", kind: str = "sort"
 ) -> str:
-    """A table under its headings, which scrolls where it is too wide; `kind` "" is one that does not sort."""
+    """Return a table under its headings, which scrolls if it is too wide; `kind` "" does not sort."""
     title = f"<caption class='sr'>{escape(caption)}</caption>" if caption else ""
     head = heading_row(columns, sorted_by, sortable=bool(kind))
     css = f" class='{kind}'" if kind else ""
@@ -183,7 +183,7 @@ def table(
 
 
 def tabs_section(what: str, tabs: Sequence[tuple[str, str, int, str]]) -> str:
-    """Tables by row behind tabs (view, title, number of rows, table), of which the first is shown; "" without any."""
+    """Return tables behind tabs (view, title, number of rows, table); the first one is shown. "" without any."""
     heads, panels = "", ""
     for i, (view, title, count, content) in enumerate(tabs):
         state = "aria-selected='false' tabindex='-1'" if i else "aria-selected='true' tabindex='0'"
@@ -200,7 +200,7 @@ def tabs_section(what: str, tabs: Sequence[tuple[str, str, int, str]]) -> str:
 
 
 def filter_field(what: str) -> str:
-    """A field that filters the rows of the table after it by their names."""
+    """Return a field that filters the rows of the table after it by their names."""
     return (
         f"<div class='tools'><input type='search' placeholder='filter by name' aria-label='Filter {what}'>"
         "<span class='dim' role='status'></span></div>"

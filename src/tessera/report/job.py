@@ -16,7 +16,7 @@ from .html import FOLDED, folding_table, note, number_cell, table
 from .measure import describe_exit
 
 RANKS = 16
-"""Rows of ranks on a screen: the first, and those that stand out."""
+"""Rows of ranks on a screen: the first ranks, and those that stand out."""
 GROUPS = 8
 STEPS = 200
 _INDENT = 4
@@ -24,7 +24,7 @@ SHARES = "busy, waiting: of the time of its traced steps; it may compute while a
 
 
 def job_text(job: JobSummary) -> list[RenderableType]:
-    """The ranks as a table, the collectives as lines."""
+    """Return the ranks as a table, the collectives as lines."""
     shown = _choose(job.ranks)
     columns = _columns(shown, several=len({r.host for r in job.ranks}) > 1)
     styles = ["yellow" if r.straggler or r.returncode or r.crashed else "" for r in shown]
@@ -47,7 +47,7 @@ def job_text(job: JobSummary) -> list[RenderableType]:
 
 
 def describe_overlap(steps: Sequence[Mapping[str, Any]]) -> str:
-    """How much of a step's collectives compute hides, and in which step least and most; "" without steps."""
+    """Return how much of a step's collectives compute hides, and the steps with least and most; "" without steps."""
     known = sorted((s for s in steps if s["overlap_pct"] is not None), key=lambda s: float(s["overlap_pct"]))
     if not known:
         return ""
@@ -59,7 +59,7 @@ def describe_overlap(steps: Sequence[Mapping[str, Any]]) -> str:
 
 
 def job_notes(job: JobSummary) -> list[str]:
-    """What went wrong: ranks without a recording, that failed, whose joules are not known, that the others wait for."""
+    """Return problems: ranks without a recording, failed ranks, unknown joules, ranks the others wait for."""
     lines = []
     if job.missing:
         lines.append(f"no recording of {_name_numbers(job.missing)}: its joules are not in the sums")
@@ -69,7 +69,7 @@ def job_notes(job: JobSummary) -> list[str]:
             endings.setdefault("was killed, its file ends early", []).append(row)
         elif row.returncode:
             endings.setdefault(describe_exit(row.returncode), []).append(row)
-    # What ended all ranks alike is reported once, for the program.
+    # An ending that all ranks share is reported once, for the program.
     lines += [f"{_name_ranks(rows)} {how}" for how, rows in endings.items() if len(rows) < len(job.ranks)]
     if sum(bool(row.returncode) for row in job.ranks) > 1:
         lines += [f"rank {row.rank} failed first" for row in job.ranks if row.failed_first]
@@ -91,12 +91,12 @@ def _name_ranks(rows: Sequence[RankRow]) -> str:
 
 
 def _name_numbers(ranks: Sequence[int]) -> str:
-    """Some ranks, the first eight of them."""
+    """Return some ranks, the first eight of them."""
     return f"rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
 
 
 def _choose(rows: Sequence[RankRow]) -> list[RankRow]:
-    """At most `RANKS`: those that stand out, and the first of the others."""
+    """Return at most `RANKS`: those that stand out, and the first of the others."""
     if len(rows) <= RANKS:
         return list(rows)
     chosen = sorted(rows, key=lambda r: (not (r.straggler or r.returncode or r.crashed), -r.delays_s, r.rank))[:RANKS]
@@ -117,7 +117,7 @@ def _columns(rows: Sequence[RankRow], *, several: bool) -> list[TableColumn]:
 
 
 def _figures(row: RankRow, has_joules: bool) -> dict[str, tuple[str, float | None]]:
-    """The figures of a rank by their headings, in words and as numbers."""
+    """Return the figures of a rank by their headings, as words and as numbers."""
     spent = {"energy": (_energy(row.energy_j, row.error_j), row.energy_j), "power": (_power(row.power_w), row.power_w)}
     rate = "-" if row.steps_per_s is None else f"{row.steps_per_s:.3g}"
     return {
@@ -131,7 +131,7 @@ def _figures(row: RankRow, has_joules: bool) -> dict[str, tuple[str, float | Non
 
 
 def describe_collective(row: Mapping[str, Any]) -> str:
-    """`AllReduce[dp] latency=15 µs bandwidth=1.6 TB/s`, and what else is known of a kind and group."""
+    """Return `AllReduce[dp] latency=15 µs bandwidth=1.6 TB/s`, and what else is known of a kind and group."""
     rate = "" if row["bytes_per_s"] is None else f"   bandwidth={format_si(row['bytes_per_s'], 'B/s', 3)}"
     size = "" if row["bytes"] is None else f", {format_bytes(row['bytes'], 3)}"
     alone = f" ({row['met']:,} traced on several ranks)" if 0 < row.get("met", 0) < row["count"] else ""
@@ -164,9 +164,9 @@ def _share(share: float | None) -> str:
 
 
 def job_section(job: JobSummary) -> str:
-    """The ranks as a section of the page."""
+    """Return the ranks as a section of the page."""
     has_joules = any(row.energy_j is not None for row in job.ranks)
-    # Of many ranks the first are seen at once: those that the others waited for.
+    # With many ranks, the first rows are visible at once: those for which the others waited.
     late = len(job.ranks) > FOLDED and any(row.delays_s for row in job.ranks)
     ranks_shown = sorted(job.ranks, key=lambda row: -row.delays_s) if late else job.ranks
     body = [_rank_row(row, has_joules) for row in ranks_shown]
@@ -183,7 +183,7 @@ def _rank_row(row: RankRow, has_joules: bool) -> str:
 
 
 def groups_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The collectives by kind and group, as a table of the page."""
+    """Return the collectives by kind and group, as a table of the page."""
     numbers = ("calls", "latency", "time", "bytes", "bandwidth", "bus", "overlap", "skew", "waited", "energy")
     columns = [("collective", False), *((name, True) for name in numbers), ("path", False), ("algorithm", False)]
     body = "".join(map(_group_row, rows))
@@ -191,7 +191,7 @@ def groups_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def steps_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The collectives of each step, all ranks together; "" without steps."""
+    """Return the collectives of each step, all ranks together; "" without steps."""
     if not rows:
         return ""
     body = "".join(_step_row(row) for row in rows[:STEPS])

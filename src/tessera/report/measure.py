@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 REGIONS = 5
 BUSY_SHARE = 0.05
-"""The share of a run's time that its main thread has to wait for a core before the screen says so."""
+"""The share of a run's time that its main thread must wait for a core before the screen says so."""
 SCOPES = {"process": "the program and its children", "machine": "everything on the machine"}
-"""Whose power a domain is, in words."""
+"""Whose power a domain measures, in words."""
 
 
 def sensors_line(domains: Sequence[Domain]) -> Text:
-    """One line on which sensors measure, or a warning that none does."""
+    """Return one line on which sensors measure, or a warning that none does."""
     counted = [d for d in domains if d.counted]
     modelled = [d for d in counted if d.basis != "measured"]
     if not counted:
@@ -51,7 +51,7 @@ def sensors_line(domains: Sequence[Domain]) -> Text:
 def answer(
     report: EnergyReport, *, advice: str | None, next_command: str | None, returncode: int = 0, busy: str = ""
 ) -> RenderableType:
-    """One screen: joules, watts, seconds, per unit of work, where they went, what to change, what to type next."""
+    """Return one screen: joules, watts, seconds, per unit of work, where they went, what to change, what to type."""
     table = label_table()
     for unit, joules, error in report.per_work():
         table.add_row(f"per {unit}", format_energy_error(joules, error))
@@ -82,7 +82,7 @@ def answer(
 
 
 def busy_text(use: CpuUse | None) -> str:
-    """That other programs took the cores; "" where that is next to nothing."""
+    """Say that other programs took the cores; "" if that is almost nothing."""
     if use is None or use.crowded_share < BUSY_SHARE:
         return ""
     count = f"{use.others_cores:.2g}"
@@ -92,7 +92,7 @@ def busy_text(use: CpuUse | None) -> str:
 
 
 def describe_exit(returncode: int) -> str:
-    """How a program that failed ended: 128 + 15, as a shell reports it, or -15, as Python does, is SIGTERM."""
+    """Return how a failed program ended: 128 + 15, as a shell reports it, or -15, as Python does, is SIGTERM."""
     number = -returncode if returncode < 0 else returncode - 128
     if number == signal.SIGINT:
         return "was interrupted (Ctrl-C)"
@@ -130,13 +130,13 @@ def _domain_text(report: EnergyReport, name: str, energy: Energy) -> str:
     inside = "" if domain is None or domain.counted else f", {_inside(domain)}"
     seen = "" if energy.coverage > 0.995 else f", measured {energy.coverage:.0%} of the time"
     part = f"{format_share(share)}{inside}"
-    if inside and not energy.energy_j <= report.total.energy_j:  # a node's power, or nothing is known of the total
+    if inside and not energy.energy_j <= report.total.energy_j:  # a node's power, or the total is unknown
         part = "not in the total"
     return f"{format_energy_error(energy.energy_j, energy.error_j)} ({part}{seen}){label}"
 
 
 def _inside(domain: Domain) -> str:
-    """How a domain that is not counted relates to those that are."""
+    """Say how a domain that is not counted relates to those that are."""
     if domain.name.endswith(IDLE_PART):
         return f"of {domain.name.removesuffix(IDLE_PART)}: share of the machine's idle power"
     if domain.name.endswith(MACHINE_PART):
@@ -162,7 +162,7 @@ _LABELS = {
 
 
 def print_benchmark(results: Sequence[BenchmarkResult]) -> None:
-    """One column per measured function, with 90% intervals."""
+    """Print one column per measured function, with 90% intervals."""
     out = Console()
     if not results:
         out.print("nothing was measured yet: call a function decorated with @bench.measure")

@@ -13,7 +13,7 @@ from .console import Console, open_table
 
 
 def print_merge(merged: MergedRecording, output: Path, console: Console) -> None:
-    """The result, the clocks, the collectives, the notes."""
+    """Print the result, the clocks, the collectives, the notes."""
     headline = f"{len(merged.files)} ranks, {len(merged.timeline)} rows -> {output}"
     console.print(Text(headline, style="bold"), soft_wrap=True)
     console.print(_clocks(merged))

@@ -60,12 +60,12 @@ METRICS: Mapping[str, tuple[str, str]] = {
     "tessera_sampler_memory_bytes": ("gauge", "Memory that holds the samples."),
     "tessera_build_info": ("info", "Version of tessera."),
 }
-"""Every metric with its type and help; a test holds the dashboard to these names."""
+"""Every metric with its type and help; a test checks that the dashboard uses these names."""
 
 Labels = Mapping[str, str]
 Sample = tuple[str, Labels, float | None]
 Application = Callable[..., Iterable[bytes]]
-"""Answers a request (WSGI)."""
+"""A WSGI application, which answers a request."""
 _TEXT = ("Content-Type", "text/plain; charset=utf-8")
 _INDEX = (
     b'<!doctype html><meta name="color-scheme" content="light dark"><title>tessera</title>'
@@ -74,7 +74,7 @@ _INDEX = (
 
 
 def import_client() -> Any:
-    """The package prometheus_client, or an error that says how to install it."""
+    """Return the package prometheus_client, or an error that says how to install it."""
     with needs_extra("prometheus_client", "prometheus", "tessera metrics"):
         import prometheus_client
         import prometheus_client.core
@@ -82,12 +82,12 @@ def import_client() -> Any:
 
 
 def dashboard() -> str:
-    """The Grafana dashboard (JSON) that goes with these metrics."""
+    """Return the Grafana dashboard (JSON) that goes with these metrics."""
     return (resources.files(__package__) / "grafana.json").read_text(encoding="utf-8")
 
 
 def make_families(metrics: Mapping[str, tuple[str, str]], samples: Iterable[Sample]) -> Iterator[Any]:
-    """The families of the metrics that have samples; unknown values are left out."""
+    """Yield the families of the metrics that have samples; unknown values are left out."""
     known: dict[str, list[tuple[Labels, float]]] = {}
     for name, labels, value in samples:
         if value is not None:
@@ -110,11 +110,11 @@ class SnapshotCollector:
     def __init__(self, look: Callable[[], Snapshot], requested: Iterable[str] = ()) -> None:
         self._look = look
         self._requested = tuple(requested)
-        self._lock = threading.Lock()  # two scrapes at once must not both move the ledger
+        self._lock = threading.Lock()  # two scrapes at the same time must not both move the ledger
         self._reasons: dict[str, set[str]] = {}
 
     def collect(self) -> Iterator[Any]:
-        """The families that have samples now."""
+        """Yield the families that have samples now."""
         with self._lock:
             samples = list(self._samples(self._look()))
         yield from make_families(METRICS, samples)
@@ -147,7 +147,7 @@ class SnapshotCollector:
         yield "tessera_sampler_memory_bytes", {}, float(snapshot.sampler_bytes)
 
     def _throttle(self, t: Telemetry) -> Iterator[Sample]:
-        """Current reasons are 1; earlier ones, and those with a time of their own, are 0 and not absent."""
+        """Yield reasons: current ones are 1; earlier ones, and those with a time of their own, are 0 and not absent."""
         if t.throttle is not None:
             reasons = self._reasons.setdefault(t.domain, set())
             reasons |= {*t.throttle, *(t.throttled_s or {})}
@@ -158,7 +158,7 @@ class SnapshotCollector:
 
 
 def _power(r: DomainReading) -> Iterator[Sample]:
-    # The domain's own source, not the window's: that changes ("+counter") and would begin a new time series.
+    # The domain's own source, not the window's, which changes ("+counter") and would begin a new time series.
     labels = {"domain": r.domain, "source": r.source, "basis": r.basis, "label": r.label}
     seen = r.coverage > 0  # 0 J before the first sample is not a measurement
     if r.counted:
@@ -190,14 +190,14 @@ def _ratio(percent: float | None) -> float | None:
 
 
 def registry(collector: Any) -> Any:
-    """A separate registry: the process's default one would add python_gc_* and others."""
+    """Return a separate registry: the process's default one would add python_gc_* and others."""
     own = import_client().CollectorRegistry(auto_describe=False)
     own.register(collector)
     return own
 
 
 def format_metrics(collector: SnapshotCollector) -> str:
-    """The text a scrape gets."""
+    """Return the text that a scrape gets."""
     text: bytes = import_client().generate_latest(registry(collector))
     return text.decode()
 
@@ -209,7 +209,7 @@ class _Handler(WSGIRequestHandler):
     timeout = 10.0  # a silent client must not hold a thread for ever
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not news."""
+        """Log nothing, because scrapes are not news."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
@@ -220,7 +220,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__(address, _Handler)
 
     def server_bind(self) -> None:
-        """As HTTPServer does, but without asking DNS for our own name: that can take seconds."""
+        """Bind as HTTPServer does, but without asking DNS for our own name, which can take seconds."""
         socketserver.TCPServer.server_bind(self)
         host, port = self.server_address[:2]
         self.server_name, self.server_port = str(host), int(port)
@@ -228,11 +228,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Return whether only this machine can reach it."""
         return ipaddress.ip_address(self.server_name.partition("%")[0]).is_loopback
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is not our error; the WSGI handler reports everything else."""
+        """Ignore a client that hangs up; the WSGI handler reports everything else."""
 
 
 def bind(family: socket.AddressFamily, address: tuple[str, int]) -> _Server:
@@ -242,14 +242,14 @@ def bind(family: socket.AddressFamily, address: tuple[str, int]) -> _Server:
 
 @contextlib.contextmanager
 def serve(server: _Server, collector: SnapshotCollector) -> Iterator[None]:
-    """Answer /metrics in a thread of its own inside the `with`."""
+    """Answer /metrics in a separate thread inside the `with`."""
     with serve_app(server, _only_metrics(import_client().make_wsgi_app(registry(collector)))):
         yield
 
 
 @contextlib.contextmanager
 def serve_app(server: _Server, app: Application) -> Iterator[None]:
-    """Answer GET requests in a thread of its own inside the `with`.
+    """Answer GET requests in a separate thread inside the `with`.
 
     A server that only this machine can reach answers only requests that name this machine.
     """
@@ -277,7 +277,7 @@ def _only_get(answer: Application, *, local: bool) -> Application:
 
 
 def _only_metrics(metrics: Application) -> Application:
-    """GET /metrics and a tiny index; prometheus_client's own application answers any path with the metrics."""
+    """Answer GET /metrics and a tiny index; prometheus_client's own application answers any path with the metrics."""
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
@@ -293,10 +293,10 @@ def _only_metrics(metrics: Application) -> Application:
 
 
 def _names_loopback(host: str) -> bool:
-    """Whether a Host header is an address, localhost or this machine's name.
+    """Return whether a Host header is an address, localhost or this machine's name.
 
-    A web page may have its own name resolve to this machine ("DNS rebinding") and then read what only this machine
-    may: its requests carry the page's name.
+    A web page may let its own name resolve to this machine ("DNS rebinding"), and then read what only this machine may
+    read: its requests carry the page's name.
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""

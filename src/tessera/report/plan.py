@@ -27,12 +27,12 @@ _LISTED, _NEIGHBOURS = 6, 8
 
 
 def plan_text(plan: ParallelPlan, *, width: int = 100) -> str:
-    """The screen of a plan as plain text."""
+    """Return the screen of a plan as plain text."""
     return plain_console(width).text(plan_screen(plan))
 
 
 def plan_screen(plan: ParallelPlan, *, next_command: str | None = None) -> RenderableType:
-    """One screen: the best layout and its figures, the ranked others, why the neighbours lost, what to type next."""
+    """Return one screen: the best layout and its figures, the ranked others, why the neighbours lost, what to type."""
     best = plan.best
     figures = [
         format_duration_error(best.time_s, best.error_s),
@@ -63,7 +63,7 @@ def plan_screen(plan: ParallelPlan, *, next_command: str | None = None) -> Rende
 
 
 def describe_title(plan: ParallelPlan) -> str:
-    """The model and the cluster."""
+    """Return the model and the cluster."""
     cluster, model = plan.problem.cluster, plan.problem.model
     nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
     count = model.parameters
@@ -72,12 +72,12 @@ def describe_title(plan: ParallelPlan) -> str:
 
 
 def name_unit(plan: ParallelPlan) -> str:
-    """What a batch is counted in."""
+    """Return the unit in which a batch is counted."""
     return "token" if plan.problem.work is None else "sample"
 
 
 def describe_problem(plan: ParallelPlan) -> str:
-    """The batch, the format and the goal."""
+    """Return the batch, the format and the goal."""
     problem = plan.problem
     batch = (
         f"{problem.global_batch} x {problem.seq} tokens" if problem.work is None else f"{problem.global_batch} samples"
@@ -86,7 +86,7 @@ def describe_problem(plan: ParallelPlan) -> str:
 
 
 def describe_layout(layout: Layout) -> str:
-    """The settings of a layout besides its axes."""
+    """Return the settings of a layout besides its axes."""
     words = [f"{layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.micro_batch}"]
     words.append({"none": "nothing sharded"}.get(layout.sharding, layout.sharding))
     words.append({"none": "no recomputation"}.get(layout.recompute, f"{layout.recompute} recomputation"))
@@ -98,7 +98,7 @@ def describe_layout(layout: Layout) -> str:
 
 
 def list_facts(plan: ParallelPlan) -> list[tuple[str, str]]:
-    """What the best layout is and where its time and joules go."""
+    """Return what the best layout is and where its time and joules go."""
     best = plan.best
     order = [axis for axis in best.layout.placement if getattr(best.layout, axis) > 1]
     near = f"; {order[0]} on the nearest GPUs, {order[-1]} on the farthest" if len(order) > 1 else ""
@@ -121,7 +121,7 @@ def _list_shares(parts: dict[str, float], whole: float) -> str:
 
 
 def _rank(plan: ParallelPlan) -> FittedTable:
-    """The best layout of each division, best first."""
+    """Return the best layout of each division, best first."""
     rows = plan.candidates[:_LISTED]
     layouts = [row.layout for row in rows]
     columns = [
@@ -144,7 +144,7 @@ def _rank(plan: ParallelPlan) -> FittedTable:
 
 
 def describe_loss(plan: ParallelPlan, row: PlanCandidate) -> str:
-    """What a candidate has more of than the best."""
+    """Return what a candidate has more of than the best."""
     if row is plan.best:
         return ""
     part, grown = find_growth(plan.best, row, plan.metric)
@@ -160,17 +160,17 @@ def _format_more(metric: str, amount: float) -> str:
 
 
 def name_setting(setting: str) -> str:
-    """A setting of a layout as people say it."""
+    """Return a setting of a layout in people's words."""
     return {"micro_batch": "microbatch", "offload": "on the host:"}.get(setting, setting)
 
 
 def worth_telling(neighbours: Iterable[PlanNeighbour]) -> list[PlanNeighbour]:
-    """The neighbours that lost for a reason."""
+    """Return the neighbours that lost for a reason."""
     return [n for n in neighbours if n.verdict not in ("as good", "better")]
 
 
 def describe_neighbour(plan: ParallelPlan, neighbour: PlanNeighbour) -> str:
-    """Why a neighbour lost."""
+    """Return why a neighbour lost."""
     if neighbour.over_bytes is not None:
         return f"does not fit: {format_bytes(neighbour.over_bytes, 3)} too much"
     if not neighbour.change:
@@ -189,14 +189,14 @@ def describe_neighbour(plan: ParallelPlan, neighbour: PlanNeighbour) -> str:
 
 
 def describe_least_sure(plan: ParallelPlan) -> str:
-    """The figure that adds most to the error, and why."""
+    """Return the figure that adds most to the error, and why."""
     least = plan.least_sure
     amount = format_duration(least.error, 2) if least.unit == "s" else format_joules(least.error, 2)
     return f"{least.name} (± {amount}): {least.why}"
 
 
 def describe_search(plan: ParallelPlan) -> str:
-    """How many layouts were evaluated, and what did not fit."""
+    """Return how many layouts were evaluated, and what did not fit."""
     words = f"{plan.evaluations} evaluations in {format_duration(plan.search_s, 2)}"
     if not plan.misfits:
         return words
@@ -206,7 +206,7 @@ def describe_search(plan: ParallelPlan) -> str:
 
 
 def clusters_table() -> RenderableType:
-    """The clusters that have a name."""
+    """Return the clusters that have a name."""
     table = open_table("cluster", "GPUs", "chip", "network", "host", gap=2)
     for key in list_clusters():
         cluster = load_cluster(key)
@@ -218,5 +218,5 @@ def clusters_table() -> RenderableType:
 
 
 def list_sources(cluster: Cluster) -> list[tuple[str, str]]:
-    """The figures of a cluster with their sources."""
+    """Return the figures of a cluster with their sources."""
     return [(name, f"{f.value:.6g}: {f.source}") for name, f in cluster.list_figures().items()]

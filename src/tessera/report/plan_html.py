@@ -42,7 +42,7 @@ _MOST_MISFITS = 20
 
 
 def plan_page(plan: ParallelPlan) -> str:
-    """One self-contained HTML file."""
+    """Return one self-contained HTML file."""
     parts = [
         f"<h2>{escape(describe_title(plan))}</h2><div class='dim'>{escape(describe_problem(plan))}</div>",
         _tiles(plan),
@@ -80,7 +80,7 @@ def _tiles(plan: ParallelPlan) -> str:
 
 
 def draw_steps(timeline: StepTimeline) -> str:
-    """The pipeline's stages over time, as one <svg> element and its legend."""
+    """Return the pipeline's stages over time, as one <svg> element and its legend."""
     lanes = min(timeline.stages, _MOST_LANES)
     scale = (_WIDTH - _LEFT - 10) / timeline.time_s
     height = lanes * (_LANE + _GAP) + 22

@@ -12,7 +12,7 @@ from ..units import format_duration, format_energy, format_si
 # Okabe and Ito's colours, distinguishable with every kind of colour vision (https://jfly.uni-koeln.de/color/).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a8a")
 MAX_DECADES = 8
-"""Beyond this many decades only some of them have a tick."""
+"""With more decades than this, only some of them have a tick."""
 _LETTER = 6.2  # width of a character at 11px
 _LINE = 13.0
 
@@ -28,18 +28,18 @@ class LogAxis:
 
     @classmethod
     def over(cls, values: Sequence[float], begin: float, end: float) -> LogAxis:
-        """An axis that holds the values with a margin, and at least half a decade."""
+        """Return an axis that holds the values with a margin, and at least half a decade."""
         low, high = min(values), max(values)
         margin = max(1.25, 10 ** (0.25 - 0.5 * math.log10(high / low)))
         return cls(low / margin, high * margin, begin, end)
 
     def at(self, value: float) -> float:
-        """The pixel of a value; a value outside is drawn at the edge."""
+        """Return the pixel of a value; a value outside is drawn at the edge."""
         share = math.log(value / self.low) / math.log(self.high / self.low) if value > 0 else 0.0
         return self.begin + (self.end - self.begin) * min(1.0, max(0.0, share))
 
     def ticks(self) -> list[float]:
-        """Round values inside: 1, 2 and 5 of each decade, or the decades alone if there are many."""
+        """Return round values inside: 1, 2 and 5 of each decade, or only the decades if there are many."""
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         steps = (1, 2, 5) if last - first <= 3 else (1,)
         every = -(-(last - first) // MAX_DECADES)
@@ -63,7 +63,7 @@ class Frame:
         return x, LogAxis.over(ys, self.height - self.bottom, self.top)
 
     def grid(self, x: LogAxis, y: LogAxis, titles: tuple[str, str], forms: tuple[Callable[[float], str], ...]) -> str:
-        """Lines and labels of the ticks, and the titles of the axes."""
+        """Return lines and labels of the ticks, and the titles of the axes."""
         bottom, right, out = self.height - self.bottom, self.width - self.right, []
         for value in x.ticks():
             across = f"{x.at(value):.1f}"
@@ -103,7 +103,7 @@ class ParetoPoint:
 
 
 def pareto_plot(points: Sequence[ParetoPoint]) -> str:
-    """Latency against joules per sample, as one <svg> element and its legend; "" without points."""
+    """Return latency against joules per sample, as one <svg> element and its legend; "" without points."""
     if not points:
         return ""
     x, y = PARETO.axes([p.x for p in points], [p.y for p in points])
@@ -121,11 +121,11 @@ def pareto_plot(points: Sequence[ParetoPoint]) -> str:
 
 
 def _frontier(points: Sequence[ParetoPoint], x: LogAxis, y: LogAxis) -> str:
-    """A staircase through the frontier: for every point above or to the right of it, another is better in both."""
+    """Return a staircase through the frontier: for every point above or right of it, another is better in both."""
     corners: list[tuple[float, float]] = []
     for p in sorted((p for p in points if p.frontier), key=lambda p: (p.x, p.y)):
         if corners and y.at(p.y) < corners[-1][1]:
-            continue  # on the frontier because of its accuracy: worse in the two figures that are drawn
+            continue  # on the frontier only because of its accuracy: worse in the two drawn figures
         if corners:
             corners.append((x.at(p.x), corners[-1][1]))
         corners.append((x.at(p.x), y.at(p.y)))
@@ -136,7 +136,7 @@ def _frontier(points: Sequence[ParetoPoint], x: LogAxis, y: LogAxis) -> str:
 
 
 def _point(p: ParetoPoint, x: LogAxis, y: LogAxis, colour: str) -> str:
-    """The point and its 90% interval in either direction."""
+    """Return the point and its 90% interval in either direction."""
     left, right = x.at(p.x - p.error_x), x.at(p.x + p.error_x)
     low, high = y.at(p.y - p.error_y), y.at(p.y + p.error_y)
     px, py = x.at(p.x), y.at(p.y)
@@ -149,7 +149,7 @@ def _point(p: ParetoPoint, x: LogAxis, y: LogAxis, colour: str) -> str:
 
 
 def _labels(points: Sequence[ParetoPoint], x: LogAxis, y: LogAxis) -> list[str]:
-    """A label beside each point if there is room, the frontier's first; the others have theirs under the pointer."""
+    """Return a label beside each point if there is room, the frontier's first. Others show theirs under the pointer."""
     boxes = [(x.at(p.x) - 6, y.at(p.y) - 6, x.at(p.x) + 6, y.at(p.y) + 6) for p in points]
     out = []
     for p in sorted(points, key=lambda p: not p.frontier):
@@ -192,7 +192,7 @@ class RooflinePoint:
 def roofline_plot(
     title: str, unit: str, points: Sequence[RooflinePoint], ceilings: Mapping[str, float], bandwidth: float | None
 ) -> str:
-    """One <svg>: the points under the ceilings; `bandwidth` in bytes per second or joule is the sloped one."""
+    """Return one <svg>: points under the ceilings; the sloped one is `bandwidth`, in bytes per second or joule."""
     ridges = [v / bandwidth for v in ceilings.values()] if bandwidth else []
     xs = [p.x for p in points] + [4 * r for r in ridges] + [r / 50 for r in ridges]
     ys = [p.y for p in points] + [1.3 * v for v in ceilings.values()]
@@ -215,7 +215,7 @@ def roofline_plot(
 def _ceilings(
     x: LogAxis, y: LogAxis, ceilings: Mapping[str, float], bandwidth: float | None, unit: str
 ) -> tuple[str, str]:
-    """Lines, and their labels, which are drawn over the points."""
+    """Return lines, and their labels, which are drawn over the points."""
     right, lines, labels = ROOFLINE.width - ROOFLINE.right, [], []
     if bandwidth and ceilings:
         top = max(ceilings.values())
@@ -231,7 +231,7 @@ def _ceilings(
         at = y.at(value)
         ridge = max(x.at(value / bandwidth), ROOFLINE.left) if bandwidth else float(ROOFLINE.left)
         lines.append(f"<path class='roofline' d='M{ridge:.1f} {at:.1f}H{right}'/>")
-        # At the ridge, where no point can be above it; at the far end if there is no room for that.
+        # At the ridge, where no point can be above it; at the far end if there is no room.
         place, anchor = (ridge + 8, "start") if right - ridge > 160 else (right - 3.0, "end")
         above = at - 4 if at - 4 - above > 11 else above + 11
         labels.append(_label(f"{place:.1f}", f"{above:.1f}", f"{name} {format_si(value, unit, 3)}", anchor))

@@ -21,7 +21,7 @@ _MARKS = {
 
 
 def print_policy_check(check: PolicyCheck, file: str, console: Console) -> None:
-    """The conclusion, each finding with its fix, the job's power before and after, the next command."""
+    """Print the conclusion, each finding with its fix, the job's power before and after, the next command."""
     wrong = sum(finding.verdict == "cannot" for finding in check.findings)
     conclusion = f"{wrong} of {len(check.findings)} findings cannot work" if wrong else "everything in it can work"
     console.print(HangingText(Text(f"{file}: {conclusion}", style="bold red" if wrong else "bold"), 2))

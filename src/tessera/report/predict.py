@@ -35,7 +35,7 @@ from .html import capitalize
 from .measure import answer
 
 BAR = 40
-# At least this many alike subgraphs (the layers of a transformer) are one line; fewer have a line each.
+# At least this many like subgraphs (the layers of a transformer) share a line; fewer have a line each.
 STACK = 4
 _NAME, _HOW = 24, 45  # the least width of a subgraph's name and of an opportunity's action
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -44,7 +44,7 @@ _INDEX = re.compile(r"(?:(?<=[._])|^)\d+(?=\.)")
 _ENERGY = ("total_energy_j", "compute_energy_j", "memory_energy_j", "static_energy_j")
 _POWER = ("average_power_w", "peak_power_w", "total_latency_s")
 SUMMARY = (*_ENERGY, *_POWER, "average_efficiency", "average_utilization", "wasted_energy_j")
-"""The figures of a report that its JSON has as "summary"."""
+"""The figures of a report that are "summary" in its JSON."""
 BOUNDS = {
     "host": "the host: the device waits for launches",
     "dispatch": "dispatch: PyTorch's own work before each operator",
@@ -53,11 +53,11 @@ BOUNDS = {
     "overhead": "overhead: kernels too small to fill the chip",
     "power": "the power limit: the clock is held down",
 }
-"""What a prediction's `bound` means, in words."""
+"""The meaning of a prediction's `bound`, in words."""
 
 
 def report_json(report: EnergyReport, opportunities: Sequence[Advice] | None = None) -> str:
-    """A prediction as JSON: the summary people read, the full report, and what would save energy."""
+    """Return a prediction as JSON: the summary people read, the full report, and what would save energy."""
     import msgspec
 
     of = report.prediction
@@ -70,7 +70,7 @@ def report_json(report: EnergyReport, opportunities: Sequence[Advice] | None = N
 
 
 def text(report: EnergyReport, *, width: int = 100) -> str:
-    """The screen of a report as plain text."""
+    """Return the screen of a report as plain text."""
     screen = answer(report, advice=None, next_command=None) if report.prediction is None else prediction(report)
     return plain_console(width).text(screen)
 
@@ -85,7 +85,7 @@ def prediction(
     opportunities: Sequence[Advice] | None = None,
     next_command: str | None = None,
 ) -> RenderableType:
-    """One screen: the answer first, then where the joules go, what would save some, and what to type next."""
+    """Return one screen: the answer first, then where the joules go, what would save some, and what to type next."""
     of = report.prediction
     where = f" on {chip_name(of.device)}" if of is not None else ""
     title = TextFlow(Text(report.name + where, style="bold"), Text(describe_setting(report), style="dim"))
@@ -132,7 +132,7 @@ def _facts(report: EnergyReport) -> Table:
 
 
 def work_text(report: EnergyReport) -> list[str]:
-    """Parameters, FLOPs and MFU: "8.03 G parameters", "15.1 TFLOP", "MFU 41%"."""
+    """Return parameters, FLOPs and MFU: "8.03 G parameters", "15.1 TFLOP", "MFU 41%"."""
     of = report.prediction
     if of is None:
         return []
@@ -142,7 +142,7 @@ def work_text(report: EnergyReport) -> list[str]:
 
 
 def million_cost(report: EnergyReport) -> tuple[str, str] | None:
-    """What a million samples (or runs) cost, by the user's factors: one costs too little to read."""
+    """Return the cost of a million samples (or runs), by the user's factors: that of one is too small to read."""
     work = next(iter(report.work), None)
     each_j = report.total.energy_j / work.amount if work else report.total.energy_j
     cost = find_cost(1e6 * each_j)
@@ -156,7 +156,7 @@ def _bar(name: str, joules: float, share: float) -> Text:
 
 
 def blocks(share: float, width: int) -> str:
-    """A bar of block characters, to an eighth of a character."""
+    """Return a bar of block characters, to an eighth of a character."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
 
@@ -181,7 +181,7 @@ def _opportunities(changes: Sequence[Advice]) -> list[RenderableType]:
 
 
 def _savings(opportunities: Sequence[Advice], width: int) -> RenderableType:
-    """What, how much, and how: side by side if there is room, else below each other."""
+    """Return what, how much, and how: side by side if there is room, else one below the other."""
     names = [Text(capitalize(o.kind), style="bold") for o in opportunities]
     amounts = [saving_text(o) for o in opportunities]
     hows = [Text(o.action).append(f"; takes {format_duration(o.time_s or 0.0, 3)}", style="dim") for o in opportunities]
@@ -201,7 +201,7 @@ def _savings(opportunities: Sequence[Advice], width: int) -> RenderableType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumer:
-    """Subgraphs of one name (or, in a deep stack, of one place in every layer), together."""
+    """Subgraphs of one name together; in a deep stack, those of one place in every layer."""
 
     name: str
     kind: str
@@ -218,12 +218,12 @@ class Consumer:
 
     @property
     def label(self) -> str:
-        """The name, and how often it runs."""
+        """Return the name, and how often it runs."""
         return self.name if self.count == 1 else f"{self.name} ×{self.count}"
 
 
 def consumers(report: EnergyReport, count: int) -> list[Consumer]:
-    """The subgraphs that use the most energy, grouped by name."""
+    """Return the subgraphs that use the most energy, grouped by name."""
     stacks: dict[tuple[str, str, float], list[EnergyDescriptor]] = {}
     for d in report.descriptors:
         stacks.setdefault((_INDEX.sub("*", d.subgraph_name, count=1), d.kind, d.flops), []).append(d)
@@ -250,7 +250,7 @@ def _sum_members(name: str, kind: str, members: Sequence[EnergyDescriptor], tota
 
 
 def components(report: EnergyReport | SweepRow | Consumer) -> list[tuple[str, float, float]]:
-    """(name, joules, share of the total) of compute, memory and static energy; [] if they are unknown."""
+    """Return (name, joules, share of the total) of compute, memory and static energy; [] if they are unknown."""
     names = {"Compute": report.compute_energy_j, "Memory": report.memory_energy_j, "Static": report.static_energy_j}
     known = {name: joules for name, joules in names.items() if joules is not None}
     total = sum(known.values())
@@ -258,24 +258,24 @@ def components(report: EnergyReport | SweepRow | Consumer) -> list[tuple[str, fl
 
 
 def format_rate(value: float) -> str:
-    """Samples per second."""
+    """Return samples per second."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def saving_text(o: Advice) -> str:
-    """What an opportunity saves: "saves 1.2 ± 0.3 mJ/sample (12%)"."""
+    """Return what an opportunity saves: "saves 1.2 ± 0.3 mJ/sample (12%)"."""
     unsure = ", not certain" if o.error_j is not None and o.saves_j <= o.error_j else ""
     return f"saves {format_energy_error(o.saves_j, o.error_j, signed=True)}/{o.unit} ({o.saves_share:.0%}{unsure})"
 
 
 def chip_name(device: str) -> str:
-    """A chip's full name by its id, with the power mode if one was chosen; the id if the catalogue lacks it."""
+    """Return a chip's full name by its id, with the power mode if one was chosen; the id if the catalogue lacks it."""
     chip = _find_chip(device)
     return device if chip is None else chip.name
 
 
 def describe_setting(report: EnergyReport) -> str:
-    """How it runs, in words: "bf16, infer, eager, batch 8, sustained"."""
+    """Return how it runs, in words: "bf16, infer, eager, batch 8, sustained"."""
     of = report.prediction
     if of is None:
         return report.total.source
@@ -285,7 +285,7 @@ def describe_setting(report: EnergyReport) -> str:
 
 
 def bound_text(report: EnergyReport) -> str:
-    """What limits a prediction, and how much of the tighter roof is reached, on chips where that was verified."""
+    """Return what limits a prediction, and how much of the tighter roof is reached, where that was verified."""
     of = report.prediction
     if of is None:
         return ""
@@ -305,13 +305,13 @@ def _find_chip(device: str) -> Device | None:
 
 
 def provenance(report: EnergyReport) -> list[tuple[str, str]]:
-    """(what, where it comes from) for every part of a prediction."""
+    """Return (what, where it comes from) for every part of a prediction."""
     of = report.prediction
     return [] if of is None else [(name.replace("_", " "), source) for name, source in of.provenance.items() if source]
 
 
 def power_text(report: EnergyReport) -> list[str]:
-    """Mean watts, and the peak with the window it is a mean over: "691 W average", "752 W peak of 20 ms"."""
+    """Return mean watts, and the peak with the window it is a mean over: "691 W average", "752 W peak of 20 ms"."""
     figures = [] if report.average_power_w is None else [f"{format_power(report.average_power_w, 3)} average"]
     if report.peak_w is not None:
         window = f" of {format_duration(WINDOW_S, 3)}" if report.prediction is not None else ""
@@ -320,7 +320,7 @@ def power_text(report: EnergyReport) -> list[str]:
 
 
 def memory_text(peak_bytes: int, capacity_bytes: int | None) -> str:
-    """The peak of memory, and the chip's capacity: "1.2 GiB of 80 GiB (2%)"."""
+    """Return the peak of memory, and the chip's capacity: "1.2 GiB of 80 GiB (2%)"."""
     if not capacity_bytes:
         return f"{format_bytes(peak_bytes, 3)} at the peak"
     share = format_share(peak_bytes / capacity_bytes)

@@ -26,14 +26,14 @@ from .sweep import component_bar, sweep_section
 
 
 def card(report: EnergyReport) -> str:
-    """A report for a notebook: the key numbers, the components, the five most expensive subgraphs."""
+    """Return a report for a notebook: the key numbers, the components, the five most expensive subgraphs."""
     return f"<style>{template('predict.css')}</style><div class='tessera'>{_report(report, top=5)}</div>"
 
 
 def page(
     content: EnergyReport | Sequence[EnergyReport] | Sweep, *, opportunities: Sequence[Advice] | None = None
 ) -> str:
-    """One self-contained HTML file of a report, of several, or of a sweep."""
+    """Return one self-contained HTML file of a report, of several, or of a sweep."""
     if isinstance(content, Sweep):
         title, sections = content.name, [sweep_section(content)]
     else:
@@ -45,7 +45,7 @@ def page(
 
 
 def _report(report: EnergyReport, *, top: int, kind: str = "", opportunities: Sequence[Advice] | None = None) -> str:
-    """`kind` is that of the tables: those of a card do not sort, as it has no script."""
+    """Return a report as HTML. `kind` is that of the tables: those of a card do not sort, because it has no script."""
     of = report.prediction
     where = f" on {chip_name(of.device)}" if of else ""
     parts = [f"<h2>{escape(report.name + where)}</h2><div class='dim'>{escape(describe_setting(report))}</div>"]
@@ -110,7 +110,7 @@ def _consumers(report: EnergyReport, top: int, kind: str) -> str:
 
 
 def _domains(report: EnergyReport, kind: str) -> str:
-    """A measurement has no subgraphs: it has power domains and regions."""
+    """Return a measurement's power domains and regions: it has no subgraphs."""
     named = [*report.by_domain.items(), *((region.name, region.energy) for region in report.regions)]
     rows = "".join(
         f"<tr><td class='name'>{escape(name)}</td>{number_cell(format_energy_error(e.energy_j, e.error_j), e.energy_j)}"

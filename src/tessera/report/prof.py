@@ -28,7 +28,7 @@ _FIRST = (*_PROCESS, *_DEVICE, "nvlink_rx", "nvlink_tx", "pcie_rx", "pcie_tx")
 
 
 def answer(attached: Attached, *, files: Mapping[str, Path], next_command: str) -> RenderableType:
-    """The process, its figures and the devices', its trace or how to get one, what to type next."""
+    """Return the process, its figures and the devices', its trace or how to get one, and what to type next."""
     notes = label_table()
     for name, text in _notes(attached, files):
         notes.add_row(name, text)
@@ -37,7 +37,7 @@ def answer(attached: Attached, *, files: Mapping[str, Path], next_command: str) 
 
 
 def python_functions(a: Attached) -> list[EnergyRow]:
-    """Where the main thread was while the devices spent their joules, most first; [] where no stack was read."""
+    """Return where the main thread was while the devices spent joules, most first; [] if no stack was read."""
     total_j = math.fsum(e.energy_j for e in a.energy.values())
     shares = from_stacks(weigh_stacks(a.stacks, a.power, total_j, a.target.pid), total_j)
     return sorted(shares.ops, key=lambda row: row.energy_j, reverse=True) if shares is not None else []
@@ -68,7 +68,7 @@ def _figures(metrics: Sequence[TrackSummary]) -> RenderableType:
 
 
 def _most_telling(metrics: Sequence[TrackSummary]) -> list[TrackSummary]:
-    """The process's rows, then the devices', the most telling first."""
+    """Return the process's rows, then the devices', the most telling first."""
 
     def rank(m: TrackSummary) -> tuple[bool, int]:
         what = m.metric.rpartition(".")[2]
@@ -136,7 +136,7 @@ def _trace_line(a: Attached, f: TraceFigures) -> Text:
 
 
 def _suggest_steps(f: TraceFigures) -> list[str]:
-    """How many steps cover half a second, if the trace is too short for a power sensor."""
+    """Return how many steps cover half a second, if the trace is too short for a power sensor."""
     if not f.steps or not 0 < f.time_s < _SHORT_TRACE_S:
         return []
     steps = max(round(0.5 * f.steps / f.time_s), f.steps + 1)
@@ -148,7 +148,7 @@ def _cut(name: str, cells: int) -> str:
 
 
 def next_command(attached: Attached, files: Mapping[str, Path]) -> str:
-    """What to type next: attribute the trace, record one, or watch the machine."""
+    """Return what to type next: attribute the trace, record one, or watch the machine."""
     pid, trace = str(attached.target.pid), files.get("trace")
     if attached.kineto is not None and trace is not None:
         power = files.get("power")
@@ -161,7 +161,7 @@ def next_command(attached: Attached, files: Mapping[str, Path]) -> str:
 
 
 def to_json(attached: Attached, files: Mapping[str, Path]) -> str:
-    """Everything but the samples."""
+    """Return everything except the samples as JSON."""
     a = attached
     kineto: dict[str, Any] = {
         "state": a.kineto_state.state,

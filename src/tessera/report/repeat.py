@@ -15,7 +15,7 @@ from .measure import describe_exit
 
 
 def renderable(result: RepeatedRuns) -> RenderableType:
-    """One screen."""
+    """Return one screen."""
     commands = result.commands
     parts: list[RenderableType] = []
     if commands:
@@ -31,7 +31,10 @@ def renderable(result: RepeatedRuns) -> RenderableType:
 
 
 def _table(columns: Sequence[TableColumn], width: int) -> RenderableType:
-    """The columns that fit; the commands, which say what A and B are, in lines of their own where they do not."""
+    """Return the columns that fit.
+
+    If the commands do not fit, they have lines of their own, which say what A and B are.
+    """
     labels, commands = columns[0], columns[-1]
     fitting, dropped = fit_columns(columns, width, gap=2)
     parts: list[RenderableType] = [build_table(fitting, gap=2)]

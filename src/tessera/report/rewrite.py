@@ -23,7 +23,7 @@ TOP = 20
 
 
 def optimized_text(optimized: Optimized) -> str:
-    """The candidates, every rewrite on one line, and their total."""
+    """Return the candidates, every rewrite on one line, and their total."""
     if not optimized.chosen:
         return f"{type(optimized.original).__name__}: not optimized yet: the first call optimizes it"
     lines = [f"runs as: {optimized.chosen}"]
@@ -33,7 +33,7 @@ def optimized_text(optimized: Optimized) -> str:
         lines.append(search_line(optimized.spent_s, optimized.spent_j, optimized.paid_after_calls))
     shown, trace = optimized.rewrites[:TOP], optimized.trace
     basis = trace.basis if trace is not None else "modelled"
-    # A reason that is a note as well is printed there, once.
+    # A reason that is also a note is printed only there.
     once = [replace(r, why="") if r.why in optimized.notes else r for r in shown]
     lines += [f"  {rewrite_line(r, basis)}" for r in once]
     if len(optimized.rewrites) > TOP:
@@ -51,7 +51,7 @@ def optimized_text(optimized: Optimized) -> str:
 
 
 def use_line(report: UseReport) -> str:
-    """Whether the choice kept its promise in the user's loop, and what runs now."""
+    """Return whether the choice kept its promise in the user's loop, and what runs now."""
     if report.outcome == "shared" or not report.variants:
         return "in use: not compared with its trial, since several threads call it"
     chosen = report.variants[0]
@@ -77,14 +77,14 @@ def _figures_in_use(used: VariantInUse) -> str:
 
 
 def search_line(spent_s: float, spent_j: float | None, paid_after_calls: int | None) -> str:
-    """What the search took, and after how many calls it has paid."""
+    """Return what the search took, and after how many calls it has paid for itself."""
     joules = "" if spent_j is None else f" and {format_energy(spent_j)}"
     paid = "nothing is saved" if paid_after_calls is None else f"paid after {paid_after_calls:,} calls"
     return f"the search took {format_duration(spent_s)}{joules}: {paid}"
 
 
 def rewrite_line(rewrite: Rewrite, usual: str = "modelled") -> str:
-    """rule: before -> after, xN, bytes and joules saved (by whom, and the basis if it is not the usual one)."""
+    """Return a rewrite's line: "rule: before -> after, xN", what it saved, by whom, and an unusual basis."""
     parts = [f"{rewrite.rule}: {rewrite.before} -> {rewrite.after}"]
     if rewrite.times > 1:
         parts.append(f"x{rewrite.times}")
@@ -132,7 +132,7 @@ def _variant_line(variant: Variant, chosen: str) -> str:
 
 
 def checkpoint_text(plan: CheckpointPlan) -> str:
-    """A few lines: the conclusion, the three settings, the blocks."""
+    """Return a few lines: the conclusion, the three settings, the blocks."""
     none, chosen = plan.settings["none"], plan.settings["chosen"]
     lines = [f"{plan.name} on {plan.device}: {_conclusion(none, chosen)}", ""]
     lines.append(f"  {'':8} {'energy':>12} {'time':>10} {'peak':>10}  recomputed  in part")
@@ -175,7 +175,7 @@ def _effect(same: Sequence[BlockPlan]) -> str:
 
 
 def graph_profile_text(profile: GraphProfile) -> str:
-    """The longest operators, aligned, then a step, then what was fused."""
+    """Return the longest operators, aligned, then a step, then what was fused."""
     shown, rest = profile.rows[:TOP], profile.rows[TOP:]
     width = max((len(r.label) for r in shown), default=0)
     lines = [_operator_line(r, width) for r in shown]

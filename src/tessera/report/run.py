@@ -28,8 +28,9 @@ from .predict import format_rate
 BAR = 30
 CHILDREN_SHARE = 0.02
 OUTSIDE_SHARE = 0.1
-"""The share of the table's joules in no step from which the screen says so: of ten steps the first, whose begin nobody
-knows, may be a tenth."""
+"""The screen mentions joules in no step from this share of the table's on: of ten steps the first, whose beginning is
+unknown, may be a tenth.
+"""
 TOP = 5
 REGIONS = 3
 _PLACES = {
@@ -61,7 +62,10 @@ def text(
     top: int | None = None,
     result: Answer | None = None,
 ) -> RenderableType:
-    """The screen. `by` shows only one view, `top` is the number of rows; `result` is the answer, if it was computed."""
+    """Return the screen.
+
+    `by` shows only one view, `top` is the number of rows; `result` is the answer, if it was computed.
+    """
     result, table = result or answer(recording), recording.energy()
     wide = width or WIDTH
     parts: list[RenderableType] = [
@@ -89,7 +93,7 @@ def _title(result: Answer, width: int) -> Text:
 
 
 def mode_text(result: Answer) -> str:
-    """What was recorded, in words."""
+    """Return what was recorded, in words."""
     if result.shared_by == BY_STACKS and result.mode != "sampling":
         return "sampled Python stacks"
     if result.mode == "light" and not result.ops:
@@ -102,7 +106,7 @@ def mode_text(result: Answer) -> str:
 
 
 def interval_text(result: Answer) -> str:
-    """What is known of the error of joules that were shared out."""
+    """Return what is known of the error of joules that were shared out."""
     if result.shared_by != BY_STACKS:
         return "a model, without an interval"
     taken = sum(row.calls for row in result.ops)
@@ -110,7 +114,7 @@ def interval_text(result: Answer) -> str:
 
 
 def _headline(result: Answer, width: int) -> Text:
-    """The whole run, however much of it was traced."""
+    """Return the line for the whole run, however much of it was traced."""
     whole = result.whole
     parts = [format_energy_error(whole.energy_j, whole.error_j)]
     if whole.power_w is not None:
@@ -136,12 +140,12 @@ def _traced_lines(result: Answer) -> list[RenderableType]:
 
 
 def limit_cut(result: Answer) -> bool:
-    """Whether the time limit of tracing may have left steps out."""
+    """Return whether the time limit of tracing may have left steps out."""
     return result.limited and (result.whole.whole_steps is None or result.traced_steps != result.whole.whole_steps)
 
 
 def traced_text(result: Answer) -> str:
-    """What the tables cover, if that is not the whole run."""
+    """Return what the tables cover, if that is not the whole run."""
     steps = result.whole.steps
     some = (
         f", {result.traced_steps:,} of {steps:,} steps" if steps is not None and result.traced_steps is not None else ""
@@ -153,7 +157,7 @@ def traced_text(result: Answer) -> str:
 
 
 def outside_text(result: Answer) -> str:
-    """The rest of the run's joules: together with the traced part they sum to the whole."""
+    """Return the rest of the run's joules: together with the traced part they sum to the whole."""
     parts = [f"{format_energy(p.energy_j, 3)} in {format_duration(p.time_s, 3)} {_where(p)}" for p in result.outside]
     return f"not in these tables: {', '.join(parts)}" if parts else ""
 
@@ -166,7 +170,7 @@ def _where(part: Outside) -> str:
 
 
 def basis_text(result: Answer) -> str:
-    """That the joules are not measured, and whose they are."""
+    """Say that the joules are not measured, and whose they are."""
     whose = f"joules of {SCOPES[result.scope]}; `tessera doctor` lists the sensors"
     return f"{result.basis.upper()}, not measured: {whose}"
 
@@ -209,7 +213,7 @@ def _facts(result: Answer, path: Path | None, by: str | None) -> Table:
 
 
 def children_text(result: Answer) -> str:
-    """What the program's children used of the CPUs; "" where that is next to nothing."""
+    """Return what the program's children used of the CPUs; "" if that is almost nothing."""
     use = result.cpu_use
     if use is None or not use.children_s > CHILDREN_SHARE * use.cpu_s:
         return ""
@@ -224,7 +228,7 @@ def children_text(result: Answer) -> str:
 
 
 def _per_work_text(result: Answer, per: PerWork) -> str:
-    """Joules and rate of one step, sample or token; of steps also which ones count, and how they differ."""
+    """Return joules and rate of one step, sample or token; for steps also which ones count, and how they differ."""
     spread = "".join(f"   {part}" for part in (spread_text(per), per.left_out) if part)
     if per.traced_j is not None:
         spread = f" (of {per.amount:,.0f} untraced, {per.left_out}; {format_energy(per.traced_j, 3)} traced)"
@@ -236,7 +240,7 @@ def _per_work_text(result: Answer, per: PerWork) -> str:
 
 
 def spent_text(per: PerWork) -> str:
-    """The mean with its error; the median where one step decides the mean."""
+    """Return the mean with its error; the median if one step determines the mean."""
     spent = format_energy_error(per.energy_j, per.error_j)
     if per.spread is not None and per.spread.is_dominated:
         mean = f"mean {format_energy(per.energy_j, 3)}: one step decides it"
@@ -247,7 +251,7 @@ def spent_text(per: PerWork) -> str:
 
 
 def spread_text(per: PerWork) -> str:
-    """The cheapest and the most expensive step, and how far that is from the median; "" where that is not known."""
+    """Return the cheapest and the most expensive step, and their distance from the median; "" if unknown."""
     s = per.spread
     if s is None:
         return ""
@@ -256,11 +260,11 @@ def spread_text(per: PerWork) -> str:
 
 
 def outside_steps_text(result: Answer) -> str:
-    """How much of the table's joules is in no step, and where; "" where that is little."""
+    """Return how much of the table's joules is in no step, and where; "" if that is little."""
     found = result.outside_steps
     if found is None or found.rest.share <= OUTSIDE_SHARE:
         return ""
-    unbegun = result.whole.steps != result.whole.whole_steps  # of a script's first step only the end is known
+    unbegun = result.whole.steps != result.whole.whole_steps  # of a script's first step, only the end is known
     words = {
         "before": "before the first whole step (setup, first step)" if unbegun else "before the first step",
         "between": "between steps",
@@ -274,7 +278,7 @@ def outside_steps_text(result: Answer) -> str:
 
 
 def _split(result: Answer, width: int) -> Text:
-    """Busy and idle as one bar. Of a host alone: in operators and between them, where Python runs; that is not idle."""
+    """Return busy and idle as one bar; on a host alone, in and between operators, where Python runs."""
     on_host = not result.kernels
     share = result.idle_share or 0.0
     room = min(BAR, max(10, width - 70))
@@ -343,7 +347,7 @@ def _ending(result: Answer, html: Path | None) -> Table:
 
 
 def _tracing_hint(result: Answer) -> str:
-    """How to measure the slowdown instead of estimating its upper limit: leave steps untraced."""
+    """Say how to measure the slowdown instead of its upper bound: leave steps untraced."""
     tracing = result.tracing
     known = tracing is None or tracing.basis == "steps" or tracing.is_brief or result.whole.steps is None
     return "" if known else " (to measure it, leave some steps untraced: --steps 10:20)"
@@ -352,7 +356,7 @@ def _tracing_hint(result: Answer) -> str:
 def _next_command(
     facts: Facts, result: Answer, table: EnergyTable, html: Path | None, by: str | None
 ) -> list[RenderableType]:
-    """The next command: a view that was not shown yet, or the mode that has something to show."""
+    """Return the next command: a view that was not shown yet, or a mode that has something to show."""
     path, ran = shlex.quote(str(facts.path or "RUN")), facts.command
     if any(kind_of(note) == "no_torch" for note in facts.notes) and ran and not isinstance(ran, str):
         return [next_line(shlex.join(["tessera", "run", "--mode", "sampling", *ran[1:]]), 6)]

@@ -28,14 +28,14 @@ ROWS = 250
 KERNELS = 25
 _PERCENTS = ("roof_pct", "energy_pct")
 SIZES, TIMES = 14, 9
-"""The most cells of the heat map, each way."""
+"""The most cells of the heat map in each direction."""
 
 
 # -- stalls ---------------------------------------------------------------------------------------------------------
 
 
 def stalls(result: Result) -> str:
-    """What warps waited for by kernel, the most stalled time first."""
+    """Return what warps waited for, by kernel, the most stalled time first."""
     if not result.rows:
         return ""
     rows = result.rows[:KERNELS]
@@ -78,7 +78,7 @@ def _stall_row(row: Mapping[str, Any]) -> str:
 
 
 def collectives(result: Result) -> str:
-    """A heat map of bytes and duration, coloured by overlap with compute, and the sums by kind and group."""
+    """Return a heat map of bytes and duration, coloured by overlap with compute, and the sums by kind and group."""
     if not result.rows:
         return ""
     sized = [r for r in result.rows if r.get("bytes") and r.get("time_s")]
@@ -92,7 +92,7 @@ def collectives(result: Result) -> str:
 
 
 def _bins(values: Sequence[float], most: int) -> tuple[list[int], int, int]:
-    """Each value's bin, the exponent of two at the first bin's low edge, and how many powers of two a bin spans."""
+    """Return each value's bin, the exponent of two of the first bin's low edge, and a bin's powers of two."""
     exponents = [math.floor(math.log2(v)) for v in values]
     low, span = min(exponents), max(exponents) - min(exponents) + 1
     wide = -(-span // most)
@@ -150,7 +150,7 @@ def _cell(x: int, y: int, wide: int, high: int, members: Sequence[Mapping[str, A
 
 
 def memory_lines(result: Result | None, offset_ns: int) -> list[TrackLine]:
-    """Allocated memory as lines of the timeline."""
+    """Return allocated memory as lines of the timeline."""
     curves = (result.facts.get("timeline") or {}) if result is not None else {}
     most = max((b for points in curves.values() for _, b in points), default=0.0)
     unit, size = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20) if most >= 1 << 20 else ("KiB", 1 << 10)
@@ -167,7 +167,7 @@ def memory_lines(result: Result | None, offset_ns: int) -> list[TrackLine]:
 
 
 def memory(result: Result) -> str:
-    """Peaks by device; the curve is in the timeline."""
+    """Return peaks by device; the curve is in the timeline."""
     if not result.rows:
         return ""
     columns = (("device", False), ("peak", True), ("at", True), ("in operator", False), ("mean", True), ("last", True))
@@ -188,7 +188,7 @@ def memory(result: Result) -> str:
 
 
 def roofline(result: Result) -> str:
-    """The section, by time and by energy; nothing if no kernel has both FLOPs and bytes."""
+    """Return the section, by time and by energy; nothing if no kernel has both FLOPs and bytes."""
     rows = list(enumerate(result.rows))
     drawn = [(i, r) for i, r in rows if _is_positive(r, "intensity") and _is_positive(r, "flop_per_s")]
     if not drawn:
@@ -207,7 +207,7 @@ def roofline(result: Result) -> str:
         plot = roofline_plot(title, unit, _points(shown, key), limits, slope)
         caption = escape(_describe_first(shown[0][1], key, unit, limits, slope))
         panels.append(f"<figure class='plot'>{plot}<figcaption>{caption}</figcaption></figure>")
-    what = "kernel" if any(c.key == "op" for c in result.columns) else "operator"  # a CPU has operators only
+    what = "kernel" if any(c.key == "op" for c in result.columns) else "operator"  # a CPU has only operators
     return (
         f"<section id='roofline'><h2>Roofline</h2><p>{prose(_bounds_sentence(result, drawn, what))}</p>"
         f"<div class='panels'>{''.join(panels)}</div>{note(_caption(result, len(drawn), what))}"
@@ -221,7 +221,7 @@ def _is_positive(row: Mapping[str, Any], key: str) -> bool:
 
 
 def _bounds_sentence(result: Result, drawn: Sequence[tuple[int, Mapping[str, Any]]], what: str) -> str:
-    """What limits the run, by time."""
+    """Return what limits the run, by time."""
     total = sum(r["time_s"] for r in result.rows) or 1.0
     bounds: dict[str, float] = {}
     for _, r in drawn:
@@ -251,7 +251,7 @@ def _caption(result: Result, drawn: int, what: str) -> str:
 
 
 def _most_expensive(rows: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, Mapping[str, Any], float]]:
-    """The rows to draw with their weights, large first so that small ones stay visible."""
+    """Return the rows to draw with their weights, large first so that small ones stay visible."""
     key = "energy_j" if any(_is_positive(r, "energy_j") for _, r in rows) else "time_s"
     return sorted(((i, r, float(r.get(key) or 0.0)) for i, r in rows), key=lambda w: -w[2])[:POINTS]
 
@@ -291,7 +291,7 @@ def _efficiency_line(row: Mapping[str, Any]) -> str:
 def _describe_first(
     row: Mapping[str, Any], key: str, unit: str, limits: Mapping[str, float], bandwidth: float | None
 ) -> str:
-    """The most expensive kernel, in words."""
+    """Return the most expensive kernel, in words."""
     roof = limits.get(str(row.get("unit") or ""))
     limit = min(roof, row["intensity"] * bandwidth) if roof and bandwidth else None
     share = f", {row[key] / limit:.0%} of what its intensity allows" if limit else ""

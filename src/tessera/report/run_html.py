@@ -53,7 +53,7 @@ def page(
     result: Answer | None = None,
     results: Mapping[str, Result] | None = None,
 ) -> str:
-    """The page. `result` (the answer) and `results` (analyses by kind) are computed if not given."""
+    """Return the page. `result` (the answer) and `results` (analyses by kind) are computed if not given."""
     lines, table = recording.timeline, recording.energy()
     result = result or answer(recording)
     correlation = correlate_recording(recording)
@@ -63,7 +63,7 @@ def page(
     results = run_analyses(recording) if results is None else results
     view = overview(lines, recording.power, group_telemetry(recording.telemetry), table)
     curves = analyses.memory_lines(results.get("memory"), lines.start_ns - view.start_ns if len(lines) else 0)
-    # A host without operators is busy in Python: its power is not idle power.
+    # A host without operators is busy in Python, so its power is not idle power.
     view = dataclasses.replace(view, telemetry=[*view.telemetry, *curves], idle_w=view.idle_w if view.rows else None)
     absent = find_missing(results, lines, telemetry=bool(view.telemetry))
     parts = [
@@ -93,7 +93,7 @@ def _header(result: Answer) -> str:
 
 
 def _traced_note(result: Answer) -> str:
-    """What the plots and tables cover, if that is not the whole run."""
+    """Return what the plots and tables cover, if that is not the whole run."""
     if not result.partial:
         return ""
     more = " `tessera run --limit 0` traces everything." if limit_cut(result) else ""
@@ -122,7 +122,7 @@ def _warnings(result: Answer) -> str:
 
 
 def _tiles(result: Answer) -> str:
-    """The whole run first; then a step and idle time of the traced part."""
+    """Return the whole run first; then a step and idle time of the traced part."""
     whole = result.whole
     tiles = [tile(format_energy_error(whole.energy_j, whole.error_j), "in total, 90% interval")]
     if whole.power_w is not None:
@@ -177,7 +177,7 @@ def _tree(tree: EnergyNode, sampled: bool, kernels: bool) -> str:
 
 
 def _cells(node: EnergyNode, depth: int, left_j: float, whole_j: float, out: list[str]) -> int:
-    """One button per node, with its children below it from left to right. Returns the deepest level."""
+    """Add one button per node, with its children below it from left to right; return the deepest level."""
     left, wide = 100.0 * left_j / whole_j, 100.0 * node.energy_j / whole_j
     calls = f"{node.calls:,} times" if node.calls else ""
     lines = (f"{format_energy(node.energy_j, 3)}, {wide:.1f}%", node.kind, calls)

@@ -44,13 +44,13 @@ _HOW_SHARED = (
     "divided as if everything drew the same power. ± is the half-width of a 90% interval."
 )
 
-Provenance = tuple[str, str, str]  # what, how it is known, from where
+Provenance = tuple[str, str, str]  # (what, how it is known, from where)
 
 
 def provenance(
     recording: Recording, table: EnergyTable, answer: Answer, results: Mapping[str, Result], missing: int
 ) -> str:
-    """The section: how each figure is known, then the facts that the run recorded about itself."""
+    """Return the section: how each figure is known, then the facts that the run recorded about itself."""
     rows = [*_energy_sources(recording, table, answer), *_result_sources(results)]
     if missing:
         rows.append(("other figures", "missing", f"{missing}, each with what would provide it: see above"))
@@ -125,7 +125,7 @@ def _slowdown_source(tracing: Slowdown) -> tuple[str, str]:
 
 
 def _device_readings(recording: Recording) -> str:
-    """What the devices reported besides power, in words."""
+    """Return what the devices reported besides power, in words."""
     read: set[str] = set()
     for t in recording.telemetry:
         read |= {"clocks"} if t.clocks_mhz else set()
@@ -185,10 +185,10 @@ def _fact(key: str, value: object) -> str:
 _COUNTERS = "hardware counters: tessera run --counters script.py"
 _SHAPES = "the shapes of operators: profile.session(record_shapes=True)"
 _REMEDIES = {"dram_bytes": _COUNTERS, "stall_reasons": _COUNTERS, "flops": _SHAPES}
-"""One wording for what several analyses miss."""
+"""One wording for what several analyses lack."""
 _CAPABILITY_REMEDIES = {NEEDS_NCU: _COUNTERS, NEEDS_SHAPES: _SHAPES}
 _CATALOGUE = ("l2_pct", "ceilings")
-"""What only a new figure in the catalogue would provide: listed last."""
+"""What only a new figure in the catalogue would provide; it is listed last."""
 _NAMES = {
     "dram_bytes": "measured bytes",
     "flops": "FLOPs and intensity",
@@ -227,21 +227,21 @@ _WORDS = {
 
 
 def run_analyses(recording: Recording) -> dict[str, Result]:
-    """Every analysis of the page by its kind. One that fails has no rows, and its reason in `missing`."""
+    """Return every analysis of the page by its kind. One that fails has no rows, and its reason in `missing`."""
     return {kind: _run_analysis(kind, recording) for kind in ANALYSES if len(recording.timeline)}
 
 
 def _run_analysis(kind: str, recording: Recording) -> Result:
     try:
         result: Result = getattr(analyze, kind)(recording, **_OPTIONS.get(kind, {}))
-    except TesseraError as exc:  # the page is worth having without it
+    except TesseraError as exc:  # the page is useful without this analysis
         reason = f"{exc.what}{f': {exc.fix}' if exc.fix else ''}"
         return Result(kind=kind, title=kind, columns=(), rows=(), missing={kind: reason})
     return result
 
 
 def missing_fields(timeline: Timeline) -> dict[str, str]:
-    """Fields of device rows that nothing recorded, with what would provide them."""
+    """Return fields of device rows that nothing recorded, with what would provide them."""
     if not len(timeline.device_rows):
         return {}
     known = _known_fields(timeline)
@@ -249,7 +249,7 @@ def missing_fields(timeline: Timeline) -> dict[str, str]:
 
 
 def _known_fields(timeline: Timeline) -> set[str]:
-    # The first rows suffice: fields are the same from kernel to kernel, and there may be millions.
+    # The first rows are enough: fields are the same from kernel to kernel, and there may be millions of rows.
     extra: Iterable[Mapping[str, Any]] = islice(timeline.extra.values(), 2000)
     known = {key for fields in extra for key, value in fields.items() if value is not None}
     if timeline.energy_j is not None:
@@ -264,7 +264,7 @@ def _known_fields(timeline: Timeline) -> set[str]:
 def find_missing(
     results: Mapping[str, Result], timeline: Timeline, *, telemetry: bool = False
 ) -> list[tuple[str, str]]:
-    """(what is missing, what would provide it), one line for each remedy; the catalogue's gaps come last."""
+    """Return (what is missing, what would provide it), one line for each remedy; the catalogue's gaps come last."""
     on_device = len(timeline.device_rows) > 0
     by_remedy: dict[str, list[str]] = {}
     for result in results.values():
@@ -288,7 +288,7 @@ def _spell_out(field: str) -> str:
 
 
 def missing_section(lines: Sequence[tuple[str, str]]) -> str:
-    """One line for each remedy: what it would show."""
+    """Return one line for each remedy: what it would show."""
     if not lines:
         return ""
     body = "".join(f"<dt>{prose(capitalize(what))}</dt><dd>{_show_command(fix)}</dd>" for what, fix in lines)

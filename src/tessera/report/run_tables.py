@@ -32,7 +32,7 @@ _NAME = 90
 
 
 def tables(table: EnergyTable, answer: Answer) -> str:
-    """A tab for each view that has rows; idle is a row of its own in each."""
+    """Return a tab for each view that has rows; each has a row for idle."""
     tabs = []
     for view, title in _TABS.items():
         rows = _known_steps(table) if view == "steps" else answer.rows(view)
@@ -43,7 +43,7 @@ def tables(table: EnergyTable, answer: Answer) -> str:
 
 
 def _known_steps(table: EnergyTable) -> list[EnergyRow]:
-    """The steps with joules: in a killed run those after the last power sample have none."""
+    """Return the steps with joules: in a killed run, those after the last power sample have none."""
     return [row for row in table.steps if not math.isnan(row.energy_j)]
 
 
@@ -79,7 +79,7 @@ def _row(row: EnergyRow, name: str, most_j: float, view: str) -> str:
     )
     kind = "kidle" if row.kind == "idle" else f"k{CATEGORIES.index(category(row.name, row.kind))}"
     dot = f"<i class='{kind}'></i>" if view in ("kernels", "ops") else ""
-    known = not math.isnan(row.error_j)  # else divided by time
+    known = not math.isnan(row.error_j)  # otherwise shared out by time
     watts = row.power_w if known else None
     spent = format_energy_error(row.energy_j, row.error_j) if known else f"~{format_energy(row.energy_j, 3)}"
     each = row.j_per_call if row.calls and known else None
@@ -98,14 +98,14 @@ def _row(row: EnergyRow, name: str, most_j: float, view: str) -> str:
 
 
 def _power(row: EnergyRow, watts: float) -> str:
-    """Watts with their error: those of a short kernel may exceed the board's limit, within their error."""
+    """Return watts with their error: those of a short kernel may exceed the board's limit, within their error."""
     if not (row.energy_j > 0 and _error(row) > 0):
         return format_power(watts, 3)
     return format_error(watts, watts * _error(row) / row.energy_j, "W")
 
 
 def _meter(row: EnergyRow, most_j: float, kind: str) -> str:
-    """A bar as long as the joules, with their interval at its end."""
+    """Return a bar as long as the joules, with their interval at its end."""
     low, high = max(row.energy_j - _error(row), 0.0), row.energy_j + _error(row)
     whisker = (
         f"<u style='left:{100 * low / most_j:.1f}%;width:{100 * (high - low) / most_j:.1f}%'></u>" if high > low else ""
@@ -129,7 +129,7 @@ def _group_note(table: EnergyTable, rows: Sequence[EnergyRow]) -> str:
 
 
 def steps(table: EnergyTable) -> str:
-    """Joules of every step in order, with their intervals; a line if there are many."""
+    """Return joules of every step in order, with their intervals; a line if there are many."""
     rows = _known_steps(table)
     if len(rows) < 3:
         return ""
@@ -164,7 +164,7 @@ def steps(table: EnergyTable) -> str:
 
 
 def gaps(answer: Answer) -> str:
-    """What the device waited for."""
+    """Return what the device waited for."""
     if not answer.gaps:
         return ""
     rows = "".join(
@@ -184,7 +184,7 @@ def gaps(answer: Answer) -> str:
 
 
 def _tracing_note(answer: Answer) -> str:
-    """How much of the gaps tracing caused, if that matters."""
+    """Return how much of the gaps tracing caused, if that matters."""
     if answer.tracing is None or not answer.tracing.matters or not answer.tracing.idle_s > 0:
         return ""
     most = "Up to" if answer.tracing.basis == "events" else "About"

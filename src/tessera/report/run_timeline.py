@@ -25,7 +25,7 @@ _FAR, _HUGE = 2**31 - 1, 3e38  # the ends of int32 and of float32
 
 
 def timeline_section(view: Overview, total: str) -> str:
-    """The section that the script draws into; `total` is the figure of the whole, for who cannot see it."""
+    """Return the section that the script draws into; `total` is the whole's figure, for readers who cannot see it."""
     if not (view.power or view.lanes):
         return ""
     buttons = "".join(
@@ -54,8 +54,8 @@ def timeline_section(view: Overview, total: str) -> str:
 
 
 def payload(view: Overview, correlation: Correlation | None = None) -> str:
-    """The JSON of a page, safe inside a <script> element for any names."""
-    # Times as whole numbers of a unit that fits 31 bits: a nanosecond up to a second, and 4 ns in a run of 4 s.
+    """Return the JSON of a page, safe inside a <script> element for any names."""
+    # Times are whole numbers of a unit that fits 31 bits: a nanosecond up to a second, and 4 ns in a run of 4 s.
     unit_ns = max(1.0, view.span_ns / 2**30)
     names = list(view.names)[:_NO_INDEX]
     data: dict[str, Any] = {
@@ -78,7 +78,7 @@ def payload(view: Overview, correlation: Correlation | None = None) -> str:
 
 
 def _name(name: str) -> tuple[str, str, int]:
-    """Short name, full name (if it differs) and category."""
+    """Return short name, full name (if it differs) and category."""
     kernel = region_name(short(name, "kernel")) if not name.startswith("aten::") else name
     full = "" if kernel == name else fit(name, LONGEST_NAME)
     return fit(kernel, 120), full, CATEGORIES.index(category(name))

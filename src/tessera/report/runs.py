@@ -16,7 +16,7 @@ _STYLES = {"failed": "red", "killed": "yellow", "unreadable": "yellow", "running
 
 
 def renderable(runs: Sequence[ListedRun], *, next_command: str | None) -> RenderableType:
-    """A table, and what it does not show."""
+    """Return a table, and what it does not show."""
     parts: list[RenderableType] = [FittedTable(_columns(runs), styles=[_STYLES.get(r.state, "") for r in runs])]
     if any(r.joules is not None and r.joules.basis != "measured" for r in runs):
         parts.append(Text("~ modelled, not measured; ± is the half-width of a 90% interval", style="dim"))
@@ -41,7 +41,7 @@ def _columns(runs: Sequence[ListedRun]) -> list[TableColumn]:
 
 
 def format_date(time_ns: int) -> str:
-    """Local time to the minute; "-" where it is not known."""
+    """Return local time to the minute; "-" if it is not known."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_ns * 1e-9)) if time_ns else "-"
 
 

@@ -10,7 +10,7 @@ from .rewrite import search_line, use_line
 
 
 def schedule_text(report: ScheduleReport) -> str:
-    """A few lines: the plan, the cap, the power that was reached, what waiting cost."""
+    """Return a few lines: the plan, the cap, the power that was reached, what waiting cost."""
     lines = _plan_lines(report.plan) if report.plan is not None else []
     lines += [_cap_line(report)] if report.cap is not None or report.plan is None else []
     lines += [_zone_line(report, zone) for zone in report.zones]
@@ -37,7 +37,7 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 
 def _use_and_cost(plan: Plan) -> list[str]:
-    """How the plan did in use, and what the search took."""
+    """Return how the plan did in use, and what the search took."""
     lines = [] if plan.in_use is None else [use_line(plan.in_use)]
     return [*lines, search_line(plan.spent_s, plan.spent_j, plan.paid_after_calls)] if plan.spent_s else lines
 
@@ -58,7 +58,7 @@ def _cap_line(report: ScheduleReport) -> str:
 
 
 def _cap_scope(report: ScheduleReport) -> str:
-    """What the cap applies to."""
+    """Return what the cap applies to."""
     if report.cap is not None and report.cap.scope == "node":
         return "all processes of this node"
     if any(zone.own for zone in report.zones):
@@ -69,7 +69,7 @@ def _cap_scope(report: ScheduleReport) -> str:
 
 
 def _cost(report: ScheduleReport) -> str:
-    """What waiting adds; a factor where a percentage would be hard to read."""
+    """Return what waiting adds; a factor if a percentage would be hard to read."""
     if report.slowdown < 1.0:
         return f"adds at most {report.slowdown:.1%} to the time"
     return f"the time is at most {1.0 + report.slowdown:.3g} times as long"
@@ -91,7 +91,7 @@ def _zone_line(report: ScheduleReport, zone: ZoneReport) -> str:
 
 
 def _tokens_line(tokens: TokenReport) -> str:
-    """How many tokens were spent, how fast, and their energy."""
+    """Return how many tokens were spent, how fast, and their energy."""
     parts = [f"{tokens.spent:,} {tokens.kind} spent by Tessera's own kernels"]
     if tokens.per_s is not None:
         parts.append(f"{tokens.per_s:,.4g} per second")
@@ -101,7 +101,7 @@ def _tokens_line(tokens: TokenReport) -> str:
 
 
 def _ballast_lines(ballast: BallastReport) -> list[str]:
-    """What was held, what it cost, and how far power moved meanwhile."""
+    """Return what was held, what that cost, and how much power moved meanwhile."""
     held = [] if ballast.floor_w is None else [f"floor {format_power(ballast.floor_w)}"]
     held += [] if ballast.max_ramp_w_per_s is None else [f"fall at most {format_power_rate(ballast.max_ramp_w_per_s)}"]
     cost = "" if ballast.cost is None else f" ({format_share(ballast.cost, signed=True)} joules)"
@@ -125,7 +125,7 @@ def _against(report: ScheduleReport, power_w: float) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """What was chosen and what it saves, what was tried, the operators."""
+    """Return what was chosen and what it saves, what was tried, the operators."""
     lines = [f"plan of {plan.function} on {plan.device}   policy {plan.policy}", _outcome(plan), *_use_and_cost(plan)]
     for knob, value in plan.setting.items():
         why = f"   ({plan.why[knob]})" if plan.why.get(knob) else ""

@@ -18,7 +18,7 @@ from ..units import (
 )
 from .console import FittedTable, TableColumn, label_table, next_line
 
-_NOTES = 8  # of a table of many chips
+_NOTES = 8  # of a table with many chips
 
 
 def serving_screen(
@@ -29,7 +29,7 @@ def serving_screen(
     limited: bool,
     next_command: str,
 ) -> RenderableType:
-    """What the terminal shows."""
+    """Return what the terminal shows."""
     first = reports[0]
     d = first.served
     active = "" if not d.shape.experts else f", {d.active_parameters / 1e9:.1f}B of them active"
@@ -64,7 +64,7 @@ def serving_screen(
 
 
 def _group_refused(refused: Sequence[RefusedServer]) -> dict[str, list[str]]:
-    """The combinations that are not possible, by reason."""
+    """Return the impossible combinations by reason."""
     by_reason: dict[str, list[str]] = {}
     for row in refused:
         gpus = f"{row.gpus} x {row.on}" if row.gpus > 1 else row.on
@@ -73,7 +73,7 @@ def _group_refused(refused: Sequence[RefusedServer]) -> dict[str, list[str]]:
 
 
 def _from(reports: Sequence[ServingReport]) -> Text:
-    """Where the figures come from: every part of one prediction, the kernels of each chip of several."""
+    """Return where the figures come from: every part of one prediction, or the kernels of each chip of several."""
     if len(reports) == 1:
         sources = reports[0].provenance.items()
         return Text("from  " + "; ".join(f"{name}: {source}" for name, source in sources), style="dim")

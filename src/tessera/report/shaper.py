@@ -9,7 +9,7 @@ from ..units import format_duration, format_power, format_share
 
 
 def shaper_text(report: ShaperReport) -> str:
-    """A few lines: the rank's place, its offset, what it waited."""
+    """Return a few lines: the rank's place, its offset, and its waits."""
     place = report.place
     where = f"replica {place.replica} of {place.replicas}"
     where += f", stage {place.stage} of {place.stages}" if place.stages > 1 else ""
@@ -27,7 +27,7 @@ def shaper_text(report: ShaperReport) -> str:
 
 
 def validation_text(validation: ShaperValidation) -> str:
-    """Pass or fail, then the three rules with their figures without and with the shaper."""
+    """Return pass or fail, then the three rules with their figures without and with the shaper."""
     off, on = validation.off, validation.on
     change = on["peak"] / off["peak"] - 1 if off["peak"] else 0.0
     crest = f"crest factor {off['crest_factor']:.3g} -> {on['crest_factor']:.3g}"

@@ -25,12 +25,12 @@ _EVENTS, _JOBS = 8, 12
 
 
 def simulation_text(result: Simulation) -> str:
-    """The screen of a simulation as plain text."""
+    """Return the screen of a simulation as plain text."""
     return plain_console(PIPED_COLUMNS).text(simulation_screen(result))
 
 
 def simulation_screen(result: Simulation, *, next_command: str | None = None) -> RenderableType:
-    """One screen: what the feed does, whether the utility's spec is met, jobs, trips, what to type next."""
+    """Return one screen: what the feed does, whether the utility's spec is met, jobs, trips, what to type next."""
     facts = label_table()
     for name, text in list_figures(result):
         facts.add_row(name, text)
@@ -52,7 +52,7 @@ def simulation_screen(result: Simulation, *, next_command: str | None = None) ->
 
 
 def describe_size(result: Simulation) -> str:
-    """How large the facility is and how it was simulated."""
+    """Return how large the facility is and how it was simulated."""
     facility = result.scenario.facility
     counts = [(facility.racks, "rack"), (facility.rows, "row")]
     places = ", ".join(format_count(count, name) for count, name in counts)
@@ -62,7 +62,7 @@ def describe_size(result: Simulation) -> str:
 
 
 def list_headlines(result: Simulation) -> list[str]:
-    """Mean, peak and joules of the feed."""
+    """Return mean, peak and joules of the feed."""
     q = result.quality
     return [
         f"mean {format_power(q.mean_w, 3)}",
@@ -73,7 +73,7 @@ def list_headlines(result: Simulation) -> list[str]:
 
 
 def list_figures(result: Simulation) -> list[tuple[str, str]]:
-    """The figures of the feed, of heat and of the run."""
+    """Return the figures of the feed, of heat and of the run."""
     q = result.quality
     hottest = max((r.hottest_c for r in result.racks), default=0.0)
     inlet = max((r.inlet_c for r in result.racks), default=0.0)
@@ -114,10 +114,10 @@ def list_figures(result: Simulation) -> list[tuple[str, str]]:
 
 
 def describe_judged(result: Simulation) -> str:
-    """From when on which figures count."""
+    """Return the times from which figures count."""
     steady, whole = (format_duration(seconds, 3) for seconds in (result.quality.from_s, result.duration_s))
     text = f"mean, peak, swing and band from {steady} on; ramps and joules of all {whole}"
-    # Under a governor it starts softly, and the ramp of that is seen.
+    # Under a governor it starts softly, and that ramp is seen.
     governed = result.scenario.policies.rack_power_governor is not None
     if not governed and any(job.start_s == 0.0 for job in result.jobs):
         text += "; a job that starts at 0 s runs from the first step: its start is no ramp"
@@ -125,13 +125,13 @@ def describe_judged(result: Simulation) -> str:
 
 
 def describe_swing(q: PowerQuality) -> str:
-    """From where to where the power swings."""
+    """Return the lowest and the highest power of the swing."""
     levels = f"{format_power(q.low_w, 3)} to {format_power(q.peak_w, 3)}"
     return f"{levels} ({format_share(q.range_share)} of the mean), crest factor {q.crest_factor:.2f}"
 
 
 def describe_ramps(result: Simulation) -> str:
-    """The largest rise and fall within `RAMP_S`, and the steepest step."""
+    """Return the largest rise and fall within `RAMP_S`, and the steepest step."""
     q = result.quality
     up, down, steepest = (
         format_power_rate(rate, 3) for rate in (q.ramp_up_w_per_s, q.ramp_down_w_per_s, q.steepest_w_per_s)
@@ -141,7 +141,7 @@ def describe_ramps(result: Simulation) -> str:
 
 
 def describe_band(q: PowerQuality) -> str:
-    """How much of the swing lies in the band."""
+    """Return how much of the swing lies in the band."""
     low, high = q.band_hz
     text = f"{low:g}-{high:g} Hz: {format_power(q.band_rms_w, 3)} rms, {format_share(q.band_share)} of the mean"
     if q.band_of_swing is not None:
@@ -150,7 +150,7 @@ def describe_band(q: PowerQuality) -> str:
 
 
 def describe_trips(result: Simulation) -> str:
-    """How many breakers and supplies switched off, by themselves and by faults of the file."""
+    """Return how many breakers and supplies switched off, by themselves and by faults of the file."""
     kinds: dict[str, int] = {}
     for event in result.trips:
         kinds[event.kind] = kinds.get(event.kind, 0) + event.count
@@ -161,7 +161,7 @@ def describe_trips(result: Simulation) -> str:
 
 
 def describe_held(job: JobResult, result: Simulation) -> str:
-    """What a rack governor gave to a job, why no more, and what to change."""
+    """Return what a rack governor gave to a job, why no more, and what to change."""
     governor = result.scenario.policies.rack_power_governor
     if governor is None or job.granted_w is None or job.asked_w is None or job.start_s is None:
         return "none"
@@ -188,7 +188,7 @@ def describe_held(job: JobResult, result: Simulation) -> str:
 
 
 def describe_cap_above(result: Simulation) -> str:
-    """A cap that protects no breaker."""
+    """Return a cap that protects no breaker, in words."""
     governor, least = result.scenario.policies.rack_power_governor, result.cap_above_breaker
     if governor is None or least is None:
         return "none"
@@ -197,7 +197,7 @@ def describe_cap_above(result: Simulation) -> str:
 
 
 def describe_above_cap(result: Simulation) -> str:
-    """How far racks were above the cap of their governor."""
+    """Return how far racks were above the cap of their governor."""
     governor, racks = result.scenario.policies.rack_power_governor, result.racks_above_cap
     if governor is None or not racks:
         return "none"
@@ -211,7 +211,7 @@ def describe_above_cap(result: Simulation) -> str:
 
 
 def format_verdict(verdict: Verdict) -> tuple[str, str, str]:
-    """Found, allowed, and pass or fail; with as many digits as it takes to see why it fails."""
+    """Return found, allowed, and pass or fail, with enough digits to see why it fails."""
     found, limit = verdict.show()
     return found, limit, "pass" if verdict.passed else "FAIL"
 
@@ -228,7 +228,7 @@ def _list_verdicts(verdicts: Sequence[Verdict]) -> RenderableType:
 
 
 def format_lost(job: JobResult) -> str:
-    """The share of a job's iterations that were lost."""
+    """Return the share of a job's iterations that were lost."""
     return _format_lost(job.lost_share)
 
 
@@ -278,5 +278,5 @@ def _list_events(events: Sequence[SimulatedEvent]) -> RenderableType:
 
 
 def count_text(event: SimulatedEvent) -> str:
-    """How many others are alike."""
+    """Return how many others are alike."""
     return f" and {event.count - 1:,} alike" if event.count > 1 else ""

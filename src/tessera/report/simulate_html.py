@@ -27,12 +27,12 @@ from .simulate import (
 _WIDTH, _LEFT, _HEIGHT = 1040, 78, 210
 _POINTS = 900
 _MOST_RACKS, _MOST_ROWS, _MOST_EVENTS, _CLOSE_PERIODS = 4000, 40, 200, 4
-# From blue over white-ish to red, by lightness too (ColorBrewer's RdYlBu, reversed; safe for colour-blind readers).
+# From blue over near-white to red, also by lightness (ColorBrewer's RdYlBu, reversed; safe for colour-blind readers).
 _RAMP = ("#4575b4", "#74add1", "#abd9e9", "#e0f3f8", "#fee090", "#fdae61", "#f46d43", "#d73027")
 
 
 def simulation_page(result: Simulation) -> str:
-    """One self-contained HTML file."""
+    """Return one self-contained HTML file."""
     facility = result.scenario.facility
     parts = [
         f"<h2>{escape(facility.name)}</h2><div class='dim'>Simulated: {escape(describe_size(result))}</div>",
@@ -95,7 +95,7 @@ def _verdicts(result: Simulation) -> str:
 
 
 def _thin(values: Floats, points: int = _POINTS) -> tuple[Floats, Floats, Floats]:
-    """Lowest, mean and highest of each of `points` stretches."""
+    """Return lowest, mean and highest of each of `points` stretches."""
     edges = np.unique(np.linspace(0, len(values), min(points, len(values)) + 1).astype(int))[:-1]
     count = np.diff(np.append(edges, len(values)))
     return (
@@ -111,7 +111,7 @@ def _scale(low: float, high: float, height: float) -> Callable[[float], float]:
 
 
 def draw_power(result: Simulation, *, close: bool = False) -> str:
-    """Watts of the feed over time: mean, and from lowest to highest; before storage too where there is some."""
+    """Return watts of the feed over time: mean, lowest and highest; before storage too, if there is some."""
     feed, load, start_s = result.feed_w, result.load_w, 0.0
     if close:
         longest = max((job.period_s for job in result.scenario.jobs), default=2.0)
@@ -171,7 +171,10 @@ def _time_axis(start_s: float, seconds: float, y: float) -> str:
 
 
 def draw_spectrum(result: Simulation) -> str:
-    """Root mean square of the swing by frequency, on a logarithmic axis from 0.05 to 50 Hz; the band is shaded."""
+    """Return the root mean square of the swing by frequency, on a logarithmic axis from 0.05 to 50 Hz.
+
+    The band is shaded.
+    """
     steady = result.feed_w[round(result.quality.from_s / result.step_s) :]
     spectrum = compute_spectrum(EvenSamples(start_ns=0, step_s=result.step_s, watts=steady))
     if spectrum is None:
@@ -204,7 +207,7 @@ def draw_spectrum(result: Simulation) -> str:
 
 
 def draw_rows(result: Simulation) -> str:
-    """A lane for each class of rows: the darker, the nearer to its highest power."""
+    """Return a lane for each class of rows: the darker, the nearer to its highest power."""
     rows = min(len(result.row_names), _MOST_ROWS)
     top = float(result.row_w.max()) or 1.0
     height = rows * 22 + 26
@@ -234,7 +237,7 @@ def draw_rows(result: Simulation) -> str:
 
 
 def draw_maps(result: Simulation) -> str:
-    """Racks by row: by the temperature of their hottest GPU, and by the highest load of their breaker."""
+    """Return racks by row: by the temperature of their hottest GPU, and by the highest load of their breaker."""
     slow_at = result.scenario.facility.gpu.heat.slow_at_c
     supply = result.scenario.facility.aisle.supply_c
     heat = _map(result, lambda r: (r.hottest_c - supply) / (slow_at - supply), "temperature")
@@ -279,7 +282,7 @@ def _map(result: Simulation, value: Callable[[RackSummary], float], label: str) 
             f"{escape(facility.name_row(row))}</text>"
             for row in range(rows)
         )
-    box = f"0 0 {max(540.0, 50 + columns * size):.0f} {rows * high:.0f}"  # a few racks are not blown up
+    box = f"0 0 {max(540.0, 50 + columns * size):.0f} {rows * high:.0f}"  # do not enlarge a few racks
     return f"<svg class='map' viewBox='{box}' role='img' aria-label='Racks by {escape(label)}'>{shapes}</svg>"
 
 

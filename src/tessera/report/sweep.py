@@ -24,18 +24,18 @@ from .plots import ParetoPoint, pareto_plot
 from .predict import components, format_rate
 
 MAX_TIED = 3
-"""Combinations that a tie names; the others are counted."""
+"""Combinations that are named in a tie; the others are counted."""
 COMPONENTS = {"compute": "arithmetic", "memory": "moving data", "static": "power the chip draws in any case"}
-"""What the colours of a bar mean."""
+"""The meaning of a bar's colours."""
 
 
 def text(sweep: Sweep) -> str:
-    """The screen as plain text."""
+    """Return the screen as plain text."""
     return plain_console(WIDTH).text(comparison(sweep)).rstrip()
 
 
 def comparison(sweep: Sweep, *, next_command: str | None = None) -> RenderableType:
-    """One row per combination, with the Pareto frontier marked; impossible ones and why; the best choices."""
+    """Return one row per combination, the Pareto frontier marked; impossible ones and why; the best choices."""
     front = set(map(id, sweep.pareto()))
     parts: list[RenderableType] = [Text(sweep.name, style="bold").append(f"   {_about(sweep)}", style="dim")]
     if sweep.feasible:
@@ -64,7 +64,7 @@ def _about(sweep: Sweep) -> str:
 
 
 def _columns(rows: Sequence[SweepRow], front: set[int]) -> list[TableColumn]:
-    """The columns of a sweep, and the order in which a narrow terminal drops them."""
+    """Return the columns of a sweep, and the order in which a narrow terminal drops them."""
     formats = [row.precision or "-" for row in rows]
     latency = [format_duration_error(row.time_s or 0.0, row.error_s) for row in rows]
     joules = [format_energy_error(row.energy_per_sample_j or 0.0, row.error_per_sample_j) for row in rows]
@@ -89,13 +89,13 @@ def _columns(rows: Sequence[SweepRow], front: set[int]) -> list[TableColumn]:
 
 
 def row_name(row: SweepRow) -> str:
-    """A combination in words: "a100 bf16 batch 8"."""
+    """Return a combination in words: "a100 bf16 batch 8"."""
     parts = (row.on, row.precision or "", f"batch {row.batch}" if row.batch else "")
     return " ".join(part for part in parts if part)
 
 
 def reasons(sweep: Sweep) -> list[tuple[str, str]]:
-    """(combination, why it is not possible); batches with the same reason share a line."""
+    """Return (combination, why it is not possible); batches with the same reason share a line."""
     alike: dict[tuple[str, str | None, str], list[SweepRow]] = {}
     for row in sweep.rows:
         if not row.feasible:
@@ -109,14 +109,14 @@ def reasons(sweep: Sweep) -> list[tuple[str, str]]:
 
 
 def choices(sweep: Sweep) -> list[tuple[str, SweepRow]]:
-    """The best rows: least energy, lowest latency, most samples per second; a label says where others are as good."""
+    """Return the best rows: least energy, lowest latency, most samples per second, labelled if others tie."""
     best = {"least energy": sweep.best_batch(), "fastest": sweep.fastest(), "most throughput": sweep.most_throughput()}
     tied = _tied(sweep)
     return [(f"{label} (tied)" if tied.get(label) else label, row) for label, row in best.items() if row is not None]
 
 
 def ties(sweep: Sweep) -> list[str]:
-    """Where the best combinations differ by less than their errors: a sentence for time, one for energy."""
+    """Return sentences for ties: best combinations that differ by less than their errors, in time and in energy."""
     sentences = []
     for label, question in (("fastest", "lowest latency"), ("least energy", "least energy")):
         if tied := _tied(sweep).get(label):
@@ -127,7 +127,7 @@ def ties(sweep: Sweep) -> list[str]:
 
 
 def _tied(sweep: Sweep) -> dict[str, list[str]]:
-    """The best and the rows that differ from it by no more than the error, as `tessera diff` of the two would say."""
+    """Return the best and the rows that differ from it by at most the error, as `tessera diff` would say."""
     fastest, least = sweep.fastest(), sweep.best_batch()
     if fastest is None or least is None:
         return {}
@@ -143,7 +143,7 @@ def _tied(sweep: Sweep) -> dict[str, list[str]]:
 
 
 def _distinct_names(sweep: Sweep) -> list[str]:
-    """What distinguishes each possible row from the others: its chip, precision, batch, as far as they differ."""
+    """Return what distinguishes each possible row from the others: chip, precision, batch, as far as they differ."""
     rows = sweep.feasible
     parts = [(row.on, row.precision or "", f"batch {row.batch}" if row.batch else "") for row in rows]
     differs = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
@@ -155,7 +155,7 @@ def _distinct_names(sweep: Sweep) -> list[str]:
 
 
 def sweep_section(sweep: Sweep) -> str:
-    """The section of a page: the best choices, the plot, the table."""
+    """Return the section of a page: the best choices, the plot, the table."""
     front = set(map(id, sweep.pareto()))
     parts = [f"<h2>{escape(sweep.name)}</h2><div class='dim'>{escape(_about(sweep))}</div>", _choice_tiles(sweep)]
     parts += [
@@ -230,7 +230,7 @@ def _html_row(row: SweepRow, frontier: bool) -> str:
 
 
 def component_bar(parts: Sequence[tuple[str, float, float]], length_pct: float = 100.0) -> str:
-    """Compute, memory and static energy as one bar."""
+    """Return compute, memory and static energy as one bar."""
     pieces = "".join(
         f"<i class='{name.lower()}' style='width:{length_pct * share:.2f}%' "
         f"title='{name} {share:.1%}, {escape(format_energy(joules, 3))}'></i>"

@@ -40,7 +40,7 @@ _COLUMNS = [("time", True), ("", False), ("share", True), ("each", True), ("call
 
 
 def time_page(recording: Recording, result: TimeAnswer) -> str:
-    """The page of a trace without power."""
+    """Return the page of a trace without power."""
     lines = recording.timeline
     results = run_analyses(recording)
     view = overview(lines, None, {}, None)
@@ -81,7 +81,7 @@ def _tiles(result: TimeAnswer) -> str:
 
 
 def _bar(result: TimeAnswer) -> str:
-    """Kinds of work by seconds, and idle."""
+    """Return a bar of kinds of work by seconds, and idle."""
     parts = dict(result.parts)
     if result.on_device and (idle_s := result.share("idle_s") * result.device_s) > 0:
         parts["idle"] = idle_s
@@ -92,12 +92,12 @@ def _bar(result: TimeAnswer) -> str:
 
 
 def _devices(devices: Sequence[DeviceTime]) -> str:
-    """A row for each device: what it did with its time."""
+    """Return a row for each device: what it did with its time."""
     if len(devices) < 2:
         return ""
     keys = "".join(f"<li><i style='background:var(--{_COLOURS[key]})'></i>{name}</li>" for key, name in PARTS)
     columns = [("device", False), ("span", True), ("", False), *((name, True) for _, name in PARTS)]
-    many = len(devices) > FOLDED  # then the first are seen at once: those that compute most
+    many = len(devices) > FOLDED  # then only the first rows are visible at once: those that compute most
     shown = sorted(devices, key=lambda device: -device.compute_s) if many else devices
     body = [_device_row(device) for device in shown]
     caption = "Where the time of each device went"

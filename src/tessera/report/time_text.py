@@ -27,7 +27,7 @@ PARTS = (
 
 
 def headline(result: TimeAnswer) -> str:
-    """The whole in one line."""
+    """Return the whole in one line."""
     if not result.on_device:
         return f"{format_duration(result.time_s, 4)}, nothing ran on a device"
     shares = ", ".join(f"{format_share(result.share(key))} {name}" for key, name in PARTS if result.share(key) > 0)
@@ -37,7 +37,7 @@ def headline(result: TimeAnswer) -> str:
 
 
 def time_text(result: TimeAnswer, *, width: int, by: str | None = None, top: int | None = None) -> RenderableType:
-    """The screen of a trace without power, or one of its tables."""
+    """Return the screen of a trace without power, or one of its tables."""
     if by is not None:
         return _view(result, by, top or len(result.rows(by)) or 1, width)
     parts: list[RenderableType] = [Text(fit(result.name, width), style="bold")]

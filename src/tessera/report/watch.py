@@ -19,7 +19,7 @@ _INDENT = "  "
 
 
 def sparkline(values: Sequence[float | None], top: float) -> str:
-    """One block per value, scaled from 0 to `top`; unknown is a dot, above `top` is a full block."""
+    """Return one block per value, scaled from 0 to `top`; unknown is a dot, above `top` is a full block."""
 
     def block(value: float | None) -> str:
         if value is None:
@@ -34,7 +34,7 @@ def sparkline(values: Sequence[float | None], top: float) -> str:
 
 
 def json_line(snapshot: Snapshot) -> bytes:
-    """One line of JSON, without the history of the sparkline."""
+    """Return one line of JSON, without the history of the sparkline."""
     import msgspec
 
     tree = msgspec.to_builtins(snapshot)
@@ -45,7 +45,7 @@ def json_line(snapshot: Snapshot) -> bytes:
 
 
 def plain_lines(snapshot: Snapshot) -> Iterator[str]:
-    """One line per counted domain, and a total if there are several: name=value pairs with the unit in the name."""
+    """Yield one line of name=value pairs per counted domain, and a total if there are several."""
     from datetime import UTC, datetime
 
     stamp = datetime.fromtimestamp(snapshot.epoch_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -101,7 +101,10 @@ def _quote(text: str) -> str:
 def screen(
     snapshot: Snapshot, *, width: int = 80, height: int | None = None, keys: bool = True, processes: int = 0
 ) -> Text:
-    """The whole screen, at most `width` columns wide; a low `height` drops processes and details, not the total."""
+    """Return the whole screen, at most `width` columns wide.
+
+    A low `height` drops processes and details, not the total.
+    """
     rows = snapshot.counted_readings
     name_w = max([len("total"), *(len(r.domain) for r in rows)])
     cells = _cells(width, name_w)
@@ -119,7 +122,7 @@ def screen(
 
 
 def _fit(blocks: Sequence[Sequence[Text]], room: int | None) -> list[Text]:
-    """As many lines per row as fit: all with a blank line between rows, all, two, or one."""
+    """Return as many lines per row as fit: all with a blank line between rows, all, two, or one."""
     spaced = [line for b in blocks for line in (*b, Text())]
     if room is None or len(spaced) <= room:
         return spaced
@@ -134,14 +137,14 @@ def _fit(blocks: Sequence[Sequence[Text]], room: int | None) -> list[Text]:
 
 
 def _after_first(lines: Sequence[Text]) -> Iterator[Text]:
-    """Lines to be joined: all but the first lose their indent."""
+    """Yield lines to be joined: all but the first lose their indent."""
     yield lines[0]
     for line in lines[1:]:
         yield line[len(line.plain) - len(line.plain.lstrip()) - len(_INDENT) :]
 
 
 def _cells(width: int, name_w: int) -> int:
-    """Cells of the sparkline: what the other columns leave (see `_columns`), at most 60."""
+    """Return cells of the sparkline: what the other columns leave (see `_columns`), at most 60."""
     return max(min(width - name_w - 44, 60), 8)
 
 
@@ -171,7 +174,7 @@ def _title(snapshot: Snapshot, width: int, keys: bool) -> Text:
 
 
 def _sources(snapshot: Snapshot) -> list[Text]:
-    """Which devices, the source, and how old the figures are: a line for each kind."""
+    """Return which devices, the source, and how old the figures are: a line for each kind."""
     kinds = Counter((r.label or r.domain, r.source, r.resolution_s, r.note) for r in snapshot.counted_readings)
     lines = []
     for (label, source, resolution_s, note), count in kinds.items():
@@ -189,7 +192,7 @@ def _sources(snapshot: Snapshot) -> list[Text]:
 
 
 def _ago(age_s: float) -> str:
-    """Rounded to 10 ms, so that the text does not flicker."""
+    """Return an age, rounded to 10 ms so that the text does not flicker."""
     return f"{format_duration(max(math.ceil(age_s * 100), 1) / 100, 3 if age_s > 1 else 2)} ago"
 
 
@@ -214,7 +217,7 @@ def _power_line(r: DomainReading, name_w: int, cells: int) -> Text:
 
 
 def _watts(power_w: float | None) -> str:
-    """Fixed decimals, so that the figures do not move."""
+    """Return fixed decimals, so that the figures do not move."""
     if power_w is None:
         return "—"
     if power_w >= 9_999.5:
@@ -223,14 +226,14 @@ def _watts(power_w: float | None) -> str:
 
 
 def _joules(energy_j: float, error_j: float) -> str:
-    """Joules and the 90% half-width in percent."""
+    """Return joules and the 90% half-width in percent."""
     unit, factor = next(((u, f) for u, f in (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3)) if energy_j >= f), ("J", 1.0))
     error = f" ±{100 * error_j / energy_j:.1f}%" if energy_j > 0 else ""
     return f"{energy_j / factor:.{2 if factor > 1 else 1}f} {unit}{error}"
 
 
 def _states(r: DomainReading, name_w: int) -> list[Text]:
-    """Throttling, loss and gaps, if there are any."""
+    """Return throttling, loss and gaps, if there are any."""
     indent = " " * name_w + _INDENT
     lines = []
     if r.lost is not None:
@@ -246,7 +249,7 @@ def _states(r: DomainReading, name_w: int) -> list[Text]:
 
 
 def _details(r: DomainReading, name_w: int) -> list[Text]:
-    """Clock, temperature, activity; then the memory's. No line if they are unknown or old."""
+    """Return clock, temperature, activity; then the memory's. No line if they are unknown or old."""
     t = r.telemetry
     if t is None or r.lost is not None:
         return []
@@ -286,7 +289,7 @@ def _total(snapshot: Snapshot, name_w: int, cells: int) -> list[Text]:
 
 
 def _list_processes(snapshot: Snapshot, count: int) -> list[Text]:
-    """The processes with most watts. The watts are estimates, and so marked."""
+    """Return the processes with most watts. The watts are estimates, and so marked."""
     rows = snapshot.processes[: max(count, 0)]
     if not rows:
         return []
@@ -318,7 +321,7 @@ def _missing(snapshot: Snapshot) -> list[Text]:
 
 
 def summary(snapshot: Snapshot) -> str:
-    """The last line, printed when the screen closes."""
+    """Return the last line, printed when the screen closes."""
     span = format_duration(snapshot.time_s, 3)
     if snapshot.mean_w is None:
         return f"no data in {span}"

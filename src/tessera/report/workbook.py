@@ -71,7 +71,7 @@ def write_workbook(path: Path, recording: Recording) -> Path:
 
 
 def _lay_out(result: Result) -> tuple[Sequence[str], Iterator[Sequence[Any]]]:
-    """Titles with their units, and the rows: the columns of the analysis, then what its rows have beside them."""
+    """Return titles with their units, and the rows: the analysis's columns, then what its rows have besides."""
     columns = {c.key: f"{c.title} ({c.unit})" if c.unit else c.title for c in result.columns}
     more = dict.fromkeys(key for row in result.rows for key in row if key not in columns)
     titles = columns | {key: f"{key} (number)" if key in columns.values() else key for key in more}
@@ -79,7 +79,7 @@ def _lay_out(result: Result) -> tuple[Sequence[str], Iterator[Sequence[Any]]]:
 
 
 def _flatten(value: Any) -> Any:
-    """A list or a mapping as one text."""
+    """Return a list or a mapping as one text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {part}" for key, part in value.items())
     return " + ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
@@ -142,7 +142,7 @@ def _render_sheet(titles: Sequence[str], rows: Any) -> Iterator[str]:
 
 
 def _render_cell(value: Any, style: int = 0) -> str:
-    """A number, a truth, or text, which is never taken for a formula."""
+    """Return a number, a boolean, or text, which is never taken for a formula."""
     value = value.item() if hasattr(value, "item") else value
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "<c/>"
