@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ..recording import Recording
 
 ON_DEVICE_ONLY = ("overlap", "kernels", "memcpy")
-"""The analyses that look at nothing but device rows. Collectives of a host hide behind its operators."""
+"""The analyses that use only device rows. Collectives of a host hide behind its operators."""
 LARGE_BYTES = 20 << 20
-"""A smaller file is read before anybody looks at a progress bar."""
+"""A smaller file is read before anybody notices a progress bar."""
 
 
 class KindType(click.ParamType):  # type: ignore[type-arg]
@@ -107,7 +107,7 @@ def command(kind: str, trace: Path, as_json: bool, top: int, power: Path | None,
 
 
 def _select_arguments(kind: str, function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The options as arguments of the analysis; an error where it has no such argument."""
+    """Return the options as arguments of the analysis; an error where it has no such argument."""
     parameters = inspect.signature(function).parameters
     arguments = {}
     for option, value in options.items():
@@ -144,7 +144,7 @@ def read(
 
 @contextlib.contextmanager
 def _show_progress(trace: Path, *, quiet: bool) -> Iterator[Callable[[float], None] | None]:
-    """A bar on stderr while a large recording is read, if stderr is a terminal."""
+    """Show a bar on stderr while a large recording is read, if stderr is a terminal."""
     size = sum(f.stat().st_size for f in trace.iterdir() if f.is_file()) if trace.is_dir() else trace.stat().st_size
     if quiet or size < LARGE_BYTES or not sys.stderr.isatty():
         yield None

@@ -61,7 +61,7 @@ def command(device: int, seconds: float, force: bool, as_json: bool, dry_run: bo
 
 
 def _learn_sensor(device: int, seconds: float) -> None:
-    """Run bursts of kernels under a session, which keeps what they show of the sensor; says so on standard error."""
+    """Run bursts of kernels under a session, which keeps what they show of the sensor; print that on standard error."""
     import torch
 
     from ..profile.mixture import make_kernels, run_mixture, time_kernels
@@ -78,7 +78,7 @@ def _learn_sensor(device: int, seconds: float) -> None:
 
 
 def _print_progress(done: int, steps: int, name: str) -> None:
-    """The current step, on standard error: one line that is overwritten in a terminal, a line each in a log."""
+    """Print the current step on standard error: one overwritten line in a terminal, a line each in a log."""
     line = f"[{done + 1}/{steps}] {name}"
     if not sys.stderr.isatty():
         print(line, file=sys.stderr)

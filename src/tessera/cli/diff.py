@@ -23,13 +23,13 @@ VIEWS = ("ops", "kernels", "regions", "modules")
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
 """The file whose Markdown GitHub shows on the page of a workflow's run."""
 AFTER = "tessera.diff.after"
-# Not `exists`: click would answer with its usage, and not with the files that are there.
+# Not `exists`, because click would answer with its usage instead of the files that are there.
 _PATH = click.Path(path_type=Path)
 _READABLE = (".tessera", ".json", ".gz")
 
 
 def _parse_share(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
-    """A share such as 5% or 0.05."""
+    """Return a share such as 5% or 0.05."""
     if value is None:
         return None
     from ..units import parse_fraction
@@ -47,7 +47,7 @@ class _SidesCommand(click.Command):
     """Accepts `A... -- B...` as well as `A B`: the files after the dashes are kept in `ctx.meta[AFTER]`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Options may follow the files, with and without the dashes."""
+        """Parse options that may follow the files, with and without the dashes."""
         if "--" in args:
             at = args.index("--")
             rest = args[at + 1 :]
@@ -117,7 +117,7 @@ def command(
             if log is not None:
                 _check_exists(log, (".csv",), "give the power log of the same time as the trace")
         difference = diff(before, after, by=by, power_a=power_a, power_b=power_b)
-    except (TesseraError, OSError) as exc:  # not 1: a baseline that cannot be read is not a regression
+    except (TesseraError, OSError) as exc:  # not 1, because a baseline that cannot be read is not a regression
         return report_failure(exc, WRONG_USAGE, as_json=as_json)
     verdict = difference.verdict(metric, fail_above)
     if html is not None:
@@ -151,12 +151,12 @@ def _write_summary(difference: Difference, verdict: DiffVerdict) -> None:
     try:
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(text)
-    except OSError as exc:  # the verdict is the exit code: a summary that cannot be written does not change it
+    except OSError as exc:  # the exit code has the verdict, so a summary that cannot be written does not change it
         print(f"error: cannot write the summary to {path}: {exc.strerror}", file=sys.stderr)
 
 
 def _split_sides(files: list[Path], after: list[Path] | None) -> tuple[list[Path], list[Path]]:
-    """The files before and after; `after` are those behind the dashes, None where there are no dashes."""
+    """Return the files before and after; `after` are those behind the dashes, None if there are no dashes."""
     if after is None and len(files) == 2:
         return files[:1], files[1:]
     if files and after:
@@ -190,7 +190,7 @@ def _typed_command(before: list[Path], after: list[Path], power_a: Path | None, 
 
 
 def _next_command(difference: Difference, typed: str, html: Path | None, b: Path) -> str:
-    """Closer to the reason: kernels where operators changed, then the page, then the second run on its own."""
+    """Return a command closer to the reason: kernels if operators changed, then the page, then the second run."""
     predicted = "predicted" in difference.basis
     if difference.by == "ops" and difference.significant and "kernels" in difference.views and not predicted:
         return f"{typed} --by kernels"

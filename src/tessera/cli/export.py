@@ -93,7 +93,7 @@ def command(
 
 
 def _write_each(writers: Mapping[str, Callable[[Recording], object]], recording: Recording) -> dict[str, str]:
-    """Write one format after the other; the error of one that fails says which are there already."""
+    """Write one format after the other; the error of one that fails says which formats are already written."""
     written: dict[str, str] = {}
     for name, write in writers.items():
         try:

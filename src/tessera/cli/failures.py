@@ -1,4 +1,4 @@
-"""How a command tells that it failed: words on standard error, or one JSON object on standard output with --json."""
+"""How a command reports that it failed: words on standard error, or with --json one JSON object on standard output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ErrorStyle:
 
 
 def accept_style(command: click.Command) -> click.Command:
-    """Give a command --debug; read it and the command's --json first, so that errors of other options heed them."""
+    """Give a command --debug; read that and --json first, so that errors of other options follow them."""
     if all(p.name != "debug" for p in command.params):
         text = "Show a traceback when something goes wrong."
         command.params.append(click.Option(["--debug"], is_flag=True, expose_value=False, help=text))
@@ -44,7 +44,7 @@ def print_error(error: Exception | str) -> None:
 
 
 def report_failure(error: TesseraError | OSError, code: int | None = None, *, as_json: bool = False) -> int:
-    """Tell why a command failed, in the form that was asked for, and return its exit code."""
+    """Report why a command failed, in the form that was asked for; return its exit code."""
     if code is None:
         code = WRONG_USAGE if isinstance(error, ArgumentError | RecordingError) else FAILED
     if not as_json:
@@ -63,11 +63,11 @@ def report_failure(error: TesseraError | OSError, code: int | None = None, *, as
 
 
 def explain_usage_error(exc: click.UsageError) -> ArgumentError:
-    """Click's usage error as one of ours: what is wrong and what to do, without printing the whole usage."""
+    """Return click's usage error as one of ours: what is wrong and what to do, without the whole usage."""
     path = exc.ctx.command_path if exc.ctx is not None else "tessera"
     fix = f"run `{path} --help` to see how it is used"
     if isinstance(exc, click.NoSuchOption):
-        # From all options: click's own list for `--htlm` offers `--help` before `--html`.
+        # From all options, because click's own list for `--htlm` offers `--help` before `--html`.
         options = [o for p in exc.ctx.command.get_params(exc.ctx) for o in p.opts] if exc.ctx is not None else []
         what = f"{path} has no option {exc.option_name}{did_you_mean(exc.option_name, options)}"
         return ArgumentError(what, fix=f"run `{path} --help` to see its options")
@@ -89,7 +89,7 @@ def explain_usage_error(exc: click.UsageError) -> ArgumentError:
 
 
 def _parameter_name(exc: click.UsageError) -> str:
-    """The option's longest spelling, or the argument's name in capitals, as the usage shows it."""
+    """Return the option's longest spelling, or the argument's name in capitals, as the usage shows it."""
     param = getattr(exc, "param", None)
     if isinstance(param, click.Option):
         return max(param.opts, key=len)
@@ -97,7 +97,7 @@ def _parameter_name(exc: click.UsageError) -> str:
 
 
 def _usage_with(exc: click.MissingParameter) -> str:
-    """How the command is typed, with the option that is missing."""
+    """Return how the command is typed, with the option that is missing."""
     if exc.ctx is None:
         return "--help"
     usage = exc.ctx.command.get_usage(exc.ctx).removeprefix("Usage: ")

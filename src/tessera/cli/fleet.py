@@ -37,7 +37,7 @@ def command() -> None:
 
 
 def _load_policy(path: Path | None) -> ThermalPolicy:
-    """The thermal policy of a file; without one cool nodes come first."""
+    """Return the thermal policy of a file; without one, cool nodes come first."""
     from ..policy import ThermalPolicy, load_policies
 
     if path is None:
@@ -99,7 +99,7 @@ def place(
     thermal = _load_policy(policy)
     nodes, notes = fill_nodes(given.nodes, given.metrics)
     relief = plan_moves(nodes, given.jobs, thermal, rack_limits_w=given.rack_limits_w)
-    nodes, jobs = settle_moves(nodes, given.jobs, relief)  # what is hot is relieved before anything is added
+    nodes, jobs = settle_moves(nodes, given.jobs, relief)  # hot nodes are relieved before anything is added
     placement = place_jobs(nodes, jobs, thermal, order=order, rack_limits_w=given.rack_limits_w)
     savings = None
     if compare:
@@ -199,7 +199,7 @@ def run(
 
         choose = CoolNodeChooser(load_fleet(fleet), _load_policy(policy), gpus=gpus, power_w=power_w)
         node = node or choose(None)
-    OrderFile(folder).take()  # an order of before the start is old
+    OrderFile(folder).take()  # an order from before the start is old
     # The job's own output makes room for ours.
     options: dict[str, Any] = {"run": lambda words: subprocess.run(words, check=False, stdout=2).returncode}
     options = options if as_json else {}

@@ -36,7 +36,7 @@ _POLL_S = 2.0
 
 
 def connect_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--url, --token-file and --ca: where the governor is, and who we are. `connect()` makes the client of it."""
+    """Add --url, --token-file and --ca: where the governor is, and who we are; `connect()` makes the client."""
 
     @click.option("--url", help="The governor's address.  [default: http://127.0.0.1:9410]")
     @click.option("--token-file", type=FILE, help="File with our token.")
@@ -145,7 +145,7 @@ def serve(
 
 
 def _log_event(event: GovernorEvent) -> None:
-    """One line an event, on standard error: systemd keeps it in its journal."""
+    """Print one line per event on standard error, which systemd keeps in its journal."""
     from ..report.governor import describe_event
 
     when = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -172,7 +172,7 @@ def _find_policy(cap_w: float | None, policy_file: Path | None, more: dict[str, 
 
 
 def _first_token(folder: Path) -> Any:
-    """The tokens of a governor; where there is none, one for an operator, in a file of its own."""
+    """Return the tokens of a governor; if there is none, make one for an operator, in a file of its own."""
     from ..fleet.governor.tokens import Role, TokenFile
 
     tokens = TokenFile(folder / "tokens.json")
@@ -251,7 +251,7 @@ def join(
 
 
 def _run_daemon(daemon: NodeDaemon, quit_: Quit) -> None:
-    """Until the user quits, or the governor refuses this node, which is raised."""
+    """Run until the user quits, or until the governor refuses this node, which raises."""
     stop = threading.Event()
     worker = threading.Thread(target=daemon.run, args=(stop,), name="tessera-node")
     worker.start()

@@ -14,7 +14,7 @@ ROLES = ["node", "job", "read", "operator"]
 
 
 def default_state() -> Path:
-    """Where a governor of this user keeps its leases and tokens."""
+    """Return where a governor of this user keeps its leases and tokens."""
     if os.geteuid() == 0:
         return Path("/var/lib/tessera-governor")
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "tessera" / "governor"

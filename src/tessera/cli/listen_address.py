@@ -22,7 +22,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The address of "HOST:PORT" or "[IPV6]:PORT"."""
+        """Return the address of "HOST:PORT" or "[IPV6]:PORT"."""
         match = _ADDRESS.fullmatch(text.strip())
         if not match or int(match["port"]) > 0xFFFF:
             raise ArgumentError(
@@ -44,5 +44,5 @@ class Address:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Return whether only this machine can reach it."""
         return ipaddress.ip_address(self.sockaddr[0].partition("%")[0]).is_loopback

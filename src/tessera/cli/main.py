@@ -48,7 +48,7 @@ COMMANDS = {
     "completion": "Print the script that completes commands, options and chips in a shell.",
 }
 ASCII_ERRORS = "tessera-ascii"
-"""The name of our replacement of non-ASCII characters, for `open(..., errors=ASCII_ERRORS)`."""
+"""The name of our error handler that replaces non-ASCII characters, for `open(..., errors=ASCII_ERRORS)`."""
 
 _BARS = dict(zip("▁▂▃▄▅▆▇█░▒▓▏▎▍▌▋▊▉", "_.:=+*%#.+%:::####", strict=True))
 _LINES = dict.fromkeys("─━═╴╶╸╺–—−", "-") | dict.fromkeys("│┃║╵╷", "|")
@@ -86,7 +86,7 @@ class LazyGroup(NearestGroup):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """From the table above: importing every command takes a third of a second, at each press of a key."""
+        """Complete from the table above: importing every command would take a third of a second at each key."""
         names = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
         return names + click.Command.shell_complete(self, ctx, incomplete)
 
@@ -142,7 +142,7 @@ def completion(shell: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `tessera`."""
+    """Run `tessera`: its entry point."""
     run_command(cli, "tessera", argv)
 
 
@@ -200,7 +200,7 @@ def replace_non_ascii() -> None:
 
 
 def to_ascii(text: str) -> str:
-    """The text in ASCII: accents are dropped, and "?" stands for what has no equivalent."""
+    """Return the text in ASCII: accents are dropped, and "?" stands for what has no equivalent."""
     import unicodedata
 
     def convert(letter: str) -> str:

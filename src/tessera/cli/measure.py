@@ -96,7 +96,7 @@ def command(
 def _check_work(
     command: Sequence[str], amounts: Mapping[str, float | None], work: float | None, unit: str | None
 ) -> list[Work]:
-    """The work that the command is said to do."""
+    """Return the work that the command is said to do."""
     if not command or not command[0].strip():
         raise ArgumentError("no command to measure was given", fix="e.g. tessera measure -- python train.py")
     from ..schema import works
@@ -169,7 +169,7 @@ def _print_report(run: CommandRun, command: Sequence[str], trace: Path | None, a
 
 
 def _cpu_use(run: CommandRun) -> CpuUse | None:
-    """Who used the CPUs meanwhile, as a recorded run has it."""
+    """Return who used the CPUs meanwhile, as in a recorded run."""
     from ..profile.cpu_use import count_cores
     from ..recording import CpuUse
 

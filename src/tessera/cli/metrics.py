@@ -67,7 +67,7 @@ def command(listen: str, sensors: tuple[str, ...], once: bool, dashboard: bool) 
 
 
 def bind_server(address: Address) -> contextlib.AbstractContextManager[Any]:
-    """A server on the address, closed when its context ends."""
+    """Return a server on the address, closed when its context ends."""
     try:
         server = report.bind(address.family, address.sockaddr)
     except OSError as exc:

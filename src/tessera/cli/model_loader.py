@@ -71,7 +71,7 @@ def load_model(spec: str, shape: InputShape, *, training: bool = False) -> Loade
 
 
 def find_language_model(spec: str) -> ServedModel | None:
-    """The sizes of a language model given by its public name; None where it is not the name of one."""
+    """Return the sizes of a language model given by its public name; None where it is not the name of one."""
     from ..serving.served_model import read_served_model
 
     if ":" in spec or spec.endswith((".py", ".json")):
@@ -83,7 +83,7 @@ def find_language_model(spec: str) -> ServedModel | None:
 
 
 def _script_error(spec: str) -> ArgumentError:
-    """The user named a script: show how to name the model in it."""
+    """Return the error for a script as the model: it shows how to name the model in it."""
     path, _, name = spec.partition(":")
     module = ".".join(Path(path.removesuffix(".py")).parts)
     return ArgumentError(
@@ -151,7 +151,7 @@ def _make_image(size: Iterable[int] | None) -> Any:
 
 
 def _build_on_meta(build: Callable[[], Any]) -> Any:
-    """The result of `build` on the meta device; only its parameters are there if `build` needs values."""
+    """Return the result of `build` on the meta device; only its parameters are there if `build` needs values."""
     import torch
 
     with warnings.catch_warnings():
@@ -252,7 +252,7 @@ def _find_architecture(transformers: Any, name: str) -> Any:
 
 
 def _build_in_dtype(build: Callable[[Any], Any], config: Any) -> Any:
-    """The model with its floats in the configuration's dtype, as it would be loaded."""
+    """Return the model with its floats in the configuration's dtype, as it would be loaded."""
     import torch
 
     dtype = config.dtype if hasattr(config, "dtype") else getattr(config, "torch_dtype", None)  # its name before 4.56
@@ -294,7 +294,7 @@ def _make_pixels(config: Any, shape: InputShape) -> Any:
 
 
 def _make_labels(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Labels for training, if the model computes its loss from them; otherwise the loss is a cross-entropy."""
+    """Return labels for training, if the model computes its loss from them; otherwise the loss is a cross-entropy."""
     import torch
 
     if "labels" not in inspect.signature(model.forward).parameters:
@@ -398,7 +398,7 @@ def _own_error(what: str, e: Exception) -> TesseraError:
 
 
 def _find_line(e: Exception) -> str:
-    """The innermost line of the user's own code; of a package's where there is none."""
+    """Return the innermost line of the user's own code; of a package's where there is none."""
     lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(e.__traceback__)]
     own = [line for line in lines if "site-packages" not in line[0] and not Path(line[0]).is_relative_to(_PACKAGE)]
     return ":".join(map(str, (own or lines)[-1])) if lines else "an unknown line"

@@ -19,7 +19,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 SUGGESTED = 5
 """How many files are suggested in place of one that does not exist: the line stays readable."""
 RUNS = Path("runs")
-"""Where `tessera run` writes its files; searched when no run lies in the folder that was named."""
+"""Where `tessera run` writes its files; searched when the named folder has no run."""
 
 _T = TypeVar("_T")
 _Callback = Callable[[click.Context, click.Parameter, "str | None"], "_T | None"]
@@ -58,7 +58,7 @@ class ExistingPath(click.Path):
 
 
 def parse_option(parse: Callable[[str], _T]) -> _Callback[_T]:
-    """A callback that parses an option such as 20ms or 64MiB; its errors name the option."""
+    """Return a callback that parses an option such as 20ms or 64MiB; its errors name the option."""
 
     def callback(_ctx: click.Context, param: click.Parameter, value: str | None) -> _T | None:
         try:
@@ -74,7 +74,7 @@ def parse_option(parse: Callable[[str], _T]) -> _Callback[_T]:
 
 
 def complete_devices(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Chips of the catalogue; after a comma the next one, for options that take several."""
+    """Return chips of the catalogue; after a comma the next one, for options that take several."""
     from ..hardware import catalogue
 
     before, comma, word = incomplete.rpartition(",")
@@ -90,31 +90,31 @@ def complete_devices(_ctx: click.Context, _param: click.Parameter, incomplete: s
 
 
 def complete_device(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """One chip."""
+    """Complete a single chip."""
     return [] if "," in incomplete else complete_devices(ctx, param, incomplete)
 
 
 def complete_sensors(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The sensors that can be requested by name."""
+    """Return the sensors that can be requested by name."""
     from ..sensors.discover import KINDS
 
     return [CompletionItem(name) for name in (*KINDS, "replay:") if name.startswith(incomplete)]
 
 
 def choice_option(name: str, words: Sequence[str], help: str) -> Callable[[Any], Any]:
-    """An option that is one of some words; the first is the default."""
+    """Return an option that is one of some words; the first is the default."""
     return click.option(name, type=WordChoice(words), default=words[0], show_default=True, help=help)
 
 
 def duration_option(name: str, help: str, default: str | None = None) -> Callable[[Any], Any]:
-    """An option such as --duration 5s, in seconds; the parameter of --duration is `duration_s`."""
+    """Return an option such as --duration 5s, in seconds; the parameter of --duration is `duration_s`."""
     from ..units import parse_duration
 
     return _quantity_option(name, "s", "TIME", parse_duration, help=help, default=default)
 
 
 def power_option(name: str, help: str, default: str | None = None, *, required: bool = False) -> Callable[[Any], Any]:
-    """An option such as --cap 20kW, in watts; the parameter of --cap is `cap_w`."""
+    """Return an option such as --cap 20kW, in watts; the parameter of --cap is `cap_w`."""
     from ..units import parse_power
 
     return _quantity_option(name, "w", "POWER", parse_power, help=help, default=default, required=required)
@@ -130,7 +130,7 @@ def _quantity_option(
 
 
 def is_typed(parameter: str) -> bool:
-    """Whether the user typed an option of the command that runs: its default does not count."""
+    """Return whether the user typed an option of the command that runs: its default does not count."""
     source = click.get_current_context().get_parameter_source(parameter)
     return source is click.core.ParameterSource.COMMANDLINE
 
@@ -163,7 +163,7 @@ scope_option = click.option(
 
 
 def missing_file(path: Path, suffixes: tuple[str, ...] = (), otherwise: str = "check the path") -> ArgumentError:
-    """The error for a file that does not exist, with similar files as the fix, or else `otherwise`.
+    """Return the error for a file that does not exist, with similar files as the fix, or else `otherwise`.
 
     `suffixes` are those of the kind of file that is wanted; none means any kind.
     """
@@ -200,12 +200,12 @@ def _similar_files(path: Path, files: list[Path]) -> list[Path]:
 
 
 def _stem(path: Path) -> str:
-    """The name up to its first dot, as `trace` of `trace.json.gz`; the dot of a hidden file begins its name."""
+    """Return the name up to its first dot, as `trace` of `trace.json.gz`; the dot of a hidden file begins its name."""
     return path.name[:1] + path.name[1:].split(".", 1)[0]
 
 
 def _neighbours(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Files with these suffixes (or all) in the path's folder, or in the path where it is a folder."""
+    """Return files with these suffixes (or all) in the path's folder, or in the path where it is a folder."""
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return []
@@ -213,7 +213,7 @@ def _neighbours(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Fail before the work rather than after it. Leaves no empty file."""
+    """Fail before the work if a path cannot be written. Leaves no empty file."""
     try:
         if is_stream(path):
             return
@@ -244,7 +244,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def retype_command(command: str, *, typed: Sequence[str] | None = None, **changes: Any) -> str:
-    """What the user typed after `tessera COMMAND`, with some options changed (None: left out)."""
+    """Return what the user typed after `tessera COMMAND`, with some options changed (None: left out)."""
     words: list[str] = []
     line = sys.argv if typed is None else typed
     rest = iter(line[line.index(command) + 1 :] if command in line else [])

@@ -103,7 +103,7 @@ def command(
 
 
 def _load(model: str, seq: int | None) -> tuple[Any, Any]:
-    """The model of a specification, and inputs: those that a function returned with it, or one sequence of `seq`."""
+    """Return the model of a specification, and inputs: those returned with it, or one sequence of `seq`."""
     if model.startswith("hf:") or model.lower().endswith(".json"):
         return model, None
     from .model_loader import InputShape, find_language_model, load_model

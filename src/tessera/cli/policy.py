@@ -73,7 +73,10 @@ def check(file: Path, as_json: bool, independent: bool, replicas: int | None, ch
 
 
 def _find_gpu(chip: str | None, high_w: float) -> dict[str, Any]:
-    """The GPU, as a simulated facility has it; of a chip of the catalogue also what it draws at work and waiting."""
+    """Return the GPU, as a simulated facility has it.
+
+    Of a chip of the catalogue also what it draws at work and waiting.
+    """
     from ..errors import ArgumentError
     from ..fleet.facility import GpuKind, read_gpu
     from ..hardware import lookup

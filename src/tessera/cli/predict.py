@@ -34,7 +34,7 @@ PROGRESS_FROM = 6
 
 
 def _parse_words(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    """Words separated by commas."""
+    """Return words separated by commas."""
     if value is None:
         return None
     words = tuple(dict.fromkeys(word.strip() for word in value.split(",") if word.strip()))
@@ -44,7 +44,7 @@ def _parse_words(_ctx: click.Context, param: click.Parameter, value: str | None)
 
 
 def _parse_numbers(separator: str, example: str) -> Callable[..., tuple[int, ...] | None]:
-    """Positive whole numbers with a separator between them."""
+    """Return positive whole numbers with a separator between them."""
 
     def parse(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
         if value is None:
@@ -177,7 +177,7 @@ def _check_optimizer(mode: str, optimizer: str) -> None:
 
 
 def _expand_devices(devices: tuple[str, ...], *, power_curve: bool, serve: bool) -> tuple[str, ...]:
-    """The chips by name: "all" is every one of the catalogue but CPUs, a power curve the chip at several limits."""
+    """Return chips by name; "all" is the catalogue without CPUs, a power curve is a chip at several limits."""
     from ..hardware import lookup
 
     for device in devices:
@@ -253,7 +253,7 @@ def _sweep(loaded: LoadedModel, options: dict[str, Any]) -> Sweep:
 
 
 def _next_after_report(report: EnergyReport) -> str:
-    """Without the host where the host limits it, else with a larger batch, else on other chips."""
+    """Suggest a graph if the host limits it, else a larger batch, else other chips."""
     of = report.prediction
     if of is not None and of.bound == "host":
         return retype_command("predict", launch="graph")

@@ -113,7 +113,7 @@ def command(
 
 @contextlib.contextmanager
 def _show_progress(as_json: bool) -> Iterator[Callable[[str], None]]:
-    """A line on the terminal that shows the current step."""
+    """Show the current step on one line of the terminal."""
     if as_json or not sys.stderr.isatty():
         yield lambda _text: None
         return

@@ -20,7 +20,7 @@ TAIL_LINES = 20
 
 
 def split_commands(words: Sequence[str]) -> list[list[str]]:
-    """The commands between `--`."""
+    """Return the commands between `--`."""
     commands = [list(part) for is_dash, part in groupby(words, lambda word: word == "--") if not is_dash]
     if ("--", "--") in pairwise([*words, "--"]):
         raise ArgumentError("there is no command after a `--`", fix="leave it out, or add the command")

@@ -19,7 +19,7 @@ SUFFIXES = (".tessera",)
 HOW_TO_RECORD = "record one: tessera run SCRIPT"
 WHAT_A_RUN_IS = "`tessera run` and profile.session write run files (.tessera)"
 OF_RANKS = ("*rank*.tessera", "*rank*.json*", "*.pt.trace.json*")
-"""What the files of a job's ranks are called, by Tessera and by torch.profiler."""
+"""Names of the files of a job's ranks, written by Tessera and by torch.profiler."""
 SQLITE = b"SQLite format 3"
 """How a run file begins: it is an SQLite database."""
 VIEWS = ("ops", "kernels", "regions", "modules", "steps", "functions", "lines")
@@ -80,7 +80,7 @@ def _end(written: Path | None, page: Path | None, open_page: bool) -> int:
 
 
 def find_page(run: Path) -> Path:
-    """Where the page of a run goes: beside it."""
+    """Return the path of a run's page: beside the run."""
     if run.is_dir():
         return run.with_name(f"{run.name}.html")
     name = run.name
@@ -92,7 +92,7 @@ def find_page(run: Path) -> Path:
 def _report_time(
     recording: Recording, page: Path | None, by: str | None, top: int | None, as_json: bool, open_page: bool
 ) -> int:
-    """A recording without power: seconds instead of joules."""
+    """Return a recording without power: seconds instead of joules."""
     from ..analyze.time_answer import VIEWS as OF_TIME
     from ..analyze.time_answer import answer_by_time
     from ..report.console import Console
@@ -146,13 +146,13 @@ def check_run(run: Path) -> None:
 
 
 def _has_ranks(folder: Path) -> bool:
-    """Whether a folder has the files of ranks; where it has no files of its own, its subfolders may."""
+    """Return whether a folder has the files of ranks; where it has no files of its own, its subfolders may."""
     below = "" if any(f.is_file() for f in folder.iterdir()) else "*/"
     return any(any(folder.glob(f"{below}{name}")) for name in OF_RANKS)
 
 
 def write_page(page: Path, recording: Recording, result: Answer) -> Path | None:
-    """The path written; None, after an error message, if it could not be written."""
+    """Return the path written; None, after an error message, if it could not be written."""
     from ..report.run_html import page as render
 
     text = render(recording, result=result)

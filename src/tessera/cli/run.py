@@ -32,7 +32,7 @@ LIMIT_S = 5.0
 
 
 def _parse_steps(_ctx: click.Context, _param: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    """`10:20`: steps 10 to 19; `20`: steps 0 to 19."""
+    """Parse `10:20` as steps 10 to 19, and `20` as steps 0 to 19."""
     if value is None:
         return None
     first, colon, end = value.partition(":")
@@ -49,7 +49,7 @@ def _parse_steps(_ctx: click.Context, _param: click.Parameter, value: str | None
 
 
 def _parse_seconds(_ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    """Seconds, 0 or more; 0 means "no such limit"."""
+    """Return seconds, 0 or more; 0 means "no such limit"."""
     if value is None or (math.isfinite(value) and value >= 0):
         return value
     meaning = {"limit_s": "to trace to the end", "flush_s": "to write only at the end"}[str(param.name)]
@@ -162,7 +162,7 @@ def _make_plan(
     target: str, arguments: Sequence[str], path: Path, *, module: bool, mode: str | None, operator_steps: int | None,
     steps: tuple[int, int] | None, limit_s: float, flush_s: float | None, ranks: bool = False, **recorded: Any,
 ) -> LaunchPlan:  # fmt: skip
-    """What the script's process is to record; `recorded` are options that mean there what they mean here."""
+    """Return what the script's process is to record; `recorded` are options that mean there what they mean here."""
     from ..profile.launch import LaunchPlan
     from ..profile.options import choose_mode
 
@@ -211,7 +211,7 @@ def _run_and_report(
 
 
 def _claim_path(out: Path | None, target: str, module: bool) -> Path:
-    """Where the run goes, made as an empty file at once: others may run the same script at the same moment."""
+    """Return the path of the run, made as an empty file now: others may run the same script at the same time."""
     from ..profile.runfile_store import claim
     from ..profile.session import default_path, with_rank
 
@@ -229,7 +229,7 @@ def _claim_path(out: Path | None, target: str, module: bool) -> Path:
 
 
 def claim_job(out: Path | None, target: str, module: bool) -> Path:
-    """The folder of a job's ranks, made at once: NAME/ beside NAME.tessera, the merged run that is written last."""
+    """Make and return the folder of a job's ranks: NAME/ beside NAME.tessera, the merged run."""
     for number in itertools.count(1):
         name = _name_run(target, module)
         path = out or Path("runs", f"{name}.tessera" if number == 1 else f"{name}-{number}.tessera")

@@ -69,7 +69,7 @@ def _run_torchrun(plan: LaunchPlan, nproc: str, options: list[str], quiet: bool)
 
 
 def _open_job(files: list[Path], folder: Path, stack: contextlib.ExitStack) -> Recording:
-    """The ranks as one recording, written beside their folder; the run itself where there is only one rank."""
+    """Return the ranks as one recording, written beside their folder; the run itself where there is only one rank."""
     from ..profile.open_recording import open_recording
     from ..profile.ranks import merge
     from ..sensors.response_store import keep_learnt
@@ -88,7 +88,7 @@ def _open_job(files: list[Path], folder: Path, stack: contextlib.ExitStack) -> R
 def report_rank(
     plan: LaunchPlan, me: JobRank, code: int, html: Path | None, as_json: bool, stack: contextlib.ExitStack
 ) -> int:
-    """What a rank says that another launcher started: rank 0 the answer of the job, if all files are there by then."""
+    """Report a rank that another launcher started: rank 0 prints the job's answer if all files are there in time."""
     from ..profile.runfile_store import is_written
 
     path = Path(plan.path)
@@ -112,7 +112,7 @@ def report_rank(
 
 
 def _wait_for(files: list[Path], me: JobRank) -> bool:
-    """Whether all ranks have written their files; those of this node are waited for."""
+    """Return whether all ranks have written their files; those of this node are waited for."""
     end_s = time.monotonic() + (WAIT_S if me.local_world_size == me.world_size else 0.0)
     while not all(map(_is_closed, files)):
         if time.monotonic() >= end_s:

@@ -51,7 +51,7 @@ def _print_json(recording: Recording, result: Answer, code: int) -> None:
 
 
 def print_progress(text: str) -> None:
-    """One line on a terminal, overwritten by the next; nothing elsewhere."""
+    """Print one line on a terminal, overwritten by the next; nothing elsewhere."""
     if sys.stderr.isatty():
         line = f"tessera: {text}".ljust(60) if text else " " * 60 + "\r"
         print(f"\r{line}", file=sys.stderr, end="", flush=True)

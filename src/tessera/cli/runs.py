@@ -143,5 +143,5 @@ def _next_command(runs: list[ListedRun], folder: Path) -> str | None:
 
 
 def _script(run: ListedRun) -> list[str]:
-    """What ran, without its arguments: two runs of one script are worth a comparison."""
+    """Return what ran, without its arguments: two runs of one script are worth a comparison."""
     return run.command.split()[:2]

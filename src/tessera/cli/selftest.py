@@ -9,7 +9,7 @@ import click
 from .options import print_json
 
 MOST = 2
-"""No check begins that would end later than so many times `--seconds`: loading CUDA alone may take half a minute."""
+"""No check begins that would end later than this many times `--seconds`: loading CUDA may take half a minute."""
 
 
 @click.command("selftest")
@@ -45,7 +45,7 @@ def command(seconds: float, as_json: bool) -> int:
 
 
 def _print_progress(done: int, total: int, name: str) -> None:
-    """One line that is written over on a terminal; a line each in a log."""
+    """Print one line that is overwritten on a terminal; a line each in a log."""
     begin, end = ("\r\033[K", "") if sys.stderr.isatty() else ("", "\n")
     print(f"{begin}{done + 1}/{total} {name} ...", file=sys.stderr, end=end, flush=True)
 

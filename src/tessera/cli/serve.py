@@ -31,7 +31,7 @@ _NAMES = ("prompt", "generate", "tp", "ep", "attention_dp", "cache_dtype", "engi
 
 
 def serving_options(parse_numbers: Callable[[str, str], Any]) -> Callable[[Any], Any]:
-    """The options that belong to `--serve`."""
+    """Return the options that belong to `--serve`."""
     size: dict[str, Any] = {"type": click.IntRange(min=1), "show_default": True}
     options = [
         click.option("--serve", is_flag=True, help="Predict a served language model: prefill, decode, generation."),
@@ -96,7 +96,7 @@ def predict_server(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Every combination of chip, format, GPUs and batch as a table, one combination as a report."""
+    """Return every combination of chip, format, GPUs and batch as a table, one combination as a report."""
     from ..serving.estimate import RefusedServer, sweep_serving
 
     refuse_other_options()

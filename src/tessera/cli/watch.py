@@ -181,7 +181,7 @@ class Quit:
         self._undo.close()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait this long (None: without end); True as soon as the user wants to quit, and from then on."""
+        """Wait this long (None: without end); return True as soon as the user wants to quit, and from then on."""
         end = math.inf if seconds is None else time.monotonic() + seconds
         while not self.requested:
             left = None if math.isinf(end) else max(end - time.monotonic(), 0.0)
