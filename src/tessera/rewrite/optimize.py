@@ -120,9 +120,8 @@ class Optimized:
     variant that was tried, with its seconds and joules; `chosen` is the one that runs. `priced_for` is the chip that
     savings are priced for, `trace` what they add up to; `spent_s` and `spent_j` are the cost of the search. `str()`
     shows all of it. The first calls are watched: `in_use` tells whether the variant does what its trial promised and,
-    if it does not, which variant runs since then (None: not known yet, or eager). Compiled code belongs to one model.
-    So a copy, or an object read from a pickle, is a copy of the original with the same options (a pickle leaves
-    `progress` out), and tries the variants again.
+    if it does not, which variant runs since then (None: not known yet, or eager). Compiled code belongs to one model:
+    a copy, or a pickle read again (without `progress`), has the same options and tries the variants again.
     """
 
     def __init__(self, original: Callable[..., Any], options: OptimizeOptions) -> None:

@@ -6,10 +6,9 @@ A trial runs on the inputs that it was given; the loop brings others, some with 
             else: the others settle | all in turns, there and back: A B C, C B A, ... | the best of them runs on
             where most shapes were new: when they come again, all settle on them and take turns once more
 
-A variant settles while its code is compiled for the loop's shapes, until two calls in a row compile nothing. A variant
-that does not settle is judged with what compiling costs it. Times are CUDA events in the stream (the host's clock
-without a GPU), joules are windows over the turns: nothing waits for them before they are compared. Variants take turns
-because a host's speed drifts.
+A variant settles while its code is compiled for the loop's shapes, until two calls in a row compile nothing. Without
+that, it is judged with what compiling costs it. Times are CUDA events in the stream (the host's clock without a GPU),
+joules are windows over the turns: nothing waits for them before the comparison. In turns, as a host's speed drifts.
 
 A shape costs most at first: a library plans for it, and reduce-overhead warms up at the first call and records at the
 second. On an H200, a decoder took some 40 ms at each new length of its cache, and 3 ms when that length came again. A

@@ -42,8 +42,7 @@ _log = logging.getLogger("tessera")
 
 # An H200's ring gives a sample every 20 ms: a shorter tick would find nothing new.
 TICK_NS = 20_000_000
-# WATCH_NS: time between two looks where nothing is near its cap. FRESH_NS: for so long after a start, nobody knows yet
-# how near it is.
+# WATCH_NS: time between two looks if nothing is near its cap. FRESH_NS: how long that is unknown after a start.
 WATCH_NS = 100_000_000
 FRESH_NS = 400_000_000
 # A call that ended less than this long ago may only have launched its work.
@@ -226,10 +225,7 @@ class ControlLoop:
         return self._zones[key]
 
     def _share_pacers(self) -> None:
-        """Give each zone the pacers of its devices.
-
-        Torch's device i is the i-th GPU that NVML shows to this process. The node's zone has all pacers.
-        """
+        """Give zones the pacers of their devices: torch's device i is the i-th GPU that NVML shows to this process."""
         gpus = [n for n in monitor.default().sampler.counted_domains() if n.startswith("gpu")]
         for device, spender in self._spenders.items():
             own = "cpu" if device < 0 else gpus[device] if device < len(gpus) else f"gpu{device}"
