@@ -39,6 +39,7 @@ from .run_energy import (
     from_summary,
     is_partial,
     outside,
+    sort_by_energy,
     stacks_of,
     whole_of,
 )
@@ -215,10 +216,10 @@ def answer(recording: Recording) -> Answer:
         rest_j=shared.rest_j if shared else 0.0,
         parts=_parts(spent),
         per_work=_per_work(facts.work, table, whole, shared, _per_step(recording, table, whole, tracing)),
-        ops=_most_first(spent.ops),
-        kernels=_most_first(spent.kernels),
-        regions=_most_first([r for r in spent.regions if r.name not in steps]),
-        modules=_most_first(table.modules),
+        ops=sort_by_energy(spent.ops),
+        kernels=sort_by_energy(spent.kernels),
+        regions=sort_by_energy([r for r in spent.regions if r.name not in steps]),
+        modules=sort_by_energy(table.modules),
         functions=find_own_functions(stacks, whole.energy_j),
         lines=find_own_lines(stacks, whole.energy_j),
         steps=spread_steps(table.steps),
@@ -293,10 +294,6 @@ def _notes(recording: Recording, table: EnergyTable) -> list[str]:
     if table.coverage < 0.98 and table.energy_j >= 0:
         notes.insert(0, f"the sensors saw only {table.coverage:.0%} of the run: see `tessera doctor`")
     return order_notes(notes)
-
-
-def _most_first(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
-    return sorted(rows, key=lambda r: r.energy_j, reverse=True)
 
 
 def _parts(table: EnergyTable) -> list[CategoryShare]:

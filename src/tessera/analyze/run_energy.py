@@ -374,7 +374,7 @@ def find_own_lines(stacks: Sequence[tuple[str, int, float]], total_j: float) -> 
     """Return rows by the innermost line of the user's own code in each stack, with what it calls, most joules first."""
     own = [(_own_frames(stack), count, joules) for stack, count, joules in stacks]
     lines = [(frames[-1], count, joules) for frames, count, joules in own if frames]
-    return _most_first(_sum_by_name(lines, total_j, _effective_samples(stacks)))
+    return sort_by_energy(_sum_by_name(lines, total_j, _effective_samples(stacks)))
 
 
 def find_own_functions(stacks: Sequence[tuple[str, int, float]], total_j: float) -> list[EnergyRow]:
@@ -382,14 +382,15 @@ def find_own_functions(stacks: Sequence[tuple[str, int, float]], total_j: float)
     # Each function counts once in a stack, without its line: "./train.py:31 step" is "./train.py step".
     own = [({_LINE.sub(" ", f) for f in _own_frames(stack)}, count, joules) for stack, count, joules in stacks]
     functions = [(name, count, joules) for names, count, joules in own for name in names]
-    return _most_first(_sum_by_name(functions, total_j, _effective_samples(stacks)))
+    return sort_by_energy(_sum_by_name(functions, total_j, _effective_samples(stacks)))
 
 
 def _own_frames(stack: str) -> list[str]:
     return [frame for frame in stack.split(";") if frame.startswith(("./", "/"))]
 
 
-def _most_first(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
+def sort_by_energy(rows: Sequence[EnergyRow]) -> list[EnergyRow]:
+    """Return rows, most joules first."""
     return sorted(rows, key=lambda r: r.energy_j, reverse=True)
 
 
