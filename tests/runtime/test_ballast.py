@@ -148,9 +148,11 @@ def test_cpu_ballast_burns_the_share_of_cpu_time_that_its_level_asks_for() -> No
         assert ballast.ran_s() >= 0.1
         ballast.begin_work()
         assert ballast.ended_ns() is None
-        while ballast.is_working() and time.monotonic() < deadline:
+        before_s, now_s = 0.0, ballast.ran_s()
+        while now_s > before_s + 0.002 and time.monotonic() < deadline:  # looking at its level takes time, too
             time.sleep(0.02)
-        assert not ballast.is_working()
+            before_s, now_s = now_s, ballast.ran_s()
+        assert now_s <= before_s + 0.002
         ballast.end_work()
         before_s = ballast.ran_s()
         while ballast.ran_s() < before_s + 0.05 and time.monotonic() < deadline:
@@ -158,7 +160,7 @@ def test_cpu_ballast_burns_the_share_of_cpu_time_that_its_level_asks_for() -> No
         assert ballast.ran_s() >= before_s + 0.05 and ballast.ended_ns() <= time.monotonic_ns()
     finally:
         ballast.close()
-    assert not ballast.is_running()
+    assert all(worker.poll() is not None for worker in ballast._workers)
 
 
 # -- the loop, the options and the kernel ---------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class HostBallast:
             )
             for i in range(self._count)
         ]
-        self._seen_s, self._calls, self._lock = 0.0, 0, threading.Lock()
+        self._calls, self._lock = 0, threading.Lock()
 
     def set_levels(self, levels: Sequence[float]) -> None:
         struct.pack_into(f"{BINS}d", self._words, 24, *levels)
@@ -122,15 +122,6 @@ class HostBallast:
     def ended_ns(self) -> int | None:
         (ended_s,) = struct.unpack_from("d", self._words, 8)
         return round(ended_s * 1e9) if ended_s else None
-
-    def is_working(self) -> bool:
-        """Return whether the ballast worked since the last question, beyond looking at its level."""
-        before, self._seen_s = self._seen_s, self.ran_s()
-        return self._seen_s - before > 0.002
-
-    def is_running(self) -> bool:
-        """Return whether one of the worker processes exists."""
-        return any(worker.poll() is None for worker in self._workers)
 
     def close(self) -> None:
         struct.pack_into("d", self._words, 0, 1.0)
