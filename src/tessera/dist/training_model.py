@@ -113,9 +113,8 @@ class ModelShape:
             width = self.ffn / tp
             return [MatrixProduct(n=gates * width, k=h), MatrixProduct(n=h, k=width)]
         local = max(1, self.experts // ep)
-        rows = (
-            self.topk / local / tp
-        )  # rows of one expert for each token of a rank; a sequence shard keeps 1 / tp of them
+        # rows of one expert for each token of a rank; a sequence shard keeps 1 / tp of them
+        rows = self.topk / local / tp
         many = [
             MatrixProduct(n=gates * self.moe_ffn, k=h, rows_per_token=rows, count=local, part="experts"),
             MatrixProduct(n=h, k=self.moe_ffn, rows_per_token=rows, count=local, part="experts"),

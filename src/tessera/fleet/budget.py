@@ -382,9 +382,8 @@ class Budget:
     def _find_node(self, name: str) -> GovernedNode:
         node = self.ledger.nodes.get(name)
         if node is None:
-            near = (
-                did_you_mean(name, self.ledger.nodes) if len(self.ledger.nodes) < 256 else ""
-            )  # did_you_mean compares with all names
+            # did_you_mean compares with all names, which takes long in a large fleet
+            near = did_you_mean(name, self.ledger.nodes) if len(self.ledger.nodes) < 256 else ""
             fix, why = f"on that node: tessera governor join --node {name}", "no daemon has joined for it"
             raise GovernorRefusal("unknown_node", f"there is no node {name!r}{near}", why=why, fix=fix)
         return node

@@ -240,9 +240,8 @@ def level_mask(mask: Any, q: Any, k: Any, v: Any, causal: bool) -> Any:
 
 def _level_shared(mask: Any, own: Any, sizes: tuple[int, int] | None) -> Any:
     base = mask if mask._base is None else mask._base
-    stream = (
-        torch.cuda.current_stream(mask.device) if mask.is_cuda else None
-    )  # the copy may not be ready for another stream
+    # the copy may not be ready for another stream
+    stream = torch.cuda.current_stream(mask.device) if mask.is_cuda else None
     key = (mask._version, mask.data_ptr(), mask.dtype, mask.shape, mask.stride(), sizes, stream)
     entry = _level_masks.get(base)
     level = entry.mask() if entry is not None and entry.key == key else None

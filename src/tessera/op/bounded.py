@@ -160,9 +160,8 @@ def _try_in_turn(
     tried: list[Candidate] = []
     for precision, sums, energy_j in ordered:
         product = _multiply(a, b, precision, sums, out, tile)
-        lossless = (
-            precision == FULL[a.dtype] and sums == "fp32" and tile is None
-        )  # our own kernels are always checked by probes
+        # our own kernels are always checked by probes
+        lossless = precision == FULL[a.dtype] and sums == "fp32" and tile is None
         error = error_bounds.bound_error(a, b, product, tolerance, lossless=lossless)
         verdict = "taken" if error <= tolerance else "too coarse"
         shown: Any = {"precision": precision, "accumulate": sums, "energy_j": energy_j, "sampled_error": error}

@@ -243,9 +243,8 @@ class Schedule:
         from .control_loop import PacedCall
 
         searches = self._tuned is not None and self._tuned.chosen is None
-        tracker = (
-            self._search_tracker if searches else self._tracker
-        )  # a search is held at the cap too, but is not a call
+        # a search is held at the cap too, but is not a call
+        tracker = self._search_tracker if searches else self._tracker
         assert tracker is not None
         return PacedCall(tracker, each_call=each_call)
 

@@ -36,9 +36,8 @@ def _list_families(
     yield "tessera_governor_node_over_lease_watts", gauge, "What a node draws above its lease.", over
     joined: Samples = [(labels, float(n.joined)) for labels, n in nodes]
     yield "tessera_governor_node_joined", gauge, "1 once a node has its guaranteed share, else 0.", joined
-    known = dict.fromkeys(_KINDS, 0) | dict(
-        counts
-    )  # zeros too, because a rate does not see an event that begins its series
+    # zeros too, because a rate does not see an event that begins its series
+    known = dict.fromkeys(_KINDS, 0) | dict(counts)
     refused: Samples = [({"code": state}, n) for (what, state), n in sorted(known.items()) if what == "refused"]
     yield "tessera_governor_refused_total", "counter", "Requests that were refused.", refused
     told: Samples = [
