@@ -78,13 +78,14 @@ def fake_nvml() -> Iterator[FakeNvml]:
 
 @pytest.fixture(autouse=True, scope="session")
 def nothing_of_this_machine(tmp_path_factory):
-    """Tests must not see what a developer calibrated or catalogued here, plans that another suite has just stored, nor
-    its caps."""
+    """Tests must not see what a developer calibrated or catalogued here, plans that another suite has just stored, its
+    caps, nor the lease that a power governor of this machine has left."""
     folder = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder / "no-config"))
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setenv("TESSERA_RUNTIME_DIR", str(folder / "run"))
+        patch.setenv("TESSERA_GOVERNOR_LEASE", str(folder / "no-lease.json"))
         yield
 
 

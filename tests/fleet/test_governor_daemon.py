@@ -18,7 +18,10 @@ from tessera.fleet.leases import BudgetPolicy, PowerRequest
 from tessera.monitor.snapshot import DomainReading, Snapshot
 from tessera.report.governor import describe_daemon
 from tessera.runtime import options
-from tessera.runtime.node_lease import LeaseReader, NodeLease, write_lease
+from tessera.runtime.cap_report import CapTracker
+from tessera.runtime.control_loop import ControlLoop
+from tessera.runtime.node_lease import LeaseReader, NodeLease, check_lease, write_lease
+from tessera.units import ScopedPower
 
 from fakes.nvml import Scenario
 from governor_process import LocalGovernor
@@ -236,20 +239,26 @@ def test_a_schedule_follows_the_lease(tmp_path, monkeypatch):
     cap = options.ScheduleOptions(power_cap="governor").cap
     assert cap is not None and (cap.scope, cap.power_w) == ("node", 900.0)
 
-    from tessera.runtime.control_loop import ControlLoop
-    from tessera.runtime.controller import Cap
-    from tessera.units import ScopedPower
-
     loop = ControlLoop()
     loop._lease = LeaseReader(path)
-    assert loop._node_cap(Cap(cap.power_w, 0.2), cap).power_w == 900.0
+    follower, node = CapTracker(cap, 0.2), CapTracker(ScopedPower("node", 1000.0), 0.2)
+    assert loop._node_cap(follower).power_w == 900.0
+    assert loop._node_cap(node).power_w == 900.0 and f"900 W ({path})" in node.notes["lease"]
     LeaseFile(path).apply(1500.0, 300.0, read_boot_clock() + 1000.0)
-    assert loop._node_cap(Cap(cap.power_w, 0.2), cap).power_w == 1500.0  # followed upwards, too
-    node, gpu = ScopedPower("node", 1000.0), ScopedPower("gpu", 2000.0)
-    assert loop._node_cap(Cap(1000.0, 0.2), node).power_w == 1000.0
-    LeaseFile(path).apply(800.0, 300.0, read_boot_clock() + 1000.0)
-    assert loop._node_cap(Cap(1000.0, 0.2), node).power_w == 800.0
-    assert loop._node_cap(Cap(2000.0, 0.2), gpu).power_w == 2000.0
+    assert loop._node_cap(follower).power_w == 1500.0  # followed upwards, too
+    assert loop._node_cap(node).power_w == 1000.0 and not node.notes
+    assert loop._node_cap(CapTracker(ScopedPower("gpu", 2000.0), 0.2)).power_w == 2000.0
+
+
+def test_doctor_tells_of_a_lease_and_that_one_which_has_ended_still_limits(tmp_path):
+    path = tmp_path / "lease.json"
+    assert check_lease(path) == []
+    LeaseFile(path).apply(900.0, 300.0, read_boot_clock() + 1000.0)
+    (live,) = check_lease(path)
+    assert live.ok and "allows this node 900 W for 1" in live.detail
+    LeaseFile(path).apply(900.0, 300.0, read_boot_clock() - 1.0)
+    (ended,) = check_lease(path)
+    assert not ended.ok and "300 W" in ended.detail and f"rm {path}" in ended.fix
 
 
 def test_a_scheduled_function_runs_under_a_lease(tmp_path, monkeypatch):

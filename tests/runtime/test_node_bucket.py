@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -92,7 +93,7 @@ def test_two_processes_share_a_cap_and_one_takes_over_when_the_other_is_killed(t
 
     Each sees a device of its own, or its own watts of one CPU under the same name. Both report the node's power.
     """
-    one, two = workers = [Worker(tmp_path, f"cpu{i}", "node:900W", 300.0, scope) for i in range(2)]
+    one, two = workers = [Worker(tmp_path, f"cpu{i}", "node:900W", 1800.0, scope) for i in range(2)]
     try:
         shares = wait_for(workers, lambda a, b: 0.8 * 900.0 <= a + b <= 1.05 * 900.0 and max(a, b) <= 1.2 * min(a, b))
         wait_for(workers, lambda *_: all(abs(w.reported() - 900.0) <= 0.2 * 900.0 for w in workers))
@@ -107,7 +108,7 @@ def test_two_processes_share_a_cap_and_one_takes_over_when_the_other_is_killed(t
 def test_ranks_of_one_job_wait_together(tmp_path):
     """One rank may draw 300 W, the other 850 W: both work by the tighter one's duty."""
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29501"}
-    ranks = [Worker(tmp_path, f"cpu{r}", cap, 300.0, RANK=str(r), **job) for r, cap in enumerate(("300W", "850W"))]
+    ranks = [Worker(tmp_path, f"cpu{r}", cap, 1800.0, RANK=str(r), **job) for r, cap in enumerate(("300W", "850W"))]
     try:
         wait_for(ranks, lambda tight, loose: abs(tight - 300.0) <= 60.0 and abs(loose - tight) <= 0.25 * tight)
     finally:
@@ -264,6 +265,16 @@ def test_a_file_cut_while_it_is_in_use_is_begun_anew(tmp_path, what):
     """In a process of its own: a mapped file that is cut ends it with SIGBUS."""
     done = subprocess.run([sys.executable, "-c", CUT, str(tmp_path / "b"), what], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_removed_file_is_begun_anew_by_a_thread_that_has_no_core_meanwhile(tmp_path, monkeypatch):
+    bucket, now_ns = NodeBucket(tmp_path / "b"), time.monotonic_ns()
+    bucket.look(member(), now_ns)
+    (tmp_path / "b").unlink()
+    seconds = itertools.count()
+    monkeypatch.setattr("tessera.runtime.node_bucket.time.monotonic", lambda: float(next(seconds)))
+    view = bucket.look(member(), now_ns)
+    assert view is not None and view.leads
 
 
 def test_a_file_others_may_write_or_a_link_is_refused(tmp_path):

@@ -21,19 +21,19 @@ def command(sensors: tuple[str, ...], as_json: bool, restore: bool) -> int:
       tessera doctor
       sudo tessera doctor --restore
 
-    Also shows whether GPU performance counters are readable, whether the host's clock is synchronised, and which power
-    limits or clocks Tessera's processes hold now, or left behind when they were killed, or nobody holds although they
-    are not the default. Changes nothing without --restore. Exit code: 0 if a sensor here measures power, 1 if joules
-    would be modelled; with --restore, 0 if everything was put back, 1 otherwise.
+    Also shows whether GPU performance counters are readable, whether the host's clock is synchronised, the lease of a
+    power governor, and which power limits or clocks Tessera's processes hold now, or left behind when they were killed,
+    or nobody holds although they are not the default. Changes nothing without --restore. Exit code: 0 if a sensor here
+    measures power, 1 if joules would be modelled; with --restore, 0 if everything was put back, 1 otherwise.
     """
     from .. import actuators
+    from ..runtime.node_lease import check_lease
     from ..sensors.health import examine
 
     control = actuators.restore_outstanding() if restore else actuators.list_outstanding()
     health = examine(sensors or None)
-    health = dataclasses.replace(
-        health, checks=[*health.checks, *actuators.check_limits(), *actuators.check_smoothing()]
-    )
+    found = [*actuators.check_limits(), *actuators.check_smoothing(), *check_lease()]
+    health = dataclasses.replace(health, checks=[*health.checks, *found])
     if as_json:
         import msgspec
 

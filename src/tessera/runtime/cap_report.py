@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..monitor.sampler import Sampler
 from ..schema import Basis
 from ..units import ScopedPower, format_power
+from .node_lease import LeasedPower
 from .pacer import PaceCounts, Pacer
 
 if TYPE_CHECKING:
@@ -218,6 +220,13 @@ class CapTracker:
             self._meters.setdefault(zone.key, PowerMeter(max(self.window_s, finest_s)))
             if not domains:
                 self.notes["sensor"] = "there is no power sensor: the cap is held by prediction alone"
+
+    def note_lease(self, leased_w: float, path: Path) -> None:
+        """Note that the lease of the node's governor is lower than this cap, as long as it is. A cap may follow it."""
+        self.notes.pop("lease", None)
+        if leased_w < self.cap.power_w and not isinstance(self.cap, LeasedPower):
+            allowed = f"a power governor allows this node {format_power(leased_w)} ({path})"
+            self.notes["lease"] = f"{allowed}: that holds instead of the cap"
 
     def resume(self) -> None:
         """Put the cap in force: the waits from now on count for this schedule."""

@@ -180,7 +180,7 @@ class ControlLoop:
     def _hold(self, tracker: CapTracker, zones: Iterable[PowerZone], now: int) -> None:
         """Put a schedule's cap in force in its zones."""
         for zone in zones:
-            zone.caps[id(tracker)] = self._node_cap(Cap(tracker.cap.power_w, tracker.window_s), tracker.cap)
+            zone.caps[id(tracker)] = self._node_cap(tracker)
             if zone.key != "node":
                 zone.begin(monitor.default().sampler, now)
 
@@ -199,13 +199,14 @@ class ControlLoop:
         self._hold(entered, entered.zones, now)
         self._command(now)
 
-    def _node_cap(self, cap: Cap, asked: ScopedPower) -> Cap:
-        """Return a node's cap under its governor's lease: the tighter of both, or the lease if the cap follows it."""
-        leased_w = None if self._lease is None or asked.scope != "node" else self._lease.allow_w()
-        if leased_w is None:
-            return cap
-        power_w = max(leased_w, 1.0)  # a node without a share is as slow as it can be
-        return replace(cap, power_w=power_w if isinstance(asked, LeasedPower) else min(cap.power_w, power_w))
+    def _node_cap(self, tracker: CapTracker) -> Cap:
+        """Return a schedule's cap under a lease: the tighter of both, or the lease if the cap follows it."""
+        power_w = tracker.cap.power_w
+        if self._lease is not None and tracker.cap.scope == "node" and (leased_w := self._lease.allow_w()) is not None:
+            leased_w = max(leased_w, 1.0)  # a node without a share is as slow as it can be
+            tracker.note_lease(leased_w, self._lease.path)
+            power_w = leased_w if isinstance(tracker.cap, LeasedPower) else min(power_w, leased_w)
+        return Cap(power_w, tracker.window_s)
 
     def _zones_under(self, cap: ScopedPower, sampler: Sampler) -> list[PowerZone]:
         counted = sampler.counted_domains()
@@ -271,8 +272,7 @@ class ControlLoop:
         running = any(t.running or now - t.until_ns < JUST_NS for t in self._trackers)
         for tracker in self._trackers:
             if self._lease is not None and tracker.cap.scope == "node" and tracker.held:
-                asked = Cap(tracker.cap.power_w, tracker.window_s)
-                cap = self._zones["node"].caps[id(tracker)] = self._node_cap(asked, tracker.cap)
+                cap = self._zones["node"].caps[id(tracker)] = self._node_cap(tracker)
                 if isinstance(tracker.cap, LeasedPower):
                     tracker.cap = replace(tracker.cap, power_w=cap.power_w)
         for key, zone in self._zones.items():

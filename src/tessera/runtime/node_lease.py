@@ -17,7 +17,8 @@ from ..actuators.locks import runtime_folder
 from ..clock import boot_id, read_boot_clock
 from ..errors import ScheduleError
 from ..output import replace_when_written
-from ..units import ScopedPower
+from ..sensors.health import MachineCheck
+from ..units import ScopedPower, format_duration, format_power
 
 VARIABLE = "TESSERA_GOVERNOR_LEASE"
 """Environment variable for the file's path."""
@@ -63,21 +64,26 @@ class LeaseReader:
     """Reads the file again when it has changed. If the file is gone, the last lease holds until its end."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path or lease_path()
+        self.path = path or lease_path()
         self._stamp: tuple[int, int] | None = None
         self._lease: NodeLease | None = None
 
+    def read(self) -> NodeLease | None:
+        """Return the newest lease; None where no governor has written one yet."""
+        self._refresh()
+        return self._lease
+
     def allow_w(self) -> float | None:
         """Return what this node may draw now; None where no governor has written a lease yet."""
-        self._refresh()
-        return None if self._lease is None else self._lease.allow_w(read_boot_clock())
+        lease = self.read()
+        return None if lease is None else lease.allow_w(read_boot_clock())
 
     def _refresh(self) -> None:
         try:
-            status = self._path.stat()
+            status = self.path.stat()
             if (status.st_mtime_ns, status.st_ino) == self._stamp:
                 return
-            fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return
         try:
@@ -90,6 +96,26 @@ class LeaseReader:
             return  # not written by us: keep what was read before
         finally:
             os.close(fd)
+
+
+def check_lease(path: Path | None = None) -> list[MachineCheck]:
+    """Check the lease of this node: one that has ended still limits `node:` caps. Nothing where there is none."""
+    reader = LeaseReader(path)
+    lease = reader.read()
+    if lease is None:
+        return []
+    left_s, allowed = lease.end_s - read_boot_clock(), format_power(lease.allow_w(read_boot_clock()))
+    if lease.boot == boot_id() and left_s > 0:
+        detail = f"a power governor allows this node {allowed} for {format_duration(left_s, 2)} more"
+        return [MachineCheck(name="governor", ok=True, detail=detail)]
+    return [
+        MachineCheck(
+            name="governor",
+            ok=False,
+            detail=f"the lease of a power governor has ended: `node:` caps are held at its guaranteed share, {allowed}",
+            fix=f"start `tessera governor join` again; if this node has no governor any more: rm {reader.path}",
+        )
+    ]
 
 
 def find_leased_power() -> LeasedPower:
