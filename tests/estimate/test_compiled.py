@@ -45,6 +45,18 @@ def test_a_chain_is_one_kernel_at_the_speed_of_memory() -> None:
     assert fused.prediction.peak_memory_bytes <= eager.prediction.peak_memory_bytes
 
 
+def test_a_fused_softmax_goes_along_the_rows_of_its_own_operand() -> None:
+    """Its piece reads one dimension more: rows of 50,257 are not columns of the 1,024 positions before them."""
+    logits = torch.empty(8, 1024, 50257, dtype=torch.bfloat16, device="meta")
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.log_softmax(x.float().reshape(-1, 50257), dim=1)
+
+    (apart,) = tessera.predict(loss, logits.view(-1, 50257), launch="compile").descriptors
+    (fused,) = tessera.predict(loss, logits, launch="compile").descriptors
+    assert fused.latency_s == pytest.approx(apart.latency_s, rel=0.01)
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, when it is imported
 @pytest.mark.parametrize("program", [Chain(), lambda x: torch.sin(torch.sin(x))])
 def test_a_compiled_model_is_predicted_as_compiled(program) -> None:

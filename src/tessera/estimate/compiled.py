@@ -8,8 +8,9 @@ are those that cross its border; a move of data is pointwise code. Compared with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..graph.ir import Graph, Op
 from ..graph.partition import GraphPartitioner, PartitionReport, Subgraph
@@ -52,13 +53,21 @@ def _list_launches(piece: Subgraph) -> Sequence[Op]:
             index=piece.ops[-1].index,
             node=f"{main.scope}.{label}" if main.scope else label,
             # A pointwise kernel of Inductor's goes through its operands as they lie, one element of each at a time.
-            params={**main.params, "generated": len(kernels)} if generated else main.params,
+            params={**main.params, "generated": len(kernels)} if generated else _count_from_end(main),
             host_modules=0,
             host_functions=0,
             sync=any(op.sync for op in kernels),
             hooked=False,
         )
     ]
+
+
+def _count_from_end(op: Op) -> Mapping[str, Any]:
+    """The operator's dimensions counted from the last: what its fused piece reads may have more before them."""
+    dims, rank = op.params.get("dim"), len(op.inputs[0].shape) if op.inputs else 0
+    if isinstance(dims, int):
+        return {**op.params, "dim": dims % rank - rank if rank else dims}
+    return {**op.params, "dim": [d % rank - rank for d in dims]} if dims and rank else op.params
 
 
 def _pad_product(op: Op) -> list[Op]:

@@ -88,7 +88,8 @@ def _run_length(op: Op) -> float:
         return float(x.shape[1] if _channels_run(x) else x.shape[0] * prod(x.shape[2:]))
     if op.kind in ("reduce", "softmax"):
         sums = op.kind == "reduce" and op.outputs
-        out = op.outputs[0].numel if sums else x.numel // max(1, x.shape[op.params.get("dim") or -1])
+        dim = op.params.get("dim")
+        out = op.outputs[0].numel if sums else x.numel // max(1, x.shape[-1 if dim is None else dim])
         return x.numel / max(1, out)
     if op.kind in ("copy", "elementwise", "gather", "scatter"):
         return _contiguous_run(x if op.kind != "gather" else op.outputs[0])
@@ -330,7 +331,7 @@ def _inner(t: TensorSpec) -> int:
 
 
 def _softmax(op: Op, short: str, n: float) -> tuple[str, float, float]:
-    x, dim = op.inputs[0], op.params.get("dim", -1)
+    x, dim = max(op.inputs, key=lambda t: t.numel), op.params.get("dim", -1)
     width = float(x.shape[dim]) if x.shape and isinstance(dim, int) else 1.0
     size = "warp" if width <= 1024 else "block" if width <= 16384 else "vast"
     rows = max(1.0, n / max(width, 1.0))
