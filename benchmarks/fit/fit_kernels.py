@@ -27,6 +27,10 @@ from tessera.estimate import power as power_module
 DATA = Path(kernel_time.__file__).parent / "data"
 
 
+FEW: dict[str, Any] = {"rounds": 50, "leaf": 5}
+"""PyTorch's rows of attention are few: fewer and coarser trees."""
+
+
 def half_widths(rows: Sequence[Row], bins: int) -> dict[str, list[float]]:
     """The 90% quantile of |measured / predicted - 1| by predicted length, on rows the fit has not seen."""
     pairs = sorted((s, abs(row.seconds / s - 1)) for row in rows for s in (predict(row)[0],))
@@ -82,9 +86,7 @@ def fit_files(fit: Sequence[Row]) -> dict[str, dict[str, Any]]:
     residuals = {}
     for source, members in attentions.items():
         x, y = fits.attention_residual(c["attention"][source], power, source, members, switching[source])
-        # PyTorch's rows are few: fewer and coarser trees.
-        few = {"rounds": 50, "leaf": 5} if source == "torch" else {"rounds": 150}
-        residuals[source] = fits.fit_trees(x, y, np.ones(len(y)), **few)
+        residuals[source] = fits.fit_trees(x, y, np.ones(len(y)), **(FEW if source == "torch" else {"rounds": 150}))
     return {
         "gemm": {
             "constants": c["gemm"],
@@ -164,6 +166,18 @@ def fit_gemm_trees(rows: Sequence[Row]) -> None:
     write("h200_gemm.json", {**data, "trees": fits.fit_trees(*residual, sampled=False)})
 
 
+def fit_torch_attention(fit: Sequence[Row], development: Sequence[Row]) -> None:
+    """Fit torch's attention again, on the power model that is there: its interval is found before both splits are fitted."""
+    power, data = (kernel_time.load_fit(f"h200_{name}.json") for name in ("power", "attention"))
+    for rows in (fit, [*fit, *development]):
+        constants = fits.fit_attention(rows, power, "torch", 1.0)
+        x, y = fits.attention_residual(constants, power, "torch", rows, 1.0)
+        data["constants"]["torch"], data["trees"]["torch"] = constants, fits.fit_trees(x, y, np.ones(len(y)), **FEW)
+        write("h200_attention.json", data)
+        if rows is fit:
+            data["interval"]["calibrated"]["torch"] = half_widths(development, 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fit the kernel models and write their data files.")
     parser.add_argument("--shared", type=Path, default=SHARED, help="folder with h200/ and public_kernels/")
@@ -171,6 +185,7 @@ def main() -> None:
     parser.add_argument(
         "--gemm-trees", action="store_true", help="only the correction of products, constants as they are"
     )
+    parser.add_argument("--torch-attention", action="store_true", help="only attention by torch")
     arguments = parser.parse_args()
     rows, missing = load(arguments.shared)
     for name in missing:
@@ -180,6 +195,12 @@ def main() -> None:
     fit, development = ([r for r in rows if r.split == split and r.is_learned] for split in ("fit", "development"))
     if arguments.gemm_trees:
         fit_gemm_trees([r for r in fit + development if r.device == "h200" and r.kind == "gemm"])
+        return
+    if arguments.torch_attention:
+        mine = [
+            [r for r in s if (r.kind, r.source, r.device) == ("attention", "torch", "h200")] for s in (fit, development)
+        ]
+        fit_torch_attention(*mine)
         return
     first = fit_files([row for row in fit if row.device == "h200"])
     place(first, NO_WIDTHS)

@@ -347,7 +347,7 @@ def test_what_run_prints_is_read(run: Callable[..., Any], tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-m", "tessera", *words], capture_output=True, text=True, check=True)
     (tmp_path / "w.json").write_text(done.stdout)
     shown = run(tmp_path / "w.json", tmp_path / "w.tessera")
-    assert shown.code == 0 and "no change" in shown.output and "w.tessera (w.json)" in shown.output
+    assert shown.code == 0 and "no change" in shown.output and "work.py (w.json)" in shown.output
 
 
 def test_a_measured_command_beside_a_recorded_run_is_told_to_count_its_start(part: Path, tmp_path: Path) -> None:
