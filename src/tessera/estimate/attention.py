@@ -121,7 +121,12 @@ def _attention(of: Chip, call: AttentionCall, hbm_bytes: float | None) -> Kernel
         learned = fit.correct(features(call, formula(constants, of, call)))
     elif not call.backward:  # no correction was learned for it
         trees = _trees(call.source)
-        learned = find_correction(of, trees, lambda on: features(call, parts if on is of else parts_on(on)))
+        learned = find_correction(
+            of,
+            trees,
+            lambda on: features(call, parts if on is of else parts_on(on)),
+            same_kernels=of.architecture == "hopper",
+        )
     if learned is not None:
         source = learned.source
         # No correction makes a kernel faster than the chip.
