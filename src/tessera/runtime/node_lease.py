@@ -1,7 +1,8 @@
-"""The file says when it ends.
+"""The lease of this node: a small file that its daemon (`tessera governor join`) writes for schedules.
 
-A process that reads it later falls back to the guaranteed share by itself, also if the daemon was killed. The reader
-only trusts files that belong to root or to the same user, and that nobody else can write.
+The file says when the lease ends. A process that reads it later falls back to the guaranteed share by itself, also if
+the daemon was killed. The reader only trusts files that belong to root or to the same user, and that nobody else can
+write.
 """
 
 from __future__ import annotations
