@@ -4,7 +4,7 @@
 
 A case is a program of some forty operators of one family, each on tensors of its own, so one trace of an iteration times
 them all. Shapes are drawn anew for each case, always the same ones. In training their gradients are computed too. This
-set is never used to judge the predictor. Not yet recorded on a GPU; on the meta device all cases run (`--dry`).
+set is never used to judge the predictor: operator_kept_cases.py is.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def convolution(rng: random.Random) -> Use:
     dilation = rng.choice((1, 1, 1, 2)) if stride == 1 else 1
     side = {1: near(rng, 64, 16384, 16), 2: rng.choice((14, 28, 32, 56, 64, 128)), 3: rng.choice((8, 16, 24, 32))}[dims]
     b = max(min(log_uniform(rng, 1, 64), int(1.5e7 / (max(c, o) * side**dims))), 1)
-    transposed = rng.random() < 0.2 and dilation == 1
+    transposed = rng.random() < 0.2 and dilation == groups == 1
     name = f"conv_transpose{dims}d" if transposed else f"conv{dims}d"
     weight = (c, o // groups) if transposed else (o, c // groups)
     more = {"stride": stride, "padding": dilation * (kernel // 2), "groups": groups, "dilation": dilation}
@@ -356,32 +356,34 @@ def losses(rng: random.Random) -> Use:
 # Family: in which formats, how many cases of inference and of training in each.
 SWEEP: dict[Family, tuple[str, int, int]] = {
     attention: ("bf16 fp16 fp32", 2, 2),
-    product: ("bf16 fp16 fp32 tf32", 2, 1),
-    batched: ("bf16 fp32 tf32", 1, 1),
-    contraction: ("bf16 fp32", 1, 1),
-    convolution: ("bf16 fp16 fp32", 1, 2),
-    elementwise: ("bf16 fp32", 2, 2),
-    reduction: ("bf16 fp32", 2, 2),
-    rows: ("bf16 fp32", 1, 2),
-    indexed: ("bf16 fp32", 1, 2),
-    moved: ("bf16 fp32", 2, 2),
-    sorted_: ("bf16 fp32", 1, 0),
-    losses: ("bf16 fp32", 0, 2),
+    product: ("bf16 fp16 fp32 tf32", 4, 2),
+    batched: ("bf16 fp32 tf32", 3, 3),
+    contraction: ("bf16 fp32", 3, 3),
+    convolution: ("bf16 fp16 fp32", 3, 4),
+    elementwise: ("bf16 fp32", 4, 4),
+    reduction: ("bf16 fp32", 5, 5),
+    rows: ("bf16 fp32", 4, 5),
+    indexed: ("bf16 fp32", 4, 5),
+    moved: ("bf16 fp32", 5, 5),
+    sorted_: ("bf16 fp32", 4, 0),
+    losses: ("bf16 fp32", 0, 5),
 }
 
 
-def draw(family: Family, name: str, dtype: str, *, trained: bool) -> Case:
+def draw(family: Family, dtype: str, mode: str, mark: str) -> Case:
+    """A case whose operators follow from its name."""
+    name, trained = f"operators_{family.__name__.strip('_')}_{dtype}_{mode}_{mark}", mode == "train"
     rng = random.Random(name)
     uses = [family(rng) for _ in range(OPERATORS)]
     inputs = named("x labels", lambda device, dtype: whole(2, 1)(device, dtype) * 2) if trained else whole(2, 1)
     factory = by_hand(lambda: Operators(uses, trained=trained), inputs)
     if dtype == "tf32":
         factory = tf32(factory)
-    return case(name, factory, 1, "fp32" if dtype == "tf32" else dtype, mode="train" if trained else "infer")
+    return case(name, factory, 1, "fp32" if dtype == "tf32" else dtype, mode=mode)
 
 
 CASES = [
-    draw(family, f"operators_{family.__name__.strip('_')}_{dtype}_{mode}_{i}", dtype, trained=mode == "train")
+    draw(family, dtype, mode, str(i))
     for family, (dtypes, inferred, trained) in SWEEP.items()
     for dtype in dtypes.split()
     for mode, count in (("infer", inferred), ("train", trained))
