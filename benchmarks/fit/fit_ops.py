@@ -73,7 +73,9 @@ def captured(case: Any, replay: bool = False) -> Any:
     )
 
 
-SETS = ("dev", "heldout", "heldout2", "heldout3", "heldout4", "heldout5")
+SETS = ("dev", "heldout", "heldout2", "heldout3", "heldout4", "heldout5", "operator")
+WHOLE = SETS[:-1]
+"""Sets of whole models; random operators (operator_cases.py) were only traced."""
 
 
 def quiet() -> None:
@@ -105,8 +107,8 @@ def traces() -> Any:
 
 
 def recorded() -> Any:
-    """Every measured row of every set, with the set it is of."""
-    for which in SETS:
+    """Every measured row of whole models, with the set it is of."""
+    for which in WHOLE:
         yield from ({**r, "set": which} for r in align.read(DATA / f"h200_{which}_models.jsonl.gz") if "ms" in r)
 
 
