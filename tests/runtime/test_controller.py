@@ -258,7 +258,7 @@ def test_a_host_bound_program_reaches_a_cap_that_was_raised(program, free_w):
 
 
 def test_below_the_cap_nothing_waits_from_the_first_moment():
-    made = run_program(host_bound(), 250.0, seconds=1.0)
+    made = run_program(host_bound(), 270.0, seconds=1.0)
     assert made.plant.waits == 0
     assert not made.zone.is_near_cap(made.now_ns())
 

@@ -256,10 +256,10 @@ class ControlLoop:
         read = [z.read_ns for z in self._zones.values() if z.caps and z.read_ns is not None]
         began = time.monotonic_ns()
         tick_ns = TICK_NS if self._is_near(began) else WATCH_NS
-        sampler.wait_for(min(read, default=began - tick_ns) + tick_ns // 2, timeout_s=_ALONE_S, names=names)
-        left_ns = tick_ns - (time.monotonic_ns() - began)
-        if left_ns > 0:
-            time.sleep(left_ns * 1e-9)
+        time.sleep(tick_ns * 1e-9)
+        # After the pause, so that what is judged is the newest: power may have risen meanwhile.
+        newest_ns = min(read, default=began) + tick_ns - TICK_NS // 2
+        sampler.wait_for(newest_ns, timeout_s=_ALONE_S, names=names)
         with self._lock:
             self._steer(sampler, time.monotonic_ns())
 

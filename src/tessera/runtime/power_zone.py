@@ -33,8 +33,8 @@ BLIND_NS = 500_000_000
 # With a sensor at least this fine, a load runs freely at first: the sensor shows its power before it has drawn much.
 PROMPT_S = 0.05
 # Above this share of a cap, every sample counts, and for NEAR_NS afterwards: a host that is fast enough only now and
-# then draws little in between (compiled BERT on an H200: 440 W for up to a second, then 620 W).
-NEAR = 0.85
+# then draws little in between (compiled BERT on an H200: 360 to 420 W for up to two seconds, then 620 W; cap 487 W).
+NEAR = 0.78
 NEAR_NS = 5_000_000_000
 # A sensor that smears still shows work for this many times its blur after the work ended (5% of an exponential remains
 # then).
