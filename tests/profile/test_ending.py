@@ -117,6 +117,12 @@ class FakeCollector:
     def timeline(self):
         return Builder().build()
 
+    def discard(self):
+        pass
+
+    def cancel(self):
+        pass
+
 
 def test_a_window_is_read_where_no_thread_can_be_started(monkeypatch):
     """Python 3.12 starts none once the interpreter ends."""
@@ -163,6 +169,30 @@ def test_steps_count_as_traced_whole_or_by_the_time_of_their_part(monkeypatch):
     tracing.step(3)
     tracing.end()
     assert tracing.traced_steps == 2.25
+
+
+def test_windows_of_a_summary_show_none_of_a_scripts_setup():
+    """Imports and the first step, which compiles and allocates, were in the window that stood for all steps."""
+    read, forgotten = [], []
+    tracing = Tracing(
+        FakeCollector(),  # type: ignore[arg-type]
+        lambda *window: read.append(window),
+        paced=True,
+        lead=True,
+        forget=lambda: forgotten.append(time.time_ns()),
+    )
+    tracing.begin()
+    tracing.work_begins()  # the session's thread has seen the model run
+    tracing.boundary(time.time_ns())
+    tracing.step(1)
+    assert len(forgotten) == 2 and read == [] and tracing.traced_steps == 0.0
+    tracing.work_begins()  # seen only now: nothing starts over within the steps
+    for step in range(2, 5):
+        tracing.step(step)
+    tracing.end()
+    assert len(forgotten) == 2 and tracing.traced_steps == 3.0
+    ((_, start_ns, _),) = read
+    assert start_ns >= forgotten[-1]
 
 
 # -- somebody will not wait ----------------------------------------------------------------------------------------

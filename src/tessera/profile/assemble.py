@@ -158,6 +158,7 @@ def _tracing(session: Session, undo: contextlib.ExitStack) -> None:
             limit_s=options.limit_s,
             lead=not session._begin_tracing,
             before_stall=before_stall,
+            forget=session.forget_windows,
         )
         if session._summary is not None:
             session._summary.count_traced_steps = lambda: tracing.traced_steps

@@ -168,6 +168,11 @@ class Finished:
             renumber_devices(timeline, numbers)
         return drop_own_frames(drop_unasked(timeline, self._options))
 
+    def discard(self) -> None:
+        """Free the events unread."""
+        prof, self._prof = self._prof, None
+        self._let_go(prof)
+
     def _let_go(self, prof: Any) -> None:
         """Free Kineto's events, unless the process ends anyway: that takes 3 us each with shapes, under the lock.
 

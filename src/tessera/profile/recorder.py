@@ -395,6 +395,12 @@ class Session(SessionResults):
             # A summary may last for days: the first and the last window are enough.
             del self._windows[1:-1]
 
+    def forget_windows(self) -> None:
+        """Forget the windows of a summary so far."""
+        if self._summary is not None:
+            self._summary.forget_windows()
+            self._windows.clear()
+
     def add_rows(self, timeline: Timeline) -> None:
         """Take traced rows that are not a window of their own."""
         if self._writer is not None and len(timeline):

@@ -88,6 +88,12 @@ class RunSummary:
                 totals.add(int(count), int(total), int(low), int(high))
                 totals.own += int(itself)
 
+    def forget_windows(self) -> None:
+        """Forget what windows added; what is counted all the time stays."""
+        with self._lock:
+            self.windows = self.traced_ns = 0
+            self._by_name = {key: totals for key, totals in self._by_name.items() if totals.always}
+
     def add_row(self, kind: Kind, name: str, ns: int) -> None:
         with self._lock:
             totals = self._of(self._by_name, kind, name)

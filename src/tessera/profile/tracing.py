@@ -6,6 +6,7 @@
     flush_s=5       |<-- window -->|<-- window -->|<-- window -->|                      each read meanwhile
     schedule        ....warm|<- active ->|.........warm|<- active ->|
     paced           |<- 3 steps ->|................................|<- 3 steps ->|      at most 1% of the time spent
+    paced, lead     |~~ setup, forgotten ~~|<- 3 steps ->|.........................     from the first step on
     steady          ........|<- 3 steps ->|.......................................      kernels meanwhile by CUPTI
 
 Closing a window costs time of the program's thread: measured on 2 cores of a Xeon, 7 us per event in Kineto's stop (a
@@ -81,6 +82,7 @@ class Tracing:
         lead: bool = False,
         before_stall: Callable[[], None] = lambda: None,
         count_kernels: Callable[[], int] = lambda: 0,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
         self.collector = collector
         self.mode: Mode = "summary" if paced else "operators"
@@ -98,6 +100,8 @@ class Tracing:
         self._limit_ns = None if limit_s is None else round(limit_s * 1e9)
         self._most_steps = math.inf if limit_s is None or schedule or steady else limit_s * LIMIT_STEPS_PER_S
         self._lead = lead
+        self._saw_setup = self._paced and lead  # paced windows are taken for all of the work: none may show the setup
+        self._forget = forget
         self._before_stall = before_stall
         self._thread: int | None = None
         self._hooks: list[OpenRanges | OtherProfilers] = []
@@ -105,6 +109,8 @@ class Tracing:
         self._main = MainThread(self._on_step)
         self._readers: list[threading.Thread] = []
         self._opened_ns = 0
+        self._since_ns = 0  # windows that opened earlier are forgotten
+        self._starts_over = False
         self._until_ns = NEVER
         self._cost_ns = 0
         self._steps = 0  # steps in this window
@@ -159,6 +165,8 @@ class Tracing:
             self._steady.work_begins(time.time_ns())
         if self.has_begun:
             self._set_limit(self._limit_ns or 0)
+            if self._saw_setup:
+                self._starts_over, self.due_ns = True, 0
 
     def step(self, step: int) -> None:
         """Note that a step has ended and `step` begins."""
@@ -167,6 +175,7 @@ class Tracing:
         if not self._stepped:
             self._stepped = True
             self.work_begins()  # the first step compiles and allocates
+            self._saw_setup = False
         self._steps += 1
         self._count_step(time.time_ns())
         self._move_window(step)
@@ -180,7 +189,7 @@ class Tracing:
             self._follow_steady(self._steady, time.time_ns())
         elif self.traced_steps >= self._most_steps and not self._paced:
             self.finish(Note(f"tracing stopped after {self.traced_steps:.0f} steps: {_AFTER}", "time_limit"))
-        elif self._paced and self.collector.recording and self._steps < PACED_STEPS:
+        elif self._paced and self.collector.recording and self._steps < PACED_STEPS and not self._starts_over:
             return
         else:
             if self._paced and self.collector.recording:
@@ -205,6 +214,8 @@ class Tracing:
             return
         if self._steady is not None:
             self._run_guarded(self.finish if self.collector.recording else self._open)
+        elif self._starts_over:
+            self._run_guarded(self._start_over)
         elif now_ns >= self._until_ns:
             if self._stepped and not of_step and now_ns < self._until_ns + OVERDUE_NS[True]:
                 return  # first trace the present step to its end
@@ -291,7 +302,16 @@ class Tracing:
             length_ns = self._steady.find_length_ns(self._opened_ns, self._count_kernels())
         self.due_ns = min(NEVER if length_ns is None else self._opened_ns + length_ns, self._until_ns)
 
-    def _close(self) -> None:
+    def _start_over(self) -> None:
+        """Forget what was traced before the work began, and trace from here."""
+        self._starts_over = False
+        if self.collector.recording:
+            self._close(keep=False)
+        self._since_ns, self.traced_steps = time.time_ns(), 0.0
+        self._forget()
+        self._open()
+
+    def _close(self, *, keep: bool = True) -> None:
         t0 = time.perf_counter_ns()
         if self._ranges is not None:
             self._ranges.end_open()
@@ -306,6 +326,9 @@ class Tracing:
         self.due_ns = NEVER
         self._step_traced_ns += now_ns - max(self._opened_ns, self._step_ns)
         self._step_is_whole = False
+        if not keep:
+            finished.discard()
+            return
         reader = threading.Thread(
             target=self._read, args=(finished, self._opened_ns, now_ns), name="tessera-trace", daemon=True
         )
@@ -320,7 +343,9 @@ class Tracing:
         t0 = time.perf_counter_ns()
         try:
             self._before_stall()  # once more: no sensor was read during Kineto's stop
-            self._deliver(finished.timeline(), start_ns, end_ns)
+            timeline = finished.timeline()
+            if start_ns >= self._since_ns:
+                self._deliver(timeline, start_ns, end_ns)
         except Exception as exc:  # noqa: BLE001  (a lost window must not end the run)
             self.notes.append(f"a window of the trace could not be read: {type(exc).__name__}: {exc}")
             _log.warning("a window of the trace could not be read", exc_info=exc)
