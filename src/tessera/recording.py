@@ -63,6 +63,7 @@ class Rows(Protocol):
 class CpuUse:
     """CPU seconds of a program and its children; `children` has their number and seconds by name.
 
+    `beside` has the same of the program's Python threads other than the main one, whose operators are not traced.
     `cores` is how many may be used, by affinity and quota; `threads` is the number for torch's operators. `waited_s` is
     how long the main thread was ready to run but had no core. `others_s` are the CPU seconds of other programs on the
     machine during `over_s`, the time over which all this was counted. `formats` are the narrow number formats for which
@@ -77,10 +78,15 @@ class CpuUse:
     others_s: float | None = None
     over_s: float | None = None
     formats: Sequence[str] = ()
+    beside: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def children_s(self) -> float:
         return sum(seconds for _, seconds in self.children.values())
+
+    @property
+    def beside_s(self) -> float:
+        return sum(seconds for _, seconds in self.beside.values())
 
     @property
     def others_cores(self) -> float:

@@ -21,7 +21,7 @@ from tessera.recording import EVALUATION, CpuUse, Facts, Recording
 from tessera.report import run
 from tessera.report.console import plain_console
 from tessera.report.measure import busy_text
-from tessera.report.run import children_text
+from tessera.report.run import children_text, threads_text
 from tessera.schema import Domain, Hold
 from tessera.timeline import Builder
 from tessera.trace import PowerTrace
@@ -344,6 +344,38 @@ def test_waiting_for_children_is_no_work_to_make_faster(name: str) -> None:
     )  # fmt: skip
     advice = check_main_operator(RunEvidence(table=table, telemetry={}))
     assert advice is not None and "waits for its children" in advice.evidence and "faster" not in advice.action
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "python3.11/threading.py:1139 Thread._wait_for_tstate_lock",
+        "python3.12/threading.py:355 Condition.wait",
+        "python3.11/selectors.py:468 EpollSelector.select",
+    ],
+)
+def test_waiting_for_threads_is_no_work_to_make_faster(name: str) -> None:
+    row = EnergyRow(name=name, kind=FUNCTION, calls=40, time_s=1.0, energy_j=9.0, error_j=math.nan, share=0.9)
+    table = EnergyTable(
+        energy_j=10.0, error_j=1.0, idle_j=0.0, idle_error_j=0.0, time_s=1.0, busy_s=1.0, ops=[row], kernels=[],
+    )  # fmt: skip
+    advice = check_main_operator(RunEvidence(table=table, telemetry={}))
+    assert advice is not None and "the main thread waits" in advice.evidence and "faster" not in advice.action
+
+
+def test_threads_beside_the_main_one_are_on_the_screen_and_in_the_advice() -> None:
+    program = Program()
+    for _ in range(12):
+        program.op("aten::mm", 10.0).pause(30.0).step()
+    use = dataclasses.replace(QUIET, beside={"ThreadPoolExecutor": (8, 0.5), "tqdm": (1, 0.001)})
+    result = answer(program.recording(use))
+    assert result.beside_j is not None and result.beside_j == pytest.approx(0.501 * result.whole.energy_j, rel=0.01)
+    assert threads_text(result).startswith("8 x ThreadPoolExecutor: 500 ms of CPU time (50.0%), ~")
+    assert "in other threads, or between them" in plain_console(200).text(run.text(program.recording(use)))
+    advice = program.advice(use)["between operators"]
+    assert "by 8 x ThreadPoolExecutor: threads whose operators are not traced" in advice.evidence
+    assert "on the main thread" in advice.action
+    assert threads_text(answer(program.recording(QUIET))) == ""
 
 
 def test_time_between_operators_of_a_host_is_not_called_idle() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tessera import profile
-from tessera.profile.cpu_use import CpuUseCounter, count_cores, list_formats
+from tessera.profile.cpu_use import CpuUseCounter, ThreadTimes, count_cores, list_formats
 from tessera.sensors.processes import ProcessOwner
 
 
@@ -35,6 +36,33 @@ def test_the_workers_of_a_data_loader_are_in_the_run(tmp_path: Path) -> None:
     assert use is not None
     assert 0.2 <= use.children_s <= use.cpu_s
     assert use.cores >= 1 and use.threads == torch.get_num_threads()
+
+
+def test_threads_beside_the_main_one_are_counted_by_name() -> None:
+    def work() -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < 0.1:
+            pass
+        done.wait()
+
+    done = threading.Event()
+    early = threading.Thread(target=work)
+    early.start()
+    time.sleep(0.3)
+    times = ThreadTimes()  # what was used before does not count
+    threads = [threading.Thread(target=work) for _ in range(2)] + [threading.Thread(target=work, name="tessera-x")]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while times.by_name()["work"][1] < 0.2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        times.poll()
+    done.set()
+    for thread in (early, *threads):
+        thread.join()
+    times.poll()
+    count, seconds = times.by_name()["work"]
+    assert count == 3 and 0.2 <= seconds < 0.3
 
 
 def test_a_run_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +88,10 @@ class Answer:
     says how the joules were shared out instead: those rows have no error (sampled ones that of their share), and
     `rest_j` is in no row. `functions` and `lines` are those of the user's own code with what they call, of the whole
     run, where stacks were sampled. `cut` says why the file ends early, where it does. `scope` says whether CPU joules
-    are those of the program and its children, or of everything on the machine; `children_j` are the children's part, by
-    CPU time. `tracing` is what tracing did to the program, `operators` how much of a light run has operators, `job`
-    what each rank and collective of several ranks took, `outside_steps` what the table has in no step.
+    are those of the program and its children, or of everything on the machine; `children_j` and `beside_j` are the
+    parts of the children and of the Python threads beside the main one, by CPU time. `tracing` is what tracing did to
+    the program, `operators` how much of a light run has operators, `job` what each rank and collective of several ranks
+    took, `outside_steps` what the table has in no step.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Answer:
     operators: OperatorCoverage | None = None
     cpu_use: CpuUse | None = None
     children_j: float | None = None
+    beside_j: float | None = None
     job: JobSummary | None = None
     cut: str | None = None
     returncode: int | None = None
@@ -227,7 +229,8 @@ def answer(recording: Recording) -> Answer:
         shared_by=shared.by if shared else None,
         advice=find_advice(evidence),
         cpu_use=facts.cpu_use,
-        children_j=_children_j(recording),
+        children_j=_cpu_j(recording, lambda use: use.children_s),
+        beside_j=_cpu_j(recording, lambda use: use.beside_s),
         job=summarize_job(recording),
         gaps=gaps,
         tracing=tracing,
@@ -244,14 +247,14 @@ def _scope(power: PowerTrace | None) -> Scope:
     return "process" if any(d.counted and d.scope == "process" for d in domains) else "machine"
 
 
-def _children_j(recording: Recording) -> float | None:
-    """Return the CPU joules of what the program started (DataLoader workers); None if they cannot be separated."""
+def _cpu_j(recording: Recording, seconds_of: Callable[[CpuUse], float]) -> float | None:
+    """Return the CPU joules of children or threads, by their CPU seconds; None if they cannot be separated."""
     use, power = recording.facts.cpu_use, recording.power
     if use is None or power is None or not use.cpu_s > 0:
         return None
     own = [d.name for d in power.domains if d.counted and d.scope == "process"]
     joules = sum(power.energy(name).energy_j for name in own)
-    return joules * use.children_s / use.cpu_s if own and joules >= 0 else None
+    return joules * seconds_of(use) / use.cpu_s if own and joules >= 0 else None
 
 
 def _peak_w(recording: Recording, table: EnergyTable, whole: Whole) -> float | None:

@@ -26,6 +26,7 @@ STRAGGLER_SHARE = 0.08
 FIRST_BATCH_SHARE = 0.25
 BETWEEN_SHARE = 0.5
 CHILDREN_SHARE = 0.5
+BESIDE_SHARE = 0.10
 DROPOUT_SHARE = 0.10
 WAITED_SHARE = 0.10
 PRODUCTS_SHARE = 0.4
@@ -36,6 +37,12 @@ WAITING_SHARE = 0.25
 STEPS = 8
 WORKER = "pt_data_worker"
 """Torch's name for the processes of a DataLoader."""
+# Where Python waits for processes that it started, or for other threads, and does no work of its own.
+_WAITS_FOR_CHILDREN = re.compile(r"\b(?:Popen\.(?:_try_wait|_?wait|_?communicate|poll)|waitpid|BaseProcess\.join)\b")
+_WAITS_FOR_THREADS = re.compile(
+    r"\bthreading\.py:\d+ (?:Thread\.(?:_wait_for_tstate_lock|join)|(?:Condition|Event)\.wait)\b"
+    r"|\bselectors\.py:\d+ \w+\.select\b"
+)
 _LOADER = re.compile(r"enumerate\(DataLoader\)#(?P<kind>\w+)\.__next__")
 _DROPOUT = ("aten::bernoulli_", "aten::native_dropout")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution", "aten::_slow_conv2d")
@@ -109,6 +116,18 @@ def check_children(run: RunEvidence) -> Advice | None:
     return run.advise("children", joules, evidence, action)
 
 
+def advise_function(name: str, amount: str) -> tuple[str, str]:
+    """Return evidence and action for the function in which the main thread is while most joules are used."""
+    if _WAITS_FOR_CHILDREN.search(name):
+        action = "they use the energy: `tessera run --mode sampling` on what they run shows where"
+        return f"the program waits for its children ({name}) while {amount} are used", action
+    seen = "if it waits for a GPU, `tessera run` without --mode shows the kernels"
+    if _WAITS_FOR_THREADS.search(name):
+        action = f"only its functions are shown: run the work of other threads in it once; {seen}"
+        return f"the main thread waits ({name}) while {amount} are used", action
+    return f"the host is in {name} while {amount} are used", f"make it faster, or call it less often; {seen}"
+
+
 def check_between_operators(run: RunEvidence) -> Advice | None:
     """Advise if half of the joules or more are between operators, and the DataLoader is not half of those.
 
@@ -125,6 +144,12 @@ def check_between_operators(run: RunEvidence) -> Advice | None:
     where = f"{run.table.idle_name}{' of the steps' if outside_j > 0 else ''}"
     evidence = f"{run.format_amount(joules)} are used {where}: by Python on the host, waiting included"
     action = "`tessera run --mode sampling SCRIPT` shows which of its functions use them"
+    use = run.cpu_use
+    if use is not None and use.beside_s > BESIDE_SHARE * use.cpu_s:
+        busy = [(name, count) for name, (count, seconds) in use.beside.items() if seconds >= 0.1 * use.beside_s]
+        threads = name_several([f"{count} x {name}" for name, count in busy])
+        evidence += f", and by {threads}: threads whose operators are not traced"
+        action = "run that work on the main thread once, to see its operators"
     return run.advise(run.table.idle_name, joules, evidence, action)
 
 

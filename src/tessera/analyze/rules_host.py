@@ -18,6 +18,7 @@ from ..units import format_duration, format_energy
 from .evidence import LAUNCHING, PREPARING, SAVES, UNFED, HostGap, RunEvidence
 from .kernel_names import short
 from .mean_step import find_expensive, select_steps
+from .rules_cpu import advise_function
 from .run_energy import FUNCTION
 from .spikes import choose_threshold, find_spikes, make_curve
 
@@ -44,8 +45,6 @@ PINNED_SHARE = 0.87
 BESIDE = "in addition to what tracing causes"
 # Idle for this share of the time is always mentioned: chosen.
 MUCH_IDLE_SHARE = 0.3
-# Where Python waits for processes that it started, and does no work of its own.
-_WAITS_FOR_CHILDREN = re.compile(r"\b(?:Popen\.(?:_try_wait|_?wait|_?communicate|poll)|waitpid|BaseProcess\.join)\b")
 COMPILE = 'torch.compile(mode="reduce-overhead") or '
 LAUNCH_AT_ONCE = "a CUDA graph launches them at once; so does a larger batch"
 START_UP = "start up faster, or record more steps to see the program itself"
@@ -321,15 +320,7 @@ def check_main_operator(run: RunEvidence) -> Advice | None:
     if most.kind == FUNCTION:
         if most.calls < SAMPLES:
             return None
-        evidence = f"the host is in {most.name} while {run.format_amount(most.energy_j)} are used"
-        if _WAITS_FOR_CHILDREN.search(most.name):
-            evidence = (
-                f"the program waits for its children ({most.name}) while {run.format_amount(most.energy_j)} are used"
-            )
-            action = "they use the energy: `tessera run --mode sampling` on what they run shows where"
-            return run.advise("one operator", most.energy_j, evidence, action)
-        seen = "if it waits for a GPU, `tessera run` without --mode shows the kernels"
-        action = f"make it faster, or call it less often; {seen}"
+        evidence, action = advise_function(most.name, amount)
     return run.advise("one operator", most.energy_j, evidence, action)
 
 

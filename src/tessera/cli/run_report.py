@@ -41,7 +41,8 @@ def _print_json(recording: Recording, result: Answer, code: int) -> None:
     data["tracing"] = result.tracing.to_dict() if result.tracing is not None else None
     data["cost"] = find_cost(result.whole.energy_j, result.whole.error_j)
     data["collectors"] = dict(facts.collectors)
-    data |= {"cpu_use": facts.cpu_use, "children_j": result.children_j, "scope": result.scope}
+    data |= {"cpu_use": facts.cpu_use, "scope": result.scope}
+    data |= {"children_j": result.children_j, "beside_j": result.beside_j}
     data["answer"] = result.to_dict()  # as `tessera report` has it: `tessera diff` reads the joules of every step there
     if result.job is not None:
         data["job"] = result.job.to_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -17,7 +18,7 @@ from ..analyze.run_energy import BY_STACKS, Outside
 from ..attribute.table import EnergyTable
 from ..config import find_cost
 from ..notes import kind_of
-from ..recording import Facts, Recording
+from ..recording import CpuUse, Facts, Recording
 from ..units import format_duration, format_energy, format_energy_error, format_error, format_power, format_share
 from .console import label_table, next_line
 from .energy import OWN, SUMMARY_NOTE, WIDTH, idle_row, legend, rest_row, rows_table
@@ -209,18 +210,30 @@ def _facts(result: Answer, path: Path | None, by: str | None) -> Table:
         table.add_row("", Text(f"and {hidden} more: {command}", style="dim"))
     if children := children_text(result):
         table.add_row("children", Text(children))
+    if threads := threads_text(result):
+        table.add_row("threads", Text(f"beside the main one {threads}"))
     return table
 
 
 def children_text(result: Answer) -> str:
     """Return what the program's children used of the CPUs; "" if that is almost nothing."""
     use = result.cpu_use
-    if use is None or not use.children_s > CHILDREN_SHARE * use.cpu_s:
+    return "" if use is None else _used_text(use, use.children, result.children_j)
+
+
+def threads_text(result: Answer) -> str:
+    """Return what Python threads beside the main one used of the CPUs; "" if that is almost nothing."""
+    use = result.cpu_use
+    return "" if use is None else _used_text(use, use.beside, result.beside_j)
+
+
+def _used_text(use: CpuUse, used: Mapping[str, tuple[int, float]], used_j: float | None) -> str:
+    used_s, parts = sum(seconds for _, seconds in used.values()), []
+    if not used_s > CHILDREN_SHARE * use.cpu_s:
         return ""
-    parts = []
-    for name, (count, seconds) in use.children.items():
+    for name, (count, seconds) in used.items():
         if seconds > CHILDREN_SHARE * use.cpu_s:
-            part = result.children_j * seconds / use.children_s if result.children_j is not None else None
+            part = used_j * seconds / used_s if used_j is not None else None
             joules = "" if part is None else f", ~{format_energy(part, 3)} of the run's joules"
             time = f"{format_duration(seconds, 3)} of CPU time ({format_share(seconds / use.cpu_s)})"
             parts.append(f"{f'{count} x ' if count else ''}{name}: {time}{joules}")
@@ -289,6 +302,7 @@ def _split(result: Answer, width: int) -> Text:
     spent = f"{format_energy_error(result.busy_j or 0.0, None)} in {format_duration(result.busy_s or 0.0, 3)}"
     line.append(f"{spent} {'in operators' if on_host else 'busy'}, ")
     waiting = "between them (Python, waiting)" if on_host else "idle"
+    waiting = f"in other threads, or {waiting}" if on_host and threads_text(result) else waiting
     waiting = f"while only children ran, or {waiting}" if children_text(result) else waiting
     line.append(f"{format_energy_error(result.idle_j or 0.0, result.idle_error_j)} ({format_share(share)}) {waiting}")
     return line

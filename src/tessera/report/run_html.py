@@ -32,6 +32,7 @@ from .run import (
     outside_text,
     spent_text,
     spread_text,
+    threads_text,
     traced_text,
 )
 from .run_provenance import find_missing, missing_section, provenance, run_analyses
@@ -116,6 +117,8 @@ def _warnings(result: Answer) -> str:
         lines.append(f"{capitalize(result.tracing.text)}.")
     if children := children_text(result):
         lines.append(f"Child processes: {children}.")
+    if threads := threads_text(result):
+        lines.append(f"Threads beside the main one: {threads}.")
     if result.returncode:
         lines.append(f"The program {describe_exit(result.returncode)}; the energy is up to then.")
     return "".join(f"<p class='warn' role='note'>{prose(line)}</p>" for line in lines)

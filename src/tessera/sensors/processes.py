@@ -92,6 +92,14 @@ def read_wait_s(pid: int | str, proc: Path = PROC) -> float | None:
         return None
 
 
+def read_thread_s(number: int | None, proc: Path = PROC) -> float | None:
+    """Return the CPU seconds of a thread of this process, by its native number; None if it is not there."""
+    try:
+        return int((proc / "self/task" / str(number) / "schedstat").read_text().split()[0]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 class OwnCpu(NamedTuple):
     """CPU seconds of this process's threads, and of the children that it has waited for (None: not read)."""
 
