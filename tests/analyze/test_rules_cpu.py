@@ -346,6 +346,17 @@ def test_waiting_for_children_is_no_work_to_make_faster(name: str) -> None:
     assert advice is not None and "waits for its children" in advice.evidence and "faster" not in advice.action
 
 
+def test_what_the_compiler_does_is_no_operator_to_make_narrower() -> None:
+    program = Program()
+    for name, ms in (("compile_file (dynamo_timed)", 500.0), ("build_guards (dynamo_timed)", 100.0), ("aten::mm", 20.0)):
+        program.op(name, ms)
+    advice = program.advice()
+    assert "one operator" not in advice
+    assert "torch.compile compiles while" in advice["compilation"].evidence
+    assert advice["compilation"].share == pytest.approx(600 / 620, abs=0.01)
+    assert "TORCHINDUCTOR_CACHE_DIR" in advice["compilation"].action
+
+
 @pytest.mark.parametrize(
     "name",
     [

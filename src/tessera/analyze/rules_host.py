@@ -45,6 +45,12 @@ PINNED_SHARE = 0.87
 BESIDE = "in addition to what tracing causes"
 # Idle for this share of the time is always mentioned: chosen.
 MUCH_IDLE_SHARE = 0.3
+OF_COMPILER = " (dynamo_timed)"
+"""How torch ends the names of what its compiler does."""
+KEEP_COMPILED = (
+    "keep what was compiled (TORCHINDUCTOR_CACHE_DIR on a disk that stays), run longer with it, and compile for fewer "
+    "shapes (dynamic=True)"
+)
 COMPILE = 'torch.compile(mode="reduce-overhead") or '
 LAUNCH_AT_ONCE = "a CUDA graph launches them at once; so does a larger batch"
 START_UP = "start up faster, or record more steps to see the program itself"
@@ -59,8 +65,7 @@ _REMEDIES = tuple(
         ),
         (
             COMPILATION,
-            "the device waits while torch.compile compiles: keep what was compiled (TORCHINDUCTOR_CACHE_DIR on a disk "
-            "that stays), run longer with it, and compile for fewer shapes (dynamic=True)",
+            f"the device waits while torch.compile compiles: {KEEP_COMPILED}",
         ),
         (
             r"(?:\w*)dataloader\w*|data|batch_?load\w*",
@@ -313,6 +318,10 @@ def check_main_operator(run: RunEvidence) -> Advice | None:
         return None  # in a summary, the outermost operator contains all others
     if _near_its_roof(run, most):
         return None
+    if most.name.endswith(OF_COMPILER):
+        joules = math.fsum(row.energy_j for row in rows if row.name.endswith(OF_COMPILER))
+        evidence = f"torch.compile compiles while {run.format_amount(joules)} are used"
+        return run.advise(COMPILATION, joules, evidence, KEEP_COMPILED)
     amount = run.format_amount(most.energy_j)
     what = "uses the most energy" if run.has_joules else "takes the most time"
     evidence = f"{short(most.name, most.kind)} {what}, {amount} in {most.calls:,} calls"
