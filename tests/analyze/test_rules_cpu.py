@@ -348,7 +348,11 @@ def test_waiting_for_children_is_no_work_to_make_faster(name: str) -> None:
 
 def test_what_the_compiler_does_is_no_operator_to_make_narrower() -> None:
     program = Program()
-    for name, ms in (("compile_file (dynamo_timed)", 500.0), ("build_guards (dynamo_timed)", 100.0), ("aten::mm", 20.0)):
+    for name, ms in (
+        ("compile_file (dynamo_timed)", 500.0),
+        ("build_guards (dynamo_timed)", 100.0),
+        ("aten::mm", 20.0),
+    ):
         program.op(name, ms)
     advice = program.advice()
     assert "one operator" not in advice

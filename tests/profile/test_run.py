@@ -281,6 +281,7 @@ def test_a_script_that_leaves_at_once_is_still_reported(tmp_path, script):
     name = script("import os, time; time.sleep(1.2); os._exit(5)")
     code, _, err = run(tmp_path, "--out", "here.tessera", "--html", "page.html", name)
     assert code == 5 and "never closed" in err and "tessera report here.tessera" in err, err
+    assert "the program failed with exit code 5" in err
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 

@@ -389,6 +389,14 @@ def killed(path: Path, after_s: float = 1.2) -> int:
     return at
 
 
+def test_a_run_that_was_killed_before_its_first_sample_did_not_end_before_it_began(tmp_path):
+    with RunWriter(tmp_path / "a.tessera") as run:
+        run.add_samples(GPU, [T0], [100.0])
+        run.set("start_ns", T0 + 10**7)
+    with RunFile(tmp_path / "a.tessera") as back:
+        assert back.span_ns == (T0 + 10**7, T0 + 10**7)
+
+
 def test_kill_9_loses_less_than_a_second(tmp_path):
     path = tmp_path / "a.tessera"
     at = killed(path)

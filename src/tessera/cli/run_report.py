@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ def report_run(recording: Recording, code: int, html: Path | None, as_json: bool
 
     result, path = answer(recording), recording.facts.path
     remember_joules(recording, result)
+    if recording.facts.crashed:  # the file does not know how its program ended
+        result = dataclasses.replace(result, returncode=code)
     page = html or (None if as_json or path is None else path.with_suffix(".html"))
     written = write_page(page, recording, result) if page else None
     print_progress("")

@@ -382,17 +382,18 @@ class RunFile:
     def span_ns(self) -> tuple[int, int]:
         """Start and end of the run, as its session stored them, else of its rows and samples; (0, 0) if empty."""
         start, end = self.get("start_ns"), self.get("end_ns")
+        lows, highs = [], []
         if start is None or end is None:
-            lows, highs = [], []
             for times, _ in (self.samples(d) for d in self.domains):
                 lows += times[:1].tolist()
                 highs += times[-1:].tolist()
             for chunk in (c for c in self.chunks(("start_ns", "end_ns")) if len(c)):
                 lows.append(int(chunk["start_ns"].min()))
                 highs.append(int(chunk["end_ns"].max()))
-            start = min(lows, default=0) if start is None else start
-            end = max(highs, default=start) if end is None else end
         with self._reading("its start or end is"):
+            start = min(lows, default=0) if start is None else start
+            # A sample may be older than the run: a sensor's last value.
+            end = max([start, *highs]) if end is None else end
             check_time(start, end)
         return int(start), int(end)
 
