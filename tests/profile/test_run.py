@@ -221,6 +221,21 @@ def test_its_exit_code_and_traceback_are_its_own(tmp_path, script):
         assert found.get("returncode") == 1
 
 
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("raise KeyError('mine')", 1)])
+def test_threads_that_outlive_the_scripts_end_are_in_the_run(tmp_path, script, end, code):
+    text = f"""
+        import sys, threading, time
+        threading.Thread(target=lambda: (time.sleep(0.5), print("thread done"))).start()
+        {end}
+    """
+    child = launch(tmp_path, script(text))
+    out, err = child.communicate(timeout=300)
+    assert (child.returncode, out) == (code, "thread done\n") and err.count("KeyError: 'mine'") == (code == 1)
+    with RunFile(tmp_path / "run.tessera") as found:
+        start_ns, end_ns = found.span_ns
+        assert end_ns - start_ns >= 500_000_000 and found.get("returncode") == code
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_ends_it_and_the_run_is_written(tmp_path, script, number, code):
     name = script(

@@ -114,8 +114,7 @@ def main() -> None:
     try:
         try:
             with _terminable():
-                exec(code, program.__dict__)
-                _join_threads()
+                outcome = _execute(code, program.__dict__)
         finally:  # a second Ctrl-C before this line still belongs to the script and is caught below
             patience.hold()
     except BaseException as exc:  # noqa: BLE001  (however the script ends, what was recorded is written)
@@ -176,6 +175,20 @@ def _start_session(plan: LaunchPlan) -> Session | None:
     except TesseraError as exc:
         sys.stderr.write(f"error: {exc}\n")
         sys.exit(1)
+
+
+def _execute(code: CodeType, names: dict[str, Any]) -> BaseException | None:
+    """Run the script and its threads to their end, and return how it ended: Python waits after an exception, too."""
+    outcome: BaseException | None = None
+    try:
+        exec(code, names)
+    except (KeyboardInterrupt, Terminated):
+        raise
+    except BaseException as exc:  # noqa: BLE001  (SystemExit, too)
+        _show(exc)
+        outcome = exc
+    _join_threads()
+    return outcome
 
 
 # -- the script as Python would have run it --------------------------------------------------------------------------
@@ -292,7 +305,9 @@ def _show(outcome: BaseException) -> None:
     """Print the script's traceback without our frames; at once, since writing the run may take a while."""
     if isinstance(outcome, SystemExit):
         return
-    trace = outcome.__traceback__.tb_next if outcome.__traceback__ is not None else None
+    trace = outcome.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
     sys.excepthook(type(outcome), outcome.with_traceback(trace), trace)
 
 
