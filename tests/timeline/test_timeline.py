@@ -19,7 +19,7 @@ from tessera.timeline import Builder, Timeline, intervals, shapes, source, strea
 from tessera.timeline.columns import NONE
 from tessera.timeline.intervals import Nesting, Spans, _scan, _tree, latest, single, union
 from tessera.timeline.kineto import read
-from tessera.timeline.link import link
+from tessera.timeline.link import link, steps_of
 
 from places import REPOSITORY, TESTS
 
@@ -868,3 +868,13 @@ def test_gpt2_on_an_h200():
     assert (forward_step == links.step[behind]).all()
     seconds = math.fsum(r.seconds for r in timeline.records(rows))
     assert seconds == pytest.approx(float(sum(e["dur"] for e in wanted)) * 1e-6, rel=1e-12)
+
+
+@pytest.mark.parametrize(("profiled", "expected"), [(2, "step_"), (8, "ProfilerStep#")])
+def test_a_profiler_of_the_programs_own_names_the_steps_only_where_it_saw_most(profiled: int, expected: str) -> None:
+    built = Builder()
+    for i in range(8):
+        built.add("region", f"step_{i}", i * 100, i * 100 + 100)
+        if i < profiled:
+            built.add("region", f"ProfilerStep#{i}", i * 100, i * 100 + 90)
+    assert [s.name for s in steps_of(built.build())] == [f"{expected}{i}" for i in range(8)]

@@ -282,18 +282,20 @@ def _modules(timeline: Timeline, parent: Ints, threads: Ints, times: Ints, rows:
 def steps_of(timeline: Timeline) -> tuple[Step, ...]:
     """Return the profiler's steps, or else regions named like steps; plus times between start/X and end/X marks.
 
+    Where most regions named like steps are outside the profiler's, the program had one of its own for a few steps only.
     `Links.steps` has the same. Use this function if nothing else of the links is needed.
     """
     start, end, named = timeline["start_ns"], timeline["end_ns"], timeline["name"]
     regions = timeline.rows("region")
     texts = {n: timeline.names[n] for n in np.unique(named[regions]).tolist()}
-    steps: list[Step] = []
-    for pattern in (_STEP, _STEP_OF_THE_USER):
-        hits = [n for n, text in texts.items() if pattern.fullmatch(text)]
-        if hits:
-            rows = regions[np.isin(named[regions], hits)].tolist()
-            steps = [Step(timeline.name(r), int(start[r]), int(end[r]), r) for r in rows]
-            break
+    profiled, counted = (
+        regions[np.isin(named[regions], [n for n, text in texts.items() if pattern.fullmatch(text)])]
+        for pattern in (_STEP, _STEP_OF_THE_USER)
+    )
+    if len(profiled):
+        outside = (start[counted] < start[profiled].min()) | (start[counted] >= end[profiled].max())
+        counted = counted if 2 * np.count_nonzero(outside) > len(counted) else profiled
+    steps = [Step(timeline.name(r), int(start[r]), int(end[r]), r) for r in counted.tolist()]
     begun: dict[str, list[int]] = {}
     marks = timeline.rows("mark")
     for row in marks[np.argsort(start[marks], kind="stable")].tolist():
