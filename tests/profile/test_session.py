@@ -442,6 +442,7 @@ def test_the_programs_own_profiler_goes_first(path):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prof:
             burn(3)
     assert names(sess, "op").count("aten::mm") == 2 and any("of its own" in n for n in sess.notes)
+    assert "of its own" in sess.notes[0], "a screen shows the first"
     assert sum(e.name == "aten::mm" for e in prof.events()) == 3
 
 

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, MeasurementError, RecordingError, TesseraError
+from ..notes import kind_of
 from ..record import APART
 from . import ending
 from .options import SessionOptions
@@ -277,6 +278,7 @@ class Session(SessionResults):
             for key in ("tracing_s", "pauses", "collectors", "mode"):
                 writer.set(key, getattr(self._tracing, key))
         self.notes = list(dict.fromkeys(self.notes))  # after an interrupt this runs twice
+        self.notes.sort(key=lambda note: kind_of(note) == "no_accelerator")  # a screen shows the first
         if self._cpu_use is not None:
             writer.set("cpu_use", self._cpu_use.to_fact())
         writer.set("windows", self._windows)
