@@ -460,6 +460,28 @@ def test_evaluation_between_steps_is_a_region_and_part_of_no_step(tmp_path, scri
         assert "aten::argmax" in inside and "aten::mm" not in inside
 
 
+def test_the_step_of_an_optimizer_is_no_evaluation(tmp_path, script):
+    """L-BFGS's has `@torch.no_grad()` around it, and may take as long as all steps before."""
+    text = """
+        import torch
+        model = torch.nn.Linear(8, 8)
+        first, last = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.LBFGS(model.parameters())
+        def closure():
+            loss = model(torch.ones(4, 8)).square().sum()
+            loss.backward()
+            return loss
+        for step in range(10):
+            closure()
+            first.step()
+        last.step(closure)
+        """
+    code, out, err = run(tmp_path, "--mode", "operators", "--json", script(text))
+    assert code == 0, err
+    said = json.loads(out)
+    names = {row["name"] for row in said["regions"]}
+    assert said["run"]["steps"] == 10 and "Optimizer.step#LBFGS.step" in names and "evaluation" not in names
+
+
 def test_evaluation_without_a_change_of_mode_is_found_by_its_missing_gradients(tmp_path, script):
     text = """
         import time, torch

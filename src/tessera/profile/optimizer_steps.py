@@ -34,12 +34,19 @@ class OptimizerSteps:
         self._steps = 0  # its steps
         self._turns: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._alone: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._handle: Any = None
+        self._handles: list[Any] = []
+        self.is_stepping = False
+        """Whether an optimizer is within its step."""
 
     def install(self) -> None:
-        from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+        from torch.optim.optimizer import (
+            Optimizer,
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
-        self._handle = register_optimizer_step_post_hook(self._after)
+        before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+        self._handles = [before(self._before), after(self._after)]
         self._original, made = Optimizer.__init__, self._made
 
         @functools.wraps(Optimizer.__init__)
@@ -49,7 +56,11 @@ class OptimizerSteps:
 
         Optimizer.__init__ = __init__
 
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.is_stepping = True
+
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.is_stepping = False
         last = None if self._last is None else self._last()
         if last is not optimizer and (last is None or self._takes_over(optimizer)):
             self._last, self._steps = weakref.ref(optimizer), 0
@@ -71,9 +82,9 @@ class OptimizerSteps:
         return alone > _RAREST or (1 < between == before <= _RAREST)
 
     def remove(self) -> None:
-        if self._handle is not None:
+        if self._handles:
             from torch.optim.optimizer import Optimizer
 
-            self._handle.remove()
-            self._handle = None
+            while self._handles:
+                self._handles.pop().remove()
             Optimizer.__init__ = self._original

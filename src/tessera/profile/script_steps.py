@@ -178,6 +178,8 @@ class ScriptSteps:
             self._gradless.clear()
 
     def _gradless_ended(self, start_ns: int, end_ns: int) -> None:
+        if self._optimizer.is_stepping:
+            return  # `@torch.no_grad()` around the step itself, as L-BFGS has it
         self._gradless.add(start_ns, end_ns)
         if end_ns - start_ns > _LONG_NS:
             self._session.note_edge()
