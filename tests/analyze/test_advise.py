@@ -318,6 +318,14 @@ def test_a_recorded_training_is_told_to_pad_its_vocabulary():
     assert "one operator" not in rows  # it would say the same again
 
 
+def test_a_trace_of_a_host_takes_as_long_as_was_traced():
+    """The program's own regions go on after that."""
+    timeline = Builder()
+    timeline.add("op", "aten::mm", T0, T0 + 10**9)
+    timeline.add("region", "step_7", T0 + 5 * 10**9, T0 + 6 * 10**9)
+    assert advise(Recording(timeline.build())).facts["time_s"] == pytest.approx(1.0)
+
+
 def test_advice_reads_as_paragraphs_with_evidence_and_fix():
     script = Script()
     script.run(*PRODUCT, times=20)

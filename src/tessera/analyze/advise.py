@@ -190,10 +190,10 @@ def _missing(recording: Recording) -> dict[str, str]:
 
 
 def _span(timeline: Timeline) -> tuple[int, int]:
-    """Return the time that a trace without power covers: from the first device row to the last."""
+    """Return the time that a trace without power covers: from the first device row to the last, or what was traced."""
     rows = timeline.device_rows
     if not len(rows):
-        return timeline.start_ns, timeline.end_ns
+        return timeline.traced_span
     return int(timeline["start_ns"][rows].min()), int(timeline["end_ns"][rows].max())
 
 
