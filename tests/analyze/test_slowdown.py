@@ -364,12 +364,12 @@ def test_a_pause_for_operators_is_told_once_with_its_step(tmp_path: Path) -> Non
     """By one fact: the screen, the page and `--json` have the same line."""
     program = Program().train(10, 45.0).trace(3, 46.0, closing_ms=845.0).train(60, 45.0)
     facts = {"operator_windows": program.windows, "pauses": [(program.windows[0][1], 0.8)]}
-    line = "collecting operators paused the program once for 800 ms in step_13"
+    line = "collecting operators paused the program once for 800 ms in step_13, and 81 J were used meanwhile"
     with program.write(tmp_path / "paused.tessera", tracing_s=0.9, **facts) as run:
         found, shown, html = tracing_of(run), screen(run), page(run.recording())
     assert (found.pauses, found.paused_s, found.paused_step) == (1, 0.8, "step_13")
-    assert found.text == line and line in shown and line.capitalize() in html
-    assert found.to_dict()["paused_s"] == 0.8
+    assert found.text == line and line in shown and f"C{line[1:]}" in html
+    assert found.to_dict()["paused_s"] == 0.8 and found.paused_j == pytest.approx(81, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ class Slowdown:
     the most it can have been, from the events that were made. `reason` says why untraced steps do not tell. `idle_s`
     and `idle_j` are what the devices waited for the tracer, of the time that was traced. `launches` recorded by CUPTI
     made the run longer by about `launches_s`, no more than the devices waited: `launches_slowdown`. `pauses` times the
-    program stood still for its operators to be collected, for `paused_s` in all, longest in the step `paused_step`.
+    program stood still for its operators to be collected, for `paused_s` in all, longest in the step `paused_step`;
+    the run's joules contain the `paused_j` of that time.
     """
 
     slowdown: float | None
@@ -104,6 +105,7 @@ class Slowdown:
     launches_slowdown: float = 1.0
     pauses: int = 0
     paused_s: float = 0.0
+    paused_j: float | None = None
     paused_step: str | None = None
 
     @property
@@ -132,9 +134,11 @@ class Slowdown:
         if self.paused_s < PAUSED_S:
             return None
         lasted = format_duration(self.paused_s, 2)
+        spent = f", and {format_energy(self.paused_j, 2)} were used meanwhile" if self.paused_j is not None else ""
         times = f"once for {lasted}" if self.pauses == 1 else f"{self.pauses} times for {lasted} in all, longest"
         where = f" in {self.paused_step}" if self.paused_step is not None else ""
-        return f"collecting operators paused the program {times if where else times.removesuffix(', longest')}{where}"
+        times = times if where else times.removesuffix(", longest")
+        return f"collecting operators paused the program {times}{where}{spent}"
 
     def _tell_slowdown(self) -> str | None:
         if not self.matters or (self.is_brief and self.untraced_steps > MANY * max(self.traced_steps, TRACED)):
@@ -201,14 +205,17 @@ def _sum_launches(recording: Recording) -> dict[str, Any]:
 
 
 def _sum_pauses(recording: Recording) -> dict[str, Any]:
-    """Return how often and how long the program stood still, and the step of the longest pause, for `Slowdown`."""
-    pauses = recording.facts.pauses
+    """Return how often, how long and at what cost the program stood still, and the step of the longest pause."""
+    pauses, power = recording.facts.pauses, recording.power
+    edges = [(pause.start_ns, pause.start_ns + round(pause.seconds * 1e9)) for pause in pauses]
+    spent = _sum_energy(accounted_energies(power, recording.timeline, edges)) if power is not None and edges else None
     longest_ns = max(pauses, key=lambda pause: pause.seconds).start_ns if pauses else 0
     steps = steps_of(recording.timeline) if pauses else ()
     inside = [step.name for step in steps if step.start_ns <= longest_ns < step.end_ns]
     return {
         "pauses": len(pauses),
         "paused_s": sum(pause.seconds for pause in pauses),
+        "paused_j": spent.energy_j if spent is not None else None,
         "paused_step": inside[-1] if inside else None,
     }
 
@@ -395,5 +402,9 @@ def _sum_joules(steps: _StepTimes, chosen: Bools, power: PowerTrace) -> Energy |
     """Return joules of some steps; None if the sensor did not see them."""
     # Merge consecutive steps: what is between two others (a validation, a data loader) belongs to no step.
     edges = np.stack(union(steps.begins[chosen], steps.ends[chosen]), axis=1)
-    spent = sum_windows(accounted_energies(power, steps.timeline, edges.tolist()))
+    return _sum_energy(accounted_energies(power, steps.timeline, edges.tolist()))
+
+
+def _sum_energy(windows: Sequence[Energy]) -> Energy | None:
+    spent = sum_windows(windows)
     return spent if spent.coverage >= SEEN and spent.energy_j > 0 else None
