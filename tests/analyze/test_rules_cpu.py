@@ -385,7 +385,9 @@ def test_threads_beside_the_main_one_are_on_the_screen_and_in_the_advice() -> No
     use = dataclasses.replace(QUIET, beside={"ThreadPoolExecutor": (8, 0.5), "tqdm": (1, 0.001)})
     result = answer(program.recording(use))
     assert result.beside_j is not None and result.beside_j == pytest.approx(0.501 * result.whole.energy_j, rel=0.01)
-    assert threads_text(result).startswith("8 x ThreadPoolExecutor: 500 ms of CPU time (50.0%), ~")
+    where, said = threads_text(result).split(": ", 1)
+    assert where == "beside the main one, whose operators and functions the tables show"
+    assert said.startswith("8 x ThreadPoolExecutor: 500 ms of CPU time (50.0%), ~")
     assert "in other threads, or between them" in plain_console(200).text(run.text(program.recording(use)))
     advice = program.advice(use)["between operators"]
     assert "by 8 x ThreadPoolExecutor: threads whose operators are not traced" in advice.evidence

@@ -65,6 +65,22 @@ def test_threads_beside_the_main_one_are_counted_by_name() -> None:
     assert count == 3 and 0.2 <= seconds < 0.3
 
 
+def test_the_thread_that_is_traced_is_not_beside_itself() -> None:
+    found: list[ThreadTimes] = []
+
+    def traced() -> None:
+        found.append(ThreadTimes())
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+        found[0].poll()
+
+    thread = threading.Thread(target=traced, name="session")
+    thread.start()
+    thread.join()
+    assert "session" not in found[0].by_name()
+
+
 def test_a_run_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = ProcessOwner(user="ada", job="4711")
     monkeypatch.setattr("tessera.profile.assemble.find_owner", lambda pid: owner)

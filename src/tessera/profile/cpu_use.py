@@ -28,9 +28,13 @@ _NUMBERS = re.compile(r"[-_]\d+(_\d+)?$")
 
 
 class ThreadTimes:
-    """CPU seconds of the Python threads beside the main one, from now on. What one used after the last look is lost."""
+    """CPU seconds of the Python threads beside the main one, from now on. What one used after the last look is lost.
+
+    The thread that makes this object is traced, and does not count either.
+    """
 
     def __init__(self) -> None:
+        self._shown = {threading.main_thread(), threading.current_thread()}
         self._ended: dict[str, tuple[int, float]] = {}
         self._alive: dict[threading.Thread, tuple[float, float]] = {}  # CPU seconds at the first and the last look
         self.poll()
@@ -38,8 +42,8 @@ class ThreadTimes:
 
     def poll(self) -> None:
         """Look at all threads."""
-        main, before = threading.main_thread(), self._alive
-        threads = [t for t in threading.enumerate() if t is not main and not t.name.startswith(OWN)][:MOST_THREADS]
+        shown, before = self._shown, self._alive
+        threads = [t for t in threading.enumerate() if t not in shown and not t.name.startswith(OWN)][:MOST_THREADS]
         self._alive = {}
         for thread in threads:
             first_s, last_s = before.pop(thread, (0.0, 0.0))

@@ -211,7 +211,7 @@ def _facts(result: Answer, path: Path | None, by: str | None) -> Table:
     if children := children_text(result):
         table.add_row("children", Text(children))
     if threads := threads_text(result):
-        table.add_row("threads", Text(f"beside the main one {threads}"))
+        table.add_row("threads", Text(threads))
     return table
 
 
@@ -224,7 +224,13 @@ def children_text(result: Answer) -> str:
 def threads_text(result: Answer) -> str:
     """Return what Python threads beside the main one used of the CPUs; "" if that is almost nothing."""
     use = result.cpu_use
-    return "" if use is None else _used_text(use, use.beside, result.beside_j)
+    used = "" if use is None else _used_text(use, use.beside, result.beside_j)
+    where = (
+        "beside the main one"
+        if result.kernels
+        else "beside the main one, whose operators and functions the tables show"
+    )
+    return f"{where}: {used}" if used else ""
 
 
 def _used_text(use: CpuUse, used: Mapping[str, tuple[int, float]], used_j: float | None) -> str:

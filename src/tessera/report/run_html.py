@@ -118,7 +118,7 @@ def _warnings(result: Answer) -> str:
     if children := children_text(result):
         lines.append(f"Child processes: {children}.")
     if threads := threads_text(result):
-        lines.append(f"Threads beside the main one: {threads}.")
+        lines.append(f"Threads {threads}.")
     if result.returncode:
         lines.append(f"The program {describe_exit(result.returncode)}; the energy is up to then.")
     return "".join(f"<p class='warn' role='note'>{prose(line)}</p>" for line in lines)
