@@ -51,10 +51,92 @@ def test_kinds_of_configurations(config, expected):
     assert read_model_shape(config) == expected
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+# Parameters in billions, all and active, as the cards of the models state them.
+@pytest.mark.parametrize(
+    ("config", "total", "active"),
+    [
+        (
+            {"model_type": "llama4", "text_config": {
+                "model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192,
+                "intermediate_size_mlp": 16384, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+                "num_hidden_layers": 48, "num_local_experts": experts, "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": step, "vocab_size": 202048}},
+            total, 17,
+        )
+        for experts, step, total in ((16, 1, 109), (128, 2, 400))
+    ] + [
+        (
+            {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 100352,
+             "attn_config": {"kv_n_heads": 8},
+             "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}},
+            132, 36,
+        ),
+    ],
+)  # fmt: skip
+def test_published_configurations_have_the_parameters_of_their_cards(config, total, active):
+    shape = read_model_shape(config)
+    assert shape.parameters / 1e9 == pytest.approx(total, rel=0.015)
+    idle = shape.expert_parameters() * (1 - shape.topk / shape.experts)
+    assert (shape.parameters - idle) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("places", "having"),
+    [
+        ({}, 12),
+        ({"decoder_sparse_step": 2}, 6),
+        ({"decoder_sparse_step": 1, "mlp_only_layers": [0, 3]}, 10),
+        ({"first_k_dense_replace": 3, "moe_layer_freq": 1}, 9),
+        ({"moe_layer_freq": [0, *[1] * 11]}, 11),
+        ({"moe_layer_start_index": 2, "moe_layer_interval": 2}, 5),
+        ({"moe_layers": [3, 7, 11], "interleave_moe_layer_step": 4}, 3),
+    ],
+)
+def test_layers_without_experts_are_dense(places, having) -> None:
+    config = LLAMA | EXPERTS | {"model_type": "qwen3_moe", "num_hidden_layers": 12}
+    shape = read_model_shape(config | places)
+    assert shape.moe_layers == having
+    assert shape.layers == 12
+    with pytest.raises(ArgumentError, match="not a size"):
+        read_model_shape(config | {"moe_layer_freq": "([0]*3+[1]*9)"})
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [
+        ({"mamba_d_state": 16, "attn_layer_period": 8}, "mamba_d_state"),
+        ({"state_size": 128}, "state_size"),
+        ({"ssm_state_size": 128, "hybrid_override_pattern": "M-M*"}, "ssm_state_size"),
+        ({"layer_types": ["mamba", "mamba", "attention"]}, "mamba"),
+        ({"block_types": ["recurrent", "recurrent", "attention"]}, "recurrent"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention without"),
+        ({"attn_type_list": [0, 1]}, "attn_type_list"),
+        ({"linear_attn_config": {"kda_layers": [1, 2]}}, "linear_attn_config"),
+    ],
+)
+def test_layers_that_are_not_attention_are_refused(layers, told) -> None:
+    with pytest.raises(ArgumentError, match=f"hybrid has layers that are not modelled: {told}") as caught:
+        read_model_shape(LLAMA | {"model_type": "hybrid"} | layers)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "layers", [{"layer_types": ["attention"] * 3, "mamba_n_heads": 48}, {"attn_type_list": [1, 1, 1]}]
+)
+def test_keys_of_layers_that_a_model_does_not_have_change_nothing(layers) -> None:
+    assert read_model_shape(LLAMA | layers) == read_model_shape(LLAMA)
+
+
 def test_a_configuration_without_sizes_names_the_keys():
     with pytest.raises(ArgumentError, match="does not say heads and vocab") as caught:
         read_model_shape({"model_type": "resnet", "hidden_size": 3, "num_layers": 4})
     assert "num_attention_heads" in caught.value.why
+    with pytest.raises(ArgumentError, match="does not say topk") as caught:
+        read_model_shape(LLAMA | {"num_local_experts": 8})
+    assert "num_experts_per_tok" in caught.value.why
 
 
 @pytest.mark.parametrize(

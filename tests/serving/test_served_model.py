@@ -90,6 +90,21 @@ def test_windows_are_read_from_configurations_that_list_no_kinds_of_layers(chang
     assert served.window == (4096 if windowed else 0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "windowed"),
+    [
+        ({}, 9),
+        ({"no_rope_layers": [1, 1, 0] * 4}, 8),
+        ({"no_rope_layer_interval": 2}, 6),
+        ({"layer_types": ["chunked_attention"] * 11 + ["full_attention"]}, 11),
+    ],
+)
+def test_attention_in_chunks_is_a_window(changes, windowed) -> None:
+    config = {**list_models()["qwen3-8b"], "model_type": "llama4_text", "num_hidden_layers": 12} | changes
+    served = read_served_model(config | {"attention_chunk_size": 8192})
+    assert (served.windowed_layers, served.full_layers, served.window) == (windowed, 12 - windowed, 8192)
+
+
 @pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-27b", "gpt-oss-20b"])
 def test_a_published_configuration_has_the_windows_of_its_name(name) -> None:
     published = {key: value for key, value in list_models()[name].items() if key != "sliding_layers"}

@@ -23,14 +23,24 @@ _KEYS = {
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
     "vocab": ("vocab_size", "padded_vocab_size"),
     "ffn": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "ffn_embed_dim"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "multi_query_group_num"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads", "multi_query_group_num"),
     "head_dim": ("head_dim", "kv_channels"),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
-    "topk": ("num_experts_per_tok", "moe_k", "top_k", "moe_topk"),
+    "topk": ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k", "moe_topk", "moe_top_k"),
     "moe_ffn": ("moe_intermediate_size", "expert_ffn_hidden_size"),
     "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "dense_layers": ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
 }
+_PARTS = ("attn_config", "ffn_config")  # tables inside a configuration that have some of these keys (DBRX, MPT)
+# One of so many layers has experts, after the first dense ones.
+_EXPERTS_EVERY = (
+    "interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq", "moe_layer_interval", "expert_layer_period",
+)  # fmt: skip
+# The lists that name the kind of each layer, the kinds that are modelled, and keys of other layers (Mamba, Kimi's
+# linear attention, Step's shared queries), of which the lists say whether there are any.
+_KINDS = ("layer_types", "layers_block_type", "block_types")
+_ATTENTION = ("attention", "full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+_OTHER_KEYS = ("mamba_", "ssm_", "state_size", "linear_attn_config", "share_q_dim")
 # Model types of transformers whose MLP has two matrices, and those that share the embedding's matrix unless the
 # configuration denies it.
 _TWO_MATRICES = frozenset({
@@ -96,14 +106,17 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
     whole, config = config, config.get("text_config") or config  # the language model inside one with vision
     if not isinstance(config, Mapping):
         config = config.to_dict()
+    for part in _PARTS:
+        config = {**(config.get(part) or {}), **config}
     kind = str(config.get("model_type", ""))
     _check_decoder(config, kind)
+    _check_layers(config, kind)
     sizes: dict[str, Any] = {}
     for size, names in _KEYS.items():
         value = next((config[n] for n in names if config.get(n) is not None), None)
         if value is not None:
             sizes[size] = _read_size(value, names)
-    needed = ("hidden", "layers", "heads", "vocab")
+    needed = ["hidden", "layers", "heads", "vocab"] + ["topk"] * (sizes.get("experts", 0) > 1)
     missing = [size for size in needed if not sizes.get(size)]
     if missing:
         raise ArgumentError(
@@ -116,10 +129,7 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
     if config.get("multi_query") and "kv_heads" not in sizes:
         sizes["kv_heads"] = 1
     if sizes.get("experts", 0) > 1:
-        sizes.setdefault("moe_ffn", sizes["ffn"])
-        shared = config.get("shared_expert_intermediate_size")
-        if shared:
-            sizes["shared_experts"] = round(shared / sizes["moe_ffn"])
+        sizes |= _read_expert_sizes(config, sizes)
     else:
         for size in ("experts", "topk", "moe_ffn", "shared_experts", "dense_layers"):
             sizes.pop(size, None)
@@ -128,6 +138,32 @@ def _read_config_shape(config: Mapping[str, Any]) -> ModelShape:
     tied = config.get("tie_word_embeddings", whole.get("tie_word_embeddings", kind in _TIED))
     sizes |= {"gated": kind not in _TWO_MATRICES, "mla": bool(config.get("kv_lora_rank")), "tied": bool(tied)}
     return ModelShape(**sizes)
+
+
+def _read_expert_sizes(config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the widths of experts, and how many layers have none."""
+    if wide := config.get("intermediate_size_mlp"):  # Llama 4's dense layers; one more expert takes every token
+        return {
+            "ffn": _read_size(wide, ("intermediate_size_mlp",)),
+            "moe_ffn": sizes["ffn"],
+            "shared_experts": 1,
+            "dense_layers": _count_dense_layers(config, sizes),
+        }
+    width = sizes.get("moe_ffn", sizes["ffn"])
+    found = {"moe_ffn": width, "dense_layers": _count_dense_layers(config, sizes)}
+    if shared := config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size"):
+        found["shared_experts"] = round(shared / width)
+    return found
+
+
+def _count_dense_layers(config: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
+    """Return layers without experts: the first ones, and those between the layers that have them."""
+    layers, first = sizes["layers"], sizes.get("dense_layers", 0)
+    if isinstance(listed := config.get("moe_layers"), list) and listed:
+        return layers - len(listed)
+    every = next((config[name] for name in _EXPERTS_EVERY if config.get(name)), 1)
+    having = sum(map(bool, every)) if isinstance(every, list) else (layers - first) // _read_size(every, _EXPERTS_EVERY)
+    return layers - having + len(config.get("mlp_only_layers") or ())
 
 
 def _check_decoder(config: Mapping[str, Any], kind: str) -> None:
@@ -143,6 +179,24 @@ def _check_decoder(config: Mapping[str, Any], kind: str) -> None:
         why="its configuration would be read as that of a decoder, which it is not",
         fix="predict its forward pass (tessera predict hf:config.json), or plan its module with inputs",
     )
+
+
+def _check_layers(config: Mapping[str, Any], kind: str) -> None:
+    """Refuse layers whose work is not that of attention: their parameters, FLOPs and cache would all be wrong."""
+    kinds = [str(layer) for name in _KINDS for layer in config.get(name) or ()]
+    other = sorted(set(kinds) - set(_ATTENTION))
+    if "linear_attention" in kinds and not config.get("linear_num_value_heads"):
+        other.append("linear_attention without linear_num_value_heads")
+    if not kinds:
+        other = [str(key) for key, value in config.items() if str(key).startswith(_OTHER_KEYS) and value]
+        if 0 in (config.get("attn_type_list") or ()):  # MiniMax-01: lightning attention
+            other.append("attn_type_list")
+    if other:
+        raise ArgumentError(
+            f"{kind or 'the model'} has layers that are not modelled: {', '.join(other[:3])}",
+            why="they would be read as layers of attention, which they are not",
+            fix="predict its forward pass (tessera predict hf:config.json), or plan its module with inputs",
+        )
 
 
 def _check_heads(sizes: Mapping[str, Any], latent: bool) -> None:

@@ -245,7 +245,7 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
         )
     experts = "fp4" if c.get("model_type") == "gpt_oss" else None  # all other weights are in 16 bits
     weights, unknown = (None, None) if experts else read_weights(config.get("quantization_config") or c)
-    windowed = int(c.get("sliding_layers") or sum("sliding" in str(kind) for kind in kinds))
+    windowed = int(c.get("sliding_layers") or sum(str(kind).startswith(("sliding", "chunked")) for kind in kinds))
     windowed = windowed if windowed or kinds else _count_windowed_layers(c, layers)
     return ServedModel(
         name=name,
@@ -253,7 +253,7 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
         latent=latent,
         linear=linear,
         index=index,
-        window=int(c.get("sliding_window") or 0) if windowed else 0,
+        window=int(c.get("sliding_window") or c.get("attention_chunk_size") or 0) if windowed else 0,
         windowed_layers=windowed,
         expert_format=experts,
         weights=weights,
@@ -264,6 +264,9 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
 
 def _count_windowed_layers(c: Mapping[str, Any], layers: int) -> int:
     """Layers whose attention sees a window, of a configuration that does not list the kind of each layer."""
+    if c.get("attention_chunk_size"):  # Llama 4: layers with rotary positions see a chunk, at most all of it
+        rotary = c.get("no_rope_layers")  # 1 for each layer that has them
+        return sum(map(bool, rotary)) if rotary else layers - layers // int(c.get("no_rope_layer_interval") or 4)
     if not c.get("sliding_window") or c.get("use_sliding_window") is False:
         return 0
     if c.get("use_sliding_window"):  # Qwen's: the layers after the first ones
