@@ -167,6 +167,11 @@ class Device:
             fix=f"known: {', '.join(f'{self.id}@{n}' for n in names)}" if names else other,
         )
 
+    @property
+    def least_limit_w(self) -> float:
+        """Return the watts that a power limit must exceed: what the board draws while it waits, and some room."""
+        return 1.5 * self.idle_w.value if self.idle_w else 0.0
+
     def _set_limit(self, point: str) -> Device | None:
         """Return the device with a power limit or clock set by its driver; None if the text is neither."""
         if self.kind == "soc":  # nvpmodel sets modes, not watts
@@ -186,9 +191,8 @@ class Device:
                 return self._named(f"{clock_hz / 1e6:g}MHz", clock_limit_hz=clock_hz)
             if kind.endswith("w"):
                 limit_w = parse_power(point[:-1] + "W")
-                least_w = 1.5 * self.idle_w.value if self.idle_w else 0.0
-                if self.tdp_w is None or not least_w < limit_w <= self.tdp_w.value:
-                    raise self._refuse_limit(point, least_w)
+                if self.tdp_w is None or not self.least_limit_w < limit_w <= self.tdp_w.value:
+                    raise self._refuse_limit(point, self.least_limit_w)
                 return self._named(f"{limit_w:g}W", power_limit_w=limit_w)
         except UnitError:
             return None

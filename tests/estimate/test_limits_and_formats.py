@@ -121,6 +121,20 @@ def test_the_curve_of_limits() -> None:
     assert all(lookup(name).power_limit_w for name in list_limits(lookup("a100"))[:-1])
 
 
+@pytest.mark.parametrize("chip", list_chips())
+def test_every_limit_of_a_curve_can_be_set(chip: str) -> None:
+    names = list_limits(lookup(chip))
+    assert [lookup(name).id for name in names] == names
+    watts = [lookup(name).power_limit_w or lookup(name).tdp_w.value for name in names]
+    assert watts == sorted(watts)
+
+
+def test_a_curve_of_a_system_on_a_chip_has_its_modes() -> None:
+    modes = [f"jetson-orin@{mode}" for mode in ("15W", "30W", "50W", "60W")]
+    assert [row.on for row in power_curve(*products(), on="jetson-orin").rows] == modes
+    assert list_limits(lookup("m4-max")) == ["m4-max"], "nothing sets its power"
+
+
 def test_all_chips() -> None:
     found = sweep(nn.Linear(64, 64), torch.empty(8, 64), on="all", precisions=("fp32",))
     assert [row.on for row in found.rows] == list_chips()

@@ -296,7 +296,12 @@ def list_chips() -> list[str]:
 
 
 def list_limits(device: Device, count: int = 9) -> list[str]:
-    """Names of a chip at power limits from 40% of its own up to all of it, in steps of whole 10 W."""
+    """Names of a chip at power limits from 40% of its own up to all of it, in steps of whole 10 W.
+
+    Of a system on a chip, which takes modes instead of limits: at each of its modes.
+    """
+    if device.kind == "soc":
+        return [f"{device.id}@{point.name}" for point in device.operating_points] or [device.id]
     if device.tdp_w is None:
         raise ArgumentError(
             f"the power limit of {device.id} is not known", fix="give tdp_w in a device file of your own"
@@ -304,7 +309,7 @@ def list_limits(device: Device, count: int = 9) -> list[str]:
     whole = device.tdp_w.value
     least = max(0.4 * whole, 1.3 * PowerModel.from_device(device).static_w)
     watts = {round((least + i * (whole - least) / (count - 1)) / 10) * 10 for i in range(count)}
-    return [f"{device.id}@{w}W" for w in sorted(w for w in watts if w < whole)] + [device.id]
+    return [f"{device.id}@{w}W" for w in sorted(w for w in watts if device.least_limit_w < w < whole)] + [device.id]
 
 
 def power_curve(
@@ -319,8 +324,9 @@ def power_curve(
 ) -> Sweep:
     """Seconds and joules of a program over power limits of one chip: which limit is best for it.
 
-    The rows' `on` is the chip at a limit ("h200@400W"), the last the chip as it is. `best_batch()` gives the limit of
-    least energy, `fastest()` that of least time, `pareto()` all that are worth considering.
+    The rows' `on` is the chip at a limit ("h200@400W") or a mode ("jetson-orin@30W"), the last the chip as it is.
+    `best_batch()` gives the limit of least energy, `fastest()` that of least time, `pareto()` all that are worth
+    considering.
     """
     device = lookup(on) if isinstance(on, str) else on
     names = list_limits(device) if limits_w is None else [f"{device.id}@{w:g}W" for w in limits_w]
