@@ -164,6 +164,23 @@ def test_a_cpu_dispatches_its_operators_itself_and_nobody_validated_it(launch):
         assert ("no CUDA graphs" in " ".join(report.notes)) == (launch == "graph")
 
 
+def test_apples_gpus_replay_no_graphs():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.empty(4, 64)
+    eager, graph = (tessera.predict(model, x, on="m4-max", launch=launch) for launch in ("eager", "graph"))
+    assert graph.total_latency_s == eager.total_latency_s and graph.prediction.error_s == eager.prediction.error_s
+    assert "m4-max has no CUDA graphs" in " ".join(graph.notes)
+    assert "host" in graph.prediction.provenance
+    assert eager.prediction.bound == "host"
+    assert not [o for o in eager.opportunities() if o.kind == "reduce latency"]
+
+
+@pytest.mark.parametrize("chip", ["v100", "t4", "m4-max"])
+def test_a_chip_without_units_for_bf16_is_advised_fp16(chip):
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU())
+    report = tessera.predict(model, torch.empty(512, 2048), on=chip, precision="fp32")
+    assert [o.action.split()[2] for o in report.opportunities() if o.kind == "quantise"] == ["fp16"]
+
+
 def test_inputs_of_every_form():
     class Two(nn.Module):
         def forward(self, a, b=None, flag=False):

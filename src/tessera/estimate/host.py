@@ -22,7 +22,7 @@ from .kernel_time import KernelTime, load_fit
 
 CPU_LATENCY_FROM = "roofline of the datasheet, at efficiencies fitted on a GPU (H200); not validated on CPUs"
 CPU_NOTE = "not validated on CPUs: never compared with a measurement; take it as an order of magnitude"
-NO_GRAPHS_NOTE = "a CPU has no CUDA graphs: its operators are dispatched one by one, as with --launch eager"
+NO_GRAPHS_NOTE = "has no CUDA graphs: its operators are launched one by one, as with --launch eager"
 
 # No measurement supports a CPU's times. Nearly all of the figure, so that only zero is excluded below, and twice the
 # figure is included above.
@@ -134,6 +134,11 @@ def host_times(model: HostModel, ops: Sequence[Op], training: bool) -> list[floa
 def is_cpu(device: Device) -> bool:
     """Whether the device dispatches its operators itself, with no host beside it."""
     return device.kind == "cpu"
+
+
+def has_graphs(device: Device) -> bool:
+    """Whether the device can replay a captured iteration: a CPU cannot, nor can Apple's GPUs (torch's mps)."""
+    return not is_cpu(device) and device.vendor != "Apple"
 
 
 def widen_for_cpu(kernels: Sequence[KernelTime]) -> tuple[KernelTime, ...]:

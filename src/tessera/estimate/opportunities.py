@@ -15,12 +15,13 @@ Again = Callable[..., EnergyReport]
 """Predicts the same program again with some options changed."""
 
 # The next narrower formats, the one that is nearest to the program's own first: each is tried where the chip has it.
+# fp16 is for chips without units for bf16, such as V100, T4 and Apple's: elsewhere it saves no more than bf16.
 _NARROWER: dict[str | None, tuple[str, ...]] = {
-    None: ("bf16", "fp8", "int8"),
-    "fp64": ("fp32", "bf16"),
-    "fp32": ("tf32", "bf16"),
+    None: ("bf16", "fp16", "fp8", "int8"),
+    "fp64": ("fp32", "bf16", "fp16"),
+    "fp32": ("tf32", "bf16", "fp16"),
     **dict.fromkeys(("bf16", "fp16"), ("fp8", "int8")),
-    "tf32": ("bf16",),
+    "tf32": ("bf16", "fp16"),
 }
 _LEAST_SHARE = 0.02  # smaller savings are below any interval of a prediction
 

@@ -20,7 +20,7 @@ from .cache import CACHE_SHARE, count_traffic
 from .calibration import Calibration, find
 from .compiled import compile_program, host_of_compiled
 from .data_work import count_launches
-from .host import HostModel, host_times, is_cpu, widen_for_cpu
+from .host import HostModel, has_graphs, host_times, is_cpu, widen_for_cpu
 from .iteration import Iteration
 from .memory import MemoryEstimator, MemoryReport
 from .ops import QUANTISED, OpModel, precision_name, recast, store_weights
@@ -218,6 +218,8 @@ def estimate(
     `of` are the pieces of a compiled program, whose memory leaves out what stays inside them.
     """
     ops, cpu = graph.kernels, is_cpu(device)
+    if launch == "graph" and not has_graphs(device):
+        launch = "eager"  # as a note says
     crossing = count_traffic(graph, ops, CACHE_SHARE * model.chip.cache_bytes)
     work = [(op.kind, model.precision_of(op)) for op in ops]
     kernels = tuple(model.time(op, hbm_bytes) for op, hbm_bytes in zip(ops, crossing, strict=True))
@@ -228,12 +230,12 @@ def estimate(
     if cpu:
         kernels = widen_for_cpu(kernels)
     gaps = [0.0 if cpu else _gap_s(op, launch) for op in ops]
-    if launch == "graph" and gaps and not cpu:
+    if launch == "graph" and gaps:
         gaps[0] += replay_s(sum(k.seconds for k in kernels) + sum(gaps))
     iteration = Iteration(kernels, gaps, power)
     if calibration is not None:
         calibration.scale_energy(iteration, work)
-    host = (host or default_host) if launch != "graph" or cpu else None  # a CPU has no CUDA graphs
+    host = (host or default_host) if launch != "graph" else None
     if launch == "compile" and host is not None:
         host = host_of_compiled(host)
     host_s = _host_by_kernel(graph, host) if host is not None else None

@@ -116,7 +116,7 @@ def errors_of(descriptors: Iterable[EnergyDescriptor]) -> PredictionErrors:
 def whole_errors(report: EnergyReport) -> PredictionErrors:
     """Of a whole prediction: its kernels, and what its interval has beyond them, which is the host's."""
     of, kernels = report.prediction, errors_of(report.descriptors)
-    if of is None or not (of.launch == "eager" or "dispatch" in of.provenance):  # a CPU dispatches either way
+    if of is None or not ("dispatch" in of.provenance or ("host" in of.provenance and of.launch != "compile")):
         return kernels
     waits = any(d.latency_s > d.device_s for d in report.descriptors)
     device_s = device_error_s([(d.kind, d.error_s) for d in report.descriptors], waits)

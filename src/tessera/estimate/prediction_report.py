@@ -13,7 +13,7 @@ from ..graph.ir import Graph, Op
 from ..graph.op_kinds import MATRIX_KINDS
 from ..joules import Floats
 from ..schema import Domain, Energy, EnergyDescriptor, EnergyReport, Prediction, Work
-from .host import CPU_NOTE, NO_GRAPHS_NOTE, HostModel, is_cpu
+from .host import CPU_NOTE, NO_GRAPHS_NOTE, HostModel, has_graphs, is_cpu
 from .iteration import SolvedIteration, find_peak
 from .kernel_time import ELEMENT_BYTES, KernelTime, chip
 from .memory import MemoryReport
@@ -258,7 +258,8 @@ def _note_missing_units(estimate: Estimate, device: Device) -> list[str]:
 
 
 def _notes(graph: Graph, estimate: Estimate, device: Device, launch: str, state: str) -> tuple[str, ...]:
-    notes = [CPU_NOTE, *([NO_GRAPHS_NOTE] if launch == "graph" else [])] if is_cpu(device) else []
+    notes = [CPU_NOTE] if is_cpu(device) else []
+    notes += [f"{device.id} {NO_GRAPHS_NOTE}"] if launch == "graph" and not has_graphs(device) else []
     notes += [f"assumed while capturing: {line}" for line in graph.assumptions]
     notes += [*_note_missing_units(estimate, device), *_note_unmodelled(estimate)]
     if estimate.solved.clock < 0.98 and state == "sustained":
