@@ -181,6 +181,14 @@ def test_a_chip_without_units_for_bf16_is_advised_fp16(chip):
     assert [o.action.split()[2] for o in report.opportunities() if o.kind == "quantise"] == ["fp16"]
 
 
+@pytest.mark.parametrize("precision", [None, "fp32"])
+def test_a_chip_that_would_run_another_format_is_not_advised(precision):
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU())
+    report = tessera.predict(model, torch.empty(512, 2048), on="v100", precision=precision)
+    (found,) = (o for o in report.opportunities() if o.kind == "change chip")
+    assert found.action == "run it on NVIDIA L4", "Gaudi 3 has no units for fp32"
+
+
 def test_inputs_of_every_form():
     class Two(nn.Module):
         def forward(self, a, b=None, flag=False):

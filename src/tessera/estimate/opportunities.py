@@ -123,13 +123,20 @@ def _batch(report: EnergyReport, prediction: Prediction, again: Again) -> Advice
     return _compare("raise utilisation", action, report, best[2])
 
 
-# Chips that a model may move to: one of each class. Chips that the model does not fit on are skipped.
+# Chips that a model may move to: one of each class. Chips that the model does not fit on are skipped, and those that
+# would run it in another format, which is another change.
 _CHIPS = ("b200", "h200", "h100", "a100", "mi300x", "l40s", "l4", "jetson-orin", "gaudi3")
 
 
 def _chip(report: EnergyReport, prediction: Prediction, again: Again) -> Advice | None:
     own = prediction.device.partition("@")[0]
-    best = _least({name: _try_change(again, on=name) for name in _CHIPS if name in catalogue() and name != own})
+    others = {name: _try_change(again, on=name) for name in _CHIPS if name in catalogue() and name != own}
+    best = _least({name: other for name, other in others.items() if other is not None and _as_written(other, name)})
     if best is None:
         return None
     return _compare("change chip", f"run it on {lookup(best[0]).name}", report, best[1])
+
+
+def _as_written(report: EnergyReport, chip: str) -> bool:
+    """Whether a chip runs a program in its own formats and launch: where it cannot, a note of the report says so."""
+    return not any(note.startswith(f"{chip} has no ") for note in report.notes)
