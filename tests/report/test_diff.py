@@ -627,3 +627,39 @@ def test_power_logs_beside_traces(run: Callable[..., Any], tmp_path: Path) -> No
 def test_a_change_is_a_line_of_the_old_kind() -> None:
     line = analyze.diff(measured(1.0), measured(2.0)).total
     assert isinstance(line, RowChange) and line.change_j == 1.0 and line.share_j == 1.0
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_idle_of_a_trace_is_that_of_all_its_devices(tmp_path: Path, devices: int, by_step: bool) -> None:
+    """Each device computes 60 of every 100 ms, on two streams at once for 20 of them; the steps follow each other."""
+    events: list[dict[str, object]] = []
+    for step in range(4):
+        at = 100e3 * step
+        if by_step:
+            row = {"name": f"ProfilerStep#{step}", "cat": "user_annotation", "ts": at, "dur": 100e3, "pid": 9, "tid": 9}
+            events.append({"ph": "X", **row})
+        for device in range(devices):
+            for stream, (begin, end) in enumerate([(0, 40e3), (20e3, 60e3)], 7):
+                launch = len(events) + 1
+                call = {
+                    "name": "cudaLaunchKernel",
+                    "cat": "cuda_runtime",
+                    "ts": at + begin,
+                    "dur": 1,
+                    "pid": 9,
+                    "tid": 9,
+                }
+                kernel = {"name": f"k{stream}", "cat": "kernel", "ts": at + begin, "dur": end - begin, "pid": device}
+                args = {"correlation": launch, "device": device, "stream": stream}
+                events += [
+                    {"ph": "X", **call, "args": {"correlation": launch}},
+                    {"ph": "X", **kernel, "tid": stream, "args": args},
+                ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    idle = next(row for row in analyze.diff(path, path).rows if row.name == "idle")
+    gaps = 3  # without steps, the trace ends with its last kernel
+    if by_step:
+        gaps = 1 if devices > 1 else 0.75  # of one device, a step lasts until its next one begins
+    assert idle.before_s == pytest.approx(gaps * 0.04 * devices, rel=0.01)

@@ -34,7 +34,7 @@ from .run_energy import is_partial, whole_of
 from .run_steps import find_every_step
 from .sides import Cell, DiffSide, Span, make_cell
 from .slowdown import Slowdown, slowdown_of
-from .time_table import time_table
+from .time_table import sum_idle, time_table
 
 _NAN = float("nan")
 _LONGEST_COMMAND = 20_000
@@ -176,10 +176,12 @@ def _of_table(
     command: Sequence[str] = (),
     untraced: Cell | None = None,
     every: Cell | None = None,
+    idle_s: float | None = None,
 ) -> DiffSide:
     """Return a table as a side.
 
-    `whole` is the run of which it is a part, `stepped` its rows by step, `level` its sensors and their error.
+    `whole` is the run of which it is a part, `stepped` its rows by step, `level` its sensors and their error, `idle_s`
+    its idle seconds where no watts tell them.
     """
     steps = {s.name for s in table.steps}
     views: dict[str, dict[str, Cell]] = {}
@@ -191,8 +193,8 @@ def _of_table(
             cell = Cell(r.energy_j, r.error_j, wall_s(r), _NAN, r.calls, r.kind, once=True)
             rows[r.name] = rows[r.name] + cell if r.name in rows else cell
         if rows and view in ("ops", "kernels") and table.busy_s > 0 and not table.idle_j <= 0:  # NaN: time is known
-            idle_s = table.idle_s
-            rows[table.idle_name] = Cell(table.idle_j, table.idle_error_j, idle_s, _NAN, 0, "idle", once=True)
+            waited_s = table.idle_s if idle_s is None else idle_s
+            rows[table.idle_name] = Cell(table.idle_j, table.idle_error_j, waited_s, _NAN, 0, "idle", once=True)
         views[view] = rows
     total = Cell(table.energy_j, table.error_j, table.time_s, _NAN, 1, once=True)
     count = float(len(table.steps)) or (every.calls if every is not None else 0.0)
@@ -227,8 +229,16 @@ def _of_recording(recording: Recording) -> DiffSide:
     if table is None:
         notes = [*recording.notes, f"{name} has no power: only time is known"]
         table = time_table(timeline)
-        stepped = find_step_rows(timeline, table)
-        side = _of_table(table, name, work=work, notes=notes, span="trace", stepped=stepped, command=command)
+        side = _of_table(
+            table,
+            name,
+            work=work,
+            notes=notes,
+            span="trace",
+            stepped=find_step_rows(timeline, table),
+            command=command,
+            idle_s=sum_idle(timeline, table.time_s),
+        )
         return dataclasses.replace(side, chip=describe_device(recording), crowded=crowded)
     whole = None
     if is_run and is_partial(recording, table):

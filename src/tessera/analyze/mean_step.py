@@ -254,11 +254,11 @@ class StepRows:
         return {name: [part[i] for part in flat] for i, name in enumerate(names)}
 
     def _idle(self, rows: Mapping[str, StepSeries]) -> dict[str, StepSeries]:
-        """Return the part of the steps that no row has."""
+        """Return the part of the steps that no row has, of all their devices together."""
         step_s, spent_j = (np.array([pick(s) for s in self.table.steps]) for pick in (wall_s, lambda s: s.energy_j))
         joules = spent_j - sum(s.joules for s in rows.values())
-        seconds = step_s - sum(s.seconds for s in rows.values())
-        if seconds.sum() < 0:  # with several devices, whose seconds are more than the clock's
+        seconds = step_s * [s.devices for s in self.table.steps] - sum(s.seconds for s in rows.values())
+        if seconds.sum() < 0:  # the kernels of the last step end after it
             seconds = np.zeros(len(seconds))
         if not seconds.any() and not np.nan_to_num(joules).any():
             return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..attribute.table import EnergyRow, EnergyTable
 from ..joules import Floats
 from ..record import KINDS
 from ..timeline.columns import NONE, Ints, Timeline
-from .devices import list_devices
+from .devices import busy_spans, list_devices
 from .mean_step import self_time
 from .module_tree import sum_passes
 
@@ -32,8 +33,12 @@ def time_table(timeline: Timeline) -> EnergyTable:
     has_op = ops != NONE
     by_op = timeline["name"][np.where(has_op, ops, 0)]
     codes = np.full(len(rows), KINDS.index("op"))
-    lengths = _step_lengths(timeline)
-    steps = [_timed_row(s.name, "step", 1, took_s, took_s) for s, took_s in zip(links.steps, lengths, strict=True)]
+    devices = list_devices(timeline)
+    steps = []
+    for step, took_s in zip(links.steps, _step_lengths(timeline), strict=True):
+        of_rank = [d for d in devices if step.row == NONE or d.rank == timeline["rank"][step.row]]
+        row = _timed_row(step.name, "step", 1, took_s, took_s)
+        steps.append(dataclasses.replace(row, devices=max(1, len(of_rank))))
     return EnergyTable(
         energy_j=_NAN,
         error_j=_NAN,
@@ -48,6 +53,13 @@ def time_table(timeline: Timeline) -> EnergyTable:
         ops=_timed_rows(timeline, by_op[has_op], codes[has_op], seconds[has_op]),
         modules=list_modules(timeline, rows, seconds),
     )
+
+
+def sum_idle(timeline: Timeline, time_s: float) -> float | None:
+    """Return the seconds of `time_s` in which devices did nothing, of all of them together; None if there is none."""
+    devices = list_devices(timeline)
+    busy_s = sum(busy_spans(timeline, device.rows).total_ns * 1e-9 for device in devices)
+    return max(len(devices) * time_s - busy_s, 0.0) if devices else None
 
 
 def _step_lengths(timeline: Timeline) -> list[float]:
