@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tessera.analyze.advise import NOTHING, RULES, advise
+from tessera.analyze.breakdown import breakdown
 from tessera.analyze.slowdown import EVENT_S
 from tessera.estimate.predict import GAP_S
 from tessera.joules import DomainSamples
@@ -338,3 +340,20 @@ def test_advice_reads_as_paragraphs_with_evidence_and_fix():
             for part in (row["kind"], row["evidence"], row["action"], f"{row['confidence']} confidence"):
                 assert " ".join(part.split()) in said
         assert ("they overlap" in said) == (len(result.rows) > 1)
+
+
+def test_shares_without_power_are_those_of_the_breakdown(tmp_path: Path) -> None:
+    """Beside a collective of 60 of 100 ms, a kernel computes for 30 of them."""
+    rows = [("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 0, 60e3, 20), ("gemm", 10e3, 30e3, 7), ("gemm", 99.9e3, 100, 7)]
+    events = [
+        {"ph": "X", "name": name, "cat": "kernel", "ts": at, "dur": took, "pid": 0, "tid": stream,
+         "args": {"device": 0, "stream": stream, "correlation": i}}
+        for i, (name, at, took, stream) in enumerate(rows)
+    ]  # fmt: skip
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    shares = {row["kind"]: row["share_pct"] for row in advise(path).rows}
+    parts = breakdown(path).rows
+    assert shares["communication"] == pytest.approx(60.0)
+    assert shares["communication"] == pytest.approx(sum(r["pct"] for r in parts if "communication" in r["part"]))
+    assert shares["idle"] == pytest.approx(sum(r["pct"] for r in parts if r["part"].startswith("idle")), abs=0.1)

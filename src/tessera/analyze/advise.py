@@ -198,7 +198,10 @@ def _span(timeline: Timeline) -> tuple[int, int]:
 
 
 def _model_table(timeline: Timeline, device: Device | None) -> EnergyTable:
-    """Return joules by a chip's power model; without a chip 1 W each, so that rules weigh by seconds (never shown)."""
+    """Return joules by a chip's power model; without a chip 1 W each, so that rules weigh by seconds (never shown).
+
+    Those of all devices together are then their time: kernels that overlap are in it once, as in a breakdown.
+    """
     board = board_of(device.name, np.zeros(0)) if device is not None else Board(static_w=1.0, limit_w=1.0)
     rows = timeline.device_rows
     start_ns, end_ns = _span(timeline)
@@ -213,8 +216,9 @@ def _model_table(timeline: Timeline, device: Device | None) -> EnergyTable:
         watts = prior(timeline, rows[first], spent_s / calls, timeline.linked, board).watts
     devices = list_devices(timeline)
     busy_s = sum(busy_spans(timeline, device.rows).total_ns * 1e-9 for device in devices)
-    idle_j = max(0.0, seconds * max(1, len(devices)) - busy_s) * board.static_w
-    total = float((watts * spent_s).sum()) + idle_j
+    devices_s = seconds * max(1, len(devices))
+    idle_j = max(0.0, devices_s - busy_s) * board.static_w
+    total = float((watts * spent_s).sum()) + idle_j if device is not None else devices_s
     by_name: dict[tuple[str, str], list[float]] = {}
     for i, at in enumerate(first.tolist()):
         row = int(rows[at])
