@@ -33,6 +33,14 @@ def test_events_without_a_category_are_not_no_event(tmp_path):
     assert "give that one" in said and "*.xplane.pb" in said
 
 
+def test_events_of_other_tools_are_not_no_event(tmp_path):
+    path = tmp_path / "nsys2json.json"
+    path.write_text(json.dumps([{**event, "cat": cat} for cat in ("cuda", "nvtx") for event in EVENTS]))
+    said = str(analyze.kernels(path))
+    assert "40 events of nsys2json.json are of categories that are not read (cuda, nvtx)" in " ".join(said.split())
+    assert "is empty" not in said
+
+
 def test_a_folder_of_jax_is_looked_into(tmp_path):
     viewed = write_jax(tmp_path / "jax")
     assert find_files([tmp_path / "jax"]) == ([viewed], [])

@@ -55,8 +55,8 @@ def explain_no_device(recording: Recording) -> str:
                 "nothing ran on a GPU in this trace: `tessera analyze critical_path TRACE` shows where the time of "
                 "the CPU went; if a GPU was used: record with activities=[..., ProfilerActivity.CUDA]"
             )
-        if count := timeline.meta.get("without_category"):
-            return _explain_no_category(recording.facts.name, count)
+        if unread := timeline.meta.get("unread"):
+            return _explain_unread(recording.facts.name, unread)
         content = "it has neither kernels nor operators" if len(recording.timeline) else "it contains no event"
         return f"{recording.facts.name} is empty: {content}; record again, and export the trace after the work is done"
     name = str(recording.facts.path or recording.facts.name)
@@ -69,11 +69,14 @@ def explain_no_device(recording: Recording) -> str:
     return f"this run has neither kernels nor operators: `tessera report {path}` shows what was recorded"
 
 
-def _explain_no_category(name: str, count: int) -> str:
+def _explain_unread(name: str, unread: Mapping[str, int]) -> str:
     advice = "give a trace of torch.profiler, or a profiler's own file (*.xplane.pb, *.pftrace)"
     if name.endswith(".trace.json.gz"):
         advice = "JAX and TensorFlow write all of it to the *.xplane.pb beside this file: give that one"
-    return f"the {count:,} events of {name} have no category (cat), so nothing tells kernels from calls: {advice}"
+    what = "have no category (cat), so nothing tells kernels from calls"
+    if named := [category[:40] for category in unread if category]:
+        what = f"are of categories that are not read ({', '.join(named[:3])}{', ...' * (len(named) > 3)})"
+    return f"the {sum(unread.values()):,} events of {name} {what}: {advice}"
 
 
 def count_launches(timeline: Timeline) -> int:

@@ -323,9 +323,10 @@ class RowReader:
             timeline.columns[column] += base_ns
         if len(timeline) and timeline.start_ns < WALL_CLOCK_NS:
             notes.append(NO_WALL_CLOCK)
-        if len(timeline) == 0 and self._left_out[""]:
-            meta["without_category"] = self._left_out[""]
-        odd = sorted(Counter({c: n for c, n in self._left_out.items() if c not in _EXPECTED}).most_common(_MOST_NOTES))
+        unread = Counter({c: n for c, n in self._left_out.items() if c not in _EXPECTED})
+        if len(timeline) == 0 and unread:
+            meta["unread"] = dict(unread.most_common())
+        odd = sorted(unread.most_common(_MOST_NOTES))
         notes += [Note(f"not read: {_events(n)} of category {c[:80]!r}", "omission") for c, n in odd]
         notes += [f"{what}: {_events(n)}" for what, n in sorted(self._odd.items()) if n]
         notes += [f"{what}: {_events(n)}" for what, n in sorted(self._side.odd.items())]
