@@ -306,6 +306,36 @@ def test_a_function_that_computes_is_told_to_return_its_model(
     assert "computes_something.py:4" in said.replace(" ", "")
 
 
+def test_a_model_with_a_sparse_tensor_is_built_and_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "multiplies_sparse.py").write_text("""
+import torch
+class Graph(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        at = torch.randint(0, 64, (2, 100))
+        self.register_buffer("edges", torch.sparse_coo_tensor(at, torch.randn(100), (64, 64)).coalesce())
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, x)
+def make():
+    return Graph(), torch.empty(64, 8)
+""")
+    monkeypatch.chdir(tmp_path)
+    assert predicted("multiplies_sparse:make") == 0
+    assert "_sparse" in capsys.readouterr().out
+
+
+def test_a_long_message_of_a_models_own_code_is_cut_to_its_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tells_all.py").write_text("def make():\n    raise ValueError('short\\n' + 80 * 'backend\\n')\n")
+    monkeypatch.chdir(tmp_path)
+    assert predicted("tells_all:make") == 1
+    said = capsys.readouterr().err
+    assert "tells_all:make() raised ValueError: short\n" in said and "backend" not in said
+
+
 def test_a_module_that_parses_arguments_when_imported_is_told_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tessera
-from tessera.errors import ArgumentError, DoesNotFit, PredictionError
+from tessera.errors import ArgumentError, CaptureError, DoesNotFit, PredictionError
 from tessera.hardware import catalogue, lookup
 
 
@@ -198,6 +198,15 @@ def test_inputs_of_every_form():
     for inputs in ((x, x, True), {"a": x, "b": x, "flag": True}, [x, x, True]):
         assert len(tessera.predict(Two(), inputs).descriptors) == 1
     assert tessera.predict(nn.ReLU(), x.to("meta")).prediction.batch == 4
+
+    class OfDict(nn.Module):
+        def forward(self, batch):
+            return batch["x"] + 1
+
+    with pytest.raises(CaptureError, match="unexpected keyword argument") as caught:
+        tessera.predict(OfDict(), {"x": x})
+    assert "a dict that is one input goes into a tuple" in str(caught.value.fix)
+    assert len(tessera.predict(OfDict(), ({"x": x},)).descriptors) == 1
 
 
 def test_batch_rescales_and_work_follows():

@@ -160,7 +160,7 @@ def _build_on_meta(build: Callable[[], Any]) -> Any:
             with torch.device("meta"):
                 return build()
         except (NotImplementedError, RuntimeError) as e:
-            if "meta" not in str(e):
+            if "meta" not in str(e).lower():  # of a sparse tensor: SparseMeta
                 raise
         with _parameters_on_meta():
             return build()
@@ -380,7 +380,7 @@ def _call_own(build: Any, spec: str) -> Any:
         raise
     except Exception as e:
         # NotImplementedError, RuntimeError, ValueError or TypeError, by what was asked of a tensor without values
-        if "meta" not in str(e):
+        if "meta" not in str(e).lower():
             raise _own_error(f"{spec}()", e) from e
         raise ArgumentError(
             f"{spec}() computes something, instead of only returning a model",
@@ -390,8 +390,9 @@ def _call_own(build: Any, spec: str) -> Any:
 
 
 def _own_error(what: str, e: Exception) -> TesseraError:
+    said = str(e).strip().splitlines() or ["no message"]  # torch's dispatcher lists each of its backends
     return TesseraError(
-        f"{what} raised {type(e).__name__}: {e}",
+        f"{what} raised {type(e).__name__}: {said[0]}",
         why=f"at {_find_line(e)}",
         fix="run it again with --debug to see the traceback",
     )

@@ -340,8 +340,16 @@ def _explain_errors(model: Any) -> Iterator[None]:
             for frame, number in traceback.walk_tb(e.__traceback__)
             if is_user_code(frame.f_code.co_filename)
         ]
+        what = f"{_title(model)} cannot be captured: {type(e).__name__}: {first_line(e)}"
+        if isinstance(e, TypeError) and not lines:  # the call itself failed
+            raise CaptureError(
+                what,
+                why="it does not take these inputs",
+                fix="give a tuple of inputs, or a dict of keyword arguments; a dict that is one input goes into a "
+                "tuple: ({...},)",
+            ) from e
         raise CaptureError(
-            f"{_title(model)} cannot be captured: {type(e).__name__}: {first_line(e)}",
+            what,
             why=f"raised {lines[-1] if lines else 'at an unknown line'} while running on meta tensors "
             "(shapes without values)",
             fix="check that the model runs with these inputs; if it does, it needs values: measure it instead "
