@@ -90,6 +90,14 @@ def test_windows_are_read_from_configurations_that_list_no_kinds_of_layers(chang
     assert served.window == (4096 if windowed else 0)
 
 
+def test_queries_that_are_not_compressed_are_one_product() -> None:
+    compressed = list_models()["deepseek-v3"]
+    plain = read_served_model(compressed | {"q_lora_rank": None}).attention_matrices(1)
+    queries, keys = (128 * (128 + 64), 7168), (512 + 64, 7168)
+    assert plain[:2] == [keys, queries]
+    assert plain[2:] == read_served_model(compressed).attention_matrices(1)[2:]
+
+
 @pytest.mark.parametrize(
     ("changes", "windowed"),
     [

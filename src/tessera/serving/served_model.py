@@ -65,7 +65,10 @@ _FULL_EVERY |= dict.fromkeys(("mistral", "ministral", "mixtral", "phi3", "phimoe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention: ranks of queries and of keys with values, and the sizes of a head's parts."""
+    """Multi-head latent attention: ranks of queries and of keys with values, and the sizes of a head's parts.
+
+    `query_rank` 0: queries are not compressed, as in DeepSeek-V2-Lite.
+    """
 
     query_rank: int
     key_rank: int
@@ -125,11 +128,11 @@ class ServedModel:
         s, heads = self.shape, self.shape.heads / ranks
         if self.latent is not None:
             m = self.latent
-            down = (m.query_rank + m.key_rank + m.rotary, s.hidden)
+            down, queries = (m.query_rank + m.key_rank + m.rotary, s.hidden), m.query_rank or s.hidden
             # Keys and values stay compressed: queries are multiplied up to them, and results down from them.
             up, absorbed = heads * (m.plain + m.rotary), heads * m.plain
             values = heads * m.value
-            return [down, (up, m.query_rank), (absorbed, m.key_rank), (values, m.key_rank), (s.hidden, values)]
+            return [down, (up, queries), (absorbed, m.key_rank), (values, m.key_rank), (s.hidden, values)]
         size, keys = s.head_size, max(s.key_heads / ranks, 1.0)
         return [((heads + 2 * keys) * size, s.hidden), (s.hidden, heads * size)]
 
@@ -225,7 +228,7 @@ def _model_of(config: Mapping[str, Any], name: str) -> ServedModel:
     latent = index = linear = None
     if c.get("kv_lora_rank"):
         latent = LatentAttention(
-            query_rank=int(c.get("q_lora_rank") or c["hidden_size"]),
+            query_rank=int(c.get("q_lora_rank") or 0),
             key_rank=int(c["kv_lora_rank"]),
             rotary=int(c.get("qk_rope_head_dim", 64)),
             plain=int(c.get("qk_nope_head_dim", 128)),
